@@ -1,0 +1,104 @@
+"""Configuration: small frozen slices, resolved once and handed out; nobody holds the whole."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from quire.errors import ConfigError, known_arguments_only
+
+DType = Literal["auto", "float32", "float16", "bfloat16"]
+GroupKind = Literal["full", "window", "latent", "state"]
+
+
+@dataclass(frozen=True, slots=True)
+class KVGroup:
+    """Layers whose KV lives in one pool of equal blocks, so that one block id serves all of them."""
+
+    layers: tuple[int, ...]
+    kind: GroupKind
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+    num_blocks: int
+    bytes_per_block: int
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """The memory, as the mind sees it."""
+
+    block_size: int  # tokens
+    groups: tuple[KVGroup, ...]
+
+    def __post_init__(self) -> None:
+        if self.block_size < 1:
+            raise ConfigError(f"block_size must be at least 1 token, not {self.block_size}")
+        if not self.groups:
+            raise ConfigError("a cache needs at least one KV group")
+        for group in self.groups:
+            if group.kind != "full":
+                raise ConfigError(f"KV groups of kind {group.kind!r} are not supported yet, only 'full'")
+            if group.num_blocks < 1:
+                raise ConfigError("a KV group needs at least one block; give it more memory")
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that fit when nothing is wasted."""
+        return self.block_size * min(group.num_blocks for group in self.groups)
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """The budgets of a step and the rules of admission."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    step_seconds: float = 0.5  # predicted time that one step may take
+    watermark: float = 0.01  # share of blocks that admission leaves free for growth
+    steps_in_flight: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
+                f"({self.max_num_seqs}), so that every running sequence can have a token in each step"
+            )
+        if not self.step_seconds > 0:
+            raise ConfigError(f"step_seconds must be positive, not {self.step_seconds}")
+        if not 0 <= self.watermark < 1:
+            raise ConfigError(f"watermark must be at least 0 and below 1, not {self.watermark}")
+        if self.steps_in_flight not in (1, 2):
+            raise ConfigError(f"steps_in_flight must be 1 or 2, not {self.steps_in_flight}")
+
+
+@dataclass(frozen=True, slots=True)
+class Help:
+    """What `--help` says about an option, and how far it can be relied on."""
+
+    text: str
+    stability: Literal["stable", "beta", "prototype"] = "stable"
+
+
+@known_arguments_only(ConfigError)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """What a caller may choose about an engine. None and "auto" are resolved by the memory plan."""
+
+    model: Annotated[str | None, Help("folder of a Hugging Face checkpoint [default: quire's own model]")] = None
+    dtype: Annotated[DType, Help("compute and weight type; auto: as the checkpoint says")] = "auto"
+    kv_cache_dtype: Annotated[DType, Help("type of cached keys and values; auto: same as dtype")] = "auto"
+    block_size: Annotated[int, Help("tokens in one KV block")] = 16
+    max_model_len: Annotated[int | None, Help("longest prompt plus output, in tokens [default: the model's]")] = None
+    memory: Annotated[str | None, Help("for weights, KV and workspace: bytes, '4GiB', or a share such as '0.5'")] = None
+    max_num_seqs: Annotated[int, Help("sequences that run at once")] = 128
+    max_num_batched_tokens: Annotated[int, Help("tokens computed in one step")] = 2048
+    step_seconds: Annotated[float, Help("predicted time that one step may take", "beta")] = 0.5
+    watermark: Annotated[float, Help("share of blocks that admission leaves free", "beta")] = 0.01
+    steps_in_flight: Annotated[int, Help("1, or 2 to plan a step while the one before it runs", "prototype")] = 1
+    kernels: Annotated[str, Help("kernel module: auto or reference", "beta")] = "auto"
+    device: Annotated[str, Help("auto, cpu or cuda", "beta")] = "auto"
+    seed: Annotated[int, Help("seed of requests that bring none")] = 0
+    journal: Annotated[str | None, Help("file that records every input of the scheduler", "beta")] = None

@@ -1,0 +1,40 @@
+"""Plain data as bytes and back: msgpack, with numpy arrays as (dtype, shape, bytes). No pickle.
+
+The same value always gives the same bytes, so that replays can be compared byte for byte.
+"""
+
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+
+T = TypeVar("T")
+_DTYPES = frozenset({"<i4", "<i8", "<u8", "<u4", "<f4", "<f8", "|u1"})
+
+
+def _encode_array(value: object) -> object:
+    if isinstance(value, np.ndarray):
+        return (value.dtype.str, value.shape, value.tobytes())
+    raise TypeError(f"{type(value).__name__} is not plain data")
+
+
+def _decode_array(kind: type, value: Any) -> Any:  # noqa: ANN401  (the type of a msgspec hook)
+    if issubclass(kind, np.ndarray):
+        dtype, shape, data = value
+        if dtype not in _DTYPES:
+            raise ValueError(f"array of dtype {dtype!r} is not allowed")
+        return np.frombuffer(data, dtype=dtype).reshape(shape)
+    raise TypeError(f"{kind.__name__} is not plain data")
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_encode_array)
+
+
+def encode(value: object) -> bytes:
+    """Encode a struct of this package."""
+    return _ENCODER.encode(value)
+
+
+def decode(data: bytes, kind: type[T]) -> T:
+    """Decode what `encode` made; raises msgspec.ValidationError where it does not fit `kind`."""
+    return msgspec.msgpack.decode(data, type=kind, dec_hook=_decode_array)

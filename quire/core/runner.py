@@ -1,0 +1,21 @@
+"""The body as the engine sees it: anything that does what a Step says."""
+
+from typing import Protocol
+
+from quire.core.step import Late, Step, StepResult
+
+
+class Runner(Protocol):
+    """Calls come in this order for each step: launch, sample, collect; at most two steps overlap.
+
+    With two steps in flight: launch(n+1), collect() -> n, sample(n+1). With one: launch, sample, collect.
+    """
+
+    def launch(self, step: Step) -> None:
+        """Apply the delta, do the moves, start the forward pass."""
+
+    def sample(self, step_id: int, late: Late) -> None:
+        """Choose the tokens of the step that was launched last, and write them to their rows."""
+
+    def collect(self) -> StepResult:
+        """Wait for the oldest step that was sampled and not collected."""

@@ -1,0 +1,58 @@
+"""What can go wrong, as types. Every message says what to change."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import fields
+from difflib import get_close_matches
+from functools import wraps
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class QuireError(Exception):
+    """Root of all errors that quire raises on purpose."""
+
+
+class RequestError(QuireError, ValueError):
+    """One request cannot be served as it is. Nothing else is affected.
+
+    `param` names the offending field, as the OpenAI error object does.
+    """
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class ConfigError(QuireError, ValueError):
+    """The engine cannot be built with these options."""
+
+
+class ModelError(QuireError):
+    """The model's files are missing, damaged, or describe something that quire cannot run."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A hint ` (did you mean 'x'?)` for an unknown name, or nothing when none is near."""
+    matches = get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f" (did you mean {matches[0]!r}?)" if matches else ""
+
+
+def known_arguments_only(error: type[QuireError]) -> Callable[[type[T]], type[T]]:
+    """Make a dataclass raise `error` with the nearest name for an unknown argument, not a TypeError."""
+
+    def wrap(cls: type[T]) -> type[T]:
+        built = cls.__init__
+        known = [f.name for f in fields(cls)]  # type: ignore[arg-type]
+
+        @wraps(built)
+        def __init__(self: T, **values: object) -> None:
+            for name in values:
+                if name not in known:
+                    raise error(f"{cls.__name__} has no parameter {name!r}{nearest(name, known)}")
+            built(self, **values)
+
+        cls.__init__ = __init__  # type: ignore[assignment]
+        return cls
+
+    return wrap
