@@ -1,0 +1,1 @@
+"""The KV memory, decided here and touched elsewhere: which block belongs to whom."""

@@ -121,6 +121,24 @@ class Opens(msgspec.Struct, frozen=True, eq=False):
     def __len__(self) -> int:
         return len(self.rows)
 
+    @classmethod
+    def of(cls, **columns: Sequence[float]) -> "Opens":
+        """From one list per field."""
+        return cls(**{name: np.array(columns[name], kind) for name, kind in _OPEN_TYPES.items()})
+
+
+_OPEN_TYPES = {
+    "rows": np.int32,
+    "seq_ids": np.int64,
+    "seeds": np.uint64,
+    "sample_indices": np.int32,
+    "temperatures": np.float32,
+    "top_ps": np.float32,
+    "top_ks": np.int32,
+    "min_ps": np.float32,
+    "num_logprobs": np.int32,
+}
+
 
 class Move(msgspec.Struct, frozen=True):
     """The only way bytes of blocks travel: `pairs` of (source block, target block) of one group.

@@ -1,0 +1,1 @@
+"""What things cost: bytes of a plan, seconds of a step."""

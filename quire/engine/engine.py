@@ -1,0 +1,182 @@
+"""Engine: plan, run, commit. Knows token ids only; text is the front end's business.
+
+Errors of the runner never leave `step`: the scheduler rolls the step back, and the request that
+fails alone ends with the error.
+"""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+
+import msgspec
+
+from quire.core.output import Output
+from quire.core.request import Request, resolve
+from quire.core.runner import Runner
+from quire.core.step import Step, StepResult
+from quire.params import SamplingParams
+from quire.sched.scheduler import Scheduler
+
+log = logging.getLogger(__name__)
+_WORD = 2**64 - 1
+
+
+class EngineStats(msgspec.Struct, frozen=True):
+    """Where the engine stands. Counters count since its start; times are the engine's clock, in seconds."""
+
+    num_running: int
+    num_waiting: int
+    kv_blocks_used: int
+    kv_blocks_total: int
+    num_preemptions: int
+    num_steps: int
+    failed_steps: int
+    prompt_tokens: int
+    generation_tokens: int
+    last_step_seconds: float
+    heartbeat: float  # when `step` last returned
+
+
+class Engine:
+    """One model, one scheduler, one thread: none of these methods may run at the same time as another."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        *,
+        vocab_size: int,
+        eos_token_ids: tuple[int, ...] = (),
+        seed: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.max_model_len = scheduler.config.max_model_len
+        self._scheduler = scheduler
+        self._runner = runner
+        self._eos_token_ids = eos_token_ids
+        self._seed = seed
+        self._clock = clock
+        self._overlap = scheduler.config.steps_in_flight > 1
+        self._uncollected: deque[int] = deque()  # steps launched and sampled
+        self._errors: dict[int, str] = {}  # of those, the ones that failed on the way
+        self._num_requests = self._num_steps = self._failed_steps = 0
+        self._prompt_tokens = self._generation_tokens = 0
+        self._last_step_seconds = 0.0
+        self._heartbeat = clock()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has something to do."""
+        return self._scheduler.has_work
+
+    def add(self, request_id: str, prompt: list[int], params: SamplingParams) -> None:
+        """Queue a request of token ids. Raises RequestError: empty, too long, ids out of range, id in use."""
+        self._num_requests += 1
+        params = resolve(
+            prompt,
+            params,
+            vocab_size=self.vocab_size,
+            max_model_len=self.max_model_len,
+            default_seed=_mix(self._seed + self._num_requests),
+        )
+        request = Request(id=request_id, prompt=prompt, params=params, eos_token_ids=self._eos_token_ids)
+        self._scheduler.add(request, self._clock())
+        self._prompt_tokens += len(prompt)
+
+    def abort(self, request_id: str) -> None:
+        """Give up a request; its blocks are free within a step. An unknown id is ignored."""
+        self._scheduler.abort(request_id, self._clock())
+
+    def finish(self, seq_id: int, num_tokens: int) -> None:
+        """A stop string ended this sequence after `num_tokens` output tokens; no more is said about it."""
+        self._scheduler.finish(seq_id, num_tokens, self._clock())
+
+    def step(self) -> list[Output]:
+        """Plan a step, run it, and commit the oldest one that is due. Empty when there was nothing to do."""
+        step = None
+        if not self._errors:  # after a failure the runner's rows cannot be relied on until it is committed
+            step = self._scheduler.plan(self._clock())
+        if step is not None:
+            self._launch(step)
+        outputs: list[Output] = []
+        if self._uncollected:  # the step before this one
+            outputs = self._commit()
+        if step is not None:
+            self._sample(step)
+            if not self._overlap:
+                outputs = self._commit()
+        self._heartbeat = self._clock()
+        if not self._scheduler.has_work:
+            self._check()
+        return outputs
+
+    def stats(self) -> EngineStats:
+        """Where the engine stands."""
+        cache = self._scheduler.cache
+        return EngineStats(
+            self._scheduler.num_running,
+            self._scheduler.num_waiting,
+            cache.num_blocks - cache.num_free,
+            cache.num_blocks,
+            self._scheduler.num_preemptions,
+            self._num_steps,
+            self._failed_steps,
+            self._prompt_tokens,
+            self._generation_tokens,
+            self._last_step_seconds,
+            self._heartbeat,
+        )
+
+    def _launch(self, step: Step) -> None:
+        try:
+            self._runner.launch(step)
+        except Exception as error:  # whatever a kernel or allocator throws concerns this step only
+            self._note_failure(step.id, error)
+
+    def _sample(self, step: Step) -> None:
+        self._uncollected.append(step.id)
+        if step.id in self._errors:
+            return
+        try:
+            self._runner.sample(step.id, self._scheduler.late(step))
+        except Exception as error:
+            self._note_failure(step.id, error)
+
+    def _commit(self) -> list[Output]:
+        step_id = self._uncollected.popleft()
+        result = self._collect(step_id)
+        self._num_steps += 1
+        self._failed_steps += bool(result.error)
+        self._last_step_seconds = result.seconds
+        outputs = self._scheduler.commit(result, self._clock())
+        self._generation_tokens += sum(len(output.token_ids) for output in outputs)
+        return outputs
+
+    def _collect(self, step_id: int) -> StepResult:
+        if step_id not in self._errors:
+            try:
+                return self._runner.collect()
+            except Exception as error:
+                self._note_failure(step_id, error)
+        return StepResult.failed(step_id, self._errors.pop(step_id))
+
+    def _note_failure(self, step_id: int, error: Exception) -> None:
+        log.exception("step %d failed", step_id)
+        self._errors[step_id] = f"{type(error).__name__}: {error}"
+
+    def _check(self) -> None:
+        """When idle, every block must be free; a leak is logged and mended, never fatal."""
+        wrong = self._scheduler.check()
+        if wrong:
+            log.error("the memory does not add up and was repaired: %s", "; ".join(wrong))
+            self._scheduler.cache.repair()
+
+
+def _mix(number: int) -> int:
+    """SplitMix64 (Steele, Lea and Flood, 2014): seeds of consecutive requests that share nothing."""
+    z = (number * 0x9E3779B97F4A7C15) & _WORD
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _WORD
+    return z ^ (z >> 31)

@@ -1,0 +1,178 @@
+"""The journal: every input of the scheduler in call order, and every Step that it answered with.
+
+The scheduler is pure, so the same inputs give the same Steps, byte for byte; `replay_file` runs them
+again, without a model, and says where the first difference lies. A journal is data only: msgpack
+records, each behind its length.
+
+`JournalledScheduler` has the scheduler's own methods and writes down what passes through. It is
+flushed at every commit, so that it survives the death of the process up to the last one.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from quire.cache.kv_cache import KVCache
+from quire.config import CacheConfig, SchedulerConfig
+from quire.core import codec, step
+from quire.core.output import Output
+from quire.core.request import Request
+from quire.core.step import Step, StepResult
+from quire.errors import QuireError
+from quire.sched.scheduler import Scheduler
+
+FORMAT = 1
+
+
+class Header(msgspec.Struct, frozen=True, tag=True):
+    """The first record: what the scheduler was built with."""
+
+    format: int
+    scheduler: SchedulerConfig
+    cache: CacheConfig
+
+
+class Add(msgspec.Struct, frozen=True, tag=True):
+    """`Scheduler.add`."""
+
+    request: Request
+    now: float
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True):
+    """`Scheduler.abort`."""
+
+    request_id: str
+    now: float
+
+
+class Finish(msgspec.Struct, frozen=True, tag=True):
+    """`Scheduler.finish`."""
+
+    seq_id: int
+    num_tokens: int
+    now: float
+
+
+class Plan(msgspec.Struct, frozen=True, tag=True):
+    """`Scheduler.plan`, and its answer: the bytes of a Step, empty for None."""
+
+    now: float
+    step: bytes
+
+
+class Commit(msgspec.Struct, frozen=True, tag=True, eq=False):
+    """`Scheduler.commit`."""
+
+    result: StepResult
+    now: float
+
+
+Record = Header | Add | Abort | Finish | Plan | Commit
+
+
+class JournalError(QuireError):
+    """A file is not a journal, or was cut off."""
+
+
+class JournalledScheduler(Scheduler):
+    """A scheduler that writes down its inputs, and the steps that it plans, as they happen."""
+
+    def __init__(self, config: SchedulerConfig, cache: KVCache, file: BinaryIO) -> None:
+        super().__init__(config, cache)
+        self._file = file
+        self._write(Header(FORMAT, config, cache.config))
+
+    def add(self, request: Request, now: float) -> None:
+        self._write(Add(request, now))
+        super().add(request, now)
+
+    def abort(self, request_id: str, now: float) -> None:
+        self._write(Abort(request_id, now))
+        super().abort(request_id, now)
+
+    def finish(self, seq_id: int, num_tokens: int, now: float) -> None:
+        self._write(Finish(seq_id, num_tokens, now))
+        super().finish(seq_id, num_tokens, now)
+
+    def plan(self, now: float) -> Step | None:
+        planned = super().plan(now)
+        self._write(Plan(now, _bytes(planned)))
+        return planned
+
+    def commit(self, result: StepResult, now: float) -> list[Output]:
+        self._write(Commit(result, now))
+        self._file.flush()
+        return super().commit(result, now)
+
+    def _write(self, record: Record) -> None:
+        data = codec.encode(record)
+        self._file.write(len(data).to_bytes(4, "little") + data)
+
+
+class ReplayReport(msgspec.Struct, frozen=True):
+    """How far a replay came; `difference` is empty when every step was the same."""
+
+    num_steps: int
+    difference: str
+
+
+def read(file: BinaryIO) -> Iterator[Record]:
+    """The records of a journal. A record cut off at the very end (the process died) is left out."""
+    while True:
+        head = file.read(4)
+        data = file.read(int.from_bytes(head, "little"))
+        if len(head) < 4 or len(data) < int.from_bytes(head, "little"):
+            return
+        try:
+            yield codec.decode(data, Record)  # type: ignore[arg-type]
+        except msgspec.MsgspecError as error:
+            raise JournalError(f"not a quire journal: {error}") from error
+
+
+def replay(records: Iterator[Record]) -> ReplayReport:
+    """Give the inputs to a new scheduler and compare its steps with those recorded."""
+    header = next(records, None)
+    if not isinstance(header, Header):
+        raise JournalError("not a quire journal: it does not begin with a header")
+    if header.format != FORMAT:
+        raise JournalError(f"journal format {header.format} is not supported; this quire reads format {FORMAT}")
+    scheduler = Scheduler(header.scheduler, KVCache(header.cache))
+    num_steps = 0
+    for record in records:
+        match record:
+            case Add(request, now):
+                scheduler.add(request, now)
+            case Abort(request_id, now):
+                scheduler.abort(request_id, now)
+            case Finish(seq_id, num_tokens, now):
+                scheduler.finish(seq_id, num_tokens, now)
+            case Commit(result, now):
+                scheduler.commit(result, now)
+            case Plan(now, expected):
+                planned = _bytes(scheduler.plan(now))
+                if planned != expected:
+                    return ReplayReport(num_steps, _difference(expected, planned))
+                num_steps += bool(expected)
+            case Header():
+                raise JournalError("a second header inside a journal")
+    return ReplayReport(num_steps, "")
+
+
+def replay_file(path: Path) -> ReplayReport:
+    """`replay` of a file. Raises JournalError, OSError."""
+    with path.open("rb") as file:
+        return replay(read(file))
+
+
+def _bytes(planned: Step | None) -> bytes:
+    return b"" if planned is None else step.to_bytes(planned)
+
+
+def _difference(expected: bytes, planned: bytes) -> str:
+    old, new = (str(step.from_bytes(data)) if data else "no step" for data in (expected, planned))
+    if old == new:
+        old, new = expected.hex(" ", 4), planned.hex(" ", 4)
+    return f"recorded:\n{old}\nreplayed:\n{new}"

@@ -1,0 +1,338 @@
+"""The scheduler: plan(), late(), commit(). Pure: no clock, no randomness, no bytes; time is an argument.
+
+One rule, no phases. Every step gives each running sequence some of the tokens it lacks, so that
+computed tokens catch up with known tokens, within a budget of tokens and of predicted time. Prefill,
+chunked prefill, decode and coming back from preemption are the same rule with other numbers.
+
+Order is by arrival everywhere: `_running` is sorted by it, everything waiting came later than
+everything running, and so the latest arrival is always the one to lose its blocks.
+
+Up to `steps_in_flight` steps may be planned and not committed. A failed step is rolled back; its
+sequences are then tried one to a step, and one that fails again, alone, ends with an error.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+
+from quire.cache.kv_cache import KVCache
+from quire.config import SchedulerConfig
+from quire.core.events import Admitted, Arrived, Event, Finished, Preempted, StepFailed
+from quire.core.output import Output
+from quire.core.request import Request
+from quire.core.step import ChunkOutput, Late, Step, StepResult
+from quire.cost.pace import Pace
+from quire.errors import ConfigError, RequestError
+from quire.sched.draft import StepDraft
+from quire.sched.sequence import Sequence
+
+_NONE, _SAMPLE = int(ChunkOutput.NONE), int(ChunkOutput.SAMPLE)
+_MOST_EVENTS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """A step in flight: for each chunk the sequence, where it started, and its epoch then."""
+
+    id: int
+    entries: list[tuple[Sequence, int, int]]
+    num_tokens: int
+
+
+class Scheduler:
+    """Requests in, Steps out, StepResults in, Outputs out."""
+
+    def __init__(self, config: SchedulerConfig, cache: KVCache) -> None:
+        if cache.num_blocks * cache.block_size < config.max_model_len:
+            raise ConfigError(
+                f"{cache.num_blocks} blocks of {cache.block_size} tokens cannot hold one sequence of max_model_len "
+                f"({config.max_model_len}); give the cache more memory or lower max_model_len"
+            )
+        self.config = config
+        self.cache = cache
+        self.pace = Pace()
+        self.events: deque[Event] = deque(maxlen=_MOST_EVENTS)
+        self.num_preemptions = 0
+        self._requests: dict[str, list[Sequence]] = {}
+        self._sequences: dict[int, Sequence] = {}
+        self._waiting: deque[Sequence] = deque()
+        self._running: list[Sequence] = []
+        self._suspects: deque[Sequence] = deque()
+        self._in_flight: deque[_Launched] = deque()
+        self._free_rows = list(range(config.max_num_seqs))[::-1]
+        self._spare_blocks = int(cache.num_blocks * config.watermark)
+        self._next_seq = 0
+        self._next_step = 0
+        self._reset = True  # the runner has no rows yet, or cannot rely on those it has
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that have a row and blocks."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that wait for a row and blocks."""
+        return len(self._sequences) - len(self._running)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a sequence is unfinished or a step is in flight."""
+        return bool(self._sequences or self._in_flight)
+
+    # Inputs: what happens to requests
+
+    def add(self, request: Request, now: float) -> None:
+        """Queue a request. Raises RequestError for an id that is in use."""
+        if request.id in self._requests:
+            raise RequestError(f"request id {request.id!r} is in use; choose another", "request_id")
+        sequences = []
+        for index in range(request.params.n):
+            seq = Sequence(self._next_seq, request, index, now)
+            self._next_seq += 1
+            self._sequences[seq.id] = seq
+            self._waiting.append(seq)
+            sequences.append(seq)
+        self._requests[request.id] = sequences
+        self.events.append(Arrived(now, request.id, len(request.prompt)))
+
+    def abort(self, request_id: str, now: float) -> None:
+        """Give up a request. Nothing more is said about it; an unknown id is ignored."""
+        for seq in list(self._requests.get(request_id, ())):
+            self._end(seq, "abort", now)
+
+    def finish(self, seq_id: int, num_tokens: int, now: float) -> None:
+        """The front end saw the end of a sequence after `num_tokens` output tokens (a stop string).
+
+        Tokens after that count nowhere. Nothing more is said about the sequence; an unknown one, which
+        may have ended on its own meanwhile, is ignored.
+        """
+        seq = self._sequences.get(seq_id)
+        if seq is not None:
+            del seq.tokens[len(seq.request.prompt) + num_tokens :]
+            self._end(seq, "stop", now)
+
+    # The loop: plan, late, commit
+
+    def plan(self, now: float) -> Step | None:
+        """The next step, or None when nothing can run before a commit."""
+        if len(self._in_flight) >= self.config.steps_in_flight or (self._reset and self._in_flight):
+            return None
+        draft = StepDraft(self._next_step, len(self.cache.pools), reset=self._reset)
+        if self._reset:
+            for seq in self._running:
+                draft.open(seq)
+        suspect = self._next_suspect()
+        if suspect is not None:
+            self._advance([suspect], draft, now)
+        else:
+            left = self._advance(self._running, draft, now)
+            self._admit(draft, left, now)
+        if not draft.chunks:
+            return None
+        self._reset = False
+        self._next_step += 1
+        self._in_flight.append(_Launched(draft.id, draft.entries, draft.num_tokens))
+        self.cache.launched(draft.id)
+        return draft.build(self.cache.take_moves())
+
+    def late(self, step: Step) -> Late:
+        """What sampling `step` needs that its plan could not contain: masks of constrained rows."""
+        del step  # nothing is constrained yet
+        return Late.nothing()
+
+    def commit(self, result: StepResult, now: float) -> list[Output]:
+        """Take in what came of the oldest step in flight."""
+        launched = self._in_flight.popleft()
+        if launched.id != result.step_id:
+            raise ValueError(f"step {result.step_id} was committed, but step {launched.id} is the oldest in flight")
+        self.cache.collected(launched.id)
+        if result.error:
+            return self._roll_back(launched, result.error, now)
+        self.pace.observe(launched.num_tokens, result.seconds)
+        outputs = []
+        tokens = result.tokens.tolist()
+        at = 0
+        for (seq, _, epoch), count in zip(launched.entries, result.counts.tolist(), strict=True):
+            if not seq.finished and seq.epoch == epoch:
+                seq.suspect = False
+                if count:
+                    seq.num_pending -= 1
+                    outputs.append(self._extend(seq, tokens[at : at + count], result, at, now))
+            at += count
+        return outputs
+
+    def check(self) -> list[str]:
+        """Complaints about memory that does not add up, or that nobody should own; empty when all is well."""
+        wrong = self.cache.check()
+        if not self.has_work and self.cache.num_free != self.cache.num_blocks:
+            wrong.append(f"idle, and {self.cache.num_blocks - self.cache.num_free} blocks are not free")
+        return wrong
+
+    # Planning
+
+    def _advance(self, sequences: list[Sequence], draft: StepDraft, now: float) -> int:
+        """Give each sequence some of the tokens it lacks; returns the tokens left in the budget.
+
+        Everybody gets one token before anybody gets a second, so that a long prompt delays no one.
+        """
+        budget = self.pace.tokens_within(self.config.step_seconds, self.config.max_num_batched_tokens)
+        spare = budget - len(sequences)
+        i = 0
+        while i < len(sequences):
+            seq = sequences[i]
+            start = seq.num_computed
+            lacking = min(len(seq.tokens) + seq.num_pending, seq.end - 1) - start
+            if lacking <= 0:
+                spare += 1
+                i += 1
+                continue
+            take = min(lacking, 1 + max(spare, 0))
+            if start + take > seq.table.capacity and not self._grow(seq, start + take, draft, now):  # type: ignore[union-attr]
+                if seq.row < 0:  # it was the latest arrival itself
+                    continue
+                spare += 1
+            else:
+                self._plan_chunk(seq, take, draft)
+                spare -= take - 1
+            i += 1
+        return spare
+
+    def _grow(self, seq: Sequence, num_tokens: int, draft: StepDraft, now: float) -> bool:
+        """Back the first `num_tokens` positions, preempting the latest arrivals while blocks are short."""
+        assert seq.table is not None
+        while (first := self.cache.grow(seq.table, num_tokens)) is None:
+            if self.cache.num_retired and self.cache.num_free + self.cache.num_retired >= self.cache.needed(
+                seq.table, num_tokens
+            ):
+                return False  # a step in flight is about to give back enough
+            victim = self._running[-1]
+            self._preempt(victim, f"no free block for sequence {seq.id}", now)
+            if victim is seq:
+                return False
+        draft.give_blocks(seq, first)
+        return True
+
+    def _admit(self, draft: StepDraft, left: int, now: float) -> None:
+        """Start waiting sequences, first come first served, while tokens, rows and blocks last."""
+        while left > 0 and self._waiting and self._free_rows:
+            seq = self._waiting[0]
+            if seq.finished:
+                self._waiting.popleft()
+                continue
+            if self._in_flight and seq.last_step >= self._in_flight[0].id:
+                return  # preempted a moment ago: tokens of it are still under way
+            needed = -(-len(seq.tokens) // self.cache.block_size)
+            if needed + (self._spare_blocks if self._running else 0) > self.cache.num_free:
+                return
+            self._waiting.popleft()
+            seq.row = self._free_rows.pop()
+            seq.table = self.cache.open(seq.id)
+            self.cache.grow(seq.table, len(seq.tokens))
+            self._running.append(seq)
+            draft.open(seq)
+            take = min(len(seq.tokens), left)
+            self._plan_chunk(seq, take, draft)
+            left -= take
+            self.events.append(Admitted(now, seq.request.id, seq.id, now - seq.since, 0))
+
+    def _plan_chunk(self, seq: Sequence, take: int, draft: StepDraft) -> None:
+        """The sequence's next `take` tokens; the last token known so far yields the next one."""
+        start = seq.num_computed
+        stop = seq.num_computed = start + take
+        if stop == len(seq.tokens) + seq.num_pending:
+            seq.num_pending += 1
+            draft.chunks.append((seq.row, seq.id, start, stop, 0, 1, _SAMPLE))
+        else:
+            draft.chunks.append((seq.row, seq.id, start, stop, 0, 0, _NONE))
+        draft.entries.append((seq, start, seq.epoch))
+        draft.num_tokens += take
+        seq.last_step = draft.id
+
+    def _preempt(self, seq: Sequence, reason: str, now: float) -> None:
+        """Take a sequence's row and blocks; it goes to the front of the queue and is computed again."""
+        self._running.remove(seq)
+        self.num_preemptions += 1
+        self.events.append(Preempted(now, seq.request.id, seq.id, seq.num_computed, reason))
+        self._free(seq)
+        seq.num_computed = 0
+        seq.since = now
+        self._waiting.appendleft(seq)
+
+    def _next_suspect(self) -> Sequence | None:
+        """A running sequence that was part of a failed step and has not run since."""
+        while self._suspects:
+            seq = self._suspects[0]
+            if seq.suspect and not seq.finished and seq.row >= 0:
+                return seq
+            seq.suspect = False
+            self._suspects.popleft()
+        return None
+
+    # Committing
+
+    def _extend(self, seq: Sequence, tokens: list[int], result: StepResult, at: int, now: float) -> Output:
+        """Append sampled tokens and see whether the sequence ends."""
+        kept, reason, error = [], None, ""
+        min_length = len(seq.request.prompt) + seq.request.params.min_tokens
+        for token in tokens:
+            if token < 0:
+                reason, error = "error", "the model's output was not finite for this request"
+                break
+            kept.append(token)
+            seq.tokens.append(token)
+            if token in seq.stop_ids and len(seq.tokens) > min_length:
+                reason = "stop"
+                break
+            if len(seq.tokens) == seq.end:
+                reason = "length"
+                break
+        if reason is not None:
+            self._end(seq, reason, now)
+        wants_logprobs = result.logprobs is not None and seq.request.params.logprobs is not None
+        return Output(
+            seq.request.id,
+            seq.index,
+            seq.id,
+            kept,
+            reason,
+            kept[-1] if reason == "stop" else None,
+            result.logprobs.slice(at, at + len(kept)) if wants_logprobs else None,  # type: ignore[union-attr]
+            0,
+            error,
+        )
+
+    def _end(self, seq: Sequence, reason: str, now: float) -> None:
+        """The sequence is over: its row and blocks are free, as soon as no step in flight needs them."""
+        seq.finished = True
+        if seq.row >= 0:
+            self._running.remove(seq)
+            self._free(seq)
+        del self._sequences[seq.id]
+        siblings = self._requests[seq.request.id]
+        siblings.remove(seq)
+        if not siblings:
+            del self._requests[seq.request.id]
+        self.events.append(Finished(now, seq.request.id, seq.id, reason, seq.num_generated))
+
+    def _free(self, seq: Sequence) -> None:
+        self.cache.release(seq.id)
+        self._free_rows.append(seq.row)
+        seq.row, seq.table = -1, None
+
+    def _roll_back(self, failed: _Launched, error: str, now: float) -> list[Output]:
+        """Undo a failed step. Its sequences become suspects; one that fails again, alone, ends with the error."""
+        self._reset = True
+        self.events.append(StepFailed(now, "", failed.id, error))
+        alive = [(seq, start) for seq, start, epoch in failed.entries if not seq.finished and seq.epoch == epoch]
+        outputs = []
+        for seq, start in alive:
+            seq.epoch += 1  # chunks of it in later steps built on this one
+            seq.num_pending = 0
+            seq.num_computed = min(seq.num_computed, start)
+            if seq.suspect and len(failed.entries) == 1:
+                self._end(seq, "error", now)
+                outputs.append(Output(seq.request.id, seq.index, seq.id, [], "error", error=error))
+            else:
+                seq.suspect = True
+                self._suspects.append(seq)
+        return outputs

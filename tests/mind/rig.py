@@ -1,0 +1,75 @@
+"""An engine over the scripted runner and a simulated clock, with everything checked after each step."""
+
+import io
+import random
+
+from quire.cache.kv_cache import KVCache
+from quire.config import CacheConfig, KVGroup, SchedulerConfig
+from quire.core.output import Output
+from quire.engine.engine import Engine
+from quire.params import SamplingParams
+from quire.runner.scripted import ScriptedRunner
+from quire.sched import journal
+from quire.sched.journal import JournalledScheduler
+
+VOCAB = 50
+
+
+def cache_config(num_blocks: int, block_size: int = 4, num_groups: int = 1) -> CacheConfig:
+    group = KVGroup((0,), "full", 1, 8, "float32", num_blocks, 64 * block_size)
+    return CacheConfig(block_size, (group,) * num_groups)
+
+
+class Rig:
+    """Runs requests to their end; `tokens[request id, index]` and `reasons[...]` are what came out."""
+
+    def __init__(self, *, num_blocks=64, block_size=4, seed=0, fails=lambda step: False, **scheduler):
+        options = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "max_model_len": num_blocks * block_size}
+        self.config = SchedulerConfig(**(options | scheduler))
+        self.cache = KVCache(cache_config(num_blocks, block_size))
+        self.file = io.BytesIO()
+        self.scheduler = JournalledScheduler(self.config, self.cache, self.file)
+        self.rng = random.Random(seed)
+        self.now = 0.0
+        runner = ScriptedRunner(
+            self.cache.config,
+            max_num_seqs=self.config.max_num_seqs,
+            max_model_len=self.config.max_model_len,
+            vocab_size=VOCAB,
+            seconds_of=lambda n: self.rng.uniform(0.5, 2) * (1e-3 + 1e-4 * n),
+            fails=fails,
+        )
+        self.engine = Engine(self.scheduler, runner, vocab_size=VOCAB, eos_token_ids=(), clock=self.clock)
+        self.tokens: dict[tuple[str, int], list[int]] = {}
+        self.reasons: dict[tuple[str, int], str] = {}
+        self.errors: dict[tuple[str, int], str] = {}
+
+    def clock(self) -> float:
+        self.now += self.rng.random() * 1e-3
+        return self.now
+
+    def add(self, request_id: str, prompt: list[int], **params) -> None:
+        self.engine.add(request_id, prompt, SamplingParams(**({"temperature": 0.0, "max_tokens": 8} | params)))
+
+    def step(self) -> list[Output]:
+        outputs = self.engine.step()
+        for output in outputs:
+            key = (output.request_id, output.index)
+            assert key not in self.reasons, "output after the end"
+            self.tokens.setdefault(key, []).extend(output.token_ids)
+            if output.finish_reason:
+                self.reasons[key] = output.finish_reason
+                self.errors[key] = output.error
+        assert self.scheduler.check() == []
+        return outputs
+
+    def run(self, most: int = 10_000) -> None:
+        while self.engine.has_work:
+            self.step()
+            most -= 1
+            assert most > 0, "the engine makes no progress"
+        assert self.cache.num_free == self.cache.num_blocks
+
+    def replay(self) -> journal.ReplayReport:
+        self.file.seek(0)
+        return journal.replay(journal.read(self.file))

@@ -1,0 +1,300 @@
+"""The scheduler against what the script says must come out, whatever happened on the way."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rig import VOCAB, Rig
+
+from quire.core.step import Chunks
+from quire.errors import ConfigError, RequestError
+from quire.runner.scripted import script
+
+
+def prompt(length: int, salt: int = 0) -> list[int]:
+    return [(7 * i + salt) % VOCAB for i in range(length)]
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+def test_tokens_are_those_of_the_script(steps_in_flight):
+    rig = Rig(steps_in_flight=steps_in_flight)
+    for i in range(12):
+        rig.add(str(i), prompt(3 + 5 * i, i), max_tokens=1 + i)
+    rig.run()
+    for i in range(12):
+        assert rig.tokens[str(i), 0] == script(prompt(3 + 5 * i, i), 1 + i, VOCAB)
+        assert rig.reasons[str(i), 0] == "length"
+    assert rig.replay().difference == ""
+
+
+def test_a_small_token_budget_changes_steps_but_not_tokens():
+    whole, chunked = Rig(max_num_batched_tokens=200), Rig(max_num_batched_tokens=9)
+    for rig in (whole, chunked):
+        rig.add("a", prompt(150))
+        rig.add("b", prompt(20, 3))
+        rig.run()
+    assert whole.tokens == chunked.tokens
+    assert chunked.engine.stats().num_steps > whole.engine.stats().num_steps
+
+
+def test_a_long_prompt_does_not_hold_up_a_running_sequence():
+    rig = Rig(max_num_batched_tokens=10)
+    rig.add("short", prompt(3), max_tokens=8)
+    rig.step()
+    rig.add("long", prompt(100), max_tokens=2)
+    for expected in range(2, 9):
+        rig.step()
+        assert len(rig.tokens["short", 0]) == expected
+    rig.run()
+
+
+def test_the_time_budget_bounds_the_tokens_of_a_step():
+    rig = Rig(max_num_batched_tokens=256, num_blocks=128, step_seconds=0.01)
+    for i in range(3):
+        rig.add(f"warm {i}", prompt(40), max_tokens=4)
+        rig.run()
+    rig.add("long", prompt(250), max_tokens=1)
+    before = rig.engine.stats().num_steps
+    rig.run()
+    # 1e-4 s a token (0.5 to 2 times that, as it comes), so 0.01 s are at most 200 tokens and at least 50 or so
+    assert rig.engine.stats().num_steps - before >= 2
+    assert rig.replay().difference == ""
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+def test_when_blocks_run_out_the_latest_arrival_is_computed_again(steps_in_flight):
+    rig = Rig(num_blocks=16, steps_in_flight=steps_in_flight, watermark=0.0)
+    for i in range(3):
+        rig.add(str(i), prompt(20, i), max_tokens=20)
+    rig.run()
+    assert rig.scheduler.num_preemptions > 0
+    for i in range(3):
+        assert rig.tokens[str(i), 0] == script(prompt(20, i), 20, VOCAB)
+    preempted = [event for event in rig.scheduler.events if type(event).__name__ == "Preempted"]
+    assert {event.request_id for event in preempted} <= {"1", "2"}, "the first arrival is never preempted"
+    assert rig.replay().difference == ""
+
+
+def test_admission_leaves_the_watermark_free():
+    rig = Rig(num_blocks=20, watermark=0.25)  # five blocks
+    rig.add("a", prompt(40), max_tokens=2)
+    rig.add("b", prompt(30), max_tokens=2)
+    rig.step()
+    rig.step()
+    assert ("b", 0) not in rig.tokens
+    rig.run()
+    roomy = Rig(num_blocks=20, watermark=0.0)
+    roomy.add("a", prompt(40), max_tokens=2)
+    roomy.add("b", prompt(30), max_tokens=2)
+    roomy.step()
+    roomy.step()
+    assert roomy.scheduler.num_running == 2
+
+
+def test_first_come_first_served():
+    rig = Rig(max_num_seqs=2, max_num_batched_tokens=64)
+    for i in range(6):
+        rig.add(str(i), prompt(5, i), max_tokens=4)
+    finished = []
+    while rig.engine.has_work:
+        finished += [output.request_id for output in rig.step() if output.finish_reason]
+    assert finished == sorted(finished)
+
+
+def test_stop_tokens_and_ignore_eos_and_min_tokens():
+    said = script(prompt(5), 12, VOCAB)
+    stop = said[4]
+    first = said.index(stop)
+    rig = Rig()
+    rig.engine._eos_token_ids = (stop,)
+    rig.add("eos", prompt(5), max_tokens=12)
+    rig.add("ignored", prompt(5), max_tokens=12, ignore_eos=True)
+    rig.add("later", prompt(5), max_tokens=12, min_tokens=first + 1, ignore_eos=True, stop_token_ids=[stop])
+    rig.run()
+    assert rig.tokens["eos", 0] == said[: first + 1]
+    assert rig.reasons["eos", 0] == "stop"
+    assert rig.tokens["ignored", 0] == said
+    assert len(rig.tokens["later", 0]) > first + 1 or said.count(stop) == 1
+
+
+def test_n_sequences_of_one_request_end_one_by_one():
+    rig = Rig()
+    rig.add("r", prompt(6), n=3, max_tokens=4)
+    rig.run()
+    assert [rig.tokens["r", i] for i in range(3)] == [script(prompt(6), 4, VOCAB)] * 3
+
+
+def test_an_id_in_use_is_refused_and_free_again_afterwards():
+    rig = Rig()
+    rig.add("r", prompt(4))
+    with pytest.raises(RequestError, match="in use"):
+        rig.add("r", prompt(4))
+    rig.run()
+    rig.add("r", prompt(4))
+    rig.tokens.clear()
+    rig.reasons.clear()
+    rig.run()
+    assert rig.tokens["r", 0] == script(prompt(4), 8, VOCAB)
+
+
+def test_a_pool_too_small_for_one_sequence_is_refused():
+    with pytest.raises(ConfigError, match="cannot hold one sequence"):
+        Rig(num_blocks=4, max_model_len=17)
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+def test_abort_frees_blocks_within_a_step(steps_in_flight):
+    rig = Rig(steps_in_flight=steps_in_flight)
+    rig.add("a", prompt(30), max_tokens=50)
+    for _ in range(4):
+        rig.step()
+    rig.engine.abort("a")
+    rig.engine.abort("a")
+    rig.step()
+    rig.step()
+    assert not rig.engine.has_work
+    assert rig.cache.num_free == rig.cache.num_blocks
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+def test_finish_drops_tokens_under_way(steps_in_flight):
+    rig = Rig(steps_in_flight=steps_in_flight)
+    rig.add("a", prompt(5), max_tokens=50)
+    rig.add("b", prompt(9), max_tokens=10)
+    while len(rig.tokens.get(("a", 0), [])) < 5:
+        rig.step()
+    seq_id = next(event.seq_id for event in rig.scheduler.events if type(event).__name__ == "Admitted")
+    rig.engine.finish(seq_id, 3)
+    before = len(rig.tokens["a", 0])
+    rig.run()
+    assert len(rig.tokens["a", 0]) == before
+    assert rig.tokens["b", 0] == script(prompt(9), 10, VOCAB)
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+def test_a_failed_step_is_tried_again_and_loses_nothing(steps_in_flight):
+    rig = Rig(fails=lambda step: step.id in (2, 9), steps_in_flight=steps_in_flight)
+    for i in range(4):
+        rig.add(str(i), prompt(10 + i, i), max_tokens=6)
+    rig.run()
+    for i in range(4):
+        assert rig.tokens[str(i), 0] == script(prompt(10 + i, i), 6, VOCAB)
+    assert rig.engine.stats().failed_steps >= 2
+    assert rig.replay().difference == ""
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+def test_the_request_that_fails_alone_is_the_only_one_to_fail(steps_in_flight):
+    poison = 3
+
+    def fails(step):
+        return poison in step.chunks.seq_ids.tolist() and bool((step.chunks.stops >= 15).any())
+
+    rig = Rig(fails=fails, steps_in_flight=steps_in_flight)
+    for i in range(5):
+        rig.add(str(i), prompt(10, i), max_tokens=8)
+    rig.run()
+    assert rig.reasons["3", 0] == "error"
+    assert "scripted failure" in rig.errors["3", 0]
+    for i in (0, 1, 2, 4):
+        assert rig.tokens[str(i), 0] == script(prompt(10, i), 8, VOCAB)
+    assert rig.replay().difference == ""
+
+
+def test_logits_that_are_not_finite_end_only_their_request():
+    rig = Rig()
+    rig.add("bad", prompt(5), max_tokens=8)
+    rig.add("good", prompt(6), max_tokens=8)
+    collect = rig.engine._runner.collect
+
+    def poisoned():
+        result = collect()
+        if result.step_id == 2:
+            result.tokens.flags.writeable = True
+            result.tokens[0] = -1
+        return result
+
+    rig.engine._runner.collect = poisoned
+    rig.run()
+    assert rig.reasons["bad", 0] == "error"
+    assert "not finite" in rig.errors["bad", 0]
+    assert rig.tokens["good", 0] == script(prompt(6), 8, VOCAB)
+
+
+# Random lives: whatever is thrown at it, the script's tokens come out, nothing leaks, and it replays
+
+action = st.one_of(
+    st.tuples(st.just("add"), st.integers(1, 40), st.integers(1, 12), st.integers(1, 2)),
+    st.tuples(st.just("step"), st.integers(1, 6)),
+    st.tuples(st.just("abort"), st.integers(0, 30)),
+    st.tuples(st.just("stop"), st.integers(0, 30), st.integers(0, 3)),
+)
+
+
+@settings(max_examples=150)
+@given(
+    actions=st.lists(action, min_size=5, max_size=60),
+    num_blocks=st.integers(14, 40),
+    budget=st.integers(6, 40),
+    steps_in_flight=st.sampled_from([1, 2]),
+    failing=st.sets(st.integers(0, 60), max_size=4),
+    seed=st.integers(0, 2**16),
+)
+def test_random_lives(actions, num_blocks, budget, steps_in_flight, failing, seed):
+    rig = Rig(
+        num_blocks=num_blocks,
+        max_num_seqs=6,
+        max_num_batched_tokens=budget,
+        max_model_len=52,
+        steps_in_flight=steps_in_flight,
+        seed=seed,
+        fails=lambda step: step.id in failing,
+    )
+    asked = {}
+    gone = set()
+    live = []
+    for act in actions:
+        match act:
+            case ("add", length, max_tokens, n):
+                name = str(len(asked))
+                asked[name] = (prompt(length, len(asked)), max_tokens, n)
+                rig.add(name, asked[name][0], max_tokens=max_tokens, n=n)
+            case ("step", times):
+                for _ in range(times):
+                    live += rig.step()
+            case ("abort", which):
+                gone.add(str(which))
+                rig.engine.abort(str(which))
+            case ("stop", which, back) if live:
+                output = live[which % len(live)]
+                known = rig.tokens[output.request_id, output.index]
+                if (output.request_id, output.index) not in rig.reasons:
+                    gone.add(output.request_id)
+                    rig.engine.finish(output.seq_id, max(0, len(known) - back))
+    rig.run()
+    failed_alone = {request_id for (request_id, _), reason in rig.reasons.items() if reason == "error"}
+    assert 2 * len(failed_alone) <= len(failing)
+    for name, (tokens, max_tokens, n) in asked.items():
+        expected = script(tokens, max_tokens, VOCAB)
+        for index in range(n):
+            got = rig.tokens.get((name, index), [])
+            assert got == expected[: len(got)]
+            assert len(got) == max_tokens or name in gone | failed_alone
+    report = rig.replay()
+    assert report.difference == ""
+    assert len(Chunks.of([])) == 0
+
+
+def test_ten_thousand_steps():
+    rig = Rig(num_blocks=40, max_num_seqs=8, max_num_batched_tokens=24, max_model_len=60, steps_in_flight=2, seed=5)
+    asked = {}
+    while rig.engine.stats().num_steps < 10_000:
+        if len(asked) - len({name for name, _ in rig.reasons}) < 12 and rig.rng.random() < 0.5:
+            name = str(len(asked))
+            asked[name] = (prompt(rig.rng.randint(1, 40), len(asked)), rig.rng.randint(1, 20))
+            rig.add(name, asked[name][0], max_tokens=asked[name][1])
+        rig.step()
+    rig.run()
+    for name, (tokens, max_tokens) in asked.items():
+        assert rig.tokens[name, 0] == script(tokens, max_tokens, VOCAB)
+    assert rig.scheduler.num_preemptions > 100
+    assert rig.replay().difference == ""
