@@ -1,0 +1,1 @@
+"""Arithmetic on tensors: one contract, several modules that keep it; the torch one is the specification."""

@@ -115,13 +115,14 @@ class Scheduler:
 
     def plan(self, now: float) -> Step | None:
         """The next step, or None when nothing can run before a commit."""
-        if len(self._in_flight) >= self.config.steps_in_flight or (self._reset and self._in_flight):
+        suspect = self._next_suspect()
+        alone = self._reset or suspect is not None  # such a step waits for those in flight
+        if len(self._in_flight) >= (1 if alone else self.config.steps_in_flight):
             return None
         draft = StepDraft(self._next_step, len(self.cache.pools), reset=self._reset)
         if self._reset:
             for seq in self._running:
                 draft.open(seq)
-        suspect = self._next_suspect()
         if suspect is not None:
             self._advance([suspect], draft, now)
         else:
