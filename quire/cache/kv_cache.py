@@ -55,14 +55,18 @@ class KVCache:
         return table
 
     def fork(self, seq_id: int, new_id: int, num_tokens: int) -> BlockTable:
-        """A table for `new_id` that shares the blocks of the first `num_tokens` positions of `seq_id`."""
+        """A table for `new_id` that shares the blocks of the first `num_tokens` positions of `seq_id`.
+
+        They are all that `seq_id` has written, or whole blocks: nobody writes between them and its end.
+        """
         parent, child = self._tables[seq_id], self.open(new_id)
         num_shared = -(-num_tokens // self.block_size)
         for pool, ours, theirs in zip(self.pools, parent.blocks, child.blocks, strict=True):
             theirs += ours[:num_shared]
             for block in theirs:
                 pool.hold(block)
-        parent.capacity = min(parent.capacity, num_tokens)
+        if num_tokens % self.block_size:
+            parent.capacity = min(parent.capacity, num_tokens)
         child.capacity = num_tokens
         return child
 

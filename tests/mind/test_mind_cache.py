@@ -1,0 +1,237 @@
+"""Pool, tables and KVCache against plain dictionaries, and the documents' worked examples."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from rig import cache_config
+
+from quire.cache.kv_cache import KVCache
+from quire.cache.pool import BlockPool
+
+
+def append(cache: KVCache, seq_id: int, num_tokens: int) -> tuple[int, int]:
+    """Make room for one more token after `num_tokens`, and say where it goes."""
+    table = cache.table(seq_id)
+    assert cache.grow(table, num_tokens + 1) is not None
+    return table.resolve(num_tokens, cache.block_size)
+
+
+def test_a_pool_counts_owners():
+    pool = BlockPool(2)
+    block = pool.take()
+    pool.hold(block)
+    pool.drop(block)
+    assert (pool.refs(block), pool.num_free) == (1, 1)
+    pool.drop(block)
+    assert pool.num_free == 2
+    with pytest.raises(ValueError, match="free already"):
+        pool.drop(block)
+    with pytest.raises(ValueError, match="cannot be shared"):
+        pool.hold(block)
+    assert pool.take() == block, "the block given back last is taken first"
+
+
+def test_check_sees_a_leak_and_repair_mends_it():
+    cache = KVCache(cache_config(4))
+    cache.open(1)
+    cache.grow(cache.table(1), 5)
+    cache.pools[0].hold(cache.table(1).blocks[0][0])
+    assert cache.check() == ["group 0: block 3 has 2 references and 1 owners"]
+    cache.repair()
+    assert cache.check() == []
+
+
+def test_document_002_two_requests_on_twenty_blocks_of_four():
+    cache = KVCache(cache_config(20))
+    cache.open(0)
+    assert [append(cache, 0, i) for i in range(5)] == [(19, 0), (19, 1), (19, 2), (19, 3), (18, 0)]
+    cache.open(1)
+    assert append(cache, 1, 0) == (17, 0)
+    cache.release(0)
+    assert cache.num_free == 19
+
+
+def test_document_000_algorithm_1_five_tokens_take_two_blocks_and_free_returns_both():
+    cache = KVCache(cache_config(8))
+    cache.open(0)
+    cache.grow(cache.table(0), 5)
+    assert cache.num_free == 6
+    cache.release(0)
+    assert cache.num_free == 8
+
+
+def test_document_004_figure_4_a_prompt_of_seven_grows_to_sixteen():
+    cache = KVCache(cache_config(10))
+    table = cache.open(0)
+    cache.grow(table, 7)
+    assert len(table) == 2
+    sizes = []
+    for num_tokens in range(7, 16):
+        append(cache, 0, num_tokens)
+        sizes.append(len(table))
+    assert sizes == [2, 3, 3, 3, 3, 4, 4, 4, 4]
+
+
+def test_document_004_figure_5_the_first_write_to_a_shared_half_full_block_copies_it():
+    cache = KVCache(cache_config(10))
+    first = cache.open(0)
+    cache.grow(first, 7)
+    second = cache.fork(0, 1, 7)
+    shared = first.blocks[0][1]
+    assert [cache.pools[0].refs(block) for block in first.blocks[0]] == [2, 2]
+    assert cache.grow(second, 8) == 1
+    (move,) = cache.take_moves()
+    assert (move.pairs, move.num_tokens) == ([(shared, second.blocks[0][1])], 3)
+    assert second.blocks[0][0] == first.blocks[0][0]
+    assert cache.pools[0].refs(shared) == 1
+    assert cache.grow(first, 8) == 2, "the last owner writes in place"
+    assert cache.take_moves() == []
+    assert first.blocks[0][1] == shared
+
+
+def test_document_001_life_of_a_request_of_45_tokens_that_ends_at_112():
+    cache = KVCache(cache_config(200, block_size=16))
+    table = cache.open(0)
+    cache.grow(table, 45)
+    assert len(table) == 3
+    fourth = next(n for n in range(45, 113) if append(cache, 0, n) and len(table) == 4)
+    assert fourth + 1 == 49, "the document takes it at 48, when three blocks are exactly full"
+    cache.grow(table, 112)
+    assert len(table) == 7
+    assert round(100 * (1 - 7 * 16 / 2048), 1) == 94.5
+
+
+def test_blocks_let_go_belong_to_the_steps_in_flight_until_they_are_collected():
+    cache = KVCache(cache_config(4))
+    cache.open(0)
+    cache.grow(cache.table(0), 8)
+    cache.launched(7)
+    cache.launched(8)
+    cache.release(0)
+    assert (cache.num_free, cache.num_retired) == (2, 2)
+    cache.collected(7)
+    assert cache.num_free == 2
+    assert cache.check() == []
+    cache.collected(8)
+    assert (cache.num_free, cache.num_retired) == (4, 0)
+
+
+def test_growth_is_all_or_nothing():
+    cache = KVCache(cache_config(3, num_groups=2))
+    table = cache.open(0)
+    assert cache.grow(table, 13) is None
+    assert (len(table), cache.num_free) == (0, 3)
+    assert cache.grow(table, 12) == 0
+    assert [len(blocks) for blocks in table.blocks] == [3, 3]
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """Open, grow, fork, release, launch and collect in any order, beside a model of what each position holds.
+
+    The model writes a new stamp to every position that a sequence grows into, and carries out Moves
+    as a runner would. Whatever the order, every sequence must read back its own stamps.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache = KVCache(cache_config(12, num_groups=2))
+        self.memory: list[dict[tuple[int, int], int]] = [{}, {}]  # per group: (block, slot) -> stamp
+        self.sequences: dict[int, list[int]] = {}  # stamps by position
+        self.in_flight: list[int] = []
+        self.next_id = 0
+        self.stamp = 0
+
+    def sequence(self, data: st.DataObject) -> int:
+        return data.draw(st.sampled_from(sorted(self.sequences)))
+
+    def run_moves(self) -> None:
+        for move in self.cache.take_moves():
+            memory = self.memory[move.group]
+            for source, target in move.pairs:
+                for slot in range(move.num_tokens):
+                    memory[target, slot] = memory[source, slot]
+
+    @rule()
+    def open(self) -> None:
+        self.cache.open(self.next_id)
+        self.sequences[self.next_id] = []
+        self.next_id += 1
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data(), more=st.integers(1, 9))
+    def grow(self, data: st.DataObject, more: int) -> None:
+        seq_id = self.sequence(data)
+        stamps, table = self.sequences[seq_id], self.cache.table(seq_id)
+        needed, free = self.cache.needed(table, len(stamps) + more), self.cache.num_free
+        if self.cache.grow(table, len(stamps) + more) is None:
+            assert needed > free
+            return
+        assert free - self.cache.num_free <= needed
+        self.run_moves()
+        for position in range(len(stamps), len(stamps) + more):
+            self.stamp += 1
+            for group in range(2):
+                self.memory[group][table.resolve(position, 4, group)] = self.stamp
+            stamps.append(self.stamp)
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        parent = self.sequence(data)
+        stamps = self.sequences[parent]
+        num_tokens = data.draw(st.integers(0, len(stamps)))
+        if num_tokens < len(stamps) and num_tokens % 4:
+            return  # only a whole sequence, or whole blocks of it, can be shared while it goes on
+        self.cache.fork(parent, self.next_id, num_tokens)
+        self.sequences[self.next_id] = stamps[:num_tokens]
+        self.next_id += 1
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        seq_id = self.sequence(data)
+        self.cache.release(seq_id)
+        del self.sequences[seq_id]
+
+    @precondition(lambda self: len(self.in_flight) < 2)
+    @rule()
+    def launch(self) -> None:
+        self.in_flight.append(self.next_id)
+        self.cache.launched(self.next_id)
+        self.next_id += 1
+
+    @precondition(lambda self: self.in_flight)
+    @rule()
+    def collect(self) -> None:
+        self.cache.collected(self.in_flight.pop(0))
+
+    @invariant()
+    def adds_up(self) -> None:
+        assert self.cache.check() == []
+
+    @invariant()
+    def reads_back(self) -> None:
+        for seq_id, stamps in self.sequences.items():
+            table = self.cache.table(seq_id)
+            for group in range(2):
+                read = [self.memory[group][table.resolve(p, 4, group)] for p in range(len(stamps))]
+                assert read == stamps
+
+    @invariant()
+    def owns_no_more_than_it_must(self) -> None:
+        owned = Counter(block for seq_id in self.sequences for block in self.cache.table(seq_id).blocks[0])
+        assert self.cache.num_free >= 12 - len(owned) - self.cache.num_retired
+
+    def teardown(self) -> None:
+        for seq_id in list(self.sequences):
+            self.cache.release(seq_id)
+        for step_id in self.in_flight:
+            self.cache.collected(step_id)
+        assert self.cache.num_free == 12
+
+
+CacheMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+TestCacheMachine = CacheMachine.TestCase

@@ -1,0 +1,118 @@
+"""The memory plan, the pace, and the waste that is left in tail blocks."""
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.workloads import sharegpt_lengths
+from quire.cost.memory import Demand, parse_size, plan_memory, size
+from quire.cost.pace import Pace
+from quire.errors import ConfigError
+
+GIB = 2**30
+
+
+def demand(**changes):
+    values = {
+        "weight_bytes": GIB,
+        "weight_reason": "0.5 G parameters x 2 B",
+        "kv_bytes_per_token": 12288,
+        "kv_reason": "24 layers x 2 heads x 64 x 2 x 2 B",
+        "block_size": 16,
+        "model_max_len": 8192,
+        "max_model_len": None,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 1024,
+        "workspace_bytes_per_token": 40_000,
+        "workspace_bytes_per_seq": 500_000,
+    }
+    return Demand(**(values | changes))
+
+
+def test_a_pool_that_is_never_larger_than_useful():
+    plan = plan_memory(demand(), available=64 * GIB, default_share=0.5, limit=None)
+    assert plan.num_blocks == 8 * 8192 // 16
+    assert plan.concurrency(8192) == 8
+    assert plan.max_model_len == 8192
+    assert "enough for 8 sequences" in str(plan)
+
+
+def test_a_budget_is_spent_and_not_exceeded():
+    plan = plan_memory(demand(max_num_seqs=1000), available=64 * GIB, default_share=0.5, limit="4GiB")
+    spent = sum(line.bytes for line in plan.lines)
+    assert 4 * GIB - 12288 * 16 < spent <= 4 * GIB
+    assert "memory=4GiB" in str(plan)
+
+
+def test_a_context_that_does_not_fit_is_lowered_unless_it_was_asked_for():
+    tight = "1120MiB"
+    plan = plan_memory(demand(), available=64 * GIB, default_share=0.5, limit=tight)
+    assert plan.max_model_len < 8192
+    assert plan.max_model_len == plan.num_blocks * 16
+    assert "lowered from 8192" in str(plan)
+    with pytest.raises(ConfigError, match="one sequence of 8192 tokens needs"):
+        plan_memory(demand(max_model_len=8192), available=64 * GIB, default_share=0.5, limit=tight)
+    with pytest.raises(ConfigError, match="Raise memory"):
+        plan_memory(demand(), available=64 * GIB, default_share=0.5, limit="1GiB")
+
+
+@pytest.mark.parametrize("max_model_len", [0, 1, -5, 8193])
+def test_a_context_that_the_model_does_not_have_is_refused(max_model_len):
+    with pytest.raises(ConfigError, match="max_model_len must be between 2 and the model's 8192"):
+        plan_memory(demand(max_model_len=max_model_len), available=64 * GIB, default_share=0.5, limit=None)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("4GiB", 4 * GIB), ("500MB", 5e8), ("0.5", 0.5), ("123", 123), ("2k", 2000)]
+)
+def test_sizes(text, value):
+    assert parse_size(text) == value
+
+
+@pytest.mark.parametrize("text", ["", "much", "-1", "4 XiB", "1e9", "0"])
+def test_bad_sizes_say_what_a_size_is(text):
+    with pytest.raises(ConfigError, match="memory must be"):
+        plan_memory(demand(), available=64 * GIB, default_share=0.5, limit=text)
+
+
+def test_more_than_there_is():
+    with pytest.raises(ConfigError, match=r"more than the 2\.00 GiB available"):
+        plan_memory(demand(), available=2 * GIB, default_share=0.5, limit="3GiB")
+
+
+def test_sizes_for_people():
+    assert (size(512), size(1536), size(3 * GIB)) == ("512 B", "1.50 KiB", "3.00 GiB")
+
+
+def test_pace_finds_the_line_through_noise():
+    pace, rng = Pace(), random.Random(1)
+    assert pace.tokens_within(0.1, 500) == 500, "nothing known, nothing held back"
+    for _ in range(300):
+        n = rng.choice([1, 8, 64, 512])
+        pace.observe(n, (0.005 + 1e-4 * n) * rng.uniform(0.9, 1.1))
+    assert pace.per_token == pytest.approx(1e-4, rel=0.1)
+    assert pace.fixed == pytest.approx(0.005, rel=0.3)
+    assert pace.tokens_within(0.1, 2048) == pytest.approx(950, rel=0.1)
+    assert pace.tokens_within(0.0001, 2048) == 1
+
+
+@given(st.lists(st.tuples(st.integers(1, 4096), st.floats(0, 10)), min_size=1, max_size=50), st.floats(1e-6, 100))
+def test_pace_stays_sane_whatever_it_sees(steps, seconds):
+    pace = Pace()
+    for n, took in steps:
+        pace.observe(n, took)
+    assert pace.per_token >= 0
+    assert pace.fixed >= 0
+    assert 1 <= pace.tokens_within(seconds, 2048) <= 2048
+    assert pace.predict(100) <= pace.predict(200)
+
+
+def test_tail_waste_on_sharegpt_like_lengths_is_below_four_percent(capsys):
+    lengths = [prompt + output for prompt, output in sharegpt_lengths(5000, seed=1)]
+    reserved = sum(-(-length // 16) * 16 for length in lengths)
+    waste = 1 - sum(lengths) / reserved
+    with capsys.disabled():
+        print(f"\ntail waste, block 16, {len(lengths)} ShareGPT-like sequences at their full length: {waste:.2%}")
+    assert waste < 0.04
