@@ -7,7 +7,8 @@ Nothing here touches bytes: a block that must be copied becomes a Move, which th
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 
 from quire.cache.pool import BlockPool
 from quire.cache.table import BlockTable
@@ -46,6 +47,11 @@ class KVCache:
     def table(self, seq_id: int) -> BlockTable:
         """The table of a live sequence."""
         return self._tables[seq_id]
+
+    @property
+    def tables(self) -> Mapping[int, BlockTable]:
+        """Of all live sequences, by id. To look at, not to change."""
+        return MappingProxyType(self._tables)
 
     def open(self, seq_id: int) -> BlockTable:
         """An empty table for a new sequence."""

@@ -132,15 +132,14 @@ def read(file: BinaryIO) -> Iterator[Record]:
             raise JournalError(f"not a quire journal: {error}") from error
 
 
-def replay(records: Iterator[Record]) -> ReplayReport:
-    """Give the inputs to a new scheduler and compare its steps with those recorded."""
+def rerun(records: Iterator[Record]) -> Iterator[tuple[Scheduler, Step | None, bytes]]:
+    """Give the inputs to a new scheduler: after each `plan`, the scheduler, its step, and the bytes recorded."""
     header = next(records, None)
     if not isinstance(header, Header):
         raise JournalError("not a quire journal: it does not begin with a header")
     if header.format != FORMAT:
         raise JournalError(f"journal format {header.format} is not supported; this quire reads format {FORMAT}")
     scheduler = Scheduler(header.scheduler, KVCache(header.cache))
-    num_steps = 0
     for record in records:
         match record:
             case Add(request, now):
@@ -152,12 +151,19 @@ def replay(records: Iterator[Record]) -> ReplayReport:
             case Commit(result, now):
                 scheduler.commit(result, now)
             case Plan(now, expected):
-                planned = _bytes(scheduler.plan(now))
-                if planned != expected:
-                    return ReplayReport(num_steps, _difference(expected, planned))
-                num_steps += bool(expected)
+                yield scheduler, scheduler.plan(now), expected
             case Header():
                 raise JournalError("a second header inside a journal")
+
+
+def replay(records: Iterator[Record]) -> ReplayReport:
+    """Run the inputs again and compare the steps with those recorded, up to the first difference."""
+    num_steps = 0
+    for _, planned, expected in rerun(records):
+        data = _bytes(planned)
+        if data != expected:
+            return ReplayReport(num_steps, _difference(expected, data))
+        num_steps += planned is not None
     return ReplayReport(num_steps, "")
 
 

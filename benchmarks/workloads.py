@@ -1,0 +1,133 @@
+"""What engines are measured on: prompts of random token ids with an exact number of output tokens each.
+
+Decoding is greedy and ignores end tokens, so that every engine does the same work. A seed selects the
+token ids, never the lengths: repeat with another seed and the work is equal, but no prefix cache can
+help from one repetition to the next. This file knows no engine and imports none.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import exp, log
+from random import Random
+from statistics import NormalDist
+
+LENGTH_SEED = 20260  # fixes W2's lengths for all time, so that results of different dates compare
+FIRST_TOKEN = 16  # ids below may be special in real vocabularies
+
+SHAREGPT_INPUT_MEAN = 161.0  # tokens; PagedAttention (Kwon et al., SOSP 2023), section 6.1, figure 11
+SHAREGPT_OUTPUT_MEAN = 338.0
+SHAREGPT_LONGEST = 2048
+SHAREGPT_INPUT_SPREAD = 1.4  # sigma of the logarithm: many short questions, a few pasted documents
+SHAREGPT_OUTPUT_SPREAD = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """A prompt, and how many tokens must come out."""
+
+    prompt: list[int]
+    num_output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Queries that all arrive at once."""
+
+    name: str
+    seed: int
+    queries: list[Query]
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Of all queries."""
+        return sum(len(query.prompt) for query in self.queries)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Of all queries."""
+        return sum(query.num_output_tokens for query in self.queries)
+
+
+def workload(name: str, *, seed: int = 0, vocab_size: int = 32000) -> Workload:
+    """One of WORKLOADS, with token ids in [16, vocab_size). Raises KeyError for another name."""
+    rng = Random(f"{name}-{seed}")
+
+    def tokens(count: int) -> list[int]:
+        return [rng.randrange(FIRST_TOKEN, vocab_size) for _ in range(count)]
+
+    return Workload(name, seed, WORKLOADS[name](tokens))
+
+
+Tokens = Callable[[int], list[int]]
+
+
+def _w1(tokens: Tokens) -> list[Query]:
+    """One stream: latency of the first token, then decoding speed."""
+    return [Query(tokens(128), 128)]
+
+
+def _w2(tokens: Tokens) -> list[Query]:
+    """A queue of 32 unrelated queries of very different lengths: batching and scheduling."""
+    return [Query(tokens(num_prompt), num_output) for num_prompt, num_output in w2_lengths()]
+
+
+def _w3(tokens: Tokens) -> list[Query]:
+    """32 queries that begin with the same 512 tokens: prefix reuse from a cold cache."""
+    prefix = tokens(512)
+    return [Query(prefix + tokens(32), 32) for _ in range(32)]
+
+
+def _w4(tokens: Tokens) -> list[Query]:
+    """One long prompt: speed of prefill."""
+    return [Query(tokens(2048), 1)]
+
+
+def _warm(tokens: Tokens) -> list[Query]:
+    """Not measured: lets an engine compile and touch its memory first."""
+    return [Query(tokens(64), 8) for _ in range(4)]
+
+
+WORKLOADS: dict[str, Callable[[Tokens], list[Query]]] = {"W1": _w1, "W2": _w2, "W3": _w3, "W4": _w4, "WARM": _warm}
+
+
+def w2_lengths(n: int = 32) -> list[tuple[int, int]]:
+    """Pairs (prompt tokens, output tokens): lognormal, means about 160 and 100, capped at 512 and 256."""
+    rng = Random(LENGTH_SEED)
+    return [(_lognormal(rng, 128, 0.85, 8, 512), _lognormal(rng, 62, 0.75, 8, 256)) for _ in range(n)]
+
+
+def sharegpt_lengths(n: int, seed: int) -> list[tuple[int, int]]:
+    """Pairs (prompt tokens, output tokens) with ShareGPT's means, heavy-tailed and capped at 2048.
+
+    The data set itself is not needed: only the two means are known from the paper, the shape is ours.
+    """
+    inputs = capped_median(SHAREGPT_INPUT_MEAN, SHAREGPT_INPUT_SPREAD, SHAREGPT_LONGEST)
+    outputs = capped_median(SHAREGPT_OUTPUT_MEAN, SHAREGPT_OUTPUT_SPREAD, SHAREGPT_LONGEST)
+    rng = Random(f"sharegpt-{seed}")
+    return [
+        (
+            _lognormal(rng, inputs, SHAREGPT_INPUT_SPREAD, 1, SHAREGPT_LONGEST),
+            _lognormal(rng, outputs, SHAREGPT_OUTPUT_SPREAD, 1, SHAREGPT_LONGEST),
+        )
+        for _ in range(n)
+    ]
+
+
+def capped_median(mean: float, spread: float, cap: float) -> float:
+    """The median of the lognormal X for which E[min(X, cap)] = mean, by bisection."""
+    low, high = log(mean) - spread**2, log(cap)
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _capped_mean(middle, spread, cap) < mean else (low, middle)
+    return exp(low)
+
+
+def _capped_mean(mu: float, spread: float, cap: float) -> float:
+    """E[min(X, cap)] of a lognormal: the part below the cap in closed form, plus the cap's own weight."""
+    normal = NormalDist()
+    below = exp(mu + spread**2 / 2) * normal.cdf((log(cap) - mu - spread**2) / spread)
+    return below + cap * normal.cdf((mu - log(cap)) / spread)
+
+
+def _lognormal(rng: Random, median: float, spread: float, low: int, high: int) -> int:
+    return max(low, min(high, round(rng.lognormvariate(0, spread) * median)))
