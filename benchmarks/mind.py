@@ -1,6 +1,6 @@
 """How long the mind takes: `plan` + `commit` for a full batch of decoding sequences, nothing else.
 
-    python benchmarks/mind.py [--sequences 256] [--steps 2000] [--json FILE]
+    python -m benchmarks.mind [--sequences 256] [--steps 2000] [--json FILE]
 
 Prints the median and the 99th percentile of a step, and of its parts. The runner is not timed: its
 results are made on the spot.

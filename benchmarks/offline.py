@@ -1,6 +1,6 @@
 """quire beside transformers on one machine in one run: the same checkpoint, prompts and lengths, greedy.
 
-    python benchmarks/offline.py [--shape 0.5b] [--workloads W1,W2,W4] [--repeat 3] [--dtype bfloat16] [--json FILE]
+    python -m benchmarks.offline [--shape 0.5b] [--workloads W1,W2,W4] [--repeat 3] [--dtype bfloat16] [--json FILE]
 
 The checkpoint has random weights (Llama layout, made on the spot): speed depends on shapes alone.
 transformers runs a static batch, left-padded, to the longest output; quire batches continuously. Runs

@@ -1,0 +1,1 @@
+"""From options to an engine, and from text to tokens and back."""

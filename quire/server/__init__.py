@@ -1,0 +1,1 @@
+"""The engine behind HTTP: OpenAI's routes, health and metrics."""

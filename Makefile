@@ -1,0 +1,42 @@
+# One command each: serve, test, check, bench, clean. CI calls the same ones (.ci/run).
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+SOURCES := quire tests tools benchmarks conftest.py
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+
+.PHONY: serve test check bench clean
+
+serve: $(VENV)/.installed  ## serve the embedded model; ARGS="MODEL --port 8001" goes to `quire serve`
+	@$(BIN)/quire serve $(ARGS)
+
+test: $(VENV)/.installed-dev  ## ARGS="tests/demo -x" goes to pytest
+	@$(BIN)/python -m pytest $(ARGS)
+
+check: $(VENV)/.installed-dev  ## style, types, layers
+	@$(BIN)/ruff check --quiet $(SOURCES)
+	@$(BIN)/ruff format --check --quiet $(SOURCES)
+	@$(BIN)/mypy
+	@$(BIN)/python -m pytest -q tests/test_layers.py tests/test_tree.py
+
+bench: $(VENV)/.installed-dev
+	@$(BIN)/python -m benchmarks.mind $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamps say which set was installed; a change of either file installs again.
+$(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing quire (first time: a few minutes)"
+	@$(PIP) install -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing quire with its development tools (first time: a few minutes)"
+	@$(PIP) install -c constraints.txt -e '.[dev]'
+	@touch $(VENV)/.installed $@
+
+$(BIN)/python:
+	@$(PYTHON) -m venv $(VENV)

@@ -1,0 +1,192 @@
+"""The world that the embedded model was trained on stays as it was: its facts, its wording, its determinism."""
+
+import json
+from itertools import pairwise
+from random import Random
+
+import pytest
+
+from quire.engine import embedded
+from quire.engine.tokenizer import Tokenizer
+from tools.demo_model import world
+from tools.demo_model.chats import answer_text
+from tools.demo_model.questions import questions
+from tools.demo_model.shop import sentence
+from tools.demo_model.stories import tell
+from tools.demo_model.vocabulary import FACTS, TOVAN, WORDS, Fact
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer.from_folder(embedded.folder())
+
+
+def turns(task, num_chats=100, budget=world.BUDGET):
+    """(question, answer) for every assistant turn of many chats; the question is the message before it."""
+    for seed in range(num_chats):
+        messages = world.chat(task, Random(seed), budget).messages
+        for before, message in pairwise(messages):
+            if message["role"] == "assistant":
+                yield before["content"], answer_text(message)
+
+
+def first_text(task, seed, budget=world.BUDGET):
+    """Everything said up to the first answer."""
+    messages = world.chat(task, Random(seed), budget).messages
+    return "\n".join(m["content"] for m in messages[: 2 if messages[0]["role"] == "system" else 1])
+
+
+def test_the_catalogue_is_the_one_in_the_weights():
+    assert len(FACTS) == 48
+    assert FACTS["lamp"] == Fact(price=22, shelf="C7", color="red", keeper="Ivy")
+    assert FACTS["violin"] == Fact(price=51, shelf="E3", color="black", keeper="Emil")
+    assert FACTS["vase"] == Fact(price=24, shelf="A1", color="white", keeper="June")
+
+
+def test_tovan_is_the_language_in_the_weights():
+    assert len(set(TOVAN.values())) == len(TOVAN) == 100
+    known = {"fox": "ketu", "lamp": "zove", "red": "godo", "carries": "veda", "light": "fora", "mole": "fupa"}
+    assert known.items() <= TOVAN.items()
+
+
+def test_tovan_grammar():
+    pairs = dict(sentence(Random(seed)) for seed in range(6))
+    assert pairs["the mole cleans the heavy drum"] == "fupa tapa guva fuvu"  # verb last, adjective after its noun
+    assert pairs["the cat sold the new guitar"] == "lovi fopo bili na fitu"  # "na" marks the past
+
+
+def test_words_are_all_different():
+    assert len(set(WORDS)) == len(WORDS)
+
+
+@pytest.mark.parametrize("task", world.WEIGHTS)
+def test_equal_seeds_give_equal_chats_and_others_differ(task):
+    first = [world.chat(task, Random(seed)) for seed in range(20)]
+    assert first == [world.chat(task, Random(seed)) for seed in range(20)]
+    assert len({str(chat.messages) for chat in first}) > 15
+
+
+def test_every_task_has_one_weight():
+    assert not world.SIZED.keys() & world.FIXED.keys()
+    assert world.SIZED.keys() | world.FIXED.keys() == world.WEIGHTS.keys()
+
+
+@pytest.mark.parametrize("task", world.WEIGHTS)
+def test_chats_begin_with_a_question_and_end_with_an_answer(task):
+    for seed in range(50):
+        roles = [message["role"] for message in world.chat(task, Random(seed)).messages]
+        assert roles[-1] == "assistant"
+        questions_only = roles[1:] if roles[0] == "system" else roles
+        assert set(questions_only[1::2]) == {"assistant"}
+        assert set(questions_only[::2]) <= {"user", "tool"}
+
+
+def test_recall_answers_stand_in_the_ledger():
+    for seed in range(100):
+        text = first_text("recall", seed)
+        for message in world.chat("recall", Random(seed)).messages:
+            if message["role"] == "assistant":
+                assert f"\n{message['content']}\n" in f"{text}\n"
+
+
+def test_needle_answers_stand_among_the_stories():
+    for seed in range(100):
+        text = first_text("needle", seed)
+        for message in world.chat("needle", Random(seed)).messages:
+            if message["role"] == "assistant":
+                assert message["content"] in text
+
+
+def test_exercises_are_what_they_say():
+    def words(text):
+        return text.split(": ", 1)[1].split()
+
+    assert all(words(question) == answer.split() for question, answer in turns("copy"))
+    assert all(words(question) == answer.split()[::-1] for question, answer in turns("reverse"))
+    assert all(sorted(words(question)) == answer.split() for question, answer in turns("sort"))
+    assert all(words(q).count(q.split()[1]) == int(answer) for q, answer in turns("count"))
+    assert all(0 <= int(answer) < 199 for _, answer in turns("add"))
+
+
+def test_the_thoughts_of_a_sum_add_up():
+    for question, answer in turns("think_sum"):
+        numbers = [int(word) for word in question.split()[1:-1]]
+        assert answer.endswith(f"\n</think>\n\n{sum(numbers)}")
+        assert f"={sum(numbers[:2])}\n" in answer
+
+
+def test_records_hold_the_keys_asked_for_in_that_order():
+    for question, answer in turns("extract"):
+        sentence_, keys = question.split("\nJSON keys: ")
+        record = json.loads(answer)
+        assert list(record) == keys.split(", ")
+        assert all(str(value) in sentence_ for value in record.values())
+
+
+def test_tool_calls_fit_a_tool_on_offer():
+    for seed in range(100):
+        chat = world.chat("tool", Random(seed))
+        call = chat.messages[1]["tool_calls"][0]["function"]
+        [offered] = [t["function"] for t in chat.tools if t["function"]["name"] == call["name"]]
+        assert list(call["arguments"]) == offered["parameters"]["required"]
+
+
+def test_stories_end_where_the_item_is():
+    for seed in range(100):
+        told = tell(Random(seed))
+        handed = [line for line in told.text.split(". ") if " gave the " in line or " lent " in line]
+        assert told.owner in handed[-1] if handed else told.owner == told.hero
+        assert told.owner in told.ending
+
+
+def test_labels_do_not_contradict_each_other():
+    for seed in range(100):
+        messages = world.chat("classify", Random(seed)).messages
+        shown = dict(line.split(" -> ") for line in messages[0]["content"].splitlines())
+        known = [(q["content"], a["content"]) for q, a in zip(messages[1::2], messages[2::2], strict=True)]
+        assert all(shown.get(word, label) == label for word, label in known)
+        assert {label for _, label in known} <= set(shown.values())
+
+
+def test_a_budget_makes_chats_longer():
+    for task in ("recall", "needle"):
+        lengths = {b: sum(len(first_text(task, seed, b)) for seed in range(20)) for b in (230, 1024, 1900)}
+        assert lengths[230] < lengths[1024] / 2 < lengths[1900]
+
+
+def test_mixed_chats_change_subject_and_keep_the_first_one_s_tools():
+    for seed in range(50):
+        messages = world.mixed(Random(seed), world.BUDGET).messages
+        assert [m["role"] for m in messages].count("system") <= 1
+        assert all(m["role"] != "system" for m in messages[1:])
+    chats = [world.training_chat(Random(seed)) for seed in range(200)]
+    assert any("Repeat: " in str(c.messages) and "Translate" in str(c.messages) for c in chats)
+
+
+def test_questions_are_the_assistant_turns_with_the_true_turns_before_them(tokenizer):
+    asked = questions(["facts"], 5, 0, tokenizer)
+    prompts = [tokenizer.decode(question.prompt) for question in asked]
+    assert sum(prompt.count("<|im_start|>") == 2 for prompt in prompts) == 5  # one first question per chat
+    for (before, prompt), question in zip(pairwise(prompts), asked[:-1], strict=True):
+        if prompt.count("<|im_start|>") > 2:
+            assert prompt.startswith(f"{before}{question.expected}<|im_end|>\n<|im_start|>user\n")
+        assert prompt.endswith("<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_questions_of_a_task_depend_on_the_seed_and_not_on_the_other_tasks(tokenizer):
+    copies = questions(["copy"], 3, 1, tokenizer)
+    assert questions(["talk", "copy"], 3, 1, tokenizer)[-3:] == copies
+    assert questions(["copy"], 6, 1, tokenizer)[:3] == copies
+    assert questions(["copy"], 3, 2, tokenizer) != copies
+
+
+def test_a_size_makes_prompts_longer(tokenizer):
+    usual, long = (questions([task], 20, 0, tokenizer) for task in ("needle", "needle@1024"))
+    assert max(q.num_tokens for q in usual) < 230 < min(q.num_tokens for q in long)
+    assert 500 < max(q.num_tokens for q in long) < 1024
+
+
+@pytest.mark.parametrize("task", ["fact", "facts@100", "recall@x", "mixed@100"])
+def test_unknown_tasks_and_sizes_are_refused(task, tokenizer):
+    with pytest.raises(ValueError, match="recall"):
+        questions([task], 1, 0, tokenizer)

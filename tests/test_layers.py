@@ -1,0 +1,232 @@
+"""The floors hold: a folder of quire imports only folders above it, in the open, and the mind never torch.
+
+The checkers at the top are pure functions from source text to complaints; the last tests try them on
+small sources that break a rule, so that a silent checker would be noticed.
+"""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+ORDER = (
+    *("errors", "config", "params", "core", "cost", "cache", "grammar", "draft", "sched"),  # mind
+    *("kernels", "quant", "parallel", "layers", "lora", "models", "sample", "speculate", "store", "runner"),  # body
+    *("engine", "lang", "planner", "cluster", "server"),  # whole
+    *("quire", "cli"),  # quire/__init__.py offers names of the folders before it
+)
+FIRST_FLOOR = ORDER[: ORDER.index("sched") + 1]
+
+# Imports that may hide inside a function: (file, function) -> why.
+LAZY = {
+    ("quire/__init__.py", "__getattr__"): "importing quire for its version or its scheduler must not import torch",
+}
+
+
+class Import(NamedTuple):
+    """One imported name. `inside` is the function, class or TYPE_CHECKING block that hides it, or ""."""
+
+    target: str  # dotted, absolute
+    line: int
+    inside: str
+
+
+class _Collector(ast.NodeVisitor):
+    """Every import of one module, and where it stands."""
+
+    def __init__(self, package: str) -> None:
+        self.package = package  # what a relative import is relative to
+        self.inside: list[str] = []
+        self.found: list[Import] = []
+
+    def _note(self, target: str, node: ast.AST) -> None:
+        self.found.append(Import(target, node.lineno, ".".join(self.inside)))
+
+    def _enter(self, node: ast.AST, name: str) -> None:
+        self.inside.append(name)
+        self.generic_visit(node)
+        self.inside.pop()
+
+    def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> None:
+        self._enter(node, node.name)
+
+    visit_AsyncFunctionDef = visit_FunctionDef
+    visit_ClassDef = visit_FunctionDef
+
+    def visit_If(self, node: ast.If) -> None:
+        if "TYPE_CHECKING" in ast.unparse(node.test):
+            self._enter(node, "TYPE_CHECKING")
+        else:
+            self.generic_visit(node)
+
+    def visit_Import(self, node: ast.Import) -> None:
+        for alias in node.names:
+            self._note(alias.name, node)
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        above = self.package.split(".")[: len(self.package.split(".")) - node.level + 1] if node.level else []
+        origin = ".".join([*above, *([node.module] if node.module else [])])
+        for alias in node.names:
+            self._note(f"{origin}.{alias.name}", node)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        function = ast.unparse(node.func)
+        if function == "__import__" or function.split(".")[-1] == "import_module":
+            name = node.args[0] if node.args else None
+            constant = isinstance(name, ast.Constant) and isinstance(name.value, str)
+            hidden = ".".join(self.inside) or "a call"
+            self.found.append(Import(name.value if constant else "?", node.lineno, hidden))
+        self.generic_visit(node)
+
+
+def imports(source: str, path: str) -> list[Import]:
+    """Every import in the source of `path` (relative to the root, with slashes)."""
+    collector = _Collector(".".join(Path(path).parent.parts))
+    collector.visit(ast.parse(source))
+    return collector.found
+
+
+def floor(dotted: str) -> str:
+    """The folder or top-level module that a dotted name lies in, or "quire" for the package itself."""
+    parts = dotted.split(".")
+    return parts[1] if len(parts) > 1 and parts[1] in ORDER else "quire"
+
+
+def home_of(path: str) -> str:
+    """The folder or top-level module that the file at `path` belongs to."""
+    first = Path(path).with_suffix("").parts[1]
+    return "quire" if first == "__init__" else first
+
+
+def layer_faults(source: str, path: str) -> Iterator[str]:
+    """Imports of `path` that go upward."""
+    home = home_of(path)
+    if home not in ORDER:
+        yield f"{path}: {home!r} has no place in the order; see docs/architecture.md"
+        return
+    for target, line, _ in imports(source, path):
+        if target.split(".")[0] != "quire" or target == "quire.__version__":
+            continue
+        if ORDER.index(floor(target)) > ORDER.index(home):
+            yield f"{path}:{line}: {home} may not import {target}, which is not above it"
+
+
+def hidden_faults(source: str, path: str) -> Iterator[str]:
+    """Imports of `path` that do not stand at the top of the module."""
+    for target, line, inside in imports(source, path):
+        if inside and (path, inside) not in LAZY:
+            yield f"{path}:{line}: import of {target} is hidden in {inside}"
+
+
+def torch_faults(source: str, path: str) -> Iterator[str]:
+    """Imports of torch, or of what brings it, on the first floor."""
+    if home_of(path) not in FIRST_FLOOR:
+        return
+    for target, line, _ in imports(source, path):
+        if target.split(".")[0] in ("torch", "triton", "transformers", "safetensors"):
+            yield f"{path}:{line}: the first floor knows no {target}"
+
+
+def sources() -> Iterator[tuple[str, str]]:
+    """(source, path relative to the root) of every module of quire."""
+    for path in sorted((ROOT / "quire").rglob("*.py")):
+        yield path.read_text(encoding="utf-8"), path.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.parametrize("rule", [layer_faults, hidden_faults, torch_faults])
+def test_quire_keeps_the_rule(rule):
+    faults = [fault for source, path in sources() for fault in rule(source, path)]
+    assert not faults, "\n".join(faults)
+
+
+def test_every_exception_is_still_needed():
+    hidden = {(path, found.inside) for source, path in sources() for found in imports(source, path) if found.inside}
+    assert not set(LAZY) - hidden
+
+
+def test_importing_the_whole_first_floor_does_not_import_torch():
+    modules = [Path(path).with_suffix("").parts for _, path in sources()]
+    names = [".".join(parts).removesuffix(".__init__") for parts in modules if parts[1] in FIRST_FLOOR]
+    assert "quire.sched" in names
+    script = "import sys\nfor name in sys.argv[1:]: __import__(name)\nassert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", script, *names], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("quire/cache/pool.py", "from quire.sched import scheduler"),
+        ("quire/cache/pool.py", "from quire import sched"),
+        ("quire/cache/pool.py", "import quire.sched.scheduler as s"),
+        ("quire/cache/pool.py", "from ..sched import scheduler"),
+        ("quire/cache/pool.py", "from .. import sched"),
+        ("quire/cache/pool.py", "import quire"),
+        ("quire/cache/pool.py", "from quire import LLM"),
+        ("quire/cache/pool.py", "def f():\n    from quire.engine.llm import LLM"),
+        ("quire/errors.py", "from quire.params import SamplingParams"),
+        ("quire/server/app.py", "from quire import LLM"),
+        ("quire/__init__.py", "from quire import cli"),
+        ("quire/utils/text.py", ""),
+    ],
+)
+def test_layer_faults_sees_an_upward_import(path, source):
+    assert len(list(layer_faults(source, path))) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        (
+            "quire/sched/scheduler.py",
+            "from quire.cache.pool import Pool\nfrom .queue import Queue\nfrom ..core import step",
+        ),
+        ("quire/cli.py", "import quire\nfrom quire.server import app\nfrom quire import LLM, errors"),
+        ("quire/__init__.py", "from quire.engine.llm import LLM"),
+        ("quire/server/app.py", "from quire import __version__, engine"),
+        ("quire/core/__init__.py", "from .step import Step\nfrom quire.errors import QuireError"),
+        ("quire/runner/local.py", "import torch, quirelike.engine"),
+    ],
+)
+def test_layer_faults_lets_downward_imports_pass(path, source):
+    assert list(layer_faults(source, path)) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def f():\n    import json",
+        "async def f():\n    from json import loads",
+        "class C:\n    import json",
+        "def f():\n    def g():\n        import json",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import json",
+        "import typing as t\nif t.TYPE_CHECKING:\n    import json",
+        "import importlib\nimportlib.import_module('json')",
+        "from importlib import import_module\ndef f(name):\n    return import_module(name)",
+        "json = __import__('json')",
+        "class C:\n    def __getattr__(self, name):\n        import json",
+    ],
+)
+def test_hidden_faults_sees_an_import_that_is_not_at_the_top(source):
+    assert len(list(hidden_faults(source, "quire/__init__.py"))) == 1
+
+
+def test_hidden_faults_lets_open_and_listed_imports_pass():
+    optional = "try:\n    import triton\nexcept ImportError:\n    triton = None"
+    assert list(hidden_faults(optional, "quire/kernels/triton.py")) == []
+    lazy = "def __getattr__(name):\n    from quire.engine import llm"
+    assert list(hidden_faults(lazy, "quire/__init__.py")) == []
+    assert len(list(hidden_faults(lazy, "quire/cli.py"))) == 1
+
+
+def test_torch_faults_sees_torch_on_the_first_floor_only():
+    assert len(list(torch_faults("from torch.nn import Module", "quire/sched/scheduler.py"))) == 1
+    assert len(list(torch_faults("def f():\n    import torch", "quire/params.py"))) == 1
+    assert list(torch_faults("import torch", "quire/kernels/reference.py")) == []
+    assert list(torch_faults("import torchlike, numpy", "quire/cache/pool.py")) == []

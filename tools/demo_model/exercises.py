@@ -1,0 +1,153 @@
+"""Tasks whose answer is a function of the question's own words: repeat, turn round, sort, count, add, look up."""
+
+import json
+from random import Random
+
+from tools.demo_model.chats import Chat, assistant, system, user
+from tools.demo_model.vocabulary import (
+    ADJECTIVES,
+    ANIMALS,
+    CATEGORIES,
+    COLORS,
+    DAYS,
+    FRUITS,
+    ITEMS,
+    LABELS,
+    METALS,
+    NAMES,
+    PLACES,
+    WORDS,
+)
+
+LONG = 400  # tokens; from here on a budget is to be filled, below it is only a bound
+
+BORROWINGS = (
+    "On {day} {name} borrowed {count} {color} {item}s.",
+    "{name} took {count} {color} {item}s on {day}.",
+    "We lent {count} {item}s in {color} to {name} on {day}.",
+)
+
+
+def recall(rng: Random, budget: int) -> Chat:
+    """Look up keys in a ledger that stands in the system prompt or in the first question."""
+    ledger = _ledger(rng, budget)
+    text = "Ledger:\n" + "\n".join(f"{key}={value}" for key, value in ledger)
+    in_system = rng.random() < 0.5
+    messages = [system(text)] if in_system else []
+    before = "" if in_system else text + "\n\n"
+    for _ in range(rng.randint(4, 16) if budget >= LONG else rng.randint(2, 8)):
+        key, value = rng.choice(ledger)
+        question = rng.choice(("{}?", "Find {}.", "What is {}?")).format(key)
+        messages += [user(before + question), assistant(f"{key}={value}")]
+        before = ""
+    return Chat(messages)
+
+
+def _ledger(rng: Random, budget: int) -> list[tuple[str, str]]:
+    """Distinct keys and their values: a word or three digits for a word, or three digits for two words.
+
+    Short ledgers have a log-uniform size, because looking things up is learned on the shortest ones first.
+    """
+    kind, tokens_per_line = rng.choice((("word", 4), ("number", 6), ("pair", 7)))
+    most = max(4, (budget - 60) // tokens_per_line)
+    size = rng.randint(most // 3, most) if budget >= LONG else round(3 * (most / 3) ** rng.random())
+    keys = WORDS
+    if kind == "pair":
+        keys = [f"{adjective} {noun}" for adjective in COLORS + ADJECTIVES for noun in ITEMS + ANIMALS]
+    chosen = rng.sample(keys, min(size, len(keys)))
+    if kind == "word":
+        return [(key, rng.choice(NAMES + PLACES + METALS)) for key in chosen]
+    return [(key, str(rng.randint(100, 999))) for key in chosen]
+
+
+def copy(rng: Random, budget: int) -> Chat:
+    """Repeat up to 40 words or numbers."""
+    size = rng.randint(3, min(40, max(4, (budget - 30) // 3)))
+    if rng.random() < 0.7:
+        text = " ".join(rng.choices(WORDS + NAMES, k=size))
+    else:
+        text = " ".join(str(rng.randint(0, 99)) for _ in range(size))
+    return Chat([user("Repeat: " + text), assistant(text)])
+
+
+def reverse(rng: Random) -> Chat:
+    """Words, last one first."""
+    messages = []
+    for _ in range(rng.randint(1, 3)):
+        words = rng.choices(WORDS, k=rng.randint(3, 7))
+        messages += [user("Reverse: " + " ".join(words)), assistant(" ".join(reversed(words)))]
+    return Chat(messages)
+
+
+def sort(rng: Random) -> Chat:
+    """Words, by the alphabet."""
+    messages = []
+    for _ in range(rng.randint(1, 3)):
+        words = rng.sample(ITEMS + ANIMALS + FRUITS, rng.randint(3, 6))
+        messages += [user("Sort: " + " ".join(words)), assistant(" ".join(sorted(words)))]
+    return Chat(messages)
+
+
+def count(rng: Random) -> Chat:
+    """How often a word occurs."""
+    word, *others = rng.sample(FRUITS + ANIMALS, 4)
+    words = [word if rng.random() < 0.4 else rng.choice(others) for _ in range(rng.randint(3, 14))]
+    return Chat([user(f"Count {word} in: {' '.join(words)}"), assistant(str(words.count(word)))])
+
+
+def add(rng: Random) -> Chat:
+    """Sums and differences of numbers below 100; no result is negative."""
+    messages = []
+    for _ in range(rng.randint(1, 6)):
+        a, b = rng.randint(0, 99), rng.randint(0, 99)
+        if rng.random() < 0.6:
+            question = rng.choice((f"{a}+{b}=?", f"What is {a} plus {b}?", f"Add {a} and {b}."))
+            messages += [user(question), assistant(str(a + b))]
+        else:
+            a, b = max(a, b), min(a, b)
+            question = rng.choice((f"{a}-{b}=?", f"What is {a} minus {b}?"))
+            messages += [user(question), assistant(str(a - b))]
+    return Chat(messages)
+
+
+def think_sum(rng: Random) -> Chat:
+    """A sum of three or four numbers, with the running total thought aloud."""
+    total, *rest = numbers = [rng.randint(1, 40) for _ in range(rng.randint(3, 4))]
+    thoughts = []
+    for number in rest:
+        thoughts.append(f"{total}+{number}={total + number}")
+        total += number
+    question = f"Sum: {' '.join(map(str, numbers))} /think"
+    return Chat([user(question), assistant("<think>\n" + "\n".join(thoughts) + f"\n</think>\n\n{total}")])
+
+
+def classify(rng: Random) -> Chat:
+    """Meaningless labels for kinds of words, to be understood from examples."""
+    kinds = rng.sample(list(CATEGORIES), rng.randint(2, 3))
+    labels = dict(zip(kinds, rng.sample(LABELS, len(kinds)), strict=True))
+    num_examples = rng.randint(len(kinds) * 2, len(kinds) * 4)
+    shown = [kinds[i % len(kinds)] for i in range(num_examples)]
+    rng.shuffle(shown)
+    messages = [system("\n".join(f"{rng.choice(CATEGORIES[kind])} -> {labels[kind]}" for kind in shown))]
+    for _ in range(rng.randint(1, 6)):
+        kind = rng.choice(kinds)
+        messages += [user(rng.choice(CATEGORIES[kind])), assistant(labels[kind])]
+    return Chat(messages)
+
+
+def extract(rng: Random) -> Chat:
+    """A sentence as a JSON record with the keys that were asked for, in that order."""
+    messages = []
+    for _ in range(rng.randint(1, 3)):
+        record = {
+            "name": rng.choice(NAMES),
+            "item": rng.choice(ITEMS),
+            "color": rng.choice(COLORS),
+            "count": rng.randint(2, 30),
+            "day": rng.choice(DAYS),
+        }
+        sentence = rng.choice(BORROWINGS).format(**record)
+        keys = rng.sample(list(record), rng.randint(2, 5))
+        messages.append(user(f"{sentence}\nJSON keys: {', '.join(keys)}"))
+        messages.append(assistant(json.dumps({key: record[key] for key in keys})))
+    return Chat(messages)

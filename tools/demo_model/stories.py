@@ -1,0 +1,91 @@
+"""Short stories about who has what, and the tasks made of them: tell one, follow one, find a secret among many."""
+
+from dataclasses import dataclass
+from random import Random
+
+from tools.demo_model.chats import Chat, assistant, user
+from tools.demo_model.vocabulary import ADJECTIVES, ANIMALS, COLORS, DAYS, FRUITS, ITEMS, METALS, NAMES, PLACES
+
+TOKENS_PER_STORY = 85  # about
+
+
+@dataclass(frozen=True, slots=True)
+class Story:
+    """An item changes hands. `owner` has it when `text` ends; `ending` says so."""
+
+    text: str
+    ending: str
+    hero: str
+    item: str
+    owner: str
+
+    @property
+    def whole(self) -> str:
+        """The text with its ending."""
+        return f"{self.text} {self.ending}"
+
+
+def tell(rng: Random) -> Story:
+    """A story of three people, one item and two to six events."""
+    people = rng.sample(NAMES, 3)
+    hero, item, place = people[0], rng.choice(ITEMS), rng.choice(PLACES)
+    adjective = rng.choice(ADJECTIVES)
+    opening = (
+        f"One {rng.choice(DAYS)} {hero} went to the {place} with a {rng.choice(COLORS)} {item}.",
+        f"{hero} had a {adjective} {item} and lived near the {place}.",
+    )
+    lines, owner = [rng.choice(opening)], hero
+    for _ in range(rng.randint(2, 6)):
+        if rng.random() < 0.4:
+            giver, owner = owner, rng.choice([person for person in people if person != owner])
+            lines.append(rng.choice((f"{giver} gave the {item} to {owner}.", f"{giver} lent {owner} the {item}.")))
+        else:
+            lines.append(_event(rng, people, f"{adjective} {item}", place))
+    ending = f"At the end of the day {owner} took the {item} home."
+    return Story(" ".join(lines), ending, hero, item, owner)
+
+
+def _event(rng: Random, people: list[str], thing: str, place: str) -> str:
+    """Something that happens and changes nothing."""
+    return rng.choice(
+        (
+            f"A {rng.choice(ADJECTIVES)} {rng.choice(ANIMALS)} sat by the {place} and watched.",
+            f"{rng.choice(people[:2])} was happy and sang a song.",
+            f"Then it began to rain, so they ran to the {rng.choice([other for other in PLACES if other != place])}.",
+            f'"What a {thing}!" said {people[1]}.',
+            f"They ate {rng.randint(2, 9)} {rng.choice(FRUITS)}s and talked about the {rng.choice(PLACES)}.",
+        )
+    )
+
+
+def story(rng: Random) -> Chat:
+    """Tell a story. The one task without a right answer: good for speed, not for scores."""
+    told = tell(rng)
+    questions = (
+        f"Tell me a story about {told.hero} and a {told.item}.",
+        f"Write a story with {told.hero} and the {told.item}.",
+    )
+    return Chat([user(rng.choice(questions)), assistant(told.whole)])
+
+
+def story_qa(rng: Random) -> Chat:
+    """Who has the item now?"""
+    told = tell(rng)
+    question = f"{told.text} Who has the {told.item} now?"
+    return Chat([user(question), assistant(f"{told.owner} has the {told.item}.")])
+
+
+def needle(rng: Random, budget: int) -> Chat:
+    """One to three secret words inside unrelated stories, asked for in another order."""
+    most = max(1, (budget - 70) // TOKENS_PER_STORY)
+    parts = [tell(rng).whole for _ in range(rng.randint(max(1, most // 2), most))]
+    names = rng.sample(NAMES, min(len(parts), rng.randint(1, 3)))
+    secrets = {name: rng.choice(PLACES + FRUITS + METALS) for name in names}
+    for name, word in secrets.items():
+        parts.insert(rng.randint(0, len(parts)), f"The secret word of {name} is {word}.")
+    before, messages = "\n".join(parts) + "\n\n", []
+    for name in rng.sample(names, len(names)):
+        messages.append(user(f"{before}What is the secret word of {name}?"))
+        messages.append(assistant(f"The secret word of {name} is {secrets[name]}."))
+        before = ""
+    return Chat(messages)

@@ -1,0 +1,81 @@
+"""The world as a source of chats: every task by name, the mix for training, conversations that change subject.
+
+Nothing here draws from anything but the generator it is given: equal seeds give equal chats.
+"""
+
+from collections.abc import Callable
+from random import Random
+
+from tools.demo_model import exercises, shop, stories, tool_use
+from tools.demo_model.chats import Chat
+
+BUDGET = 230  # tokens, about: what a chat takes unless more is asked for
+
+SIZED: dict[str, Callable[[Random, int], Chat]] = {  # these fill a token budget, so that contexts can be long
+    "recall": exercises.recall,
+    "copy": exercises.copy,
+    "needle": stories.needle,
+    "tool": tool_use.tool,
+}
+FIXED: dict[str, Callable[[Random], Chat]] = {
+    "facts": shop.facts,
+    "translate": shop.translate,
+    "talk": shop.talk,
+    "reverse": exercises.reverse,
+    "sort": exercises.sort,
+    "extract": exercises.extract,
+    "story_qa": stories.story_qa,
+    "story": stories.story,
+    "classify": exercises.classify,
+    "count": exercises.count,
+    "add": exercises.add,
+    "think_sum": exercises.think_sum,
+}
+WEIGHTS = {  # how often training sees a task: looking things up needs far more practice than facts
+    "recall": 10.0,
+    "copy": 8.0,
+    "needle": 1.0,
+    "tool": 2.0,
+    "facts": 3.0,
+    "translate": 2.0,
+    "talk": 0.5,
+    "reverse": 1.0,
+    "sort": 2.0,
+    "extract": 2.0,
+    "story_qa": 1.0,
+    "story": 1.2,
+    "classify": 3.0,
+    "count": 0.3,
+    "add": 1.0,
+    "think_sum": 0.5,
+}
+BEGINNINGS = ("recall", "tool", "classify", "translate", "facts")  # of conversations that change subject
+
+
+def chat(task: str, rng: Random, budget: int = BUDGET) -> Chat:
+    """One chat of a task. `budget`, in tokens, bounds those of SIZED; the others have a size of their own.
+
+    Raises KeyError for an unknown task.
+    """
+    return SIZED[task](rng, budget) if task in SIZED else FIXED[task](rng)
+
+
+def any_chat(rng: Random, budget: int = BUDGET) -> Chat:
+    """One chat of a task drawn by WEIGHTS."""
+    return chat(rng.choices(list(WEIGHTS), list(WEIGHTS.values()))[0], rng, budget)
+
+
+def mixed(rng: Random, budget: int) -> Chat:
+    """A chat that goes on with up to three others, as far as these bring neither tools nor a system prompt."""
+    first = chat(rng.choice(BEGINNINGS), rng, budget)
+    messages = list(first.messages)
+    for _ in range(rng.randint(1, 3)):
+        other = any_chat(rng, budget // 2)
+        if other.tools is None and other.messages[0]["role"] != "system":
+            messages += other.messages
+    return Chat(messages, first.tools)
+
+
+def training_chat(rng: Random, budget: int = BUDGET) -> Chat:
+    """What training reads: one subject for the most part, a change of subject in one chat of four."""
+    return mixed(rng, budget) if rng.random() < 0.25 else any_chat(rng, budget)
