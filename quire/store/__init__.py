@@ -1,0 +1,1 @@
+"""The bytes of blocks, and their ways."""

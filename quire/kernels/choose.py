@@ -1,0 +1,47 @@
+"""Which kernel module runs: chosen once, by name or by trying them in order of speed; never silently."""
+
+import logging
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import torch
+
+from quire.errors import ConfigError, nearest
+from quire.kernels import reference
+from quire.kernels.contract import Kernels
+
+MODULES: Mapping[str, Kernels] = MappingProxyType({reference.NAME: reference})  # the fastest first
+
+_log = logging.getLogger(__name__)
+
+
+def choose(name: str, device: str) -> Kernels:
+    """The kernel module called `name`, or for "auto" the first that can work on `device`; the reason is logged.
+
+    Raises ConfigError for an unknown name, for a device that torch does not have, and when no module can
+    work there, with what was tried and why each was refused.
+    """
+    place = _device(device)
+    if name != "auto" and name not in MODULES:
+        known = ["auto", *MODULES]
+        raise ConfigError(f"there are no kernels {name!r}{nearest(name, known)}; known: {', '.join(known)}")
+    refusals: list[str] = []
+    for candidate, kernels in MODULES.items():
+        if name not in ("auto", candidate):
+            continue
+        refusal = kernels.refusal(place)
+        if refusal is None:
+            reason = f"asked for by name, runs on {place}" if name == candidate else f"the fastest that runs on {place}"
+            _log.info("kernels: %s (%s%s)", candidate, reason, "".join(f"; not {tried}" for tried in refusals))
+            return kernels
+        refusals.append(f"{candidate}: {refusal}")
+    raise ConfigError(f"no kernels for {place}; tried {'; '.join(refusals)}")
+
+
+def _device(device: str) -> torch.device:
+    try:
+        torch.empty(0, device=device)  # also refuses what this build of torch or this machine does not have
+        return torch.device(device)
+    except (RuntimeError, AssertionError) as error:
+        first_line = str(error).splitlines()[0]
+        raise ConfigError(f"device {device!r} cannot be used: {first_line}. Use 'cpu' or 'cuda'") from error

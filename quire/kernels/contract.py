@@ -1,0 +1,131 @@
+"""The contract of kernel modules: the functions each one has, and the data they are given.
+
+A kernel module owns the layout of blocks on its device and knows nothing about models, requests or
+schedules. `quire.kernels.reference` says what every function means; other modules must agree with it.
+
+Bytes that leave a device are in the canonical layout, which is the same for all modules:
+(num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim), where index 0 of the second axis is keys.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from types import MappingProxyType
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.config import KVGroup
+
+DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
+    {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+)
+
+Plan = Any  # what a module's `plan` returns; nobody but that module looks inside
+
+
+class Purpose(IntEnum):
+    """What a random number decides: one word of the Philox counter, so that no two decisions share one."""
+
+    SAMPLE = 0  # which token
+    ACCEPT = 1  # whether a draft is kept
+    RESIDUAL = 2  # which token replaces a rejected draft
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Storage:
+    """Keys and values of one group of layers. The layout of `data` is private to the module that made it."""
+
+    group: KVGroup
+    block_size: int  # tokens
+    data: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """The chunks of one step as one group sees them: chunk i computes positions [starts[i], stops[i]).
+
+    The tokens of all chunks are concatenated in order. The token at position p of chunk i lies in block
+    tables[i, p // block_size], at p % block_size. Entries behind the last position mean nothing.
+    There is at least one token, and no block is written for two chunks.
+    """
+
+    starts: np.ndarray  # int64 (num_chunks,)
+    stops: np.ndarray  # int64 (num_chunks,)
+    tables: np.ndarray  # int64 (num_chunks, width)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Draws:
+    """What sampling has to know about each row of logits: columns with one entry per row, on the host."""
+
+    seeds: np.ndarray  # uint64
+    sample_indices: np.ndarray  # int32, which of a request's n sequences
+    positions: np.ndarray  # int32, where in its sequence the sampled token will stand
+    temperatures: np.ndarray  # float32, 0 is greedy
+    top_ps: np.ndarray  # float32 in (0, 1], 1 keeps all
+    top_ks: np.ndarray  # int32, 0 or less keeps all
+    min_ps: np.ndarray  # float32 in [0, 1], 0 keeps all
+    masked: np.ndarray  # int64: indices of the rows that `masks` constrains
+    masks: np.ndarray  # uint32 (len(masked), words): bit t%32 of word t//32 allows token t
+
+
+class Kernels(Protocol):
+    """A module with these functions. Shapes name num_tokens: the tokens of all chunks, concatenated."""
+
+    NAME: str
+
+    def refusal(self, device: torch.device) -> str | None:
+        """Why the module cannot work on `device`, or None if it can."""
+
+    def allocate(self, group: KVGroup, block_size: int, device: torch.device) -> Storage:
+        """Blocks of zeros for a group. On a CPU, memory is taken only when a block is first written."""
+
+    def pack(self, storage: Storage, blocks: Tensor) -> Tensor:
+        """A copy of `blocks` (int64) in the canonical layout."""
+
+    def unpack(self, storage: Storage, blocks: Tensor, canonical: Tensor) -> None:
+        """Write `canonical` into `blocks` (int64): the inverse of `pack`."""
+
+    def copy_blocks(self, storage: Storage, pairs: Tensor, num_tokens: int) -> None:
+        """Copy the leading tokens of blocks and clear the rest, for all (source, target) `pairs` at once."""
+
+    def plan(self, batch: Batch, storage: Storage) -> Plan:
+        """What all layers of a step have in common: computed once, used by `write_kv` and `attention`."""
+
+    def write_kv(self, storage: Storage, layer: int, k: Tensor, v: Tensor, plan: Plan) -> None:
+        """Store (num_tokens, num_kv_heads, head_dim) keys and values of the `layer`-th layer of the group.
+
+        A block whose first slot is written is cleared before: what lies behind a sequence's last token is
+        always finite, and nobody meets the leavings (NaN, perhaps) of a block's former user.
+        """
+
+    def attention(self, storage: Storage, layer: int, q: Tensor, plan: Plan, scale: float) -> Tensor:
+        """Causal attention of q (num_tokens, num_heads, head_dim) to the stored positions of its sequence.
+
+        A query at position p attends to positions 0 to p with softmax(scale * q k). Consecutive query heads
+        share a KV head. Returns (num_tokens, num_heads * head_dim).
+        """
+
+    def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotate pairs (x[i], x[i + head_dim / 2]) of q and k (num_tokens, heads, head_dim).
+
+        cos and sin are float32 (num_tokens, head_dim / 2). Computed in float32, rounded once.
+        """
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x / sqrt(mean(x^2) + eps) * weight over the last axis, computed in float32, rounded once."""
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """(rms_norm(x + residual), x + residual)."""
+
+    def silu_and_mul(self, x: Tensor) -> Tensor:
+        """silu(first half of the last axis) * second half."""
+
+    def sample(self, logits: Tensor, draws: Draws) -> Tensor:
+        """One token id per row of logits (num_rows, vocab_size), int64; -1 where logits are not finite.
+
+        A row is refused (-1) for any NaN, any +inf, or when no allowed logit is above -inf.
+        """

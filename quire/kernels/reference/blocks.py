@@ -1,0 +1,36 @@
+"""Where blocks lie: this module's own layout is the canonical one."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.config import KVGroup
+from quire.kernels.contract import DTYPES, Storage
+
+
+def allocate(group: KVGroup, block_size: int, device: torch.device) -> Storage:
+    """Zeros (num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim)."""
+    shape = (len(group.layers), 2, group.num_blocks, block_size, group.num_kv_heads, group.head_dim)
+    dtype = DTYPES[group.dtype]
+    if device.type == "cpu":
+        # numpy takes zeroed pages from the system, which touches none of them; torch.zeros writes them all
+        pages = torch.from_numpy(np.zeros(int(np.prod(shape)) * dtype.itemsize, np.uint8))
+        return Storage(group, block_size, pages.view(dtype).view(shape))
+    return Storage(group, block_size, torch.zeros(shape, dtype=dtype, device=device))
+
+
+def pack(storage: Storage, blocks: Tensor) -> Tensor:
+    """A copy of `blocks` (num_blocks,), canonical."""
+    return storage.data.index_select(2, blocks)
+
+
+def unpack(storage: Storage, blocks: Tensor, canonical: Tensor) -> None:
+    """Write `canonical` into `blocks` (num_blocks,)."""
+    storage.data.index_copy_(2, blocks, canonical)
+
+
+def copy_blocks(storage: Storage, pairs: Tensor, num_tokens: int) -> None:
+    """Copy the first `num_tokens` of each source to its target, for all `pairs` (num_pairs, 2) at once."""
+    canonical = pack(storage, pairs[:, 0])
+    canonical[:, :, :, num_tokens:] = 0
+    unpack(storage, pairs[:, 1], canonical)

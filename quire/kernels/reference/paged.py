@@ -1,0 +1,185 @@
+"""Paged attention: gather each sequence's blocks, then one dense product per bucket of like sequences.
+
+All that layers share (where to write, what to gather, masks) is planned once per step. Chunks are cut
+into pieces of at most MAX_QUERIES positions; pieces whose queries and contexts are alike to a power of
+two share a bucket, so padding wastes less than half. Decode rows have one query each: they are one
+bucket, unless their contexts differ widely.
+
+Queries stand in reverse order in a bucket: query t of a piece that ends at `stop` then sees the keys j
+with j + t < stop. That depends on j + t alone, so the mask (queries, keys) is a strided view of one row
+of keys + queries - 1 numbers, and masks take memory linear in the context.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from quire.kernels.contract import Batch, Storage
+
+MAX_QUERIES = 256  # of one piece: keys behind a piece's last position are not even gathered
+MIN_CONTEXT = 256  # shorter contexts count as alike: another call would cost more than the padding
+GATHERED_BYTES = 2**28  # of keys and values of one bucket, unless one sequence alone has more
+
+
+class Pieces(NamedTuple):
+    """Parts of chunks, one array per field."""
+
+    chunks: np.ndarray
+    stops: np.ndarray  # position behind the last one
+    counts: np.ndarray  # positions
+    lasts: np.ndarray  # index of the last position among the step's tokens
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Bucket:
+    """Pieces that are computed together, padded to one number of queries and one of keys."""
+
+    queries: Tensor  # int64 (num_pieces * num_queries,): indices of tokens
+    blocks: Tensor  # int64 (num_pieces * width,): to be gathered
+    mask: Tensor  # (num_pieces, 1, num_queries, num_keys): 0 or -inf; rows overlap in memory
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReferencePlan:
+    """Where the step's tokens are written and what they attend to."""
+
+    slots: Tensor  # int64 (num_tokens,): block * block_size + place in the block
+    begun: Tensor  # int64: blocks whose first slot is written
+    buckets: list[Bucket]
+    order: Tensor  # int64 (num_tokens,): where in the buckets' outputs, concatenated, a token's lies
+    gathered: Tensor  # (2, blocks of the widest bucket, block_size, num_kv_heads, head_dim): scratch
+
+
+def plan(batch: Batch, storage: Storage) -> ReferencePlan:
+    """Sort the tokens of a step into slots to be written and buckets to be attended."""
+    device = storage.data.device
+    lengths = batch.stops - batch.starts
+    chunks = np.repeat(np.arange(len(lengths)), lengths)
+    positions = np.arange(len(chunks)) + np.repeat(batch.stops - np.cumsum(lengths), lengths)
+    blocks = batch.tables[chunks, positions // storage.block_size]
+    places = positions % storage.block_size
+
+    buckets = []
+    order = np.empty(len(chunks), np.int64)
+    size = 0
+    for pieces in _alike(_cut(batch, lengths), storage):
+        bucket, tokens, rows = _bucket(pieces, batch.tables, storage)
+        buckets.append(bucket)
+        order[tokens] = rows + size
+        size += len(bucket.queries)
+    slots = blocks * storage.block_size + places
+    widest = max(len(bucket.blocks) for bucket in buckets)
+    return ReferencePlan(
+        _tensor(slots, device),
+        _tensor(blocks[places == 0], device),
+        buckets,
+        _tensor(order, device),
+        # one for all layers: fresh memory for every gather would cost more than the copy
+        storage.data.new_empty(2, widest, *storage.data.shape[3:]),
+    )
+
+
+def _cut(batch: Batch, lengths: np.ndarray) -> Pieces:
+    numbers = -(-lengths // MAX_QUERIES)
+    chunks = np.repeat(np.arange(len(lengths)), numbers)
+    offsets = MAX_QUERIES * (np.arange(len(chunks)) - np.repeat(np.cumsum(numbers) - numbers, numbers))
+    counts = np.minimum(lengths[chunks] - offsets, MAX_QUERIES)
+    firsts = (np.cumsum(lengths) - lengths)[chunks] + offsets
+    return Pieces(chunks, batch.starts[chunks] + offsets + counts, counts, firsts + counts - 1)
+
+
+def _alike(pieces: Pieces, storage: Storage) -> Iterator[Pieces]:
+    """Group pieces by the powers of two that hold their queries and their context."""
+    group = storage.group
+    bytes_per_token = 2 * group.num_kv_heads * group.head_dim * storage.data.itemsize
+    classes = 64 * _bit_length(pieces.counts - 1) + _bit_length(np.maximum(pieces.stops, MIN_CONTEXT) - 1)
+    for one in np.unique(classes):
+        members = np.flatnonzero(classes == one)
+        num_keys = int(pieces.stops[members].max()) + storage.block_size
+        at_once = max(1, GATHERED_BYTES // (num_keys * bytes_per_token))
+        for first in range(0, len(members), at_once):
+            some = members[first : first + at_once]
+            yield Pieces(*(column[some] for column in pieces))
+
+
+def _bit_length(values: np.ndarray) -> np.ndarray:
+    exponents: np.ndarray = np.frexp(values.astype(np.float64))[1]
+    return exponents
+
+
+def _bucket(pieces: Pieces, tables: np.ndarray, storage: Storage) -> tuple[Bucket, np.ndarray, np.ndarray]:
+    """A bucket; the tokens that it computes; and the rows of its output where they lie."""
+    device = storage.data.device
+    num_pieces, num_queries = len(pieces.chunks), int(pieces.counts.max())
+    counts, stops = pieces.counts[:, None], pieces.stops[:, None]
+    steps = np.arange(num_queries)  # backwards from the last position; padding repeats the first one
+    queries = pieces.lasts[:, None] - np.minimum(steps, counts - 1)
+    real = steps < counts
+
+    num_blocks = -(-stops // storage.block_size)
+    width = int(num_blocks.max())  # padding repeats a sequence's own last block, which is finite
+    blocks = tables[pieces.chunks[:, None], np.minimum(np.arange(width), num_blocks - 1)]
+    num_keys = width * storage.block_size
+    length = num_keys + num_queries - 1
+    band = np.where(np.arange(length) < stops, np.float32(0), np.float32(-np.inf))
+    rows = _tensor(band, device).to(storage.data.dtype)
+    mask = rows.as_strided((num_pieces, 1, num_queries, num_keys), (length, length, 1, 1))
+    bucket = Bucket(_tensor(queries.ravel(), device), _tensor(blocks.ravel(), device), mask)
+    return bucket, queries[real], np.flatnonzero(real)
+
+
+def _tensor(array: np.ndarray, device: torch.device) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+
+
+def write_kv(storage: Storage, layer: int, k: Tensor, v: Tensor, plan: ReferencePlan) -> None:
+    """Store the step's keys and values (num_tokens, num_kv_heads, head_dim), clearing blocks that begin."""
+    for blocks, new in zip(storage.data[layer], (k, v), strict=True):
+        if len(plan.begun):
+            blocks.index_fill_(0, plan.begun, 0)
+        blocks.flatten(0, 1).index_copy_(0, plan.slots, new.to(blocks.dtype))
+
+
+def attention(storage: Storage, layer: int, q: Tensor, plan: ReferencePlan, scale: float) -> Tensor:
+    """Causal attention of q (num_tokens, num_heads, head_dim) -> (num_tokens, num_heads * head_dim)."""
+    outputs = []
+    for bucket in plan.buckets:
+        num_pieces, _, num_queries, _ = bucket.mask.shape
+        queries = q.index_select(0, bucket.queries).view(num_pieces, num_queries, *q.shape[1:])
+        k, v = (
+            torch.index_select(blocks, 0, bucket.blocks, out=scratch[: len(bucket.blocks)])
+            .view(num_pieces, -1, *blocks.shape[2:])
+            .to(q.dtype)
+            for blocks, scratch in zip(storage.data[layer], plan.gathered, strict=True)
+        )
+        outputs.append(_dense(queries, k, v, bucket.mask.to(q.dtype), scale))
+    return torch.cat(outputs).index_select(0, plan.order)
+
+
+def _dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """q (pieces, queries, heads, dim), k and v (pieces, keys, kv heads, dim) -> (pieces * queries, heads * dim).
+
+    KV heads are never copied for the query heads that share them: those are rows of one product where
+    there is one query, and otherwise heads of a product per KV head.
+    """
+    num_pieces, num_queries, num_heads, head_dim = q.shape
+    num_kv_heads = k.shape[2]
+    shared = num_heads // num_kv_heads
+    k, v = k.transpose(1, 2), v.transpose(1, 2)  # (pieces, kv heads, keys, dim)
+    if num_queries == 1 or shared == 1:
+        rows = q.view(num_pieces, num_queries, num_kv_heads, shared, head_dim).transpose(1, 2).flatten(2, 3)
+        out = F.scaled_dot_product_attention(rows, k, v, mask, scale=scale)
+        out = out.view(num_pieces, num_kv_heads, num_queries, shared, head_dim).transpose(1, 2)
+        return out.reshape(num_pieces * num_queries, num_heads * head_dim)
+    q = q.transpose(1, 2)
+    parts = []
+    for head in range(num_kv_heads):
+        queries = q[:, head * shared : (head + 1) * shared]
+        one_k, one_v = (x[:, head : head + 1].expand(-1, shared, -1, -1) for x in (k, v))
+        parts.append(F.scaled_dot_product_attention(queries, one_k, one_v, mask, scale=scale))
+    return torch.cat(parts, 1).transpose(1, 2).reshape(num_pieces * num_queries, num_heads * head_dim)

@@ -1,0 +1,103 @@
+"""Logits to tokens: filters, then the arg max of logits plus counted Gumbel noise.
+
+Per row, in this order (vLLM's): allowed-token mask, temperature, min_p, top_k, top_p. Each filter sees
+the distribution that the ones before it left, renormalised:
+
+- min_p keeps tokens with p >= min_p * (largest p);
+- top_k keeps tokens whose logit is at least the k-th largest, so ties at the border all stay;
+- top_p keeps a token if the tokens more likely than it have less than top_p together: the smallest set
+  that reaches top_p, ties at its border staying together. The most likely token always stays.
+
+Among the kept tokens the choice is argmax(logit / temperature - log(e)), e exponential (Gumbel-max,
+Maddison et al., A* sampling, 2014). The noise of token t comes from word t % 4 of Philox with the row's
+seed as key and the counter (position, sample index, purpose, t // 4), so a choice depends neither on
+batch-mates nor on the order or the sharding of the vocabulary. Temperature 0 takes the arg max of the
+logits. The lowest id wins ties.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.kernels.contract import Draws, Purpose
+from quire.kernels.reference.philox import exponential, philox
+
+LOGITS_AT_ONCE = 2**22  # that are drawn from together: filters and noise take some 50 bytes for each
+
+
+def sample(logits: Tensor, draws: Draws) -> Tensor:
+    """One token per row of logits (num_rows, vocab_size) -> int64 (num_rows,); -1 where not finite."""
+    logits = logits.float()
+    usable = logits.amax(-1).isfinite()  # the maximum is NaN or inf if any logit is, -inf if all are
+    if len(draws.masked):
+        logits = _allow(logits, draws)
+        usable &= logits.amax(-1).isfinite()
+    tokens = logits.argmax(-1)
+    random = np.flatnonzero(draws.temperatures > 0)
+    at_once = max(1, LOGITS_AT_ONCE // logits.shape[-1])
+    for first in range(0, len(random), at_once):
+        some = random[first : first + at_once]
+        rows = torch.from_numpy(some).to(logits.device)
+        tokens[rows] = _sample_random(logits[rows], draws, some)
+    return torch.where(usable, tokens, -1)
+
+
+def _allow(logits: Tensor, draws: Draws) -> Tensor:
+    """The logits with -inf for what the rows' masks do not allow."""
+    num_words = -(-logits.shape[-1] // 32)
+    if draws.masks.shape != (len(draws.masked), num_words):
+        raise ValueError(f"masks must have shape {(len(draws.masked), num_words)}, not {draws.masks.shape}")
+    octets = np.ascontiguousarray(draws.masks, "<u4").view(np.uint8)
+    bits = np.unpackbits(octets, axis=-1, count=logits.shape[-1], bitorder="little").astype(bool)
+    allowed = torch.ones(logits.shape, dtype=torch.bool)
+    allowed[torch.from_numpy(draws.masked)] = torch.from_numpy(bits)
+    return logits.where(allowed.to(logits.device), -torch.inf)
+
+
+def _sample_random(logits: Tensor, draws: Draws, rows: np.ndarray) -> Tensor:
+    """Tokens of the rows with a temperature; logits are theirs alone."""
+
+    def column(values: np.ndarray) -> Tensor:
+        return torch.from_numpy(values[rows]).to(logits.device)
+
+    # a largest logit of 0 cannot overflow, however small the temperature
+    scores = (logits - logits.amax(-1, keepdim=True)) / column(draws.temperatures).unsqueeze(1)
+    if draws.min_ps[rows].any():
+        scores = scores.masked_fill(scores < column(draws.min_ps).log().unsqueeze(1), -torch.inf)
+    top_ks = np.minimum(draws.top_ks[rows], scores.shape[-1])
+    if (top_ks > 0).any():
+        scores = _keep_top_k(scores, top_ks)
+    if (draws.top_ps[rows] < 1).any():
+        scores = _keep_top_p(scores, column(draws.top_ps))
+    return (scores + gumbel(draws, rows, scores)).argmax(-1)
+
+
+def _keep_top_k(scores: Tensor, top_ks: np.ndarray) -> Tensor:
+    largest = scores.topk(int(top_ks.max())).values
+    border = torch.from_numpy(np.maximum(top_ks, 1) - 1).to(scores.device, torch.int64).unsqueeze(1)
+    every = torch.from_numpy(top_ks <= 0).to(scores.device).unsqueeze(1)
+    return scores.masked_fill((scores < largest.gather(1, border)) & ~every, -torch.inf)
+
+
+def _keep_top_p(scores: Tensor, top_ps: Tensor) -> Tensor:
+    ordered = scores.sort(-1, descending=True).values
+    shares = ordered.double().softmax(-1)  # sums over a large vocabulary need the digits
+    before = shares.cumsum(-1) - shares
+    limits = top_ps.double().where(top_ps < 1, torch.inf).unsqueeze(1)
+    num_kept = (before < limits).sum(-1, keepdim=True).clamp_(min=1)  # 0 in rows of NaN
+    return scores.masked_fill(scores < ordered.gather(1, num_kept - 1), -torch.inf)
+
+
+def gumbel(draws: Draws, rows: np.ndarray, like: Tensor) -> Tensor:
+    """Standard Gumbel noise for `rows` of draws, shaped and placed as `like` (len(rows), vocab_size), float32."""
+    vocab_size = like.shape[-1]
+
+    def column(values: np.ndarray) -> Tensor:
+        return torch.from_numpy(values[rows].astype(np.int64)).to(like.device).unsqueeze(1)
+
+    quads = torch.arange(-(-vocab_size // 4), device=like.device).unsqueeze(0)
+    purpose = torch.full((1, 1), int(Purpose.SAMPLE), device=like.device)
+    counter = (column(draws.positions), column(draws.sample_indices), purpose, quads)
+    key = (column(draws.seeds & np.uint64(0xFFFFFFFF)), column(draws.seeds >> np.uint64(32)))
+    words = torch.stack(philox(counter, key), -1).flatten(1)[:, :vocab_size]
+    return -exponential(words).log()

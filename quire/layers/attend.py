@@ -1,0 +1,49 @@
+"""Attention as a model sees it: queries, keys and values go in, outputs come out.
+
+The model does not learn where keys and values are kept; this file does not know what a model is.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from quire.kernels.contract import Batch, Kernels, Plan, Storage
+
+
+class Attend(Protocol):
+    """What a model is handed for its attention."""
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Keep k and v (num_tokens, num_kv_heads, head_dim) and attend with q (num_tokens, num_heads, head_dim).
+
+        Returns (num_tokens, num_heads * head_dim).
+        """
+
+
+class PagedAttend:
+    """Attention over the blocks of all groups. It persists; `plan` tells it about the next step."""
+
+    def __init__(self, kernels: Kernels, storages: Sequence[Storage], scale: float) -> None:
+        self._kernels = kernels
+        self._storages = storages
+        self._scale = scale
+        self._plans: list[Plan] = []
+        self._places = {
+            layer: (group, index)
+            for group, storage in enumerate(storages)
+            for index, layer in enumerate(storage.group.layers)
+        }
+
+    def plan(self, batches: Sequence[Batch]) -> None:
+        """Make ready for the chunks of a step, seen by each group in turn."""
+        self._plans = [
+            self._kernels.plan(batch, storage) for batch, storage in zip(batches, self._storages, strict=True)
+        ]
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """See Attend."""
+        group, index = self._places[layer]
+        storage, plan = self._storages[group], self._plans[group]
+        self._kernels.write_kv(storage, index, k, v, plan)
+        return self._kernels.attention(storage, index, q, plan, self._scale)

@@ -1,0 +1,48 @@
+"""The fixed rows of a runner: tokens, block tables and sampling parameters of running sequences.
+
+All of it is on the host, in arrays that a step's columnar writes go into; it knows nothing about models.
+"""
+
+import numpy as np
+
+from quire.config import CacheConfig
+from quire.core.step import Chunks, Step
+from quire.kernels.contract import Batch
+from quire.sample.columns import SamplingColumns
+
+
+class Rows:
+    """One row per running sequence."""
+
+    def __init__(self, cache: CacheConfig, max_num_seqs: int, max_model_len: int) -> None:
+        width = -(-max_model_len // cache.block_size)
+        self._tokens = np.zeros((max_num_seqs, max_model_len + 1), np.int32)
+        self._tables = [np.zeros((max_num_seqs, width), np.int32) for _ in cache.groups]
+        self._block_size = cache.block_size
+        self.sampling = SamplingColumns(max_num_seqs)
+
+    def apply(self, step: Step) -> None:
+        """Take in what a step says about rows: reset, opens, tokens, blocks."""
+        if step.reset:
+            for table in (self._tokens, *self._tables):
+                table.fill(0)
+        self.sampling.open(step.opens)
+        step.tokens.apply(self._tokens)
+        for writes, table in zip(step.blocks, self._tables, strict=True):
+            writes.apply(table)
+
+    def inputs(self, chunks: Chunks) -> tuple[np.ndarray, np.ndarray]:
+        """Token ids and positions of all chunks, concatenated, int64."""
+        lengths = chunks.stops - chunks.starts
+        positions = np.arange(lengths.sum()) + np.repeat(chunks.stops - np.cumsum(lengths), lengths)
+        return self._tokens[np.repeat(chunks.rows, lengths), positions].astype(np.int64), positions
+
+    def batches(self, chunks: Chunks) -> list[Batch]:
+        """What each group's attention has to know."""
+        starts, stops = chunks.starts.astype(np.int64), chunks.stops.astype(np.int64)
+        width = -(-int(stops.max()) // self._block_size)
+        return [Batch(starts, stops, table[chunks.rows, :width].astype(np.int64)) for table in self._tables]
+
+    def append(self, rows: np.ndarray, positions: np.ndarray, tokens: np.ndarray) -> None:
+        """Write sampled tokens, one per row. A token of -1 becomes 0: nothing may come of it, but it is looked up."""
+        self._tokens[rows, positions] = np.maximum(tokens, 0)

@@ -1,0 +1,34 @@
+"""Draws for tests: columns from plain lists, and an allowed-token mask from sets."""
+
+import numpy as np
+
+from quire.kernels.contract import Draws
+
+
+def draws(num_rows, *, seeds=0, sample_indices=0, positions=0, temperatures=1.0, top_ps=1.0, top_ks=0, min_ps=0.0,
+          masked=(), masks=None):  # fmt: skip
+    """Each argument is one value for all rows, or one per row."""
+
+    def column(value, dtype):
+        return np.broadcast_to(np.asarray(value, dtype), (num_rows,)).copy()
+
+    return Draws(
+        column(seeds, np.uint64),
+        column(sample_indices, np.int32),
+        column(positions, np.int32),
+        column(temperatures, np.float32),
+        column(top_ps, np.float32),
+        column(top_ks, np.int32),
+        column(min_ps, np.float32),
+        np.array(masked, np.int64),
+        np.zeros((0, 0), np.uint32) if masks is None else masks,
+    )
+
+
+def mask(allowed, vocab_size):
+    """Bitmask rows (len(allowed), words) from sets of allowed tokens, a bit at a time."""
+    rows = [[0] * -(-vocab_size // 32) for _ in allowed]
+    for row, tokens in zip(rows, allowed, strict=True):
+        for token in tokens:
+            row[token // 32] |= 1 << token % 32
+    return np.array(rows, np.uint32)

@@ -1,0 +1,128 @@
+"""Makes Steps by hand, in place of a scheduler, and drives a TorchRunner with them."""
+
+from pathlib import Path
+
+import numpy as np
+
+from quire.config import CacheConfig, KVGroup
+from quire.core.step import ChunkOutput, Chunks, Late, Move, Opens, Step, StepResult, Writes
+from quire.kernels import reference
+from quire.models.decoder import Decoder
+from quire.models.description import describe
+from quire.models.loading import load
+from quire.params import SamplingParams
+from quire.runner.torch_runner import TorchRunner
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def load_model(folder: Path, dtype: str = "float32") -> Decoder:
+    return load(describe(folder), reference, dtype=dtype)
+
+
+def cache_for(model: Decoder, num_blocks: int, block_size: int = 4, num_groups: int = 1) -> CacheConfig:
+    """One group of all layers, or layers dealt out in turn to several groups."""
+    config = model.config
+    dtype = str(model.norm.dtype).removeprefix("torch.")
+    layers = range(config.num_layers)
+    groups = [
+        KVGroup(tuple(layers[g::num_groups]), "full", config.num_kv_heads, config.head_dim, dtype, num_blocks, 1)
+        for g in range(num_groups)
+    ]
+    return CacheConfig(block_size, tuple(groups))
+
+
+class Driver:
+    """A runner and what a scheduler would remember of its rows. Blocks are scattered and never given back."""
+
+    def __init__(self, model, *, rows=8, max_model_len=256, num_blocks=600, block_size=4, num_groups=1, ticks=None):
+        self.cache = cache_for(model, num_blocks, block_size, num_groups)
+        clock = {} if ticks is None else {"clock": iter(ticks).__next__}
+        self.runner = TorchRunner(
+            model, reference, cache=self.cache, max_num_seqs=rows, max_model_len=max_model_len, **clock
+        )
+        random = np.random.default_rng(0)
+        self.free = [random.permutation(num_blocks).tolist() for _ in range(num_groups)]
+        self.tables = {}  # row -> per group, block ids
+        self.step_id = 0
+
+    def step(self, chunks, *, opens=(), tokens=(), moves=(), blocks=None, reset=False) -> Step:
+        """chunks: (row, start, stop) that sample, or full Chunk tuples; opens: (row, SamplingParams)."""
+        chunks = [c if len(c) == 7 else (c[0], c[0], c[1], c[2], 0, 1, int(ChunkOutput.SAMPLE)) for c in chunks]
+        self.step_id += 1
+        if blocks is None:
+            blocks = [Writes.of(spans) for spans in self._grow(chunks, [row for row, _ in opens])]
+        return Step(
+            self.step_id, reset, open_rows(opens), Writes.of(list(tokens)), blocks, list(moves), Chunks.of(chunks)
+        )
+
+    def _grow(self, chunks, opened):
+        spans = [[] for _ in self.free]
+        for row in opened:
+            self.tables[row] = [[] for _ in self.free]
+        for row, _, _, stop, *_ in chunks:
+            for group, table in enumerate(self.tables[row]):
+                new = -(-stop // self.cache.block_size) - len(table)
+                if new > 0:
+                    ids = [self.free[group].pop() for _ in range(new)]
+                    spans[group].append((row, len(table), ids))
+                    table += ids
+        return spans
+
+    def run(self, chunks, *, late=None, **options) -> StepResult:
+        step = self.step(chunks, **options)
+        self.runner.launch(step)
+        self.runner.sample(step.id, Late.nothing() if late is None else late)
+        return self.runner.collect()
+
+    def generate(self, prompts, num_tokens, params=GREEDY, *, cut=10**9, rows=None) -> list[list[int]]:
+        """Prefill in chunks of `cut` tokens, then decode, all prompts in one batch."""
+        rows = range(len(prompts)) if rows is None else rows
+        params = params if isinstance(params, list) else [params] * len(prompts)
+        done = dict.fromkeys(rows, 0)
+        known = dict(zip(rows, prompts, strict=True))
+        outputs = {row: [] for row in rows}
+        options = {
+            "opens": list(zip(rows, params, strict=True)),
+            "tokens": [(row, 0, prompt) for row, prompt in known.items()],
+        }
+        while any(len(output) < num_tokens for output in outputs.values()):
+            chunks = []
+            for row in rows:
+                if len(outputs[row]) < num_tokens:
+                    target = len(known[row]) + len(outputs[row])
+                    stop = min(target, done[row] + cut)
+                    samples = stop == target
+                    chunks.append((row, row, done[row], stop, 0, int(samples), int(samples)))
+                    done[row] = stop
+            result = self.run(chunks, **options)
+            options = {}
+            sampled = [chunk[0] for chunk, count in zip(chunks, result.counts, strict=True) if count]
+            for row, token in zip(sampled, result.tokens.tolist(), strict=True):
+                outputs[row].append(token)
+        return list(outputs.values())
+
+
+def open_rows(opens) -> Opens:
+    """From (row, SamplingParams); the sequence id is the row, and the sample index 0."""
+    rows = [row for row, _ in opens]
+    params = [p for _, p in opens]
+
+    def column(values, dtype):
+        return np.array(list(values), dtype)
+
+    return Opens(
+        column(rows, np.int32),
+        column(rows, np.int64),
+        column((p.seed or 0 for p in params), np.uint64),
+        column((0 for _ in rows), np.int32),
+        column((p.temperature for p in params), np.float32),
+        column((p.top_p for p in params), np.float32),
+        column((p.top_k for p in params), np.int32),
+        column((p.min_p for p in params), np.float32),
+        column((-1 if p.logprobs is None else p.logprobs for p in params), np.int32),
+    )
+
+
+def copy_move(group, pairs, num_tokens) -> Move:
+    return Move(1, group, "device", "device", pairs, num_tokens)

@@ -1,0 +1,171 @@
+"""Paged attention against loops in float64, over scattered blocks that are all poisoned beforehand."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.config import KVGroup
+from quire.kernels import reference
+from quire.kernels.contract import Batch
+from quire.kernels.reference import paged
+from quire.layers.attend import PagedAttend
+
+NOWHERE = 10**6  # a block that does not exist: behind a sequence's end tables may hold anything
+
+
+def naive(q, k, v, start, scale):
+    """q (queries, heads, dim) of positions from `start`; k, v (keys, kv heads, dim); one product at a time."""
+    out = np.zeros(q.shape)
+    shared = q.shape[1] // k.shape[1]
+    for i in range(q.shape[0]):
+        for head in range(q.shape[1]):
+            keys = k[: start + i + 1, head // shared].astype(np.float64)
+            scores = keys @ q[i, head].astype(np.float64) * scale
+            weights = np.exp(scores - scores.max())
+            out[i, head] = weights @ v[: start + i + 1, head // shared].astype(np.float64) / weights.sum()
+    return out.reshape(q.shape[0], -1)
+
+
+class Setup:
+    """Sequences with known keys and values, and a storage of NaN to put them in."""
+
+    def __init__(self, seed, spans, *, kv_heads=2, shared=2, dim=8, block_size=4, dtype="float32", layers=1):
+        random = np.random.default_rng(seed)
+        self.spans, self.block_size, self.kv_heads, self.shared, self.dim = spans, block_size, kv_heads, shared, dim
+        needed = [-(-stop // block_size) for _, stop in spans]
+        group = KVGroup(tuple(range(layers)), "full", kv_heads, dim, dtype, sum(needed) + 3, 1)
+        self.storage = reference.allocate(group, block_size, torch.device("cpu"))
+        self.storage.data.fill_(torch.nan)
+        ids = random.permutation(group.num_blocks)
+        self.tables = np.full((len(spans), max(needed) + 2), NOWHERE)
+        for row, (table, n) in enumerate(zip(self.tables, needed, strict=True)):
+            table[:n] = ids[sum(needed[:row]) :][:n]
+        self.kv = [random.standard_normal((2, stop, kv_heads, dim)).astype(np.float32) for _, stop in spans]
+        self.q = [random.standard_normal((b - a, kv_heads * shared, dim)).astype(np.float32) for a, b in spans]
+
+    def attend(self, starts, stops, layer=0):
+        """One step over [starts[i], stops[i]) of each sequence that has some; the outputs of all of them."""
+        some = np.flatnonzero(stops > starts)
+        plan = reference.plan(Batch(starts[some], stops[some], self.tables[some]), self.storage)
+        k, v = (torch.from_numpy(np.concatenate([self.kv[i][x, starts[i] : stops[i]] for i in some])) for x in range(2))
+        reference.write_kv(self.storage, layer, k, v, plan)
+        first = [start for start, _ in self.spans]
+        parts = [
+            self.q[i][starts[i] - first[i] : stops[i] - first[i]]
+            if starts[i] >= first[i]
+            else np.zeros((stops[i] - starts[i], self.kv_heads * self.shared, self.dim), np.float32)
+            for i in some
+        ]
+        q = torch.from_numpy(np.concatenate(parts))
+        return reference.attention(self.storage, layer, q, plan, 0.3)
+
+    def check(self, tolerance=2e-5):
+        """First all cached prefixes in one step, then all chunks in another."""
+        starts, stops = (np.array(column, np.int64) for column in zip(*self.spans, strict=True))
+        if starts.any():
+            self.attend(np.zeros_like(starts), starts)
+        out = self.attend(starts, stops).numpy()
+        expected = [naive(q, kv[0], kv[1], a, 0.3) for q, kv, (a, _) in zip(self.q, self.kv, self.spans, strict=True)]
+        np.testing.assert_allclose(out, np.concatenate(expected), atol=tolerance)
+
+
+span = st.tuples(st.integers(0, 20), st.integers(1, 9)).map(lambda pair: (pair[0], pair[0] + pair[1]))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    spans=st.lists(span, min_size=1, max_size=6),
+    kv_heads=st.sampled_from([1, 2, 3]),
+    shared=st.sampled_from([1, 2, 4]),
+    block_size=st.sampled_from([1, 3, 4, 16]),
+    limits=st.sampled_from([(256, 256, 2**28), (3, 1, 2**28), (1, 8, 600), (4, 4, 1)]),
+)
+def test_mixed_chunks_equal_loops_over_positions(seed, spans, kv_heads, shared, block_size, limits):
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in zip(("MAX_QUERIES", "MIN_CONTEXT", "GATHERED_BYTES"), limits, strict=True):
+            patch.setattr(paged, name, value)
+        Setup(seed, spans, kv_heads=kv_heads, shared=shared, block_size=block_size).check()
+
+
+def test_long_chunks_beside_decode_rows():
+    Setup(1, [(0, 600), (299, 300), (40, 340), (0, 1), (511, 512)], block_size=16).check()
+
+
+def test_positions_one_by_one_equal_plain_attention_over_all():
+    whole = Setup(2, [(0, 13)], block_size=5)
+    expected = naive(whole.q[0], *whole.kv[0], 0, 0.3)
+    steps = [whole.attend(np.array([p]), np.array([p + 1])).numpy() for p in range(13)]
+    np.testing.assert_allclose(np.concatenate(steps), expected, atol=2e-5)
+
+
+def test_layers_of_a_group_do_not_touch_each_other():
+    setup = Setup(3, [(0, 6)], layers=2)
+    setup.attend(np.array([0]), np.array([6]), layer=1)
+    assert setup.storage.data[0].isnan().all()
+    assert not setup.storage.data[1].isnan().all()
+
+
+def test_a_finished_block_is_not_cleared_by_later_writes():
+    setup = Setup(4, [(0, 9)])
+    setup.attend(np.array([0]), np.array([6]))
+    before = reference.pack(setup.storage, torch.from_numpy(setup.tables[0, :1]))
+    setup.attend(np.array([6]), np.array([9]))
+    assert torch.equal(before, reference.pack(setup.storage, torch.from_numpy(setup.tables[0, :1])))
+
+
+@pytest.mark.parametrize("storage_dtype", ["float16", "bfloat16"])
+def test_keys_may_be_kept_in_fewer_digits_than_queries(storage_dtype):
+    Setup(5, [(0, 9), (20, 21), (3, 17)], dtype=storage_dtype).check(tolerance=0.03)
+
+
+def test_one_prompt_of_nan_stays_alone():
+    setup = Setup(6, [(7, 8), (7, 8), (2, 11)])
+    setup.kv[1][:] = np.nan
+    starts, stops = (np.array(column, np.int64) for column in zip(*setup.spans, strict=True))
+    setup.attend(np.zeros_like(starts), starts)
+    out = setup.attend(starts, stops)
+    assert out[1].isnan().all()
+    assert out[[0, 2, 3, 4]].isfinite().all()
+
+
+def test_a_block_whose_former_user_left_nan_is_clean_for_the_next():
+    setup = Setup(7, [(0, 6)])
+    good = setup.kv[0].copy()
+    setup.kv[0][:] = np.nan
+    setup.attend(np.array([0]), np.array([6]))
+    setup.kv[0][:] = good
+    setup.check()
+
+
+def test_masks_take_memory_linear_in_the_context():
+    setup = Setup(8, [(3000, 4000)], block_size=16)
+    plan = reference.plan(Batch(np.array([3000]), np.array([4000]), setup.tables), setup.storage)
+    held = sum(bucket.mask.untyped_storage().nbytes() for bucket in plan.buckets)
+    assert held < 8 * 4 * (4000 + 1000)
+
+
+def test_padding_is_bounded():
+    random = np.random.default_rng(9)
+    starts = random.integers(0, 3000, 40)
+    stops = starts + np.where(random.random(40) < 0.5, 1, random.integers(1, 500, 40))
+    setup = Setup(9, list(zip(starts.tolist(), stops.tolist(), strict=True)), kv_heads=1, shared=1, dim=2)
+    plan = reference.plan(Batch(starts, stops, setup.tables), setup.storage)
+    padded = sum(len(bucket.queries) for bucket in plan.buckets)
+    assert padded <= 2 * (stops - starts).sum()
+    assert len(plan.buckets) < 40
+    decodes = [bucket for bucket in plan.buckets if bucket.mask.shape[2] == 1]
+    assert len(decodes) <= 5  # contexts from 256 to 4096, by powers of two
+
+
+def test_each_group_writes_by_its_own_table():
+    groups = [KVGroup((layer,), "full", 1, 4, "float32", 5, 1) for layer in (1, 0)]
+    storages = [reference.allocate(group, 2, torch.device("cpu")) for group in groups]
+    attend = PagedAttend(reference, storages, 0.5)
+    attend.plan([Batch(np.array([0]), np.array([3]), np.array([table])) for table in ([4, 1], [0, 3])])
+    for layer in range(2):
+        attend(layer, *torch.ones(3, 3, 1, 4))
+    written = [storage.data.any(-1).any(-1).any(-1)[0, 0].nonzero().flatten().tolist() for storage in storages]
+    assert written == [[1, 4], [0, 3]]
