@@ -24,6 +24,7 @@ class Demand:
     max_num_batched_tokens: int
     workspace_bytes_per_token: int  # activations of one token in a step
     workspace_bytes_per_seq: int  # logits and sampling of one row
+    scratch_bytes: int  # of attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,7 @@ def plan_memory(demand: Demand, *, available: int, default_share: float, limit: 
     workspace = (
         demand.max_num_batched_tokens * demand.workspace_bytes_per_token
         + demand.max_num_seqs * demand.workspace_bytes_per_seq
+        + demand.scratch_bytes
     )
     length, length_reason = _max_model_len(demand)
     block_bytes = demand.block_size * demand.kv_bytes_per_token
@@ -104,7 +106,8 @@ def plan_memory(demand: Demand, *, available: int, default_share: float, limit: 
             "workspace",
             workspace,
             f"{demand.max_num_batched_tokens} tokens a step x {size(demand.workspace_bytes_per_token)}, "
-            f"{demand.max_num_seqs} rows x {size(demand.workspace_bytes_per_seq)}",
+            f"{demand.max_num_seqs} rows x {size(demand.workspace_bytes_per_seq)}, "
+            f"attention {size(demand.scratch_bytes)}",
         ),
     )
     return MemoryPlan(lines, demand.block_size, num_blocks, length, length_reason)

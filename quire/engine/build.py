@@ -49,15 +49,16 @@ def build(options: EngineOptions, *, report: Callable[[str], None], progress: Ca
     description = describe(folder)
     tokenizer = Tokenizer.from_folder(folder)
     device = pick_device(options.device)
-    kernels = choose(options.kernels, device)
+    kernels, kernel_reason = choose(options.kernels, device)
     dtype = description.dtype if options.dtype == "auto" else options.dtype
     kv_dtype = dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
     if kv_dtype != dtype:
         raise ConfigError(
             f"kv_cache_dtype {kv_dtype!r} differs from dtype {dtype!r}; only equal types are supported yet"
         )
-    report(f"{description.architecture} from {folder}, {dtype} on {device}, {kernels.NAME} kernels")
-    demand = _demand(description, options, dtype)
+    report(f"{description.architecture} from {folder}, {dtype} on {device}")
+    report(f"kernels    {kernel_reason}")
+    demand = _demand(description, options, dtype, kernels.SCRATCH_BYTES)
     share = _SHARES[torch.device(device).type]
     plan = plan_memory(demand, available=available_memory(device), default_share=share, limit=options.memory)
     for line in str(plan).splitlines():
@@ -94,7 +95,7 @@ def _check_types(options: EngineOptions) -> None:
         raise ConfigError(f"{error}") from error
 
 
-def _demand(description: ModelDescription, options: EngineOptions, dtype: str) -> Demand:
+def _demand(description: ModelDescription, options: EngineOptions, dtype: str, scratch_bytes: int) -> Demand:
     config = description.config
     width = DTYPES[dtype].itemsize
     kv_per_layer = 2 * config.num_kv_heads * config.head_dim * width
@@ -111,7 +112,8 @@ def _demand(description: ModelDescription, options: EngineOptions, dtype: str) -
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
         workspace_bytes_per_token=activations * 4,
-        workspace_bytes_per_seq=config.vocab_size * 4 * _LOGIT_COPIES + length * kv_per_layer,
+        workspace_bytes_per_seq=config.vocab_size * 4 * _LOGIT_COPIES,
+        scratch_bytes=min(max(scratch_bytes, length * kv_per_layer), options.max_num_seqs * length * kv_per_layer),
     )
 
 

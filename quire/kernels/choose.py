@@ -1,6 +1,5 @@
 """Which kernel module runs: chosen once, by name or by trying them in order of speed; never silently."""
 
-import logging
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -12,11 +11,9 @@ from quire.kernels.contract import Kernels
 
 MODULES: Mapping[str, Kernels] = MappingProxyType({reference.NAME: reference})  # the fastest first
 
-_log = logging.getLogger(__name__)
 
-
-def choose(name: str, device: str) -> Kernels:
-    """The kernel module called `name`, or for "auto" the first that can work on `device`; the reason is logged.
+def choose(name: str, device: str) -> tuple[Kernels, str]:
+    """The kernel module called `name`, or for "auto" the first that can work on `device`, and why it is that one.
 
     Raises ConfigError for an unknown name, for a device that torch does not have, and when no module can
     work there, with what was tried and why each was refused.
@@ -32,8 +29,7 @@ def choose(name: str, device: str) -> Kernels:
         refusal = kernels.refusal(place)
         if refusal is None:
             reason = f"asked for by name, runs on {place}" if name == candidate else f"the fastest that runs on {place}"
-            _log.info("kernels: %s (%s%s)", candidate, reason, "".join(f"; not {tried}" for tried in refusals))
-            return kernels
+            return kernels, f"{candidate}: {reason}" + "".join(f"; not {refused}" for refused in refusals)
         refusals.append(f"{candidate}: {refusal}")
     raise ConfigError(f"no kernels for {place}; tried {'; '.join(refusals)}")
 

@@ -76,6 +76,7 @@ class Kernels(Protocol):
     """A module with these functions. Shapes name num_tokens: the tokens of all chunks, concatenated."""
 
     NAME: str
+    SCRATCH_BYTES: int  # that attention takes at most beside its arguments, or one sequence's KV of a layer if more
 
     def refusal(self, device: torch.device) -> str | None:
         """Why the module cannot work on `device`, or None if it can."""

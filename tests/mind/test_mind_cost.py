@@ -27,6 +27,7 @@ def demand(**changes):
         "max_num_batched_tokens": 1024,
         "workspace_bytes_per_token": 40_000,
         "workspace_bytes_per_seq": 500_000,
+        "scratch_bytes": 10_000_000,
     }
     return Demand(**(values | changes))
 

@@ -3,6 +3,7 @@
 import torch
 
 from quire.kernels.reference.blocks import allocate, copy_blocks, pack, unpack
+from quire.kernels.reference.paged import GATHERED_BYTES as SCRATCH_BYTES
 from quire.kernels.reference.paged import attention, plan, write_kv
 from quire.kernels.reference.rowwise import add_rms_norm, rms_norm, rotary, silu_and_mul
 from quire.kernels.reference.sampling import sample
@@ -18,6 +19,7 @@ def refusal(device: torch.device) -> str | None:
 
 __all__ = [
     "NAME",
+    "SCRATCH_BYTES",
     "add_rms_norm",
     "allocate",
     "attention",
