@@ -1,3 +1,26 @@
-"""quire: an LLM serving engine."""
+"""quire: an LLM serving engine.
+
+`from quire import LLM, SamplingParams` is what most programs need. These names are looked up when
+they are first asked for, which is the one lazy import in quire: the mind (`quire.core`, `quire.sched`,
+...) and `quire --help` must not wait for torch, and both import this file. Their types are in
+`__init__.pyi`.
+"""
+
+from importlib import import_module
 
 __version__ = "0.1.0"
+
+_HOMES = {
+    "LLM": "quire.engine.llm",
+    "SamplingParams": "quire.params",
+    "RequestOutput": "quire.engine.outputs",
+    "CompletionOutput": "quire.engine.outputs",
+    "serve": "quire.server.serve",
+}
+__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__", "serve"]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'quire' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

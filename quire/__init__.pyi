@@ -1,0 +1,7 @@
+from quire.engine.llm import LLM as LLM
+from quire.engine.outputs import CompletionOutput as CompletionOutput
+from quire.engine.outputs import RequestOutput as RequestOutput
+from quire.params import SamplingParams as SamplingParams
+from quire.server.serve import serve as serve
+
+__version__: str

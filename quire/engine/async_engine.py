@@ -1,0 +1,219 @@
+"""AsyncEngine: the engine on a thread of its own, behind an asyncio face. Knows token ids, no text and no HTTP.
+
+The thread owns the Engine; nothing else touches it. What others want of it are commands, which the
+thread runs between steps. What a step brings crosses to the event loop in one call.
+"""
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple, Self
+
+from quire.core.output import Output
+from quire.engine.engine import Engine, EngineStats
+from quire.errors import QuireError
+from quire.params import SamplingParams
+
+log = logging.getLogger(__name__)
+
+IDLE_SECONDS = 0.5  # how long the thread sleeps at most; also how often an idle engine shows that it lives
+STALL_SECONDS = 2.0  # without a sign of life
+
+
+class EngineStopped(QuireError):
+    """The engine takes no requests: it is being shut down, or it failed."""
+
+
+class NewRequest(NamedTuple):
+    """A request of token ids."""
+
+    request_id: str
+    prompt: list[int]
+    params: SamplingParams
+
+
+class Health(NamedTuple):
+    """Whether the engine answers; `problem` is empty when it does. Ages in seconds."""
+
+    problem: str
+    heartbeat_age: float
+    stats: EngineStats
+
+
+class Stream:
+    """What the engine says about some requests, step by step. Close it, finished or not."""
+
+    def __init__(self, close: Callable[[], None]) -> None:
+        self.close = close
+        self._outputs: list[Output] = []
+        self._error: QuireError | None = None
+        self._ready = asyncio.Event()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> list[Output]:
+        """All that is new. Raises EngineStopped when nothing more can come; otherwise it never ends by itself."""
+        await self._ready.wait()
+        self._ready.clear()
+        if self._error is not None and not self._outputs:
+            self._ready.set()
+            raise self._error
+        outputs, self._outputs = self._outputs, []
+        if self._error is not None:
+            self._ready.set()
+        return outputs
+
+    def put(self, output: Output) -> None:
+        """Called on the event loop."""
+        self._outputs.append(output)
+        self._ready.set()
+
+    def fail(self, error: QuireError) -> None:
+        """Called on the event loop."""
+        self._error = error
+        self._ready.set()
+
+
+class AsyncEngine:
+    """One engine thread, one event loop. `start` and all other methods belong to that loop."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._wake = threading.Condition()
+        self._commands: deque[Callable[[], None]] = deque()
+        self._closing = False
+        self._streams: dict[str, Stream] = {}
+        self._adding: set[asyncio.Future[None]] = set()
+        self._stopped: EngineStopped | None = EngineStopped("the engine has not been started")
+        self._beat = time.monotonic()
+        self._stats = engine.stats()
+        self._thread = threading.Thread(target=self._run, name="quire-engine", daemon=True)
+        self._loop: asyncio.AbstractEventLoop
+
+    def start(self) -> None:
+        """Start the thread; outputs go to the event loop that is running."""
+        self._loop = asyncio.get_running_loop()
+        self._stopped = None
+        self._beat = time.monotonic()
+        self._thread.start()
+
+    async def close(self) -> None:
+        """End the thread after the step it is in. Open streams fail."""
+        if self._stopped is None:
+            self._stop(EngineStopped("the server is shutting down"))
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        if self._thread.ident is not None:
+            await asyncio.to_thread(self._thread.join)
+
+    async def generate(self, requests: Sequence[NewRequest]) -> Stream:
+        """Queue requests, all or none. Raises RequestError for one that cannot be served, and EngineStopped."""
+        if self._stopped is not None:
+            raise self._stopped
+        ids = [request.request_id for request in requests]
+        stream = Stream(partial(self._give_up, ids))
+        self._streams.update(dict.fromkeys(ids, stream))
+        added: asyncio.Future[None] = self._loop.create_future()
+        self._adding.add(added)
+        self._command(partial(self._add, requests, added))
+        try:
+            await added
+        except BaseException:  # also when the caller is cancelled
+            stream.close()
+            raise
+        finally:
+            self._adding.discard(added)
+        return stream
+
+    def finish(self, seq_id: int, num_tokens: int) -> None:
+        """A stop string ended this sequence after `num_tokens` output tokens."""
+        self._command(partial(self._engine.finish, seq_id, num_tokens))
+
+    def health(self) -> Health:
+        """Whether the engine answers, as far as can be seen from here."""
+        age = time.monotonic() - self._beat
+        problem = str(self._stopped or "")
+        if not problem and age > STALL_SECONDS:
+            problem = f"the engine has not moved for {age:.1f} s"
+        return Health(problem, age, self._stats)
+
+    def _give_up(self, ids: Sequence[str]) -> None:
+        known = [request_id for request_id in ids if self._streams.pop(request_id, None) is not None]
+        for request_id in known:  # one that has ended is unknown to the engine, which then does nothing
+            self._command(partial(self._engine.abort, request_id))
+
+    def _command(self, command: Callable[[], None]) -> None:
+        with self._wake:
+            self._commands.append(command)
+            self._wake.notify()
+
+    def _stop(self, reason: EngineStopped) -> None:
+        self._stopped = reason
+        for stream in set(self._streams.values()):
+            stream.fail(reason)
+        for added in self._adding:
+            _settle(added, reason)
+
+    def _deliver(self, outputs: list[Output]) -> None:
+        for output in outputs:
+            stream = self._streams.get(output.request_id)
+            if stream is not None:
+                stream.put(output)
+
+    # From here on: the engine's thread.
+
+    def _run(self) -> None:
+        try:
+            while self._turn():
+                pass
+        except Exception:  # a bug: requests cannot go on, but all who wait must hear of it
+            log.exception("the engine failed")
+            self._on_loop(self._stop, EngineStopped("the engine failed; its log says why"))
+
+    def _turn(self) -> bool:
+        with self._wake:
+            if not (self._commands or self._closing or self._engine.has_work):
+                self._wake.wait(IDLE_SECONDS)
+            commands = list(self._commands)
+            self._commands.clear()
+        self._beat = time.monotonic()
+        for command in commands:
+            command()
+        outputs = self._engine.step() if self._engine.has_work and not self._closing else []
+        self._stats = self._engine.stats()
+        if outputs:
+            self._on_loop(self._deliver, outputs)
+        return not self._closing
+
+    def _add(self, requests: Sequence[NewRequest], added: "asyncio.Future[None]") -> None:
+        error = None
+        for i, request in enumerate(requests):
+            try:
+                self._engine.add(*request)
+            except Exception as problem:  # whatever is wrong with one request is told to the one who sent it
+                error = problem
+                for before in requests[:i]:
+                    self._engine.abort(before.request_id)
+                break
+        self._on_loop(_settle, added, error)
+
+    def _on_loop(self, call: Callable[..., None], *args: object) -> None:
+        try:
+            self._loop.call_soon_threadsafe(call, *args)
+        except RuntimeError:  # the loop is closed: nobody is left to hear it
+            self._closing = True
+
+
+def _settle(future: "asyncio.Future[None]", error: Exception | None) -> None:
+    if future.done():  # the one who waited has gone
+        return
+    if error is None:
+        future.set_result(None)
+    else:
+        future.set_exception(error)

@@ -1,0 +1,11 @@
+"""The model that ships with quire: where its files lie and what it is called. Knows nothing about their content."""
+
+from importlib.resources import files
+from pathlib import Path
+
+NAME = "quire-demo"
+
+
+def folder() -> Path:
+    """The folder of the embedded checkpoint, in Hugging Face layout."""
+    return Path(str(files("quire"))) / "assets" / "demo_model"

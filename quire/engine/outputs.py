@@ -1,0 +1,66 @@
+"""Outputs: what a caller gets back. Plain data, with vLLM's names."""
+
+import msgspec
+
+
+class Logprob(msgspec.Struct, frozen=True):
+    """How likely a token was: natural logarithm, before temperature and truncation."""
+
+    logprob: float
+    rank: int | None  # 1 is the most likely
+    decoded_token: str
+
+
+class CompletionOutput(msgspec.Struct):
+    """One generated sequence.
+
+    finish_reason: "stop", "length", "abort" or "error". stop_reason: the stop string or the id from
+    stop_token_ids that ended it; None after an end token; the message after an error.
+    """
+
+    index: int  # which of the request's n sequences
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None  # one entry per token: itself and the most likely ones
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+
+class RequestMetrics(msgspec.Struct):
+    """When things happened: seconds of a monotonic clock; None while they have not."""
+
+    arrival_time: float
+    first_token_time: float | None = None
+    last_token_time: float | None = None
+    finished_time: float | None = None
+
+
+class RequestOutput(msgspec.Struct):
+    """Everything that came of one prompt."""
+
+    request_id: str
+    prompt: str | None  # None where the prompt was given as token ids
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    num_cached_tokens: int  # of the prompt, whose KV was reused
+    metrics: RequestMetrics
+
+
+class Delta(msgspec.Struct, frozen=True):
+    """What one step added to one sequence.
+
+    stopped_after: set when a stop string ended the sequence: the number of output tokens that made
+    it, which the engine has to be told.
+    """
+
+    request_id: str
+    index: int
+    seq_id: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    stopped_after: int | None = None

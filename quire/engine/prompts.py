@@ -1,0 +1,71 @@
+"""Prompts: the forms in which a caller may give one, and the token ids they stand for."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, TypedDict
+
+from quire.engine.tokenizer import Tokenizer
+from quire.errors import RequestError, nearest
+
+
+class TextPrompt(TypedDict):
+    """A prompt as text."""
+
+    prompt: str
+
+
+class TokensPrompt(TypedDict):
+    """A prompt as token ids."""
+
+    prompt_token_ids: list[int]
+
+
+Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
+
+
+class TokenizedPrompt(NamedTuple):
+    """A prompt as the engine takes it; `text` is None where the caller gave ids."""
+
+    text: str | None
+    ids: list[int]
+
+
+def listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or several as a list. A list of whole numbers is one prompt."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if not isinstance(prompts, list | tuple):
+        raise RequestError(f"prompts must be a string or a list, not {type(prompts).__name__}", "prompt")
+    if prompts and all(_is_token(item) for item in prompts):
+        return [list(prompts)]
+    return list(prompts)
+
+
+def tokenize(prompt: Prompt, tokenizer: Tokenizer) -> TokenizedPrompt:
+    """The ids of one prompt. Raises RequestError for anything that is none of the forms."""
+    if isinstance(prompt, str):
+        return TokenizedPrompt(prompt, tokenizer.encode(prompt))
+    if isinstance(prompt, Mapping):
+        return _tokenize_mapping(prompt, tokenizer)
+    if isinstance(prompt, list | tuple) and all(_is_token(token) for token in prompt):
+        return TokenizedPrompt(None, list(prompt))
+    raise RequestError("a prompt must be a string or a list of token ids", "prompt")
+
+
+def _tokenize_mapping(prompt: Mapping[str, object], tokenizer: Tokenizer) -> TokenizedPrompt:
+    known = ("prompt", "prompt_token_ids")
+    for name in prompt:
+        if name not in known:
+            raise RequestError(f"a prompt has no field {name!r}{nearest(str(name), known)}", "prompt")
+    if "prompt_token_ids" in prompt:
+        ids, text = prompt["prompt_token_ids"], prompt.get("prompt")
+        if not isinstance(ids, list | tuple) or not all(_is_token(token) for token in ids):
+            raise RequestError("prompt_token_ids must be a list of whole numbers", "prompt")
+        return TokenizedPrompt(text if isinstance(text, str) else None, list(ids))
+    text = prompt.get("prompt")
+    if not isinstance(text, str):
+        raise RequestError("a prompt object needs a prompt or prompt_token_ids", "prompt")
+    return TokenizedPrompt(text, tokenizer.encode(text))
+
+
+def _is_token(item: object) -> bool:
+    return isinstance(item, int) and not isinstance(item, bool)

@@ -1,0 +1,44 @@
+"""The HTTP application: routes, limits and errors put together around one built engine."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI, Response
+from starlette.requests import Request
+
+from quire import __version__
+from quire.engine.build import Built
+from quire.server.body_limit import BodyLimit
+from quire.server.chat import chat_routes
+from quire.server.completions import completion_routes
+from quire.server.errors import install
+from quire.server.operations import operation_routes
+from quire.server.service import Service
+from quire.server.sse import ClientGone
+
+_CLIENT_GONE = 499  # nginx's number; nobody receives it
+
+
+def make_app(built: Built, *, model_name: str | None = None) -> FastAPI:
+    """An app that serves `built` while it runs, under `model_name` where given."""
+    service = Service(built, model_name)
+
+    @asynccontextmanager
+    async def running(_app: FastAPI) -> AsyncIterator[None]:
+        service.engine.start()
+        try:
+            yield
+        finally:
+            await service.engine.close()
+
+    app = FastAPI(title="quire", version=__version__, lifespan=running, redoc_url=None)
+    app.add_middleware(BodyLimit)
+    install(app)
+    app.add_exception_handler(ClientGone, _nobody)
+    for routes in (completion_routes, chat_routes, operation_routes):
+        app.include_router(routes(service))
+    return app
+
+
+async def _nobody(_request: Request, _error: Exception) -> Response:
+    return Response(status_code=_CLIENT_GONE)

@@ -1,0 +1,41 @@
+"""A small engine on the embedded model, and a way to serve an app on a thread."""
+
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+
+import uvicorn
+
+from quire.config import EngineOptions
+from quire.engine.build import Built, build
+
+
+def small_engine() -> Built:
+    options = EngineOptions(max_num_seqs=16, memory="256MiB", max_model_len=512)
+    return build(options, report=lambda line: None, progress=lambda done, total: None)
+
+
+@contextlib.contextmanager
+def run_app(app) -> Iterator[str]:
+    """Run an app with uvicorn on a thread, on a free loopback port."""
+    started = threading.Event()
+    server = uvicorn.Server(uvicorn.Config(app, log_level="error", access_log=False, timeout_graceful_shutdown=1))
+    startup = server.startup
+
+    async def told(sockets=None):
+        await startup(sockets)
+        started.set()
+
+    server.startup = told
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        assert started.wait(30)
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join(30)
+            assert not thread.is_alive()

@@ -1,0 +1,249 @@
+"""The engine thread: order, cancellation and failure, on an engine that only pretends."""
+
+import asyncio
+import threading
+import time
+
+import pytest
+
+from quire.core.output import Output
+from quire.engine.async_engine import STALL_SECONDS, AsyncEngine, EngineStopped, NewRequest
+from quire.engine.engine import EngineStats
+from quire.errors import RequestError
+from quire.params import SamplingParams
+
+
+class PretendEngine:
+    """Gives each request one token a step; its prompt says how many. Notes every thread that calls it."""
+
+    def __init__(self):
+        self.left = {}
+        self.aborted, self.finished, self.threads = [], [], set()
+        self.steps = 0
+        self.fail_at = None
+        self.gate = threading.Event()
+        self.gate.set()
+
+    @property
+    def has_work(self):
+        return bool(self.left)
+
+    def add(self, request_id, prompt, params):
+        self.threads.add(threading.get_ident())
+        if not prompt:
+            raise RequestError("empty", "prompt")
+        self.left[request_id] = prompt[0]
+
+    def abort(self, request_id):
+        self.threads.add(threading.get_ident())
+        self.aborted.append(request_id)
+        self.left.pop(request_id, None)
+
+    def finish(self, seq_id, num_tokens):
+        self.finished.append((seq_id, num_tokens))
+
+    def step(self):
+        self.threads.add(threading.get_ident())
+        self.gate.wait(20)
+        self.steps += 1
+        if self.steps == self.fail_at:
+            raise ValueError("a bug")
+        outputs = []
+        for request_id in list(self.left):
+            self.left[request_id] -= 1
+            done = self.left[request_id] == 0
+            outputs.append(Output(request_id, 0, 0, [self.steps], finish_reason="length" if done else None))
+            if done:
+                del self.left[request_id]
+        return outputs
+
+    def stats(self):
+        return EngineStats(len(self.left), 0, len(self.left), 9, 0, self.steps, 0, 0, 0, 0.0, 0.0)
+
+
+def request(name, num_tokens):
+    return NewRequest(name, [num_tokens] if num_tokens else [], SamplingParams())
+
+
+def run(scenario):
+    """Run `scenario(pretend, engine)` with a started engine."""
+
+    async def main():
+        pretend = PretendEngine()
+        engine = AsyncEngine(pretend)
+        engine.start()
+        try:
+            await asyncio.wait_for(scenario(pretend, engine), 20)
+        finally:
+            pretend.gate.set()
+            await engine.close()
+        assert not engine._thread.is_alive()
+
+    asyncio.run(main())
+
+
+async def read(stream, request_id):
+    tokens = []
+    async for outputs in stream:
+        for output in outputs:
+            if output.request_id == request_id:
+                tokens += output.token_ids
+                if output.finish_reason:
+                    return tokens
+
+
+async def until(condition):
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
+def test_streams_get_all_their_tokens_in_order():
+    async def scenario(pretend, engine):
+        streams = [await engine.generate([request(name, n)]) for name, n in (("a", 3), ("b", 50))]
+        came = await asyncio.gather(read(streams[0], "a"), read(streams[1], "b"))
+        assert [len(tokens) for tokens in came] == [3, 50]
+        assert all(tokens == sorted(tokens) for tokens in came)
+        assert pretend.threads == {engine._thread.ident}
+
+    run(scenario)
+
+
+def test_several_requests_on_one_stream_come_all_or_not_at_all():
+    async def scenario(pretend, engine):
+        pretend.gate.clear()
+        with pytest.raises(RequestError, match="empty"):
+            await engine.generate([request("a", 5), request("b", 0), request("c", 5)])
+        assert "a" in pretend.aborted
+        assert not pretend.left
+        pretend.gate.set()
+        stream = await engine.generate([request("a", 5), request("c", 5)])
+        assert len(await read(stream, "c")) == 5
+
+    run(scenario)
+
+
+def test_closing_a_stream_aborts_within_a_step():
+    async def scenario(pretend, engine):
+        stream = await engine.generate([request("a", 10**9)])
+        await anext(stream)
+        steps = pretend.steps
+        pretend.gate.clear()
+        steps = pretend.steps
+        stream.close()
+        stream.close()
+        pretend.gate.set()
+        await until(lambda: not pretend.left)
+        assert pretend.steps <= steps + 1
+        assert pretend.aborted == ["a"]
+
+    run(scenario)
+
+
+def test_a_caller_cancelled_while_it_queues_leaves_nothing():
+    async def scenario(pretend, engine):
+        busy = await engine.generate([request("busy", 10**9)])
+        await anext(busy)
+        pretend.gate.clear()
+        waiting = asyncio.ensure_future(engine.generate([request("a", 10**9)]))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        pretend.gate.set()
+        await until(lambda: "a" in pretend.aborted)
+        busy.close()
+        await until(lambda: not pretend.left)
+
+    run(scenario)
+
+
+def test_a_failure_is_told_to_all_and_shown():
+    async def scenario(pretend, engine):
+        pretend.fail_at = 3
+        stream = await engine.generate([request("a", 10**9)])
+        with pytest.raises(EngineStopped, match="failed"):
+            await read(stream, "a")
+        assert "failed" in engine.health().problem
+        with pytest.raises(EngineStopped):
+            await engine.generate([request("b", 1)])
+
+    run(scenario)
+
+
+def test_a_failure_reaches_a_caller_who_is_still_queueing():
+    async def scenario(pretend, engine):
+        pretend.fail_at = 2
+        stream = await engine.generate([request("a", 10**9)])
+        await anext(stream)
+        pretend.gate.clear()
+        await until(lambda: pretend.steps >= 1)
+        queueing = asyncio.ensure_future(engine.generate([request("b", 1)]))
+        pretend.gate.set()
+        with pytest.raises(EngineStopped):
+            await read(await queueing, "b")
+
+    run(scenario)
+
+
+def test_a_stall_is_seen():
+    async def scenario(pretend, engine):
+        assert engine.health().problem == ""
+        pretend.gate.clear()
+        stream = await engine.generate([request("a", 3)])
+        engine._beat -= STALL_SECONDS
+        await until(lambda: "not moved" in engine.health().problem)
+        pretend.gate.set()
+        assert len(await read(stream, "a")) == 3
+        assert engine.health().problem == ""
+
+    run(scenario)
+
+
+def test_an_idle_engine_shows_that_it_lives():
+    async def scenario(pretend, engine):
+        before = engine._beat
+        await until(lambda: engine._beat > before)
+        assert pretend.steps == 0
+
+    run(scenario)
+
+
+def test_closing_fails_open_streams_and_refuses_new_ones():
+    async def main():
+        engine = AsyncEngine(PretendEngine())
+        with pytest.raises(EngineStopped, match="not been started"):
+            await engine.generate([request("a", 1)])
+        engine.start()
+        stream = await engine.generate([request("a", 10**9)])
+        await engine.close()
+        await engine.close()
+        with pytest.raises(EngineStopped, match="shutting down"):
+            await read(stream, "a")
+        with pytest.raises(EngineStopped, match="shutting down"):
+            await engine.generate([request("b", 1)])
+
+    asyncio.run(main())
+
+
+def test_finish_reaches_the_engine():
+    async def scenario(pretend, engine):
+        engine.finish(5, 17)
+        await until(lambda: pretend.finished == [(5, 17)])
+
+    run(scenario)
+
+
+def test_outputs_of_one_step_cross_in_one_call():
+    async def scenario(pretend, engine):
+        calls = []
+        deliver = engine._deliver
+        engine._deliver = lambda outputs: (calls.append(len(outputs)), deliver(outputs))
+        pretend.gate.clear()
+        stream = await engine.generate([request(f"r{i}", 4) for i in range(8)])
+        pretend.gate.set()
+        await read(stream, "r7")
+        assert calls == [8] * 4
+        assert pretend.steps == 4
+        assert time.monotonic() - engine._beat < STALL_SECONDS
+
+    run(scenario)

@@ -1,0 +1,235 @@
+"""What clients send that cannot be served: always OpenAI's error object, never a 5xx, and nobody else notices."""
+
+import json
+import socket
+import threading
+
+import httpx
+import pytest
+
+from quire.server.body_limit import MAX_BODY
+
+JSON = {"content-type": "application/json"}
+USER = [{"role": "user", "content": "a"}]
+
+
+def nested(depth):
+    return "[" * depth + "]" * depth
+
+
+COMPLETIONS = {
+    "empty": b"",
+    "broken": b'{"prompt": ',
+    "invalid UTF-8": b'{"prompt": "\xff"}',
+    "a list": b"[]",
+    "a string": b'"prompt"',
+    "a number": b"3",
+    "null": b"null",
+    "no prompt": b"{}",
+    "prompt of null": b'{"prompt": null}',
+    "prompt of a number": b'{"prompt": 3}',
+    "empty prompt": b'{"prompt": ""}',
+    "no prompts": b'{"prompt": []}',
+    "an empty list of ids": b'{"prompt": [[]]}',
+    "mixed prompts": b'{"prompt": ["a", 3]}',
+    "ids out of range": b'{"prompt": [999999]}',
+    "negative ids": b'{"prompt": [-1]}',
+    "huge ids": b'{"prompt": [1' + b"0" * 400 + b"]}",
+    "boolean ids": b'{"prompt": [true]}',
+    "one bad prompt": b'{"prompt": ["a", ""]}',
+    "a long prompt": json.dumps({"prompt": "a " * 5000}).encode(),
+    "too many prompts": json.dumps({"prompt": ["a"] * 2000}).encode(),
+    "too many sequences": json.dumps({"prompt": ["a"] * 20, "n": 128}).encode(),
+    "surrogates": b'{"prompt": "\\ud800"}',
+    "temperature 1e400": b'{"prompt": "a", "temperature": 1e400}',
+    "temperature NaN": b'{"prompt": "a", "temperature": NaN}',
+    "temperature 10**400": b'{"prompt": "a", "temperature": 1' + b"0" * 400 + b"}",
+    "10**9999": b'{"prompt": "a", "max_tokens": 1' + b"0" * 9999 + b"}",
+    "max_tokens 10**400": b'{"prompt": "a", "max_tokens": 1' + b"0" * 400 + b"}",
+    "max_tokens 0": b'{"prompt": "a", "max_tokens": 0}',
+    "max_tokens 1.5": b'{"prompt": "a", "max_tokens": 1.5}',
+    "max_tokens of a string": b'{"prompt": "a", "max_tokens": "5"}',
+    "n 0": b'{"prompt": "a", "n": 0}',
+    "n 1000": b'{"prompt": "a", "n": 1000}',
+    "n true": b'{"prompt": "a", "n": true}',
+    "seed 10**400": b'{"prompt": "a", "seed": 1' + b"0" * 400 + b"}",
+    "top_p 0": b'{"prompt": "a", "top_p": 0}',
+    "top_k": b'{"prompt": "a", "top_k": -2}',
+    "min_tokens": b'{"prompt": "a", "min_tokens": 9, "max_tokens": 3}',
+    "empty stop": b'{"prompt": "a", "stop": ""}',
+    "stops": json.dumps({"prompt": "a", "stop": ["a"] * 65}).encode(),
+    "long stop": json.dumps({"prompt": "a", "stop": "a" * 5000}).encode(),
+    "stop tokens": b'{"prompt": "a", "stop_token_ids": [999999]}',
+    "logprobs": b'{"prompt": "a", "logprobs": 21}',
+    "stream of a string": b'{"prompt": "a", "stream": "yes"}',
+    "stream options": b'{"prompt": "a", "stream": true, "stream_options": {"usage": true}}',
+    "deep": ('{"prompt": ' + nested(100_000) + "}").encode(),
+    "deep logit_bias": ('{"prompt": "a", "logit_bias": ' + nested(900) + "}").encode(),
+    "unknown field": b'{"prompt": "a", "temprature": 1}',
+    "unknown field of surrogates": b'{"prompt": "a", "\\ud800": 1}',
+    "best_of": b'{"prompt": "a", "best_of": 2}',
+    "echo": b'{"prompt": "a", "echo": true}',
+    "suffix": b'{"prompt": "a", "suffix": "b"}',
+    "penalty": b'{"prompt": "a", "presence_penalty": 0.5}',
+}
+CHATS = {
+    "no messages": {},
+    "empty messages": {"messages": []},
+    "messages of a string": {"messages": "hello"},
+    "a message of a string": {"messages": ["hello"]},
+    "no role": {"messages": [{"content": "a"}]},
+    "unknown role": {"messages": [{"role": "root", "content": "a"}]},
+    "no content": {"messages": [{"role": "user"}]},
+    "a number": {"messages": [{"role": "user", "content": 3}]},
+    "an image": {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+    "an unknown field": {"messages": [{"role": "user", "content": "a", "contents": "b"}]},
+    "bad tool calls": {"messages": [{"role": "assistant", "content": None, "tool_calls": [{"function": 3}]}]},
+    "surrogates": {"messages": [{"role": "user", "content": "\ud800"}]},
+    "too long": {"messages": [{"role": "user", "content": "a " * 5000}]},
+    "too many": {"messages": USER * 20000},
+    "top_logprobs alone": {"messages": USER, "top_logprobs": 2},
+    "top_logprobs": {"messages": USER, "logprobs": True, "top_logprobs": 50},
+    "tools of a string": {"messages": USER, "tools": "a"},
+    "tool_choice": {"messages": USER, "tool_choice": "required"},
+    "response_format": {"messages": USER, "response_format": {"type": "json_object"}},
+    "functions": {"messages": USER, "functions": [{}]},
+    "own variable": {"messages": USER, "chat_template_kwargs": {"messages": []}},
+    "variables of a list": {"messages": USER, "chat_template_kwargs": []},
+    "surrogates in tools": {"messages": USER, "tools": [{"\ud800": 1}]},
+    "surrogates in a name": {"messages": USER, "stream_options": {"\ud800": 1}},
+    "a surrogate as a role": {"messages": [{"role": "\ud800", "content": "a"}]},
+    "a template from outside": {"messages": USER, "chat_template": "{{ 1 }}"},
+}
+
+
+def check(answer, status=400):
+    assert answer.status_code == status, answer.text
+    assert answer.headers["content-type"] == "application/json"
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    return error
+
+
+@pytest.fixture(scope="module")
+def http(served):
+    with httpx.Client(base_url=served.url, timeout=30) as client:
+        yield client
+
+
+@pytest.fixture(scope="module", autouse=True)
+def another_stream(served, http):
+    """A stream that runs beside all of this, and must not notice."""
+    body = {"prompt": "One Tuesday", "max_tokens": 300, "seed": 1, "ignore_eos": True}
+    expected = http.post("/v1/completions", json=body).json()["choices"][0]["text"]
+    texts, stop = [], threading.Event()
+
+    def run():
+        while not stop.is_set():
+            text = ""
+            with httpx.stream(
+                "POST", f"{served.url}/v1/completions", json={**body, "stream": True}, timeout=60
+            ) as lines:
+                for line in lines.iter_lines():
+                    if line.startswith("data: {"):
+                        text += json.loads(line.removeprefix("data: "))["choices"][0]["text"]
+            texts.append(text)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    yield
+    stop.set()
+    thread.join(60)
+    assert texts == [expected] * len(texts) != []
+
+
+@pytest.mark.parametrize("body", COMPLETIONS.values(), ids=COMPLETIONS.keys())
+def test_completions(http, body):
+    check(http.post("/v1/completions", content=body, headers=JSON))
+
+
+@pytest.mark.parametrize("body", CHATS.values(), ids=CHATS.keys())
+def test_chats(http, body):
+    check(http.post("/v1/chat/completions", content=json.dumps(body), headers=JSON))
+
+
+@pytest.mark.parametrize("depth", [40, 400, 100_000])
+@pytest.mark.parametrize("field", ["tools", "chat_template_kwargs", "metadata"])
+def test_depth(http, field, depth):
+    value = f"[{nested(depth)}]" if field == "tools" else '{"a": ' + nested(depth) + "}"
+    if field == "tools":
+        value = '[{"a": ' + nested(depth) + "}]"
+    body = f'{{"max_tokens": 1, "messages": {json.dumps(USER)}, "{field}": {value}}}'
+    answer = http.post("/v1/chat/completions", content=body, headers=JSON)
+    if field == "metadata" and depth == 40:  # has no effect, so it does no harm either
+        assert answer.status_code == 200
+    elif answer.status_code != 200 or field != "metadata":
+        check(answer)
+
+
+def test_the_message_helps(http):
+    def complaint(body, path="/v1/completions"):
+        return check(http.post(path, json=body))
+
+    assert "did you mean 'temperature'" in complaint({"prompt": "a", "temprature": 1})["message"]
+    assert complaint({"prompt": "a", "temprature": 1})["param"] == "temprature"
+    assert "not supported yet" in complaint({"prompt": "a", "best_of": 3})["message"]
+    assert complaint({"prompt": "a", "best_of": 3})["param"] == "best_of"
+    assert complaint({"prompt": "a", "top_p": 7})["param"] == "top_p"
+    assert "max_model_len" in complaint({"prompt": "a " * 5000})["message"]
+    nested_field = complaint({"messages": [{"role": "user", "contents": "a"}]}, "/v1/chat/completions")
+    assert nested_field["param"] == "messages.0.contents"
+    assert "did you mean 'content'" in nested_field["message"]
+
+
+def test_wrong_content_type(http):
+    error = check(http.post("/v1/completions", content=b'{"prompt": "a"}', headers={"content-type": "text/plain"}))
+    assert "application/json" in error["message"]
+    check(http.post("/v1/completions", content=b'{"prompt": "a"}'))
+    check(http.post("/v1/completions", data={"prompt": "a"}))
+
+
+def test_unknown_models_and_routes(http):
+    error = check(http.post("/v1/completions", json={"prompt": "a", "model": "gpt-7"}), 404)
+    assert "quire-demo" in error["message"]
+    assert error["code"] == "model_not_found"
+    check(http.post("/v1/completions", content=b'{"prompt": "a", "model": "\\ud800"}', headers=JSON), 404)
+    check(http.get("/v1/nothing"), 404)
+    check(http.get("/v1/completions"), 405)
+    check(http.get("/v1/models/gpt-7"), 404)
+
+
+def test_large_bodies(http):
+    body = b'{"prompt": "' + b"a" * MAX_BODY + b'"}'
+    check(http.post("/v1/completions", content=body, headers=JSON), 413)
+
+    def pieces():
+        for start in range(0, len(body), 2**20):
+            yield body[start : start + 2**20]
+
+    try:
+        answer = http.post("/v1/completions", content=pieces(), headers=JSON)
+    except httpx.WriteError:  # the server hung up on the rest
+        return
+    check(answer, 413)
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: -5\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999999999999999999\r\n\r\n",
+        b"\x00\x01\x02\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
+    ],
+)
+def test_broken_http(served, head):
+    host, port = served.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as connection:
+        connection.sendall(head)
+        assert connection.recv(100).split(b" ")[1] in (b"400", b"413")
+    assert served.health()["status"] == "ok"
+
+
+def test_health_stays_green(http):
+    assert http.get("/health").json()["failed_steps"] == 0

@@ -1,0 +1,160 @@
+"""The command line: flags made from EngineOptions, refusals that help, and a server that starts and ends."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import fields
+
+import httpx
+import pytest
+from typer.testing import CliRunner
+
+from quire.cli import app, main
+from quire.config import EngineOptions
+
+ENV = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", "TERM": "dumb"}
+
+
+def run(*args, **more):
+    command = [sys.executable, "-c", "from quire.cli import main; main()", *args]
+    return subprocess.run(command, capture_output=True, text=True, env=ENV, timeout=60, **more)
+
+
+def help_of(command):
+    return CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200", "TERM": "dumb"}).output
+
+
+@pytest.mark.parametrize("command", ["serve", "generate", "chat"])
+def test_every_option_of_the_engine_is_a_flag(command):
+    text = help_of(command)
+    for field in fields(EngineOptions):
+        if field.name != "model":
+            assert f"--{field.name.replace('_', '-')} " in text
+    assert "(stable)" in text
+    assert "(prototype)" in text
+
+
+def test_flags_reach_the_engine_options(monkeypatch):
+    seen = {}
+    monkeypatch.setattr("quire.serve", lambda options, **more: seen.update(more, options=options), raising=False)
+    args = ["serve", "/models/x", "--max-num-seqs", "3", "--dtype", "float32", "--memory", "1GiB", "--port", "9"]
+    result = CliRunner().invoke(app, args, catch_exceptions=False)
+    assert result.exit_code == 0
+    assert seen["options"] == EngineOptions(model="/models/x", max_num_seqs=3, dtype="float32", memory="1GiB")
+    assert (seen["port"], seen["host"]) == (9, "127.0.0.1")
+    CliRunner().invoke(app, ["serve"], catch_exceptions=False)
+    assert seen["options"] == EngineOptions()
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["serve", "--prot", "9"], "--port"),
+        (["serv"], "serve"),
+        (["serve", "--dtype", "float33"], "float32"),
+        (["serve", "--port", "99999"], "65535"),
+        (["serve", "--max-num-seqs", "many"], "integer"),
+        (["generate"], "PROMPT"),
+    ],
+)
+def test_what_is_unknown_is_refused_with_the_nearest(args, says):
+    result = CliRunner().invoke(app, args)
+    assert result.exit_code == 2
+    assert says in result.output
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1"])
+def test_other_machines_are_not_served_without_keys(host, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["quire", "serve", "--host", host, "--port", "0"])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 1
+    assert "API keys" in capsys.readouterr().err
+
+
+def test_a_port_in_use_is_told_before_anything_is_loaded(monkeypatch, capsys):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        monkeypatch.setattr(sys, "argv", ["quire", "serve", "--port", str(taken.getsockname()[1])])
+        with pytest.raises(SystemExit):
+            main()
+    printed = capsys.readouterr()
+    assert "--port" in printed.err
+    assert "weights" not in printed.out
+
+
+def test_a_model_that_is_not_there(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["quire", "generate", "a", "--model", "/nowhere"])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 1
+    assert "/nowhere" in capsys.readouterr().err
+
+
+def test_help_is_quick():
+    before = time.monotonic()
+    result = run("serve", "--help")
+    assert result.returncode == 0
+    check = "import sys, quire.cli; assert not {'torch', 'fastapi', 'jinja2'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", check], check=True)
+    assert time.monotonic() - before < 10
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_serve_starts_answers_and_ends(number):
+    command = [sys.executable, "-c", "from quire.cli import main; main()", "serve", "--port", "0", "--memory", "256MiB"]
+    before = time.monotonic()
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENV | {"PYTHONUNBUFFERED": "1"}
+    )
+    try:
+        lines = []
+        while not (lines and lines[-1].startswith("try: curl")):
+            line = process.stdout.readline()
+            assert line, process.stderr.read()
+            lines.append(line)
+        started = time.monotonic() - before
+        assert any("KV pool" in line for line in lines)
+        url = re.search(r"http://127\.0\.0\.1:\d+", lines[-1]).group()
+        body = {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 3}
+        assert httpx.post(f"{url}/v1/chat/completions", json=body, timeout=30).status_code == 200
+        process.send_signal(number)
+        assert process.wait(20) == 0
+        assert process.stderr.read() == ""
+        assert started < 20  # a second or three where nothing else runs
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_generate_and_replay(tmp_path):
+    journal = tmp_path / "journal"
+    flags = ["--max-tokens", "5", "--temperature", "0", "--memory", "256MiB", "--journal", str(journal)]
+    result = run("generate", "One Tuesday Mira went", "Hello", *flags)
+    assert result.returncode == 0
+    assert len(result.stdout.splitlines()) == 2
+    replayed = CliRunner().invoke(app, ["replay", str(journal)])
+    assert replayed.exit_code == 0
+    assert "all the same" in replayed.output
+    assert CliRunner().invoke(app, ["replay", str(tmp_path / "nothing")]).exit_code == 1
+
+
+def test_replay_of_another_schedule(monkeypatch, tmp_path):
+    report = type("Report", (), {"num_steps": 3, "difference": "step 2: one more chunk"})
+    monkeypatch.setattr("quire.cli.replay_file", lambda path: report)
+    result = CliRunner().invoke(app, ["replay", str(tmp_path)])
+    assert result.exit_code == 1
+    assert "one more chunk" in result.output
+
+
+def test_chat_keeps_the_conversation():
+    turns = "Hello! Who are you?\n\nWhat is the capital of France?\n/exit\n"
+    result = CliRunner().invoke(app, ["chat", "--temperature", "0", "--memory", "256MiB"], input=turns)
+    assert result.exit_code == 0
+    assert "Pip" in result.output
+    assert "Fernhill" in result.output

@@ -1,0 +1,147 @@
+"""LLM: the offline interface on the embedded model."""
+
+import subprocess
+import sys
+
+import pytest
+
+from quire import LLM, CompletionOutput, RequestOutput, SamplingParams
+from quire.errors import ConfigError, RequestError
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
+STORY = "One Tuesday Mira went"
+
+
+def texts(results):
+    return [output.text for result in results for output in result.outputs]
+
+
+def test_all_forms_of_a_prompt_mean_the_same(llm):
+    ids = llm.get_tokenizer().encode(STORY)
+    forms = [STORY, ids, {"prompt": STORY}, {"prompt_token_ids": ids}]
+    together = llm.generate(forms, GREEDY)
+    assert len(set(texts(together))) == 1
+    for form, result in zip(forms, together, strict=True):
+        assert isinstance(result, RequestOutput)
+        assert isinstance(result.outputs[0], CompletionOutput)
+        assert result.prompt_token_ids == ids
+        assert texts(llm.generate(form, GREEDY)) == texts([result])
+    assert [result.prompt for result in together] == [STORY, None, STORY, None]
+
+
+def test_results_come_in_the_order_of_prompts(llm):
+    prompts = [STORY, "Hello", "a kettle"]
+    params = [SamplingParams(temperature=0, max_tokens=n) for n in (9, 1, 5)]
+    results = llm.generate(prompts, params)
+    assert [result.prompt for result in results] == prompts
+    assert [len(result.outputs[0].token_ids) for result in results] == [9, 1, 5]
+    assert all(result.finished and result.outputs[0].finish_reason == "length" for result in results)
+    assert llm.generate([]) == []
+
+
+def test_chat_answers_and_ends(llm):
+    conversation = [{"role": "user", "content": "Hello! Who are you?"}]
+    (result,) = llm.chat(conversation, SamplingParams(temperature=0, max_tokens=60))
+    assert "Pip" in result.outputs[0].text
+    assert "<|im_end|>" not in result.outputs[0].text
+    assert result.outputs[0].finish_reason == "stop"
+    assert (
+        texts(llm.chat([conversation, conversation], SamplingParams(temperature=0, max_tokens=60)))
+        == [result.outputs[0].text] * 2
+    )
+    assert "".join(llm.stream_chat(conversation, SamplingParams(temperature=0, max_tokens=60))) == (
+        result.outputs[0].text
+    )
+
+
+def test_a_stop_string_across_tokens(llm):
+    (free,) = texts(llm.generate(STORY, SamplingParams(temperature=0, max_tokens=12)))
+    stop = free[10:20]
+    (result,) = llm.generate(STORY, SamplingParams(temperature=0, max_tokens=12, stop=stop))
+    assert result.outputs[0].text == free[: free.index(stop)]
+    assert result.outputs[0].stop_reason == stop
+    ids = result.outputs[0].token_ids
+    decode = llm.get_tokenizer().decode
+    assert stop in decode(ids)
+    assert stop not in decode(ids[:-1])
+    late = llm.generate(STORY, SamplingParams(temperature=0, max_tokens=12, min_tokens=12, stop=stop))
+    assert texts(late) == [free]
+
+
+def test_same_seed_same_text(llm):
+    params = SamplingParams(seed=7, max_tokens=20, n=3)
+    first, second = texts(llm.generate(STORY, params)), texts(llm.generate([STORY, "other"], [params, GREEDY]))[:3]
+    assert first == second
+    assert len(set(first)) == 3
+    assert texts(llm.generate(STORY, SamplingParams(seed=8, max_tokens=20, n=3))) != first
+
+
+def test_logprobs_of_greedy_tokens_are_the_highest(llm):
+    (result,) = llm.generate(STORY, SamplingParams(temperature=0, max_tokens=6, logprobs=2))
+    output = result.outputs[0]
+    for token, row in zip(output.token_ids, output.logprobs, strict=True):
+        assert next(iter(row)) == token
+        assert row[token].rank == 1
+        assert row[token].logprob == max(entry.logprob for entry in row.values())
+    assert output.cumulative_logprob == pytest.approx(
+        sum(row[t].logprob for t, row in zip(output.token_ids, output.logprobs, strict=True))
+    )
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [
+        [STORY, []],
+        [STORY, [99999]],
+        [STORY, [1] * 5000],
+        [STORY, "\ud800"],
+        [STORY, {"promt": "a"}],
+        [STORY, {"prompt": 3}],
+        [STORY, {"prompt_token_ids": ["a"]}],
+        [STORY, {}],
+        [STORY, 3.5],
+        3.5,
+        "",
+    ],
+)
+def test_one_bad_prompt_leaves_nothing_behind(llm, prompts):
+    with pytest.raises(RequestError):
+        llm.generate(prompts, GREEDY)
+    assert texts(llm.generate(STORY, GREEDY)) == texts(llm.generate(STORY, GREEDY))
+    assert llm._engine.stats().kv_blocks_used == 0
+    assert not llm._engine.has_work
+
+
+def test_as_many_params_as_prompts(llm):
+    with pytest.raises(RequestError, match="2 prompts"):
+        llm.generate([STORY, STORY], [GREEDY])
+
+
+def test_an_answer_given_up_frees_its_blocks(llm):
+    answer = llm.stream_chat([{"role": "user", "content": "Tell me a story about Mira."}], GREEDY)
+    next(answer)
+    assert llm._engine.stats().kv_blocks_used > 0
+    answer.close()
+    llm._engine.step()
+    assert llm._engine.stats().kv_blocks_used == 0
+
+
+def test_progress_is_shown_when_asked_for(llm, capfd):
+    llm.generate(STORY, GREEDY)
+    assert capfd.readouterr().err == ""
+    llm.generate(STORY, GREEDY, use_tqdm=True)
+    shown = capfd.readouterr().err
+    assert "1/1" in shown
+    assert "tokens/s" in shown
+
+
+def test_unknown_options_name_the_nearest():
+    with pytest.raises(ConfigError, match="max_num_seqs"):
+        LLM(max_num_seq=3)
+
+
+def test_the_mind_loads_no_torch():
+    check = "import sys, quire.core.step, quire.cli; assert 'torch' not in sys.modules and 'fastapi' not in sys.modules"
+    subprocess.run([sys.executable, "-c", check], check=True)
+    missing = "import quire\ntry: quire.nothing\nexcept AttributeError as error: assert 'nothing' in str(error)"
+    subprocess.run([sys.executable, "-c", missing], check=True)

@@ -1,0 +1,72 @@
+"""Stop strings beside a slow search."""
+
+from itertools import pairwise
+
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from quire.engine.stops import StopStrings, compile_stops
+
+STOPS = st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=4)
+TEXT = st.text("ab", max_size=30)
+
+
+def slow(text, stops, allowed_from):
+    """(the text before, the stop string) of the first that is complete at or after a position."""
+    for end in range(1, len(text) + 1):
+        complete = [stop for stop in stops if text[:end].endswith(stop)]
+        if complete and end > allowed_from:
+            longest = max(complete, key=len)
+            return text[: end - len(longest)], longest
+    return text, None
+
+
+def split(text, cuts):
+    bounds = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
+    return [text[a:b] for a, b in pairwise(bounds)]
+
+
+@given(text=TEXT, stops=STOPS, cuts=st.lists(st.integers(0, 100), max_size=10), allowed=st.integers(0, 10))
+@example(text="aaab", stops=["aab"], cuts=[1, 2, 3], allowed=0)
+@example(text="ababa", stops=["aba"], cuts=[3], allowed=3)
+def test_every_split_ends_where_a_slow_search_does(text, stops, cuts, allowed):
+    pieces = split(text, cuts)
+    search = StopStrings(compile_stops(stops))
+    came, position, passed = [], 0, 0
+    for piece in pieces:
+        may_stop = position >= allowed
+        passed = passed if may_stop else position + len(piece)
+        came.append(search.add(piece, may_stop=may_stop))
+        position += len(piece)
+    came.append(search.close())
+    assert ("".join(came), search.matched) == slow(text, stops, passed)
+
+
+@given(text=TEXT, stops=STOPS)
+def test_no_more_is_held_back_than_could_be_a_stop_string(text, stops):
+    search = StopStrings(compile_stops(stops))
+    came = ""
+    for i, char in enumerate(text):
+        came += search.add(char)
+        if search.matched is not None:
+            return
+        beginnings = [n for stop in stops for n in range(len(stop)) if text[: i + 1].endswith(stop[:n])]
+        assert len(came) == i + 1 - max(beginnings)
+
+
+def test_without_stop_strings_text_passes():
+    search = StopStrings(())
+    assert search.add("abc") == "abc"
+    assert search.close() == ""
+
+
+def test_nothing_comes_after_a_match():
+    search = StopStrings(compile_stops(["END"]))
+    assert [search.add(piece) for piece in ("aE", "ND b", "c")] == ["a", "", ""]
+    assert search.matched == "END"
+
+
+def test_long_overlapping_strings_stay_cheap():
+    """64 strings of 1024 characters that nearly match everywhere: a search from the start would take hours."""
+    search = StopStrings(compile_stops(["a" * 1000 + chr(0x4E00 + i) * 24 for i in range(64)]))
+    assert sum(len(search.add("a" * 10)) for _ in range(500)) == 4000

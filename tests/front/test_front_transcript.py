@@ -1,0 +1,147 @@
+"""Transcripts: text, stop strings, logprobs and reasons from what an engine says."""
+
+import math
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.core.output import Output
+from quire.core.step import Logprobs
+from quire.engine.transcript import Transcript
+from quire.params import SamplingParams
+
+EOS = 2
+
+
+def transcript(tokenizer, **params):
+    return Transcript("r", None, [67], SamplingParams(**params), tokenizer, now=1.0)
+
+
+def output(ids, *, index=0, **fields):
+    return Output("r", index, 7 + index, ids, **fields)
+
+
+@given(
+    text=st.text("ab é😀", max_size=25),
+    stops=st.lists(st.text("ab é😀", min_size=1, max_size=4), min_size=1, max_size=3),
+    cuts=st.lists(st.integers(0, 100), max_size=6),
+    min_tokens=st.integers(0, 12),
+)
+def test_stop_strings_against_a_slow_search(tokenizer, text, stops, cuts, min_tokens):
+    ids = tokenizer.encode(text)
+    whole = tokenizer.decode(ids)
+    known = [tokenizer.decode(ids[:n]).rstrip("\ufffd") for n in range(1, len(ids) + 1)]  # after each token
+    expected, needed, matched = whole, None, None
+    for end in range(1, len(whole) + 1):
+        num_tokens = next(n for n, start in enumerate(known, 1) if len(start) >= end)
+        complete = [stop for stop in stops if whole[:end].endswith(stop)]
+        if complete and num_tokens >= min_tokens:
+            matched, needed = max(complete, key=len), num_tokens
+            expected = whole[: end - len(matched)]
+            break
+
+    run = transcript(tokenizer, stop=stops, min_tokens=min_tokens, max_tokens=100)
+    bounds = sorted({0, len(ids), *(cut % (len(ids) + 1) for cut in cuts)})
+    deltas = [run.add(output(ids[a:b]), 2.0) for a, b in pairwise(bounds)]
+    deltas.append(run.add(output([], finish_reason="length"), 3.0))
+    (result,) = run.result().outputs
+    assert "".join(delta.text for delta in deltas if delta) == result.text == expected
+    assert result.stop_reason == matched
+    assert result.finish_reason == ("stop" if matched else "length")
+    assert [delta.stopped_after for delta in deltas if delta and delta.stopped_after is not None] == (
+        [needed] if matched else []
+    )
+    assert result.token_ids == ids[:needed]
+
+
+def test_nothing_is_added_after_the_end(tokenizer):
+    run = transcript(tokenizer, stop="a")
+    assert run.add(output(tokenizer.encode("a")), 2.0).stopped_after == 1
+    assert run.add(output([68], finish_reason="length"), 3.0) is None
+    assert run.result().outputs[0].token_ids == [67]
+
+
+def test_an_end_token_is_counted_but_no_text(tokenizer):
+    run = transcript(tokenizer)
+    run.add(output([67]), 2.0)
+    delta = run.add(output([EOS], finish_reason="stop", stop_token=EOS), 3.0)
+    assert (delta.text, delta.finish_reason, delta.stop_reason) == ("", "stop", None)
+    result = run.result()
+    assert result.outputs[0].token_ids == [67, EOS]
+    assert result.outputs[0].text == "a"
+    assert result.finished
+
+
+def test_a_stop_token_of_the_request_is_the_reason_and_no_text(tokenizer):
+    run = transcript(tokenizer, stop_token_ids=[68])
+    delta = run.add(output([67, 68], finish_reason="stop", stop_token=68), 2.0)
+    assert (delta.text, delta.stop_reason) == ("a", 68)
+
+
+def test_an_engine_that_knows_the_end_is_not_told_again(tokenizer):
+    run = transcript(tokenizer, stop="a")
+    delta = run.add(output([67], finish_reason="length"), 2.0)
+    assert (delta.finish_reason, delta.stop_reason, delta.stopped_after) == ("stop", "a", None)
+
+
+def test_held_text_comes_with_the_end(tokenizer):
+    run = transcript(tokenizer, stop="abc")
+    assert run.add(output(tokenizer.encode("a")), 2.0).text == ""
+    half = tokenizer.encode("😀")[:2]
+    assert run.add(output(half, finish_reason="length"), 3.0).text == "a\ufffd"
+
+
+def test_sequences_end_one_by_one(tokenizer):
+    run = transcript(tokenizer, n=2)
+    run.add(output([67], index=1, finish_reason="length"), 2.0)
+    assert not run.finished
+    run.add(output([68], index=0, finish_reason="length"), 3.0)
+    assert run.finished
+    result = run.result()
+    assert [o.text for o in result.outputs] == ["b", "a"]
+    assert result.metrics.first_token_time == 2.0
+    assert result.metrics.finished_time == 3.0
+    assert run.num_output_tokens == 2
+
+
+def test_an_error_says_why(tokenizer):
+    run = transcript(tokenizer)
+    run.add(output([], finish_reason="error", error="not finite"), 2.0)
+    assert run.result().outputs[0].stop_reason == "not finite"
+
+
+def test_logprobs(tokenizer):
+    logprobs = Logprobs(
+        np.array([[67, 68, 69], [68, 68, 67], [69, 67, 0]], np.int32),
+        np.array([[-3.0, -1.0, -2.0], [-0.5, -0.5, -2.0], [-1.0, -0.25, -math.inf]], np.float32),
+        np.array([4, 1, 2], np.int32),
+    )
+    run = transcript(tokenizer, logprobs=2, stop="bc")
+    delta = run.add(output([67, 68, 69], logprobs=logprobs), 2.0)
+    assert delta.text == "a"
+    first, second, third = delta.logprobs
+    assert [(t, p.logprob, p.rank, p.decoded_token) for t, p in first.items()] == [
+        (67, -3.0, 4, "a"),
+        (68, -1.0, 1, "b"),
+        (69, -2.0, 2, "c"),
+    ]
+    assert list(second) == [68, 67]
+    assert list(third) == [69, 67]
+    assert run.result().outputs[0].cumulative_logprob == -4.5
+
+
+def test_logprobs_nobody_asked_for(tokenizer):
+    logprobs = Logprobs(np.array([[67]], np.int32), np.array([[-3.0]], np.float32), np.array([1], np.int32))
+    run = transcript(tokenizer)
+    assert run.add(output([67], logprobs=logprobs), 2.0).logprobs is None
+    assert run.result().outputs[0].cumulative_logprob is None
+
+
+@pytest.mark.parametrize("cached", [0, 16])
+def test_cached_tokens(tokenizer, cached):
+    run = transcript(tokenizer)
+    run.add(output([67], num_cached_tokens=cached), 2.0)
+    assert run.result().num_cached_tokens == cached
