@@ -6,6 +6,7 @@ one list of options.
 
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import asdict, fields
 from inspect import Parameter, Signature, signature
 from pathlib import Path
@@ -89,9 +90,10 @@ def generate(
 ) -> None:
     """Continue prompts and print the texts, each on lines of its own."""
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, n=n)
-    for result in _load(options).generate(prompts, params):
-        for output in result.outputs:
-            typer.echo(output.text)
+    with closing(_load(options)) as llm:
+        for result in llm.generate(prompts, params):
+            for output in result.outputs:
+                typer.echo(output.text)
 
 
 @app.command()
@@ -103,9 +105,27 @@ def chat(
     options: EngineOptions,
 ) -> None:
     """Talk with a model. /exit or end of input ends it, Ctrl-C cuts an answer short."""
-    llm = _load(options)
+    with closing(_load(options)) as llm:
+        _converse(llm, system, SamplingParams(max_tokens=None, temperature=temperature))
+
+
+@app.command()
+def replay(file: Annotated[Path, typer.Argument(help="a journal, as --journal writes it")]) -> None:
+    """Run a journal's scheduler again and compare every step. Exit code 1 where one differs."""
+    try:
+        report = replay_file(file)
+    except OSError as error:
+        typer.secho(f"quire: {file} cannot be read: {error.strerror}", fg="red", err=True)
+        raise typer.Exit(1) from error
+    if report.difference:
+        typer.echo(report.difference)
+        raise typer.Exit(1)
+    typer.echo(f"{report.num_steps} steps, all the same")
+
+
+def _converse(llm: "quire.LLM", system: str | None, params: SamplingParams) -> None:
+    """Turn by turn, until the person ends it."""
     messages = [] if system is None else [{"role": "system", "content": system}]
-    params = SamplingParams(max_tokens=None, temperature=temperature)
     while (text := _read_turn()) is not None:
         messages.append({"role": "user", "content": text})
         answer = ""
@@ -121,20 +141,6 @@ def chat(
             continue
         typer.echo()
         messages.append({"role": "assistant", "content": answer})
-
-
-@app.command()
-def replay(file: Annotated[Path, typer.Argument(help="a journal, as --journal writes it")]) -> None:
-    """Run a journal's scheduler again and compare every step. Exit code 1 where one differs."""
-    try:
-        report = replay_file(file)
-    except OSError as error:
-        typer.secho(f"quire: {file} cannot be read: {error.strerror}", fg="red", err=True)
-        raise typer.Exit(1) from error
-    if report.difference:
-        typer.echo(report.difference)
-        raise typer.Exit(1)
-    typer.echo(f"{report.num_steps} steps, all the same")
 
 
 class WeightsBar:

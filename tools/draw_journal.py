@@ -134,6 +134,7 @@ def record_demo(path: Path) -> None:
         engine.step()
     while engine.has_work:
         engine.step()
+    engine.close()
 
 
 def main() -> int:

@@ -111,6 +111,7 @@ class AsyncEngine:
             self._wake.notify()
         if self._thread.ident is not None:
             await asyncio.to_thread(self._thread.join)
+        self._engine.close()
 
     async def generate(self, requests: Sequence[NewRequest]) -> Stream:
         """Queue requests, all or none. Raises RequestError for one that cannot be served, and EngineStopped."""

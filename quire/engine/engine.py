@@ -129,6 +129,10 @@ class Engine:
             self._heartbeat,
         )
 
+    def close(self) -> None:
+        """The end: nothing may be called after it."""
+        self._scheduler.close()
+
     def _launch(self, step: Step) -> None:
         try:
             self._runner.launch(step)

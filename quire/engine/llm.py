@@ -43,6 +43,10 @@ class LLM:
         self._engine: Engine = built.engine
         self._tokenizer: Tokenizer = built.tokenizer
 
+    def close(self) -> None:
+        """Finish the journal, if there is one; the LLM cannot be used afterwards."""
+        self._engine.close()
+
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
         return self._tokenizer

@@ -86,8 +86,8 @@ class JournalledScheduler(Scheduler):
         self._write(Header(FORMAT, config, cache.config))
 
     def add(self, request: Request, now: float) -> None:
+        super().add(request, now)  # first: what is refused changes nothing and is not an input
         self._write(Add(request, now))
-        super().add(request, now)
 
     def abort(self, request_id: str, now: float) -> None:
         self._write(Abort(request_id, now))
@@ -106,6 +106,9 @@ class JournalledScheduler(Scheduler):
         self._write(Commit(result, now))
         self._file.flush()
         return super().commit(result, now)
+
+    def close(self) -> None:
+        self._file.close()
 
     def _write(self, record: Record) -> None:
         data = codec.encode(record)

@@ -79,6 +79,9 @@ class Scheduler:
         """Whether a sequence is unfinished or a step is in flight."""
         return bool(self._sequences or self._in_flight)
 
+    def close(self) -> None:
+        """Nothing is to be done here; a scheduler that writes a journal closes it."""
+
     # Inputs: what happens to requests
 
     def add(self, request: Request, now: float) -> None:

@@ -42,6 +42,9 @@ class PretendEngine:
     def finish(self, seq_id, num_tokens):
         self.finished.append((seq_id, num_tokens))
 
+    def close(self):
+        self.closed = True
+
     def step(self):
         self.threads.add(threading.get_ident())
         self.gate.wait(20)
@@ -217,6 +220,7 @@ def test_closing_fails_open_streams_and_refuses_new_ones():
         stream = await engine.generate([request("a", 10**9)])
         await engine.close()
         await engine.close()
+        assert engine._engine.closed
         with pytest.raises(EngineStopped, match="shutting down"):
             await read(stream, "a")
         with pytest.raises(EngineStopped, match="shutting down"):

@@ -9,6 +9,7 @@ from rig import Rig
 from quire.core import step as steps
 from quire.core.codec import decode
 from quire.core.step import Chunk, ChunkOutput, Chunks, Writes
+from quire.errors import RequestError
 from quire.sched import journal
 from quire.sched.scheduler import Scheduler
 
@@ -50,6 +51,21 @@ def test_a_journal_cut_off_in_the_middle_replays_up_to_there():
 def test_other_files_are_refused(data):
     with pytest.raises(journal.JournalError, match="not a quire journal"):
         journal.replay(journal.read(io.BytesIO(data)))
+
+
+def test_a_refused_request_is_not_an_input():
+    rig = Rig()
+    rig.add("a", [1, 2, 3])
+    with pytest.raises(RequestError, match="in use"):
+        rig.add("a", [1, 2, 3])
+    rig.run()
+    assert rig.replay().difference == ""
+
+
+def test_closing_the_engine_closes_the_journal():
+    rig = recorded()
+    rig.engine.close()
+    assert rig.file.closed
 
 
 def test_another_format_is_refused():
