@@ -31,7 +31,7 @@ def measure(num_sequences: int, num_steps: int) -> dict[str, list[float]]:
     length = PROMPT + num_steps + 8
     num_blocks = num_sequences * (-(-length // BLOCK_SIZE) + 1)
     group = KVGroup((0,), "full", 1, 64, "bfloat16", num_blocks, 2 * 64 * 2 * BLOCK_SIZE)
-    config = SchedulerConfig(num_sequences, max(2048, num_sequences * PROMPT), length, step_seconds=1e9)
+    config = SchedulerConfig(num_sequences, max(2048, num_sequences * PROMPT), length, 1e9, 0.01, 1)
     scheduler = Scheduler(config, KVCache(CacheConfig(BLOCK_SIZE, (group,))))
     params = SamplingParams(max_tokens=num_steps + 2, seed=1)
     for i in range(num_sequences):

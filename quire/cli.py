@@ -53,8 +53,8 @@ def with_engine_flags(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _flag(name: str, annotated: Any, default: object) -> Parameter:  # noqa: ANN401 (a type)
-    kind, text = get_args(annotated)
-    assert isinstance(text, Help), f"EngineOptions.{name} needs a Help"
+    kind, *notes = get_args(annotated)
+    text = next(note for note in notes if isinstance(note, Help))
     option = typer.Option(f"--{name.replace('_', '-')}", help=f"{text.text} ({text.stability})")
     return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])
 

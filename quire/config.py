@@ -1,7 +1,10 @@
 """Configuration: small frozen slices, resolved once and handed out; nobody holds the whole."""
 
 from dataclasses import dataclass
+from math import inf
 from typing import Annotated, Literal
+
+from msgspec import Meta
 
 from quire.errors import ConfigError, known_arguments_only
 
@@ -53,9 +56,9 @@ class SchedulerConfig:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
-    step_seconds: float = 0.5  # predicted time that one step may take
-    watermark: float = 0.01  # share of blocks that admission leaves free for growth
-    steps_in_flight: int = 1
+    step_seconds: float  # predicted time that one step may take
+    watermark: float  # share of blocks that admission leaves free for growth
+    steps_in_flight: int
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
@@ -66,8 +69,8 @@ class SchedulerConfig:
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
                 f"({self.max_num_seqs}), so that every running sequence can have a token in each step"
             )
-        if not self.step_seconds > 0:
-            raise ConfigError(f"step_seconds must be positive, not {self.step_seconds}")
+        if not 0 < self.step_seconds < inf:
+            raise ConfigError(f"step_seconds must be positive and finite, not {self.step_seconds}")
         if not 0 <= self.watermark < 1:
             raise ConfigError(f"watermark must be at least 0 and below 1, not {self.watermark}")
         if self.steps_in_flight not in (1, 2):
@@ -90,11 +93,11 @@ class EngineOptions:
     model: Annotated[str | None, Help("folder of a Hugging Face checkpoint [default: quire's own model]")] = None
     dtype: Annotated[DType, Help("compute and weight type; auto: as the checkpoint says")] = "auto"
     kv_cache_dtype: Annotated[DType, Help("type of cached keys and values; auto: same as dtype")] = "auto"
-    block_size: Annotated[int, Help("tokens in one KV block")] = 16
+    block_size: Annotated[int, Meta(ge=1, le=65536), Help("tokens in one KV block")] = 16
     max_model_len: Annotated[int | None, Help("longest prompt plus output, in tokens [default: the model's]")] = None
     memory: Annotated[str | None, Help("for weights, KV and workspace: bytes, '4GiB', or a share such as '0.5'")] = None
-    max_num_seqs: Annotated[int, Help("sequences that run at once")] = 128
-    max_num_batched_tokens: Annotated[int, Help("tokens computed in one step")] = 2048
+    max_num_seqs: Annotated[int, Meta(ge=1, le=65536), Help("sequences that run at once")] = 128
+    max_num_batched_tokens: Annotated[int, Meta(ge=1, le=2**24), Help("tokens computed in one step")] = 2048
     step_seconds: Annotated[float, Help("predicted time that one step may take", "beta")] = 0.5
     watermark: Annotated[float, Help("share of blocks that admission leaves free", "beta")] = 0.01
     steps_in_flight: Annotated[int, Help("1, or 2 to plan a step while the one before it runs", "prototype")] = 1

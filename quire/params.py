@@ -65,10 +65,19 @@ class SamplingParams:
         if len(self.stop) > MAX_STOPS or len(self.stop_token_ids) > MAX_STOPS:
             raise RequestError(f"at most {MAX_STOPS} stop strings and stop_token_ids", "stop")
         for text in self.stop:
-            if not isinstance(text, str) or not 0 < len(text) <= MAX_STOP_LENGTH:
-                raise RequestError(f"a stop string must have 1 to {MAX_STOP_LENGTH} characters", "stop")
+            if not isinstance(text, str) or not 0 < len(text) <= MAX_STOP_LENGTH or not is_unicode(text):
+                raise RequestError(f"a stop string must have 1 to {MAX_STOP_LENGTH} valid Unicode characters", "stop")
         for token in self.stop_token_ids:
             _check_number("stop_token_ids", token, int, 0, MAX_TOKENS)
+
+
+def is_unicode(text: str) -> bool:
+    """Whether a text can be written down; one with lone surrogates cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _check_number(

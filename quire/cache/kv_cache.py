@@ -2,7 +2,8 @@
 
 Who owns a block, always by reference count:
   a table       from `grow` or `fork` until `release`
-  a step        a block that a table let go of while steps were in flight; until `collected`
+  a step        a block that a table let go of while steps were in flight; until it is over
+  a copy        its source, from `grow` until a step that carries the Move has succeeded
 Nothing here touches bytes: a block that must be copied becomes a Move, which the next Step carries.
 """
 
@@ -25,7 +26,9 @@ class KVCache:
         self.pools = [BlockPool(group.num_blocks) for group in config.groups]
         self._tables: dict[int, BlockTable] = {}
         self._retired: dict[int, list[tuple[int, int]]] = {}  # step id -> (group, block)
-        self._moves: list[Move] = []
+        self._moves: list[Move] = []  # copies for the next step to carry
+        self._carried: dict[int, list[Move]] = {}  # step id -> copies that it carries
+        self._sources: list[Counter[int]] = [Counter() for _ in self.pools]  # references that copies hold
         self._last_move = 0
         self._newest_step: int | None = None
 
@@ -38,15 +41,6 @@ class KVCache:
     def num_free(self) -> int:
         """Free blocks of the group that has fewest."""
         return min(pool.num_free for pool in self.pools)
-
-    @property
-    def num_retired(self) -> int:
-        """References that steps in flight will give back."""
-        return sum(map(len, self._retired.values()))
-
-    def table(self, seq_id: int) -> BlockTable:
-        """The table of a live sequence."""
-        return self._tables[seq_id]
 
     @property
     def tables(self) -> Mapping[int, BlockTable]:
@@ -102,27 +96,44 @@ class KVCache:
         return first
 
     def release(self, seq_id: int) -> None:
-        """The sequence lets go of its blocks. Steps in flight keep them until they are collected."""
+        """The sequence lets go of its blocks. Steps in flight keep them until they are over."""
         table = self._tables.pop(seq_id)
         for group, blocks in enumerate(table.blocks):
             for block in reversed(blocks):
                 self._let_go(group, block)
 
-    def take_moves(self) -> list[Move]:
-        """Copies that the next step has to carry."""
+    def fits_once_collected(self, table: BlockTable, num_tokens: int) -> bool:
+        """Whether `grow` will find enough blocks when the steps in flight are over."""
+        if not self._retired:
+            return False
+        needed = self.needed(table, num_tokens)
+        for group, pool in enumerate(self.pools):
+            retired = Counter(block for blocks in self._retired.values() for g, block in blocks if g == group)
+            coming = sum(pool.refs(block) == count for block, count in retired.items())
+            if pool.num_free + coming < needed:
+                return False
+        return True
+
+    def launched(self, step_id: int) -> list[Move]:
+        """The copies that this step carries. Blocks that are let go of from now on belong to it until it is over."""
+        self._newest_step = step_id
         moves, self._moves = self._moves, []
+        if moves:
+            self._carried[step_id] = moves
         return moves
 
-    def launched(self, step_id: int) -> None:
-        """From now until `collected`, blocks that are let go of belong to this step."""
-        self._newest_step = step_id
-
     def collected(self, step_id: int) -> None:
-        """A step is over, and with it what it owned."""
-        for group, block in self._retired.pop(step_id, ()):
-            self.pools[group].drop(block)
-        if step_id == self._newest_step:
-            self._newest_step = None
+        """A step has succeeded: its copies are made, and it owns nothing any more."""
+        self._over(step_id)
+        for move in self._carried.pop(step_id, ()):
+            for source, _ in move.pairs:
+                self._sources[move.group][source] -= 1
+                self._let_go(move.group, source)
+
+    def failed(self, step_id: int) -> None:
+        """A step has failed: its copies are still to be made, by the next one."""
+        self._over(step_id)
+        self._moves = self._carried.pop(step_id, []) + self._moves
 
     def check(self) -> list[str]:
         """Complaints where reference counts and owners do not add up; empty when all is well."""
@@ -144,14 +155,20 @@ class KVCache:
                 owners.update(table.blocks[group])
             for retired in self._retired.values():
                 owners.update(block for owned, block in retired if owned == group)
+            owners.update(self._sources[group])
             yield owners
 
     def _tail_is_shared(self, table: BlockTable) -> bool:
-        """Whether the block at `capacity` exists and has other owners, who must not see it change."""
+        """Whether the block at `capacity` exists and is in other tables, whose sequences must not see it change.
+
+        A copy of it that is still to be made does not count: it is made before the step's writes, and
+        what it copies lies before `capacity`.
+        """
         index = table.capacity // self.block_size
         if index >= len(table):
             return False
-        return any(pool.refs(blocks[index]) > 1 for pool, blocks in zip(self.pools, table.blocks, strict=True))
+        groups = zip(self.pools, self._sources, table.blocks, strict=True)
+        return any(pool.refs(blocks[index]) - sources[blocks[index]] > 1 for pool, sources, blocks in groups)
 
     def _copy_tail(self, table: BlockTable) -> int:
         """Give the table its own copy of the block at `capacity`; returns that block's index."""
@@ -161,8 +178,14 @@ class KVCache:
             blocks[index] = target
             self._last_move += 1
             self._moves.append(Move(self._last_move, group, "device", "device", [(source, target)], num_tokens))
-            self._let_go(group, source)
+            self._sources[group][source] += 1  # the table's reference passes to the copy
         return index
+
+    def _over(self, step_id: int) -> None:
+        for group, block in self._retired.pop(step_id, ()):
+            self.pools[group].drop(block)
+        if step_id == self._newest_step:
+            self._newest_step = None
 
     def _let_go(self, group: int, block: int) -> None:
         if self._newest_step is None:

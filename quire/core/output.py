@@ -9,7 +9,7 @@ class Output(msgspec.Struct, frozen=True, eq=False):
     """New tokens of one sequence, and whether it ended.
 
     finish_reason: "stop" (an end or stop token: `stop_token`, which is the last of token_ids),
-    "length", "abort" or "error" (`error` says what happened); None while it goes on.
+    "length" or "error" (`error` says what happened); None while it goes on.
     """
 
     request_id: str

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from quire.errors import ConfigError
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]i?|)b?", re.IGNORECASE)
+_UNITS |= {f"{unit}b": factor for unit, factor in _UNITS.items()}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*((?:[kmgt]i?)?b|[kmgt]i?|)", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +85,7 @@ def plan_memory(demand: Demand, *, available: int, default_share: float, limit: 
     affordable = (budget - demand.weight_bytes - workspace) // block_bytes
     num_blocks = min(useful, affordable)
     if num_blocks * demand.block_size < length:
-        if demand.max_model_len is not None or num_blocks < 1:
+        if demand.max_model_len is not None or num_blocks * demand.block_size < 2:
             need = demand.weight_bytes + workspace + -(-length // demand.block_size) * block_bytes
             raise ConfigError(
                 f"one sequence of {length} tokens needs {size(need)} (weights {size(demand.weight_bytes)}, workspace "
@@ -113,14 +114,15 @@ def plan_memory(demand: Demand, *, available: int, default_share: float, limit: 
     return MemoryPlan(lines, demand.block_size, num_blocks, length, length_reason)
 
 
-def parse_size(text: str) -> float:
-    """Bytes of '4GiB', '500MB' or '123456'; shares such as '0.5' come back as they are (at most 1)."""
+def parse_memory(text: str, available: int) -> float:
+    """Bytes of '4GiB', '500MB' or '123456789'; a number up to 1 without a unit is a share of `available`."""
     match = _SIZE.fullmatch(text.strip())
-    if not match:
+    if not match or float(match[1]) == 0:
         raise ConfigError(
             f"memory must be bytes ('4GiB', '500MB', '123456789') or a share up to 1 ('0.5'), not {text!r}"
         )
-    return float(match[1]) * _UNITS[match[2].lower()]
+    number, unit = float(match[1]), match[2].lower()
+    return number * (available if number <= 1 and not unit else _UNITS[unit])
 
 
 def size(num_bytes: float) -> str:
@@ -137,11 +139,7 @@ def _budget(available: int, default_share: float, limit: str | None) -> tuple[in
         return int(
             available * default_share
         ), f"{default_share:.0%} of the {size(available)} available (memory not set)"
-    asked = parse_size(limit)
-    if asked <= 0:
-        raise ConfigError("memory must be above 0")
-    if asked <= 1:
-        return int(available * asked), f"{asked:.0%} of the {size(available)} available (memory={limit})"
+    asked = parse_memory(limit, available)
     if asked > available:
         raise ConfigError(f"memory={limit} is more than the {size(available)} available")
     return int(asked), f"memory={limit}"

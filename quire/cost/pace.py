@@ -1,5 +1,6 @@
 """How long a step takes, learnt from the steps that ran. Reads no clock: durations are inputs."""
 
+SHORTEST, LONGEST = 1e-9, 1e6  # seconds of a step
 _FORGET = 0.98  # weight that a step keeps when the next one is seen
 
 
@@ -18,7 +19,9 @@ class Pace:
         self.per_token = 0.0
 
     def observe(self, num_tokens: int, seconds: float) -> None:
-        """Learn from a step."""
+        """Learn from a step. A duration that no step can have had teaches nothing."""
+        if not SHORTEST < seconds < LONGEST:
+            return
         self._weight = self._weight * _FORGET + 1
         self._n = self._n * _FORGET + num_tokens
         self._nn = self._nn * _FORGET + num_tokens * num_tokens
@@ -31,12 +34,13 @@ class Pace:
             slope, fixed = self._ns / self._nn, 0.0
         self.per_token, self.fixed = slope, fixed
 
-    def predict(self, num_tokens: int) -> float:
-        """Seconds that a step of `num_tokens` will take; 0 while nothing is known."""
-        return self.fixed + self.per_token * num_tokens
-
     def tokens_within(self, seconds: float, most: int) -> int:
-        """Tokens that a step may have to take at most `seconds`: between 1 and `most`."""
+        """Tokens that a step may have to take about `seconds`: between 1 and `most`.
+
+        At least half of the time is given to tokens, also where the fixed cost leaves less: a step that
+        has to be paid for anyway should not be wasted on a single token.
+        """
         if self.per_token <= 0:
             return most
-        return max(1, min(most, int((seconds - self.fixed) / self.per_token)))
+        tokens = max(seconds - self.fixed, seconds / 2) / self.per_token
+        return most if tokens >= most else max(1, int(tokens))

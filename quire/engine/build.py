@@ -1,5 +1,6 @@
 """From options to a running engine: resolve, plan the memory, say so, and only then load."""
 
+import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ from quire.sched.scheduler import Scheduler
 
 _SHARES = {"cpu": 0.5, "cuda": 0.9}  # of the memory available: a host is shared with others, a GPU is not
 _LOGIT_COPIES = 4  # logits, their filtered and sorted forms, and random numbers, in float32
+_PLACE = re.compile(r" - at `\$\.(\w+)`$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,7 @@ def build(options: EngineOptions, *, report: Callable[[str], None], progress: Ca
 
     progress(done, total) is called in bytes while weights stream in. Raises ConfigError, ModelError.
     """
-    _check_types(options)
+    _check(options)
     folder = embedded.folder() if options.model is None else Path(options.model)
     description = describe(folder)
     tokenizer = Tokenizer.from_folder(folder)
@@ -87,12 +89,15 @@ def build(options: EngineOptions, *, report: Callable[[str], None], progress: Ca
     return Built(engine, tokenizer, name, plan.max_model_len, plan)
 
 
-def _check_types(options: EngineOptions) -> None:
-    """Options may come from anywhere; a wrong type is a ConfigError that names the option."""
+def _check(options: EngineOptions) -> None:
+    """Options may come from anywhere; a wrong type or a value out of bounds is a ConfigError that names the option."""
     try:
         msgspec.convert(asdict(options), EngineOptions)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{error}") from error
+        message = str(error)
+        place = _PLACE.search(message)
+        option = f"{place[1]}: " if place else ""
+        raise ConfigError(option + _PLACE.sub("", message)) from error
 
 
 def _demand(description: ModelDescription, options: EngineOptions, dtype: str, scratch_bytes: int) -> Demand:
@@ -112,7 +117,7 @@ def _demand(description: ModelDescription, options: EngineOptions, dtype: str, s
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
         workspace_bytes_per_token=activations * 4,
-        workspace_bytes_per_seq=config.vocab_size * 4 * _LOGIT_COPIES,
+        workspace_bytes_per_seq=config.vocab_size * 4 * _LOGIT_COPIES + (length + -(-length // options.block_size)) * 4,
         scratch_bytes=min(max(scratch_bytes, length * kv_per_layer), options.max_num_seqs * length * kv_per_layer),
     )
 

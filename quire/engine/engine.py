@@ -15,7 +15,8 @@ from quire.core.output import Output
 from quire.core.request import Request, resolve
 from quire.core.runner import Runner
 from quire.core.step import Step, StepResult
-from quire.params import SamplingParams
+from quire.errors import RequestError
+from quire.params import SamplingParams, is_unicode
 from quire.sched.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
@@ -56,7 +57,7 @@ class Engine:
         self._scheduler = scheduler
         self._runner = runner
         self._eos_token_ids = eos_token_ids
-        self._seed = seed
+        self._seeds = _mix(seed)
         self._clock = clock
         self._overlap = scheduler.config.steps_in_flight > 1
         self._uncollected: deque[int] = deque()  # steps launched and sampled
@@ -73,16 +74,18 @@ class Engine:
 
     def add(self, request_id: str, prompt: list[int], params: SamplingParams) -> None:
         """Queue a request of token ids. Raises RequestError: empty, too long, ids out of range, id in use."""
-        self._num_requests += 1
+        if not is_unicode(request_id):
+            raise RequestError("a request id must be valid Unicode", "request_id")
         params = resolve(
             prompt,
             params,
             vocab_size=self.vocab_size,
             max_model_len=self.max_model_len,
-            default_seed=_mix(self._seed + self._num_requests),
+            default_seed=_mix(self._seeds + self._num_requests),
         )
         request = Request(id=request_id, prompt=prompt, params=params, eos_token_ids=self._eos_token_ids)
         self._scheduler.add(request, self._clock())
+        self._num_requests += 1
         self._prompt_tokens += len(prompt)
 
     def abort(self, request_id: str) -> None:
@@ -91,7 +94,7 @@ class Engine:
 
     def finish(self, seq_id: int, num_tokens: int) -> None:
         """A stop string ended this sequence after `num_tokens` output tokens; no more is said about it."""
-        self._scheduler.finish(seq_id, num_tokens, self._clock())
+        self._generation_tokens -= self._scheduler.finish(seq_id, num_tokens, self._clock())
 
     def step(self) -> list[Output]:
         """Plan a step, run it, and commit the oldest one that is due. Empty when there was nothing to do."""
@@ -108,8 +111,8 @@ class Engine:
             if not self._overlap:
                 outputs = self._commit()
         self._heartbeat = self._clock()
-        if not self._scheduler.has_work:
-            self._check()
+        if self._scheduler.leaks:
+            self._repair()
         return outputs
 
     def stats(self) -> EngineStats:
@@ -161,7 +164,10 @@ class Engine:
     def _collect(self, step_id: int) -> StepResult:
         if step_id not in self._errors:
             try:
-                return self._runner.collect()
+                result = self._runner.collect()
+                if result.step_id == step_id:
+                    return result
+                raise RuntimeError(f"the runner brought step {result.step_id} in place of step {step_id}")
             except Exception as error:
                 self._note_failure(step_id, error)
         return StepResult.failed(step_id, self._errors.pop(step_id))
@@ -170,12 +176,10 @@ class Engine:
         log.exception("step %d failed", step_id)
         self._errors[step_id] = f"{type(error).__name__}: {error}"
 
-    def _check(self) -> None:
-        """When idle, every block must be free; a leak is logged and mended, never fatal."""
-        wrong = self._scheduler.check()
-        if wrong:
-            log.error("the memory does not add up and was repaired: %s", "; ".join(wrong))
-            self._scheduler.cache.repair()
+    def _repair(self) -> None:
+        """A leak is logged and mended, never fatal."""
+        log.error("the memory does not add up and is repaired: %s", "; ".join(self._scheduler.check()))
+        self._scheduler.repair()
 
 
 def _mix(number: int) -> int:

@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from os import PathLike, fspath
 from uuid import uuid4
 
 from quire.config import EngineOptions
@@ -30,13 +31,15 @@ class LLM:
 
     def __init__(
         self,
-        model: str | None = None,
+        model: str | PathLike[str] | None = None,
         *,
+        memory: str | float | None = None,
         report: Callable[[str], None] = log.info,
         progress: Callable[[int, int], None] = lambda _done, _total: None,
         **options: object,
     ) -> None:
-        settings = {"model": model, **options}
+        settings = {"model": None if model is None else fspath(model), **options}
+        settings["memory"] = None if memory is None else str(memory)
         built = build(EngineOptions(**settings), report=report, progress=progress)  # type: ignore[arg-type]  # the options are checked by name when called
         self.model_name = built.model_name
         self.max_model_len = built.max_model_len

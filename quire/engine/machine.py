@@ -36,6 +36,8 @@ def _cgroup_memory() -> int:
     """What a container's limit leaves, or more than any machine has where there is none."""
     try:
         limit = int((_CGROUP / "memory.max").read_text())
-        return limit - int((_CGROUP / "memory.current").read_text())
-    except (OSError, ValueError):  # no cgroup v2, or the limit is "max"
+        used = int((_CGROUP / "memory.current").read_text())
+        statistics = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
+        return limit - used + int(statistics["inactive_file"])  # cached files give way
+    except (OSError, ValueError, KeyError):  # no cgroup v2, or the limit is "max"
         return 2**62

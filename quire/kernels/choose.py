@@ -36,8 +36,11 @@ def choose(name: str, device: str) -> tuple[Kernels, str]:
 
 def _device(device: str) -> torch.device:
     try:
-        torch.empty(0, device=device)  # also refuses what this build of torch or this machine does not have
-        return torch.device(device)
+        place = torch.device(device)
+        if place.type not in ("cpu", "cuda"):
+            raise RuntimeError(f"quire does not run on {place.type}")
+        torch.empty(0, device=place)  # refuses what this build of torch or this machine does not have
+        return place
     except (RuntimeError, AssertionError) as error:
         first_line = str(error).splitlines()[0]
         raise ConfigError(f"device {device!r} cannot be used: {first_line}. Use 'cpu' or 'cuda'") from error

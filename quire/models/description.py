@@ -73,15 +73,15 @@ def _read_json(path: Path) -> dict[str, object]:
 
 
 def _architecture(fields: Fields) -> str:
-    names = fields.optional("architectures", list, [])
+    names = [str(name) for name in fields.optional("architectures", list, [])]
     supported = ", ".join(FAMILIES)
     if not names:
         raise fields.error(f"architectures is missing; supported: {supported}")
     for name in names:
         if name in FAMILIES:
-            return str(name)
+            return name
     raise fields.error(
-        f"architecture {names[0]!r} is not supported{nearest(str(names[0]), FAMILIES)}; supported: {supported}"
+        f"architecture {names[0]!r:.80} is not supported{nearest(names[0], FAMILIES)}; supported: {supported}"
     )
 
 
@@ -89,7 +89,9 @@ def _dtype(fields: Fields, weight_files: tuple[Path, ...]) -> str:
     """As config.json says under its new or old name, else as the first weight is stored."""
     name = fields.optional("dtype", str, fields.optional("torch_dtype", str, ""))
     if not name:
-        stored = next(iter(header(weight_files[0]).values()))
+        stored = next(iter(header(weight_files[0]).values()), None)
+        if stored is None:
+            raise fields.error(f"{weight_files[0]} holds no tensors; download it again")
         name = _STORED_DTYPES.get(stored.dtype, stored.dtype)
     if name not in _DTYPES:
         raise fields.error(f"dtype {name!r} is not supported; supported: {', '.join(_DTYPES)}")

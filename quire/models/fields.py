@@ -12,13 +12,14 @@ from quire.errors import ModelError
 from quire.models.families import DecoderConfig, Family
 
 T = TypeVar("T")
+_MOST = 1e30  # no number of a config.json is larger
 
 # fields that make it another model, each with the test that says so
 _UNSUPPORTED: Mapping[str, Callable[[object], bool]] = MappingProxyType(
     {
         "quantization_config": lambda value: value is not None,
         "use_sliding_window": lambda value: value is not False and value is not None,
-        "layer_types": lambda value: value is not None and set(_items(value)) != {"full_attention"},
+        "layer_types": lambda value: value is not None and any(item != "full_attention" for item in _items(value)),
         "hidden_act": lambda value: value not in (None, "silu", "swish"),
         "partial_rotary_factor": lambda value: value not in (None, 1),
     }
@@ -41,7 +42,7 @@ class Fields:
         value = self._values.get(name)
         if value is None:
             return default
-        if kind is float and isinstance(value, int):
+        if kind is float and isinstance(value, int) and abs(value) < _MOST:
             value = float(value)
         if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
             raise self.error(f"{name} must be of type {kind.__name__}, not {value!r:.80}")
@@ -80,7 +81,7 @@ class Fields:
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
-            rms_norm_eps=self.optional("rms_norm_eps", float, 1e-6),
+            rms_norm_eps=self._positive("rms_norm_eps", self._values.get("rms_norm_eps"), 1e-6),
             rope_theta=self._rope_theta(),
             max_positions=self.number("max_position_embeddings"),
             tied=self.flag("tie_word_embeddings"),
@@ -100,12 +101,15 @@ class Fields:
                 raise self.error(
                     f"{name} with partial_rotary_factor {rope['partial_rotary_factor']!r} is not supported"
                 )
-        theta = self.optional("rope_parameters", dict, {}).get("rope_theta")
-        if theta is None:
-            theta = self.optional("rope_theta", float, 10000.0)
-        if isinstance(theta, bool) or not isinstance(theta, int | float) or not theta > 0:
-            raise self.error(f"rope_theta must be a positive number, not {theta!r:.80}")
-        return float(theta)
+        theta = self.optional("rope_parameters", dict, {}).get("rope_theta", self._values.get("rope_theta"))
+        return self._positive("rope_theta", theta, 10000.0)
+
+    def _positive(self, name: str, value: object, default: float) -> float:
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < _MOST:
+            raise self.error(f"{name} must be a positive number, not {value!r:.80}")
+        return float(value)
 
 
 def _items(value: object) -> list[object]:

@@ -66,6 +66,8 @@ class TorchRunner:
         """
         began = self._clock()
         self._launched = None
+        if step.reset:
+            self._sampled.clear()  # of steps that failed on their way back
         _refuse(step.chunks)
         self._rows.apply(step)
         self._store.execute(step.moves)

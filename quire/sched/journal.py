@@ -5,7 +5,7 @@ again, without a model, and says where the first difference lies. A journal is d
 records, each behind its length.
 
 `JournalledScheduler` has the scheduler's own methods and writes down what passes through. It is
-flushed at every commit, so that it survives the death of the process up to the last one.
+flushed before each step is handed out, so that the step that kills the process is the last one in it.
 """
 
 from collections.abc import Iterator
@@ -86,32 +86,38 @@ class JournalledScheduler(Scheduler):
         self._write(Header(FORMAT, config, cache.config))
 
     def add(self, request: Request, now: float) -> None:
-        super().add(request, now)  # first: what is refused changes nothing and is not an input
-        self._write(Add(request, now))
+        data = codec.encode(Add(request, now))  # what cannot be written down is not taken in
+        super().add(request, now)
+        self._write_bytes(data)  # what is refused is not an input
 
     def abort(self, request_id: str, now: float) -> None:
         self._write(Abort(request_id, now))
         super().abort(request_id, now)
 
-    def finish(self, seq_id: int, num_tokens: int, now: float) -> None:
+    def finish(self, seq_id: int, num_tokens: int, now: float) -> int:
+        surplus = super().finish(seq_id, num_tokens, now)
         self._write(Finish(seq_id, num_tokens, now))
-        super().finish(seq_id, num_tokens, now)
+        return surplus
 
     def plan(self, now: float) -> Step | None:
         planned = super().plan(now)
         self._write(Plan(now, _bytes(planned)))
+        if planned is not None:
+            self._file.flush()  # the step may be the one that kills the process
         return planned
 
     def commit(self, result: StepResult, now: float) -> list[Output]:
+        outputs = super().commit(result, now)
         self._write(Commit(result, now))
-        self._file.flush()
-        return super().commit(result, now)
+        return outputs
 
     def close(self) -> None:
         self._file.close()
 
     def _write(self, record: Record) -> None:
-        data = codec.encode(record)
+        self._write_bytes(codec.encode(record))
+
+    def _write_bytes(self, data: bytes) -> None:
         self._file.write(len(data).to_bytes(4, "little") + data)
 
 
@@ -131,8 +137,8 @@ def read(file: BinaryIO) -> Iterator[Record]:
             return
         try:
             yield codec.decode(data, Record)  # type: ignore[arg-type]
-        except msgspec.MsgspecError as error:
-            raise JournalError(f"not a quire journal: {error}") from error
+        except (msgspec.MsgspecError, ValueError, TypeError) as error:
+            raise JournalError(f"not a quire journal, or damaged: {error}") from error
 
 
 def rerun(records: Iterator[Record]) -> Iterator[tuple[Scheduler, Step | None, bytes]]:
@@ -160,13 +166,21 @@ def rerun(records: Iterator[Record]) -> Iterator[tuple[Scheduler, Step | None, b
 
 
 def replay(records: Iterator[Record]) -> ReplayReport:
-    """Run the inputs again and compare the steps with those recorded, up to the first difference."""
+    """Run the inputs again and compare the steps with those recorded, up to the first difference.
+
+    Raises JournalError where the records make no sense.
+    """
     num_steps = 0
-    for _, planned, expected in rerun(records):
-        data = _bytes(planned)
-        if data != expected:
-            return ReplayReport(num_steps, _difference(expected, data))
-        num_steps += planned is not None
+    try:
+        for _, planned, expected in rerun(records):
+            data = _bytes(planned)
+            if data != expected:
+                return ReplayReport(num_steps, _difference(expected, data))
+            num_steps += planned is not None
+    except JournalError:
+        raise
+    except Exception as error:  # bytes from outside can say anything
+        raise JournalError(f"damaged after step {num_steps}: {type(error).__name__}: {error}") from error
     return ReplayReport(num_steps, "")
 
 

@@ -22,7 +22,7 @@ from quire.core.request import Request
 from quire.core.step import ChunkOutput, Late, Step, StepResult
 from quire.cost.pace import Pace
 from quire.errors import ConfigError, RequestError
-from quire.sched.draft import StepDraft
+from quire.sched.builder import StepBuilder
 from quire.sched.sequence import Sequence
 
 _NONE, _SAMPLE = int(ChunkOutput.NONE), int(ChunkOutput.SAMPLE)
@@ -42,7 +42,7 @@ class Scheduler:
     """Requests in, Steps out, StepResults in, Outputs out."""
 
     def __init__(self, config: SchedulerConfig, cache: KVCache) -> None:
-        if cache.num_blocks * cache.block_size < config.max_model_len:
+        if cache.config.capacity < config.max_model_len:
             raise ConfigError(
                 f"{cache.num_blocks} blocks of {cache.block_size} tokens cannot hold one sequence of max_model_len "
                 f"({config.max_model_len}); give the cache more memory or lower max_model_len"
@@ -103,16 +103,21 @@ class Scheduler:
         for seq in list(self._requests.get(request_id, ())):
             self._end(seq, "abort", now)
 
-    def finish(self, seq_id: int, num_tokens: int, now: float) -> None:
+    def finish(self, seq_id: int, num_tokens: int, now: float) -> int:
         """The front end saw the end of a sequence after `num_tokens` output tokens (a stop string).
 
-        Tokens after that count nowhere. Nothing more is said about the sequence; an unknown one, which
-        may have ended on its own meanwhile, is ignored.
+        Tokens after that count nowhere; returns how many of them had been put out. Nothing more is said
+        about the sequence; an unknown one, which may have ended on its own meanwhile, is ignored.
         """
+        if num_tokens < 0:
+            raise ValueError(f"a sequence cannot have ended after {num_tokens} tokens")
         seq = self._sequences.get(seq_id)
-        if seq is not None:
-            del seq.tokens[len(seq.request.prompt) + num_tokens :]
-            self._end(seq, "stop", now)
+        if seq is None:
+            return 0
+        surplus = max(0, seq.num_generated - num_tokens)
+        del seq.tokens[len(seq.tokens) - surplus :]
+        self._end(seq, "stop", now)
+        return surplus
 
     # The loop: plan, late, commit
 
@@ -122,22 +127,19 @@ class Scheduler:
         alone = self._reset or suspect is not None  # such a step waits for those in flight
         if len(self._in_flight) >= (1 if alone else self.config.steps_in_flight):
             return None
-        draft = StepDraft(self._next_step, len(self.cache.pools), reset=self._reset)
+        builder = StepBuilder(self._next_step, len(self.cache.pools), reset=self._reset)
+        left = self._advance(self._running if suspect is None else [suspect], builder, now)
         if self._reset:
-            for seq in self._running:
-                draft.open(seq)
-        if suspect is not None:
-            self._advance([suspect], draft, now)
-        else:
-            left = self._advance(self._running, draft, now)
-            self._admit(draft, left, now)
-        if not draft.chunks:
+            for seq in self._running:  # those who are left: advancing one may have preempted others
+                builder.open(seq)
+        if suspect is None:
+            self._admit(builder, left, now)
+        if not builder.chunks:
             return None
         self._reset = False
         self._next_step += 1
-        self._in_flight.append(_Launched(draft.id, draft.entries, draft.num_tokens))
-        self.cache.launched(draft.id)
-        return draft.build(self.cache.take_moves())
+        self._in_flight.append(_Launched(builder.id, builder.entries, builder.num_tokens))
+        return builder.build(self.cache.launched(builder.id))
 
     def late(self, step: Step) -> Late:
         """What sampling `step` needs that its plan could not contain: masks of constrained rows."""
@@ -146,12 +148,13 @@ class Scheduler:
 
     def commit(self, result: StepResult, now: float) -> list[Output]:
         """Take in what came of the oldest step in flight."""
+        if not self._in_flight or self._in_flight[0].id != result.step_id:
+            raise ValueError(f"step {result.step_id} was committed, but is not the oldest in flight")
         launched = self._in_flight.popleft()
-        if launched.id != result.step_id:
-            raise ValueError(f"step {result.step_id} was committed, but step {launched.id} is the oldest in flight")
-        self.cache.collected(launched.id)
         if result.error:
+            self.cache.failed(launched.id)
             return self._roll_back(launched, result.error, now)
+        self.cache.collected(launched.id)
         self.pace.observe(launched.num_tokens, result.seconds)
         outputs = []
         tokens = result.tokens.tolist()
@@ -165,16 +168,32 @@ class Scheduler:
             at += count
         return outputs
 
+    @property
+    def leaks(self) -> bool:
+        """Whether nothing is left to do and yet not every block is free. Costs nothing: asked after each step."""
+        return not self.has_work and self.cache.num_free < self.cache.num_blocks
+
     def check(self) -> list[str]:
         """Complaints about memory that does not add up, or that nobody should own; empty when all is well."""
         wrong = self.cache.check()
-        if not self.has_work and self.cache.num_free != self.cache.num_blocks:
-            wrong.append(f"idle, and {self.cache.num_blocks - self.cache.num_free} blocks are not free")
+        strangers = [seq_id for seq_id in self.cache.tables if not self._is_running(seq_id)]
+        if strangers:
+            wrong.append(f"sequences {strangers} do not run and have tables")
         return wrong
+
+    def repair(self) -> None:
+        """Give back what nobody should own, and make reference counts add up. For an engine that has logged `check`."""
+        for seq_id in list(self.cache.tables):
+            if not self._is_running(seq_id):
+                self.cache.release(seq_id)
+        self.cache.repair()
+
+    def _is_running(self, seq_id: int) -> bool:
+        return seq_id in self._sequences and self._sequences[seq_id].row >= 0
 
     # Planning
 
-    def _advance(self, sequences: list[Sequence], draft: StepDraft, now: float) -> int:
+    def _advance(self, sequences: list[Sequence], builder: StepBuilder, now: float) -> int:
         """Give each sequence some of the tokens it lacks; returns the tokens left in the budget.
 
         Everybody gets one token before anybody gets a second, so that a long prompt delays no one.
@@ -191,32 +210,30 @@ class Scheduler:
                 i += 1
                 continue
             take = min(lacking, 1 + max(spare, 0))
-            if start + take > seq.table.capacity and not self._grow(seq, start + take, draft, now):  # type: ignore[union-attr]
+            if start + take > seq.table.capacity and not self._grow(seq, start + take, builder, now):  # type: ignore[union-attr]
                 if seq.row < 0:  # it was the latest arrival itself
                     continue
                 spare += 1
             else:
-                self._plan_chunk(seq, take, draft)
+                self._plan_chunk(seq, take, builder)
                 spare -= take - 1
             i += 1
         return spare
 
-    def _grow(self, seq: Sequence, num_tokens: int, draft: StepDraft, now: float) -> bool:
+    def _grow(self, seq: Sequence, num_tokens: int, builder: StepBuilder, now: float) -> bool:
         """Back the first `num_tokens` positions, preempting the latest arrivals while blocks are short."""
         assert seq.table is not None
         while (first := self.cache.grow(seq.table, num_tokens)) is None:
-            if self.cache.num_retired and self.cache.num_free + self.cache.num_retired >= self.cache.needed(
-                seq.table, num_tokens
-            ):
-                return False  # a step in flight is about to give back enough
+            if self.cache.fits_once_collected(seq.table, num_tokens):
+                return False  # steps in flight are about to give back enough
             victim = self._running[-1]
             self._preempt(victim, f"no free block for sequence {seq.id}", now)
             if victim is seq:
                 return False
-        draft.give_blocks(seq, first)
+        builder.give_blocks(seq, first)
         return True
 
-    def _admit(self, draft: StepDraft, left: int, now: float) -> None:
+    def _admit(self, builder: StepBuilder, left: int, now: float) -> None:
         """Start waiting sequences, first come first served, while tokens, rows and blocks last."""
         while left > 0 and self._waiting and self._free_rows:
             seq = self._waiting[0]
@@ -226,31 +243,33 @@ class Scheduler:
             if self._in_flight and seq.last_step >= self._in_flight[0].id:
                 return  # preempted a moment ago: tokens of it are still under way
             needed = -(-len(seq.tokens) // self.cache.block_size)
-            if needed + (self._spare_blocks if self._running else 0) > self.cache.num_free:
+            # whoever runs may need a block soon; without room for that, admission would end in preemption
+            spare = max(self._spare_blocks, len(self._running)) if self._running else 0
+            if needed + spare > self.cache.num_free:
                 return
             self._waiting.popleft()
             seq.row = self._free_rows.pop()
             seq.table = self.cache.open(seq.id)
             self.cache.grow(seq.table, len(seq.tokens))
             self._running.append(seq)
-            draft.open(seq)
+            builder.open(seq)
             take = min(len(seq.tokens), left)
-            self._plan_chunk(seq, take, draft)
+            self._plan_chunk(seq, take, builder)
             left -= take
             self.events.append(Admitted(now, seq.request.id, seq.id, now - seq.since, 0))
 
-    def _plan_chunk(self, seq: Sequence, take: int, draft: StepDraft) -> None:
+    def _plan_chunk(self, seq: Sequence, take: int, builder: StepBuilder) -> None:
         """The sequence's next `take` tokens; the last token known so far yields the next one."""
         start = seq.num_computed
         stop = seq.num_computed = start + take
         if stop == len(seq.tokens) + seq.num_pending:
             seq.num_pending += 1
-            draft.chunks.append((seq.row, seq.id, start, stop, 0, 1, _SAMPLE))
+            builder.chunks.append((seq.row, seq.id, start, stop, 0, 1, _SAMPLE))
         else:
-            draft.chunks.append((seq.row, seq.id, start, stop, 0, 0, _NONE))
-        draft.entries.append((seq, start, seq.epoch))
-        draft.num_tokens += take
-        seq.last_step = draft.id
+            builder.chunks.append((seq.row, seq.id, start, stop, 0, 0, _NONE))
+        builder.entries.append((seq, start, seq.epoch))
+        builder.num_tokens += take
+        seq.last_step = builder.id
 
     def _preempt(self, seq: Sequence, reason: str, now: float) -> None:
         """Take a sequence's row and blocks; it goes to the front of the queue and is computed again."""
@@ -292,18 +311,11 @@ class Scheduler:
                 break
         if reason is not None:
             self._end(seq, reason, now)
-        wants_logprobs = result.logprobs is not None and seq.request.params.logprobs is not None
-        return Output(
-            seq.request.id,
-            seq.index,
-            seq.id,
-            kept,
-            reason,
-            kept[-1] if reason == "stop" else None,
-            result.logprobs.slice(at, at + len(kept)) if wants_logprobs else None,  # type: ignore[union-attr]
-            0,
-            error,
-        )
+        logprobs = None
+        if result.logprobs is not None and seq.request.params.logprobs is not None:
+            logprobs = result.logprobs.slice(at, at + len(kept))
+        stop_token = kept[-1] if reason == "stop" else None
+        return Output(seq.request.id, seq.index, seq.id, kept, reason, stop_token, logprobs, error=error)
 
     def _end(self, seq: Sequence, reason: str, now: float) -> None:
         """The sequence is over: its row and blocks are free, as soon as no step in flight needs them."""

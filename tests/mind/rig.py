@@ -20,15 +20,38 @@ def cache_config(num_blocks: int, block_size: int = 4, num_groups: int = 1) -> C
     return CacheConfig(block_size, (group,) * num_groups)
 
 
+class CheckedScheduler(JournalledScheduler):
+    """Looks at every step before a runner does: the engine takes whatever a runner raises for its failure."""
+
+    sizes: list[int]  # tokens of each step
+
+    def plan(self, now):
+        step = super().plan(now)
+        if step is None:
+            return None
+        self.sizes = [*getattr(self, "sizes", []), step.num_tokens]
+        rows = dict(zip(step.chunks.rows.tolist(), step.chunks.seq_ids.tolist(), strict=True))
+        assert len(rows) == len(step.chunks), "two chunks in one row"
+        written = [step.opens.rows, step.tokens.rows, *(writes.rows for writes in step.blocks), step.chunks.rows]
+        assert all((column >= 0).all() for column in written), "a row that is none"
+        opened = step.opens.rows.tolist()
+        assert len(set(opened)) == len(opened), "two sequences in one row"
+        for seq in self._running:
+            assert rows.get(seq.row, seq.id) == seq.id
+        assert step.num_tokens <= max(self.config.max_num_batched_tokens, len(step.chunks))
+        return step
+
+
 class Rig:
     """Runs requests to their end; `tokens[request id, index]` and `reasons[...]` are what came out."""
 
     def __init__(self, *, num_blocks=64, block_size=4, seed=0, fails=lambda step: False, **scheduler):
         options = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "max_model_len": num_blocks * block_size}
+        options |= {"step_seconds": 0.5, "watermark": 0.01, "steps_in_flight": 1}
         self.config = SchedulerConfig(**(options | scheduler))
         self.cache = KVCache(cache_config(num_blocks, block_size))
         self.file = io.BytesIO()
-        self.scheduler = JournalledScheduler(self.config, self.cache, self.file)
+        self.scheduler = CheckedScheduler(self.config, self.cache, self.file)
         self.rng = random.Random(seed)
         self.now = 0.0
         runner = ScriptedRunner(
@@ -50,6 +73,14 @@ class Rig:
 
     def add(self, request_id: str, prompt: list[int], **params) -> None:
         self.engine.add(request_id, prompt, SamplingParams(**({"temperature": 0.0, "max_tokens": 8} | params)))
+
+    def abort(self, request_id: str) -> None:
+        self.engine.abort(request_id)
+        assert self.scheduler.check() == []
+
+    def finish(self, seq_id: int, num_tokens: int) -> None:
+        self.engine.finish(seq_id, num_tokens)
+        assert self.scheduler.check() == []
 
     def step(self) -> list[Output]:
         outputs = self.engine.step()

@@ -1,10 +1,10 @@
-"""A Step while it is being written down."""
+"""A Step while it is being put together."""
 
 from quire.core.step import Chunks, Move, Opens, Step, Writes
 from quire.sched.sequence import Sequence
 
 
-class StepDraft:
+class StepBuilder:
     """Rows opened, blocks given and chunks planned so far, as plain lists."""
 
     __slots__ = ("blocks", "chunks", "entries", "id", "num_tokens", "opened", "reset")
