@@ -103,7 +103,13 @@ def test_end_tokens_without_generation_config(folder):
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling of type 'linear'"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
         ({"partial_rotary_factor": 0.25}, "partial_rotary_factor = 0.25"),
+        ({"architectures": [{}]}, r"architecture '\{\}' is not supported"),
         ({"rope_parameters": {"rope_theta": -1}}, "rope_theta must be a positive number, not -1"),
+        ({"rope_parameters": {"rope_theta": 10**400}}, "rope_theta must be a positive number"),
+        ({"rope_theta": float("inf"), "rope_parameters": None}, "rope_theta must be a positive number, not inf"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a positive number, not nan"),
+        ({"rms_norm_eps": -1}, "rms_norm_eps must be a positive number, not -1"),
+        ({"layer_types": [{}]}, "layer_types"),
         ({"use_sliding_window": True}, "use_sliding_window = True is not supported"),
         ({"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "layer_types"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
@@ -162,6 +168,13 @@ def test_a_damaged_index(folder, text):
     shard(folder)
     (folder / "model.safetensors.index.json").write_text(text)
     with pytest.raises(ModelError, match=r"index\.json .*download it again"):
+        describe(folder)
+
+
+def test_weights_without_tensors(folder):
+    change(folder, without=("dtype",))
+    save_file({}, folder / "model.safetensors")
+    with pytest.raises(ModelError, match="holds no tensors; download it again"):
         describe(folder)
 
 

@@ -6,10 +6,13 @@ import numpy as np
 import pytest
 from rig import Rig
 
+from quire.cache.kv_cache import KVCache
 from quire.core import step as steps
 from quire.core.codec import decode
+from quire.core.request import Request
 from quire.core.step import Chunk, ChunkOutput, Chunks, Writes
 from quire.errors import RequestError
+from quire.params import SamplingParams
 from quire.sched import journal
 from quire.sched.scheduler import Scheduler
 
@@ -66,6 +69,41 @@ def test_closing_the_engine_closes_the_journal():
     rig = recorded()
     rig.engine.close()
     assert rig.file.closed
+
+
+def test_damaged_journals_are_refused_or_differ_but_never_crash():
+    data = bytearray(recorded().file.getvalue())
+    outcomes = set()
+    for place in range(5, len(data), 97):
+        damaged = bytes(data[:place]) + bytes([data[place] ^ 0xFF]) + bytes(data[place + 1 :])
+        try:
+            outcomes.add(bool(journal.replay(journal.read(io.BytesIO(damaged))).difference))
+        except journal.JournalError:
+            outcomes.add("refused")
+    assert {True, "refused"} <= outcomes
+
+
+def test_the_step_that_kills_the_process_is_in_the_journal(tmp_path):
+    file = (tmp_path / "journal").open("wb")
+    rig = Rig()
+    scheduler = journal.JournalledScheduler(rig.config, KVCache(rig.cache.config), file)
+    params = SamplingParams(max_tokens=3, seed=1)
+    scheduler.add(Request(id="a", prompt=[1, 2, 3], params=params), 0.0)
+    step = scheduler.plan(0.5)
+    with (tmp_path / "journal").open("rb") as found:  # nothing was closed, as after SIGKILL
+        *_, add, plan = journal.read(found)
+    file.close()
+    assert add.request.id == "a"
+    assert plan.step == steps.to_bytes(step)
+
+
+def test_what_cannot_be_written_down_is_not_taken_in():
+    rig = Rig()
+    with pytest.raises(RequestError, match="valid Unicode"):
+        rig.add("a\ud800", [1, 2, 3])
+    assert not rig.scheduler.has_work
+    with pytest.raises(RequestError, match="valid Unicode"):
+        SamplingParams(stop=["\ud800"])
 
 
 def test_another_format_is_refused():
