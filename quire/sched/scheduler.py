@@ -243,9 +243,7 @@ class Scheduler:
             if self._in_flight and seq.last_step >= self._in_flight[0].id:
                 return  # preempted a moment ago: tokens of it are still under way
             needed = -(-len(seq.tokens) // self.cache.block_size)
-            # whoever runs may need a block soon; without room for that, admission would end in preemption
-            spare = max(self._spare_blocks, len(self._running)) if self._running else 0
-            if needed + spare > self.cache.num_free:
+            if needed + (self._spare_blocks if self._running else 0) > self.cache.num_free:
                 return
             self._waiting.popleft()
             seq.row = self._free_rows.pop()
