@@ -3,7 +3,6 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-SOURCES := quire tests tools benchmarks conftest.py
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
 .PHONY: serve test check bench clean
@@ -15,8 +14,8 @@ test: $(VENV)/.installed-dev  ## ARGS="tests/demo -x" goes to pytest
 	@$(BIN)/python -m pytest $(ARGS)
 
 check: $(VENV)/.installed-dev  ## style, types, layers
-	@$(BIN)/ruff check --quiet $(SOURCES)
-	@$(BIN)/ruff format --check --quiet $(SOURCES)
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/ruff format --check --quiet .
 	@$(BIN)/mypy
 	@$(BIN)/python -m pytest -q tests/test_layers.py tests/test_tree.py
 

@@ -24,7 +24,7 @@ _WORD = 2**64 - 1
 
 
 class EngineStats(msgspec.Struct, frozen=True):
-    """Where the engine stands. Counters count since its start; times are the engine's clock, in seconds."""
+    """Where the engine stands. Counters count since its start and never fall."""
 
     num_running: int
     num_waiting: int
@@ -34,9 +34,9 @@ class EngineStats(msgspec.Struct, frozen=True):
     num_steps: int
     failed_steps: int
     prompt_tokens: int
-    generation_tokens: int
+    generation_tokens: int  # put out, also those that a stop string made void
+    failed_in_a_row: int  # steps, up to the last one
     last_step_seconds: float
-    heartbeat: float  # when `step` last returned
 
 
 class Engine:
@@ -64,8 +64,8 @@ class Engine:
         self._errors: dict[int, str] = {}  # of those, the ones that failed on the way
         self._num_requests = self._num_steps = self._failed_steps = 0
         self._prompt_tokens = self._generation_tokens = 0
+        self._failed_in_a_row = 0
         self._last_step_seconds = 0.0
-        self._heartbeat = clock()
 
     @property
     def has_work(self) -> bool:
@@ -94,7 +94,7 @@ class Engine:
 
     def finish(self, seq_id: int, num_tokens: int) -> None:
         """A stop string ended this sequence after `num_tokens` output tokens; no more is said about it."""
-        self._generation_tokens -= self._scheduler.finish(seq_id, num_tokens, self._clock())
+        self._scheduler.finish(seq_id, num_tokens, self._clock())
 
     def step(self) -> list[Output]:
         """Plan a step, run it, and commit the oldest one that is due. Empty when there was nothing to do."""
@@ -110,7 +110,6 @@ class Engine:
             self._sample(step)
             if not self._overlap:
                 outputs = self._commit()
-        self._heartbeat = self._clock()
         if self._scheduler.leaks:
             self._repair()
         return outputs
@@ -128,8 +127,8 @@ class Engine:
             self._failed_steps,
             self._prompt_tokens,
             self._generation_tokens,
+            self._failed_in_a_row,
             self._last_step_seconds,
-            self._heartbeat,
         )
 
     def close(self) -> None:
@@ -156,6 +155,7 @@ class Engine:
         result = self._collect(step_id)
         self._num_steps += 1
         self._failed_steps += bool(result.error)
+        self._failed_in_a_row = self._failed_in_a_row + 1 if result.error else 0
         self._last_step_seconds = result.seconds
         outputs = self._scheduler.commit(result, self._clock())
         self._generation_tokens += sum(len(output.token_ids) for output in outputs)

@@ -94,10 +94,9 @@ class JournalledScheduler(Scheduler):
         self._write(Abort(request_id, now))
         super().abort(request_id, now)
 
-    def finish(self, seq_id: int, num_tokens: int, now: float) -> int:
-        surplus = super().finish(seq_id, num_tokens, now)
+    def finish(self, seq_id: int, num_tokens: int, now: float) -> None:
+        super().finish(seq_id, num_tokens, now)
         self._write(Finish(seq_id, num_tokens, now))
-        return surplus
 
     def plan(self, now: float) -> Step | None:
         planned = super().plan(now)

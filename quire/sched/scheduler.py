@@ -103,21 +103,18 @@ class Scheduler:
         for seq in list(self._requests.get(request_id, ())):
             self._end(seq, "abort", now)
 
-    def finish(self, seq_id: int, num_tokens: int, now: float) -> int:
+    def finish(self, seq_id: int, num_tokens: int, now: float) -> None:
         """The front end saw the end of a sequence after `num_tokens` output tokens (a stop string).
 
-        Tokens after that count nowhere; returns how many of them had been put out. Nothing more is said
-        about the sequence; an unknown one, which may have ended on its own meanwhile, is ignored.
+        Tokens after that do not belong to it. Nothing more is said about the sequence; an unknown one,
+        which may have ended on its own meanwhile, is ignored.
         """
         if num_tokens < 0:
             raise ValueError(f"a sequence cannot have ended after {num_tokens} tokens")
         seq = self._sequences.get(seq_id)
-        if seq is None:
-            return 0
-        surplus = max(0, seq.num_generated - num_tokens)
-        del seq.tokens[len(seq.tokens) - surplus :]
-        self._end(seq, "stop", now)
-        return surplus
+        if seq is not None:
+            del seq.tokens[len(seq.request.prompt) + num_tokens :]
+            self._end(seq, "stop", now)
 
     # The loop: plan, late, commit
 

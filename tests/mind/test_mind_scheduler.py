@@ -298,15 +298,26 @@ def test_a_leak_is_logged_and_mended(caplog):
     assert rig.scheduler.check() == []
 
 
-def test_tokens_after_a_stop_count_nowhere():
+def test_tokens_after_a_stop_do_not_belong_to_the_sequence():
     rig = Rig()
     rig.add("a", prompt(5), max_tokens=50)
     outputs = [output for _ in range(6) for output in rig.step()]
-    assert rig.engine.stats().generation_tokens == 6
     rig.finish(outputs[0].seq_id, 2)
-    assert rig.engine.stats().generation_tokens == 2
+    assert rig.scheduler.events[-1].num_output_tokens == 2
+    assert rig.engine.stats().generation_tokens == 6, "a counter never falls"
     with pytest.raises(ValueError, match="cannot have ended after -1"):
         rig.scheduler.finish(0, -1, 0.0)
+
+
+def test_failures_in_a_row_are_counted_until_a_step_succeeds():
+    rig = Rig(fails=lambda step: step.id in (0, 1))
+    rig.add("a", prompt(5))
+    rig.add("b", prompt(5))
+    seen = []
+    while rig.engine.has_work:
+        rig.step()
+        seen.append(rig.engine.stats().failed_in_a_row)
+    assert seen[:3] == [1, 2, 0]
 
 
 def test_default_seeds_of_two_engines_share_nothing():
