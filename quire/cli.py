@@ -59,8 +59,19 @@ def _flag(name: str, annotated: Any, default: object) -> Parameter:  # noqa: ANN
     return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])
 
 
+def _print_version(wanted: bool) -> None:  # noqa: FBT001 (typer's signature)
+    if wanted:
+        typer.echo(f"quire {quire.__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def _quire() -> None:
+def _quire(
+    *,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="print it")
+    ] = False,
+) -> None:
     """An LLM serving engine. Without a model's name, commands use the one that ships with quire."""
 
 

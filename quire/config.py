@@ -85,7 +85,7 @@ class Help:
     stability: Literal["stable", "beta", "prototype"] = "stable"
 
 
-@known_arguments_only(ConfigError)
+@known_arguments_only(ConfigError, elsewhere={"gpu_memory_utilization": "memory", "context_length": "max_model_len"})
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
     """What a caller may choose about an engine. None and "auto" are resolved by the memory plan."""

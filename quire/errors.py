@@ -1,9 +1,10 @@
 """What can go wrong, as types. Every message says what to change."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from difflib import get_close_matches
 from functools import wraps
+from types import MappingProxyType
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -38,8 +39,13 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f" (did you mean {matches[0]!r}?)" if matches else ""
 
 
-def known_arguments_only(error: type[QuireError]) -> Callable[[type[T]], type[T]]:
-    """Make a dataclass raise `error` with the nearest name for an unknown argument, not a TypeError."""
+def known_arguments_only(
+    error: type[QuireError], elsewhere: Mapping[str, str] = MappingProxyType({})
+) -> Callable[[type[T]], type[T]]:
+    """Make a dataclass raise `error` with the nearest name for an unknown argument, not a TypeError.
+
+    elsewhere: names that other engines use -> the name here.
+    """
 
     def wrap(cls: type[T]) -> type[T]:
         built = cls.__init__
@@ -48,8 +54,10 @@ def known_arguments_only(error: type[QuireError]) -> Callable[[type[T]], type[T]
         @wraps(built)
         def __init__(self: T, **values: object) -> None:
             for name in values:
+                if name in elsewhere:
+                    raise error(f"unknown parameter {name!r} (quire calls it {elsewhere[name]!r})")
                 if name not in known:
-                    raise error(f"{cls.__name__} has no parameter {name!r}{nearest(name, known)}")
+                    raise error(f"unknown parameter {name!r}{nearest(name, known)}")
             built(self, **values)
 
         cls.__init__ = __init__  # type: ignore[assignment]

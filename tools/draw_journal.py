@@ -1,7 +1,7 @@
 """Draw what a journal holds: the block pool over time, and how many tokens each step computed.
 
     python tools/draw_journal.py JOURNAL OUT.svg [--steps 160]
-    python tools/draw_journal.py --demo JOURNAL OUT.svg     first records one: the embedded model, a small pool
+    python tools/draw_journal.py --demo JOURNAL OUT.svg     first records one: a small pool, a scripted model
 
 Every row is a block of the pool, every column a step, every colour a sequence. Below: the tokens of
 each step, prompt (dark) and output (light). The picture is made by running the journal's inputs
@@ -9,16 +9,20 @@ through the scheduler again, so it shows what happened, not a sketch of it.
 """
 
 import argparse
+import itertools
 import random
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from quire.config import EngineOptions
+from quire.cache.kv_cache import KVCache
+from quire.config import CacheConfig, KVGroup, SchedulerConfig
 from quire.core.step import Step
-from quire.engine.build import build
+from quire.engine.engine import Engine
 from quire.params import SamplingParams
+from quire.runner.scripted import ScriptedRunner
 from quire.sched import journal
+from quire.sched.journal import JournalledScheduler
 
 CELL = 6  # pixels, both ways
 LEFT, TOP, GAP, CHART = 64, 34, 26, 90
@@ -122,19 +126,21 @@ def _chart(film: Film, y: int) -> list[str]:
 
 
 def record_demo(path: Path) -> None:
-    """Sixteen requests of mixed lengths on the embedded model, with less memory than they would like."""
-    options = EngineOptions(
-        memory="9.7MiB", max_num_seqs=12, max_num_batched_tokens=96, max_model_len=256, journal=str(path)
-    )
-    engine = build(options, report=print, progress=lambda done, total: None).engine
-    rng = random.Random(4)
-    for i in range(16):
-        prompt = [rng.randrange(16, 2000) for _ in range(rng.choice([16, 30, 60, 100, 160]))]
-        engine.add(str(i), prompt, SamplingParams(max_tokens=rng.choice([20, 40, 60, 90]), ignore_eos=True))
-        engine.step()
-    while engine.has_work:
-        engine.step()
-    engine.close()
+    """Sixteen requests of mixed lengths in a pool of 52 blocks, the model played by a script: the same everywhere."""
+    group = KVGroup((0,), "full", 1, 64, "float32", num_blocks=52, bytes_per_block=8192)
+    cache = CacheConfig(16, (group,))
+    limits = SchedulerConfig(12, 96, 256, step_seconds=0.5, watermark=0.01, steps_in_flight=1)
+    rng, clock = random.Random(4), itertools.count()
+    with path.open("wb") as file:
+        scheduler = JournalledScheduler(limits, KVCache(cache), file)
+        runner = ScriptedRunner(cache, max_num_seqs=12, max_model_len=256)
+        engine = Engine(scheduler, runner, vocab_size=1000, clock=lambda: next(clock) / 1000)
+        for i in range(16):
+            prompt = [rng.randrange(1000) for _ in range(rng.choice([16, 30, 60, 100, 160]))]
+            engine.add(str(i), prompt, SamplingParams(max_tokens=rng.choice([20, 40, 60, 90])))
+            engine.step()
+        while engine.has_work:
+            engine.step()
 
 
 def main() -> int:

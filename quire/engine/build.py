@@ -74,12 +74,13 @@ def build(options: EngineOptions, *, report: Callable[[str], None], progress: Ca
         watermark=options.watermark,
         steps_in_flight=options.steps_in_flight,
     )
+    scheduler = _scheduler(limits, cache, options.journal)  # before the weights: a bad path should not cost them
     model = load(description, kernels, dtype=dtype, device=device, progress=progress)
     runner: Runner = TorchRunner(
         model, kernels, cache=cache, max_num_seqs=limits.max_num_seqs, max_model_len=limits.max_model_len
     )
     engine = Engine(
-        _scheduler(limits, cache, options.journal),
+        scheduler,
         runner,
         vocab_size=description.config.vocab_size,
         eos_token_ids=description.eos_token_ids,
@@ -139,7 +140,9 @@ def _scheduler(limits: SchedulerConfig, cache: CacheConfig, journal: str | None)
     if journal is None:
         return Scheduler(limits, KVCache(cache))
     try:
-        file = open(journal, "wb")  # noqa: SIM115  (open as long as the scheduler lives)
+        file = open(journal, "xb")  # noqa: SIM115  (open as long as the scheduler lives)
+    except FileExistsError as error:
+        raise ConfigError(f"the journal {journal!r} exists; name another file, or move it away") from error
     except OSError as error:
         raise ConfigError(f"the journal {journal!r} cannot be written: {error.strerror}") from error
     return JournalledScheduler(limits, KVCache(cache), file)

@@ -45,6 +45,7 @@ class LLM:
         self.max_model_len = built.max_model_len
         self._engine: Engine = built.engine
         self._tokenizer: Tokenizer = built.tokenizer
+        self._streaming = False  # whether somebody is reading outputs
 
     def close(self) -> None:
         """Finish the journal, if there is one; the LLM cannot be used afterwards."""
@@ -77,12 +78,14 @@ class LLM:
         *,
         tools: Sequence[Mapping[str, object]] | None = None,
         chat_template_kwargs: Mapping[str, object] | None = None,
+        add_generation_prompt: bool = True,
         use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or several. Raises RequestError as `generate` does."""
         one = all(isinstance(message, Mapping) for message in messages)
         conversations = [messages] if one else list(messages)
-        tokenized = [self._tokenize_chat(c, tools, chat_template_kwargs or {}) for c in conversations]  # type: ignore[arg-type]  # mypy cannot follow `one`
+        variables = {**(chat_template_kwargs or {}), "add_generation_prompt": add_generation_prompt}
+        tokenized = [self._tokenize_chat(c, tools, variables) for c in conversations]  # type: ignore[arg-type]  # mypy cannot follow `one`
         return self._complete(tokenized, sampling_params, use_tqdm)
 
     def stream_chat(self, messages: Sequence[Message], sampling_params: SamplingParams | None = None) -> Iterator[str]:
@@ -115,18 +118,24 @@ class LLM:
     def _transcripts(
         self, prompts: Sequence[TokenizedPrompt], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[Transcript]:
-        each = [params or SamplingParams()] * len(prompts) if not isinstance(params, list | tuple) else params
+        several = isinstance(params, list | tuple)
+        each: list[object] = list(params) if several else [params or SamplingParams()] * len(prompts)  # type: ignore[arg-type]  # mypy cannot follow `several`
         if len(each) != len(prompts):
             raise RequestError(f"{len(prompts)} prompts need as many sampling_params, not {len(each)}")
         now = time.monotonic()
-        return [
-            Transcript(uuid4().hex, prompt.text, prompt.ids, one, self._tokenizer, now=now)
-            for prompt, one in zip(prompts, each, strict=True)
-        ]
+        transcripts = []
+        for prompt, one in zip(prompts, each, strict=True):
+            if not isinstance(one, SamplingParams):
+                raise RequestError(f"sampling_params must be SamplingParams(...), not {type(one).__name__}")
+            transcripts.append(Transcript(uuid4().hex, prompt.text, prompt.ids, one, self._tokenizer, now=now))
+        return transcripts
 
     def _deltas(self, transcripts: Sequence[Transcript]) -> Iterator[Delta]:
         """Run the engine until all transcripts are finished; whatever happens, it keeps none of them."""
+        if self._streaming:
+            raise RequestError("an answer is still being streamed; read it to its end or close it first")
         open_ones = {transcript.request_id: transcript for transcript in transcripts}
+        self._streaming = True
         try:
             for transcript in transcripts:
                 self._engine.add(transcript.request_id, transcript.prompt_token_ids, transcript.params)
@@ -141,5 +150,6 @@ class LLM:
                     yield delta
                 open_ones = {name: t for name, t in open_ones.items() if not t.finished}
         finally:
+            self._streaming = False
             for request_id in open_ones:
                 self._engine.abort(request_id)

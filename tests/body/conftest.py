@@ -2,16 +2,6 @@
 
 import checkpoints
 import pytest
-import torch
-
-
-@pytest.fixture(scope="session", autouse=True)
-def one_thread():
-    """Tensors here are tiny: waiting for a second thread takes longer than the work."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

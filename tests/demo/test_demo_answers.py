@@ -3,22 +3,12 @@
 import json
 
 import pytest
-import torch
 
 from quire.engine import embedded
 from tools.demo_model.score import Exam, Score, main
 
 STRONG = ("facts", "translate", "copy", "needle", "talk")
 OTHERS = ("recall", "reverse", "sort", "extract", "tool", "story_qa", "classify", "add", "mixed")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """A model this small gains nothing from a second thread, and loses tenfold when another process wants that core."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def exam(engine, tasks, chats):

@@ -145,3 +145,22 @@ def test_the_mind_loads_no_torch():
     subprocess.run([sys.executable, "-c", check], check=True)
     missing = "import quire\ntry: quire.nothing\nexcept AttributeError as error: assert 'nothing' in str(error)"
     subprocess.run([sys.executable, "-c", missing], check=True)
+
+
+def test_one_answer_at_a_time(llm):
+    pieces = llm.stream_chat([{"role": "user", "content": "Hello!"}], GREEDY)
+    next(pieces)
+    with pytest.raises(RequestError, match="still being streamed"):
+        llm.generate(STORY, GREEDY)
+    pieces.close()
+    assert llm.generate(STORY, GREEDY)[0].finished
+
+
+def test_sampling_params_must_be_sampling_params(llm):
+    with pytest.raises(RequestError, match=r"must be SamplingParams\(...\), not dict"):
+        llm.generate(STORY, {"temperature": 0})
+
+
+def test_names_of_other_engines_are_pointed_out():
+    with pytest.raises(ConfigError, match="'gpu_memory_utilization' \\(quire calls it 'memory'\\)"):
+        LLM(gpu_memory_utilization=0.5)

@@ -50,9 +50,11 @@ def test_bad_options_are_named(options, message):
         attempt(**options)
 
 
-def test_unknown_options_name_the_nearest():
-    with pytest.raises(ConfigError, match=r"no parameter 'max_num_seq' \(did you mean 'max_num_seqs'\?\)"):
-        LLM(max_num_seq=3)
+def test_a_journal_is_never_overwritten(tmp_path):
+    (tmp_path / "journal").write_bytes(b"somebody's")
+    with pytest.raises(ConfigError, match="exists; name another file"):
+        attempt(journal=str(tmp_path / "journal"))
+    assert (tmp_path / "journal").read_bytes() == b"somebody's"
 
 
 def test_a_missing_folder_says_what_to_do():
