@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 
 IDLE_SECONDS = 0.5  # how long the thread sleeps at most; also how often an idle engine shows that it lives
 STALL_SECONDS = 2.0  # without a sign of life
+FAILED_STEPS = 3  # in a row; fewer may be the fault of one request
 
 
 class EngineStopped(QuireError):
@@ -90,7 +91,7 @@ class AsyncEngine:
         self._streams: dict[str, Stream] = {}
         self._adding: set[asyncio.Future[None]] = set()
         self._stopped: EngineStopped | None = EngineStopped("the engine has not been started")
-        self._beat = time.monotonic()
+        self._heartbeat = time.monotonic()
         self._stats = engine.stats()
         self._thread = threading.Thread(target=self._run, name="quire-engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop
@@ -99,7 +100,7 @@ class AsyncEngine:
         """Start the thread; outputs go to the event loop that is running."""
         self._loop = asyncio.get_running_loop()
         self._stopped = None
-        self._beat = time.monotonic()
+        self._heartbeat = time.monotonic()
         self._thread.start()
 
     async def close(self) -> None:
@@ -138,10 +139,12 @@ class AsyncEngine:
 
     def health(self) -> Health:
         """Whether the engine answers, as far as can be seen from here."""
-        age = time.monotonic() - self._beat
+        age = time.monotonic() - self._heartbeat
         problem = str(self._stopped or "")
         if not problem and age > STALL_SECONDS:
             problem = f"the engine has not moved for {age:.1f} s"
+        if not problem and self._stats.failed_in_a_row >= FAILED_STEPS:
+            problem = f"the last {self._stats.failed_in_a_row} steps failed; the log says why"
         return Health(problem, age, self._stats)
 
     def _give_up(self, ids: Sequence[str]) -> None:
@@ -183,7 +186,7 @@ class AsyncEngine:
                 self._wake.wait(IDLE_SECONDS)
             commands = list(self._commands)
             self._commands.clear()
-        self._beat = time.monotonic()
+        self._heartbeat = time.monotonic()
         for command in commands:
             command()
         outputs = self._engine.step() if self._engine.has_work and not self._closing else []

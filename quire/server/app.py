@@ -1,4 +1,4 @@
-"""The HTTP application: routes, limits and errors put together around one built engine."""
+"""The HTTP application: routes, limits and errors put together around one service."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -7,7 +7,6 @@ from fastapi import FastAPI, Response
 from starlette.requests import Request
 
 from quire import __version__
-from quire.engine.build import Built
 from quire.server.body_limit import BodyLimit
 from quire.server.chat import chat_routes
 from quire.server.completions import completion_routes
@@ -19,9 +18,8 @@ from quire.server.sse import ClientGone
 _CLIENT_GONE = 499  # nginx's number; nobody receives it
 
 
-def make_app(built: Built, *, model_name: str | None = None) -> FastAPI:
-    """An app that serves `built` while it runs, under `model_name` where given."""
-    service = Service(built, model_name)
+def make_app(service: Service) -> FastAPI:
+    """An app that starts `service` and closes it at its end."""
 
     @asynccontextmanager
     async def running(_app: FastAPI) -> AsyncIterator[None]:
@@ -29,7 +27,7 @@ def make_app(built: Built, *, model_name: str | None = None) -> FastAPI:
         try:
             yield
         finally:
-            await service.engine.close()
+            await service.close()
 
     app = FastAPI(title="quire", version=__version__, lifespan=running, redoc_url=None)
     app.add_middleware(BodyLimit)

@@ -1,22 +1,22 @@
 """/v1/chat/completions: a conversation in, the next turn out. Knows OpenAI's format; the work is the service's."""
 
-import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from uuid import uuid4
 
-import msgspec
 from fastapi import APIRouter, Request, Response
 
+from quire.engine.messages import Message
 from quire.engine.outputs import CompletionOutput, Delta
 from quire.engine.prompts import TokenizedPrompt
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import RequestError
 from quire.params import SamplingParams
 from quire.server.logprobs import chat_logprobs
+from quire.server.respond import respond
 from quire.server.schema import ChatBody
 from quire.server.service import Reply, Service
-from quire.server.sse import DONE, EventStream, event, while_connected
+from quire.server.sse import DONE, event
 
 _OWN_VARIABLES = ("messages", "tools", "add_generation_prompt")
 
@@ -30,17 +30,12 @@ def chat_routes(service: Service) -> APIRouter:
         """Answer a conversation."""
         service.check_model(body.model)
         params = sampling_params(body)
-        prompt = await asyncio.to_thread(tokenize_chat, body, service.tokenizer)
-        answer = Answer(service.model_name, params, service.tokenizer)
+        messages = spoken(body)
+        service.check_length([messages, body.tools, body.chat_template_kwargs], "messages")
+        prompt = await service.aside.run(lambda: tokenize_chat(body, messages, service.tokenizer))
+        answer = ChatAnswer(service.model_name, params, service.tokenizer)
         reply = await service.start(answer.id, [prompt], params)
-        if body.stream:
-            with_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-            return EventStream(answer.events(reply, with_usage=with_usage), reply.close)
-        try:
-            (result,) = await while_connected(request.receive, reply.results())
-        finally:
-            reply.close()
-        return Response(msgspec.json.encode(answer.whole(result.outputs, reply.usage())), media_type="application/json")
+        return await respond(request, body, answer, reply)
 
     return router
 
@@ -53,22 +48,27 @@ def sampling_params(body: ChatBody) -> SamplingParams:
     return body.sampling_params(max_tokens=limit, logprobs=(body.top_logprobs or 0) if body.logprobs else None)
 
 
-def tokenize_chat(body: ChatBody, tokenizer: Tokenizer) -> TokenizedPrompt:
+def spoken(body: ChatBody) -> list[dict[str, object]]:
+    """The messages as chat templates know them."""
+    messages = [message.model_dump(exclude_none=True) for message in body.messages]
+    for message in messages:
+        if message["role"] == "developer":  # OpenAI's newer name, which few templates know
+            message["role"] = "system"
+    return messages
+
+
+def tokenize_chat(body: ChatBody, messages: Sequence[Message], tokenizer: Tokenizer) -> TokenizedPrompt:
     """The conversation as the model's chat template writes it. Raises RequestError, ModelError."""
     variables = body.chat_template_kwargs or {}
     for name in _OWN_VARIABLES:
         if name in variables:
             raise RequestError(f"{name} has a field of its own; take it out of chat_template_kwargs", name)
-    messages = [message.model_dump(exclude_none=True) for message in body.messages]
-    for message in messages:
-        if message["role"] == "developer":  # OpenAI's newer name, which few templates know
-            message["role"] = "system"
     tools = None if body.tool_choice == "none" else body.tools
     text = tokenizer.apply_chat_template(messages, tools, body.add_generation_prompt is not False, **variables)
     return TokenizedPrompt(text, tokenizer.encode(text, add_special_tokens=False))
 
 
-class Answer:
+class ChatAnswer:
     """OpenAI's chat.completion objects for one request."""
 
     def __init__(self, model_name: str, params: SamplingParams, tokenizer: Tokenizer) -> None:

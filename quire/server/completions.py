@@ -4,17 +4,17 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from uuid import uuid4
 
-import msgspec
 from fastapi import APIRouter, Request, Response
 
 from quire.engine.outputs import CompletionOutput, Delta
 from quire.engine.prompts import listed
 from quire.errors import RequestError
 from quire.params import SamplingParams
-from quire.server.logprobs import completion_logprobs, num_characters
+from quire.server.logprobs import completion_logprobs
+from quire.server.respond import respond
 from quire.server.schema import CompletionBody
 from quire.server.service import Reply, Service
-from quire.server.sse import DONE, EventStream, event, while_connected
+from quire.server.sse import DONE, event
 
 MAX_CHOICES = 1024  # prompts times n
 
@@ -31,22 +31,14 @@ def completion_routes(service: Service) -> APIRouter:
         prompts = listed(body.prompt)
         if not 1 <= len(prompts) * params.n <= MAX_CHOICES:
             raise RequestError(f"the number of prompts times n must be 1 to {MAX_CHOICES}", "prompt")
-        answer = Answer(service.model_name, params)
+        answer = CompletionAnswer(service.model_name, params)
         reply = await service.start(answer.id, await service.tokenize(prompts), params)
-        if body.stream:
-            with_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-            return EventStream(answer.events(reply, with_usage=with_usage), reply.close)
-        try:
-            results = await while_connected(request.receive, reply.results())
-        finally:
-            reply.close()
-        sequences = [sequence for result in results for sequence in result.outputs]
-        return Response(msgspec.json.encode(answer.whole(sequences, reply.usage())), media_type="application/json")
+        return await respond(request, body, answer, reply)
 
     return router
 
 
-class Answer:
+class CompletionAnswer:
     """OpenAI's text_completion objects for one request."""
 
     def __init__(self, model_name: str, params: SamplingParams) -> None:
@@ -61,7 +53,7 @@ class Answer:
             {
                 "index": index,
                 "text": sequence.text,
-                "logprobs": completion_logprobs(sequence.logprobs, self._num_logprobs, 0),
+                "logprobs": completion_logprobs(sequence.logprobs, self._num_logprobs, 0)[0],
                 "finish_reason": sequence.finish_reason,
                 "stop_reason": sequence.stop_reason,
             }
@@ -84,12 +76,13 @@ class Answer:
         yield DONE
 
     def _choice(self, index: int, delta: Delta) -> dict[str, object]:
-        offset = self._offsets.get(index, 0)
-        self._offsets[index] = offset + num_characters(delta.logprobs)
+        logprobs, self._offsets[index] = completion_logprobs(
+            delta.logprobs, self._num_logprobs, self._offsets.get(index, 0)
+        )
         return {
             "index": index,
             "text": delta.text,
-            "logprobs": completion_logprobs(delta.logprobs, self._num_logprobs, offset),
+            "logprobs": logprobs,
             "finish_reason": delta.finish_reason,
             "stop_reason": delta.stop_reason,
         }

@@ -14,11 +14,24 @@ from quire.errors import ModelError, RequestError
 
 log = logging.getLogger(__name__)
 
-_TYPES = {404: "not_found_error", 413: "request_too_large", 500: "server_error", 503: "service_unavailable"}
+_TYPES = {
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "service_unavailable",
+}
 
 
 class UnknownModel(RequestError):
     """The request names a model that is not served here."""
+
+
+class Busy(HTTPException):
+    """More requests wait to be read than this server keeps."""
+
+    def __init__(self) -> None:
+        super().__init__(429, "too many requests wait to be read; try again in a second", {"retry-after": "1"})
 
 
 class SequenceFailed(Exception):
@@ -46,15 +59,16 @@ def describe(error: Exception) -> tuple[int, dict[str, object]]:
         case RequestValidationError():
             message, param = _first_problem(error.errors())
             return 400, error_object(400, message, param)
+        case ModelError():  # such as a chat template that reaches for what is not its own; other requests go on
+            log.error("%s", error)
+            return 400, error_object(400, str(error))
+        case HTTPException() if isinstance(error.__cause__, ValueError | RecursionError):  # FastAPI read the body
+            return 400, error_object(400, _not_json(error.__cause__))
         case HTTPException():
             return error.status_code, error_object(error.status_code, str(error.detail))
     number = uuid4().hex
     log.error("error %s", number, exc_info=error)
-    if isinstance(error, ModelError):
-        message = f"the model's files do not allow this request; the server's log says why, under {number}"
-    else:
-        message = f"an unexpected error; the server's log describes it under {number}"
-    return 500, error_object(500, message, code=number)
+    return 500, error_object(500, f"an unexpected error; the server's log describes it under {number}", code=number)
 
 
 def install(app: FastAPI) -> None:
@@ -77,7 +91,8 @@ def _first_problem(problems: Sequence[dict[str, object]]) -> tuple[str, str | No
     problem = problems[0]
     place = [str(part) for part in problem["loc"] if part != "body"]  # type: ignore[attr-defined]  # a tuple
     if problem["type"] == "json_invalid":
-        return "the body is not valid JSON", None
+        context = problem["ctx"]
+        return _not_json(f"{context['error']} at character {place[0]}"), None  # type: ignore[index]  # a dict
     if not place and problem["type"] in ("model_attributes_type", "dict_type", "missing", "model_type"):
         return "the body must be a JSON object, sent with content-type application/json", None
     param = ".".join(place) or None
@@ -87,3 +102,7 @@ def _first_problem(problems: Sequence[dict[str, object]]) -> tuple[str, str | No
         inner = ".".join([*place, str(context["name"])])
         return (f"{message} in {param}" if param else message), inner
     return (f"{param}: {message}" if param else message), param
+
+
+def _not_json(reason: object) -> str:
+    return f"the body is not valid JSON: {reason}; send one whole JSON object as UTF-8 text, not compressed"

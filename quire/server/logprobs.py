@@ -24,27 +24,29 @@ def chat_logprobs(rows: Sequence[Row] | None, top: int, tokenizer: Tokenizer) ->
     return {"content": content, "refusal": None}
 
 
-def completion_logprobs(rows: Sequence[Row] | None, top: int, offset: int) -> dict[str, object] | None:
-    """For completions: parallel lists. `offset` is where the first token begins in the text, in characters."""
+def completion_logprobs(rows: Sequence[Row] | None, top: int, offset: int) -> tuple[dict[str, object] | None, int]:
+    """For completions: parallel lists, in which the sampled token is always among the most likely ones.
+
+    `offset` is where the first token begins in the text, in characters; with the lists comes that of the next.
+    """
     if rows is None:
-        return None
+        return None, offset
     sampled = [next(iter(row.values())) for row in rows]
     offsets = []
     for logprob in sampled:
         offsets.append(offset)
         offset += len(logprob.decoded_token)
-    best = [{logprob.decoded_token: _finite(logprob.logprob) for _, logprob in _most_likely(row, top)} for row in rows]
-    return {
+    best = [
+        {each.decoded_token: _finite(each.logprob) for each in (*(pair[1] for pair in _most_likely(row, top)), own)}
+        for row, own in zip(rows, sampled, strict=True)
+    ]
+    lists: dict[str, object] = {
         "tokens": [logprob.decoded_token for logprob in sampled],
         "token_logprobs": [_finite(logprob.logprob) for logprob in sampled],
-        "top_logprobs": best if top else None,
+        "top_logprobs": best,
         "text_offset": offsets,
     }
-
-
-def num_characters(rows: Sequence[Row] | None) -> int:
-    """How far the offset of the next token is."""
-    return sum(len(next(iter(row.values())).decoded_token) for row in rows or ())
+    return lists, offset
 
 
 def _most_likely(row: Row, top: int) -> list[tuple[int, Logprob]]:

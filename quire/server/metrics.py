@@ -60,8 +60,8 @@ class Metrics:
         self._success.labels(self._model, reason).inc()
 
     def request_ended(self, metrics: RequestMetrics, now: float) -> None:
-        """All sequences of a request ended."""
-        self._whole.observe(now - metrics.arrival_time)
+        """A request ended, `now` where not all of its sequences came to their end."""
+        self._whole.observe((metrics.finished_time or now) - metrics.arrival_time)
 
     def page(self) -> bytes:
         """Everything in Prometheus' text format."""

@@ -87,6 +87,19 @@ class SamplingBody(Body):
     presence_penalty: Any = not_yet(0)
     frequency_penalty: Any = not_yet(0)
     logit_bias: Any = not_yet({})
+    repetition_penalty: Any = not_yet(1.0)
+    length_penalty: Any = not_yet(1.0)
+    best_of: Any = not_yet(1)
+    echo: Any = not_yet(False)  # noqa: FBT003 (a value of the field)
+    use_beam_search: Any = not_yet(False)  # noqa: FBT003
+    structured_outputs: Any = not_yet()
+    cache_salt: Any = not_yet()
+    priority: Any = not_yet(0)
+    skip_special_tokens: Any = not_yet(True)  # noqa: FBT003
+    spaces_between_special_tokens: Any = not_yet(True)  # noqa: FBT003
+    include_stop_str_in_output: Any = not_yet(False)  # noqa: FBT003
+    truncate_prompt_tokens: Any = not_yet()
+    prompt_logprobs: Any = not_yet()
     user: Any = without_effect()
     metadata: Any = without_effect()
     store: Any = without_effect()
@@ -109,8 +122,6 @@ class CompletionBody(SamplingBody):
     )
     logprobs: int | None = Field(default=None, description="Report this many of the most likely tokens (0 to 20).")
 
-    best_of: Any = not_yet(1)
-    echo: Any = not_yet(False)  # noqa: FBT003 (a value of the field)
     suffix: Any = not_yet("")
 
 

@@ -1,10 +1,8 @@
-"""Serve: run the app on a socket until a signal comes. Knows uvicorn, signals and what a person wants to read."""
+"""Serve: run the app on a socket until a signal comes. Knows sockets and what a person wants to read."""
 
 import ipaddress
-import signal
 import socket
 from collections.abc import Callable
-from types import FrameType
 
 import uvicorn
 
@@ -12,6 +10,8 @@ from quire.config import EngineOptions
 from quire.engine.build import build
 from quire.errors import ConfigError
 from quire.server.app import make_app
+from quire.server.graceful import GracefulServer
+from quire.server.service import Service
 
 GRACE_SECONDS = 10  # for open streams, once a signal came
 
@@ -28,43 +28,23 @@ def serve(
     """Load the model and serve it until SIGINT or SIGTERM; a second one does not wait for open streams.
 
     report(line) is told what is planned, and the URL once requests are accepted. Port 0 takes any free one.
-    Raises ConfigError for a host or port that cannot be used, before anything is loaded.
+    Raises ConfigError for a host or port that cannot be used, before anything is loaded; and once more after
+    it, should another server have begun to listen there meanwhile.
     """
     listener = _bind(host, port)
     with listener:
         built = build(options, report=report, progress=progress)
-        app = make_app(built, model_name=model_name)
+        service = Service(built, model_name)
         url = _url(listener)
-        name = model_name or built.model_name
-        config = uvicorn.Config(
-            app, log_level="warning", access_log=False, timeout_graceful_shutdown=GRACE_SECONDS, lifespan="on"
+        config = uvicorn.Config(make_app(service), log_level="warning", access_log=False, lifespan="on")
+        _listen(listener, config.backlog)
+        server = GracefulServer(
+            config,
+            ready=lambda: _announce(report, url, service.model_name),
+            close=service.close,
+            grace=GRACE_SECONDS,
         )
-        _run(_Server(config, lambda: _announce(report, url, name)), listener)
-
-
-class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
-        super().__init__(config)
-        self._ready = ready
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        if self.started:
-            self._ready()
-
-
-def _run(server: uvicorn.Server, listener: socket.socket) -> None:
-    """uvicorn raises the signal that stopped it once more; here that is the end, not a failure."""
-    before = {number: signal.signal(number, _ignore) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
         server.run(sockets=[listener])
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _ignore(_number: int, _frame: FrameType | None) -> None:
-    pass
 
 
 def _bind(host: str, port: int) -> socket.socket:
@@ -84,8 +64,24 @@ def _bind(host: str, port: int) -> socket.socket:
         listener.bind(address)
     except (OSError, OverflowError) as error:
         listener.close()
-        raise ConfigError(f"port {port} on {host} cannot be used ({error}); choose another with --port") from error
+        raise _unusable(host, port, error) from error
     return listener
+
+
+def _listen(listener: socket.socket, backlog: int) -> None:
+    """Not left to uvicorn: what goes wrong here is not told by every event loop.
+
+    Another server may have been bound to the same port meanwhile, which SO_REUSEADDR allows as long as none listens.
+    """
+    try:
+        listener.listen(backlog)
+    except OSError as error:
+        host, port = listener.getsockname()[:2]
+        raise _unusable(host, port, error) from error
+
+
+def _unusable(host: str, port: int, error: Exception) -> ConfigError:
+    return ConfigError(f"port {port} on {host} cannot be used ({error}); choose another with --port")
 
 
 def _url(listener: socket.socket) -> str:

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import httpx
 import pytest
-import torch
 from front_rig import run_app, small_engine
 
 from quire import LLM
@@ -13,12 +12,7 @@ from quire.engine import embedded
 from quire.engine.build import Built
 from quire.engine.tokenizer import Tokenizer
 from quire.server.app import make_app
-
-
-@pytest.fixture(scope="session", autouse=True)
-def one_thread() -> None:
-    """The model is so small that threads waiting for each other take longer than the work, on a busy machine."""
-    torch.set_num_threads(1)
+from quire.server.service import Service
 
 
 @pytest.fixture(scope="session")
@@ -43,5 +37,5 @@ class Served:
 @pytest.fixture(scope="session")
 def served() -> Iterator[Served]:
     built = small_engine()
-    with run_app(make_app(built)) as url:
+    with run_app(make_app(Service(built))) as url:
         yield Served(url, built)

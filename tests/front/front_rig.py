@@ -11,8 +11,8 @@ from quire.config import EngineOptions
 from quire.engine.build import Built, build
 
 
-def small_engine() -> Built:
-    options = EngineOptions(max_num_seqs=16, memory="256MiB", max_model_len=512)
+def small_engine(model: str | None = None) -> Built:
+    options = EngineOptions(model=model, max_num_seqs=16, memory="256MiB", max_model_len=512)
     return build(options, report=lambda line: None, progress=lambda done, total: None)
 
 

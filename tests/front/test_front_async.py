@@ -7,7 +7,7 @@ import time
 import pytest
 
 from quire.core.output import Output
-from quire.engine.async_engine import STALL_SECONDS, AsyncEngine, EngineStopped, NewRequest
+from quire.engine.async_engine import FAILED_STEPS, STALL_SECONDS, AsyncEngine, EngineStopped, NewRequest
 from quire.engine.engine import EngineStats
 from quire.errors import RequestError
 from quire.params import SamplingParams
@@ -19,7 +19,7 @@ class PretendEngine:
     def __init__(self):
         self.left = {}
         self.aborted, self.finished, self.threads = [], [], set()
-        self.steps = 0
+        self.steps = self.failed_in_a_row = 0
         self.fail_at = None
         self.gate = threading.Event()
         self.gate.set()
@@ -61,7 +61,7 @@ class PretendEngine:
         return outputs
 
     def stats(self):
-        return EngineStats(len(self.left), 0, len(self.left), 9, 0, self.steps, 0, 0, 0, 0.0, 0.0)
+        return EngineStats(len(self.left), 0, len(self.left), 9, 0, self.steps, 0, 0, 0, self.failed_in_a_row, 0.0)
 
 
 def request(name, num_tokens):
@@ -193,7 +193,7 @@ def test_a_stall_is_seen():
         assert engine.health().problem == ""
         pretend.gate.clear()
         stream = await engine.generate([request("a", 3)])
-        engine._beat -= STALL_SECONDS
+        engine._heartbeat -= STALL_SECONDS
         await until(lambda: "not moved" in engine.health().problem)
         pretend.gate.set()
         assert len(await read(stream, "a")) == 3
@@ -202,10 +202,22 @@ def test_a_stall_is_seen():
     run(scenario)
 
 
+def test_steps_that_fail_in_a_row_are_seen_until_one_succeeds():
+    async def scenario(pretend, engine):
+        stream = await engine.generate([request("a", 10**9)])
+        pretend.failed_in_a_row = FAILED_STEPS
+        await until(lambda: f"last {FAILED_STEPS} steps failed" in engine.health().problem)
+        pretend.failed_in_a_row = FAILED_STEPS - 1
+        await until(lambda: engine.health().problem == "")
+        stream.close()
+
+    run(scenario)
+
+
 def test_an_idle_engine_shows_that_it_lives():
     async def scenario(pretend, engine):
-        before = engine._beat
-        await until(lambda: engine._beat > before)
+        before = engine._heartbeat
+        await until(lambda: engine._heartbeat > before)
         assert pretend.steps == 0
 
     run(scenario)
@@ -248,6 +260,6 @@ def test_outputs_of_one_step_cross_in_one_call():
         await read(stream, "r7")
         assert calls == [8] * 4
         assert pretend.steps == 4
-        assert time.monotonic() - engine._beat < STALL_SECONDS
+        assert time.monotonic() - engine._heartbeat < STALL_SECONDS
 
     run(scenario)

@@ -1,5 +1,6 @@
 """What clients send that cannot be served: always OpenAI's error object, never a 5xx, and nobody else notices."""
 
+import gzip
 import json
 import socket
 import threading
@@ -180,6 +181,15 @@ def test_the_message_helps(http):
     nested_field = complaint({"messages": [{"role": "user", "contents": "a"}]}, "/v1/chat/completions")
     assert nested_field["param"] == "messages.0.contents"
     assert "did you mean 'content'" in nested_field["message"]
+
+
+@pytest.mark.parametrize(
+    "body", [gzip.compress(b'{"prompt": "a"}'), b'{"prompt": "a"', b'{"prompt": "\xff"}', b"{'a': 1}"]
+)
+def test_a_body_that_is_not_json(http, body):
+    message = check(http.post("/v1/completions", content=body, headers=JSON))["message"]
+    assert message.startswith("the body is not valid JSON: ")
+    assert "send one whole JSON object as UTF-8 text, not compressed" in message
 
 
 def test_wrong_content_type(http):

@@ -189,6 +189,18 @@ def test_completion_logprobs(client, offline, stream):
     assert all(len(top) == 3 and max(top.values()) == value for top, value in zip(tops, values, strict=True))
 
 
+@pytest.mark.parametrize("top", [0, 1])
+def test_the_sampled_token_is_among_the_most_likely_ones_of_a_completion(client, top):
+    answer = client.completions.create(
+        model=MODEL, prompt=STORY, logprobs=top, temperature=50, seed=1, max_tokens=40, extra_body={"ignore_eos": True}
+    )
+    logprobs = answer.choices[0].logprobs
+    for token, value, best in zip(logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
+        assert best[token] == value
+        assert len(best) <= top + 1
+    assert max(len(best) for best in logprobs.top_logprobs) == top + 1
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_chat_logprobs(client, stream):
     answer = client.chat.completions.create(
@@ -244,6 +256,39 @@ def test_fields_that_ask_for_nothing_are_accepted(client):
     )
     assert answer.usage.completion_tokens == 2
     assert client.completions.create(model=MODEL, prompt="a", echo=False, best_of=1, suffix="", max_tokens=1).id
+
+
+NEUTRAL = {
+    "repetition_penalty": 1.0,
+    "structured_outputs": None,
+    "cache_salt": None,
+    "priority": 0,
+    "skip_special_tokens": True,
+    "include_stop_str_in_output": False,
+    "length_penalty": 1.0,
+    "spaces_between_special_tokens": True,
+    "use_beam_search": False,
+    "best_of": 1,
+    "echo": False,
+    "truncate_prompt_tokens": None,
+    "prompt_logprobs": None,
+}
+EFFECTIVE = {
+    **{"repetition_penalty": 1.1, "structured_outputs": {"regex": "a"}, "cache_salt": "a", "priority": 1, "best_of": 2},
+    **{"skip_special_tokens": False, "include_stop_str_in_output": True, "length_penalty": 2, "use_beam_search": True},
+    **{"spaces_between_special_tokens": False, "echo": True, "truncate_prompt_tokens": 3, "prompt_logprobs": 1},
+}
+
+
+@pytest.mark.parametrize("name", NEUTRAL)
+def test_fields_of_vllm_are_accepted_where_they_ask_for_nothing(served, name):
+    for path, body in (("completions", {"prompt": "a"}), ("chat/completions", {"messages": CHAT})):
+        answers = [
+            httpx.post(f"{served.url}/v1/{path}", json={**body, "max_tokens": 1, name: value}, timeout=30)
+            for value in (NEUTRAL[name], EFFECTIVE[name])
+        ]
+        assert [answer.status_code for answer in answers] == [200, 400]
+        assert "not supported yet" in answers[1].json()["error"]["message"]
 
 
 def test_errors_reach_the_client_as_its_own(client):

@@ -11,6 +11,7 @@ from front_rig import run_app, small_engine
 
 from quire.core.output import Output
 from quire.server.app import make_app
+from quire.server.service import Service
 
 LONG = {"prompt": "One Tuesday", "max_tokens": 400, "ignore_eos": True, "temperature": 0}
 DEADLINE = 30  # seconds for what takes milliseconds
@@ -82,6 +83,18 @@ def test_a_client_that_goes_away_frees_its_blocks(served, stream):
     assert 0 < served.health()["steps"] - steps < 300
 
 
+def test_abandoned_requests_are_counted(served):
+    def figures():
+        aborted = metric(served.url, "request_success_total", finished_reason="abort")
+        return aborted, metric(served.url, "e2e_request_latency_seconds_count")
+
+    wait_until(lambda: idle(served))
+    aborted, ended = figures()
+    with httpx.stream("POST", f"{served.url}/v1/completions", json={**LONG, "n": 2, "stream": True}) as lines:
+        next(lines.iter_lines())
+    wait_until(lambda: figures() == (aborted + 2, ended + 1))
+
+
 def test_many_clients_that_go_away_leave_nothing(served):
     for _ in range(20):
         with httpx.stream("POST", f"{served.url}/v1/completions", json={**LONG, "n": 3, "stream": True}):
@@ -121,7 +134,7 @@ def failing():
 
     def serve(outcome):
         built = small_engine()
-        return run_app(make_app(dataclasses.replace(built, engine=Failing(built.engine, [None, outcome]))))
+        return run_app(make_app(Service(dataclasses.replace(built, engine=Failing(built.engine, [None, outcome])))))
 
     return serve
 
@@ -132,11 +145,13 @@ def events(answer):
 
 def test_a_failed_sequence_in_a_stream(failing):
     with failing("secret of the kernel") as url:
-        got = events(httpx.post(f"{url}/v1/completions", json={**LONG, "stream": True}, timeout=30))
+        got = events(httpx.post(f"{url}/v1/completions", json={**LONG, "n": 2, "stream": True}, timeout=30))
         assert json.loads(got[-2])["error"]["type"] == "server_error"
         assert got[-1] == "[DONE]"
         assert "secret" not in "".join(got)
         assert httpx.get(f"{url}/health").status_code == 200
+        wait_until(lambda: metric(url, "request_success_total", finished_reason="error") == 2)
+        assert metric(url, "e2e_request_latency_seconds_count") == 1
 
 
 def test_a_failed_sequence(failing):
@@ -153,6 +168,7 @@ def test_an_engine_that_failed_is_not_healthy(failing):
     with failing(RuntimeError("secret of the engine")) as url:
         got = events(httpx.post(f"{url}/v1/completions", json={**LONG, "stream": True}, timeout=30))
         assert json.loads(got[-2])["error"]["type"] == "service_unavailable"
+        wait_until(lambda: metric(url, "request_success_total", finished_reason="error") == 1)
         assert "secret" not in "".join(got)
         for path in ("/health", "/ready"):
             assert httpx.get(url + path).status_code == 503
@@ -161,8 +177,31 @@ def test_an_engine_that_failed_is_not_healthy(failing):
         assert (answer.status_code, answer.json()["error"]["type"]) == (503, "service_unavailable")
 
 
+@pytest.mark.parametrize("num_failed", [2, 3])
+def test_steps_that_fail_in_a_row_turn_health_red_until_one_succeeds(num_failed):
+    built = small_engine()
+    body = {**LONG, "max_tokens": 2}
+
+    def fail(step):
+        raise RuntimeError("secret of the kernel")
+
+    with run_app(make_app(Service(built))) as url:
+        runner = built.engine._runner
+        launch, runner.launch = runner.launch, fail
+        while built.engine.stats().failed_in_a_row < num_failed:
+            assert httpx.post(f"{url}/v1/completions", json=body, timeout=30).status_code == 500
+        runner.launch = launch
+        assert httpx.get(f"{url}/live").status_code == 200
+        for path in ("/health", "/ready"):
+            answer = httpx.get(url + path)
+            assert answer.status_code == (503 if built.engine.stats().failed_in_a_row >= 3 else 200)
+            assert ("steps failed" in answer.json()["status"]) == (answer.status_code == 503)
+        assert httpx.post(f"{url}/v1/completions", json=body, timeout=30).status_code == 200
+        assert httpx.get(f"{url}/health").status_code == 200
+
+
 def test_an_unexpected_exception_shows_no_internals():
-    app = make_app(small_engine())
+    app = make_app(Service(small_engine()))
 
     @app.get("/broken")
     async def broken():

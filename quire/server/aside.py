@@ -1,0 +1,47 @@
+"""Aside: work that would hold up the event loop, on threads of its own. Knows nothing of the work."""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from quire.engine.async_engine import EngineStopped
+from quire.server.errors import Busy
+
+T = TypeVar("T")
+
+NUM_THREADS = 2
+MAX_JOBS = 256  # that run or wait
+
+
+class Aside:
+    """A few threads, and a queue that does not grow without end."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(NUM_THREADS, "quire-aside")
+        self._num_jobs = 0
+        self._closed = False
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """What `work` returns or raises. Raises Busy when too many wait, and EngineStopped after `close`."""
+        self._check_open()
+        if self._num_jobs >= MAX_JOBS:
+            raise Busy
+        self._num_jobs += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._pool, self._unless_closed, work)
+        finally:
+            self._num_jobs -= 1
+
+    def close(self) -> None:
+        """Jobs that run come to their end; those that wait are refused."""
+        self._closed = True
+        self._pool.shutdown(wait=False)
+
+    def _unless_closed(self, work: Callable[[], T]) -> T:
+        self._check_open()
+        return work()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineStopped("the server is shutting down")
