@@ -1,6 +1,7 @@
 """Prompts: the forms in which a caller may give one, and the token ids they stand for."""
 
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import NamedTuple, TypedDict
 
 from quire.engine.tokenizer import Tokenizer
@@ -47,7 +48,7 @@ def tokenize(prompt: Prompt, tokenizer: Tokenizer) -> TokenizedPrompt:
     if isinstance(prompt, Mapping):
         return _tokenize_mapping(prompt, tokenizer)
     if isinstance(prompt, list | tuple) and all(_is_token(token) for token in prompt):
-        return TokenizedPrompt(None, list(prompt))
+        return TokenizedPrompt(None, [int(token) for token in prompt])
     raise RequestError("a prompt must be a string or a list of token ids", "prompt")
 
 
@@ -60,7 +61,7 @@ def _tokenize_mapping(prompt: Mapping[str, object], tokenizer: Tokenizer) -> Tok
         ids, text = prompt["prompt_token_ids"], prompt.get("prompt")
         if not isinstance(ids, list | tuple) or not all(_is_token(token) for token in ids):
             raise RequestError("prompt_token_ids must be a list of whole numbers", "prompt")
-        return TokenizedPrompt(text if isinstance(text, str) else None, list(ids))
+        return TokenizedPrompt(text if isinstance(text, str) else None, [int(token) for token in ids])
     text = prompt.get("prompt")
     if not isinstance(text, str):
         raise RequestError("a prompt object needs a prompt or prompt_token_ids", "prompt")
@@ -68,4 +69,4 @@ def _tokenize_mapping(prompt: Mapping[str, object], tokenizer: Tokenizer) -> Tok
 
 
 def _is_token(item: object) -> bool:
-    return isinstance(item, int) and not isinstance(item, bool)
+    return isinstance(item, Integral) and not isinstance(item, bool)  # also numpy's

@@ -8,7 +8,8 @@ records, each behind its length.
 flushed before each step is handed out, so that the step that kills the process is the last one in it.
 """
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -22,6 +23,8 @@ from quire.core.request import Request
 from quire.core.step import Step, StepResult
 from quire.errors import QuireError
 from quire.sched.scheduler import Scheduler
+
+log = logging.getLogger(__name__)
 
 FORMAT = 1
 
@@ -83,6 +86,7 @@ class JournalledScheduler(Scheduler):
     def __init__(self, config: SchedulerConfig, cache: KVCache, file: BinaryIO) -> None:
         super().__init__(config, cache)
         self._file = file
+        self._lost = False  # whether a write failed, and the rest would make no sense
         self._write(Header(FORMAT, config, cache.config))
 
     def add(self, request: Request, now: float) -> None:
@@ -102,7 +106,7 @@ class JournalledScheduler(Scheduler):
         planned = super().plan(now)
         self._write(Plan(now, _bytes(planned)))
         if planned is not None:
-            self._file.flush()  # the step may be the one that kills the process
+            self._keep(lambda file: file.flush())  # the step may be the one that kills the process
         return planned
 
     def commit(self, result: StepResult, now: float) -> list[Output]:
@@ -111,13 +115,23 @@ class JournalledScheduler(Scheduler):
         return outputs
 
     def close(self) -> None:
-        self._file.close()
+        self._keep(lambda file: file.close())
 
     def _write(self, record: Record) -> None:
         self._write_bytes(codec.encode(record))
 
     def _write_bytes(self, data: bytes) -> None:
-        self._file.write(len(data).to_bytes(4, "little") + data)
+        self._keep(lambda file: file.write(len(data).to_bytes(4, "little") + data))
+
+    def _keep(self, action: Callable[[BinaryIO], object]) -> None:
+        """Do something with the file. A full disk ends the journal, not the engine."""
+        if self._lost:
+            return
+        try:
+            action(self._file)
+        except OSError as error:
+            self._lost = True
+            log.error("the journal ends here: %s", error)
 
 
 class ReplayReport(msgspec.Struct, frozen=True):

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from quire import LLM, CompletionOutput, RequestOutput, SamplingParams
@@ -18,7 +19,7 @@ def texts(results):
 
 def test_all_forms_of_a_prompt_mean_the_same(llm):
     ids = llm.get_tokenizer().encode(STORY)
-    forms = [STORY, ids, {"prompt": STORY}, {"prompt_token_ids": ids}]
+    forms = [STORY, ids, list(np.array(ids)), {"prompt": STORY}, {"prompt_token_ids": ids}]
     together = llm.generate(forms, GREEDY)
     assert len(set(texts(together))) == 1
     for form, result in zip(forms, together, strict=True):
@@ -26,7 +27,7 @@ def test_all_forms_of_a_prompt_mean_the_same(llm):
         assert isinstance(result.outputs[0], CompletionOutput)
         assert result.prompt_token_ids == ids
         assert texts(llm.generate(form, GREEDY)) == texts([result])
-    assert [result.prompt for result in together] == [STORY, None, STORY, None]
+    assert [result.prompt for result in together] == [STORY, None, None, STORY, None]
 
 
 def test_results_come_in_the_order_of_prompts(llm):

@@ -20,6 +20,10 @@ def cache_config(num_blocks: int, block_size: int = 4, num_groups: int = 1) -> C
     return CacheConfig(block_size, (group,) * num_groups)
 
 
+class Buffer(io.BytesIO):
+    """A file in memory, whose methods a test may replace."""
+
+
 class CheckedScheduler(JournalledScheduler):
     """Looks at every step before a runner does: the engine takes whatever a runner raises for its failure."""
 
@@ -50,7 +54,7 @@ class Rig:
         options |= {"step_seconds": 0.5, "watermark": 0.01, "steps_in_flight": 1}
         self.config = SchedulerConfig(**(options | scheduler))
         self.cache = KVCache(cache_config(num_blocks, block_size))
-        self.file = io.BytesIO()
+        self.file = Buffer()
         self.scheduler = CheckedScheduler(self.config, self.cache, self.file)
         self.rng = random.Random(seed)
         self.now = 0.0

@@ -4,7 +4,7 @@ import io
 
 import numpy as np
 import pytest
-from rig import Rig
+from rig import VOCAB, Rig
 
 from quire.cache.kv_cache import KVCache
 from quire.core import step as steps
@@ -13,6 +13,7 @@ from quire.core.request import Request
 from quire.core.step import Chunk, ChunkOutput, Chunks, Writes
 from quire.errors import RequestError
 from quire.params import SamplingParams
+from quire.runner.scripted import script
 from quire.sched import journal
 from quire.sched.scheduler import Scheduler
 
@@ -95,6 +96,26 @@ def test_the_step_that_kills_the_process_is_in_the_journal(tmp_path):
     file.close()
     assert add.request.id == "a"
     assert plan.step == steps.to_bytes(step)
+
+
+def test_a_full_disk_ends_the_journal_and_nothing_else(caplog):
+    rig = Rig()
+    rig.add("a", [1, 2, 3], max_tokens=4)
+    rig.step()
+    kept = rig.file.tell()
+
+    def full(data):
+        raise OSError(28, "No space left on device")
+
+    rig.file.write = full
+    rig.run()
+    del rig.file.write
+    assert rig.tokens["a", 0] == script([1, 2, 3], 4, VOCAB)
+    assert [record.getMessage() for record in caplog.records] == [
+        "the journal ends here: [Errno 28] No space left on device"
+    ]
+    assert rig.file.tell() == kept
+    assert rig.replay().difference == ""
 
 
 def test_what_cannot_be_written_down_is_not_taken_in():
