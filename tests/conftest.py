@@ -1,9 +1,14 @@
-"""For all tests: one thread. Tensors are tiny here, and waiting for a second thread takes longer than the work."""
+"""For all tests: one thread, and hypothesis without a clock or dice, so that a red run can be repeated."""
 
 import pytest
 import torch
+from hypothesis import settings
+
+settings.register_profile("quire", deadline=None, derandomize=True)
+settings.load_profile("quire")
 
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread():
+    """Tensors are tiny here, and waiting for a second thread takes longer than the work."""
     torch.set_num_threads(1)
