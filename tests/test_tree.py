@@ -249,4 +249,4 @@ def test_place_faults_sees(text):
 
 
 def test_place_faults_lets_relative_folders_pass():
-    assert list(place_faults("tree/root/leaf, ~/home/x, the framework/home/page", "x")) == []
+    assert list(place_faults("tree/" + "root/leaf, ~/" + "home/x, the framework/" + "home/page", "x")) == []

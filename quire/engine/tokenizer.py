@@ -4,7 +4,6 @@ It wraps the `tokenizers` library. As in transformers 5, whether a text gets beg
 affair of tokenizer.json alone; of tokenizer_config.json count the special tokens and the chat template.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from tokenizers import decoders
 from quire.engine.chat_template import ChatTemplate, choose
 from quire.engine.messages import Message, plain_json, plain_messages
 from quire.errors import ModelError, RequestError
+from quire.models.json_file import read_object
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -46,7 +46,8 @@ class Tokenizer:
         """
         folder = Path(folder)
         core = _read_core(folder / "tokenizer.json")
-        config = _read_config(folder / "tokenizer_config.json")
+        path = folder / "tokenizer_config.json"
+        config = read_object(path) if path.is_file() else {}
         special = {name: _token_text(config[name]) for name in _SPECIAL_NAMES if config.get(name) is not None}
         core.no_truncation()
         core.no_padding()
@@ -138,18 +139,6 @@ def _read_core(path: Path) -> tokenizers.Tokenizer:
         return tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing more special
         raise ModelError(f"{path} is broken ({error!s:.200}); download it again") from error
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path} is not valid JSON ({error}); download it again") from error
-    if not isinstance(config, dict):
-        raise ModelError(f"{path} must hold a JSON object")
-    return config
 
 
 def _token_text(value: object) -> str:

@@ -4,7 +4,6 @@
 options that quire does not run.
 """
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 from quire.errors import ModelError, nearest
 from quire.models.families import FAMILIES, DecoderConfig
 from quire.models.fields import Fields
+from quire.models.json_file import read_object
 from quire.models.names import placements
 from quire.models.weights import find_weights, header
 
@@ -50,7 +50,7 @@ def describe(folder: Path) -> ModelDescription:
     path = folder / "config.json"
     if not path.exists():
         raise ModelError(f"{folder} has no config.json, so it is not the folder of a Hugging Face checkpoint")
-    values = _read_json(path)
+    values = read_object(path)
     fields = Fields(values, path)
     architecture = _architecture(fields)
     config = fields.decoder(FAMILIES[architecture])
@@ -60,16 +60,6 @@ def describe(folder: Path) -> ModelDescription:
     return ModelDescription(
         folder, architecture, config, _dtype(fields, weight_files), _eos_token_ids(folder, values), weight_files
     )
-
-
-def _read_json(path: Path) -> dict[str, object]:
-    try:
-        value = json.loads(path.read_text("utf-8"))
-    except (ValueError, OSError) as error:
-        raise ModelError(f"{path} cannot be read ({error}); download it again") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{path} must hold a JSON object; download it again")
-    return value
 
 
 def _architecture(fields: Fields) -> str:
@@ -101,7 +91,7 @@ def _dtype(fields: Fields, weight_files: tuple[Path, ...]) -> str:
 def _eos_token_ids(folder: Path, config: dict[str, object]) -> tuple[int, ...]:
     """From generation_config.json, else from config.json; a number, a list or nothing."""
     path = folder / "generation_config.json"
-    generation = _read_json(path) if path.exists() else {}
+    generation = read_object(path) if path.exists() else {}
     value = generation.get("eos_token_id")
     if value is None:
         value = config.get("eos_token_id")

@@ -1,6 +1,5 @@
 """Weight files of a checkpoint: which ones there are, and what their headers say. Reads no tensor. No torch here."""
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from quire.errors import ModelError
+from quire.models.json_file import read_object
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -54,8 +54,8 @@ def find_weights(folder: Path) -> tuple[Path, ...]:
 
 def _shards(index: Path) -> tuple[Path, ...]:
     try:
-        names = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        names = sorted(set(read_object(index)["weight_map"].values()))
+    except (KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"{index} is damaged ({type(error).__name__}: {error}); download it again") from error
     if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
         raise ModelError(f"{index} must name files of its own folder; download it again")

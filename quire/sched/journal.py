@@ -10,6 +10,7 @@ flushed before each step is handed out, so that the step that kills the process 
 
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -115,7 +116,8 @@ class JournalledScheduler(Scheduler):
         return outputs
 
     def close(self) -> None:
-        self._keep(lambda file: file.close())
+        with suppress(OSError):  # of a disk that is full: what could be kept has been
+            self._file.close()
 
     def _write(self, record: Record) -> None:
         self._write_bytes(codec.encode(record))

@@ -94,7 +94,7 @@ def test_long_chunks_beside_decode_rows():
     Setup(1, [(0, 600), (299, 300), (40, 340), (0, 1), (511, 512)], block_size=16).check()
 
 
-def test_positions_one_by_one_equal_plain_attention_over_all():
+def test_document_000_entry_1_blockwise_attention_with_a_partial_last_block_is_plain_attention():
     whole = Setup(2, [(0, 13)], block_size=5)
     expected = naive(whole.q[0], *whole.kv[0], 0, 0.3)
     steps = [whole.attend(np.array([p]), np.array([p + 1])).numpy() for p in range(13)]

@@ -116,6 +116,8 @@ def test_a_full_disk_ends_the_journal_and_nothing_else(caplog):
     ]
     assert rig.file.tell() == kept
     assert rig.replay().difference == ""
+    rig.engine.close()
+    assert rig.file.closed
 
 
 def test_what_cannot_be_written_down_is_not_taken_in():

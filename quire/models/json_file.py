@@ -1,0 +1,18 @@
+"""The JSON files of a checkpoint folder: read whole, or refused with what to do. No torch here."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from quire.errors import ModelError
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises ModelError for a file that is missing, damaged, or holds something else."""
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except (ValueError, RecursionError, OSError) as error:
+        raise ModelError(f"{path} is not valid JSON, or cannot be read ({error}); download it again") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} must hold a JSON object; download it again")
+    return value
