@@ -37,8 +37,6 @@ class Built:
     engine: Engine
     tokenizer: Tokenizer
     model_name: str
-    max_model_len: int
-    plan: MemoryPlan
 
 
 def build(options: EngineOptions, *, report: Callable[[str], None], progress: Callable[[int, int], None]) -> Built:
@@ -87,7 +85,7 @@ def build(options: EngineOptions, *, report: Callable[[str], None], progress: Ca
         seed=options.seed,
     )
     name = embedded.NAME if options.model is None else folder.resolve().name
-    return Built(engine, tokenizer, name, plan.max_model_len, plan)
+    return Built(engine, tokenizer, name)
 
 
 def _check(options: EngineOptions) -> None:

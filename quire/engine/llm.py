@@ -42,7 +42,7 @@ class LLM:
         settings["memory"] = None if memory is None else str(memory)
         built = build(EngineOptions(**settings), report=report, progress=progress)  # type: ignore[arg-type]  # the options are checked by name when called
         self.model_name = built.model_name
-        self.max_model_len = built.max_model_len
+        self.max_model_len = built.engine.max_model_len
         self._engine: Engine = built.engine
         self._tokenizer: Tokenizer = built.tokenizer
         self._streaming = False  # whether somebody is reading outputs

@@ -25,7 +25,7 @@ class Service:
 
     def __init__(self, built: Built, model_name: str | None = None) -> None:
         self.model_name = model_name or built.model_name
-        self.max_model_len = built.max_model_len
+        self.max_model_len = built.engine.max_model_len
         self.tokenizer: Tokenizer = built.tokenizer
         self.engine = AsyncEngine(built.engine)
         self.aside = Aside()

@@ -80,7 +80,7 @@ def test_a_tokenizer_that_hangs_delays_nobody_else(monkeypatch):
 def test_what_cannot_fit_is_refused_before_it_is_read(path):
     built = small_engine()
     slow = SlowTokenizer(built.tokenizer)
-    text = "a" * (CHARACTERS_PER_TOKEN * built.max_model_len + 1)
+    text = "a" * (CHARACTERS_PER_TOKEN * built.engine.max_model_len + 1)
     body = {"prompt": text} if path == "/v1/completions" else {"messages": [{"role": "user", "content": text}]}
     with run_app(make_app(Service(dataclasses.replace(built, tokenizer=slow)))) as url:
         slow.gate.set()
