@@ -8,7 +8,8 @@ from msgspec import Meta
 
 from quire.errors import ConfigError, known_arguments_only
 
-DType = Literal["auto", "float32", "float16", "bfloat16"]
+DType = Literal["auto", "float32", "float16", "bfloat16", "float", "half"]
+ModelImpl = Literal["auto", "quire", "transformers"]
 GroupKind = Literal["full", "window", "latent", "state"]
 
 
@@ -23,6 +24,7 @@ class KVGroup:
     dtype: str
     num_blocks: int
     bytes_per_block: int
+    window: int = 0  # positions that a query sees, itself among them; 0 is all. Only of kind "window"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +40,32 @@ class CacheConfig:
         if not self.groups:
             raise ConfigError("a cache needs at least one KV group")
         for group in self.groups:
-            if group.kind != "full":
-                raise ConfigError(f"KV groups of kind {group.kind!r} are not supported yet, only 'full'")
+            if group.kind not in ("full", "window"):
+                raise ConfigError(f"KV groups of kind {group.kind!r} are not supported yet, only 'full' and 'window'")
+            if (group.kind == "window") != (group.window > 0):
+                raise ConfigError(f"a KV group of kind {group.kind!r} cannot have a window of {group.window}")
             if group.num_blocks < 1:
                 raise ConfigError("a KV group needs at least one block; give it more memory")
 
-    @property
-    def capacity(self) -> int:
-        """Tokens that fit when nothing is wasted."""
-        return self.block_size * min(group.num_blocks for group in self.groups)
+    def __str__(self) -> str:
+        blocks = " and ".join(str(group.num_blocks) for group in self.groups)
+        return f"{blocks} blocks of {self.block_size} tokens"
+
+    def holds_alone(self, length: int, step_tokens: int) -> bool:
+        """Whether one sequence of `length` tokens fits, of which a step computes at most `step_tokens`."""
+        return all(
+            blocks_alone(group.window, self.block_size, length, step_tokens) <= group.num_blocks
+            for group in self.groups
+        )
+
+
+def blocks_alone(window: int, block_size: int, length: int, step_tokens: int) -> int:
+    """Blocks that one sequence has at once, of a group with this window (0: none).
+
+    What a step writes has to lie beside what its first query sees: the `window - 1` positions before it.
+    """
+    whole = -(-length // block_size)
+    return whole if window == 0 else min(whole, -(-(window - 1 + step_tokens) // block_size) + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +104,21 @@ class Help:
     stability: Literal["stable", "beta", "prototype"] = "stable"
 
 
+MODEL_HELP = "Hugging Face id, folder of a checkpoint, or .gguf file [default: quire's own model]"
+
+
 @known_arguments_only(ConfigError, elsewhere={"gpu_memory_utilization": "memory", "context_length": "max_model_len"})
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
     """What a caller may choose about an engine. None and "auto" are resolved by the memory plan."""
 
-    model: Annotated[str | None, Help("folder of a Hugging Face checkpoint [default: quire's own model]")] = None
+    model: Annotated[str | None, Help(MODEL_HELP)] = None
+    revision: Annotated[str | None, Help("branch, tag or commit of a model that is downloaded")] = None
+    download_dir: Annotated[str | None, Help("where downloads are kept [default: Hugging Face's cache]")] = None
+    offline: Annotated[bool, Help("use only what was downloaded before")] = False
+    model_impl: Annotated[
+        ModelImpl, Help("who runs the model: quire, transformers (extra hf), or auto: quire where it can", "beta")
+    ] = "auto"
     dtype: Annotated[DType, Help("compute and weight type; auto: as the checkpoint says")] = "auto"
     kv_cache_dtype: Annotated[DType, Help("type of cached keys and values; auto: same as dtype")] = "auto"
     block_size: Annotated[int, Meta(ge=1, le=65536), Help("tokens in one KV block")] = 16

@@ -1,25 +1,37 @@
 """SamplingParams: what a caller may ask of one request. Names as in vLLM, every value bounded."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from quire.errors import RequestError, known_arguments_only
 
 MAX_N = 128
 MAX_LOGPROBS = 20
 MAX_STOPS = 64
-MAX_STOP_LENGTH = 1024  # characters
+MAX_STOP_LENGTH = 1024  # characters, of a stop string or a bad word
 MAX_TOKENS = 2**31 - 1
 MAX_TEMPERATURE = 100.0
+MAX_LISTED_TOKENS = 65536  # of logit_bias and allowed_token_ids
+MAX_BAD_WORDS = 1024
+MAX_LOGPROB_IDS = 128
 
 
 @known_arguments_only(RequestError)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How tokens are chosen and when a sequence ends.
+    """How tokens are chosen, when a sequence ends, and what is told about it.
 
-    temperature: 0 is greedy. top_k: 0 or -1 keeps all. max_tokens: None is "up to max_model_len".
-    seed: None lets the engine draw one at admission. stop: strings, not part of the text returned.
-    logprobs: how many alternatives to report beside each sampled token.
+    Tokens: temperature 0 is greedy. top_k: 0 or -1 keeps all. seed: None lets the engine draw one at
+    admission. presence_penalty and frequency_penalty look at the output so far, repetition_penalty also at
+    the prompt. logit_bias: token id -> what is added to its logit. bad_words: texts that may not come up.
+    allowed_token_ids: None allows all. deterministic: the output does not depend on who shares a step, also
+    in half precision, at some cost.
+    End: max_tokens: None is "up to max_model_len"; 0 computes the prompt only. min_tokens: no end token, stop
+    token or stop string before that many. stop: strings, not part of the text returned unless
+    include_stop_str_in_output.
+    Report: logprobs and prompt_logprobs: how many alternatives beside each token; logprob_token_ids: these
+    too. truncate_prompt_tokens: keep that many tokens at the prompt's end; -1: as many as fit.
     Raises RequestError for a value out of bounds and for an unknown name, with the nearest known one.
     """
 
@@ -29,46 +41,122 @@ class SamplingParams:
     top_k: int = 0
     min_p: float = 0.0
     seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
+    deterministic: bool = False
     max_tokens: int | None = 16
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] = ()
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("stop", "stop_token_ids"):
-            value = getattr(self, name)
-            one = str if name == "stop" else int
-            items = () if value is None else (value,) if isinstance(value, one) else value
-            if not isinstance(items, list | tuple):
-                raise RequestError(f"{name} must be a list, not {type(value).__name__}", name)
-            object.__setattr__(self, name, tuple(items))
-        _check_number("n", self.n, int, 1, MAX_N)
-        _check_number("temperature", self.temperature, float, 0, MAX_TEMPERATURE)
-        _check_number("top_p", self.top_p, float, 0, 1)
+        for name, one in _LISTS.items():
+            object.__setattr__(self, name, _listed(name, one, getattr(self, name)))
+        if self.allowed_token_ids is not None:
+            object.__setattr__(self, "allowed_token_ids", _listed("allowed_token_ids", int, self.allowed_token_ids))
+        object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
+        for name, (kind, low, high) in _NUMBERS.items():
+            _check_number(name, getattr(self, name), kind, low, high, optional=name in _OPTIONAL)
+        for name in _FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"{name} must be true or false", name)
+        self._check_relations()
+        self._check_texts()
+        self._check_tokens()
+
+    def _check_relations(self) -> None:
         if self.top_p == 0:
             raise RequestError("top_p must be above 0; use temperature=0 for greedy sampling", "top_p")
-        _check_number("top_k", self.top_k, int, -1, MAX_TOKENS)
-        _check_number("min_p", self.min_p, float, 0, 1)
-        _check_number("seed", self.seed, int, -(2**63), 2**64 - 1, optional=True)
-        _check_number("max_tokens", self.max_tokens, int, 1, MAX_TOKENS, optional=True)
-        _check_number("min_tokens", self.min_tokens, int, 0, MAX_TOKENS)
-        _check_number("logprobs", self.logprobs, int, 0, MAX_LOGPROBS, optional=True)
+        if self.repetition_penalty == 0:
+            raise RequestError("repetition_penalty must be above 0; 1 is none", "repetition_penalty")
+        if self.truncate_prompt_tokens == 0:
+            raise RequestError("truncate_prompt_tokens must be -1 or at least 1", "truncate_prompt_tokens")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens})", "min_tokens")
-        if not isinstance(self.ignore_eos, bool):
-            raise RequestError("ignore_eos must be true or false", "ignore_eos")
-        self._check_stops()
+        if self.logprob_token_ids and self.logprobs is None:
+            raise RequestError("logprob_token_ids needs logprobs, which may be 0", "logprob_token_ids")
 
-    def _check_stops(self) -> None:
+    def _check_texts(self) -> None:
         if len(self.stop) > MAX_STOPS or len(self.stop_token_ids) > MAX_STOPS:
             raise RequestError(f"at most {MAX_STOPS} stop strings and stop_token_ids", "stop")
-        for text in self.stop:
-            if not isinstance(text, str) or not 0 < len(text) <= MAX_STOP_LENGTH or not is_unicode(text):
-                raise RequestError(f"a stop string must have 1 to {MAX_STOP_LENGTH} valid Unicode characters", "stop")
-        for token in self.stop_token_ids:
-            _check_number("stop_token_ids", token, int, 0, MAX_TOKENS)
+        if len(self.bad_words) > MAX_BAD_WORDS:
+            raise RequestError(f"at most {MAX_BAD_WORDS} bad_words", "bad_words")
+        for name, what in (("stop", "stop string"), ("bad_words", "bad word")):
+            for text in getattr(self, name):
+                if not isinstance(text, str) or not 0 < len(text) <= MAX_STOP_LENGTH or not is_unicode(text):
+                    raise RequestError(f"a {what} must have 1 to {MAX_STOP_LENGTH} valid Unicode characters", name)
+
+    def _check_tokens(self) -> None:
+        if self.allowed_token_ids is not None and not 0 < len(self.allowed_token_ids) <= MAX_LISTED_TOKENS:
+            raise RequestError(f"allowed_token_ids must have 1 to {MAX_LISTED_TOKENS} tokens", "allowed_token_ids")
+        if len(self.logprob_token_ids) > MAX_LOGPROB_IDS:
+            raise RequestError(f"at most {MAX_LOGPROB_IDS} logprob_token_ids", "logprob_token_ids")
+        for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
+            for token in getattr(self, name) or ():
+                _check_number(name, token, int, 0, MAX_TOKENS)
+
+
+_LISTS: Mapping[str, type] = MappingProxyType(
+    {"stop": str, "stop_token_ids": int, "bad_words": str, "logprob_token_ids": int}
+)
+_FLAGS = (
+    *("ignore_eos", "deterministic", "include_stop_str_in_output"),
+    *("skip_special_tokens", "spaces_between_special_tokens"),
+)
+_OPTIONAL = ("seed", "max_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens")
+_NUMBERS: Mapping[str, tuple[type[int] | type[float], float, float]] = MappingProxyType(  # bounds are allowed
+    {
+        "n": (int, 1, MAX_N),
+        "temperature": (float, 0, MAX_TEMPERATURE),
+        "top_p": (float, 0, 1),
+        "top_k": (int, -1, MAX_TOKENS),
+        "min_p": (float, 0, 1),
+        "seed": (int, -(2**63), 2**64 - 1),
+        "presence_penalty": (float, -2, 2),
+        "frequency_penalty": (float, -2, 2),
+        "repetition_penalty": (float, 0, 100),
+        "max_tokens": (int, 0, MAX_TOKENS),
+        "min_tokens": (int, 0, MAX_TOKENS),
+        "logprobs": (int, 0, MAX_LOGPROBS),
+        "prompt_logprobs": (int, 0, MAX_LOGPROBS),
+        "truncate_prompt_tokens": (int, -1, MAX_TOKENS),
+    }
+)
+
+
+def _listed(name: str, one: type, value: object) -> tuple[object, ...]:
+    """A list as a tuple; one item alone is a list of one."""
+    items = () if value is None else (value,) if isinstance(value, one) else value
+    if not isinstance(items, list | tuple):
+        raise RequestError(f"{name} must be a list, not {type(value).__name__}", name)
+    return tuple(items)
+
+
+def _biases(value: object) -> dict[int, float]:
+    """Token ids, which JSON writes as strings, to biases."""
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping) or len(value) > MAX_LISTED_TOKENS:
+        raise RequestError(f"logit_bias must map at most {MAX_LISTED_TOKENS} token ids to numbers", "logit_bias")
+    biases = {}
+    for key, bias in value.items():
+        token = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 11 else key
+        _check_number("token id in logit_bias", token, int, 0, MAX_TOKENS)
+        _check_number("logit_bias", bias, float, -100, 100)
+        biases[token] = float(bias)
+    return biases
 
 
 def is_unicode(text: str) -> bool:

@@ -1,15 +1,17 @@
 """What the scheduler tells the front end about a sequence after a step."""
 
 import msgspec
+import numpy as np
 
 from quire.core.step import Logprobs
 
 
 class Output(msgspec.Struct, frozen=True, eq=False):
-    """New tokens of one sequence, and whether it ended.
+    """What is new of one sequence, and whether it ended.
 
-    finish_reason: "stop" (an end or stop token: `stop_token`, which is the last of token_ids),
-    "length" or "error" (`error` says what happened); None while it goes on.
+    Logprobs of a request's prompt come with its sequence 0.
+    finish_reason: "stop" (an end or stop token: `stop_token`, which is the last of token_ids; or all is
+    pooled), "length" or "error" (`error` says what happened); None while it goes on.
     """
 
     request_id: str
@@ -19,5 +21,7 @@ class Output(msgspec.Struct, frozen=True, eq=False):
     finish_reason: str | None = None
     stop_token: int | None = None
     logprobs: Logprobs | None = None
+    prompt_logprobs: Logprobs | None = None  # of the next tokens of the prompt, beginning with the second
+    pooled: np.ndarray | None = None  # float32 (hidden_size,): see Pooling; with MEAN, a part of the sum
     num_cached_tokens: int = 0
     error: str = ""

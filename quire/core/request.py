@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import msgspec
 
+from quire.core.step import Pooling
 from quire.errors import RequestError
 from quire.params import SamplingParams
 
@@ -19,6 +20,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     prompt: list[int]
     params: SamplingParams
     eos_token_ids: tuple[int, ...] = ()
+    bad_words: list[list[int]] = []  # tokens of `params.bad_words`, each in all ways in which it can be written
+    pooling: Pooling = Pooling.NONE  # what is wanted in place of tokens; `params.max_tokens` is 0 then
 
     @property
     def max_tokens(self) -> int:
@@ -52,15 +55,17 @@ def resolve(
         wrong = next(token for token in prompt if not 0 <= token < vocab_size)
         raise RequestError(f"token id {wrong} is outside the vocabulary (0 to {vocab_size - 1})", "prompt")
     room = max_model_len - len(prompt)
-    if room < 1:
+    least = 0 if params.max_tokens == 0 else 1
+    if room < least:
         raise RequestError(
-            f"the prompt has {len(prompt)} tokens; with at least one token of output this model takes "
-            f"{max_model_len - 1}. Shorten the prompt or raise max_model_len",
+            f"the prompt has {len(prompt)} tokens; {'with at least one token of output ' * least}this model takes "
+            f"{max_model_len - least}. Shorten the prompt, set truncate_prompt_tokens, or raise max_model_len",
             "prompt",
         )
-    for token in params.stop_token_ids:
-        if token >= vocab_size:
-            raise RequestError(f"stop token id {token} is outside the vocabulary", "stop_token_ids")
+    for name in ("stop_token_ids", "logit_bias", "allowed_token_ids", "logprob_token_ids"):
+        for token in getattr(params, name) or ():
+            if token >= vocab_size:
+                raise RequestError(f"token id {token} is outside the vocabulary (0 to {vocab_size - 1})", name)
     max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
     seed = default_seed if params.seed is None else params.seed
     return replace(params, max_tokens=max_tokens, min_tokens=min(params.min_tokens, max_tokens), seed=seed)

@@ -10,7 +10,7 @@ a chunk to position `stop` of that row, where the next chunk, possibly launched 
 has seen the token, reads it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -25,13 +25,32 @@ class ChunkOutput(IntEnum):
 
     NONE = 0  # only KV
     SAMPLE = 1  # one token after its last position (more where drafts are accepted)
-    POOL = 2  # a pooled hidden state
+    POOL = 2  # hidden states of its last `num_logits` positions, pooled
+
+
+class Pooling(IntEnum):
+    """How hidden states of a sequence become one."""
+
+    NONE = 0  # they do not: the sequence generates
+    LAST = 1  # that of the last position
+    MEAN = 2  # the mean over all positions; a chunk yields a sum
+
+
+class ListKind(IntEnum):
+    """What a list of tokens means to the sampling of a row."""
+
+    BIAS = 0  # added to the logits: `weights`
+    ALLOWED = 1  # nothing else may be sampled
+    BAD_WORD = 2  # this sequence of tokens may not come up; one list for each
+    END = 3  # may not be sampled before the row's `min_lens`
+    LOGPROB = 4  # to be reported beside each sampled token
 
 
 class Chunk(NamedTuple):
     """Positions [start, stop) of one sequence, computed in one step.
 
-    The last `num_drafts` of them are guesses; logits are wanted at the last `num_logits`.
+    The last `num_drafts` of them are guesses; logits are wanted at the last `num_logits`. Those that no
+    token is sampled from say how likely the prompt's next tokens were.
     """
 
     row: int
@@ -105,6 +124,40 @@ class Writes(msgspec.Struct, frozen=True, eq=False):
         table[np.repeat(self.rows, self.lengths), columns] = self.values
 
 
+class Lists(msgspec.Struct, frozen=True, eq=False):
+    """Lists of tokens that opened rows bring along: list i is of `kinds[i]` and has `lengths[i]` entries."""
+
+    rows: np.ndarray  # int32, one per list
+    kinds: np.ndarray  # uint8, ListKind, one per list
+    lengths: np.ndarray  # int32, one per list
+    tokens: np.ndarray  # int32, of all lists in turn
+    weights: np.ndarray  # float32, one per token; 0 where the kind has none
+
+    def __iter__(self) -> Iterator[tuple[int, ListKind, np.ndarray, np.ndarray]]:
+        """(row, kind, tokens, weights) of each list."""
+        ends = np.cumsum(self.lengths).tolist()
+        for row, kind, length, end in zip(
+            self.rows.tolist(), self.kinds.tolist(), self.lengths.tolist(), ends, strict=True
+        ):
+            yield row, ListKind(kind), self.tokens[end - length : end], self.weights[end - length : end]
+
+    @classmethod
+    def of(cls, lists: Sequence[tuple[int, ListKind, Mapping[int, float] | Sequence[int]]]) -> "Lists":
+        """From (row, kind, tokens) triples; a mapping gives each token its weight."""
+        tokens: list[int] = []
+        weights: list[float] = []
+        for _, _, entries in lists:
+            tokens += entries
+            weights += entries.values() if isinstance(entries, Mapping) else [0.0] * len(entries)
+        return cls(
+            np.array([row for row, _, _ in lists], np.int32),
+            np.array([kind for _, kind, _ in lists], np.uint8),
+            np.array([len(entries) for _, _, entries in lists], np.int32),
+            np.array(tokens, np.int32),
+            np.array(weights, np.float32),
+        )
+
+
 class Opens(msgspec.Struct, frozen=True, eq=False):
     """Rows that begin to hold a sequence, with what sampling needs to know about it."""
 
@@ -117,26 +170,47 @@ class Opens(msgspec.Struct, frozen=True, eq=False):
     top_ks: np.ndarray  # int32, 0 keeps all
     min_ps: np.ndarray  # float32, 0 keeps all
     num_logprobs: np.ndarray  # int32, alternatives to report per sampled token; -1 reports nothing
+    num_prompt_logprobs: np.ndarray  # int32, the same for tokens of the prompt
+    prompt_lens: np.ndarray  # int32, tokens of the prompt: presence and frequency count those behind it
+    min_lens: np.ndarray  # int32, positions below this one take none of the row's END tokens
+    presence_penalties: np.ndarray  # float32, 0 is none
+    frequency_penalties: np.ndarray  # float32, 0 is none
+    repetition_penalties: np.ndarray  # float32, 1 is none
+    deterministic: np.ndarray  # uint8, 1: outputs may not depend on who shares the step
+    poolings: np.ndarray  # uint8, Pooling
+    lists: Lists
 
     def __len__(self) -> int:
         return len(self.rows)
 
     @classmethod
-    def of(cls, **columns: Sequence[float]) -> "Opens":
-        """From one list per field."""
-        return cls(**{name: np.array(columns[name], kind) for name, kind in _OPEN_TYPES.items()})
+    def of(cls, *, lists: Lists | None = None, **columns: Sequence[float]) -> "Opens":
+        """From one list per field. Columns left out ask for nothing."""
+        size = len(columns["rows"])
+        arrays = {
+            name: np.array(columns.get(name, [neutral] * size), kind) for name, (kind, neutral) in _COLUMNS.items()
+        }
+        return cls(**arrays, lists=Lists.of([]) if lists is None else lists)
 
 
-_OPEN_TYPES = {
-    "rows": np.int32,
-    "seq_ids": np.int64,
-    "seeds": np.uint64,
-    "sample_indices": np.int32,
-    "temperatures": np.float32,
-    "top_ps": np.float32,
-    "top_ks": np.int32,
-    "min_ps": np.float32,
-    "num_logprobs": np.int32,
+_COLUMNS: dict[str, tuple[type[np.generic], float]] = {  # type, and the value that asks for nothing
+    "rows": (np.int32, 0),
+    "seq_ids": (np.int64, 0),
+    "seeds": (np.uint64, 0),
+    "sample_indices": (np.int32, 0),
+    "temperatures": (np.float32, 0),
+    "top_ps": (np.float32, 1),
+    "top_ks": (np.int32, 0),
+    "min_ps": (np.float32, 0),
+    "num_logprobs": (np.int32, -1),
+    "num_prompt_logprobs": (np.int32, -1),
+    "prompt_lens": (np.int32, 0),
+    "min_lens": (np.int32, 0),
+    "presence_penalties": (np.float32, 0),
+    "frequency_penalties": (np.float32, 0),
+    "repetition_penalties": (np.float32, 1),
+    "deterministic": (np.uint8, 0),
+    "poolings": (np.uint8, 0),
 }
 
 
@@ -197,21 +271,25 @@ class Late(msgspec.Struct, frozen=True, eq=False):
 
 
 class Logprobs(msgspec.Struct, frozen=True, eq=False):
-    """Of each sampled token: itself first, then the most likely ones; value -inf pads."""
+    """Of each token: itself first, then its row's number of most likely ones, then its row's LOGPROB list.
 
-    ids: np.ndarray  # int32 (num sampled tokens, 1 + k)
-    values: np.ndarray  # float32, natural logarithm, before temperature and truncation
-    ranks: np.ndarray  # int32 (num sampled tokens,): 1 is the most likely
+    What a row did not ask for, at the end, is padded: id -1, value -inf, rank 0.
+    """
+
+    ids: np.ndarray  # int32 (num tokens, widest row)
+    values: np.ndarray  # float32, natural logarithm, of the model's own logits: before penalties, bias and temperature
+    ranks: np.ndarray  # int32 (num tokens,) of the token itself: 1 is the most likely
 
     def slice(self, start: int, stop: int) -> "Logprobs":
-        """Those of sampled tokens [start, stop)."""
+        """Those of tokens [start, stop)."""
         return Logprobs(self.ids[start:stop], self.values[start:stop], self.ranks[start:stop])
 
 
 class StepResult(msgspec.Struct, frozen=True, eq=False):
     """What came of a step. `counts[i]` of `tokens`, in turn, belong to chunk i.
 
-    A token of -1 says that the logits of its row were not finite. `error` says that the whole step
+    A token of -1 says that nothing could be sampled: the logits of its row were not finite, or its request
+    allowed no token. `error` says that the whole step
     failed: nothing it would have written may be relied on.
     """
 
@@ -219,7 +297,9 @@ class StepResult(msgspec.Struct, frozen=True, eq=False):
     seconds: float
     counts: np.ndarray  # int32, per chunk
     tokens: np.ndarray  # int32
-    logprobs: Logprobs | None = None
+    logprobs: Logprobs | None = None  # of `tokens`; None when no row of the step asks
+    prompt_logprobs: Logprobs | None = None  # of the prompt tokens behind logits that nothing was sampled from
+    pooled: np.ndarray | None = None  # float32 (chunks that pool, hidden_size)
     moves_done: list[int] = []
     error: str = ""
 

@@ -1,13 +1,25 @@
 """The memory plan: every byte an engine will use, named, before anything is loaded."""
 
 import re
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from quire.config import blocks_alone
 from quire.errors import ConfigError
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _UNITS |= {f"{unit}b": factor for unit, factor in _UNITS.items()}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*((?:[kmgt]i?)?b|[kmgt]i?|)", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class KVDemand:
+    """What the KV of one group of layers asks of memory."""
+
+    bytes_per_token: int
+    window: int  # 0: every token is kept
+    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,8 +28,7 @@ class Demand:
 
     weight_bytes: int
     weight_reason: str
-    kv_bytes_per_token: int
-    kv_reason: str
+    kv: tuple[KVDemand, ...]
     block_size: int
     model_max_len: int  # what the model was made for
     max_model_len: int | None  # what was asked for
@@ -26,6 +37,14 @@ class Demand:
     workspace_bytes_per_token: int  # activations of one token in a step
     workspace_bytes_per_seq: int  # logits and sampling of one row
     scratch_bytes: int  # of attention
+
+    def blocks_alone(self, length: int) -> list[int]:
+        """Per group, what one sequence of `length` tokens needs."""
+        return [blocks_alone(kv.window, self.block_size, length, self.max_num_batched_tokens) for kv in self.kv]
+
+    def blocks_each(self, length: int) -> list[int]:
+        """Per group, what each of many sequences of `length` tokens holds while it generates."""
+        return [blocks_alone(kv.window, self.block_size, length, 1) for kv in self.kv]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,24 +63,24 @@ class Line:
 class MemoryPlan:
     """The uses of memory, and what follows from them."""
 
+    demand: Demand
     lines: tuple[Line, ...]
-    block_size: int
-    num_blocks: int
+    num_blocks: tuple[int, ...]  # per group
     max_model_len: int
     max_model_len_reason: str
 
     def concurrency(self, length: int) -> int:
         """Sequences of `length` tokens that fit at once."""
-        return self.num_blocks // -(-length // self.block_size)
+        return min(have // each for have, each in zip(self.num_blocks, self.demand.blocks_each(length), strict=True))
 
     def __str__(self) -> str:
-        length = self.max_model_len
+        length, block_size = self.max_model_len, self.demand.block_size
+        pools = " and ".join(f"{num} blocks of {block_size} = {num * block_size} tokens" for num in self.num_blocks)
         return "\n".join(
             [
                 *map(str, self.lines),
-                f"{self.num_blocks} blocks of {self.block_size} = {self.num_blocks * self.block_size} tokens: "
-                f"{self.concurrency(length)} sequences of {length} tokens, or {self.concurrency(-(-length // 8))} "
-                f"of {-(-length // 8)}",
+                f"{pools}: {self.concurrency(length)} sequences of {length} tokens, or "
+                f"{self.concurrency(-(-length // 8))} of {-(-length // 8)}",
                 f"max_model_len {length}: {self.max_model_len_reason}",
             ]
         )
@@ -80,38 +99,81 @@ def plan_memory(demand: Demand, *, available: int, default_share: float, limit: 
         + demand.scratch_bytes
     )
     length, length_reason = _max_model_len(demand)
-    block_bytes = demand.block_size * demand.kv_bytes_per_token
-    useful = demand.max_num_seqs * -(-length // demand.block_size)
-    affordable = (budget - demand.weight_bytes - workspace) // block_bytes
-    num_blocks = min(useful, affordable)
-    if num_blocks * demand.block_size < length:
-        if demand.max_model_len is not None or num_blocks * demand.block_size < 2:
-            need = demand.weight_bytes + workspace + -(-length // demand.block_size) * block_bytes
+    room = budget - demand.weight_bytes - workspace
+    if _bytes(demand, demand.blocks_alone(length)) > room:
+        if demand.max_model_len is not None or _bytes(demand, demand.blocks_alone(2)) > room:
+            need = demand.weight_bytes + workspace + _bytes(demand, demand.blocks_alone(length))
             raise ConfigError(
                 f"one sequence of {length} tokens needs {size(need)} (weights {size(demand.weight_bytes)}, workspace "
                 f"{size(workspace)}, the rest KV), but the budget is {size(budget)}, {budget_reason}. Raise memory, or "
                 "lower max_model_len, max_num_batched_tokens or max_num_seqs"
             )
-        length = num_blocks * demand.block_size
+        length = _longest(demand, length, room)
         length_reason = f"lowered from {demand.model_max_len}, all that the KV memory can hold"
-    why_kv = f"{num_blocks} blocks x {demand.block_size} tokens x {demand.kv_bytes_per_token} B ({demand.kv_reason})"
-    why_kv += (
-        f"; enough for {demand.max_num_seqs} sequences of {length}"
-        if num_blocks == useful
-        else f"; what is left of {size(budget)}, {budget_reason}"
-    )
-    lines = (
-        Line("weights", demand.weight_bytes, demand.weight_reason),
-        Line("KV pool", num_blocks * block_bytes, why_kv),
+    useful = _useful(demand, length)
+    num_blocks = _divide(demand, length, useful, room)
+    lines = [Line("weights", demand.weight_bytes, demand.weight_reason)]
+    for kv, num, most in zip(demand.kv, num_blocks, useful, strict=True):
+        why = f"{num} blocks x {demand.block_size} tokens x {kv.bytes_per_token} B ({kv.reason}); "
+        why += (
+            f"enough for {demand.max_num_seqs} sequences of {length}"
+            if num == most
+            else f"what is left of {size(budget)}, {budget_reason}"
+        )
+        name = f"KV pool {kv.window}" if kv.window else "KV pool"
+        lines.append(Line(name, num * demand.block_size * kv.bytes_per_token, why))
+    lines.append(
         Line(
             "workspace",
             workspace,
             f"{demand.max_num_batched_tokens} tokens a step x {size(demand.workspace_bytes_per_token)}, "
             f"{demand.max_num_seqs} rows x {size(demand.workspace_bytes_per_seq)}, "
             f"attention {size(demand.scratch_bytes)}",
-        ),
+        )
     )
-    return MemoryPlan(lines, demand.block_size, num_blocks, length, length_reason)
+    return MemoryPlan(demand, tuple(lines), tuple(num_blocks), length, length_reason)
+
+
+def _bytes(demand: Demand, num_blocks: Sequence[int]) -> int:
+    return sum(num * demand.block_size * kv.bytes_per_token for num, kv in zip(num_blocks, demand.kv, strict=True))
+
+
+def _longest(demand: Demand, length: int, room: int) -> int:
+    """The longest sequence, in whole blocks where there are any, whose KV takes at most `room` bytes."""
+    counts = range(2, length)
+    fits = bisect_left(counts, 1, key=lambda count: _bytes(demand, demand.blocks_alone(count)) > room)
+    return counts[fits - 1]
+
+
+def _useful(demand: Demand, length: int) -> list[int]:
+    """Per group, all the blocks that `max_num_seqs` sequences could ever fill."""
+    alone, each = demand.blocks_alone(length), demand.blocks_each(length)
+    return [most + (demand.max_num_seqs - 1) * one for most, one in zip(alone, each, strict=True)]
+
+
+def _divide(demand: Demand, length: int, useful: Sequence[int], room: int) -> list[int]:
+    """Blocks of each group: as many as sequences of a quarter of the longest length need, in like numbers.
+
+    None gets more than is useful, nor less than one sequence needs.
+    """
+    least = demand.blocks_alone(length)
+    each = demand.blocks_each(-(-length // 4))
+    num_blocks = list(least)
+    open_groups = set(range(len(each)))
+    while open_groups:
+        taken = _bytes(demand, [0 if group in open_groups else num for group, num in enumerate(num_blocks)])
+        unit = _bytes(demand, [one if group in open_groups else 0 for group, one in enumerate(each)])
+        for group in open_groups:
+            num_blocks[group] = (room - taken) * each[group] // unit
+        bounded = {g for g in open_groups if num_blocks[g] < least[g]} or {
+            g for g in open_groups if num_blocks[g] > useful[g]
+        }
+        if not bounded:
+            break
+        for group in bounded:
+            num_blocks[group] = min(max(num_blocks[group], least[group]), useful[group])
+        open_groups -= bounded
+    return num_blocks
 
 
 def parse_memory(text: str, available: int) -> float:

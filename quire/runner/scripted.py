@@ -2,18 +2,19 @@
 
 It keeps what a real one keeps (rows of tokens, block tables, the contents of blocks) and believes
 only what Steps tell it. The KV of a position is a digest of all tokens up to it, and the token after
-a position is a digest of all KV up to it, read through the block table: a lost copy, a stale block
-or a wrong table entry anywhere changes what comes out, as it would with attention.
+a position is a digest of all KV up to it (in a group with a window: of those in the window), read through
+the block tables: a lost copy, a stale block or a wrong table entry anywhere changes what comes out, as it
+would with attention.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from quire.config import CacheConfig
-from quire.core.step import Chunk, ChunkOutput, Late, Step, StepResult
+from quire.core.step import Chunk, ChunkOutput, Late, Logprobs, Step, StepResult
 
 _MODULUS = 2**31 - 1
 _NOTHING = -1
@@ -34,13 +35,14 @@ def token_after(seen: int, vocab_size: int) -> int:
     return seen * 40_692 % _MODULUS % vocab_size
 
 
-def script(prompt: list[int], num_tokens: int, vocab_size: int) -> list[int]:
-    """What a ScriptedRunner generates after `prompt`, computed without blocks or steps."""
+def script(prompt: list[int], num_tokens: int, vocab_size: int, windows: Sequence[int] = (0,)) -> list[int]:
+    """What a ScriptedRunner generates after `prompt`, computed without blocks or steps. windows: of its groups."""
     tokens, keys = list(prompt), [0]
     for token in prompt:
         keys.append(key_after(keys[-1], token))
     for _ in range(num_tokens):
-        tokens.append(token_after(attend(np.array(keys[1:])), vocab_size))
+        every = np.array(keys[1:])
+        tokens.append(token_after(sum(attend(every[-window:]) for window in windows), vocab_size))
         keys.append(key_after(keys[-1], tokens[-1]))
     return tokens[len(prompt) :]
 
@@ -50,12 +52,15 @@ class _InFlight:
     step_id: int
     chunks: list[Chunk]
     seconds: float
+    scored: list[tuple[int, int]]  # a token of a prompt, and its position
+    pooled: list[tuple[int, int]]  # number and sum of tokens
     tokens: list[int]
 
 
 class ScriptedRunner:
     """Does what Steps say, on digests instead of tensors.
 
+    A prompt token's logprob is minus its position; tokens are pooled by their number and sum.
     seconds_of: duration of a step, given its number of tokens. fails: whether `launch` of a step is
     to raise after half of its work is done.
     """
@@ -71,10 +76,11 @@ class ScriptedRunner:
         fails: Callable[[Step], bool] = lambda step: False,
     ) -> None:
         self._block_size = cache.block_size
-        self._kv = np.full((cache.groups[0].num_blocks, cache.block_size), _NOTHING, np.int64)
+        self._windows = [group.window for group in cache.groups]
+        self._kv = [np.full((group.num_blocks, cache.block_size), _NOTHING, np.int64) for group in cache.groups]
         self._tokens = np.full((max_num_seqs, max_model_len + 1), _NOTHING, np.int32)
         width = -(-(max_model_len + 1) // cache.block_size)
-        self._tables = np.full((max_num_seqs, width), _NOTHING, np.int32)
+        self._tables = [np.full((max_num_seqs, width), _NOTHING, np.int32) for _ in cache.groups]
         self._vocab_size = vocab_size
         self._seconds_of = seconds_of
         self._fails = fails
@@ -85,24 +91,30 @@ class ScriptedRunner:
         """Apply the delta and compute the KV of every chunk."""
         if step.reset:
             self._tokens[:] = _NOTHING
-            self._tables[:] = _NOTHING
+            for table in self._tables:
+                table[:] = _NOTHING
             self._launched = None
             self._sampled.clear()
         for row in step.opens.rows.tolist():
             self._tokens[row] = _NOTHING
-            self._tables[row] = _NOTHING
+            for table in self._tables:
+                table[row] = _NOTHING
         step.tokens.apply(self._tokens)
-        step.blocks[0].apply(self._tables)
+        for writes, table in zip(step.blocks, self._tables, strict=True):
+            writes.apply(table)
         for move in step.moves:
+            kv = self._kv[move.group]
             for source, target in move.pairs:
-                self._kv[target, : move.num_tokens] = self._kv[source, : move.num_tokens]
+                kv[target, : move.num_tokens] = kv[source, : move.num_tokens]
         chunks = list(step.chunks)
         failing = self._fails(step)
         for chunk in chunks[: len(chunks) // 2] if failing else chunks:
             self._compute(chunk)
         if failing:
             raise RuntimeError(f"scripted failure of step {step.id}")
-        self._launched = _InFlight(step.id, chunks, self._seconds_of(step.num_tokens), [])
+        scored = [one for chunk in chunks if chunk.output is not ChunkOutput.POOL for one in self._score(chunk)]
+        pooled = [self._pool(chunk) for chunk in chunks if chunk.output is ChunkOutput.POOL]
+        self._launched = _InFlight(step.id, chunks, self._seconds_of(step.num_tokens), scored, pooled, [])
 
     def sample(self, step_id: int, late: Late) -> None:
         """Write the next token of every chunk that samples."""
@@ -113,7 +125,8 @@ class ScriptedRunner:
         self._launched = None
         for chunk in launched.chunks:
             if chunk.output is ChunkOutput.SAMPLE:
-                token = token_after(attend(self._keys(chunk.row, chunk.stop)), self._vocab_size)
+                seen = sum(attend(self._keys(chunk.row, chunk.stop, group)) for group in range(len(self._kv)))
+                token = token_after(seen, self._vocab_size)
                 self._tokens[chunk.row, chunk.stop] = token
                 launched.tokens.append(token)
         self._sampled.append(launched)
@@ -122,23 +135,43 @@ class ScriptedRunner:
         """The result of the oldest sampled step."""
         done = self._sampled.popleft()
         counts = np.array([chunk.output is ChunkOutput.SAMPLE for chunk in done.chunks], np.int32)
-        return StepResult(done.step_id, done.seconds, counts, np.array(done.tokens, np.int32))
+        tokens = np.array(done.tokens, np.int32)
+        scored = None
+        if done.scored:
+            ids, positions = np.array(done.scored, np.int32).T
+            scored = Logprobs(ids[:, None], -positions[:, None].astype(np.float32), np.ones_like(ids))
+        pooled = np.array(done.pooled, np.float32) if done.pooled else None
+        return StepResult(done.step_id, done.seconds, counts, tokens, prompt_logprobs=scored, pooled=pooled)
 
     def _compute(self, chunk: Chunk) -> None:
-        before = self._keys(chunk.row, chunk.start)
-        key = int(before[-1]) if chunk.start else 0
+        key = int(self._read(chunk.row, np.array([chunk.start - 1]), 0)[0]) if chunk.start else 0
         for position in range(chunk.start, chunk.stop):
             token = int(self._tokens[chunk.row, position])
-            block = self._tables[chunk.row, position // self._block_size]
-            if token == _NOTHING or block == _NOTHING:
-                raise ValueError(f"{chunk}: position {position} has token {token} and block {block}")
             key = key_after(key, token)
-            self._kv[block, position % self._block_size] = key
+            for kv, table in zip(self._kv, self._tables, strict=True):
+                block = table[chunk.row, position // self._block_size]
+                if token == _NOTHING or block == _NOTHING:
+                    raise ValueError(f"{chunk}: position {position} has token {token} and block {block}")
+                kv[block, position % self._block_size] = key
 
-    def _keys(self, row: int, stop: int) -> np.ndarray:
-        """The KV of positions [0, stop) of a row, through its block table."""
-        positions = np.arange(stop)
-        keys: np.ndarray = self._kv[self._tables[row, positions // self._block_size], positions % self._block_size]
-        if (keys == _NOTHING).any():
-            raise ValueError(f"row {row} reads KV before {stop} that was never written")
+    def _score(self, chunk: Chunk) -> list[tuple[int, int]]:
+        """The tokens behind positions whose logits are wanted and not sampled from."""
+        stop = chunk.stop - (chunk.output is ChunkOutput.SAMPLE)
+        positions = range(chunk.stop - chunk.num_logits + 1, stop + 1)
+        return [(int(self._tokens[chunk.row, position]), position) for position in positions]
+
+    def _pool(self, chunk: Chunk) -> tuple[int, int]:
+        tokens = self._tokens[chunk.row, chunk.stop - chunk.num_logits : chunk.stop]
+        return len(tokens), int(tokens.sum())
+
+    def _keys(self, row: int, stop: int, group: int) -> np.ndarray:
+        """What a query at position `stop - 1` sees of the KV of a group, through its block table."""
+        window = self._windows[group]
+        return self._read(row, np.arange(max(0, stop - window) if window else 0, stop), group)
+
+    def _read(self, row: int, positions: np.ndarray, group: int) -> np.ndarray:
+        blocks = self._tables[group][row, positions // self._block_size]
+        keys: np.ndarray = self._kv[group][blocks, positions % self._block_size]
+        if (blocks == _NOTHING).any() or (keys == _NOTHING).any():
+            raise ValueError(f"row {row} reads KV of positions {positions} that was never written")
         return keys

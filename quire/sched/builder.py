@@ -1,7 +1,23 @@
 """A Step while it is being put together."""
 
-from quire.core.step import Chunks, Move, Opens, Step, Writes
+from collections.abc import Mapping
+from collections.abc import Sequence as Listing
+from typing import NamedTuple
+
+from quire.core.step import Chunks, ListKind, Lists, Move, Opens, Step, Writes
 from quire.sched.sequence import Sequence
+
+TokenList = tuple[int, ListKind, Mapping[int, float] | Listing[int]]
+
+
+class Entry(NamedTuple):
+    """One chunk as the scheduler remembers it until its step is committed."""
+
+    seq: Sequence
+    start: int
+    stop: int
+    epoch: int  # of the sequence, when the chunk was planned
+    num_told: int  # of its last positions, about which the result tells something besides a sampled token
 
 
 class StepBuilder:
@@ -15,18 +31,19 @@ class StepBuilder:
         self.opened: list[Sequence] = []
         self.blocks: list[list[tuple[int, int, list[int]]]] = [[] for _ in range(num_groups)]
         self.chunks: list[tuple[int, ...]] = []
-        self.entries: list[tuple[Sequence, int, int]] = []  # sequence, start, epoch
+        self.entries: list[Entry] = []
         self.num_tokens = 0
 
     def open(self, seq: Sequence) -> None:
         """The runner meets a sequence: all it knows of tokens and blocks travels."""
-        self.opened.append(seq)
-        self.give_blocks(seq, 0)
-
-    def give_blocks(self, seq: Sequence, first: int) -> None:
-        """The table of a sequence changed from index `first` on."""
         assert seq.table is not None
-        for spans, blocks in zip(self.blocks, seq.table.blocks, strict=True):
+        self.opened.append(seq)
+        self.give_blocks(seq, seq.table.firsts)
+
+    def give_blocks(self, seq: Sequence, firsts: Listing[int]) -> None:
+        """The table of a sequence changed, in each group from an index on."""
+        assert seq.table is not None
+        for spans, blocks, first in zip(self.blocks, seq.table.blocks, firsts, strict=True):
             if first < len(blocks):
                 spans.append((seq.row, first, blocks[first:]))
 
@@ -46,6 +63,7 @@ class StepBuilder:
 
 def _opens(sequences: list[Sequence]) -> Opens:
     params = [seq.request.params for seq in sequences]
+    lists = [one for seq in sequences for one in _lists(seq)]
     return Opens.of(
         rows=[seq.row for seq in sequences],
         seq_ids=[seq.id for seq in sequences],
@@ -56,4 +74,27 @@ def _opens(sequences: list[Sequence]) -> Opens:
         top_ks=[max(p.top_k, 0) for p in params],
         min_ps=[p.min_p for p in params],
         num_logprobs=[-1 if p.logprobs is None else p.logprobs for p in params],
+        num_prompt_logprobs=[-1 if p.prompt_logprobs is None else p.prompt_logprobs for p in params],
+        prompt_lens=[len(seq.request.prompt) for seq in sequences],
+        min_lens=[len(seq.request.prompt) + p.min_tokens for seq, p in zip(sequences, params, strict=True)],
+        presence_penalties=[p.presence_penalty for p in params],
+        frequency_penalties=[p.frequency_penalty for p in params],
+        repetition_penalties=[p.repetition_penalty for p in params],
+        deterministic=[p.deterministic for p in params],
+        poolings=[seq.request.pooling for seq in sequences],
+        lists=Lists.of(lists),
     )
+
+
+def _lists(seq: Sequence) -> list[TokenList]:
+    request, params = seq.request, seq.request.params
+    lists: list[TokenList] = [(seq.row, ListKind.BAD_WORD, word) for word in request.bad_words]
+    if params.logit_bias:
+        lists.append((seq.row, ListKind.BIAS, params.logit_bias))
+    if params.allowed_token_ids is not None:
+        lists.append((seq.row, ListKind.ALLOWED, params.allowed_token_ids))
+    if params.min_tokens and seq.stop_ids:
+        lists.append((seq.row, ListKind.END, sorted(seq.stop_ids)))
+    if params.logprob_token_ids:
+        lists.append((seq.row, ListKind.LOGPROB, params.logprob_token_ids))
+    return lists

@@ -27,7 +27,7 @@ from quire.sched.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 
 
 class Header(msgspec.Struct, frozen=True, tag=True):

@@ -4,17 +4,22 @@ One rule, no phases. Every step gives each running sequence some of the tokens i
 computed tokens catch up with known tokens, within a budget of tokens and of predicted time. Prefill,
 chunked prefill, decode and coming back from preemption are the same rule with other numbers.
 
-Order is by arrival everywhere: `_running` is sorted by it, everything waiting came later than
-everything running, and so the latest arrival is always the one to lose its blocks.
+Order is by arrival everywhere: `_running` and `_waiting` are sorted by it, and the latest arrival that
+runs is always the one to lose its blocks.
+
+Of a request's n sequences the first computes the prompt; the others are held until that is committed, then
+branch off: they share its blocks, and compute only the last token of the prompt again, for its logits.
 
 Up to `steps_in_flight` steps may be planned and not committed. A failed step is rolled back; its
 sequences are then tried one to a step, and one that fails again, alone, ends with an error.
 """
 
+from bisect import insort
 from collections import deque
 from dataclasses import dataclass
 
 from quire.cache.kv_cache import KVCache
+from quire.cache.table import BlockTable
 from quire.config import SchedulerConfig
 from quire.core.events import Admitted, Arrived, Event, Finished, Preempted, StepFailed
 from quire.core.output import Output
@@ -22,19 +27,21 @@ from quire.core.request import Request
 from quire.core.step import ChunkOutput, Late, Step, StepResult
 from quire.cost.pace import Pace
 from quire.errors import ConfigError, RequestError
-from quire.sched.builder import StepBuilder
+from quire.sched.builder import Entry, StepBuilder
+from quire.sched.queue import ARRIVAL, Queue
+from quire.sched.results import News, read
 from quire.sched.sequence import Sequence
 
-_NONE, _SAMPLE = int(ChunkOutput.NONE), int(ChunkOutput.SAMPLE)
+_NONE, _SAMPLE, _POOL = int(ChunkOutput.NONE), int(ChunkOutput.SAMPLE), int(ChunkOutput.POOL)
 _MOST_EVENTS = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class _Launched:
-    """A step in flight: for each chunk the sequence, where it started, and its epoch then."""
+    """A step in flight."""
 
     id: int
-    entries: list[tuple[Sequence, int, int]]
+    entries: list[Entry]
     num_tokens: int
 
 
@@ -42,10 +49,10 @@ class Scheduler:
     """Requests in, Steps out, StepResults in, Outputs out."""
 
     def __init__(self, config: SchedulerConfig, cache: KVCache) -> None:
-        if cache.config.capacity < config.max_model_len:
+        if not cache.config.holds_alone(config.max_model_len, config.max_num_batched_tokens):
             raise ConfigError(
-                f"{cache.num_blocks} blocks of {cache.block_size} tokens cannot hold one sequence of max_model_len "
-                f"({config.max_model_len}); give the cache more memory or lower max_model_len"
+                f"{cache.config} cannot hold one sequence of max_model_len ({config.max_model_len}); give the cache "
+                "more memory or lower max_model_len"
             )
         self.config = config
         self.cache = cache
@@ -54,12 +61,13 @@ class Scheduler:
         self.num_preemptions = 0
         self._requests: dict[str, list[Sequence]] = {}
         self._sequences: dict[int, Sequence] = {}
-        self._waiting: deque[Sequence] = deque()
+        self._queue = Queue()
         self._running: list[Sequence] = []
+        self._branched: list[Sequence] = []  # of those running, the ones that the runner has not met
         self._suspects: deque[Sequence] = deque()
         self._in_flight: deque[_Launched] = deque()
         self._free_rows = list(range(config.max_num_seqs))[::-1]
-        self._spare_blocks = int(cache.num_blocks * config.watermark)
+        self._spare = [int(pool.num_blocks * config.watermark) for pool in cache.pools]
         self._next_seq = 0
         self._next_step = 0
         self._reset = True  # the runner has no rows yet, or cannot rely on those it has
@@ -93,13 +101,17 @@ class Scheduler:
             seq = Sequence(self._next_seq, request, index, now)
             self._next_seq += 1
             self._sequences[seq.id] = seq
-            self._waiting.append(seq)
             sequences.append(seq)
         self._requests[request.id] = sequences
+        num_first = 1 if sequences[0].num_shared else len(sequences)
+        for seq in sequences[:num_first]:
+            self._queue.put(seq)
+        self._queue.hold(request.id, sequences[num_first:])
         self.events.append(Arrived(now, request.id, len(request.prompt)))
 
     def abort(self, request_id: str, now: float) -> None:
         """Give up a request. Nothing more is said about it; an unknown id is ignored."""
+        self._queue.release(request_id)
         for seq in list(self._requests.get(request_id, ())):
             self._end(seq, "abort", now)
 
@@ -125,15 +137,17 @@ class Scheduler:
         if len(self._in_flight) >= (1 if alone else self.config.steps_in_flight):
             return None
         builder = StepBuilder(self._next_step, len(self.cache.pools), reset=self._reset)
+        if suspect is None:
+            self._branch_waiting(now)
         left = self._advance(self._running if suspect is None else [suspect], builder, now)
-        if self._reset:
-            for seq in self._running:  # those who are left: advancing one may have preempted others
-                builder.open(seq)
+        for seq in self._running if self._reset else self._branched:
+            builder.open(seq)  # after advancing, which may have preempted some
         if suspect is None:
             self._admit(builder, left, now)
         if not builder.chunks:
             return None
         self._reset = False
+        self._branched = []
         self._next_step += 1
         self._in_flight.append(_Launched(builder.id, builder.entries, builder.num_tokens))
         return builder.build(self.cache.launched(builder.id))
@@ -154,15 +168,13 @@ class Scheduler:
         self.cache.collected(launched.id)
         self.pace.observe(launched.num_tokens, result.seconds)
         outputs = []
-        tokens = result.tokens.tolist()
-        at = 0
-        for (seq, _, epoch), count in zip(launched.entries, result.counts.tolist(), strict=True):
-            if not seq.finished and seq.epoch == epoch:
+        for entry, news in read(launched.entries, result):
+            seq = entry.seq
+            if not seq.finished and seq.epoch == entry.epoch:
                 seq.suspect = False
-                if count:
-                    seq.num_pending -= 1
-                    outputs.append(self._extend(seq, tokens[at : at + count], result, at, now))
-            at += count
+                self._wrote(seq, entry.stop, now)
+                if news.tokens or entry.num_told or seq.is_over:
+                    outputs.append(self._take(entry, news, now))
         return outputs
 
     @property
@@ -201,7 +213,7 @@ class Scheduler:
         while i < len(sequences):
             seq = sequences[i]
             start = seq.num_computed
-            lacking = min(len(seq.tokens) + seq.num_pending, seq.end - 1) - start
+            lacking = min(len(seq.tokens) + seq.num_pending, seq.limit) - start
             if lacking <= 0:
                 spare += 1
                 i += 1
@@ -220,61 +232,96 @@ class Scheduler:
     def _grow(self, seq: Sequence, num_tokens: int, builder: StepBuilder, now: float) -> bool:
         """Back the first `num_tokens` positions, preempting the latest arrivals while blocks are short."""
         assert seq.table is not None
-        while (first := self.cache.grow(seq.table, num_tokens)) is None:
+        while (firsts := self.cache.grow(seq.table, num_tokens)) is None:
             if self.cache.fits_once_collected(seq.table, num_tokens):
                 return False  # steps in flight are about to give back enough
+            if self.cache.windowed and self._is_in_flight(seq):
+                return False  # when they are committed, blocks of its own leave the window
             victim = self._running[-1]
             self._preempt(victim, f"no free block for sequence {seq.id}", now)
             if victim is seq:
                 return False
-        builder.give_blocks(seq, first)
+        builder.give_blocks(seq, firsts)
         return True
 
     def _admit(self, builder: StepBuilder, left: int, now: float) -> None:
         """Start waiting sequences, first come first served, while tokens, rows and blocks last."""
-        while left > 0 and self._waiting and self._free_rows:
-            seq = self._waiting[0]
-            if seq.finished:
-                self._waiting.popleft()
-                continue
-            if self._in_flight and seq.last_step >= self._in_flight[0].id:
+        while left > 0 and self._free_rows and (seq := self._queue.head) is not None:
+            if self._is_in_flight(seq):
                 return  # preempted a moment ago: tokens of it are still under way
-            needed = -(-len(seq.tokens) // self.cache.block_size)
-            if needed + (self._spare_blocks if self._running else 0) > self.cache.num_free:
+            take = min(len(seq.tokens), seq.limit, left)
+            table = self.cache.open(seq.id)
+            spare = self._spare if self._running else None
+            if self.cache.grow(table, take, reserve=len(seq.tokens), spare=spare) is None:
+                self.cache.release(seq.id)
                 return
-            self._waiting.popleft()
-            seq.row = self._free_rows.pop()
-            seq.table = self.cache.open(seq.id)
-            self.cache.grow(seq.table, len(seq.tokens))
-            self._running.append(seq)
+            self._queue.pop()
+            self._run(seq, table, 0, now)
             builder.open(seq)
-            take = min(len(seq.tokens), left)
             self._plan_chunk(seq, take, builder)
             left -= take
-            self.events.append(Admitted(now, seq.request.id, seq.id, now - seq.since, 0))
 
     def _plan_chunk(self, seq: Sequence, take: int, builder: StepBuilder) -> None:
         """The sequence's next `take` tokens; the last token known so far yields the next one."""
         start = seq.num_computed
         stop = seq.num_computed = start + take
-        if stop == len(seq.tokens) + seq.num_pending:
+        told = max(0, min(stop, seq.to_tell) - max(start, seq.num_told)) if seq.to_tell else 0
+        if stop == len(seq.tokens) + seq.num_pending and seq.samples:
             seq.num_pending += 1
-            builder.chunks.append((seq.row, seq.id, start, stop, 0, 1, _SAMPLE))
+            builder.chunks.append((seq.row, seq.id, start, stop, 0, told + 1, _SAMPLE))
         else:
-            builder.chunks.append((seq.row, seq.id, start, stop, 0, 0, _NONE))
-        builder.entries.append((seq, start, seq.epoch))
+            builder.chunks.append((seq.row, seq.id, start, stop, 0, told, _POOL if told and seq.pools else _NONE))
+        builder.entries.append(Entry(seq, start, stop, seq.epoch, told))
         builder.num_tokens += take
         seq.last_step = builder.id
 
+    def _run(self, seq: Sequence, table: BlockTable, num_computed: int, now: float) -> None:
+        """A sequence that waited has blocks and gets a row."""
+        seq.row = self._free_rows.pop()
+        seq.table = table
+        seq.num_computed = seq.num_written = num_computed
+        insort(self._running, seq, key=ARRIVAL)
+        self.events.append(Admitted(now, seq.request.id, seq.id, now - seq.since, num_computed))
+
     def _preempt(self, seq: Sequence, reason: str, now: float) -> None:
-        """Take a sequence's row and blocks; it goes to the front of the queue and is computed again."""
-        self._running.remove(seq)
+        """Take a sequence's row and blocks; it goes back to the queue and is computed again."""
         self.num_preemptions += 1
         self.events.append(Preempted(now, seq.request.id, seq.id, seq.num_computed, reason))
         self._free(seq)
-        seq.num_computed = 0
+        seq.num_computed = seq.num_written = 0
         seq.since = now
-        self._waiting.appendleft(seq)
+        self._queue.put(seq)
+
+    def _is_in_flight(self, seq: Sequence) -> bool:
+        return bool(self._in_flight) and seq.last_step >= self._in_flight[0].id
+
+    # Sequences of one request: the prompt is computed once
+
+    def _branch_waiting(self, now: float) -> None:
+        """Start those at the head of the queue whose prompt is computed: never run yet, or preempted."""
+        while (seq := self._queue.head) is not None:
+            donor = self._donor(seq)
+            if donor is None or self._is_in_flight(seq) or not self._branch(seq, donor, now):
+                return
+            self._queue.pop()
+
+    def _donor(self, seq: Sequence) -> Sequence | None:
+        """A sequence of the same request that runs and has the KV of their prompt."""
+        if not seq.num_shared:
+            return None
+        relatives = self._requests[seq.request.id]
+        return next((one for one in relatives if one.row >= 0 and one.num_written >= seq.num_shared), None)
+
+    def _branch(self, seq: Sequence, donor: Sequence, now: float) -> bool:
+        """Start a sequence on the KV of `donor`, up to the last token of their prompt, where there is room."""
+        if not self._free_rows:
+            return False
+        table = self.cache.branch(donor.id, seq.id, seq.num_shared, reserve=len(seq.tokens), spare=self._spare)
+        if table is None:
+            return False
+        self._run(seq, table, seq.num_shared, now)
+        self._branched.append(seq)
+        return True
 
     def _next_suspect(self) -> Sequence | None:
         """A running sequence that was part of a failed step and has not run since."""
@@ -288,44 +335,47 @@ class Scheduler:
 
     # Committing
 
-    def _extend(self, seq: Sequence, tokens: list[int], result: StepResult, at: int, now: float) -> Output:
-        """Append sampled tokens and see whether the sequence ends."""
-        kept, reason, error = [], None, ""
-        min_length = len(seq.request.prompt) + seq.request.params.min_tokens
-        for token in tokens:
-            if token < 0:
-                reason, error = "error", "the model's output was not finite for this request"
-                break
-            kept.append(token)
-            seq.tokens.append(token)
-            if token in seq.stop_ids and len(seq.tokens) > min_length:
-                reason = "stop"
-                break
-            if len(seq.tokens) == seq.end:
-                reason = "length"
-                break
+    def _wrote(self, seq: Sequence, num_tokens: int, now: float) -> None:
+        """The KV of the first `num_tokens` positions is there, and stays unless the sequence is preempted."""
+        if seq.row < 0:
+            return
+        seq.num_written = num_tokens
+        if num_tokens >= seq.num_shared > 0:
+            for held in self._queue.release(seq.request.id):
+                if not self._branch(held, seq, now):
+                    self._queue.put(held)
+        assert seq.table is not None
+        self.cache.trim(seq.table, num_tokens)
+
+    def _take(self, entry: Entry, news: News, now: float) -> Output:
+        """What came of a chunk: append sampled tokens, and see whether the sequence ends."""
+        seq = entry.seq
+        if entry.num_told:
+            seq.num_told = min(entry.stop, seq.to_tell)
+        kept, reason, error = seq.extend(news.tokens) if news.tokens else ([], None, "")
+        if seq.is_over:
+            reason = "stop" if seq.pools else "length"
         if reason is not None:
             self._end(seq, reason, now)
-        logprobs = None
-        if result.logprobs is not None and seq.request.params.logprobs is not None:
-            logprobs = result.logprobs.slice(at, at + len(kept))
-        stop_token = kept[-1] if reason == "stop" else None
-        return Output(seq.request.id, seq.index, seq.id, kept, reason, stop_token, logprobs, error=error)
+        return news.output(seq, kept, reason, error)
 
     def _end(self, seq: Sequence, reason: str, now: float) -> None:
         """The sequence is over: its row and blocks are free, as soon as no step in flight needs them."""
         seq.finished = True
         if seq.row >= 0:
-            self._running.remove(seq)
             self._free(seq)
         del self._sequences[seq.id]
-        siblings = self._requests[seq.request.id]
-        siblings.remove(seq)
-        if not siblings:
+        relatives = self._requests[seq.request.id]
+        relatives.remove(seq)
+        if relatives:
+            self._queue.promote(seq.request.id)
+        else:
             del self._requests[seq.request.id]
         self.events.append(Finished(now, seq.request.id, seq.id, reason, seq.num_generated))
 
     def _free(self, seq: Sequence) -> None:
+        self._running.remove(seq)
+        self._branched = [one for one in self._branched if one is not seq]
         self.cache.release(seq.id)
         self._free_rows.append(seq.row)
         seq.row, seq.table = -1, None
@@ -334,12 +384,13 @@ class Scheduler:
         """Undo a failed step. Its sequences become suspects; one that fails again, alone, ends with the error."""
         self._reset = True
         self.events.append(StepFailed(now, "", failed.id, error))
-        alive = [(seq, start) for seq, start, epoch in failed.entries if not seq.finished and seq.epoch == epoch]
+        alive = [entry for entry in failed.entries if not entry.seq.finished and entry.seq.epoch == entry.epoch]
         outputs = []
-        for seq, start in alive:
+        for entry in alive:
+            seq = entry.seq
             seq.epoch += 1  # chunks of it in later steps built on this one
             seq.num_pending = 0
-            seq.num_computed = min(seq.num_computed, start)
+            seq.num_computed = min(seq.num_computed, entry.start)
             if seq.suspect and len(failed.entries) == 1:
                 self._end(seq, "error", now)
                 outputs.append(Output(seq.request.id, seq.index, seq.id, [], "error", error=error))

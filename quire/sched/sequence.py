@@ -2,6 +2,7 @@
 
 from quire.cache.table import BlockTable
 from quire.core.request import Request
+from quire.core.step import Pooling
 
 
 class Sequence:
@@ -9,8 +10,11 @@ class Sequence:
 
     Known tokens are the prompt and what commits brought; `num_pending` more have been sampled, or
     will be, by steps in flight. `num_computed` counts leading positions whose KV is written by steps
-    that were launched. There are no phases: a sequence has work as long as `num_computed` lies below
-    the smaller of `len(tokens) + num_pending` and `end - 1` (nobody needs the KV of the last token).
+    that were launched, `num_written` those whose steps are committed. There are no phases: a sequence
+    has work as long as `num_computed` lies below the smaller of `len(tokens) + num_pending` and `limit`.
+
+    What is told about positions besides sampled tokens (logprobs of the prompt, pooled states) is told
+    once, although they may be computed several times: `num_told` of `to_tell` leading ones are committed.
     """
 
     __slots__ = (
@@ -20,14 +24,20 @@ class Sequence:
         "id",
         "index",
         "last_step",
+        "limit",
         "num_computed",
         "num_pending",
+        "num_shared",
+        "num_told",
+        "num_written",
+        "pools",
         "request",
         "row",
         "since",
         "stop_ids",
         "suspect",
         "table",
+        "to_tell",
         "tokens",
     )
 
@@ -38,8 +48,16 @@ class Sequence:
         self.tokens = list(request.prompt)
         self.end = len(request.prompt) + request.max_tokens
         self.stop_ids = request.stop_ids
+        self.pools = request.pooling is not Pooling.NONE
+        # nobody needs the KV of the last token, nor, where none is sampled, the logits of the prompt's last one
+        self.limit = self.end if self.pools else max(self.end - 1, 1)
+        # positions that all n sequences have in common; the prompt's last token is computed by each, for its logits
+        self.num_shared = len(request.prompt) - 1 if request.params.n > 1 and self.samples else 0
+        self.to_tell = _positions_to_tell(request, index)
         self.num_computed = 0
         self.num_pending = 0
+        self.num_written = 0
+        self.num_told = 0
         self.row = -1  # none while it waits
         self.table: BlockTable | None = None
         self.last_step = -1  # the newest step that it has a chunk in
@@ -52,3 +70,38 @@ class Sequence:
     def num_generated(self) -> int:
         """Output tokens that are known."""
         return len(self.tokens) - len(self.request.prompt)
+
+    def extend(self, tokens: list[int]) -> tuple[list[int], str | None, str]:
+        """Append what was sampled: the tokens kept, why the sequence ends with them, and what went wrong."""
+        self.num_pending -= 1
+        kept: list[int] = []
+        min_length = len(self.request.prompt) + self.request.params.min_tokens
+        for token in tokens:
+            if token < 0:
+                return kept, "error", "no token could be sampled: the request allows none, or the logits are not finite"
+            kept.append(token)
+            self.tokens.append(token)
+            if token in self.stop_ids and len(self.tokens) > min_length:
+                return kept, "stop", ""
+            if len(self.tokens) == self.end:
+                return kept, "length", ""
+        return kept, None, ""
+
+    @property
+    def samples(self) -> bool:
+        """Whether it gets new tokens at all."""
+        return self.end > len(self.request.prompt)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it gets no tokens and all else is done."""
+        return not self.samples and self.num_written >= self.limit
+
+
+def _positions_to_tell(request: Request, index: int) -> int:
+    """Leading positions about which something besides sampled tokens is told."""
+    if request.pooling is not Pooling.NONE:
+        return len(request.prompt)
+    if request.params.prompt_logprobs is not None and index == 0:
+        return len(request.prompt) - 1  # each says how likely the next token of the prompt was
+    return 0

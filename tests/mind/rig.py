@@ -6,6 +6,7 @@ import random
 from quire.cache.kv_cache import KVCache
 from quire.config import CacheConfig, KVGroup, SchedulerConfig
 from quire.core.output import Output
+from quire.core.step import Pooling
 from quire.engine.engine import Engine
 from quire.params import SamplingParams
 from quire.runner.scripted import ScriptedRunner
@@ -15,9 +16,13 @@ from quire.sched.journal import JournalledScheduler
 VOCAB = 50
 
 
-def cache_config(num_blocks: int, block_size: int = 4, num_groups: int = 1) -> CacheConfig:
-    group = KVGroup((0,), "full", 1, 8, "float32", num_blocks, 64 * block_size)
-    return CacheConfig(block_size, (group,) * num_groups)
+def cache_config(num_blocks: int, block_size: int = 4, windows: tuple[int, ...] = (0,)) -> CacheConfig:
+    """A group for each window; 0 is none."""
+    groups = (
+        KVGroup((0,), "window" if window else "full", 1, 8, "float32", num_blocks, 64 * block_size, window)
+        for window in windows
+    )
+    return CacheConfig(block_size, tuple(groups))
 
 
 class Buffer(io.BytesIO):
@@ -47,13 +52,20 @@ class CheckedScheduler(JournalledScheduler):
 
 
 class Rig:
-    """Runs requests to their end; `tokens[request id, index]` and `reasons[...]` are what came out."""
+    """Runs requests to their end; `tokens[request id, index]` and `reasons[...]` are what came out.
 
-    def __init__(self, *, num_blocks=64, block_size=4, seed=0, fails=lambda step: False, **scheduler):
+    `scored[request id]` are prompt tokens and their positions, `pooled[...]` number and sum of pooled tokens.
+    """
+
+    def __init__(
+        self, *, num_blocks=64, block_size=4, windows=(0,), groups=None, seed=0, fails=lambda step: False, **scheduler
+    ):
         options = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "max_model_len": num_blocks * block_size}
         options |= {"step_seconds": 0.5, "watermark": 0.01, "steps_in_flight": 1}
         self.config = SchedulerConfig(**(options | scheduler))
-        self.cache = KVCache(cache_config(num_blocks, block_size))
+        self.cache = KVCache(
+            CacheConfig(block_size, groups) if groups else cache_config(num_blocks, block_size, windows)
+        )
         self.file = Buffer()
         self.scheduler = CheckedScheduler(self.config, self.cache, self.file)
         self.rng = random.Random(seed)
@@ -70,13 +82,16 @@ class Rig:
         self.tokens: dict[tuple[str, int], list[int]] = {}
         self.reasons: dict[tuple[str, int], str] = {}
         self.errors: dict[tuple[str, int], str] = {}
+        self.scored: dict[str, list[tuple[int, int]]] = {}
+        self.pooled: dict[str, tuple[int, int]] = {}
 
     def clock(self) -> float:
         self.now += self.rng.random() * 1e-3
         return self.now
 
-    def add(self, request_id: str, prompt: list[int], **params) -> None:
-        self.engine.add(request_id, prompt, SamplingParams(**({"temperature": 0.0, "max_tokens": 8} | params)))
+    def add(self, request_id: str, prompt: list[int], *, pooling=Pooling.NONE, **params) -> None:
+        params = SamplingParams(**({"temperature": 0.0, "max_tokens": 8} | params))
+        self.engine.add(request_id, prompt, params, pooling=pooling)
 
     def abort(self, request_id: str) -> None:
         self.engine.abort(request_id)
@@ -92,11 +107,20 @@ class Rig:
             key = (output.request_id, output.index)
             assert key not in self.reasons, "output after the end"
             self.tokens.setdefault(key, []).extend(output.token_ids)
+            self.note(output)
             if output.finish_reason:
                 self.reasons[key] = output.finish_reason
                 self.errors[key] = output.error
         assert self.scheduler.check() == []
         return outputs
+
+    def note(self, output: Output) -> None:
+        if output.prompt_logprobs is not None:
+            ids, positions = output.prompt_logprobs.ids[:, 0].tolist(), (-output.prompt_logprobs.values[:, 0]).tolist()
+            self.scored.setdefault(output.request_id, []).extend(zip(ids, map(int, positions), strict=True))
+        if output.pooled is not None:
+            number, total = self.pooled.get(output.request_id, (0, 0))
+            self.pooled[output.request_id] = (number + int(output.pooled[0]), total + int(output.pooled[1]))
 
     def run(self, most: int = 10_000) -> None:
         while self.engine.has_work:

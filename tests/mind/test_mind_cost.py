@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.workloads import sharegpt_lengths
-from quire.cost.memory import Demand, parse_memory, plan_memory, size
+from quire.config import CacheConfig, KVGroup
+from quire.cost.memory import Demand, KVDemand, parse_memory, plan_memory, size
 from quire.cost.pace import Pace
 from quire.errors import ConfigError
 
@@ -18,8 +19,7 @@ def demand(**changes):
     values = {
         "weight_bytes": GIB,
         "weight_reason": "0.5 G parameters x 2 B",
-        "kv_bytes_per_token": 12288,
-        "kv_reason": "24 layers x 2 heads x 64 x 2 x 2 B",
+        "kv": (KVDemand(12288, 0, "24 layers x 2 heads x 64 x 2 x 2 B"),),
         "block_size": 16,
         "model_max_len": 8192,
         "max_model_len": None,
@@ -34,7 +34,7 @@ def demand(**changes):
 
 def test_a_pool_that_is_never_larger_than_useful():
     plan = plan_memory(demand(), available=64 * GIB, default_share=0.5, limit=None)
-    assert plan.num_blocks == 8 * 8192 // 16
+    assert plan.num_blocks == (8 * 8192 // 16,)
     assert plan.concurrency(8192) == 8
     assert plan.max_model_len == 8192
     assert "enough for 8 sequences" in str(plan)
@@ -51,7 +51,7 @@ def test_a_context_that_does_not_fit_is_lowered_unless_it_was_asked_for():
     tight = "1120MiB"
     plan = plan_memory(demand(), available=64 * GIB, default_share=0.5, limit=tight)
     assert plan.max_model_len < 8192
-    assert plan.max_model_len == plan.num_blocks * 16
+    assert plan.max_model_len == plan.num_blocks[0] * 16
     assert "lowered from 8192" in str(plan)
     with pytest.raises(ConfigError, match="one sequence of 8192 tokens needs"):
         plan_memory(demand(max_model_len=8192), available=64 * GIB, default_share=0.5, limit=tight)
@@ -86,6 +86,43 @@ def test_sizes(text, value):
 def test_bad_sizes_say_what_a_size_is(text):
     with pytest.raises(ConfigError, match="memory must be"):
         plan_memory(demand(), available=64 * GIB, default_share=0.5, limit=text)
+
+
+@given(
+    window=st.integers(1, 9000),
+    budget=st.integers(1100, 3000),
+    seqs=st.integers(1, 300),
+    length=st.sampled_from([None, 100, 8192]),
+    block_size=st.sampled_from([1, 16, 64]),
+)
+def test_groups_share_a_budget(window, budget, seqs, length, block_size):
+    kv = (KVDemand(6144, 0, "full"), KVDemand(3 * 6144, window, "window"))
+    asked = demand(kv=kv, max_num_seqs=seqs, max_model_len=length, block_size=block_size)
+    try:
+        plan = plan_memory(asked, available=64 * GIB, default_share=0.5, limit=f"{budget}MiB")
+    except ConfigError as error:
+        assert "Raise memory" in str(error)
+        return
+    assert sum(line.bytes for line in plan.lines) <= budget * 2**20
+    groups = (("full", 0), ("window", window))
+    cache = CacheConfig(
+        block_size,
+        tuple(
+            KVGroup((0,), kind, 1, 8, "float32", num, 1, seen)
+            for (kind, seen), num in zip(groups, plan.num_blocks, strict=True)
+        ),
+    )
+    assert cache.holds_alone(plan.max_model_len, asked.max_num_batched_tokens)
+    if plan.max_model_len == 8192 and window > 8192:
+        assert plan.num_blocks[0] == plan.num_blocks[1], "a window that is never left is none"
+
+
+def test_a_window_leaves_more_of_the_budget_to_the_other_group():
+    asked = {"max_num_seqs": 1000, "max_num_batched_tokens": 64}
+    both = demand(kv=(KVDemand(6144, 0, ""), KVDemand(6144, 0, "")), **asked)
+    windowed = demand(kv=(KVDemand(6144, 0, ""), KVDemand(6144, 512, "")), **asked)
+    full, saved = (plan_memory(d, available=64 * GIB, default_share=0.5, limit="2GiB") for d in (both, windowed))
+    assert saved.concurrency(4096) > 1.5 * full.concurrency(4096)
 
 
 def test_a_context_of_one_token_is_no_use():

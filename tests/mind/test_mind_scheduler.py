@@ -1,11 +1,14 @@
 """The scheduler against what the script says must come out, whatever happened on the way."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rig import VOCAB, Rig
+from rig import VOCAB, Rig, cache_config
 
-from quire.core.step import StepResult
+from quire.config import blocks_alone
+from quire.core.step import ListKind, Pooling, StepResult
 from quire.engine.engine import Engine
 from quire.errors import ConfigError, RequestError
 from quire.runner.scripted import script
@@ -327,33 +330,197 @@ def test_default_seeds_of_two_engines_share_nothing():
         rig.engine._seeds = Engine(rig.scheduler, rig.engine._runner, vocab_size=VOCAB, seed=seed)._seeds
         for i in range(50):
             rig.add(str(i), prompt(3), max_tokens=1)
-        seeds += [request.request.params.seed for request in rig.scheduler._waiting]
+        seeds += [request.request.params.seed for request in rig.scheduler._sequences.values()]
     assert len(set(seeds)) == 200
 
 
 # Random lives: whatever is thrown at it, the script's tokens come out, nothing leaks, and it replays
 
+
+def scores(tokens: list[int]) -> list[tuple[int, int]]:
+    """What is told about the tokens of a prompt."""
+    return [(token, position) for position, token in enumerate(tokens)][1:]
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+@pytest.mark.parametrize("length", [1, 2, 4, 5, 41])
+def test_n_sequences_compute_their_prompt_once(length, steps_in_flight):
+    rig = Rig(num_blocks=80, max_model_len=60, steps_in_flight=steps_in_flight)
+    rig.add("a", prompt(length), n=5, max_tokens=6)
+    rig.run()
+    assert all(rig.tokens["a", index] == script(prompt(length), 6, VOCAB) for index in range(5))
+    # each computes the last token of the prompt, and all of its own but the last
+    assert sum(rig.scheduler.sizes) == length - 1 + 5 * 6 + (steps_in_flight - 1) * 0
+    assert rig.replay().difference == ""
+
+
+def test_a_prompt_is_computed_once_although_its_first_sequence_ends_at_once():
+    rig = Rig(max_model_len=60)
+    rig.add("a", prompt(30), n=4, max_tokens=1)
+    rig.run()
+    assert [len(rig.tokens["a", index]) for index in range(4)] == [1, 1, 1, 1]
+    assert sum(rig.scheduler.sizes) == 30 + 3
+
+
+def test_more_sequences_than_rows_still_share_the_prompt():
+    rig = Rig(max_model_len=60, max_num_seqs=2)
+    rig.add("a", prompt(30), n=6, max_tokens=3)
+    rig.add("b", prompt(9, 5), max_tokens=3)
+    rig.run()
+    assert all(rig.tokens["a", index] == script(prompt(30), 3, VOCAB) for index in range(6))
+    assert rig.tokens["b", 0] == script(prompt(9, 5), 3, VOCAB)
+    assert sum(rig.scheduler.sizes) < 29 * 3 + 6 * 3 + 9 + 2, "a donor may be gone when a row is free, but not always"
+
+
+def test_sequences_that_wait_for_their_prompt_stand_in_nobodys_way():
+    rig = Rig(max_num_batched_tokens=8)
+    rig.add("a", prompt(20), n=3, max_tokens=2)
+    rig.add("b", prompt(3, 1), max_tokens=2)
+    for _ in range(3):
+        rig.step()
+    assert (len(rig.tokens["a", 0]), len(rig.tokens["b", 0])) == (1, 1)
+    assert ("a", 1) not in rig.tokens
+    rig.run()
+
+
+def test_when_the_first_sequence_ends_early_the_next_computes_the_prompt():
+    rig = Rig(max_num_batched_tokens=8)
+    rig.add("a", prompt(50), n=3, max_tokens=4)
+    rig.step()
+    rig.finish(0, 0)
+    rig.run()
+    assert all(rig.tokens["a", index] == script(prompt(50), 4, VOCAB) for index in (1, 2))
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+@pytest.mark.parametrize("windows", [(0, 6), (5,), (9, 0, 6)])
+def test_window_groups_keep_only_their_window(windows, steps_in_flight):
+    options = {"max_num_batched_tokens": 8, "max_model_len": 120, "steps_in_flight": steps_in_flight, "watermark": 0.0}
+    rig = Rig(num_blocks=30, windows=windows, **options)
+    rig.add("a", prompt(70), max_tokens=40)
+    most = 0
+    while rig.engine.has_work:
+        rig.step()
+        most = max(most, *(rig.cache.pools[g].num_blocks - rig.cache.pools[g].num_free for g in rig.cache.windowed))
+    assert rig.tokens["a", 0] == script(prompt(70), 40, VOCAB, windows)
+    assert most <= blocks_alone(max(windows), 4, 120, 8 * steps_in_flight)
+
+
+def test_a_window_pool_may_be_just_large_enough_for_one_sequence():
+    windows = (0, 6)
+    cache = cache_config(30, windows=windows)
+    tight = replace(cache.groups[1], num_blocks=blocks_alone(6, 4, 120, 8))
+    for steps_in_flight in (1, 2):
+        rig = Rig(
+            num_blocks=30,
+            windows=windows,
+            max_num_batched_tokens=8,
+            max_model_len=120,
+            groups=(cache.groups[0], tight),
+            steps_in_flight=steps_in_flight,
+        )
+        for name in "abc":
+            rig.add(name, prompt(40, ord(name)), max_tokens=20)
+        rig.run()
+        for name in "abc":
+            assert rig.tokens[name, 0] == script(prompt(40, ord(name)), 20, VOCAB, windows)
+
+
+def test_logprobs_of_a_prompt_come_once_and_in_order():
+    rig = Rig(
+        num_blocks=30, max_num_batched_tokens=8, watermark=0.0, max_model_len=60, fails=lambda step: step.id in (2, 5)
+    )
+    for i in range(6):
+        rig.add(str(i), prompt(40 - i, i), max_tokens=12, prompt_logprobs=0, n=1 + i % 2)
+    rig.run()
+    assert rig.scheduler.num_preemptions, "the pool was meant to be short"
+    for i in range(6):
+        assert rig.scored[str(i)] == scores(prompt(40 - i, i))
+
+
+@pytest.mark.parametrize("length", [1, 2, 30])
+def test_zero_tokens_compute_the_prompt_only(length):
+    rig = Rig(max_num_batched_tokens=8)
+    rig.add("a", prompt(length), max_tokens=0, prompt_logprobs=0, n=2)
+    rig.run()
+    assert rig.reasons == {("a", 0): "length", ("a", 1): "length"}
+    assert rig.tokens == {("a", 0): [], ("a", 1): []}
+    assert rig.scored.get("a", []) == scores(prompt(length))
+
+
+def test_pooling_covers_each_position_once():
+    rig = Rig(
+        num_blocks=30, max_num_batched_tokens=8, watermark=0.0, max_model_len=60, fails=lambda step: step.id in (2, 5)
+    )
+    for i in range(6):
+        rig.add(str(i), prompt(40 - i, i), max_tokens=0, pooling=Pooling.MEAN)
+        rig.add(f"tokens {i}", prompt(20, i), max_tokens=30)
+    rig.run()
+    assert rig.scheduler.num_preemptions
+    for i in range(6):
+        assert rig.pooled[str(i)] == (40 - i, sum(prompt(40 - i, i)))
+        assert (rig.tokens[str(i), 0], rig.reasons[str(i), 0]) == ([], "stop")
+
+
+def test_an_end_token_before_min_tokens_is_told_to_the_runner():
+    rig = Rig()
+    rig.add(
+        "a",
+        prompt(3),
+        min_tokens=2,
+        stop_token_ids=[5, 4],
+        logit_bias={7: 1.5},
+        allowed_token_ids=[1],
+        logprobs=1,
+        logprob_token_ids=[9],
+    )
+    step = rig.scheduler.plan(0.0)
+    (opens,) = [step.opens]
+    assert opens.min_lens.tolist() == [5]
+    lists = {kind: (tokens.tolist(), weights.tolist()) for _, kind, tokens, weights in opens.lists}
+    assert lists == {
+        ListKind.END: ([4, 5], [0, 0]),
+        ListKind.BIAS: ([7], [1.5]),
+        ListKind.ALLOWED: ([1], [0]),
+        ListKind.LOGPROB: ([9], [0]),
+    }
+
+
 action = st.one_of(
-    st.tuples(st.just("add"), st.integers(1, 40), st.integers(1, 12), st.integers(1, 2)),
+    st.tuples(
+        st.just("add"),
+        st.integers(1, 40),
+        st.integers(1, 12),
+        st.sampled_from([1, 1, 2, 4]),
+        st.sampled_from(["tokens", "tokens", "scored", "prompt", "pooled"]),
+    ),
     st.tuples(st.just("step"), st.integers(1, 6)),
     st.tuples(st.just("abort"), st.integers(0, 30)),
     st.tuples(st.just("stop"), st.integers(0, 30), st.integers(0, 3)),
 )
+KINDS = {
+    "tokens": {},
+    "scored": {"prompt_logprobs": 0},
+    "prompt": {"prompt_logprobs": 0, "max_tokens": 0},
+    "pooled": {"pooling": Pooling.MEAN, "max_tokens": 0, "n": 1},
+}
 
 
 @settings(max_examples=400)
 @given(
     actions=st.lists(action, min_size=5, max_size=60),
     num_blocks=st.integers(14, 40),
+    windows=st.sampled_from([(0,), (0,), (0, 6), (7,)]),
     budget=st.integers(6, 40),
     steps_in_flight=st.sampled_from([1, 2]),
     failing=st.sets(st.integers(0, 60), max_size=4),
     poison=st.sets(st.integers(0, 12), max_size=2),
     seed=st.integers(0, 2**16),
 )
-def test_random_lives(actions, num_blocks, budget, steps_in_flight, failing, poison, seed):
+def test_random_lives(actions, num_blocks, windows, budget, steps_in_flight, failing, poison, seed):
     rig = Rig(
         num_blocks=num_blocks,
+        windows=windows,
         max_num_seqs=6,
         max_num_batched_tokens=budget,
         max_model_len=52,
@@ -366,10 +533,10 @@ def test_random_lives(actions, num_blocks, budget, steps_in_flight, failing, poi
     live = []
     for act in actions:
         match act:
-            case ("add", length, max_tokens, n):
-                name = str(len(asked))
-                asked[name] = (prompt(length, len(asked)), max_tokens, n)
-                rig.add(name, asked[name][0], max_tokens=max_tokens, n=n)
+            case ("add", length, max_tokens, n, kind):
+                name, params = str(len(asked)), {"max_tokens": max_tokens, "n": n} | KINDS[kind]
+                asked[name] = (prompt(length, len(asked)), params)
+                rig.add(name, asked[name][0], **params)
             case ("step", times):
                 for _ in range(times):
                     live += rig.step()
@@ -385,12 +552,19 @@ def test_random_lives(actions, num_blocks, budget, steps_in_flight, failing, poi
     rig.run()
     failed_alone = {request_id for (request_id, _), reason in rig.reasons.items() if reason == "error"}
     assert len(failed_alone) <= len(failing) + len(poison)
-    for name, (tokens, max_tokens, n) in asked.items():
-        expected = script(tokens, max_tokens, VOCAB)
-        for index in range(n):
+    for name, (tokens, params) in asked.items():
+        whole = name not in gone | failed_alone
+        expected = script(tokens, params["max_tokens"], VOCAB, windows)
+        for index in range(params["n"]):
             got = rig.tokens.get((name, index), [])
             assert got == expected[: len(got)]
-            assert len(got) == max_tokens or name in gone | failed_alone
+            assert len(got) == params["max_tokens"] or not whole
+        if "prompt_logprobs" in params:
+            told = rig.scored.get(name, [])
+            assert told == scores(tokens)[: len(told)]
+            assert len(told) == len(tokens) - 1 or not whole
+        if "pooling" in params and whole:
+            assert rig.pooled[name] == (len(tokens), sum(tokens))
     report = rig.replay()
     assert report.difference == ""
 
