@@ -26,6 +26,7 @@ FIRST_FLOOR = ORDER[: ORDER.index("sched") + 1]
 # Imports that may hide inside a function: (file, function) -> why.
 LAZY = {
     ("quire/__init__.py", "__getattr__"): "importing quire for its version or its scheduler must not import torch",
+    ("quire/engine/model_files.py", "_backend"): "transformers is an optional extra, and slow to import",
 }
 
 

@@ -23,6 +23,9 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 )
 
+# gelu_tanh is gelu's tanh approximation, relu2 is relu squared
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid", "tanh")
+
 Plan = Any  # what a module's `plan` returns; nobody but that module looks inside
 
 
@@ -48,13 +51,40 @@ class Batch:
     """The chunks of one step as one group sees them: chunk i computes positions [starts[i], stops[i]).
 
     The tokens of all chunks are concatenated in order. The token at position p of chunk i lies in block
-    tables[i, p // block_size], at p % block_size. Entries behind the last position mean nothing.
+    tables[i, p // block_size], at p % block_size. Entries behind the last position mean nothing, nor do those
+    of blocks that lie wholly outside of the group's window before position starts[i]: they may be -1.
     There is at least one token, and no block is written for two chunks.
     """
 
     starts: np.ndarray  # int64 (num_chunks,)
     stops: np.ndarray  # int64 (num_chunks,)
     tables: np.ndarray  # int64 (num_chunks, width)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Masks:
+    """Rows of logits in which only some tokens may be sampled, each of them once."""
+
+    rows: np.ndarray  # int64
+    words: np.ndarray  # uint32 (len(rows), words): bit t%32 of word t//32 allows token t
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Edits:
+    """What is added to single logits: biases, and -inf for what is banned. Those of one logit add up."""
+
+    rows: np.ndarray  # int64
+    tokens: np.ndarray  # int64
+    values: np.ndarray  # float32, finite or -inf
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class History:
+    """Which tokens came up in sequences with penalties, one entry for each time."""
+
+    rows: np.ndarray  # int64
+    tokens: np.ndarray  # int64
+    are_output: np.ndarray  # bool: the others are of the prompt
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,8 +98,12 @@ class Draws:
     top_ps: np.ndarray  # float32 in (0, 1], 1 keeps all
     top_ks: np.ndarray  # int32, 0 or less keeps all
     min_ps: np.ndarray  # float32 in [0, 1], 0 keeps all
-    masked: np.ndarray  # int64: indices of the rows that `masks` constrains
-    masks: np.ndarray  # uint32 (len(masked), words): bit t%32 of word t//32 allows token t
+    presence_penalties: np.ndarray  # float32, 0 is none
+    frequency_penalties: np.ndarray  # float32, 0 is none
+    repetition_penalties: np.ndarray  # float32 above 0, 1 is none
+    masks: Masks
+    edits: Edits
+    history: History  # of rows with a penalty; the prompt is left out where no repetition penalty counts it
 
 
 class Kernels(Protocol):
@@ -103,30 +137,59 @@ class Kernels(Protocol):
         always finite, and nobody meets the leavings (NaN, perhaps) of a block's former user.
         """
 
-    def attention(self, storage: Storage, layer: int, q: Tensor, plan: Plan, scale: float) -> Tensor:
+    def attention(
+        self, storage: Storage, layer: int, q: Tensor, plan: Plan, scale: float, softcap: float = 0.0
+    ) -> Tensor:
         """Causal attention of q (num_tokens, num_heads, head_dim) to the stored positions of its sequence.
 
-        A query at position p attends to positions 0 to p with softmax(scale * q k). Consecutive query heads
-        share a KV head. Returns (num_tokens, num_heads * head_dim).
+        A query at position p attends to positions 0 to p, in a group with a window to the last `window` of them
+        (p among them), with softmax(scale * q k); a softcap above 0 makes s = scale * q k into
+        softcap * tanh(s / softcap). Consecutive query heads share a KV head.
+        Returns (num_tokens, num_heads * head_dim).
         """
 
     def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotate pairs (x[i], x[i + head_dim / 2]) of q and k (num_tokens, heads, head_dim).
+        """Rotate pairs (x[i], x[i + rotary_dim / 2]) of q and k (num_tokens, heads, head_dim).
 
-        cos and sin are float32 (num_tokens, head_dim / 2). Computed in float32, rounded once.
+        cos and sin are float32 (num_tokens, rotary_dim / 2). Where rotary_dim is less than head_dim, the
+        dimensions behind it stay as they are. Computed in float32, rounded once.
         """
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x / sqrt(mean(x^2) + eps) * weight over the last axis, computed in float32, rounded once."""
+        """x / sqrt(mean(x^2) + eps) * weight over the last axis, computed in float32, rounded once to x's type.
+
+        The weight may be float32 beside an x of a shorter type.
+        """
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """(rms_norm(x + residual), x + residual)."""
 
-    def silu_and_mul(self, x: Tensor) -> Tensor:
-        """silu(first half of the last axis) * second half."""
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        """(x - mean) / sqrt(variance + eps) * weight + bias over the last axis, in float32, rounded once.
+
+        weight and bias: the shape of the last axis, or of the last two, where each row of that pair has its own.
+        """
+
+    def gate(self, x: Tensor, activation: str) -> Tensor:
+        """activation(first half of the last axis) * second half. activation: one of ACTIVATIONS."""
+
+    def activate(self, x: Tensor, activation: str) -> Tensor:
+        """activation(x). activation: one of ACTIVATIONS."""
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x (num_rows, in) times weight (out, in), plus bias (out,)."""
+
+    def experts(self, x: Tensor, ids: Tensor, weights: Tensor, up: Tensor, down: Tensor, activation: str) -> Tensor:
+        """The weighted sum of each token's experts: of down[e] gate(up[e] x), e in ids, in float32, rounded once.
+
+        x (num_tokens, hidden_size), ids int64 and weights float32 (num_tokens, k), a token's ids all different,
+        up (num_experts, 2 * inner, hidden_size), down (num_experts, hidden_size, inner).
+        Returns the shape of x.
+        """
 
     def sample(self, logits: Tensor, draws: Draws) -> Tensor:
-        """One token id per row of logits (num_rows, vocab_size), int64; -1 where logits are not finite.
+        """One token id per row of logits (num_rows, vocab_size), int64; -1 where nothing can be sampled.
 
-        A row is refused (-1) for any NaN, any +inf, or when no allowed logit is above -inf.
+        That is a row with any NaN or +inf, and one in which no logit that may be sampled is above -inf.
+        A row's token depends on that row alone. See `reference.sampling` for what is done in which order.
         """

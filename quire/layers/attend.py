@@ -4,6 +4,7 @@ The model does not learn where keys and values are kept; this file does not know
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
@@ -21,13 +22,22 @@ class Attend(Protocol):
         """
 
 
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """How a layer makes attention scores of products: s = scale * q k, then softcap * tanh(s / softcap)."""
+
+    scale: float
+    softcap: float = 0.0  # 0: none
+
+
 class PagedAttend:
     """Attention over the blocks of all groups. It persists; `plan` tells it about the next step."""
 
-    def __init__(self, kernels: Kernels, storages: Sequence[Storage], scale: float) -> None:
+    def __init__(self, kernels: Kernels, storages: Sequence[Storage], scores: Sequence[Scores]) -> None:
+        """scores: one entry per layer of the model."""
         self._kernels = kernels
         self._storages = storages
-        self._scale = scale
+        self._scores = scores
         self._plans: list[Plan] = []
         self._places = {
             layer: (group, index)
@@ -44,6 +54,6 @@ class PagedAttend:
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See Attend."""
         group, index = self._places[layer]
-        storage, plan = self._storages[group], self._plans[group]
+        storage, plan, scores = self._storages[group], self._plans[group], self._scores[layer]
         self._kernels.write_kv(storage, index, k, v, plan)
-        return self._kernels.attention(storage, index, q, plan, self._scale)
+        return self._kernels.attention(storage, index, q, plan, scores.scale, scores.softcap)

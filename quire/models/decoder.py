@@ -1,94 +1,157 @@
-"""The one decoder that all families share: embedding, layers of attention and gated MLP, head.
+"""The one decoder that all families share: embedding, layers of attention and MLP, head.
 
-It never sees a cache, a block table or a backend: attention is something it is handed.
+It never sees a cache, a block table or a backend: attention is something it is handed, and so are kernels.
 """
 
 from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from quire.kernels.contract import Kernels
-from quire.layers.attend import Attend
-from quire.models.families import DecoderConfig
+from quire.layers.attend import Attend, Scores
+from quire.layers.attention import Attention, Rotation
+from quire.layers.experts import Experts
+from quire.layers.linear import Embedding, Linear
+from quire.layers.mlp import MLP
+from quire.layers.norm import NoNorm, Norm, make_norm
+from quire.layers.rope import rotation
+from quire.models.config import DecoderConfig
 
 
 class DecoderLayer(nn.Module):
-    """Parameters of one layer, and its two halves."""
+    """One layer: two branches, and the norms that its order has (see `Order`)."""
 
-    def __init__(self, config: DecoderConfig, kernels: Kernels) -> None:
+    def __init__(self, config: DecoderConfig, index: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.config = config
-        self.kernels = kernels
-        hidden, inner = config.hidden_size, config.intermediate_size
-        q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self.input_norm = nn.Parameter(torch.empty(hidden))
-        self.qkv = nn.Linear(hidden, q_size + 2 * kv_size, bias=config.attention_bias)
-        if config.qk_norm:
-            self.q_norm = nn.Parameter(torch.empty(config.head_dim))
-            self.k_norm = nn.Parameter(torch.empty(config.head_dim))
-        self.o = nn.Linear(q_size, hidden, bias=config.attention_bias)
-        self.post_norm = nn.Parameter(torch.empty(hidden))
-        self.gate_up = nn.Linear(hidden, 2 * inner, bias=config.mlp_bias)
-        self.down = nn.Linear(inner, hidden, bias=config.mlp_bias)
+        self.index = index
+        self.rope = config.layers[index].rope
+        self.order = config.order
+        self.residual_scale = config.residual_scale
+        self.attention = Attention(config.hidden_size, config.attention, dtype)
+        self.mlp = _mlp(config, index, dtype)
+        self.attn_norm = self._norm("attn_norm", config, dtype)
+        self.attn_out_norm = self._norm("attn_out_norm", config, dtype)
+        self.mlp_norm = self._norm("mlp_norm", config, dtype)
+        self.mlp_out_norm = self._norm("mlp_out_norm", config, dtype)
 
-    def attention(self, layer: int, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        """x (num_tokens, hidden_size) -> the same shape. cos and sin: see Kernels.rotary."""
-        config, kernels = self.config, self.kernels
-        qkv = self.qkv(x).view(x.shape[0], -1, config.head_dim)
-        q, k, v = qkv.split((config.num_heads, config.num_kv_heads, config.num_kv_heads), 1)
-        if config.qk_norm:
-            q = kernels.rms_norm(q, self.q_norm, config.rms_norm_eps)
-            k = kernels.rms_norm(k, self.k_norm, config.rms_norm_eps)
-        q, k = kernels.rotary(q, k, cos, sin)
-        out: Tensor = self.o(attend(layer, q, k, v))
-        return out
+    @staticmethod
+    def _norm(name: str, config: DecoderConfig, dtype: torch.dtype) -> Norm:
+        return _norm(config, dtype) if name in config.layer_norms else NoNorm()
 
-    def mlp(self, x: Tensor) -> Tensor:
-        """x (num_tokens, hidden_size) -> the same shape."""
-        out: Tensor = self.down(self.kernels.silu_and_mul(self.gate_up(x)))
-        return out
+    def __call__(
+        self, x: Tensor, residual: Tensor, after: Norm, rotations: list[Rotation], attend: Attend, kernels: Kernels
+    ) -> tuple[Tensor, Tensor]:
+        """What the next layer starts from: (the residual stream normalised by `after`, the stream), from the same.
+
+        Both are (num_tokens, hidden_size). A branch's sum is normalised at once by the norm of what comes next.
+        """
+        turned = None if self.rope is None else rotations[self.rope]
+        branch = self.attention(self.index, x, turned, attend, kernels)
+        if self.order.startswith("parallel"):
+            y = x if self.order == "parallel" else self.mlp_norm(residual, kernels)
+            return after.add(self._scaled(branch + self.mlp(y, kernels)), residual, kernels)
+        if self.order == "post":
+            x, _ = self.attn_out_norm.add(branch, residual, kernels)
+            x, _ = self.mlp_out_norm.add(self.mlp(x, kernels), x, kernels)
+            return x, x
+        branch = self.attn_out_norm(branch, kernels)
+        x, residual = self.mlp_norm.add(self._scaled(branch), residual, kernels)
+        branch = self.mlp_out_norm(self.mlp(x, kernels), kernels)
+        return after.add(self._scaled(branch), residual, kernels)
+
+    def _scaled(self, branch: Tensor) -> Tensor:
+        return branch if self.residual_scale == 1 else branch * self.residual_scale
 
 
 class Decoder(nn.Module):
-    """A decoder-only transformer. Its parameters are not initialised: `loading.load` fills them."""
+    """A decoder-only transformer, a `Model`. Its parameters are not initialised: `loading.load` fills them."""
 
-    def __init__(self, config: DecoderConfig, kernels: Kernels) -> None:
+    row_invariant = True
+
+    def __init__(self, config: DecoderConfig, dtype: torch.dtype) -> None:
         super().__init__()
         self.config = config
-        self.kernels = kernels
-        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(config, kernels) for _ in range(config.num_layers))
-        self.norm = nn.Parameter(torch.empty(config.hidden_size))
-        self.head = None if config.tied else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        hidden, width = config.hidden_size, config.embed_size or config.hidden_size
+        self.embed = Embedding(config.vocab_size, width, dtype)
+        self.embed_scale = float(torch.tensor(config.embed_scale, dtype=dtype))  # rounded, as in training
+        if config.position_offset >= 0:
+            rows = config.max_positions + config.position_offset
+            self.positions = Embedding(rows, hidden, dtype)
+        if config.embed_size:
+            self.project_in = Linear(width, hidden, bias=False, dtype=dtype)
+            self.project_out = Linear(hidden, width, bias=False, dtype=dtype)
+        self.layers = nn.ModuleList(DecoderLayer(config, index, dtype) for index in range(config.num_layers))
+        self.norm = _norm(config, dtype) if config.final_norm else NoNorm()
+        self.head = None if config.tied else Linear(width, config.vocab_size, bias=config.head_bias, dtype=dtype)
+        self.frequencies = [rope.frequencies() for rope in config.ropes]
 
     @property
     def device(self) -> torch.device:
         """Where the parameters are."""
-        return self.norm.device
+        return self.embed.weight.device
 
-    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Hidden states (num_tokens, hidden_size) of token_ids and positions, both int64 (num_tokens,)."""
-        eps, add_rms_norm = self.config.rms_norm_eps, self.kernels.add_rms_norm
-        cos, sin = self._angles(positions)
+    @property
+    def vocab_size(self) -> int:
+        """Logits per position."""
+        return self.config.vocab_size
+
+    @property
+    def scores(self) -> tuple[Scores, ...]:
+        """How each layer makes attention scores."""
+        return tuple(layer.scores for layer in self.config.layers)
+
+    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend, kernels: Kernels) -> Tensor:
+        """Hidden states (num_tokens, hidden_size) after the last norm; arguments int64 (num_tokens,)."""
+        rotations = [
+            rotation(positions, frequencies, rope.magnitude)
+            for rope, frequencies in zip(self.config.ropes, self.frequencies, strict=True)
+        ]
         layers = cast(list[DecoderLayer], list(self.layers))
-        residual = self.embed(token_ids)
-        x = self.kernels.rms_norm(residual, layers[0].input_norm, eps)
-        # a layer's last sum is normalised by the norm of what comes next
-        norms = [*(layer.input_norm for layer in layers[1:]), self.norm]
-        for index, (layer, norm) in enumerate(zip(layers, norms, strict=True)):
-            x, residual = add_rms_norm(layer.attention(index, x, cos, sin, attend), residual, layer.post_norm, eps)
-            x, residual = add_rms_norm(layer.mlp(x), residual, norm, eps)
+        residual = self._embed(token_ids, positions, kernels)
+        x = layers[0].attn_norm(residual, kernels)
+        afters = [*(layer.attn_norm for layer in layers[1:]), self.norm]
+        for layer, after in zip(layers, afters, strict=True):
+            x, residual = layer(x, residual, after, rotations, attend, kernels)
         return x
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden (num_rows, hidden_size) -> (num_rows, vocab_size), in the model's dtype."""
-        return F.linear(hidden, self.embed.weight if self.head is None else self.head.weight)
+    def logits(self, hidden: Tensor, kernels: Kernels) -> Tensor:
+        """hidden (num_rows, hidden_size) -> (num_rows, vocab_size), all scaling and capping done."""
+        config = self.config
+        if config.embed_size:
+            hidden = self.project_out(hidden, kernels)
+        weight, bias = (self.embed.weight, None) if self.head is None else (self.head.weight, self.head.bias)
+        logits = kernels.linear(hidden, weight, bias)
+        if config.logit_scale != 1:
+            logits = logits * config.logit_scale
+        if config.logit_softcap:
+            logits = kernels.activate(logits / config.logit_softcap, "tanh") * config.logit_softcap
+        return logits
 
-    def _angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of rotary positions, float32 (num_tokens, head_dim / 2)."""
-        exponents = torch.arange(0, self.config.head_dim, 2, dtype=torch.float32, device=positions.device)
-        frequencies = 1.0 / self.config.rope_theta ** (exponents / self.config.head_dim)
-        angles = positions.float().unsqueeze(1) * frequencies
-        return angles.cos(), angles.sin()
+    def _embed(self, token_ids: Tensor, positions: Tensor, kernels: Kernels) -> Tensor:
+        config = self.config
+        x = self.embed(token_ids)
+        if self.embed_scale != 1:
+            x = x * self.embed_scale
+        if config.embed_size:
+            x = self.project_in(x, kernels)
+        if config.position_offset >= 0:
+            x = x + self.positions(positions + config.position_offset)
+        return x
+
+
+def _norm(config: DecoderConfig, dtype: torch.dtype) -> Norm:
+    return make_norm(config.norm, config.hidden_size, config.norm_eps, dtype, bias=config.norm_bias)
+
+
+def _mlp(config: DecoderConfig, index: int, dtype: torch.dtype) -> MLP | Experts:
+    if config.experts is not None and config.layers[index].sparse:
+        return Experts(config.hidden_size, config.experts, activation=config.activation, dtype=dtype)
+    return MLP(
+        config.hidden_size,
+        config.intermediate_size,
+        activation=config.activation,
+        gated=config.gated,
+        bias=config.mlp_bias,
+        dtype=dtype,
+    )

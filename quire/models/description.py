@@ -1,64 +1,125 @@
-"""What a checkpoint folder holds, learnt without reading a weight. No torch here.
+"""What a checkpoint holds, learnt without reading a weight.
 
 `describe` finds what would go wrong later: missing and half-downloaded files, architectures and
 options that quire does not run.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
-from quire.errors import ModelError, nearest
-from quire.models.families import FAMILIES, DecoderConfig
+from quire.errors import ModelError, RequestError, nearest
+from quire.kernels.contract import DTYPES
+from quire.models.checkpoint import Checkpoint
+from quire.models.config import DecoderConfig
+from quire.models.families import FAMILIES
 from quire.models.fields import Fields
-from quire.models.json_file import read_object
-from quire.models.names import placements
-from quire.models.weights import find_weights, header
+from quire.models.folder import FolderCheckpoint
+from quire.models.model import KVLayer
+from quire.models.names import Names
+from quire.models.placements import Placement, placements
+from quire.models.reading import decoder_config
+from quire.params import SamplingParams
 
-_DTYPES = ("float32", "float16", "bfloat16")
 _STORED_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_SAMPLING = {  # names of generation_config.json -> of SamplingParams
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
 
 
-@dataclass(frozen=True, slots=True)
+class UnknownArchitecture(ModelError):
+    """A model that quire has no description of; nothing is wrong with it."""
+
+
+@dataclass(frozen=True, eq=False)
 class ModelDescription:
     """A checkpoint that quire can load."""
 
-    folder: Path
+    checkpoint: Checkpoint
     architecture: str
     config: DecoderConfig
+    names: Names
     dtype: str  # "float32", "float16" or "bfloat16": what the checkpoint asks to be computed in
+    bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
-    weight_files: tuple[Path, ...]
+    sampling_defaults: Mapping[str, float | int]  # by names of SamplingParams
+
+    @property
+    def vocab_size(self) -> int:
+        """Logits per position."""
+        return self.config.vocab_size
+
+    @property
+    def hidden_size(self) -> int:
+        """Numbers in a hidden state."""
+        return self.config.hidden_size
+
+    @property
+    def max_positions(self) -> int:
+        """Tokens in the longest sequence that the model supports."""
+        return self.config.max_positions
+
+    @property
+    def activations_per_token(self) -> int:
+        """Numbers that are alive at once, at most, while a layer computes one token."""
+        return self.config.activations_per_token
+
+    @property
+    def kv_layers(self) -> tuple[KVLayer, ...]:
+        """What each layer keeps."""
+        config = self.config
+        return tuple(KVLayer(config.num_kv_heads, config.head_dim, layer.window) for layer in config.layers)
 
     @property
     def num_parameters(self) -> int:
         """Numbers in the weights; a tied head counts once."""
-        return sum(math.prod(placement.shape) for placement in placements(self.config).values())
+        return sum(math.prod(placement.shape) for placement in self.placements.values())
+
+    def weight_bytes(self, dtype: str) -> int:
+        """Bytes of the weights when they are loaded as `dtype`."""
+        kept = sum(math.prod(place.shape) for place in self.placements.values() if place.plus)  # in float32
+        return (self.num_parameters - kept) * DTYPES[dtype].itemsize + kept * DTYPES["float32"].itemsize
+
+    @cached_property
+    def placements(self) -> Mapping[str, Placement]:
+        """Where each tensor of the checkpoint goes, by its name there."""
+        return placements(self.config, self.names)
+
+    def is_harmless(self, name: str) -> bool:
+        """Whether a tensor that has no place can be ignored: it is derived from others."""
+        return name.endswith(self.names.derived) or (self.config.tied and name == f"{self.names.head}.weight")
 
 
-def describe(folder: Path) -> ModelDescription:
-    """Read config.json, generation_config.json and the headers of the weights of a Hugging Face folder.
+def describe(source: Checkpoint | Path, *, max_model_len: int | None = None) -> ModelDescription:
+    """What a checkpoint, or the folder of one, holds.
 
-    Raises ModelError, saying what to do, when the folder or a file is missing, incomplete or damaged,
-    and when the model is not one that quire runs.
+    max_model_len: positions of the longest sequence that will be served, where that is less than the model
+    supports; it decides how some models stretch their positions (`ropes.py`).
+    Raises ModelError, saying what to do, when something is missing, incomplete or damaged, and when the
+    model is not one that quire runs.
     """
-    if not folder.is_dir():
-        raise ModelError(
-            f"there is no model folder {str(folder)!r}. Give the path of a local folder; "
-            f"`hf download OWNER/NAME --local-dir FOLDER` makes one from a Hugging Face id"
-        )
-    path = folder / "config.json"
-    if not path.exists():
-        raise ModelError(f"{folder} has no config.json, so it is not the folder of a Hugging Face checkpoint")
-    values = read_object(path)
-    fields = Fields(values, path)
+    checkpoint = FolderCheckpoint(source) if isinstance(source, Path) else source
+    fields = Fields(checkpoint.config, checkpoint.place)
     architecture = _architecture(fields)
-    config = fields.decoder(FAMILIES[architecture])
-    weight_files = find_weights(folder)
-    for file in weight_files:
-        header(file)
+    family = FAMILIES[architecture]
+    names = fields.resolve(family.names)
     return ModelDescription(
-        folder, architecture, config, _dtype(fields, weight_files), _eos_token_ids(folder, values), weight_files
+        checkpoint,
+        architecture,
+        decoder_config(family, fields, max_model_len),
+        replace(names, prefix=_prefix(names, checkpoint)),
+        _dtype(fields, checkpoint),
+        next(iter(_token_ids(checkpoint, "bos_token_id")), None),
+        _token_ids(checkpoint, "eos_token_id"),
+        _sampling_defaults(checkpoint.generation_config),
     )
 
 
@@ -70,32 +131,57 @@ def _architecture(fields: Fields) -> str:
     for name in names:
         if name in FAMILIES:
             return name
-    raise fields.error(
-        f"architecture {names[0]!r:.80} is not supported{nearest(names[0], FAMILIES)}; supported: {supported}"
+    raise UnknownArchitecture(
+        f"{fields.place}: architecture {names[0]!r:.80} is not supported{nearest(names[0], FAMILIES)}; "
+        f"supported: {supported}"
     )
 
 
-def _dtype(fields: Fields, weight_files: tuple[Path, ...]) -> str:
+def _prefix(names: Names, checkpoint: Checkpoint) -> str:
+    """Checkpoints that were saved without their head have names without the first part of the prefix."""
+    shorter = names.prefix.partition(".")[2]
+    full, cut = (f"{prefix}{names.embed}.weight" in checkpoint.tensors for prefix in (names.prefix, shorter))
+    return shorter if cut and not full else names.prefix
+
+
+def _dtype(fields: Fields, checkpoint: Checkpoint) -> str:
     """As config.json says under its new or old name, else as the first weight is stored."""
     name = fields.optional("dtype", str, fields.optional("torch_dtype", str, ""))
     if not name:
-        stored = next(iter(header(weight_files[0]).values()), None)
+        stored = next(iter(checkpoint.tensors.values()), None)
         if stored is None:
-            raise fields.error(f"{weight_files[0]} holds no tensors; download it again")
+            raise fields.error("the weights hold no tensors; download them again")
         name = _STORED_DTYPES.get(stored.dtype, stored.dtype)
-    if name not in _DTYPES:
-        raise fields.error(f"dtype {name!r} is not supported; supported: {', '.join(_DTYPES)}")
+    if name not in DTYPES:
+        raise fields.error(f"dtype {name!r} is not supported; supported: {', '.join(DTYPES)}")
     return name
 
 
-def _eos_token_ids(folder: Path, config: dict[str, object]) -> tuple[int, ...]:
+def _token_ids(checkpoint: Checkpoint, name: str) -> tuple[int, ...]:
     """From generation_config.json, else from config.json; a number, a list or nothing."""
-    path = folder / "generation_config.json"
-    generation = read_object(path) if path.exists() else {}
-    value = generation.get("eos_token_id")
+    value = checkpoint.generation_config.get(name)
     if value is None:
-        value = config.get("eos_token_id")
+        value = checkpoint.config.get(name)
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
-        raise ModelError(f"{folder}: eos_token_id must be a token id or a list of them, not {value!r:.80}")
+        raise ModelError(f"{checkpoint.place}: {name} must be a token id or a list of them, not {value!r:.80}")
     return tuple(ids)
+
+
+def _sampling_defaults(generation: Mapping[str, object]) -> Mapping[str, float | int]:
+    """Those of generation_config.json that a request could ask for."""
+    found: dict[str, float | int] = {}
+    for theirs, ours in _SAMPLING.items():
+        value = generation.get(theirs)
+        if isinstance(value, int | float) and _is_valid(ours, value):
+            found[ours] = value
+    return found
+
+
+def _is_valid(name: str, value: float | int) -> bool:
+    wish: dict[str, Any] = {name: value}
+    try:
+        SamplingParams(**wish)
+    except RequestError:
+        return False
+    return True

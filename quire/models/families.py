@@ -1,50 +1,37 @@
-"""The architectures quire runs, as data: what an architecture fixes and its config.json does not say.
+"""The architectures quire runs, by the name that config.json has for them.
 
-To add one that is a Llama with other numbers, add a line to FAMILIES. No torch here.
+To add one that the shared decoder can express: an entry here, its differences in `llama_like.py` or
+`gpt_like.py`, and its variants in the tests, which make the table of docs/models.md.
 """
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """How an architecture differs from Llama."""
-
-    qk_norm: bool = False  # queries and keys are normalised per head before rotary
-    default_head_dim: int | None = None  # where config.json has none; None: hidden_size / num_heads
-
+from quire.models import gpt_like, llama_like
+from quire.models.family import LLAMA, Family
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
-        "LlamaForCausalLM": Family(),
-        "Qwen3ForCausalLM": Family(qk_norm=True, default_head_dim=128),
+        "LlamaForCausalLM": LLAMA,
+        "MistralForCausalLM": llama_like.MISTRAL,
+        "Qwen2ForCausalLM": llama_like.QWEN2,
+        "Qwen3ForCausalLM": llama_like.QWEN3,
+        "GemmaForCausalLM": llama_like.GEMMA,
+        "Gemma2ForCausalLM": llama_like.GEMMA2,
+        "Gemma3ForCausalLM": llama_like.GEMMA3,
+        "Phi3ForCausalLM": llama_like.PHI3,
+        "Olmo2ForCausalLM": llama_like.OLMO2,
+        "GraniteForCausalLM": llama_like.GRANITE,
+        "MixtralForCausalLM": llama_like.MIXTRAL,
+        "Qwen2MoeForCausalLM": llama_like.QWEN2_MOE,
+        "Qwen3MoeForCausalLM": llama_like.QWEN3_MOE,
+        "GPT2LMHeadModel": gpt_like.GPT2,
+        "OPTForCausalLM": gpt_like.OPT,
+        "GPTNeoXForCausalLM": gpt_like.NEOX,
+        "FalconForCausalLM": gpt_like.FALCON,
+        "PhiForCausalLM": gpt_like.PHI,
+        "Starcoder2ForCausalLM": gpt_like.STARCODER2,
+        "StableLmForCausalLM": gpt_like.STABLELM,
+        "CohereForCausalLM": gpt_like.COHERE,
     }
 )
-
-
-@dataclass(frozen=True, slots=True)
-class DecoderConfig:
-    """Everything the shared decoder has to know."""
-
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rms_norm_eps: float
-    rope_theta: float
-    max_positions: int
-    tied: bool  # the head is the embedding
-    qk_norm: bool
-    attention_bias: bool  # of all four projections
-    mlp_bias: bool
-
-    @property
-    def scale(self) -> float:
-        """Of attention scores."""
-        return 1 / math.sqrt(self.head_dim)

@@ -1,45 +1,85 @@
-"""Reads config.json fields with their types checked, in the old spelling and in that of transformers 5.
+"""Reads the fields of a config.json with their types checked, and says by name what is wrong with one.
 
-What would silently change a model's output, and is not supported, is refused by name. No torch here.
+A `Read` is a value that config.json has to give: the table of families is written with them.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from quire.errors import ModelError
-from quire.models.families import DecoderConfig, Family
 
 T = TypeVar("T")
+N = TypeVar("N", int, float)
 _MOST = 1e30  # no number of a config.json is larger
+_MOST_INTEGER = 2**31 - 1
 
-# fields that make it another model, each with the test that says so
-_UNSUPPORTED: Mapping[str, Callable[[object], bool]] = MappingProxyType(
-    {
-        "quantization_config": lambda value: value is not None,
-        "use_sliding_window": lambda value: value is not False and value is not None,
-        "layer_types": lambda value: value is not None and any(item != "full_attention" for item in _items(value)),
-        "hidden_act": lambda value: value not in (None, "silu", "swish"),
-        "partial_rotary_factor": lambda value: value not in (None, 1),
-    }
-)
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """A field of config.json by its names, the first that is there; what it is if none is, and what its values mean."""
+
+    names: tuple[str, ...]
+    kind: type
+    default: Any  # None: it has to be there
+    means: Mapping[Any, object] | None = None  # whose values may be Reads themselves
+    null: Any = None  # what it is if it is there and null, where that is not the default
+    power: float = 1.0  # that a number is raised to
+    least: int = 1  # of an integer
+
+
+# What these return stands where the value will be, so they claim to be of any type.
+
+
+def integer(*names: str, default: int | None = None, least: int = 1) -> Any:  # noqa: ANN401
+    """An integer, positive unless `least` says otherwise."""
+    return Read(names, int, default, least=least)
+
+
+def number(*names: str, default: float | None = None, null: float | None = None, power: float = 1.0) -> Any:  # noqa: ANN401
+    """A positive, finite number."""
+    return Read(names, float, default, null=null, power=power)
+
+
+def flag(*names: str, default: bool = False, means: Mapping[bool, object] | None = None) -> Any:  # noqa: ANN401
+    """True or false, or what that means."""
+    return Read(names, bool, default, means)
+
+
+def choice(*names: str, default: str | int, means: Mapping[Any, object]) -> Any:  # noqa: ANN401
+    """One of the values that `means` has; others are refused."""
+    return Read(names, type(default), default, means)
+
+
+def integers(*names: str) -> Any:  # noqa: ANN401
+    """A list of integers, empty where it is missing."""
+    return Read(names, list, [])
 
 
 class Fields:
-    """One config.json."""
+    """The values of one config.json."""
 
-    def __init__(self, values: dict[str, object], path: Path) -> None:
-        self._values = values
-        self._path = path
+    def __init__(self, values: Mapping[str, object], place: Path) -> None:
+        self.values = values
+        self.place = place
 
     def error(self, message: str) -> ModelError:
-        """An error that says which file it is about."""
-        return ModelError(f"{self._path}: {message}")
+        """An error that says which model it is about."""
+        return ModelError(f"{self.place}: {message}")
+
+    def within(self, name: str) -> "Fields":
+        """The fields of the object `name`; none where it is missing or null."""
+        return Fields(self.optional(name, dict, {}), self.place)
+
+    def numbers(self, name: str) -> tuple[float, ...]:
+        """A list of positive, finite numbers."""
+        values = self.optional(name, list, [])
+        return tuple(Fields({name: value}, self.place).number(name) for value in values)
 
     def optional(self, name: str, kind: type[T], default: T) -> T:
         """The field, or `default` where it is missing or null."""
-        value = self._values.get(name)
+        value = self.values.get(name)
         if value is None:
             return default
         if kind is float and isinstance(value, int) and abs(value) < _MOST:
@@ -48,69 +88,64 @@ class Fields:
             raise self.error(f"{name} must be of type {kind.__name__}, not {value!r:.80}")
         return value
 
-    def number(self, name: str, default: int | None = None) -> int:
-        """A positive integer; an error where it is missing and has no default."""
-        value = self.optional(name, int, 0 if default is None else default)
-        if value < 1:
-            missing = self._values.get(name) is None
-            raise self.error(f"{name} is missing" if missing else f"{name} must be at least 1, not {value}")
+    def integer(self, *names: str, default: int | None = None, least: int = 1) -> int:
+        """An integer; an error where it is missing and has no default."""
+        name = self._present(names)
+        if self.values.get(name) is None:
+            return self._default(name, default)
+        value = self.optional(name, int, 0)
+        if value < least:
+            raise self.error(f"{name} must be at least {least}, not {value}")
+        if value > _MOST_INTEGER:
+            raise self.error(f"{name} must be at most {_MOST_INTEGER}")
         return value
 
-    def flag(self, name: str) -> bool:
-        """True or false; false where it is missing."""
-        return bool(self.optional(name, bool, default=False))
-
-    def decoder(self, family: Family) -> DecoderConfig:
-        """The decoder that these fields describe. Raises ModelError naming what is wrong."""
-        for name, changes_output in _UNSUPPORTED.items():
-            value = self._values.get(name)
-            if changes_output(value):
-                raise self.error(f"{name} = {value!r:.80} is not supported; quire would compute something else")
-        heads, hidden = self.number("num_attention_heads"), self.number("hidden_size")
-        kv_heads = self.number("num_key_value_heads", heads)
-        head_dim = self.number("head_dim", family.default_head_dim or hidden // heads)
-        if heads % kv_heads:
-            raise self.error(f"num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({kv_heads})")
-        if head_dim % 2:
-            raise self.error(f"head_dim must be even for rotary embeddings, not {head_dim}")
-        return DecoderConfig(
-            vocab_size=self.number("vocab_size"),
-            hidden_size=hidden,
-            intermediate_size=self.number("intermediate_size"),
-            num_layers=self.number("num_hidden_layers"),
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            head_dim=head_dim,
-            rms_norm_eps=self._positive("rms_norm_eps", self._values.get("rms_norm_eps"), 1e-6),
-            rope_theta=self._rope_theta(),
-            max_positions=self.number("max_position_embeddings"),
-            tied=self.flag("tie_word_embeddings"),
-            qk_norm=family.qk_norm,
-            attention_bias=self.flag("attention_bias"),
-            mlp_bias=self.flag("mlp_bias"),
-        )
-
-    def _rope_theta(self) -> float:
-        """From `rope_parameters`, or from `rope_theta` beside an old `rope_scaling`."""
-        for name in ("rope_parameters", "rope_scaling"):
-            rope = self.optional(name, dict, {})
-            kind = rope.get("rope_type", rope.get("type", "default"))
-            if kind != "default":
-                raise self.error(f"{name} of type {kind!r} is not supported, only 'default'")
-            if rope.get("partial_rotary_factor") not in (None, 1):
-                raise self.error(
-                    f"{name} with partial_rotary_factor {rope['partial_rotary_factor']!r} is not supported"
-                )
-        theta = self.optional("rope_parameters", dict, {}).get("rope_theta", self._values.get("rope_theta"))
-        return self._positive("rope_theta", theta, 10000.0)
-
-    def _positive(self, name: str, value: object, default: float) -> float:
+    def number(self, *names: str, default: float | None = None) -> float:
+        """A positive, finite number; an error where it is missing and has no default."""
+        name = self._present(names)
+        value = self.values.get(name)
         if value is None:
-            return default
+            return self._default(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < _MOST:
             raise self.error(f"{name} must be a positive number, not {value!r:.80}")
         return float(value)
 
+    def resolve(self, value: T) -> T:
+        """A Read becomes its value, a dataclass one whose Reads have become theirs; all else stays."""
+        if isinstance(value, Read):
+            found: T = self.resolve(self._read(value))
+            return found
+        if is_dataclass(value) and not isinstance(value, type):
+            return replace(value, **{f.name: self.resolve(getattr(value, f.name)) for f in fields(value)})
+        return value
 
-def _items(value: object) -> list[object]:
-    return value if isinstance(value, list) else [value]
+    def _default(self, name: str, default: N | None) -> N:
+        if default is None:
+            raise self.error(f"{name} is missing")
+        return default
+
+    def _read(self, read: Read) -> Any:  # noqa: ANN401
+        name = self._present(read.names)
+        if read.null is not None and name in self.values and self.values[name] is None:
+            return read.null
+        if read.kind is float:
+            return self.number(*read.names, default=read.default) ** read.power
+        if read.kind is int and read.means is None:
+            return self.integer(*read.names, default=read.default, least=read.least)
+        value = self.optional(name, read.kind, read.default)
+        if read.kind is list:
+            return self._integers(name, value)
+        if read.means is None:
+            return value
+        if value not in read.means:
+            raise self.error(f"{name} = {value!r:.80} is not supported; quire would compute something else")
+        return read.means[value]
+
+    def _integers(self, name: str, values: list[object]) -> tuple[int, ...]:
+        found = tuple(value for value in values if isinstance(value, int) and not isinstance(value, bool))
+        if len(found) < len(values):
+            raise self.error(f"{name} must be a list of integers, not {values!r:.80}")
+        return found
+
+    def _present(self, names: tuple[str, ...]) -> str:
+        return next((name for name in names if self.values.get(name) is not None), names[0])

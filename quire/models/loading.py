@@ -1,64 +1,53 @@
-"""Weights from safetensors into a decoder, one tensor at a time, each directly into its parameter."""
+"""Weights from a checkpoint into a decoder, one tensor at a time, each directly into its place."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
-from safetensors import safe_open
+from torch import Tensor
 
 from quire.errors import ModelError
-from quire.kernels.contract import DTYPES, Kernels
+from quire.kernels.contract import DTYPES
 from quire.models.decoder import Decoder
 from quire.models.description import ModelDescription
-from quire.models.names import Placement, is_harmless, placements
-from quire.models.weights import Stored, header
-
-Progress = Callable[[int, int], None]  # bytes read, bytes in all
+from quire.models.model import Progress
+from quire.models.placements import Placement
 
 
 def load(
-    description: ModelDescription,
-    kernels: Kernels,
-    *,
-    dtype: str,
-    device: str = "cpu",
-    progress: Progress | None = None,
+    description: ModelDescription, *, dtype: str, device: str = "cpu", progress: Progress | None = None
 ) -> Decoder:
     """A decoder with the checkpoint's weights, cast to `dtype` ("float32", "float16" or "bfloat16").
 
     All names, shapes and types are checked before the first tensor is read. Raises ModelError naming
     the tensor, what was expected and what was found.
     """
-    places = placements(description.config)
-    found: dict[str, Stored] = {}
-    for file in description.weight_files:
-        found |= header(file)
-    _check(description, places, found)
-    with torch.device("meta"):
-        model = Decoder(description.config, kernels)
-    model = model.to(DTYPES[dtype]).to_empty(device=device).requires_grad_(requires_grad=False)
-    _fill(model, places, {name: found[name] for name in places}, progress or _no_progress)
-    return model.eval()
+    places = description.placements
+    _check(description, places)
+    with torch.device(device):
+        model = Decoder(description.config, DTYPES[dtype])
+    _fill(model, places, description, progress or _no_progress)
+    return model.requires_grad_(requires_grad=False).eval()
 
 
-def _check(description: ModelDescription, places: Mapping[str, Placement], found: Mapping[str, Stored]) -> None:
+def _check(description: ModelDescription, places: Mapping[str, Placement]) -> None:
     """Raise ModelError unless the checkpoint has exactly the tensors that the decoder needs."""
-    folder, architecture = description.folder, description.architecture
+    found, architecture, place = description.checkpoint.tensors, description.architecture, description.checkpoint.place
     missing = [name for name in places if name not in found]
     if missing:
         raise ModelError(
-            f"{folder} lacks {len(missing)} of the {len(places)} tensors of its {architecture}: "
+            f"{place} lacks {len(missing)} of the {len(places)} tensors of its {architecture}: "
             f"expected {missing[0]} with shape {places[missing[0]].shape}, found nothing"
         )
-    extra = [name for name in found if name not in places and not is_harmless(name, description.config)]
+    extra = [name for name in found if name not in places and not description.is_harmless(name)]
     if extra:
         raise ModelError(
-            f"{folder} has {len(extra)} tensors that its {architecture} has no place for: "
+            f"{place} has {len(extra)} tensors that its {architecture} has no place for: "
             f"found {extra[0]} with shape {found[extra[0]].shape}, expected nothing"
         )
-    for name, place in places.items():
+    for name, placement in places.items():
         stored = found[name]
-        if stored.shape != place.shape:
-            raise ModelError(f"{stored.file}: {name}: expected shape {place.shape}, found {stored.shape}")
+        if stored.shape != placement.shape:
+            raise ModelError(f"{stored.file}: {name}: expected shape {placement.shape}, found {stored.shape}")
         if not stored.is_float:
             raise ModelError(
                 f"{stored.file}: {name}: expected a floating point type, found {stored.dtype}; "
@@ -66,21 +55,28 @@ def _check(description: ModelDescription, places: Mapping[str, Placement], found
             )
 
 
-def _fill(model: Decoder, places: Mapping[str, Placement], tensors: Mapping[str, Stored], progress: Progress) -> None:
-    parameters = dict(model.named_parameters())
-    total = sum(stored.num_bytes for stored in tensors.values())
+@torch.no_grad()
+def _fill(model: Decoder, places: Mapping[str, Placement], description: ModelDescription, progress: Progress) -> None:
+    checkpoint, parameters = description.checkpoint, dict(model.named_parameters())
+    total = sum(checkpoint.tensors[name].num_bytes for name in places)
     done = 0
     progress(done, total)
-    for file in dict.fromkeys(stored.file for stored in tensors.values()):
-        with safe_open(file, framework="pt") as opened, torch.no_grad():
-            for name, stored in tensors.items():
-                if stored.file != file:
-                    continue
-                place = places[name]
-                rows = parameters[place.parameter].narrow(0, place.start, place.shape[0])
-                rows.copy_(opened.get_tensor(name))
-                done += stored.num_bytes
-                progress(done, total)
+    for name, tensor in checkpoint.read(places):
+        put(tensor, parameters[places[name].parameter], places[name])
+        done += checkpoint.tensors[name].num_bytes
+        progress(done, total)
+
+
+def put(tensor: Tensor, parameter: Tensor, place: Placement) -> None:
+    """Write a checkpoint's tensor where it belongs in a parameter, in the parameter's type."""
+    if place.transposed:
+        tensor = tensor.T
+    if place.order:
+        tensor = tensor.reshape(len(place.order), -1)[list(place.order)].reshape(tensor.shape)
+    if place.plus:
+        tensor = tensor.float() + place.plus
+    target = parameter if place.part is None else parameter[place.part]
+    target.narrow(0, place.start, tensor.shape[0]).copy_(tensor)
 
 
 def _no_progress(done: int, total: int) -> None:

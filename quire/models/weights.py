@@ -1,37 +1,18 @@
-"""Weight files of a checkpoint: which ones there are, and what their headers say. Reads no tensor. No torch here."""
+"""Weight files of a checkpoint folder: which ones there are, and what their headers say. Reads no tensor."""
 
 import math
-from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
 from quire.errors import ModelError
+from quire.models.checkpoint import Stored
 from quire.models.json_file import read_object
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-_OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.gguf")
+_OTHER_FORMATS = ("*.bin", "*.pt", "*.pth")
 _BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """A tensor as its file's header describes it."""
-
-    file: Path
-    shape: tuple[int, ...]
-    dtype: str  # safetensors' name, such as "BF16"
-
-    @property
-    def is_float(self) -> bool:
-        """Whether it holds plain floating point numbers; others belong to quantized checkpoints."""
-        return self.dtype in _BYTES
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes in the file, of a floating point tensor."""
-        return math.prod(self.shape) * _BYTES[self.dtype]
 
 
 def find_weights(folder: Path) -> tuple[Path, ...]:
@@ -74,7 +55,12 @@ def header(file: Path) -> dict[str, Stored]:
         with safe_open(file, framework="numpy") as opened:
             tensors = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  (not a dict)
             return {
-                name: Stored(file, tuple(tensor.get_shape()), tensor.get_dtype()) for name, tensor in tensors.items()
+                name: _stored(file, tuple(tensor.get_shape()), tensor.get_dtype()) for name, tensor in tensors.items()
             }
     except (SafetensorError, OSError) as error:
         raise ModelError(f"{file} is damaged or truncated ({error}); delete it and download it again") from error
+
+
+def _stored(file: Path, shape: tuple[int, ...], dtype: str) -> Stored:
+    """Types that are no plain numbers belong to quantized checkpoints."""
+    return Stored(file, shape, dtype, math.prod(shape) * _BYTES.get(dtype, 1), is_float=dtype in _BYTES)

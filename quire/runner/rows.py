@@ -6,20 +6,22 @@ All of it is on the host, in arrays that a step's columnar writes go into; it kn
 import numpy as np
 
 from quire.config import CacheConfig
-from quire.core.step import Chunks, Step
-from quire.kernels.contract import Batch
+from quire.core.step import Chunks, Late, Step
+from quire.kernels.contract import Batch, Draws
 from quire.sample.columns import SamplingColumns
 
 
 class Rows:
     """One row per running sequence."""
 
-    def __init__(self, cache: CacheConfig, max_num_seqs: int, max_model_len: int) -> None:
+    def __init__(self, cache: CacheConfig, max_num_seqs: int, max_model_len: int, vocab_size: int) -> None:
         width = -(-max_model_len // cache.block_size)
         self._tokens = np.zeros((max_num_seqs, max_model_len + 1), np.int32)
         self._tables = [np.zeros((max_num_seqs, width), np.int32) for _ in cache.groups]
         self._block_size = cache.block_size
-        self.sampling = SamplingColumns(max_num_seqs)
+        self.sampling = SamplingColumns(max_num_seqs, vocab_size)
+        self.deterministic = np.zeros(max_num_seqs, np.bool_)
+        self.poolings = np.zeros(max_num_seqs, np.uint8)
 
     def apply(self, step: Step) -> None:
         """Take in what a step says about rows: reset, opens, tokens, blocks."""
@@ -27,6 +29,8 @@ class Rows:
             for table in (self._tokens, *self._tables):
                 table.fill(0)
         self.sampling.open(step.opens)
+        self.deterministic[step.opens.rows] = step.opens.deterministic
+        self.poolings[step.opens.rows] = step.opens.poolings
         step.tokens.apply(self._tokens)
         for writes, table in zip(step.blocks, self._tables, strict=True):
             writes.apply(table)
@@ -42,6 +46,15 @@ class Rows:
         starts, stops = chunks.starts.astype(np.int64), chunks.stops.astype(np.int64)
         width = -(-int(stops.max()) // self._block_size)
         return [Batch(starts, stops, table[chunks.rows, :width].astype(np.int64)) for table in self._tables]
+
+    def tokens(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """What stands at one position for each of `rows`, int32."""
+        found: np.ndarray = self._tokens[rows, positions]
+        return found
+
+    def draws(self, rows: np.ndarray, positions: np.ndarray, late: Late) -> Draws:
+        """What sampling has to know to choose one token for each of `rows`, at `positions`."""
+        return self.sampling.draws(rows, positions, self._tokens, late)
 
     def append(self, rows: np.ndarray, positions: np.ndarray, tokens: np.ndarray) -> None:
         """Write sampled tokens, one per row. A token of -1 becomes 0: nothing may come of it, but it is looked up."""

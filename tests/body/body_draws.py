@@ -2,15 +2,22 @@
 
 import numpy as np
 
-from quire.kernels.contract import Draws
+from quire.kernels.contract import Draws, Edits, History, Masks
 
 
 def draws(num_rows, *, seeds=0, sample_indices=0, positions=0, temperatures=1.0, top_ps=1.0, top_ks=0, min_ps=0.0,
-          masked=(), masks=None):  # fmt: skip
-    """Each argument is one value for all rows, or one per row."""
+          presence=0.0, frequency=0.0, repetition=1.0, masked=(), masks=None, edits=(), history=()):  # fmt: skip
+    """Each argument is one value for all rows, or one per row.
+
+    edits: (row, token, value); history: (row, token, whether of the output).
+    """
 
     def column(value, dtype):
         return np.broadcast_to(np.asarray(value, dtype), (num_rows,)).copy()
+
+    def table(entries, dtypes):
+        columns = zip(*entries, strict=True) if len(entries) else ([], [], [])
+        return [np.array(values, dtype) for values, dtype in zip(columns, dtypes, strict=True)]
 
     return Draws(
         column(seeds, np.uint64),
@@ -20,8 +27,12 @@ def draws(num_rows, *, seeds=0, sample_indices=0, positions=0, temperatures=1.0,
         column(top_ps, np.float32),
         column(top_ks, np.int32),
         column(min_ps, np.float32),
-        np.array(masked, np.int64),
-        np.zeros((0, 0), np.uint32) if masks is None else masks,
+        column(presence, np.float32),
+        column(frequency, np.float32),
+        column(repetition, np.float32),
+        Masks(np.array(masked, np.int64), np.zeros((0, 0), np.uint32) if masks is None else masks),
+        Edits(*table(edits, (np.int64, np.int64, np.float32))),
+        History(*table(history, (np.int64, np.int64, np.bool_))),
     )
 
 

@@ -1,12 +1,13 @@
 """Makes Steps by hand, in place of a scheduler, and drives a TorchRunner with them."""
 
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from quire.config import CacheConfig, KVGroup
-from quire.core.step import ChunkOutput, Chunks, Late, Move, Opens, Step, StepResult, Writes
-from quire.kernels import reference
+from quire.core.step import ChunkOutput, Chunks, Late, ListKind, Lists, Move, Opens, Pooling, Step, StepResult, Writes
+from quire.kernels import invariant, reference
 from quire.models.decoder import Decoder
 from quire.models.description import describe
 from quire.models.loading import load
@@ -17,13 +18,13 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 def load_model(folder: Path, dtype: str = "float32") -> Decoder:
-    return load(describe(folder), reference, dtype=dtype)
+    return load(describe(folder), dtype=dtype)
 
 
 def cache_for(model: Decoder, num_blocks: int, block_size: int = 4, num_groups: int = 1) -> CacheConfig:
     """One group of all layers, or layers dealt out in turn to several groups."""
     config = model.config
-    dtype = str(model.norm.dtype).removeprefix("torch.")
+    dtype = str(model.embed.weight.dtype).removeprefix("torch.")
     layers = range(config.num_layers)
     groups = [
         KVGroup(tuple(layers[g::num_groups]), "full", config.num_kv_heads, config.head_dim, dtype, num_blocks, 1)
@@ -35,11 +36,12 @@ def cache_for(model: Decoder, num_blocks: int, block_size: int = 4, num_groups: 
 class Driver:
     """A runner and what a scheduler would remember of its rows. Blocks are scattered and never given back."""
 
-    def __init__(self, model, *, rows=8, max_model_len=256, num_blocks=600, block_size=4, num_groups=1, ticks=None):
+    def __init__(self, model, *, rows=8, max_model_len=256, num_blocks=600, block_size=4, num_groups=1, ticks=None,
+                 kernels=reference, strict=invariant):  # fmt: skip
         self.cache = cache_for(model, num_blocks, block_size, num_groups)
         clock = {} if ticks is None else {"clock": iter(ticks).__next__}
         self.runner = TorchRunner(
-            model, reference, cache=self.cache, max_num_seqs=rows, max_model_len=max_model_len, **clock
+            model, kernels, cache=self.cache, max_num_seqs=rows, max_model_len=max_model_len, invariant=strict, **clock
         )
         random = np.random.default_rng(0)
         self.free = [random.permutation(num_blocks).tolist() for _ in range(num_groups)]
@@ -47,7 +49,7 @@ class Driver:
         self.step_id = 0
 
     def step(self, chunks, *, opens=(), tokens=(), moves=(), blocks=None, reset=False) -> Step:
-        """chunks: (row, start, stop) that sample, or full Chunk tuples; opens: (row, SamplingParams)."""
+        """chunks: (row, start, stop) that sample, or full Chunk tuples; opens: (row, SamplingParams or Wish)."""
         chunks = [c if len(c) == 7 else (c[0], c[0], c[1], c[2], 0, 1, int(ChunkOutput.SAMPLE)) for c in chunks]
         self.step_id += 1
         if blocks is None:
@@ -103,25 +105,57 @@ class Driver:
         return list(outputs.values())
 
 
+class Wish(NamedTuple):
+    """What a row asks for, with what a front end and a scheduler would have found out."""
+
+    params: SamplingParams
+    prompt_len: int = 0
+    eos: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    pooling: Pooling = Pooling.NONE
+
+
 def open_rows(opens) -> Opens:
-    """From (row, SamplingParams); the sequence id is the row, and the sample index 0."""
+    """From (row, SamplingParams or Wish); the sequence id is the row, and the sample index 0."""
     rows = [row for row, _ in opens]
-    params = [p for _, p in opens]
+    wishes = [wish if isinstance(wish, Wish) else Wish(wish) for _, wish in opens]
+    params = [wish.params for wish in wishes]
 
-    def column(values, dtype):
-        return np.array(list(values), dtype)
+    def asked(name):
+        return [-1 if getattr(p, name) is None else getattr(p, name) for p in params]
 
-    return Opens(
-        column(rows, np.int32),
-        column(rows, np.int64),
-        column((p.seed or 0 for p in params), np.uint64),
-        column((0 for _ in rows), np.int32),
-        column((p.temperature for p in params), np.float32),
-        column((p.top_p for p in params), np.float32),
-        column((p.top_k for p in params), np.int32),
-        column((p.min_p for p in params), np.float32),
-        column((-1 if p.logprobs is None else p.logprobs for p in params), np.int32),
+    return Opens.of(
+        rows=rows,
+        seq_ids=rows,
+        seeds=[p.seed or 0 for p in params],
+        temperatures=[p.temperature for p in params],
+        top_ps=[p.top_p for p in params],
+        top_ks=[p.top_k for p in params],
+        min_ps=[p.min_p for p in params],
+        num_logprobs=asked("logprobs"),
+        num_prompt_logprobs=asked("prompt_logprobs"),
+        prompt_lens=[wish.prompt_len for wish in wishes],
+        min_lens=[wish.prompt_len + wish.params.min_tokens for wish in wishes],
+        presence_penalties=[p.presence_penalty for p in params],
+        frequency_penalties=[p.frequency_penalty for p in params],
+        repetition_penalties=[p.repetition_penalty for p in params],
+        deterministic=[p.deterministic for p in params],
+        poolings=[wish.pooling for wish in wishes],
+        lists=Lists.of([one for row, wish in zip(rows, wishes, strict=True) for one in _lists(row, wish)]),
     )
+
+
+def _lists(row, wish):
+    params = wish.params
+    yield from ((row, ListKind.BAD_WORD, list(word)) for word in wish.bad_words)
+    if params.logit_bias:
+        yield row, ListKind.BIAS, params.logit_bias
+    if params.allowed_token_ids is not None:
+        yield row, ListKind.ALLOWED, list(params.allowed_token_ids)
+    if wish.eos:
+        yield row, ListKind.END, list(wish.eos)
+    if params.logprob_token_ids:
+        yield row, ListKind.LOGPROB, list(params.logprob_token_ids)
 
 
 def copy_move(group, pairs, num_tokens) -> Move:

@@ -3,7 +3,8 @@
 from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+import transformers
+from transformers import PreTrainedModel
 
 VOCAB = 301  # no multiple of 4 or 32, so that the ends of random words and masks are seen
 
@@ -19,38 +20,182 @@ SHAPE = {
     "pad_token_id": None,
 }
 
-# name -> (config class, model class, what differs from SHAPE)
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
+def scaled(**rope):
+    """A rope that is stretched from 128 positions to four times as many."""
+    return {"rope_parameters": {"factor": 4.0, **rope}, "max_position_embeddings": 128}
+
+
+# name -> (family's name in transformers, what differs from SHAPE). More variants of a family come behind its first.
 KINDS = {
-    "llama-mha": (LlamaConfig, LlamaForCausalLM, {"num_key_value_heads": 4}),
-    "llama-gqa-tied": (LlamaConfig, LlamaForCausalLM, {"num_key_value_heads": 2, "tie_word_embeddings": True}),
-    "llama-mqa-biases": (
-        LlamaConfig,
-        LlamaForCausalLM,
-        {"num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True},
+    "llama-mha": ("Llama", {"num_key_value_heads": 4}),
+    "llama-gqa-tied": ("Llama", {"num_key_value_heads": 2, "tie_word_embeddings": True}),
+    "llama-mqa-biases": ("Llama", {"num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True}),
+    "llama-linear": ("Llama", {"num_key_value_heads": 2, **scaled(rope_type="linear")}),
+    "llama-3": (
+        "Llama",
+        {"num_key_value_heads": 2, "rope_parameters": {**LLAMA3, "original_max_position_embeddings": 64}},
     ),
-    "qwen3-gqa": (Qwen3Config, Qwen3ForCausalLM, {"num_key_value_heads": 2, "head_dim": 32}),
+    "llama-yarn": (
+        "Llama",
+        {"head_dim": 32, **scaled(rope_type="yarn", original_max_position_embeddings=128)},
+    ),
+    "llama-yarn-mscale": (
+        "Llama",
+        scaled(rope_type="yarn", mscale=1.0, mscale_all_dim=0.5, beta_fast=8.0, truncate=False),
+    ),
+    "mistral": ("Mistral", {"num_key_value_heads": 2, "sliding_window": None, "head_dim": 80}),
+    "mistral-window": ("Mistral", {"num_key_value_heads": 2, "sliding_window": 19}),
+    "qwen2": ("Qwen2", {"num_key_value_heads": 2, "tie_word_embeddings": True}),
+    "qwen2-upper-window": (
+        "Qwen2",
+        {"num_key_value_heads": 2, "use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
+    ),
+    "qwen3-gqa": ("Qwen3", {"num_key_value_heads": 2, "head_dim": 32}),
     "qwen3-tied": (
-        Qwen3Config,
-        Qwen3ForCausalLM,
+        "Qwen3",
         {"num_key_value_heads": 2, "head_dim": 24, "tie_word_embeddings": True, "rope_theta": 1e6},
     ),
+    "gemma": ("Gemma", {"num_key_value_heads": 1, "head_dim": 256}),
+    "gemma2": (
+        "Gemma2",
+        {"num_key_value_heads": 2, "head_dim": 96, "sliding_window": 11, "query_pre_attn_scalar": 24},
+    ),
+    "gemma3": (
+        "Gemma3",
+        {
+            "num_key_value_heads": 2,
+            "head_dim": 64,
+            "sliding_window": 17,
+            "sliding_window_pattern": 3,
+            "query_pre_attn_scalar": 32,
+        },
+    ),
+    "phi3": ("Phi3", {"num_key_value_heads": 2}),
+    "phi3-window": ("Phi3", {"sliding_window": 23}),
+    "olmo2": ("Olmo2", {"num_key_value_heads": 2}),
+    "granite": (
+        "Granite",
+        {
+            "num_key_value_heads": 2,
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.1,
+            "logits_scaling": 8.0,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "mixtral": ("Mixtral", {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "mixtral-window": (
+        "Mixtral",
+        {"num_key_value_heads": 4, "num_local_experts": 3, "num_experts_per_tok": 1, "sliding_window": 15},
+    ),
+    "qwen2-moe": (
+        "Qwen2Moe",
+        {"num_key_value_heads": 2, "shared_expert_intermediate_size": 48, "mlp_only_layers": [0], **EXPERTS},
+    ),
+    "qwen3-moe": ("Qwen3Moe", {"num_key_value_heads": 2, "head_dim": 128, "norm_topk_prob": True, **EXPERTS}),
+    "qwen3-moe-sparse-step": (
+        "Qwen3Moe",
+        {"num_key_value_heads": 1, "decoder_sparse_step": 2, "num_hidden_layers": 4, "mlp_only_layers": [3], **EXPERTS},
+    ),
+    "gpt2": ("GPT2", {}),
+    "gpt2-scaled-by-layer": ("GPT2", {"scale_attn_by_inverse_layer_idx": True, "n_inner": 80}),
+    "opt": ("OPT", {"ffn_dim": 96}),
+    "opt-post-norm": ("OPT", {"ffn_dim": 96, "do_layer_norm_before": False, "word_embed_proj_dim": 40}),
+    "opt-no-bias": ("OPT", {"ffn_dim": 96, "enable_bias": False, "tie_word_embeddings": False}),
+    "gpt-neox": ("GPTNeoX", {}),
+    "gpt-neox-sequential": (
+        "GPTNeoX",
+        {"use_parallel_residual": False, "attention_bias": False, "rotary_pct": 1.0, "num_attention_heads": 2},
+    ),
+    "falcon-mqa": ("Falcon", {}),
+    "falcon-40b": ("Falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon-11b": (
+        "Falcon",
+        {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1, "ffn_hidden_size": 96},
+    ),
+    "falcon-sequential": ("Falcon", {"multi_query": False, "parallel_attn": False, "bias": True}),
+    "phi": ("Phi", {}),
+    "phi-qk-norm": ("Phi", {"num_key_value_heads": 2, "qk_layernorm": True}),
+    "starcoder2": ("Starcoder2", {"num_key_value_heads": 2, "sliding_window": 21}),
+    "stablelm": ("StableLm", {"num_key_value_heads": 4, "use_qkv_bias": True, "partial_rotary_factor": 0.5}),
+    "stablelm-parallel-qk-norm": (
+        "StableLm",
+        {"num_key_value_heads": 2, "use_parallel_residual": True, "qk_layernorm": True},
+    ),
+    "cohere": ("Cohere", {"num_key_value_heads": 2}),
+    "cohere-qk-norm": ("Cohere", {"num_key_value_heads": 2, "use_qk_norm": True, "logit_scale": 0.5}),
 }
+
+# Their positions depend on the longest sequence, for transformers on the longest so far: what it generates
+# beyond the context of training is no oracle, what it makes of a whole sequence is.
+LENGTH_DEPENDENT = {
+    "llama-dynamic": (
+        "Llama",
+        {"num_key_value_heads": 2, "max_position_embeddings": 96, "rope_parameters": DYNAMIC},
+    ),
+    "phi3-longrope": (
+        "Phi3",
+        {
+            "num_key_value_heads": 2,
+            "original_max_position_embeddings": 32,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "partial_rotary_factor": 0.75,
+                "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+                "long_factor": [1.0, 2.0, 4.0, 6.0, 9.0, 12.0],
+            },
+        },
+    ),
+}
+
+EVERY = KINDS | LENGTH_DEPENDENT
+
+_CONFIGS = {"Gemma3": "Gemma3TextConfig"}
+_MODELS = {"GPT2": "GPT2LMHeadModel"}
+_WITHOUT = {"OPT": ("intermediate_size",), "GPT2": ("intermediate_size",), "Falcon": ("intermediate_size",)}
+_RENAMED = {
+    "GPT2": {
+        "hidden_size": "n_embd",
+        "num_hidden_layers": "n_layer",
+        "num_attention_heads": "n_head",
+        "max_position_embeddings": "n_positions",
+    }
+}
+
+
+def architecture(kind: str) -> str:
+    """What config.json calls the model of a kind."""
+    family, _ = EVERY[kind]
+    return _MODELS.get(family, f"{family}ForCausalLM")
+
+
+def config_of(kind: str):
+    """The configuration of a kind."""
+    family, differences = EVERY[kind]
+    values = {key: value for key, value in {**SHAPE, **differences}.items() if key not in _WITHOUT.get(family, ())}
+    values = {_RENAMED.get(family, {}).get(key, key): value for key, value in values.items()}
+    return getattr(transformers, _CONFIGS.get(family, f"{family}Config"))(**values)
 
 
 def save(folder: Path, kind: str = "qwen3-gqa", *, shard: str | None = None, dtype=torch.float32) -> PreTrainedModel:
     """Make a model, write it to `folder`, and return it. Every parameter is random, norms and biases too."""
-    config_class, model_class, differences = KINDS[kind]
+    family, _ = EVERY[kind]
     torch.manual_seed(sum(map(ord, kind)))
-    values = {**SHAPE, **differences}
-    theta = values.pop("rope_theta", 10000.0)
-    config = config_class(**values, rope_parameters={"rope_type": "default", "rope_theta": theta})
-    model = model_class(config).eval()
+    model = getattr(transformers, architecture(kind))(config_of(kind)).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.dim() == 1:
-                parameter.copy_(torch.randn_like(parameter) * 0.3 + ("norm" in name))
-            else:
-                parameter.mul_(4)  # attention that is sharp enough to be wrong
+            is_norm = "norm" in name or "ln_" in name
+            if is_norm or parameter.dim() == 1:
+                offset = is_norm and not name.endswith("bias") and not family.startswith("Gemma")
+                parameter.copy_(torch.randn_like(parameter) * 0.3 + offset)
+            else:  # attention that is sharp enough to be wrong, routers that seldom waver
+                parameter.normal_(std=0.5 if name.endswith("mlp.gate.weight") else 0.08)
     model = model.to(dtype)
     model.save_pretrained(folder, **({} if shard is None else {"max_shard_size": shard}))
     return model

@@ -10,32 +10,50 @@ from quire.config import KVGroup
 from quire.kernels import reference
 from quire.kernels.contract import Batch
 from quire.kernels.reference import paged
-from quire.layers.attend import PagedAttend
+from quire.layers.attend import PagedAttend, Scores
 
 NOWHERE = 10**6  # a block that does not exist: behind a sequence's end tables may hold anything
 
 
-def naive(q, k, v, start, scale):
+def naive(q, k, v, start, scale, window=0, softcap=0.0):
     """q (queries, heads, dim) of positions from `start`; k, v (keys, kv heads, dim); one product at a time."""
     out = np.zeros(q.shape)
     shared = q.shape[1] // k.shape[1]
     for i in range(q.shape[0]):
         for head in range(q.shape[1]):
-            keys = k[: start + i + 1, head // shared].astype(np.float64)
+            seen = slice(max(0, start + i + 1 - window) if window else 0, start + i + 1)
+            keys = k[seen, head // shared].astype(np.float64)
             scores = keys @ q[i, head].astype(np.float64) * scale
+            if softcap:
+                scores = softcap * np.tanh(scores / softcap)
             weights = np.exp(scores - scores.max())
-            out[i, head] = weights @ v[: start + i + 1, head // shared].astype(np.float64) / weights.sum()
+            out[i, head] = weights @ v[seen, head // shared].astype(np.float64) / weights.sum()
     return out.reshape(q.shape[0], -1)
 
 
 class Setup:
     """Sequences with known keys and values, and a storage of NaN to put them in."""
 
-    def __init__(self, seed, spans, *, kv_heads=2, shared=2, dim=8, block_size=4, dtype="float32", layers=1):
+    def __init__(
+        self,
+        seed,
+        spans,
+        *,
+        kv_heads=2,
+        shared=2,
+        dim=8,
+        block_size=4,
+        dtype="float32",
+        layers=1,
+        window=0,
+        softcap=0.0,
+    ):
+        self.window, self.softcap = window, softcap
         random = np.random.default_rng(seed)
         self.spans, self.block_size, self.kv_heads, self.shared, self.dim = spans, block_size, kv_heads, shared, dim
         needed = [-(-stop // block_size) for _, stop in spans]
-        group = KVGroup(tuple(range(layers)), "full", kv_heads, dim, dtype, sum(needed) + 3, 1)
+        kind = "window" if window else "full"
+        group = KVGroup(tuple(range(layers)), kind, kv_heads, dim, dtype, sum(needed) + 3, 1, window)
         self.storage = reference.allocate(group, block_size, torch.device("cpu"))
         self.storage.data.fill_(torch.nan)
         ids = random.permutation(group.num_blocks)
@@ -48,7 +66,10 @@ class Setup:
     def attend(self, starts, stops, layer=0):
         """One step over [starts[i], stops[i]) of each sequence that has some; the outputs of all of them."""
         some = np.flatnonzero(stops > starts)
-        plan = reference.plan(Batch(starts[some], stops[some], self.tables[some]), self.storage)
+        first = np.maximum(starts - self.window + 1, 0) // self.block_size if self.window else 0 * starts
+        lost = np.arange(self.tables.shape[1]) < first[:, None]  # blocks that no window reaches any more
+        tables = np.where(lost, -1, self.tables)
+        plan = reference.plan(Batch(starts[some], stops[some], tables[some]), self.storage)
         k, v = (torch.from_numpy(np.concatenate([self.kv[i][x, starts[i] : stops[i]] for i in some])) for x in range(2))
         reference.write_kv(self.storage, layer, k, v, plan)
         first = [start for start, _ in self.spans]
@@ -59,7 +80,7 @@ class Setup:
             for i in some
         ]
         q = torch.from_numpy(np.concatenate(parts))
-        return reference.attention(self.storage, layer, q, plan, 0.3)
+        return reference.attention(self.storage, layer, q, plan, 0.3, self.softcap)
 
     def check(self, tolerance=2e-5):
         """First all cached prefixes in one step, then all chunks in another."""
@@ -67,7 +88,10 @@ class Setup:
         if starts.any():
             self.attend(np.zeros_like(starts), starts)
         out = self.attend(starts, stops).numpy()
-        expected = [naive(q, kv[0], kv[1], a, 0.3) for q, kv, (a, _) in zip(self.q, self.kv, self.spans, strict=True)]
+        expected = [
+            naive(q, kv[0], kv[1], a, 0.3, self.window, self.softcap)
+            for q, kv, (a, _) in zip(self.q, self.kv, self.spans, strict=True)
+        ]
         np.testing.assert_allclose(out, np.concatenate(expected), atol=tolerance)
 
 
@@ -82,16 +106,31 @@ span = st.tuples(st.integers(0, 20), st.integers(1, 9)).map(lambda pair: (pair[0
     shared=st.sampled_from([1, 2, 4]),
     block_size=st.sampled_from([1, 3, 4, 16]),
     limits=st.sampled_from([(256, 256, 2**28), (3, 1, 2**28), (1, 8, 600), (4, 4, 1)]),
+    window=st.sampled_from([0, 0, 1, 2, 5, 8, 100]),
+    softcap=st.sampled_from([0.0, 0.0, 0.4]),
 )
-def test_mixed_chunks_equal_loops_over_positions(seed, spans, kv_heads, shared, block_size, limits):
+def test_mixed_chunks_equal_loops_over_positions(seed, spans, kv_heads, shared, block_size, limits, window, softcap):
     with pytest.MonkeyPatch.context() as patch:
         for name, value in zip(("MAX_QUERIES", "MIN_CONTEXT", "GATHERED_BYTES"), limits, strict=True):
             patch.setattr(paged, name, value)
-        Setup(seed, spans, kv_heads=kv_heads, shared=shared, block_size=block_size).check()
+        options = {"kv_heads": kv_heads, "shared": shared, "block_size": block_size}
+        Setup(seed, spans, **options, window=window, softcap=softcap).check()
 
 
 def test_long_chunks_beside_decode_rows():
     Setup(1, [(0, 600), (299, 300), (40, 340), (0, 1), (511, 512)], block_size=16).check()
+
+
+@pytest.mark.parametrize("window", [1, 16, 100, 300])
+def test_windows_over_long_chunks_beside_decode_rows(window):
+    spans = [(0, 600), (299, 300), (40, 340), (0, 1), (511, 512)]
+    Setup(1, spans, block_size=16, window=window, softcap=0.5).check()
+
+
+def test_only_the_blocks_of_a_window_are_gathered():
+    setup = Setup(8, [(3999, 4000), (3500, 4000)], block_size=16, window=100)
+    plan = reference.plan(Batch(np.array([3999, 3500]), np.array([4000, 4000]), setup.tables), setup.storage)
+    assert max(bucket.mask.shape[-1] for bucket in plan.buckets) <= 256 + 100 + 16
 
 
 def test_document_000_entry_1_blockwise_attention_with_a_partial_last_block_is_plain_attention():
@@ -163,9 +202,19 @@ def test_padding_is_bounded():
 def test_each_group_writes_by_its_own_table():
     groups = [KVGroup((layer,), "full", 1, 4, "float32", 5, 1) for layer in (1, 0)]
     storages = [reference.allocate(group, 2, torch.device("cpu")) for group in groups]
-    attend = PagedAttend(reference, storages, 0.5)
+    attend = PagedAttend(reference, storages, [Scores(0.5)] * 2)
     attend.plan([Batch(np.array([0]), np.array([3]), np.array([table])) for table in ([4, 1], [0, 3])])
     for layer in range(2):
         attend(layer, *torch.ones(3, 3, 1, 4))
     written = [storage.data.any(-1).any(-1).any(-1)[0, 0].nonzero().flatten().tolist() for storage in storages]
     assert written == [[1, 4], [0, 3]]
+
+
+def test_each_layer_has_its_scores():
+    storage = reference.allocate(KVGroup((0, 1, 2), "full", 1, 4, "float32", 2, 1), 4, torch.device("cpu"))
+    attend = PagedAttend(reference, [storage], [Scores(0.5), Scores(2.0), Scores(0.5, 0.1)])
+    attend.plan([Batch(np.array([0]), np.array([5]), np.array([[1, 0]]))])
+    q, k, v = torch.randn(3, 5, 1, 4)
+    for layer, (scale, softcap) in enumerate([(0.5, 0.0), (2.0, 0.0), (0.5, 0.1)]):
+        expected = naive(q.numpy(), k.numpy(), v.numpy(), 0, scale, 0, softcap)
+        np.testing.assert_allclose(attend(layer, q, k, v).numpy(), expected, atol=1e-5)

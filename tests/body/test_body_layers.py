@@ -9,6 +9,8 @@ from quire.errors import ConfigError
 from quire.kernels import choose as choose_module
 from quire.kernels import reference
 from quire.kernels.choose import choose
+from quire.kernels.contract import ACTIVATIONS
+from quire.layers.rope import Rope, rotation
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 dtypes = pytest.mark.parametrize("dtype", TOLERANCE)
@@ -29,6 +31,19 @@ def test_rotary_turns_each_pair_by_its_angle(dtype):
                     )
                     found = complex(turned[t, head, i], turned[t, head, i + 4])
                     assert abs(found - pair) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dim", [6, 10, 22, 128])
+def test_a_position_is_rotated_alike_in_any_company(dim):
+    rope = Rope(dim, 10000.0)
+    positions = torch.arange(77) * 113
+    cos, sin = rotation(positions, rope.frequencies(), rope.magnitude)
+    for index in range(77):
+        alone = rotation(positions[index : index + 1], rope.frequencies(), rope.magnitude)
+        assert torch.equal(alone[0][0], cos[index])
+        assert torch.equal(alone[1][0], sin[index])
+        angles = [index * 113 / 10000.0 ** (2 * i / dim) for i in range(dim // 2)]
+        torch.testing.assert_close(cos[index], torch.tensor([math.cos(x) for x in angles]), atol=2e-3, rtol=0)
 
 
 @dtypes
@@ -62,13 +77,85 @@ def test_a_norm_of_large_half_precision_values_does_not_overflow():
 
 
 @dtypes
-def test_silu_and_mul(dtype):
+def test_only_the_leading_dimensions_are_rotated_where_there_are_fewer_angles(dtype):
+    q, k = torch.randn(5, 3, 8).to(dtype), torch.randn(5, 1, 8).to(dtype)
+    angles = torch.randn(5, 2)
+    cos, sin = angles.cos(), angles.sin()
+    for x, turned in zip((q, k), reference.rotary(q, k, cos, sin), strict=True):
+        assert torch.equal(turned[..., 4:], x[..., 4:])
+        alone, _ = reference.rotary(x[..., :4].contiguous(), k[..., :4].contiguous(), cos, sin)
+        assert torch.equal(turned[..., :4], alone)
+
+
+def test_a_weight_in_float32_keeps_its_digits_beside_short_types():
+    x = torch.randn(6, 10).bfloat16()
+    weight = torch.rand(10) + 1 / 3
+    found = reference.rms_norm(x, weight, 1e-3)
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, reference.rms_norm(x.float(), weight, 1e-3).bfloat16())
+
+
+@dtypes
+@pytest.mark.parametrize("each", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+def test_layer_norm(dtype, each, biased):
+    torch.manual_seed(3)
+    shape = (3, 10) if each else (10,)
+    x, weight, bias = torch.randn(4, 3, 10).to(dtype), torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
+    found = reference.layer_norm(x, weight, bias if biased else None, 1e-3)
+    assert found.dtype == dtype
+    for token in range(4):
+        for head in range(3):
+            row = x[token, head].tolist()
+            w, b = ((y[head] if each else y).tolist() for y in (weight, bias))
+            mean = sum(row) / 10
+            root = math.sqrt(sum((value - mean) ** 2 for value in row) / 10 + 1e-3)
+            expected = [(value - mean) / root * w[i] + biased * b[i] for i, value in enumerate(row)]
+            torch.testing.assert_close(
+                found[token, head].float(), torch.tensor(expected), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
+            )
+
+
+ORACLES = {
+    "silu": lambda x: x / (1 + math.exp(-x)),
+    "gelu": lambda x: x * (1 + math.erf(x / math.sqrt(2))) / 2,
+    "gelu_tanh": lambda x: x * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2,
+    "relu": lambda x: max(x, 0.0),
+    "relu2": lambda x: max(x, 0.0) ** 2,
+    "sigmoid": lambda x: 1 / (1 + math.exp(-x)),
+    "tanh": math.tanh,
+}
+
+
+@dtypes
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations_alone_and_as_gates(dtype, activation):
     torch.manual_seed(2)
     x = torch.randn(4, 12).to(dtype)
-    out = reference.silu_and_mul(x)
-    for row, found in zip(x.tolist(), out.tolist(), strict=True):
-        for gate, up, value in zip(row[:6], row[6:], found, strict=True):
-            assert abs(value - gate / (1 + math.exp(-gate)) * up) < TOLERANCE[dtype]
+    kept = x.clone()
+    gated, alone = reference.gate(x, activation), reference.activate(x, activation)
+    assert torch.equal(x, kept)
+    for row, found, plain in zip(x.tolist(), gated.tolist(), alone.tolist(), strict=True):
+        for first, second, value in zip(row[:6], row[6:], found, strict=True):
+            assert abs(value - ORACLES[activation](first) * second) < 2 * TOLERANCE[dtype]
+        for first, value in zip(row, plain, strict=True):
+            assert abs(value - ORACLES[activation](first)) < 2 * TOLERANCE[dtype]
+
+
+@dtypes
+def test_experts_equal_a_loop_over_tokens(dtype):
+    torch.manual_seed(4)
+    x, up, down = (torch.randn(shape).to(dtype) for shape in ((9, 8), (5, 12, 8), (5, 8, 6)))
+    ids = torch.stack([torch.randperm(4)[:3] for _ in range(9)])  # nobody wants expert 4
+    weights = torch.rand(9, 3)
+    found = reference.experts(x, ids, weights, up / 4, down / 4, "silu")
+    assert found.dtype == dtype
+    for token in range(9):
+        expected = torch.zeros(8)
+        for expert, weight in zip(ids[token], weights[token], strict=True):
+            first, second = ((up[expert] / 4).float() @ x[token].float()).chunk(2)
+            expected += weight * ((down[expert] / 4).float() @ (torch.nn.functional.silu(first) * second))
+        torch.testing.assert_close(found[token].float(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
 def test_auto_and_the_name_choose_the_reference_and_say_why():

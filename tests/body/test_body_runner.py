@@ -231,7 +231,7 @@ def test_short_types_generate(saved, prompts, dtype):
     ("chunk", "message"),
     [
         ((0, 0, 0, 5, 2, 3, ChunkOutput.SAMPLE), "cannot verify drafts"),
-        ((0, 0, 0, 5, 0, 1, ChunkOutput.POOL), "cannot pool"),
+        ((0, 0, 0, 5, 0, 1, ChunkOutput.POOL), "does not pool"),
         ((0, 0, 5, 5, 0, 0, ChunkOutput.NONE), "at least one position"),
         ((0, 0, 0, 5, 0, 6, ChunkOutput.NONE), "one for each of its logits"),
         ((0, 0, 0, 5, 0, 0, ChunkOutput.SAMPLE), "needs logits at its last position"),
@@ -268,7 +268,7 @@ def test_a_failed_step_is_forgotten(model, prompts, greedy):
     wrong = Late(np.array([0], np.int32), np.zeros((1, 1), np.uint32))
     failing = driver.step([(0, 5, 6)])
     driver.runner.launch(failing)
-    with pytest.raises(ValueError, match="masks must have shape"):
+    with pytest.raises(ValueError, match="masks must have 10 words"):
         driver.runner.sample(failing.id, wrong)
     assert driver.runner.collect().step_id == first.id
     again = driver.run([(0, 0, 5)], reset=True, **opening)

@@ -1,4 +1,4 @@
-"""Sampling against a slow oracle in Python floats, its distribution, and its independence of batch-mates."""
+"""Sampling from logits that nobody edits, against a slow oracle in Python floats; masks; independence of mates."""
 
 import math
 

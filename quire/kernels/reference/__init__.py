@@ -3,9 +3,10 @@
 import torch
 
 from quire.kernels.reference.blocks import allocate, copy_blocks, pack, unpack
+from quire.kernels.reference.mixture import experts
 from quire.kernels.reference.paged import GATHERED_BYTES as SCRATCH_BYTES
 from quire.kernels.reference.paged import attention, plan, write_kv
-from quire.kernels.reference.rowwise import add_rms_norm, rms_norm, rotary, silu_and_mul
+from quire.kernels.reference.rowwise import activate, add_rms_norm, gate, layer_norm, linear, rms_norm, rotary
 from quire.kernels.reference.sampling import sample
 
 NAME = "reference"
@@ -20,17 +21,21 @@ def refusal(device: torch.device) -> str | None:
 __all__ = [
     "NAME",
     "SCRATCH_BYTES",
+    "activate",
     "add_rms_norm",
     "allocate",
     "attention",
     "copy_blocks",
+    "experts",
+    "gate",
+    "layer_norm",
+    "linear",
     "pack",
     "plan",
     "refusal",
     "rms_norm",
     "rotary",
     "sample",
-    "silu_and_mul",
     "unpack",
     "write_kv",
 ]

@@ -6,8 +6,10 @@ two share a bucket, so padding wastes less than half. Decode rows have one query
 bucket, unless their contexts differ widely.
 
 Queries stand in reverse order in a bucket: query t of a piece that ends at `stop` then sees the keys j
-with j + t < stop. That depends on j + t alone, so the mask (queries, keys) is a strided view of one row
-of keys + queries - 1 numbers, and masks take memory linear in the context.
+with j + t < stop, in a window also j + t >= stop - window. That depends on j + t alone, so the mask
+(queries, keys) is a strided view of one row of keys + queries - 1 numbers, and masks take memory linear
+in the context. Blocks before the window of a piece's first query are not gathered: its keys count from
+the first block that it needs, and so does its end.
 """
 
 from collections.abc import Iterator
@@ -30,7 +32,8 @@ class Pieces(NamedTuple):
     """Parts of chunks, one array per field."""
 
     chunks: np.ndarray
-    stops: np.ndarray  # position behind the last one
+    begins: np.ndarray  # the first block that is needed, among those of the sequence
+    stops: np.ndarray  # position behind the last one, counted from that block
     counts: np.ndarray  # positions
     lasts: np.ndarray  # index of the last position among the step's tokens
 
@@ -67,7 +70,7 @@ def plan(batch: Batch, storage: Storage) -> ReferencePlan:
     buckets = []
     order = np.empty(len(chunks), np.int64)
     size = 0
-    for pieces in _alike(_cut(batch, lengths), storage):
+    for pieces in _alike(_cut(batch, lengths, storage), storage):
         bucket, tokens, rows = _bucket(pieces, batch.tables, storage)
         buckets.append(bucket)
         order[tokens] = rows + size
@@ -84,13 +87,17 @@ def plan(batch: Batch, storage: Storage) -> ReferencePlan:
     )
 
 
-def _cut(batch: Batch, lengths: np.ndarray) -> Pieces:
+def _cut(batch: Batch, lengths: np.ndarray, storage: Storage) -> Pieces:
     numbers = -(-lengths // MAX_QUERIES)
     chunks = np.repeat(np.arange(len(lengths)), numbers)
     offsets = MAX_QUERIES * (np.arange(len(chunks)) - np.repeat(np.cumsum(numbers) - numbers, numbers))
     counts = np.minimum(lengths[chunks] - offsets, MAX_QUERIES)
     firsts = (np.cumsum(lengths) - lengths)[chunks] + offsets
-    return Pieces(chunks, batch.starts[chunks] + offsets + counts, counts, firsts + counts - 1)
+    starts = batch.starts[chunks] + offsets
+    begins = np.zeros_like(starts)
+    if storage.group.window:
+        begins = np.maximum(starts - storage.group.window + 1, 0) // storage.block_size
+    return Pieces(chunks, begins, starts + counts - begins * storage.block_size, counts, firsts + counts - 1)
 
 
 def _alike(pieces: Pieces, storage: Storage) -> Iterator[Pieces]:
@@ -123,10 +130,14 @@ def _bucket(pieces: Pieces, tables: np.ndarray, storage: Storage) -> tuple[Bucke
 
     num_blocks = -(-stops // storage.block_size)
     width = int(num_blocks.max())  # padding repeats a sequence's own last block, which is finite
-    blocks = tables[pieces.chunks[:, None], np.minimum(np.arange(width), num_blocks - 1)]
+    blocks = tables[pieces.chunks[:, None], pieces.begins[:, None] + np.minimum(np.arange(width), num_blocks - 1)]
     num_keys = width * storage.block_size
     length = num_keys + num_queries - 1
-    band = np.where(np.arange(length) < stops, np.float32(0), np.float32(-np.inf))
+    places = np.arange(length)
+    seen = places < stops
+    if storage.group.window:
+        seen &= places >= stops - storage.group.window
+    band = np.where(seen, np.float32(0), np.float32(-np.inf))
     rows = _tensor(band, device).to(storage.data.dtype)
     mask = rows.as_strided((num_pieces, 1, num_queries, num_keys), (length, length, 1, 1))
     bucket = Bucket(_tensor(queries.ravel(), device), _tensor(blocks.ravel(), device), mask)
@@ -145,7 +156,9 @@ def write_kv(storage: Storage, layer: int, k: Tensor, v: Tensor, plan: Reference
         blocks.flatten(0, 1).index_copy_(0, plan.slots, new.to(blocks.dtype))
 
 
-def attention(storage: Storage, layer: int, q: Tensor, plan: ReferencePlan, scale: float) -> Tensor:
+def attention(
+    storage: Storage, layer: int, q: Tensor, plan: ReferencePlan, scale: float, softcap: float = 0.0
+) -> Tensor:
     """Causal attention of q (num_tokens, num_heads, head_dim) -> (num_tokens, num_heads * head_dim)."""
     outputs = []
     for bucket in plan.buckets:
@@ -157,11 +170,11 @@ def attention(storage: Storage, layer: int, q: Tensor, plan: ReferencePlan, scal
             .to(q.dtype)
             for blocks, scratch in zip(storage.data[layer], plan.gathered, strict=True)
         )
-        outputs.append(_dense(queries, k, v, bucket.mask.to(q.dtype), scale))
+        outputs.append(_dense(queries, k, v, bucket.mask.to(q.dtype), scale, softcap))
     return torch.cat(outputs).index_select(0, plan.order)
 
 
-def _dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+def _dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float) -> Tensor:
     """q (pieces, queries, heads, dim), k and v (pieces, keys, kv heads, dim) -> (pieces * queries, heads * dim).
 
     KV heads are never copied for the query heads that share them: those are rows of one product where
@@ -173,7 +186,7 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tenso
     k, v = k.transpose(1, 2), v.transpose(1, 2)  # (pieces, kv heads, keys, dim)
     if num_queries == 1 or shared == 1:
         rows = q.view(num_pieces, num_queries, num_kv_heads, shared, head_dim).transpose(1, 2).flatten(2, 3)
-        out = F.scaled_dot_product_attention(rows, k, v, mask, scale=scale)
+        out = _attend(rows, k, v, mask, scale, softcap)
         out = out.view(num_pieces, num_kv_heads, num_queries, shared, head_dim).transpose(1, 2)
         return out.reshape(num_pieces * num_queries, num_heads * head_dim)
     q = q.transpose(1, 2)
@@ -181,5 +194,19 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tenso
     for head in range(num_kv_heads):
         queries = q[:, head * shared : (head + 1) * shared]
         one_k, one_v = (x[:, head : head + 1].expand(-1, shared, -1, -1) for x in (k, v))
-        parts.append(F.scaled_dot_product_attention(queries, one_k, one_v, mask, scale=scale))
+        parts.append(_attend(queries, one_k, one_v, mask, scale, softcap))
     return torch.cat(parts, 1).transpose(1, 2).reshape(num_pieces * num_queries, num_heads * head_dim)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float) -> Tensor:
+    """q (pieces, heads, queries, dim), k and v (pieces, heads, keys, dim) -> the shape of q."""
+    if not softcap:
+        return F.scaled_dot_product_attention(q, k, v, mask, scale=scale)
+    bytes_per_piece = q.shape[1] * q.shape[2] * k.shape[2] * torch.float32.itemsize
+    at_once = max(1, GATHERED_BYTES // bytes_per_piece)  # scores are written down, so they are bounded too
+    parts = []
+    for first in range(0, len(q), at_once):
+        some = slice(first, first + at_once)
+        capped = torch.tanh((q[some] @ k[some].mT).float() * (scale / softcap)) * softcap
+        parts.append((capped + mask[some]).softmax(-1).to(v.dtype) @ v[some])
+    return torch.cat(parts)

@@ -1,7 +1,8 @@
-"""Logits to tokens: filters, then the arg max of logits plus counted Gumbel noise.
+"""Logits to tokens: edits and filters, then the arg max of logits plus counted Gumbel noise.
 
-Per row, in this order (vLLM's): allowed-token mask, temperature, min_p, top_k, top_p. Each filter sees
-the distribution that the ones before it left, renormalised:
+Per row, in this order (vLLM's): masks and bans, bias, repetition, frequency and presence penalty (see
+`edits`), then temperature, min_p, top_k, top_p. Each filter sees the distribution that the ones before
+it left, renormalised:
 
 - min_p keeps tokens with p >= min_p * (largest p);
 - top_k keeps tokens whose logit is at least the k-th largest, so ties at the border all stay;
@@ -12,7 +13,7 @@ Among the kept tokens the choice is argmax(logit / temperature - log(e)), e expo
 Maddison et al., A* sampling, 2014). The noise of token t comes from word t % 4 of Philox with the row's
 seed as key and the counter (position, sample index, purpose, t // 4), so a choice depends neither on
 batch-mates nor on the order or the sharding of the vocabulary. Temperature 0 takes the arg max of the
-logits. The lowest id wins ties.
+edited logits, without filters. The lowest id wins ties.
 """
 
 import numpy as np
@@ -20,17 +21,18 @@ import torch
 from torch import Tensor
 
 from quire.kernels.contract import Draws, Purpose
+from quire.kernels.reference.edits import changes, edited
 from quire.kernels.reference.philox import exponential, philox
 
 LOGITS_AT_ONCE = 2**22  # that are drawn from together: filters and noise take some 50 bytes for each
 
 
 def sample(logits: Tensor, draws: Draws) -> Tensor:
-    """One token per row of logits (num_rows, vocab_size) -> int64 (num_rows,); -1 where not finite."""
+    """One token per row of logits (num_rows, vocab_size) -> int64 (num_rows,); -1 where there is none."""
     logits = logits.float()
     usable = logits.amax(-1).isfinite()  # the maximum is NaN or inf if any logit is, -inf if all are
-    if len(draws.masked):
-        logits = _allow(logits, draws)
+    if changes(draws):
+        logits = edited(logits, draws)
         usable &= logits.amax(-1).isfinite()
     tokens = logits.argmax(-1)
     random = np.flatnonzero(draws.temperatures > 0)
@@ -40,18 +42,6 @@ def sample(logits: Tensor, draws: Draws) -> Tensor:
         rows = torch.from_numpy(some).to(logits.device)
         tokens[rows] = _sample_random(logits[rows], draws, some)
     return torch.where(usable, tokens, -1)
-
-
-def _allow(logits: Tensor, draws: Draws) -> Tensor:
-    """The logits with -inf for what the rows' masks do not allow."""
-    num_words = -(-logits.shape[-1] // 32)
-    if draws.masks.shape != (len(draws.masked), num_words):
-        raise ValueError(f"masks must have shape {(len(draws.masked), num_words)}, not {draws.masks.shape}")
-    octets = np.ascontiguousarray(draws.masks, "<u4").view(np.uint8)
-    bits = np.unpackbits(octets, axis=-1, count=logits.shape[-1], bitorder="little").astype(bool)
-    allowed = torch.ones(logits.shape, dtype=torch.bool)
-    allowed[torch.from_numpy(draws.masked)] = torch.from_numpy(bits)
-    return logits.where(allowed.to(logits.device), -torch.inf)
 
 
 def _sample_random(logits: Tensor, draws: Draws, rows: np.ndarray) -> Tensor:

@@ -1,0 +1,55 @@
+"""What a decoder layer does to each token alone: see `quire.kernels.reference.rowwise` for the sources."""
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from quire.kernels import reference
+from quire.kernels.invariant.exact import by_vectors, tree_sum
+
+
+def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotary position embedding, a product and a sum at a time: one instruction for both would round once."""
+    return _rotate(q, cos.unsqueeze(1), sin.unsqueeze(1)), _rotate(k, cos.unsqueeze(1), sin.unsqueeze(1))
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = cos.shape[-1]
+    wide = x.float()
+    first, second, rest = wide[..., :half], wide[..., half : 2 * half], wide[..., 2 * half :]
+    turned = (first * cos - second * sin, second * cos + first * sin, rest)
+    return torch.cat(turned, -1).to(x.dtype)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root mean square normalisation."""
+    wide = x.float()
+    mean = tree_sum(wide * wide) / x.shape[-1]
+    return (wide / (mean + eps).sqrt() * weight).to(x.dtype)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The residual sum and its norm."""
+    total = x + residual
+    return rms_norm(total, weight, eps), total
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """Layer normalisation over the last axis."""
+    wide = x.float()
+    centred = wide - tree_sum(wide) / x.shape[-1]
+    variance = tree_sum(centred * centred) / x.shape[-1]
+    normed = centred / (variance + eps).sqrt() * weight
+    return (normed if bias is None else normed + bias).to(x.dtype)
+
+
+def activate(x: Tensor, activation: str) -> Tensor:
+    """The activation of an MLP without a gate."""
+    return by_vectors(partial(reference.activate, activation=activation), x)
+
+
+def gate(x: Tensor, activation: str) -> Tensor:
+    """The gate of SwiGLU and its kin."""
+    first, second = x.chunk(2, -1)
+    return activate(first, activation) * second

@@ -1,0 +1,67 @@
+"""The attention half of a layer: projections, norms of queries and keys, rotation. Attention itself is handed in."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from quire.kernels.contract import Kernels
+from quire.layers.attend import Attend
+from quire.layers.linear import Linear
+from quire.layers.norm import LayerNorm, Norm, NormKind, make_norm
+
+# over each head with one weight, over each head with a weight of its own, over all heads at once
+QKNorm = Literal["none", "head", "each", "projection"]
+
+Rotation = tuple[Tensor, Tensor]  # cosines and sines, see Kernels.rotary
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionConfig:
+    """Sizes and weights of an attention block."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    qkv_bias: bool
+    o_bias: bool
+    qk_norm: QKNorm
+    qk_norm_bias: bool
+    norm: NormKind
+    norm_eps: float
+
+
+class Attention(nn.Module):
+    """Query, key and value projections are one parameter, in this order, so that they are one product."""
+
+    def __init__(self, hidden: int, config: AttentionConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.config = config
+        heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self.qkv = Linear(hidden, (heads + 2 * kv_heads) * head_dim, bias=config.qkv_bias, dtype=dtype)
+        self.o = Linear(heads * head_dim, hidden, bias=config.o_bias, dtype=dtype)
+        if config.qk_norm != "none":
+            self.q_norm = self._norm(heads, dtype)
+            self.k_norm = self._norm(kv_heads, dtype)
+
+    def _norm(self, heads: int, dtype: torch.dtype) -> Norm:
+        config = self.config
+        if config.qk_norm == "each":
+            return LayerNorm((heads, config.head_dim), config.norm_eps, dtype, bias=config.qk_norm_bias)
+        size = config.head_dim if config.qk_norm == "head" else heads * config.head_dim
+        return make_norm(config.norm, size, config.norm_eps, dtype, bias=config.qk_norm_bias)
+
+    def __call__(self, layer: int, x: Tensor, rotation: Rotation | None, attend: Attend, kernels: Kernels) -> Tensor:
+        """x (num_tokens, hidden_size) -> the same shape. rotation: None where positions are not rotated."""
+        config = self.config
+        qkv = self.qkv(x, kernels).view(x.shape[0], -1, config.head_dim)
+        q, k, v = qkv.tensor_split((config.num_heads, config.num_heads + config.num_kv_heads), 1)
+        if config.qk_norm == "projection":
+            q = self.q_norm(q.flatten(1), kernels).view(q.shape)
+            k = self.k_norm(k.flatten(1), kernels).view(k.shape)
+        elif config.qk_norm != "none":
+            q, k = self.q_norm(q, kernels), self.k_norm(k, kernels)
+        if rotation is not None:
+            q, k = kernels.rotary(q, k, *rotation)
+        return self.o(attend(layer, q, k, v), kernels)

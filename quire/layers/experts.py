@@ -1,0 +1,52 @@
+"""A mixture of experts in place of an MLP: a router picks a few gated MLPs for each token (Shazeer et al., 2017)."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from quire.kernels.contract import Kernels
+from quire.layers.linear import Linear
+from quire.layers.mlp import MLP
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """How many experts a sparse layer has and how they are mixed."""
+
+    num_experts: int
+    per_token: int
+    intermediate_size: int  # of one expert
+    normalise: bool  # the weights of a token's experts add up to 1
+    shared_size: int = 0  # intermediate size of an expert that all tokens pass, weighed by a gate; 0: none
+    step: int = 1  # every step-th layer is sparse,
+    dense_layers: tuple[int, ...] = ()  # but not these
+
+
+class Experts(nn.Module):
+    """The weights of all experts, stacked, and of what mixes them."""
+
+    def __init__(self, hidden: int, config: ExpertsConfig, *, activation: str, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.config = config
+        self.activation = activation
+        num_experts, inner = config.num_experts, config.intermediate_size
+        self.router = Linear(hidden, num_experts, bias=False, dtype=dtype)
+        self.up = nn.Parameter(torch.empty(num_experts, 2 * inner, hidden, dtype=dtype))  # gates first, as in MLP
+        self.down = nn.Parameter(torch.empty(num_experts, hidden, inner, dtype=dtype))
+        self.shared: MLP | None = None
+        if config.shared_size:
+            self.shared = MLP(hidden, config.shared_size, activation=activation, gated=True, bias=False, dtype=dtype)
+            self.shared_gate = Linear(hidden, 1, bias=False, dtype=dtype)
+
+    def __call__(self, x: Tensor, kernels: Kernels) -> Tensor:
+        """x (num_tokens, hidden_size) -> the same shape."""
+        shares = self.router(x, kernels).float().softmax(-1)  # (num_tokens, num_experts)
+        weights, ids = shares.topk(self.config.per_token, -1)
+        if self.config.normalise:
+            weights = weights / weights.sum(-1, keepdim=True)
+        out = kernels.experts(x, ids, weights, self.up, self.down, self.activation)
+        if self.shared is not None:
+            share = kernels.activate(self.shared_gate(x, kernels), "sigmoid")
+            out = out + share * self.shared(x, kernels)
+        return out

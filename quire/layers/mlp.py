@@ -1,0 +1,26 @@
+"""The feed-forward half of a layer: one product up, an activation or a gate, one product down."""
+
+import torch
+from torch import Tensor, nn
+
+from quire.kernels.contract import Kernels
+from quire.layers.linear import Linear
+
+
+class MLP(nn.Module):
+    """With a gate, `up` holds the gate's rows and then those that it gates, so that they are one product."""
+
+    def __init__(
+        self, hidden: int, inner: int, *, activation: str, gated: bool, bias: bool, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.activation = activation
+        self.gated = gated
+        self.up = Linear(hidden, 2 * inner if gated else inner, bias=bias, dtype=dtype)
+        self.down = Linear(inner, hidden, bias=bias, dtype=dtype)
+
+    def __call__(self, x: Tensor, kernels: Kernels) -> Tensor:
+        """x (num_tokens, hidden_size) -> the same shape."""
+        x = self.up(x, kernels)
+        x = kernels.gate(x, self.activation) if self.gated else kernels.activate(x, self.activation)
+        return self.down(x, kernels)

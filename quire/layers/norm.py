@@ -1,0 +1,77 @@
+"""Normalisation, alone and behind a residual sum: RMS norm, layer norm, or none at all.
+
+The three have the same two uses, so a decoder layer need not ask which one it has.
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from quire.kernels.contract import Kernels
+
+NormKind = Literal["rms", "rms_plus_one", "layer"]  # rms_plus_one: checkpoints hold the weight minus 1
+
+
+class RMSNorm(nn.Module):
+    """Root mean square norm of the last axis."""
+
+    def __init__(self, size: int, eps: float, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(size, dtype=dtype))
+
+    def __call__(self, x: Tensor, kernels: Kernels) -> Tensor:
+        """x normalised over its last axis."""
+        return kernels.rms_norm(x, self.weight, self.eps)
+
+    def add(self, x: Tensor, residual: Tensor, kernels: Kernels) -> tuple[Tensor, Tensor]:
+        """(x + residual normalised, x + residual)."""
+        return kernels.add_rms_norm(x, residual, self.weight, self.eps)
+
+
+class LayerNorm(nn.Module):
+    """Layer norm. A shape (heads, head_dim) gives each head a weight of its own."""
+
+    def __init__(self, shape: tuple[int, ...], eps: float, dtype: torch.dtype, *, bias: bool) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(shape, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(shape, dtype=dtype)) if bias else None
+
+    def __call__(self, x: Tensor, kernels: Kernels) -> Tensor:
+        """x normalised over its last axis."""
+        return kernels.layer_norm(x, self.weight, self.bias, self.eps)
+
+    def add(self, x: Tensor, residual: Tensor, kernels: Kernels) -> tuple[Tensor, Tensor]:
+        """(x + residual normalised, x + residual)."""
+        total = x + residual
+        return kernels.layer_norm(total, self.weight, self.bias, self.eps), total
+
+
+class NoNorm(nn.Module):
+    """Stands where a family does not normalise."""
+
+    def __call__(self, x: Tensor, kernels: Kernels) -> Tensor:
+        """x itself."""
+        del kernels
+        return x
+
+    def add(self, x: Tensor, residual: Tensor, kernels: Kernels) -> tuple[Tensor, Tensor]:
+        """The sum, twice."""
+        del kernels
+        total = x + residual
+        return total, total
+
+
+Norm = RMSNorm | LayerNorm | NoNorm
+
+
+def make_norm(kind: NormKind, size: int, eps: float, dtype: torch.dtype, *, bias: bool) -> Norm:
+    """A norm over `size` numbers.
+
+    Weights that a checkpoint holds minus 1 stay float32: 1 + w has digits that a short type would drop.
+    """
+    if kind == "layer":
+        return LayerNorm((size,), eps, dtype, bias=bias)
+    return RMSNorm(size, eps, torch.float32 if kind == "rms_plus_one" else dtype)

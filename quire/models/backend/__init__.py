@@ -1,0 +1,10 @@
+"""Decoders that quire has no description of, run by transformers with quire's attention.
+
+Importing this package needs transformers (the extra `hf`), so nobody does unless the backend is wanted.
+"""
+
+from quire.models.backend.description import BackendDescription, describe_backend
+from quire.models.backend.loading import load_backend
+from quire.models.backend.model import BackendModel
+
+__all__ = ["BackendDescription", "BackendModel", "describe_backend", "load_backend"]

@@ -1,0 +1,196 @@
+"""What a checkpoint holds that transformers can run and quire has no description of.
+
+Everything is found out before a weight is read: the model is built without numbers, its tensors are compared
+with the checkpoint's, and it is run once to see what its layers ask of attention.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
+
+from quire.kernels.contract import DTYPES
+from quire.models.backend.attention import TRACED
+from quire.models.backend.construction import Shape, construct, quiet
+from quire.models.backend.halves import Halves
+from quire.models.backend.tracing import Layer, trace
+from quire.models.checkpoint import Checkpoint
+from quire.models.description import _dtype, _sampling_defaults, _token_ids
+from quire.models.fields import Fields
+from quire.models.model import KVLayer
+
+_LEFT_OUT = (  # that say what code should run, from where
+    *("auto_map", "attn_implementation", "experts_implementation", "fusion_config", "distributed_config"),
+    "transformers_weights",
+)
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
+
+
+@dataclass(frozen=True, eq=False)
+class BackendDescription:
+    """A checkpoint that quire can load through transformers."""
+
+    checkpoint: Checkpoint
+    architecture: str
+    kind: type[PreTrainedModel]
+    config: PreTrainedConfig
+    layers: tuple[Layer, ...]
+    vocab_size: int
+    hidden_size: int
+    max_positions: int
+    activations_per_token: int
+    num_parameters: int
+    dtype: str  # "float32", "float16" or "bfloat16": what the checkpoint asks to be computed in
+    eos_token_ids: tuple[int, ...]
+    sampling_defaults: Mapping[str, float | int]  # by names of SamplingParams
+
+    @property
+    def kv_layers(self) -> Sequence[KVLayer]:
+        """What each layer keeps."""
+        return tuple(KVLayer(layer.traits.num_kv_heads, layer.traits.head_dim, layer.window) for layer in self.layers)
+
+    @property
+    def remark(self) -> str:
+        """One line that says who runs the model."""
+        return (
+            f"quire has no description of {self.architecture}: transformers {transformers.__version__} runs it, "
+            f"with quire's paged attention"
+        )
+
+    def weight_bytes(self, dtype: str) -> int:
+        """Bytes of the weights when they are loaded as `dtype`."""
+        return self.num_parameters * DTYPES[dtype].itemsize
+
+
+def describe_backend(checkpoint: Checkpoint) -> BackendDescription:
+    """What a checkpoint holds, for a model that transformers has and whose attention quire has.
+
+    Raises ModelError, naming what it is, for anything else, and for a checkpoint whose tensors are not those
+    of its architecture.
+    """
+    fields = Fields(checkpoint.config, checkpoint.place)
+    config = _config(fields)
+    kind = _kind(fields, config)
+    _refuse(fields, kind, config)
+    max_positions = _max_positions(fields, config)
+    shapes = {name: Shape(stored) for name, stored in checkpoint.tensors.items()}
+    # of the ways to run experts, this one needs no numbers
+    model = construct(
+        kind, config, shapes, checkpoint, dtype="float32", device="meta", attention=TRACED, experts="batched_mm"
+    )
+    traced = trace(Halves(model), max_positions)
+    return BackendDescription(
+        checkpoint,
+        kind.__name__,
+        kind,
+        config,
+        traced.layers,
+        traced.vocab_size,
+        traced.hidden_size,
+        max_positions,
+        _activations(model, config, traced.hidden_size, traced.layers),
+        sum(parameter.numel() for parameter in model.parameters()),
+        _dtype(fields, checkpoint),
+        _token_ids(checkpoint, "eos_token_id"),
+        _sampling_defaults(checkpoint.generation_config),
+    )
+
+
+def _config(fields: Fields) -> PreTrainedConfig:
+    name = fields.optional("model_type", str, "")
+    if name not in CONFIG_MAPPING:
+        if fields.optional("auto_map", dict, {}):
+            raise fields.error("the model needs code from its own folder, which quire never runs")
+        raise fields.error(f"transformers {transformers.__version__} has no model of type {name!r:.80}")
+    values = {key: value for key, value in fields.values.items() if key not in _LEFT_OUT and not key.startswith("_")}
+    try:
+        with quiet():
+            config: PreTrainedConfig = CONFIG_MAPPING[name].from_dict(_with_infinities(values))
+    except Exception as error:  # each configuration has checks of its own
+        raise fields.error(f"transformers does not accept the configuration: {error!s:.300}") from error
+    return config
+
+
+def _with_infinities(value: Any) -> Any:  # noqa: ANN401  (of JSON)
+    """transformers writes numbers that JSON does not have as {"__float__": "Infinity"}."""
+    if isinstance(value, dict):
+        if value.keys() == {"__float__"}:
+            return float(value["__float__"])
+        return {key: _with_infinities(one) for key, one in value.items()}
+    return [_with_infinities(one) for one in value] if isinstance(value, list) else value
+
+
+def _kind(fields: Fields, config: PreTrainedConfig) -> type[PreTrainedModel]:
+    """The class of the model, if it is a decoder of text."""
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    names = fields.optional("architectures", list, [])
+    if kind is None or kind.__name__ not in names:
+        raise fields.error(f"architecture {', '.join(map(str, names))!r:.80} is no decoder that transformers knows")
+    found: type[PreTrainedModel] = kind
+    return found
+
+
+def _refuse(fields: Fields, kind: type[PreTrainedModel], config: PreTrainedConfig) -> None:
+    """Raise ModelError for what is known not to work, by its name."""
+    kinds = fields.optional("layer_types", list, getattr(config, "layer_types", None) or [])
+    others = [str(one) for one in kinds if one not in _LAYER_TYPES]
+    reasons = {
+        "its weights are quantized": fields.values.get("quantization_config") is not None,
+        "it has an encoder": bool(config.is_encoder_decoder),
+        "it attends to another model's outputs": bool(getattr(config, "add_cross_attention", False)),
+        "it has parts beside its decoder of text": config.get_text_config() is not config,
+        "it keeps a state that is not keys and values": bool(kind._is_stateful) and not kinds,
+        f"it has layers of type {', '.join(dict.fromkeys(others))}": bool(others),
+        "its class does not support transformers' attention interface": not kind._supports_attention_backend,
+        "its positions depend on the longest sequence of a batch (rope of type dynamic)": "dynamic" in _ropes(config),
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            raise fields.error(f"{kind.__name__} cannot be run through transformers: {reason}")
+
+
+def _ropes(config: PreTrainedConfig) -> dict[str, Mapping[str, Any]]:
+    """How positions are rotated, by type; some models do it in two ways."""
+    given = getattr(config, "rope_parameters", None) or {}
+    ropes = [given, *(value for value in given.values() if isinstance(value, Mapping))]
+    return {str(rope.get("rope_type", "default")): rope for rope in ropes}
+
+
+def _max_positions(fields: Fields, config: PreTrainedConfig) -> int:
+    """As the configuration says; with long rope, the positions of training.
+
+    Beyond them transformers rotates all positions of a batch in another way as soon as one of them is there.
+    """
+    limits = [getattr(config, "max_position_embeddings", None)]
+    if "longrope" in _ropes(config):
+        limits.append(_ropes(config)["longrope"].get("original_max_position_embeddings"))
+    found = [limit for limit in limits if isinstance(limit, int) and limit > 0]
+    if not found:
+        raise fields.error("max_position_embeddings is missing")
+    return min(found)
+
+
+def _activations(model: PreTrainedModel, config: PreTrainedConfig, hidden: int, layers: Sequence[Layer]) -> int:
+    """Numbers alive at once for a token: the hidden state, and what the widest weights make of it."""
+    tables = {id(table.weight) for table in model.modules() if isinstance(table, nn.Embedding)}
+    outer: Any = model  # its methods have no types
+    head = outer.get_output_embeddings()
+    if head is not None:
+        tables.add(id(head.weight))
+    weights = [parameter for parameter in model.parameters() if id(parameter) not in tables]
+    widest = max(_width(weight.shape, config) for weight in weights)
+    queries = max(layer.traits.num_heads * layer.traits.head_dim for layer in layers)
+    return 4 * hidden + 3 * widest + 3 * queries
+
+
+def _width(shape: torch.Size, config: PreTrainedConfig) -> int:
+    """Numbers that a weight makes of a token; the weight of experts has one more axis, in front."""
+    if len(shape) < 3:
+        return max(shape, default=1)
+    chosen = next((n for name in _EXPERTS_PER_TOKEN if isinstance(n := getattr(config, name, None), int)), shape[0])
+    return chosen * max(shape[1:])

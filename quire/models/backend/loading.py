@@ -1,0 +1,78 @@
+"""Weights from a checkpoint into a model of transformers, and a last look at whether it computes token by token."""
+
+import torch
+from torch import Tensor
+
+from quire.errors import ModelError
+from quire.models.backend.attention import SERVED
+from quire.models.backend.construction import Read, Reading, construct
+from quire.models.backend.description import BackendDescription
+from quire.models.backend.halves import Halves
+from quire.models.backend.model import BackendModel
+from quire.models.model import Progress
+
+_ORDER = (5, 2, 7, 0, 3, 6, 1, 4)  # no token stays where it was, nor beside the same one
+_TOLERANCE = {torch.float32: 1e-3}  # of the difference of two results, in their norm; rounding may grow with depth
+_SHORT_TOLERANCE = 0.1
+
+
+def load_backend(
+    description: BackendDescription, *, dtype: str, device: str = "cpu", progress: Progress | None = None
+) -> BackendModel:
+    """The model with the checkpoint's weights, cast to `dtype` ("float32", "float16" or "bfloat16").
+
+    Weights are gathered in the memory of the host, whatever the device, as transformers does without further
+    packages. Raises ModelError for weights that cannot be read, and for a model whose tokens depend on each other
+    other than through attention.
+    """
+    checkpoint = description.checkpoint
+    for name, stored in checkpoint.tensors.items():
+        if not stored.is_float:
+            raise ModelError(
+                f"{stored.file}: {name}: expected a floating point type, found {stored.dtype}; "
+                f"quantized checkpoints are not supported yet"
+            )
+    reading = Reading(checkpoint, progress or _no_progress)
+    reads = {name: Read(reading, name) for name in checkpoint.tensors}
+    try:
+        model = construct(
+            description.kind, description.config, reads, checkpoint, dtype=dtype, device=device, attention=SERVED
+        )
+    except ModelError as error:
+        raise (reading.error or error) from None
+    loaded = BackendModel(Halves(model), description.layers, description.vocab_size)
+    check_tokens_apart(loaded, description.max_positions, description.architecture)
+    return loaded
+
+
+@torch.inference_mode()
+def check_tokens_apart(model: BackendModel, max_positions: int, architecture: str) -> None:
+    """Raise ModelError unless tokens in another order, with their positions, give the same in that order.
+
+    Chunks of several sequences lie end to end, so nothing but attention may look at neighbours, and positions may
+    be learnt from nothing but what is said about them. Attention, here, is a function of each token alone.
+    """
+    order = torch.tensor(_ORDER, device=model.device)
+    token_ids = torch.linspace(0, model.vocab_size - 1, len(_ORDER), device=model.device).long()
+    positions = torch.linspace(0, max_positions - 1, len(_ORDER), device=model.device).long()
+    one = model.hidden(token_ids, positions, _attend_alone)
+    other = model.hidden(token_ids[order], positions[order], _attend_alone)
+    difference = (other.float() - one.float()[order]).norm() / one.float().norm()
+    if not difference <= _TOLERANCE.get(one.dtype, _SHORT_TOLERANCE):  # NaN is no agreement
+        raise ModelError(
+            f"{architecture} cannot be run through transformers: its tokens depend on their neighbours other than "
+            f"through attention, or their positions on the order of a batch (difference {difference:.2g})"
+        )
+
+
+def _attend_alone(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Each token's values, weighed by its own queries and keys so that their rotation is seen."""
+    del layer
+    k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], 1) for tensor in (k, v))
+    products = q.float() * k.float()
+    weights = torch.tanh(products / products.square().mean((1, 2), keepdim=True).sqrt().clamp(min=1e-20))
+    return (v * weights.to(v.dtype)).flatten(1)
+
+
+def _no_progress(done: int, total: int) -> None:
+    """Nobody watches."""

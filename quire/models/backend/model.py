@@ -1,0 +1,78 @@
+"""A model of transformers as a Model: its attention goes to `attend`, and nothing else is changed."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from quire.errors import ModelError
+from quire.kernels.contract import Kernels
+from quire.layers.attend import Attend, Scores
+from quire.models.backend.attention import Call
+from quire.models.backend.halves import Halves
+from quire.models.backend.tracing import Layer
+
+
+class BackendModel:
+    """A decoder-only model with its weights. All but attention is computed by transformers, so kernels are not used."""
+
+    row_invariant = False
+
+    def __init__(self, halves: Halves, layers: Sequence[Layer], vocab_size: int) -> None:
+        """layers: what was traced, in the order in which they attend."""
+        self._halves = halves
+        self._layers = tuple(layers)
+        self.vocab_size = vocab_size
+        self.scores = tuple(Scores(layer.traits.scale, layer.traits.softcap) for layer in layers)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return self._halves.device
+
+    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend, kernels: Kernels) -> Tensor:
+        """Hidden states (num_tokens, hidden_size) after the last norm; arguments int64 (num_tokens,).
+
+        Raises ModelError where a layer asks for other attention than it was described with.
+        """
+        del kernels
+        return self.hidden(token_ids, positions, attend)
+
+    def logits(self, hidden: Tensor, kernels: Kernels) -> Tensor:
+        """hidden (num_rows, hidden_size) -> (num_rows, vocab_size), all scaling and capping done."""
+        del kernels
+        return self._halves.logits(hidden)
+
+    def hidden(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """See `forward`."""
+        one = _Pass(self._layers, attend)
+        hidden = self._halves.hidden(token_ids, positions, one)
+        one.finish()
+        return hidden
+
+
+class _Pass:
+    """One pass through the model: its calls of attention in turn are those of its layers."""
+
+    def __init__(self, layers: Sequence[Layer], attend: Attend) -> None:
+        self._layers = layers
+        self._attend = attend
+        self._done = 0
+
+    def __call__(self, call: Call) -> Tensor:
+        """A Listener."""
+        index = self._done
+        if index == len(self._layers):
+            raise ModelError(f"{call.layer} attends once more in a pass than the {index} times that were described")
+        expected = self._layers[index].traits
+        if call.traits != expected:
+            raise ModelError(f"{call.layer}, layer {index}, attends with {call.traits}; described were {expected}")
+        if call.mask is not None:
+            raise ModelError(f"{call.layer}, layer {index}, attends with a mask of its own; quire's attention cannot")
+        self._done += 1
+        return self._attend(index, call.q, call.k, call.v)
+
+    def finish(self) -> None:
+        """Raise ModelError unless all layers had their turn."""
+        if self._done != len(self._layers):
+            raise ModelError(f"the model attended {self._done} times in a pass; {len(self._layers)} were described")

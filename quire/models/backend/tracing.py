@@ -1,0 +1,95 @@
+"""What the layers of a model ask of attention, found out by running it without numbers (on torch's meta device).
+
+Nothing is read from a configuration here: windows, scales and caps are what the modules of transformers use.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quire.errors import ModelError
+from quire.models.backend.attention import Call, Hides, Traits, hides
+from quire.models.backend.halves import Halves
+
+_NUM_TOKENS = 3
+_SIGHT = 2**17  # positions, of those that a mask is tried on
+
+
+class Layer(NamedTuple):
+    """One call of attention in a pass through the model; it has keys and values of its own."""
+
+    traits: Traits
+    window: int  # positions that a query sees, itself among them; 0 is all
+
+
+class Traced(NamedTuple):
+    """What a model does with tokens."""
+
+    layers: tuple[Layer, ...]
+    hidden_size: int
+    vocab_size: int
+
+
+def trace(halves: Halves, max_positions: int) -> Traced:
+    """Run a model that was made for it (`attention.TRACED`, parameters on the meta device).
+
+    Raises ModelError for attention that quire does not have, and where more would be needed than shapes.
+    """
+    calls: list[Call] = []
+
+    def listen(call: Call) -> Tensor:
+        calls.append(call)
+        return call.q.new_empty(call.q.shape).flatten(1)
+
+    name = type(halves.model).__name__
+    row = torch.zeros(_NUM_TOKENS, dtype=torch.int64, device=halves.device)
+    try:
+        hidden = halves.hidden(row, row, listen, torch.ones_like(row)[None])
+        logits = halves.logits(hidden)
+    except ModelError:
+        raise
+    except Exception as error:  # whatever the code of a model may raise when there are no numbers
+        raise ModelError(
+            f"{name} cannot be run through quire's attention: without weights it stops with {error!s:.200}"
+        ) from error
+    if not calls:
+        raise ModelError(f"{name} has no attention that goes through transformers' attention interface")
+    known: dict[Hides, int] = {}
+    return Traced(
+        tuple(Layer(call.traits, _window(call, max_positions, known)) for call in calls),
+        hidden.shape[1],
+        logits.shape[1],
+    )
+
+
+def _window(call: Call, max_positions: int, known: dict[Hides, int]) -> int:
+    """The window that the mask of a call makes; `known`: of masks that were tried before."""
+    hidden = hides(call.mask)
+    if hidden is None:
+        raise ModelError(f"{call.layer} attends with a mask of its own; quire's attention cannot")
+    if hidden not in known:
+        known[hidden] = _tried(call.layer, hidden, max_positions)
+    window, told = known[hidden], call.traits.told_window
+    if told and told != window:
+        raise ModelError(f"{call.layer} mentions a window of {told} positions, but its mask has {window or 'none'}")
+    return window
+
+
+def _tried(layer: str, hidden: Hides, max_positions: int) -> int:
+    """The window of a mask, after a look at what some queries see of all positions before and behind them."""
+    size = hidden.size
+    length = min(max_positions, max(_SIGHT, 4 * size))
+    keys, zero = torch.arange(length), torch.zeros((), dtype=torch.int64)
+    for position in {0, 1, size - 1, size, size + 1, 3 * size, length // 2, length - 1} & set(range(length)):
+        query = torch.tensor(position)
+        expected = keys <= query
+        if size:
+            expected &= keys > query - size
+        try:
+            seen = hidden.sees(zero, zero, query, keys)
+        except RuntimeError as error:  # it looks things up that are known only while it runs
+            raise ModelError(f"{layer} attends with a mask that depends on more than positions") from error
+        if not torch.equal(seen.expand(length), expected):
+            raise ModelError(f"{layer} attends with a mask that is neither causal nor a sliding window")
+    return size

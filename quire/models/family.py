@@ -1,0 +1,77 @@
+"""What an architecture is, written down: Llama, and how to say in what another differs from it.
+
+Values that config.json gives are Reads (`fields.py`); what they become is described in `config.py`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any, Literal
+
+from quire.models.config import DecoderConfig
+from quire.models.fields import choice, flag, integer, number
+from quire.models.names import Names
+from quire.models.ropes import RopeRule
+
+
+@dataclass(frozen=True, slots=True)
+class WindowRule:
+    """Which layers see only a window, where config.json does not list `layer_types`; "none" refuses all windows."""
+
+    kind: Literal["none", "listed", "all", "upper", "pattern"] = "none"
+    size: int = integer("sliding_window", default=0, least=0)  # positions; 0 is all
+    used: bool = True
+    first: int = integer("max_window_layers", default=28)  # "upper": this layer and those above
+    pattern: int = 0  # "pattern": all but every pattern-th
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """An architecture. `config` has no layers yet: rules say what they are."""
+
+    config: DecoderConfig
+    names: Names
+    rope: RopeRule | None  # None: positions are not rotated
+    windows: WindowRule
+    scale: float = 0.0  # of attention scores; 0: 1 / sqrt(head_dim)
+    scale_by_layer: bool = False  # and divided by the layer's number, from 1
+    softcap: float = 0.0  # of attention scores
+
+
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+    "relu2": "relu2",
+}
+
+LLAMA = Family(
+    config=DecoderConfig(
+        vocab_size=integer("vocab_size"),
+        hidden_size=integer("hidden_size"),
+        intermediate_size=integer("intermediate_size"),
+        num_layers=integer("num_hidden_layers"),
+        num_heads=integer("num_attention_heads"),
+        num_kv_heads=integer("num_key_value_heads", default=0),
+        head_dim=integer("head_dim", default=0),
+        max_positions=integer("max_position_embeddings"),
+        tied=flag("tie_word_embeddings"),
+        norm_eps=number("rms_norm_eps", default=1e-6),
+        activation=choice("hidden_act", default="silu", means=ACTIVATIONS),
+        qkv_bias=flag("attention_bias"),
+        o_bias=flag("attention_bias"),
+        mlp_bias=flag("mlp_bias"),
+    ),
+    names=Names(),
+    rope=RopeRule(),
+    windows=WindowRule(),
+)
+
+
+def like(family: Family, *, rules: Mapping[str, Any] = MappingProxyType({}), **changes: Any) -> Family:  # noqa: ANN401
+    """The family with other rules (fields of Family) and a changed config."""
+    return replace(family, config=replace(family.config, **changes), **rules)

@@ -1,0 +1,122 @@
+"""A GGUF file as a Checkpoint: Hugging Face's names, shapes and fields in front of llama.cpp's."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.errors import ModelError
+from quire.models.checkpoint import Stored
+from quire.models.gguf.config import Facts, config
+from quire.models.gguf.dequantize import dequantize
+from quire.models.gguf.metadata import Metadata
+from quire.models.gguf.names import Origin, origins
+from quire.models.gguf.reader import Entry, read_header
+from quire.models.gguf.tokens import eos_token_ids, special_token_ids
+
+_EMBEDDING = "token_embd.weight"
+_PLAIN_DTYPES = {"F32": "float32", "F16": "float16"}
+_SAMPLING = {  # keys of the file, as generation_config.json calls them
+    "general.sampling.temp": "temperature",
+    "general.sampling.top_k": "top_k",
+    "general.sampling.top_p": "top_p",
+    "general.sampling.min_p": "min_p",
+    "general.sampling.penalty_repeat": "repetition_penalty",
+}
+
+
+class GgufCheckpoint:
+    """A model in one GGUF file, or in shards of which `path` is one.
+
+    Raises ModelError, saying what to do, for files that are missing, damaged or of a kind that is not supported.
+    """
+
+    def __init__(self, path: Path) -> None:
+        header = read_header(path)
+        self._entries = header.tensors
+        self.metadata = Metadata(header.metadata, header.path)
+        if _EMBEDDING not in self._entries:
+            raise self.metadata.error(f"{_EMBEDDING} is missing; this is no language model, or only a part of one")
+        facts = Facts(self.metadata, frozenset(self._entries), self._entries[_EMBEDDING].shape[0], self._factors)
+        ids = special_token_ids(self.metadata)
+        self._config = config(facts) | {"dtype": self._dtype(), **ids}
+        self._origins: dict[str, Origin] = {}
+        for name, entry in self._entries.items():
+            self._origins |= dict(origins(facts, name, entry.shape))
+        self._tensors = {name: self._stored(name) for name in self._origins}
+
+    @property
+    def place(self) -> Path:
+        """The file, or the first of its shards."""
+        return self.metadata.place
+
+    @property
+    def config(self) -> Mapping[str, object]:
+        """As in the config.json of the model it was converted from."""
+        return self._config
+
+    @property
+    def generation_config(self) -> Mapping[str, object]:
+        """The tokens that end an answer, and sampling defaults where the file has some."""
+        found: dict[str, object] = {"eos_token_id": eos_token_ids(self.metadata)}
+        for key, name in _SAMPLING.items():
+            if self.metadata.has(key):
+                found[name] = self.metadata.number(key) if name == "top_k" else self.metadata.real(key)
+        return found
+
+    @property
+    def tensors(self) -> Mapping[str, Stored]:
+        """By Hugging Face's names, with the shapes of a Hugging Face checkpoint."""
+        return self._tensors
+
+    def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        """These tensors in the order of the file: F16 and BF16 as they are, all others as float32."""
+        wanted = [(self._origin(name), name) for name in names]
+        for origin, name in sorted(wanted, key=lambda pair: self._position(pair[0])):
+            entry = self._entries[origin.name]
+            numbers = dequantize(entry.bytes_of(origin.part), entry.type, _part_shape(entry, origin))
+            yield name, origin.change(numbers) if origin.change else numbers
+
+    def _origin(self, name: str) -> Origin:
+        if name not in self._origins:
+            raise self.metadata.error(f"there is no tensor {name}")
+        return self._origins[name]
+
+    def _position(self, origin: Origin) -> tuple[str, int, int]:
+        entry = self._entries[origin.name]
+        return entry.path.name, entry.start, origin.part or 0
+
+    def _stored(self, name: str) -> Stored:
+        origin = self._origins[name]
+        entry = self._entries[origin.name]
+        shape = _part_shape(entry, origin)
+        if origin.change:
+            try:
+                shape = tuple(origin.change(torch.empty(shape, device="meta")).shape)
+            except RuntimeError as error:
+                raise self.metadata.error(f"{origin.name} of shape {shape} does not fit the number of heads") from error
+        return Stored(entry.path, shape, entry.type.name, entry.part_bytes(origin.part), is_float=True)
+
+    def _dtype(self) -> str:
+        """To compute in: the type of most numbers; for quantized ones bfloat16, whose rounding is below theirs."""
+        sizes: dict[str, int] = {}
+        for entry in self._entries.values():
+            dtype = _PLAIN_DTYPES.get(entry.type.name, "bfloat16")
+            sizes[dtype] = sizes.get(dtype, 0) + entry.num_bytes // entry.type.block_bytes * entry.type.block_size
+        return max(sizes, key=lambda dtype: sizes[dtype])
+
+    def _factors(self, name: str) -> np.ndarray | None:
+        entry = self._entries.get(name)
+        if entry is None:
+            return None
+        if len(entry.shape) != 1:
+            raise ModelError(f"{entry.path}: {name} must have one dimension, not {len(entry.shape)}")
+        numbers: np.ndarray = dequantize(entry.bytes_of(None), entry.type, entry.shape).float().numpy()
+        return numbers
+
+
+def _part_shape(entry: Entry, origin: Origin) -> tuple[int, ...]:
+    """Without the dimension that a stacked tensor is split along."""
+    return entry.shape if origin.part is None else entry.shape[1:]

@@ -1,0 +1,280 @@
+"""Metadata of a GGUF file as a Hugging Face config.json: one function for each architecture. No torch here.
+
+What llama.cpp fixes in its code and does not store is stated here, each with where it comes from.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from quire.models.gguf.metadata import Metadata
+from quire.models.gguf.rope import Factors, rope_parameters
+
+Fields = dict[str, object]
+_DEFAULT_WINDOW_BASE = 10000.0  # of rotary embeddings in Gemma 3's window layers
+_GEMMA3_PATTERN = 6  # every sixth layer of Gemma 3 attends to everything
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a file says about its model, tensors included."""
+
+    metadata: Metadata
+    names: frozenset[str]  # of all tensors
+    vocab_size: int  # rows of the embedding, padding included
+    factors: Factors
+
+    @property
+    def layers(self) -> int:
+        """Layers; each has a tensor at least."""
+        layers = self.metadata.number(".block_count", least=1)
+        if layers > len(self.names):
+            raise self.metadata.error(f"a model of {layers} layers has more than {len(self.names)} tensors")
+        return layers
+
+    @property
+    def heads(self) -> int:
+        """Query heads."""
+        return self.metadata.number(".attention.head_count", least=1)
+
+    @property
+    def kv_heads(self) -> int:
+        """Key and value heads."""
+        return self.metadata.number(".attention.head_count_kv", self.heads, least=1)
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a head; what a file does not say is hidden size / heads, as in llama.cpp."""
+        hidden = self.metadata.number(".embedding_length")
+        return self.metadata.number(".attention.key_length", hidden // self.heads)
+
+    @property
+    def experts(self) -> int:
+        """Experts of a layer; 0 for a dense model."""
+        return self.metadata.number(".expert_count", 0)
+
+
+def _common(facts: Facts) -> Fields:
+    """What the configs of nearly all families have."""
+    metadata = facts.metadata
+    return {
+        "vocab_size": facts.vocab_size,
+        "hidden_size": metadata.number(".embedding_length"),
+        "intermediate_size": metadata.number(".feed_forward_length"),
+        "num_hidden_layers": facts.layers,
+        "num_attention_heads": facts.heads,
+        "num_key_value_heads": facts.kv_heads,
+        "max_position_embeddings": metadata.number(".context_length"),
+        "rope_parameters": rope_parameters(metadata, facts.head_dim, facts.factors),
+        "tie_word_embeddings": "output.weight" not in facts.names,
+    }
+
+
+def _rms(facts: Facts) -> Fields:
+    """Of decoders with RMS norms, SiLU and a head width of its own."""
+    return _common(facts) | {
+        "head_dim": facts.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": facts.metadata.real(".attention.layer_norm_rms_epsilon"),
+    }
+
+
+def _llama(facts: Facts) -> Fields:
+    found = _rms(facts) | {
+        "attention_bias": "blk.0.attn_q.bias" in facts.names,
+        "mlp_bias": "blk.0.ffn_up.bias" in facts.names,
+    }
+    if facts.experts:
+        found |= {
+            "num_local_experts": facts.experts,
+            "num_experts_per_tok": facts.metadata.number(".expert_used_count"),
+            "sliding_window": None,
+        }
+    return found
+
+
+def _qwen(facts: Facts) -> Fields:
+    return _rms(facts) | {"use_sliding_window": False, "sliding_window": None}
+
+
+def _qwen2(facts: Facts) -> Fields:
+    found = _qwen(facts)
+    del found["head_dim"]  # Qwen 2 has no such field: it is always hidden size / heads
+    return found
+
+
+def _qwen3(facts: Facts) -> Fields:
+    return _qwen(facts) | {"attention_bias": False}
+
+
+def _qwen3moe(facts: Facts) -> Fields:
+    metadata = facts.metadata
+    return _qwen3(facts) | {
+        "num_experts": facts.experts,
+        "num_local_experts": facts.experts,  # transformers 5's name for it
+        "num_experts_per_tok": metadata.number(".expert_used_count"),
+        "moe_intermediate_size": metadata.number(".expert_feed_forward_length"),
+        "norm_topk_prob": True,  # in llama.cpp's graph of this architecture
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+
+def _gemma(facts: Facts, largest: int) -> Fields:
+    """largest: layers of the 27B model, the one whose queries are not scaled by the width of a head."""
+    found = _rms(facts)
+    del found["hidden_act"]
+    is_largest = facts.layers == largest
+    hidden = facts.metadata.number(".embedding_length")
+    return found | {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": hidden // facts.heads if is_largest else facts.head_dim,
+        "attention_bias": False,
+        "sliding_window": facts.metadata.number(".attention.sliding_window", 0) or None,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+    }
+
+
+def _layer_types(layers: int, every: int) -> list[str]:
+    """Windows in all layers but each `every`-th."""
+    return ["sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(layers)]
+
+
+def _gemma2(facts: Facts) -> Fields:
+    metadata = facts.metadata
+    return _gemma(facts, largest=46) | {
+        "layer_types": _layer_types(facts.layers, every=2),
+        "attn_logit_softcapping": metadata.real(".attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": metadata.real(".final_logit_softcapping", 30.0),
+    }
+
+
+def _gemma3(facts: Facts) -> Fields:
+    metadata = facts.metadata
+    found = _gemma(facts, largest=62)
+    every = metadata.number(".attention.sliding_window_pattern", _GEMMA3_PATTERN) if found["sliding_window"] else 1
+    if metadata.has(".final_logit_softcapping"):
+        found["final_logit_softcapping"] = metadata.real(".final_logit_softcapping")
+    windowed = {
+        "rope_type": "default",
+        "rope_theta": metadata.real(".rope.freq_base_swa", _DEFAULT_WINDOW_BASE),
+    }
+    return found | {
+        "layer_types": _layer_types(facts.layers, max(every, 1)),
+        "rope_parameters": {"full_attention": found["rope_parameters"], "sliding_attention": windowed},
+    }
+
+
+def _phi3(facts: Facts) -> Fields:
+    found = _rms(facts)
+    del found["head_dim"]
+    context = facts.metadata.number(".context_length")
+    return found | {
+        "original_max_position_embeddings": facts.metadata.number(".rope.scaling.original_context_length", context),
+        "sliding_window": facts.metadata.number(".attention.sliding_window", 0) or None,
+        "attention_bias": False,
+    }
+
+
+def _gpt2(facts: Facts) -> Fields:
+    metadata = facts.metadata
+    return {
+        "vocab_size": facts.vocab_size,
+        "n_positions": metadata.number(".context_length"),
+        "n_embd": metadata.number(".embedding_length"),
+        "n_layer": facts.layers,
+        "n_head": facts.heads,
+        "n_inner": metadata.number(".feed_forward_length"),
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": metadata.real(".attention.layer_norm_epsilon"),
+        "tie_word_embeddings": "output.weight" not in facts.names,
+    }
+
+
+def _stablelm(facts: Facts) -> Fields:
+    return _common(facts) | {
+        "hidden_act": "silu",
+        "layer_norm_eps": facts.metadata.real(".attention.layer_norm_epsilon"),
+        "use_qkv_bias": "blk.0.attn_q.bias" in facts.names,
+        "qk_layernorm": "blk.0.attn_q_norm.weight" in facts.names,
+        "use_parallel_residual": "blk.0.ffn_norm.weight" not in facts.names,
+    }
+
+
+def _falcon(facts: Facts) -> Fields:
+    """Falcon 7B has one key head; the newer, larger ones several, and but for the 11B two norms in a layer."""
+    found = _common(facts)
+    del found["num_key_value_heads"], found["intermediate_size"]
+    is_new = facts.kv_heads > 1
+    return found | {
+        "num_kv_heads": facts.kv_heads,
+        "ffn_hidden_size": facts.metadata.number(".feed_forward_length"),
+        "layer_norm_epsilon": facts.metadata.real(".attention.layer_norm_epsilon"),
+        "new_decoder_architecture": is_new,
+        "num_ln_in_parallel_attn": (2 if "blk.0.attn_norm_2.weight" in facts.names else 1) if is_new else None,
+        "multi_query": True,
+        "parallel_attn": True,
+        "bias": False,
+        "alibi": False,
+        "activation": "gelu",
+    }
+
+
+def _olmo2(facts: Facts) -> Fields:
+    return _rms(facts) | {"attention_bias": False}
+
+
+def _granite(facts: Facts) -> Fields:
+    metadata = facts.metadata
+    return _llama(facts) | {
+        "embedding_multiplier": metadata.real(".embedding_scale", 1.0),
+        "residual_multiplier": metadata.real(".residual_scale", 1.0),
+        "attention_multiplier": metadata.real(".attention.scale", 1.0),
+        "logits_scaling": metadata.real(".logit_scale", 1.0),
+    }
+
+
+def _gptneox(facts: Facts) -> Fields:
+    found = _common(facts)
+    del found["num_key_value_heads"]
+    return found | {
+        "hidden_act": "gelu",
+        "layer_norm_eps": facts.metadata.real(".attention.layer_norm_epsilon"),
+        "use_parallel_residual": facts.metadata.flag(".use_parallel_residual", default=True),
+        "attention_bias": "blk.0.attn_qkv.bias" in facts.names,
+    }
+
+
+# general.architecture -> (Hugging Face's model_type, its class, its fields)
+Family = tuple[str, str, Callable[[Facts], Fields]]
+_FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {
+        "llama": ("llama", "LlamaForCausalLM", _llama),
+        "qwen2": ("qwen2", "Qwen2ForCausalLM", _qwen2),
+        "qwen3": ("qwen3", "Qwen3ForCausalLM", _qwen3),
+        "qwen3moe": ("qwen3_moe", "Qwen3MoeForCausalLM", _qwen3moe),
+        "gemma2": ("gemma2", "Gemma2ForCausalLM", _gemma2),
+        "gemma3": ("gemma3_text", "Gemma3ForCausalLM", _gemma3),
+        "phi3": ("phi3", "Phi3ForCausalLM", _phi3),
+        "gpt2": ("gpt2", "GPT2LMHeadModel", _gpt2),
+        "stablelm": ("stablelm", "StableLmForCausalLM", _stablelm),
+        "falcon": ("falcon", "FalconForCausalLM", _falcon),
+        "olmo2": ("olmo2", "Olmo2ForCausalLM", _olmo2),
+        "granite": ("granite", "GraniteForCausalLM", _granite),
+        "gptneox": ("gpt_neox", "GPTNeoXForCausalLM", _gptneox),
+    }
+)
+_MIXTRAL: Family = ("mixtral", "MixtralForCausalLM", _llama)  # "llama" with experts
+
+
+def config(facts: Facts) -> Fields:
+    """The fields of a config.json but for dtype and token ids.
+
+    Raises ModelError for an architecture or a value that is not supported, and for one that is missing.
+    """
+    name = facts.metadata.architecture
+    if name not in _FAMILIES:
+        raise facts.metadata.error(f"architecture {name!r:.80} is not supported; supported: {', '.join(_FAMILIES)}")
+    model_type, hugging_face, fields = _MIXTRAL if name == "llama" and facts.experts else _FAMILIES[name]
+    return {"architectures": [hugging_face], "model_type": model_type} | fields(facts)

@@ -1,0 +1,169 @@
+"""Where each tensor of a checkpoint goes: all of a decoder's parameters, as the places that tensors fill.
+
+Query, key and value projections are one parameter of the decoder, gate and up projections another, the
+weights of experts two for all of them; their tensors are written into slices.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from quire.models.config import DecoderConfig
+from quire.models.names import Names
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """One tensor of a checkpoint: its shape, and what it fills of a parameter."""
+
+    shape: tuple[int, ...]
+    parameter: str
+    start: int = 0  # row
+    part: int | None = None  # index along the parameter's first axis, in front of rows: an expert, a head
+    order: tuple[int, ...] = ()  # rows of the tensor in the parameter's order; () is as they are
+    transposed: bool = False
+    plus: float = 0.0  # added to each number
+
+
+Placed = Iterator[tuple[str, Placement]]
+
+
+def placements(config: DecoderConfig, names: Names) -> dict[str, Placement]:
+    """By checkpoint name, all tensors that a checkpoint of this shape has."""
+    found = {names.prefix + name: place for name, place in _model(config, names)}
+    if not config.tied:
+        width = config.embed_size or config.hidden_size
+        found |= _linear(names.head, "head", config.vocab_size, width, bias=config.head_bias)
+    for index, layer in enumerate(config.layers):
+        source, target = names.prefix + names.layer.format(index), f"layers.{index}."
+        blocks = [*_norms(config, names), *_attention(config, names)]
+        blocks += _experts(config, names) if layer.sparse else _mlp(config, names)
+        found |= {source + name: replace(place, parameter=target + place.parameter) for name, place in blocks}
+    return found
+
+
+def _model(config: DecoderConfig, names: Names) -> Placed:
+    hidden, width = config.hidden_size, config.embed_size or config.hidden_size
+    yield f"{names.embed}.weight", Placement((config.vocab_size, width), "embed.weight")
+    if config.position_offset >= 0:
+        rows = config.max_positions + config.position_offset
+        yield f"{names.positions}.weight", Placement((rows, hidden), "positions.weight")
+    if config.embed_size:
+        yield from _linear(names.project_in, "project_in", hidden, width, bias=False).items()
+        yield from _linear(names.project_out, "project_out", width, hidden, bias=False).items()
+    if config.final_norm:
+        yield from _norm(names.norm, "norm", config, (hidden,))
+
+
+def _linear(source: str, target: str, rows: int, columns: int, *, bias: bool) -> dict[str, Placement]:
+    found = {f"{source}.weight": Placement((rows, columns), f"{target}.weight")}
+    if bias:
+        found[f"{source}.bias"] = Placement((rows,), f"{target}.bias")
+    return found
+
+
+def _norm(source: str, target: str, config: DecoderConfig, shape: tuple[int, ...]) -> Placed:
+    plus = 1.0 if config.norm == "rms_plus_one" else 0.0
+    yield f"{source}.weight", Placement(shape, f"{target}.weight", plus=plus)
+    if config.norm_bias:
+        yield f"{source}.bias", Placement(shape, f"{target}.bias")
+
+
+def _norms(config: DecoderConfig, names: Names) -> Placed:
+    for norm in config.layer_norms:
+        yield from _norm(getattr(names, norm), norm, config, (config.hidden_size,))
+
+
+def _attention(config: DecoderConfig, names: Names) -> Placed:
+    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    rows = (q_size, kv_size, kv_size) if len(names.qkv) == 3 else (q_size + 2 * kv_size,)
+    orders: tuple[tuple[int, ...], ...] = ((), (), ())
+    if names.interleaved:
+        orders = (_halves(config.num_heads, config.head_dim), _halves(config.num_kv_heads, config.head_dim), ())
+    if names.qkv_rows == "grouped":
+        orders = (_ungrouped(config),)
+    yield from _stacked(
+        names.qkv, "attention.qkv", rows, config.hidden_size, names, bias=config.qkv_bias, orders=orders
+    )
+    yield from _stacked((names.o,), "attention.o", (config.hidden_size,), q_size, names, bias=config.o_bias)
+    if config.qk_norm != "none":
+        yield from _qk_norm(names.q_norm, "attention.q_norm", config, config.num_heads, orders[0])
+        yield from _qk_norm(names.k_norm, "attention.k_norm", config, config.num_kv_heads, orders[1])
+
+
+def _stacked(
+    sources: tuple[str, ...],
+    target: str,
+    rows: tuple[int, ...],
+    columns: int,
+    names: Names,
+    *,
+    bias: bool,
+    orders: tuple[tuple[int, ...], ...] = ((), (), ()),
+) -> Placed:
+    """Projections of one input, one below the other in one parameter."""
+    start = 0
+    for source, height, order in zip(sources, rows, orders, strict=False):
+        shape = (columns, height) if names.transposed else (height, columns)
+        yield (
+            f"{source}.weight",
+            Placement(shape, f"{target}.weight", start, order=order, transposed=names.transposed),
+        )
+        if bias:
+            yield f"{source}.bias", Placement((height,), f"{target}.bias", start, order=order)
+        start += height
+
+
+def _qk_norm(source: str, target: str, config: DecoderConfig, heads: int, order: tuple[int, ...]) -> Placed:
+    config = replace(config, norm_bias=config.qk_norm_bias)
+    if config.qk_norm == "each" and "{}" in source:
+        for head in range(heads):
+            for name, place in _norm(source.format(head), target, config, (config.head_dim,)):
+                yield name, replace(place, part=head)
+        return
+    shapes = {"head": (config.head_dim,), "each": (heads, config.head_dim), "projection": (heads * config.head_dim,)}
+    for name, place in _norm(source, target, config, shapes[config.qk_norm]):
+        yield name, replace(place, order=order)
+
+
+def _mlp(config: DecoderConfig, names: Names) -> Placed:
+    hidden, inner = config.hidden_size, config.intermediate_size
+    yield from _stacked(names.up, "mlp.up", _up_rows(config, names.up, inner), hidden, names, bias=config.mlp_bias)
+    yield from _stacked((names.down,), "mlp.down", (hidden,), inner, names, bias=config.mlp_bias)
+
+
+def _up_rows(config: DecoderConfig, sources: tuple[str, ...], inner: int) -> tuple[int, ...]:
+    if len(sources) == 2:
+        return inner, inner
+    return (2 * inner,) if config.gated else (inner,)
+
+
+def _experts(config: DecoderConfig, names: Names) -> Placed:
+    experts, hidden = config.experts, config.hidden_size
+    if experts is None:
+        raise ValueError("a sparse layer needs experts")
+    inner = experts.intermediate_size
+    yield from _linear(names.router, "mlp.router", experts.num_experts, hidden, bias=False).items()
+    for expert in range(experts.num_experts):
+        source = names.expert.format(expert)
+        for index, up in enumerate(names.expert_up):
+            yield f"{source}{up}.weight", Placement((inner, hidden), "mlp.up", index * inner, part=expert)
+        yield f"{source}{names.expert_down}.weight", Placement((hidden, inner), "mlp.down", part=expert)
+    if experts.shared_size:
+        for name, place in _mlp(replace(config, intermediate_size=experts.shared_size), names):
+            yield name.replace("mlp.", names.shared, 1), replace(place, parameter="mlp.shared" + place.parameter[3:])
+        yield from _linear(names.shared_gate, "mlp.shared_gate", 1, hidden, bias=False).items()
+
+
+def _ungrouped(config: DecoderConfig) -> tuple[int, ...]:
+    """Queries, keys, values, of rows that lie (num_kv_heads, queries + key + value, head_dim)."""
+    shared = config.num_heads // config.num_kv_heads
+    groups = [range(kv_head * (shared + 2), (kv_head + 1) * (shared + 2)) for kv_head in range(config.num_kv_heads)]
+    heads = [head for group in groups for head in group[:shared]]
+    heads += [group[shared] for group in groups] + [group[shared + 1] for group in groups]
+    return tuple(row for head in heads for row in range(head * config.head_dim, (head + 1) * config.head_dim))
+
+
+def _halves(heads: int, head_dim: int) -> tuple[int, ...]:
+    """Rotary pairs from neighbours to halves of a head. Scores are the same, as queries and keys move alike."""
+    pairs = (*range(0, head_dim, 2), *range(1, head_dim, 2))
+    return tuple(head * head_dim + place for head in range(heads) for place in pairs)

@@ -1,0 +1,113 @@
+"""From config.json to the decoder that it describes, by the rules of its family.
+
+What would silently change a model's output, and is not supported, is refused by name.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+
+from quire.layers.attend import Scores
+from quire.layers.rope import Rope
+from quire.models.config import DecoderConfig, LayerConfig
+from quire.models.family import Family, WindowRule
+from quire.models.fields import Fields
+from quire.models.ropes import Context, Ropes, read_ropes
+
+# fields that make it another model, each with the test that says so
+_UNSUPPORTED: Mapping[str, Callable[[object], bool]] = MappingProxyType(
+    {
+        "quantization_config": lambda value: value is not None,
+        "alibi": bool,
+        "add_cross_attention": bool,
+        "use_bidirectional_attention": bool,
+        "clip_qkv": lambda value: value is not None,
+        "layer_norm_elementwise_affine": lambda value: value is False,
+    }
+)
+
+
+def decoder_config(family: Family, fields: Fields, longest: int | None) -> DecoderConfig:
+    """The decoder that these fields describe, for sequences of up to `longest` positions (None: the most it supports).
+
+    Raises ModelError naming what is wrong.
+    """
+    for name, changes_output in _UNSUPPORTED.items():
+        value = fields.values.get(name)
+        if changes_output(value):
+            raise fields.error(f"{name} = {value!r:.80} is not supported; quire would compute something else")
+    family = fields.resolve(family)
+    config = _sized(family.config, fields)
+    windows = _windows(fields, family.windows, config.num_layers)
+    if family.rope is None:
+        return replace(config, layers=_layers(config, family, windows, ropes=None))
+    ropes = read_ropes(fields, family.rope, config.head_dim, Context(config.max_positions, longest))
+    return replace(
+        config,
+        max_positions=ropes.max_positions,
+        layers=_layers(config, family, windows, ropes),
+        ropes=_distinct(ropes),
+    )
+
+
+def _sized(config: DecoderConfig, fields: Fields) -> DecoderConfig:
+    """With the sizes that follow from others where config.json does not give them."""
+    heads, kv_heads = config.num_heads, config.num_kv_heads or config.num_heads
+    if heads % kv_heads:
+        raise fields.error(f"num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({kv_heads})")
+    experts = config.experts
+    if experts is not None and experts.per_token > experts.num_experts:
+        raise fields.error(f"num_experts_per_tok ({experts.per_token}) is above num_experts ({experts.num_experts})")
+    return replace(
+        config,
+        num_kv_heads=kv_heads,
+        head_dim=config.head_dim or config.hidden_size // heads,
+        intermediate_size=config.intermediate_size or 4 * config.hidden_size,
+        embed_size=0 if config.embed_size == config.hidden_size else config.embed_size,
+        embed_scale=config.embed_scale or math.sqrt(config.hidden_size),
+    )
+
+
+def _windows(fields: Fields, rule: WindowRule, num_layers: int) -> tuple[int, ...]:
+    """The window of each layer; 0 is none."""
+    kinds = fields.optional("layer_types", list, [])
+    if kinds:
+        slides = _listed(fields, kinds, num_layers)
+    elif rule.kind == "pattern":
+        slides = [bool((layer + 1) % rule.pattern) for layer in range(num_layers)]
+    else:
+        first = {"all": 0, "upper": rule.first}.get(rule.kind, num_layers)
+        slides = [layer >= first for layer in range(num_layers)]
+    refused = {"none": any(slides) or fields.optional("use_sliding_window", bool, default=False)}
+    refused["listed"] = rule.used and not kinds
+    if refused.get(rule.kind):
+        name = "layer_types" if kinds else "use_sliding_window"
+        raise fields.error(f"{name} = {fields.values.get(name)!r:.80} is not supported for this architecture")
+    if kinds and any(slides) and rule.used and not rule.size:
+        raise fields.error("sliding_window is missing")
+    return tuple(rule.size if rule.used and slide else 0 for slide in slides)
+
+
+def _listed(fields: Fields, kinds: list[object], num_layers: int) -> list[bool]:
+    known = ("full_attention", "sliding_attention")
+    if len(kinds) != num_layers or any(kind not in known for kind in kinds):
+        raise fields.error(f"layer_types must have one of {', '.join(known)} for each of {num_layers} layers")
+    return [kind == "sliding_attention" for kind in kinds]
+
+
+def _layers(
+    config: DecoderConfig, family: Family, windows: tuple[int, ...], ropes: Ropes | None
+) -> tuple[LayerConfig, ...]:
+    experts = config.experts
+    layers = []
+    for index, window in enumerate(windows):
+        scale = (family.scale or config.default_scale) / (index + 1 if family.scale_by_layer else 1)
+        rope = None if ropes is None else _distinct(ropes).index(ropes.window if window else ropes.full)
+        sparse = experts is not None and index not in experts.dense_layers and (index + 1) % experts.step == 0
+        layers.append(LayerConfig(window, rope, Scores(scale, family.softcap), sparse))
+    return tuple(layers)
+
+
+def _distinct(ropes: Ropes) -> tuple[Rope, ...]:
+    return tuple(dict.fromkeys((ropes.full, ropes.window)))

@@ -1,0 +1,164 @@
+"""Which rotations a config.json asks for, in the old spelling (`rope_theta`, `rope_scaling`) and in the new.
+
+Two methods depend on the length of a sequence, dynamic NTK and LongRoPE. Here the longest sequence that
+will be served decides for all, as a cached key can serve sequences of any length: up to the context of
+training nothing is stretched; beyond it everything is, as transformers does it for the longest sequence.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import NamedTuple
+
+from quire.layers.rope import Llama3Scaling, Rope, YarnScaling
+from quire.models.fields import Fields, number
+
+
+@dataclass(frozen=True, slots=True)
+class RopeRule:
+    """Where a family's config.json has its rotations."""
+
+    theta: float = number("rope_theta", default=10000.0)
+    share: float = number("partial_rotary_factor", default=1.0)  # of a head's dimensions
+    local_theta: float = 0.0  # of layers with a window, which then are never stretched; 0: as all others
+
+
+class Context(NamedTuple):
+    """Lengths in positions."""
+
+    trained: int  # max_position_embeddings
+    longest: int | None  # sequence that will be served; None: as the model says
+
+
+class Stretched(NamedTuple):
+    """A rotation, and the positions that it reaches."""
+
+    rope: Rope
+    max_positions: int
+
+
+class Ropes(NamedTuple):
+    """The rotations of a model."""
+
+    full: Rope  # of layers that see all positions
+    window: Rope  # of layers with a window
+    max_positions: int
+
+
+def read_ropes(fields: Fields, rule: RopeRule, head_dim: int, context: Context) -> Ropes:
+    """The rotations of all layers. Raises ModelError naming what is wrong or not supported."""
+    full = _read(_parameters(fields, "full_attention"), fields, rule.theta, rule, head_dim, context)
+    if rule.local_theta:
+        local = _read(_parameters(fields, "sliding_attention"), fields, rule.local_theta, rule, head_dim, context)
+        return Ropes(full.rope, local.rope, context.trained)  # whose config.json counts stretched positions
+    return Ropes(full.rope, full.rope, full.max_positions)
+
+
+def _parameters(fields: Fields, kind: str) -> Fields:
+    """What config.json says about the rotation of one kind of layers; `rope_scaling` is of full attention only."""
+    new, old = fields.within("rope_parameters"), fields.within("rope_scaling")
+    if any(name.endswith("_attention") for name in new.values):
+        new = new.within(kind)
+    elif kind != "full_attention":
+        return Fields({}, fields.place)
+    if kind != "full_attention" or not old.values:
+        return new
+    kept = {name: value for name, value in new.values.items() if name in ("rope_theta", "partial_rotary_factor")}
+    return Fields({**kept, **old.values}, fields.place)
+
+
+def _read(found: Fields, fields: Fields, theta: float, rule: RopeRule, head_dim: int, context: Context) -> Stretched:
+    theta = found.number("rope_theta", default=theta)
+    dim = int(head_dim * found.number("partial_rotary_factor", default=rule.share))
+    if theta <= 1:
+        raise fields.error(f"rope_theta must be above 1, not {theta}")
+    if dim % 2 or dim > head_dim:
+        raise fields.error(f"head_dim must be even for rotary embeddings, and they turn {dim} of its {head_dim}")
+    kind = found.optional("rope_type", str, found.optional("type", str, "default"))
+    if kind == "su" or (kind == "yarn" and "short_factor" in found.values):
+        kind = "longrope"  # as early Phi-3 checkpoints call it
+    if kind not in _KINDS:
+        raise fields.error(f"rope_type {kind!r:.80} is not supported; supported: {', '.join(_KINDS)}")
+    original = found.integer("original_max_position_embeddings", default=context.trained, least=2)
+    original = fields.integer("original_max_position_embeddings", default=original, least=2)  # as Phi-3 has it
+    return _KINDS[kind](found, Rope(dim, theta), original, context)
+
+
+def _default(found: Fields, rope: Rope, original: int, context: Context) -> Stretched:
+    del found, original
+    return Stretched(rope, context.trained)
+
+
+def _linear(found: Fields, rope: Rope, original: int, context: Context) -> Stretched:
+    del original
+    factor = found.number("factor")
+    return Stretched(replace(rope, divisors=(factor,)), int(context.trained * factor))
+
+
+def _dynamic(found: Fields, rope: Rope, original: int, context: Context) -> Stretched:
+    """NTK-aware: a larger theta, so that the slowest pair turns as it would have within the context of training."""
+    del original
+    factor = found.number("factor")
+    reach = int(context.trained * factor)
+    longest = min(context.longest or reach, reach)
+    if longest > context.trained and rope.dim > 2:
+        growth = factor * longest / context.trained - (factor - 1)
+        rope = replace(rope, theta=rope.theta * growth ** (rope.dim / (rope.dim - 2)))
+    return Stretched(rope, reach)
+
+
+def _llama3(found: Fields, rope: Rope, original: int, context: Context) -> Stretched:
+    scaling = Llama3Scaling(
+        factor=found.number("factor"),
+        low_freq_factor=found.number("low_freq_factor"),
+        high_freq_factor=found.number("high_freq_factor"),
+        original=original,
+    )
+    if scaling.low_freq_factor >= scaling.high_freq_factor:
+        raise found.error("low_freq_factor must be below high_freq_factor")
+    return Stretched(replace(rope, scaling=scaling), context.trained)
+
+
+def _yarn(found: Fields, rope: Rope, original: int, context: Context) -> Stretched:
+    factor = found.number("factor", default=context.trained / original)
+    scaling = YarnScaling(
+        factor=factor,
+        beta_fast=found.number("beta_fast", default=32.0),
+        beta_slow=found.number("beta_slow", default=1.0),
+        original=original,
+        truncate=found.optional("truncate", bool, default=True),
+    )
+
+    def magnitude(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    above, below = (found.optional(name, float, 0.0) for name in ("mscale", "mscale_all_dim"))
+    default = magnitude(above) / magnitude(below) if above and below else magnitude(1.0)
+    rope = replace(rope, scaling=scaling, magnitude=found.number("attention_factor", default=default))
+    return Stretched(rope, max(int(original * factor), context.trained))
+
+
+def _longrope(found: Fields, rope: Rope, original: int, context: Context) -> Stretched:
+    """LongRoPE (Ding et al., 2024): a searched divisor for each pair."""
+    longest = context.longest or context.trained
+    name = "long_factor" if longest > original else "short_factor"
+    divisors = found.numbers(name)
+    if len(divisors) != rope.dim // 2:
+        raise found.error(f"{name} must have {rope.dim // 2} numbers, one for each rotary pair, not {len(divisors)}")
+    factor = found.number("factor", default=context.trained / original)
+    default = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    magnitude = found.number("attention_factor", default=default)
+    return Stretched(replace(rope, divisors=divisors, magnitude=magnitude), context.trained)
+
+
+_KINDS: Mapping[str, Callable[[Fields, Rope, int, Context], Stretched]] = MappingProxyType(
+    {
+        "default": _default,
+        "linear": _linear,
+        "dynamic": _dynamic,
+        "llama3": _llama3,
+        "yarn": _yarn,
+        "longrope": _longrope,
+    }
+)

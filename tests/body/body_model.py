@@ -1,0 +1,88 @@
+"""Runs a model over paged attention without a runner: chunks of several prompts in one step, greedy tokens."""
+
+import numpy as np
+import torch
+
+from quire.config import KVGroup
+from quire.kernels import reference
+from quire.kernels.contract import Batch
+from quire.layers.attend import PagedAttend
+from quire.models.description import describe
+from quire.models.loading import load
+
+NOWHERE = -1  # in place of blocks that no layer of a group may look at any more
+
+
+def load_model(folder, dtype="float32", **options):
+    """The decoder of a folder."""
+    return load(describe(folder, **options), dtype=dtype)
+
+
+class Sequences:
+    """Several sequences with scattered blocks, in one KV group per kind of layer; behind a window blocks are lost."""
+
+    def __init__(self, description, model, lengths, *, block_size=16, kernels=reference):
+        self.model, self.kernels, self.block_size = model, kernels, block_size
+        dtype = str(model.embed.weight.dtype).removeprefix("torch.")
+        kinds = list(dict.fromkeys(description.kv_layers))
+        widths = [-(-length // block_size) for length in lengths]
+        self.groups = [self._group(description, kind, dtype, sum(widths)) for kind in kinds]
+        self.storages = [kernels.allocate(group, block_size, model.device) for group in self.groups]
+        self.tables = []
+        for index, storage in enumerate(self.storages):
+            storage.data.fill_(torch.nan)
+            ids = np.random.default_rng(index).permutation(sum(widths))
+            table = np.full((len(lengths), max(widths)), NOWHERE)
+            for row, width in enumerate(widths):
+                table[row, :width] = ids[sum(widths[:row]) :][:width]
+            self.tables.append(table)
+        self.attend = PagedAttend(kernels, self.storages, [layer.scores for layer in description.config.layers])
+
+    @staticmethod
+    def _group(description, kind, dtype, num_blocks):
+        layers = tuple(index for index, layer in enumerate(description.kv_layers) if layer == kind)
+        name = "window" if kind.window else "full"
+        return KVGroup(layers, name, kind.num_kv_heads, kind.head_dim, dtype, num_blocks, 1, kind.window)
+
+    @torch.inference_mode()
+    def logits(self, chunks):
+        """chunks: (sequence, start, token ids). Logits at all of their positions, concatenated, float32."""
+        rows, starts, tokens = zip(*chunks, strict=True)
+        starts = np.array(starts)
+        stops = starts + [len(ids) for ids in tokens]
+        batches = []
+        for group, table in zip(self.groups, self.tables, strict=True):
+            first = np.maximum(starts - group.window + 1, 0) // self.block_size if group.window else 0 * starts
+            lost = np.arange(table.shape[1]) < first[:, None]
+            batches.append(Batch(starts, stops, np.where(lost, NOWHERE, table[list(rows)])))
+        self.attend.plan(batches)
+        positions = torch.cat([torch.arange(a, b) for a, b in zip(starts, stops, strict=True)])
+        ids = torch.tensor([token for some in tokens for token in some])
+        hidden = self.model(ids, positions, self.attend, self.kernels)
+        return self.model.logits(hidden, self.kernels).float()
+
+
+def logits_of(folder, prompt, *, cut=10**9, dtype="float32", kernels=reference, **options):
+    """Logits at every position of a prompt that is computed in chunks of at most `cut` tokens."""
+    description = describe(folder, **options)
+    model = load(description, dtype=dtype)
+    sequences = Sequences(description, model, [len(prompt)], block_size=8, kernels=kernels)
+    parts = [(start, prompt[start : start + cut]) for start in range(0, len(prompt), cut)]
+    return torch.cat([sequences.logits([(0, start, tokens)]) for start, tokens in parts])
+
+
+def generate(folder, prompts, num_tokens, *, cut, dtype="float32", **options):
+    """Greedy tokens of all prompts, in steps that mix prefill in chunks of `cut` tokens with decoding."""
+    description = describe(folder, **options)
+    model = load(description, dtype=dtype)
+    sequences = Sequences(description, model, [len(prompt) + num_tokens for prompt in prompts])
+    known, done = [list(prompt) for prompt in prompts], [0] * len(prompts)
+    targets = [len(prompt) + num_tokens for prompt in prompts]
+    while unfinished := [row for row, target in enumerate(targets) if len(known[row]) < target]:
+        chunks = [(row, done[row], known[row][done[row] : done[row] + cut]) for row in unfinished]
+        logits = sequences.logits(chunks).split([len(tokens) for _, _, tokens in chunks])
+        for (row, start, tokens), found in zip(chunks, logits, strict=True):
+            done[row] = start + len(tokens)
+            if done[row] == len(known[row]):
+                known[row].append(int(found[-1].argmax()))
+    return [tokens[len(prompt) :] for tokens, prompt in zip(known, prompts, strict=True)]

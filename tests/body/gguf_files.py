@@ -1,0 +1,279 @@
+"""Hugging Face checkpoints as GGUF files, the way llama.cpp's converter writes them, with the `gguf` package.
+
+Names come from that package's own tables; what the converter does to numbers is done here anew, in numpy.
+"""
+
+import json
+import math
+import warnings
+from pathlib import Path
+
+import gguf
+import numpy as np
+from safetensors.torch import load_file
+
+ARCHITECTURES = {
+    "LlamaForCausalLM": gguf.MODEL_ARCH.LLAMA,
+    "MixtralForCausalLM": gguf.MODEL_ARCH.LLAMA,
+    "Qwen2ForCausalLM": gguf.MODEL_ARCH.QWEN2,
+    "Qwen3ForCausalLM": gguf.MODEL_ARCH.QWEN3,
+    "Qwen3MoeForCausalLM": gguf.MODEL_ARCH.QWEN3MOE,
+    "Gemma2ForCausalLM": gguf.MODEL_ARCH.GEMMA2,
+    "Gemma3ForCausalLM": gguf.MODEL_ARCH.GEMMA3,
+    "Phi3ForCausalLM": gguf.MODEL_ARCH.PHI3,
+    "GPT2LMHeadModel": gguf.MODEL_ARCH.GPT2,
+    "StableLmForCausalLM": gguf.MODEL_ARCH.STABLELM,
+    "FalconForCausalLM": gguf.MODEL_ARCH.FALCON,
+    "Olmo2ForCausalLM": gguf.MODEL_ARCH.OLMO2,
+    "GraniteForCausalLM": gguf.MODEL_ARCH.GRANITE,
+    "GPTNeoXForCausalLM": gguf.MODEL_ARCH.GPTNEOX,
+}
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+
+
+def write_gguf(folder, path, *, kind="F32", pre="gpt-2", tensors_in_shard=0) -> Path:
+    """The checkpoint in `folder` (and its tokenizer.json, if any, split by the rule `pre`) as GGUF at `path`.
+
+    kind: type of the matrices whose rows it fits; all else is F32. tensors_in_shard: 0 writes one file. With
+    shards, `path` is NAME.gguf and the first of NAME-00001-of-... comes back.
+    """
+    folder, path = Path(folder), Path(path)
+    config = json.loads((folder / "config.json").read_text())
+    writer = gguf.GGUFWriter(path, _architecture_name(config), split_max_tensors=tensors_in_shard)
+    add_config(writer, config)
+    if (folder / "tokenizer.json").exists():
+        settings = folder / "tokenizer_config.json"
+        add_byte_level(
+            writer, folder / "tokenizer.json", pre, json.loads(settings.read_text()) if settings.exists() else {}
+        )
+    tensors = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        tensors |= {name: tensor.float().numpy() for name, tensor in load_file(file).items()}
+    for name, tensor in convert(config, tensors).items():
+        add_tensor(writer, name, tensor, kind)
+    finish(writer)
+    return path if path.exists() else min(path.parent.glob(f"{path.stem}-*.gguf"))
+
+
+def finish(writer):
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def add_tensor(writer, name, tensor, kind="F32"):
+    type_ = gguf.GGMLQuantizationType[kind]
+    if tensor.ndim < 2 or tensor.shape[-1] % gguf.GGML_QUANT_SIZES[type_][0]:
+        type_ = gguf.GGMLQuantizationType.F32
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of numbers too small for a half
+        writer.add_tensor(name, gguf.quants.quantize(np.ascontiguousarray(tensor), type_), raw_dtype=type_)
+
+
+def _architecture_name(config):
+    return gguf.MODEL_ARCH_NAMES[ARCHITECTURES[config["architectures"][0]]]
+
+
+# what a model is like
+
+
+def add_config(writer, config):
+    get = config.get
+    heads = get("num_attention_heads", get("n_head"))
+    hidden = get("hidden_size", get("n_embd"))
+    inner = get("intermediate_size") or get("ffn_hidden_size") or get("n_inner") or 4 * hidden
+    head_dim = get("head_dim") or hidden // heads
+    writer.add_context_length(get("max_position_embeddings", get("n_positions")))
+    writer.add_embedding_length(hidden)
+    writer.add_block_count(get("num_hidden_layers", get("n_layer")))
+    writer.add_feed_forward_length(inner)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(_key_heads(config))
+    if "rms_norm_eps" in config:
+        writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    for name in ("layer_norm_eps", "layer_norm_epsilon"):
+        if name in config:
+            writer.add_layer_norm_eps(config[name])
+    if get("head_dim"):
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
+    _add_rope(writer, config, head_dim)
+    for name, add in (
+        ("num_experts_per_tok", writer.add_expert_used_count),
+        ("num_local_experts", writer.add_expert_count),
+        ("moe_intermediate_size", writer.add_expert_feed_forward_length),
+        ("attn_logit_softcapping", writer.add_attn_logit_softcapping),
+        ("final_logit_softcapping", writer.add_final_logit_softcapping),
+        ("attention_multiplier", writer.add_attention_scale),
+        ("embedding_multiplier", writer.add_embedding_scale),
+        ("residual_multiplier", writer.add_residual_scale),
+        ("logits_scaling", writer.add_logit_scale),
+        ("use_parallel_residual", writer.add_parallel_residual),
+    ):
+        if get(name) is not None:
+            add(config[name])
+    if _architecture_name(config) in ("gemma2", "gemma3", "phi3"):
+        writer.add_sliding_window(get("sliding_window") or 0)
+
+
+def _key_heads(config):
+    heads = config.get("num_attention_heads", config.get("n_head"))
+    if config.get("multi_query") and not config["new_decoder_architecture"]:
+        return 1
+    return config.get("num_key_value_heads") or config.get("num_kv_heads") or heads
+
+
+def _add_rope(writer, config, head_dim):
+    rope = config.get("rope_parameters") or {"rope_type": "default", "rope_theta": config.get("rope_theta")}
+    rope = rope.get("full_attention", rope)
+    if rope["rope_theta"] is None:
+        return
+    writer.add_rope_freq_base(rope["rope_theta"])
+    writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1)))
+    if rope["rope_type"] in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
+        writer.add_rope_scaling_factor(rope["factor"])
+    if "original_max_position_embeddings" in rope and rope["rope_type"] != "llama3":
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+
+
+def rope_tensors(config):
+    """The divisors of rotary frequencies that the converter stores as tensors."""
+    rope = config.get("rope_parameters") or {}
+    if rope.get("rope_type") == "longrope":
+        return {
+            f"rope_factors_{name}.weight": np.array(rope[f"{name}_factor"], np.float32) for name in ("long", "short")
+        }
+    if rope.get("rope_type") != "llama3":
+        return {}
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    divisors = []
+    for i in range(0, head_dim, 2):
+        wavelength = 2 * math.pi * rope["rope_theta"] ** (i / head_dim)
+        turns = rope["original_max_position_embeddings"] / wavelength
+        smooth = (turns - low) / (high - low)
+        blended = 1 / ((1 - smooth) / rope["factor"] + smooth) if low <= turns <= high else None
+        divisors.append(1 if turns > high else rope["factor"] if turns < low else blended)
+    return {"rope_freqs.weight": np.array(divisors, np.float32)}
+
+
+# its numbers
+
+
+def convert(config, tensors):
+    """GGUF's names -> numbers."""
+    architecture = ARCHITECTURES[config["architectures"][0]]
+    layers = config.get("num_hidden_layers", config.get("n_layer"))
+    names = gguf.get_tensor_name_map(architecture, layers)
+    found = rope_tensors(config)
+    for name, tensor in _stacked(tensors).items():
+        if name.startswith("lm_head") and config.get("tie_word_embeddings"):
+            continue
+        target = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert target, f"the gguf package has no name for {name}"
+        found[target] = _changed(architecture, config, target, name, tensor)
+    return found
+
+
+def _stacked(tensors):
+    """Experts and per-head norms in one tensor each."""
+    found, groups = {}, {}
+    for name, tensor in tensors.items():
+        before, dot, after = name.partition(".experts." if ".experts." in name else ".norms.")
+        if not dot:
+            found[name] = tensor
+            continue
+        number, _, rest = after.partition(".")
+        merged = f"{before}.experts.{rest}" if dot == ".experts." else f"{before}.weight"
+        groups.setdefault(merged.replace("model.layers", "layers").replace("block_sparse_moe", "feed_forward")
+                          if "block_sparse_moe" in merged else merged, {})[int(number)] = tensor  # fmt: skip
+    return found | {name: np.stack([parts[i] for i in range(len(parts))]) for name, parts in groups.items()}
+
+
+def _changed(architecture, config, target, name, tensor):
+    heads = config.get("num_attention_heads", config.get("n_head"))
+    groups = _key_heads(config)
+    if architecture in (gguf.MODEL_ARCH.LLAMA, gguf.MODEL_ARCH.GRANITE):
+        if "attn_q." in target:
+            return _neighbours(tensor, heads)
+        if "attn_k." in target:
+            return _neighbours(tensor, groups)
+    if architecture in (gguf.MODEL_ARCH.GEMMA2, gguf.MODEL_ARCH.GEMMA3) and name.endswith("norm.weight"):
+        return tensor + np.float32(1)
+    if architecture is gguf.MODEL_ARCH.GPT2 and name.endswith(("attn.weight", "proj.weight", "fc.weight")):
+        return tensor.T
+    if "query_key_value" in name:
+        return _queries_keys_values(tensor, heads, groups)
+    return tensor
+
+
+def _neighbours(tensor, heads):
+    """Row i of a head's first half beside row i of its second."""
+    rows = []
+    for head in np.split(tensor, heads):
+        first, second = np.split(head, 2)
+        rows += [row for pair in zip(first, second, strict=True) for row in pair]
+    return np.stack(rows)
+
+
+def _queries_keys_values(tensor, heads, groups):
+    """From groups of queries, a key and a value to all queries, all keys, all values."""
+    each = np.split(tensor, heads + 2 * groups)
+    width = heads // groups + 2
+    queries = [part for i, part in enumerate(each) if i % width < width - 2]
+    return np.concatenate([*queries, *each[width - 2 :: width], *each[width - 1 :: width]])
+
+
+# its tokenizer
+
+
+def add_byte_level(writer, tokenizer_json, pre, settings):
+    """A byte-level tokenizer.json; settings: its tokenizer_config.json."""
+    source = json.loads(Path(tokenizer_json).read_text())
+    added = {entry["id"]: entry for entry in source["added_tokens"]}
+    ids = {token: text for text, token in source["model"]["vocab"].items()} | {
+        i: e["content"] for i, e in added.items()
+    }
+    size = max(ids) + 3  # the converter fills the vocabulary up to the size of the embedding
+    kinds = [UNUSED if i not in ids else NORMAL if i not in added else CONTROL if added[i]["special"] else USER_DEFINED
+             for i in range(size)]  # fmt: skip
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list([ids.get(i, f"[PAD{i}]") for i in range(size)])
+    writer.add_token_types(kinds)
+    writer.add_token_merges([" ".join(pair) for pair in source["model"]["merges"]])
+    by_text = {text: token for token, text in ids.items()}
+    for name, add in (
+        ("bos_token", writer.add_bos_token_id),
+        ("eos_token", writer.add_eos_token_id),
+        ("pad_token", writer.add_pad_token_id),
+    ):
+        text = settings.get(name)
+        text = text.get("content") if isinstance(text, dict) else text
+        if text in by_text:
+            add(by_text[text])
+    if template := settings.get("chat_template"):
+        writer.add_chat_template(template)
+
+
+def add_sentencepiece(writer, processor):
+    """A trained sentencepiece.SentencePieceProcessor."""
+    size = processor.vocab_size()
+    kinds = [
+        UNKNOWN if processor.is_unknown(i)
+        else CONTROL if processor.is_control(i)
+        else BYTE if processor.is_byte(i)
+        else UNUSED if processor.is_unused(i)
+        else NORMAL
+        for i in range(size)
+    ]  # fmt: skip
+    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list([processor.id_to_piece(i) for i in range(size)])
+    writer.add_token_scores([processor.get_score(i) for i in range(size)])
+    writer.add_token_types(kinds)
+    writer.add_bos_token_id(processor.bos_id())
+    writer.add_eos_token_id(processor.eos_id())
+    writer.add_unk_token_id(processor.unk_id())

@@ -1,0 +1,257 @@
+"""Invariant kernels: near the reference, and the same bits for a row wherever it stands and whoever is beside it."""
+
+import math
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.config import KVGroup
+from quire.kernels import invariant, reference
+from quire.kernels.contract import ACTIVATIONS, Batch
+from quire.kernels.invariant import tiled
+from quire.kernels.invariant.exact import by_vectors, tree_sum
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 0.06, torch.float16: 8e-3}
+SIZES = ((64, 96), (301, 301), (1024, 40), (1000, 1), (1, 7), (600, 2051))  # (in, out) of products
+
+
+@pytest.fixture
+def threads():
+    """Sets the number of threads, and puts it back."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def randn(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def alone(function, rows):
+    """function of one row at a time."""
+    return torch.cat([function(row) for row in rows.split(1)])
+
+
+def rowwise(width, dtype):
+    """All functions of rows (num_rows, width) of the module, by name."""
+    weight, bias = randn(width, seed=1, dtype=dtype), randn(width, seed=2, dtype=dtype)
+    heads = randn(3, width // 3, seed=3, dtype=dtype)
+    square = randn(width + 5, width, seed=4, dtype=dtype) / math.sqrt(width)
+    up, down = randn(4, 14, width, seed=5, dtype=dtype), randn(4, width, 7, seed=6, dtype=dtype)
+    angles = torch.arange(width // 6, dtype=torch.float32)
+
+    def routed(kernels, x):
+        ids = x[:, :4].float().argsort(-1)[:, :2]
+        return kernels.experts(x, ids, x[:, 4:6].float(), up / math.sqrt(width), down, "silu")
+
+    def rotated(kernels, x):
+        q = x.view(len(x), 3, -1)
+        return torch.cat(
+            kernels.rotary(q, q[:, :1], *(f(x[:, :1].float() * angles) for f in (torch.cos, torch.sin))), 1
+        )
+
+    functions = {
+        "linear": lambda kernels, x: kernels.linear(x, square),
+        "linear with bias": lambda kernels, x: kernels.linear(x, square, randn(width + 5, seed=7, dtype=dtype)),
+        "experts": routed,
+        "rotary": rotated,
+        "rms_norm": lambda kernels, x: kernels.rms_norm(x, weight, 1e-6),
+        "rms_norm in float32": lambda kernels, x: kernels.rms_norm(x, weight.float() + 1, 1e-6),
+        "add_rms_norm": lambda kernels, x: torch.cat(kernels.add_rms_norm(x, x.flip(-1), weight, 1e-6), 1),
+        "layer_norm": lambda kernels, x: kernels.layer_norm(x, weight, bias, 1e-5),
+        "layer_norm of heads": lambda kernels, x: kernels.layer_norm(x.view(len(x), 3, -1), heads, None, 1e-5),
+    }
+    for name in ACTIVATIONS:
+        functions[name] = lambda kernels, x, name=name: kernels.activate(x, name)
+        functions[f"{name} gate"] = lambda kernels, x, name=name: kernels.gate(x, name)
+    return functions
+
+
+NAMES = list(rowwise(6, torch.float32))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_equal_the_reference(name, dtype):
+    x = randn(21, 366, dtype=dtype)
+    function = rowwise(366, dtype)[name]
+    found, expected = function(invariant, x), function(reference, x)
+    assert found.dtype == expected.dtype
+    torch.testing.assert_close(found.float(), expected.float(), rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_have_the_same_bits_alone_in_any_order_and_by_any_number_of_threads(name, dtype, threads):
+    for width in (6, 366, 1410):
+        x = randn(39, width, dtype=dtype)
+        function = rowwise(width, dtype)[name]
+        expected = alone(lambda row, function=function: function(invariant, row), x)
+        order = torch.randperm(39, generator=torch.Generator().manual_seed(8))
+        for number in (1, 2, 3):
+            threads(number)
+            assert torch.equal(function(invariant, x), expected)
+            assert torch.equal(function(invariant, x[order]), expected[order])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", SIZES)
+def test_products_have_the_same_bits_beside_any_neighbours(size, dtype, threads):
+    inputs, outputs = size
+    weight = randn(outputs, inputs, seed=1, dtype=dtype) / math.sqrt(inputs)
+    x = randn(16, inputs, dtype=dtype)
+    expected = invariant.linear(x, weight)
+    for number in (1, 2, 4, 8):
+        threads(number)
+        for place in range(16):
+            neighbours = torch.full((16, inputs), 4e3 * place, dtype=dtype)
+            neighbours[15 - place] = x[place]
+            assert torch.equal(invariant.linear(neighbours, weight)[15 - place], expected[place])
+
+
+def test_one_row_of_nan_stays_alone():
+    x = randn(20, 300)
+    x[3] = torch.nan
+    out = invariant.linear(x, randn(5, 300, seed=1))
+    assert out[3].isnan().all()
+    assert out[torch.arange(20) != 3].isfinite().all()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 31, 64, 301, 5000])
+def test_tree_sums_are_near_and_do_not_depend_on_the_rest(size):
+    x = randn(7, size)
+    found = tree_sum(x)
+    torch.testing.assert_close(found, x.double().sum(-1, keepdim=True).float(), rtol=1e-5, atol=1e-4)
+    assert torch.equal(tree_sum(x[2:3]), found[2:3])
+
+
+@pytest.mark.parametrize("function", [torch.exp, torch.nn.functional.silu, torch.tanh])
+@pytest.mark.parametrize("size", [1, 63, 64, 16384, 16385, 70001])
+def test_functions_of_vectors_are_the_functions_and_see_no_tails(function, size, threads):
+    x = randn(70001)
+    whole = by_vectors(function, x)
+    torch.testing.assert_close(whole, function(x), rtol=1e-6, atol=1e-7)
+    for number in (1, 3):
+        threads(number)
+        assert torch.equal(by_vectors(function, x[-size:]), whole[-size:])
+        assert torch.equal(by_vectors(function, x[:size].view(-1, 1)), whole[:size].view(-1, 1))
+
+
+class Sequences:
+    """Sequences with known queries, keys and values, in a storage of NaN; blocks behind a window are given away."""
+
+    def __init__(self, seed, stops, *, kv_heads=2, shared=2, dim=8, block_size=4, window=0, dtype=torch.float32):
+        random = np.random.default_rng(seed)
+        needed = [-(-stop // block_size) for stop in stops]
+        kind = "window" if window else "full"
+        name = str(dtype).removeprefix("torch.")
+        self.group = KVGroup((0,), kind, kv_heads, dim, name, sum(needed) + 3, 1, window)
+        self.storage = reference.allocate(self.group, block_size, torch.device("cpu"))
+        self.storage.data.fill_(torch.nan)
+        ids = random.permutation(self.group.num_blocks)
+        self.tables = np.full((len(stops), max(needed) + 2), 10**6)
+        for row, n in enumerate(needed):
+            self.tables[row, :n] = ids[sum(needed[:row]) :][:n]
+        self.q = [randn(stop, kv_heads * shared, dim, seed=seed + i, dtype=dtype) for i, stop in enumerate(stops)]
+        self.kv = [randn(2, stop, kv_heads, dim, seed=seed + 100 + i, dtype=dtype) for i, stop in enumerate(stops)]
+
+    def attend(self, spans, softcap=0.0, kernels=invariant):
+        """One step over (sequence, start, stop) spans; the outputs of each."""
+        rows, starts, stops = (np.array(column, np.int64) for column in zip(*spans, strict=True))
+        tables = self.tables[rows].copy()
+        if self.group.window:
+            gone = np.maximum(starts - self.group.window + 1, 0) // self.storage.block_size
+            tables[np.arange(tables.shape[1]) < gone[:, None]] = -1
+        plan = kernels.plan(Batch(starts, stops, tables), self.storage)
+        k, v = (torch.cat([self.kv[row][x, start:stop] for row, start, stop in spans]) for x in range(2))
+        kernels.write_kv(self.storage, 0, k, v, plan)
+        q = torch.cat([self.q[row][start:stop] for row, start, stop in spans])
+        out = kernels.attention(self.storage, 0, q, plan, 0.3, softcap)
+        return dict(zip(spans, out.split([stop - start for _, start, stop in spans]), strict=True))
+
+    def naive(self, row, start, stop, softcap):
+        """One query and one head at a time, in float64."""
+        q, (k, v) = self.q[row].double(), self.kv[row].double()
+        out = torch.zeros(stop - start, *q.shape[1:], dtype=torch.float64)
+        shared = q.shape[1] // k.shape[1]
+        for position in range(start, stop):
+            first = max(0, position - self.group.window + 1) if self.group.window else 0
+            for head in range(q.shape[1]):
+                scores = k[first : position + 1, head // shared] @ q[position, head] * 0.3
+                if softcap:
+                    scores = softcap * torch.tanh(scores / softcap)
+                out[position - start, head] = scores.softmax(0) @ v[first : position + 1, head // shared]
+        return out.flatten(1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**31),
+    spans=st.lists(st.tuples(st.integers(0, 24), st.integers(1, 20)), min_size=1, max_size=4),
+    kv_heads=st.sampled_from([1, 3]),
+    shared=st.sampled_from([1, 2, 4]),
+    block_size=st.sampled_from([1, 3, 16]),
+    window=st.sampled_from([0, 1, 5, 30]),
+    softcap=st.sampled_from([0.0, 2.0]),
+    keys=st.sampled_from([4, 8, 256]),
+    scratch=st.sampled_from([1, 2**27]),
+)
+def test_attention_equals_loops(seed, spans, kv_heads, shared, block_size, window, softcap, keys, scratch):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiled, "KEYS", keys)
+        patch.setattr(tiled, "SCRATCH_BYTES", scratch)
+        stops = [start + length for start, length in spans]
+        sequences = Sequences(seed, stops, kv_heads=kv_heads, shared=shared, block_size=block_size, window=window)
+        begun = [(row, 0, start) for row, (start, _) in enumerate(spans) if start]
+        if begun:
+            sequences.attend(begun, softcap)
+        found = sequences.attend([(row, stop - spans[row][1], stop) for row, stop in enumerate(stops)], softcap)
+        for span, out in found.items():
+            np.testing.assert_allclose(out, sequences.naive(*span, softcap), atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("window", "softcap", "dim"), [(0, 0.0, 64), (300, 0.0, 24), (7, 5.0, 8)])
+def test_attention_has_the_same_bits_in_any_chunks_and_company(dtype, window, softcap, dim, threads):
+    options = {"window": window, "dim": dim, "block_size": 16, "dtype": dtype}
+    stop = 600
+    whole = Sequences(1, [stop], **options).attend([(0, 0, stop)], softcap)[0, 0, stop]
+    assert whole.dtype == dtype
+    random = np.random.default_rng(2)
+    for number in (1, 3):
+        threads(number)
+        company = Sequences(1, [stop, 530, 77], **options)
+        cuts = [
+            0,
+            *sorted(random.choice(np.arange(1, stop - 3), 6, replace=False).tolist()),
+            *range(stop - 3, stop + 1),
+        ]
+        parts = []
+        for start, end in pairwise(cuts):
+            others = [(1, start, end)] if end <= 530 else [(2, max(start - 530, 0), end - 530)]
+            parts.append(company.attend([*others, (0, start, end)], softcap)[0, start, end])
+        assert torch.equal(torch.cat(parts), whole)
+
+
+def test_scratch_is_bounded():
+    sequences = Sequences(3, [900], kv_heads=4, shared=4, dim=128, block_size=16)
+    plan = invariant.plan(Batch(np.array([0]), np.array([900]), sequences.tables), sequences.storage)
+    tiles = max(len(some.chunks) for some in plan.tiles)
+    rows = tiled.QUERIES * 4
+    one = 4 * tiled.KEYS * 4 * (2 * 128 + 3 * rows)  # keys and values, scores and their exponentials, in float32
+    assert len(plan.tiles) > 1
+    assert tiles * one <= tiled.SCRATCH_BYTES
+
+
+def test_blocks_are_the_reference_s():
+    group = KVGroup((0, 1), "full", 2, 8, "float32", 5, 1)
+    assert invariant.allocate is reference.allocate
+    storage = invariant.allocate(group, 4, torch.device("cpu"))
+    storage.data.copy_(randn(*storage.data.shape))
+    blocks = torch.tensor([4, 1])
+    assert torch.equal(invariant.pack(storage, blocks), reference.pack(storage, blocks))
