@@ -15,9 +15,12 @@ _HOMES = {
     "SamplingParams": "quire.params",
     "RequestOutput": "quire.engine.outputs",
     "CompletionOutput": "quire.engine.outputs",
+    "EmbeddingRequestOutput": "quire.engine.outputs",
+    "EmbeddingOutput": "quire.engine.outputs",
+    "examine": "quire.engine.doctor",
     "serve": "quire.server.serve",
 }
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__", "serve"]
+__all__ = ["__version__", *_HOMES]
 
 
 def __getattr__(name: str) -> object:

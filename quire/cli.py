@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
 import quire
-from quire.config import EngineOptions, Help
+from quire.config import MODEL_HELP, EngineOptions, Help
 from quire.errors import QuireError, RequestError
 from quire.params import SamplingParams
 from quire.sched.journal import replay_file
@@ -79,7 +79,7 @@ def _quire(
 @with_engine_flags
 def serve(
     *,
-    model: Annotated[str | None, typer.Argument(help="folder of a checkpoint [default: quire's own model]")] = None,
+    model: Annotated[str | None, typer.Argument(help=MODEL_HELP)] = None,
     host: Annotated[str, typer.Option(help="address to listen on; loopback only, for now")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="port to listen on; 0 takes a free one", min=0, max=65535)] = 8000,
     served_model_name: Annotated[str | None, typer.Option(help="the name that requests use")] = None,
@@ -132,6 +132,25 @@ def replay(file: Annotated[Path, typer.Argument(help="a journal, as --journal wr
         typer.echo(report.difference)
         raise typer.Exit(1)
     typer.echo(f"{report.num_steps} steps, all the same")
+
+
+@app.command()
+@with_engine_flags
+def doctor(
+    *,
+    model: Annotated[str | None, typer.Argument(help=MODEL_HELP)] = None,
+    options: EngineOptions,
+) -> None:
+    """Say what this installation and machine can do, and whether a model will run. Exit code 1 where not."""
+    topic, healthy = "", True
+    for finding in quire.examine(options):
+        if finding.topic != topic:
+            topic = finding.topic
+            typer.secho(topic, bold=True)
+        typer.secho(f"  {finding.text}", fg="red" if finding.problem else None)
+        healthy = healthy and not finding.problem
+    if not healthy:
+        raise typer.Exit(1)
 
 
 def _converse(llm: "quire.LLM", system: str | None, params: SamplingParams) -> None:

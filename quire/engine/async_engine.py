@@ -15,8 +15,8 @@ from typing import NamedTuple, Self
 
 from quire.core.output import Output
 from quire.engine.engine import Engine, EngineStats
+from quire.engine.generations import NewRequest
 from quire.errors import QuireError
-from quire.params import SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -27,14 +27,6 @@ FAILED_STEPS = 3  # in a row; fewer may be the fault of one request
 
 class EngineStopped(QuireError):
     """The engine takes no requests: it is being shut down, or it failed."""
-
-
-class NewRequest(NamedTuple):
-    """A request of token ids."""
-
-    request_id: str
-    prompt: list[int]
-    params: SamplingParams
 
 
 class Health(NamedTuple):

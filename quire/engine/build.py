@@ -1,26 +1,29 @@
 """From options to a running engine: resolve, plan the memory, say so, and only then load."""
 
 import re
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import msgspec
 import torch
 
 from quire.cache.kv_cache import KVCache
 from quire.config import CacheConfig, EngineOptions, KVGroup, SchedulerConfig
-from quire.core.runner import Runner
-from quire.cost.memory import Demand, MemoryPlan, plan_memory
+from quire.cost.memory import Demand, KVDemand, MemoryPlan, plan_memory
 from quire.engine import embedded
 from quire.engine.engine import Engine
 from quire.engine.machine import available_memory, pick_device
+from quire.engine.model_files import ModelFiles, open_model
+from quire.engine.sources import locate
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import ConfigError
+from quire.kernels import invariant
 from quire.kernels.choose import choose
-from quire.kernels.contract import DTYPES
-from quire.models.description import ModelDescription, describe
-from quire.models.loading import load
+from quire.kernels.contract import DTYPES, Kernels
+from quire.models.model import Description, KVLayer, Progress
 from quire.runner.torch_runner import TorchRunner
 from quire.sched.journal import JournalledScheduler
 from quire.sched.scheduler import Scheduler
@@ -28,6 +31,9 @@ from quire.sched.scheduler import Scheduler
 _SHARES = {"cpu": 0.5, "cuda": 0.9}  # of the memory available: a host is shared with others, a GPU is not
 _LOGIT_COPIES = 4  # logits, their filtered and sorted forms, and random numbers, in float32
 _PLACE = re.compile(r" - at `\$\.(\w+)`$")
+_DTYPE_ALIASES: Mapping[str, str] = MappingProxyType({"float": "float32", "half": "float16"})
+
+Report = Callable[[str], None]  # takes a line
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,33 +43,80 @@ class Built:
     engine: Engine
     tokenizer: Tokenizer
     model_name: str
+    hidden_size: int
+    sampling_defaults: Mapping[str, float | int]  # for what a request leaves out
 
 
-def build(options: EngineOptions, *, report: Callable[[str], None], progress: Callable[[int, int], None]) -> Built:
+@dataclass(frozen=True, slots=True, eq=False)
+class Prepared:
+    """All that is decided before the weights are read."""
+
+    name: str
+    files: ModelFiles
+    kernels: Kernels
+    device: str
+    dtype: str
+    cache: CacheConfig
+    limits: SchedulerConfig
+
+
+def build(options: EngineOptions, *, report: Report, progress: Progress) -> Built:
     """Resolve `options`, report the plan line by line, load the weights, and put the floors together.
 
-    progress(done, total) is called in bytes while weights stream in. Raises ConfigError, ModelError.
+    progress(done, total) is called in bytes while files are downloaded and while weights stream in.
+    Raises ConfigError, ModelError.
+    """
+    prepared = prepare(options, report=report, progress=progress)
+    limits, cache, description = prepared.limits, prepared.cache, prepared.files.description
+    scheduler = _scheduler(limits, cache, options.journal)  # before the weights: a bad path should not cost them
+    model = prepared.files.load(prepared.dtype, prepared.device, progress)
+    runner = TorchRunner(
+        model,
+        prepared.kernels,
+        cache=cache,
+        max_num_seqs=limits.max_num_seqs,
+        max_model_len=limits.max_model_len,
+        invariant=invariant,
+    )
+    engine = Engine(
+        scheduler,
+        runner,
+        vocab_size=description.vocab_size,
+        eos_token_ids=description.eos_token_ids,
+        seed=options.seed,
+        deterministic=runner.deterministic,
+    )
+    return Built(
+        engine, prepared.files.tokenizer, prepared.name, description.hidden_size, description.sampling_defaults
+    )
+
+
+def prepare(options: EngineOptions, *, report: Report, progress: Progress) -> Prepared:
+    """Find the model's files, choose kernels and types, and plan the memory. Loads nothing.
+
+    Raises ConfigError, ModelError.
     """
     _check(options)
-    folder = embedded.folder() if options.model is None else Path(options.model)
-    description = describe(folder)
-    tokenizer = Tokenizer.from_folder(folder)
+    name, path = _find(options, report, progress)
+    files = open_model(path, options.model_impl, max_model_len=options.max_model_len)
+    description = files.description
     device = pick_device(options.device)
     kernels, kernel_reason = choose(options.kernels, device)
-    dtype = description.dtype if options.dtype == "auto" else options.dtype
+    dtype = description.dtype if options.dtype == "auto" else _DTYPE_ALIASES.get(options.dtype, options.dtype)
     kv_dtype = dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
-    if kv_dtype != dtype:
+    if _DTYPE_ALIASES.get(kv_dtype, kv_dtype) != dtype:
         raise ConfigError(
             f"kv_cache_dtype {kv_dtype!r} differs from dtype {dtype!r}; only equal types are supported yet"
         )
-    report(f"{description.architecture} from {folder}, {dtype} on {device}")
+    report(f"{description.architecture} from {path}, {dtype} on {device}")
+    report(f"model      {files.runs_on}")
     report(f"kernels    {kernel_reason}")
-    demand = _demand(description, options, dtype, kernels.SCRATCH_BYTES)
+    groups = _groups(description.kv_layers)
+    demand = _demand(description, options, dtype, groups, kernels.SCRATCH_BYTES)
     share = _SHARES[torch.device(device).type]
     plan = plan_memory(demand, available=available_memory(device), default_share=share, limit=options.memory)
     for line in str(plan).splitlines():
         report(line)
-    cache = CacheConfig(options.block_size, (_kv_group(description, kv_dtype, plan, demand.kv_bytes_per_token),))
     limits = SchedulerConfig(
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
@@ -72,20 +125,23 @@ def build(options: EngineOptions, *, report: Callable[[str], None], progress: Ca
         watermark=options.watermark,
         steps_in_flight=options.steps_in_flight,
     )
-    scheduler = _scheduler(limits, cache, options.journal)  # before the weights: a bad path should not cost them
-    model = load(description, kernels, dtype=dtype, device=device, progress=progress)
-    runner: Runner = TorchRunner(
-        model, kernels, cache=cache, max_num_seqs=limits.max_num_seqs, max_model_len=limits.max_model_len
+    return Prepared(name, files, kernels, device, dtype, _cache(groups, dtype, plan), limits)
+
+
+def _find(options: EngineOptions, report: Report, progress: Progress) -> tuple[str, Path]:
+    """The name that requests use for the model, and where its files are."""
+    if options.model is None:
+        return embedded.NAME, embedded.folder()
+    path = locate(
+        options.model,
+        revision=options.revision,
+        offline=options.offline,
+        cache_dir=options.download_dir,
+        report=report,
+        progress=progress,
     )
-    engine = Engine(
-        scheduler,
-        runner,
-        vocab_size=description.config.vocab_size,
-        eos_token_ids=description.eos_token_ids,
-        seed=options.seed,
-    )
-    name = embedded.NAME if options.model is None else folder.resolve().name
-    return Built(engine, tokenizer, name)
+    is_local = Path(options.model).exists()
+    return path.resolve().stem if path.is_file() else path.resolve().name if is_local else options.model, path
 
 
 def _check(options: EngineOptions) -> None:
@@ -99,38 +155,67 @@ def _check(options: EngineOptions) -> None:
         raise ConfigError(option + _PLACE.sub("", message)) from error
 
 
-def _demand(description: ModelDescription, options: EngineOptions, dtype: str, scratch_bytes: int) -> Demand:
-    config = description.config
+def _groups(layers: Sequence[KVLayer]) -> Mapping[KVLayer, tuple[int, ...]]:
+    """Layers that can share blocks, those without a window first."""
+    groups: dict[KVLayer, list[int]] = defaultdict(list)
+    for index, layer in enumerate(layers):
+        groups[layer].append(index)
+    return {layer: tuple(groups[layer]) for layer in sorted(groups, key=lambda layer: layer.window)}
+
+
+def _demand(
+    description: Description,
+    options: EngineOptions,
+    dtype: str,
+    groups: Mapping[KVLayer, tuple[int, ...]],
+    scratch_bytes: int,
+) -> Demand:
     width = DTYPES[dtype].itemsize
-    kv_per_layer = 2 * config.num_kv_heads * config.head_dim * width
-    length = options.max_model_len or config.max_positions
-    activations = 4 * config.hidden_size + 3 * config.intermediate_size + 3 * config.num_heads * config.head_dim
+    length = min(options.max_model_len or description.max_positions, description.max_positions)
+    widest = max(2 * layer.num_kv_heads * layer.head_dim * width for layer in groups)
+    weight_bytes = description.weight_bytes(dtype)
     return Demand(
-        weight_bytes=description.num_parameters * width,
-        weight_reason=f"{description.num_parameters / 1e6:.2f} M parameters x {width} B ({dtype})",
-        kv_bytes_per_token=config.num_layers * kv_per_layer,
-        kv_reason=f"{config.num_layers} layers x 2 x {config.num_kv_heads} heads x {config.head_dim} x {width} B",
+        weight_bytes=weight_bytes,
+        weight_reason=f"{description.num_parameters / 1e6:.2f} M parameters, {dtype}",
+        kv=tuple(_kv_demand(layer, len(layers), width) for layer, layers in groups.items()),
         block_size=options.block_size,
-        model_max_len=config.max_positions,
+        model_max_len=description.max_positions,
         max_model_len=options.max_model_len,
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
-        workspace_bytes_per_token=activations * 4,
-        workspace_bytes_per_seq=config.vocab_size * 4 * _LOGIT_COPIES + (length + -(-length // options.block_size)) * 4,
-        scratch_bytes=min(max(scratch_bytes, length * kv_per_layer), options.max_num_seqs * length * kv_per_layer),
+        workspace_bytes_per_token=description.activations_per_token * 4,
+        workspace_bytes_per_seq=description.vocab_size * 4 * _LOGIT_COPIES
+        + (length + len(groups) * -(-length // options.block_size)) * 4,
+        scratch_bytes=min(max(scratch_bytes, length * widest), options.max_num_seqs * length * widest),
     )
 
 
-def _kv_group(description: ModelDescription, dtype: str, plan: MemoryPlan, bytes_per_token: int) -> KVGroup:
-    config = description.config
-    return KVGroup(
-        layers=tuple(range(config.num_layers)),
-        kind="full",
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        dtype=dtype,
-        num_blocks=plan.num_blocks,
-        bytes_per_block=bytes_per_token * plan.block_size,
+def _kv_demand(layer: KVLayer, num_layers: int, width: int) -> KVDemand:
+    window = f", last {layer.window} tokens" if layer.window else ""
+    return KVDemand(
+        num_layers * 2 * layer.num_kv_heads * layer.head_dim * width,
+        layer.window,
+        f"{num_layers} layers x 2 x {layer.num_kv_heads} heads x {layer.head_dim} x {width} B{window}",
+    )
+
+
+def _cache(groups: Mapping[KVLayer, tuple[int, ...]], dtype: str, plan: MemoryPlan) -> CacheConfig:
+    block_size = plan.demand.block_size
+    return CacheConfig(
+        block_size,
+        tuple(
+            KVGroup(
+                layers=layers,
+                kind="window" if layer.window else "full",
+                num_kv_heads=layer.num_kv_heads,
+                head_dim=layer.head_dim,
+                dtype=dtype,
+                num_blocks=num_blocks,
+                bytes_per_block=kv.bytes_per_token * block_size,
+                window=layer.window,
+            )
+            for (layer, layers), kv, num_blocks in zip(groups.items(), plan.demand.kv, plan.num_blocks, strict=True)
+        ),
     )
 
 

@@ -5,7 +5,7 @@ loops, grows or reaches for what it should not have ends in an error.
 """
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from jinja2 import Template, TemplateError
 from jinja2.exceptions import SecurityError
@@ -66,13 +66,6 @@ def _collect(template: Template, variables: Mapping[str, object]) -> str:
             raise TooMuch(f"it makes more than {MAX_SIZE} characters")
         pieces.append(piece)
     return "".join(pieces)
-
-
-def choose(templates: Sequence[Mapping[str, str]] | str | None, name: str) -> str | None:
-    """From the `chat_template` of a tokenizer_config.json, which is one source or a list of named ones."""
-    if templates is None or isinstance(templates, str):
-        return templates
-    return {entry["name"]: entry["template"] for entry in templates}.get(name)
 
 
 def _reason(error: Exception) -> str:

@@ -7,14 +7,14 @@ fails alone ends with the error.
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from quire.core.output import Output
 from quire.core.request import Request, resolve
 from quire.core.runner import Runner
-from quire.core.step import Step, StepResult
+from quire.core.step import Pooling, Step, StepResult
 from quire.errors import RequestError
 from quire.params import SamplingParams, is_unicode
 from quire.sched.scheduler import Scheduler
@@ -50,6 +50,7 @@ class Engine:
         vocab_size: int,
         eos_token_ids: tuple[int, ...] = (),
         seed: int = 0,
+        deterministic: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.vocab_size = vocab_size
@@ -57,6 +58,7 @@ class Engine:
         self._scheduler = scheduler
         self._runner = runner
         self._eos_token_ids = eos_token_ids
+        self._deterministic = deterministic  # whether the runner can keep such a promise
         self._seeds = _mix(seed)
         self._clock = clock
         self._overlap = scheduler.config.steps_in_flight > 1
@@ -72,10 +74,25 @@ class Engine:
         """Whether `step` has something to do."""
         return self._scheduler.has_work
 
-    def add(self, request_id: str, prompt: list[int], params: SamplingParams) -> None:
-        """Queue a request of token ids. Raises RequestError: empty, too long, ids out of range, id in use."""
+    def add(
+        self,
+        request_id: str,
+        prompt: list[int],
+        params: SamplingParams,
+        bad_words: Sequence[Sequence[int]] = (),
+        pooling: Pooling = Pooling.NONE,
+    ) -> None:
+        """Queue a request of token ids. bad_words: tokens of `params.bad_words`, in all ways to write them.
+
+        A pooling in place of tokens needs `params.max_tokens` to be 0.
+        Raises RequestError: empty, too long, ids out of range, id in use.
+        """
         if not is_unicode(request_id):
             raise RequestError("a request id must be valid Unicode", "request_id")
+        if params.deterministic and not self._deterministic:
+            raise RequestError("this model cannot be run deterministically; leave `deterministic` out", "deterministic")
+        if pooling and (params.max_tokens != 0 or params.n != 1):
+            raise ValueError("a request that is pooled has one sequence and generates no tokens")
         params = resolve(
             prompt,
             params,
@@ -83,7 +100,14 @@ class Engine:
             max_model_len=self.max_model_len,
             default_seed=_mix(self._seeds + self._num_requests),
         )
-        request = Request(id=request_id, prompt=prompt, params=params, eos_token_ids=self._eos_token_ids)
+        request = Request(
+            id=request_id,
+            prompt=prompt,
+            params=params,
+            eos_token_ids=self._eos_token_ids,
+            bad_words=[list(word) for word in bad_words],
+            pooling=pooling,
+        )
         self._scheduler.add(request, self._clock())
         self._num_requests += 1
         self._prompt_tokens += len(prompt)

@@ -2,20 +2,24 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from os import PathLike, fspath
 from uuid import uuid4
 
 from quire.config import EngineOptions
+from quire.core.output import Output
 from quire.engine.build import build
+from quire.engine.embeddings import Pooled, pooling_of
 from quire.engine.engine import Engine
+from quire.engine.generations import NewRequest, generations
 from quire.engine.messages import Message
-from quire.engine.outputs import Delta, RequestOutput
+from quire.engine.outputs import Delta, EmbeddingOutput, EmbeddingRequestOutput, RequestOutput
 from quire.engine.progress import TokenProgress
 from quire.engine.prompts import Prompt, TokenizedPrompt, listed, tokenize
 from quire.engine.tokenizer import Tokenizer
 from quire.engine.transcript import Transcript
-from quire.errors import RequestError
+from quire.errors import QuireError, RequestError
 from quire.params import SamplingParams
 
 log = logging.getLogger(__name__)
@@ -45,6 +49,7 @@ class LLM:
         self.max_model_len = built.engine.max_model_len
         self._engine: Engine = built.engine
         self._tokenizer: Tokenizer = built.tokenizer
+        self._sampling_defaults = built.sampling_defaults
         self._streaming = False  # whether somebody is reading outputs
 
     def close(self) -> None:
@@ -54,6 +59,10 @@ class LLM:
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
         return self._tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What `generate` and `chat` use when they are given none: what the model's own files recommend."""
+        return SamplingParams(**self._sampling_defaults)  # type: ignore[arg-type]  # checked by name when called
 
     def generate(
         self,
@@ -65,7 +74,8 @@ class LLM:
         """Complete one prompt or several; the results come in the order of the prompts.
 
         prompts: text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}, or a list of these.
-        sampling_params: for all prompts, or one for each. use_tqdm: show progress; None does on a terminal.
+        sampling_params: for all prompts, or one for each; None takes `get_default_sampling_params`.
+        use_tqdm: show progress; None does on a terminal.
         Raises RequestError when any of them cannot be served; then none is.
         """
         tokenized = [tokenize(prompt, self._tokenizer) for prompt in listed(prompts)]
@@ -78,30 +88,76 @@ class LLM:
         *,
         tools: Sequence[Mapping[str, object]] | None = None,
         chat_template_kwargs: Mapping[str, object] | None = None,
-        add_generation_prompt: bool = True,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
         use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation or several. Raises RequestError as `generate` does."""
+        """Answer one conversation or several. Raises RequestError as `generate` does.
+
+        add_generation_prompt: begin the assistant's turn; None does unless continue_final_message goes on with
+        the last message.
+        """
         one = all(isinstance(message, Mapping) for message in messages)
-        conversations = [messages] if one else list(messages)
-        variables = {**(chat_template_kwargs or {}), "add_generation_prompt": add_generation_prompt}
-        tokenized = [self._tokenize_chat(c, tools, variables) for c in conversations]  # type: ignore[arg-type]  # mypy cannot follow `one`
+        conversations: Sequence[Sequence[Message]] = [messages] if one else list(messages)  # type: ignore[list-item, arg-type]  # mypy cannot follow `one`
+        texts = [
+            self._tokenizer.apply_chat_template(
+                conversation,
+                tools,
+                add_generation_prompt,
+                continue_final_message=continue_final_message,
+                **(chat_template_kwargs or {}),  # type: ignore[arg-type]  # any variable of the template
+            )
+            for conversation in conversations
+        ]
+        tokenized = [tokenize(text, self._tokenizer, add_special_tokens=False) for text in texts]
         return self._complete(tokenized, sampling_params, use_tqdm)
 
     def stream_chat(self, messages: Sequence[Message], sampling_params: SamplingParams | None = None) -> Iterator[str]:
         """Answer one conversation, piece by piece. Giving up the iterator gives up the answer."""
-        tokenized = [self._tokenize_chat(messages, None, {})]
-        for delta in self._deltas(self._transcripts(tokenized, sampling_params)):
-            yield delta.text
+        text = self._tokenizer.apply_chat_template(messages)
+        tokenized = [tokenize(text, self._tokenizer, add_special_tokens=False)]
+        with closing(self._deltas(self._transcripts(tokenized, sampling_params))) as deltas:
+            for delta in deltas:
+                yield delta.text
 
-    def _tokenize_chat(
+    def embed(
         self,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, object]] | None,
-        variables: Mapping[str, object],
-    ) -> TokenizedPrompt:
-        text = self._tokenizer.apply_chat_template(messages, tools, **variables)  # type: ignore[arg-type]  # any template variable
-        return TokenizedPrompt(text, self._tokenizer.encode(text, add_special_tokens=False))
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling: str = "last",
+        normalize: bool = True,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """One vector (hidden_size,) for each prompt, pooled from the last layer's hidden states after its norm.
+
+        pooling: "last" takes that of the last token, "mean" the mean over all. normalize: to length 1.
+        Raises RequestError as `generate` does, and QuireError where the model failed.
+        """
+        how = pooling_of(pooling)
+        params = SamplingParams(max_tokens=0, truncate_prompt_tokens=truncate_prompt_tokens)
+        tokenized = [tokenize(prompt, self._tokenizer) for prompt in listed(prompts)]
+        asked = generations(tokenized, [params] * len(tokenized), self._tokenizer, self.max_model_len)
+        requests = [generation.request(uuid4().hex, how) for generation in asked]
+        pooled = {request.request_id: Pooled(request.request_id, request.prompt, how) for request in requests}
+        outputs = self._outputs(requests, lambda name: pooled[name].finish_reason is None)
+        with TokenProgress("embedding", len(pooled), shown=use_tqdm) as progress, closing(outputs):
+            for output in outputs:
+                one = pooled[output.request_id]
+                one.add(output)
+                if one.finish_reason == "error":
+                    raise QuireError(f"a prompt could not be embedded: {one.error}")
+                if one.finish_reason is not None:
+                    progress.add(len(one.prompt_token_ids), 1)
+        return [
+            EmbeddingRequestOutput(
+                request_id=one.request_id,
+                prompt_token_ids=one.prompt_token_ids,
+                outputs=EmbeddingOutput(one.vector(normalized=normalize).tolist()),
+                finished=True,
+            )
+            for one in pooled.values()
+        ]
 
     def _complete(
         self,
@@ -110,46 +166,53 @@ class LLM:
         shown: bool | None,  # noqa: FBT001 (three states: yes, no, where a person watches)
     ) -> list[RequestOutput]:
         transcripts = self._transcripts(prompts, params)
-        with TokenProgress(sum(t.params.n for t in transcripts), shown=shown) as progress:
+        with TokenProgress("generating", sum(t.params.n for t in transcripts), shown=shown) as progress:
             for delta in self._deltas(transcripts):
-                progress.add(delta)
+                progress.add(len(delta.token_ids), int(delta.finish_reason is not None))
         return [transcript.result() for transcript in transcripts]
 
     def _transcripts(
         self, prompts: Sequence[TokenizedPrompt], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[Transcript]:
-        several = isinstance(params, list | tuple)
-        each: list[object] = list(params) if several else [params or SamplingParams()] * len(prompts)  # type: ignore[arg-type]  # mypy cannot follow `several`
+        if isinstance(params, list | tuple):
+            each = list(params)
+        else:
+            each = [params or self.get_default_sampling_params()] * len(prompts)
         if len(each) != len(prompts):
             raise RequestError(f"{len(prompts)} prompts need as many sampling_params, not {len(each)}")
-        now = time.monotonic()
-        transcripts = []
-        for prompt, one in zip(prompts, each, strict=True):
+        for one in each:
             if not isinstance(one, SamplingParams):
                 raise RequestError(f"sampling_params must be SamplingParams(...), not {type(one).__name__}")
-            transcripts.append(Transcript(uuid4().hex, prompt.text, prompt.ids, one, self._tokenizer, now=now))
-        return transcripts
+        now = time.monotonic()
+        asked = generations(prompts, each, self._tokenizer, self.max_model_len)
+        return [Transcript(uuid4().hex, generation, self._tokenizer, now=now) for generation in asked]
 
-    def _deltas(self, transcripts: Sequence[Transcript]) -> Iterator[Delta]:
-        """Run the engine until all transcripts are finished; whatever happens, it keeps none of them."""
+    def _deltas(self, transcripts: Sequence[Transcript]) -> Generator[Delta]:
+        """Run the engine until all transcripts are finished."""
+        by_id = {transcript.request_id: transcript for transcript in transcripts}
+        requests = [transcript.generation.request(name) for name, transcript in by_id.items()]
+        with closing(self._outputs(requests, lambda name: not by_id[name].finished)) as outputs:
+            for output in outputs:
+                delta = by_id[output.request_id].add(output, time.monotonic())
+                if delta is None:
+                    continue
+                if delta.stopped_after is not None:
+                    self._engine.finish(delta.seq_id, delta.stopped_after)
+                yield delta
+
+    def _outputs(self, requests: Sequence[NewRequest], is_open: Callable[[str], bool]) -> Generator[Output]:
+        """Run the engine until no request is open; whatever happens, it keeps none of them."""
         if self._streaming:
             raise RequestError("an answer is still being streamed; read it to its end or close it first")
-        open_ones = {transcript.request_id: transcript for transcript in transcripts}
         self._streaming = True
+        open_ids = [request.request_id for request in requests]
         try:
-            for transcript in transcripts:
-                self._engine.add(transcript.request_id, transcript.prompt_token_ids, transcript.params)
-            while open_ones:
-                for output in self._engine.step():
-                    transcript = open_ones[output.request_id]
-                    delta = transcript.add(output, time.monotonic())
-                    if delta is None:
-                        continue
-                    if delta.stopped_after is not None:
-                        self._engine.finish(delta.seq_id, delta.stopped_after)
-                    yield delta
-                open_ones = {name: t for name, t in open_ones.items() if not t.finished}
+            for request in requests:
+                self._engine.add(*request)
+            while open_ids:
+                yield from self._engine.step()
+                open_ids = [name for name in open_ids if is_open(name)]
         finally:
             self._streaming = False
-            for request_id in open_ones:
-                self._engine.abort(request_id)
+            for name in open_ids:  # to abort one that has ended, or never began, does nothing
+                self._engine.abort(name)

@@ -1,12 +1,18 @@
 """What this machine has to offer. The only place that asks."""
 
 import os
+import platform
 from pathlib import Path
 
 import torch
 
 _MEMINFO = Path("/proc/meminfo")
+_CPUINFO = Path("/proc/cpuinfo")
 _CGROUP = Path("/sys/fs/cgroup")
+_INSTRUCTION_SETS = (
+    *("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_int8"),
+    *("asimd", "sve", "bf16", "i8mm"),
+)
 
 
 def pick_device(name: str) -> str:
@@ -41,3 +47,29 @@ def _cgroup_memory() -> int:
         return limit - used + int(statistics["inactive_file"])  # cached files give way
     except (OSError, ValueError, KeyError):  # no cgroup v2, or the limit is "max"
         return 2**62
+
+
+def cpu_description() -> str:
+    """The processor, how many of its cores this process may use, and the instruction sets that kernels care about."""
+    facts = _cpu_facts()
+    flags = facts.get("flags", facts.get("Features", "")).split()
+    found = ", ".join(flag for flag in _INSTRUCTION_SETS if flag in flags) or "no vector extensions that kernels use"
+    return f"{facts.get('model name', platform.machine())}, {len(os.sched_getaffinity(0))} cores, {found}"
+
+
+def gpu_description() -> str:
+    """The accelerators that torch sees, or why there are none."""
+    if torch.version.cuda is None:
+        return "none: this torch is built without CUDA"
+    if not torch.cuda.is_available():
+        return "none: torch finds no device"
+    devices = (torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count()))
+    return "; ".join(f"{device.name}, {device.total_memory / 2**30:.0f} GiB" for device in devices)
+
+
+def _cpu_facts() -> dict[str, str]:
+    """Of the first processor."""
+    if not _CPUINFO.exists():
+        return {}
+    lines = _CPUINFO.read_text().split("\n\n")[0].splitlines()
+    return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}

@@ -7,6 +7,7 @@ from quire.errors import RequestError
 
 MAX_MESSAGES = 16384
 MAX_DEPTH = 32
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # names for what a model thought, best first
 _TEXT_PARTS = ("text", "input_text", "output_text")
 
 Message = Mapping[str, object]
@@ -50,7 +51,13 @@ def _plain_message(message: Message) -> dict[str, object]:
         plain["tool_calls"] = _tool_calls(plain["tool_calls"])
     elif plain["content"] is None and plain["role"] != "assistant":
         raise RequestError(f"a message of role {plain['role']!r:.40} needs content", "messages")
-    return plain
+    return _with_reasoning(plain)
+
+
+def _with_reasoning(plain: dict[str, object]) -> dict[str, object]:
+    """Reasoning under the names that templates read, as transformers does."""
+    thought = next((plain[name] for name in REASONING_FIELDS if plain.get(name) is not None), None)
+    return plain if thought is None else {"thinking": thought, **plain, "reasoning_content": thought}
 
 
 def _text(content: object) -> str | None:

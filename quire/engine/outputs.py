@@ -4,11 +4,14 @@ import msgspec
 
 
 class Logprob(msgspec.Struct, frozen=True):
-    """How likely a token was: natural logarithm, before temperature and truncation."""
+    """How likely a token was: natural logarithm, before penalties, temperature and truncation."""
 
     logprob: float
-    rank: int | None  # 1 is the most likely
+    rank: int | None  # 1 is the most likely; None where only the token's id was asked about
     decoded_token: str
+
+
+LogprobRow = dict[int, Logprob]  # of one position: its token first, then the most likely ones, then those asked about
 
 
 class CompletionOutput(msgspec.Struct):
@@ -22,9 +25,10 @@ class CompletionOutput(msgspec.Struct):
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None = None
-    logprobs: list[dict[int, Logprob]] | None = None  # one entry per token: itself and the most likely ones
+    logprobs: list[LogprobRow] | None = None  # one row per token
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    token_offsets: list[int] = []  # per token: characters of text that were complete before it
 
 
 class RequestMetrics(msgspec.Struct):
@@ -46,9 +50,25 @@ class RequestOutput(msgspec.Struct):
     finished: bool
     num_cached_tokens: int  # of the prompt, whose KV was reused
     metrics: RequestMetrics
+    prompt_logprobs: list[LogprobRow | None] | None = None  # one per token of the prompt; the first has none
 
 
-class Delta(msgspec.Struct, frozen=True):
+class EmbeddingOutput(msgspec.Struct):
+    """What a prompt was pooled to."""
+
+    embedding: list[float]  # (hidden_size,)
+
+
+class EmbeddingRequestOutput(msgspec.Struct):
+    """Everything that came of one prompt to be embedded."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    outputs: EmbeddingOutput
+    finished: bool
+
+
+class Delta(msgspec.Struct, frozen=True, kw_only=True):
     """What one step added to one sequence.
 
     stopped_after: set when a stop string ended the sequence: the number of output tokens that made
@@ -60,7 +80,8 @@ class Delta(msgspec.Struct, frozen=True):
     seq_id: int
     text: str
     token_ids: list[int]
-    logprobs: list[dict[int, Logprob]] | None = None
+    token_offsets: list[int]
+    logprobs: list[LogprobRow] | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     stopped_after: int | None = None

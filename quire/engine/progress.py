@@ -7,18 +7,16 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from quire.engine.outputs import Delta
-
 
 class TokenProgress:
     """A bar of finished sequences with tokens per second, on the error stream.
 
-    shown: None shows it where that stream is a terminal.
+    work: what is being done, in a word. shown: None shows it where that stream is a terminal.
     """
 
-    def __init__(self, total: int, *, shown: bool | None = None) -> None:
+    def __init__(self, work: str, total: int, *, shown: bool | None = None) -> None:
         self._bar = Progress(
-            TextColumn("generating"),
+            TextColumn(work),
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
@@ -26,7 +24,7 @@ class TokenProgress:
             console=Console(stderr=True),
             disable=not (sys.stderr.isatty() if shown is None else shown),
         )
-        self._task = self._bar.add_task("generating", total=total, speed=0.0)
+        self._task = self._bar.add_task(work, total=total, speed=0.0)
         self._num_tokens = 0
 
     def __enter__(self) -> Self:
@@ -38,14 +36,10 @@ class TokenProgress:
     ) -> None:
         self._bar.stop()
 
-    def add(self, delta: Delta) -> None:
-        """Count what a step brought."""
+    def add(self, num_tokens: int, num_finished: int) -> None:
+        """Count what a step brought: tokens, and sequences that ended."""
         if self._bar.disable:
             return
-        self._num_tokens += len(delta.token_ids)
+        self._num_tokens += num_tokens
         elapsed = self._bar.tasks[self._task].elapsed or 0.0
-        self._bar.update(
-            self._task,
-            advance=int(delta.finish_reason is not None),
-            speed=self._num_tokens / elapsed if elapsed else 0.0,
-        )
+        self._bar.update(self._task, advance=num_finished, speed=self._num_tokens / elapsed if elapsed else 0.0)

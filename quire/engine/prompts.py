@@ -6,6 +6,7 @@ from typing import NamedTuple, TypedDict
 
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import RequestError, nearest
+from quire.params import MAX_TOKENS
 
 
 class TextPrompt(TypedDict):
@@ -18,6 +19,10 @@ class TokensPrompt(TypedDict):
     """A prompt as token ids."""
 
     prompt_token_ids: list[int]
+
+
+class ContextLengthExceeded(RequestError):
+    """A prompt does not fit into the model's context."""
 
 
 Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
@@ -41,18 +46,23 @@ def listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return list(prompts)
 
 
-def tokenize(prompt: Prompt, tokenizer: Tokenizer) -> TokenizedPrompt:
-    """The ids of one prompt. Raises RequestError for anything that is none of the forms."""
+def tokenize(prompt: Prompt, tokenizer: Tokenizer, *, add_special_tokens: bool = True) -> TokenizedPrompt:
+    """The ids of one prompt. Raises RequestError for anything that is none of the forms.
+
+    add_special_tokens: whether a text gets the begin and end tokens that the tokenizer adds.
+    """
     if isinstance(prompt, str):
-        return TokenizedPrompt(prompt, tokenizer.encode(prompt))
+        return TokenizedPrompt(prompt, tokenizer.encode(prompt, add_special_tokens=add_special_tokens))
     if isinstance(prompt, Mapping):
-        return _tokenize_mapping(prompt, tokenizer)
+        return _tokenize_mapping(prompt, tokenizer, add_special_tokens=add_special_tokens)
     if isinstance(prompt, list | tuple) and all(_is_token(token) for token in prompt):
-        return TokenizedPrompt(None, [int(token) for token in prompt])
+        return TokenizedPrompt(None, _token_ids(prompt))
     raise RequestError("a prompt must be a string or a list of token ids", "prompt")
 
 
-def _tokenize_mapping(prompt: Mapping[str, object], tokenizer: Tokenizer) -> TokenizedPrompt:
+def _tokenize_mapping(
+    prompt: Mapping[str, object], tokenizer: Tokenizer, *, add_special_tokens: bool
+) -> TokenizedPrompt:
     known = ("prompt", "prompt_token_ids")
     for name in prompt:
         if name not in known:
@@ -61,11 +71,19 @@ def _tokenize_mapping(prompt: Mapping[str, object], tokenizer: Tokenizer) -> Tok
         ids, text = prompt["prompt_token_ids"], prompt.get("prompt")
         if not isinstance(ids, list | tuple) or not all(_is_token(token) for token in ids):
             raise RequestError("prompt_token_ids must be a list of whole numbers", "prompt")
-        return TokenizedPrompt(text if isinstance(text, str) else None, [int(token) for token in ids])
+        return TokenizedPrompt(text if isinstance(text, str) else None, _token_ids(ids))
     text = prompt.get("prompt")
     if not isinstance(text, str):
         raise RequestError("a prompt object needs a prompt or prompt_token_ids", "prompt")
-    return TokenizedPrompt(text, tokenizer.encode(text))
+    return TokenizedPrompt(text, tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+
+def _token_ids(prompt: Sequence[int]) -> list[int]:
+    """As plain integers that any vocabulary could have; the engine compares them with the model's."""
+    for token in prompt:
+        if not 0 <= token <= MAX_TOKENS:
+            raise RequestError(f"a token id must be between 0 and {MAX_TOKENS}, not {token!r:.80}", "prompt")
+    return [int(token) for token in prompt]
 
 
 def _is_token(item: object) -> bool:

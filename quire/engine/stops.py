@@ -26,11 +26,13 @@ class StopStrings:
 
     The text ends before the stop string that is complete first; of several complete at the same
     character, before the longest. `matched` is that string, None while there is none.
+    included: the text ends behind it; then nothing needs to be held back.
     """
 
-    def __init__(self, patterns: Sequence[Pattern]) -> None:
+    def __init__(self, patterns: Sequence[Pattern], *, included: bool = False) -> None:
         self.matched: str | None = None
         self._patterns = patterns
+        self._included = included
         self._lengths = [0] * len(patterns)  # of the beginning of each pattern that the text ends with
         self._held = ""
 
@@ -49,9 +51,9 @@ class StopStrings:
                 self.matched = max(complete, key=len)
                 text = self._held + text[: i + 1]
                 self._held = ""
-                return text[: len(text) - len(self.matched)]
+                return text if self._included else text[: len(text) - len(self.matched)]
         text = self._held + text
-        kept = len(text) - max(self._lengths)
+        kept = len(text) - (0 if self._included else max(self._lengths))
         self._held = text[kept:]
         return text[:kept]
 

@@ -1,7 +1,7 @@
 """Names that a chat template may use beside Jinja's own, as transformers define them. Knows no environment."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -34,9 +34,15 @@ def _check_name(name: object) -> None:
         raise SecurityError(f"a namespace cannot hold {name!r:.80}")
 
 
-def new_dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:  # noqa: ANN401 (as dict)
-    """`dict(...)`, without the attributes of the class."""
-    return dict(*args, **kwargs)
+class NewDict:
+    """`dict(...)` and `dict.fromkeys(...)`, without the other attributes of the class."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:  # noqa: ANN401 (as dict)
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, keys: Iterable[object], value: object = None) -> dict[Any, Any]:
+        """A dict with these keys."""
+        return dict.fromkeys(keys, value)
 
 
 def tojson(

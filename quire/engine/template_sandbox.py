@@ -16,7 +16,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from quire.engine.template_code import GenerationBlock, MeteredCode
 from quire.engine.template_meter import Meter, check_format, check_growth, check_numbers
-from quire.engine.template_names import PlainNamespace, new_dict, raise_exception, strftime_now, tojson
+from quire.engine.template_names import NewDict, PlainNamespace, raise_exception, strftime_now, tojson
 
 # What these cost, or the length of what they return, is the product of their operands.
 _COSTLY_METHODS = frozenset(
@@ -52,7 +52,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             del self.globals[name]
         self.filters = {name: self._metered(name, function) for name, function in self.filters.items()}
         self.globals.update(
-            raise_exception=raise_exception, strftime_now=strftime_now, namespace=PlainNamespace, dict=new_dict
+            raise_exception=raise_exception, strftime_now=strftime_now, namespace=PlainNamespace, dict=NewDict()
         )
 
     def measured(self, value: object) -> object:

@@ -1,58 +1,63 @@
-"""Tokenizer: text to token ids and back, and conversations to text. Knows the model's folder, nothing of requests.
+"""Tokenizer: text to token ids and back, and conversations to text. Knows one model's tokenizer, nothing of requests.
 
-It wraps the `tokenizers` library. As in transformers 5, whether a text gets begin and end tokens is the
-affair of tokenizer.json alone; of tokenizer_config.json count the special tokens and the chat template.
+It wraps the `tokenizers` library; the files it is made from are read by `tokenizer_files` and
+`template_files`.
 """
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import tokenizers
-from tokenizers import decoders
 
-from quire.engine.chat_template import ChatTemplate, choose
-from quire.engine.messages import Message, plain_json, plain_messages
-from quire.errors import ModelError, RequestError
-from quire.models.json_file import read_object
+from quire.engine.messages import Message
+from quire.engine.template_files import DEFAULT, read_templates
+from quire.engine.template_set import TemplateSet, render_conversation
+from quire.engine.tokenizer_bytes import TokenBytes
+from quire.engine.tokenizer_files import read_tokenizer
+from quire.errors import RequestError
 
-_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_BAD_ID = "token ids must be whole numbers from 0 to 4294967295"
 
 
 class Tokenizer:
-    """Text to ids and back. All methods may be called from several threads at once."""
+    """Text to ids and back. All methods may be called from several threads at once.
+
+    special_tokens: name ("eos_token") -> text. chat_template: a Jinja source, or several by name ("default",
+    "tool_use", ...). Raises ModelError for a template that does not compile.
+    """
 
     def __init__(
         self,
         core: tokenizers.Tokenizer,
         *,
         special_tokens: Mapping[str, str] | None = None,
-        chat_template: str | None = None,
-        tool_template: str | None = None,
+        chat_template: str | Mapping[str, str] | None = None,
     ) -> None:
         self._core = core
+        self._bytes = TokenBytes(core)
         self.special_tokens = dict(special_tokens or {})  # name ("eos_token") -> text
-        self.special_ids = frozenset(i for i, token in core.get_added_tokens_decoder().items() if token.special)
-        self.vocab_size = core.get_vocab_size()
-        self._chat_template = ChatTemplate(chat_template) if chat_template else None
-        self._tool_template = ChatTemplate(tool_template) if tool_template else self._chat_template
-        self._bytes = _byte_level_alphabet() if isinstance(core.decoder, decoders.ByteLevel) else None
+        self.added_ids = frozenset(core.get_added_tokens_decoder())
+        self.special_ids = frozenset(i for i in self.added_ids if self._is_skipped(i))
+        self.vocab_size = core.get_vocab_size()  # tokens; where ids have holes, the largest id is not below it
+        sources = {DEFAULT: chat_template} if isinstance(chat_template, str) else chat_template or {}
+        self._templates = TemplateSet(sources)
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> "Tokenizer":
-        """From tokenizer.json and, where present, tokenizer_config.json and chat_template.jinja.
+        """From tokenizer.json, or vocab.json and merges.txt, and the files that go with them.
 
         Raises ModelError that says which file is missing or broken.
         """
         folder = Path(folder)
-        core = _read_core(folder / "tokenizer.json")
-        path = folder / "tokenizer_config.json"
-        config = read_object(path) if path.is_file() else {}
-        special = {name: _token_text(config[name]) for name in _SPECIAL_NAMES if config.get(name) is not None}
-        core.no_truncation()
-        core.no_padding()
-        chat, tool = _read_templates(folder, config)
-        return cls(core, special_tokens=special, chat_template=chat, tool_template=tool)
+        files = read_tokenizer(folder)
+        templates = read_templates(folder, files.config)
+        return cls(files.core, special_tokens=files.special_tokens, chat_template=templates)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether conversations can be written as text."""
+        return bool(self._templates)
 
     @property
     def eos_token_id(self) -> int | None:
@@ -74,7 +79,8 @@ class Tokenizer:
             raise RequestError(
                 f"the text is not valid Unicode: an unpaired surrogate at position {error.start}", "prompt"
             ) from error
-        return list(self._core.encode(text, add_special_tokens=add_special_tokens).ids)
+        # The fast one does not keep where each token was in the text, which takes half of the time.
+        return list(self._core.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:  # noqa: FBT001, FBT002
         """The text of token ids; bytes that form no character become U+FFFD, ids without a token nothing.
@@ -84,88 +90,85 @@ class Tokenizer:
         try:
             return str(self._core.decode(ids, skip_special_tokens=skip_special_tokens))
         except (OverflowError, TypeError) as error:
-            raise RequestError("token ids must be whole numbers from 0 to 4294967295", "prompt") from error
+            raise RequestError(_BAD_ID, "prompt") from error
+
+    def token_bytes(self, token: int, *, first: bool = False) -> bytes:
+        """The bytes that one token adds to a text, also of one that is only a part of a character.
+
+        first: at the beginning of the text, where some tokenizers drop a leading space.
+        """
+        return self._bytes.first(token) if first else self._bytes.inside(token)
+
+    @property
+    def byte_errors(self) -> Literal["replace", "surrogateescape"]:
+        """How tokens' bytes that are no UTF-8 are decoded: one U+FFFD for each beginning of a character, or each byte.
+
+        The names are those of `bytes.decode`.
+        """
+        return self._bytes.errors
 
     def token_text(self, token: int) -> str:
-        """The text of one token by itself."""
-        return self.decode([token])
+        """The text that one token adds to a text, U+FFFD for a part of a character."""
+        return self.token_bytes(token).decode(errors="replace")
 
-    def token_bytes(self, token: int) -> bytes:
-        """The bytes of one token, also of one that is only a part of a character."""
-        piece = self._core.id_to_token(token)
-        if piece is not None and self._bytes is not None and all(char in self._bytes for char in piece):
-            return bytes(self._bytes[char] for char in piece)
-        if piece is not None and self._bytes is None and len(piece) == 6 and piece.startswith("<0x"):
-            return bytes.fromhex(piece[3:5])  # SentencePiece's byte tokens, such as <0xE2>
-        return self.token_text(token).encode()
+    def convert_ids_to_tokens(
+        self,
+        ids: int | Sequence[int],
+        skip_special_tokens: bool = False,  # noqa: FBT001, FBT002 (transformers' signature)
+    ) -> str | list[str | None] | None:
+        """Tokens as the vocabulary writes them, such as `Ġhello` or `▁hello`; None for an id without one."""
+        if isinstance(ids, int):
+            return self._piece(ids)
+        skipped = self.special_ids if skip_special_tokens else frozenset[int]()
+        return [self._piece(token) for token in ids if token not in skipped]
+
+    def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> int | list[int | None] | None:
+        """Ids of tokens as the vocabulary writes them; of one it does not have, that of unk_token or None."""
+        return self._id(tokens) if isinstance(tokens, str) else [self._id(token) for token in tokens]
 
     def apply_chat_template(
         self,
+        /,
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, object]] | None = None,
-        add_generation_prompt: bool = True,  # noqa: FBT001, FBT002 (transformers' signature)
+        add_generation_prompt: bool | None = None,  # noqa: FBT001 (transformers' signature)
+        *,
+        continue_final_message: bool | str = False,
+        documents: Sequence[Mapping[str, object]] | None = None,
+        chat_template: str | None = None,
         **variables: object,
     ) -> str:
         """A conversation as text; `variables` are the template's own switches, such as enable_thinking.
 
+        add_generation_prompt: end with the beginning of an answer; None does unless the last message is continued.
+        continue_final_message: leave the last message open; a string names its field, True is "content".
+        chat_template: name of one of the model's templates. Without it tools choose "tool_use", if there is one.
         Raises RequestError: no template, or one that does not accept these messages.
         """
-        template = self._tool_template if tools else self._chat_template
-        if template is None:
-            raise RequestError(
-                "this model has no chat template; use completions with a prompt, or add chat_template.jinja "
-                "to the model's folder",
-                "messages",
-            )
-        return template.render(
-            {
-                **self.special_tokens,
-                **{name: plain_json(value, "chat_template_kwargs") for name, value in variables.items()},
-                "messages": plain_messages(messages),
-                "tools": plain_json(list(tools), "tools") if tools else None,
-                "add_generation_prompt": add_generation_prompt,
-            }
+        return render_conversation(
+            self._templates.choose(chat_template, has_tools=bool(tools)),
+            messages,
+            {**self.special_tokens, **variables},
+            tools=tools,
+            documents=documents,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
         )
+
+    def _is_skipped(self, token: int) -> bool:
+        twice = [token, token]  # the first may lose its space
+        return bool(self._core.decode(twice, skip_special_tokens=False)) and not self._core.decode(twice)
+
+    def _piece(self, token: int) -> str | None:
+        try:
+            return self._core.id_to_token(token)
+        except (OverflowError, TypeError) as error:
+            raise RequestError(_BAD_ID, "prompt") from error
+
+    def _id(self, token: str) -> int | None:
+        found = self._core.token_to_id(token)
+        return self._special_id("unk_token") if found is None else found
 
     def _special_id(self, name: str) -> int | None:
         text = self.special_tokens.get(name)
         return None if text is None else self._core.token_to_id(text)
-
-
-def _read_core(path: Path) -> tokenizers.Tokenizer:
-    if not path.is_file():
-        raise ModelError(f"{path} is missing; quire needs the tokenizer in that format")
-    try:
-        return tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises nothing more special
-        raise ModelError(f"{path} is broken ({error!s:.200}); download it again") from error
-
-
-def _token_text(value: object) -> str:
-    text = value.get("content") if isinstance(value, dict) else value
-    if not isinstance(text, str):
-        raise ModelError(f"a special token in tokenizer_config.json must be a string, not {value!r:.80}")
-    return text
-
-
-def _read_templates(folder: Path, config: Mapping[str, Any]) -> tuple[str | None, str | None]:
-    """For conversations without and with tools; None where there is none."""
-    path = folder / "chat_template.jinja"
-    if path.is_file():
-        try:
-            return path.read_text(encoding="utf-8"), None
-        except ValueError as error:
-            raise ModelError(f"{path} is not UTF-8 text; download it again") from error
-    templates = config.get("chat_template")
-    try:
-        return choose(templates, "default"), choose(templates, "tool_use")
-    except (KeyError, TypeError) as error:
-        raise ModelError("chat_template in tokenizer_config.json must be a string or a list of named ones") from error
-
-
-def _byte_level_alphabet() -> dict[str, int]:
-    """The characters that byte-level BPE writes for bytes: printable Latin-1 as itself, the rest from U+0100 on."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = (byte for byte in range(256) if byte not in printable)
-    alphabet = {chr(byte): byte for byte in printable}
-    return alphabet | {chr(0x100 + i): byte for i, byte in enumerate(others)}

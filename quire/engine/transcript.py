@@ -1,38 +1,31 @@
 """Transcript: turns what the engine says about one request into text. Knows one request, no engine and no clock."""
 
-import math
-from collections.abc import Sequence
-
 from quire.core.output import Output
-from quire.core.step import Logprobs
-from quire.engine.detokenizer import Detokenizer
-from quire.engine.outputs import CompletionOutput, Delta, Logprob, RequestMetrics, RequestOutput
-from quire.engine.stops import Pattern, StopStrings, compile_stops
+from quire.engine.generations import Generation
+from quire.engine.logprobs import read_rows
+from quire.engine.outputs import CompletionOutput, Delta, LogprobRow, RequestMetrics, RequestOutput
+from quire.engine.sequence_text import SequenceText
+from quire.engine.stops import compile_stops
 from quire.engine.tokenizer import Tokenizer
-from quire.params import SamplingParams
 
 
 class Transcript:
-    """The sequences of one request while they grow."""
+    """The sequences of one request while they grow.
 
-    def __init__(
-        self,
-        request_id: str,
-        prompt: str | None,
-        prompt_token_ids: list[int],
-        params: SamplingParams,
-        tokenizer: Tokenizer,
-        *,
-        now: float,
-    ) -> None:
+    prompt_logprobs: None where nobody asks; it is complete when the first token comes.
+    """
+
+    def __init__(self, request_id: str, generation: Generation, tokenizer: Tokenizer, *, now: float) -> None:
         self.request_id = request_id
-        self.prompt = prompt
-        self.prompt_token_ids = prompt_token_ids
-        self.params = params
+        self.generation = generation
+        self.prompt = generation.prompt
+        self.params = params = generation.params
         self.num_cached_tokens = 0
         self.metrics = RequestMetrics(now)
+        self.prompt_logprobs: list[LogprobRow | None] | None = None if params.prompt_logprobs is None else [None]
+        self._tokenizer = tokenizer
         patterns = compile_stops(params.stop)
-        self._sequences = [_Sequence(index, params, tokenizer, prompt_token_ids, patterns) for index in range(params.n)]
+        self._sequences = [SequenceText(i, params, tokenizer, self.prompt.ids, patterns) for i in range(params.n)]
 
     @property
     def finished(self) -> bool:
@@ -45,14 +38,16 @@ class Transcript:
         return sum(len(sequence.result.token_ids) for sequence in self._sequences)
 
     def add(self, output: Output, now: float) -> Delta | None:
-        """What `output` adds; None for a sequence that has ended, which the engine may not know yet.
+        """What `output` adds to its sequence; None for nothing, as for one that has ended, which the engine
+        may not know yet.
 
         Where the Delta has `stopped_after`, the caller tells the engine.
         """
+        self._read_prompt(output)
         sequence = self._sequences[output.index]
-        if sequence.result.finish_reason is not None:
+        new = output.token_ids or output.finish_reason is not None
+        if sequence.result.finish_reason is not None or not new:
             return None
-        self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
         delta = sequence.add(output)
         if output.token_ids:
             if self.metrics.first_token_time is None:
@@ -62,93 +57,26 @@ class Transcript:
             self.metrics.finished_time = now
         return delta
 
+    def sequence(self, index: int) -> CompletionOutput:
+        """Everything so far of one sequence."""
+        return self._sequences[index].collected()
+
     def result(self) -> RequestOutput:
         """Everything so far."""
         return RequestOutput(
             request_id=self.request_id,
-            prompt=self.prompt,
-            prompt_token_ids=self.prompt_token_ids,
+            prompt=self.prompt.text,
+            prompt_token_ids=self.prompt.ids,
             outputs=[sequence.collected() for sequence in self._sequences],
             finished=self.finished,
             num_cached_tokens=self.num_cached_tokens,
             metrics=self.metrics,
+            prompt_logprobs=self.prompt_logprobs,
         )
 
-
-class _Sequence:
-    def __init__(
-        self,
-        index: int,
-        params: SamplingParams,
-        tokenizer: Tokenizer,
-        prompt: Sequence[int],
-        patterns: tuple[Pattern, ...],
-    ) -> None:
-        logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
-        self.result = CompletionOutput(index, "", [], None if logprobs is None else 0.0, logprobs)
-        self._params = params
-        self._tokenizer = tokenizer
-        self._detokenizer = Detokenizer(tokenizer, prompt)
-        self._stops = StopStrings(patterns)
-        self._texts: list[str] = []
-
-    def add(self, output: Output) -> Delta:
-        text, num_tokens = self._read(output)
-        tokens = output.token_ids[:num_tokens]
-        logprobs = self._logprobs(output.logprobs, num_tokens)
-        reason, cause = output.finish_reason, self._cause(output)
-        if self._stops.matched is not None:
-            reason, cause = "stop", self._stops.matched
-        result = self.result
-        result.token_ids += tokens
-        result.finish_reason, result.stop_reason = reason, cause
-        self._texts.append(text)
-        told = output.finish_reason is not None or reason is None  # the engine knows already
-        stopped_after = None if told else len(result.token_ids)
-        return Delta(
-            output.request_id, output.index, output.seq_id, text, tokens, logprobs, reason, cause, stopped_after
-        )
-
-    def collected(self) -> CompletionOutput:
-        self.result.text = "".join(self._texts)
-        return self.result
-
-    def _read(self, output: Output) -> tuple[str, int]:
-        """The text of an output, and how many of its tokens there are up to a stop string."""
-        pieces = []
-        for num_tokens, token in enumerate(output.token_ids, 1):
-            if output.stop_token is None or num_tokens < len(output.token_ids):  # a stop token is not text
-                pieces.append(self._pass(self._detokenizer.add(token), num_tokens))
-            if self._stops.matched is not None:
-                return "".join(pieces), num_tokens
-        if output.finish_reason is not None:
-            pieces.append(self._pass(self._detokenizer.close(), len(output.token_ids)))
-            pieces.append(self._stops.close())
-        return "".join(pieces), len(output.token_ids)
-
-    def _pass(self, text: str, num_tokens: int) -> str:
-        enough = len(self.result.token_ids) + num_tokens >= self._params.min_tokens
-        return self._stops.add(text, may_stop=enough)
-
-    def _cause(self, output: Output) -> str | int | None:
-        if output.finish_reason == "error":
-            return output.error
-        return output.stop_token if output.stop_token in self._params.stop_token_ids else None
-
-    def _logprobs(self, logprobs: Logprobs | None, num_tokens: int) -> list[dict[int, Logprob]] | None:
-        if self.result.logprobs is None or logprobs is None:
-            return None
-        rows = zip(logprobs.ids.tolist(), logprobs.values.tolist(), logprobs.ranks.tolist(), strict=True)
-        added = [self._row(*row) for row in list(rows)[:num_tokens]]
-        self.result.logprobs += added
-        sampled = (next(iter(row.values())).logprob for row in added)
-        self.result.cumulative_logprob = sum(sampled, self.result.cumulative_logprob or 0.0)
-        return added
-
-    def _row(self, ids: list[int], values: list[float], rank: int) -> dict[int, Logprob]:
-        text = self._tokenizer.token_text
-        row = {ids[0]: Logprob(values[0], rank, text(ids[0]))}
-        for place, (token, value) in enumerate(zip(ids[1:], values[1:], strict=True), 1):
-            if value != -math.inf and token not in row:  # -inf pads
-                row[token] = Logprob(value, place, text(token))
-        return row
+    def _read_prompt(self, output: Output) -> None:
+        """What is said about the prompt comes with the first sequence; the others share what it computed."""
+        if output.index == 0:
+            self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
+        if self.prompt_logprobs is not None and output.prompt_logprobs is not None:
+            self.prompt_logprobs += read_rows(output.prompt_logprobs, self.params.prompt_logprobs or 0, self._tokenizer)

@@ -10,10 +10,13 @@ from quire import __version__
 from quire.server.body_limit import BodyLimit
 from quire.server.chat import chat_routes
 from quire.server.completions import completion_routes
+from quire.server.embeddings import embedding_routes
 from quire.server.errors import install
 from quire.server.operations import operation_routes
 from quire.server.service import Service
+from quire.server.sglang import generate_routes
 from quire.server.sse import ClientGone
+from quire.server.tokens import token_routes
 
 _CLIENT_GONE = 499  # nginx's number; nobody receives it
 
@@ -33,7 +36,10 @@ def make_app(service: Service) -> FastAPI:
     app.add_middleware(BodyLimit)
     install(app)
     app.add_exception_handler(ClientGone, _nobody)
-    for routes in (completion_routes, chat_routes, operation_routes):
+    for routes in (
+        *(completion_routes, chat_routes, embedding_routes),
+        *(token_routes, generate_routes, operation_routes),
+    ):
         app.include_router(routes(service))
     return app
 

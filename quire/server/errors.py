@@ -1,7 +1,9 @@
 """Errors as HTTP: always OpenAI's error object, never internals. Knows status codes, no routes."""
 
 import logging
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from uuid import uuid4
 
 import msgspec
@@ -10,17 +12,24 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from quire.engine.async_engine import EngineStopped
+from quire.engine.prompts import ContextLengthExceeded
 from quire.errors import ModelError, RequestError
 
 log = logging.getLogger(__name__)
 
-_TYPES = {
-    404: "not_found_error",
-    413: "request_too_large",
+_TYPES = {  # any other is an invalid_request_error
     429: "rate_limit_error",
     500: "server_error",
     503: "service_unavailable",
 }
+_CODES = {  # of pydantic's findings and of ours
+    "missing": "missing_required_parameter",
+    "unknown_field": "unknown_parameter",
+    "not_supported": "unsupported_parameter",
+}
+
+
+_TYPE_NAME = re.compile(r"str|int|float|bool|.*\[.*")  # what pydantic puts into a place where it tried several types
 
 
 class UnknownModel(RequestError):
@@ -50,6 +59,8 @@ def describe(error: Exception) -> tuple[int, dict[str, object]]:
     match error:
         case UnknownModel():
             return 404, error_object(404, str(error), "model", "model_not_found")
+        case ContextLengthExceeded():
+            return 400, error_object(400, str(error), error.param, "context_length_exceeded")
         case RequestError():
             return 400, error_object(400, str(error), error.param)
         case UnicodeEncodeError():  # from pydantic, where it would quote the text
@@ -57,8 +68,7 @@ def describe(error: Exception) -> tuple[int, dict[str, object]]:
         case EngineStopped():
             return 503, error_object(503, str(error))
         case RequestValidationError():
-            message, param = _first_problem(error.errors())
-            return 400, error_object(400, message, param)
+            return 400, error_object(400, *_first_problem(error.errors()))
         case ModelError():  # such as a chat template that reaches for what is not its own; other requests go on
             log.error("%s", error)
             return 400, error_object(400, str(error))
@@ -69,6 +79,22 @@ def describe(error: Exception) -> tuple[int, dict[str, object]]:
     number = uuid4().hex
     log.error("error %s", number, exc_info=error)
     return 500, error_object(500, f"an unexpected error; the server's log describes it under {number}", code=number)
+
+
+@contextmanager
+def renamed(names: Mapping[str, str]) -> Iterator[None]:
+    """RequestErrors raised inside call fields as this route does: `names` maps the engine's names to the route's."""
+    try:
+        yield
+    except RequestError as error:
+        param = error.param or ""
+        if param not in names:
+            raise
+        name = names[param]
+        message = str(error)
+        if message.startswith(f"{param} "):
+            message = name + message.removeprefix(param)
+        raise type(error)(message, name) from error
 
 
 def install(app: FastAPI) -> None:
@@ -86,22 +112,25 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(Exception, answer)
 
 
-def _first_problem(problems: Sequence[dict[str, object]]) -> tuple[str, str | None]:
-    """The first of pydantic's findings as a sentence, and the field it is about."""
+def _first_problem(problems: Sequence[dict[str, object]]) -> tuple[str, str | None, str | None]:
+    """The first of pydantic's findings as a sentence, the field it is about, and OpenAI's code for it."""
     problem = problems[0]
-    place = [str(part) for part in problem["loc"] if part != "body"]  # type: ignore[attr-defined]  # a tuple
-    if problem["type"] == "json_invalid":
+    kind = str(problem["type"])
+    loc: Sequence[object] = problem["loc"]  # type: ignore[assignment]  # a tuple
+    place = [str(part) for part in loc if part != "body" and not _TYPE_NAME.fullmatch(str(part))]
+    if kind == "json_invalid":
         context = problem["ctx"]
-        return _not_json(f"{context['error']} at character {place[0]}"), None  # type: ignore[index]  # a dict
-    if not place and problem["type"] in ("model_attributes_type", "dict_type", "missing", "model_type"):
-        return "the body must be a JSON object, sent with content-type application/json", None
+        return _not_json(f"{context['error']} at character {place[0]}"), None, None  # type: ignore[index]  # a dict
+    if not place and kind in ("model_attributes_type", "dict_type", "missing", "model_type"):
+        return "the body must be a JSON object, sent with content-type application/json", None, None
+    code = _CODES.get(kind, "invalid_type" if kind.endswith("_type") else "invalid_value")
     param = ".".join(place) or None
     message = str(problem["msg"])
     context = problem.get("ctx")
     if isinstance(context, dict) and "name" in context:  # our own findings name their field
         inner = ".".join([*place, str(context["name"])])
-        return (f"{message} in {param}" if param else message), inner
-    return (f"{param}: {message}" if param else message), param
+        return (f"{message} in {param}" if param else message), inner, code
+    return (f"{param}: {message}" if param else message), param, code
 
 
 def _not_json(reason: object) -> str:

@@ -1,65 +1,93 @@
-"""Logprobs in OpenAI's two formats. Knows no routes."""
+"""Logprobs in OpenAI's two formats and in vLLM's. Knows no routes."""
 
 import math
 from collections.abc import Sequence
 
-from quire.engine.outputs import Logprob
+from quire.engine.outputs import Logprob, LogprobRow
 from quire.engine.tokenizer import Tokenizer
+from quire.params import SamplingParams
 
 _LEAST = -9999.0  # JSON has no infinity
 
-Row = dict[int, Logprob]  # the sampled token first
 
+class LogprobFormat:
+    """How one request wants its logprobs written.
 
-def chat_logprobs(rows: Sequence[Row] | None, top: int, tokenizer: Tokenizer) -> dict[str, object] | None:
-    """For chat: one object per token, with its bytes and the `top` most likely ones."""
-    if rows is None:
-        return None
-    content = []
-    for row in rows:
-        entries = [_chat_entry(token, logprob, tokenizer) for token, logprob in row.items()]
-        content.append(
-            {**entries[0], "top_logprobs": [_chat_entry(*pair, tokenizer) for pair in _most_likely(row, top)]}
-        )
-    return {"content": content, "refusal": None}
-
-
-def completion_logprobs(rows: Sequence[Row] | None, top: int, offset: int) -> tuple[dict[str, object] | None, int]:
-    """For completions: parallel lists, in which the sampled token is always among the most likely ones.
-
-    `offset` is where the first token begins in the text, in characters; with the lists comes that of the next.
+    A token is named by its text; in completions, one that is a part of a character by its bytes, such as
+    `bytes:\\xf0`, so that different ones have different names. as_token_ids: `token_id:5` in place of both.
     """
-    if rows is None:
-        return None, offset
-    sampled = [next(iter(row.values())) for row in rows]
-    offsets = []
-    for logprob in sampled:
-        offsets.append(offset)
-        offset += len(logprob.decoded_token)
-    best = [
-        {each.decoded_token: _finite(each.logprob) for each in (*(pair[1] for pair in _most_likely(row, top)), own)}
-        for row, own in zip(rows, sampled, strict=True)
-    ]
-    lists: dict[str, object] = {
-        "tokens": [logprob.decoded_token for logprob in sampled],
-        "token_logprobs": [_finite(logprob.logprob) for logprob in sampled],
-        "top_logprobs": best,
-        "text_offset": offsets,
-    }
-    return lists, offset
+
+    def __init__(self, params: SamplingParams, tokenizer: Tokenizer, *, as_token_ids: bool = False) -> None:
+        self._top = params.logprobs or 0
+        self._given = params.logprob_token_ids
+        self._tokenizer = tokenizer
+        self._as_token_ids = as_token_ids
+
+    def chat(self, rows: Sequence[LogprobRow] | None) -> dict[str, object] | None:
+        """For chat: one object per token, with its bytes, the most likely ones, and those asked about."""
+        if rows is None:
+            return None
+        content = []
+        for row in rows:
+            token, own = next(iter(row.items()))
+            top = [self._chat_entry(other, row[other]) for other in self._reported(row)]
+            content.append({**self._chat_entry(token, own), "top_logprobs": top})
+        return {"content": content, "refusal": None}
+
+    def completion(
+        self, tokens: Sequence[int], rows: Sequence[LogprobRow | None], offsets: Sequence[int]
+    ) -> dict[str, object]:
+        """For completions: parallel lists. The token itself is always among the most likely ones.
+
+        rows: None for a prompt's first token, of which nothing is known. offsets: in the text, in characters.
+        """
+        values = [None if row is None else finite(row[token].logprob) for token, row in zip(tokens, rows, strict=True)]
+        return {
+            "tokens": [self._name(token) for token in tokens],
+            "token_logprobs": values,
+            "top_logprobs": [None if row is None else self._named(row) for row in rows],
+            "text_offset": list(offsets),
+        }
+
+    def _reported(self, row: LogprobRow) -> list[int]:
+        """The most likely tokens, then those asked about."""
+        likely = sorted(row, key=lambda token: (-row[token].logprob, token))[: self._top]
+        return likely + [token for token in self._given if token in row and token not in likely]
+
+    def _named(self, row: LogprobRow) -> dict[str, float]:
+        named: dict[str, float] = {}
+        for token in self._reported(row):
+            named.setdefault(self._name(token), finite(row[token].logprob))
+        token, own = next(iter(row.items()))
+        named[self._name(token)] = finite(own.logprob)
+        return named
+
+    def _name(self, token: int) -> str:
+        if self._as_token_ids:
+            return f"token_id:{token}"
+        text = self._tokenizer.token_text(token)
+        if "\ufffd" not in text:
+            return text
+        data = self._tokenizer.token_bytes(token)
+        return text if text.encode() == data else "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+    def _chat_entry(self, token: int, logprob: Logprob) -> dict[str, object]:
+        return {
+            "token": f"token_id:{token}" if self._as_token_ids else logprob.decoded_token,
+            "logprob": finite(logprob.logprob),
+            "bytes": list(self._tokenizer.token_bytes(token)),
+        }
 
 
-def _most_likely(row: Row, top: int) -> list[tuple[int, Logprob]]:
-    return sorted(row.items(), key=lambda pair: (-pair[1].logprob, pair[0]))[:top]
+def plain_rows(rows: Sequence[LogprobRow | None]) -> list[dict[int, dict[str, object]] | None]:
+    """In vLLM's format: per token of the prompt, each reported token's id with what is known about it."""
+    return [None if row is None else {token: _plain(logprob) for token, logprob in row.items()} for row in rows]
 
 
-def _chat_entry(token: int, logprob: Logprob, tokenizer: Tokenizer) -> dict[str, object]:
-    return {
-        "token": logprob.decoded_token,
-        "logprob": _finite(logprob.logprob),
-        "bytes": list(tokenizer.token_bytes(token)),
-    }
-
-
-def _finite(value: float) -> float:
+def finite(value: float) -> float:
+    """A logprob that JSON can hold."""
     return value if math.isfinite(value) else _LEAST
+
+
+def _plain(logprob: Logprob) -> dict[str, object]:
+    return {"logprob": finite(logprob.logprob), "rank": logprob.rank, "decoded_token": logprob.decoded_token}

@@ -1,35 +1,37 @@
 """Respond: how an answer leaves, whole or as a stream. Knows no format; the answer does."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from typing import Protocol
 
 import msgspec
 from fastapi import Request, Response
 
-from quire.engine.outputs import CompletionOutput
-from quire.server.schema import SamplingBody
-from quire.server.service import Reply
+from quire.engine.outputs import Delta
+from quire.server.reply import Reply
 from quire.server.sse import EventStream, while_connected
 
 
 class Answer(Protocol):
     """One request's objects in some format."""
 
-    def whole(self, sequences: Sequence[CompletionOutput], usage: dict[str, object]) -> dict[str, object]:
-        """Everything at once."""
+    def whole(self, reply: Reply) -> object:
+        """Everything at once, when all sequences have ended."""
 
-    def events(self, reply: Reply, *, with_usage: bool) -> AsyncIterator[bytes]:
+    def events(self, reply: Reply) -> AsyncIterator[bytes]:
         """Server-sent events while the sequences grow."""
 
 
-async def respond(request: Request, body: SamplingBody, answer: Answer, reply: Reply) -> Response:
-    """The response to `body`; `reply` is closed at its end. Raises ClientGone, SequenceFailed, EngineStopped."""
-    if body.stream:
-        with_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-        return EventStream(answer.events(reply, with_usage=with_usage), reply.close)
+async def respond(request: Request, answer: Answer, reply: Reply, *, stream: bool) -> Response:
+    """The response; `reply` is closed at its end. Raises ClientGone, SequenceFailed, EngineStopped."""
+    if stream:
+        return EventStream(answer.events(reply), reply.close)
     try:
-        results = await while_connected(request.receive, reply.results())
+        await while_connected(request.receive, reply.end())
     finally:
         reply.close()
-    sequences = [sequence for result in results for sequence in result.outputs]
-    return Response(msgspec.json.encode(answer.whole(sequences, reply.usage())), media_type="application/json")
+    return Response(msgspec.json.encode(answer.whole(reply)), media_type="application/json")
+
+
+def shows(delta: Delta, *, ids: bool) -> bool:
+    """Whether a client sees anything of a delta. ids: whether it asked for those of tokens."""
+    return bool(delta.text or delta.logprobs or delta.finish_reason or (ids and delta.token_ids))

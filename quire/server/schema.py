@@ -1,117 +1,92 @@
-"""Request bodies of the OpenAI routes. Knows names, types and defaults; bounds are SamplingParams' business."""
+"""Request bodies of completions and chat. Knows names, types and defaults; bounds are SamplingParams' business."""
 
-from typing import Any, Literal, Self
+from collections.abc import Mapping
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict, Field
 
-from quire.errors import nearest
+from quire.errors import RequestError
 from quire.params import SamplingParams
+from quire.server.body import Body, about, not_yet, with_limit, without_effect
 
-_NEUTRAL = "x-neutral-values"
 _PASSED_ON = (
-    *("n", "max_tokens", "temperature", "top_p", "seed", "stop", "top_k", "min_p"),
-    *("min_tokens", "stop_token_ids", "ignore_eos"),
+    *("n", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "deterministic"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words"),
+    *("stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output"),
+    *("skip_special_tokens", "spaces_between_special_tokens"),
+    *("prompt_logprobs", "logprob_token_ids", "truncate_prompt_tokens"),
 )
-
-
-def not_yet(*neutral: JsonValue) -> Any:  # noqa: ANN401 (a field of any type)
-    """A field that quire does not act on yet: only values that change nothing are accepted."""
-    named = ", ".join(["null", *(f"{value!r}" for value in neutral)])
-    return Field(
-        default=None,
-        description=f"Not supported yet; accepted when it asks for nothing ({named}).",
-        json_schema_extra={_NEUTRAL: list(neutral)},
-    )
-
-
-def without_effect() -> Any:  # noqa: ANN401 (a field of any type)
-    """A field that does not concern the output."""
-    return Field(default=None, description="Accepted; it has no effect.")
-
-
-class Body(BaseModel):
-    """A JSON object whose fields are all known."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _know_all_fields(cls, body: object) -> object:
-        for name in body if isinstance(body, dict) else ():
-            if name not in cls.model_fields:
-                shown = str(name)[:100].encode("utf-8", "replace").decode()
-                hint = nearest(shown, cls.model_fields)
-                raise PydanticCustomError(
-                    "unknown_field", "unknown field '{name}'{hint}", {"name": shown, "hint": hint}
-                )
-        return body
-
-    @model_validator(mode="after")
-    def _refuse_what_is_not_supported(self) -> Self:
-        for name in self.model_fields_set:
-            extra = type(self).model_fields[name].json_schema_extra
-            value = getattr(self, name)
-            if value is None or not isinstance(extra, dict) or _NEUTRAL not in extra:
-                continue
-            if value not in extra[_NEUTRAL]:  # type: ignore[operator]  # a list, see not_yet
-                raise PydanticCustomError("not_supported", "{name} is not supported yet", {"name": name})
-        return self
+_COMPLETION_TOKENS = 16  # OpenAI's limit where a request names none
 
 
 class StreamOptions(Body):
     """What a stream carries beside the text."""
 
-    include_usage: bool | None = Field(default=None, description="Send a last chunk with the usage.")
+    include_usage: bool | None = about("Send a last chunk with the usage.")
+    continuous_usage_stats: bool | None = about("With include_usage: send the usage so far in every chunk.")
     include_obfuscation: bool | None = without_effect()
 
 
 class SamplingBody(Body):
     """What completions and chat have in common."""
 
-    model: str | None = Field(default=None, description="The served model; /v1/models lists it.")
-    stream: bool | None = Field(default=None, description="Send the output as server-sent events while it grows.")
+    model: str | None = about("The served model; /v1/models lists it.")
+    stream: bool | None = about("Send the output as server-sent events while it grows.")
     stream_options: StreamOptions | None = None
-    n: int | None = Field(default=None, description="Sequences to generate for each prompt (1 to 128).")
-    max_tokens: int | None = Field(default=None, description="Tokens to generate at most.")
-    temperature: float | None = Field(default=None, description="0 is greedy; 1 by default.")
-    top_p: float | None = Field(default=None, description="Sample from the most likely tokens with this total.")
-    seed: int | None = Field(default=None, description="Same seed, same output.")
-    stop: str | list[str] | None = Field(default=None, description="Strings that end the output; not part of it.")
-    top_k: int | None = Field(default=None, description="Sample from this many tokens; 0 or -1: from all.")
-    min_p: float | None = Field(default=None, description="Least probability, as a share of the most likely one's.")
-    min_tokens: int | None = Field(default=None, description="No end before this many tokens.")
-    stop_token_ids: list[int] | None = Field(default=None, description="Tokens that end the output.")
-    ignore_eos: bool | None = Field(default=None, description="Go on after the model's end token.")
+    n: int | None = about("Sequences to generate for each prompt (1 to 128).")
+    max_tokens: int | None = about("Tokens to generate at most; 0 computes the prompt only.")
+    min_tokens: int | None = about("No end before this many tokens.")
+    temperature: float | None = about("0 is greedy; 1 by default.")
+    top_p: float | None = about("Sample from the most likely tokens with this total.")
+    top_k: int | None = about("Sample from this many tokens; 0 or -1: from all.")
+    min_p: float | None = about("Least probability, as a share of the most likely one's.")
+    seed: int | None = about("Same seed, same output.")
+    deterministic: bool | None = about("The output does not depend on who shares a step, at some cost.")
+    presence_penalty: float | None = about("Lowers the logits of tokens that are in the output (-2 to 2).")
+    frequency_penalty: float | None = about("The same for each time they are (-2 to 2).")
+    repetition_penalty: float | None = about("Divides the logits of tokens in the prompt or output; 1 is none.")
+    logit_bias: dict[str, float] | None = about("Token id -> what is added to its logit (-100 to 100).")
+    allowed_token_ids: list[int] | None = about("Nothing but these tokens.")
+    bad_words: str | list[str] | None = about("Texts that may not come up.")
+    stop: str | list[str] | None = about("Strings that end the output; not part of it.")
+    stop_token_ids: list[int] | None = about("Tokens that end the output.")
+    ignore_eos: bool | None = about("Go on after the model's end token.")
+    include_stop_str_in_output: bool | None = about("What ended the output is part of it.")
+    skip_special_tokens: bool | None = about("Special tokens are not text; true by default.")
+    spaces_between_special_tokens: bool | None = about("Keep the spaces that a tokenizer puts there; true by default.")
+    truncate_prompt_tokens: int | None = about("Keep that many tokens at the prompt's end; -1: as many as fit.")
+    prompt_logprobs: int | None = about("Report the prompt's tokens, with this many of the most likely ones.")
+    logprob_token_ids: list[int] | None = about("With logprobs: report these tokens, too.")
+    return_tokens_as_token_ids: bool | None = about("Logprobs name tokens as 'token_id:5'.")
+    return_token_ids: bool | None = about("Add the ids of the prompt and of the output.")
+    best_of: int | None = about("Accepted when it equals n.")
+    echo: bool | None = about("Begin the output with the prompt; in chat, with the last message of the assistant.")
 
-    presence_penalty: Any = not_yet(0)
-    frequency_penalty: Any = not_yet(0)
-    logit_bias: Any = not_yet({})
-    repetition_penalty: Any = not_yet(1.0)
     length_penalty: Any = not_yet(1.0)
-    best_of: Any = not_yet(1)
-    echo: Any = not_yet(False)  # noqa: FBT003 (a value of the field)
-    use_beam_search: Any = not_yet(False)  # noqa: FBT003
+    use_beam_search: Any = not_yet(False)  # noqa: FBT003 (a value of the field)
     structured_outputs: Any = not_yet()
+    response_format: Any = not_yet({"type": "text"})
     cache_salt: Any = not_yet()
     priority: Any = not_yet(0)
-    skip_special_tokens: Any = not_yet(True)  # noqa: FBT003
-    spaces_between_special_tokens: Any = not_yet(True)  # noqa: FBT003
-    include_stop_str_in_output: Any = not_yet(False)  # noqa: FBT003
-    truncate_prompt_tokens: Any = not_yet()
-    prompt_logprobs: Any = not_yet()
     user: Any = without_effect()
     metadata: Any = without_effect()
     store: Any = without_effect()
     service_tier: Any = without_effect()
     prompt_cache_key: Any = without_effect()
+    prompt_cache_options: Any = without_effect()
     prompt_cache_retention: Any = without_effect()
     safety_identifier: Any = without_effect()
 
-    def sampling_params(self, **overrides: object) -> SamplingParams:
-        """As the engine takes them. Raises RequestError for a value out of bounds."""
-        given = {name: getattr(self, name) for name in _PASSED_ON if getattr(self, name) is not None}
-        return SamplingParams(**{**given, **overrides})
+    def make_params(self, defaults: Mapping[str, object], **overrides: object) -> SamplingParams:
+        """As the engine takes them; `defaults` for what is left out. Raises RequestError for a value out of bounds."""
+        given = {name: value for name in _PASSED_ON if (value := getattr(self, name)) is not None}
+        chosen = {name: value for name, value in overrides.items() if value is not None}
+        params = SamplingParams(**{**defaults, **given, **chosen})
+        if self.stream_options is not None and not self.stream:
+            raise RequestError("stream_options needs stream to be true", "stream_options")
+        if self.best_of not in (None, params.n):
+            raise RequestError("best_of other than n is not supported yet", "best_of")
+        return params
 
 
 class CompletionBody(SamplingBody):
@@ -120,9 +95,17 @@ class CompletionBody(SamplingBody):
     prompt: str | list[str] | list[int] | list[list[int]] = Field(
         description="A text, token ids, or a list of several of either."
     )
-    logprobs: int | None = Field(default=None, description="Report this many of the most likely tokens (0 to 20).")
-
+    logprobs: int | None = about("Report each token, with this many of the most likely ones (0 to 20).")
+    add_special_tokens: bool | None = about("Let the tokenizer add begin and end tokens to a text; true by default.")
     suffix: Any = not_yet("")
+
+    def sampling_params(self, defaults: Mapping[str, object]) -> SamplingParams:
+        """As the engine takes them. Echoed tokens are reported as those of the output are. Raises RequestError."""
+        echoed = self.logprobs if self.echo else None
+        if echoed is not None and self.prompt_logprobs not in (None, echoed):
+            raise RequestError("with echo, prompt_logprobs must equal logprobs or be left out", "prompt_logprobs")
+        defaults = with_limit(defaults, _COMPLETION_TOKENS)
+        return self.make_params(defaults, logprobs=self.logprobs, prompt_logprobs=echoed)
 
 
 class ContentPart(BaseModel):
@@ -149,27 +132,44 @@ class ChatMessage(Body):
     function_call: Any = not_yet()
 
 
-class ChatBody(SamplingBody):
+class TemplateBody(Body):
+    """How a conversation becomes a prompt."""
+
+    tools: list[dict[str, Any]] | None = about("Passed to the model's chat template.")
+    documents: list[dict[str, Any]] | None = about("Passed to the model's chat template.")
+    chat_template_kwargs: dict[str, Any] | None = about("Switches of the chat template, such as enable_thinking.")
+    add_generation_prompt: bool | None = about("Begin the assistant's turn; true by default.")
+    continue_final_message: bool | None = about("Go on with the last message in place of a new turn.")
+    add_special_tokens: bool | None = about("Let the tokenizer add begin and end tokens; false by default.")
+    tool_choice: Any = not_yet("auto", "none")
+    reasoning_effort: str | None = about("Passed to the model's chat template.")
+    chat_template: str | None = about("Name of one of the model's own templates.")
+
+
+class ChatBody(TemplateBody, SamplingBody):
     """POST /v1/chat/completions."""
 
     messages: list[ChatMessage]
-    max_completion_tokens: int | None = Field(default=None, description="As max_tokens, which it replaces.")
-    logprobs: bool | None = Field(default=None, description="Report the logprob of each token.")
-    top_logprobs: int | None = Field(default=None, description="Report this many of the most likely ones (0 to 20).")
-    tools: list[dict[str, Any]] | None = Field(default=None, description="Passed to the model's chat template.")
-    tool_choice: Any = not_yet("auto", "none")
-    chat_template_kwargs: dict[str, Any] | None = Field(
-        default=None, description="Switches of the model's chat template, such as enable_thinking."
-    )
-    add_generation_prompt: bool | None = Field(default=None, description="Begin the assistant's turn; true by default.")
+    max_completion_tokens: int | None = about("As max_tokens, which it replaces.")
+    logprobs: bool | None = about("Report the logprob of each token.")
+    top_logprobs: int | None = about("Report this many of the most likely ones (0 to 20).")
 
-    response_format: Any = not_yet({"type": "text"})
-    modalities: Any = not_yet(["text"])
     parallel_tool_calls: Any = not_yet(True)  # noqa: FBT003 (a value of the field)
+    modalities: Any = not_yet(["text"])
     audio: Any = not_yet()
-    function_call: Any = not_yet()
+    function_call: Any = not_yet("auto", "none")
     functions: Any = not_yet([])
-    prediction: Any = not_yet()
-    reasoning_effort: Any = not_yet()
-    verbosity: Any = not_yet()
+    moderation: Any = not_yet()
+    verbosity: Any = not_yet("medium")
     web_search_options: Any = not_yet()
+    prediction: Any = without_effect()
+
+    def sampling_params(self, defaults: Mapping[str, object]) -> SamplingParams:
+        """As the engine takes them. Without a limit an answer may fill the context. Raises RequestError."""
+        if self.top_logprobs is not None and not self.logprobs:
+            raise RequestError("top_logprobs needs logprobs to be true", "top_logprobs")
+        return self.make_params(
+            {"max_tokens": None, **defaults},
+            max_tokens=self.max_completion_tokens,
+            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+        )

@@ -1,11 +1,12 @@
 """A loaded model and a served one, each made once: loading is what takes time here."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import httpx
+import openai
 import pytest
-from front_rig import run_app, small_engine
+from front_rig import STORY, run_app, small_engine
 
 from quire import LLM
 from quire.engine import embedded
@@ -22,7 +23,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def llm() -> LLM:
-    return LLM(max_num_seqs=16, memory="256MiB")
+    return LLM(max_num_seqs=16, memory="256MiB", dtype="float32")
 
 
 @dataclass
@@ -39,3 +40,26 @@ def served() -> Iterator[Served]:
     built = small_engine()
     with run_app(make_app(Service(built))) as url:
         yield Served(url, built)
+
+
+@pytest.fixture(scope="session")
+def client(served) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def http(served) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=served.url, timeout=60) as http:
+        yield http
+
+
+@pytest.fixture(scope="session")
+def offline(llm):
+    """Completes one prompt with the offline interface; what is not given is the model's own, as it is for requests."""
+
+    def complete(prompt=STORY, **params):
+        (result,) = llm.generate(prompt, replace(llm.get_default_sampling_params(), **params))
+        return result
+
+    return complete

@@ -10,9 +10,14 @@ import uvicorn
 from quire.config import EngineOptions
 from quire.engine.build import Built, build
 
+MODEL = "quire-demo"
+STORY = "One Tuesday Mira went"
+CHAT = [{"role": "user", "content": "Hello! Who are you?"}]
+GREEDY = {"temperature": 0, "max_tokens": 20}
+
 
 def small_engine(model: str | None = None) -> Built:
-    options = EngineOptions(model=model, max_num_seqs=16, memory="256MiB", max_model_len=512)
+    options = EngineOptions(model=model, max_num_seqs=16, memory="256MiB", max_model_len=512, dtype="float32")
     return build(options, report=lambda line: None, progress=lambda done, total: None)
 
 

@@ -7,8 +7,9 @@ import time
 import pytest
 
 from quire.core.output import Output
-from quire.engine.async_engine import FAILED_STEPS, STALL_SECONDS, AsyncEngine, EngineStopped, NewRequest
+from quire.engine.async_engine import FAILED_STEPS, STALL_SECONDS, AsyncEngine, EngineStopped
 from quire.engine.engine import EngineStats
+from quire.engine.generations import NewRequest
 from quire.errors import RequestError
 from quire.params import SamplingParams
 
@@ -28,7 +29,7 @@ class PretendEngine:
     def has_work(self):
         return bool(self.left)
 
-    def add(self, request_id, prompt, params):
+    def add(self, request_id, prompt, params, bad_words, pooling):
         self.threads.add(threading.get_ident())
         if not prompt:
             raise RequestError("empty", "prompt")

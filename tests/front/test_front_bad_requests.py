@@ -47,7 +47,7 @@ COMPLETIONS = {
     "temperature 10**400": b'{"prompt": "a", "temperature": 1' + b"0" * 400 + b"}",
     "10**9999": b'{"prompt": "a", "max_tokens": 1' + b"0" * 9999 + b"}",
     "max_tokens 10**400": b'{"prompt": "a", "max_tokens": 1' + b"0" * 400 + b"}",
-    "max_tokens 0": b'{"prompt": "a", "max_tokens": 0}',
+    "max_tokens -1": b'{"prompt": "a", "max_tokens": -1}',
     "max_tokens 1.5": b'{"prompt": "a", "max_tokens": 1.5}',
     "max_tokens of a string": b'{"prompt": "a", "max_tokens": "5"}',
     "n 0": b'{"prompt": "a", "n": 0}',
@@ -64,14 +64,28 @@ COMPLETIONS = {
     "logprobs": b'{"prompt": "a", "logprobs": 21}',
     "stream of a string": b'{"prompt": "a", "stream": "yes"}',
     "stream options": b'{"prompt": "a", "stream": true, "stream_options": {"usage": true}}',
+    "stream options alone": b'{"prompt": "a", "stream_options": {"include_usage": true}}',
     "deep": ('{"prompt": ' + nested(100_000) + "}").encode(),
     "deep logit_bias": ('{"prompt": "a", "logit_bias": ' + nested(900) + "}").encode(),
     "unknown field": b'{"prompt": "a", "temprature": 1}',
     "unknown field of surrogates": b'{"prompt": "a", "\\ud800": 1}',
     "best_of": b'{"prompt": "a", "best_of": 2}',
-    "echo": b'{"prompt": "a", "echo": true}',
+    "echo of a string": b'{"prompt": "a", "echo": "true"}',
     "suffix": b'{"prompt": "a", "suffix": "b"}',
-    "penalty": b'{"prompt": "a", "presence_penalty": 0.5}',
+    "penalty": b'{"prompt": "a", "presence_penalty": 2.5}',
+    "repetition": b'{"prompt": "a", "repetition_penalty": 0}',
+    "bias": b'{"prompt": "a", "logit_bias": {"67": 101}}',
+    "bias of a word": b'{"prompt": "a", "logit_bias": {"word": 1}}',
+    "bias outside": b'{"prompt": "a", "logit_bias": {"999999": 1}}',
+    "bias NaN": b'{"prompt": "a", "logit_bias": {"67": NaN}}',
+    "nothing allowed": b'{"prompt": "a", "allowed_token_ids": []}',
+    "allowed outside": b'{"prompt": "a", "allowed_token_ids": [999999]}',
+    "empty bad word": b'{"prompt": "a", "bad_words": [""]}',
+    "bad word of surrogates": b'{"prompt": "a", "bad_words": ["\\ud800"]}',
+    "bad words": json.dumps({"prompt": "a", "bad_words": ["a"] * 2000}).encode(),
+    "prompt_logprobs": b'{"prompt": "a", "prompt_logprobs": 21}',
+    "ids without logprobs": b'{"prompt": "a", "logprob_token_ids": [67]}',
+    "truncated to nothing": b'{"prompt": "a", "truncate_prompt_tokens": 0}',
 }
 CHATS = {
     "no messages": {},
@@ -100,6 +114,11 @@ CHATS = {
     "surrogates in a name": {"messages": USER, "stream_options": {"\ud800": 1}},
     "a surrogate as a role": {"messages": [{"role": "\ud800", "content": "a"}]},
     "a template from outside": {"messages": USER, "chat_template": "{{ 1 }}"},
+    "both": {"messages": USER, "continue_final_message": True, "add_generation_prompt": True},
+    "nothing to continue": {"messages": [{"role": "assistant", "tool_calls": []}], "continue_final_message": True},
+    "a field twice": {"messages": USER, "reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "a"}},
+    "documents of strings": {"messages": USER, "documents": ["a"]},
+    "given tokens without logprobs": {"messages": USER, "logprob_token_ids": [67]},
 }
 
 
@@ -110,12 +129,6 @@ def check(answer, status=400):
     assert set(error) == {"message", "type", "param", "code"}
     assert error["message"]
     return error
-
-
-@pytest.fixture(scope="module")
-def http(served):
-    with httpx.Client(base_url=served.url, timeout=30) as client:
-        yield client
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -177,7 +190,20 @@ def test_the_message_helps(http):
     assert "not supported yet" in complaint({"prompt": "a", "best_of": 3})["message"]
     assert complaint({"prompt": "a", "best_of": 3})["param"] == "best_of"
     assert complaint({"prompt": "a", "top_p": 7})["param"] == "top_p"
-    assert "max_model_len" in complaint({"prompt": "a " * 5000})["message"]
+    long = complaint({"prompt": "a " * 5000})
+    assert "max_model_len" in long["message"]
+    assert (long["code"], long["param"]) == ("context_length_exceeded", "prompt")
+    long = complaint({"messages": [{"role": "user", "content": "a " * 2000}]}, "/v1/chat/completions")
+    assert (long["code"], long["param"]) == ("context_length_exceeded", "messages")
+    for body, code, param in (
+        ({"prompt": "a", "temprature": 1}, "unknown_parameter", "temprature"),
+        ({}, "missing_required_parameter", "prompt"),
+        ({"prompt": 3}, "invalid_type", "prompt"),
+        ({"prompt": "a", "n": "1"}, "invalid_type", "n"),
+        ({"prompt": "a", "suffix": "b"}, "unsupported_parameter", "suffix"),
+    ):
+        error = complaint(body)
+        assert (error["type"], error["code"], error["param"]) == ("invalid_request_error", code, param)
     nested_field = complaint({"messages": [{"role": "user", "contents": "a"}]}, "/v1/chat/completions")
     assert nested_field["param"] == "messages.0.contents"
     assert "did you mean 'content'" in nested_field["message"]
@@ -202,7 +228,7 @@ def test_wrong_content_type(http):
 def test_unknown_models_and_routes(http):
     error = check(http.post("/v1/completions", json={"prompt": "a", "model": "gpt-7"}), 404)
     assert "quire-demo" in error["message"]
-    assert error["code"] == "model_not_found"
+    assert (error["type"], error["code"], error["param"]) == ("invalid_request_error", "model_not_found", "model")
     check(http.post("/v1/completions", content=b'{"prompt": "a", "model": "\\ud800"}', headers=JSON), 404)
     check(http.get("/v1/nothing"), 404)
     check(http.get("/v1/completions"), 405)

@@ -165,3 +165,37 @@ def test_sampling_params_must_be_sampling_params(llm):
 def test_names_of_other_engines_are_pointed_out():
     with pytest.raises(ConfigError, match="'gpu_memory_utilization' \\(quire calls it 'memory'\\)"):
         LLM(gpu_memory_utilization=0.5)
+
+
+def test_without_sampling_params_the_models_own_are_taken(llm, monkeypatch):
+    assert llm.get_default_sampling_params() == SamplingParams(**llm._sampling_defaults)
+    monkeypatch.setattr(llm, "_sampling_defaults", {"temperature": 0.0, "max_tokens": 5})
+    assert llm.get_default_sampling_params() == SamplingParams(temperature=0.0, max_tokens=5)
+    conversation = [{"role": "user", "content": "Tell me a story about Mira."}]
+    expected = texts(llm.chat(conversation, SamplingParams(temperature=0, max_tokens=5)))
+    assert texts(llm.chat(conversation)) == expected == ["".join(llm.stream_chat(conversation))]
+    assert texts(llm.generate(STORY)) == texts(llm.generate(STORY, SamplingParams(temperature=0, max_tokens=5)))
+
+
+def test_a_message_is_continued(llm):
+    conversation = [{"role": "user", "content": "Hello!"}, {"role": "assistant", "content": "I am"}]
+    (result,) = llm.chat(conversation, GREEDY, continue_final_message=True)
+    assert result.prompt.endswith("I am")
+    assert texts([result]) == texts(llm.generate({"prompt_token_ids": result.prompt_token_ids}, GREEDY))
+    with pytest.raises(RequestError, match="continue_final_message"):
+        llm.chat(conversation, GREEDY, continue_final_message=True, add_generation_prompt=True)
+
+
+def test_a_prompt_is_cut_where_asked(llm):
+    ids = llm.get_tokenizer().encode(STORY)
+    (result,) = llm.generate(STORY, SamplingParams(temperature=0, max_tokens=5, truncate_prompt_tokens=2))
+    assert result.prompt_token_ids == ids[-2:]
+    assert result.prompt == llm.get_tokenizer().decode(ids[-2:])
+    assert texts([result]) == texts(llm.generate(ids[-2:], SamplingParams(temperature=0, max_tokens=5)))
+
+
+def test_embedding_shows_progress(llm, capfd):
+    llm.embed([STORY, "Hello"], use_tqdm=True)
+    shown = capfd.readouterr().err
+    assert "embedding" in shown
+    assert "2/2" in shown

@@ -5,28 +5,9 @@ import asyncio
 import httpx
 import openai
 import pytest
+from front_rig import CHAT, GREEDY, MODEL, STORY
 
-from quire import LLM, SamplingParams
-
-MODEL = "quire-demo"
-STORY = "One Tuesday Mira went"
-CHAT = [{"role": "user", "content": "Hello! Who are you?"}]
-GREEDY = {"temperature": 0, "max_tokens": 20}
-
-
-@pytest.fixture(scope="module")
-def client(served):
-    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def offline(llm: LLM):
-    def complete(prompt=STORY, **params):
-        (result,) = llm.generate(prompt, SamplingParams(**params))
-        return result
-
-    return complete
+from quire import SamplingParams
 
 
 def test_models(client, served):
@@ -47,11 +28,6 @@ def test_completion(client, offline):
     assert answer.usage.total_tokens == 20 + len(expected.prompt_token_ids)
     assert answer.usage.prompt_tokens_details.cached_tokens == expected.num_cached_tokens
     assert answer.object == "text_completion"
-
-
-def test_a_completion_has_16_tokens_by_default(client):
-    answer = client.completions.create(model=MODEL, prompt=STORY, extra_body={"ignore_eos": True})
-    assert answer.usage.completion_tokens == 16
 
 
 def test_streamed_completion(client, offline):
@@ -118,14 +94,6 @@ def test_streamed_chat(client, llm):
     assert [delta.role for delta in deltas] == ["assistant"] + [None] * (len(deltas) - 1)
     assert chunks[-2].choices[0].finish_reason == "stop"
     assert chunks[-1].usage.completion_tokens == len(expected.outputs[0].token_ids)
-
-
-def test_a_chat_may_fill_the_context(client):
-    answer = client.chat.completions.create(
-        model=MODEL, messages=CHAT, n=2, extra_body={"ignore_eos": True}, temperature=0
-    )
-    assert answer.usage.prompt_tokens + answer.usage.completion_tokens // 2 == 512
-    assert {choice.finish_reason for choice in answer.choices} == {"length"}
 
 
 def test_the_async_client(served, offline):
@@ -213,82 +181,6 @@ def test_chat_logprobs(client, stream):
     for entry in entries:
         assert entry.top_logprobs[0].token == entry.token
         assert len(entry.top_logprobs) == 2
-
-
-def test_extra_fields_of_vllm(client):
-    extra = {"top_k": 1, "min_p": 0.1, "min_tokens": 15, "ignore_eos": True}
-    greedy = client.chat.completions.create(model=MODEL, messages=CHAT, temperature=0, max_tokens=15, extra_body=extra)
-    (choice,) = greedy.choices
-    picked = client.chat.completions.create(model=MODEL, messages=CHAT, temperature=1, max_tokens=15, extra_body=extra)
-    assert picked.choices[0].message.content == choice.message.content
-    assert picked.usage.completion_tokens == 15
-
-
-def test_tools_and_template_switches_reach_the_template(client):
-    tool = {"type": "function", "function": {"name": "reserve", "parameters": {"type": "object"}}}
-
-    def num_prompt_tokens(**fields):
-        answer = client.chat.completions.create(model=MODEL, messages=CHAT, max_tokens=1, **fields)
-        return answer.usage.prompt_tokens
-
-    plain = num_prompt_tokens()
-    assert num_prompt_tokens(tools=[tool]) > plain
-    assert num_prompt_tokens(tools=[tool], tool_choice="none") == plain
-    assert num_prompt_tokens(extra_body={"chat_template_kwargs": {"enable_thinking": True}}) > plain
-    assert num_prompt_tokens(extra_body={"add_generation_prompt": False}) < plain
-
-
-def test_fields_that_ask_for_nothing_are_accepted(client):
-    answer = client.chat.completions.create(
-        model=MODEL,
-        messages=CHAT,
-        max_tokens=2,
-        presence_penalty=0,
-        frequency_penalty=0.0,
-        logit_bias={},
-        response_format={"type": "text"},
-        tool_choice="auto",
-        parallel_tool_calls=True,
-        user="somebody",
-        metadata={"a": "b"},
-        store=False,
-        top_p=None,
-    )
-    assert answer.usage.completion_tokens == 2
-    assert client.completions.create(model=MODEL, prompt="a", echo=False, best_of=1, suffix="", max_tokens=1).id
-
-
-NEUTRAL = {
-    "repetition_penalty": 1.0,
-    "structured_outputs": None,
-    "cache_salt": None,
-    "priority": 0,
-    "skip_special_tokens": True,
-    "include_stop_str_in_output": False,
-    "length_penalty": 1.0,
-    "spaces_between_special_tokens": True,
-    "use_beam_search": False,
-    "best_of": 1,
-    "echo": False,
-    "truncate_prompt_tokens": None,
-    "prompt_logprobs": None,
-}
-EFFECTIVE = {
-    **{"repetition_penalty": 1.1, "structured_outputs": {"regex": "a"}, "cache_salt": "a", "priority": 1, "best_of": 2},
-    **{"skip_special_tokens": False, "include_stop_str_in_output": True, "length_penalty": 2, "use_beam_search": True},
-    **{"spaces_between_special_tokens": False, "echo": True, "truncate_prompt_tokens": 3, "prompt_logprobs": 1},
-}
-
-
-@pytest.mark.parametrize("name", NEUTRAL)
-def test_fields_of_vllm_are_accepted_where_they_ask_for_nothing(served, name):
-    for path, body in (("completions", {"prompt": "a"}), ("chat/completions", {"messages": CHAT})):
-        answers = [
-            httpx.post(f"{served.url}/v1/{path}", json={**body, "max_tokens": 1, name: value}, timeout=30)
-            for value in (NEUTRAL[name], EFFECTIVE[name])
-        ]
-        assert [answer.status_code for answer in answers] == [200, 400]
-        assert "not supported yet" in answers[1].json()["error"]["message"]
 
 
 def test_errors_reach_the_client_as_its_own(client):

@@ -43,8 +43,8 @@ def run(scenario):
 
 
 async def start(service, **params):
-    prompts = await service.tokenize(["One Tuesday Mira went"])
-    return await service.start("r", prompts, SamplingParams(max_tokens=400, ignore_eos=True, seed=3, **params))
+    asked = SamplingParams(max_tokens=400, ignore_eos=True, seed=3, **params)
+    return await service.start("r", await service.tokenize(["One Tuesday Mira went"], [asked]))
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -66,13 +66,15 @@ def test_what_is_given_up_frees_its_blocks_within_a_step(n):
 def test_the_engine_hears_of_a_stop_string_while_another_sequence_goes_on():
     async def scenario(service, watched):
         free = await start(service, n=2)
-        (result,) = await free.results()
+        await free.end()
+        result = free.transcripts[0].result()
         free.close()
         first, second = (output.text for output in result.outputs)
         stop = next(first[i : i + 8] for i in range(20, len(first)) if first[i : i + 8] not in second)
         watched.seen.clear()
         reply = await start(service, n=2, stop=(stop,))
-        (result,) = await reply.results()
+        await reply.end()
+        result = reply.transcripts[0].result()
         reply.close()
         assert [output.finish_reason for output in result.outputs] == ["stop", "length"]
         assert {stats.num_running for stats in watched.seen} >= {1, 2}

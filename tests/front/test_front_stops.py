@@ -54,6 +54,20 @@ def test_no_more_is_held_back_than_could_be_a_stop_string(text, stops):
         assert len(came) == i + 1 - max(beginnings)
 
 
+@given(text=TEXT, stops=STOPS, cuts=st.lists(st.integers(0, 100), max_size=10))
+def test_a_stop_string_that_is_included_holds_nothing_back(text, stops, cuts):
+    search = StopStrings(compile_stops(stops), included=True)
+    before, matched = slow(text, stops, 0)
+    end = len(before) + len(matched or "")
+    position = came = 0
+    for piece in split(text, cuts):
+        came += len(search.add(piece))
+        position += len(piece)
+        assert came == min(position, end)
+    assert search.close() == ""
+    assert search.matched == matched
+
+
 def test_without_stop_strings_text_passes():
     search = StopStrings(())
     assert search.add("abc") == "abc"

@@ -35,6 +35,8 @@ KIND = [
     "{% for a in [[1, [2]], [3]] recursive %}{{ loop(a) if a is iterable else a }}{% endfor %}",
     "{% for k, v in {'x': (1, 2)}.items() %}{{ k }}{{ v[1] }}{{ v | tojson }}{% endfor %}{% set a, b = 1, 2 %}{{ a ~ b }}",
     "{% for i in range(0, 10, 3) %}{{ i }}{% endfor %}{{ missing is defined }}{{ missing }}{{ messages[::-1][0].role }}",
+    "{{ dict.fromkeys(messages | map(attribute='role')) | list }}{{ dict.fromkeys('ab', 3) }}",
+    "{{ strftime_now('%Y-%m') }}{{ messages | tojson(ensure_ascii=True, separators=(',', ':')) }}",
     "{% filter upper %}{{ messages[0].role }}{% endfilter %}{{ 'x' if tools else 'y' }}{{ dict(a=1).a }}",
 ]
 UNKIND = {
@@ -102,6 +104,9 @@ UNKIND = {
     "format map attribute": "{{ '{a.__class__}'.format_map({'a': 1}) }}",
     "namespace class": "{% set ns = namespace() %}{% set ns.__class__ = 1 %}{{ ns }}",
     "namespace names": "{{ namespace(**{'__class__': 1}) }}",
+    "dict class": "{{ dict.__class__ }}",
+    "dict function": "{{ dict.fromkeys.__globals__ }}",
+    "wide keys": "{{ dict.fromkeys(range(10**9)) }}",
     "self": "{{ self._TemplateReference__context }}",
     "changing a list": "{% set _ = messages.append(1) %}{{ messages }}",
     "changing a dict": "{% set _ = messages[0].update({'a': 1}) %}",

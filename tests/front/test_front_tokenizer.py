@@ -4,10 +4,9 @@ import json
 import shutil
 
 import pytest
+from front_tokenizers import KINDS, write_folder
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer as Core
-from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from quire.engine import embedded
@@ -31,6 +30,31 @@ CONVERSATIONS = [
 TOOLS = [
     {"type": "function", "function": {"name": "reserve", "description": "é <b>", "parameters": {"type": "object"}}}
 ]
+ODD = [
+    "e\u0301",
+    "👩\u200d👩\u200d👧",
+    "\ufeff",
+    "\ufffd",
+    "\0",
+    "茶壶",
+    "ﬁ",
+    "</s>",
+    "<|im_end|>",
+    " [TOOL] ",
+    "  ",
+    "\r\n",
+    "kettle",
+]
+TEXTS = st.lists(st.sampled_from(ODD) | st.sampled_from("ab 1\n") | st.characters(exclude_categories=["Cs"])).map(
+    "".join
+)
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    """Each kind of tokenizer, read by quire and by transformers from the same folder."""
+    folders = {kind: write_folder(tmp_path_factory.mktemp(kind), build()) for kind, build in KINDS.items()}
+    return {kind: (Tokenizer.from_folder(path), AutoTokenizer.from_pretrained(path)) for kind, path in folders.items()}
 
 
 @pytest.fixture(scope="module")
@@ -50,16 +74,20 @@ def change_config(folder, **changes):
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-@given(text=st.text(max_size=60))
-def test_encodes_and_decodes_as_transformers_do(tokenizer, reference, text):
-    ids = tokenizer.encode(text)
-    assert ids == reference.encode(text)
-    assert tokenizer.decode(ids) == reference.decode(ids)
+@pytest.mark.parametrize("kind", KINDS)
+@given(text=TEXTS, special=st.booleans())
+def test_encodes_and_decodes_as_transformers_do(pairs, kind, text, special):
+    ours, reference = pairs[kind]
+    ids = ours.encode(text, special)
+    assert ids == reference.encode(text, add_special_tokens=special)
+    assert ours.decode(ids, special) == reference.decode(ids, skip_special_tokens=special)
+    assert ours.convert_ids_to_tokens(ids) == reference.convert_ids_to_tokens(ids)
 
 
-@given(ids=st.lists(st.integers(0, 2047), max_size=40))
-def test_bytes_of_tokens_add_up_to_the_text(tokenizer, ids):
-    assert b"".join(map(tokenizer.token_bytes, ids)).decode("utf-8", "replace") == tokenizer.decode(ids)
+def test_kinds_differ(pairs):
+    """So that the test before this one compares something."""
+    split = {tuple(ours.convert_ids_to_tokens(ours.encode("12 345</s>kettle e\u0301"))) for ours, _ in pairs.values()}
+    assert len(split) == len(KINDS)
 
 
 def test_special_tokens(tokenizer, reference):
@@ -128,41 +156,6 @@ def test_text_that_is_none(tokenizer, text):
 def test_ids_that_are_none(tokenizer, ids):
     with pytest.raises(RequestError):
         tokenizer.decode(ids)
-
-
-@pytest.mark.parametrize("configured", [True, False])
-@pytest.mark.parametrize("pieces", [["<|im_start|>", "$A"], ["$A", "<|im_end|>"], ["<|im_start|>", "$A", "<|im_end|>"]])
-def test_ends_are_added_as_transformers_add_them(folder, configured, pieces):
-    core = Core.from_file(str(folder / "tokenizer.json"))
-    ends = [("<|im_start|>", 1), ("<|im_end|>", 2)]
-    core.post_processor = TemplateProcessing(single=pieces, pair=["$A", "$B:1"], special_tokens=ends)
-    core.save(str(folder / "tokenizer.json"))
-    change_config(folder, bos_token="<|im_start|>", add_bos_token=configured, add_eos_token=configured)
-    reference = AutoTokenizer.from_pretrained(folder)
-    ours = Tokenizer.from_folder(folder)
-    assert len(ours.encode("a kettle")) == 1 + len(pieces)
-    for special in (True, False):
-        assert ours.encode("a kettle", special) == reference.encode("a kettle", add_special_tokens=special)
-
-
-def test_template_file_goes_before_the_configuration(folder):
-    (folder / "chat_template.jinja").write_text("{{ eos_token }}{{ messages[0].content }}")
-    assert Tokenizer.from_folder(folder).apply_chat_template([{"role": "user", "content": "a"}]) == "<|im_end|>a"
-
-
-def test_named_templates(folder):
-    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
-    change_config(folder, chat_template=named)
-    ours = Tokenizer.from_folder(folder)
-    messages = [{"role": "user", "content": "a"}]
-    assert ours.apply_chat_template(messages) == "plain"
-    assert ours.apply_chat_template(messages, TOOLS) == "tools"
-
-
-def test_no_template(folder):
-    change_config(folder, chat_template=None)
-    with pytest.raises(RequestError, match="no chat template"):
-        Tokenizer.from_folder(folder).apply_chat_template([{"role": "user", "content": "a"}])
 
 
 @pytest.mark.parametrize(

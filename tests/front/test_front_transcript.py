@@ -7,17 +7,24 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as Core
+from tokenizers.models import WordLevel
 
 from quire.core.output import Output
 from quire.core.step import Logprobs
+from quire.engine.generations import Generation
+from quire.engine.outputs import Logprob
+from quire.engine.prompts import TokenizedPrompt
+from quire.engine.tokenizer import Tokenizer
 from quire.engine.transcript import Transcript
 from quire.params import SamplingParams
 
 EOS = 2
 
 
-def transcript(tokenizer, **params):
-    return Transcript("r", None, [67], SamplingParams(**params), tokenizer, now=1.0)
+def transcript(tokenizer, prompt=(67,), **params):
+    generation = Generation(TokenizedPrompt(None, list(prompt)), SamplingParams(**params))
+    return Transcript("r", generation, tokenizer, now=1.0)
 
 
 def output(ids, *, index=0, **fields):
@@ -115,7 +122,7 @@ def test_an_error_says_why(tokenizer):
 
 def test_logprobs(tokenizer):
     logprobs = Logprobs(
-        np.array([[67, 68, 69], [68, 68, 67], [69, 67, 0]], np.int32),
+        np.array([[67, 68, 69], [68, 68, 67], [69, 67, -1]], np.int32),
         np.array([[-3.0, -1.0, -2.0], [-0.5, -0.5, -2.0], [-1.0, -0.25, -math.inf]], np.float32),
         np.array([4, 1, 2], np.int32),
     )
@@ -141,7 +148,105 @@ def test_logprobs_nobody_asked_for(tokenizer):
 
 
 @pytest.mark.parametrize("cached", [0, 16])
-def test_cached_tokens(tokenizer, cached):
-    run = transcript(tokenizer)
+def test_cached_tokens_are_those_of_the_prompt_that_was_computed(tokenizer, cached):
+    run = transcript(tokenizer, n=2)
     run.add(output([67], num_cached_tokens=cached), 2.0)
+    run.add(output([67], index=1, num_cached_tokens=17), 2.0)
     assert run.result().num_cached_tokens == cached
+
+
+def piece(*rows):
+    """Logprobs of rows of (id, value) pairs, the shorter ones padded."""
+    width = max(map(len, rows))
+    padded = [[*row, *[(-1, -math.inf)] * (width - len(row))] for row in rows]
+    return Logprobs(
+        np.array([[token for token, _ in row] for row in padded], np.int32),
+        np.array([[value for _, value in row] for row in padded], np.float32),
+        np.array([1 + len({token for token, value in row if value > row[0][1]}) for row in padded], np.int32),
+    )
+
+
+def test_tokens_asked_about_come_behind_the_most_likely_ones(tokenizer):
+    run = transcript(tokenizer, logprobs=1, logprob_token_ids=(70, 68, 71))
+    rows = [(67, -3.0), (68, -1.0), (70, -5.0), (68, -1.0), (71, -math.inf)]
+    (row,) = run.add(output([67], logprobs=piece(rows)), 2.0).logprobs
+    assert row == {
+        67: Logprob(-3.0, 2, "a"),
+        68: Logprob(-1.0, 1, "b"),
+        70: Logprob(-5.0, None, "d"),
+        71: Logprob(-math.inf, None, "e"),
+    }
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_logprobs_of_the_prompt_come_in_pieces_before_any_token(tokenizer, n):
+    run = transcript(tokenizer, (67, 68, 69, 70), prompt_logprobs=1, n=n)
+    assert run.add(output([], prompt_logprobs=piece([(68, -1.0), (71, -0.5)], [(69, -0.1), (69, -0.1)])), 2.0) is None
+    assert run.prompt_logprobs == [None, {68: Logprob(-1.0, 2, "b"), 71: Logprob(-0.5, 1, "e")}, {69: Logprob(
+        pytest.approx(-0.1), 1, "c")}]  # fmt: skip
+    delta = run.add(output([67], prompt_logprobs=piece([(70, -2.0)])), 3.0)
+    assert delta.text == "a"
+    assert run.metrics.first_token_time == 3.0
+    result = run.result()
+    assert len(result.prompt_logprobs) == len(result.prompt_token_ids)
+    assert result.prompt_logprobs[3] == {70: Logprob(-2.0, 1, "d")}
+    assert result.outputs[0].logprobs is None
+
+
+def test_logprobs_of_a_prompt_that_nobody_asked_for(tokenizer):
+    run = transcript(tokenizer, (67, 68))
+    run.add(output([67], prompt_logprobs=piece([(68, -1.0)])), 2.0)
+    assert run.result().prompt_logprobs is None
+
+
+def test_nothing_generated_ends_all_the_same(tokenizer):
+    run = transcript(tokenizer, (67, 68), max_tokens=0, prompt_logprobs=0, n=2)
+    first = run.add(output([], prompt_logprobs=piece([(68, -1.0)]), finish_reason="length"), 2.0)
+    assert (first.text, first.token_ids, first.finish_reason) == ("", [], "length")
+    assert not run.finished
+    run.add(output([], index=1, finish_reason="length"), 2.0)
+    assert run.finished
+    assert run.metrics.first_token_time is None
+    assert run.metrics.finished_time == 2.0
+
+
+@pytest.mark.parametrize("skip", [True, False])
+@pytest.mark.parametrize("included", [True, False])
+def test_an_end_token_is_text_only_where_both_are_asked_for(tokenizer, skip, included):
+    run = transcript(tokenizer, skip_special_tokens=skip, include_stop_str_in_output=included)
+    run.add(output([67, EOS], finish_reason="stop", stop_token=EOS), 2.0)
+    assert run.result().outputs[0].text == ("a<|im_end|>" if included and not skip else "a")
+
+
+@pytest.mark.parametrize("included", [True, False])
+def test_a_stop_token_is_text_where_it_is_asked_for(tokenizer, included):
+    run = transcript(tokenizer, stop_token_ids=[68], include_stop_str_in_output=included)
+    delta = run.add(output([67, 68], finish_reason="stop", stop_token=68), 2.0)
+    assert (delta.text, delta.stop_reason) == ("ab" if included else "a", 68)
+
+
+def test_a_stop_string_is_text_where_it_is_asked_for(tokenizer):
+    run = transcript(tokenizer, stop="bc", include_stop_str_in_output=True)
+    assert run.add(output([67, 68]), 2.0).text == "ab"
+    delta = run.add(output([69, 70]), 2.0)
+    assert (delta.text, delta.token_ids, delta.stop_reason, delta.stopped_after) == ("c", [69], "bc", 3)
+
+
+@pytest.mark.parametrize("spaces", [True, False])
+def test_spaces_between_special_tokens(spaces):
+    core = Core(WordLevel({"a": 0, "<x>": 1, "<y>": 2, "b": 3}, unk_token="a"))
+    core.add_special_tokens(["<x>", "<y>"])
+    run = transcript(Tokenizer(core), (0,), skip_special_tokens=False, spaces_between_special_tokens=spaces)
+    run.add(output([3, 1, 2, 3], finish_reason="length"), 2.0)
+    assert run.result().outputs[0].text.strip() == ("b <x> <y> b" if spaces else "b <x><y> b")
+
+
+@given(text=st.text("ab é😀", max_size=20), cuts=st.lists(st.integers(0, 100), max_size=6))
+def test_a_token_begins_where_the_characters_before_it_are_complete(tokenizer, text, cuts):
+    ids = tokenizer.encode(text)
+    run = transcript(tokenizer, max_tokens=100)
+    bounds = sorted({0, len(ids), *(cut % (len(ids) + 1) for cut in cuts)})
+    offsets = [offset for a, b in pairwise(bounds) for offset in run.add(output(ids[a:b]), 2.0).token_offsets]
+    assert offsets == [len(tokenizer.decode(ids[:i]).rstrip("\ufffd")) for i in range(len(ids))]
+    run.add(output([], finish_reason="length"), 3.0)
+    assert run.result().outputs[0].token_offsets == offsets

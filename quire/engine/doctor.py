@@ -1,0 +1,86 @@
+"""Doctor: what this installation and machine can do, and whether a model will run, without loading it.
+
+It only gathers what the parts say about themselves; it decides nothing.
+"""
+
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from platform import python_version
+from typing import NamedTuple
+
+import torch
+
+from quire.config import EngineOptions
+from quire.cost.memory import size
+from quire.engine.build import prepare
+from quire.engine.machine import available_memory, cpu_description, gpu_description, pick_device
+from quire.errors import QuireError
+from quire.kernels.choose import MODULES, choose
+
+_REQUIRED = ("quire", "torch", "numpy", "safetensors", "tokenizers", "jinja2", "msgspec", "huggingface_hub", "fastapi")
+_OPTIONAL = {"transformers": "hf"}  # package -> extra
+
+
+class Finding(NamedTuple):
+    """One thing that was looked at. `problem` says that it stands in the way of serving."""
+
+    topic: str
+    text: str
+    problem: bool = False
+
+
+def examine(options: EngineOptions) -> Iterator[Finding]:
+    """Look at versions, hardware, kernels, and at the files and the memory plan of the model that is asked for."""
+    yield from _versions()
+    yield Finding("hardware", f"CPU: {cpu_description()}; torch uses {torch.backends.cpu.get_cpu_capability()}")
+    yield Finding("hardware", f"GPU: {gpu_description()}")
+    device = pick_device(options.device)
+    yield Finding("hardware", f"memory: {size(available_memory(device))} available on {device}")
+    yield from _kernels(options, device)
+    yield from _model(options)
+
+
+def _versions() -> Iterator[Finding]:
+    yield Finding("versions", f"Python {python_version()}")
+    for package in _REQUIRED:
+        found = _version(package)
+        yield Finding("versions", f"{package} {found or 'is missing; install quire again'}", problem=found is None)
+    for package, extra in _OPTIONAL.items():
+        found = _version(package)
+        yield Finding("versions", f"{package} {found or f'not installed (optional: pip install quire[{extra}])'}")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _kernels(options: EngineOptions, device: str) -> Iterator[Finding]:
+    for name, kernels in MODULES.items():
+        refusal = kernels.refusal(torch.device(device))
+        yield Finding("kernels", f"{name}: {f'not on {device}, {refusal}' if refusal else f'runs on {device}'}")
+    try:
+        yield Finding("kernels", f"chosen: {choose(options.kernels, device)[1]}")
+    except QuireError as error:
+        yield Finding("kernels", str(error), problem=True)
+
+
+def _model(options: EngineOptions) -> Iterator[Finding]:
+    lines: list[str] = []
+    try:
+        prepared = prepare(options, report=lines.append, progress=lambda _done, _total: None)
+    except QuireError as error:
+        yield from (Finding("model", line) for line in lines)
+        yield Finding("model", str(error), problem=True)
+        return
+    yield from (Finding("model", line) for line in lines)
+    tokenizer, description = prepared.files.tokenizer, prepared.files.description
+    template = "with" if tokenizer.has_chat_template else "without"
+    yield Finding("model", f"tokenizer of {tokenizer.vocab_size} tokens, {template} a chat template")
+    ends = ", ".join(f"{token} {tokenizer.token_text(token)!r}" for token in description.eos_token_ids)
+    yield Finding("model", f"end tokens: {ends or 'none: outputs run to max_tokens'}")
+    defaults = ", ".join(f"{name} {value}" for name, value in description.sampling_defaults.items())
+    yield Finding("model", f"sampling unless a request says otherwise: {defaults or 'temperature 1'}")
+    yield Finding("model", f"{prepared.name} can be served")

@@ -1,0 +1,221 @@
+"""Models on the Hugging Face Hub: which files a repository has, what of it is in the cache, how the rest gets there.
+
+The cache is that of huggingface_hub, shared with other programs: blobs by their hash, a folder of links for
+each commit, and under refs/ the commit that a branch stood at. A ref is written last, so that offline a
+branch never leads to half a model.
+"""
+
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from filelock import FileLock
+from huggingface_hub import HfApi, constants, get_token, hf_hub_download, hf_hub_url, try_to_load_from_cache
+
+from quire.engine.hub_errors import explained
+from quire.engine.hub_files import HubName, gguf_files, is_complete, small_files, weight_files
+from quire.engine.resumable import TIMEOUT, fetch
+from quire.errors import ModelError
+from quire.models.json_file import read_object
+from quire.models.weights import INDEX, SINGLE
+
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_UNSAFE = re.compile(r"(?:^|[/\\])\.\.(?:$|[/\\])|^[/\\]|:|\0")  # paths that could lead out of a folder
+_DEFAULT_BRANCH = "main"
+
+
+@dataclass(frozen=True, slots=True)
+class _Listed:
+    """A file of a repository."""
+
+    size: int  # bytes
+    sha256: str | None  # of large files
+
+
+class Repository:
+    """One repository at one revision. Methods raise ModelError that says what to do."""
+
+    def __init__(self, name: HubName, *, cache_dir: str | None, endpoint: str | None) -> None:
+        self._name = name
+        self._cache = Path(cache_dir or constants.HF_HUB_CACHE).expanduser().resolve()
+        self._endpoint = endpoint
+        self._revision = name.revision or _DEFAULT_BRANCH
+        self._folder = self._cache / "--".join(["models", *name.repo.split("/")])
+
+    def in_cache(self) -> Path | None:
+        """The folder or GGUF file, where all of it is in the cache; None otherwise. Asks no network."""
+        commit = self._revision if _COMMIT.fullmatch(self._revision) else self._ref()
+        folder = self._folder / "snapshots" / commit if commit else None
+        if folder is None or not folder.is_dir():
+            return None
+        names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+        try:
+            ggufs = gguf_files(self._name, names)
+            if ggufs:
+                return folder / ggufs[0] if is_complete(ggufs) else None
+            small_files(self._name, names)
+        except ModelError:
+            return None
+        missing = [name for name in self._indexed(folder / INDEX) if name not in names] if SINGLE not in names else []
+        return None if missing else folder
+
+    def download(self, report: Callable[[str], None], progress: Callable[[int, int], None]) -> Path:
+        """The folder or GGUF file, brought into the cache as far as it is not there.
+
+        progress(done, total) in bytes, called only where something has to be downloaded. Raises NoNetwork too.
+        """
+        with explained(self._name.repo, self._revision, self._cache):
+            commit, files = self._listing()
+            ggufs = gguf_files(self._name, files)
+            if ggufs:
+                self._bring(ggufs, files, commit, report, progress)
+            else:
+                self._bring(small_files(self._name, files), files, commit, report, progress)
+                indexed = [] if SINGLE in files else self._indexed(self._path(INDEX, commit))
+                self._bring(weight_files(files, indexed), files, commit, report, progress)
+            self._write_ref(commit)
+        folder = self._folder / "snapshots" / commit
+        return folder / ggufs[0] if ggufs else folder
+
+    def _ref(self) -> str | None:
+        try:
+            commit = (self._folder / "refs" / self._revision).read_text().strip()
+        except OSError:
+            return None
+        return commit if _COMMIT.fullmatch(commit) else None
+
+    def _write_ref(self, commit: str) -> None:
+        if commit != self._revision:
+            path = self._folder / "refs" / self._revision
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(commit)
+
+    def _listing(self) -> tuple[str, dict[str, _Listed]]:
+        """The commit that the revision stands at, and its files by path: one request."""
+        api = HfApi(endpoint=self._endpoint)
+        try:
+            info = api.model_info(self._name.repo, revision=self._revision, files_metadata=True, timeout=TIMEOUT)
+        except (ValueError, KeyError, TypeError) as error:
+            if isinstance(error, OSError):  # a status, which some of the library's errors are too
+                raise
+            raise ModelError(_no_hub(api.endpoint)) from error
+        if info.sha is None or not _COMMIT.fullmatch(info.sha):
+            raise ModelError(_no_hub(api.endpoint))
+        unsafe = [each.rfilename for each in info.siblings or () if _UNSAFE.search(each.rfilename)]
+        if unsafe:
+            raise ModelError(f"{self._name.repo} lists the unsafe path {unsafe[0]!r:.80}; do not use it")
+        return info.sha, {
+            each.rfilename: _Listed(each.lfs.size, each.lfs.sha256) if each.lfs else _Listed(each.size or 0, None)
+            for each in info.siblings or ()
+        }
+
+    def _path(self, name: str, commit: str) -> Path:
+        return self._folder / "snapshots" / commit / name
+
+    def _indexed(self, path: Path) -> list[str]:
+        """The files that an index names."""
+        weights = read_object(path).get("weight_map")
+        return sorted({str(file) for file in weights.values()}) if isinstance(weights, dict) else []
+
+    def _bring(
+        self,
+        wanted: list[str],
+        files: dict[str, _Listed],
+        commit: str,
+        report: Callable[[str], None],
+        progress: Callable[[int, int], None],
+    ) -> None:
+        """Download those of the files that are not in the cache, one after another."""
+        missing = [name for name in wanted if not self._has(name, commit)]
+        total = sum(files[name].size for name in missing)
+        if not missing:
+            return
+        self._check_space(total - sum(self._arrived(files[name]) for name in missing))
+        if total > 1e6:
+            report(f"downloading {self._name}: {len(missing)} files, {total / 1e9:.2f} GB, to {self._cache}")
+        done = 0
+        for name in missing:
+            self._bring_one(name, files[name], commit, partial(_advance, progress, done, total))
+            done += files[name].size
+            progress(done, total)
+
+    def _has(self, name: str, commit: str) -> bool:
+        found = try_to_load_from_cache(self._name.repo, name, cache_dir=self._cache, revision=commit)
+        return isinstance(found, str)
+
+    def _bring_one(self, name: str, listed: _Listed, commit: str, arrived: Callable[[int], None]) -> None:
+        """Large files by `fetch`, to where huggingface_hub looks for them; it does the rest, and the small ones."""
+        repo, endpoint = self._name.repo, self._endpoint
+        if listed.sha256 is not None and _SHA256.fullmatch(listed.sha256):
+            blob = self._folder / "blobs" / listed.sha256
+            lock = self._cache / ".locks" / self._folder.name / f"{listed.sha256}.lock"
+            for folder in (blob.parent, lock.parent):
+                folder.mkdir(parents=True, exist_ok=True)
+            with FileLock(lock):
+                if not blob.exists():
+                    growing = _growing(blob)
+                    url = hf_hub_url(repo, name, revision=commit, endpoint=endpoint)
+                    fetch(
+                        url,
+                        growing,
+                        size=listed.size,
+                        sha256=listed.sha256,
+                        headers={"authorization": f"Bearer {token}"} if (token := get_token()) else {},
+                        arrived=arrived,
+                    )
+                    growing.rename(blob)
+        hf_hub_download(
+            repo,
+            name,
+            revision=commit,
+            cache_dir=self._cache,
+            endpoint=endpoint,
+            tqdm_class=_NoBar,
+        )
+
+    def _arrived(self, listed: _Listed) -> int:
+        """Bytes that an earlier download left."""
+        path = _growing(self._folder / "blobs" / (listed.sha256 or "none"))
+        return path.stat().st_size if path.exists() else 0
+
+    def _check_space(self, needed: int) -> None:
+        self._cache.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(self._cache).free
+        if needed > free:
+            raise ModelError(
+                f"{self._name} needs {needed / 1e9:.1f} GB in {self._cache}, where {free / 1e9:.1f} GB are free; "
+                f"make room, or name another folder"
+            )
+
+
+def _growing(blob: Path) -> Path:
+    """Where a file lies until all of it is there."""
+    return blob.with_name(f"{blob.name}.partial")
+
+
+def _advance(progress: Callable[[int, int], None], before: int, total: int, here: int) -> None:
+    progress(before + here, total)
+
+
+def _no_hub(endpoint: str) -> str:
+    return f"{endpoint} does not answer as the Hugging Face Hub does; check the network's log-in page, and HF_ENDPOINT"
+
+
+class _NoBar:
+    """What huggingface_hub takes for a progress bar; nothing is shown."""
+
+    def __init__(self, *args: object, **options: object) -> None:
+        """Accepts all that tqdm does."""
+
+    def __enter__(self) -> "_NoBar":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        pass
+
+    def update(self, amount: float | None = 1) -> None:
+        """Some bytes have arrived."""

@@ -1,0 +1,78 @@
+"""Model files: from a path to everything that is known of a model before its weights are read, and how to read them.
+
+Here it is decided who runs a model: quire's own decoder, or transformers as a backend.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from quire.config import ModelImpl
+from quire.engine.gguf_tokenizer import gguf_tokenizer
+from quire.engine.tokenizer import Tokenizer
+from quire.errors import ModelError
+from quire.models.checkpoint import Checkpoint
+from quire.models.description import UnknownArchitecture, describe
+from quire.models.folder import FolderCheckpoint
+from quire.models.gguf.checkpoint import GgufCheckpoint
+from quire.models.loading import load
+from quire.models.model import Description, Model, Progress
+
+Load = Callable[[str, str, Progress], Model]  # dtype, device, progress
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ModelFiles:
+    """One model on disk."""
+
+    description: Description
+    tokenizer: Tokenizer
+    load: Load
+    runs_on: str  # who computes it, and why
+
+
+def open_model(path: Path, implementation: ModelImpl, *, max_model_len: int | None) -> ModelFiles:
+    """Read what the files at `path`, a folder or a .gguf file, say about a model.
+
+    Raises ModelError where they are incomplete or damaged, or hold a model that `implementation` does not run.
+    """
+    if path.is_file() and path.suffix == ".gguf":
+        gguf = GgufCheckpoint(path)
+        return _own(gguf, gguf_tokenizer(gguf.metadata), max_model_len)
+    checkpoint = FolderCheckpoint(path)
+    tokenizer = Tokenizer.from_folder(path)
+    if implementation == "transformers":
+        return _backend(checkpoint, tokenizer, "asked for by name")
+    try:
+        return _own(checkpoint, tokenizer, max_model_len)
+    except UnknownArchitecture as unknown:
+        if implementation == "quire":
+            raise
+        if find_spec("transformers") is None:
+            raise ModelError(
+                f"{unknown}. Transformers may run it as a backend: install it with pip install 'quire[hf]'"
+            ) from unknown
+        return _backend(checkpoint, tokenizer, "quire's own decoder does not describe this architecture")
+
+
+def _own(checkpoint: Checkpoint, tokenizer: Tokenizer, max_model_len: int | None) -> ModelFiles:
+    description = describe(checkpoint, max_model_len=max_model_len)
+
+    def read(dtype: str, device: str, progress: Progress) -> Model:
+        return load(description, dtype=dtype, device=device, progress=progress)
+
+    return ModelFiles(description, tokenizer, read, "quire's own decoder")
+
+
+def _backend(checkpoint: Checkpoint, tokenizer: Tokenizer, reason: str) -> ModelFiles:
+    from quire.models.backend import describe_backend, load_backend  # noqa: PLC0415  (needs an optional extra)
+
+    description = describe_backend(checkpoint)
+
+    def read(dtype: str, device: str, progress: Progress) -> Model:
+        return load_backend(description, dtype=dtype, device=device, progress=progress)
+
+    return ModelFiles(
+        description, tokenizer, read, f"transformers as a backend: {reason}; slower, without deterministic"
+    )

@@ -1,0 +1,118 @@
+"""/v1/embeddings: prompts in, vectors out. Knows OpenAI's format; the vectors are the engine's."""
+
+import base64
+import time
+from collections.abc import Sequence
+from typing import Literal
+from uuid import uuid4
+
+import msgspec
+import numpy as np
+from fastapi import APIRouter, Request, Response
+from pydantic import Field
+
+from quire.core.step import Pooling
+from quire.engine.async_engine import EngineStopped
+from quire.engine.embeddings import Pooled, pooling_of
+from quire.engine.generations import Generation
+from quire.engine.outputs import RequestMetrics
+from quire.engine.prompts import listed
+from quire.errors import RequestError
+from quire.params import SamplingParams
+from quire.server.body import Body, about, without_effect
+from quire.server.errors import SequenceFailed, renamed
+from quire.server.service import Service
+from quire.server.sse import while_connected
+
+MAX_PROMPTS = 2048  # in one request
+
+
+class EmbeddingBody(Body):
+    """POST /v1/embeddings."""
+
+    input: str | list[str] | list[int] | list[list[int]] = Field(
+        description="A text, token ids, or a list of several of either."
+    )
+    model: str | None = about("The served model; /v1/models lists it.")
+    encoding_format: Literal["float", "base64"] | None = about(
+        "How vectors are written: numbers (the default), or base64 of little-endian float32."
+    )
+    dimensions: int | None = about("Accepted when it is the size of the model's vectors.")
+    pooling: str | None = about("Of the last layer's states: that of the last token ('last'), or their 'mean'.")
+    normalize: bool | None = about("Scale vectors to length 1; true by default.")
+    truncate_prompt_tokens: int | None = about("Keep that many tokens at the input's end; -1: as many as fit.")
+    add_special_tokens: bool | None = about("Let the tokenizer add begin and end tokens to a text; true by default.")
+    user: object = without_effect()
+
+
+def embedding_routes(service: Service) -> APIRouter:
+    """The route of embeddings."""
+    router = APIRouter(tags=["OpenAI"])
+
+    @router.post("/v1/embeddings", response_model=None)
+    async def embeddings(body: EmbeddingBody, request: Request) -> Response:
+        """The vector of a text, or of each of several."""
+        service.check_model(body.model)
+        pooling = pooling_of(body.pooling or "last")
+        if body.dimensions not in (None, service.hidden_size):
+            raise RequestError(
+                f"dimensions other than the model's {service.hidden_size} are not supported", "dimensions"
+            )
+        with renamed({"prompt": "input"}):
+            asked = await _tokenize(service, body)
+            pooled = await while_connected(request.receive, _embed(service, asked, pooling))
+        vectors = [one.vector(normalized=body.normalize is not False) for one in pooled]
+        answer = _answer(service, vectors, sum(len(one.prompt_token_ids) for one in pooled), body.encoding_format)
+        return Response(msgspec.json.encode(answer), media_type="application/json")
+
+    return router
+
+
+async def _tokenize(service: Service, body: EmbeddingBody) -> list[Generation]:
+    prompts = listed(body.input)
+    if not 1 <= len(prompts) <= MAX_PROMPTS:
+        raise RequestError(f"input must be 1 to {MAX_PROMPTS} texts or lists of token ids", "input")
+    params = SamplingParams(max_tokens=0, truncate_prompt_tokens=body.truncate_prompt_tokens)
+    return await service.tokenize(prompts, [params] * len(prompts), add_special_tokens=body.add_special_tokens)
+
+
+async def _embed(service: Service, asked: Sequence[Generation], pooling: Pooling) -> list[Pooled]:
+    """Compute all of them. Raises RequestError, SequenceFailed, EngineStopped."""
+    metrics = RequestMetrics(time.monotonic())
+    name = f"embd-{uuid4().hex}"
+    pooled = {f"{name}-{i}": Pooled(f"{name}-{i}", each.prompt.ids, pooling) for i, each in enumerate(asked)}
+    stream = await service.engine.generate(
+        [each.request(request_id, pooling) for request_id, each in zip(pooled, asked, strict=True)]
+    )
+    unfinished = "abort"
+    try:
+        while not all(one.finish_reason for one in pooled.values()):
+            for output in await anext(stream):
+                pooled[output.request_id].add(output)
+                if output.finish_reason == "error":
+                    raise SequenceFailed(output.error)
+    except (EngineStopped, SequenceFailed):
+        unfinished = "error"
+        raise
+    finally:
+        stream.close()
+        for one in pooled.values():
+            service.metrics.sequence_ended(one.finish_reason or unfinished)
+            service.metrics.request_ended(metrics, time.monotonic())
+    return list(pooled.values())
+
+
+def _answer(
+    service: Service, vectors: Sequence[np.ndarray], num_tokens: int, encoding: str | None
+) -> dict[str, object]:
+    written = [_base64(vector) if encoding == "base64" else vector.tolist() for vector in vectors]
+    return {
+        "object": "list",
+        "data": [{"object": "embedding", "index": i, "embedding": vector} for i, vector in enumerate(written)],
+        "model": service.model_name,
+        "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+    }
+
+
+def _base64(vector: np.ndarray) -> str:
+    return base64.b64encode(vector.astype("<f4").tobytes()).decode()

@@ -1,0 +1,100 @@
+"""Reply: the sequences that one HTTP request asked for. Knows the engine's stream and transcripts; no HTTP formats."""
+
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from itertools import accumulate
+
+from quire.core.output import Output
+from quire.engine.async_engine import EngineStopped, Stream
+from quire.engine.outputs import Delta
+from quire.engine.transcript import Transcript
+from quire.server.errors import SequenceFailed
+from quire.server.metrics import Metrics
+
+
+class Reply:
+    """One transcript for each prompt, while they grow. Close it, finished or not."""
+
+    def __init__(
+        self, transcripts: Sequence[Transcript], stream: Stream, finish: Callable[[int, int], None], metrics: Metrics
+    ) -> None:
+        self.transcripts = transcripts
+        self._places = {transcript.request_id: i for i, transcript in enumerate(transcripts)}
+        self._first_choices = [0, *accumulate(transcript.params.n for transcript in transcripts)]
+        self._stream = stream
+        self._finish = finish
+        self._metrics = metrics
+        self._last_tokens: dict[int, float] = {}  # by choice
+        self._unfinished = "abort"  # why sequences will have ended that have no reason of their own
+        self._closed = False
+
+    @property
+    def num_choices(self) -> int:
+        """Sequences of all prompts."""
+        return self._first_choices[-1]
+
+    def place(self, delta: Delta) -> int:
+        """Which of the transcripts a delta belongs to."""
+        return self._places[delta.request_id]
+
+    def choice(self, delta: Delta) -> int:
+        """OpenAI's index: the n sequences of the first prompt, then those of the second, ..."""
+        return self._first_choices[self.place(delta)] + delta.index
+
+    async def deltas(self) -> AsyncIterator[list[Delta]]:
+        """What each step adds, until all sequences have ended. Raises SequenceFailed, EngineStopped."""
+        while not all(transcript.finished for transcript in self.transcripts):
+            try:
+                outputs = await anext(self._stream)
+            except EngineStopped:
+                self._unfinished = "error"
+                raise
+            now = time.monotonic()
+            deltas = [delta for output in outputs if (delta := self._read(output, now)) is not None]
+            if deltas:
+                yield deltas
+
+    async def end(self) -> None:
+        """Wait until all sequences have ended. Raises as `deltas` does."""
+        async for _ in self.deltas():
+            pass
+
+    def usage(self) -> dict[str, object]:
+        """Tokens so far, in OpenAI's format: each prompt once, whatever its n."""
+        num_prompt = sum(len(transcript.prompt.ids) for transcript in self.transcripts)
+        num_output = sum(transcript.num_output_tokens for transcript in self.transcripts)
+        num_cached = sum(transcript.num_cached_tokens for transcript in self.transcripts)
+        return {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_output,
+            "total_tokens": num_prompt + num_output,
+            "prompt_tokens_details": {"cached_tokens": num_cached},
+        }
+
+    def close(self) -> None:
+        """Give up what has not ended; its blocks are free within a step. All that ended is counted here."""
+        self._stream.close()
+        if self._closed:
+            return
+        self._closed = True
+        for transcript in self.transcripts:
+            for sequence in transcript.result().outputs:
+                self._metrics.sequence_ended(sequence.finish_reason or self._unfinished)
+            self._metrics.request_ended(transcript.metrics, time.monotonic())
+
+    def _read(self, output: Output, now: float) -> Delta | None:
+        transcript = self.transcripts[self._places[output.request_id]]
+        delta = transcript.add(output, now)
+        if delta is None:
+            return None
+        if delta.stopped_after is not None:
+            self._finish(delta.seq_id, delta.stopped_after)
+        if delta.finish_reason == "error":
+            self._unfinished = "error"
+            raise SequenceFailed(delta.stop_reason)
+        if delta.token_ids:
+            choice = self.choice(delta)
+            before = self._last_tokens.get(choice)
+            self._metrics.tokens_came(transcript.metrics, before, now, len(delta.token_ids))
+            self._last_tokens[choice] = now
+        return delta

@@ -1,0 +1,161 @@
+"""/generate: SGLang's native route. Knows its format; the work is the service's."""
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import TypeVar
+from uuid import uuid4
+
+from fastapi import APIRouter, Request, Response
+
+from quire.engine.outputs import CompletionOutput
+from quire.engine.prompts import listed
+from quire.engine.transcript import Transcript
+from quire.errors import RequestError
+from quire.params import SamplingParams
+from quire.server.completions import MAX_CHOICES
+from quire.server.errors import renamed
+from quire.server.reply import Reply
+from quire.server.respond import respond, shows
+from quire.server.service import Service
+from quire.server.sglang_logprobs import EntryFormat, Report
+from quire.server.sglang_schema import ROUTE_NAMES, GenerateBody, GenerateParams
+from quire.server.sse import DONE, event
+
+T = TypeVar("T")
+
+
+def generate_routes(service: Service) -> APIRouter:
+    """The route of SGLang."""
+    router = APIRouter(tags=["SGLang"])
+
+    @router.post("/generate", response_model=None)
+    async def generate(body: GenerateBody, request: Request) -> Response:
+        """Continue a prompt, or each of several."""
+        if (body.text is None) == (body.input_ids is None):
+            raise RequestError("give either text or input_ids", "text")
+        given = body.text if body.input_ids is None else body.input_ids
+        with renamed({**ROUTE_NAMES, "prompt": "input_ids" if body.text is None else "text"}):
+            prompts = listed([] if given is None else given)
+            reports = _reports(body, len(prompts))
+            params = _params(body, reports, service)
+            if not 1 <= sum(one.n for one in params) <= MAX_CHOICES:
+                raise RequestError(f"the number of prompts times n must be 1 to {MAX_CHOICES}", "prompt")
+            alone = prompts != given and params[0].n == 1 and not isinstance(body.sampling_params, list)
+            entries = EntryFormat(service.tokenizer, with_text=bool(body.return_text_in_logprobs))
+            answer = GenerateAnswer(reports, entries, alone=alone)
+            reply = await service.start(f"generate-{uuid4().hex}", await service.tokenize(prompts, params))
+        return await respond(request, answer, reply, stream=bool(body.stream))
+
+    return router
+
+
+def _reports(body: GenerateBody, count: int) -> list[Report]:
+    """What to tell about each prompt. Raises RequestError."""
+    if isinstance(body.rid, str) and count != 1:
+        raise RequestError(f"rid must be a list of {count} ids", "rid")
+    asked = body.token_ids_logprob or []
+    ids = [one for one in asked if isinstance(one, int)]
+    lists = [one for one in asked if isinstance(one, list)]
+    reports = [
+        Report(*values)
+        for values in zip(
+            [uuid4().hex for _ in range(count)] if body.rid is None else _each("rid", body.rid, count),
+            _each("return_logprob", body.return_logprob or False, count),
+            _each("logprob_start_len", -1 if body.logprob_start_len is None else body.logprob_start_len, count),
+            _each("top_logprobs_num", body.top_logprobs_num or 0, count),
+            _one_each("token_ids_logprob", lists or [ids] * count, count),
+            strict=True,
+        )
+    ]
+    for report in reports:
+        if report.start < -1:
+            raise RequestError("logprob_start_len must be at least -1", "logprob_start_len")
+        if not report.logprobs and (report.start >= 0 or report.num_top or report.token_ids):
+            raise RequestError("what is to be told about logprobs needs return_logprob to be true", "return_logprob")
+        if report.start >= 0 and report.token_ids:
+            raise RequestError(
+                "token_ids_logprob is not supported for the prompt yet; leave out logprob_start_len",
+                "token_ids_logprob",
+            )
+    return reports
+
+
+def _params(body: GenerateBody, reports: Sequence[Report], service: Service) -> list[SamplingParams]:
+    given = _each("sampling_params", body.sampling_params or GenerateParams(), len(reports))
+    return [
+        one.make_params(
+            service.sampling_defaults,
+            logprobs=report.num_top if report.logprobs else None,
+            prompt_logprobs=report.num_top if report.start >= 0 else None,
+            logprob_token_ids=tuple(report.token_ids),
+        )
+        for one, report in zip(given, reports, strict=True)
+    ]
+
+
+def _each(name: str, value: T | list[T], count: int) -> list[T]:
+    """One for each prompt: a list as it is, anything else for all."""
+    return _one_each(name, value, count) if isinstance(value, list) else [value] * count
+
+
+def _one_each(name: str, values: list[T], count: int) -> list[T]:
+    if len(values) != count:
+        raise RequestError(f"{name} must have one entry for each of the {count} prompts, not {len(values)}", name)
+    return values
+
+
+class GenerateAnswer:
+    """SGLang's objects for one request: one alone, or a list of them for a batch or n > 1."""
+
+    def __init__(self, reports: Sequence[Report], entries: EntryFormat, *, alone: bool) -> None:
+        self._reports = reports
+        self._entries = entries
+        self._alone = alone
+
+    def whole(self, reply: Reply) -> object:
+        """Everything at once."""
+        objects = [
+            self._object(report, transcript, index)
+            for report, transcript in zip(self._reports, reply.transcripts, strict=True)
+            for index in range(transcript.params.n)
+        ]
+        return objects[0] if self._alone else objects
+
+    async def events(self, reply: Reply) -> AsyncIterator[bytes]:
+        """Server-sent events, each with all that a sequence has so far."""
+        async for deltas in reply.deltas():
+            newest = {reply.choice(delta): delta for delta in deltas if shows(delta, ids=True)}
+            events = []
+            for choice, delta in newest.items():
+                place = reply.place(delta)
+                value = self._object(self._reports[place], reply.transcripts[place], delta.index)
+                events.append(event(value if self._alone else {**value, "index": choice}))
+            yield b"".join(events)
+        yield DONE
+
+    def _object(self, report: Report, transcript: Transcript, index: int) -> dict[str, object]:
+        output = transcript.sequence(index)
+        metrics = transcript.metrics
+        about: dict[str, object] = {
+            "id": report.rid,
+            "finish_reason": _finish_reason(output),
+            "prompt_tokens": len(transcript.prompt.ids),
+            "completion_tokens": len(output.token_ids),
+            "cached_tokens": transcript.num_cached_tokens,
+            "e2e_latency": (metrics.finished_time or time.monotonic()) - metrics.arrival_time,
+        }
+        if report.logprobs:
+            about |= self._entries.lists(report, transcript, output)
+        return {"text": output.text, "output_ids": output.token_ids, "meta_info": about}
+
+
+def _finish_reason(output: CompletionOutput) -> dict[str, object] | None:
+    match output.finish_reason:
+        case None:
+            return None
+        case "length":
+            return {"type": "length", "length": len(output.token_ids)}
+        case "stop":  # without a reason of its own it was an end token
+            matched = output.token_ids[-1] if output.stop_reason is None else output.stop_reason
+            return {"type": "stop", "matched": matched}
+    return {"type": output.finish_reason}

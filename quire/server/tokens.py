@@ -1,0 +1,69 @@
+"""/tokenize and /detokenize, with vLLM's bodies: text to token ids and back, nothing generated."""
+
+from fastapi import APIRouter, Response
+from msgspec.json import encode
+from pydantic import Field
+
+from quire.errors import RequestError
+from quire.server.body import Body, about
+from quire.server.schema import ChatMessage, TemplateBody
+from quire.server.service import Service
+from quire.server.template import spoken, tokenize_conversation
+
+
+class TokenizeBody(TemplateBody):
+    """POST /tokenize: a text, or a conversation as chat would write it."""
+
+    model: str | None = about("The served model; /v1/models lists it.")
+    prompt: str | None = about("A text.")
+    messages: list[ChatMessage] | None = about("A conversation, in place of a text.")
+    return_token_strs: bool | None = about("Add each token as the vocabulary writes it.")
+
+
+class DetokenizeBody(Body):
+    """POST /detokenize."""
+
+    model: str | None = about("The served model; /v1/models lists it.")
+    tokens: list[int] = Field(description="Token ids.")
+
+
+def token_routes(service: Service) -> APIRouter:
+    """The routes of the tokenizer."""
+    router = APIRouter(tags=["Tokens"])
+
+    @router.post("/tokenize", response_model=None)
+    async def tokenize(body: TokenizeBody) -> Response:
+        """The ids that a text or a conversation becomes."""
+        service.check_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise RequestError("give either a prompt or messages", "prompt")
+        messages = spoken(body.messages or ())
+        given = [body.prompt, messages, body.tools, body.documents, body.chat_template_kwargs]
+        service.check_length(given, "messages" if body.prompt is None else "prompt")
+        return await service.aside.run(lambda: _json(_tokenized(body, messages, service)))
+
+    @router.post("/detokenize", response_model=None)
+    async def detokenize(body: DetokenizeBody) -> Response:
+        """The text of token ids, special tokens included."""
+        service.check_model(body.model)
+        for token in body.tokens:
+            if not 0 <= token < service.vocab_size:
+                raise RequestError(
+                    f"token id {token} is outside the vocabulary (0 to {service.vocab_size - 1})", "tokens"
+                )
+        return await service.aside.run(lambda: _json({"prompt": service.tokenizer.decode(body.tokens)}))
+
+    return router
+
+
+def _tokenized(body: TokenizeBody, messages: list[dict[str, object]], service: Service) -> dict[str, object]:
+    if body.prompt is None:
+        ids = tokenize_conversation(messages, body, service.tokenizer).ids
+    else:
+        ids = service.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
+    pieces = service.tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
+    return {"count": len(ids), "max_model_len": service.max_model_len, "tokens": ids, "token_strs": pieces}
+
+
+def _json(value: object) -> Response:
+    return Response(encode(value), media_type="application/json")
