@@ -38,6 +38,6 @@ def test_the_python_of_the_readme_runs():
 
 
 def test_the_targets_that_documents_name_are_in_the_makefile():
-    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    named = {name for document in DOCUMENTS for name in re.findall(r"(?:`|^\s*)make (\w+)", document.read_text(), re.M)}
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = {name for document in DOCUMENTS for name in re.findall(r"(?:`|^\s*)make ([\w-]+)", document.read_text(), re.M)}
     assert {"serve", "test"} <= named <= targets

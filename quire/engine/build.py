@@ -17,8 +17,8 @@ from quire.engine import embedded
 from quire.engine.engine import Engine
 from quire.engine.machine import available_memory, pick_device
 from quire.engine.model_files import ModelFiles, open_model
-from quire.engine.sources import locate
-from quire.engine.tokenizer import Tokenizer
+from quire.engine.sources.locate import locate
+from quire.engine.text.tokenizer import Tokenizer
 from quire.errors import ConfigError
 from quire.kernels import invariant
 from quire.kernels.choose import choose

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from quire.core.step import Pooling
-from quire.engine.bad_words import bad_word_tokens
 from quire.engine.prompts import ContextLengthExceeded, TokenizedPrompt
-from quire.engine.tokenizer import Tokenizer
+from quire.engine.text.bad_words import bad_word_tokens
+from quire.engine.text.tokenizer import Tokenizer
 from quire.params import SamplingParams
 
 

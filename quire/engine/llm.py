@@ -13,11 +13,11 @@ from quire.engine.build import build
 from quire.engine.embeddings import Pooled, pooling_of
 from quire.engine.engine import Engine
 from quire.engine.generations import NewRequest, generations
-from quire.engine.messages import Message
 from quire.engine.outputs import Delta, EmbeddingOutput, EmbeddingRequestOutput, RequestOutput
 from quire.engine.progress import TokenProgress
 from quire.engine.prompts import Prompt, TokenizedPrompt, listed, tokenize
-from quire.engine.tokenizer import Tokenizer
+from quire.engine.text.messages import Message
+from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.transcript import Transcript
 from quire.errors import QuireError, RequestError
 from quire.params import SamplingParams

@@ -9,8 +9,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from quire.config import ModelImpl
-from quire.engine.gguf_tokenizer import gguf_tokenizer
-from quire.engine.tokenizer import Tokenizer
+from quire.engine.text.gguf_tokenizer import gguf_tokenizer
+from quire.engine.text.tokenizer import Tokenizer
 from quire.errors import ModelError
 from quire.models.checkpoint import Checkpoint
 from quire.models.description import UnknownArchitecture, describe

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import NamedTuple, TypedDict
 
-from quire.engine.tokenizer import Tokenizer
+from quire.engine.text.tokenizer import Tokenizer
 from quire.errors import RequestError, nearest
 from quire.params import MAX_TOKENS
 

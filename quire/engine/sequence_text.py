@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 from quire.core.output import Output
 from quire.core.step import Logprobs
-from quire.engine.detokenizer import Detokenizer
 from quire.engine.logprobs import read_rows
 from quire.engine.outputs import CompletionOutput, Delta, LogprobRow
-from quire.engine.stops import Pattern, StopStrings
-from quire.engine.tokenizer import Tokenizer
+from quire.engine.text.detokenizer import Detokenizer
+from quire.engine.text.stops import Pattern, StopStrings
+from quire.engine.text.tokenizer import Tokenizer
 from quire.params import SamplingParams
 
 

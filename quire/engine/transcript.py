@@ -5,8 +5,8 @@ from quire.engine.generations import Generation
 from quire.engine.logprobs import read_rows
 from quire.engine.outputs import CompletionOutput, Delta, LogprobRow, RequestMetrics, RequestOutput
 from quire.engine.sequence_text import SequenceText
-from quire.engine.stops import compile_stops
-from quire.engine.tokenizer import Tokenizer
+from quire.engine.text.stops import compile_stops
+from quire.engine.text.tokenizer import Tokenizer
 
 
 class Transcript:

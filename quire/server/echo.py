@@ -2,9 +2,9 @@
 
 from typing import NamedTuple
 
-from quire.engine.detokenizer import Detokenizer
 from quire.engine.prompts import TokenizedPrompt
-from quire.engine.tokenizer import Tokenizer
+from quire.engine.text.detokenizer import Detokenizer
+from quire.engine.text.tokenizer import Tokenizer
 
 
 class Echo(NamedTuple):

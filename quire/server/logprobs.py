@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 from quire.engine.outputs import Logprob, LogprobRow
-from quire.engine.tokenizer import Tokenizer
+from quire.engine.text.tokenizer import Tokenizer
 from quire.params import SamplingParams
 
 _LEAST = -9999.0  # JSON has no infinity

@@ -7,8 +7,8 @@ from quire.engine.async_engine import AsyncEngine
 from quire.engine.build import Built
 from quire.engine.generations import Generation, generations
 from quire.engine.prompts import ContextLengthExceeded, Prompt, tokenize
-from quire.engine.template_meter import MAX_SIZE, TooMuch, size_of
-from quire.engine.tokenizer import Tokenizer
+from quire.engine.text.template_meter import MAX_SIZE, TooMuch, size_of
+from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.transcript import Transcript
 from quire.params import SamplingParams
 from quire.server.aside import Aside

@@ -5,7 +5,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from quire.engine.outputs import CompletionOutput, LogprobRow
-from quire.engine.tokenizer import Tokenizer
+from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.transcript import Transcript
 from quire.server.logprobs import finite
 

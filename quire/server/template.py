@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 
-from quire.engine.messages import plain_messages
 from quire.engine.prompts import TokenizedPrompt, tokenize
-from quire.engine.tokenizer import Tokenizer
+from quire.engine.text.messages import plain_messages
+from quire.engine.text.tokenizer import Tokenizer
 from quire.errors import RequestError
 from quire.server.schema import ChatMessage, TemplateBody
 

@@ -11,7 +11,7 @@ from front_rig import STORY, run_app, small_engine
 from quire import LLM
 from quire.engine import embedded
 from quire.engine.build import Built
-from quire.engine.tokenizer import Tokenizer
+from quire.engine.text.tokenizer import Tokenizer
 from quire.server.app import make_app
 from quire.server.service import Service
 

@@ -5,10 +5,10 @@ from front_tokenizers import KINDS
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.engine.bad_words import bad_word_tokens
 from quire.engine.generations import generations
 from quire.engine.prompts import ContextLengthExceeded, TokenizedPrompt
-from quire.engine.tokenizer import Tokenizer
+from quire.engine.text.bad_words import bad_word_tokens
+from quire.engine.text.tokenizer import Tokenizer
 from quire.errors import RequestError
 from quire.params import SamplingParams
 

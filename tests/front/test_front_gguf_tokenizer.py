@@ -13,8 +13,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import AutoTokenizer
 
 from quire.engine import embedded
-from quire.engine.gguf_splits import SPLITS
-from quire.engine.gguf_tokenizer import gguf_tokenizer
+from quire.engine.text.gguf_tokenizer import gguf_tokenizer
+from quire.engine.text.splits import SPLITS
 from quire.errors import ModelError
 from quire.models.gguf.metadata import Metadata
 from quire.models.gguf.reader import read_header

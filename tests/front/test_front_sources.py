@@ -10,10 +10,10 @@ import huggingface_hub
 import pytest
 from hub_server import Repo, serve_hub
 
-from quire.engine import hub as hub_module
-from quire.engine import resumable
-from quire.engine.hub_files import HubName, gguf_files, small_files
-from quire.engine.sources import locate
+from quire.engine.sources import hub as hub_module
+from quire.engine.sources import resumable
+from quire.engine.sources.hub_files import HubName, gguf_files, small_files
+from quire.engine.sources.locate import locate
 from quire.errors import ConfigError, ModelError
 
 WEIGHTS = random.Random(1).randbytes(3_000_000)

@@ -6,7 +6,7 @@ import time
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from quire.engine.chat_template import ChatTemplate
+from quire.engine.text.chat_template import ChatTemplate
 from quire.errors import ModelError, QuireError, RequestError
 
 MESSAGES = [

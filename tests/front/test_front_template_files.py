@@ -4,7 +4,7 @@ import pytest
 from front_tokenizers import KINDS, write_folder
 from transformers import AutoTokenizer
 
-from quire.engine.tokenizer import Tokenizer
+from quire.engine.text.tokenizer import Tokenizer
 from quire.errors import ModelError, RequestError
 
 MESSAGES = [{"role": "user", "content": "a"}]

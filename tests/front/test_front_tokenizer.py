@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from quire.engine import embedded
-from quire.engine.tokenizer import Tokenizer
+from quire.engine.text.tokenizer import Tokenizer
 from quire.errors import ModelError, RequestError
 
 CONVERSATIONS = [

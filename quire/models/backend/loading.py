@@ -38,8 +38,10 @@ def load_backend(
         model = construct(
             description.kind, description.config, reads, checkpoint, dtype=dtype, device=device, attention=SERVED
         )
-    except ModelError as error:
-        raise (reading.error or error) from None
+    except ModelError:
+        if reading.error is not None:
+            raise reading.error from None
+        raise
     loaded = BackendModel(Halves(model), description.layers, description.vocab_size)
     check_tokens_apart(loaded, description.max_positions, description.architecture)
     return loaded

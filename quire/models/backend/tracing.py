@@ -65,20 +65,20 @@ def trace(halves: Halves, max_positions: int) -> Traced:
 
 def _window(call: Call, max_positions: int, known: dict[Hides, int]) -> int:
     """The window that the mask of a call makes; `known`: of masks that were tried before."""
-    hidden = hides(call.mask)
-    if hidden is None:
+    mask = hides(call.mask)
+    if mask is None:
         raise ModelError(f"{call.layer} attends with a mask of its own; quire's attention cannot")
-    if hidden not in known:
-        known[hidden] = _tried(call.layer, hidden, max_positions)
-    window, told = known[hidden], call.traits.told_window
+    if mask not in known:
+        known[mask] = _tried(call.layer, mask, max_positions)
+    window, told = known[mask], call.traits.told_window
     if told and told != window:
         raise ModelError(f"{call.layer} mentions a window of {told} positions, but its mask has {window or 'none'}")
     return window
 
 
-def _tried(layer: str, hidden: Hides, max_positions: int) -> int:
+def _tried(layer: str, mask: Hides, max_positions: int) -> int:
     """The window of a mask, after a look at what some queries see of all positions before and behind them."""
-    size = hidden.size
+    size = mask.size
     length = min(max_positions, max(_SIGHT, 4 * size))
     keys, zero = torch.arange(length), torch.zeros((), dtype=torch.int64)
     for position in {0, 1, size - 1, size, size + 1, 3 * size, length // 2, length - 1} & set(range(length)):
@@ -87,8 +87,8 @@ def _tried(layer: str, hidden: Hides, max_positions: int) -> int:
         if size:
             expected &= keys > query - size
         try:
-            seen = hidden.sees(zero, zero, query, keys)
-        except RuntimeError as error:  # it looks things up that are known only while it runs
+            seen = mask.sees(zero, zero, query, keys)
+        except (RuntimeError, IndexError) as error:  # it looks things up that are known only while it runs
             raise ModelError(f"{layer} attends with a mask that depends on more than positions") from error
         if not torch.equal(seen.expand(length), expected):
             raise ModelError(f"{layer} attends with a mask that is neither causal nor a sliding window")

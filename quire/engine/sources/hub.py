@@ -15,9 +15,9 @@ from pathlib import Path
 from filelock import FileLock
 from huggingface_hub import HfApi, constants, get_token, hf_hub_download, hf_hub_url, try_to_load_from_cache
 
-from quire.engine.hub_errors import explained
-from quire.engine.hub_files import HubName, gguf_files, is_complete, small_files, weight_files
-from quire.engine.resumable import TIMEOUT, fetch
+from quire.engine.sources.hub_errors import explained
+from quire.engine.sources.hub_files import HubName, gguf_files, is_complete, small_files, weight_files
+from quire.engine.sources.resumable import TIMEOUT, fetch
 from quire.errors import ModelError
 from quire.models.json_file import read_object
 from quire.models.weights import INDEX, SINGLE

@@ -10,11 +10,11 @@ from typing import Literal
 
 import tokenizers
 
-from quire.engine.messages import Message
-from quire.engine.template_files import DEFAULT, read_templates
-from quire.engine.template_set import TemplateSet, render_conversation
-from quire.engine.tokenizer_bytes import TokenBytes
-from quire.engine.tokenizer_files import read_tokenizer
+from quire.engine.text.messages import Message
+from quire.engine.text.template_files import DEFAULT, read_templates
+from quire.engine.text.template_set import TemplateSet, render_conversation
+from quire.engine.text.tokenizer_bytes import TokenBytes
+from quire.engine.text.tokenizer_files import read_tokenizer
 from quire.errors import RequestError
 
 _BAD_ID = "token ids must be whole numbers from 0 to 4294967295"

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from quire.engine.tokenizer import Tokenizer
+from quire.engine.text.tokenizer import Tokenizer
 
 _BEFORE = "\n"  # a text that tokenizers do not join with what follows
 

@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 
-from quire.engine.chat_template import ChatTemplate
-from quire.engine.messages import Message, plain_json, plain_messages
-from quire.engine.template_files import DEFAULT, TOOL_USE
-from quire.engine.template_final import OpenEnd
+from quire.engine.text.chat_template import ChatTemplate
+from quire.engine.text.messages import Message, plain_json, plain_messages
+from quire.engine.text.template_files import DEFAULT, TOOL_USE
+from quire.engine.text.template_final import OpenEnd
 from quire.errors import RequestError, nearest
 
 

@@ -7,9 +7,9 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from quire.engine.hub import Repository
-from quire.engine.hub_errors import NoNetwork
-from quire.engine.hub_files import HubName
+from quire.engine.sources.hub import Repository
+from quire.engine.sources.hub_errors import NoNetwork
+from quire.engine.sources.hub_files import HubName
 from quire.errors import ConfigError, ModelError, nearest
 
 _NAME = re.compile(r"(?P<repo>[^@:]+)(?:@(?P<revision>[^@:]+))?(?::(?P<quantization>[\w.-]+))?")

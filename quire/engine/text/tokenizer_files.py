@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
-from quire.engine.gguf_splits import SPLITS
-from quire.engine.tokenizer_special import add_declared_tokens
+from quire.engine.text.splits import SPLITS
+from quire.engine.text.tokenizer_special import add_declared_tokens
 from quire.errors import ModelError
 from quire.models.json_file import read_object
 

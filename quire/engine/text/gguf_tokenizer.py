@@ -10,8 +10,8 @@ from types import MappingProxyType
 from tokenizers import AddedToken, decoders, models, normalizers, processors
 from tokenizers import Tokenizer as Core
 
-from quire.engine.gguf_splits import SPLITS
-from quire.engine.tokenizer import Tokenizer
+from quire.engine.text.splits import SPLITS
+from quire.engine.text.tokenizer import Tokenizer
 from quire.errors import QuireError, nearest
 from quire.models.gguf.metadata import Metadata
 from quire.models.gguf.tokens import special_tokens
