@@ -9,9 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
-from quire.errors import ModelError, RequestError, nearest
+from quire.errors import ModelError, nearest
 from quire.kernels.contract import DTYPES
 from quire.models.checkpoint import Checkpoint
 from quire.models.config import DecoderConfig
@@ -22,17 +21,8 @@ from quire.models.model import KVLayer
 from quire.models.names import Names
 from quire.models.placements import Placement, placements
 from quire.models.reading import decoder_config
-from quire.params import SamplingParams
-
-_STORED_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-_SAMPLING = {  # names of generation_config.json -> of SamplingParams
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "max_new_tokens": "max_tokens",
-}
+from quire.models.text_part import INNER, TextPart
+from quire.models.wishes import compute_dtype, sampling_defaults, token_ids
 
 
 class UnknownArchitecture(ModelError):
@@ -109,6 +99,9 @@ def describe(source: Checkpoint | Path, *, max_model_len: int | None = None) -> 
     checkpoint = FolderCheckpoint(source) if isinstance(source, Path) else source
     fields = Fields(checkpoint.config, checkpoint.place)
     architecture = _architecture(fields)
+    if architecture in INNER:
+        text = TextPart(checkpoint, INNER[architecture])
+        return replace(describe(text, max_model_len=max_model_len), architecture=architecture)
     family = FAMILIES[architecture]
     names = fields.resolve(family.names)
     return ModelDescription(
@@ -116,20 +109,20 @@ def describe(source: Checkpoint | Path, *, max_model_len: int | None = None) -> 
         architecture,
         decoder_config(family, fields, max_model_len),
         replace(names, prefix=_prefix(names, checkpoint)),
-        _dtype(fields, checkpoint),
-        next(iter(_token_ids(checkpoint, "bos_token_id")), None),
-        _token_ids(checkpoint, "eos_token_id"),
-        _sampling_defaults(checkpoint.generation_config),
+        compute_dtype(fields, checkpoint),
+        next(iter(token_ids(checkpoint, "bos_token_id")), None),
+        token_ids(checkpoint, "eos_token_id"),
+        sampling_defaults(checkpoint.generation_config),
     )
 
 
 def _architecture(fields: Fields) -> str:
     names = [str(name) for name in fields.optional("architectures", list, [])]
-    supported = ", ".join(FAMILIES)
+    supported = ", ".join([*FAMILIES, *INNER])
     if not names:
         raise fields.error(f"architectures is missing; supported: {supported}")
     for name in names:
-        if name in FAMILIES:
+        if name in FAMILIES or name in INNER:
             return name
     raise UnknownArchitecture(
         f"{fields.place}: architecture {names[0]!r:.80} is not supported{nearest(names[0], FAMILIES)}; "
@@ -142,46 +135,3 @@ def _prefix(names: Names, checkpoint: Checkpoint) -> str:
     shorter = names.prefix.partition(".")[2]
     full, cut = (f"{prefix}{names.embed}.weight" in checkpoint.tensors for prefix in (names.prefix, shorter))
     return shorter if cut and not full else names.prefix
-
-
-def _dtype(fields: Fields, checkpoint: Checkpoint) -> str:
-    """As config.json says under its new or old name, else as the first weight is stored."""
-    name = fields.optional("dtype", str, fields.optional("torch_dtype", str, ""))
-    if not name:
-        stored = next(iter(checkpoint.tensors.values()), None)
-        if stored is None:
-            raise fields.error("the weights hold no tensors; download them again")
-        name = _STORED_DTYPES.get(stored.dtype, stored.dtype)
-    if name not in DTYPES:
-        raise fields.error(f"dtype {name!r} is not supported; supported: {', '.join(DTYPES)}")
-    return name
-
-
-def _token_ids(checkpoint: Checkpoint, name: str) -> tuple[int, ...]:
-    """From generation_config.json, else from config.json; a number, a list or nothing."""
-    value = checkpoint.generation_config.get(name)
-    if value is None:
-        value = checkpoint.config.get(name)
-    ids = [] if value is None else value if isinstance(value, list) else [value]
-    if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
-        raise ModelError(f"{checkpoint.place}: {name} must be a token id or a list of them, not {value!r:.80}")
-    return tuple(ids)
-
-
-def _sampling_defaults(generation: Mapping[str, object]) -> Mapping[str, float | int]:
-    """Those of generation_config.json that a request could ask for."""
-    found: dict[str, float | int] = {}
-    for theirs, ours in _SAMPLING.items():
-        value = generation.get(theirs)
-        if isinstance(value, int | float) and _is_valid(ours, value):
-            found[ours] = value
-    return found
-
-
-def _is_valid(name: str, value: float | int) -> bool:
-    wish: dict[str, Any] = {name: value}
-    try:
-        SamplingParams(**wish)
-    except RequestError:
-        return False
-    return True

@@ -19,9 +19,9 @@ from quire.models.backend.construction import Shape, construct, quiet
 from quire.models.backend.halves import Halves
 from quire.models.backend.tracing import Layer, trace
 from quire.models.checkpoint import Checkpoint
-from quire.models.description import _dtype, _sampling_defaults, _token_ids
 from quire.models.fields import Fields
 from quire.models.model import KVLayer
+from quire.models.wishes import compute_dtype, sampling_defaults, token_ids
 
 _LEFT_OUT = (  # that say what code should run, from where
     *("auto_map", "attn_implementation", "experts_implementation", "fusion_config", "distributed_config"),
@@ -53,14 +53,6 @@ class BackendDescription:
     def kv_layers(self) -> Sequence[KVLayer]:
         """What each layer keeps."""
         return tuple(KVLayer(layer.traits.num_kv_heads, layer.traits.head_dim, layer.window) for layer in self.layers)
-
-    @property
-    def remark(self) -> str:
-        """One line that says who runs the model."""
-        return (
-            f"quire has no description of {self.architecture}: transformers {transformers.__version__} runs it, "
-            f"with quire's paged attention"
-        )
 
     def weight_bytes(self, dtype: str) -> int:
         """Bytes of the weights when they are loaded as `dtype`."""
@@ -95,9 +87,9 @@ def describe_backend(checkpoint: Checkpoint) -> BackendDescription:
         max_positions,
         _activations(model, config, traced.hidden_size, traced.layers),
         sum(parameter.numel() for parameter in model.parameters()),
-        _dtype(fields, checkpoint),
-        _token_ids(checkpoint, "eos_token_id"),
-        _sampling_defaults(checkpoint.generation_config),
+        compute_dtype(fields, checkpoint),
+        token_ids(checkpoint, "eos_token_id"),
+        sampling_defaults(checkpoint.generation_config),
     )
 
 
