@@ -174,10 +174,10 @@ def _converse(llm: "quire.LLM", system: str | None, params: SamplingParams) -> N
 
 
 class WeightsBar:
-    """A bar on the error stream, from the first bytes of weights to the last."""
+    """A bar on the error stream, from the first bytes of a download or of weights to the last."""
 
     def __init__(self) -> None:
-        columns = (TextColumn("loading weights"), BarColumn(), DownloadColumn())
+        columns = (TextColumn("model files"), BarColumn(), DownloadColumn())
         self._bar = Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty())
         self._task = self._bar.add_task("loading", start=False)
 

@@ -21,6 +21,7 @@ _COLUMNS: dict[str, type[np.generic]] = {
     "frequency_penalties": np.float32,
     "repetition_penalties": np.float32,
 }
+_NO_HISTORY = History(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.bool_))
 _SMALLEST = np.finfo(np.float32).tiny
 
 
@@ -37,6 +38,8 @@ class SamplingColumns:
 
     def open(self, opens: Opens) -> None:
         """Remember what the opened rows ask for, and nothing else about them."""
+        if not len(opens):
+            return
         for name, column in self._columns.items():
             column[opens.rows] = getattr(opens, name)
         repetition = self._columns["repetition_penalties"]
@@ -71,6 +74,8 @@ def _history(rows: np.ndarray, stops: np.ndarray, column: dict[str, np.ndarray],
     counts_prompt = column["repetition_penalties"] != 1
     counts_output = (column["presence_penalties"] != 0) | (column["frequency_penalties"] != 0)
     asking = np.flatnonzero(counts_prompt | counts_output)
+    if not len(asking):
+        return _NO_HISTORY
     prompts = column["prompt_lens"][asking].astype(np.int64)
     starts = np.where(counts_prompt[asking], 0, prompts)
     lengths = np.maximum(stops[asking] - starts, 0)

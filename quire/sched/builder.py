@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Listing
-from typing import NamedTuple
 
 from quire.core.step import Chunks, ListKind, Lists, Move, Opens, Step, Writes
 from quire.sched.sequence import Sequence
@@ -10,14 +9,10 @@ from quire.sched.sequence import Sequence
 TokenList = tuple[int, ListKind, Mapping[int, float] | Listing[int]]
 
 
-class Entry(NamedTuple):
-    """One chunk as the scheduler remembers it until its step is committed."""
-
-    seq: Sequence
-    start: int
-    stop: int
-    epoch: int  # of the sequence, when the chunk was planned
-    num_told: int  # of its last positions, about which the result tells something besides a sampled token
+# One chunk as the scheduler remembers it until its step is committed: the sequence, start, stop, the sequence's
+# epoch when the chunk was planned, and of how many of its last positions the result tells something besides a
+# sampled token. There is one per sequence and step, hence a plain tuple.
+Entry = tuple[Sequence, int, int, int, int]
 
 
 class StepBuilder:
@@ -61,7 +56,12 @@ class StepBuilder:
         )
 
 
+_NO_ROWS = Opens.of(rows=[])
+
+
 def _opens(sequences: list[Sequence]) -> Opens:
+    if not sequences:
+        return _NO_ROWS
     params = [seq.request.params for seq in sequences]
     lists = [one for seq in sequences for one in _lists(seq)]
     return Opens.of(

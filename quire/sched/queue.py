@@ -1,8 +1,7 @@
-"""Sequences that wait, by arrival; and those that are not even in the queue yet, because another computes for them."""
+"""Sequences that wait for a row and blocks, by arrival."""
 
 from bisect import insort
 from collections import deque
-from collections.abc import Sequence as Listing
 from operator import attrgetter
 
 from quire.sched.sequence import Sequence
@@ -11,14 +10,10 @@ ARRIVAL = attrgetter("id")
 
 
 class Queue:
-    """Sequences that have neither row nor blocks. Those that end meanwhile are skipped, not searched for.
-
-    Of a request's n sequences the first queues; the others are held until its prompt is computed.
-    """
+    """Sequences that have neither row nor blocks. Those that end meanwhile are skipped, not searched for."""
 
     def __init__(self) -> None:
         self._waiting: deque[Sequence] = deque()
-        self._held: dict[str, deque[Sequence]] = {}  # by request id
 
     @property
     def head(self) -> Sequence | None:
@@ -39,21 +34,3 @@ class Queue:
             self._waiting.append(seq)
         else:
             insort(self._waiting, seq, key=ARRIVAL)
-
-    def hold(self, request_id: str, sequences: Listing[Sequence]) -> None:
-        """Keep them out of the queue for now."""
-        if sequences:
-            self._held[request_id] = deque(sequences)
-
-    def release(self, request_id: str) -> list[Sequence]:
-        """Those held for a request, which are held no longer. Most requests hold none."""
-        if not self._held:
-            return []
-        return [seq for seq in self._held.pop(request_id, ()) if not seq.finished]
-
-    def promote(self, request_id: str) -> None:
-        """The one that the others waited for has ended: the next takes its part, and queues."""
-        held = [seq for seq in self._held.pop(request_id, ()) if not seq.finished]
-        if held:
-            self.put(held[0])
-            self.hold(request_id, held[1:])

@@ -1,58 +1,43 @@
-"""What a step's result says about each of its chunks."""
+"""What a step's result says about its chunks besides the tokens that were sampled."""
 
-from collections.abc import Iterator
-from collections.abc import Sequence as Listing
 from typing import NamedTuple
 
 import numpy as np
 
-from quire.core.output import Output
 from quire.core.step import Logprobs, StepResult
 from quire.sched.builder import Entry
-from quire.sched.sequence import Sequence
 
 
 class News(NamedTuple):
-    """Of one chunk: sampled tokens, and what its sequence asked to be told."""
+    """Of one chunk: what its sequence asked to be told."""
 
-    tokens: list[int]
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None
     pooled: np.ndarray | None = None
 
-    def output(self, seq: Sequence, kept: list[int], reason: str | None, error: str) -> Output:
-        """As the front end gets it: `kept` are the tokens that count, `reason` is why the sequence ends."""
-        return Output(
-            seq.request.id,
-            seq.index,
-            seq.id,
-            kept,
-            reason,
-            stop_token=kept[-1] if kept and reason == "stop" else None,
-            logprobs=None if self.logprobs is None else self.logprobs.slice(0, len(kept)),
-            prompt_logprobs=self.prompt_logprobs,
-            pooled=self.pooled,
-            error=error,
-        )
+
+NOTHING = News()
 
 
-def read(entries: Listing[Entry], result: StepResult) -> Iterator[tuple[Entry, News]]:
-    """The chunks of a step in turn, each with its part of the result's columns."""
-    tokens = result.tokens.tolist()
-    token = scored = pooled = 0  # what belongs to earlier chunks
-    for entry, count in zip(entries, result.counts.tolist(), strict=True):
-        seq = entry.seq
-        params = seq.request.params
-        news = News(tokens[token : token + count])
-        if count and result.logprobs is not None and params.logprobs is not None:
-            news = news._replace(logprobs=result.logprobs.slice(token, token + count))
-        if entry.num_told and seq.pools:
-            if result.pooled is not None:
-                news = news._replace(pooled=result.pooled[pooled])
-            pooled += 1
-        elif entry.num_told:
+class Extras:
+    """The columns of a result, handed out chunk by chunk, in order. Most steps have none."""
+
+    def __init__(self, result: StepResult) -> None:
+        self._result = result
+        self.has_logprobs = result.logprobs is not None
+        self._scored = self._pooled = 0  # what belongs to earlier chunks
+
+    def take(self, entry: Entry, token: int, count: int) -> News:
+        """Those of the next chunk that has any; its `count` tokens begin at `token`."""
+        result, (seq, _, _, _, num_told) = self._result, entry
+        logprobs = scored = pooled = None
+        if count and result.logprobs is not None and seq.request.params.logprobs is not None:
+            logprobs = result.logprobs.slice(token, token + count)
+        if num_told and seq.pools:
+            pooled = None if result.pooled is None else result.pooled[self._pooled]
+            self._pooled += 1
+        elif num_told:
             if result.prompt_logprobs is not None:
-                news = news._replace(prompt_logprobs=result.prompt_logprobs.slice(scored, scored + entry.num_told))
-            scored += entry.num_told
-        token += count
-        yield entry, news
+                scored = result.prompt_logprobs.slice(self._scored, self._scored + num_told)
+            self._scored += num_told
+        return News(logprobs, scored, pooled)

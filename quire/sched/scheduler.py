@@ -28,8 +28,9 @@ from quire.core.step import ChunkOutput, Late, Step, StepResult
 from quire.cost.pace import Pace
 from quire.errors import ConfigError, RequestError
 from quire.sched.builder import Entry, StepBuilder
+from quire.sched.families import Families
 from quire.sched.queue import ARRIVAL, Queue
-from quire.sched.results import News, read
+from quire.sched.results import NOTHING, Extras, News
 from quire.sched.sequence import Sequence
 
 _NONE, _SAMPLE, _POOL = int(ChunkOutput.NONE), int(ChunkOutput.SAMPLE), int(ChunkOutput.POOL)
@@ -59,9 +60,9 @@ class Scheduler:
         self.pace = Pace()
         self.events: deque[Event] = deque(maxlen=_MOST_EVENTS)
         self.num_preemptions = 0
-        self._requests: dict[str, list[Sequence]] = {}
         self._sequences: dict[int, Sequence] = {}
         self._queue = Queue()
+        self._families = Families(self._queue)
         self._running: list[Sequence] = []
         self._branched: list[Sequence] = []  # of those running, the ones that the runner has not met
         self._suspects: deque[Sequence] = deque()
@@ -94,7 +95,7 @@ class Scheduler:
 
     def add(self, request: Request, now: float) -> None:
         """Queue a request. Raises RequestError for an id that is in use."""
-        if request.id in self._requests:
+        if request.id in self._families:
             raise RequestError(f"request id {request.id!r} is in use; choose another", "request_id")
         sequences = []
         for index in range(request.params.n):
@@ -102,17 +103,13 @@ class Scheduler:
             self._next_seq += 1
             self._sequences[seq.id] = seq
             sequences.append(seq)
-        self._requests[request.id] = sequences
-        num_first = 1 if sequences[0].num_shared else len(sequences)
-        for seq in sequences[:num_first]:
-            self._queue.put(seq)
-        self._queue.hold(request.id, sequences[num_first:])
+        self._families.add(request.id, sequences)
         self.events.append(Arrived(now, request.id, len(request.prompt)))
 
     def abort(self, request_id: str, now: float) -> None:
         """Give up a request. Nothing more is said about it; an unknown id is ignored."""
-        self._queue.release(request_id)
-        for seq in list(self._requests.get(request_id, ())):
+        self._families.release(request_id)
+        for seq in self._families.members(request_id):
             self._end(seq, "abort", now)
 
     def finish(self, seq_id: int, num_tokens: int, now: float) -> None:
@@ -168,13 +165,16 @@ class Scheduler:
         self.cache.collected(launched.id)
         self.pace.observe(launched.num_tokens, result.seconds)
         outputs = []
-        for entry, news in read(launched.entries, result):
-            seq = entry.seq
-            if not seq.finished and seq.epoch == entry.epoch:
+        tokens, extras, at = result.tokens.tolist(), Extras(result), 0
+        for entry, count in zip(launched.entries, result.counts.tolist(), strict=True):
+            seq, _, stop, epoch, num_told = entry
+            news = extras.take(entry, at, count) if num_told or extras.has_logprobs else NOTHING
+            if not seq.finished and seq.epoch == epoch:
                 seq.suspect = False
-                self._wrote(seq, entry.stop, now)
-                if news.tokens or entry.num_told or seq.is_over:
-                    outputs.append(self._take(entry, news, now))
+                self._wrote(seq, stop, now)
+                if count or num_told or seq.is_over:
+                    outputs.append(self._take(entry, tokens[at : at + count], news, now))
+            at += count
         return outputs
 
     @property
@@ -271,7 +271,7 @@ class Scheduler:
             builder.chunks.append((seq.row, seq.id, start, stop, 0, told + 1, _SAMPLE))
         else:
             builder.chunks.append((seq.row, seq.id, start, stop, 0, told, _POOL if told and seq.pools else _NONE))
-        builder.entries.append(Entry(seq, start, stop, seq.epoch, told))
+        builder.entries.append((seq, start, stop, seq.epoch, told))
         builder.num_tokens += take
         seq.last_step = builder.id
 
@@ -300,17 +300,10 @@ class Scheduler:
     def _branch_waiting(self, now: float) -> None:
         """Start those at the head of the queue whose prompt is computed: never run yet, or preempted."""
         while (seq := self._queue.head) is not None:
-            donor = self._donor(seq)
+            donor = self._families.donor(seq)
             if donor is None or self._is_in_flight(seq) or not self._branch(seq, donor, now):
                 return
             self._queue.pop()
-
-    def _donor(self, seq: Sequence) -> Sequence | None:
-        """A sequence of the same request that runs and has the KV of their prompt."""
-        if not seq.num_shared:
-            return None
-        relatives = self._requests[seq.request.id]
-        return next((one for one in relatives if one.row >= 0 and one.num_written >= seq.num_shared), None)
 
     def _branch(self, seq: Sequence, donor: Sequence, now: float) -> bool:
         """Start a sequence on the KV of `donor`, up to the last token of their prompt, where there is room."""
@@ -341,23 +334,30 @@ class Scheduler:
             return
         seq.num_written = num_tokens
         if num_tokens >= seq.num_shared > 0:
-            for held in self._queue.release(seq.request.id):
+            for held in self._families.release(seq.request.id):
                 if not self._branch(held, seq, now):
                     self._queue.put(held)
-        assert seq.table is not None
-        self.cache.trim(seq.table, num_tokens)
+        if self.cache.windowed:
+            assert seq.table is not None
+            self.cache.trim(seq.table, num_tokens)
 
-    def _take(self, entry: Entry, news: News, now: float) -> Output:
+    def _take(self, entry: Entry, tokens: list[int], news: News, now: float) -> Output:
         """What came of a chunk: append sampled tokens, and see whether the sequence ends."""
-        seq = entry.seq
-        if entry.num_told:
-            seq.num_told = min(entry.stop, seq.to_tell)
-        kept, reason, error = seq.extend(news.tokens) if news.tokens else ([], None, "")
+        seq, _, stop, _, num_told = entry
+        if num_told:
+            seq.num_told = min(stop, seq.to_tell)
+        kept, reason, error = seq.extend(tokens) if tokens else (tokens, None, "")
         if seq.is_over:
             reason = "stop" if seq.pools else "length"
         if reason is not None:
             self._end(seq, reason, now)
-        return news.output(seq, kept, reason, error)
+        stop_token = kept[-1] if kept and reason == "stop" else None
+        request_id = seq.request.id
+        if news is NOTHING:
+            return Output(request_id, seq.index, seq.id, kept, reason, stop_token, error=error)
+        logprobs, scored, pooled = news
+        logprobs = None if logprobs is None else logprobs.slice(0, len(kept))
+        return Output(request_id, seq.index, seq.id, kept, reason, stop_token, logprobs, scored, pooled, error=error)
 
     def _end(self, seq: Sequence, reason: str, now: float) -> None:
         """The sequence is over: its row and blocks are free, as soon as no step in flight needs them."""
@@ -365,12 +365,7 @@ class Scheduler:
         if seq.row >= 0:
             self._free(seq)
         del self._sequences[seq.id]
-        relatives = self._requests[seq.request.id]
-        relatives.remove(seq)
-        if relatives:
-            self._queue.promote(seq.request.id)
-        else:
-            del self._requests[seq.request.id]
+        self._families.remove(seq)
         self.events.append(Finished(now, seq.request.id, seq.id, reason, seq.num_generated))
 
     def _free(self, seq: Sequence) -> None:
@@ -384,13 +379,12 @@ class Scheduler:
         """Undo a failed step. Its sequences become suspects; one that fails again, alone, ends with the error."""
         self._reset = True
         self.events.append(StepFailed(now, "", failed.id, error))
-        alive = [entry for entry in failed.entries if not entry.seq.finished and entry.seq.epoch == entry.epoch]
+        alive = [(seq, start) for seq, start, _, epoch, _ in failed.entries if not seq.finished and seq.epoch == epoch]
         outputs = []
-        for entry in alive:
-            seq = entry.seq
+        for seq, start in alive:
             seq.epoch += 1  # chunks of it in later steps built on this one
             seq.num_pending = 0
-            seq.num_computed = min(seq.num_computed, entry.start)
+            seq.num_computed = min(seq.num_computed, start)
             if seq.suspect and len(failed.entries) == 1:
                 self._end(seq, "error", now)
                 outputs.append(Output(seq.request.id, seq.index, seq.id, [], "error", error=error))

@@ -25,6 +25,7 @@ class Sequence:
         "index",
         "last_step",
         "limit",
+        "min_length",
         "num_computed",
         "num_pending",
         "num_shared",
@@ -33,6 +34,7 @@ class Sequence:
         "pools",
         "request",
         "row",
+        "samples",
         "since",
         "stop_ids",
         "suspect",
@@ -48,6 +50,8 @@ class Sequence:
         self.tokens = list(request.prompt)
         self.end = len(request.prompt) + request.max_tokens
         self.stop_ids = request.stop_ids
+        self.min_length = len(request.prompt) + request.params.min_tokens  # no stop token ends it before
+        self.samples = request.max_tokens > 0  # whether it gets new tokens at all
         self.pools = request.pooling is not Pooling.NONE
         # nobody needs the KV of the last token, nor, where none is sampled, the logits of the prompt's last one
         self.limit = self.end if self.pools else max(self.end - 1, 1)
@@ -75,22 +79,16 @@ class Sequence:
         """Append what was sampled: the tokens kept, why the sequence ends with them, and what went wrong."""
         self.num_pending -= 1
         kept: list[int] = []
-        min_length = len(self.request.prompt) + self.request.params.min_tokens
         for token in tokens:
             if token < 0:
                 return kept, "error", "no token could be sampled: the request allows none, or the logits are not finite"
             kept.append(token)
             self.tokens.append(token)
-            if token in self.stop_ids and len(self.tokens) > min_length:
+            if token in self.stop_ids and len(self.tokens) > self.min_length:
                 return kept, "stop", ""
             if len(self.tokens) == self.end:
                 return kept, "length", ""
         return kept, None, ""
-
-    @property
-    def samples(self) -> bool:
-        """Whether it gets new tokens at all."""
-        return self.end > len(self.request.prompt)
 
     @property
     def is_over(self) -> bool:
