@@ -143,7 +143,7 @@ def doctor(
 ) -> None:
     """Say what this installation and machine can do, and whether a model will run. Exit code 1 where not."""
     topic, healthy = "", True
-    for finding in quire.examine(options):
+    for finding in quire.examine(options, WeightsBar()):
         if finding.topic != topic:
             topic = finding.topic
             typer.secho(topic, bold=True)

@@ -35,8 +35,8 @@ class Demand:
     max_num_seqs: int
     max_num_batched_tokens: int
     workspace_bytes_per_token: int  # activations of one token in a step
-    workspace_bytes_per_seq: int  # logits and sampling of one row
-    scratch_bytes: int  # of attention
+    workspace_bytes_per_seq: int  # tokens, tables and logits of one row
+    scratch_bytes: int  # of attention, and of sampling beside the logits
 
     def blocks_alone(self, length: int) -> list[int]:
         """Per group, what one sequence of `length` tokens needs."""
@@ -128,7 +128,7 @@ def plan_memory(demand: Demand, *, available: int, default_share: float, limit: 
             workspace,
             f"{demand.max_num_batched_tokens} tokens a step x {size(demand.workspace_bytes_per_token)}, "
             f"{demand.max_num_seqs} rows x {size(demand.workspace_bytes_per_seq)}, "
-            f"attention {size(demand.scratch_bytes)}",
+            f"attention and sampling {size(demand.scratch_bytes)}",
         )
     )
     return MemoryPlan(demand, tuple(lines), tuple(num_blocks), length, length_reason)
@@ -156,24 +156,16 @@ def _divide(demand: Demand, length: int, useful: Sequence[int], room: int) -> li
 
     None gets more than is useful, nor less than one sequence needs.
     """
-    least = demand.blocks_alone(length)
-    each = demand.blocks_each(-(-length // 4))
-    num_blocks = list(least)
-    open_groups = set(range(len(each)))
-    while open_groups:
-        taken = _bytes(demand, [0 if group in open_groups else num for group, num in enumerate(num_blocks)])
-        unit = _bytes(demand, [one if group in open_groups else 0 for group, one in enumerate(each)])
-        for group in open_groups:
-            num_blocks[group] = (room - taken) * each[group] // unit
-        bounded = {g for g in open_groups if num_blocks[g] < least[g]} or {
-            g for g in open_groups if num_blocks[g] > useful[g]
-        }
-        if not bounded:
-            break
-        for group in bounded:
-            num_blocks[group] = min(max(num_blocks[group], least[group]), useful[group])
-        open_groups -= bounded
-    return num_blocks
+    least, each = demand.blocks_alone(length), demand.blocks_each(-(-length // 4))
+    unit = max(each)
+
+    def blocks(shares: int) -> list[int]:
+        wanted = (shares * one // unit for one in each)
+        return [min(max(num, low), high) for num, low, high in zip(wanted, least, useful, strict=True)]
+
+    counts = range(unit * max(useful) + 1)
+    too_many = bisect_left(counts, 1, key=lambda shares: _bytes(demand, blocks(shares)) > room)
+    return blocks(too_many - 1)
 
 
 def parse_memory(text: str, available: int) -> float:

@@ -23,13 +23,15 @@ from quire.errors import ConfigError
 from quire.kernels import invariant
 from quire.kernels.choose import choose
 from quire.kernels.contract import DTYPES, Kernels
+from quire.kernels.reference.sampling import LOGITS_AT_ONCE
 from quire.models.model import Description, KVLayer, Progress
 from quire.runner.torch_runner import TorchRunner
 from quire.sched.journal import JournalledScheduler
 from quire.sched.scheduler import Scheduler
 
 _SHARES = {"cpu": 0.5, "cuda": 0.9}  # of the memory available: a host is shared with others, a GPU is not
-_LOGIT_COPIES = 4  # logits, their filtered and sorted forms, and random numbers, in float32
+_LOGIT_COPIES = 4  # of all rows: in the model's type, in float32, with edits, and as they are handed over
+_SAMPLING_BYTES = 50  # for each logit that is sampled from at once: filtered, sorted, summed, random numbers
 _PLACE = re.compile(r" - at `\$\.(\w+)`$")
 _DTYPE_ALIASES: Mapping[str, str] = MappingProxyType({"float": "float32", "half": "float16"})
 
@@ -131,6 +133,8 @@ def prepare(options: EngineOptions, *, report: Report, progress: Progress) -> Pr
 def _find(options: EngineOptions, report: Report, progress: Progress) -> tuple[str, Path]:
     """The name that requests use for the model, and where its files are."""
     if options.model is None:
+        if options.revision is not None:
+            raise ConfigError("revision is of a model that is downloaded; name one, or leave it out")
         return embedded.NAME, embedded.folder()
     path = locate(
         options.model,
@@ -140,8 +144,11 @@ def _find(options: EngineOptions, report: Report, progress: Progress) -> tuple[s
         report=report,
         progress=progress,
     )
-    is_local = Path(options.model).exists()
-    return path.resolve().stem if path.is_file() else path.resolve().name if is_local else options.model, path
+    if path.is_file():
+        return path.stem, path
+    if Path(options.model).expanduser().exists():
+        return path.resolve().name, path
+    return options.model, path
 
 
 def _check(options: EngineOptions) -> None:
@@ -174,6 +181,8 @@ def _demand(
     length = min(options.max_model_len or description.max_positions, description.max_positions)
     widest = max(2 * layer.num_kv_heads * layer.head_dim * width for layer in groups)
     weight_bytes = description.weight_bytes(dtype)
+    attention = min(max(scratch_bytes, length * widest), options.max_num_seqs * length * widest)
+    sampled = min(max(LOGITS_AT_ONCE, description.vocab_size), options.max_num_seqs * description.vocab_size)
     return Demand(
         weight_bytes=weight_bytes,
         weight_reason=f"{description.num_parameters / 1e6:.2f} M parameters, {dtype}",
@@ -186,7 +195,7 @@ def _demand(
         workspace_bytes_per_token=description.activations_per_token * 4,
         workspace_bytes_per_seq=description.vocab_size * 4 * _LOGIT_COPIES
         + (length + len(groups) * -(-length // options.block_size)) * 4,
-        scratch_bytes=min(max(scratch_bytes, length * widest), options.max_num_seqs * length * widest),
+        scratch_bytes=attention + _SAMPLING_BYTES * sampled,
     )
 
 

@@ -1,4 +1,4 @@
-"""Doctor: what this installation and machine can do, and whether a model will run, without loading it.
+"""Doctor: what this installation and machine can do, and whether a model will run, without loading its weights.
 
 It only gathers what the parts say about themselves; it decides nothing.
 """
@@ -16,6 +16,7 @@ from quire.engine.build import prepare
 from quire.engine.machine import available_memory, cpu_description, gpu_description, pick_device
 from quire.errors import QuireError
 from quire.kernels.choose import MODULES, choose
+from quire.models.model import Progress
 
 _REQUIRED = ("quire", "torch", "numpy", "safetensors", "tokenizers", "jinja2", "msgspec", "huggingface_hub", "fastapi")
 _OPTIONAL = {"transformers": "hf"}  # package -> extra
@@ -29,15 +30,26 @@ class Finding(NamedTuple):
     problem: bool = False
 
 
-def examine(options: EngineOptions) -> Iterator[Finding]:
-    """Look at versions, hardware, kernels, and at the files and the memory plan of the model that is asked for."""
+def examine(options: EngineOptions, progress: Progress = lambda _done, _total: None) -> Iterator[Finding]:
+    """Look at versions, hardware, kernels, and at the files and the memory plan of the model that is asked for.
+
+    One that is not on this machine is downloaded, which `progress(done, total)` is told in bytes.
+    """
     yield from _versions()
     yield Finding("hardware", f"CPU: {cpu_description()}; torch uses {torch.backends.cpu.get_cpu_capability()}")
     yield Finding("hardware", f"GPU: {gpu_description()}")
     device = pick_device(options.device)
+    try:
+        chosen = choose(options.kernels, device)[1]
+    except QuireError as error:
+        yield Finding("kernels", str(error), problem=True)
+        return
     yield Finding("hardware", f"memory: {size(available_memory(device))} available on {device}")
-    yield from _kernels(options, device)
-    yield from _model(options)
+    for name, kernels in MODULES.items():
+        refusal = kernels.refusal(torch.device(device))
+        yield Finding("kernels", f"{name}: {f'not on {device}, {refusal}' if refusal else f'runs on {device}'}")
+    yield Finding("kernels", f"chosen: {chosen}")
+    yield from _model(options, progress)
 
 
 def _versions() -> Iterator[Finding]:
@@ -57,20 +69,10 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _kernels(options: EngineOptions, device: str) -> Iterator[Finding]:
-    for name, kernels in MODULES.items():
-        refusal = kernels.refusal(torch.device(device))
-        yield Finding("kernels", f"{name}: {f'not on {device}, {refusal}' if refusal else f'runs on {device}'}")
-    try:
-        yield Finding("kernels", f"chosen: {choose(options.kernels, device)[1]}")
-    except QuireError as error:
-        yield Finding("kernels", str(error), problem=True)
-
-
-def _model(options: EngineOptions) -> Iterator[Finding]:
+def _model(options: EngineOptions, progress: Progress) -> Iterator[Finding]:
     lines: list[str] = []
     try:
-        prepared = prepare(options, report=lines.append, progress=lambda _done, _total: None)
+        prepared = prepare(options, report=lines.append, progress=progress)
     except QuireError as error:
         yield from (Finding("model", line) for line in lines)
         yield Finding("model", str(error), problem=True)

@@ -57,7 +57,7 @@ class Engine:
         self.max_model_len = scheduler.config.max_model_len
         self._scheduler = scheduler
         self._runner = runner
-        self._eos_token_ids = eos_token_ids
+        self._eos_token_ids = tuple(token for token in eos_token_ids if 0 <= token < vocab_size)
         self._deterministic = deterministic  # whether the runner can keep such a promise
         self._seeds = _mix(seed)
         self._clock = clock
@@ -105,7 +105,7 @@ class Engine:
             prompt=prompt,
             params=params,
             eos_token_ids=self._eos_token_ids,
-            bad_words=[list(word) for word in bad_words],
+            bad_words=[list(word) for word in bad_words if max(word) < self.vocab_size],  # others cannot come up
             pooling=pooling,
         )
         self._scheduler.add(request, self._clock())

@@ -38,6 +38,10 @@ def open_model(path: Path, implementation: ModelImpl, *, max_model_len: int | No
     Raises ModelError where they are incomplete or damaged, or hold a model that `implementation` does not run.
     """
     if path.is_file() and path.suffix == ".gguf":
+        if implementation == "transformers":
+            raise ModelError(
+                f"{path}: transformers as a backend reads folders only; leave model_impl out, or use 'quire'"
+            )
         gguf = GgufCheckpoint(path)
         return _own(gguf, gguf_tokenizer(gguf.metadata), max_model_len)
     checkpoint = FolderCheckpoint(path)

@@ -7,8 +7,8 @@ import pytest
 from quire.engine import embedded
 from tools.demo_model.score import Exam, Score, main
 
-STRONG = ("facts", "translate", "copy", "needle", "talk")
-OTHERS = ("recall", "reverse", "sort", "extract", "tool", "story_qa", "classify", "add", "mixed")
+STRONG = ("facts", "translate", "copy", "needle", "talk", "recall", "reverse", "extract", "tool", "story_qa", "add")
+OTHERS = ("sort", "count", "think_sum", "classify", "mixed")
 
 
 def exam(engine, tasks, chats):

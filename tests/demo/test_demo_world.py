@@ -1,15 +1,17 @@
 """The world that the embedded model was trained on stays as it was: its facts, its wording, its determinism."""
 
 import json
+import re
 from itertools import pairwise
 from random import Random
 
 import pytest
 
 from quire.engine import embedded
-from quire.engine.tokenizer import Tokenizer
-from tools.demo_model import world
+from quire.engine.text.tokenizer import Tokenizer
+from tools.demo_model import places, world
 from tools.demo_model.chats import answer_text
+from tools.demo_model.exercises import difference_worked, sum_worked
 from tools.demo_model.questions import questions
 from tools.demo_model.shop import sentence
 from tools.demo_model.stories import tell
@@ -104,15 +106,54 @@ def test_exercises_are_what_they_say():
     assert all(words(question) == answer.split() for question, answer in turns("copy"))
     assert all(words(question) == answer.split()[::-1] for question, answer in turns("reverse"))
     assert all(sorted(words(question)) == answer.split() for question, answer in turns("sort"))
-    assert all(words(q).count(q.split()[1]) == int(answer) for q, answer in turns("count"))
-    assert all(0 <= int(answer) < 199 for _, answer in turns("add"))
+
+
+def test_counts_are_the_words_again_with_every_match_numbered():
+    for question, answer in turns("count"):
+        words = question.split(": ", 1)[1].split()
+        counted, result = answer.split(", so ")
+        matches = [number for number in counted.split() if number.isdecimal()]
+        assert [word for word in counted.split() if not word.isdecimal()] == words
+        assert matches == [str(i + 1) for i in range(words.count(question.split()[1]))]
+        assert int(result) == len(matches)
+
+
+def test_sums_and_differences_end_with_the_result():
+    for question, answer in turns("add"):
+        a, b = map(int, re.findall(r"\d+", question))
+        is_difference = "-" in question or "minus" in question
+        assert answer.endswith(f", so {a - b if is_difference else a + b}")
+        assert a >= b or not is_difference
+
+
+@pytest.mark.parametrize("work", [sum_worked, difference_worked])
+def test_every_column_of_the_working_is_right(work):
+    for a in range(100):
+        for b in range(100) if work is sum_worked else range(a + 1):
+            head, ones, tens = re.fullmatch(r"(.*): (.*), (.*), so \d+", work(a, b)).groups()
+            assert head == f"{a:02}{'+' if work is sum_worked else '-'}{b:02}"
+            for column in (ones, tens):
+                terms, result = column.split("=")
+                first, *rest = (int(term) for term in re.findall(r"\d+", terms))
+                assert int(result) == (first + sum(rest) if work is sum_worked else first - sum(rest))
+            assert int(tens.split("=")[1] + ones.split("=")[1][-1]) == (a + b if work is sum_worked else a - b)
+
+
+def test_the_working_is_as_on_paper():
+    assert sum_worked(47, 38) == "47+38: 7+8=15, 4+3+1=8, so 85"
+    assert sum_worked(5, 2) == "05+02: 5+2=7, 0+0+0=0, so 7"
+    assert difference_worked(52, 38) == "52-38: 12-8=4, 5-3-1=1, so 14"
 
 
 def test_the_thoughts_of_a_sum_add_up():
     for question, answer in turns("think_sum"):
-        numbers = [int(word) for word in question.split()[1:-1]]
-        assert answer.endswith(f"\n</think>\n\n{sum(numbers)}")
-        assert f"={sum(numbers[:2])}\n" in answer
+        total, *rest = (int(word) for word in question.split()[1:-1])
+        thoughts = answer.removeprefix("<think>\n").split("\n</think>\n\n")[0].splitlines()
+        for number, thought in zip(rest, thoughts, strict=True):
+            assert thought == sum_worked(total, number)
+            total += number
+        assert answer.endswith(f"\n</think>\n\n{total}")
+        assert total < 100
 
 
 def test_records_hold_the_keys_asked_for_in_that_order():
@@ -143,7 +184,8 @@ def test_labels_do_not_contradict_each_other():
     for seed in range(100):
         messages = world.chat("classify", Random(seed)).messages
         shown = dict(line.split(" -> ") for line in messages[0]["content"].splitlines())
-        known = [(q["content"], a["content"]) for q, a in zip(messages[1::2], messages[2::2], strict=True)]
+        known = [tuple(answer["content"].split(" -> ")) for answer in messages[2::2]]
+        assert [word for word, _ in known] == [question["content"] for question in messages[1::2]]
         assert all(shown.get(word, label) == label for word, label in known)
         assert {label for _, label in known} <= set(shown.values())
 
@@ -190,3 +232,22 @@ def test_a_size_makes_prompts_longer(tokenizer):
 def test_unknown_tasks_and_sizes_are_refused(task, tokenizer):
     with pytest.raises(ValueError, match="recall"):
         questions([task], 1, 0, tokenizer)
+
+
+def test_the_examples_of_the_page_are_from_this_world():
+    page = (places.ROOT / places.PAGE).read_text()
+    examples = re.findall(r"^\| (\w+) \| `(.+)` \| `(.+)` \|$", page, re.MULTILINE)
+    assert {task for task, _, _ in examples} == set(world.WEIGHTS)
+    for task, question, answer in examples:
+        true = [first_exchange(task, seed) for seed in range(3)]
+        assert any(
+            q.endswith(question.removeprefix("...")) and a.startswith(answer.removesuffix("...")) for q, a in true
+        )
+
+
+def first_exchange(task, seed):
+    """(all before the first answer, that answer) on one line each."""
+    messages = world.chat(task, Random(seed)).messages
+    turn = next(i for i, message in enumerate(messages) if message["role"] == "assistant")
+    before = "\n".join(message["content"] for message in messages[:turn])
+    return before.replace("\n", " ↵ "), answer_text(messages[turn]).replace("\n", " ↵ ")

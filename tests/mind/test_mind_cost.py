@@ -117,6 +117,16 @@ def test_groups_share_a_budget(window, budget, seqs, length, block_size):
         assert plan.num_blocks[0] == plan.num_blocks[1], "a window that is never left is none"
 
 
+def test_no_group_is_left_short_when_another_has_enough():
+    kv = (KVDemand(1, 0, ""), KVDemand(1, 1, ""), KVDemand(1, 0, ""))
+    asked = demand(kv=kv, max_num_seqs=4, max_model_len=96, max_num_batched_tokens=96)
+    for extra in range(0, 3000, 7):
+        plan = plan_memory(asked, available=64 * GIB, default_share=0.5, limit=str(1_125_700_000 + extra))
+        spent, useful = sum(line.bytes for line in plan.lines), 4 * 6
+        if plan.num_blocks[0] < useful:
+            assert 1_125_700_000 + extra - spent < 3 * 16, plan.num_blocks
+
+
 def test_a_window_leaves_more_of_the_budget_to_the_other_group():
     asked = {"max_num_seqs": 1000, "max_num_batched_tokens": 64}
     both = demand(kv=(KVDemand(6144, 0, ""), KVDemand(6144, 0, "")), **asked)

@@ -12,6 +12,7 @@ from quire import LLM, SamplingParams
 from quire.config import EngineOptions
 from quire.engine import embedded
 from quire.engine.doctor import examine
+from quire.engine.engine import Engine
 from quire.errors import ModelError, RequestError
 
 SMALL = {"dtype": "float32", "memory": "400MiB", "max_num_seqs": 16}
@@ -148,5 +149,18 @@ def test_the_doctor_finds_a_model_that_runs_and_one_that_does_not(tmp_path):
     with_tokenizer(tmp_path)
     texts = [finding.text for finding in examine(EngineOptions(model=str(tmp_path), memory="400MiB"))]
     assert any("KV pool" in text and "last" in text for text in texts), "the window has a pool of its own"
-    problems = [finding for finding in examine(EngineOptions(kernels="tritn", memory="400MiB")) if finding.problem]
-    assert {finding.topic for finding in problems} == {"kernels", "model"}
+    for options in ({"kernels": "tritn"}, {"device": "cuda"}, {"device": "banana"}):
+        problems = [finding for finding in examine(EngineOptions(**options, memory="400MiB")) if finding.problem]
+        assert [finding.topic for finding in problems] == ["kernels"]
+    problems = [finding.text for finding in examine(EngineOptions(revision="main")) if finding.problem]
+    assert len(problems) == 1 and "revision" in problems[0]
+
+
+def test_tokens_that_the_model_does_not_have_can_neither_come_up_nor_hurt(llm):
+    engine = llm._engine
+    params = SamplingParams(temperature=0, max_tokens=4, min_tokens=2, ignore_eos=True)
+    engine.add("a", PROMPT, params, bad_words=[[400_000], [3, 400_000]])
+    tokens = [token for _ in range(6) for output in engine.step() for token in output.token_ids]
+    assert len(tokens) == 4 and engine.stats().failed_steps == 0
+    other = Engine(engine._scheduler, engine._runner, vocab_size=2048, eos_token_ids=(2, 2048, -1))
+    assert other._eos_token_ids == (2,)

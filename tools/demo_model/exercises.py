@@ -89,33 +89,54 @@ def sort(rng: Random) -> Chat:
 
 
 def count(rng: Random) -> Chat:
-    """How often a word occurs."""
+    """How often a word occurs: the words again, each match with its number."""
     word, *others = rng.sample(FRUITS + ANIMALS, 4)
     words = [word if rng.random() < 0.4 else rng.choice(others) for _ in range(rng.randint(3, 14))]
-    return Chat([user(f"Count {word} in: {' '.join(words)}"), assistant(str(words.count(word)))])
+    counted, num_found = [], 0
+    for other in words:
+        num_found += other == word
+        counted.append(f"{other} {num_found}" if other == word else other)
+    return Chat([user(f"Count {word} in: {' '.join(words)}"), assistant(f"{' '.join(counted)}, so {num_found}")])
 
 
 def add(rng: Random) -> Chat:
-    """Sums and differences of numbers below 100; no result is negative."""
+    """Sums and differences of numbers below 100, worked by columns; no result is negative."""
     messages = []
     for _ in range(rng.randint(1, 6)):
         a, b = rng.randint(0, 99), rng.randint(0, 99)
         if rng.random() < 0.6:
             question = rng.choice((f"{a}+{b}=?", f"What is {a} plus {b}?", f"Add {a} and {b}."))
-            messages += [user(question), assistant(str(a + b))]
+            messages += [user(question), assistant(sum_worked(a, b))]
         else:
             a, b = max(a, b), min(a, b)
             question = rng.choice((f"{a}-{b}=?", f"What is {a} minus {b}?"))
-            messages += [user(question), assistant(str(a - b))]
+            messages += [user(question), assistant(difference_worked(a, b))]
     return Chat(messages)
 
 
+def sum_worked(a: int, b: int) -> str:
+    """The sum of two numbers below 100 as it is done on paper: ones, then tens with the carry, then the result."""
+    ones = a % 10 + b % 10
+    carry = ones // 10
+    tens = a // 10 + b // 10 + carry
+    return f"{a:02}+{b:02}: {a % 10}+{b % 10}={ones}, {a // 10}+{b // 10}+{carry}={tens}, so {a + b}"
+
+
+def difference_worked(a: int, b: int) -> str:
+    """Likewise a - b, for a >= b: the ones borrow from the tens where they must."""
+    borrow = int(a % 10 < b % 10)
+    ones = a % 10 + 10 * borrow
+    tens = a // 10 - b // 10 - borrow
+    return f"{a:02}-{b:02}: {ones}-{b % 10}={ones - b % 10}, {a // 10}-{b // 10}-{borrow}={tens}, so {a - b}"
+
+
 def think_sum(rng: Random) -> Chat:
-    """A sum of three or four numbers, with the running total thought aloud."""
-    total, *rest = numbers = [rng.randint(1, 40) for _ in range(rng.randint(3, 4))]
+    """A sum of three or four numbers, less than 100, with every step thought aloud."""
+    size = rng.randint(3, 4)
+    total, *rest = numbers = [rng.randint(1, 99 // size) for _ in range(size)]
     thoughts = []
     for number in rest:
-        thoughts.append(f"{total}+{number}={total + number}")
+        thoughts.append(sum_worked(total, number))
         total += number
     question = f"Sum: {' '.join(map(str, numbers))} /think"
     return Chat([user(question), assistant("<think>\n" + "\n".join(thoughts) + f"\n</think>\n\n{total}")])
@@ -131,7 +152,8 @@ def classify(rng: Random) -> Chat:
     messages = [system("\n".join(f"{rng.choice(CATEGORIES[kind])} -> {labels[kind]}" for kind in shown))]
     for _ in range(rng.randint(1, 6)):
         kind = rng.choice(kinds)
-        messages += [user(rng.choice(CATEGORIES[kind])), assistant(labels[kind])]
+        word = rng.choice(CATEGORIES[kind])
+        messages += [user(word), assistant(f"{word} -> {labels[kind]}")]
     return Chat(messages)
 
 

@@ -40,14 +40,14 @@ WEIGHTS = {  # how often training sees a task: looking things up needs far more 
     "translate": 2.0,
     "talk": 0.5,
     "reverse": 1.0,
-    "sort": 2.0,
+    "sort": 3.0,
     "extract": 2.0,
     "story_qa": 1.0,
     "story": 1.2,
     "classify": 3.0,
-    "count": 0.3,
-    "add": 1.0,
-    "think_sum": 0.5,
+    "count": 1.0,
+    "add": 2.5,
+    "think_sum": 1.0,
 }
 BEGINNINGS = ("recall", "tool", "classify", "translate", "facts")  # of conversations that change subject
 
@@ -77,5 +77,10 @@ def mixed(rng: Random, budget: int) -> Chat:
 
 
 def training_chat(rng: Random, budget: int = BUDGET) -> Chat:
-    """What training reads: one subject for the most part, a change of subject in one chat of four."""
+    """What training reads: one subject for the most part, a change of subject in one chat of four.
+
+    A long budget goes mostly to the tasks that must find something far back.
+    """
+    if budget >= exercises.LONG and (far := rng.choices(("recall", "needle", ""), (6.0, 2.5, 1.5))[0]):
+        return chat(far, rng, budget)
     return mixed(rng, budget) if rng.random() < 0.25 else any_chat(rng, budget)

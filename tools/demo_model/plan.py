@@ -1,0 +1,37 @@
+"""What a training run consists of: how many tokens, in rows of which length, at which pace. Arithmetic only."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A run of at least `tokens` tokens. Row lengths come one after the other, short ones first: they are cheap."""
+
+    tokens: int
+    tokens_per_step: int = 4096
+    lengths: tuple[tuple[int, float], ...] = ((256, 0.64), (1024, 0.21), (2048, 0.15))  # (row length, share of tokens)
+    warm_up_steps: int = 60
+    hold: float = 0.5  # share of the run at the full learning rate, before it falls linearly
+    lowest: float = 0.03  # what it falls to, as a share of the full one
+    matrix_lr: float = 0.02  # Muon
+    other_lr: float = 3e-3  # AdamW
+    seed: int = 0
+
+    @property
+    def num_steps(self) -> int:
+        """Steps, all of the same number of tokens."""
+        return -(-self.tokens // self.tokens_per_step)
+
+    def row_length(self, step: int) -> int:
+        """Tokens per row in this step."""
+        passed = 0.0
+        for length, share in self.lengths:
+            passed += share
+            if step < passed * self.num_steps:
+                return length
+        return self.lengths[-1][0]
+
+    def pace(self, step: int) -> float:
+        """What the learning rates are multiplied by."""
+        left = 1 - step / self.num_steps
+        return min(1.0, (step + 1) / self.warm_up_steps) * max(self.lowest, min(1.0, left / (1 - self.hold)))
