@@ -61,7 +61,8 @@ class Sequence:
         self.num_computed = 0
         self.num_pending = 0
         self.num_written = 0
-        self.num_told = 0
+        # of hidden states the last is all that is wanted, or all are
+        self.num_told = len(request.prompt) - 1 if request.pooling is Pooling.LAST else 0
         self.row = -1  # none while it waits
         self.table: BlockTable | None = None
         self.last_step = -1  # the newest step that it has a chunk in

@@ -462,6 +462,13 @@ def test_pooling_covers_each_position_once():
         assert (rig.tokens[str(i), 0], rig.reasons[str(i), 0]) == ([], "stop")
 
 
+def test_pooling_the_last_state_asks_for_no_other():
+    rig = Rig(max_num_batched_tokens=8)
+    rig.add("a", prompt(30, 3), max_tokens=0, pooling=Pooling.LAST)
+    rig.run()
+    assert rig.pooled["a"] == (1, prompt(30, 3)[-1])
+
+
 def test_an_end_token_before_min_tokens_is_told_to_the_runner():
     rig = Rig()
     rig.add(

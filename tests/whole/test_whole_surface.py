@@ -7,8 +7,10 @@ import torch
 from checkpoints import VOCAB, save
 from gguf_files import write_gguf
 from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
 
 from quire import LLM, SamplingParams
+from quire.cli import app
 from quire.config import EngineOptions
 from quire.engine import embedded
 from quire.engine.doctor import examine
@@ -164,3 +166,10 @@ def test_tokens_that_the_model_does_not_have_can_neither_come_up_nor_hurt(llm):
     assert len(tokens) == 4 and engine.stats().failed_steps == 0
     other = Engine(engine._scheduler, engine._runner, vocab_size=2048, eos_token_ids=(2, 2048, -1))
     assert other._eos_token_ids == (2,)
+
+
+def test_the_doctor_on_the_command_line(tmp_path):
+    healthy = CliRunner().invoke(app, ["doctor", "--memory", "400MiB"])
+    assert healthy.exit_code == 0 and "quire-demo can be served" in healthy.output
+    ill = CliRunner().invoke(app, ["doctor", str(tmp_path)])
+    assert ill.exit_code == 1 and "config.json" in ill.output
