@@ -26,6 +26,14 @@ class Hidden:
     deterministic: np.ndarray  # bool (num_tokens,)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Way:
+    """One set of kernels, and the attention made with them."""
+
+    kernels: Kernels
+    attend: PagedAttend
+
+
 class Passes:
     """A model, with kernels for ordinary sequences and perhaps with others for deterministic ones."""
 
@@ -38,8 +46,8 @@ class Passes:
         scores: Sequence[Scores],
     ) -> None:
         self._model = model
-        self._kernels = [kernels] if invariant is None else [kernels, invariant]
-        self._attends = [PagedAttend(one, storages, scores) for one in self._kernels]
+        self._ordinary = Way(kernels, PagedAttend(kernels, storages, scores))
+        self._invariant = None if invariant is None else Way(invariant, PagedAttend(invariant, storages, scores))
 
     def hidden(self, rows: Rows, chunks: Chunks) -> Hidden:
         """Compute all chunks, at least one.
@@ -48,38 +56,44 @@ class Passes:
         """
         strict = rows.deterministic[chunks.rows]
         of_tokens = np.repeat(strict, chunks.stops - chunks.starts)
-        if strict.any() and len(self._kernels) == 1:
-            raise ValueError("this runner has no kernels for deterministic sequences")
-        if strict.all() or not strict.any():
-            return Hidden(self._pass(int(strict[0]), rows, chunks), of_tokens)
-        return Hidden(
-            _merge(of_tokens, [self._pass(way, rows, _some(chunks, strict == way)) for way in (0, 1)]), of_tokens
-        )
+        parts = [self._compute(way, rows, _some(chunks, which)) for way, which in self._ways(strict)]
+        return Hidden(_merge(of_tokens, parts), of_tokens)
 
     def logits(self, hidden: Hidden, tokens: np.ndarray) -> Tensor:
         """Logits (len(tokens), vocab_size) behind some tokens of the step, by the kernels that computed them."""
         strict = hidden.deterministic[tokens]
-        states = hidden.states[torch.from_numpy(tokens).to(hidden.states.device)]
-        if strict.all() or not strict.any():
-            return self._model.logits(states, self._kernels[int(strict.any())])
         parts = [
-            self._model.logits(states[torch.from_numpy(strict == way).to(states.device)], kernels)
-            for way, kernels in enumerate(self._kernels)
+            self._model.logits(hidden.states[torch.from_numpy(tokens[which]).to(hidden.states.device)], way.kernels)
+            for way, which in self._ways(strict)
         ]
         return _merge(strict, parts)
 
-    def _pass(self, way: int, rows: Rows, chunks: Chunks) -> Tensor:
+    def _ways(self, strict: np.ndarray) -> list[tuple[Way, np.ndarray]]:
+        """The ways that are taken, and which entries of `strict` go each: one way where it is enough."""
+        if not strict.any():
+            return [(self._ordinary, ~strict)]
+        if self._invariant is None:
+            raise ValueError("this runner has no kernels for deterministic sequences")
+        if strict.all():
+            return [(self._invariant, strict)]
+        return [(self._ordinary, ~strict), (self._invariant, strict)]
+
+    def _compute(self, way: Way, rows: Rows, chunks: Chunks) -> Tensor:
         device = self._model.device
         token_ids, positions = (torch.from_numpy(array).to(device) for array in rows.inputs(chunks))
-        self._attends[way].plan(rows.batches(chunks))
-        return self._model.forward(token_ids, positions, self._attends[way], self._kernels[way])
+        way.attend.plan(rows.batches(chunks))
+        return self._model.forward(token_ids, positions, way.attend, way.kernels)
 
 
 def _some(chunks: Chunks, which: np.ndarray) -> Chunks:
+    if which.all():
+        return chunks
     return Chunks(*(getattr(chunks, name)[which] for name in chunks.__struct_fields__))
 
 
 def _merge(second: np.ndarray, parts: Sequence[Tensor]) -> Tensor:
-    """Rows of two tensors in one: in turn from the second where `second` is true, else from the first."""
+    """Rows of one tensor, or of two in turn: from the second where `second` is true, else from the first."""
+    if len(parts) == 1:
+        return parts[0]
     places = np.concatenate((np.flatnonzero(~second), np.flatnonzero(second)))
     return torch.cat(tuple(parts))[torch.from_numpy(np.argsort(places)).to(parts[0].device)]
