@@ -41,21 +41,22 @@ class Rope:
     dim: int
     theta: float
     scaling: Llama3Scaling | YarnScaling | None = None
-    divisors: tuple[float, ...] = ()  # of the frequencies, one for each pair, or one for all; LongRoPE, linear
+    factor: float = 1.0  # that all frequencies are divided by; linear
+    divisors: tuple[float, ...] = ()  # of the frequencies, one for each pair; LongRoPE
     magnitude: float = 1.0  # of cosines and sines
 
     def frequencies(self) -> Tensor:
-        """Radians per position, float32 (dim / 2,)."""
+        """Radians per position, float32 (dim / 2,): the numbers of transformers, which rounds in the same places."""
         exponents = torch.arange(0, self.dim, 2, dtype=torch.float32) / self.dim
         waves = self.theta**exponents
         if self.divisors:
             waves = waves * torch.tensor(self.divisors)
+        if isinstance(self.scaling, YarnScaling):
+            return _yarn(waves, self.scaling, self.theta)
         frequencies = 1.0 / waves
         if isinstance(self.scaling, Llama3Scaling):
             return _llama3(frequencies, self.scaling)
-        if isinstance(self.scaling, YarnScaling):
-            return _yarn(frequencies, self.scaling, self.theta)
-        return frequencies
+        return frequencies / self.factor
 
 
 def rotation(positions: Tensor, frequencies: Tensor, magnitude: float) -> tuple[Tensor, Tensor]:
@@ -69,14 +70,17 @@ def rotation(positions: Tensor, frequencies: Tensor, magnitude: float) -> tuple[
 
 
 def _llama3(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
-    turns = scaling.original * frequencies / (2 * math.pi)  # in the original context
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    kept = ((turns - low) / (high - low)).clamp(0, 1)
-    return frequencies * (kept + (1 - kept) / scaling.factor)
+    lengths = 2 * math.pi / frequencies  # positions of a whole turn
+    slowed = frequencies / scaling.factor
+    kept = (scaling.original / lengths - low) / (high - low)
+    between = (1 - kept) * frequencies / scaling.factor + kept * frequencies
+    between = torch.where(lengths > scaling.original / low, slowed, between)
+    return torch.where(lengths < scaling.original / high, frequencies, between)
 
 
-def _yarn(frequencies: Tensor, scaling: YarnScaling, theta: float) -> Tensor:
-    dim = 2 * len(frequencies)
+def _yarn(waves: Tensor, scaling: YarnScaling, theta: float) -> Tensor:
+    dim = 2 * len(waves)
 
     def pair(turns: float) -> float:
         """The index of the pair that makes so many turns in the original context."""
@@ -87,5 +91,5 @@ def _yarn(frequencies: Tensor, scaling: YarnScaling, theta: float) -> Tensor:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, dim - 1)
     last += 0.001 if first == last else 0
-    slowed = ((torch.arange(dim // 2) - first) / (last - first)).clamp(0, 1)
-    return frequencies * (slowed / scaling.factor + (1 - slowed))
+    kept = 1 - ((torch.arange(dim // 2, dtype=torch.float32) - first) / (last - first)).clamp(0, 1)
+    return 1.0 / (scaling.factor * waves) * (1 - kept) + 1.0 / waves * kept

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, learnt without reading a weight.
+"""What a checkpoint holds, learnt without reading a weight, but for a head that should be the embedding.
 
 `describe` finds what would go wrong later: missing and half-downloaded files, architectures and
 options that quire does not run.
@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+
+import torch
 
 from quire.errors import ModelError, nearest
 from quire.kernels.contract import DTYPES
@@ -103,12 +105,16 @@ def describe(source: Checkpoint | Path, *, max_model_len: int | None = None) -> 
         text = TextPart(checkpoint, INNER[architecture])
         return replace(describe(text, max_model_len=max_model_len), architecture=architecture)
     family = FAMILIES[architecture]
-    names = fields.resolve(family.names)
+    config, names = decoder_config(family, fields, max_model_len), fields.resolve(family.names)
+    names = replace(names, prefix=_prefix(names, checkpoint))
+    parts = sum(config.experts.num_experts if config.experts and layer.sparse else 1 for layer in config.layers)
+    if 0 < len(checkpoint.tensors) < parts:  # before they are listed one by one
+        raise fields.error(f"its layers and experts are {parts}, its tensors only {len(checkpoint.tensors)}")
     return ModelDescription(
         checkpoint,
         architecture,
-        decoder_config(family, fields, max_model_len),
-        replace(names, prefix=_prefix(names, checkpoint)),
+        replace(config, tied=config.tied and not _has_own_head(names, checkpoint)),
+        names,
         compute_dtype(fields, checkpoint),
         next(iter(token_ids(checkpoint, "bos_token_id")), None),
         token_ids(checkpoint, "eos_token_id"),
@@ -128,6 +134,21 @@ def _architecture(fields: Fields) -> str:
         f"{fields.place}: architecture {names[0]!r:.80} is not supported{nearest(names[0], FAMILIES)}; "
         f"supported: {supported}"
     )
+
+
+def _has_own_head(names: Names, checkpoint: Checkpoint) -> bool:
+    """Whether the file has a head that is not the embedding, whatever config.json says: it counts, as in transformers.
+
+    Many checkpoints of tied models hold the embedding twice; the two are read only for that.
+    """
+    head, embed = f"{names.head}.weight", f"{names.prefix}{names.embed}.weight"
+    found = [checkpoint.tensors[name] for name in (head, embed) if name in checkpoint.tensors]
+    if len(found) < 2:
+        return False
+    if len({(stored.shape, stored.dtype) for stored in found}) > 1:
+        return True
+    tensors = dict(checkpoint.read([head, embed]))
+    return not torch.equal(tensors[head], tensors[embed])
 
 
 def _prefix(names: Names, checkpoint: Checkpoint) -> str:

@@ -18,10 +18,10 @@ from quire.models.ropes import RopeRule
 class WindowRule:
     """Which layers see only a window, where config.json does not list `layer_types`; "none" refuses all windows."""
 
-    kind: Literal["none", "listed", "all", "upper", "pattern"] = "none"
+    kind: Literal["none", "listed", "all", "always", "upper", "pattern"] = "none"  # "always": lists must agree
     size: int = integer("sliding_window", default=0, least=0)  # positions; 0 is all
     used: bool = True
-    first: int = integer("max_window_layers", default=28)  # "upper": this layer and those above
+    first: int = integer("max_window_layers", default=28, least=0)  # "upper": this layer and those above
     pattern: int = 0  # "pattern": all but every pattern-th
 
 
@@ -38,6 +38,7 @@ class Family:
     softcap: float = 0.0  # of attention scores
 
 
+MOST_PARTS = 4096  # layers of a model, heads or experts of a layer
 ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -54,8 +55,8 @@ LLAMA = Family(
         vocab_size=integer("vocab_size"),
         hidden_size=integer("hidden_size"),
         intermediate_size=integer("intermediate_size"),
-        num_layers=integer("num_hidden_layers"),
-        num_heads=integer("num_attention_heads"),
+        num_layers=integer("num_hidden_layers", most=MOST_PARTS),
+        num_heads=integer("num_attention_heads", most=MOST_PARTS),
         num_kv_heads=integer("num_key_value_heads", default=0),
         head_dim=integer("head_dim", default=0),
         max_positions=integer("max_position_embeddings"),

@@ -27,14 +27,17 @@ class Read:
     null: Any = None  # what it is if it is there and null, where that is not the default
     power: float = 1.0  # that a number is raised to
     least: int = 1  # of an integer
+    most: int = _MOST_INTEGER
 
 
 # What these return stands where the value will be, so they claim to be of any type.
 
 
-def integer(*names: str, default: int | None = None, least: int = 1) -> Any:  # noqa: ANN401
+def integer(
+    *names: str, default: int | None = None, null: int | None = None, least: int = 1, most: int = _MOST_INTEGER
+) -> Any:  # noqa: ANN401
     """An integer, positive unless `least` says otherwise."""
-    return Read(names, int, default, least=least)
+    return Read(names, int, default, null=null, least=least, most=most)
 
 
 def number(*names: str, default: float | None = None, null: float | None = None, power: float = 1.0) -> Any:  # noqa: ANN401
@@ -88,7 +91,7 @@ class Fields:
             raise self.error(f"{name} must be of type {kind.__name__}, not {value!r:.80}")
         return value
 
-    def integer(self, *names: str, default: int | None = None, least: int = 1) -> int:
+    def integer(self, *names: str, default: int | None = None, least: int = 1, most: int = _MOST_INTEGER) -> int:
         """An integer; an error where it is missing and has no default."""
         name = self._present(names)
         if self.values.get(name) is None:
@@ -96,8 +99,8 @@ class Fields:
         value = self.optional(name, int, 0)
         if value < least:
             raise self.error(f"{name} must be at least {least}, not {value}")
-        if value > _MOST_INTEGER:
-            raise self.error(f"{name} must be at most {_MOST_INTEGER}")
+        if value > most:
+            raise self.error(f"{name} must be at most {most}")
         return value
 
     def number(self, *names: str, default: float | None = None) -> float:
@@ -131,7 +134,7 @@ class Fields:
         if read.kind is float:
             return self.number(*read.names, default=read.default) ** read.power
         if read.kind is int and read.means is None:
-            return self.integer(*read.names, default=read.default, least=read.least)
+            return self.integer(*read.names, default=read.default, least=read.least, most=read.most)
         value = self.optional(name, read.kind, read.default)
         if read.kind is list:
             return self._integers(name, value)

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from quire.models.family import ACTIVATIONS, LLAMA, WindowRule, like
+from quire.models.family import ACTIVATIONS, LLAMA, MOST_PARTS, WindowRule, like
 from quire.models.fields import choice, flag, integer, number
 from quire.models.names import Names
 from quire.models.ropes import RopeRule
@@ -11,7 +11,7 @@ from quire.models.ropes import RopeRule
 _GPT = like(
     LLAMA,
     norm="layer",
-    norm_eps=number("layer_norm_eps", "layer_norm_epsilon", default=1e-5),
+    norm_eps=number("layer_norm_eps", default=1e-5),
     norm_bias=True,
     gated=False,
     qkv_bias=True,
@@ -41,11 +41,13 @@ GPT2 = like(
         "scale": flag("scale_attn_weights", default=True, means={True: 0.0, False: 1.0}),
         "scale_by_layer": flag("scale_attn_by_inverse_layer_idx"),
     },
-    hidden_size=integer("n_embd", "hidden_size"),
-    num_layers=integer("n_layer", "num_hidden_layers"),
-    num_heads=integer("n_head", "num_attention_heads"),
+    # transformers' own names win over these, where a config.json has both
+    hidden_size=integer("hidden_size", "n_embd"),
+    num_layers=integer("num_hidden_layers", "n_layer", most=MOST_PARTS),
+    num_heads=integer("num_attention_heads", "n_head", most=MOST_PARTS),
     num_kv_heads=0,
-    max_positions=integer("n_positions", "max_position_embeddings"),
+    max_positions=integer("max_position_embeddings", "n_positions"),
+    norm_eps=number("layer_norm_epsilon", default=1e-5),
     intermediate_size=integer("n_inner", default=0),
     position_offset=0,
     tied=flag("tie_word_embeddings", default=True),
@@ -109,8 +111,7 @@ NEOX = like(
             derived=("rotary_emb.inv_freq", "attention.bias", "attention.masked_bias"),
         ),
         "rope": RopeRule(
-            theta=number("rotary_emb_base", "rope_theta", default=10000.0),
-            share=number("rotary_pct", "partial_rotary_factor", default=0.25),
+            theta=number("rotary_emb_base", default=10000.0), share=number("rotary_pct", default=0.25), partial=True
         ),
     },
     order=flag("use_parallel_residual", default=True, means={True: "parallel_two", False: "pre"}),
@@ -153,8 +154,9 @@ FALCON = like(
         one_norm="parallel",
         old=flag("parallel_attn", default=True, means={True: "parallel", False: "pre"}),
     ),
-    num_layers=integer("num_hidden_layers", "n_layer"),
-    num_heads=integer("num_attention_heads", "n_head"),
+    num_layers=integer("num_hidden_layers", "n_layer", most=MOST_PARTS),
+    num_heads=integer("num_attention_heads", "n_head", most=MOST_PARTS),
+    norm_eps=number("layer_norm_epsilon", default=1e-5),
     num_kv_heads=flag(
         "new_decoder_architecture",
         means={
@@ -182,7 +184,7 @@ PHI = like(
             up=("mlp.fc1",),
             down="mlp.fc2",
         ),
-        "rope": RopeRule(share=number("partial_rotary_factor", default=0.5)),
+        "rope": RopeRule(share=number("partial_rotary_factor", default=0.5), partial=True),
     },
     order="parallel",
     qk_norm=flag("qk_layernorm", means={True: "head", False: "none"}),
@@ -195,7 +197,7 @@ STARCODER2 = like(
     _GPT,
     rules={
         "names": Names(up=("mlp.c_fc",), down="mlp.c_proj"),
-        "windows": WindowRule("all"),
+        "windows": WindowRule("always"),
     },
     norm_eps=number("norm_epsilon", default=1e-5),
     tied=flag("tie_word_embeddings", default=True),
@@ -209,7 +211,7 @@ STABLELM = like(
     LLAMA,
     rules={
         "names": Names(q_norm="self_attn.q_layernorm.norms.{}", k_norm="self_attn.k_layernorm.norms.{}"),
-        "rope": RopeRule(share=number("partial_rotary_factor", "rope_pct", default=0.25)),
+        "rope": RopeRule(share=number("partial_rotary_factor", "rope_pct", default=0.25), partial=True),
     },
     order=flag("use_parallel_residual", means={True: "parallel", False: "pre"}),
     norm="layer",

@@ -3,23 +3,25 @@
 from dataclasses import replace
 
 from quire.layers.experts import ExpertsConfig
-from quire.models.family import ACTIVATIONS, LLAMA, WindowRule, like
+from quire.models.family import ACTIVATIONS, LLAMA, MOST_PARTS, WindowRule, like
 from quire.models.fields import choice, flag, integer, integers, number
 from quire.models.names import Names
 from quire.models.ropes import RopeRule
 
-MISTRAL = like(LLAMA, rules={"windows": WindowRule("all")})
+_WINDOW = integer("sliding_window", default=4096, null=0, least=0)
+
+MISTRAL = like(LLAMA, rules={"windows": WindowRule("all", _WINDOW)})
 
 QWEN2 = like(
     LLAMA,
-    rules={"windows": WindowRule("upper", used=flag("use_sliding_window"))},
+    rules={"windows": WindowRule("upper", _WINDOW, used=flag("use_sliding_window"))},
     qkv_bias=True,
     o_bias=False,
 )
 
 QWEN3 = like(
     LLAMA,
-    rules={"windows": WindowRule("upper", used=flag("use_sliding_window"))},
+    rules={"windows": WindowRule("upper", _WINDOW, used=flag("use_sliding_window"))},
     qk_norm="head",
     head_dim=integer("head_dim", default=128),
 )
@@ -47,7 +49,7 @@ GEMMA2 = like(
             mlp_norm="pre_feedforward_layernorm",
             mlp_out_norm="post_feedforward_layernorm",
         ),
-        "windows": WindowRule("pattern", pattern=2),
+        "windows": WindowRule("pattern", _WINDOW, pattern=2),
         "scale": number("query_pre_attn_scalar", default=256.0, power=-0.5),
         "softcap": number("attn_logit_softcapping", default=50.0, null=0.0),
     },
@@ -59,12 +61,12 @@ GEMMA2 = like(
 GEMMA3 = like(
     GEMMA2,
     rules={
-        "softcap": number("attn_logit_softcapping", default=0.0),
+        "softcap": 0.0,  # attn_logit_softcapping is a field of Gemma 2 that its configs still have
         "rope": RopeRule(
             theta=number("rope_theta", default=1e6), local_theta=number("rope_local_base_freq", default=1e4)
         ),
         "windows": WindowRule(
-            "pattern", pattern=integer("sliding_window_pattern", "_sliding_window_pattern", default=6)
+            "pattern", _WINDOW, pattern=integer("sliding_window_pattern", "_sliding_window_pattern", default=6)
         ),
     },
     qk_norm="head",
@@ -75,7 +77,8 @@ PHI3 = like(
     LLAMA,
     rules={
         "names": Names(qkv=("self_attn.qkv_proj",), up=("mlp.gate_up_proj",)),
-        "windows": WindowRule("all"),
+        "rope": RopeRule(partial=True, original=integer("original_max_position_embeddings", default=4096, least=2)),
+        "windows": WindowRule("always"),
     },
     norm_eps=number("rms_norm_eps", default=1e-5),
     qkv_bias=False,
@@ -111,11 +114,11 @@ MIXTRAL = like(
             expert_down="w2",
         ),
         "rope": RopeRule(theta=number("rope_theta", default=1e6)),
-        "windows": WindowRule("all"),
+        "windows": WindowRule("always"),
     },
     norm_eps=number("rms_norm_eps", default=1e-5),
     experts=ExpertsConfig(
-        num_experts=integer("num_local_experts", "num_experts", default=8),
+        num_experts=integer("num_local_experts", "num_experts", default=8, most=MOST_PARTS),
         per_token=integer("num_experts_per_tok", default=2),
         intermediate_size=integer("intermediate_size"),
         normalise=True,
@@ -123,7 +126,7 @@ MIXTRAL = like(
 )
 
 _QWEN_EXPERTS = ExpertsConfig(
-    num_experts=integer("num_experts", "num_local_experts"),
+    num_experts=integer("num_experts", "num_local_experts", most=MOST_PARTS),
     per_token=integer("num_experts_per_tok"),
     intermediate_size=integer("moe_intermediate_size"),
     normalise=flag("norm_topk_prob"),
@@ -133,13 +136,14 @@ _QWEN_EXPERTS = ExpertsConfig(
 
 QWEN2_MOE = like(
     QWEN2,
-    rules={"windows": WindowRule("listed", used=flag("use_sliding_window"))},
+    rules={"windows": WindowRule("listed", _WINDOW, used=flag("use_sliding_window"))},
+    qkv_bias=flag("qkv_bias", default=True),
     experts=replace(_QWEN_EXPERTS, shared_size=integer("shared_expert_intermediate_size")),
 )
 
 QWEN3_MOE = like(
     QWEN3,
-    rules={"windows": WindowRule("all", used=flag("use_sliding_window"))},
+    rules={"windows": WindowRule("always", _WINDOW, used=flag("use_sliding_window"))},
     head_dim=integer("head_dim", default=0),
     experts=_QWEN_EXPERTS,
 )

@@ -15,6 +15,8 @@ from quire.models.family import Family, WindowRule
 from quire.models.fields import Fields
 from quire.models.ropes import Context, Ropes, read_ropes
 
+_MOST_HEAD_DIM = 1024
+
 # fields that make it another model, each with the test that says so
 _UNSUPPORTED: Mapping[str, Callable[[object], bool]] = MappingProxyType(
     {
@@ -22,6 +24,7 @@ _UNSUPPORTED: Mapping[str, Callable[[object], bool]] = MappingProxyType(
         "alibi": bool,
         "add_cross_attention": bool,
         "use_bidirectional_attention": bool,
+        "is_causal": lambda value: value is False,
         "clip_qkv": lambda value: value is not None,
         "layer_norm_elementwise_affine": lambda value: value is False,
     }
@@ -59,10 +62,13 @@ def _sized(config: DecoderConfig, fields: Fields) -> DecoderConfig:
     experts = config.experts
     if experts is not None and experts.per_token > experts.num_experts:
         raise fields.error(f"num_experts_per_tok ({experts.per_token}) is above num_experts ({experts.num_experts})")
+    head_dim = config.head_dim or config.hidden_size // heads
+    if not 1 <= head_dim <= _MOST_HEAD_DIM:
+        raise fields.error(f"a head must have 1 to {_MOST_HEAD_DIM} dimensions, not {head_dim}")
     return replace(
         config,
         num_kv_heads=kv_heads,
-        head_dim=config.head_dim or config.hidden_size // heads,
+        head_dim=head_dim,
         intermediate_size=config.intermediate_size or 4 * config.hidden_size,
         embed_size=0 if config.embed_size == config.hidden_size else config.embed_size,
         embed_scale=config.embed_scale or math.sqrt(config.hidden_size),
@@ -77,10 +83,11 @@ def _windows(fields: Fields, rule: WindowRule, num_layers: int) -> tuple[int, ..
     elif rule.kind == "pattern":
         slides = [bool((layer + 1) % rule.pattern) for layer in range(num_layers)]
     else:
-        first = {"all": 0, "upper": rule.first}.get(rule.kind, num_layers)
+        first = {"all": 0, "always": 0, "upper": rule.first}.get(rule.kind, num_layers)
         slides = [layer >= first for layer in range(num_layers)]
     refused = {"none": any(slides) or fields.optional("use_sliding_window", bool, default=False)}
     refused["listed"] = rule.used and not kinds
+    refused["always"] = rule.used and rule.size > 0 and not all(slides)
     if refused.get(rule.kind):
         name = "layer_types" if kinds else "use_sliding_window"
         raise fields.error(f"{name} = {fields.values.get(name)!r:.80} is not supported for this architecture")

@@ -12,7 +12,9 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from quire.layers.rope import Llama3Scaling, Rope, YarnScaling
-from quire.models.fields import Fields, number
+from quire.models.fields import Fields, integer, number
+
+_MOST_POSITIONS = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +23,9 @@ class RopeRule:
 
     theta: float = number("rope_theta", default=10000.0)
     share: float = number("partial_rotary_factor", default=1.0)  # of a head's dimensions
-    local_theta: float = 0.0  # of layers with a window, which then are never stretched; 0: as all others
+    partial: bool = False  # whether that share may be less than all
+    local_theta: float = 0.0  # of layers with a window, which `rope_parameters` then describes apart; 0: as all others
+    original: int = integer("original_max_position_embeddings", default=0, least=2)  # before all else; 0: none
 
 
 class Context(NamedTuple):
@@ -48,29 +52,26 @@ class Ropes(NamedTuple):
 
 def read_ropes(fields: Fields, rule: RopeRule, head_dim: int, context: Context) -> Ropes:
     """The rotations of all layers. Raises ModelError naming what is wrong or not supported."""
-    full = _read(_parameters(fields, "full_attention"), fields, rule.theta, rule, head_dim, context)
-    if rule.local_theta:
-        local = _read(_parameters(fields, "sliding_attention"), fields, rule.local_theta, rule, head_dim, context)
-        return Ropes(full.rope, local.rope, context.trained)  # whose config.json counts stretched positions
-    return Ropes(full.rope, full.rope, full.max_positions)
-
-
-def _parameters(fields: Fields, kind: str) -> Fields:
-    """What config.json says about the rotation of one kind of layers; `rope_scaling` is of full attention only."""
     new, old = fields.within("rope_parameters"), fields.within("rope_scaling")
-    if any(name.endswith("_attention") for name in new.values):
-        new = new.within(kind)
-    elif kind != "full_attention":
-        return Fields({}, fields.place)
-    if kind != "full_attention" or not old.values:
-        return new
-    kept = {name: value for name, value in new.values.items() if name in ("rope_theta", "partial_rotary_factor")}
-    return Fields({**kept, **old.values}, fields.place)
+    by_kind = any(name.endswith("_attention") for name in new.values)
+    if new.values and by_kind != bool(rule.local_theta):
+        wanted = "full_attention and sliding_attention apart" if rule.local_theta else "all layers alike"
+        raise fields.error(f"rope_parameters must describe {wanted} for this architecture")
+    if rule.local_theta:
+        both = Fields({**new.within("full_attention").values, **old.values}, fields.place)
+        full = _read(both, fields, rule.theta, rule, head_dim, context)
+        local = _read(new.within("sliding_attention"), fields, rule.local_theta, rule, head_dim, context)
+        return Ropes(full.rope, local.rope, context.trained)  # whose config.json counts stretched positions
+    full = _read(old if old.values else new, fields, rule.theta, rule, head_dim, context)
+    return Ropes(full.rope, full.rope, full.max_positions)
 
 
 def _read(found: Fields, fields: Fields, theta: float, rule: RopeRule, head_dim: int, context: Context) -> Stretched:
     theta = found.number("rope_theta", default=theta)
-    dim = int(head_dim * found.number("partial_rotary_factor", default=rule.share))
+    share = found.number("partial_rotary_factor", default=rule.share)
+    if share != 1 and not rule.partial:
+        raise fields.error(f"partial_rotary_factor = {share} is not supported for this architecture")
+    dim = int(head_dim * share)
     if theta <= 1:
         raise fields.error(f"rope_theta must be above 1, not {theta}")
     if dim % 2 or dim > head_dim:
@@ -81,8 +82,11 @@ def _read(found: Fields, fields: Fields, theta: float, rule: RopeRule, head_dim:
     if kind not in _KINDS:
         raise fields.error(f"rope_type {kind!r:.80} is not supported; supported: {', '.join(_KINDS)}")
     original = found.integer("original_max_position_embeddings", default=context.trained, least=2)
-    original = fields.integer("original_max_position_embeddings", default=original, least=2)  # as Phi-3 has it
-    return _KINDS[kind](found, Rope(dim, theta), original, context)
+    original = rule.original or original
+    stretched = _KINDS[kind](found, Rope(dim, theta), original, context)
+    if not 1 <= stretched.max_positions <= _MOST_POSITIONS:
+        raise fields.error(f"{kind} rotations reach {stretched.max_positions} positions, not 1 to {_MOST_POSITIONS}")
+    return stretched
 
 
 def _default(found: Fields, rope: Rope, original: int, context: Context) -> Stretched:
@@ -93,7 +97,7 @@ def _default(found: Fields, rope: Rope, original: int, context: Context) -> Stre
 def _linear(found: Fields, rope: Rope, original: int, context: Context) -> Stretched:
     del original
     factor = found.number("factor")
-    return Stretched(replace(rope, divisors=(factor,)), int(context.trained * factor))
+    return Stretched(replace(rope, factor=factor), int(context.trained * factor))
 
 
 def _dynamic(found: Fields, rope: Rope, original: int, context: Context) -> Stretched:

@@ -38,7 +38,8 @@ INNER: Mapping[str, Inner] = MappingProxyType(
         "Mistral3ForConditionalGeneration": Inner("MistralForCausalLM", {}),
     }
 )
-_OUTER = ("dtype", "torch_dtype", "eos_token_id", "tie_word_embeddings")  # fields of the whole that count inside
+# fields of the whole that count inside
+_OUTER = ("dtype", "torch_dtype", "eos_token_id", "tie_word_embeddings", "quantization_config")
 _PREFIXES = ("language_model.", "model.language_model.")  # as published, and as transformers 5 names its modules
 
 

@@ -1,5 +1,6 @@
 """What a checkpoint says about how it wants to be run, whatever its architecture: type, end tokens, sampling."""
 
+import re
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -10,6 +11,7 @@ from quire.models.checkpoint import Checkpoint
 from quire.models.fields import Fields
 from quire.params import SamplingParams
 
+_QUANTIZED = re.compile(r"(float|F)[468](_|$)|u?int\d|[IU]\d")  # as torch and safetensors call such types
 _STORED_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _SAMPLING: Mapping[str, str] = MappingProxyType(  # names of generation_config.json -> of SamplingParams
     {
@@ -32,7 +34,8 @@ def compute_dtype(fields: Fields, checkpoint: Checkpoint) -> str:
             raise fields.error("the weights hold no tensors; download them again")
         name = _STORED_DTYPES.get(stored.dtype, stored.dtype)
     if name not in DTYPES:
-        raise fields.error(f"dtype {name!r} is not supported; supported: {', '.join(DTYPES)}")
+        why = ", as quantized checkpoints are not yet" if _QUANTIZED.match(name) else ""
+        raise fields.error(f"dtype {name!r:.80} is not supported{why}; supported: {', '.join(DTYPES)}")
     return name
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import checkpoints
 
 from quire.models.families import FAMILIES
+from quire.models.text_part import INNER
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
 BEGIN, END = "<!-- made by tests/body/model_table.py -->\n", "<!-- end of table -->\n"
@@ -32,14 +33,20 @@ MODELS = {
     "StableLmForCausalLM": "StableLM 3B, StableLM 2",
     "CohereForCausalLM": "Command R, Command R+, Aya 23",
 }
+SEEING = {
+    "Gemma3ForConditionalGeneration": "Gemma 3 4B, 12B, 27B",
+    "Mistral3ForConditionalGeneration": "Mistral Small 3.1, 3.2",
+}
 
 
 def table() -> str:
-    """One row per family: what config.json calls it, models of that kind, and the variants that are tested."""
+    """One row per architecture: what config.json calls it, models of that kind, and the variants that are tested."""
     rows = ["| architecture | such as | variants tested |", "|---|---|---|"]
     for architecture in FAMILIES:
         kinds = [kind for kind in checkpoints.EVERY if checkpoints.architecture(kind) == architecture]
         rows.append(f"| `{architecture}` | {MODELS[architecture]} | {', '.join(kinds)} |")
+    for architecture in INNER:
+        rows.append(f"| `{architecture}` | {SEEING[architecture]} | text part |")
     return "\n".join(rows) + "\n"
 
 

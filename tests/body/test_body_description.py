@@ -87,7 +87,7 @@ SIZES |= {
     "num_kv_heads",
 }
 SIZES |= {"num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"}
-SIZES |= {"shared_expert_intermediate_size", "original_max_position_embeddings", "sliding_window", "max_window_layers"}
+SIZES |= {"shared_expert_intermediate_size"}
 ALWAYS_THERE = SIZES | {"architectures", "model_type", "_sliding_window_pattern"}
 
 
@@ -215,15 +215,23 @@ def test_end_tokens_without_generation_config(folder):
         ),
         ({"rope_scaling": {"type": "longrope", "long_factor": [1.0]}}, "short_factor must have 16 numbers"),
         (
-            {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.1}},
-            "head_dim must be even .* 3 of its 32",
+            {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor = 0.5 is not supported for this architecture",
         ),
+        ({"partial_rotary_factor": 2.0}, "partial_rotary_factor = 2.0 is not supported for this architecture"),
+        ({"rope_parameters": {"full_attention": {}}}, "rope_parameters must describe all layers alike"),
+        ({"rope_scaling": {"type": "linear", "factor": 1e-9}}, "linear rotations reach 0 positions, not 1 to"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 1e-9}}, "dynamic rotations reach 0 positions, not 1 to"),
+        ({"rope_scaling": {"type": "yarn", "factor": 1e29}}, "yarn rotations reach 5.* positions, not 1 to"),
+        ({"num_hidden_layers": 2**31 - 1}, "num_hidden_layers must be at most 4096"),
+        ({"num_attention_heads": 2**31 - 1}, "num_attention_heads must be at most 4096"),
+        ({"head_dim": 2**31 - 2}, "a head must have 1 to 1024 dimensions, not 2147483646"),
+        ({"is_causal": False}, "is_causal = False is not supported"),
         (
             {"rope_scaling": {"type": "yarn", "factor": 4.0}, "rope_theta": 1, "rope_parameters": None},
             "must be above 1",
         ),
         ({"max_position_embeddings": 10**400}, "max_position_embeddings must be at most 2147483647"),
-        ({"partial_rotary_factor": 2.0}, "they turn 64 of its 32"),
         ({"alibi": True}, "alibi = True is not supported"),
         ({"clip_qkv": 8.0}, "clip_qkv = 8.0 is not supported"),
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
@@ -245,7 +253,8 @@ def test_end_tokens_without_generation_config(folder):
         ),
         ({"hidden_act": "mish"}, "hidden_act = 'mish' is not supported"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
-        ({"dtype": "float8_e4m3fn"}, "dtype 'float8_e4m3fn' is not supported"),
+        ({"dtype": "float8_e4m3fn"}, "dtype 'float8_e4m3fn' is not supported, as quantized checkpoints are not yet"),
+        ({"dtype": "float64"}, "dtype 'float64' is not supported; supported: "),
         ({"num_key_value_heads": 3}, r"num_attention_heads \(4\) must be a multiple"),
         ({"head_dim": 7}, "head_dim must be even"),
         ({"hidden_size": None}, "hidden_size is missing"),
@@ -276,10 +285,21 @@ def test_what_would_be_computed_wrongly_is_refused(folder, values, message):
         ("qwen2-moe", {"use_sliding_window": True, "layer_types": None}, "use_sliding_window = True is not supported"),
         ("qwen2-moe", {"num_experts_per_tok": 7}, r"num_experts_per_tok \(7\) is above num_experts \(6\)"),
         ("qwen2-moe", {"mlp_only_layers": [0, "1"]}, "mlp_only_layers must be a list of integers"),
+        ("qwen2-moe", {"num_experts": 4096}, "its layers and experts are 8193, its tensors only"),
+        ("llama-mha", {"num_hidden_layers": 4096}, "its layers and experts are 4096, its tensors only"),
         ("qwen3-moe", {"moe_intermediate_size": None}, "moe_intermediate_size is missing"),
         ("opt", {"layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine = False is not supported"),
         ("gpt2", {"add_cross_attention": True}, "add_cross_attention = True"),
-        ("gpt2", {"n_embd": None}, "n_embd is missing"),
+        ("gpt2", {"n_embd": None}, "hidden_size is missing"),
+        ("gpt2", {"n_embd": 1}, "a head must have 1 to 1024 dimensions, not 0"),
+        ("stablelm", {"rope_parameters": {"partial_rotary_factor": 0.1}}, "head_dim must be even .* 1 of its 16"),
+        ("stablelm", {"rope_parameters": {"partial_rotary_factor": 2.0}}, "they turn 32 of its 16"),
+        ("gemma3", {"rope_parameters": {"rope_type": "default"}}, "must describe full_attention and sliding_attention"),
+        *(
+            (kind, {"layer_types": types, "use_sliding_window": True, "sliding_window": 7}, "layer_types = .* is not")
+            for kind in ("phi3", "mixtral", "starcoder2", "qwen3-moe")
+            for types in (["full_attention"] * 3, ["sliding_attention"] * 2 + ["full_attention"])
+        ),
         ("phi3-longrope", {"original_max_position_embeddings": 0}, "must be at least 2, not 0"),
     ],
 )

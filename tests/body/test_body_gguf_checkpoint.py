@@ -265,7 +265,7 @@ def write_small(path, *, tensors=(), **keys):
     base = {"context_length": 32, "embedding_length": 8, "block_count": 1, "feed_forward_length": 8,
             "attention.head_count": 2, "attention.layer_norm_rms_epsilon": 1e-5}  # fmt: skip
     for key, value in (base | keys).items():
-        add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, list: writer.add_array}
+        add = {int: writer.add_uint64, float: writer.add_float32, str: writer.add_string, list: writer.add_array}
         if value is not None:
             add[type(value)](f"llama.{key}", value)
     for name, shape in {"token_embd.weight": (5, 8), "output_norm.weight": (8,), **dict(tensors)}.items():
@@ -278,9 +278,14 @@ def write_small(path, *, tensors=(), **keys):
     ("change", "message"),
     [
         ({"block_count": None}, "llama.block_count is missing"),
-        ({"block_count": 2**31}, "a model of 2147483648 layers has more than 2 tensors"),
-        ({"embedding_length": "many"}, "llama.embedding_length must be a whole number from 0 on, not 'many'"),
-        ({"attention.head_count": 0}, "attention.head_count must be a whole number from 1 on"),
+        ({"block_count": 2**31}, "block_count must be a whole number from 1 to 2147483647"),
+        ({"block_count": 2**31 - 1}, "a model of 2147483647 layers has more than 2 tensors"),
+        ({"embedding_length": "many"}, "llama.embedding_length must be a whole number from 0 to 2.*, not 'many'"),
+        ({"attention.head_count": 0}, "attention.head_count must be a whole number from 1 to"),
+        ({"attention.head_count": 2**63}, "attention.head_count must be a whole number from 1 to"),
+        ({"attention.head_count_kv": 2**63}, "attention.head_count_kv must be a whole number from 1 to"),
+        ({"attention.head_count": 9}, "attention.key_length must be a whole number from 1 to .*, not 0"),
+        ({"attention.key_length": 0}, "attention.key_length must be a whole number from 1 to .*, not 0"),
         ({"attention.head_count": [2, 4]}, "attention.head_count differs between layers"),
         ({"attention.layer_norm_rms_epsilon": float("nan")}, "epsilon must be a number"),
         ({"rope.freq_base": -1.0}, "base of rotary embeddings must be positive"),

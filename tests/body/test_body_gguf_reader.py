@@ -136,6 +136,11 @@ def text(value, size=None):
         (header_of(text(b"k\xff"), struct.pack("<IB", 0, 1), pairs=1) + bytes(64), "is not UTF-8"),
         (header_of(*[text(b"k") + struct.pack("<IB", 0, 1)] * 2, pairs=2), "the key k twice"),
         (
+            header_of(text(b"split.count"), struct.pack("<IIQ2f", 9, 6, 2, 0.5, 0.5), pairs=1),
+            "split.count must be a whole number",
+        ),
+        (header_of(text(b"split.count"), struct.pack("<Iq", 11, -1), pairs=1), "split.count must be a whole number"),
+        (
             header_of(text(b"general.alignment") + struct.pack("<II", 4, 24), pairs=1),
             "alignment must be a power of two, not 24",
         ),

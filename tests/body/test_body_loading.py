@@ -106,9 +106,24 @@ def test_progress_counts_every_byte_once(folder):
 
 def test_harmless_extras_are_ignored(saved, tmp_path):
     folder = Path(shutil.copytree(saved("qwen3-tied")[0], tmp_path / "model"))
-    extras = {"lm_head.weight": torch.ones(301, 64), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(16)}
-    edit(folder, lambda tensors: tensors.update(extras))
+    edit(folder, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(16)}))
+    edit(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
     assert loaded(folder).head is None
+    assert describe(folder).num_parameters == describe(saved("qwen3-tied")[0]).num_parameters
+
+
+def test_a_head_in_the_file_that_is_not_the_embedding_counts_whatever_the_config_says(saved, tmp_path):
+    folder = Path(shutil.copytree(saved("qwen3-tied")[0], tmp_path / "model"))
+    head = load_file(folder / "model.safetensors")["model.embed_tokens.weight"].clone()
+    head[-1, -1] += 1
+    edit(folder, lambda tensors: tensors.update({"lm_head.weight": head}))
+    assert torch.equal(loaded(folder).head.weight, head)
+    assert describe(folder).num_parameters == describe(saved("qwen3-tied")[0]).num_parameters + head.numel()
+    edit(folder, lambda tensors: tensors.update({"lm_head.weight": head.bfloat16()}))
+    assert torch.equal(loaded(folder).head.weight, head.bfloat16().float())
+    edit(folder, lambda tensors: tensors.update({"lm_head.weight": torch.ones(7, 64)}))
+    with pytest.raises(ModelError, match=r"lm_head.weight: expected shape \(301, 64\), found \(7, 64\)"):
+        loaded(folder)
 
 
 def test_norms_of_weights_minus_one_stay_in_float32(saved):

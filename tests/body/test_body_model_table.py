@@ -4,6 +4,7 @@ import checkpoints
 import model_table
 
 from quire.models.families import FAMILIES
+from quire.models.text_part import INNER
 
 
 def test_the_table_is_current():
@@ -14,5 +15,6 @@ def test_the_table_is_current():
 def test_every_family_and_every_variant_is_in_it():
     table = model_table.table()
     assert set(model_table.MODELS) == set(FAMILIES)
+    assert set(model_table.SEEING) == set(INNER)
     for kind in checkpoints.EVERY:
         assert f" {kind}," in table or f" {kind} |" in table

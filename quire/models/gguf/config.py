@@ -46,7 +46,7 @@ class Facts:
     def head_dim(self) -> int:
         """Width of a head; what a file does not say is hidden size / heads, as in llama.cpp."""
         hidden = self.metadata.number(".embedding_length")
-        return self.metadata.number(".attention.key_length", hidden // self.heads)
+        return self.metadata.number(".attention.key_length", hidden // self.heads, least=1)
 
     @property
     def experts(self) -> int:

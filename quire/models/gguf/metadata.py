@@ -11,6 +11,7 @@ from quire.errors import ModelError
 from quire.models.gguf.bytes_in import Value
 
 T = TypeVar("T", int, float)
+_MOST = 2**31 - 1  # no size or count of a model is larger
 
 
 class Metadata:
@@ -47,10 +48,10 @@ class Metadata:
         return value
 
     def number(self, key: str, default: int | None = None, *, least: int = 0) -> int:
-        """A whole number of at least `least`. One that is given for each layer has to be the same for all."""
+        """A whole number from `least` to 2**31 - 1. One that is given for each layer has to be the same for all."""
         value = self._one(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise self._wrong(key, f"a whole number from {least} on", value)
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= _MOST:
+            raise self._wrong(key, f"a whole number from {least} to {_MOST}", value)
         return value
 
     def real(self, key: str, default: float | None = None) -> float:

@@ -58,25 +58,33 @@ def read_header(path: Path) -> Header:
     supported, big-endian and version 1 files.
     """
     header = _read_file(path)
-    count = header.metadata.get("split.count", 1)
+    count = _split(header, "count", default=1)
     if count in (0, 1):
         return header
     headers = [_read_file(shard) for shard in _shards(path, count)]
     tensors: dict[str, Entry] = {}
     for number, shard in enumerate(headers):
-        if (shard.metadata.get("split.no"), shard.metadata.get("split.count")) != (number, count):
+        if (_split(shard, "no", default=0), _split(shard, "count", default=1)) != (number, count):
             raise ModelError(f"{shard.path} is not part {number + 1} of {count}, as its name says; download it again")
         if twice := tensors.keys() & shard.tensors:
             raise ModelError(f"{shard.path} has {min(twice)}, which a file before it has too; download them again")
         tensors |= shard.tensors
     first = headers[0]
-    total = first.metadata.get("split.tensors.count", len(tensors))
+    total = _split(first, "tensors.count", default=len(tensors))
     if total != len(tensors):
         raise ModelError(f"{first.path} and the files after it have {len(tensors)} tensors, not {total}")
     return Header(first.path, first.metadata, tensors)
 
 
-def _shards(path: Path, count: Value) -> list[Path]:
+def _split(header: Header, name: str, *, default: int) -> int:
+    """A number that says how a model is split into files."""
+    value = header.metadata.get(f"split.{name}", default)
+    if not isinstance(value, int) or value < 0:
+        raise ModelError(f"{header.path}: split.{name} must be a whole number, not {value!r:.80}; download it again")
+    return value
+
+
+def _shards(path: Path, count: int) -> list[Path]:
     """The files of a set by the names that llama.cpp gives them: NAME-00001-of-00003.gguf."""
     named = _SHARD.fullmatch(path.name)
     if named is None or int(named[3]) != count:
