@@ -25,6 +25,10 @@ class RequestError(QuireError, ValueError):
         self.param = param
 
 
+class ContextLengthExceeded(RequestError):
+    """A prompt does not fit into the model's context."""
+
+
 class ConfigError(QuireError, ValueError):
     """The engine cannot be built with these options."""
 

@@ -1,8 +1,10 @@
 """SamplingParams: what a caller may ask of one request. Names as in vLLM, every value bounded."""
 
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Self
 
 from quire.errors import RequestError, known_arguments_only
 
@@ -14,6 +16,7 @@ MAX_TOKENS = 2**31 - 1
 MAX_TEMPERATURE = 100.0
 MAX_LISTED_TOKENS = 65536  # of logit_bias and allowed_token_ids
 MAX_BAD_WORDS = 1024
+MAX_BAD_CHARACTERS = 16384  # of all bad words
 MAX_LOGPROB_IDS = 128
 
 
@@ -76,6 +79,14 @@ class SamplingParams:
         self._check_texts()
         self._check_tokens()
 
+    def resolved(self, max_tokens: int, seed: int) -> Self:
+        """A copy with these two. Nothing is checked again: the lists may be long, and every prompt has its copy."""
+        params = copy(self)
+        object.__setattr__(params, "max_tokens", max_tokens)
+        object.__setattr__(params, "min_tokens", min(self.min_tokens, max_tokens))
+        object.__setattr__(params, "seed", seed)
+        return params
+
     def _check_relations(self) -> None:
         if self.top_p == 0:
             raise RequestError("top_p must be above 0; use temperature=0 for greedy sampling", "top_p")
@@ -97,6 +108,8 @@ class SamplingParams:
             for text in getattr(self, name):
                 if not isinstance(text, str) or not 0 < len(text) <= MAX_STOP_LENGTH or not is_unicode(text):
                     raise RequestError(f"a {what} must have 1 to {MAX_STOP_LENGTH} valid Unicode characters", name)
+        if sum(map(len, self.bad_words)) > MAX_BAD_CHARACTERS:
+            raise RequestError(f"bad_words must have at most {MAX_BAD_CHARACTERS} characters together", "bad_words")
 
     def _check_tokens(self) -> None:
         if self.allowed_token_ids is not None and not 0 < len(self.allowed_token_ids) <= MAX_LISTED_TOKENS:
@@ -105,7 +118,7 @@ class SamplingParams:
             raise RequestError(f"at most {MAX_LOGPROB_IDS} logprob_token_ids", "logprob_token_ids")
         for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
             for token in getattr(self, name) or ():
-                _check_number(name, token, int, 0, MAX_TOKENS)
+                _check_number(name, token, int, 0, MAX_TOKENS, label=f"a token id in {name}")
 
 
 _LISTS: Mapping[str, type] = MappingProxyType(
@@ -153,8 +166,8 @@ def _biases(value: object) -> dict[int, float]:
     biases = {}
     for key, bias in value.items():
         token = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 11 else key
-        _check_number("token id in logit_bias", token, int, 0, MAX_TOKENS)
-        _check_number("logit_bias", bias, float, -100, 100)
+        _check_number("logit_bias", token, int, 0, MAX_TOKENS, label="a token id in logit_bias")
+        _check_number("logit_bias", bias, float, -100, 100, label="a bias in logit_bias")
         biases[token] = float(bias)
     return biases
 
@@ -169,12 +182,22 @@ def is_unicode(text: str) -> bool:
 
 
 def _check_number(
-    name: str, value: object, kind: type[int] | type[float], low: float, high: float, *, optional: bool = False
+    name: str,
+    value: object,
+    kind: type[int] | type[float],
+    low: float,
+    high: float,
+    *,
+    optional: bool = False,
+    label: str = "",
 ) -> None:
+    """label: what to call the value, where it is only a part of the field `name`."""
     if value is None and optional:
         return
     allowed = (int,) if kind is int else (int, float)
     if isinstance(value, bool) or not isinstance(value, allowed):
-        raise RequestError(f"{name} must be a{'n integer' if kind is int else ' number'}, not {value!r:.80}", name)
+        what = "an integer" if kind is int else "a number"
+        raise RequestError(f"{label or name} must be {what}, not {value!r:.80}", name)
     if not low <= value <= high:  # also refuses NaN
-        raise RequestError(f"{name} must be between {low:g} and {high:g}, not {value!r:.80}", name)
+        bounds = f"{int(low):,} and {int(high):,}"  # all of them are whole
+        raise RequestError(f"{label or name} must be between {bounds}, not {value!r:.80}", name)

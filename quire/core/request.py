@@ -1,11 +1,11 @@
 """A request as the mind sees it: token ids, what was asked, and when it came."""
 
-from dataclasses import replace
+from collections.abc import Sequence
 
 import msgspec
 
 from quire.core.step import Pooling
-from quire.errors import RequestError
+from quire.errors import ContextLengthExceeded, RequestError
 from quire.params import SamplingParams
 
 
@@ -20,7 +20,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     prompt: list[int]
     params: SamplingParams
     eos_token_ids: tuple[int, ...] = ()
-    bad_words: list[list[int]] = []  # tokens of `params.bad_words`, each in all ways in which it can be written
+    bad_words: Sequence[Sequence[int]] = ()  # tokens of `params.bad_words`, each in all ways in which it can be written
     pooling: Pooling = Pooling.NONE  # what is wanted in place of tokens; `params.max_tokens` is 0 then
 
     @property
@@ -47,25 +47,30 @@ def resolve(
 ) -> SamplingParams:
     """Check a prompt against the model's limits and fill in seed and max_tokens.
 
-    Raises RequestError: empty prompt, ids out of range, prompt longer than the context.
+    Raises RequestError: empty prompt, ids out of range; ContextLengthExceeded: prompt longer than the context.
     """
     if not prompt:
         raise RequestError("the prompt is empty; give at least one token", "prompt")
     if min(prompt) < 0 or max(prompt) >= vocab_size:
         wrong = next(token for token in prompt if not 0 <= token < vocab_size)
         raise RequestError(f"token id {wrong} is outside the vocabulary (0 to {vocab_size - 1})", "prompt")
+    check_length(len(prompt), params, max_model_len)
+    for name in ("stop_token_ids", "logit_bias", "allowed_token_ids", "logprob_token_ids"):
+        highest = max(getattr(params, name) or (0,))
+        if highest >= vocab_size:
+            raise RequestError(f"token id {highest} is outside the vocabulary (0 to {vocab_size - 1})", name)
     room = max_model_len - len(prompt)
+    max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+    return params.resolved(max_tokens, default_seed if params.seed is None else params.seed)
+
+
+def check_length(num_tokens: int, params: SamplingParams, max_model_len: int) -> None:
+    """Raises ContextLengthExceeded for a prompt of so many tokens that leaves no room for the output asked for."""
     least = 0 if params.max_tokens == 0 else 1
-    if room < least:
-        raise RequestError(
-            f"the prompt has {len(prompt)} tokens; {'with at least one token of output ' * least}this model takes "
-            f"{max_model_len - least}. Shorten the prompt, set truncate_prompt_tokens, or raise max_model_len",
+    if num_tokens + least > max_model_len:
+        output = " with at least one token of output" * least
+        raise ContextLengthExceeded(
+            f"the prompt has {num_tokens} tokens; this model takes {max_model_len - least}{output}. Shorten the "
+            "prompt, set truncate_prompt_tokens, or raise max_model_len",
             "prompt",
         )
-    for name in ("stop_token_ids", "logit_bias", "allowed_token_ids", "logprob_token_ids"):
-        for token in getattr(params, name) or ():
-            if token >= vocab_size:
-                raise RequestError(f"token id {token} is outside the vocabulary (0 to {vocab_size - 1})", name)
-    max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
-    seed = default_seed if params.seed is None else params.seed
-    return replace(params, max_tokens=max_tokens, min_tokens=min(params.min_tokens, max_tokens), seed=seed)

@@ -190,6 +190,7 @@ class AsyncEngine:
     def _add(self, requests: Sequence[NewRequest], added: "asyncio.Future[None]") -> None:
         error = None
         for i, request in enumerate(requests):
+            self._heartbeat = time.monotonic()  # many requests with long lists take their time
             try:
                 self._engine.add(*request)
             except Exception as problem:  # whatever is wrong with one request is told to the one who sent it

@@ -1,12 +1,20 @@
 """Embeddings: hidden states of one prompt, as the engine's outputs bring them, to one vector. Knows no format."""
 
+from collections.abc import Iterator, Sequence
+from uuid import uuid4
+
 import numpy as np
 
 from quire.core.output import Output
 from quire.core.step import Pooling
-from quire.errors import RequestError
+from quire.engine.generations import Generation
+from quire.errors import QuireError, RequestError
 
 _POOLINGS = {"last": Pooling.LAST, "mean": Pooling.MEAN}
+
+
+class EmbeddingFailed(QuireError):
+    """The engine could not compute a prompt."""
 
 
 def pooling_of(name: str) -> Pooling:
@@ -23,7 +31,6 @@ class Pooled:
         self.request_id = request_id
         self.prompt_token_ids = prompt_token_ids
         self.finish_reason: str | None = None
-        self.error = ""
         self._pooling = pooling
         self._vector = np.zeros(0, np.float32)
 
@@ -33,10 +40,38 @@ class Pooled:
             more = self._pooling is Pooling.MEAN and len(self._vector)
             self._vector = self._vector + output.pooled if more else output.pooled.astype(np.float32)
         self.finish_reason = output.finish_reason
-        self.error = output.error
 
     def vector(self, *, normalized: bool) -> np.ndarray:
         """float32 (hidden_size,), once the prompt is computed; of length 1 where normalized."""
         vector = self._vector / len(self.prompt_token_ids) if self._pooling is Pooling.MEAN else self._vector
         length = np.linalg.norm(vector.astype(np.float64))
         return (vector / length).astype(np.float32) if normalized and length > 0 else vector.astype(np.float32)
+
+
+class PooledBatch:
+    """Prompts that are embedded together; `requests` is what to ask the engine for."""
+
+    def __init__(self, asked: Sequence[Generation], pooling: Pooling) -> None:
+        self.requests = [generation.request(f"embd-{uuid4().hex}", pooling) for generation in asked]
+        self._pooled = {each.request_id: Pooled(each.request_id, each.prompt, pooling) for each in self.requests}
+
+    def __iter__(self) -> Iterator[Pooled]:
+        """In the order of the prompts."""
+        return iter(self._pooled.values())
+
+    @property
+    def finished(self) -> bool:
+        """Whether all of them are computed."""
+        return not any(map(self.is_open, self._pooled))
+
+    def is_open(self, request_id: str) -> bool:
+        """Whether more is to come about a prompt."""
+        return self._pooled[request_id].finish_reason is None
+
+    def add(self, output: Output) -> Pooled:
+        """Take in an output; the prompt that it is about. Raises EmbeddingFailed."""
+        one = self._pooled[output.request_id]
+        one.add(output)
+        if output.finish_reason == "error":
+            raise EmbeddingFailed(f"a prompt could not be embedded: {output.error}")
+        return one

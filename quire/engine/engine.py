@@ -105,12 +105,18 @@ class Engine:
             prompt=prompt,
             params=params,
             eos_token_ids=self._eos_token_ids,
-            bad_words=[list(word) for word in bad_words if max(word) < self.vocab_size],  # others cannot come up
+            bad_words=self._possible(bad_words),
             pooling=pooling,
         )
         self._scheduler.add(request, self._clock())
         self._num_requests += 1
         self._prompt_tokens += len(prompt)
+
+    def _possible(self, words: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
+        """Those that could come up at all. Requests made together share one list, as long as nothing is left out."""
+        if all(max(word) < self.vocab_size for word in words):
+            return words
+        return [word for word in words if max(word) < self.vocab_size]
 
     def abort(self, request_id: str) -> None:
         """Give up a request; its blocks are free within a step. An unknown id is ignored."""

@@ -10,19 +10,21 @@ from uuid import uuid4
 from quire.config import EngineOptions
 from quire.core.output import Output
 from quire.engine.build import build
-from quire.engine.embeddings import Pooled, pooling_of
+from quire.engine.embeddings import PooledBatch, pooling_of
 from quire.engine.engine import Engine
 from quire.engine.generations import NewRequest, generations
 from quire.engine.outputs import Delta, EmbeddingOutput, EmbeddingRequestOutput, RequestOutput
 from quire.engine.progress import TokenProgress
-from quire.engine.prompts import Prompt, TokenizedPrompt, listed, tokenize
+from quire.engine.prompts import Prompt, TokenizedPrompt, listed, template_variables, tokenize
 from quire.engine.text.messages import Message
 from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.transcript import Transcript
-from quire.errors import QuireError, RequestError
+from quire.errors import RequestError
 from quire.params import SamplingParams
 
 log = logging.getLogger(__name__)
+
+_CHAT_ARGUMENTS = ("messages", "tools", "add_generation_prompt", "continue_final_message")  # not template variables
 
 
 class LLM:
@@ -99,13 +101,14 @@ class LLM:
         """
         one = all(isinstance(message, Mapping) for message in messages)
         conversations: Sequence[Sequence[Message]] = [messages] if one else list(messages)  # type: ignore[list-item, arg-type]  # mypy cannot follow `one`
+        variables = template_variables(chat_template_kwargs, _CHAT_ARGUMENTS)
         texts = [
             self._tokenizer.apply_chat_template(
                 conversation,
                 tools,
                 add_generation_prompt,
                 continue_final_message=continue_final_message,
-                **(chat_template_kwargs or {}),  # type: ignore[arg-type]  # any variable of the template
+                **variables,  # type: ignore[arg-type]  # any variable of the template
             )
             for conversation in conversations
         ]
@@ -132,21 +135,17 @@ class LLM:
         """One vector (hidden_size,) for each prompt, pooled from the last layer's hidden states after its norm.
 
         pooling: "last" takes that of the last token, "mean" the mean over all. normalize: to length 1.
-        Raises RequestError as `generate` does, and QuireError where the model failed.
+        Raises RequestError as `generate` does, and EmbeddingFailed where the model failed.
         """
         how = pooling_of(pooling)
         params = SamplingParams(max_tokens=0, truncate_prompt_tokens=truncate_prompt_tokens)
         tokenized = [tokenize(prompt, self._tokenizer) for prompt in listed(prompts)]
         asked = generations(tokenized, [params] * len(tokenized), self._tokenizer, self.max_model_len)
-        requests = [generation.request(uuid4().hex, how) for generation in asked]
-        pooled = {request.request_id: Pooled(request.request_id, request.prompt, how) for request in requests}
-        outputs = self._outputs(requests, lambda name: pooled[name].finish_reason is None)
-        with TokenProgress("embedding", len(pooled), shown=use_tqdm) as progress, closing(outputs):
+        batch = PooledBatch(asked, how)
+        outputs = self._outputs(batch.requests, batch.is_open)
+        with TokenProgress("embedding", len(asked), shown=use_tqdm) as progress, closing(outputs):
             for output in outputs:
-                one = pooled[output.request_id]
-                one.add(output)
-                if one.finish_reason == "error":
-                    raise QuireError(f"a prompt could not be embedded: {one.error}")
+                one = batch.add(output)
                 if one.finish_reason is not None:
                     progress.add(len(one.prompt_token_ids), 1)
         return [
@@ -156,7 +155,7 @@ class LLM:
                 outputs=EmbeddingOutput(one.vector(normalized=normalize).tolist()),
                 finished=True,
             )
-            for one in pooled.values()
+            for one in batch
         ]
 
     def _complete(

@@ -21,10 +21,6 @@ class TokensPrompt(TypedDict):
     prompt_token_ids: list[int]
 
 
-class ContextLengthExceeded(RequestError):
-    """A prompt does not fit into the model's context."""
-
-
 Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
 
 
@@ -60,6 +56,18 @@ def tokenize(prompt: Prompt, tokenizer: Tokenizer, *, add_special_tokens: bool =
     raise RequestError("a prompt must be a string or a list of token ids", "prompt")
 
 
+def template_variables(given: object, own_fields: Sequence[str]) -> dict[str, object]:
+    """A caller's chat_template_kwargs. Raises RequestError for what has a field, or an argument, of its own."""
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+        raise RequestError("chat_template_kwargs must map names to values", "chat_template_kwargs")
+    for name in own_fields:
+        if name in given:
+            raise RequestError(f"{name} has a field of its own; take it out of chat_template_kwargs", name)
+    return dict(given)
+
+
 def _tokenize_mapping(
     prompt: Mapping[str, object], tokenizer: Tokenizer, *, add_special_tokens: bool
 ) -> TokenizedPrompt:
@@ -80,11 +88,11 @@ def _tokenize_mapping(
 
 def _token_ids(prompt: Sequence[int]) -> list[int]:
     """As plain integers that any vocabulary could have; the engine compares them with the model's."""
-    for token in prompt:
+    for token in (min(prompt, default=0), max(prompt, default=0)):
         if not 0 <= token <= MAX_TOKENS:
-            raise RequestError(f"a token id must be between 0 and {MAX_TOKENS}, not {token!r:.80}", "prompt")
-    return [int(token) for token in prompt]
+            raise RequestError(f"a token id must be between 0 and {MAX_TOKENS:,}, not {token!r:.80}", "prompt")
+    return list(map(int, prompt))
 
 
 def _is_token(item: object) -> bool:
-    return isinstance(item, Integral) and not isinstance(item, bool)  # also numpy's
+    return type(item) is int or (isinstance(item, Integral) and not isinstance(item, bool))  # also numpy's

@@ -32,11 +32,6 @@ class Transcript:
         """Whether all sequences have ended."""
         return all(sequence.result.finish_reason is not None for sequence in self._sequences)
 
-    @property
-    def num_output_tokens(self) -> int:
-        """Tokens of all sequences so far."""
-        return sum(len(sequence.result.token_ids) for sequence in self._sequences)
-
     def add(self, output: Output, now: float) -> Delta | None:
         """What `output` adds to its sequence; None for nothing, as for one that has ended, which the engine
         may not know yet.

@@ -1,7 +1,7 @@
 """Body: JSON objects whose fields are all known. Knows pydantic and how a field says what becomes of it."""
 
-from collections.abc import Mapping
-from typing import Any, Self
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 from pydantic_core import PydanticCustomError
@@ -36,28 +36,42 @@ class Body(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
+    _neutral: ClassVar[Mapping[str, list[JsonValue]]] = {}  # of fields that are not supported yet
+    _known: ClassVar[frozenset[str]] = frozenset()
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_options: object) -> None:
+        """Called by pydantic. Reading `model_fields` takes time, and a body may have thousands of messages."""
+        extras = {name: field.json_schema_extra for name, field in cls.model_fields.items()}
+        cls._neutral = {
+            name: extra[_NEUTRAL]  # type: ignore[misc]  # a list, see not_yet
+            for name, extra in extras.items()
+            if isinstance(extra, dict) and _NEUTRAL in extra
+        }
+        cls._known = frozenset(cls.model_fields)
+
     @model_validator(mode="before")
     @classmethod
     def _know_all_fields(cls, body: object) -> object:
         for name in body if isinstance(body, dict) else ():
-            if name not in cls.model_fields:
-                shown = str(name)[:100].encode("utf-8", "replace").decode()
-                hint = nearest(shown, cls.model_fields)
-                raise PydanticCustomError(
-                    "unknown_field", "unknown field '{name}'{hint}", {"name": shown, "hint": hint}
-                )
+            if name not in cls._known:
+                raise unknown_field(name, cls._known)
         return body
 
     @model_validator(mode="after")
     def _refuse_what_is_not_supported(self) -> Self:
-        for name in self.model_fields_set:
-            extra = type(self).model_fields[name].json_schema_extra
+        for name in self._neutral.keys() & self.model_fields_set:
             value = getattr(self, name)
-            if value is None or not isinstance(extra, dict) or _NEUTRAL not in extra:
-                continue
-            if value not in extra[_NEUTRAL]:  # type: ignore[operator]  # a list, see not_yet
+            if value is not None and value not in self._neutral[name]:
                 raise PydanticCustomError("not_supported", "{name} is not supported yet", {"name": name})
         return self
+
+
+def unknown_field(name: object, known: Iterable[str]) -> PydanticCustomError:
+    """What to raise for a field that nobody knows."""
+    shown = str(name)[:100].encode("utf-8", "replace").decode()
+    hint = nearest(shown, sorted(known))
+    return PydanticCustomError("unknown_field", "unknown field '{name}'{hint}", {"name": shown, "hint": hint})
 
 
 def with_limit(defaults: Mapping[str, object], limit: int) -> Mapping[str, object]:

@@ -11,6 +11,7 @@ from quire.engine.outputs import CompletionOutput, Delta
 from quire.engine.transcript import Transcript
 from quire.params import SamplingParams
 from quire.server.errors import renamed
+from quire.server.limits import check_told
 from quire.server.logprobs import LogprobFormat, plain_rows
 from quire.server.reply import Reply
 from quire.server.respond import respond, shows
@@ -29,36 +30,36 @@ def chat_routes(service: Service) -> APIRouter:
     async def chat_completions(body: ChatBody, request: Request) -> Response:
         """Answer a conversation."""
         service.check_model(body.model)
-        params = body.sampling_params(service.sampling_defaults)
-        with renamed({"prompt": "messages"}):
-            answer = ChatAnswer(service, body, params)
-            reply = await service.start(answer.id, await _tokenize(service, body, params))
+        with renamed(body.engine_names()):
+            params = body.sampling_params(service.sampling_defaults)
+            asked, beginning = await service.aside.run(lambda: _read(service, body, params))
+            check_told(asked, ids=bool(body.return_token_ids), choices=False)
+            answer = ChatAnswer(service, body, params, beginning)
+            reply = await service.start(answer.id, asked)
         return await respond(request, answer, reply, stream=bool(body.stream))
 
     return router
 
 
-async def _tokenize(service: Service, body: ChatBody, params: SamplingParams) -> list[Generation]:
+def _read(service: Service, body: ChatBody, params: SamplingParams) -> tuple[list[Generation], str]:
+    """The conversation as the engine takes it, and the echo that the answer begins with."""
     messages = spoken(body.messages)
-    service.check_length([messages, body.tools, body.documents, body.chat_template_kwargs], "messages")
-
-    def work() -> list[Generation]:
-        prompt = tokenize_conversation(messages, body, service.tokenizer)
-        return generations([prompt], [params], service.tokenizer, service.max_model_len)
-
-    return await service.aside.run(work)
+    service.check_size([messages, body.tools, body.documents, body.chat_template_kwargs], "messages")
+    prompt = tokenize_conversation(messages, body, service.tokenizer)
+    asked = generations([prompt], [params], service.tokenizer, service.max_model_len)
+    return asked, begun_answer(messages) if body.echo else ""
 
 
 class ChatAnswer:
     """OpenAI's chat.completion objects for one request."""
 
-    def __init__(self, service: Service, body: ChatBody, params: SamplingParams) -> None:
+    def __init__(self, service: Service, body: ChatBody, params: SamplingParams, beginning: str) -> None:
         self.id = f"chatcmpl-{uuid4().hex}"
         self._head = {"id": self.id, "created": int(time.time()), "model": service.model_name}
         self._with_ids = bool(body.return_token_ids)
         self._logprobs = LogprobFormat(params, service.tokenizer, as_token_ids=bool(body.return_tokens_as_token_ids))
         self._usage = UsageFormat(body.stream_options)
-        self._beginning = begun_answer(spoken(body.messages)) if body.echo else ""
+        self._beginning = beginning
 
     def whole(self, reply: Reply) -> dict[str, object]:
         """Everything at once."""

@@ -4,7 +4,6 @@ import base64
 import time
 from collections.abc import Sequence
 from typing import Literal
-from uuid import uuid4
 
 import msgspec
 import numpy as np
@@ -13,26 +12,23 @@ from pydantic import Field
 
 from quire.core.step import Pooling
 from quire.engine.async_engine import EngineStopped
-from quire.engine.embeddings import Pooled, pooling_of
+from quire.engine.embeddings import EmbeddingFailed, Pooled, PooledBatch, pooling_of
 from quire.engine.generations import Generation
 from quire.engine.outputs import RequestMetrics
 from quire.engine.prompts import listed
 from quire.errors import RequestError
 from quire.params import SamplingParams
 from quire.server.body import Body, about, without_effect
-from quire.server.errors import SequenceFailed, renamed
+from quire.server.errors import renamed
+from quire.server.field_types import MAX_PROMPTS, Prompts
 from quire.server.service import Service
 from quire.server.sse import while_connected
-
-MAX_PROMPTS = 2048  # in one request
 
 
 class EmbeddingBody(Body):
     """POST /v1/embeddings."""
 
-    input: str | list[str] | list[int] | list[list[int]] = Field(
-        description="A text, token ids, or a list of several of either."
-    )
+    input: Prompts = Field(description="A text, token ids, or a list of several of either.")
     model: str | None = about("The served model; /v1/models lists it.")
     encoding_format: Literal["float", "base64"] | None = about(
         "How vectors are written: numbers (the default), or base64 of little-endian float32."
@@ -77,29 +73,24 @@ async def _tokenize(service: Service, body: EmbeddingBody) -> list[Generation]:
 
 
 async def _embed(service: Service, asked: Sequence[Generation], pooling: Pooling) -> list[Pooled]:
-    """Compute all of them. Raises RequestError, SequenceFailed, EngineStopped."""
+    """Compute all of them. Raises RequestError, EmbeddingFailed, EngineStopped."""
     metrics = RequestMetrics(time.monotonic())
-    name = f"embd-{uuid4().hex}"
-    pooled = {f"{name}-{i}": Pooled(f"{name}-{i}", each.prompt.ids, pooling) for i, each in enumerate(asked)}
-    stream = await service.engine.generate(
-        [each.request(request_id, pooling) for request_id, each in zip(pooled, asked, strict=True)]
-    )
+    batch = PooledBatch(asked, pooling)
+    stream = await service.engine.generate(batch.requests)
     unfinished = "abort"
     try:
-        while not all(one.finish_reason for one in pooled.values()):
+        while not batch.finished:
             for output in await anext(stream):
-                pooled[output.request_id].add(output)
-                if output.finish_reason == "error":
-                    raise SequenceFailed(output.error)
-    except (EngineStopped, SequenceFailed):
+                batch.add(output)
+    except (EngineStopped, EmbeddingFailed):
         unfinished = "error"
         raise
     finally:
         stream.close()
-        for one in pooled.values():
+        for one in batch:
             service.metrics.sequence_ended(one.finish_reason or unfinished)
             service.metrics.request_ended(metrics, time.monotonic())
-    return list(pooled.values())
+    return list(batch)
 
 
 def _answer(

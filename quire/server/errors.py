@@ -12,8 +12,8 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from quire.engine.async_engine import EngineStopped
-from quire.engine.prompts import ContextLengthExceeded
-from quire.errors import ModelError, RequestError
+from quire.engine.embeddings import EmbeddingFailed
+from quire.errors import ContextLengthExceeded, ModelError, RequestError
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ _CODES = {  # of pydantic's findings and of ours
     "not_supported": "unsupported_parameter",
 }
 
-
+_WORD = re.compile(r"\w+")
 _TYPE_NAME = re.compile(r"str|int|float|bool|.*\[.*")  # what pydantic puts into a place where it tried several types
 
 
@@ -62,13 +62,13 @@ def describe(error: Exception) -> tuple[int, dict[str, object]]:
         case ContextLengthExceeded():
             return 400, error_object(400, str(error), error.param, "context_length_exceeded")
         case RequestError():
-            return 400, error_object(400, str(error), error.param)
+            return 400, error_object(400, str(error), error.param, "invalid_value")
         case UnicodeEncodeError():  # from pydantic, where it would quote the text
             return 400, error_object(400, "the body holds text that is not valid Unicode (an unpaired surrogate)")
         case EngineStopped():
             return 503, error_object(503, str(error))
         case RequestValidationError():
-            return 400, error_object(400, *_first_problem(error.errors()))
+            return 400, error_object(400, *_telling_problem(error.errors()))
         case ModelError():  # such as a chat template that reaches for what is not its own; other requests go on
             log.error("%s", error)
             return 400, error_object(400, str(error))
@@ -83,18 +83,18 @@ def describe(error: Exception) -> tuple[int, dict[str, object]]:
 
 @contextmanager
 def renamed(names: Mapping[str, str]) -> Iterator[None]:
-    """RequestErrors raised inside call fields as this route does: `names` maps the engine's names to the route's."""
+    """RequestErrors raised inside call fields as this route does: `names` maps the engine's names to the route's.
+
+    In messages, too: a field's name as the first word, and everywhere if it is not a word that sentences have.
+    """
     try:
         yield
     except RequestError as error:
-        param = error.param or ""
-        if param not in names:
-            raise
-        name = names[param]
-        message = str(error)
-        if message.startswith(f"{param} "):
-            message = name + message.removeprefix(param)
-        raise type(error)(message, name) from error
+        message = _WORD.sub(
+            lambda word: names.get(word[0], word[0]) if word.start() == 0 or "_" in word[0] else word[0], str(error)
+        )
+        param = error.param if error.param is None else names.get(error.param, error.param)
+        raise type(error)(message, param) from error
 
 
 def install(app: FastAPI) -> None:
@@ -105,16 +105,20 @@ def install(app: FastAPI) -> None:
         headers = error.headers if isinstance(error, HTTPException) else None
         return Response(msgspec.json.encode(body), status, headers, "application/json")
 
-    known = (RequestError, ModelError, EngineStopped, SequenceFailed, RequestValidationError, UnicodeEncodeError)
-    for kind in known:
+    known = (RequestError, ModelError, EngineStopped, SequenceFailed, EmbeddingFailed, RequestValidationError)
+    for kind in (*known, UnicodeEncodeError):
         app.add_exception_handler(kind, answer)
     app.add_exception_handler(HTTPException, answer)
     app.add_exception_handler(Exception, answer)
 
 
-def _first_problem(problems: Sequence[dict[str, object]]) -> tuple[str, str | None, str | None]:
-    """The first of pydantic's findings as a sentence, the field it is about, and OpenAI's code for it."""
-    problem = problems[0]
+def _telling_problem(problems: Sequence[dict[str, object]]) -> tuple[str, str | None, str | None]:
+    """One of pydantic's findings as a sentence, the field it is about, and OpenAI's code for it.
+
+    The first of the deepest ones: where a field may be a text or a list, what is wrong in a list says more than that
+    it is no text.
+    """
+    problem = max(problems, key=lambda problem: len(problem["loc"]))  # type: ignore[arg-type]  # a tuple
     kind = str(problem["type"])
     loc: Sequence[object] = problem["loc"]  # type: ignore[assignment]  # a tuple
     place = [str(part) for part in loc if part != "body" and not _TYPE_NAME.fullmatch(str(part))]

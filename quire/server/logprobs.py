@@ -3,6 +3,10 @@
 import math
 from collections.abc import Sequence
 
+from msgspec import Raw
+from msgspec.json import encode
+from msgspec.structs import replace
+
 from quire.engine.outputs import Logprob, LogprobRow
 from quire.engine.text.tokenizer import Tokenizer
 from quire.params import SamplingParams
@@ -24,8 +28,11 @@ class LogprobFormat:
         self._as_token_ids = as_token_ids
 
     def chat(self, rows: Sequence[LogprobRow] | None) -> dict[str, object] | None:
-        """For chat: one object per token, with its bytes, the most likely ones, and those asked about."""
-        if rows is None:
+        """For chat: one object per token, with its bytes, the most likely ones, and those asked about.
+
+        None where there is no token.
+        """
+        if not rows:
             return None
         content = []
         for row in rows:
@@ -36,15 +43,15 @@ class LogprobFormat:
 
     def completion(
         self, tokens: Sequence[int], rows: Sequence[LogprobRow | None], offsets: Sequence[int]
-    ) -> dict[str, object]:
+    ) -> dict[str, list[object]]:
         """For completions: parallel lists. The token itself is always among the most likely ones.
 
         rows: None for a prompt's first token, of which nothing is known. offsets: in the text, in characters.
         """
-        values = [None if row is None else finite(row[token].logprob) for token, row in zip(tokens, rows, strict=True)]
+        pairs = zip(tokens, rows, strict=True)
         return {
             "tokens": [self._name(token) for token in tokens],
-            "token_logprobs": values,
+            "token_logprobs": [None if row is None else finite(row[token].logprob) for token, row in pairs],
             "top_logprobs": [None if row is None else self._named(row) for row in rows],
             "text_offset": list(offsets),
         }
@@ -79,9 +86,9 @@ class LogprobFormat:
         }
 
 
-def plain_rows(rows: Sequence[LogprobRow | None]) -> list[dict[int, dict[str, object]] | None]:
-    """In vLLM's format: per token of the prompt, each reported token's id with what is known about it."""
-    return [None if row is None else {token: _plain(logprob) for token, logprob in row.items()} for row in rows]
+def plain_rows(rows: Sequence[LogprobRow | None]) -> Raw:
+    """In vLLM's format, as JSON: per token of the prompt, each reported token's id with what is known about it."""
+    return Raw(encode([None if row is None else _finite_row(row) for row in rows]))
 
 
 def finite(value: float) -> float:
@@ -89,5 +96,7 @@ def finite(value: float) -> float:
     return value if math.isfinite(value) else _LEAST
 
 
-def _plain(logprob: Logprob) -> dict[str, object]:
-    return {"logprob": finite(logprob.logprob), "rank": logprob.rank, "decoded_token": logprob.decoded_token}
+def _finite_row(row: LogprobRow) -> LogprobRow:
+    if all(math.isfinite(logprob.logprob) for logprob in row.values()):
+        return row
+    return {token: replace(logprob, logprob=finite(logprob.logprob)) for token, logprob in row.items()}

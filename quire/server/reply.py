@@ -24,6 +24,9 @@ class Reply:
         self._stream = stream
         self._finish = finish
         self._metrics = metrics
+        self._num_prompt = sum(len(transcript.prompt.ids) for transcript in transcripts)
+        self._num_output = 0  # so far; running totals, as a stream may tell them with every chunk
+        self._num_cached = 0
         self._last_tokens: dict[int, float] = {}  # by choice
         self._unfinished = "abort"  # why sequences will have ended that have no reason of their own
         self._closed = False
@@ -61,14 +64,11 @@ class Reply:
 
     def usage(self) -> dict[str, object]:
         """Tokens so far, in OpenAI's format: each prompt once, whatever its n."""
-        num_prompt = sum(len(transcript.prompt.ids) for transcript in self.transcripts)
-        num_output = sum(transcript.num_output_tokens for transcript in self.transcripts)
-        num_cached = sum(transcript.num_cached_tokens for transcript in self.transcripts)
         return {
-            "prompt_tokens": num_prompt,
-            "completion_tokens": num_output,
-            "total_tokens": num_prompt + num_output,
-            "prompt_tokens_details": {"cached_tokens": num_cached},
+            "prompt_tokens": self._num_prompt,
+            "completion_tokens": self._num_output,
+            "total_tokens": self._num_prompt + self._num_output,
+            "prompt_tokens_details": {"cached_tokens": self._num_cached},
         }
 
     def close(self) -> None:
@@ -84,9 +84,12 @@ class Reply:
 
     def _read(self, output: Output, now: float) -> Delta | None:
         transcript = self.transcripts[self._places[output.request_id]]
+        cached = transcript.num_cached_tokens
         delta = transcript.add(output, now)
+        self._num_cached += transcript.num_cached_tokens - cached
         if delta is None:
             return None
+        self._num_output += len(delta.token_ids)
         if delta.stopped_after is not None:
             self._finish(delta.seq_id, delta.stopped_after)
         if delta.finish_reason == "error":

@@ -1,13 +1,15 @@
 """Request bodies of completions and chat. Knows names, types and defaults; bounds are SamplingParams' business."""
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from quire.errors import RequestError
 from quire.params import SamplingParams
 from quire.server.body import Body, about, not_yet, with_limit, without_effect
+from quire.server.field_types import Biases, Listed, Prompts
+from quire.server.messages import Messages, TemplateBody
 
 _PASSED_ON = (
     *("n", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "deterministic"),
@@ -45,18 +47,18 @@ class SamplingBody(Body):
     presence_penalty: float | None = about("Lowers the logits of tokens that are in the output (-2 to 2).")
     frequency_penalty: float | None = about("The same for each time they are (-2 to 2).")
     repetition_penalty: float | None = about("Divides the logits of tokens in the prompt or output; 1 is none.")
-    logit_bias: dict[str, float] | None = about("Token id -> what is added to its logit (-100 to 100).")
-    allowed_token_ids: list[int] | None = about("Nothing but these tokens.")
-    bad_words: str | list[str] | None = about("Texts that may not come up.")
-    stop: str | list[str] | None = about("Strings that end the output; not part of it.")
-    stop_token_ids: list[int] | None = about("Tokens that end the output.")
+    logit_bias: Biases | None = about("Token id -> what is added to its logit (-100 to 100).")
+    allowed_token_ids: Listed[int] | None = about("Nothing but these tokens.")
+    bad_words: str | Listed[str] | None = about("Texts that may not come up.")
+    stop: str | Listed[str] | None = about("Strings that end the output; not part of it.")
+    stop_token_ids: Listed[int] | None = about("Tokens that end the output.")
     ignore_eos: bool | None = about("Go on after the model's end token.")
     include_stop_str_in_output: bool | None = about("What ended the output is part of it.")
     skip_special_tokens: bool | None = about("Special tokens are not text; true by default.")
     spaces_between_special_tokens: bool | None = about("Keep the spaces that a tokenizer puts there; true by default.")
     truncate_prompt_tokens: int | None = about("Keep that many tokens at the prompt's end; -1: as many as fit.")
     prompt_logprobs: int | None = about("Report the prompt's tokens, with this many of the most likely ones.")
-    logprob_token_ids: list[int] | None = about("With logprobs: report these tokens, too.")
+    logprob_token_ids: Listed[int] | None = about("With logprobs: report these tokens, too.")
     return_tokens_as_token_ids: bool | None = about("Logprobs name tokens as 'token_id:5'.")
     return_token_ids: bool | None = about("Add the ids of the prompt and of the output.")
     best_of: int | None = about("Accepted when it equals n.")
@@ -92,9 +94,7 @@ class SamplingBody(Body):
 class CompletionBody(SamplingBody):
     """POST /v1/completions."""
 
-    prompt: str | list[str] | list[int] | list[list[int]] = Field(
-        description="A text, token ids, or a list of several of either."
-    )
+    prompt: Prompts = Field(description="A text, token ids, or a list of several of either.")
     logprobs: int | None = about("Report each token, with this many of the most likely ones (0 to 20).")
     add_special_tokens: bool | None = about("Let the tokenizer add begin and end tokens to a text; true by default.")
     suffix: Any = not_yet("")
@@ -108,48 +108,10 @@ class CompletionBody(SamplingBody):
         return self.make_params(defaults, logprobs=self.logprobs, prompt_logprobs=echoed)
 
 
-class ContentPart(BaseModel):
-    """A piece of a message. Only text is supported yet."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
-
-    type: str
-    text: str | None = None
-
-
-class ChatMessage(Body):
-    """One turn of a conversation, also as an answer of this server sends it back."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[ContentPart] | None = None
-    name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
-    tool_call_id: str | None = None
-    reasoning_content: str | None = None
-    refusal: str | None = None
-    annotations: Any = not_yet([])
-    audio: Any = not_yet()
-    function_call: Any = not_yet()
-
-
-class TemplateBody(Body):
-    """How a conversation becomes a prompt."""
-
-    tools: list[dict[str, Any]] | None = about("Passed to the model's chat template.")
-    documents: list[dict[str, Any]] | None = about("Passed to the model's chat template.")
-    chat_template_kwargs: dict[str, Any] | None = about("Switches of the chat template, such as enable_thinking.")
-    add_generation_prompt: bool | None = about("Begin the assistant's turn; true by default.")
-    continue_final_message: bool | None = about("Go on with the last message in place of a new turn.")
-    add_special_tokens: bool | None = about("Let the tokenizer add begin and end tokens; false by default.")
-    tool_choice: Any = not_yet("auto", "none")
-    reasoning_effort: str | None = about("Passed to the model's chat template.")
-    chat_template: str | None = about("Name of one of the model's own templates.")
-
-
 class ChatBody(TemplateBody, SamplingBody):
     """POST /v1/chat/completions."""
 
-    messages: list[ChatMessage]
+    messages: Messages
     max_completion_tokens: int | None = about("As max_tokens, which it replaces.")
     logprobs: bool | None = about("Report the logprob of each token.")
     top_logprobs: int | None = about("Report this many of the most likely ones (0 to 20).")
@@ -163,6 +125,11 @@ class ChatBody(TemplateBody, SamplingBody):
     verbosity: Any = not_yet("medium")
     web_search_options: Any = not_yet()
     prediction: Any = without_effect()
+
+    def engine_names(self) -> Mapping[str, str]:
+        """What the engine calls fields that have another name here -> that name."""
+        limit = {} if self.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
+        return {"prompt": "messages", "logprobs": "top_logprobs", **limit}
 
     def sampling_params(self, defaults: Mapping[str, object]) -> SamplingParams:
         """As the engine takes them. Without a limit an answer may fill the context. Raises RequestError."""

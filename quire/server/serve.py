@@ -1,5 +1,6 @@
 """Serve: run the app on a socket until a signal comes. Knows sockets and what a person wants to read."""
 
+import gc
 import ipaddress
 import socket
 from collections.abc import Callable
@@ -44,6 +45,7 @@ def serve(
             close=service.close,
             grace=GRACE_SECONDS,
         )
+        gc.freeze()  # what is loaded stays: not to be searched for garbage while a large body is read
         server.run(sockets=[listener])
 
 

@@ -3,13 +3,15 @@
 import time
 from collections.abc import Sequence
 
+from quire.core.request import check_length
 from quire.engine.async_engine import AsyncEngine
 from quire.engine.build import Built
 from quire.engine.generations import Generation, generations
-from quire.engine.prompts import ContextLengthExceeded, Prompt, tokenize
+from quire.engine.prompts import Prompt, tokenize
 from quire.engine.text.template_meter import MAX_SIZE, TooMuch, size_of
 from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.transcript import Transcript
+from quire.errors import ContextLengthExceeded
 from quire.params import SamplingParams
 from quire.server.aside import Aside
 from quire.server.errors import UnknownModel
@@ -39,7 +41,7 @@ class Service:
         if name is not None and name != self.model_name:
             raise UnknownModel(f"the model {name!r:.200} is not served here; this server has {self.model_name!r}")
 
-    def check_length(self, value: object, param: str) -> None:
+    def check_size(self, value: object, param: str) -> None:
         """Raises ContextLengthExceeded for JSON with more text than any tokenizer could fit into the context."""
         limit = min(CHARACTERS_PER_TOKEN * self.max_model_len, MAX_SIZE)
         try:
@@ -48,8 +50,8 @@ class Service:
             fits = False
         if not fits:
             raise ContextLengthExceeded(
-                f"the {param} hold more than {limit} characters, which cannot fit into the context of "
-                f"{self.max_model_len} tokens (max_model_len); shorten the {param}",
+                f"there are more than {limit:,} characters in {param}, which cannot fit into the context of "
+                f"{self.max_model_len} tokens (max_model_len); shorten {param}",
                 param,
             )
 
@@ -60,9 +62,11 @@ class Service:
 
         add_special_tokens: None is what is usual for a text, which is to add them. Raises RequestError.
         """
-        for prompt in prompts:
+        for prompt, one in zip(prompts, params, strict=True):
             if isinstance(prompt, str):
-                self.check_length(prompt, "prompt")
+                self.check_size(prompt, "prompt")
+            elif one.truncate_prompt_tokens is None:
+                check_length(len(prompt), one, self.max_model_len)
         added = add_special_tokens is not False
 
         def work() -> list[Generation]:

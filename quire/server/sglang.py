@@ -1,27 +1,30 @@
 """/generate: SGLang's native route. Knows its format; the work is the service's."""
 
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import TypeVar
 from uuid import uuid4
 
 from fastapi import APIRouter, Request, Response
+from msgspec import Raw
 
 from quire.engine.outputs import CompletionOutput
 from quire.engine.prompts import listed
 from quire.engine.transcript import Transcript
 from quire.errors import RequestError
-from quire.params import SamplingParams
-from quire.server.completions import MAX_CHOICES
+from quire.params import SamplingParams, is_unicode
 from quire.server.errors import renamed
+from quire.server.limits import check_choices, check_told
 from quire.server.reply import Reply
 from quire.server.respond import respond, shows
 from quire.server.service import Service
-from quire.server.sglang_logprobs import EntryFormat, Report
+from quire.server.sglang_logprobs import EntryFormat, OutputEntries, Report
 from quire.server.sglang_schema import ROUTE_NAMES, GenerateBody, GenerateParams
 from quire.server.sse import DONE, event
 
 T = TypeVar("T")
+
+MAX_RID = 256  # characters; every event repeats it
 
 
 def generate_routes(service: Service) -> APIRouter:
@@ -38,12 +41,13 @@ def generate_routes(service: Service) -> APIRouter:
             prompts = listed([] if given is None else given)
             reports = _reports(body, len(prompts))
             params = _params(body, reports, service)
-            if not 1 <= sum(one.n for one in params) <= MAX_CHOICES:
-                raise RequestError(f"the number of prompts times n must be 1 to {MAX_CHOICES}", "prompt")
+            check_choices(params)
             alone = prompts != given and params[0].n == 1 and not isinstance(body.sampling_params, list)
             entries = EntryFormat(service.tokenizer, with_text=bool(body.return_text_in_logprobs))
             answer = GenerateAnswer(reports, entries, alone=alone)
-            reply = await service.start(f"generate-{uuid4().hex}", await service.tokenize(prompts, params))
+            asked = await service.tokenize(prompts, params)
+            check_told(asked, ids=False)
+            reply = await service.start(f"generate-{uuid4().hex}", asked)
         return await respond(request, answer, reply, stream=bool(body.stream))
 
     return router
@@ -67,7 +71,11 @@ def _reports(body: GenerateBody, count: int) -> list[Report]:
             strict=True,
         )
     ]
+    if body.return_text_in_logprobs and not any(report.logprobs for report in reports):
+        raise RequestError("return_text_in_logprobs needs return_logprob to be true", "return_text_in_logprobs")
     for report in reports:
+        if not 0 < len(report.rid) <= MAX_RID or not is_unicode(report.rid):
+            raise RequestError(f"rid must have 1 to {MAX_RID} valid Unicode characters", "rid")
         if report.start < -1:
             raise RequestError("logprob_start_len must be at least -1", "logprob_start_len")
         if not report.logprobs and (report.start >= 0 or report.num_top or report.token_ids):
@@ -111,12 +119,14 @@ class GenerateAnswer:
         self._reports = reports
         self._entries = entries
         self._alone = alone
+        self._of_prompts: dict[int, dict[str, Raw]] = {}  # by place
+        self._of_outputs: dict[tuple[int, int], OutputEntries] = {}  # by place and index
 
     def whole(self, reply: Reply) -> object:
         """Everything at once."""
         objects = [
-            self._object(report, transcript, index)
-            for report, transcript in zip(self._reports, reply.transcripts, strict=True)
+            self._object(place, transcript, index)
+            for place, transcript in enumerate(reply.transcripts)
             for index in range(transcript.params.n)
         ]
         return objects[0] if self._alone else objects
@@ -128,12 +138,13 @@ class GenerateAnswer:
             events = []
             for choice, delta in newest.items():
                 place = reply.place(delta)
-                value = self._object(self._reports[place], reply.transcripts[place], delta.index)
+                value = self._object(place, reply.transcripts[place], delta.index)
                 events.append(event(value if self._alone else {**value, "index": choice}))
             yield b"".join(events)
         yield DONE
 
-    def _object(self, report: Report, transcript: Transcript, index: int) -> dict[str, object]:
+    def _object(self, place: int, transcript: Transcript, index: int) -> dict[str, object]:
+        report = self._reports[place]
         output = transcript.sequence(index)
         metrics = transcript.metrics
         about: dict[str, object] = {
@@ -145,8 +156,17 @@ class GenerateAnswer:
             "e2e_latency": (metrics.finished_time or time.monotonic()) - metrics.arrival_time,
         }
         if report.logprobs:
-            about |= self._entries.lists(report, transcript, output)
+            about |= self._logprobs(place, transcript, output)
         return {"text": output.text, "output_ids": output.token_ids, "meta_info": about}
+
+    def _logprobs(self, place: int, transcript: Transcript, output: CompletionOutput) -> Mapping[str, object]:
+        report = self._reports[place]
+        if place not in self._of_prompts:
+            self._of_prompts[place] = self._entries.of_prompt(report, transcript)
+        key = (place, output.index)
+        if key not in self._of_outputs:
+            self._of_outputs[key] = OutputEntries(self._entries, report)
+        return {**self._of_prompts[place], **self._of_outputs[key].upto(output)}
 
 
 def _finish_reason(output: CompletionOutput) -> dict[str, object] | None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from quire.params import SamplingParams
 from quire.server.body import Body, about, not_yet, with_limit
+from quire.server.field_types import Biases, Listed, PerPrompt, TokenIds
 
 ROUTE_NAMES = MappingProxyType(  # the engine's name -> the route's, for error messages
     {
@@ -35,10 +36,10 @@ class GenerateParams(Body):
     frequency_penalty: float | None = about("Lowers the logits of tokens each time they are in the output.")
     presence_penalty: float | None = about("Lowers the logits of tokens that are in the output.")
     repetition_penalty: float | None = about("Divides the logits of tokens in the prompt or output; 1 is none.")
-    logit_bias: dict[str, float] | None = about("Token id -> what is added to its logit.")
+    logit_bias: Biases | None = about("Token id -> what is added to its logit.")
     sampling_seed: int | None = about("Same seed, same output.")
-    stop: str | list[str] | None = about("Strings that end the output; not part of it.")
-    stop_token_ids: list[int] | None = about("Tokens that end the output.")
+    stop: str | Listed[str] | None = about("Strings that end the output; not part of it.")
+    stop_token_ids: Listed[int] | None = about("Tokens that end the output.")
     ignore_eos: bool | None = about("Go on after the model's end token.")
     no_stop_trim: bool | None = about("What ended the output is part of its text.")
     skip_special_tokens: bool | None = about("Special tokens are not text; true by default.")
@@ -63,18 +64,18 @@ class GenerateParams(Body):
 class GenerateBody(Body):
     """POST /generate. What is a list has one entry for each prompt."""
 
-    text: str | list[str] | None = about("A prompt, or several.")
-    input_ids: list[int] | list[list[int]] | None = about("The same as token ids, in place of text.")
-    sampling_params: GenerateParams | list[GenerateParams] | None = None
+    text: str | PerPrompt[str] | None = about("A prompt, or several.")
+    input_ids: TokenIds | PerPrompt[TokenIds] | None = about("The same as token ids, in place of text.")
+    sampling_params: GenerateParams | PerPrompt[GenerateParams] | None = None
     stream: bool | None = about("Send all that is known so far as an event, each time there is more.")
-    return_logprob: bool | list[bool] | None = about("Report the logprob of each token.")
-    logprob_start_len: int | list[int] | None = about(
+    return_logprob: bool | PerPrompt[bool] | None = about("Report the logprob of each token.")
+    logprob_start_len: int | PerPrompt[int] | None = about(
         "Of the prompt's, too, from this token on; -1, the default: none."
     )
-    top_logprobs_num: int | list[int] | None = about("With each, this many of the most likely ones.")
-    token_ids_logprob: list[int] | list[list[int]] | None = about("With each of the output, these.")
+    top_logprobs_num: int | PerPrompt[int] | None = about("With each, this many of the most likely ones.")
+    token_ids_logprob: Listed[int] | PerPrompt[Listed[int]] | None = about("With each of the output, these.")
     return_text_in_logprobs: bool | None = about("Tokens in logprobs with their text, in place of null.")
-    rid: str | list[str] | None = about("The id that the answer will have.")
+    rid: str | PerPrompt[str] | None = about("The id that the answer will have.")
     image_data: Any = not_yet()
     input_embeds: Any = not_yet()
     lora_path: Any = not_yet()

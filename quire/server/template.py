@@ -2,11 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 
-from quire.engine.prompts import TokenizedPrompt, tokenize
+from quire.engine.prompts import TokenizedPrompt, template_variables, tokenize
 from quire.engine.text.messages import plain_messages
 from quire.engine.text.tokenizer import Tokenizer
-from quire.errors import RequestError
-from quire.server.schema import ChatMessage, TemplateBody
+from quire.server.messages import ChatMessage, TemplateBody
 
 _OWN_FIELDS = (
     *("messages", "tools", "documents", "chat_template"),
@@ -34,11 +33,8 @@ def tokenize_conversation(
     messages: Sequence[Mapping[str, object]], body: TemplateBody, tokenizer: Tokenizer
 ) -> TokenizedPrompt:
     """The conversation as the model's chat template writes it. Raises RequestError, ModelError."""
-    variables = dict(body.chat_template_kwargs or {})
     effort = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
-    for name in (*_OWN_FIELDS, *effort):
-        if name in variables:
-            raise RequestError(f"{name} has a field of its own; take it out of chat_template_kwargs", name)
+    variables = template_variables(body.chat_template_kwargs, (*_OWN_FIELDS, *effort))
     text = tokenizer.apply_chat_template(
         messages,
         None if body.tool_choice == "none" else body.tools,

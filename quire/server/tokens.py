@@ -6,9 +6,12 @@ from pydantic import Field
 
 from quire.errors import RequestError
 from quire.server.body import Body, about
-from quire.server.schema import ChatMessage, TemplateBody
+from quire.server.field_types import TokenIds
+from quire.server.messages import Messages, TemplateBody
 from quire.server.service import Service
 from quire.server.template import spoken, tokenize_conversation
+
+_OF_MESSAGES = [name for name in TemplateBody.model_fields if name not in ("add_special_tokens", "tool_choice")]
 
 
 class TokenizeBody(TemplateBody):
@@ -16,7 +19,7 @@ class TokenizeBody(TemplateBody):
 
     model: str | None = about("The served model; /v1/models lists it.")
     prompt: str | None = about("A text.")
-    messages: list[ChatMessage] | None = about("A conversation, in place of a text.")
+    messages: Messages | None = about("A conversation, in place of a text.")
     return_token_strs: bool | None = about("Add each token as the vocabulary writes it.")
 
 
@@ -24,7 +27,7 @@ class DetokenizeBody(Body):
     """POST /detokenize."""
 
     model: str | None = about("The served model; /v1/models lists it.")
-    tokens: list[int] = Field(description="Token ids.")
+    tokens: TokenIds = Field(description="Token ids.")
 
 
 def token_routes(service: Service) -> APIRouter:
@@ -37,32 +40,37 @@ def token_routes(service: Service) -> APIRouter:
         service.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise RequestError("give either a prompt or messages", "prompt")
-        messages = spoken(body.messages or ())
-        given = [body.prompt, messages, body.tools, body.documents, body.chat_template_kwargs]
-        service.check_length(given, "messages" if body.prompt is None else "prompt")
-        return await service.aside.run(lambda: _json(_tokenized(body, messages, service)))
+        return await service.aside.run(lambda: _json(_tokenized(body, service)))
 
     @router.post("/detokenize", response_model=None)
     async def detokenize(body: DetokenizeBody) -> Response:
         """The text of token ids, special tokens included."""
         service.check_model(body.model)
-        for token in body.tokens:
-            if not 0 <= token < service.vocab_size:
-                raise RequestError(
-                    f"token id {token} is outside the vocabulary (0 to {service.vocab_size - 1})", "tokens"
-                )
-        return await service.aside.run(lambda: _json({"prompt": service.tokenizer.decode(body.tokens)}))
+        return await service.aside.run(lambda: _json({"prompt": _text(body.tokens, service)}))
 
     return router
 
 
-def _tokenized(body: TokenizeBody, messages: list[dict[str, object]], service: Service) -> dict[str, object]:
+def _tokenized(body: TokenizeBody, service: Service) -> dict[str, object]:
     if body.prompt is None:
+        messages = spoken(body.messages or ())
+        service.check_size([messages, body.tools, body.documents, body.chat_template_kwargs], "messages")
         ids = tokenize_conversation(messages, body, service.tokenizer).ids
     else:
+        for name in _OF_MESSAGES:
+            if getattr(body, name) is not None:
+                raise RequestError(f"{name} is about messages; leave it out with a prompt", name)
+        service.check_size(body.prompt, "prompt")
         ids = service.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
     pieces = service.tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
     return {"count": len(ids), "max_model_len": service.max_model_len, "tokens": ids, "token_strs": pieces}
+
+
+def _text(tokens: list[int], service: Service) -> str:
+    for token in (min(tokens, default=0), max(tokens, default=0)):
+        if not 0 <= token < service.vocab_size:
+            raise RequestError(f"token id {token} is outside the vocabulary (0 to {service.vocab_size - 1})", "tokens")
+    return service.tokenizer.decode(tokens)
 
 
 def _json(value: object) -> Response:

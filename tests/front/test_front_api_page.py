@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from quire.server.embeddings import EmbeddingBody
-from quire.server.schema import ChatBody, ChatMessage, CompletionBody, SamplingBody, StreamOptions
+from quire.server.messages import ChatMessage
+from quire.server.schema import ChatBody, CompletionBody, SamplingBody, StreamOptions
 from quire.server.sglang_schema import GenerateBody, GenerateParams
 from quire.server.tokens import DetokenizeBody, TokenizeBody
 

@@ -126,6 +126,22 @@ def test_several_requests_on_one_stream_come_all_or_not_at_all():
     run(scenario)
 
 
+def test_a_long_batch_is_no_stall():
+    async def scenario(pretend, engine):
+        ages, add = [], pretend.add
+
+        def slow(*request):
+            ages.append(engine.health().heartbeat_age)
+            engine._heartbeat -= 100  # as if it took that long
+            add(*request)
+
+        pretend.add = slow
+        await engine.generate([request("a", 1), request("b", 1), request("c", 1)])
+        assert max(ages) < 50
+
+    run(scenario)
+
+
 def test_closing_a_stream_aborts_within_a_step():
     async def scenario(pretend, engine):
         stream = await engine.generate([request("a", 10**9)])

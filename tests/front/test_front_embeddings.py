@@ -12,8 +12,11 @@ from transformers import AutoModel
 from quire.core.output import Output
 from quire.core.step import Pooling
 from quire.engine import embedded
-from quire.engine.embeddings import Pooled
+from quire.engine.embeddings import EmbeddingFailed, Pooled, PooledBatch
+from quire.engine.generations import Generation
+from quire.engine.prompts import TokenizedPrompt
 from quire.errors import RequestError
+from quire.params import SamplingParams
 
 TEXTS = [STORY, "é 😀", "the kettle stands on the shelf " * 8]
 
@@ -144,3 +147,16 @@ def test_a_vector_of_nothing_stays_finite():
     one = Pooled("r", [1], Pooling.LAST)
     one.add(output([0.0, 0.0], "stop"))
     assert one.vector(normalized=True).tolist() == [0, 0]
+
+
+def test_a_batch_of_prompts_ends_with_its_last_one_or_the_first_that_fails():
+    asked = [Generation(TokenizedPrompt(None, [i]), SamplingParams(max_tokens=0)) for i in (5, 6)]
+    batch = PooledBatch(asked, Pooling.LAST)
+    first, second = (request.request_id for request in batch.requests)
+    vector = np.ones(4, np.float32)
+    assert batch.add(Output(second, 0, 0, [], finish_reason="length", pooled=vector)).prompt_token_ids == [6]
+    assert (batch.is_open(first), batch.is_open(second), batch.finished) == (True, False, False)
+    with pytest.raises(EmbeddingFailed, match="could not be embedded: a kernel failed"):
+        batch.add(Output(first, 0, 0, [], finish_reason="error", error="a kernel failed"))
+    assert batch.finished
+    assert [one.prompt_token_ids for one in batch] == [[5], [6]]

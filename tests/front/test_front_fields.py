@@ -14,7 +14,7 @@ END = "<|im_end|>"
 
 # field -> (what the request has beside it, its value); None: made of the first token of the plain output
 CHANGES = {
-    "presence_penalty": (OF_FOUR, 2.0),
+    "presence_penalty": (OF_FOUR, -2.0),
     "frequency_penalty": (OF_FOUR, 2.0),
     "repetition_penalty": ({}, 4.0),
     "logit_bias": ({}, None),

@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.engine.generations import generations
-from quire.engine.prompts import ContextLengthExceeded, TokenizedPrompt
+from quire.engine.prompts import TokenizedPrompt
 from quire.engine.text.bad_words import bad_word_tokens
 from quire.engine.text.tokenizer import Tokenizer
-from quire.errors import RequestError
+from quire.errors import ContextLengthExceeded, RequestError
 from quire.params import SamplingParams
 
 
@@ -56,10 +56,15 @@ def test_bad_words_of_a_batch_are_tokenized_once(tokenizer):
 def test_prompts_are_cut_to_the_end_that_is_kept(tokenizer, length, keep, max_tokens):
     limit = 40
     ids = list(range(67, 67 + length))
-    room = max(1, limit - (1 if max_tokens is None else max_tokens))
+    room = limit - (1 if max_tokens is None else max_tokens)
     kept = length if keep is None else min(length, room if keep == -1 else keep)
     params = SamplingParams(truncate_prompt_tokens=keep, max_tokens=max_tokens)
     prompt = TokenizedPrompt(tokenizer.decode(ids), ids)
+    if keep == -1 and room < 1:
+        with pytest.raises(RequestError, match=r"max_tokens .* leaves nothing") as refused:
+            generations([prompt], [params], tokenizer, limit)
+        assert refused.value.param == "max_tokens"
+        return
     if kept > limit - (max_tokens != 0):
         with pytest.raises(ContextLengthExceeded, match=f"{kept} tokens") as caught:
             generations([prompt], [params], tokenizer, limit)

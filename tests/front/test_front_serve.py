@@ -1,5 +1,6 @@
 """serve: one port has one server, and the end of a server is told to those who still listen."""
 
+import gc
 import json
 import os
 import re
@@ -8,6 +9,7 @@ import socket
 import subprocess
 import sys
 from contextlib import contextmanager
+from typing import ClassVar
 
 import httpx
 import pytest
@@ -67,6 +69,26 @@ def test_of_two_servers_on_one_port_the_second_says_so(monkeypatch):
         monkeypatch.setattr(serving, "build", build)
         with pytest.raises(ConfigError, match=f"port {port} .*--port"):
             serving.serve(EngineOptions(), host="127.0.0.1", port=port, model_name=None, report=refuse, progress=print)
+
+
+def test_what_is_loaded_is_no_garbage(monkeypatch):
+    class Server:
+        def __init__(self, *_config, **_more):
+            pass
+
+        def run(self, sockets):
+            self.frozen.append(gc.get_freeze_count())
+
+        frozen: ClassVar[list[int]] = []
+
+    monkeypatch.setattr(serving, "build", lambda options, **more: small_engine())
+    monkeypatch.setattr(serving, "GracefulServer", Server)
+    before = gc.get_freeze_count()
+    try:
+        serving.serve(EngineOptions(), host="127.0.0.1", port=0, model_name=None, report=print, progress=print)
+    finally:
+        gc.unfreeze()
+    assert Server.frozen[0] > before + 10_000
 
 
 @pytest.mark.parametrize(("grace", "num_signals"), [(0.3, 1), (600, 2)])

@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 
 from quire.engine.text.tokenizer import Tokenizer
+from quire.errors import RequestError
 
+MAX_BAD_TOKENS = 32768  # of all words in all ways; each running sequence looks for them
 _BEFORE = "\n"  # a text that tokenizers do not join with what follows
 
 
@@ -11,7 +13,7 @@ def bad_word_tokens(words: Sequence[str], tokenizer: Tokenizer) -> list[list[int
     """The tokens of each word at the beginning of a text, behind a space, and behind something else.
 
     They differ: a tokenizer may have a token for a word with its space, and may put a space before a whole text.
-    Each sequence comes once.
+    Each sequence comes once. Raises RequestError for more than MAX_BAD_TOKENS tokens.
     """
     if not words:
         return []
@@ -24,4 +26,6 @@ def bad_word_tokens(words: Sequence[str], tokenizer: Tokenizer) -> list[list[int
         inside = tokenizer.encode(_BEFORE + bare, add_special_tokens=False)
         if inside[: len(before)] == before:
             sequences[tuple(inside[len(before) :])] = None
+    if (count := sum(map(len, sequences))) > MAX_BAD_TOKENS:
+        raise RequestError(f"bad_words have {count:,} tokens; give fewer, up to {MAX_BAD_TOKENS:,} tokens", "bad_words")
     return [list(sequence) for sequence in sequences if sequence]

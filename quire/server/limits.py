@@ -1,0 +1,33 @@
+"""Limits of one request, whatever its route. Knows numbers and what to lower, no formats."""
+
+from collections.abc import Sequence
+
+from quire.engine.generations import Generation
+from quire.errors import RequestError
+from quire.params import SamplingParams
+
+MAX_CHOICES = 1024  # prompts times n
+MAX_TOLD = 2**20  # token ids and logprobs about prompts, in all choices of an answer
+
+
+def check_choices(params: Sequence[SamplingParams]) -> None:
+    """params: one for each prompt. Raises RequestError for no sequence at all, and for more than MAX_CHOICES."""
+    if not 1 <= sum(one.n for one in params) <= MAX_CHOICES:
+        raise RequestError(f"the number of prompts times n must be 1 to {MAX_CHOICES:,}", "prompt")
+
+
+def check_told(asked: Sequence[Generation], *, ids: bool, choices: bool = True) -> None:
+    """Raises RequestError where an answer would tell more than MAX_TOLD things about its prompts.
+
+    ids: whether it tells their tokens, too. choices: whether it tells all of this in each choice, or once.
+    """
+    told = 0
+    for prompt, params, _ in asked:
+        beside = 0 if params.prompt_logprobs is None else params.prompt_logprobs + 1
+        told += len(prompt.ids) * (beside + ids) * (params.n if choices else 1)
+    if told > MAX_TOLD:
+        raise RequestError(
+            f"the answer would tell {told:,} token ids and logprobs about its prompts, more than {MAX_TOLD:,}; lower "
+            "prompt_logprobs (with echo: logprobs), n or the number of prompts, or shorten them",
+            "n" if all(one.params.prompt_logprobs is None for one in asked) else "prompt_logprobs",
+        )
