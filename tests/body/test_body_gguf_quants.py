@@ -8,7 +8,7 @@ import torch
 from quire.models.gguf.dequantize import dequantize
 from quire.models.gguf.tensor_types import REFUSED, TENSOR_TYPES
 
-QUANTIZED = {number: kind for number, kind in TENSOR_TYPES.items() if not kind.is_plain}
+QUANTIZED = {number: kind for number, kind in TENSOR_TYPES.items() if kind.decode is not None}
 QUANTIZABLE = [2, 3, 6, 7, 8]  # those that the package can make, not only read
 
 

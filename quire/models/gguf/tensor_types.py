@@ -16,17 +16,14 @@ class TensorType:
     name: str
     block_size: int  # numbers
     layout: np.dtype  # of one block
-    decode: Callable[[np.ndarray], np.ndarray] | None  # (blocks,) of layout -> (blocks, block_size) float32
+    decode: (
+        Callable[[np.ndarray], np.ndarray] | None
+    )  # (blocks,) of layout -> (blocks, block_size) float32; None: stored as such
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block."""
         return self.layout.itemsize
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether the numbers are stored as such, not quantized."""
-        return self.decode is None
 
 
 TENSOR_TYPES: Mapping[int, TensorType] = MappingProxyType(
