@@ -16,9 +16,7 @@ class TensorType:
     name: str
     block_size: int  # numbers
     layout: np.dtype  # of one block
-    decode: (
-        Callable[[np.ndarray], np.ndarray] | None
-    )  # (blocks,) of layout -> (blocks, block_size) float32; None: stored as such
+    decode: Callable[[np.ndarray], np.ndarray] | None  # (blocks,) -> (blocks, block_size) float32; None: as stored
 
     @property
     def block_bytes(self) -> int:
