@@ -1,6 +1,6 @@
 """How long the mind takes: `plan` + `commit` for a full batch of decoding sequences, nothing else.
 
-    python -m benchmarks.mind [--sequences 256] [--steps 2000] [--json FILE]
+    python -m benchmarks.mind [--sequences 256] [--waiting 0] [--index radix] [--steps 2000] [--json FILE]
 
 Prints the median and the 99th percentile of a step, and of its parts. The runner is not timed: its
 results are made on the spot.
@@ -12,11 +12,12 @@ import platform
 import statistics
 import time
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 
 from quire.cache.kv_cache import KVCache
-from quire.config import CacheConfig, KVGroup, SchedulerConfig
+from quire.config import CacheConfig, KVGroup, PrefixIndexKind, SchedulerConfig
 from quire.core.request import Request
 from quire.core.step import StepResult
 from quire.params import SamplingParams
@@ -26,17 +27,19 @@ PROMPT = 64
 BLOCK_SIZE = 16
 
 
-def measure(num_sequences: int, num_steps: int) -> dict[str, list[float]]:
-    """Seconds of each part of each step, with `num_sequences` running throughout."""
+def measure(
+    num_sequences: int, num_steps: int, *, num_waiting: int = 0, prefix_index: PrefixIndexKind = "radix"
+) -> dict[str, list[float]]:
+    """Seconds of each part of each step, with `num_sequences` running throughout, and others in the queue."""
     length = PROMPT + num_steps + 8
     num_blocks = num_sequences * (-(-length // BLOCK_SIZE) + 1)
     group = KVGroup((0,), "full", 1, 64, "bfloat16", num_blocks, 2 * 64 * 2 * BLOCK_SIZE)
     config = SchedulerConfig(num_sequences, max(2048, num_sequences * PROMPT), length, 1e9, 0.01, 1)
-    scheduler = Scheduler(config, KVCache(CacheConfig(BLOCK_SIZE, (group,))))
+    scheduler = Scheduler(config, KVCache(CacheConfig(BLOCK_SIZE, (group,), prefix_index)))
     params = SamplingParams(max_tokens=num_steps + 2, seed=1)
-    for i in range(num_sequences):
-        # lengths differ so that blocks fill up at different steps, as they do in life
-        scheduler.add(Request(id=str(i), prompt=[1] * (PROMPT - i % BLOCK_SIZE), params=params), 0.0)
+    for i in range(num_sequences + num_waiting):
+        # lengths differ so that blocks fill up at different steps, as they do in life; tokens, so that nobody shares
+        scheduler.add(Request(id=str(i), prompt=[i] * (PROMPT - i % BLOCK_SIZE), params=params), 0.0)
     parts: dict[str, list[float]] = {"plan": [], "commit": []}
     tokens = np.arange(num_sequences, dtype=np.int32) % 100
     counts = np.ones(num_sequences, np.int32)
@@ -50,7 +53,8 @@ def measure(num_sequences: int, num_steps: int) -> dict[str, list[float]]:
         scheduler.commit(result, float(i))
         parts["plan"].append(planned - start)
         parts["commit"].append(time.perf_counter() - made)
-    assert scheduler.num_running == num_sequences
+    assert (scheduler.num_running, scheduler.num_waiting) == (num_sequences, num_waiting)
+    parts["plan+commit"] = [a + b for a, b in zip(parts["plan"], parts["commit"], strict=True)]
     return {name: seconds[1:] for name, seconds in parts.items()}  # the first step is the prefill
 
 
@@ -58,20 +62,25 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--sequences", type=int, default=256)
+    parser.add_argument("--waiting", type=int, default=0)
+    parser.add_argument("--index", choices=get_args(PrefixIndexKind), default="radix")
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--json", type=Path, help="write the figures here")
     args = parser.parse_args()
-    parts = measure(args.sequences, args.steps)
-    parts["plan+commit"] = [a + b for a, b in zip(parts["plan"], parts["commit"], strict=True)]
+    parts = measure(args.sequences, args.steps, num_waiting=args.waiting, prefix_index=args.index)
     figures = {
         name: {"median_ms": statistics.median(s) * 1e3, "p99_ms": statistics.quantiles(s, n=100)[98] * 1e3}
         for name, s in parts.items()
     }
-    print(f"{args.sequences} running sequences, {args.steps} steps, {platform.machine()}, {platform.python_version()}")
+    print(
+        f"{args.sequences} running and {args.waiting} waiting sequences, index {args.index}, {args.steps} steps, "
+        f"{platform.machine()}, {platform.python_version()}"
+    )
     for name, figure in figures.items():
         print(f"  {name:<12} median {figure['median_ms']:.3f} ms   p99 {figure['p99_ms']:.3f} ms")
     if args.json:
-        args.json.write_text(json.dumps({"sequences": args.sequences, "steps": args.steps, **figures}, indent=1))
+        setting = {name: getattr(args, name) for name in ("sequences", "waiting", "index", "steps")}
+        args.json.write_text(json.dumps({**setting, **figures}, indent=1))
 
 
 if __name__ == "__main__":

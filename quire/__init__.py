@@ -13,8 +13,11 @@ __version__ = "0.1.0"
 _HOMES = {
     "LLM": "quire.engine.llm",
     "SamplingParams": "quire.params",
+    "BeamSearchParams": "quire.params",
     "RequestOutput": "quire.engine.outputs",
     "CompletionOutput": "quire.engine.outputs",
+    "BeamSearchOutput": "quire.engine.outputs",
+    "BeamSearchSequence": "quire.engine.outputs",
     "EmbeddingRequestOutput": "quire.engine.outputs",
     "EmbeddingOutput": "quire.engine.outputs",
     "examine": "quire.engine.doctor",

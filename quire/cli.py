@@ -12,6 +12,7 @@ from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
 
+import msgspec
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
@@ -21,6 +22,7 @@ from quire.config import MODEL_HELP, EngineOptions, Help
 from quire.errors import QuireError, RequestError
 from quire.params import SamplingParams
 from quire.sched.journal import replay_file
+from quire.server.keys import Role, add_key, new_key
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -55,7 +57,10 @@ def with_engine_flags(command: Callable[..., None]) -> Callable[..., None]:
 def _flag(name: str, annotated: Any, default: object) -> Parameter:  # noqa: ANN401 (a type)
     kind, *notes = get_args(annotated)
     text = next(note for note in notes if isinstance(note, Help))
-    option = typer.Option(f"--{name.replace('_', '-')}", help=f"{text.text} ({text.stability})")
+    flag = f"--{name.replace('_', '-')}"
+    option = typer.Option(
+        f"{flag}/--no-{flag[2:]}" if default is True else flag, help=f"{text.text} ({text.stability})"
+    )
     return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])
 
 
@@ -80,13 +85,40 @@ def _quire(
 def serve(
     *,
     model: Annotated[str | None, typer.Argument(help=MODEL_HELP)] = None,
-    host: Annotated[str, typer.Option(help="address to listen on; loopback only, for now")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="address to listen on; others than loopback need keys")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="port to listen on; 0 takes a free one", min=0, max=65535)] = 8000,
     served_model_name: Annotated[str | None, typer.Option(help="the name that requests use")] = None,
+    api_key_file: Annotated[Path | None, typer.Option(help="JSON file of API keys and their tenants")] = None,
     options: EngineOptions,
 ) -> None:
     """Serve the OpenAI API over HTTP."""
-    quire.serve(options, host=host, port=port, model_name=served_model_name, report=typer.echo, progress=WeightsBar())
+    quire.serve(
+        options,
+        host=host,
+        port=port,
+        model_name=served_model_name,
+        api_key_file=api_key_file,
+        report=typer.echo,
+        progress=WeightsBar(),
+    )
+
+
+@app.command()
+def key(
+    *,
+    tenant: Annotated[str, typer.Argument(help="whom the key speaks for; requests of one tenant share cached tokens")],
+    role: Annotated[Role, typer.Option(help="admin: may also see figures and flush the cache")] = "user",
+    file: Annotated[Path | None, typer.Option(help="where its hash is added, for `quire serve --api-key-file`")] = None,
+) -> None:
+    """Make an API key and print it, this once. What is kept is its hash, which cannot be turned back."""
+    secret, entry = new_key(tenant, role)
+    if file is not None:
+        add_key(file, entry)
+    typer.echo(secret)
+    if file is None:
+        typer.echo(msgspec.json.encode(entry).decode())
+    else:
+        typer.secho(f"added to {file}; a server that runs reads it when it is started again", err=True)
 
 
 @app.command()

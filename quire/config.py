@@ -11,6 +11,7 @@ from quire.errors import ConfigError, known_arguments_only
 DType = Literal["auto", "float32", "float16", "bfloat16", "float", "half"]
 ModelImpl = Literal["auto", "quire", "transformers"]
 GroupKind = Literal["full", "window", "latent", "state"]
+PrefixIndexKind = Literal["radix", "hash", "none"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,8 @@ class CacheConfig:
 
     block_size: int  # tokens
     groups: tuple[KVGroup, ...]
+    prefix_index: PrefixIndexKind = "none"
+    public_prefixes: tuple[tuple[int, ...], ...] = ()  # tokens whose KV every tenant may read
 
     def __post_init__(self) -> None:
         if self.block_size < 1:
@@ -57,6 +60,17 @@ class CacheConfig:
             blocks_alone(group.window, self.block_size, length, step_tokens) <= group.num_blocks
             for group in self.groups
         )
+
+    def num_blocks(self, group: int, num_tokens: int, reserve: int = 0) -> int:
+        """Blocks that a table has for `num_tokens`, and for `reserve` tokens in a group without a window."""
+        if not self.groups[group].window:
+            num_tokens = max(num_tokens, reserve)
+        return -(-num_tokens // self.block_size)
+
+    def first_seen(self, group: int, position: int) -> int:
+        """Index of the first block that a query at `position` sees."""
+        window = self.groups[group].window
+        return max(0, position - window + 1) // self.block_size if window else 0
 
 
 def blocks_alone(window: int, block_size: int, length: int, step_tokens: int) -> int:
@@ -122,6 +136,13 @@ class EngineOptions:
     dtype: Annotated[DType, Help("compute and weight type; auto: as the checkpoint says")] = "auto"
     kv_cache_dtype: Annotated[DType, Help("type of cached keys and values; auto: same as dtype")] = "auto"
     block_size: Annotated[int, Meta(ge=1, le=65536), Help("tokens in one KV block")] = 16
+    enable_prefix_caching: Annotated[bool, Help("reuse the KV of earlier requests that began alike")] = True
+    prefix_index: Annotated[
+        Literal["radix", "hash"], Help("radix: exact to the token; hash: whole blocks, by their chained hashes", "beta")
+    ] = "radix"
+    public_prefixes: Annotated[
+        str | None, Help("JSON file of prompt beginnings that all tenants may share", "beta")
+    ] = None
     max_model_len: Annotated[int | None, Help("longest prompt plus output, in tokens [default: the model's]")] = None
     memory: Annotated[str | None, Help("for weights, KV and workspace: bytes, '4GiB', or a share such as '0.5'")] = None
     max_num_seqs: Annotated[int, Meta(ge=1, le=65536), Help("sequences that run at once")] = 128

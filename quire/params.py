@@ -1,10 +1,10 @@
-"""SamplingParams: what a caller may ask of one request. Names as in vLLM, every value bounded."""
+"""What a caller may ask of one request: SamplingParams, BeamSearchParams. Names as in vLLM, every value bounded."""
 
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Self
+from typing import Literal, Self
 
 from quire.errors import RequestError, known_arguments_only
 
@@ -18,6 +18,8 @@ MAX_LISTED_TOKENS = 65536  # of logit_bias and allowed_token_ids
 MAX_BAD_WORDS = 1024
 MAX_BAD_CHARACTERS = 16384  # of all bad words
 MAX_LOGPROB_IDS = 128
+MAX_BEAMS = 128
+MAX_LENGTH_PENALTY = 10.0  # either way; a length to the power of it is still a number
 
 
 @known_arguments_only(RequestError)
@@ -25,6 +27,8 @@ MAX_LOGPROB_IDS = 128
 class SamplingParams:
     """How tokens are chosen, when a sequence ends, and what is told about it.
 
+    Sequences: n are returned. best_of: so many are generated, and those with the highest mean logprob per token
+    returned; None is n.
     Tokens: temperature 0 is greedy. top_k: 0 or -1 keeps all. seed: None lets the engine draw one at
     admission. presence_penalty and frequency_penalty look at the output so far, repetition_penalty also at
     the prompt. logit_bias: token id -> what is added to its logit. bad_words: texts that may not come up.
@@ -39,6 +43,7 @@ class SamplingParams:
     """
 
     n: int = 1
+    best_of: int | None = None
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -79,6 +84,26 @@ class SamplingParams:
         self._check_texts()
         self._check_tokens()
 
+    @property
+    def num_sequences(self) -> int:
+        """How many are generated; the n best of them are returned."""
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def is_ranked(self) -> bool:
+        """Whether more are generated than returned."""
+        return self.num_sequences > self.n
+
+    @property
+    def num_logprobs_needed(self) -> int | None:
+        """As `logprobs`, but 0 where nobody asked and sequences have to be ranked: of tokens, and no alternatives."""
+        return 0 if self.logprobs is None and self.is_ranked else self.logprobs
+
+    def check_streamable(self) -> None:
+        """Raises RequestError where it is known only at the end what is returned."""
+        if self.is_ranked:
+            raise RequestError("best_of above n cannot be streamed: which are best is known at the end", "best_of")
+
     def resolved(self, max_tokens: int, seed: int) -> Self:
         """A copy with these two. Nothing is checked again: the lists may be long, and every prompt has its copy."""
         params = copy(self)
@@ -94,8 +119,9 @@ class SamplingParams:
             raise RequestError("repetition_penalty must be above 0; 1 is none", "repetition_penalty")
         if self.truncate_prompt_tokens == 0:
             raise RequestError("truncate_prompt_tokens must be -1 or at least 1", "truncate_prompt_tokens")
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise RequestError(f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens})", "min_tokens")
+        if self.num_sequences < self.n:
+            raise RequestError(f"best_of ({self.best_of}) must be at least n ({self.n})", "best_of")
+        _check_span(self.min_tokens, self.max_tokens)
         if self.logprob_token_ids and self.logprobs is None:
             raise RequestError("logprob_token_ids needs logprobs, which may be 0", "logprob_token_ids")
 
@@ -128,10 +154,11 @@ _FLAGS = (
     *("ignore_eos", "deterministic", "include_stop_str_in_output"),
     *("skip_special_tokens", "spaces_between_special_tokens"),
 )
-_OPTIONAL = ("seed", "max_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens")
+_OPTIONAL = ("best_of", "seed", "max_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens")
 _NUMBERS: Mapping[str, tuple[type[int] | type[float], float, float]] = MappingProxyType(  # bounds are allowed
     {
         "n": (int, 1, MAX_N),
+        "best_of": (int, 1, MAX_N),
         "temperature": (float, 0, MAX_TEMPERATURE),
         "top_p": (float, 0, 1),
         "top_k": (int, -1, MAX_TOKENS),
@@ -147,6 +174,62 @@ _NUMBERS: Mapping[str, tuple[type[int] | type[float], float, float]] = MappingPr
         "truncate_prompt_tokens": (int, -1, MAX_TOKENS),
     }
 )
+
+
+@known_arguments_only(RequestError)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeamSearchParams:
+    """A search for the most likely sequences, in place of sampling.
+
+    beam_width: how many are followed, and returned. max_tokens: None is "up to max_model_len". length_penalty: of
+    sequences that ended those with the highest sum of logprobs / length ** length_penalty win, where length counts
+    the generated tokens, the end token included; above 0 it favours long ones. early_stopping: True ends the search
+    when beam_width sequences have ended; False when the best live one is no better; "never" when none could become
+    better. min_tokens: no end token before that many. include_stop_str_in_output: the end token is text, too.
+    temperature: 0 is all that there is.
+    Raises RequestError for a value out of bounds and for an unknown name, with the nearest known one.
+    """
+
+    beam_width: int
+    max_tokens: int | None
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
+    min_tokens: int = 0
+    include_stop_str_in_output: bool = False
+
+    def __post_init__(self) -> None:
+        _check_number("beam_width", self.beam_width, int, 1, MAX_BEAMS)
+        _check_number("max_tokens", self.max_tokens, int, 1, MAX_TOKENS, optional=True)
+        _check_number("min_tokens", self.min_tokens, int, 0, MAX_TOKENS)
+        _check_number("length_penalty", self.length_penalty, float, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
+        _check_number("temperature", self.temperature, float, 0, MAX_TEMPERATURE)
+        if self.temperature != 0:
+            raise RequestError("a beam search draws nothing: temperature must be 0, or left out", "temperature")
+        for name in ("ignore_eos", "include_stop_str_in_output"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"{name} must be true or false", name)
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
+            raise RequestError("early_stopping must be true, false or 'never'", "early_stopping")
+        _check_span(self.min_tokens, self.max_tokens)
+
+    def sampling_params(self, **others: object) -> SamplingParams:
+        """The same for a request, which says nothing of how to search. others: fields of SamplingParams, such as n."""
+        asked: dict[str, object] = {
+            "n": self.beam_width,
+            "temperature": 0.0,
+            "max_tokens": self.max_tokens,
+            "min_tokens": self.min_tokens,
+            "ignore_eos": self.ignore_eos,
+            "include_stop_str_in_output": self.include_stop_str_in_output,
+        }
+        return SamplingParams(**{**asked, **others})  # type: ignore[arg-type]  # checked by name when called
+
+
+def _check_span(min_tokens: int, max_tokens: int | None) -> None:
+    if max_tokens is not None and min_tokens > max_tokens:
+        raise RequestError(f"min_tokens ({min_tokens}) is above max_tokens ({max_tokens})", "min_tokens")
 
 
 def _listed(name: str, one: type, value: object) -> tuple[object, ...]:

@@ -56,7 +56,7 @@ def read(path: Path, num_steps: int) -> Film:
             for seq_id, table in scheduler.cache.tables.items():
                 for block in table.blocks[0]:
                     owners.setdefault(block, []).append(seq_id)
-            film.shoot(scheduler.cache.num_blocks, owners, step)
+            film.shoot(scheduler.cache.pools.num_blocks, owners, step)
             if len(film.owners) == num_steps:
                 break
     return film

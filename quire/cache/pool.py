@@ -1,6 +1,11 @@
-"""Blocks of one KV group and how many owners each has. Knows nothing about tokens or sequences."""
+"""Blocks of one KV group and how many owners each has. Knows nothing about tokens or sequences.
+
+One owner is special: the prefix index. A block that nobody else owns is idle: it keeps what was computed,
+for whoever may want it again, and can be had by evicting it.
+"""
 
 from collections import Counter
+from collections.abc import Collection
 
 
 class BlockPool:
@@ -10,21 +15,40 @@ class BlockPool:
     one taken. Invariant: a block is on the stack exactly when its reference count is zero.
     """
 
-    __slots__ = ("_free", "_refs", "num_blocks")
+    __slots__ = ("_free", "_indexed", "_refs", "num_blocks", "num_idle")
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
+        self.num_idle = 0  # blocks that only the index owns
         self._free = list(range(num_blocks))
         self._refs = [0] * num_blocks
+        self._indexed = bytearray(num_blocks)
 
     @property
     def num_free(self) -> int:
         """Blocks that nobody owns."""
         return len(self._free)
 
+    @property
+    def num_available(self) -> int:
+        """Blocks that are free, or would be if all idle ones were evicted."""
+        return len(self._free) + self.num_idle
+
     def refs(self, block: int) -> int:
-        """Owners of a block."""
+        """Owners of a block, the index among them."""
         return self._refs[block]
+
+    def users(self, block: int) -> int:
+        """Owners of a block besides the index."""
+        return self._refs[block] - self._indexed[block]
+
+    def is_indexed(self, block: int) -> bool:
+        """Whether the index owns a block."""
+        return bool(self._indexed[block])
+
+    def is_idle(self, block: int) -> bool:
+        """Whether only the index owns a block."""
+        return self._refs[block] == 1 and bool(self._indexed[block])
 
     def take(self) -> int:
         """A free block, with one owner. The caller has made sure that there is one."""
@@ -32,23 +56,55 @@ class BlockPool:
         self._refs[block] = 1
         return block
 
+    def take_many(self, count: int) -> list[int]:
+        """So many free blocks, as `take` would give them. There are as many."""
+        blocks = self._free[: -count - 1 : -1]
+        del self._free[len(self._free) - count :]
+        for block in blocks:
+            self._refs[block] = 1
+        return blocks
+
     def hold(self, block: int) -> None:
         """One more owner for a block that has one."""
-        if not self._refs[block]:
+        refs = self._refs[block]
+        if refs == 1:
+            self.num_idle -= self._indexed[block]
+        elif not refs:
             raise ValueError(f"block {block} is free and cannot be shared")
-        self._refs[block] += 1
+        self._refs[block] = refs + 1
 
     def drop(self, block: int) -> None:
         """One owner less; the last one frees the block."""
         refs = self._refs[block] - 1
-        if refs < 0:
+        if refs == 0:
+            if self._indexed[block]:
+                raise ValueError(f"block {block} is owned by the index, which lets go of it with `leave_index`")
+            self._free.append(block)
+        elif refs == 1:
+            self.num_idle += self._indexed[block]
+        elif refs < 0:
             raise ValueError(f"block {block} is free already")
         self._refs[block] = refs
-        if refs == 0:
-            self._free.append(block)
 
-    def check(self, owners: Counter[int]) -> list[str]:
-        """Complaints where counts and free stack do not add up to `owners` (references per block)."""
+    def enter_index(self, block: int) -> None:
+        """The index becomes an owner of a block that has one. It owns a block once."""
+        if self._indexed[block]:
+            raise ValueError(f"block {block} is in the index already")
+        if not self._refs[block]:
+            raise ValueError(f"block {block} is free and cannot be shared")
+        self._refs[block] += 1
+        self._indexed[block] = 1
+
+    def leave_index(self, block: int) -> None:
+        """The index lets go of a block."""
+        if not self._indexed[block]:
+            raise ValueError(f"block {block} is not in the index")
+        self.num_idle -= self._refs[block] == 1
+        self._indexed[block] = 0
+        self.drop(block)
+
+    def check(self, owners: Counter[int], indexed: Collection[int] = ()) -> list[str]:
+        """Complaints where the counts do not add up to `owners` (references per block, the index's among them)."""
         wrong = [
             f"block {block} has {refs} references and {owners[block]} owners"
             for block, refs in enumerate(self._refs)
@@ -57,9 +113,43 @@ class BlockPool:
         unowned = {block for block, refs in enumerate(self._refs) if refs == 0}
         if unowned != set(self._free) or len(self._free) != len(unowned):
             wrong.append(f"free stack has {len(self._free)} entries for {len(unowned)} unowned blocks")
+        flagged = {block for block, flag in enumerate(self._indexed) if flag}
+        if flagged != set(indexed):
+            wrong.append(f"blocks {sorted(flagged ^ set(indexed))} are in the index, or said to be, but not both")
+        num_idle = sum(self._refs[block] == 1 for block in flagged)
+        if num_idle != self.num_idle:
+            wrong.append(f"{self.num_idle} blocks are said to be idle and {num_idle} are")
         return wrong
 
-    def repair(self, owners: Counter[int]) -> None:
+    def repair(self, owners: Counter[int], indexed: Collection[int] = ()) -> None:
         """Make counts and free stack what `owners` says."""
         self._refs = [owners[block] for block in range(self.num_blocks)]
         self._free = [block for block, refs in enumerate(self._refs) if refs == 0]
+        self._indexed = bytearray(self.num_blocks)
+        for block in indexed:
+            self._indexed[block] = 1
+        self.num_idle = sum(self._refs[block] == 1 for block in set(indexed))
+
+
+class Pools(list[BlockPool]):
+    """The pools of all KV groups."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of all groups."""
+        return sum(pool.num_blocks for pool in self)
+
+    @property
+    def num_free(self) -> int:
+        """Blocks of all groups that nobody owns."""
+        return sum(pool.num_free for pool in self)
+
+    @property
+    def num_idle(self) -> int:
+        """Blocks of all groups that only the prefix index owns."""
+        return sum(pool.num_idle for pool in self)
+
+    @property
+    def num_available(self) -> int:
+        """Blocks of all groups that are free or idle."""
+        return sum(pool.num_available for pool in self)

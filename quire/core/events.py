@@ -2,6 +2,8 @@
 
 import msgspec
 
+from quire.core.explanation import Miss
+
 
 class Event(msgspec.Struct, frozen=True, tag=True):
     """Something the scheduler decided or was told."""
@@ -21,7 +23,8 @@ class Admitted(Event, frozen=True, tag=True):
 
     seq_id: int
     waited: float  # seconds since it arrived or was preempted
-    num_cached_tokens: int
+    num_cached_tokens: int  # leading ones that were not computed again
+    miss: Miss | None = None  # why they were not more; None where it goes on from another sequence of its request
 
 
 class Preempted(Event, frozen=True, tag=True):
@@ -30,6 +33,12 @@ class Preempted(Event, frozen=True, tag=True):
     seq_id: int
     num_computed_tokens: int
     reason: str
+
+
+class Evicted(Event, frozen=True, tag=True):
+    """Blocks of the prefix index were given up, for whoever was planned at that time."""
+
+    num_blocks: int
 
 
 class Finished(Event, frozen=True, tag=True):

@@ -23,5 +23,6 @@ class Output(msgspec.Struct, frozen=True, eq=False):
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None  # of the next tokens of the prompt, beginning with the second
     pooled: np.ndarray | None = None  # float32 (hidden_size,): see Pooling; with MEAN, a part of the sum
-    num_cached_tokens: int = 0
+    num_cached_tokens: int = 0  # of the prompt, whose KV was there when the sequence was first admitted
+    cumulative_logprob: float | None = None  # with the last tokens of a beam search's result, or of one of best_of
     error: str = ""

@@ -1,16 +1,27 @@
 """A request as the mind sees it: token ids, what was asked, and when it came."""
 
 from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
 
+from quire.core.namespace import Namespace
 from quire.core.step import Pooling
 from quire.errors import ContextLengthExceeded, RequestError
 from quire.params import SamplingParams
 
 
+class Beams(msgspec.Struct, frozen=True, kw_only=True):
+    """How a beam search goes about it."""
+
+    width: int
+    num_candidates: int  # of each beam: its most likely next tokens
+    length_penalty: float
+    early_stopping: bool | Literal["never"]
+
+
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """One prompt, and `params.n` sequences to be generated from it.
+    """One prompt, and `num_sequences` sequences to be generated from it.
 
     The front end has resolved `params.seed` and `params.max_tokens` (neither is None), so that
     nothing about the outcome is decided later. Stop strings are the front end's business.
@@ -22,6 +33,13 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...] = ()
     bad_words: Sequence[Sequence[int]] = ()  # tokens of `params.bad_words`, each in all ways in which it can be written
     pooling: Pooling = Pooling.NONE  # what is wanted in place of tokens; `params.max_tokens` is 0 then
+    namespace: Namespace = Namespace()
+    beams: Beams | None = None  # a beam search in place of sampling; `params.n` of its results are wanted
+
+    @property
+    def num_sequences(self) -> int:
+        """How many continuations are followed, of which `params.n` are wanted."""
+        return self.params.num_sequences if self.beams is None else self.beams.width
 
     @property
     def max_tokens(self) -> int:

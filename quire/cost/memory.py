@@ -86,10 +86,13 @@ class MemoryPlan:
         )
 
 
-def plan_memory(demand: Demand, *, available: int, default_share: float, limit: str | None) -> MemoryPlan:
+def plan_memory(
+    demand: Demand, *, available: int, default_share: float, limit: str | None, keeps: bool = False
+) -> MemoryPlan:
     """Divide memory between weights, workspace and KV blocks.
 
-    The pool never gets more blocks than `max_num_seqs` sequences of `max_model_len` could fill.
+    The pool gets no more blocks than `max_num_seqs` sequences of `max_model_len` could fill, unless it keeps what
+    earlier requests computed: then it gets all that is left.
     Raises ConfigError when the weights or one full-length sequence do not fit.
     """
     budget, budget_reason = _budget(available, default_share, limit)
@@ -111,13 +114,16 @@ def plan_memory(demand: Demand, *, available: int, default_share: float, limit: 
         length = _longest(demand, length, room)
         length_reason = f"lowered from {demand.model_max_len}, all that the KV memory can hold"
     useful = _useful(demand, length)
+    if keeps:
+        block_bytes = [demand.block_size * kv.bytes_per_token for kv in demand.kv]
+        useful = [max(num, room // one) for num, one in zip(useful, block_bytes, strict=True)]
     num_blocks = _divide(demand, length, useful, room)
     lines = [Line("weights", demand.weight_bytes, demand.weight_reason)]
     for kv, num, most in zip(demand.kv, num_blocks, useful, strict=True):
         why = f"{num} blocks x {demand.block_size} tokens x {kv.bytes_per_token} B ({kv.reason}); "
         why += (
             f"enough for {demand.max_num_seqs} sequences of {length}"
-            if num == most
+            if num == most and not keeps
             else f"what is left of {size(budget)}, {budget_reason}"
         )
         name = f"KV pool {kv.window}" if kv.window else "KV pool"

@@ -9,14 +9,17 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
+from quire.core.explanation import Explanation
 from quire.core.output import Output
 from quire.engine.engine import Engine, EngineStats
 from quire.engine.generations import NewRequest
 from quire.errors import QuireError
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +33,7 @@ class EngineStopped(QuireError):
 
 
 class Health(NamedTuple):
-    """Whether the engine answers; `problem` is empty when it does. Ages in seconds."""
+    """Whether the engine answers; `problem` is empty when it does, and has no figures of it. Ages in seconds."""
 
     problem: str
     heartbeat_age: float
@@ -81,7 +84,7 @@ class AsyncEngine:
         self._commands: deque[Callable[[], None]] = deque()
         self._closing = False
         self._streams: dict[str, Stream] = {}
-        self._adding: set[asyncio.Future[None]] = set()
+        self._asked: set[asyncio.Future[Any]] = set()  # what somebody waits for
         self._stopped: EngineStopped | None = EngineStopped("the engine has not been started")
         self._heartbeat = time.monotonic()
         self._stats = engine.stats()
@@ -108,41 +111,58 @@ class AsyncEngine:
 
     async def generate(self, requests: Sequence[NewRequest]) -> Stream:
         """Queue requests, all or none. Raises RequestError for one that cannot be served, and EngineStopped."""
-        if self._stopped is not None:
-            raise self._stopped
+        self._check_running()
         ids = [request.request_id for request in requests]
         stream = Stream(partial(self._give_up, ids))
         self._streams.update(dict.fromkeys(ids, stream))
-        added: asyncio.Future[None] = self._loop.create_future()
-        self._adding.add(added)
-        self._command(partial(self._add, requests, added))
         try:
-            await added
+            await self._ask(partial(self._add, requests))
         except BaseException:  # also when the caller is cancelled
             stream.close()
             raise
-        finally:
-            self._adding.discard(added)
         return stream
 
     def finish(self, seq_id: int, num_tokens: int) -> None:
         """A stop string ended this sequence after `num_tokens` output tokens."""
         self._command(partial(self._engine.finish, seq_id, num_tokens))
 
+    async def explain(self, request_ids: Iterable[str]) -> list[Explanation]:
+        """What became of these requests; those that are unknown or were long ago are left out. Raises EngineStopped."""
+        return await self._ask(partial(self._explain, request_ids))
+
+    async def flush_cache(self) -> int:
+        """Forget all KV that no running request holds; the number of blocks that are free now. Raises EngineStopped."""
+        return await self._ask(self._engine.flush_cache)
+
     def health(self) -> Health:
         """Whether the engine answers, as far as can be seen from here."""
         age = time.monotonic() - self._heartbeat
         problem = str(self._stopped or "")
         if not problem and age > STALL_SECONDS:
-            problem = f"the engine has not moved for {age:.1f} s"
+            problem = f"the engine has not moved for more than {STALL_SECONDS:g} s"
         if not problem and self._stats.failed_in_a_row >= FAILED_STEPS:
-            problem = f"the last {self._stats.failed_in_a_row} steps failed; the log says why"
+            problem = f"the last {FAILED_STEPS} steps failed; the log says why"
         return Health(problem, age, self._stats)
 
     def _give_up(self, ids: Sequence[str]) -> None:
         known = [request_id for request_id in ids if self._streams.pop(request_id, None) is not None]
         for request_id in known:  # one that has ended is unknown to the engine, which then does nothing
             self._command(partial(self._engine.abort, request_id))
+
+    def _check_running(self) -> None:
+        if self._stopped is not None:
+            raise self._stopped
+
+    async def _ask(self, question: Callable[[], T]) -> T:
+        """What `question` returns or raises on the engine's thread, between two steps. Raises EngineStopped."""
+        self._check_running()
+        answer: asyncio.Future[T] = self._loop.create_future()
+        self._asked.add(answer)
+        self._command(partial(self._answer, question, answer))
+        try:
+            return await answer
+        finally:
+            self._asked.discard(answer)
 
     def _command(self, command: Callable[[], None]) -> None:
         with self._wake:
@@ -153,8 +173,8 @@ class AsyncEngine:
         self._stopped = reason
         for stream in set(self._streams.values()):
             stream.fail(reason)
-        for added in self._adding:
-            _settle(added, reason)
+        for answer in self._asked:
+            _fail(answer, reason)
 
     def _deliver(self, outputs: list[Output]) -> None:
         for output in outputs:
@@ -173,12 +193,15 @@ class AsyncEngine:
             self._on_loop(self._stop, EngineStopped("the engine failed; its log says why"))
 
     def _turn(self) -> bool:
+        idle = False
         with self._wake:
             if not (self._commands or self._closing or self._engine.has_work):
-                self._wake.wait(IDLE_SECONDS)
+                idle = not self._wake.wait(IDLE_SECONDS)
             commands = list(self._commands)
             self._commands.clear()
         self._heartbeat = time.monotonic()
+        if idle:
+            self._look_over()
         for command in commands:
             command()
         outputs = self._engine.step() if self._engine.has_work and not self._closing else []
@@ -187,18 +210,31 @@ class AsyncEngine:
             self._on_loop(self._deliver, outputs)
         return not self._closing
 
-    def _add(self, requests: Sequence[NewRequest], added: "asyncio.Future[None]") -> None:
-        error = None
+    def _look_over(self) -> None:
+        try:
+            self._engine.look_over()
+        except Exception:  # what only checks must not be the end of what it checks
+            log.exception("the memory could not be checked")
+
+    def _answer(self, question: Callable[[], T], answer: "asyncio.Future[T]") -> None:
+        try:
+            self._on_loop(_settle, answer, question())
+        except Exception as error:  # whatever is wrong with a question is told to the one who asked it
+            self._on_loop(_fail, answer, error)
+
+    def _add(self, requests: Sequence[NewRequest]) -> None:
         for i, request in enumerate(requests):
             self._heartbeat = time.monotonic()  # many requests with long lists take their time
             try:
                 self._engine.add(*request)
-            except Exception as problem:  # whatever is wrong with one request is told to the one who sent it
-                error = problem
+            except Exception:
                 for before in requests[:i]:
                     self._engine.abort(before.request_id)
-                break
-        self._on_loop(_settle, added, error)
+                raise
+
+    def _explain(self, request_ids: Iterable[str]) -> list[Explanation]:
+        found = map(self._engine.explain, request_ids)  # copies: the engine goes on with its own
+        return [one for one in found if one is not None]
 
     def _on_loop(self, call: Callable[..., None], *args: object) -> None:
         try:
@@ -207,10 +243,11 @@ class AsyncEngine:
             self._closing = True
 
 
-def _settle(future: "asyncio.Future[None]", error: Exception | None) -> None:
-    if future.done():  # the one who waited has gone
-        return
-    if error is None:
-        future.set_result(None)
-    else:
+def _settle(future: "asyncio.Future[T]", result: T) -> None:
+    if not future.done():  # otherwise the one who waited has gone
+        future.set_result(result)
+
+
+def _fail(future: "asyncio.Future[T]", error: Exception) -> None:
+    if not future.done():
         future.set_exception(error)

@@ -3,20 +3,22 @@
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import cast
 
 import msgspec
 import torch
 
 from quire.cache.kv_cache import KVCache
-from quire.config import CacheConfig, EngineOptions, KVGroup, SchedulerConfig
+from quire.config import CacheConfig, DType, EngineOptions, KVGroup, SchedulerConfig
 from quire.cost.memory import Demand, KVDemand, MemoryPlan, plan_memory
 from quire.engine import embedded
 from quire.engine.engine import Engine
 from quire.engine.machine import available_memory, pick_device
 from quire.engine.model_files import ModelFiles, open_model
+from quire.engine.public_prefixes import Bounds, num_public_blocks, read_public_prefixes
 from quire.engine.sources.locate import locate
 from quire.engine.text.tokenizer import Tokenizer
 from quire.errors import ConfigError
@@ -47,6 +49,8 @@ class Built:
     model_name: str
     hidden_size: int
     sampling_defaults: Mapping[str, float | int]  # for what a request leaves out
+    options: EngineOptions  # as they were resolved
+    cache: CacheConfig
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,6 +64,7 @@ class Prepared:
     dtype: str
     cache: CacheConfig
     limits: SchedulerConfig
+    options: EngineOptions  # without "auto"; memory, where none is asked for, as the share that is taken
 
 
 def build(options: EngineOptions, *, report: Report, progress: Progress) -> Built:
@@ -89,7 +94,13 @@ def build(options: EngineOptions, *, report: Report, progress: Progress) -> Buil
         deterministic=runner.deterministic,
     )
     return Built(
-        engine, prepared.files.tokenizer, prepared.name, description.hidden_size, description.sampling_defaults
+        engine,
+        prepared.files.tokenizer,
+        prepared.name,
+        description.hidden_size,
+        description.sampling_defaults,
+        prepared.options,
+        cache,
     )
 
 
@@ -115,8 +126,16 @@ def prepare(options: EngineOptions, *, report: Report, progress: Progress) -> Pr
     report(f"kernels    {kernel_reason}")
     groups = _groups(description.kv_layers)
     demand = _demand(description, options, dtype, groups, kernels.SCRATCH_BYTES)
-    share = _SHARES[torch.device(device).type]
-    plan = plan_memory(demand, available=available_memory(device), default_share=share, limit=options.memory)
+    kind = torch.device(device).type
+    share = _SHARES[kind]
+    plan = plan_memory(
+        demand,
+        available=available_memory(device),
+        default_share=share,
+        limit=options.memory,
+        # a host is shared with others, who are left what nobody asked for
+        keeps=options.enable_prefix_caching and (options.memory is not None or kind == "cuda"),
+    )
     for line in str(plan).splitlines():
         report(line)
     limits = SchedulerConfig(
@@ -127,7 +146,18 @@ def prepare(options: EngineOptions, *, report: Report, progress: Progress) -> Pr
         watermark=options.watermark,
         steps_in_flight=options.steps_in_flight,
     )
-    return Prepared(name, files, kernels, device, dtype, _cache(groups, dtype, plan), limits)
+    cache = _with_prefixes(_cache(groups, dtype, plan), options, files, limits)
+    report(_about_prefixes(cache))
+    resolved = replace(
+        options,
+        dtype=cast(DType, dtype),
+        kv_cache_dtype=cast(DType, dtype),
+        max_model_len=limits.max_model_len,
+        memory=options.memory or str(share),
+        kernels=kernels.NAME,
+        device=device,
+    )
+    return Prepared(name, files, kernels, device, dtype, cache, limits, resolved)
 
 
 def _find(options: EngineOptions, report: Report, progress: Progress) -> tuple[str, Path]:
@@ -226,6 +256,33 @@ def _cache(groups: Mapping[KVLayer, tuple[int, ...]], dtype: str, plan: MemoryPl
             for (layer, layers), kv, num_blocks in zip(groups.items(), plan.demand.kv, plan.num_blocks, strict=True)
         ),
     )
+
+
+def _with_prefixes(
+    cache: CacheConfig, options: EngineOptions, files: ModelFiles, limits: SchedulerConfig
+) -> CacheConfig:
+    """With the index of prefixes and those that all tenants share."""
+    if not options.enable_prefix_caching:
+        if options.public_prefixes is not None:
+            raise ConfigError("public_prefixes are kept in the prefix cache; do not turn off enable_prefix_caching")
+        return cache
+    public: tuple[tuple[int, ...], ...] = ()
+    if options.public_prefixes is not None:
+        vocab_size = files.description.vocab_size
+        bounds = Bounds(vocab_size, limits.max_model_len, cache.block_size)
+        public = read_public_prefixes(options.public_prefixes, files.tokenizer, bounds)
+    return replace(cache, prefix_index=options.prefix_index, public_prefixes=public)
+
+
+def _about_prefixes(cache: CacheConfig) -> str:
+    kinds = {
+        "radix": "radix index, exact to the token",
+        "hash": f"hash index, whole blocks of {cache.block_size} tokens",
+        "none": "not kept: enable_prefix_caching is off",
+    }
+    num_blocks = num_public_blocks(cache.public_prefixes, cache.block_size)
+    public = f"; {len(cache.public_prefixes)} public ones, {num_blocks} whole blocks of {cache.block_size} tokens"
+    return f"prefixes   {kinds[cache.prefix_index]}{public if cache.public_prefixes else ''}"
 
 
 def _scheduler(limits: SchedulerConfig, cache: CacheConfig, journal: str | None) -> Scheduler:

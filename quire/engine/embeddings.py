@@ -5,9 +5,10 @@ from uuid import uuid4
 
 import numpy as np
 
+from quire.core.namespace import NO_NAMESPACE, Namespace
 from quire.core.output import Output
 from quire.core.step import Pooling
-from quire.engine.generations import Generation
+from quire.engine.generations import Generation, part_id
 from quire.errors import QuireError, RequestError
 
 _POOLINGS = {"last": Pooling.LAST, "mean": Pooling.MEAN}
@@ -49,10 +50,13 @@ class Pooled:
 
 
 class PooledBatch:
-    """Prompts that are embedded together; `requests` is what to ask the engine for."""
+    """Prompts that are embedded together; `requests` is what to ask the engine for. id: of all of them together."""
 
-    def __init__(self, asked: Sequence[Generation], pooling: Pooling) -> None:
-        self.requests = [generation.request(f"embd-{uuid4().hex}", pooling) for generation in asked]
+    def __init__(self, asked: Sequence[Generation], pooling: Pooling, namespace: Namespace = NO_NAMESPACE) -> None:
+        self.id = f"embd-{uuid4().hex}"
+        self.requests = [
+            generation.request(part_id(self.id, i), pooling, namespace) for i, generation in enumerate(asked)
+        ]
         self._pooled = {each.request_id: Pooled(each.request_id, each.prompt, pooling) for each in self.requests}
 
     def __iter__(self) -> Iterator[Pooled]:

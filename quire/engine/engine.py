@@ -11,8 +11,10 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from quire.core.explanation import Explanation
+from quire.core.namespace import NO_NAMESPACE, Namespace
 from quire.core.output import Output
-from quire.core.request import Request, resolve
+from quire.core.request import Beams, Request, resolve
 from quire.core.runner import Runner
 from quire.core.step import Pooling, Step, StepResult
 from quire.errors import RequestError
@@ -21,6 +23,7 @@ from quire.sched.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 _WORD = 2**64 - 1
+_IDLE_PER_CHECK = 100  # a check may hold up a request that comes meanwhile: 1 % of the time at most
 
 
 class EngineStats(msgspec.Struct, frozen=True):
@@ -28,7 +31,7 @@ class EngineStats(msgspec.Struct, frozen=True):
 
     num_running: int
     num_waiting: int
-    kv_blocks_used: int
+    kv_blocks_used: int  # by sequences that run
     kv_blocks_total: int
     num_preemptions: int
     num_steps: int
@@ -37,6 +40,11 @@ class EngineStats(msgspec.Struct, frozen=True):
     generation_tokens: int  # put out, also those that a stop string made void
     failed_in_a_row: int  # steps, up to the last one
     last_step_seconds: float
+    kv_blocks_cached: int  # in the prefix index, and used by nobody
+    kv_blocks_evicted: int
+    kv_tokens_copied: int  # from block to block
+    prefix_query_tokens: int  # of prompts, when they were first admitted
+    prefix_hit_tokens: int  # of those, whose KV was there
 
 
 class Engine:
@@ -66,8 +74,14 @@ class Engine:
         self._errors: dict[int, str] = {}  # of those, the ones that failed on the way
         self._num_requests = self._num_steps = self._failed_steps = 0
         self._prompt_tokens = self._generation_tokens = 0
-        self._failed_in_a_row = 0
+        self._failed_in_a_row = self._checked_at = 0
+        self._next_check = 0.0
         self._last_step_seconds = 0.0
+
+    @property
+    def num_end_tokens(self) -> int:
+        """Tokens of the model that end a sequence."""
+        return len(self._eos_token_ids)
 
     @property
     def has_work(self) -> bool:
@@ -81,10 +95,13 @@ class Engine:
         params: SamplingParams,
         bad_words: Sequence[Sequence[int]] = (),
         pooling: Pooling = Pooling.NONE,
+        namespace: Namespace = NO_NAMESPACE,
+        beams: Beams | None = None,
     ) -> None:
         """Queue a request of token ids. bad_words: tokens of `params.bad_words`, in all ways to write them.
 
-        A pooling in place of tokens needs `params.max_tokens` to be 0.
+        A pooling in place of tokens needs `params.max_tokens` to be 0. namespace: whose cached KV it may use. beams:
+        search for the `params.n` most likely sequences in place of sampling.
         Raises RequestError: empty, too long, ids out of range, id in use.
         """
         if not is_unicode(request_id):
@@ -93,6 +110,8 @@ class Engine:
             raise RequestError("this model cannot be run deterministically; leave `deterministic` out", "deterministic")
         if pooling and (params.max_tokens != 0 or params.n != 1):
             raise ValueError("a request that is pooled has one sequence and generates no tokens")
+        if beams is not None and (pooling or params.max_tokens == 0 or params.prompt_logprobs is not None):
+            raise ValueError("a beam search generates tokens, and tells nothing about the prompt")
         params = resolve(
             prompt,
             params,
@@ -107,6 +126,8 @@ class Engine:
             eos_token_ids=self._eos_token_ids,
             bad_words=self._possible(bad_words),
             pooling=pooling,
+            namespace=msgspec.structs.replace(namespace, deterministic=params.deterministic),
+            beams=beams,
         )
         self._scheduler.add(request, self._clock())
         self._num_requests += 1
@@ -146,20 +167,44 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Where the engine stands."""
-        cache = self._scheduler.cache
+        cache, accounts = self._scheduler.cache, self._scheduler.accounts
         return EngineStats(
             self._scheduler.num_running,
             self._scheduler.num_waiting,
-            cache.num_blocks - cache.num_free,
-            cache.num_blocks,
-            self._scheduler.num_preemptions,
+            cache.pools.num_blocks - cache.pools.num_available,
+            cache.pools.num_blocks,
+            accounts.num_preemptions,
             self._num_steps,
             self._failed_steps,
             self._prompt_tokens,
             self._generation_tokens,
             self._failed_in_a_row,
             self._last_step_seconds,
+            cache.pools.num_idle,
+            cache.num_evicted,
+            cache.num_copied_tokens,
+            accounts.num_query_tokens,
+            accounts.num_hit_tokens,
         )
+
+    def explain(self, request_id: str) -> Explanation | None:
+        """What became of a request so far and why; None where it is unknown, or ended too long ago."""
+        return self._scheduler.explain(request_id, self._clock())
+
+    def flush_cache(self) -> int:
+        """Forget all cached KV that no running request uses; how many blocks were freed."""
+        return self._scheduler.flush(self._clock())
+
+    def look_over(self) -> None:
+        """Check the memory in full, which takes a while: for an idle moment. What is wrong is logged and mended."""
+        now = self._clock()
+        if self._num_steps == self._checked_at or now < self._next_check:
+            return
+        self._checked_at = self._num_steps
+        if self._scheduler.check():
+            self._repair()
+        ended = self._clock()
+        self._next_check = ended + _IDLE_PER_CHECK * (ended - now)
 
     def close(self) -> None:
         """The end: nothing may be called after it."""

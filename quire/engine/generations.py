@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from quire.core.request import check_length
+from quire.core.namespace import NO_NAMESPACE, Namespace
+from quire.core.request import Beams, check_length
 from quire.core.step import Pooling
 from quire.engine.prompts import TokenizedPrompt
 from quire.engine.text.bad_words import bad_word_tokens
@@ -20,6 +21,8 @@ class NewRequest(NamedTuple):
     params: SamplingParams
     bad_words: Sequence[Sequence[int]] = ()
     pooling: Pooling = Pooling.NONE
+    namespace: Namespace = NO_NAMESPACE
+    beams: Beams | None = None
 
 
 class Generation(NamedTuple):
@@ -29,9 +32,20 @@ class Generation(NamedTuple):
     params: SamplingParams
     bad_words: Sequence[Sequence[int]] = ()
 
-    def request(self, request_id: str, pooling: Pooling = Pooling.NONE) -> NewRequest:
-        """As the engine takes it."""
-        return NewRequest(request_id, self.prompt.ids, self.params, self.bad_words, pooling)
+    def request(
+        self,
+        request_id: str,
+        pooling: Pooling = Pooling.NONE,
+        namespace: Namespace = NO_NAMESPACE,
+        beams: Beams | None = None,
+    ) -> NewRequest:
+        """As the engine takes it. namespace: whose cached tokens it may use. beams: search, in place of sampling."""
+        return NewRequest(request_id, self.prompt.ids, self.params, self.bad_words, pooling, namespace, beams)
+
+
+def part_id(request_id: str, place: int) -> str:
+    """What the engine calls one of the prompts of a request."""
+    return f"{request_id}-{place}"
 
 
 def generations(

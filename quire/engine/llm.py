@@ -9,18 +9,28 @@ from uuid import uuid4
 
 from quire.config import EngineOptions
 from quire.core.output import Output
+from quire.core.request import Beams
 from quire.engine.build import build
 from quire.engine.embeddings import PooledBatch, pooling_of
-from quire.engine.engine import Engine
+from quire.engine.engine import Engine, EngineStats
 from quire.engine.generations import NewRequest, generations
-from quire.engine.outputs import Delta, EmbeddingOutput, EmbeddingRequestOutput, RequestOutput
+from quire.engine.outputs import (
+    BeamSearchOutput,
+    BeamSearchSequence,
+    CompletionOutput,
+    Delta,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    RequestOutput,
+)
 from quire.engine.progress import TokenProgress
 from quire.engine.prompts import Prompt, TokenizedPrompt, listed, template_variables, tokenize
 from quire.engine.text.messages import Message
 from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.transcript import Transcript
 from quire.errors import RequestError
-from quire.params import SamplingParams
+from quire.params import BeamSearchParams, SamplingParams
+from quire.sched.beams import plan_beams
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +71,10 @@ class LLM:
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
         return self._tokenizer
+
+    def get_metrics(self) -> EngineStats:
+        """Counters and gauges of the engine: sequences, steps, blocks, tokens found in the cache."""
+        return self._engine.stats()
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What `generate` and `chat` use when they are given none: what the model's own files recommend."""
@@ -116,12 +130,33 @@ class LLM:
         return self._complete(tokenized, sampling_params, use_tqdm)
 
     def stream_chat(self, messages: Sequence[Message], sampling_params: SamplingParams | None = None) -> Iterator[str]:
-        """Answer one conversation, piece by piece. Giving up the iterator gives up the answer."""
+        """Answer one conversation, piece by piece. Giving up the iterator gives up the answer.
+
+        Raises RequestError as `chat` does, and for best_of above n.
+        """
         text = self._tokenizer.apply_chat_template(messages)
         tokenized = [tokenize(text, self._tokenizer, add_special_tokens=False)]
-        with closing(self._deltas(self._transcripts(tokenized, sampling_params))) as deltas:
+        (transcript,) = self._transcripts(tokenized, sampling_params)
+        transcript.params.check_streamable()
+        with closing(self._deltas([transcript])) as deltas:
             for delta in deltas:
                 yield delta.text
+
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: bool | None = None
+    ) -> list[BeamSearchOutput]:
+        """The most likely continuations of one prompt or several, in the order of the prompts.
+
+        prompts and use_tqdm: as in `generate`. Raises RequestError as `generate` does, and for a beam_width that is
+        too much for the vocabulary.
+        """
+        if not isinstance(params, BeamSearchParams):
+            raise RequestError(f"params must be BeamSearchParams(...), not {type(params).__name__}")
+        engine = self._engine
+        beams = plan_beams(params, vocab_size=engine.vocab_size, num_end_tokens=engine.num_end_tokens)
+        tokenized = [tokenize(prompt, self._tokenizer) for prompt in listed(prompts)]
+        results = self._complete(tokenized, params.sampling_params(), use_tqdm, beams)
+        return [BeamSearchOutput([self._beam(result, one, params) for one in result.outputs]) for result in results]
 
     def embed(
         self,
@@ -163,12 +198,25 @@ class LLM:
         prompts: Sequence[TokenizedPrompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
         shown: bool | None,  # noqa: FBT001 (three states: yes, no, where a person watches)
+        beams: Beams | None = None,
     ) -> list[RequestOutput]:
         transcripts = self._transcripts(prompts, params)
-        with TokenProgress("generating", sum(t.params.n for t in transcripts), shown=shown) as progress:
-            for delta in self._deltas(transcripts):
+        with TokenProgress("generating", sum(t.params.num_sequences for t in transcripts), shown=shown) as progress:
+            for delta in self._deltas(transcripts, beams):
                 progress.add(len(delta.token_ids), int(delta.finish_reason is not None))
         return [transcript.result() for transcript in transcripts]
+
+    def _beam(self, result: RequestOutput, output: CompletionOutput, params: BeamSearchParams) -> BeamSearchSequence:
+        tokens = result.prompt_token_ids + output.token_ids
+        ended = output.finish_reason == "stop"
+        end = self._tokenizer.token_text(tokens[-1]) if ended and params.include_stop_str_in_output else ""
+        return BeamSearchSequence(
+            tokens=tokens,
+            cum_logprob=output.cumulative_logprob or 0.0,
+            text=self._tokenizer.decode(tokens[:-1] if ended else tokens, skip_special_tokens=True) + end,
+            finish_reason=output.finish_reason,
+            stop_reason=output.stop_reason,
+        )
 
     def _transcripts(
         self, prompts: Sequence[TokenizedPrompt], params: SamplingParams | Sequence[SamplingParams] | None
@@ -186,17 +234,20 @@ class LLM:
         asked = generations(prompts, each, self._tokenizer, self.max_model_len)
         return [Transcript(uuid4().hex, generation, self._tokenizer, now=now) for generation in asked]
 
-    def _deltas(self, transcripts: Sequence[Transcript]) -> Generator[Delta]:
-        """Run the engine until all transcripts are finished."""
+    def _deltas(self, transcripts: Sequence[Transcript], beams: Beams | None = None) -> Generator[Delta]:
+        """Run the engine until all transcripts are finished. beams: search, in place of sampling."""
         by_id = {transcript.request_id: transcript for transcript in transcripts}
-        requests = [transcript.generation.request(name) for name, transcript in by_id.items()]
+        requests = [transcript.generation.request(name, beams=beams) for name, transcript in by_id.items()]
         with closing(self._outputs(requests, lambda name: not by_id[name].finished)) as outputs:
             for output in outputs:
-                delta = by_id[output.request_id].add(output, time.monotonic())
+                transcript = by_id[output.request_id]
+                delta = transcript.add(output, time.monotonic())
                 if delta is None:
                     continue
                 if delta.stopped_after is not None:
                     self._engine.finish(delta.seq_id, delta.stopped_after)
+                if transcript.finished:
+                    transcript.metrics.explanation = self._engine.explain(output.request_id)
                 yield delta
 
     def _outputs(self, requests: Sequence[NewRequest], is_open: Callable[[str], bool]) -> Generator[Output]:

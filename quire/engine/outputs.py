@@ -2,6 +2,8 @@
 
 import msgspec
 
+from quire.core.explanation import Explanation
+
 
 class Logprob(msgspec.Struct, frozen=True):
     """How likely a token was: natural logarithm, before penalties, temperature and truncation."""
@@ -17,6 +19,7 @@ LogprobRow = dict[int, Logprob]  # of one position: its token first, then the mo
 class CompletionOutput(msgspec.Struct):
     """One generated sequence.
 
+    cumulative_logprob: the sum over its tokens, where logprobs were asked for or sequences compared.
     finish_reason: "stop", "length", "abort" or "error". stop_reason: the stop string or the id from
     stop_token_ids that ended it; None after an end token; the message after an error.
     """
@@ -32,12 +35,16 @@ class CompletionOutput(msgspec.Struct):
 
 
 class RequestMetrics(msgspec.Struct):
-    """When things happened: seconds of a monotonic clock; None while they have not."""
+    """When things happened: seconds of a monotonic clock; None while they have not.
+
+    explanation: what became of the request in the engine and why, once it is finished.
+    """
 
     arrival_time: float
     first_token_time: float | None = None
     last_token_time: float | None = None
     finished_time: float | None = None
+    explanation: Explanation | None = None
 
 
 class RequestOutput(msgspec.Struct):
@@ -51,6 +58,22 @@ class RequestOutput(msgspec.Struct):
     num_cached_tokens: int  # of the prompt, whose KV was reused
     metrics: RequestMetrics
     prompt_logprobs: list[LogprobRow | None] | None = None  # one per token of the prompt; the first has none
+
+
+class BeamSearchSequence(msgspec.Struct):
+    """One result of a beam search."""
+
+    tokens: list[int]  # the prompt's and those generated, the end token included
+    cum_logprob: float  # of those generated
+    text: str  # of all tokens, special ones left out
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None  # as in CompletionOutput
+
+
+class BeamSearchOutput(msgspec.Struct):
+    """Everything that came of one prompt: beam_width sequences, best first."""
+
+    sequences: list[BeamSearchSequence]
 
 
 class EmbeddingOutput(msgspec.Struct):

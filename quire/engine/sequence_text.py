@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 from quire.core.output import Output
-from quire.core.step import Logprobs
 from quire.engine.logprobs import read_rows
 from quire.engine.outputs import CompletionOutput, Delta, LogprobRow
 from quire.engine.text.detokenizer import Detokenizer
@@ -27,8 +26,11 @@ class SequenceText:
         prompt: Sequence[int],
         patterns: tuple[Pattern, ...],
     ) -> None:
-        asked = params.logprobs is not None
-        self.result = CompletionOutput(index, "", [], 0.0 if asked else None, [] if asked else None)
+        self.result = CompletionOutput(index, "", [])
+        if params.num_logprobs_needed is not None:
+            self.result.cumulative_logprob = 0.0
+        if params.logprobs is not None:
+            self.result.logprobs = []
         self._params = params
         self._tokenizer = tokenizer
         self._detokenizer = Detokenizer(
@@ -45,7 +47,7 @@ class SequenceText:
         """What an output adds; nothing may be added once the sequence has ended."""
         text, offsets = self._read(output)
         tokens = output.token_ids[: len(offsets)]
-        logprobs = self._logprobs(output.logprobs, len(tokens))
+        logprobs = self._logprobs(output, len(tokens))
         reason, cause = output.finish_reason, self._cause(output)
         if self._stops.matched is not None:
             reason, cause = "stop", self._stops.matched
@@ -98,11 +100,15 @@ class SequenceText:
             return output.error
         return output.stop_token if output.stop_token in self._params.stop_token_ids else None
 
-    def _logprobs(self, logprobs: Logprobs | None, num_tokens: int) -> list[LogprobRow] | None:
-        if self.result.logprobs is None or logprobs is None:
+    def _logprobs(self, output: Output, num_tokens: int) -> list[LogprobRow] | None:
+        """The rows that were asked for; what they, or the engine, say of the whole sequence goes to its result."""
+        result, logprobs = self.result, output.logprobs
+        if logprobs is not None and result.cumulative_logprob is not None:
+            result.cumulative_logprob = sum(logprobs.values[:num_tokens, 0].tolist(), result.cumulative_logprob)
+        if output.cumulative_logprob is not None and num_tokens == len(output.token_ids):
+            result.cumulative_logprob = output.cumulative_logprob
+        if result.logprobs is None or logprobs is None:
             return None
         added = read_rows(logprobs.slice(0, num_tokens), self._params.logprobs or 0, self._tokenizer)
-        self.result.logprobs += added
-        sampled = (next(iter(row.values())).logprob for row in added)
-        self.result.cumulative_logprob = sum(sampled, self.result.cumulative_logprob or 0.0)
+        result.logprobs += added
         return added

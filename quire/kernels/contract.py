@@ -135,6 +135,9 @@ class Kernels(Protocol):
 
         A block whose first slot is written is cleared before: what lies behind a sequence's last token is
         always finite, and nobody meets the leavings (NaN, perhaps) of a block's former user.
+
+        All tokens of the step are stored before `attention` reads any: a sequence may share blocks that another
+        one writes in the same step.
         """
 
     def attention(

@@ -47,6 +47,14 @@ def script(prompt: list[int], num_tokens: int, vocab_size: int, windows: Sequenc
     return tokens[len(prompt) :]
 
 
+def logprobs_after(seen: int, vocab_size: int) -> np.ndarray:
+    """Logprobs (vocab_size,) of the next token after what a query saw; no two are equal."""
+    order = (seen + np.arange(vocab_size) * 7_919) % _MODULUS * 40_692 % _MODULUS
+    scores = -((order % 1009) / 200 + np.arange(vocab_size) * 1e-4)
+    logprobs: np.ndarray = (scores - np.log(np.exp(scores).sum())).astype(np.float32)
+    return logprobs
+
+
 @dataclass(slots=True)
 class _InFlight:
     step_id: int
@@ -55,12 +63,14 @@ class _InFlight:
     scored: list[tuple[int, int]]  # a token of a prompt, and its position
     pooled: list[tuple[int, int]]  # number and sum of tokens
     tokens: list[int]
+    likely: list[tuple[int, np.ndarray, int]]  # token, logprobs of all, how many of them to tell
 
 
 class ScriptedRunner:
     """Does what Steps say, on digests instead of tensors.
 
-    A prompt token's logprob is minus its position; tokens are pooled by their number and sum.
+    Logprobs of the next token are made of what the query saw. A prompt token's logprob is minus its position;
+    tokens are pooled by their number and sum.
     seconds_of: duration of a step, given its number of tokens. fails: whether `launch` of a step is
     to raise after half of its work is done.
     """
@@ -79,6 +89,7 @@ class ScriptedRunner:
         self._windows = [group.window for group in cache.groups]
         self._kv = [np.full((group.num_blocks, cache.block_size), _NOTHING, np.int64) for group in cache.groups]
         self._tokens = np.full((max_num_seqs, max_model_len + 1), _NOTHING, np.int32)
+        self._num_logprobs = np.full(max_num_seqs, -1, np.int32)
         width = -(-(max_model_len + 1) // cache.block_size)
         self._tables = [np.full((max_num_seqs, width), _NOTHING, np.int32) for _ in cache.groups]
         self._vocab_size = vocab_size
@@ -99,6 +110,7 @@ class ScriptedRunner:
             self._tokens[row] = _NOTHING
             for table in self._tables:
                 table[row] = _NOTHING
+        self._num_logprobs[step.opens.rows] = step.opens.num_logprobs
         step.tokens.apply(self._tokens)
         for writes, table in zip(step.blocks, self._tables, strict=True):
             writes.apply(table)
@@ -114,7 +126,7 @@ class ScriptedRunner:
             raise RuntimeError(f"scripted failure of step {step.id}")
         scored = [one for chunk in chunks if chunk.output is not ChunkOutput.POOL for one in self._score(chunk)]
         pooled = [self._pool(chunk) for chunk in chunks if chunk.output is ChunkOutput.POOL]
-        self._launched = _InFlight(step.id, chunks, self._seconds_of(step.num_tokens), scored, pooled, [])
+        self._launched = _InFlight(step.id, chunks, self._seconds_of(step.num_tokens), scored, pooled, [], [])
 
     def sample(self, step_id: int, late: Late) -> None:
         """Write the next token of every chunk that samples."""
@@ -129,6 +141,7 @@ class ScriptedRunner:
                 token = token_after(seen, self._vocab_size)
                 self._tokens[chunk.row, chunk.stop] = token
                 launched.tokens.append(token)
+                launched.likely.append((token, logprobs_after(seen, self._vocab_size), self._num_logprobs[chunk.row]))
         self._sampled.append(launched)
 
     def collect(self) -> StepResult:
@@ -141,7 +154,9 @@ class ScriptedRunner:
             ids, positions = np.array(done.scored, np.int32).T
             scored = Logprobs(ids[:, None], -positions[:, None].astype(np.float32), np.ones_like(ids))
         pooled = np.array(done.pooled, np.float32) if done.pooled else None
-        return StepResult(done.step_id, done.seconds, counts, tokens, prompt_logprobs=scored, pooled=pooled)
+        return StepResult(
+            done.step_id, done.seconds, counts, tokens, _told(done.likely), prompt_logprobs=scored, pooled=pooled
+        )
 
     def _compute(self, chunk: Chunk) -> None:
         key = int(self._read(chunk.row, np.array([chunk.start - 1]), 0)[0]) if chunk.start else 0
@@ -175,3 +190,17 @@ class ScriptedRunner:
         if (blocks == _NOTHING).any() or (keys == _NOTHING).any():
             raise ValueError(f"row {row} reads KV of positions {positions} that was never written")
         return keys
+
+
+def _told(likely: list[tuple[int, np.ndarray, int]]) -> Logprobs | None:
+    """The tokens themselves, and as many of the most likely ones as their rows asked for."""
+    widest = max((number for _, _, number in likely), default=-1)
+    if widest < 0:
+        return None
+    ids = np.full((len(likely), widest + 1), -1, np.int32)
+    values = np.full((len(likely), widest + 1), -np.inf, np.float32)
+    for i, (token, logprobs, number) in enumerate(likely):
+        best = np.argsort(-logprobs, kind="stable")[: max(number, 0)]
+        ids[i, 0], values[i, 0] = token, logprobs[token]
+        ids[i, 1 : len(best) + 1], values[i, 1 : len(best) + 1] = best, logprobs[best]
+    return Logprobs(ids, values, np.ones(len(likely), np.int32))

@@ -18,12 +18,13 @@ Entry = tuple[Sequence, int, int, int, int]
 class StepBuilder:
     """Rows opened, blocks given and chunks planned so far, as plain lists."""
 
-    __slots__ = ("blocks", "chunks", "entries", "id", "num_tokens", "opened", "reset")
+    __slots__ = ("blocks", "chunks", "entries", "id", "num_tokens", "opened", "reset", "tokens")
 
     def __init__(self, step_id: int, num_groups: int, *, reset: bool) -> None:
         self.id = step_id
         self.reset = reset
         self.opened: list[Sequence] = []
+        self.tokens: list[tuple[int, int, list[int]]] = []
         self.blocks: list[list[tuple[int, int, list[int]]]] = [[] for _ in range(num_groups)]
         self.chunks: list[tuple[int, ...]] = []
         self.entries: list[Entry] = []
@@ -33,7 +34,12 @@ class StepBuilder:
         """The runner meets a sequence: all it knows of tokens and blocks travels."""
         assert seq.table is not None
         self.opened.append(seq)
+        self.tokens.append((seq.row, 0, seq.tokens))
         self.give_blocks(seq, seq.table.firsts)
+
+    def correct(self, seq: Sequence) -> None:
+        """The last token of a sequence is another one than was sampled."""
+        self.tokens.append((seq.row, len(seq.tokens) - 1, seq.tokens[-1:]))
 
     def give_blocks(self, seq: Sequence, firsts: Listing[int]) -> None:
         """The table of a sequence changed, in each group from an index on."""
@@ -44,12 +50,11 @@ class StepBuilder:
 
     def build(self, moves: list[Move]) -> Step:
         """The step."""
-        tokens = Writes.of([(seq.row, 0, seq.tokens) for seq in self.opened])
         return Step(
             self.id,
             self.reset,
             _opens(self.opened),
-            tokens,
+            Writes.of(self.tokens),
             [Writes.of(spans) for spans in self.blocks],
             moves,
             Chunks.of(self.chunks),
@@ -73,7 +78,7 @@ def _opens(sequences: list[Sequence]) -> Opens:
         top_ps=[p.top_p for p in params],
         top_ks=[max(p.top_k, 0) for p in params],
         min_ps=[p.min_p for p in params],
-        num_logprobs=[-1 if p.logprobs is None else p.logprobs for p in params],
+        num_logprobs=[seq.num_logprobs for seq in sequences],
         num_prompt_logprobs=[-1 if p.prompt_logprobs is None else p.prompt_logprobs for p in params],
         prompt_lens=[len(seq.request.prompt) for seq in sequences],
         min_lens=[len(seq.request.prompt) + p.min_tokens for seq, p in zip(sequences, params, strict=True)],

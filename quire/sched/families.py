@@ -22,14 +22,20 @@ class Families:
         """Those that have not ended; none of an unknown request."""
         return list(self._members.get(request_id, ()))
 
-    def add(self, request_id: str, sequences: list[Sequence]) -> None:
-        """A request arrives: queue those that have to compute its prompt, hold the others."""
+    def add(self, request_id: str, sequences: list[Sequence]) -> list[Sequence]:
+        """A request arrives: queue those that have to compute its prompt, which it returns, and hold the others."""
         self._members[request_id] = list(sequences)
-        num_first = 1 if sequences[0].num_shared else len(sequences)
+        held_back = sequences[0].num_shared or sequences[0].request.beams
+        num_first = 1 if held_back else len(sequences)
         for seq in sequences[:num_first]:
             self._queue.put(seq)
         if sequences[num_first:]:
             self._held[request_id] = sequences[num_first:]
+        return sequences[:num_first]
+
+    def hold(self, seq: Sequence) -> None:
+        """One that has no part for now."""
+        self._held.setdefault(seq.request.id, []).append(seq)
 
     def release(self, request_id: str) -> list[Sequence]:
         """Those that were held, and are no longer."""
@@ -42,15 +48,17 @@ class Families:
         relatives = self._members[seq.request.id]
         return next((one for one in relatives if one.row >= 0 and one.num_written >= seq.num_shared), None)
 
-    def remove(self, seq: Sequence) -> None:
-        """A sequence has ended. If the others still waited for it, the next takes its part."""
+    def remove(self, seq: Sequence) -> Sequence | None:
+        """A sequence has ended. If the others still waited for it, the next takes its part, and is returned."""
         request_id = seq.request.id
         relatives = self._members[request_id]
         relatives.remove(seq)
         if not relatives:
             del self._members[request_id]
         held = self.release(request_id)
-        if held:
-            self._queue.put(held[0])
-            if held[1:]:
-                self._held[request_id] = held[1:]
+        if not held:
+            return None
+        self._queue.put(held[0])
+        if held[1:]:
+            self._held[request_id] = held[1:]
+        return held[0]

@@ -27,7 +27,7 @@ from quire.sched.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 
-FORMAT = 2
+FORMAT = 3
 
 
 class Header(msgspec.Struct, frozen=True, tag=True):
@@ -60,6 +60,16 @@ class Finish(msgspec.Struct, frozen=True, tag=True):
     now: float
 
 
+class Flush(msgspec.Struct, frozen=True, tag=True):
+    """`Scheduler.flush`."""
+
+    now: float
+
+
+class Repair(msgspec.Struct, frozen=True, tag=True):
+    """`Scheduler.repair`."""
+
+
 class Plan(msgspec.Struct, frozen=True, tag=True):
     """`Scheduler.plan`, and its answer: the bytes of a Step, empty for None."""
 
@@ -74,7 +84,7 @@ class Commit(msgspec.Struct, frozen=True, tag=True, eq=False):
     now: float
 
 
-Record = Header | Add | Abort | Finish | Plan | Commit
+Record = Header | Add | Abort | Finish | Flush | Repair | Plan | Commit
 
 
 class JournalError(QuireError):
@@ -102,6 +112,14 @@ class JournalledScheduler(Scheduler):
     def finish(self, seq_id: int, num_tokens: int, now: float) -> None:
         super().finish(seq_id, num_tokens, now)
         self._write(Finish(seq_id, num_tokens, now))
+
+    def flush(self, now: float) -> int:
+        self._write(Flush(now))
+        return super().flush(now)
+
+    def repair(self) -> None:
+        self._write(Repair())
+        super().repair()
 
     def plan(self, now: float) -> Step | None:
         planned = super().plan(now)
@@ -172,6 +190,10 @@ def rerun(records: Iterator[Record]) -> Iterator[tuple[Scheduler, Step | None, b
                 scheduler.abort(request_id, now)
             case Finish(seq_id, num_tokens, now):
                 scheduler.finish(seq_id, num_tokens, now)
+            case Flush(now):
+                scheduler.flush(now)
+            case Repair():
+                scheduler.repair()
             case Commit(result, now):
                 scheduler.commit(result, now)
             case Plan(now, expected):

@@ -22,6 +22,13 @@ class Queue:
             self._waiting.popleft()
         return self._waiting[0] if self._waiting else None
 
+    def __contains__(self, seq: Sequence) -> bool:
+        return seq in self._waiting
+
+    def remove(self, seq: Sequence) -> None:
+        """Take one out, wherever it stands."""
+        self._waiting.remove(seq)
+
     def pop(self) -> None:
         """Take the head out."""
         self._waiting.popleft()

@@ -31,7 +31,7 @@ class Extras:
         """Those of the next chunk that has any; its `count` tokens begin at `token`."""
         result, (seq, _, _, _, num_told) = self._result, entry
         logprobs = scored = pooled = None
-        if count and result.logprobs is not None and seq.request.params.logprobs is not None:
+        if count and result.logprobs is not None and seq.num_logprobs >= 0:
             logprobs = result.logprobs.slice(token, token + count)
         if num_told and seq.pools:
             pooled = None if result.pooled is None else result.pooled[self._pooled]

@@ -7,43 +7,33 @@ chunked prefill, decode and coming back from preemption are the same rule with o
 Order is by arrival everywhere: `_running` and `_waiting` are sorted by it, and the latest arrival that
 runs is always the one to lose its blocks.
 
-Of a request's n sequences the first computes the prompt; the others are held until that is committed, then
-branch off: they share its blocks, and compute only the last token of the prompt again, for its logits.
+A sequence begins with what the prefix index has of its tokens, and what it computes enters the index as soon as
+it is planned: of requests that arrive together only the first computes what they have in common. Of a request's n
+sequences the first computes the prompt; the others are held until that is committed, then branch off: they share
+its blocks, and compute only the last token of the prompt again, for its logits.
 
 Up to `steps_in_flight` steps may be planned and not committed. A failed step is rolled back; its
 sequences are then tried one to a step, and one that fails again, alone, ends with an error.
 """
 
-from bisect import insort
 from collections import deque
-from dataclasses import dataclass
 
+from quire.cache.index import Cause
 from quire.cache.kv_cache import KVCache
-from quire.cache.table import BlockTable
 from quire.config import SchedulerConfig
-from quire.core.events import Admitted, Arrived, Event, Finished, Preempted, StepFailed
+from quire.core.explanation import Explanation
 from quire.core.output import Output
 from quire.core.request import Request
 from quire.core.step import ChunkOutput, Late, Step, StepResult
 from quire.cost.pace import Pace
 from quire.errors import ConfigError, RequestError
 from quire.sched.builder import Entry, StepBuilder
-from quire.sched.families import Families
-from quire.sched.queue import ARRIVAL, Queue
+from quire.sched.lives import Launched, Lives, cause_of
 from quire.sched.results import NOTHING, Extras, News
+from quire.sched.searches import Searches, check_search
 from quire.sched.sequence import Sequence
 
 _NONE, _SAMPLE, _POOL = int(ChunkOutput.NONE), int(ChunkOutput.SAMPLE), int(ChunkOutput.POOL)
-_MOST_EVENTS = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class _Launched:
-    """A step in flight."""
-
-    id: int
-    entries: list[Entry]
-    num_tokens: int
 
 
 class Scheduler:
@@ -58,35 +48,27 @@ class Scheduler:
         self.config = config
         self.cache = cache
         self.pace = Pace()
-        self.events: deque[Event] = deque(maxlen=_MOST_EVENTS)
-        self.num_preemptions = 0
-        self._sequences: dict[int, Sequence] = {}
-        self._queue = Queue()
-        self._families = Families(self._queue)
-        self._running: list[Sequence] = []
-        self._branched: list[Sequence] = []  # of those running, the ones that the runner has not met
+        self._lives = Lives(config, cache)
+        self.accounts = self._lives.accounts
+        self._searches = Searches(cache, self._lives)
         self._suspects: deque[Sequence] = deque()
-        self._in_flight: deque[_Launched] = deque()
-        self._free_rows = list(range(config.max_num_seqs))[::-1]
-        self._spare = [int(pool.num_blocks * config.watermark) for pool in cache.pools]
-        self._next_seq = 0
         self._next_step = 0
         self._reset = True  # the runner has no rows yet, or cannot rely on those it has
 
     @property
     def num_running(self) -> int:
         """Sequences that have a row and blocks."""
-        return len(self._running)
+        return len(self._lives.rows.running)
 
     @property
     def num_waiting(self) -> int:
         """Sequences that wait for a row and blocks."""
-        return len(self._sequences) - len(self._running)
+        return len(self._lives.sequences) - len(self._lives.rows.running)
 
     @property
     def has_work(self) -> bool:
         """Whether a sequence is unfinished or a step is in flight."""
-        return bool(self._sequences or self._in_flight)
+        return bool(self._lives.sequences or self._lives.in_flight)
 
     def close(self) -> None:
         """Nothing is to be done here; a scheduler that writes a journal closes it."""
@@ -94,23 +76,18 @@ class Scheduler:
     # Inputs: what happens to requests
 
     def add(self, request: Request, now: float) -> None:
-        """Queue a request. Raises RequestError for an id that is in use."""
-        if request.id in self._families:
+        """Queue a request. Raises RequestError for an id that is in use, and for a beam search that cannot fit."""
+        if request.id in self._lives.families:
             raise RequestError(f"request id {request.id!r} is in use; choose another", "request_id")
-        sequences = []
-        for index in range(request.params.n):
-            seq = Sequence(self._next_seq, request, index, now)
-            self._next_seq += 1
-            self._sequences[seq.id] = seq
-            sequences.append(seq)
-        self._families.add(request.id, sequences)
-        self.events.append(Arrived(now, request.id, len(request.prompt)))
+        check_search(request, self.config, self.cache.config)
+        first, *_ = self._lives.add(request, now)
+        if request.beams is not None:
+            self._searches.add(first)
 
     def abort(self, request_id: str, now: float) -> None:
         """Give up a request. Nothing more is said about it; an unknown id is ignored."""
-        self._families.release(request_id)
-        for seq in self._families.members(request_id):
-            self._end(seq, "abort", now)
+        self._searches.drop(request_id)
+        self._lives.end_all(request_id, "abort", now)
 
     def finish(self, seq_id: int, num_tokens: int, now: float) -> None:
         """The front end saw the end of a sequence after `num_tokens` output tokens (a stop string).
@@ -120,33 +97,51 @@ class Scheduler:
         """
         if num_tokens < 0:
             raise ValueError(f"a sequence cannot have ended after {num_tokens} tokens")
-        seq = self._sequences.get(seq_id)
-        if seq is not None:
+        seq = self._lives.sequences.get(seq_id)
+        if seq is not None and seq.request.beams is None:  # beams end when all of them are heard
             del seq.tokens[len(seq.request.prompt) + num_tokens :]
-            self._end(seq, "stop", now)
+            self._lives.end(seq, "stop", now)
+
+    def flush(self, now: float) -> int:
+        """Evict all cached KV that nobody uses; how many blocks were freed."""
+        return self.cache.flush(Cause(now))
+
+    def explain(self, request_id: str, now: float) -> Explanation | None:
+        """What became of a request and why; None where it is unknown or forgotten."""
+        return self.accounts.explain(request_id, [seq.id for seq in self._lives.families.members(request_id)], now)
 
     # The loop: plan, late, commit
 
     def plan(self, now: float) -> Step | None:
         """The next step, or None when nothing can run before a commit."""
         suspect = self._next_suspect()
-        alone = self._reset or suspect is not None  # such a step waits for those in flight
-        if len(self._in_flight) >= (1 if alone else self.config.steps_in_flight):
+        alone = self._reset or suspect is not None  # no other step is in flight beside it
+        in_flight = self._lives.in_flight
+        if len(in_flight) >= (1 if alone else self.config.steps_in_flight) or (in_flight and in_flight[-1].alone):
             return None
         builder = StepBuilder(self._next_step, len(self.cache.pools), reset=self._reset)
         if suspect is None:
-            self._branch_waiting(now)
-        left = self._advance(self._running if suspect is None else [suspect], builder, now)
-        for seq in self._running if self._reset else self._branched:
-            builder.open(seq)  # after advancing, which may have preempted some
+            self._lives.branch_waiting(now)
+        left = self._advance(self._lives.rows.running if suspect is None else [suspect], builder, now)
         if suspect is None:
-            self._admit(builder, left, now)
+            self._admit(builder, left, now, self._lives.spare if self._lives.rows.running else None)
+            while not (builder.chunks or self._lives.in_flight or self._lives.queue.head is None):
+                self._unblock(builder, left, now)
+        else:
+            self.accounts.held_up("failure", now)
+        opened = {seq.id for seq in builder.opened}
+        for seq in self._lives.rows.running if self._reset else self._lives.rows.unmet:
+            if seq.id not in opened:
+                builder.open(seq)
+        for seq in () if self._reset else self._lives.rows.corrected:
+            builder.correct(seq)
+        self.accounts.evicted(self.cache.num_evicted, now)
         if not builder.chunks:
             return None
         self._reset = False
-        self._branched = []
+        self._lives.rows.told()
         self._next_step += 1
-        self._in_flight.append(_Launched(builder.id, builder.entries, builder.num_tokens))
+        self._lives.in_flight.append(Launched(builder.id, builder.entries, builder.num_tokens, alone))
         return builder.build(self.cache.launched(builder.id))
 
     def late(self, step: Step) -> Late:
@@ -156,11 +151,14 @@ class Scheduler:
 
     def commit(self, result: StepResult, now: float) -> list[Output]:
         """Take in what came of the oldest step in flight."""
-        if not self._in_flight or self._in_flight[0].id != result.step_id:
+        if not self._lives.in_flight or self._lives.in_flight[0].id != result.step_id:
             raise ValueError(f"step {result.step_id} was committed, but is not the oldest in flight")
-        launched = self._in_flight.popleft()
+        launched = self._lives.in_flight.popleft()
         if result.error:
-            self.cache.failed(launched.id)
+            alone = launched.entries[0][0].id if len(launched.entries) == 1 else None
+            for seq_id in self.cache.failed(launched.id):
+                if seq_id != alone:  # nobody begins with what it writes itself
+                    self._lives.begin_again(self._lives.sequences[seq_id], now)
             return self._roll_back(launched, result.error, now)
         self.cache.collected(launched.id)
         self.pace.observe(launched.num_tokens, result.seconds)
@@ -172,20 +170,22 @@ class Scheduler:
             if not seq.finished and seq.epoch == epoch:
                 seq.suspect = False
                 self._wrote(seq, stop, now)
-                if count or num_told or seq.is_over:
+                if seq.request.beams is not None:
+                    outputs += self._hear(seq, tokens[at : at + count], news, now)
+                elif count or num_told or seq.is_over:
                     outputs.append(self._take(entry, tokens[at : at + count], news, now))
             at += count
         return outputs
 
     @property
     def leaks(self) -> bool:
-        """Whether nothing is left to do and yet not every block is free. Costs nothing: asked after each step."""
-        return not self.has_work and self.cache.num_free < self.cache.num_blocks
+        """Whether nothing is left to do and yet somebody uses a block. Costs nothing: asked after each step."""
+        return not self.has_work and self.cache.pools.num_available < self.cache.pools.num_blocks
 
     def check(self) -> list[str]:
         """Complaints about memory that does not add up, or that nobody should own; empty when all is well."""
         wrong = self.cache.check()
-        strangers = [seq_id for seq_id in self.cache.tables if not self._is_running(seq_id)]
+        strangers = [seq_id for seq_id in self.cache.tables if not self._lives.is_running(seq_id)]
         if strangers:
             wrong.append(f"sequences {strangers} do not run and have tables")
         return wrong
@@ -193,12 +193,9 @@ class Scheduler:
     def repair(self) -> None:
         """Give back what nobody should own, and make reference counts add up. For an engine that has logged `check`."""
         for seq_id in list(self.cache.tables):
-            if not self._is_running(seq_id):
+            if not self._lives.is_running(seq_id):
                 self.cache.release(seq_id)
         self.cache.repair()
-
-    def _is_running(self, seq_id: int) -> bool:
-        return seq_id in self._sequences and self._sequences[seq_id].row >= 0
 
     # Planning
 
@@ -215,13 +212,14 @@ class Scheduler:
             start = seq.num_computed
             lacking = min(len(seq.tokens) + seq.num_pending, seq.limit) - start
             if lacking <= 0:
+                seq.table.launched = start  # type: ignore[union-attr]  # it runs
                 spare += 1
                 i += 1
                 continue
             take = min(lacking, 1 + max(spare, 0))
             if start + take > seq.table.capacity and not self._grow(seq, start + take, builder, now):  # type: ignore[union-attr]
-                if seq.row < 0:  # it was the latest arrival itself
-                    continue
+                if seq.row < 0:  # it was the latest arrival itself, and the last
+                    break
                 spare += 1
             else:
                 self._plan_chunk(seq, take, builder)
@@ -232,39 +230,67 @@ class Scheduler:
     def _grow(self, seq: Sequence, num_tokens: int, builder: StepBuilder, now: float) -> bool:
         """Back the first `num_tokens` positions, preempting the latest arrivals while blocks are short."""
         assert seq.table is not None
-        while (firsts := self.cache.grow(seq.table, num_tokens)) is None:
+        while (firsts := self.cache.grow(seq.table, num_tokens, cause=cause_of(seq, now))) is None:
             if self.cache.fits_once_collected(seq.table, num_tokens):
                 return False  # steps in flight are about to give back enough
-            if self.cache.windowed and self._is_in_flight(seq):
+            if self.cache.windowed and self._lives.is_in_flight(seq):
                 return False  # when they are committed, blocks of its own leave the window
-            victim = self._running[-1]
-            self._preempt(victim, f"no free block for sequence {seq.id}", now)
+            victim = self._lives.rows.running[-1]
+            self._lives.preempt(victim, f"no free block for sequence {seq.id}", now)
             if victim is seq:
                 return False
         builder.give_blocks(seq, firsts)
         return True
 
-    def _admit(self, builder: StepBuilder, left: int, now: float) -> None:
-        """Start waiting sequences, first come first served, while tokens, rows and blocks last."""
-        while left > 0 and self._free_rows and (seq := self._queue.head) is not None:
-            if self._is_in_flight(seq):
-                return  # preempted a moment ago: tokens of it are still under way
-            take = min(len(seq.tokens), seq.limit, left)
-            table = self.cache.open(seq.id)
-            spare = self._spare if self._running else None
-            if self.cache.grow(table, take, reserve=len(seq.tokens), spare=spare) is None:
-                self.cache.release(seq.id)
+    def _admit(self, builder: StepBuilder, left: int, now: float, spare: list[int] | None) -> None:
+        """Start waiting sequences, first come first served, while tokens, rows and blocks last.
+
+        spare: blocks of each group to be left for growth.
+        """
+        while (seq := self._lives.queue.head) is not None:
+            if left <= 0 or not self._lives.rows.has_free:
+                self.accounts.held_up("tokens" if left <= 0 else "rows", now)
                 return
-            self._queue.pop()
-            self._run(seq, table, 0, now)
+            if self._lives.is_in_flight(seq):  # preempted a moment ago: tokens of it are still under way
+                self.accounts.held_up("in_flight", now)
+                return
+            limit = min(len(seq.tokens), seq.limit)
+            admission = self.cache.admit(
+                seq.id,
+                seq.tokens,
+                seq.request.namespace,
+                reusable=seq.reusable,
+                limit=limit,
+                most=left,
+                spare=spare,
+                cause=cause_of(seq, now),
+            )
+            if admission is None:
+                self.accounts.held_up("memory", now)
+                return
+            self._lives.admit(seq, admission, now)
             builder.open(seq)
+            take = min(limit - admission.num_tokens, left)
             self._plan_chunk(seq, take, builder)
             left -= take
+            spare = self._lives.spare
+        self.accounts.held_up("step", now)
+
+    def _unblock(self, builder: StepBuilder, left: int, now: float) -> None:
+        """Nothing runs and somebody waits: beams wait for each other, and hold what the one in the queue needs."""
+        self._admit(builder, left, now, None)
+        if not builder.chunks and self._lives.rows.running:
+            self._lives.preempt(self._lives.rows.running[-1], "its request waits for one that came before", now)
 
     def _plan_chunk(self, seq: Sequence, take: int, builder: StepBuilder) -> None:
         """The sequence's next `take` tokens; the last token known so far yields the next one."""
         start = seq.num_computed
         stop = seq.num_computed = start + take
+        table = seq.table
+        assert table is not None
+        table.launched = start
+        if stop >= table.due and (firsts := self.cache.record(table, start, stop)) is not None:
+            builder.give_blocks(seq, firsts)
         told = max(0, min(stop, seq.to_tell) - max(start, seq.num_told)) if seq.to_tell else 0
         if stop == len(seq.tokens) + seq.num_pending and seq.samples:
             seq.num_pending += 1
@@ -274,47 +300,6 @@ class Scheduler:
         builder.entries.append((seq, start, stop, seq.epoch, told))
         builder.num_tokens += take
         seq.last_step = builder.id
-
-    def _run(self, seq: Sequence, table: BlockTable, num_computed: int, now: float) -> None:
-        """A sequence that waited has blocks and gets a row."""
-        seq.row = self._free_rows.pop()
-        seq.table = table
-        seq.num_computed = seq.num_written = num_computed
-        insort(self._running, seq, key=ARRIVAL)
-        self.events.append(Admitted(now, seq.request.id, seq.id, now - seq.since, num_computed))
-
-    def _preempt(self, seq: Sequence, reason: str, now: float) -> None:
-        """Take a sequence's row and blocks; it goes back to the queue and is computed again."""
-        self.num_preemptions += 1
-        self.events.append(Preempted(now, seq.request.id, seq.id, seq.num_computed, reason))
-        self._free(seq)
-        seq.num_computed = seq.num_written = 0
-        seq.since = now
-        self._queue.put(seq)
-
-    def _is_in_flight(self, seq: Sequence) -> bool:
-        return bool(self._in_flight) and seq.last_step >= self._in_flight[0].id
-
-    # Sequences of one request: the prompt is computed once
-
-    def _branch_waiting(self, now: float) -> None:
-        """Start those at the head of the queue whose prompt is computed: never run yet, or preempted."""
-        while (seq := self._queue.head) is not None:
-            donor = self._families.donor(seq)
-            if donor is None or self._is_in_flight(seq) or not self._branch(seq, donor, now):
-                return
-            self._queue.pop()
-
-    def _branch(self, seq: Sequence, donor: Sequence, now: float) -> bool:
-        """Start a sequence on the KV of `donor`, up to the last token of their prompt, where there is room."""
-        if not self._free_rows:
-            return False
-        table = self.cache.branch(donor.id, seq.id, seq.num_shared, reserve=len(seq.tokens), spare=self._spare)
-        if table is None:
-            return False
-        self._run(seq, table, seq.num_shared, now)
-        self._branched.append(seq)
-        return True
 
     def _next_suspect(self) -> Sequence | None:
         """A running sequence that was part of a failed step and has not run since."""
@@ -334,9 +319,7 @@ class Scheduler:
             return
         seq.num_written = num_tokens
         if num_tokens >= seq.num_shared > 0:
-            for held in self._families.release(seq.request.id):
-                if not self._branch(held, seq, now):
-                    self._queue.put(held)
+            self._lives.branch_held(seq, now)
         if self.cache.windowed:
             assert seq.table is not None
             self.cache.trim(seq.table, num_tokens)
@@ -347,46 +330,51 @@ class Scheduler:
         if num_told:
             seq.num_told = min(stop, seq.to_tell)
         kept, reason, error = seq.extend(tokens) if tokens else (tokens, None, "")
-        if seq.is_over:
+        if not seq.samples and seq.is_over:
             reason = "stop" if seq.pools else "length"
         if reason is not None:
-            self._end(seq, reason, now)
+            self._lives.end(seq, reason, now)
         stop_token = kept[-1] if kept and reason == "stop" else None
-        request_id = seq.request.id
-        if news is NOTHING:
-            return Output(request_id, seq.index, seq.id, kept, reason, stop_token, error=error)
         logprobs, scored, pooled = news
-        logprobs = None if logprobs is None else logprobs.slice(0, len(kept))
-        return Output(request_id, seq.index, seq.id, kept, reason, stop_token, logprobs, scored, pooled, error=error)
+        if logprobs is not None:
+            logprobs = logprobs.slice(0, len(kept))
+        about = (seq.request.id, seq.index, seq.id, kept, reason, stop_token)
+        return Output(*about, logprobs, scored, pooled, seq.num_cached or 0, None, error)
 
-    def _end(self, seq: Sequence, reason: str, now: float) -> None:
-        """The sequence is over: its row and blocks are free, as soon as no step in flight needs them."""
-        seq.finished = True
-        if seq.row >= 0:
-            self._free(seq)
-        del self._sequences[seq.id]
-        self._families.remove(seq)
-        self.events.append(Finished(now, seq.request.id, seq.id, reason, seq.num_generated))
+    def _hear(self, seq: Sequence, tokens: list[int], news: News, now: float) -> list[Output]:
+        """What came of a chunk of a beam: its candidates, or nothing yet. The search may be over."""
+        if not tokens:
+            return []
+        if tokens[0] < 0 or news.logprobs is None:
+            return self._fail_search(seq, "no token could be chosen: the logits are not finite", now)
+        outputs = self._searches.hear(seq, news.logprobs, now)
+        if outputs:
+            self._lives.end_all(seq.request.id, "stop", now)
+        return outputs
 
-    def _free(self, seq: Sequence) -> None:
-        self._running.remove(seq)
-        self._branched = [one for one in self._branched if one is not seq]
-        self.cache.release(seq.id)
-        self._free_rows.append(seq.row)
-        seq.row, seq.table = -1, None
+    def _fail_search(self, seq: Sequence, error: str, now: float) -> list[Output]:
+        """A beam failed, and with it the search."""
+        request = seq.request
+        self._searches.drop(request.id)
+        self._lives.end_all(request.id, "error", now)
+        return [Output(request.id, i, seq.id, [], "error", error=error) for i in range(request.params.n)]
 
-    def _roll_back(self, failed: _Launched, error: str, now: float) -> list[Output]:
+    def _roll_back(self, failed: Launched, error: str, now: float) -> list[Output]:
         """Undo a failed step. Its sequences become suspects; one that fails again, alone, ends with the error."""
         self._reset = True
-        self.events.append(StepFailed(now, "", failed.id, error))
+        self.accounts.failed(failed.id, error, now)
         alive = [(seq, start) for seq, start, _, epoch, _ in failed.entries if not seq.finished and seq.epoch == epoch]
         outputs = []
         for seq, start in alive:
             seq.epoch += 1  # chunks of it in later steps built on this one
             seq.num_pending = 0
             seq.num_computed = min(seq.num_computed, start)
+            if seq.table is not None:
+                seq.table.launched = min(seq.table.launched, start)
             if seq.suspect and len(failed.entries) == 1:
-                self._end(seq, "error", now)
+                if seq.request.beams is not None:
+                    return self._fail_search(seq, error, now)
+                self._lives.end(seq, "error", now)
                 outputs.append(Output(seq.request.id, seq.index, seq.id, [], "error", error=error))
             else:
                 seq.suspect = True

@@ -26,7 +26,9 @@ class Sequence:
         "last_step",
         "limit",
         "min_length",
+        "num_cached",
         "num_computed",
+        "num_logprobs",
         "num_pending",
         "num_shared",
         "num_told",
@@ -55,9 +57,14 @@ class Sequence:
         self.pools = request.pooling is not Pooling.NONE
         # nobody needs the KV of the last token, nor, where none is sampled, the logits of the prompt's last one
         self.limit = self.end if self.pools else max(self.end - 1, 1)
+        if request.beams is not None:
+            self.limit = len(request.prompt)  # what comes next is chosen among all beams
         # positions that all n sequences have in common; the prompt's last token is computed by each, for its logits
-        self.num_shared = len(request.prompt) - 1 if request.params.n > 1 and self.samples else 0
+        shares = request.params.num_sequences > 1 and self.samples and request.beams is None
+        self.num_shared = len(request.prompt) - 1 if shares else 0
+        self.num_logprobs = _num_logprobs(request)
         self.to_tell = _positions_to_tell(request, index)
+        self.num_cached: int | None = None  # tokens of the prompt that were not computed; None before it runs
         self.num_computed = 0
         self.num_pending = 0
         self.num_written = 0
@@ -92,6 +99,20 @@ class Sequence:
         return kept, None, ""
 
     @property
+    def reusable(self) -> int:
+        """Leading positions that need not be computed if their KV is there.
+
+        The last known token is, for its logits; and so is what something is still to be told about.
+        """
+        told = self.num_told if self.num_told < self.to_tell else len(self.tokens)
+        return min(told, len(self.tokens) - 1, self.limit - 1)
+
+    @property
+    def num_valid(self) -> int:
+        """Leading positions whose KV, once the steps in flight are over, is that of its tokens."""
+        return min(self.num_computed, len(self.tokens))
+
+    @property
     def is_over(self) -> bool:
         """Whether it gets no tokens and all else is done."""
         return not self.samples and self.num_written >= self.limit
@@ -104,3 +125,11 @@ def _positions_to_tell(request: Request, index: int) -> int:
     if request.params.prompt_logprobs is not None and index == 0:
         return len(request.prompt) - 1  # each says how likely the next token of the prompt was
     return 0
+
+
+def _num_logprobs(request: Request) -> int:
+    """Alternatives whose logprobs are told beside each sampled token; -1: nothing is told."""
+    if request.beams is not None:
+        return request.beams.num_candidates
+    needed = request.params.num_logprobs_needed
+    return -1 if needed is None else needed

@@ -11,6 +11,7 @@ from quire.engine.outputs import CompletionOutput, Delta
 from quire.engine.transcript import Transcript
 from quire.params import SamplingParams
 from quire.server.errors import renamed
+from quire.server.gate import caller_of
 from quire.server.limits import check_told
 from quire.server.logprobs import LogprobFormat, plain_rows
 from quire.server.reply import Reply
@@ -32,10 +33,11 @@ def chat_routes(service: Service) -> APIRouter:
         service.check_model(body.model)
         with renamed(body.engine_names()):
             params = body.sampling_params(service.sampling_defaults)
+            beams = body.beams(params, vocab_size=service.vocab_size, num_end_tokens=service.num_end_tokens)
             asked, beginning = await service.aside.run(lambda: _read(service, body, params))
             check_told(asked, ids=bool(body.return_token_ids), choices=False)
             answer = ChatAnswer(service, body, params, beginning)
-            reply = await service.start(answer.id, asked)
+            reply = await service.start(answer.id, asked, caller_of(request).namespace(body.cache_salt), beams)
         return await respond(request, answer, reply, stream=bool(body.stream))
 
     return router

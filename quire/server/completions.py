@@ -11,6 +11,8 @@ from quire.engine.outputs import CompletionOutput, Delta
 from quire.engine.prompts import listed
 from quire.params import SamplingParams
 from quire.server.echo import Echo, echo_of
+from quire.server.errors import renamed
+from quire.server.gate import caller_of
 from quire.server.limits import check_choices, check_told
 from quire.server.logprobs import LogprobFormat
 from quire.server.opening import Opening, Openings
@@ -31,13 +33,15 @@ def completion_routes(service: Service) -> APIRouter:
         """Continue a prompt, or each of several."""
         service.check_model(body.model)
         params = body.sampling_params(service.sampling_defaults)
+        beams = body.beams(params, vocab_size=service.vocab_size, num_end_tokens=service.num_end_tokens)
         prompts = listed(body.prompt)
         each = [params] * len(prompts)
-        check_choices(each)
+        check_choices(each, width=beams.width if beams else 1)
         asked = await service.tokenize(prompts, each, add_special_tokens=body.add_special_tokens)
         check_told(asked, ids=bool(body.return_token_ids or body.echo))
         answer = CompletionAnswer(service, body, params, await _echoes(service, body, asked))
-        reply = await service.start(answer.id, asked)
+        with renamed(body.search_names()):
+            reply = await service.start(answer.id, asked, caller_of(request).namespace(body.cache_salt), beams)
         return await respond(request, answer, reply, stream=bool(body.stream))
 
     return router

@@ -10,9 +10,8 @@ import numpy as np
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
-from quire.core.step import Pooling
 from quire.engine.async_engine import EngineStopped
-from quire.engine.embeddings import EmbeddingFailed, Pooled, PooledBatch, pooling_of
+from quire.engine.embeddings import EmbeddingFailed, PooledBatch, pooling_of
 from quire.engine.generations import Generation
 from quire.engine.outputs import RequestMetrics
 from quire.engine.prompts import listed
@@ -20,7 +19,9 @@ from quire.errors import RequestError
 from quire.params import SamplingParams
 from quire.server.body import Body, about, without_effect
 from quire.server.errors import renamed
-from quire.server.field_types import MAX_PROMPTS, Prompts
+from quire.server.field_types import MAX_PROMPTS, Prompts, Salt
+from quire.server.gate import caller_of
+from quire.server.respond import REQUEST_ID
 from quire.server.service import Service
 from quire.server.sse import while_connected
 
@@ -38,6 +39,7 @@ class EmbeddingBody(Body):
     normalize: bool | None = about("Scale vectors to length 1; true by default.")
     truncate_prompt_tokens: int | None = about("Keep that many tokens at the input's end; -1: as many as fit.")
     add_special_tokens: bool | None = about("Let the tokenizer add begin and end tokens to a text; true by default.")
+    cache_salt: Salt | None = about("Share cached tokens only with requests of the same salt (1 to 256 characters).")
     user: object = without_effect()
 
 
@@ -56,10 +58,12 @@ def embedding_routes(service: Service) -> APIRouter:
             )
         with renamed({"prompt": "input"}):
             asked = await _tokenize(service, body)
-            pooled = await while_connected(request.receive, _embed(service, asked, pooling))
-        vectors = [one.vector(normalized=body.normalize is not False) for one in pooled]
-        answer = _answer(service, vectors, sum(len(one.prompt_token_ids) for one in pooled), body.encoding_format)
-        return Response(msgspec.json.encode(answer), media_type="application/json")
+            batch = PooledBatch(asked, pooling, caller_of(request).namespace(body.cache_salt))
+            await while_connected(request.receive, _embed(service, batch))
+        vectors = [one.vector(normalized=body.normalize is not False) for one in batch]
+        answer = _answer(service, vectors, sum(len(one.prompt_token_ids) for one in batch), body.encoding_format)
+        headers = {REQUEST_ID: batch.id}
+        return Response(msgspec.json.encode(answer), headers=headers, media_type="application/json")
 
     return router
 
@@ -72,10 +76,9 @@ async def _tokenize(service: Service, body: EmbeddingBody) -> list[Generation]:
     return await service.tokenize(prompts, [params] * len(prompts), add_special_tokens=body.add_special_tokens)
 
 
-async def _embed(service: Service, asked: Sequence[Generation], pooling: Pooling) -> list[Pooled]:
+async def _embed(service: Service, batch: PooledBatch) -> None:
     """Compute all of them. Raises RequestError, EmbeddingFailed, EngineStopped."""
     metrics = RequestMetrics(time.monotonic())
-    batch = PooledBatch(asked, pooling)
     stream = await service.engine.generate(batch.requests)
     unfinished = "abort"
     try:
@@ -90,7 +93,6 @@ async def _embed(service: Service, asked: Sequence[Generation], pooling: Pooling
         for one in batch:
             service.metrics.sequence_ended(one.finish_reason or unfinished)
             service.metrics.request_ended(metrics, time.monotonic())
-    return list(batch)
 
 
 def _answer(

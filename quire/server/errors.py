@@ -4,6 +4,7 @@ import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import ClassVar
 from uuid import uuid4
 
 import msgspec
@@ -32,8 +33,22 @@ _WORD = re.compile(r"\w+")
 _TYPE_NAME = re.compile(r"str|int|float|bool|.*\[.*")  # what pydantic puts into a place where it tried several types
 
 
-class UnknownModel(RequestError):
+class Unknown(RequestError):
+    """What the request names is not here."""
+
+    code: ClassVar[str]
+
+
+class UnknownModel(Unknown):
     """The request names a model that is not served here."""
+
+    code = "model_not_found"
+
+
+class UnknownRequest(Unknown):
+    """There was no such request lately, or it was another tenant's: nobody can tell which."""
+
+    code = "request_not_found"
 
 
 class Busy(HTTPException):
@@ -41,6 +56,43 @@ class Busy(HTTPException):
 
     def __init__(self) -> None:
         super().__init__(429, "too many requests wait to be read; try again in a second", {"retry-after": "1"})
+
+
+class NotAllowed(HTTPException):
+    """The caller may not do this."""
+
+    code: ClassVar[str]
+
+
+class Unauthenticated(NotAllowed):
+    """No key came with the request, or one that nobody has."""
+
+    code = "invalid_api_key"
+
+    def __init__(self) -> None:
+        message = (
+            "this server needs an API key that it knows, in the header `Authorization: Bearer KEY`; ask who runs it "
+            "for one"
+        )
+        super().__init__(401, message, {"www-authenticate": "Bearer"})
+
+
+class Forbidden(NotAllowed):
+    """The key is not one of those who run the server."""
+
+    code = "insufficient_permissions"
+
+    def __init__(self) -> None:
+        super().__init__(403, "this is for those who run the server; it needs a key with the role admin")
+
+
+class CrossSite(NotAllowed):
+    """A page of another site made a browser ask for a change."""
+
+    code = "cross_site_request"
+
+    def __init__(self) -> None:
+        super().__init__(403, "a page of another site may not ask for this; ask with a program such as curl")
 
 
 class SequenceFailed(Exception):
@@ -57,8 +109,10 @@ def error_object(status: int, message: str, param: str | None = None, code: str 
 def describe(error: Exception) -> tuple[int, dict[str, object]]:
     """The status and the body for any exception; an unexpected one is logged under the id that the client sees."""
     match error:
-        case UnknownModel():
-            return 404, error_object(404, str(error), "model", "model_not_found")
+        case Unknown():
+            return 404, error_object(404, str(error), error.param, error.code)
+        case NotAllowed():
+            return error.status_code, error_object(error.status_code, error.detail, None, error.code)
         case ContextLengthExceeded():
             return 400, error_object(400, str(error), error.param, "context_length_exceeded")
         case RequestError():
@@ -81,6 +135,13 @@ def describe(error: Exception) -> tuple[int, dict[str, object]]:
     return 500, error_object(500, f"an unexpected error; the server's log describes it under {number}", code=number)
 
 
+def response_to(error: Exception) -> Response:
+    """What a client sees of an exception."""
+    status, body = describe(error)
+    headers = error.headers if isinstance(error, HTTPException) else None
+    return Response(msgspec.json.encode(body), status, headers, "application/json")
+
+
 @contextmanager
 def renamed(names: Mapping[str, str]) -> Iterator[None]:
     """RequestErrors raised inside call fields as this route does: `names` maps the engine's names to the route's.
@@ -101,9 +162,7 @@ def install(app: FastAPI) -> None:
     """Let the app answer every exception with an error object."""
 
     async def answer(_request: Request, error: Exception) -> Response:
-        status, body = describe(error)
-        headers = error.headers if isinstance(error, HTTPException) else None
-        return Response(msgspec.json.encode(body), status, headers, "application/json")
+        return response_to(error)
 
     known = (RequestError, ModelError, EngineStopped, SequenceFailed, EmbeddingFailed, RequestValidationError)
     for kind in (*known, UnicodeEncodeError):

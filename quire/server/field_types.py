@@ -15,6 +15,7 @@ T = TypeVar("T")
 
 MAX_PROMPTS = 2048  # of embeddings; other routes take fewer
 MAX_PROMPT_TOKENS = 2**20  # in one body, whatever is truncated later
+MAX_SALT = 256  # characters
 
 Listed = Annotated[list[T], Field(fail_fast=True, max_length=MAX_LISTED_TOKENS)]
 PerPrompt = Annotated[list[T], Field(fail_fast=True, max_length=MAX_PROMPTS)]
@@ -42,5 +43,6 @@ def _numbers_only(value: object) -> object:
     return value
 
 
+Salt = Annotated[str, Field(min_length=1, max_length=MAX_SALT)]
 Prompts = Annotated[str | PerPrompt[str] | TokenIds | PerPrompt[TokenIds], WrapValidator(_one_problem)]
 Biases = Annotated[dict[str, float], BeforeValidator(_numbers_only)]

@@ -6,14 +6,17 @@ from quire.engine.generations import Generation
 from quire.errors import RequestError
 from quire.params import SamplingParams
 
-MAX_CHOICES = 1024  # prompts times n
+MAX_CHOICES = 1024  # prompts times n, or times best_of
 MAX_TOLD = 2**20  # token ids and logprobs about prompts, in all choices of an answer
 
 
-def check_choices(params: Sequence[SamplingParams]) -> None:
-    """params: one for each prompt. Raises RequestError for no sequence at all, and for more than MAX_CHOICES."""
-    if not 1 <= sum(one.n for one in params) <= MAX_CHOICES:
-        raise RequestError(f"the number of prompts times n must be 1 to {MAX_CHOICES:,}", "prompt")
+def check_choices(params: Sequence[SamplingParams], width: int = 1) -> None:
+    """params: one for each prompt. width: of a beam search.
+
+    Raises RequestError for no sequence at all, and for more than MAX_CHOICES.
+    """
+    if not 1 <= sum(max(one.num_sequences, width) for one in params) <= MAX_CHOICES:
+        raise RequestError(f"the number of prompts times n (or best_of) must be 1 to {MAX_CHOICES:,}", "prompt")
 
 
 def check_told(asked: Sequence[Generation], *, ids: bool, choices: bool = True) -> None:

@@ -24,10 +24,20 @@ _FROM_ENGINE: tuple[tuple[str, str, type[Metric], Callable[[EngineStats], float]
         GaugeMetricFamily,
         lambda s: s.kv_blocks_used / max(1, s.kv_blocks_total),
     ),
+    ("kv_blocks_cached", "KV blocks kept for prompts to come.", GaugeMetricFamily, lambda s: s.kv_blocks_cached),
     ("last_step_seconds", "Duration of the last step.", GaugeMetricFamily, lambda s: s.last_step_seconds),
     ("prompt_tokens", "Prompt tokens accepted.", CounterMetricFamily, lambda s: s.prompt_tokens),
     ("generation_tokens", "Tokens generated.", CounterMetricFamily, lambda s: s.generation_tokens),
     ("num_preemptions", "Sequences preempted.", CounterMetricFamily, lambda s: s.num_preemptions),
+    (
+        "prefix_cache_queries",
+        "Prompt tokens looked up in the prefix index.",
+        CounterMetricFamily,
+        lambda s: s.prefix_query_tokens,
+    ),
+    ("prefix_cache_hits", "Those whose KV was there.", CounterMetricFamily, lambda s: s.prefix_hit_tokens),
+    ("kv_blocks_evicted", "KV blocks given up for others.", CounterMetricFamily, lambda s: s.kv_blocks_evicted),
+    ("kv_tokens_copied", "Tokens whose KV was copied.", CounterMetricFamily, lambda s: s.kv_tokens_copied),
     ("iterations", "Steps run.", CounterMetricFamily, lambda s: s.num_steps),
     ("iterations_failed", "Steps that failed.", CounterMetricFamily, lambda s: s.failed_steps),
 )
@@ -48,12 +58,12 @@ class Metrics:
         self._registry.register(_EngineFigures(model_name, stats))
 
     def tokens_came(self, metrics: RequestMetrics, before: float | None, now: float, num_tokens: int) -> None:
-        """A sequence got tokens. `before`: when its last ones came, None for the first."""
+        """A sequence got tokens. `before`: when its last ones came; None for the first, with which others may come."""
         if before is None:
             self._first_token.observe(now - metrics.arrival_time)
-            num_tokens -= 1
+            return
         for _ in range(num_tokens):
-            self._between.observe((now - (before or now)) / num_tokens)
+            self._between.observe((now - before) / num_tokens)
 
     def sequence_ended(self, reason: str) -> None:
         """A sequence ended for this reason."""

@@ -1,9 +1,9 @@
-"""Routes for those who run the server: models, liveness, readiness, health, metrics."""
+"""Routes that generate nothing and that any caller may ask: models, liveness, readiness, health."""
 
 import msgspec
-from fastapi import APIRouter, Response
-from prometheus_client import CONTENT_TYPE_LATEST
+from fastapi import APIRouter, Request, Response
 
+from quire.server.gate import caller_of
 from quire.server.service import Service
 
 
@@ -30,17 +30,12 @@ def operation_routes(service: Service) -> APIRouter:
     @router.get("/ready", response_model=None)
     async def ready() -> Response:
         """200 when requests can be served, 503 otherwise."""
-        return _health(service)
+        return _health(service, with_figures=False)
 
     @router.get("/health", response_model=None)
-    async def health() -> Response:
-        """200 when the engine moves, 503 when it has stopped or stalled; with figures."""
-        return _health(service)
-
-    @router.get("/metrics", response_model=None)
-    async def metrics() -> Response:
-        """Figures for Prometheus."""
-        return Response(service.metrics.page(), headers={"content-type": CONTENT_TYPE_LATEST})
+    async def health(request: Request) -> Response:
+        """200 when the engine moves, 503 when it has stopped or stalled; with figures for those who run it."""
+        return _health(service, with_figures=caller_of(request).is_admin)
 
     return router
 
@@ -55,17 +50,19 @@ def _model(service: Service) -> dict[str, object]:
     }
 
 
-def _health(service: Service) -> Response:
+def _health(service: Service, *, with_figures: bool) -> Response:
+    """Figures are about all tenants together; also how long ago the engine moved tells how busy it is."""
     health = service.engine.health()
-    body = {
-        "status": health.problem or "ok",
-        "heartbeat_age_seconds": round(health.heartbeat_age, 3),
-        "requests_running": health.stats.num_running,
-        "requests_waiting": health.stats.num_waiting,
-        "kv_blocks_used": health.stats.kv_blocks_used,
-        "kv_blocks_total": health.stats.kv_blocks_total,
-        "steps": health.stats.num_steps,
-        "failed_steps": health.stats.failed_steps,
-        "last_step_seconds": health.stats.last_step_seconds,
-    }
+    body: dict[str, object] = {"status": health.problem or "ok"}
+    if with_figures:
+        body |= {
+            "heartbeat_age_seconds": round(health.heartbeat_age, 3),
+            "requests_running": health.stats.num_running,
+            "requests_waiting": health.stats.num_waiting,
+            "kv_blocks_used": health.stats.kv_blocks_used,
+            "kv_blocks_total": health.stats.kv_blocks_total,
+            "steps": health.stats.num_steps,
+            "failed_steps": health.stats.failed_steps,
+            "last_step_seconds": health.stats.last_step_seconds,
+        }
     return Response(msgspec.json.encode(body), 503 if health.problem else 200, media_type="application/json")

@@ -1,6 +1,7 @@
 """Reply: the sequences that one HTTP request asked for. Knows the engine's stream and transcripts; no HTTP formats."""
 
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from itertools import accumulate
 
@@ -20,14 +21,14 @@ class Reply:
     ) -> None:
         self.transcripts = transcripts
         self._places = {transcript.request_id: i for i, transcript in enumerate(transcripts)}
-        self._first_choices = [0, *accumulate(transcript.params.n for transcript in transcripts)]
+        self._first_choices = [0, *accumulate(transcript.params.num_sequences for transcript in transcripts)]
         self._stream = stream
         self._finish = finish
         self._metrics = metrics
         self._num_prompt = sum(len(transcript.prompt.ids) for transcript in transcripts)
         self._num_output = 0  # so far; running totals, as a stream may tell them with every chunk
         self._num_cached = 0
-        self._last_tokens: dict[int, float] = {}  # by choice
+        self._last_tokens: dict[tuple[int, int], float] = {}  # when they came, by place and index
         self._unfinished = "abort"  # why sequences will have ended that have no reason of their own
         self._closed = False
 
@@ -54,6 +55,7 @@ class Reply:
                 raise
             now = time.monotonic()
             deltas = [delta for output in outputs if (delta := self._read(output, now)) is not None]
+            self._note_times(deltas, now)
             if deltas:
                 yield deltas
 
@@ -78,8 +80,8 @@ class Reply:
             return
         self._closed = True
         for transcript in self.transcripts:
-            for sequence in transcript.result().outputs:
-                self._metrics.sequence_ended(sequence.finish_reason or self._unfinished)
+            for reason in transcript.finish_reasons:
+                self._metrics.sequence_ended(reason or self._unfinished)
             self._metrics.request_ended(transcript.metrics, time.monotonic())
 
     def _read(self, output: Output, now: float) -> Delta | None:
@@ -95,9 +97,14 @@ class Reply:
         if delta.finish_reason == "error":
             self._unfinished = "error"
             raise SequenceFailed(delta.stop_reason)
-        if delta.token_ids:
-            choice = self.choice(delta)
-            before = self._last_tokens.get(choice)
-            self._metrics.tokens_came(transcript.metrics, before, now, len(delta.token_ids))
-            self._last_tokens[choice] = now
         return delta
+
+    def _note_times(self, deltas: Sequence[Delta], now: float) -> None:
+        """Several deltas of a sequence are one piece where they were read at once."""
+        came = Counter[tuple[int, int]]()
+        for delta in deltas:
+            came[self.place(delta), delta.index] += len(delta.token_ids)
+        for sequence in (one for one, num_tokens in came.items() if num_tokens):
+            metrics = self.transcripts[sequence[0]].metrics
+            self._metrics.tokens_came(metrics, self._last_tokens.get(sequence), now, came[sequence])
+            self._last_tokens[sequence] = now

@@ -10,9 +10,13 @@ from quire.engine.outputs import Delta
 from quire.server.reply import Reply
 from quire.server.sse import EventStream, while_connected
 
+REQUEST_ID = "x-request-id"  # header with the id that `/v1/requests/{id}/explain` takes
+
 
 class Answer(Protocol):
-    """One request's objects in some format."""
+    """One request's objects in some format. id: the request's."""
+
+    id: str
 
     def whole(self, reply: Reply) -> object:
         """Everything at once, when all sequences have ended."""
@@ -23,13 +27,14 @@ class Answer(Protocol):
 
 async def respond(request: Request, answer: Answer, reply: Reply, *, stream: bool) -> Response:
     """The response; `reply` is closed at its end. Raises ClientGone, SequenceFailed, EngineStopped."""
+    headers = {REQUEST_ID: answer.id}
     if stream:
-        return EventStream(answer.events(reply), reply.close)
+        return EventStream(answer.events(reply), reply.close, headers)
     try:
         await while_connected(request.receive, reply.end())
     finally:
         reply.close()
-    return Response(msgspec.json.encode(answer.whole(reply)), media_type="application/json")
+    return Response(msgspec.json.encode(answer.whole(reply)), headers=headers, media_type="application/json")
 
 
 def shows(delta: Delta, *, ids: bool) -> bool:

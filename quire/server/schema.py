@@ -8,11 +8,12 @@ from pydantic import Field
 from quire.errors import RequestError
 from quire.params import SamplingParams
 from quire.server.body import Body, about, not_yet, with_limit, without_effect
-from quire.server.field_types import Biases, Listed, Prompts
+from quire.server.field_types import Biases, Listed, Prompts, Salt
 from quire.server.messages import Messages, TemplateBody
+from quire.server.search import SearchBody
 
 _PASSED_ON = (
-    *("n", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "deterministic"),
+    *("n", "best_of", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "deterministic"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words"),
     *("stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output"),
     *("skip_special_tokens", "spaces_between_special_tokens"),
@@ -29,7 +30,7 @@ class StreamOptions(Body):
     include_obfuscation: bool | None = without_effect()
 
 
-class SamplingBody(Body):
+class SamplingBody(SearchBody):
     """What completions and chat have in common."""
 
     model: str | None = about("The served model; /v1/models lists it.")
@@ -61,14 +62,11 @@ class SamplingBody(Body):
     logprob_token_ids: Listed[int] | None = about("With logprobs: report these tokens, too.")
     return_tokens_as_token_ids: bool | None = about("Logprobs name tokens as 'token_id:5'.")
     return_token_ids: bool | None = about("Add the ids of the prompt and of the output.")
-    best_of: int | None = about("Accepted when it equals n.")
     echo: bool | None = about("Begin the output with the prompt; in chat, with the last message of the assistant.")
+    cache_salt: Salt | None = about("Share cached tokens only with requests of the same salt (1 to 256 characters).")
 
-    length_penalty: Any = not_yet(1.0)
-    use_beam_search: Any = not_yet(False)  # noqa: FBT003 (a value of the field)
     structured_outputs: Any = not_yet()
     response_format: Any = not_yet({"type": "text"})
-    cache_salt: Any = not_yet()
     priority: Any = not_yet(0)
     user: Any = without_effect()
     metadata: Any = without_effect()
@@ -83,11 +81,14 @@ class SamplingBody(Body):
         """As the engine takes them; `defaults` for what is left out. Raises RequestError for a value out of bounds."""
         given = {name: value for name in _PASSED_ON if (value := getattr(self, name)) is not None}
         chosen = {name: value for name, value in overrides.items() if value is not None}
+        if self.use_beam_search:  # what the model recommends is for sampling, but for a length
+            defaults = {"max_tokens": defaults.get("max_tokens")}
         params = SamplingParams(**{**defaults, **given, **chosen})
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options needs stream to be true", "stream_options")
-        if self.best_of not in (None, params.n):
-            raise RequestError("best_of other than n is not supported yet", "best_of")
+        params = self.searched(params)
+        if self.stream:
+            params.check_streamable()
         return params
 
 
@@ -129,12 +130,15 @@ class ChatBody(TemplateBody, SamplingBody):
     def engine_names(self) -> Mapping[str, str]:
         """What the engine calls fields that have another name here -> that name."""
         limit = {} if self.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
-        return {"prompt": "messages", "logprobs": "top_logprobs", **limit}
+        top = {} if self.top_logprobs is None else {"logprobs": "top_logprobs"}
+        return {"prompt": "messages", **top, **limit, **self.search_names()}
 
     def sampling_params(self, defaults: Mapping[str, object]) -> SamplingParams:
         """As the engine takes them. Without a limit an answer may fill the context. Raises RequestError."""
         if self.top_logprobs is not None and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs to be true", "top_logprobs")
+        if self.best_of not in (None, self.n or 1):
+            raise RequestError("best_of other than n is for completions; leave it out", "best_of")
         return self.make_params(
             {"max_tokens": None, **defaults},
             max_tokens=self.max_completion_tokens,

@@ -3,10 +3,12 @@
 import time
 from collections.abc import Sequence
 
-from quire.core.request import check_length
+from quire.core.explanation import Explanation
+from quire.core.namespace import Namespace
+from quire.core.request import Beams, check_length
 from quire.engine.async_engine import AsyncEngine
 from quire.engine.build import Built
-from quire.engine.generations import Generation, generations
+from quire.engine.generations import Generation, generations, part_id
 from quire.engine.prompts import Prompt, tokenize
 from quire.engine.text.template_meter import MAX_SIZE, TooMuch, size_of
 from quire.engine.text.tokenizer import Tokenizer
@@ -15,6 +17,7 @@ from quire.errors import ContextLengthExceeded
 from quire.params import SamplingParams
 from quire.server.aside import Aside
 from quire.server.errors import UnknownModel
+from quire.server.field_types import MAX_PROMPTS
 from quire.server.metrics import Metrics
 from quire.server.reply import Reply
 
@@ -28,7 +31,10 @@ class Service:
         self.model_name = model_name or built.model_name
         self.max_model_len = built.engine.max_model_len
         self.vocab_size = built.engine.vocab_size
+        self.num_end_tokens = built.engine.num_end_tokens
         self.hidden_size = built.hidden_size
+        self.options = built.options
+        self.cache = built.cache
         self.tokenizer: Tokenizer = built.tokenizer
         self.sampling_defaults = built.sampling_defaults
         self.engine = AsyncEngine(built.engine)
@@ -39,7 +45,9 @@ class Service:
     def check_model(self, name: str | None) -> None:
         """Raises UnknownModel unless `name` is served here."""
         if name is not None and name != self.model_name:
-            raise UnknownModel(f"the model {name!r:.200} is not served here; this server has {self.model_name!r}")
+            raise UnknownModel(
+                f"the model {name!r:.200} is not served here; this server has {self.model_name!r}", "model"
+            )
 
     def check_size(self, value: object, param: str) -> None:
         """Raises ContextLengthExceeded for JSON with more text than any tokenizer could fit into the context."""
@@ -75,14 +83,28 @@ class Service:
 
         return await self.aside.run(work)
 
-    async def start(self, request_id: str, asked: Sequence[Generation]) -> Reply:
-        """Queue generations, all or none. Raises RequestError, EngineStopped."""
+    async def start(
+        self, request_id: str, asked: Sequence[Generation], namespace: Namespace, beams: Beams | None = None
+    ) -> Reply:
+        """Queue generations, all or none. The engine knows the i-th of them by `part_id`.
+
+        namespace: whose cached tokens they use. beams: search, in place of sampling. Raises RequestError,
+        EngineStopped.
+        """
         now = time.monotonic()
-        transcripts = [
-            Transcript(f"{request_id}-{i}", generation, self.tokenizer, now=now) for i, generation in enumerate(asked)
-        ]
-        stream = await self.engine.generate([t.generation.request(t.request_id) for t in transcripts])
+        transcripts = [Transcript(part_id(request_id, i), one, self.tokenizer, now=now) for i, one in enumerate(asked)]
+        stream = await self.engine.generate(
+            [one.generation.request(one.request_id, namespace=namespace, beams=beams) for one in transcripts]
+        )
         return Reply(transcripts, stream, self.engine.finish, self.metrics)
+
+    async def explain(self, request_id: str) -> list[Explanation]:
+        """What became of each prompt of a request that runs or ran lately; of an unknown one nothing.
+
+        request_id may also be the engine's name of one prompt. The engine forgets prompts in the order in which they
+        ended, so that any of a batch may be missing: all that there may be are asked for.
+        """
+        return await self.engine.explain([request_id, *(part_id(request_id, i) for i in range(MAX_PROMPTS))])
 
     async def close(self) -> None:
         """End the engine and what runs aside. Open streams fail; may be called again."""

@@ -14,6 +14,7 @@ from quire.engine.transcript import Transcript
 from quire.errors import RequestError
 from quire.params import SamplingParams, is_unicode
 from quire.server.errors import renamed
+from quire.server.gate import caller_of
 from quire.server.limits import check_choices, check_told
 from quire.server.reply import Reply
 from quire.server.respond import respond, shows
@@ -44,10 +45,10 @@ def generate_routes(service: Service) -> APIRouter:
             check_choices(params)
             alone = prompts != given and params[0].n == 1 and not isinstance(body.sampling_params, list)
             entries = EntryFormat(service.tokenizer, with_text=bool(body.return_text_in_logprobs))
-            answer = GenerateAnswer(reports, entries, alone=alone)
+            answer = GenerateAnswer(f"generate-{uuid4().hex}", reports, entries, alone=alone)
             asked = await service.tokenize(prompts, params)
             check_told(asked, ids=False)
-            reply = await service.start(f"generate-{uuid4().hex}", asked)
+            reply = await service.start(answer.id, asked, caller_of(request).namespace(body.salt()))
         return await respond(request, answer, reply, stream=bool(body.stream))
 
     return router
@@ -113,9 +114,13 @@ def _one_each(name: str, values: list[T], count: int) -> list[T]:
 
 
 class GenerateAnswer:
-    """SGLang's objects for one request: one alone, or a list of them for a batch or n > 1."""
+    """SGLang's objects for one request: one alone, or a list of them for a batch or n > 1.
 
-    def __init__(self, reports: Sequence[Report], entries: EntryFormat, *, alone: bool) -> None:
+    They have the ids that the caller gave them; `request_id` is the server's own.
+    """
+
+    def __init__(self, request_id: str, reports: Sequence[Report], entries: EntryFormat, *, alone: bool) -> None:
+        self.id = request_id
         self._reports = reports
         self._entries = entries
         self._alone = alone

@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from quire.errors import RequestError
 from quire.params import SamplingParams
 from quire.server.body import Body, about, not_yet, with_limit
-from quire.server.field_types import Biases, Listed, PerPrompt, TokenIds
+from quire.server.field_types import Biases, Listed, PerPrompt, Salt, TokenIds
 
 ROUTE_NAMES = MappingProxyType(  # the engine's name -> the route's, for error messages
     {
@@ -76,7 +77,15 @@ class GenerateBody(Body):
     token_ids_logprob: Listed[int] | PerPrompt[Listed[int]] | None = about("With each of the output, these.")
     return_text_in_logprobs: bool | None = about("Tokens in logprobs with their text, in place of null.")
     rid: str | PerPrompt[str] | None = about("The id that the answer will have.")
+    cache_salt: Salt | None = about("Share cached tokens only with requests of the same salt (1 to 256 characters).")
+    extra_key: Salt | None = about("Another name for cache_salt.")
     image_data: Any = not_yet()
     input_embeds: Any = not_yet()
     lora_path: Any = not_yet()
     return_hidden_states: Any = not_yet(False)  # noqa: FBT003 (a value of the field)
+
+    def salt(self) -> str | None:
+        """What narrows the namespace. Raises RequestError for two different ones."""
+        if None not in (self.cache_salt, self.extra_key) and self.cache_salt != self.extra_key:
+            raise RequestError("extra_key is another name for cache_salt; give one of them", "extra_key")
+        return self.cache_salt or self.extra_key

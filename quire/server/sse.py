@@ -1,7 +1,7 @@
 """Server-sent events and clients that go away. Knows ASGI, and nothing of what is sent."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from typing import TypeVar
 
 import msgspec
@@ -40,12 +40,12 @@ async def while_connected(receive: Receive, work: Coroutine[object, object, T]) 
 
 
 class EventStream(Response):
-    """A stream of events. `close` is called at its end, whatever ends it."""
+    """A stream of events. `close` is called at its end, whatever ends it. headers: beside those of all streams."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[bytes], close: Callable[[], None]) -> None:
-        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+    def __init__(self, events: AsyncIterator[bytes], close: Callable[[], None], headers: Mapping[str, str]) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
         del self.headers["content-length"]
         self._events = events
         self._close = close

@@ -9,6 +9,7 @@ import uvicorn
 
 from quire.config import EngineOptions
 from quire.engine.build import Built, build
+from quire.server.serve import http_config
 
 MODEL = "quire-demo"
 STORY = "One Tuesday Mira went"
@@ -25,7 +26,9 @@ def small_engine(model: str | None = None) -> Built:
 def run_app(app) -> Iterator[str]:
     """Run an app with uvicorn on a thread, on a free loopback port."""
     started = threading.Event()
-    server = uvicorn.Server(uvicorn.Config(app, log_level="error", access_log=False, timeout_graceful_shutdown=1))
+    config = http_config(app)
+    config.timeout_graceful_shutdown = 1
+    server = uvicorn.Server(config)
     startup = server.startup
 
     async def told(sockets=None):

@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from quire.core.explanation import Explanation
 from quire.core.output import Output
 from quire.engine.async_engine import FAILED_STEPS, STALL_SECONDS, AsyncEngine, EngineStopped
 from quire.engine.engine import EngineStats
@@ -19,6 +20,7 @@ class PretendEngine:
 
     def __init__(self):
         self.left = {}
+        self.explained, self.flushed, self.looked = {}, [], []
         self.aborted, self.finished, self.threads = [], [], set()
         self.steps = self.failed_in_a_row = 0
         self.fail_at = None
@@ -29,7 +31,7 @@ class PretendEngine:
     def has_work(self):
         return bool(self.left)
 
-    def add(self, request_id, prompt, params, bad_words, pooling):
+    def add(self, request_id, prompt, *_more):
         self.threads.add(threading.get_ident())
         if not prompt:
             raise RequestError("empty", "prompt")
@@ -42,6 +44,20 @@ class PretendEngine:
 
     def finish(self, seq_id, num_tokens):
         self.finished.append((seq_id, num_tokens))
+
+    def explain(self, request_id):
+        self.threads.add(threading.get_ident())
+        return self.explained.get(request_id)
+
+    def flush_cache(self):
+        self.threads.add(threading.get_ident())
+        if not self.flushed:
+            raise ValueError("a bug")
+        return self.flushed.pop()
+
+    def look_over(self):
+        self.looked.append((threading.get_ident(), len(self.left)))
+        raise ValueError("a bug")
 
     def close(self):
         self.closed = True
@@ -62,7 +78,8 @@ class PretendEngine:
         return outputs
 
     def stats(self):
-        return EngineStats(len(self.left), 0, len(self.left), 9, 0, self.steps, 0, 0, 0, self.failed_in_a_row, 0.0)
+        first = (len(self.left), 0, len(self.left), 9, 0, self.steps, 0, 0, 0, self.failed_in_a_row, 0.0)
+        return EngineStats(*first, *[0] * (len(EngineStats.__struct_fields__) - len(first)))
 
 
 def request(name, num_tokens):
@@ -240,6 +257,22 @@ def test_an_idle_engine_shows_that_it_lives():
     run(scenario)
 
 
+def test_the_memory_is_looked_over_in_idle_moments_only_and_whatever_that_finds():
+    async def scenario(pretend, engine):
+        await until(lambda: len(pretend.looked) > 1)
+        assert set(pretend.looked) == {(engine._thread.ident, 0)}
+        stream = await engine.generate([request("a", 10**9)])
+        await anext(stream)
+        before = len(pretend.looked)
+        for _ in range(200):
+            await anext(stream)
+        assert len(pretend.looked) == before
+        stream.close()
+        assert engine.health().problem == ""
+
+    run(scenario)
+
+
 def test_closing_fails_open_streams_and_refuses_new_ones():
     async def main():
         engine = AsyncEngine(PretendEngine())
@@ -264,6 +297,76 @@ def test_finish_reaches_the_engine():
         await until(lambda: pretend.finished == [(5, 17)])
 
     run(scenario)
+
+
+def explanation(name):
+    return Explanation(request_id=name, tenant="", arrived=0.0, num_prompt_tokens=1)
+
+
+def test_explanations_of_what_is_known_come_from_the_engines_thread():
+    async def scenario(pretend, engine):
+        pretend.explained = {name: explanation(name) for name in ("a", "b", "d")}
+        found = await engine.explain(["c", "a", "b", "c", "d"])
+        assert [one.request_id for one in found] == ["a", "b", "d"]
+        assert await engine.explain([]) == await engine.explain(["c"]) == []
+        assert pretend.threads == {engine._thread.ident}
+
+    run(scenario)
+
+
+def test_a_question_that_fails_is_told_to_the_one_who_asked_only():
+    async def scenario(pretend, engine):
+        stream = await engine.generate([request("a", 50)])
+        with pytest.raises(ValueError, match="a bug"):
+            await engine.flush_cache()
+        pretend.flushed = [5]
+        assert await engine.flush_cache() == 5
+        assert len(await read(stream, "a")) == 50
+        assert engine.health().problem == ""
+
+    run(scenario)
+
+
+def test_a_question_waits_for_the_step_and_may_be_given_up():
+    async def scenario(pretend, engine):
+        stream = await engine.generate([request("a", 10**9)])
+        await anext(stream)
+        pretend.gate.clear()
+        pretend.flushed = [2, 1]
+        waiting = [asyncio.ensure_future(engine.flush_cache()) for _ in range(2)]
+        await asyncio.sleep(0)
+        waiting[0].cancel()
+        pretend.gate.set()
+        assert await waiting[1] in (1, 2)
+        assert waiting[0].cancelled()
+        stream.close()
+        await until(lambda: not pretend.left)
+        assert not engine._asked
+
+    run(scenario)
+
+
+def test_questions_fail_when_the_engine_stops():
+    async def main():
+        pretend = PretendEngine()
+        engine = AsyncEngine(pretend)
+        with pytest.raises(EngineStopped, match="not been started"):
+            await engine.explain(["a"])
+        engine.start()
+        await anext(await engine.generate([request("a", 10**9)]))
+        pretend.gate.clear()
+        await until(lambda: len(engine._commands) == 0)
+        asking = asyncio.ensure_future(engine.flush_cache())
+        await asyncio.sleep(0)
+        closing = asyncio.ensure_future(engine.close())
+        with pytest.raises(EngineStopped, match="shutting down"):
+            await asking
+        pretend.gate.set()
+        await closing
+        with pytest.raises(EngineStopped, match="shutting down"):
+            await engine.flush_cache()
+
+    asyncio.run(main())
 
 
 def test_outputs_of_one_step_cross_in_one_call():

@@ -131,22 +131,11 @@ def test_ids_are_added_where_asked_for(http, offline, llm, path):
     assert "token_ids" not in http.post(path, json={**body, "return_token_ids": None}).json()["choices"][0]
 
 
-@pytest.mark.parametrize("path", ROUTES)
-def test_best_of_may_equal_n_only(http, path):
-    def status(**fields):
-        return http.post(path, json={**ROUTES[path], "max_tokens": 1, **fields})
-
-    assert status(best_of=1).status_code == status(best_of=2, n=2).status_code == 200
-    for fields in ({"best_of": 2}, {"best_of": 1, "n": 2}, {"best_of": 2, "n": 1}):
-        answer = status(**fields)
-        assert answer.status_code == 400
-        assert answer.json()["error"]["param"] == "best_of"
-
-
 WITHOUT_EFFECT = {
     **{"user": "a", "metadata": {"a": "b"}, "store": True, "service_tier": "auto", "prompt_cache_key": "a"},
     **{"prompt_cache_options": {"ttl": "30m"}, "prompt_cache_retention": "24h", "safety_identifier": "a"},
-    **{"use_beam_search": False, "length_penalty": 1.0, "priority": 0, "structured_outputs": None, "cache_salt": None},
+    **{"use_beam_search": False, "length_penalty": 1.0, "early_stopping": False, "best_of": 1},
+    **{"priority": 0, "structured_outputs": None, "cache_salt": None},
     **{"response_format": {"type": "text"}, "prompt_logprobs": None, "logit_bias": {}, "stop": [], "top_p": None},
 }
 FOR_CHAT = {
@@ -156,8 +145,8 @@ FOR_CHAT = {
 }
 FOR_COMPLETIONS = {"suffix": "", "echo": False}
 REFUSED = {
-    **{"use_beam_search": True, "length_penalty": 2, "priority": 1, "structured_outputs": {"regex": "a"}},
-    **{"cache_salt": "a", "response_format": {"type": "json_object"}},
+    **{"priority": 1, "structured_outputs": {"regex": "a"}},
+    **{"response_format": {"type": "json_object"}},
 }
 REFUSED_IN_CHAT = {
     **{

@@ -120,7 +120,7 @@ def test_bad_words_are_bounded_together(tokenizer):
 def test_choices_are_bounded():
     check_choices([SamplingParams(n=128)] * (MAX_CHOICES // 128))
     for params in ([], [SamplingParams()] * (MAX_CHOICES + 1)):
-        with pytest.raises(RequestError, match=r"prompts times n must be 1 to 1,024"):
+        with pytest.raises(RequestError, match=r"prompts times n \(or best_of\) must be 1 to 1,024"):
             check_choices(params)
 
 

@@ -26,7 +26,8 @@ def test_completion(client, offline):
     assert answer.usage.prompt_tokens == len(expected.prompt_token_ids)
     assert answer.usage.completion_tokens == 20
     assert answer.usage.total_tokens == 20 + len(expected.prompt_token_ids)
-    assert answer.usage.prompt_tokens_details.cached_tokens == expected.num_cached_tokens
+    again = client.completions.create(model=MODEL, prompt=STORY, **GREEDY)
+    assert again.usage.prompt_tokens_details.cached_tokens == answer.usage.prompt_tokens - 1
     assert answer.object == "text_completion"
 
 
@@ -153,7 +154,8 @@ def test_completion_logprobs(client, offline, stream):
     assert "".join(tokens) == text
     assert [text[offset:].startswith(token) for offset, token in zip(offsets, tokens, strict=True)] == [True] * 20
     expected = offline(logprobs=3, **GREEDY).outputs[0].logprobs
-    assert values == [next(iter(row.values())).logprob for row in expected]
+    sampled = [next(iter(row.values())).logprob for row in expected]
+    assert values == pytest.approx(sampled, abs=1e-5)  # whose prompt may have been computed in other company
     assert all(len(top) == 3 and max(top.values()) == value for top, value in zip(tops, values, strict=True))
 
 

@@ -61,6 +61,24 @@ def test_metrics_count_what_happened(served):
     assert metric(served.url, "num_preemptions_total") == 0
 
 
+@pytest.mark.parametrize(
+    ("fields", "num_sequences", "num_between"),
+    [({"n": 1, "best_of": 3}, 3, 12), ({"n": 2, "use_beam_search": True}, 2, 0)],
+)
+def test_metrics_of_sequences_that_are_compared(served, fields, num_sequences, num_between):
+    names = ("request_success_total", "time_to_first_token_seconds_count", "inter_token_latency_seconds_count")
+
+    def figures():
+        return [metric(served.url, name) for name in names]
+
+    wait_until(lambda: idle(served))
+    before = figures()
+    body = {"prompt": [67, 68], "max_tokens": 5, "ignore_eos": True, **fields}
+    httpx.post(f"{served.url}/v1/completions", json=body).raise_for_status()
+    added = [now - then for now, then in zip(figures(), before, strict=True)]
+    assert added == [num_sequences, num_sequences, num_between]
+
+
 def test_every_metric_has_a_name_of_its_own(served):
     page = httpx.get(f"{served.url}/metrics").text
     names = re.findall(r"^# TYPE (\S+)", page, re.MULTILINE)
@@ -195,7 +213,7 @@ def test_steps_that_fail_in_a_row_turn_health_red_until_one_succeeds(num_failed)
         for path in ("/health", "/ready"):
             answer = httpx.get(url + path)
             assert answer.status_code == (503 if built.engine.stats().failed_in_a_row >= 3 else 200)
-            assert ("steps failed" in answer.json()["status"]) == (answer.status_code == 503)
+            assert ("3 steps failed" in answer.json()["status"]) == (answer.status_code == 503)
         assert httpx.post(f"{url}/v1/completions", json=body, timeout=30).status_code == 200
         assert httpx.get(f"{url}/health").status_code == 200
 

@@ -91,6 +91,26 @@ def test_what_is_loaded_is_no_garbage(monkeypatch):
     assert Server.frozen[0] > before + 10_000
 
 
+def answered(url, head):
+    """The status of what answers a request with this head; None where the connection ends without an answer."""
+    host, port = url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as client:
+        try:
+            client.sendall(b"GET /live HTTP/1.1\r\nhost: x\r\n" + head + b"\r\n")
+            return client.recv(12).decode() or None
+        except ConnectionError:
+            return None
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_headers_are_bounded(served, many):
+    line = b"x-more: " + b"a" * 1000 + b"\r\n"
+    assert answered(served.url, line * 30) == "HTTP/1.1 200"
+    huge = line * 1000 if many else b"x-more: " + b"a" * 2**20 + b"\r\n"
+    assert answered(served.url, huge) in ("HTTP/1.1 400", None)
+    assert answered(served.url, b"") == "HTTP/1.1 200"
+
+
 @pytest.mark.parametrize(("grace", "num_signals"), [(0.3, 1), (600, 2)])
 def test_streams_that_outlive_the_grace_are_told(grace, num_signals):
     body = {"prompt": "One", "n": 64, "max_tokens": 1900, "ignore_eos": True, "stream": True}

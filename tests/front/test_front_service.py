@@ -6,6 +6,7 @@ import dataclasses
 import pytest
 from front_rig import small_engine
 
+from quire.core.namespace import Namespace
 from quire.params import SamplingParams
 from quire.server.service import Service
 
@@ -44,7 +45,7 @@ def run(scenario):
 
 async def start(service, **params):
     asked = SamplingParams(max_tokens=400, ignore_eos=True, seed=3, **params)
-    return await service.start("r", await service.tokenize(["One Tuesday Mira went"], [asked]))
+    return await service.start("r", await service.tokenize(["One Tuesday Mira went"], [asked]), Namespace())
 
 
 @pytest.mark.parametrize("n", [1, 3])

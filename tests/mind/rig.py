@@ -5,6 +5,7 @@ import random
 
 from quire.cache.kv_cache import KVCache
 from quire.config import CacheConfig, KVGroup, SchedulerConfig
+from quire.core.namespace import Namespace
 from quire.core.output import Output
 from quire.core.step import Pooling
 from quire.engine.engine import Engine
@@ -14,15 +15,18 @@ from quire.sched import journal
 from quire.sched.journal import JournalledScheduler
 
 VOCAB = 50
+ANYBODY = Namespace()
 
 
-def cache_config(num_blocks: int, block_size: int = 4, windows: tuple[int, ...] = (0,)) -> CacheConfig:
+def cache_config(
+    num_blocks: int, block_size: int = 4, windows: tuple[int, ...] = (0,), prefix_index: str = "none"
+) -> CacheConfig:
     """A group for each window; 0 is none."""
     groups = (
         KVGroup((0,), "window" if window else "full", 1, 8, "float32", num_blocks, 64 * block_size, window)
         for window in windows
     )
-    return CacheConfig(block_size, tuple(groups))
+    return CacheConfig(block_size, tuple(groups), prefix_index)
 
 
 class Buffer(io.BytesIO):
@@ -45,7 +49,7 @@ class CheckedScheduler(JournalledScheduler):
         assert all((column >= 0).all() for column in written), "a row that is none"
         opened = step.opens.rows.tolist()
         assert len(set(opened)) == len(opened), "two sequences in one row"
-        for seq in self._running:
+        for seq in self._lives.rows.running:
             assert rows.get(seq.row, seq.id) == seq.id
         assert step.num_tokens <= max(self.config.max_num_batched_tokens, len(step.chunks))
         return step
@@ -58,13 +62,24 @@ class Rig:
     """
 
     def __init__(
-        self, *, num_blocks=64, block_size=4, windows=(0,), groups=None, seed=0, fails=lambda step: False, **scheduler
+        self,
+        *,
+        num_blocks=64,
+        block_size=4,
+        windows=(0,),
+        groups=None,
+        prefix_index="none",
+        seed=0,
+        fails=lambda step: False,
+        **scheduler,
     ):
         options = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "max_model_len": num_blocks * block_size}
         options |= {"step_seconds": 0.5, "watermark": 0.01, "steps_in_flight": 1}
         self.config = SchedulerConfig(**(options | scheduler))
         self.cache = KVCache(
-            CacheConfig(block_size, groups) if groups else cache_config(num_blocks, block_size, windows)
+            CacheConfig(block_size, groups, prefix_index)
+            if groups
+            else cache_config(num_blocks, block_size, windows, prefix_index)
         )
         self.file = Buffer()
         self.scheduler = CheckedScheduler(self.config, self.cache, self.file)
@@ -76,7 +91,7 @@ class Rig:
             max_model_len=self.config.max_model_len,
             vocab_size=VOCAB,
             seconds_of=lambda n: self.rng.uniform(0.5, 2) * (1e-3 + 1e-4 * n),
-            fails=fails,
+            fails=self.failing(fails),
         )
         self.engine = Engine(self.scheduler, runner, vocab_size=VOCAB, eos_token_ids=(), clock=self.clock)
         self.tokens: dict[tuple[str, int], list[int]] = {}
@@ -84,14 +99,29 @@ class Rig:
         self.errors: dict[tuple[str, int], str] = {}
         self.scored: dict[str, list[tuple[int, int]]] = {}
         self.pooled: dict[str, tuple[int, int]] = {}
+        self.cached: dict[tuple[str, int], int] = {}
+
+    def failing(self, fails):
+        """What a test wants to fail is counted: nothing else may."""
+        self.num_failures = 0
+        self.only_scripted = True
+
+        def counted(step) -> bool:
+            failing = fails(step)
+            self.num_failures += bool(failing)
+            return failing
+
+        return counted
 
     def clock(self) -> float:
         self.now += self.rng.random() * 1e-3
         return self.now
 
-    def add(self, request_id: str, prompt: list[int], *, pooling=Pooling.NONE, **params) -> None:
+    def add(
+        self, request_id: str, prompt: list[int], *, pooling=Pooling.NONE, namespace=ANYBODY, beams=None, **params
+    ) -> None:
         params = SamplingParams(**({"temperature": 0.0, "max_tokens": 8} | params))
-        self.engine.add(request_id, prompt, params, pooling=pooling)
+        self.engine.add(request_id, prompt, params, pooling=pooling, namespace=namespace, beams=beams)
 
     def abort(self, request_id: str) -> None:
         self.engine.abort(request_id)
@@ -107,6 +137,7 @@ class Rig:
             key = (output.request_id, output.index)
             assert key not in self.reasons, "output after the end"
             self.tokens.setdefault(key, []).extend(output.token_ids)
+            self.cached[key] = output.num_cached_tokens
             self.note(output)
             if output.finish_reason:
                 self.reasons[key] = output.finish_reason
@@ -127,7 +158,9 @@ class Rig:
             self.step()
             most -= 1
             assert most > 0, "the engine makes no progress"
-        assert self.cache.num_free == self.cache.num_blocks
+        assert self.cache.pools.num_available == self.cache.pools.num_blocks
+        if self.only_scripted:
+            assert self.engine.stats().failed_steps <= self.num_failures, "a step failed that was not meant to"
 
     def replay(self) -> journal.ReplayReport:
         self.file.seek(0)

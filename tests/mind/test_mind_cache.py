@@ -54,16 +54,16 @@ def test_document_002_two_requests_on_twenty_blocks_of_four():
     cache.open(1)
     assert append(cache, 1, 0) == (17, 0)
     cache.release(0)
-    assert cache.num_free == 19
+    assert cache.pools.num_free == 19
 
 
 def test_document_000_algorithm_1_five_tokens_take_two_blocks_and_free_returns_both():
     cache = KVCache(cache_config(8))
     cache.open(0)
     cache.grow(cache.tables[0], 5)
-    assert cache.num_free == 6
+    assert cache.pools.num_free == 6
     cache.release(0)
-    assert cache.num_free == 8
+    assert cache.pools.num_free == 8
 
 
 def test_document_004_figure_4_a_prompt_of_seven_grows_to_sixteen():
@@ -120,14 +120,14 @@ def test_blocks_let_go_belong_to_the_steps_in_flight_until_they_are_collected():
     assert cache.grow(other, 12) is None
     assert not cache.fits_once_collected(other, 12)
     cache.release(0)
-    assert cache.num_free == 2
+    assert cache.pools.num_free == 2
     assert cache.fits_once_collected(other, 12)
     assert not cache.fits_once_collected(other, 20)
     cache.collected(7)
-    assert cache.num_free == 2
+    assert cache.pools.num_free == 2
     assert cache.check() == []
     cache.failed(8)
-    assert cache.num_free == 4
+    assert cache.pools.num_free == 4
 
 
 def test_a_copy_that_a_failed_step_carried_is_made_by_the_next_one():
@@ -149,7 +149,7 @@ def test_growth_is_all_or_nothing():
     cache = KVCache(cache_config(3, windows=(0, 0)))
     table = cache.open(0)
     assert cache.grow(table, 13) is None
-    assert (len(table), cache.num_free) == (0, 6)
+    assert (len(table), cache.pools.num_free) == (0, 6)
     assert cache.grow(table, 12, spare=[1, 0]) is None
     assert cache.grow(table, 12) == [0, 0]
     assert [len(blocks) for blocks in table.blocks] == [3, 3]
@@ -167,7 +167,7 @@ def test_a_copy_that_nobody_wants_any_more_is_forgotten():
     cache.release(0)
     cache.failed(1)
     cache.collected(0)
-    assert (cache.launched(2), cache.num_free) == ([], 6)
+    assert (cache.launched(2), cache.pools.num_free) == ([], 6)
 
 
 def test_a_branch_shares_whole_blocks_and_copies_the_one_it_ends_in():
@@ -175,7 +175,7 @@ def test_a_branch_shares_whole_blocks_and_copies_the_one_it_ends_in():
     parent = cache.open(0)
     cache.grow(parent, 14)
     child = cache.branch(0, 1, 10, reserve=10, spare=[3])
-    assert child is not None and cache.num_free == 3
+    assert child is not None and cache.pools.num_free == 3
     assert cache.branch(0, 2, 10, reserve=10, spare=[3]) is None, "one must be left"
     assert child.blocks[0][:2] == parent.blocks[0][:2] and child.blocks[0][2] != parent.blocks[0][2]
     (move,) = cache.launched(0)
@@ -201,7 +201,7 @@ def test_a_window_keeps_the_blocks_that_its_next_query_sees():
     cache.collected(0)
     cache.release(0)
     cache.release(1)
-    assert cache.num_free == 20
+    assert cache.pools.num_free == 20
 
 
 def test_a_lone_sequence_never_has_more_blocks_of_a_window_than_it_is_promised():
@@ -362,7 +362,7 @@ class CacheMachine(RuleBasedStateMachine):
                 assert read == stamps[first:written]
 
     def copies_wait(self) -> bool:
-        return bool(self.cache._moves) or any(failing for _, failing, _ in self.in_flight)
+        return self.cache._copies.num_waiting > 0 or any(failing for _, failing, _ in self.in_flight)
 
     def teardown(self) -> None:
         for seq_id in self.sequences:
@@ -372,7 +372,7 @@ class CacheMachine(RuleBasedStateMachine):
             self.collect()
         self.cache.launched(self.next_id)  # carries the copies that are left
         self.cache.collected(self.next_id)
-        assert self.cache.num_free == 24
+        assert self.cache.pools.num_free == 24
 
 
 CacheMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)

@@ -40,6 +40,13 @@ def test_a_pool_that_is_never_larger_than_useful():
     assert "enough for 8 sequences" in str(plan)
 
 
+def test_a_pool_that_keeps_what_was_computed_takes_all_that_is_left():
+    plan = plan_memory(demand(), available=64 * GIB, default_share=0.5, limit="16GiB", keeps=True)
+    assert plan.num_blocks[0] > 8 * 8192 // 16
+    assert 16 * GIB - 12288 * 16 < sum(line.bytes for line in plan.lines) <= 16 * GIB
+    assert "what is left of 16.00 GiB" in str(plan)
+
+
 def test_a_budget_is_spent_and_not_exceeded():
     plan = plan_memory(demand(max_num_seqs=1000), available=64 * GIB, default_share=0.5, limit="4GiB")
     spent = sum(line.bytes for line in plan.lines)

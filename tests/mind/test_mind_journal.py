@@ -15,7 +15,7 @@ from quire.errors import RequestError
 from quire.params import SamplingParams
 from quire.runner.scripted import script
 from quire.sched import journal
-from quire.sched.scheduler import Scheduler
+from quire.sched.lives import Lives
 
 
 def recorded() -> Rig:
@@ -36,7 +36,7 @@ def test_a_replay_is_the_same():
 
 def test_a_replay_by_another_scheduler_prints_the_first_difference(monkeypatch):
     rig = recorded()
-    monkeypatch.setattr(Scheduler, "_preempt", lambda self, seq, reason, now: self._end(seq, "error", now))
+    monkeypatch.setattr(Lives, "preempt", lambda self, seq, reason, now: self.end(seq, "error", now))
     report = rig.replay()
     assert 0 < report.num_steps < rig.engine.stats().num_steps
     assert "recorded:\nstep" in report.difference

@@ -1,0 +1,1 @@
+"""What sharing and reusing KV is worth, and what it costs: `python -m benchmarks.prefix`."""

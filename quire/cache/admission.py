@@ -1,0 +1,60 @@
+"""Admission: what a sequence begins with, and whether there is room for it. Knows pools and what an index found."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from quire.cache.index import NOTHING_FOUND, Found
+from quire.cache.pool import BlockPool
+from quire.cache.table import ABSENT, BlockTable
+from quire.config import CacheConfig
+from quire.core.explanation import Miss
+
+
+class Admission(NamedTuple):
+    """What a sequence begins with."""
+
+    table: BlockTable
+    num_tokens: int  # leading ones that need not be computed
+    num_shared_blocks: int
+    num_copied_tokens: int
+    miss: Miss  # why they are not more
+
+
+class Room(NamedTuple):
+    """What a sequence asks for: see KVCache.admit."""
+
+    num_tokens: int
+    limit: int
+    most: int
+    spare: Sequence[int] | None
+
+
+def fitting(config: CacheConfig, pools: Sequence[BlockPool], found: Found, room: Room) -> Found | None:
+    """What was found, if there is room for a sequence that begins with it; None where blocks are short.
+
+    A block to be copied is left out where there is no room for both it and the copy: there may never be.
+    """
+    if _has_room(config, pools, found, room):
+        return found
+    if not found.partial:
+        return None
+    num_tokens = len(found.blocks[0]) * config.block_size
+    less = found._replace(num_tokens=num_tokens, partial=())
+    if any(ABSENT in blocks[config.first_seen(g, num_tokens) :] for g, blocks in enumerate(found.blocks)):
+        less = NOTHING_FOUND._replace(num_public=found.num_public)  # the next query would see what is gone
+    return less if _has_room(config, pools, less, room) else None
+
+
+def _has_room(config: CacheConfig, pools: Sequence[BlockPool], found: Found, room: Room) -> bool:
+    """Whether enough blocks are available beside what was found, which will not be idle then."""
+    num_shared = len(found.blocks[0]) if found.blocks else 0
+    stop = min(room.limit, found.num_tokens + room.most)
+    for group, pool in enumerate(pools):
+        needed = config.num_blocks(group, stop, room.num_tokens) - num_shared + (room.spare[group] if room.spare else 0)
+        shared = found.blocks[group][config.first_seen(group, found.num_tokens) :] if found.blocks else ()
+        taken = [*shared, *found.partial[group : group + 1]]
+        if needed + len(taken) <= pool.num_available:
+            continue  # whichever of them are idle
+        if needed > pool.num_available - sum(block != ABSENT and pool.is_idle(block) for block in taken):
+            return False
+    return True

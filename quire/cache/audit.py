@@ -1,0 +1,63 @@
+"""Audit: whether the reference counts of the pools are what the owners say. Knows all who own, and no policy."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+from quire.cache.copies import Copies
+from quire.cache.in_flight import InFlight
+from quire.cache.index import PrefixIndex
+from quire.cache.pool import BlockPool
+from quire.cache.table import ABSENT, BlockTable
+
+
+class Audit:
+    """Counts owners from scratch."""
+
+    def __init__(
+        self, pools: Sequence[BlockPool], tables: Mapping[int, BlockTable], in_flight: InFlight, copies: Copies
+    ) -> None:
+        self._pools = pools
+        self._tables = tables
+        self._in_flight = in_flight
+        self._copies = copies
+
+    def faults(self, index: PrefixIndex) -> list[str]:
+        """Complaints about the index alone; one that cannot even be read is wrong, too."""
+        try:
+            wrong = index.check()
+            for group in range(len(self._pools)):
+                index.owners(group)
+        except Exception as error:  # whatever a structure that makes no sense leads to
+            return [f"the prefix index cannot be read: {error!r}"]
+        strangers = [seq_id for seq_id, table in self._tables.items() if not index.knows(table)]
+        return [*wrong, f"the prefix index does not know sequences {strangers}"] if strangers else wrong
+
+    def check(self, index: PrefixIndex) -> list[str]:
+        """Complaints; empty when all is well."""
+        return self.faults(index) or [
+            f"group {group}: {wrong}"
+            for group, (pool, owners) in enumerate(zip(self._pools, self._owners(index), strict=True))
+            for wrong in pool.check(owners, index.owners(group))
+        ]
+
+    def repair(self, index: PrefixIndex) -> None:
+        """Make the reference counts what the owners say."""
+        for group, (pool, owners) in enumerate(zip(self._pools, self._owners(index), strict=True)):
+            pool.repair(owners, index.owners(group))
+
+    def _owners(self, index: PrefixIndex) -> Iterator[Counter[int]]:
+        for group in range(len(self._pools)):
+            owners: Counter[int] = Counter()
+            for table in self._tables.values():
+                owners.update(table.blocks[group][table.firsts[group] :])
+            owners.update(self._in_flight.retired(group))
+            owners.update(self._copies.held(group))
+            owners.update(index.owners(group))
+            yield owners
+
+
+def sharing(tables: Sequence[BlockTable]) -> tuple[int, int]:
+    """Blocks of group 0 that tables would have without sharing, and those that they did not find in the index."""
+    found = {block for table in tables for block in table.blocks[0][: table.num_found]}
+    own = {block for table in tables for block in table.blocks[0]} - found - {ABSENT}
+    return sum(len(table.blocks[0]) for table in tables), len(own)

@@ -1,0 +1,378 @@
+"""The nodes of all radix trees: how they split, merge, are evicted and found wrong. Knows no tokens but as keys.
+
+Invariants, which `check` verifies: children are sorted and begin differently; a node has one child only where a
+table ends at it or the child is a tail; a leaf ends with a block; tables end at nodes, and hold the blocks on the way.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+
+from quire.cache.index import SYMBOL, Cause
+from quire.cache.lost import Lost
+from quire.cache.pool import BlockPool
+from quire.cache.radix_node import LeastRecent, Node
+from quire.cache.table import ABSENT, BlockTable
+from quire.core.namespace import Namespace
+
+RootKey = tuple[Namespace, bytes]
+
+_BLOCKS_REMEMBERED = 64  # of what came before a block that was evicted; what lies further back only by its length
+
+
+class Forest:
+    """A tree for each root key. Ticks count uses of the cache; a node's is that of its last use."""
+
+    def __init__(self, pools: Sequence[BlockPool], windowed: Sequence[int], key_bytes: int) -> None:
+        """windowed: groups with a window. key_bytes: of a block."""
+        self.roots: dict[RootKey, Node] = {}
+        self._by_tenant: dict[str, dict[RootKey, None]] = {}  # keys of roots, oldest first
+        self._lost = Lost()
+        self._known = _BLOCKS_REMEMBERED * key_bytes
+        self.num_evicted = 0
+        self.tick = 0
+        self._pools = pools
+        self._size = key_bytes
+        self._leaves = LeastRecent()
+        self._passed = {group: LeastRecent() for group in windowed}  # nodes that have blocks of these groups
+        self._num_nodes = 0
+
+    # Growing
+
+    def root(self, key: RootKey, end: int, *, public: bool) -> Node:
+        """The root of a tree, whose first blocks come behind `end` others; a new one where there is none."""
+        root = self.roots.get(key)
+        if root is None:
+            root = self.roots[key] = Node(self._number(), b"", [[] for _ in self._pools], None, end)
+            self._by_tenant.setdefault(key[0].tenant, {})[key] = None
+            root.root_key, root.public = key, public
+        return root
+
+    def append(
+        self, node: Node, edge: bytes, blocks: Sequence[list[int]], writer: BlockTable | None, num_written: int
+    ) -> Node:
+        """New blocks behind a node, none of whose children begins with them; the node where they end.
+
+        The node itself grows where nobody but `writer` would see its end move. A tail that the first block goes on
+        from is not needed any more, if that much of the block, `num_written` tokens, is there already.
+        """
+        self.drop_tail(node, edge, num_written * SYMBOL)
+        for group, some in enumerate(blocks):
+            for block in some:
+                if block != ABSENT:
+                    self._pools[group].enter_index(block)
+        alone = not node.writers or (len(node.writers) == 1 and writer in node.writers)
+        if alone and not node.children and node.parent is not None and len(edge) >= self._size:
+            node.edge += edge
+            for old, new in zip(node.blocks, blocks, strict=True):
+                old += new
+            node.end += len(blocks[0])
+        else:
+            parent, node = node, Node(self._number(), edge, blocks, node, node.end + len(blocks[0]))
+            parent.attach(node, edge[: self._size])
+        node.tick = self.tick
+        self._list(node)
+        return node
+
+    def extend(self, node: Node, edge: bytes, blocks: Sequence[int]) -> bool:
+        """One more block of the only table that ends at a leaf: what happens most, and needs none of the care.
+
+        False where it does: nothing has changed then.
+        """
+        if node.children or node.parent is None or len(node.writers) != 1:
+            return False
+        if self._passed or self._pools[0].is_indexed(blocks[0]):
+            return False
+        node.edge += edge
+        for pool, some, block in zip(self._pools, node.blocks, blocks, strict=True):
+            pool.enter_index(block)
+            some.append(block)
+        node.end += 1
+        node.tick = self.tick
+        return True
+
+    def end_at(self, node: Node, depth: int) -> Node:
+        """A node that ends at `depth`, which lies on the run of `node`. It is split where needed, and keeps its end."""
+        if depth == node.end:
+            return node
+        count = depth - node.start
+        size, parent = count * self._size, node.parent
+        assert parent is not None, "a root has no run"
+        upper = Node(self._number(), node.edge[:size], [blocks[:count] for blocks in node.blocks], parent, depth)
+        upper.tick = node.tick
+        parent.replace(node, upper)
+        node.edge = node.edge[size:]
+        for blocks in node.blocks:
+            del blocks[:count]
+        upper.attach(node, node.edge[: self._size])
+        self._list(upper)
+        return upper
+
+    def fill(self, node: Node, i: int, group: int, block: int) -> None:
+        """The block at place `i` of a node, that a window had passed, is there again."""
+        node.blocks[group][i] = block
+        self._pools[group].enter_index(block)
+        self._passed[group].add(node)
+
+    def touch(self, node: Node) -> None:
+        """A node is used, and so is what comes before it."""
+        above: Node | None = node
+        while above is not None:
+            above.tick = self.tick
+            above = above.parent
+
+    # Tables
+
+    def write(self, table: BlockTable, node: Node) -> None:
+        """A table's indexed blocks end at a node."""
+        table.place, table.num_indexed = node, node.end
+        node.writers[table] = None
+
+    def unwrite(self, table: BlockTable, keep: Node | None = None) -> None:
+        """They do not any more. keep: not to be tidied yet."""
+        node = place_of(table)
+        del node.writers[table]
+        if node is not keep:
+            self.tidy(node)
+
+    # Shrinking
+
+    def tidy(self, node: Node) -> None:
+        """The surroundings of a node changed: it may be merged with an only child, be a leaf, or be of no use."""
+        if node.writers or node.is_gone:
+            return
+        if node.parent is None:
+            if not node.children:
+                self._forget_root(node.root_key)  # type: ignore[arg-type]  # of a root
+        elif not node.children:
+            end = len(node.blocks[0])
+            while end and all(blocks[end - 1] == ABSENT for blocks in node.blocks):
+                end -= 1
+            if not end:
+                self._remove_leaf(node)
+                return
+            if end < len(node.blocks[0]):
+                self._cut(node, end)
+            self._leaves.add(node)
+        elif (only := node.children.only) is not None and len(only.edge) >= self._size:
+            self._merge(node, only)
+
+    def evict(self, group: int, count: int, cause: Cause) -> int:
+        """See PrefixIndex."""
+        if group in self._passed:
+            return self._evict_passed(group, count)
+        freed, busy = 0, []
+        while freed < count and (leaf := self._leaves.pop()) is not None:
+            if leaf.children or leaf.is_gone:
+                continue
+            cut = self._num_idle_at_end(leaf, count - freed)
+            freed += cut
+            if cut == len(leaf.blocks[0]):
+                self._note_loss(leaf, 0, cause)
+                self._remove_leaf(leaf)
+            elif cut:
+                at = len(leaf.blocks[0]) - cut
+                self._note_loss(leaf, at, cause)
+                self._cut(leaf, at)
+                self._leaves.add(leaf)
+            else:
+                leaf.tick = self.tick  # it is in use now
+                busy.append(leaf)
+        for leaf in busy:
+            self._leaves.add(leaf)
+        self.num_evicted += freed
+        return freed
+
+    def void(self, blocks: Collection[int]) -> None:
+        """These blocks of group 0 were never computed: they leave with all behind them. Tables end before them."""
+        for root in list(self.roots.values()):
+            for node in list(root.walk()):
+                at = next((i for i, block in enumerate(node.blocks[0]) if block in blocks), None)
+                if at is not None and not node.is_gone:
+                    self._truncate(node, at)
+
+    def _truncate(self, node: Node, at: int) -> None:
+        below = list(node.walk())
+        writers = [table for one in below for table in one.writers]
+        survivor = node if at else node.parent
+        assert survivor is not None, "a root has no run"
+        for one in below:
+            one.writers.clear()
+        for one in reversed(below[1:]):
+            self._detach(one)
+        if at:
+            self._cut(node, at)
+        else:
+            self._detach(node)
+        for table in writers:
+            self.write(table, survivor)
+        self.tidy(survivor)
+
+    def _evict_passed(self, group: int, count: int) -> int:
+        """Blocks of a group with a window leave any node: what comes before a window is seen by nobody."""
+        pool, freed, rest = self._pools[group], 0, []
+        while freed < count and (node := self._passed[group].pop()) is not None:
+            blocks = node.blocks[group]
+            for i, block in enumerate(blocks):
+                if freed < count and block != ABSENT and pool.is_idle(block):
+                    pool.leave_index(block)
+                    blocks[i] = ABSENT
+                    freed += 1
+            if any(block != ABSENT for block in blocks):
+                if freed < count:
+                    node.tick = self.tick  # what is left is in use now
+                rest.append(node)
+            self.tidy(node)
+        for node in rest:
+            if not node.is_gone:
+                self._passed[group].add(node)
+        self.num_evicted += freed
+        return freed
+
+    def _num_idle_at_end(self, leaf: Node, wanted: int) -> int:
+        """Blocks at the end of a leaf that nobody uses in any group, `wanted` at most."""
+        count = 0
+        while count < min(wanted, len(leaf.blocks[0])):
+            last = [blocks[-1 - count] for blocks in leaf.blocks]
+            if any(block != ABSENT and not self._pools[g].is_idle(block) for g, block in enumerate(last)):
+                break
+            count += 1
+        return count
+
+    def why_lost(self, key: RootKey, before: bytes, rest: bytes, num_found: int) -> Cause | None:
+        """Why more than `num_found` tokens of `rest`, which come behind `before`, are not there; None: never were."""
+        return self._lost.find((key, len(before)), before[-self._known :], rest, num_found)
+
+    def _note_loss(self, leaf: Node, at: int, cause: Cause) -> None:
+        size = self._size
+        root = leaf.root
+        before = leaf.path_end(at * size, self._known)
+        place = (root.root_key, (leaf.start - root.end + at) * size)
+        self._lost.note(place, before, leaf.edge[at * size : (at + 1) * size], cause)
+
+    def _cut(self, node: Node, at: int) -> None:
+        """Blocks of a node's end leave the index."""
+        node.end = node.start + at
+        for group, blocks in enumerate(node.blocks):
+            for block in blocks[at:]:
+                if block != ABSENT:
+                    self._pools[group].leave_index(block)
+            del blocks[at:]
+        node.edge = node.edge[: at * self._size]
+
+    def _remove_leaf(self, leaf: Node) -> None:
+        parent = leaf.parent
+        assert parent is not None, "roots are not removed"
+        self._detach(leaf)
+        parent.tick = max(parent.tick, leaf.tick)
+        self.tidy(parent)
+
+    def _detach(self, leaf: Node) -> None:
+        """A leaf leaves the tree with its blocks; its parent is not tidied."""
+        assert leaf.parent is not None, "roots are not removed"
+        leaf.parent.detach(leaf)
+        for group, blocks in enumerate(leaf.blocks):
+            for block in blocks:
+                if block != ABSENT:
+                    self._pools[group].leave_index(block)
+        self._unlist(leaf)
+
+    def drop_tail(self, node: Node, key: bytes, most: int) -> None:
+        """A tail of at most so many bytes with which `key` begins is not needed beside it."""
+        for child in node.neighbours(key[: self._size]):
+            if len(child.edge) <= min(most, self._size - 1) and key.startswith(child.edge):
+                self._detach(child)
+                return
+
+    def _merge(self, node: Node, child: Node) -> None:
+        """An only child takes over the run of its parent: whoever refers to its end goes on doing so."""
+        parent = node.parent
+        assert parent is not None, "roots are not merged"
+        parent.replace(node, child)
+        node.parent = None
+        child.edge = node.edge + child.edge
+        for upper, lower in zip(node.blocks, child.blocks, strict=True):
+            lower[:0] = upper
+        child.tick = max(child.tick, node.tick)
+        self._unlist(node)
+        self._list(child)
+
+    def _list(self, node: Node) -> None:
+        if not node.children:
+            self._leaves.add(node)
+        for group, nodes in self._passed.items():
+            if any(block != ABSENT for block in node.blocks[group]):
+                nodes.add(node)
+
+    def _unlist(self, node: Node) -> None:
+        self._leaves.discard(node)
+        for nodes in self._passed.values():
+            nodes.discard(node)
+
+    def _number(self) -> int:
+        self._num_nodes += 1
+        return self._num_nodes
+
+    def _forget_root(self, key: RootKey) -> None:
+        del self.roots[key]
+        tenant = key[0].tenant
+        del self._by_tenant[tenant][key]
+        if not self._by_tenant[tenant]:
+            del self._by_tenant[tenant]
+
+    # Looking
+
+    def namespaces(self, tenant: str) -> Iterator[Namespace]:
+        """Those of a tenant that have a root, the latest first."""
+        return (key[0] for key in reversed(self._by_tenant.get(tenant, {})))
+
+    def nodes(self) -> Iterator[Node]:
+        """All of them, roots first."""
+        for root in self.roots.values():
+            yield from root.walk()
+
+    def owners(self, group: int) -> Counter[int]:
+        """See PrefixIndex."""
+        return Counter(block for node in self.nodes() for block in node.blocks[group] if block != ABSENT)
+
+    def check(self) -> list[str]:
+        """See PrefixIndex."""
+        return [f"node {node.id}: {wrong}" for node in self.nodes() for wrong in self._faults(node)]
+
+    def _faults(self, node: Node) -> Iterator[str]:
+        keys = [child.edge[: self._size] for child in node.children]
+        if keys != node.children.keys or keys != sorted(set(keys)):
+            yield "its children are not in order"
+        if any(child.parent is not node for child in node.children):
+            yield "a child has another parent"
+        if len({len(blocks) for blocks in node.blocks}) != 1 or -(-len(node.edge) // self._size) != len(node.blocks[0]):
+            yield "its tokens and blocks do not fit"
+        if node.parent is None:
+            if not node.children and not node.writers:
+                yield "a root of nothing"
+        else:
+            yield from self._inner_faults(node)
+        for table in node.writers:
+            if table.place is not node or table.num_indexed != node.end:
+                yield f"a table of {table.num_indexed} indexed blocks does not end there"
+            for group, blocks in enumerate(table.blocks):
+                pairs = zip(node.path_blocks(group), blocks[node.root.end : node.end], strict=False)
+                if any(ours != theirs and ABSENT not in (ours, theirs) for ours, theirs in pairs):
+                    yield f"a table that ends there has other blocks of group {group}"
+
+    def _inner_faults(self, node: Node) -> Iterator[str]:
+        assert node.parent is not None, "not a root"
+        if node.start != node.parent.end:
+            yield "it does not begin where its parent ends"
+        if len(node.edge) % self._size and (node.children or node.writers or len(node.blocks[0]) > 1):
+            yield "something follows a tail"
+        only = node.children.only
+        if not node.writers and only is not None and len(only.edge) >= self._size:
+            yield "it should be merged with its only child"
+        if not node.children and not node.writers and all(blocks[-1] == ABSENT for blocks in node.blocks):
+            yield "a leaf that ends without a block"
+
+
+def place_of(table: BlockTable) -> Node:
+    """Where a table's indexed blocks end."""
+    place: Node = table.place  # type: ignore[assignment]  # what `write` put there
+    return place

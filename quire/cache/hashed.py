@@ -1,0 +1,391 @@
+"""The prefix index as chained block hashes, as in vLLM's automatic prefix caching. Knows whole blocks only.
+
+A block's key is the SHA-256 of the key before it and its tokens, so that it says all that came before, the
+namespace first. A chain begins at the namespace's root, or, where a prompt begins with a public prefix, at a root
+that all tenants read; behind the public blocks goes on a chain of (namespace, their last key). Which of these a
+block belongs to follows from its tokens alone.
+
+An entry stands for itself: it stays when one before it is given up, and is found again when that one is computed
+anew. Entries wait to be given up in the order in which their last sequence left them, its end first.
+
+Invariants, which `check` verifies: an entry is counted as used, per group, by the tables whose chains have it and
+whose windows have not passed it, as far as the index was told; what is used is there, and is the table's own
+block; what is there and not used waits to be evicted.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from itertools import islice
+
+import msgspec
+
+from quire.cache.index import SYMBOL, Added, Cause, Found, symbols
+from quire.cache.pool import BlockPool
+from quire.cache.public import PublicPrefixes
+from quire.cache.table import ABSENT, BlockTable
+from quire.config import CacheConfig
+from quire.core.explanation import Miss, MissReason
+from quire.core.namespace import Namespace
+
+_MOST_LOST = 16384
+_MOST_TENANTS = 4096
+_MOST_NAMESPACES = 16  # of a tenant
+
+
+@dataclass(slots=True)
+class Entry:
+    """What is kept under a key: a block of each group, ABSENT where a window has passed."""
+
+    key: bytes
+    blocks: list[int]
+    users: list[int]  # per group: tables that have the block, or had it when the index last heard of them
+
+
+@dataclass(slots=True)
+class Chain:
+    """The keys of a table's indexed blocks."""
+
+    keys: list[bytes]
+    firsts: list[int]  # per group: the table uses the entries from here on
+
+
+class HashIndex:
+    """See PrefixIndex."""
+
+    def __init__(self, config: CacheConfig, pools: Sequence[BlockPool], fresh: Collection[int]) -> None:
+        """fresh: not needed, since nothing is copied."""
+        del fresh
+        self.num_evicted = 0
+        self._config = config
+        self._pools = pools
+        self._size = config.block_size * SYMBOL  # of a block's tokens
+        self._windowed = [g for g, group in enumerate(config.groups) if group.window]
+        self._public = PublicPrefixes(config.public_prefixes, self._size)
+        self._entries: dict[bytes, Entry] = {}
+        self._unused: list[OrderedDict[bytes, Entry]] = [OrderedDict() for _ in pools]  # next to be evicted first
+        self._chains: dict[BlockTable, Chain] = {}
+        self._lost: OrderedDict[bytes, Cause] = OrderedDict()
+        self._namespaces: OrderedDict[str, OrderedDict[Namespace, None]] = OrderedDict()  # by tenant, latest last
+
+    # What is there
+
+    def find(self, namespace: Namespace, tokens: Sequence[int]) -> Found:
+        """See PrefixIndex."""
+        data = symbols(tokens)
+        num_public = self._public.num_blocks(data)
+        keys: list[bytes] = []
+        blocks: list[list[int]] = []
+        nothing = [ABSENT] * len(self._pools)
+        gaps = dict.fromkeys(self._windowed, -1)  # per group: the last index that has no block
+        num_found = 0
+        for key in self._keys(namespace, data, num_public):
+            entry = self._entries.get(key)
+            if entry is None and len(gaps) < len(nothing):
+                break  # a group that sees all lacks this block
+            keys.append(key)
+            blocks.append(nothing if entry is None else entry.blocks)
+            for group in gaps:
+                if blocks[-1][group] == ABSENT:
+                    gaps[group] = len(keys) - 1
+            position = len(keys) * self._config.block_size
+            if all(gap < self._config.first_seen(group, position) for group, gap in gaps.items()):
+                num_found = len(keys)
+        found = tuple([some[group] for some in blocks[:num_found]] for group in range(len(nothing)))
+        return Found(found, num_found * self._config.block_size, (), num_public, keys[:num_found])
+
+    def why(self, namespace: Namespace, tokens: Sequence[int], found: Found, reusable: int) -> Miss:
+        """See PrefixIndex. Of less than a block that is left nothing is known: that is not said to be a loss."""
+        position = found.num_tokens
+        token = tokens[position]
+        if position // self._config.block_size >= reusable // self._config.block_size:
+            return Miss(position, token, "last_token" if reusable == len(tokens) - 1 else "recomputed")
+        rest = tokens[position : position + self._config.block_size]
+        keys: list[bytes] = found.place or []  # type: ignore[assignment]  # what `find` put there
+        key = next(self._keys(namespace, symbols(rest), found.num_public, keys))
+        cause = self._lost.get(key)
+        if cause is not None:
+            whom = cause.request_id if cause.tenant == namespace.tenant else None
+            return Miss(position, token, "evicted", cause.now, whom)
+        if self._is_being_computed(namespace, rest, found):
+            return Miss(position, token, "being_computed")
+        return Miss(position, token, self._why_never(namespace, tokens[: position + self._config.block_size]))
+
+    def _why_never(self, namespace: Namespace, tokens: Sequence[int]) -> MissReason:
+        """Of tokens that were not evicted, the last block of which is missing."""
+        for other in reversed(self._namespaces.get(namespace.tenant, ())):
+            if other != namespace and self.find(other, tokens).num_tokens == len(tokens):
+                return "other_salt" if other.salt != namespace.salt else "other_adapter"
+        return "never_seen"
+
+    def _is_being_computed(self, namespace: Namespace, rest: Sequence[int], found: Found) -> bool:
+        """Whether the block `rest` comes next in a running sequence."""
+        keys: list[bytes] = found.place or []  # type: ignore[assignment]  # what `find` put there
+        depth, wanted = len(keys), symbols(rest)
+        for table, chain in self._chains.items():
+            if len(chain.keys) < depth or chain.keys[depth - 1 : depth] != keys[-1:]:
+                continue
+            if depth < found.num_public:
+                is_readable = self._public.root_key(table.namespace) == self._public.root_key(namespace)
+            else:
+                is_readable = table.namespace == namespace
+            if is_readable and symbols(table.tokens[found.num_tokens : found.num_tokens + len(rest)]) == wanted:
+                return True
+        return False
+
+    def _keys(self, namespace: Namespace, data: bytes, num_public: int, known: Sequence[bytes] = ()) -> Iterator[bytes]:
+        """Keys of the whole blocks of `data`, which comes behind those whose keys are known."""
+        first = len(known)
+        key = known[-1] if known else b""
+        for i in range(len(data) // self._size):
+            if first + i == num_public:
+                key = _root(namespace, key)
+            elif first + i == 0:
+                key = _root(*self._public.root_key(namespace))
+            key = sha256(key + data[i * self._size : (i + 1) * self._size]).digest()
+            yield key
+
+    # What tables begin with, add and leave behind
+
+    def enter(self, table: BlockTable, found: Found) -> None:
+        """See PrefixIndex."""
+        keys: list[bytes] = found.place or []  # type: ignore[assignment]  # what `find` put there
+        table.num_public = found.num_public
+        self._begin(table, keys)
+        self._note_namespace(table.namespace)
+
+    def follow(self, parent: BlockTable, child: BlockTable) -> None:
+        """See PrefixIndex."""
+        child.num_public = min(parent.num_public, child.num_indexed)
+        self._begin(child, _chain_of(parent).keys[: child.num_indexed])
+
+    def add(self, table: BlockTable, num_blocks: int, num_written: int) -> Added:
+        """See PrefixIndex."""
+        added, chain = Added(), _chain_of(table)
+        self._pass(table, chain)
+        for key in self._next_keys(table, chain, num_blocks):
+            index, entry = len(chain.keys), self._entries.get(key)
+            if entry is None:
+                self._take_in(table, index, key, added)
+            elif not self._exchange(table, index, entry, num_written // self._config.block_size, added):
+                break
+            self._extend(chain, key)
+        table.num_indexed = len(chain.keys)
+        return added
+
+    def leave(self, table: BlockTable, num_tokens: int) -> list[int]:
+        """See PrefixIndex."""
+        added, chain = Added(), _chain_of(table)
+        self._pass(table, chain)
+        for key in self._next_keys(table, chain, num_tokens // self._config.block_size):
+            if key not in self._entries:
+                self._take_in(table, len(chain.keys), key, added)
+            self._extend(chain, key)
+        self._shorten(chain, 0)
+        del self._chains[table]
+        table.place = None
+        return added.entered
+
+    def _begin(self, table: BlockTable, keys: Iterable[bytes]) -> None:
+        chain = table.place = self._chains[table] = Chain([], list(table.firsts))
+        for key in keys:
+            self._extend(chain, key)
+        table.num_indexed = len(chain.keys)
+
+    def _next_keys(self, table: BlockTable, chain: Chain, num_blocks: int) -> Iterator[bytes]:
+        """Keys of a table's blocks up to `num_blocks` that its chain does not have yet."""
+        size, first = self._config.block_size, len(chain.keys)
+        if first <= table.num_public:  # it may go on as a public prefix does
+            whole = symbols(table.tokens[: num_blocks * size])
+            table.num_public = max(table.num_public, self._public.num_blocks(whole))
+        data = symbols(table.tokens[first * size : num_blocks * size])
+        return self._keys(table.namespace, data, table.num_public, chain.keys)
+
+    def _take_in(self, table: BlockTable, index: int, key: bytes, added: Added) -> None:
+        """A table's block becomes an entry, unless all its windows have passed it."""
+        blocks = [some[index] for some in table.blocks]
+        if all(block == ABSENT for block in blocks):
+            return
+        for pool, block in zip(self._pools, blocks, strict=True):
+            if block != ABSENT:
+                pool.enter_index(block)
+        self._entries[key] = Entry(key, blocks, [0] * len(blocks))
+        self._lost.pop(key, None)
+        added.entered.append(index)
+
+    def _exchange(self, table: BlockTable, index: int, entry: Entry, num_exchangeable: int, added: Added) -> bool:
+        """Let a table take the blocks of an entry in place of its own; False where they are still to be written.
+
+        What the entry lacks it gets from the table. As that may have to leave with a step in flight, it counts as
+        entered.
+        """
+        own = [some[index] for some in table.blocks]
+        if own == entry.blocks:
+            return True
+        if index >= num_exchangeable:
+            return False
+        filled = False
+        for group, (mine, other) in enumerate(zip(own, entry.blocks, strict=True)):
+            if mine in (other, ABSENT):
+                continue
+            if other == ABSENT:
+                self._pools[group].enter_index(mine)
+                entry.blocks[group], filled = mine, True
+                continue
+            self._pools[group].hold(other)
+            table.blocks[group][index] = other
+            added.let_go.append((group, mine))
+            if added.changed_from is None:
+                added.changed_from = index
+        if filled:
+            added.entered.append(index)
+        return True
+
+    # Who uses what
+
+    def _extend(self, chain: Chain, key: bytes) -> None:
+        """A table's chain goes on with a key."""
+        entry = self._entries.get(key)
+        if entry is not None:
+            for group, first in enumerate(chain.firsts):
+                if len(chain.keys) >= first:
+                    entry.users[group] += 1
+                    self._unused[group].pop(key, None)
+        chain.keys.append(key)
+
+    def _shorten(self, chain: Chain, length: int) -> None:
+        """Keys leave the end of a chain."""
+        while len(chain.keys) > length:
+            entry = self._entries.get(chain.keys.pop())
+            if entry is not None:
+                for group, first in enumerate(chain.firsts):
+                    if len(chain.keys) >= first:
+                        self._unuse(entry, group)
+
+    def _pass(self, table: BlockTable, chain: Chain) -> None:
+        """Hear what the windows of a table have passed."""
+        for group in self._windowed:
+            first, seen = chain.firsts[group], table.firsts[group]
+            chain.firsts[group] = max(first, seen)
+            for key in chain.keys[first:seen]:
+                entry = self._entries.get(key)
+                if entry is not None:
+                    self._unuse(entry, group)
+
+    def _unuse(self, entry: Entry, group: int) -> None:
+        entry.users[group] -= 1
+        if not entry.users[group] and entry.blocks[group] != ABSENT:
+            self._unused[group][entry.key] = entry
+
+    # What leaves
+
+    def evict(self, group: int, count: int, cause: Cause) -> int:
+        """See PrefixIndex."""
+        victims = self._victims(group, count)
+        if len(victims) < count and group in self._windowed:
+            for table, chain in self._chains.items():
+                self._pass(table, chain)
+            victims = self._victims(group, count)
+        for entry in victims:
+            self._lost[entry.key] = cause
+            self._lost.move_to_end(entry.key)
+            self._give_up(entry, [group] if group in self._windowed else range(len(self._pools)))
+        while len(self._lost) > _MOST_LOST:
+            self._lost.popitem(last=False)
+        self.num_evicted += len(victims)
+        return len(victims)
+
+    def void(self, blocks: Collection[int], tables: Iterable[BlockTable]) -> None:
+        """See PrefixIndex. An entry behind one that leaves stays: its own block was written."""
+        gone = {key: one for key, one in self._entries.items() if one.blocks[0] in blocks and one.blocks[0] != ABSENT}
+        for table in tables:
+            chain = _chain_of(table)
+            index = next((i for i, key in enumerate(chain.keys) if key in gone), None)
+            if index is None:
+                continue
+            self._shorten(chain, index)
+            table.num_indexed = index
+        for entry in gone.values():
+            self._give_up(entry, range(len(self._pools)))
+
+    def _victims(self, group: int, count: int) -> list[Entry]:
+        """Entries whose block is idle, the least recently used first. Steps in flight may still need some."""
+        is_idle = self._pools[group].is_idle
+        return list(islice((one for one in self._unused[group].values() if is_idle(one.blocks[group])), count))
+
+    def _give_up(self, entry: Entry, groups: Iterable[int]) -> None:
+        """Blocks of an entry leave, and with the last one the entry."""
+        for group in groups:
+            if entry.blocks[group] != ABSENT:
+                self._pools[group].leave_index(entry.blocks[group])
+                entry.blocks[group] = ABSENT
+                self._unused[group].pop(entry.key, None)
+        if all(block == ABSENT for block in entry.blocks):
+            del self._entries[entry.key]
+
+    def _note_namespace(self, namespace: Namespace) -> None:
+        """For explanations only."""
+        known = self._namespaces.setdefault(namespace.tenant, OrderedDict())
+        known[namespace] = None
+        known.move_to_end(namespace)
+        self._namespaces.move_to_end(namespace.tenant)
+        if len(known) > _MOST_NAMESPACES:
+            known.popitem(last=False)
+        if len(self._namespaces) > _MOST_TENANTS:
+            self._namespaces.popitem(last=False)
+
+    # Looking
+
+    def owners(self, group: int) -> Counter[int]:
+        """See PrefixIndex."""
+        return Counter(entry.blocks[group] for entry in self._entries.values() if entry.blocks[group] != ABSENT)
+
+    def knows(self, table: BlockTable) -> bool:
+        """See PrefixIndex."""
+        return table in self._chains
+
+    def check(self) -> list[str]:
+        """See PrefixIndex."""
+        users: Counter[tuple[bytes, int]] = Counter()
+        wrong = []
+        for table, chain in self._chains.items():
+            if table.place is not chain or table.num_indexed != len(chain.keys):
+                wrong.append(f"a table of {table.num_indexed} indexed blocks has {len(chain.keys)} keys")
+            for group, first in enumerate(chain.firsts):
+                users.update((key, group) for key in chain.keys[first:])
+                own = zip(chain.keys, table.blocks[group], strict=False)
+                if any(block != ABSENT and not self._has(key, group, block) for key, block in own):
+                    wrong.append(f"a table has indexed blocks of group {group} that are not the index's own")
+        for key, entry in self._entries.items():
+            wrong += [f"entry {key.hex()[:8]}: {fault}" for fault in self._faults(entry, users)]
+        lengths = [sum(key in unused for key in self._entries) for unused in self._unused]
+        if lengths != [len(unused) for unused in self._unused]:
+            wrong.append("entries that are not there wait to be evicted")
+        return wrong
+
+    def _has(self, key: bytes, group: int, block: int) -> bool:
+        entry = self._entries.get(key)
+        return entry is not None and entry.blocks[group] == block
+
+    def _faults(self, entry: Entry, users: Counter[tuple[bytes, int]]) -> Iterator[str]:
+        if all(block == ABSENT for block in entry.blocks):
+            yield "it has no block"
+        for group, (block, count) in enumerate(zip(entry.blocks, entry.users, strict=True)):
+            if count != users[entry.key, group]:
+                yield f"group {group} is used by {users[entry.key, group]} tables, not {count}"
+            if count and block == ABSENT:
+                yield f"group {group} is used and not there"
+            if (entry.key in self._unused[group]) != (block != ABSENT and not count):
+                yield f"group {group} is used, or not there, and waits to be evicted, or the other way round"
+
+
+def _root(namespace: Namespace, before: bytes) -> bytes:
+    """The key that a chain begins with; `before`: the last public one."""
+    return sha256(msgspec.json.encode((namespace, before), order="deterministic")).digest()
+
+
+def _chain_of(table: BlockTable) -> Chain:
+    """What `enter` or `follow` put there."""
+    chain: Chain = table.place  # type: ignore[assignment]
+    return chain

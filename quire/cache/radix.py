@@ -1,0 +1,387 @@
+"""The prefix index as a radix tree (RadixAttention: Zheng et al., 2024, section 3), exact to the token.
+
+Edges are runs of whole blocks. A match that ends inside a block is served by copying that block: children are
+sorted, so the block with the longest beginning in common is a neighbour of the place where the match ends, or it
+is still being filled by a running sequence, and then its table is among the `writers` of the node. What a
+sequence leaves behind in a block that is not full becomes a tail. With blocks of one token this is the textbook
+tree.
+
+Each namespace has a root. The leading blocks of a prompt that hold a public prefix belong to a root that all
+tenants read; what follows them belongs to a root for (namespace, those blocks).
+
+In a group with a window a match ends where the blocks that its next query sees are there.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import NamedTuple
+
+from quire.cache.forest import Forest, RootKey, place_of
+from quire.cache.index import SYMBOL, Added, Cause, Found, num_common, symbols
+from quire.cache.pool import BlockPool
+from quire.cache.public import PublicPrefixes
+from quire.cache.radix_node import Node
+from quire.cache.table import ABSENT, BlockTable
+from quire.config import CacheConfig
+from quire.core.explanation import Miss, MissReason
+from quire.core.namespace import Namespace
+
+_MOST_ROOTS_SEARCHED = 16
+
+Partial = tuple[tuple[int, ...], int]  # a block of each group, and how many of its tokens are wanted
+Candidates = Iterator[tuple[bytes, tuple[int, ...]]]  # tokens that are written of a block, and the block of each group
+
+
+class Place(NamedTuple):
+    """The end of `depth` blocks on the path to a node, which may have more."""
+
+    node: Node
+    depth: int
+
+
+class RadixTree:
+    """See PrefixIndex."""
+
+    def __init__(self, config: CacheConfig, pools: Sequence[BlockPool], fresh: Mapping[int, int]) -> None:
+        """fresh: blocks of group 0 that the step that is being planned writes -> leading tokens that were there."""
+        self._fresh = fresh
+        self._num_groups = len(pools)
+        self._pools = pools
+        self._block_size = config.block_size
+        self._size = config.block_size * SYMBOL  # of a block's key
+        self._windows = [(g, group.window) for g, group in enumerate(config.groups) if group.window]
+        self._public = PublicPrefixes(config.public_prefixes, self._size)
+        self.forest = Forest(pools, [g for g, _ in self._windows], self._size)
+
+    @property
+    def num_evicted(self) -> int:
+        """See PrefixIndex."""
+        return self.forest.num_evicted
+
+    # What is there
+
+    def find(self, namespace: Namespace, tokens: Sequence[int]) -> Found:
+        """See PrefixIndex."""
+        data = symbols(tokens)
+        num_public = self._public.num_blocks(data)
+        blocks: tuple[list[int], ...] = tuple([] for _ in range(self._num_groups))
+        places = self._walk(namespace, data, num_public, blocks)
+        partial, count = self._best_partial(places, data)
+        depth = len(blocks[0])
+        if self._windows and not self._sees(blocks, depth * self._block_size + count):
+            partial, count = (), 0
+            while not self._sees(blocks, depth * self._block_size):
+                depth -= 1
+            for some in blocks:
+                del some[depth:]
+            places = [_climb(place, min(depth, place.depth)) for place in places if place.node.root.end <= depth]
+        return Found(blocks, depth * self._block_size + count, partial, num_public, places)
+
+    def why(self, namespace: Namespace, tokens: Sequence[int], found: Found, reusable: int) -> Miss:
+        """See PrefixIndex."""
+        position = found.num_tokens
+        token = tokens[position]
+        if position >= reusable:
+            return Miss(position, token, "last_token" if reusable == len(tokens) - 1 else "recomputed")
+        depth = position // self._block_size
+        data = symbols(tokens[: (depth + 1) * self._block_size])  # nothing behind that tells more
+        rest = data[depth * self._size :]
+        for root_key, end in self._root_keys(namespace, data, found.num_public):
+            before = data[end * self._size : depth * self._size]
+            cause = self.forest.why_lost(root_key, before, rest, position % self._block_size) if end <= depth else None
+            if cause is not None:
+                whom = cause.request_id if cause.tenant == namespace.tenant else None
+                return Miss(position, token, "evicted", cause.now, whom)
+        return Miss(position, token, self._why_never(namespace, data, found))
+
+    def _why_never(self, namespace: Namespace, data: bytes, found: Found) -> MissReason:
+        """Of tokens that were not evicted."""
+        depth = found.num_tokens // self._block_size
+        places: list[Place] = found.place or []  # type: ignore[assignment]  # what `find` put there
+        if any(self._is_being_computed(place, data, found.num_tokens) for place in places if place.depth == depth):
+            return "being_computed"
+        others = (one for one in self.forest.namespaces(namespace.tenant) if one != namespace)
+        for other in islice(others, _MOST_ROOTS_SEARCHED):
+            blocks: tuple[list[int], ...] = tuple([] for _ in range(self._num_groups))
+            places = self._walk(other, data, found.num_public, blocks)
+            reached = len(blocks[0]) * self._block_size + self._best_partial(places, data)[1]
+            if reached > found.num_tokens:
+                return "other_salt" if other.salt != namespace.salt else "other_adapter"
+        return "never_seen"
+
+    def _is_being_computed(self, place: Place, data: bytes, position: int) -> bool:
+        """Whether a running sequence has the token at `position` before it, or the step that is being planned has."""
+        node, depth = place
+        begin = depth * self._size
+        wanted, at = data[begin : (position + 1) * SYMBOL], depth * self._block_size
+        for candidates in self._candidates(node, depth, data[begin : begin + self._size]):
+            if any(key.startswith(wanted) for key, _ in islice(candidates, 1)):
+                return True
+        return depth == node.end and any(symbols(t.tokens[at : position + 1]) == wanted for t in node.writers)
+
+    def _root_keys(self, namespace: Namespace, data: bytes, num_public: int) -> Iterator[tuple[RootKey, int]]:
+        """The roots that a prompt may be found under, and where they begin."""
+        yield (namespace, data[: num_public * self._size]), num_public
+        if num_public:
+            yield self._public.root_key(namespace), 0
+
+    def _walk(self, namespace: Namespace, data: bytes, num_public: int, blocks: tuple[list[int], ...]) -> list[Place]:
+        """Collect whole blocks; where that ends in the public root, and where in the namespace's.
+
+        Where it ends among public blocks, the namespace may still have a part of the next one.
+        """
+        places = []
+        public = self.forest.roots.get(self._public.root_key(namespace)) if self._public.longest else None
+        if public is not None:
+            places.append(self._descend(public, data[: num_public * self._size], blocks))
+        depth = len(blocks[0])
+        own = self.forest.roots.get((namespace, data[: depth * self._size]))
+        if own is not None:
+            places.append(self._descend(own, data, blocks) if depth == num_public else Place(own, depth))
+        return places
+
+    def _descend(self, node: Node, data: bytes, blocks: tuple[list[int], ...]) -> Place:
+        size, depth = self._size, node.end
+        while (depth + 1) * size <= len(data):
+            at = depth * size
+            child = node.children.get(data[at : at + size])
+            if child is None:
+                break
+            node, run = child, data[at : at + len(child.edge)]
+            if run != child.edge:
+                count = num_common(run, child.edge) * SYMBOL // size
+                for ours, theirs in zip(blocks, child.blocks, strict=True):
+                    ours += theirs[:count]
+                depth += count
+                break
+            for ours, theirs in zip(blocks, child.blocks, strict=True):
+                ours += theirs
+            depth = child.end
+        return Place(node, depth)
+
+    def _best_partial(self, places: Sequence[Place], data: bytes) -> Partial:
+        """The block that goes on longest as `data` does where a walk ended."""
+        best: Partial = ((), 0)
+        for node, depth in places:
+            rest = data[depth * self._size : (depth + 1) * self._size]
+            if depth < places[-1].depth or not rest:
+                continue
+            for candidates in self._candidates(node, depth, rest):
+                for key, blocks in candidates:
+                    common = num_common(key, rest)
+                    if common <= best[1]:
+                        break
+                    count = 0 if ABSENT in blocks else min(common, self._fresh.get(blocks[0], common))
+                    if count > best[1]:
+                        best = (blocks, count)
+                    if count == common:
+                        break
+        return best
+
+    def _candidates(self, node: Node, depth: int, rest: bytes) -> Iterator[Candidates]:
+        """Blocks behind `depth` that may begin as `rest` does; together, those that begin ever less so."""
+        if depth < node.end:
+            i = depth - node.start
+            yield iter([(node.edge[i * self._size : (i + 1) * self._size], tuple(blocks[i] for blocks in node.blocks))])
+            return
+        for side in node.sides(rest):
+            yield ((child.edge[: self._size], tuple(blocks[0] for blocks in child.blocks)) for child in side)
+        first, at = rest[:SYMBOL], depth * self._block_size
+        for table in node.writers:
+            stop = min(table.launched, len(table.tokens), at + self._block_size)
+            if at < stop and symbols(table.tokens[at : at + 1]) == first:
+                yield iter([(symbols(table.tokens[at:stop]), tuple(blocks[depth] for blocks in table.blocks))])
+
+    def _sees(self, blocks: tuple[list[int], ...], position: int) -> bool:
+        """Whether the whole blocks that a query at `position` sees are there."""
+        last = position // self._block_size
+        return all(
+            ABSENT not in blocks[group][max(0, position - window + 1) // self._block_size : last]
+            for group, window in self._windows
+        )
+
+    # What tables begin with, add and leave behind
+
+    def enter(self, table: BlockTable, found: Found) -> None:
+        """See PrefixIndex."""
+        self.forest.tick += 1
+        depth = len(found.blocks[0]) if found.blocks else 0
+        table.num_public = self._num_public(table)
+        end = None
+        for node, at in found.place or ():  # type: ignore[attr-defined]  # the places that `find` put there
+            if at == depth and node.public == (depth < table.num_public):
+                end = node = self.forest.end_at(node, at)
+            self.forest.touch(node)
+        self.forest.write(table, end or self._root(table, depth))
+
+    def follow(self, parent: BlockTable, child: BlockTable) -> None:
+        """See PrefixIndex."""
+        depth = child.num_indexed
+        child.num_public = min(parent.num_public, self._num_public(child))
+        place = _climb(Place(place_of(parent), parent.num_indexed), depth)
+        if place.node.root.end > depth:  # it ends in the public root
+            place = self._descend_public(parent, depth)
+        at_root = depth == child.num_public
+        self.forest.write(child, self._root(child, depth) if at_root else self.forest.end_at(*place))
+
+    def add(self, table: BlockTable, num_blocks: int, num_written: int) -> Added:
+        """See PrefixIndex."""
+        added = Added()
+        at, node = table.num_indexed, place_of(table)
+        if num_blocks == at + 1 and not node.public:
+            key = symbols(table.tokens[at * self._block_size : num_blocks * self._block_size])
+            if self.forest.extend(node, key, [blocks[at] for blocks in table.blocks]):
+                table.num_indexed = num_blocks
+                added.entered.append(at)
+                return added
+        node = self._advance(table, num_blocks, added, num_written)
+        if node is not table.place:
+            self.forest.unwrite(table, keep=node)
+            self.forest.write(table, node)
+        table.num_indexed = node.end
+        return added
+
+    def leave(self, table: BlockTable, num_tokens: int) -> list[int]:
+        """See PrefixIndex."""
+        self.forest.tick += 1
+        added = Added()
+        num_blocks, rest = divmod(num_tokens, self._block_size)
+        node = self._advance(table, num_blocks, added, None)
+        self.forest.unwrite(table, keep=node)
+        if rest and node.end == num_blocks:
+            self._add_tail(node, table, num_tokens, added)
+        self.forest.touch(node)
+        self.forest.tidy(node)
+        table.place = None
+        return added.entered
+
+    def evict(self, group: int, count: int, cause: Cause) -> int:
+        """See PrefixIndex."""
+        return self.forest.evict(group, count, cause)
+
+    def void(self, blocks: Collection[int], tables: Iterable[BlockTable]) -> None:
+        """See PrefixIndex."""
+        self.forest.void(blocks)
+        for table in tables:
+            if table.num_public and not place_of(table).public:
+                place = self._descend_public(table, table.num_public)
+                if place.depth < table.num_public:
+                    self.forest.unwrite(table)
+                    self.forest.write(table, self.forest.end_at(*place))
+
+    def owners(self, group: int) -> Counter[int]:
+        """See PrefixIndex."""
+        return self.forest.owners(group)
+
+    def knows(self, table: BlockTable) -> bool:
+        """See PrefixIndex."""
+        node = table.place
+        return isinstance(node, Node) and not node.is_gone and table in node.writers
+
+    def check(self) -> list[str]:
+        """See PrefixIndex."""
+        return self.forest.check()
+
+    def _advance(self, table: BlockTable, num_blocks: int, added: Added, num_written: int | None) -> Node:
+        """Take in a table's blocks up to `num_blocks`; the node where they end, or where it has to wait.
+
+        num_written: leading positions whose blocks may be exchanged; None: all, and they are about to be given up.
+        """
+        num_there = num_blocks * self._block_size if num_written is None else num_written
+        node = place_of(table)
+        first = depth = table.num_indexed
+        data = symbols(table.tokens[first * self._block_size : num_blocks * self._block_size])
+        while depth < num_blocks:
+            stop = min(num_blocks, table.num_public) if node.public else num_blocks
+            rest = data[(depth - first) * self._size : (stop - first) * self._size]
+            child = node.child(rest[: self._size])
+            if child is None:
+                self._withdraw_tail(table, depth)
+                new = [blocks[depth:stop] for blocks in table.blocks]
+                node = self.forest.append(node, rest, new, table, num_there - depth * self._block_size)
+                added.entered += range(depth, stop)
+                depth = stop
+            else:
+                count = num_common(child.edge, rest) * SYMBOL // self._size
+                if num_written is not None:
+                    count = self._exchange(table, depth, child, count, num_written // self._block_size, added)
+                if not count:
+                    break
+                depth += count
+                crosses = child.public and depth == table.num_public
+                node = child if crosses else self.forest.end_at(child, depth)
+            if node.public and depth == table.num_public:
+                self.forest.tidy(node)
+                node = self._root(table, depth)
+        return node
+
+    def _exchange(
+        self, table: BlockTable, depth: int, child: Node, count: int, num_exchangeable: int, added: Added
+    ) -> int:
+        """Let a table take blocks of a node in place of its own; how many of `count` it could."""
+        for i in range(count):
+            index = depth + i
+            own, theirs = ([blocks[j] for blocks in some] for some, j in ((table.blocks, index), (child.blocks, i)))
+            if own == theirs:
+                continue
+            if index >= num_exchangeable:
+                return i
+            if added.changed_from is None:
+                added.changed_from = index
+            for group, (mine, other) in enumerate(zip(own, theirs, strict=True)):
+                if mine in (other, ABSENT):
+                    continue
+                if other == ABSENT:
+                    self.forest.fill(child, i, group, mine)
+                    added.entered.append(index)
+                else:
+                    self._pools[group].hold(other)
+                    table.blocks[group][index] = other
+                    added.let_go.append((group, mine))
+        return count
+
+    def _add_tail(self, node: Node, table: BlockTable, num_tokens: int, added: Added) -> None:
+        """The block that a table did not fill, unless one that begins the same way is there."""
+        depth = node.end
+        key = symbols(table.tokens[depth * self._block_size : num_tokens])
+        blocks = [[blocks[depth]] for blocks in table.blocks]
+        if [ABSENT] in blocks or any(child.edge.startswith(key) for child in node.neighbours(key)):
+            return
+        self._withdraw_tail(table, depth)
+        self.forest.append(node, key, blocks, None, self._block_size)
+        added.entered.append(depth)
+
+    def _withdraw_tail(self, table: BlockTable, depth: int) -> None:
+        """Take back a block that went on as a public prefix does when another table left it, and here does not."""
+        new = [(pool, blocks[depth]) for pool, blocks in zip(self._pools, table.blocks, strict=True)]
+        if depth == table.num_public and any(b != ABSENT and pool.refs(b) > pool.users(b) for pool, b in new):
+            node = self._descend_public(table, depth).node
+            self.forest.drop_tail(
+                node, symbols(table.tokens[depth * self._block_size :][: self._block_size]), self._size
+            )
+            self.forest.tidy(node)
+
+    def _num_public(self, table: BlockTable) -> int:
+        return self._public.num_blocks(symbols(table.tokens[: self._public.longest]))
+
+    def _root(self, table: BlockTable, depth: int) -> Node:
+        """The root that blocks from `depth` on belong under, which begins there: the public or the namespace's."""
+        if depth < table.num_public:
+            return self.forest.root(self._public.root_key(table.namespace), 0, public=True)
+        before = symbols(table.tokens[: table.num_public * self._block_size])
+        return self.forest.root((table.namespace, before), table.num_public, public=False)
+
+    def _descend_public(self, table: BlockTable, num_blocks: int) -> Place:
+        """Where leading blocks of a table end in the public root, or as many of them as are there."""
+        data = symbols(table.tokens[: num_blocks * self._block_size])
+        root = self.forest.root(self._public.root_key(table.namespace), 0, public=True)
+        return self._descend(root, data, tuple([] for _ in range(self._num_groups)))
+
+
+def _climb(place: Place, depth: int) -> Place:
+    """The end of `depth` blocks on the path to a place."""
+    node = place.node
+    while node.parent is not None and node.start >= depth:
+        node = node.parent
+    return Place(node, depth)

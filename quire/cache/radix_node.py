@@ -1,0 +1,154 @@
+"""The nodes of the radix tree and the order in which they are given up. Knows keys and blocks, no tables."""
+
+from collections.abc import Iterator, Sequence
+from heapq import heapify, heappop, heappush
+from itertools import islice
+from sys import maxsize
+from typing import Any
+
+from quire.cache.children import Children
+
+
+class Node:
+    """A run of blocks that follow each other, between two places where sequences part.
+
+    `edge` is the tokens of its blocks, a whole number of blocks; only a tail, a leaf of a single block, may be
+    shorter. Children are sorted by their first block, so that the one with the longest beginning in common with
+    a key is a neighbour of the key's place.
+    """
+
+    __slots__ = ("blocks", "children", "edge", "end", "id", "parent", "public", "root_key", "tick", "writers")
+
+    def __init__(self, number: int, edge: bytes, blocks: Sequence[list[int]], parent: "Node | None", end: int) -> None:
+        """number: of all nodes, in order of creation. blocks: per group. end: blocks from the beginning to its end."""
+        self.id = number
+        self.edge = edge
+        self.blocks = tuple(blocks)
+        self.parent = parent
+        self.end = end
+        self.root_key: object = None  # of roots
+        self.public: bool = parent is not None and parent.public
+        self.children: Children[Node] = Children()  # by their first block
+        self.writers: dict[Any, None] = {}  # tables whose indexed blocks end here, in order of arrival
+        self.tick = 0  # when it was last used
+
+    @property
+    def start(self) -> int:
+        """Blocks before its first one. Of a tail: those before it."""
+        return self.end - len(self.blocks[0])
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether it has left the tree."""
+        return self.parent is None and self.root_key is None
+
+    @property
+    def root(self) -> "Node":
+        """The root above it, or itself."""
+        node = self
+        while node.parent is not None:
+            node = node.parent
+        return node
+
+    @property
+    def path(self) -> bytes:
+        """Tokens from the root to its end."""
+        return self.path_end(len(self.edge), maxsize)
+
+    def path_end(self, size: int, most: int) -> bytes:
+        """The last `most` bytes, or all there are, of the tokens up to `size` bytes behind its begin."""
+        runs = [self.edge[max(0, size - most) : size]]
+        node, missing = self.parent, most - len(runs[0])
+        while missing > 0 and node is not None:
+            runs.append(node.edge[-missing:])
+            missing -= len(runs[-1])
+            node = node.parent
+        return b"".join(reversed(runs))
+
+    def path_blocks(self, group: int) -> list[int]:
+        """Blocks from the root to its end."""
+        runs = []
+        node: Node | None = self
+        while node is not None:
+            runs.append(node.blocks[group])
+            node = node.parent
+        return [block for run in reversed(runs) for block in run]
+
+    def child(self, key: bytes) -> "Node | None":
+        """The child whose first block is `key`."""
+        return self.children.get(key)
+
+    def sides(self, key: bytes) -> "tuple[Iterator[Node], Iterator[Node]]":
+        """Children to both sides of the place of `key`: on each, those with more in common with it come first."""
+        return self.children.before(key), self.children.since(key)
+
+    def neighbours(self, key: bytes) -> "list[Node]":
+        """Children beside the place of `key`: one of them has the longest beginning in common with it."""
+        if not self.children:
+            return []
+        return [*islice(self.children.before(key), 1), *islice(self.children.since(key), 1)]
+
+    def attach(self, child: "Node", key: bytes) -> None:
+        """A new child, whose first block is `key`."""
+        self.children.add(key, child)
+        child.parent = self
+
+    def detach(self, child: "Node") -> None:
+        """A child leaves the tree."""
+        self.children.remove(child.first_key)
+        child.parent = None
+
+    def replace(self, child: "Node", other: "Node") -> None:
+        """Another node takes the place of a child; it begins with the same block."""
+        self.children.put(child.first_key, other)
+        other.parent = self
+
+    @property
+    def first_key(self) -> bytes:
+        """Tokens of its first block."""
+        return self.edge[: len(self.edge) // len(self.blocks[0])]
+
+    def walk(self) -> "Iterator[Node]":
+        """It and all below it, parents first."""
+        waiting = [self]
+        while waiting:
+            node = waiting.pop()
+            yield node
+            waiting += reversed(node.children)
+
+
+class LeastRecent:
+    """Nodes in the order of their last use. A use costs nothing: entries are put right when they come up."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, int, Node]] = []
+        self._members: set[int] = set()
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def add(self, node: Node) -> None:
+        """It may be given up; one that is there already stays."""
+        if node.id not in self._members:
+            self._members.add(node.id)
+            heappush(self._heap, (node.tick, node.id, node))
+
+    def discard(self, node: Node) -> None:
+        """It has left the tree."""
+        self._members.discard(node.id)
+        if len(self._heap) > 2 * len(self._members) + 64:
+            self._heap = [entry for entry in self._heap if entry[1] in self._members]
+            heapify(self._heap)
+
+    def pop(self) -> Node | None:
+        """Take out the least recently used."""
+        while self._heap:
+            tick, number, node = heappop(self._heap)
+            if number not in self._members:
+                continue
+            if node.tick > tick:
+                heappush(self._heap, (node.tick, number, node))
+                continue
+            self._members.remove(number)
+            return node
+        return None

@@ -1,0 +1,63 @@
+"""Explanation: what became of one request and why. Plain data, for `/v1/requests/{id}/explain` and RequestOutput."""
+
+from typing import Literal
+
+import msgspec
+
+MissReason = Literal[
+    "never_seen",  # nobody in this namespace has computed these tokens
+    "evicted",  # they were computed, and given up at `evicted_at`
+    "being_computed",  # another request is about to compute them
+    "other_salt",  # computed under another cache_salt of the same tenant
+    "other_adapter",  # computed with another adapter, or other kernels (deterministic), by the same tenant
+    "last_token",  # all but what has to be computed for its logits was there
+    "recomputed",  # the request asked for what only computing tells (prompt_logprobs, pooling)
+    "off",  # no prefix index
+]
+
+
+class Miss(msgspec.Struct, frozen=True):
+    """Why the reuse of a prompt ended where it did."""
+
+    position: int  # of the first token whose KV had to be computed
+    token: int  # its id
+    reason: MissReason
+    evicted_at: float | None = None  # seconds of the engine's clock
+    evicted_for: str | None = None  # the request that needed the memory; None where it was another tenant's
+
+
+class Preemption(msgspec.Struct, frozen=True):
+    """A time that a sequence of the request lost its blocks."""
+
+    at: float
+    index: int  # which of the request's sequences
+    reason: str
+    num_lost_tokens: int  # whose KV had been computed
+    num_recomputed_tokens: int | None = None  # that were not in the cache any more when it ran again; None before
+
+
+class Explanation(msgspec.Struct):
+    """Times are seconds of the engine's clock. Blocks are counted once for all KV groups."""
+
+    request_id: str
+    tenant: str
+    arrived: float
+    num_prompt_tokens: int
+    state: Literal["waiting", "running", "finished"] = "waiting"
+    admitted: float | None = None  # first sequence, first time
+    finished: float | None = None
+    num_cached_tokens: int = 0  # of the prompt, whose KV was there when it was first admitted
+    num_shared_blocks: int = 0  # whole blocks that it found
+    num_copied_tokens: int = 0  # of the block that the match ended in
+    miss: Miss | None = None  # None until it is admitted
+    waited: dict[str, float] = {}  # seconds by cause, all its sequences together
+    preemptions: list[Preemption] = []
+    # When the first of its sequences ended: blocks that they would have had without sharing among each other and with
+    # the cache, and blocks that they took themselves, those shared among them counted once.
+    num_blocks_unshared: int = 0
+    num_blocks_own: int = 0
+
+    @property
+    def saved(self) -> float:
+        """Share of its memory that sharing saved, 0 to 1."""
+        return 1 - self.num_blocks_own / self.num_blocks_unshared if self.num_blocks_unshared else 0.0

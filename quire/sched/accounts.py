@@ -1,0 +1,172 @@
+"""Accounts: what became of each request and why, written down where it is decided. Decides nothing.
+
+Of requests that ended the latest are kept. Where they are too many, the tenant with the most loses its oldest: no
+tenant can tell from what is remembered of its own how many others come.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+
+from msgspec import structs
+
+from quire.cache.admission import Admission
+from quire.core.events import Admitted, Arrived, Event, Evicted, Finished, Preempted, StepFailed
+from quire.core.explanation import Explanation, Miss, Preemption
+from quire.core.request import Request
+from quire.sched.sequence import Sequence
+from quire.sched.waits import WaitCause, Waits
+
+MOST_EVENTS = 4096
+MOST_ENDED = 4096  # of a tenant
+MOST_ENDED_OF_ALL = 16384
+
+
+class Accounts:
+    """Explanations by request, events, and counters that never fall."""
+
+    def __init__(self) -> None:
+        self.events: deque[Event] = deque(maxlen=MOST_EVENTS)
+        self.num_preemptions = 0
+        self.num_query_tokens = 0  # of prompts, at their first admission
+        self.num_hit_tokens = 0  # of those, whose KV was there
+        self._open: dict[str, Explanation] = {}
+        self._ended: dict[str, Explanation] = {}
+        self._ended_by_tenant: dict[str, deque[str]] = {}  # their ids, oldest first
+        self._waits = Waits()
+        self._noted: dict[int, dict[str, float]] = {}  # waits when a sequence began to wait
+        self._num_evicted = 0
+
+    def explain(self, request_id: str, seq_ids: Iterable[int], now: float) -> Explanation | None:
+        """What became of a request so far; None where it is unknown or forgotten. seq_ids: of its open sequences."""
+        found = self._open.get(request_id) or self._ended.get(request_id)
+        if found is None:
+            return None
+        told = structs.replace(found, waited=dict(found.waited), preemptions=list(found.preemptions))
+        for seq_id in seq_ids:
+            if seq_id in self._noted:
+                self._note_waited(told, self._waits.since(self._noted[seq_id], now))
+        return told
+
+    def arrived(self, request: Request, now: float) -> None:
+        """A request came."""
+        self.events.append(Arrived(now, request.id, len(request.prompt)))
+        self._open[request.id] = Explanation(request.id, request.namespace.tenant, now, len(request.prompt))
+
+    def waits(self, seq: Sequence, now: float) -> None:
+        """A sequence entered the queue."""
+        seq.since = now
+        self._noted[seq.id] = self._waits.note(now)
+
+    def parked(self, seq: Sequence) -> None:
+        """A sequence has no part for now: it does not wait."""
+        self._noted.pop(seq.id, None)
+
+    def held_up(self, cause: WaitCause, now: float) -> None:
+        """Why those who wait have to go on waiting."""
+        self._waits.because(cause, now)
+
+    def admitted(self, seq: Sequence, admission: Admission, now: float) -> None:
+        """A sequence left the queue and runs."""
+        explanation = self._open[seq.request.id]
+        num_cached = min(admission.num_tokens, len(seq.request.prompt))
+        if explanation.admitted is None:
+            explanation.num_cached_tokens = num_cached
+            explanation.num_shared_blocks = admission.num_shared_blocks
+            explanation.num_copied_tokens = admission.num_copied_tokens
+            explanation.miss = _miss(seq, admission)
+            self.num_query_tokens += len(seq.request.prompt)
+            self.num_hit_tokens += num_cached
+        if seq.num_cached is None:
+            seq.num_cached = num_cached
+        else:
+            self._note_recomputed(explanation, seq, admission.num_tokens)
+        self._note_waited(explanation, self._waits.since(self._noted.pop(seq.id, {}), now))
+        self._note_running(seq, admission.num_tokens, admission, now)
+
+    def branched(self, seq: Sequence, num_tokens: int, now: float) -> None:
+        """A sequence goes on from another one of its request."""
+        explanation = self._open[seq.request.id]
+        noted = self._noted.pop(seq.id, None)
+        if seq.num_cached is None:
+            seq.num_cached = explanation.num_cached_tokens
+        else:
+            self._note_recomputed(explanation, seq, num_tokens)
+        waited = {"prompt": now - seq.since} if noted is None else self._waits.since(noted, now)
+        self._note_waited(explanation, waited)
+        self._note_running(seq, num_tokens, None, now)
+
+    def preempted(self, seq: Sequence, reason: str, now: float, *, last: bool) -> None:
+        """A sequence loses its row and its blocks. last: none of its request runs any more."""
+        if last:
+            self._open[seq.request.id].state = "waiting"
+        self.num_preemptions += 1
+        self.events.append(Preempted(now, seq.request.id, seq.id, seq.num_computed, reason))
+        self._open[seq.request.id].preemptions.append(Preemption(now, seq.index, reason, seq.num_computed))
+
+    def failed(self, step_id: int, error: str, now: float) -> None:
+        """A step failed."""
+        self.events.append(StepFailed(now, "", step_id, error))
+
+    def evicted(self, total: int, now: float) -> None:
+        """So many blocks have been evicted since the start."""
+        if total > self._num_evicted:
+            self.events.append(Evicted(now, "", total - self._num_evicted))
+            self._num_evicted = total
+
+    def shares(self, request_id: str, num_unshared: int, num_own: int) -> None:
+        """Blocks that a request's sequences have now: the time that they need most is remembered."""
+        explanation = self._open[request_id]
+        if num_unshared > explanation.num_blocks_unshared:
+            explanation.num_blocks_unshared, explanation.num_blocks_own = num_unshared, num_own
+
+    def ended(self, seq: Sequence, reason: str, now: float, *, last: bool) -> None:
+        """A sequence ended; the last one of its request, or not."""
+        self.events.append(Finished(now, seq.request.id, seq.id, reason, seq.num_generated))
+        noted = self._noted.pop(seq.id, None)
+        if noted is not None:
+            self._note_waited(self._open[seq.request.id], self._waits.since(noted, now))
+        if not last:
+            return
+        explanation = self._open.pop(seq.request.id)
+        explanation.state, explanation.finished = "finished", now
+        self._keep(explanation)
+
+    def _keep(self, ended: Explanation) -> None:
+        ids = self._ended_by_tenant.setdefault(ended.tenant, deque())
+        if ended.request_id not in self._ended:
+            ids.append(ended.request_id)
+        self._ended[ended.request_id] = ended
+        if len(ids) <= MOST_ENDED and len(self._ended) <= MOST_ENDED_OF_ALL:
+            return
+        if len(ids) <= MOST_ENDED:
+            ids = max(self._ended_by_tenant.values(), key=len)
+        del self._ended[ids.popleft()]
+
+    def _note_running(self, seq: Sequence, num_tokens: int, admission: Admission | None, now: float) -> None:
+        explanation = self._open[seq.request.id]
+        explanation.state = "running"
+        if explanation.admitted is None:
+            explanation.admitted = now
+        miss = None if admission is None else _miss(seq, admission)
+        self.events.append(Admitted(now, seq.request.id, seq.id, now - seq.since, num_tokens, miss))
+
+    def _note_waited(self, explanation: Explanation, waited: dict[str, float]) -> None:
+        for cause, seconds in waited.items():
+            explanation.waited[cause] = explanation.waited.get(cause, 0.0) + seconds
+
+    def _note_recomputed(self, explanation: Explanation, seq: Sequence, num_found: int) -> None:
+        """What the latest preemption of a sequence cost."""
+        for i in reversed(range(len(explanation.preemptions))):
+            one = explanation.preemptions[i]
+            if one.index == seq.index and one.num_recomputed_tokens is None:
+                cost = max(0, one.num_lost_tokens - num_found)
+                explanation.preemptions[i] = structs.replace(one, num_recomputed_tokens=cost)
+                return
+
+
+def _miss(seq: Sequence, admission: Admission) -> Miss:
+    """Why no more was found. The index knows how much was asked for, and not that this was because of logits."""
+    miss = admission.miss
+    if miss.reason == "recomputed" and seq.num_told >= seq.to_tell:
+        return structs.replace(miss, reason="last_token")
+    return miss

@@ -1,0 +1,193 @@
+"""Beam search: which continuations live on, which end, and when it is over. Pure: numbers in, indices out.
+
+The rules are those of Hugging Face transformers (`generate` with `num_beams`). What is ranked is the sum of the
+model's own logprobs; hypotheses that ended are compared by their score, which is that sum divided by
+`num_tokens ** length_penalty`, where num_tokens counts the generated tokens, the end token included and the prompt
+not. Knows no scheduler, no cache and no text.
+"""
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from quire.core.request import Beams, Request
+from quire.errors import RequestError
+from quire.params import BeamSearchParams
+
+
+class Rules(NamedTuple):
+    """What stays the same during a search.
+
+    min_tokens: so many tokens come before an end token. max_tokens: at so many, whatever is live ends.
+    early_stopping, once `width` hypotheses have ended: True stops at once; False when the best live beam, scored at
+    its present length, is no better than the worst of them; "never" when it could not be at any length up to
+    max_tokens.
+    """
+
+    width: int
+    max_tokens: int
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
+    stop_ids: frozenset[int] = frozenset()
+    min_tokens: int = 0
+
+    @classmethod
+    def of(cls, request: Request) -> "Rules":
+        """Those of a request that has `beams`."""
+        beams = request.beams
+        assert beams is not None
+        return cls(
+            width=beams.width,
+            max_tokens=request.max_tokens,
+            length_penalty=beams.length_penalty,
+            early_stopping=beams.early_stopping,
+            stop_ids=request.stop_ids,
+            min_tokens=request.params.min_tokens,
+        )
+
+    def score(self, cumulative_logprob: float, num_tokens: int) -> float:
+        """Of a hypothesis with so many generated tokens, the end token included; higher is better."""
+        return float(cumulative_logprob / num_tokens**self.length_penalty)
+
+
+class Beam(NamedTuple):
+    """A beam that lives on: `parent`, the index of a beam that was live, and one token more."""
+
+    parent: int
+    token: int
+    cumulative_logprob: float
+
+
+class Ending(NamedTuple):
+    """A beam that ended with its last token: "stop", an end token; or "length"."""
+
+    parent: int
+    token: int
+    cumulative_logprob: float
+    score: float
+    reason: Literal["stop", "length"]
+
+
+class Selection(NamedTuple):
+    """What came of one step. live: best first, at most `width`; when the search is over nobody needs them."""
+
+    live: list[Beam]
+    ended: list[Ending]  # most likely first; only those that were among the `width` most likely candidates
+    over: bool
+
+
+class Hypothesis(NamedTuple):
+    """A sequence that ended. token_ids: what was generated, the end token included."""
+
+    token_ids: list[int]
+    cumulative_logprob: float
+    score: float
+    finish_reason: Literal["stop", "length"]
+
+
+def select(
+    live: Sequence[float],
+    ids: np.ndarray,
+    logprobs: np.ndarray,
+    finished: Sequence[float],
+    rules: Rules,
+    num_tokens: int,
+) -> Selection:
+    """One step of the search.
+
+    live: cumulative logprobs of the live beams. ids and logprobs, (num_live, num_candidates): the next tokens of
+    each, most likely first, with the model's own logprobs; negative ids pad, and what has no finite logprob is no
+    candidate. finished: the scores of the `width` best hypotheses so far, in any order. num_tokens: what a beam has
+    generated with the token that is chosen now.
+
+    A candidate that ends becomes a hypothesis only if it is among the `width` most likely of all candidates; of
+    those that do not end the `width` most likely live on. An end token before min_tokens is no candidate. For this
+    to be exact, each beam needs its `width` most likely candidates and as many more as there are end tokens.
+    Equally likely candidates are taken in the order of their parents, then of the columns.
+    """
+    ends = np.isin(ids, list(rules.stop_ids))
+    cumulative = np.asarray(live, np.float64)[:, None] + logprobs
+    allowed = (ids >= 0) & np.isfinite(cumulative)
+    if num_tokens <= rules.min_tokens:
+        allowed &= ~ends
+    beams: list[Beam] = []
+    ended: list[Ending] = []
+    at_limit = num_tokens >= rules.max_tokens
+    most = rules.width + int(ends.sum())  # at least `width` of so many do not end
+    for rank, (parent, column) in enumerate(_most_likely(cumulative, allowed, most)):
+        token, total = int(ids[parent, column]), float(cumulative[parent, column])
+        if not (at_limit or ends[parent, column]):
+            if len(beams) < rules.width:
+                beams.append(Beam(parent, token, total))
+        elif rank < rules.width:
+            reason: Literal["stop", "length"] = "stop" if ends[parent, column] else "length"
+            ended.append(Ending(parent, token, total, rules.score(total, num_tokens), reason))
+    scores = sorted([*finished, *(one.score for one in ended)], reverse=True)[: rules.width]
+    return Selection(beams, ended, not beams or _is_over(beams[0].cumulative_logprob, scores, rules, num_tokens))
+
+
+def _most_likely(cumulative: np.ndarray, allowed: np.ndarray, most: int) -> list[tuple[int, int]]:
+    """(row, column) of at most so many allowed candidates, most likely first; equals in reading order."""
+    places = np.flatnonzero(allowed)
+    values = cumulative.reshape(-1)[places]
+    if len(places) > most:  # most are far behind: sort the few that are not
+        near = values >= np.partition(values, -most)[-most]
+        places, values = places[near], values[near]
+    order = places[np.argsort(-values, kind="stable")[:most]]
+    width = cumulative.shape[1]
+    return [divmod(place, width) for place in order.tolist()]
+
+
+def _is_over(best: float, scores: Sequence[float], rules: Rules, num_tokens: int) -> bool:
+    """best: cumulative logprob of the best live beam. scores: of the hypotheses that are kept, best first."""
+    if len(scores) < rules.width:
+        return False
+    if rules.early_stopping is True:
+        return True
+    gains_by_length = rules.early_stopping == "never" and rules.length_penalty > 0
+    return rules.score(best, rules.max_tokens if gains_by_length else num_tokens) <= scores[-1]
+
+
+def plan_beams(params: BeamSearchParams, *, vocab_size: int, num_end_tokens: int, num_stop_ids: int = 0) -> Beams:
+    """What a request for this search asks of the engine.
+
+    num_end_tokens: the model's own. num_stop_ids: tokens beside them that end a sequence of this request.
+    Raises RequestError for a beam_width that the vocabulary cannot feed: there would be fewer results.
+    """
+    width, num_ends = params.beam_width, num_stop_ids + (0 if params.ignore_eos else num_end_tokens)
+    if width + num_ends > vocab_size:
+        raise RequestError(f"beam_width ({width}) is too much for a vocabulary of {vocab_size} tokens", "beam_width")
+    return Beams(
+        width=width,
+        num_candidates=min(width + max(width, num_ends), vocab_size),
+        length_penalty=params.length_penalty,
+        early_stopping=params.early_stopping,
+    )
+
+
+class Search:
+    """One search between its steps: how likely the live beams are, and the best `width` hypotheses so far.
+
+    At first the only live beam is the prompt. Which sequence has a live beam's tokens is the caller's to know.
+    """
+
+    def __init__(self, rules: Rules) -> None:
+        self.rules = rules
+        self.live = [0.0]  # cumulative logprobs, in the order of the last selection
+        self.num_tokens = 0  # generated by each live beam
+        self.hypotheses: list[Hypothesis] = []  # best first; of equals the earlier one
+        self.is_over = False
+
+    def advance(self, outputs: Sequence[Sequence[int]], ids: np.ndarray, logprobs: np.ndarray) -> Selection:
+        """Take in a step. outputs: the generated tokens of each live beam; ids and logprobs: as in `select`."""
+        self.num_tokens += 1
+        finished = [one.score for one in self.hypotheses]
+        selection = select(self.live, ids, logprobs, finished, self.rules, self.num_tokens)
+        for parent, token, total, score, reason in selection.ended:
+            self.hypotheses.append(Hypothesis([*outputs[parent], token], total, score, reason))
+        self.hypotheses.sort(key=lambda one: -one.score)
+        del self.hypotheses[self.rules.width :]
+        self.live = [beam.cumulative_logprob for beam in selection.live]
+        self.is_over = selection.over
+        return selection

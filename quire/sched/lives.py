@@ -1,0 +1,155 @@
+"""Lives: which sequences there are, and how each comes to wait, to run, and to end. Plans nothing."""
+
+from collections import deque
+from dataclasses import dataclass
+
+from quire.cache.admission import Admission
+from quire.cache.index import Cause
+from quire.cache.kv_cache import KVCache
+from quire.config import SchedulerConfig
+from quire.core.request import Request
+from quire.sched.accounts import Accounts
+from quire.sched.builder import Entry
+from quire.sched.families import Families
+from quire.sched.queue import Queue
+from quire.sched.rows import Rows
+from quire.sched.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A step in flight."""
+
+    id: int
+    entries: list[Entry]
+    num_tokens: int
+    alone: bool  # whether no other step may be in flight beside it
+
+
+class Lives:
+    """All unfinished sequences. Each is held by its family, queued, or runs in a row."""
+
+    def __init__(self, config: SchedulerConfig, cache: KVCache) -> None:
+        self.sequences: dict[int, Sequence] = {}
+        self.queue = Queue()
+        self.families = Families(self.queue)
+        self.rows = Rows(config.max_num_seqs, cache)
+        self.accounts = Accounts()
+        self.in_flight: deque[Launched] = deque()
+        self.spare = [int(pool.num_blocks * config.watermark) for pool in cache.pools]  # blocks left by who begins
+        self._cache = cache
+        self._next_id = 0
+
+    def is_in_flight(self, seq: Sequence) -> bool:
+        """Whether a step in flight computes something of it."""
+        return bool(self.in_flight) and seq.last_step >= self.in_flight[0].id
+
+    def is_running(self, seq_id: int) -> bool:
+        """Whether there is such a sequence, and it has a row."""
+        return seq_id in self.sequences and self.sequences[seq_id].row >= 0
+
+    def add(self, request: Request, now: float) -> list[Sequence]:
+        """A request comes: its sequences."""
+        sequences = [Sequence(self._next_id + index, request, index, now) for index in range(request.num_sequences)]
+        self._next_id += len(sequences)
+        self.sequences.update((seq.id, seq) for seq in sequences)
+        self.accounts.arrived(request, now)
+        for seq in self.families.add(request.id, sequences):
+            self.accounts.waits(seq, now)
+        return sequences
+
+    def admit(self, seq: Sequence, admission: Admission, now: float) -> None:
+        """The head of the queue has a block table and begins to run."""
+        self.queue.pop()
+        self.rows.take(seq, admission.table, admission.num_tokens)
+        self.accounts.admitted(seq, admission, now)
+
+    def preempt(self, seq: Sequence, reason: str, now: float) -> None:
+        """Take a sequence's row and blocks: it is computed again, as far as it is not found."""
+        self._note_preempted(seq, reason, now)
+        self.requeue(seq, seq.num_valid, now)
+
+    def begin_again(self, seq: Sequence, now: float) -> None:
+        """What a sequence found in the index was never written, since that step failed."""
+        self._note_preempted(seq, "the step failed that computed what it began with", now)
+        seq.epoch += 1
+        seq.num_pending = 0
+        self.requeue(seq, 0, now)
+
+    def requeue(self, seq: Sequence, num_valid: int, now: float) -> None:
+        """A sequence waits, without a row; so many positions of the one that it had may be found again."""
+        aside = seq.request.beams is not None and seq.num_written >= seq.limit  # heard: until the next beams are chosen
+        if seq.row >= 0:
+            self.rows.give_up(seq, num_valid)
+        seq.num_computed = seq.num_written = 0
+        if aside:
+            return
+        self.queue.put(seq)
+        self.accounts.waits(seq, now)
+
+    def end(self, seq: Sequence, reason: str, now: float) -> None:
+        """The sequence is over: its row and blocks are free, as soon as no step in flight needs them."""
+        relatives = self.families.members(seq.request.id)
+        if len(relatives) == seq.request.num_sequences:  # the first to end
+            running = [one.id for one in relatives if one.row >= 0]
+            self.accounts.shares(seq.request.id, *self._cache.sharing(running))
+        seq.finished = True
+        if seq.row >= 0:
+            self.rows.give_up(seq, seq.num_valid)
+        del self.sequences[seq.id]
+        queued = self.families.remove(seq)
+        if queued is not None:
+            self.accounts.waits(queued, now)
+        self.accounts.ended(seq, reason, now, last=len(relatives) == 1)
+
+    def end_all(self, request_id: str, reason: str, now: float) -> None:
+        """All sequences of a request are over."""
+        self.families.release(request_id)
+        for seq in self.families.members(request_id):
+            self.end(seq, reason, now)
+
+    def _note_preempted(self, seq: Sequence, reason: str, now: float) -> None:
+        relatives = self.families.members(seq.request.id)
+        self.accounts.preempted(seq, reason, now, last=not any(one.row >= 0 for one in relatives if one is not seq))
+
+    # Sequences of one request: the prompt is computed once
+
+    def branch_held(self, donor: Sequence, now: float) -> None:
+        """The KV of a prompt is there: those of its request that were held go on from it, or queue."""
+        for held in self.families.release(donor.request.id):
+            if not self._branch(held, donor, now):
+                self.queue.put(held)
+                self.accounts.waits(held, now)
+
+    def branch_waiting(self, now: float) -> None:
+        """Start those at the head of the queue whose prompt is computed: never run yet, or preempted."""
+        while (seq := self.queue.head) is not None:
+            donor = self.families.donor(seq)
+            if donor is None or self.is_in_flight(seq) or not self._branch(seq, donor, now):
+                return
+            self.queue.pop()
+
+    def _branch(self, seq: Sequence, donor: Sequence, now: float) -> bool:
+        """Start a sequence on the KV of `donor`, up to the last token of their prompt, where there is room."""
+        if not self.rows.has_free:
+            return False
+        table = self._cache.branch(
+            donor.id,
+            seq.id,
+            seq.num_shared,
+            tokens=seq.tokens,
+            reserve=len(seq.tokens),
+            spare=self.spare,
+            cause=cause_of(seq, now),
+        )
+        if table is None:
+            return False
+        self.rows.take(seq, table, seq.num_shared)
+        self.rows.meet(seq)
+        self.accounts.branched(seq, seq.num_shared, now)
+        return True
+
+
+def cause_of(seq: Sequence, now: float) -> Cause:
+    """Whom blocks are evicted for when they are taken for a sequence."""
+    return Cause(now, seq.request.id, seq.request.namespace.tenant)

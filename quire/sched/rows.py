@@ -1,0 +1,57 @@
+"""Rows: the sequences that run. Each has a row of the runner and a block table; the others wait."""
+
+from bisect import insort
+
+from quire.cache.kv_cache import KVCache
+from quire.cache.table import BlockTable
+from quire.sched.queue import ARRIVAL
+from quire.sched.sequence import Sequence
+
+
+class Rows:
+    """`running` is sorted by arrival; `unmet` are those of it that the runner has not met, or knows wrongly."""
+
+    def __init__(self, num_rows: int, cache: KVCache) -> None:
+        self.running: list[Sequence] = []
+        self.unmet: list[Sequence] = []
+        self.corrected: list[Sequence] = []  # those whose last token may not be the one that the runner sampled
+        self._cache = cache
+        self._free = list(range(num_rows))[::-1]
+
+    @property
+    def has_free(self) -> bool:
+        """Whether one more sequence could run."""
+        return bool(self._free)
+
+    def take(self, seq: Sequence, table: BlockTable, num_computed: int) -> None:
+        """A sequence that waited has a block table and gets a row."""
+        seq.row = self._free.pop()
+        insort(self.running, seq, key=ARRIVAL)
+        self.hold(seq, table, num_computed)
+
+    def hold(self, seq: Sequence, table: BlockTable, num_computed: int) -> None:
+        """A sequence goes on with this table, of which so many positions are computed."""
+        seq.table = table
+        seq.num_computed = seq.num_written = num_computed
+
+    def meet(self, seq: Sequence) -> None:
+        """The runner has to be told all that a running sequence's row holds."""
+        if seq not in self.unmet:
+            self.unmet.append(seq)
+
+    def told(self) -> None:
+        """A step is planned that tells the runner what it did not know."""
+        self.unmet.clear()
+        self.corrected.clear()
+
+    def give_up(self, seq: Sequence, num_valid: int) -> None:
+        """A sequence's row and blocks are free as soon as no step in flight needs them.
+
+        num_valid: leading positions whose KV is what its tokens say; it may be found again.
+        """
+        self.running.remove(seq)
+        self.unmet = [one for one in self.unmet if one is not seq]
+        self.corrected = [one for one in self.corrected if one is not seq]
+        self._cache.release(seq.id, num_valid)
+        self._free.append(seq.row)
+        seq.row, seq.table = -1, None

@@ -1,0 +1,36 @@
+"""/v1/requests/{id}/explain: what became of a request and why. Knows who may ask; the reasons are the engine's."""
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+
+from quire.core.explanation import Explanation
+from quire.server.errors import UnknownRequest
+from quire.server.gate import caller_of
+from quire.server.keys import Caller
+from quire.server.service import Service
+
+
+def explain_routes(service: Service) -> APIRouter:
+    """The route of explanations."""
+    router = APIRouter(tags=["Operations"])
+
+    @router.get("/v1/requests/{id}/explain", response_model=None)
+    async def explain(id: str, request: Request) -> Response:
+        """What was reused, what not and why, what it waited for: of a request that runs or ran lately."""
+        explanations = await service.explain(id)
+        if not visible(explanations, caller_of(request)):
+            raise UnknownRequest(
+                f"there is no request {id!r:.200}, or it ended long ago; give the id in the header x-request-id of "
+                "its answer (on OpenAI's routes that is the answer's id, too)",
+                "id",
+            )
+        prompts = [{**msgspec.structs.asdict(one), "saved_by_sharing": one.saved} for one in explanations]
+        answer = {"id": id, "object": "request.explanation", "prompts": prompts}
+        return Response(msgspec.json.encode(answer), media_type="application/json")
+
+    return router
+
+
+def visible(explanations: list[Explanation], caller: Caller) -> bool:
+    """Whether there is something, and nothing of another tenant's."""
+    return bool(explanations) and all(caller.is_admin or one.tenant == caller.tenant for one in explanations)

@@ -1,0 +1,38 @@
+"""Children against a sorted dictionary."""
+
+import random
+
+import pytest
+
+from quire.cache import children
+from quire.cache.children import Children
+
+
+@pytest.mark.parametrize("most", [1, 2, 7, 512])
+def test_children_are_a_sorted_map(monkeypatch, most):
+    monkeypatch.setattr(children, "MOST_IN_A_RUN", most)
+    rng = random.Random(most)
+    ours: Children[int] = Children()
+    model: dict[bytes, int] = {}
+    for number in range(2500):
+        key = rng.randbytes(rng.choice([1, 1, 2]))
+        if key in model and rng.random() < 0.6:
+            ours.remove(key)
+            del model[key]
+        elif key in model:
+            ours.put(key, number)
+            model[key] = number
+        else:
+            ours.add(key, number)
+            model[key] = number
+        order = sorted(model)
+        assert ours.keys == order and len(ours) == len(model) and bool(ours) == bool(model)
+        assert list(ours) == [model[k] for k in order] == list(reversed(list(reversed(ours))))
+        assert ours.only == (model[order[0]] if len(order) == 1 else None)
+        wanted = rng.randbytes(2)
+        assert ours.get(wanted) == model.get(wanted)
+        assert list(ours.before(wanted)) == [model[k] for k in reversed(order) if k < wanted]
+        assert list(ours.since(wanted)) == [model[k] for k in order if k >= wanted]
+    for key in sorted(model):
+        ours.remove(key)
+    assert not ours and ours.only is None and ours.keys == []
