@@ -7,6 +7,7 @@ import httpx
 import openai
 import pytest
 from front_rig import STORY, run_app, small_engine
+from front_site import Site, run_site
 
 from quire import LLM
 from quire.engine import embedded
@@ -63,3 +64,16 @@ def offline(llm):
         return result
 
     return complete
+
+
+@pytest.fixture(scope="module")
+def site() -> Iterator[Site]:
+    """A server with the keys of two tenants and of an admin."""
+    with run_site("ann", "bob", "root") as site:
+        yield site
+
+
+@pytest.fixture(scope="module")
+def keyless() -> Iterator[Site]:
+    with run_site() as site:
+        yield site

@@ -6,23 +6,11 @@ from dataclasses import fields
 import httpx
 import msgspec
 import pytest
-from front_site import GENERATING, refused, run_site
+from front_site import GENERATING, refused
 
 import quire
 from quire.config import EngineOptions
 from quire.core.explanation import Explanation, Miss, Preemption
-
-
-@pytest.fixture(scope="module")
-def site():
-    with run_site("ann", "bob", "root") as site:
-        yield site
-
-
-@pytest.fixture(scope="module")
-def keyless():
-    with run_site() as site:
-        yield site
 
 
 def explanation(id, tenant, **more):

@@ -6,7 +6,7 @@ import json
 import httpx
 import pytest
 from front_rig import run_app, small_engine
-from front_site import GENERATING, refused, run_site
+from front_site import GENERATING, refused
 from starlette.requests import Request
 
 from quire.core.namespace import Namespace
@@ -17,18 +17,6 @@ from quire.server.keys import Keys, new_key
 from quire.server.service import Service
 
 OPERATORS = {"/metrics", "/flush_cache", "/get_server_info"}
-
-
-@pytest.fixture(scope="module")
-def site():
-    with run_site("ann", "bob", "root") as site:
-        yield site
-
-
-@pytest.fixture(scope="module")
-def keyless():
-    with run_site() as site:
-        yield site
 
 
 def routes(app):
