@@ -24,11 +24,6 @@ class Copies:
         self._held: list[Counter[int]] = [Counter() for _ in pools]  # references, per group
         self._last_id = 0
 
-    @property
-    def num_waiting(self) -> int:
-        """Copies that no step carries yet."""
-        return len(self._waiting)
-
     def make(self, group: int, source: int, num_tokens: int) -> int:
         """A new block that gets the leading tokens of `source`, a reference to which passes to the copy."""
         target = self._pools[group].take()

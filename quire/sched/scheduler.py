@@ -125,7 +125,9 @@ class Scheduler:
         left = self._advance(self._lives.rows.running if suspect is None else [suspect], builder, now)
         if suspect is None:
             self._admit(builder, left, now, self._lives.spare if self._lives.rows.running else None)
-            while not (builder.chunks or self._lives.in_flight or self._lives.queue.head is None):
+            for _ in range(len(self._lives.rows.running) + 1):
+                if builder.chunks or self._lives.in_flight or self._lives.queue.head is None:
+                    break
                 self._unblock(builder, left, now)
         else:
             self.accounts.held_up("failure", now)
@@ -192,10 +194,10 @@ class Scheduler:
 
     def repair(self) -> None:
         """Give back what nobody should own, and make reference counts add up. For an engine that has logged `check`."""
+        self.cache.repair()  # first: nothing can be given back to an index that makes no sense
         for seq_id in list(self.cache.tables):
             if not self._lives.is_running(seq_id):
                 self.cache.release(seq_id)
-        self.cache.repair()
 
     # Planning
 

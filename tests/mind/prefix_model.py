@@ -276,7 +276,7 @@ class Model:
         )
         if admission is None:
             assert not self.exact
-            alone = not self.running() and not self.in_flight and not self.cache._copies.num_waiting
+            alone = not self.running() and not self.in_flight and not self.cache._copies._waiting
             assert not alone, "nothing will ever change, and it waits"
             return
         table, start, num_shared, num_copied, miss = admission
@@ -381,7 +381,7 @@ class Model:
 
     def contents(self) -> list[dict[tuple[int, int], int]]:
         """The memory as it will be when the copies that wait are made."""
-        if not self.cache._copies.num_waiting:
+        if not self.cache._copies._waiting:
             return self.memory
         memories = [dict(memory) for memory in self.memory]
         for move in self.cache._copies._waiting:

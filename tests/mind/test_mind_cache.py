@@ -362,7 +362,7 @@ class CacheMachine(RuleBasedStateMachine):
                 assert read == stamps[first:written]
 
     def copies_wait(self) -> bool:
-        return self.cache._copies.num_waiting > 0 or any(failing for _, failing, _ in self.in_flight)
+        return bool(self.cache._copies._waiting) or any(failing for _, failing, _ in self.in_flight)
 
     def teardown(self) -> None:
         for seq_id in self.sequences:

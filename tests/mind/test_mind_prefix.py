@@ -419,6 +419,19 @@ def test_an_index_that_makes_no_sense_is_begun_again_and_the_engine_goes_on():
         assert rig.tokens[str(i), 0] == script(prompt(20) + prompt(4, seed=i + 1), 12, VOCAB)
 
 
+def test_what_a_stranger_holds_is_given_back_also_when_the_index_makes_no_sense():
+    rig = Rig(prefix_index="radix")
+    rig.add("a", prompt(20), max_tokens=4)
+    rig.run()
+    table = rig.cache.open(99, prompt(8))
+    rig.cache.grow(table, 8)
+    table.place.writers.clear()
+    assert rig.scheduler.check()
+    rig.scheduler.repair()
+    assert rig.scheduler.check() == []
+    assert rig.cache.pools.num_free == rig.cache.pools.num_blocks
+
+
 def test_two_searches_that_hold_what_the_other_needs_come_to_an_end():
     rig = Rig(num_blocks=40, prefix_index="radix", max_num_seqs=4, max_model_len=60)
     beams = Beams(width=4, num_candidates=12, length_penalty=1.0, early_stopping=False)
