@@ -1,11 +1,11 @@
-# One command each: serve, test, check, bench, bench-prefix, demo-model, clean. CI calls the same ones (.ci/run).
+# One command each: serve, test, check, bench, bench-prefix, bench-cpu, demo-model, clean. CI calls the same ones (.ci/run).
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
-.PHONY: serve test check bench bench-prefix demo-model clean
+.PHONY: serve test check bench bench-prefix bench-cpu demo-model clean
 
 serve: $(VENV)/.installed  ## serve the embedded model; ARGS="MODEL --port 8001" goes to `quire serve`
 	@$(BIN)/quire serve $(ARGS)
@@ -24,6 +24,9 @@ bench: $(VENV)/.installed-dev
 
 bench-prefix: $(VENV)/.installed-dev  ## ARGS="--only gain --plots FOLDER"; pictures need the extra `plots`
 	@$(BIN)/python -m benchmarks.prefix $(ARGS)
+
+bench-cpu: $(VENV)/.installed-dev  ## ARGS="--shapes 0.5b --peer vllm=VENV/bin/python"; peers have venvs of their own
+	@$(BIN)/python -m benchmarks.cpu $(ARGS)
 
 demo-model: $(VENV)/.installed-dev  ## train the embedded model, its draft and its adapters from scratch
 	@$(BIN)/python -m tools.demo_model.make $(ARGS)

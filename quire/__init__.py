@@ -6,9 +6,14 @@ they are first asked for, which is the one lazy import in quire: the mind (`quir
 `__init__.pyi`.
 """
 
+import os
 from importlib import import_module
 
 __version__ = "0.1.0"
+
+# OpenMP's threads wait for each other by spinning, by default so long that on a busy machine each wait costs a time
+# slice. libgomp reads this when torch loads it; whoever set it otherwise is left alone. See docs/performance.md.
+os.environ.setdefault("GOMP_SPINCOUNT", "4000")  # some 200 us
 
 _HOMES = {
     "LLM": "quire.engine.llm",

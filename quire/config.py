@@ -150,7 +150,8 @@ class EngineOptions:
     step_seconds: Annotated[float, Help("predicted time that one step may take", "beta")] = 0.5
     watermark: Annotated[float, Help("share of blocks that admission leaves free", "beta")] = 0.01
     steps_in_flight: Annotated[int, Help("1, or 2 to plan a step while the one before it runs", "prototype")] = 1
-    kernels: Annotated[str, Help("kernel module: auto or reference", "beta")] = "auto"
+    kernels: Annotated[str, Help("kernel module: auto, cpu or reference", "beta")] = "auto"
+    threads: Annotated[int | None, Help("threads that compute on the host [default: one per core]", "beta")] = None
     device: Annotated[str, Help("auto, cpu or cuda", "beta")] = "auto"
     seed: Annotated[int, Help("seed of requests that bring none")] = 0
     journal: Annotated[str | None, Help("file that records every input of the scheduler", "beta")] = None

@@ -22,9 +22,8 @@ from quire.engine.public_prefixes import Bounds, num_public_blocks, read_public_
 from quire.engine.sources.locate import locate
 from quire.engine.text.tokenizer import Tokenizer
 from quire.errors import ConfigError
-from quire.kernels import invariant
-from quire.kernels.choose import choose
-from quire.kernels.contract import DTYPES, Kernels
+from quire.kernels.choose import Chosen, choose, usable_device
+from quire.kernels.contract import DTYPES, Demands
 from quire.kernels.reference.sampling import LOGITS_AT_ONCE
 from quire.models.model import Description, KVLayer, Progress
 from quire.runner.torch_runner import TorchRunner
@@ -59,7 +58,7 @@ class Prepared:
 
     name: str
     files: ModelFiles
-    kernels: Kernels
+    chosen: Chosen
     device: str
     dtype: str
     cache: CacheConfig
@@ -77,13 +76,14 @@ def build(options: EngineOptions, *, report: Report, progress: Progress) -> Buil
     limits, cache, description = prepared.limits, prepared.cache, prepared.files.description
     scheduler = _scheduler(limits, cache, options.journal)  # before the weights: a bad path should not cost them
     model = prepared.files.load(prepared.dtype, prepared.device, progress)
+    model.pack(prepared.chosen.kernels)
     runner = TorchRunner(
         model,
-        prepared.kernels,
+        prepared.chosen.kernels,
         cache=cache,
         max_num_seqs=limits.max_num_seqs,
         max_model_len=limits.max_model_len,
-        invariant=invariant,
+        strict=prepared.chosen.strict,
     )
     engine = Engine(
         scheduler,
@@ -114,18 +114,23 @@ def prepare(options: EngineOptions, *, report: Report, progress: Progress) -> Pr
     files = open_model(path, options.model_impl, max_model_len=options.max_model_len)
     description = files.description
     device = pick_device(options.device)
-    kernels, kernel_reason = choose(options.kernels, device)
     dtype = description.dtype if options.dtype == "auto" else _DTYPE_ALIASES.get(options.dtype, options.dtype)
     kv_dtype = dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
     if _DTYPE_ALIASES.get(kv_dtype, kv_dtype) != dtype:
         raise ConfigError(
             f"kv_cache_dtype {kv_dtype!r} differs from dtype {dtype!r}; only equal types are supported yet"
         )
+    head_dims = tuple({layer.head_dim for layer in description.kv_layers})
+    chosen = choose(options.kernels, Demands(usable_device(device), dtype, options.block_size, head_dims))
+    threads = torch.get_num_threads() if options.threads is None else options.threads
+    if threads < 1:
+        raise ConfigError(f"threads: must be at least 1, not {threads}")
+    chosen.kernels.use_threads(threads)
     report(f"{description.architecture} from {path}, {dtype} on {device}")
     report(f"model      {files.runs_on}")
-    report(f"kernels    {kernel_reason}")
+    report(f"kernels    {chosen.reason}; {threads} threads")
     groups = _groups(description.kv_layers)
-    demand = _demand(description, options, dtype, groups, kernels.SCRATCH_BYTES)
+    demand = _demand(description, options, dtype, groups, chosen.kernels.SCRATCH_BYTES)
     kind = torch.device(device).type
     share = _SHARES[kind]
     plan = plan_memory(
@@ -154,10 +159,11 @@ def prepare(options: EngineOptions, *, report: Report, progress: Progress) -> Pr
         kv_cache_dtype=cast(DType, dtype),
         max_model_len=limits.max_model_len,
         memory=options.memory or str(share),
-        kernels=kernels.NAME,
+        kernels=chosen.kernels.NAME,
+        threads=threads,
         device=device,
     )
-    return Prepared(name, files, kernels, device, dtype, cache, limits, resolved)
+    return Prepared(name, files, chosen, device, dtype, cache, limits, resolved)
 
 
 def _find(options: EngineOptions, report: Report, progress: Progress) -> tuple[str, Path]:

@@ -15,10 +15,12 @@ from quire.cost.memory import size
 from quire.engine.build import prepare
 from quire.engine.machine import available_memory, cpu_description, gpu_description, pick_device
 from quire.errors import QuireError
-from quire.kernels.choose import MODULES, choose
+from quire.kernels.choose import MODULES, choose, refusal, usable_device
+from quire.kernels.contract import Demands
 from quire.models.model import Progress
 
 _REQUIRED = ("quire", "torch", "numpy", "safetensors", "tokenizers", "jinja2", "msgspec", "huggingface_hub", "fastapi")
+_USUAL_DTYPE, _USUAL_HEAD_DIM = "bfloat16", 64  # what kernels are asked about where no model is known yet
 _OPTIONAL = {"transformers": "hf"}  # package -> extra
 
 
@@ -40,14 +42,15 @@ def examine(options: EngineOptions, progress: Progress = lambda _done, _total: N
     yield Finding("hardware", f"GPU: {gpu_description()}")
     device = pick_device(options.device)
     try:
-        chosen = choose(options.kernels, device)[1]
+        demands = Demands(usable_device(device), _USUAL_DTYPE, options.block_size, (_USUAL_HEAD_DIM,))
+        chosen = choose(options.kernels, demands).reason
     except QuireError as error:
         yield Finding("kernels", str(error), problem=True)
         return
     yield Finding("hardware", f"memory: {size(available_memory(device))} available on {device}")
-    for name, kernels in MODULES.items():
-        refusal = kernels.refusal(torch.device(device))
-        yield Finding("kernels", f"{name}: {f'not on {device}, {refusal}' if refusal else f'runs on {device}'}")
+    for name in MODULES:
+        refused = refusal(name, demands)
+        yield Finding("kernels", f"{name}: {f'not on {device}, {refused}' if refused else f'runs on {device}'}")
     yield Finding("kernels", f"chosen: {chosen}")
     yield from _model(options, progress)
 

@@ -1,46 +1,87 @@
 """Which kernel module runs: chosen once, by name or by trying them in order of speed; never silently."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 
 from quire.errors import ConfigError, nearest
-from quire.kernels import reference
-from quire.kernels.contract import Kernels
+from quire.kernels import invariant, reference
+from quire.kernels.contract import Demands, Kernels
+from quire.kernels.cpu import EXTENSION
+from quire.kernels.cpu.kernels import CpuKernels, description
 
-MODULES: Mapping[str, Kernels] = MappingProxyType({reference.NAME: reference})  # the fastest first
+
+class Candidate(NamedTuple):
+    """A module, or why it is not there."""
+
+    kernels: Kernels | None
+    strict: Kernels | None  # for deterministic sequences, over the same blocks and weights
+    about: str  # of its own: the build it uses, or what is missing
 
 
-def choose(name: str, device: str) -> tuple[Kernels, str]:
-    """The kernel module called `name`, or for "auto" the first that can work on `device`, and why it is that one.
+def _cpu() -> Candidate:
+    if EXTENSION is not None:
+        return Candidate(None, None, EXTENSION)
+    return Candidate(CpuKernels(strict=False), CpuKernels(strict=True), description())
 
-    Raises ConfigError for an unknown name, for a device that torch does not have, and when no module can
-    work there, with what was tried and why each was refused.
+
+def _reference() -> Candidate:
+    return Candidate(reference, invariant, "plain torch")
+
+
+# The fastest first. Each engine gets modules of its own: they may keep memory.
+MODULES: Mapping[str, Callable[[], Candidate]] = MappingProxyType({"cpu": _cpu, "reference": _reference})
+
+
+class Chosen(NamedTuple):
+    """The kernels of an engine."""
+
+    kernels: Kernels
+    strict: Kernels
+    reason: str
+
+
+def refusal(name: str, demands: Demands) -> str | None:
+    """Why the module called `name` cannot do what is demanded, or None."""
+    return _refusal(MODULES[name](), demands)
+
+
+def _refusal(candidate: Candidate, demands: Demands) -> str | None:
+    return candidate.about if candidate.kernels is None else candidate.kernels.refusal(demands)
+
+
+def choose(name: str, demands: Demands) -> Chosen:
+    """The kernel module called `name`, or for "auto" the first that can do what is demanded, and why it is that one.
+
+    Raises ConfigError for an unknown name, and when no module can, with what was tried and why each was refused.
     """
-    place = _device(device)
     if name != "auto" and name not in MODULES:
         known = ["auto", *MODULES]
         raise ConfigError(f"there are no kernels {name!r}{nearest(name, known)}; known: {', '.join(known)}")
     refusals: list[str] = []
-    for candidate, kernels in MODULES.items():
-        if name not in ("auto", candidate):
+    for tried, make in MODULES.items():
+        if name not in ("auto", tried):
             continue
-        refusal = kernels.refusal(place)
-        if refusal is None:
-            reason = f"asked for by name, runs on {place}" if name == candidate else f"the fastest that runs on {place}"
-            return kernels, f"{candidate}: {reason}" + "".join(f"; not {refused}" for refused in refusals)
-        refusals.append(f"{candidate}: {refusal}")
-    raise ConfigError(f"no kernels for {place}; tried {'; '.join(refusals)}")
+        kernels, strict, about = candidate = make()
+        refused = _refusal(candidate, demands)
+        if refused is None and kernels is not None and strict is not None:
+            why = "asked for by name" if name == tried else f"the fastest that runs on {demands.device}"
+            reason = f"{tried} ({about}): {why}" + "".join(f"; not {other}" for other in refusals)
+            return Chosen(kernels, strict, reason)
+        refusals.append(f"{tried}: {refused}")
+    raise ConfigError(f"no kernels for {demands.dtype} on {demands.device}; tried {'; '.join(refusals)}")
 
 
-def _device(device: str) -> torch.device:
+def usable_device(name: str) -> torch.device:
+    """The device called `name`. Raises ConfigError for one that torch does not have."""
     try:
-        place = torch.device(device)
-        if place.type not in ("cpu", "cuda"):
-            raise RuntimeError(f"quire does not run on {place.type}")
-        torch.empty(0, device=place)  # refuses what this build of torch or this machine does not have
-        return place
+        device = torch.device(name)
+        if device.type not in ("cpu", "cuda"):
+            raise RuntimeError(f"quire does not run on {device.type}")
+        torch.empty(0, device=device)  # refuses what this build of torch or this machine does not have
+        return device
     except (RuntimeError, AssertionError) as error:
         first_line = str(error).splitlines()[0]
-        raise ConfigError(f"device {device!r} cannot be used: {first_line}. Use 'cpu' or 'cuda'") from error
+        raise ConfigError(f"device {name!r} cannot be used: {first_line}. Use 'cpu' or 'cuda'") from error

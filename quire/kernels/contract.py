@@ -7,7 +7,7 @@ Bytes that leave a device are in the canonical layout, which is the same for all
 (num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim), where index 0 of the second axis is keys.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from types import MappingProxyType
@@ -27,6 +27,24 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid", "tanh")
 
 Plan = Any  # what a module's `plan` returns; nobody but that module looks inside
+Rotation = tuple[Tensor, Tensor]  # cosines and sines, float32 (num_tokens, rotary_dim / 2)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Packed:
+    """A weight (rows, columns), or several of that shape, in the layout of the module that packed it."""
+
+    data: Tensor  # of several: (number, ...)
+    rows: int
+    columns: int
+    parts: int = 1  # that the rows were cut into before, as a gated product has them: gates, and what they gate
+
+    def __getitem__(self, index: int) -> "Packed":
+        """One of several."""
+        return Packed(self.data[index], self.rows, self.columns, self.parts)
+
+
+Weight = Tensor | Packed
 
 
 class Purpose(IntEnum):
@@ -106,14 +124,49 @@ class Draws:
     history: History  # of rows with a penalty; the prompt is left out where no repetition penalty counts it
 
 
+@dataclass(frozen=True, slots=True)
+class Demands:
+    """What a module must be able to do to serve a model."""
+
+    device: torch.device
+    dtype: str
+    block_size: int
+    head_dims: tuple[int, ...]
+
+
+class Recorder(Protocol):
+    """Steps of a module that run again without the Python that described them: on the same tensors, refilled."""
+
+    def plan(self, batch: Batch, storage: Storage, width: int) -> Plan:
+        """As Kernels.plan, made to be refilled with tables of up to `width` blocks."""
+
+    def refill(self, plan: Plan, batch: Batch) -> None:
+        """Put another step with as many chunks and tokens in the place of the one that was planned."""
+
+    def record(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
+        """Run `compute`. Returns its result, and what computes it again into the same tensor.
+
+        Weights and inputs must stay where they are. Raises NotRecordable where it did more than call kernels.
+        """
+
+
+class NotRecordable(Exception):
+    """What was to be recorded did something that a recording would leave out."""
+
+
 class Kernels(Protocol):
     """A module with these functions. Shapes name num_tokens: the tokens of all chunks, concatenated."""
 
     NAME: str
     SCRATCH_BYTES: int  # that attention takes at most beside its arguments, or one sequence's KV of a layer if more
 
-    def refusal(self, device: torch.device) -> str | None:
-        """Why the module cannot work on `device`, or None if it can."""
+    recorder: Recorder | None  # what records steps; None where nothing is gained by it
+
+    def refusal(self, demands: Demands) -> str | None:
+        """Why the module cannot do what is demanded, or None if it can."""
+
+    def use_threads(self, number: int) -> None:
+        """Compute with so many threads from now on, where the module computes on the host."""
 
     def allocate(self, group: KVGroup, block_size: int, device: torch.device) -> Storage:
         """Blocks of zeros for a group. On a CPU, memory is taken only when a block is first written."""
@@ -128,10 +181,16 @@ class Kernels(Protocol):
         """Copy the leading tokens of blocks and clear the rest, for all (source, target) `pairs` at once."""
 
     def plan(self, batch: Batch, storage: Storage) -> Plan:
-        """What all layers of a step have in common: computed once, used by `write_kv` and `attention`."""
+        """What all layers of a step have in common: computed once, used by `rotary_write` and `attention`."""
 
-    def write_kv(self, storage: Storage, layer: int, k: Tensor, v: Tensor, plan: Plan) -> None:
-        """Store (num_tokens, num_kv_heads, head_dim) keys and values of the `layer`-th layer of the group.
+    def rotary_write(
+        self, storage: Storage, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, plan: Plan
+    ) -> Tensor:
+        """Rotate q and k, and store keys and values of the `layer`-th layer of the group. Returns q, rotated.
+
+        q (num_tokens, num_heads, head_dim), k and v (num_tokens, num_kv_heads, head_dim). Pairs
+        (x[i], x[i + rotary_dim / 2]) are rotated; where rotary_dim is less than head_dim, the dimensions behind it
+        stay as they are. Computed in float32, rounded once. rotation: None where nothing is to be rotated.
 
         A block whose first slot is written is cleared before: what lies behind a sequence's last token is
         always finite, and nobody meets the leavings (NaN, perhaps) of a block's former user.
@@ -151,12 +210,8 @@ class Kernels(Protocol):
         Returns (num_tokens, num_heads * head_dim).
         """
 
-    def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotate pairs (x[i], x[i + rotary_dim / 2]) of q and k (num_tokens, heads, head_dim).
-
-        cos and sin are float32 (num_tokens, rotary_dim / 2). Where rotary_dim is less than head_dim, the
-        dimensions behind it stay as they are. Computed in float32, rounded once.
-        """
+    def rotation(self, positions: Tensor, frequencies: Tensor, magnitude: float) -> Rotation:
+        """Cosines and sines, times `magnitude`, of positions (num_tokens,) int64 times frequencies in float32."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / sqrt(mean(x^2) + eps) * weight over the last axis, computed in float32, rounded once to x's type.
@@ -179,10 +234,22 @@ class Kernels(Protocol):
     def activate(self, x: Tensor, activation: str) -> Tensor:
         """activation(x). activation: one of ACTIVATIONS."""
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def pack_weight(self, weight: Tensor, parts: int = 1) -> Weight:
+        """The weight (out, in), or (number, out, in), as this module's products read it; made once.
+
+        parts: 2 for the weight of a gated product. The argument may be let go afterwards.
+        """
+
+    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         """x (num_rows, in) times weight (out, in), plus bias (out,)."""
 
-    def experts(self, x: Tensor, ids: Tensor, weights: Tensor, up: Tensor, down: Tensor, activation: str) -> Tensor:
+    def gated_linear(self, x: Tensor, weight: Weight, bias: Tensor | None, activation: str) -> Tensor:
+        """gate(linear(x, weight, bias), activation)."""
+
+    def embed(self, ids: Tensor, weight: Weight, scale: float = 1.0) -> Tensor:
+        """Rows of the weight (num_rows, size) for ids int64 (num_tokens,), times `scale`."""
+
+    def experts(self, x: Tensor, ids: Tensor, weights: Tensor, up: Weight, down: Weight, activation: str) -> Tensor:
         """The weighted sum of each token's experts: of down[e] gate(up[e] x), e in ids, in float32, rounded once.
 
         x (num_tokens, hidden_size), ids int64 and weights float32 (num_tokens, k), a token's ids all different,
@@ -195,4 +262,13 @@ class Kernels(Protocol):
 
         That is a row with any NaN or +inf, and one in which no logit that may be sampled is above -inf.
         A row's token depends on that row alone. See `reference.sampling` for what is done in which order.
+        """
+
+    def logprobs(self, logits: Tensor, tokens: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Natural logarithms of the softmax of logits (num_rows, vocab_size), in float32.
+
+        Returns the values (num_rows, n) of tokens (num_rows, n), int64, n at least 1; the ranks (num_rows,), int32,
+        of the first ones: 1 and how many values are larger; and of the k most likely, k at most vocab_size, the
+        ids (num_rows, k), int32, and values (num_rows, k): falling, equal values in the order of ids.
+        All values of a row with any NaN or +inf are NaN, as are those of one without a logit above -inf.
         """

@@ -9,16 +9,16 @@ from typing import Protocol
 
 from torch import Tensor
 
-from quire.kernels.contract import Batch, Kernels, Plan, Storage
+from quire.kernels.contract import Batch, Kernels, Plan, Rotation, Storage
 
 
 class Attend(Protocol):
     """What a model is handed for its attention."""
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None = None) -> Tensor:
         """Keep k and v (num_tokens, num_kv_heads, head_dim) and attend with q (num_tokens, num_heads, head_dim).
 
-        Returns (num_tokens, num_heads * head_dim).
+        rotation: of q and k, before all else. Returns (num_tokens, num_heads * head_dim).
         """
 
 
@@ -47,13 +47,15 @@ class PagedAttend:
 
     def plan(self, batches: Sequence[Batch]) -> None:
         """Make ready for the chunks of a step, seen by each group in turn."""
-        self._plans = [
-            self._kernels.plan(batch, storage) for batch, storage in zip(batches, self._storages, strict=True)
-        ]
+        self.use([self._kernels.plan(batch, storage) for batch, storage in zip(batches, self._storages, strict=True)])
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def use(self, plans: Sequence[Plan]) -> None:
+        """Go on with plans that were made before, one for each group."""
+        self._plans = list(plans)
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None = None) -> Tensor:
         """See Attend."""
         group, index = self._places[layer]
         storage, plan, scores = self._storages[group], self._plans[group], self._scores[layer]
-        self._kernels.write_kv(storage, index, k, v, plan)
+        q = self._kernels.rotary_write(storage, index, q, k, v, rotation, plan)
         return self._kernels.attention(storage, index, q, plan, scores.scale, scores.softcap)

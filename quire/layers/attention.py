@@ -6,15 +6,13 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from quire.kernels.contract import Kernels
+from quire.kernels.contract import Kernels, Rotation
 from quire.layers.attend import Attend
 from quire.layers.linear import Linear
 from quire.layers.norm import LayerNorm, Norm, NormKind, make_norm
 
 # over each head with one weight, over each head with a weight of its own, over all heads at once
 QKNorm = Literal["none", "head", "each", "projection"]
-
-Rotation = tuple[Tensor, Tensor]  # cosines and sines, see Kernels.rotary
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +60,4 @@ class Attention(nn.Module):
             k = self.k_norm(k.flatten(1), kernels).view(k.shape)
         elif config.qk_norm != "none":
             q, k = self.q_norm(q, kernels), self.k_norm(k, kernels)
-        if rotation is not None:
-            q, k = kernels.rotary(q, k, *rotation)
-        return self.o(attend(layer, q, k, v), kernels)
+        return self.o(attend(layer, q, k, v, rotation), kernels)

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from quire.kernels.contract import Kernels
-from quire.layers.linear import Linear
+from quire.kernels.contract import Kernels, Weight
+from quire.layers.linear import Linear, repacked
 from quire.layers.mlp import MLP
 
 
@@ -32,12 +32,22 @@ class Experts(nn.Module):
         self.activation = activation
         num_experts, inner = config.num_experts, config.intermediate_size
         self.router = Linear(hidden, num_experts, bias=False, dtype=dtype)
-        self.up = nn.Parameter(torch.empty(num_experts, 2 * inner, hidden, dtype=dtype))  # gates first, as in MLP
-        self.down = nn.Parameter(torch.empty(num_experts, hidden, inner, dtype=dtype))
+        gates_and_gated = torch.empty(num_experts, 2 * inner, hidden, dtype=dtype)  # gates first, as in MLP
+        self.up: Weight = nn.Parameter(gates_and_gated)
+        self.down: Weight = nn.Parameter(torch.empty(num_experts, hidden, inner, dtype=dtype))
         self.shared: MLP | None = None
         if config.shared_size:
             self.shared = MLP(hidden, config.shared_size, activation=activation, gated=True, bias=False, dtype=dtype)
             self.shared_gate = Linear(hidden, 1, bias=False, dtype=dtype)
+
+    def pack(self, kernels: Kernels) -> None:
+        """Bring the weights into the layout of `kernels`."""
+        self.router.pack(kernels)
+        self.up = repacked(self, "up", kernels, 2)
+        self.down = repacked(self, "down", kernels)
+        if self.shared is not None:
+            self.shared.pack(kernels)
+            self.shared_gate.pack(kernels)
 
     def __call__(self, x: Tensor, kernels: Kernels) -> Tensor:
         """x (num_tokens, hidden_size) -> the same shape."""

@@ -2,9 +2,8 @@
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from quire.kernels.contract import Kernels
+from quire.kernels.contract import Kernels, Weight
 
 
 class Linear(nn.Module):
@@ -12,8 +11,12 @@ class Linear(nn.Module):
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool, dtype: torch.dtype) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(outputs, inputs, dtype=dtype))
+        self.weight: Weight = nn.Parameter(torch.empty(outputs, inputs, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(outputs, dtype=dtype)) if bias else None
+
+    def pack(self, kernels: Kernels, parts: int = 1) -> None:
+        """Bring the weight into the layout of `kernels`."""
+        self.weight = repacked(self, "weight", kernels, parts)
 
     def __call__(self, x: Tensor, kernels: Kernels) -> Tensor:
         """x (num_rows, in) -> (num_rows, out)."""
@@ -25,8 +28,23 @@ class Embedding(nn.Module):
 
     def __init__(self, rows: int, size: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(rows, size, dtype=dtype))
+        self.weight: Weight = nn.Parameter(torch.empty(rows, size, dtype=dtype))
+        self.dtype = dtype
 
-    def __call__(self, ids: Tensor) -> Tensor:
-        """ids int64 (num_tokens,) -> (num_tokens, size)."""
-        return F.embedding(ids, self.weight)
+    def pack(self, kernels: Kernels) -> None:
+        """Bring the weight into the layout of products, for one that is a head as well."""
+        self.weight = repacked(self, "weight", kernels)
+
+    def __call__(self, ids: Tensor, kernels: Kernels, scale: float = 1.0) -> Tensor:
+        """ids int64 (num_tokens,) -> (num_tokens, size), times `scale`."""
+        return kernels.embed(ids, self.weight, scale)
+
+
+def repacked(module: nn.Module, name: str, kernels: Kernels, parts: int = 1) -> Weight:
+    """A parameter as `kernels` want it, which is no parameter of the module any more unless it stayed as it was."""
+    parameter = module.get_parameter(name)
+    packed = kernels.pack_weight(parameter.data, parts)
+    if isinstance(packed, Tensor):
+        return parameter
+    delattr(module, name)
+    return packed

@@ -21,6 +21,13 @@ class MLP(nn.Module):
 
     def __call__(self, x: Tensor, kernels: Kernels) -> Tensor:
         """x (num_tokens, hidden_size) -> the same shape."""
-        x = self.up(x, kernels)
-        x = kernels.gate(x, self.activation) if self.gated else kernels.activate(x, self.activation)
+        if self.gated:
+            x = kernels.gated_linear(x, self.up.weight, self.up.bias, self.activation)
+        else:
+            x = kernels.activate(self.up(x, kernels), self.activation)
         return self.down(x, kernels)
+
+    def pack(self, kernels: Kernels) -> None:
+        """Bring the weights into the layout of `kernels`."""
+        self.up.pack(kernels, 2 if self.gated else 1)
+        self.down.pack(kernels)

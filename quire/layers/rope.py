@@ -10,8 +10,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quire.kernels.invariant.exact import by_vectors
-
 
 @dataclass(frozen=True, slots=True)
 class Llama3Scaling:
@@ -57,16 +55,6 @@ class Rope:
         if isinstance(self.scaling, Llama3Scaling):
             return _llama3(frequencies, self.scaling)
         return frequencies / self.factor
-
-
-def rotation(positions: Tensor, frequencies: Tensor, magnitude: float) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of positions (num_tokens,), float32 (num_tokens, dim / 2).
-
-    A position has the same ones, bit for bit, whichever others there are.
-    """
-    angles = positions.float().unsqueeze(1) * frequencies
-    cos, sin = by_vectors(torch.cos, angles), by_vectors(torch.sin, angles)
-    return (cos, sin) if magnitude == 1 else (cos * magnitude, sin * magnitude)
 
 
 def _llama3(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:

@@ -8,14 +8,13 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from quire.kernels.contract import Kernels
+from quire.kernels.contract import Kernels, Rotation
 from quire.layers.attend import Attend, Scores
-from quire.layers.attention import Attention, Rotation
+from quire.layers.attention import Attention
 from quire.layers.experts import Experts
 from quire.layers.linear import Embedding, Linear
 from quire.layers.mlp import MLP
 from quire.layers.norm import NoNorm, Norm, make_norm
-from quire.layers.rope import rotation
 from quire.models.config import DecoderConfig
 
 
@@ -74,6 +73,7 @@ class Decoder(nn.Module):
         self.config = config
         hidden, width = config.hidden_size, config.embed_size or config.hidden_size
         self.embed = Embedding(config.vocab_size, width, dtype)
+        self.device = torch.get_default_device()
         self.embed_scale = float(torch.tensor(config.embed_scale, dtype=dtype))  # rounded, as in training
         if config.position_offset >= 0:
             rows = config.max_positions + config.position_offset
@@ -87,11 +87,6 @@ class Decoder(nn.Module):
         self.frequencies = [rope.frequencies() for rope in config.ropes]
 
     @property
-    def device(self) -> torch.device:
-        """Where the parameters are."""
-        return self.embed.weight.device
-
-    @property
     def vocab_size(self) -> int:
         """Logits per position."""
         return self.config.vocab_size
@@ -101,10 +96,24 @@ class Decoder(nn.Module):
         """How each layer makes attention scores."""
         return tuple(layer.scores for layer in self.config.layers)
 
+    def pack(self, kernels: Kernels) -> None:
+        """See Model."""
+        for layer in cast(list[DecoderLayer], list(self.layers)):
+            layer.attention.qkv.pack(kernels)
+            layer.attention.o.pack(kernels)
+            layer.mlp.pack(kernels)
+        if self.head is not None:
+            self.head.pack(kernels)
+        else:
+            self.embed.pack(kernels)
+        if self.config.embed_size:
+            self.project_in.pack(kernels)
+            self.project_out.pack(kernels)
+
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend, kernels: Kernels) -> Tensor:
         """Hidden states (num_tokens, hidden_size) after the last norm; arguments int64 (num_tokens,)."""
         rotations = [
-            rotation(positions, frequencies, rope.magnitude)
+            kernels.rotation(positions, frequencies, rope.magnitude)
             for rope, frequencies in zip(self.config.ropes, self.frequencies, strict=True)
         ]
         layers = cast(list[DecoderLayer], list(self.layers))
@@ -130,13 +139,11 @@ class Decoder(nn.Module):
 
     def _embed(self, token_ids: Tensor, positions: Tensor, kernels: Kernels) -> Tensor:
         config = self.config
-        x = self.embed(token_ids)
-        if self.embed_scale != 1:
-            x = x * self.embed_scale
+        x = self.embed(token_ids, kernels, self.embed_scale)
         if config.embed_size:
             x = self.project_in(x, kernels)
         if config.position_offset >= 0:
-            x = x + self.positions(positions + config.position_offset)
+            x = x + self.positions(positions + config.position_offset, kernels)
         return x
 
 

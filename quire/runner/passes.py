@@ -11,10 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.core.step import Chunks
+from quire.core.step import ChunkOutput, Chunks
 from quire.kernels.contract import Kernels, Storage
-from quire.layers.attend import PagedAttend, Scores
+from quire.layers.attend import PagedAttend
 from quire.models.model import Model
+from quire.runner.recordings import Recordings
 from quire.runner.rows import Rows
 
 
@@ -41,13 +42,24 @@ class Passes:
         self,
         model: Model,
         kernels: Kernels,
-        invariant: Kernels | None,
+        strict: Kernels | None,
         storages: Sequence[Storage],
-        scores: Sequence[Scores],
+        max_model_len: int,
     ) -> None:
         self._model = model
-        self._ordinary = Way(kernels, PagedAttend(kernels, storages, scores))
-        self._invariant = None if invariant is None else Way(invariant, PagedAttend(invariant, storages, scores))
+        self._ordinary = Way(kernels, PagedAttend(kernels, storages, model.scores))
+        self._strict = None if strict is None else Way(strict, PagedAttend(strict, storages, model.scores))
+        self._recordings = Recordings(model, kernels, storages, max_model_len)
+
+    def decode(self, rows: Rows, chunks: Chunks) -> Tensor | None:
+        """Logits (num_chunks, vocab_size) of a step whose chunks have one token each, and all sample behind it.
+
+        They are valid until the next step. None for other steps, and where a step cannot be recorded.
+        """
+        one_each = (chunks.stops - chunks.starts == 1).all() and (chunks.outputs == ChunkOutput.SAMPLE).all()
+        if not one_each or rows.deterministic[chunks.rows].any():
+            return None
+        return self._recordings.logits(*rows.inputs(chunks), rows.batches(chunks))
 
     def hidden(self, rows: Rows, chunks: Chunks) -> Hidden:
         """Compute all chunks, at least one.
@@ -72,11 +84,11 @@ class Passes:
         """The ways that are taken, and which entries of `strict` go each: one way where it is enough."""
         if not strict.any():
             return [(self._ordinary, ~strict)]
-        if self._invariant is None:
+        if self._strict is None:
             raise ValueError("this runner has no kernels for deterministic sequences")
         if strict.all():
-            return [(self._invariant, strict)]
-        return [(self._ordinary, ~strict), (self._invariant, strict)]
+            return [(self._strict, strict)]
+        return [(self._ordinary, ~strict), (self._strict, strict)]
 
     def _compute(self, way: Way, rows: Rows, chunks: Chunks) -> Tensor:
         device = self._model.device

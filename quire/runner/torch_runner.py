@@ -39,7 +39,7 @@ class Launched:
 class TorchRunner:
     """A Runner over one model and the blocks of its cache.
 
-    invariant: kernels for deterministic sequences, with the same layout of storage as `kernels`; None where there
+    strict: kernels for deterministic sequences, over the same blocks and weights as `kernels`; None where there
     are none. After an exception from `launch` or `sample` that step is forgotten and the rows cannot be
     relied on: the next step should reset them.
     """
@@ -52,7 +52,7 @@ class TorchRunner:
         cache: CacheConfig,
         max_num_seqs: int,
         max_model_len: int,
-        invariant: Kernels | None = None,
+        strict: Kernels | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._kernels = kernels
@@ -60,9 +60,10 @@ class TorchRunner:
         self._vocab_size = model.vocab_size
         self._rows = Rows(cache, max_num_seqs, max_model_len, self._vocab_size)
         self._store = DeviceStore(kernels, cache, model.device)
-        self.deterministic = invariant is not None and model.row_invariant  # whether it can run such sequences
-        strict = invariant if self.deterministic else None
-        self._passes = Passes(model, kernels, strict, self._store.storages, model.scores)
+        self.deterministic = strict is not None and model.row_invariant  # whether it can run such sequences
+        self._passes = Passes(
+            model, kernels, strict if self.deterministic else None, self._store.storages, max_model_len
+        )
         self._launched: Launched | None = None
         self._sampled: deque[StepResult] = deque()
 
@@ -99,6 +100,9 @@ class TorchRunner:
         chunks = step.chunks
         if not len(chunks):
             return Launched(step.id, began, chunks, torch.empty(0, self._vocab_size), None, None)
+        logits = self._passes.decode(self._rows, chunks)
+        if logits is not None:
+            return Launched(step.id, began, chunks, logits, None, None)
         hidden = self._passes.hidden(self._rows, chunks)
         last = wanted.ends(chunks)[chunks.outputs == ChunkOutput.SAMPLE] - 1
         return Launched(
@@ -117,7 +121,7 @@ class TorchRunner:
         def logits_of(some: np.ndarray) -> Tensor:
             return self._passes.logits(hidden, scored.tokens[some])
 
-        return report(logits_of, self._vocab_size, scored.next_tokens, scored.num_logprobs)
+        return report(self._kernels, logits_of, self._vocab_size, scored.next_tokens, scored.num_logprobs)
 
     @torch.inference_mode()
     def _choose_tokens(self, launched: Launched, late: Late) -> StepResult:
@@ -130,6 +134,7 @@ class TorchRunner:
             tokens = chosen.cpu().numpy().astype(np.int32)
             columns = self._rows.sampling
             logprobs = report(
+                self._kernels,
                 lambda some: logits[torch.from_numpy(some).to(logits.device)],
                 self._vocab_size,
                 tokens,

@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 
 from quire.core.step import Logprobs
+from quire.kernels.contract import Kernels
 
 LOGITS_AT_ONCE = 2**22  # that are reported on together: each takes some 30 bytes meanwhile
 _NO_LISTS: Mapping[int, np.ndarray] = MappingProxyType({})
 
 
 def report(
+    kernels: Kernels,
     logits_of: Callable[[np.ndarray], Tensor],
     vocab_size: int,
     tokens: np.ndarray,
@@ -42,43 +44,42 @@ def report(
     at_once = max(1, LOGITS_AT_ONCE // vocab_size)
     for first in range(0, len(asking), at_once):
         some = asking[first : first + at_once]
-        _fill(logprobs, some, logits_of(some).float().log_softmax(-1), tokens[some], wanted[some], listed)
+        asked, k = _asked(tokens, some, listed), int(wanted[some].max())
+        likelihoods = kernels.logprobs(logits_of(some), torch.from_numpy(asked), k)
+        _fill(logprobs, some, likelihoods, asked, wanted[some], listed)
     return logprobs
 
 
 def _fill(
     logprobs: Logprobs,
     indices: np.ndarray,
-    values: Tensor,
-    tokens: np.ndarray,
+    likelihoods: tuple[Tensor, ...],
+    asked: np.ndarray,
     wanted: np.ndarray,
     listed: Mapping[int, np.ndarray],
 ) -> None:
-    """Write the entries `indices`, whose log probabilities are `values` (len(indices), vocab_size)."""
-    chosen = torch.from_numpy(tokens).to(values.device, torch.int64).unsqueeze(1)
-    own = values.gather(1, chosen)
-    best = _most_likely(values, int(wanted.max()))
-    logprobs.ranks[indices] = ((values > own).sum(-1) + 1).cpu().numpy()
-    ids = torch.cat((chosen, best), 1)
-    unwanted = np.arange(ids.shape[1]) > wanted[:, None]
-    logprobs.ids[indices, : ids.shape[1]] = np.where(unwanted, -1, ids.cpu().numpy())
-    logprobs.values[indices, : ids.shape[1]] = np.where(unwanted, -np.inf, values.gather(1, ids).cpu().numpy())
+    """Write the entries `indices`. asked (len(indices), n): the tokens whose values come first in `likelihoods`."""
+    values, ranks, best_ids, best_values = (tensor.cpu().numpy() for tensor in likelihoods)
+    k = best_ids.shape[1]
+    unwanted = np.arange(k) >= wanted[:, None]
+    logprobs.ranks[indices] = ranks
+    logprobs.ids[indices, 0] = asked[:, 0]
+    logprobs.values[indices, 0] = values[:, 0]
+    logprobs.ids[indices, 1 : 1 + k] = np.where(unwanted, -1, best_ids)
+    logprobs.values[indices, 1 : 1 + k] = np.where(unwanted, -np.inf, best_values)
     for place, index in enumerate(indices.tolist() if listed else ()):
         if index in listed:
-            start, stop = 1 + wanted[place], 1 + wanted[place] + len(listed[index])
-            logprobs.ids[index, start:stop] = listed[index]
-            found = values[place, torch.from_numpy(listed[index]).to(values.device)]
-            logprobs.values[index, start:stop] = found.cpu().numpy()
+            count = len(listed[index])
+            start, stop = 1 + wanted[place], 1 + wanted[place] + count
+            logprobs.ids[index, start:stop] = asked[place, 1 : 1 + count]
+            logprobs.values[index, start:stop] = values[place, 1 : 1 + count]
 
 
-def _most_likely(values: Tensor, k: int) -> Tensor:
-    """Ids (num_rows, k) of the largest float32 values, falling; equals in the order of their ids.
-
-    topk says nothing about the order of equals, so it is given integers of which no two are equal: the bits of
-    a float, those below 0 turned over, rank as the float does.
-    """
-    bits = (values + 0.0).view(torch.int32).long()  # + 0.0 makes -0.0 the 0.0 that it is equal to
-    ranks = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    ids = torch.arange(values.shape[1], device=values.device)
-    keys = (ranks << 32) + (2**32 - 1 - ids)
-    return keys.topk(k).indices
+def _asked(tokens: np.ndarray, indices: np.ndarray, listed: Mapping[int, np.ndarray]) -> np.ndarray:
+    """The token of each of `indices` and what is listed for it, filled up with zeros: int64 (len(indices), n)."""
+    lists = [listed.get(index, ()) for index in indices.tolist()]
+    asked = np.zeros((len(indices), 1 + max(map(len, lists), default=0)), np.int64)
+    asked[:, 0] = tokens[indices]
+    for row, ids in zip(asked, lists, strict=True):
+        row[1 : 1 + len(ids)] = ids
+    return asked

@@ -23,7 +23,7 @@ class Sequences:
 
     def __init__(self, description, model, lengths, *, block_size=16, kernels=reference):
         self.model, self.kernels, self.block_size = model, kernels, block_size
-        dtype = str(model.embed.weight.dtype).removeprefix("torch.")
+        dtype = str(model.embed.dtype).removeprefix("torch.")
         kinds = list(dict.fromkeys(description.kv_layers))
         widths = [-(-length // block_size) for length in lengths]
         self.groups = [self._group(description, kind, dtype, sum(widths)) for kind in kinds]

@@ -24,7 +24,7 @@ def load_model(folder: Path, dtype: str = "float32") -> Decoder:
 def cache_for(model: Decoder, num_blocks: int, block_size: int = 4, num_groups: int = 1) -> CacheConfig:
     """One group of all layers, or layers dealt out in turn to several groups."""
     config = model.config
-    dtype = str(model.embed.weight.dtype).removeprefix("torch.")
+    dtype = str(model.embed.dtype).removeprefix("torch.")
     layers = range(config.num_layers)
     groups = [
         KVGroup(tuple(layers[g::num_groups]), "full", config.num_kv_heads, config.head_dim, dtype, num_blocks, 1)
@@ -41,7 +41,7 @@ class Driver:
         self.cache = cache_for(model, num_blocks, block_size, num_groups)
         clock = {} if ticks is None else {"clock": iter(ticks).__next__}
         self.runner = TorchRunner(
-            model, kernels, cache=self.cache, max_num_seqs=rows, max_model_len=max_model_len, invariant=strict, **clock
+            model, kernels, cache=self.cache, max_num_seqs=rows, max_model_len=max_model_len, strict=strict, **clock
         )
         random = np.random.default_rng(0)
         self.free = [random.permutation(num_blocks).tolist() for _ in range(num_groups)]

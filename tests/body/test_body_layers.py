@@ -7,10 +7,13 @@ import torch
 
 from quire.errors import ConfigError
 from quire.kernels import choose as choose_module
-from quire.kernels import reference
-from quire.kernels.choose import choose
-from quire.kernels.contract import ACTIVATIONS
-from quire.layers.rope import Rope, rotation
+from quire.kernels import invariant, reference
+from quire.kernels.choose import Candidate, choose, refusal, usable_device
+from quire.kernels.contract import ACTIVATIONS, Demands
+from quire.kernels.cpu import EXTENSION
+from quire.kernels.cpu.kernels import CpuKernels
+from quire.kernels.reference import rotation
+from quire.layers.rope import Rope
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 dtypes = pytest.mark.parametrize("dtype", TOLERANCE)
@@ -158,29 +161,92 @@ def test_experts_equal_a_loop_over_tokens(dtype):
         torch.testing.assert_close(found[token].float(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
-def test_auto_and_the_name_choose_the_reference_and_say_why():
-    assert choose("auto", "cpu") == (reference, "reference: the fastest that runs on cpu")
-    assert choose("reference", "cpu") == (reference, "reference: asked for by name, runs on cpu")
+def demands(device="cpu", **others):
+    return Demands(torch.device(device), **{"dtype": "float32", "block_size": 16, "head_dims": (32, 64), **others})
+
+
+def module(kernels, strict=None, about="of a test"):
+    return lambda: Candidate(kernels, kernels if strict is None else strict, about)
+
+
+@pytest.fixture
+def cpu():
+    """The CPU kernels, where they are built."""
+    if EXTENSION is not None:
+        pytest.skip(EXTENSION)
+    return CpuKernels
+
+
+def test_the_reference_is_chosen_by_its_name_and_for_what_nothing_else_can():
+    assert choose("reference", demands()) == (reference, invariant, "reference (plain torch): asked for by name")
+    for wish in ({"dtype": "float16"}, {"block_size": 8}, {"head_dims": (64, 512)}):
+        chosen = choose("auto", demands(**wish))
+        assert chosen[:2] == (reference, invariant)
+        assert chosen.reason.startswith("reference (plain torch): the fastest that runs on cpu; not cpu: ")
+
+
+def test_the_cpu_kernels_are_chosen_by_name_and_as_the_fastest(cpu):
+    for name, why in (("auto", "the fastest that runs on cpu"), ("cpu", "asked for by name")):
+        chosen = choose(name, demands())
+        assert isinstance(chosen.kernels, cpu)
+        assert chosen.kernels.recorder is not None
+        assert isinstance(chosen.strict, cpu)
+        assert chosen.strict.recorder is None
+        assert chosen.reason.startswith("cpu (")
+        assert chosen.reason.endswith(f" build): {why}")
+    assert choose("auto", demands()).kernels is not choose("auto", demands()).kernels  # they may keep memory
+
+
+@pytest.mark.parametrize(
+    ("wish", "why"),
+    [
+        ({"dtype": "float16"}, "computes in float32 and bfloat16, not in float16"),
+        ({"block_size": 24}, "block_size 24 is no multiple of 16"),
+        ({"head_dims": (64, 257)}, "heads of 257 are larger than 256"),
+        ({"device": "meta"}, "runs on CPUs, not on meta"),
+    ],
+)
+def test_the_cpu_kernels_say_what_they_cannot_do(cpu, wish, why):
+    assert why in cpu(strict=False).refusal(demands(**wish))
+    with pytest.raises(ConfigError, match=f"no kernels for .*; tried cpu: .*{why}"):
+        choose("cpu", demands(**wish))
+
+
+def test_without_the_extension_auto_goes_on_and_the_name_is_refused(monkeypatch):
+    monkeypatch.setattr(choose_module, "EXTENSION", "its extension cannot be loaded (no such file)")
+    chosen = choose("auto", demands())
+    assert chosen.kernels is reference
+    assert chosen.reason.endswith("; not cpu: its extension cannot be loaded (no such file)")
+    with pytest.raises(ConfigError, match=r"no kernels for float32 on cpu; tried cpu: its extension cannot be loaded"):
+        choose("cpu", demands())
+    assert refusal("cpu", demands()) == "its extension cannot be loaded (no such file)"
+    assert refusal("reference", demands()) is None
 
 
 def test_unknown_names_and_devices_are_refused():
-    with pytest.raises(ConfigError, match=r"did you mean 'reference'\?\); known: auto, reference"):
-        choose("refrence", "cpu")
+    with pytest.raises(ConfigError, match=r"did you mean 'reference'\?\); known: auto, cpu, reference"):
+        choose("refrence", demands())
     with pytest.raises(ConfigError, match="device 'gpu' cannot be used"):
-        choose("auto", "gpu")
+        usable_device("gpu")
+    assert usable_device("cpu") == torch.device("cpu")
 
 
 class Unfit:
     NAME = "unfit"
 
-    def refusal(self, device):
-        return f"needs a quantum device, not {device}"
+    def refusal(self, demands):
+        return f"needs a quantum device, not {demands.device}"
 
 
 def test_refusals_are_told(monkeypatch):
-    monkeypatch.setattr(choose_module, "MODULES", {"unfit": Unfit(), "reference": reference})
-    with pytest.raises(ConfigError, match="no kernels for cpu; tried unfit: needs a quantum device, not cpu"):
-        choose("unfit", "cpu")
-    kernels, reason = choose("auto", "cpu")
-    assert kernels is reference
-    assert reason.endswith("; not unfit: needs a quantum device, not cpu")
+    modules = {"unfit": module(Unfit()), "reference": module(reference, invariant)}
+    monkeypatch.setattr(choose_module, "MODULES", modules)
+    why = "unfit: needs a quantum device, not cpu"
+    with pytest.raises(ConfigError, match=f"no kernels for float32 on cpu; tried {why}$"):
+        choose("unfit", demands())
+    chosen = choose("auto", demands())
+    assert chosen[:2] == (reference, invariant)
+    assert chosen.reason == f"reference (of a test): the fastest that runs on cpu; not {why}"
+    monkeypatch.setattr(choose_module, "MODULES", {"unfit": module(Unfit()), "other": module(Unfit())})
+    with pytest.raises(ConfigError, match=r"tried unfit: needs .*, not cpu; other: needs .*, not cpu$"):
+        choose("auto", demands())

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.kernels import reference
 from quire.sample import logprobs
 from quire.sample.logprobs import report
 
@@ -20,7 +21,9 @@ def exact(row):
 def report_of(logits, tokens, num_logprobs, listed=None):
     """Of logits that are all there already."""
     lists = {index: np.array(ids, np.int64) for index, ids in (listed or {}).items()}
-    return report(lambda some: logits[torch.from_numpy(some)], logits.shape[1], np.array(tokens), num_logprobs, lists)
+    return report(
+        reference, lambda some: logits[torch.from_numpy(some)], logits.shape[1], np.array(tokens), num_logprobs, lists
+    )
 
 
 @settings(max_examples=100, deadline=None)
@@ -76,7 +79,7 @@ def test_nobody_asks_and_no_logits_are_computed():
     def never(some):
         raise AssertionError
 
-    assert report(never, 3, np.array([0, 1]), np.array([-1, -1])) is None
+    assert report(reference, never, 3, np.array([0, 1]), np.array([-1, -1])) is None
 
 
 def test_few_logits_are_alive_at_once(monkeypatch):
@@ -87,7 +90,7 @@ def test_few_logits_are_alive_at_once(monkeypatch):
         sizes.append(len(some))
         return torch.zeros(len(some), 30)
 
-    found = report(logits_of, 30, np.arange(10), np.array([0, -1] * 5))
+    found = report(reference, logits_of, 30, np.arange(10), np.array([0, -1] * 5))
     assert sizes == [3, 2]
     assert found.ids[:, 0].tolist() == [0, -1, 2, -1, 4, -1, 6, -1, 8, -1]
 

@@ -181,7 +181,7 @@ def test_what_the_server_says_about_itself(keyless, figures):
     info = keyless.ask(None, "GET", "/get_server_info").json()
     assert (info["version"], info["model"], info["max_model_len"]) == (quire.__version__, "quire-demo", 512)
     assert set(info["options"]) == {field.name for field in fields(EngineOptions)}
-    assert (info["options"]["dtype"], info["options"]["kernels"]) == ("float32", "reference")
+    assert (info["options"]["dtype"], info["options"]["kernels"]) == ("float32", "cpu")
     assert info["block_size"] == 16
     (group,) = info["kv_groups"]
     assert (group["kind"], group["window"]) == ("full", 0)

@@ -148,5 +148,5 @@ def test_options_are_kept_as_they_were_resolved(prepared):
     made, _ = prepared(dtype="float")
     options = made.options
     assert (options.dtype, options.kv_cache_dtype, options.device) == ("float32", "float32", made.device)
-    assert (options.max_model_len, options.kernels, options.memory) == (256, "reference", "256MiB")
+    assert (options.max_model_len, options.kernels, options.memory) == (256, "cpu", "256MiB")
     assert prepare(options, report=lambda line: None, progress=lambda done, total: None).options == options

@@ -15,10 +15,23 @@ What makes a result depend on company, and what is done here instead:
   but whole vectors (`exact.by_vectors`). Sums, products and roots are correctly rounded anywhere.
 """
 
-from quire.kernels.invariant.products import experts, linear
+from quire.kernels.invariant.products import experts, gated_linear, linear
 from quire.kernels.invariant.rowwise import activate, add_rms_norm, gate, layer_norm, rms_norm, rotary
-from quire.kernels.invariant.tiled import SCRATCH_BYTES, attention, plan, write_kv
-from quire.kernels.reference import allocate, copy_blocks, pack, refusal, sample, unpack
+from quire.kernels.invariant.tiled import SCRATCH_BYTES, attention, plan, rotary_write, write_kv
+from quire.kernels.reference import (
+    allocate,
+    copy_blocks,
+    embed,
+    logprobs,
+    pack,
+    pack_weight,
+    recorder,
+    refusal,
+    rotation,
+    sample,
+    unpack,
+    use_threads,
+)
 
 NAME = "invariant"
 
@@ -30,16 +43,24 @@ __all__ = [
     "allocate",
     "attention",
     "copy_blocks",
+    "embed",
     "experts",
     "gate",
+    "gated_linear",
     "layer_norm",
     "linear",
+    "logprobs",
     "pack",
+    "pack_weight",
     "plan",
+    "recorder",
     "refusal",
     "rms_norm",
     "rotary",
+    "rotary_write",
+    "rotation",
     "sample",
     "unpack",
+    "use_threads",
     "write_kv",
 ]

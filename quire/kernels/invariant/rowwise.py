@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels import reference
-from quire.kernels.invariant.exact import by_vectors, tree_sum
+from quire.kernels.exact import by_vectors, tree_sum
 
 
 def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,8 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.kernels.contract import Batch, Storage
-from quire.kernels.invariant.exact import by_vectors, tree_sum
+from quire.kernels.contract import Batch, Rotation, Storage
+from quire.kernels.exact import by_vectors, tree_sum
+from quire.kernels.invariant.rowwise import rotary
 
 QUERIES = 4  # positions of a tile, of which the last may stand for several
 KEYS = 256  # positions of a split: few enough terms for a sum that is not shared out, see `products`
@@ -100,6 +101,16 @@ def write_kv(storage: Storage, layer: int, k: Tensor, v: Tensor, plan: Invariant
     for blocks, new in zip(storage.data[layer], (k, v), strict=True):
         blocks.index_fill_(0, plan.begun, 0)
         blocks.flatten(0, 1).index_copy_(0, plan.slots, new.to(blocks.dtype))
+
+
+def rotary_write(
+    storage: Storage, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, plan: InvariantPlan
+) -> Tensor:
+    """Rotate q and k, then `write_kv`. Returns q."""
+    if rotation is not None:
+        q, k = rotary(q, k, *rotation)
+    write_kv(storage, layer, k, v, plan)
+    return q
 
 
 def attention(

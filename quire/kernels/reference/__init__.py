@@ -2,20 +2,30 @@
 
 import torch
 
+from quire.kernels.contract import Demands, Recorder
 from quire.kernels.reference.blocks import allocate, copy_blocks, pack, unpack
-from quire.kernels.reference.mixture import experts
+from quire.kernels.reference.likelihood import logprobs
 from quire.kernels.reference.paged import GATHERED_BYTES as SCRATCH_BYTES
-from quire.kernels.reference.paged import attention, plan, write_kv
-from quire.kernels.reference.rowwise import activate, add_rms_norm, gate, layer_norm, linear, rms_norm, rotary
+from quire.kernels.reference.paged import attention, plan, rotary_write, write_kv
+from quire.kernels.reference.products import embed, experts, gated_linear, linear, pack_weight
+from quire.kernels.reference.rowwise import activate, add_rms_norm, gate, layer_norm, rms_norm, rotary, rotation
 from quire.kernels.reference.sampling import sample
 
 NAME = "reference"
 
 
-def refusal(device: torch.device) -> str | None:
+recorder: Recorder | None = None
+
+
+def refusal(demands: Demands) -> str | None:
     """None: plain torch runs wherever torch does."""
-    del device
+    del demands
     return None
+
+
+def use_threads(number: int) -> None:
+    """Threads of torch."""
+    torch.set_num_threads(number)
 
 
 __all__ = [
@@ -26,16 +36,24 @@ __all__ = [
     "allocate",
     "attention",
     "copy_blocks",
+    "embed",
     "experts",
     "gate",
+    "gated_linear",
     "layer_norm",
     "linear",
+    "logprobs",
     "pack",
+    "pack_weight",
     "plan",
+    "recorder",
     "refusal",
     "rms_norm",
     "rotary",
+    "rotary_write",
+    "rotation",
     "sample",
     "unpack",
+    "use_threads",
     "write_kv",
 ]

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from quire.kernels.contract import Batch, Storage
+from quire.kernels.contract import Batch, Rotation, Storage
+from quire.kernels.reference.rowwise import rotary
 
 MAX_QUERIES = 256  # of one piece: keys behind a piece's last position are not even gathered
 MIN_CONTEXT = 256  # shorter contexts count as alike: another call would cost more than the padding
@@ -154,6 +155,16 @@ def write_kv(storage: Storage, layer: int, k: Tensor, v: Tensor, plan: Reference
         if len(plan.begun):
             blocks.index_fill_(0, plan.begun, 0)
         blocks.flatten(0, 1).index_copy_(0, plan.slots, new.to(blocks.dtype))
+
+
+def rotary_write(
+    storage: Storage, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, plan: ReferencePlan
+) -> Tensor:
+    """Rotate q and k, then `write_kv`. Returns q."""
+    if rotation is not None:
+        q, k = rotary(q, k, *rotation)
+    write_kv(storage, layer, k, v, plan)
+    return q
 
 
 def attention(

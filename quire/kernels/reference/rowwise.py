@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from quire.kernels.exact import by_vectors
+
 
 def _gelu_tanh(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
@@ -29,9 +31,14 @@ _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
 )
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x (num_rows, in) times weight (out, in), plus bias (out,)."""
-    return F.linear(x, weight, bias)
+def rotation(positions: Tensor, frequencies: Tensor, magnitude: float) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of positions (num_tokens,), float32 (num_tokens, dim / 2).
+
+    A position has the same ones, bit for bit, whichever others there are.
+    """
+    angles = positions.float().unsqueeze(1) * frequencies
+    cos, sin = by_vectors(torch.cos, angles), by_vectors(torch.sin, angles)
+    return (cos, sin) if magnitude == 1 else (cos * magnitude, sin * magnitude)
 
 
 def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import ModelError
+from quire.kernels.contract import Rotation
 from quire.models.backend.attention import SERVED
 from quire.models.backend.construction import Read, Reading, construct
 from quire.models.backend.description import BackendDescription
@@ -67,9 +68,9 @@ def check_tokens_apart(model: BackendModel, max_positions: int, architecture: st
         )
 
 
-def _attend_alone(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Each token's values, weighed by its own queries and keys so that their rotation is seen."""
-    del layer
+def _attend_alone(layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None = None) -> Tensor:
+    """Each token's values, weighed by its own queries and keys so that their rotation, transformers', is seen."""
+    del layer, rotation
     k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], 1) for tensor in (k, v))
     products = q.float() * k.float()
     weights = torch.tanh(products / products.square().mean((1, 2), keepdim=True).sqrt().clamp(min=1e-20))

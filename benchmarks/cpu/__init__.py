@@ -1,0 +1,1 @@
+"""quire beside other engines on CPUs, in one run: `python -m benchmarks.cpu`."""

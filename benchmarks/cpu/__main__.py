@@ -1,0 +1,125 @@
+"""quire beside other engines on this machine's CPU: the same checkpoints, prompts and lengths, greedy, in bfloat16.
+
+    python -m benchmarks.cpu [--shapes 0.5b,1b] [--workloads W1,W2,W3,W4] [--repeat 3] [--only workloads http]
+        [--peer vllm=VENV/bin/python] [--peer transformers=...] [--alone] [--models FOLDER] [--json FILE]
+        [--table FILE]
+
+Each engine runs in a process of its own, with the interpreter given, and they take turns; --alone loads one at a
+time. The part `http` asks `quire serve` with 64 streams, beside the same queries in process. --shapes tiny tries
+everything; its figures mean little.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from benchmarks.cpu.checkpoints import SHAPES, checkpoint, weight_bytes
+from benchmarks.cpu.engines import PEERS, Engine, EngineError
+from benchmarks.cpu.machine import describe
+from benchmarks.cpu.over_http import http_turns
+from benchmarks.cpu.tables import grids, machine_line
+from benchmarks.cpu.turns import Turns
+from benchmarks.workloads import WORKLOADS
+
+PARTS = ("workloads", "http")
+
+
+def peer(text: str) -> tuple[str, str]:
+    """NAME=PYTHON, the interpreter's path made absolute and its links kept: a link is what makes a venv."""
+    name, separator, python = text.partition("=")
+    if name not in PEERS or not separator:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=PYTHON with a name of {', '.join(PEERS)}")
+    if not Path(python).is_file():
+        raise argparse.ArgumentTypeError(f"there is no interpreter {python!r}")
+    return name, str(Path(python).absolute())
+
+
+def names_of(known: Sequence[str], text: str) -> list[str]:
+    """A comma-separated list of known names."""
+    names = text.split(",")
+    if unknown := [name for name in names if name not in known]:
+        raise argparse.ArgumentTypeError(f"{', '.join(unknown)} is none of {', '.join(known)}")
+    return names
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="benchmarks.cpu", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--shapes", type=lambda text: names_of(list(SHAPES), text), default=["0.5b", "1b"])
+    parser.add_argument("--workloads", type=lambda text: names_of(list(WORKLOADS), text), default="W1,W2,W3,W4")
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART")
+    parser.add_argument("--peer", type=peer, action="append", default=[], metavar="NAME=PYTHON")
+    parser.add_argument("--alone", action="store_true", help="load one engine at a time")
+    parser.add_argument("--models", type=Path, help="keep the checkpoints in this folder")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--table", type=Path, help="write the tables here, in Markdown")
+    args = parser.parse_args(arguments)
+    if args.repeat < 1:
+        parser.error("--repeat must be at least 1")
+    return args
+
+
+def measure(args: argparse.Namespace, models: Path, results: dict[str, Any]) -> None:
+    """All parts, one after another, into `results`. Raises EngineError; what was measured before it is kept."""
+    if "workloads" in args.only:
+        for shape in args.shapes:
+            model = checkpoint(shape, models)
+            pythons = {"quire": sys.executable, **dict(args.peer)}
+            engines = [Engine(name, python, model) for name, python in pythons.items()]
+            turns = Turns(engines, args.workloads, repeat=args.repeat)
+            _take(turns, alone=args.alone)
+            results.setdefault("shapes", {})[shape] = {"weight_bytes": weight_bytes(model), **turns.report()}
+    if "http" in args.only:
+        turns = http_turns(checkpoint(args.shapes[0], models), args.repeat)
+        _take(turns, alone=args.alone)
+        results["http"] = {"shape": args.shapes[0], **turns.report()}
+
+
+def _take(turns: Turns, *, alone: bool) -> None:
+    """With a bar on the error stream."""
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("loading", total=turns.num_turns)
+        done = count()
+        take = turns.alone if alone else turns.side_by_side
+        take(lambda doing: progress.update(task, description=doing, completed=next(done)))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, print, write."""
+    args = parse(arguments)
+    results: dict[str, Any] = {
+        "machine": describe(),
+        "settings": {"dtype": "bfloat16", "repeat": args.repeat, "alone": args.alone},
+    }
+    with tempfile.TemporaryDirectory() as temporary:
+        try:
+            measure(args, args.models or Path(temporary), results)
+        except EngineError as error:
+            results["error"] = str(error)
+    found = grids(results)
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=1))
+    if args.table:
+        args.table.write_text(
+            "\n".join([machine_line(results["machine"]) + "\n", *(grid.markdown() for grid in found)])
+        )
+    console = Console() if sys.stdout.isatty() else Console(width=150)  # a file is not 80 wide
+    console.print(machine_line(results["machine"]), markup=False, highlight=False, soft_wrap=True)
+    for grid in found:
+        grid.print(console)
+    if "error" in results:
+        sys.exit(results["error"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""Checkpoints with random weights, in Hugging Face layout: speed depends on shapes alone."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+
+from quire.engine import embedded
+
+VOCAB_SIZE = 32000
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
+def _qwen2_half() -> PreTrainedModel:
+    """The shape of Qwen2.5-0.5B, but for the vocabulary."""
+    config = Qwen2Config(
+        hidden_size=896,
+        num_hidden_layers=24,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        intermediate_size=4864,
+        rms_norm_eps=1e-6,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        **_COMMON,
+    )
+    return Qwen2ForCausalLM(config)
+
+
+def _llama_1b() -> PreTrainedModel:
+    """The shape of Llama-3.2-1B, but for the vocabulary."""
+    config = LlamaConfig(
+        hidden_size=2048,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=64,
+        intermediate_size=8192,
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 5e5},
+        **_COMMON,
+    )
+    return LlamaForCausalLM(config)
+
+
+def _tiny() -> PreTrainedModel:
+    """To try everything: its figures mean little."""
+    config = LlamaConfig(
+        hidden_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        intermediate_size=256,
+        rope_parameters={"rope_type": "default", "rope_theta": 5e5},
+        **_COMMON,
+    )
+    return LlamaForCausalLM(config)
+
+
+SHAPES = {"0.5b": _qwen2_half, "1b": _llama_1b, "tiny": _tiny}
+
+
+def checkpoint(shape: str, models: Path) -> Path:
+    """The folder of this shape's checkpoint below `models`; made there, in bfloat16, unless it exists."""
+    folder = models / f"random-{shape}"
+    if folder.exists():
+        return folder
+    unfinished = folder.with_name(f"{folder.name}.part")
+    torch.manual_seed(0)
+    model = SHAPES[shape]().to(torch.bfloat16)
+    model.generation_config = GenerationConfig(bos_token_id=0, eos_token_id=2, pad_token_id=0, do_sample=False)
+    model.save_pretrained(unfinished, max_shard_size="20GB")
+    _write_tokenizer(unfinished)
+    config = json.loads((unfinished / "config.json").read_text())
+    config |= {"rope_theta": config["rope_parameters"]["rope_theta"], "torch_dtype": "bfloat16"}  # the names of old
+    (unfinished / "config.json").write_text(json.dumps(config, indent=1))
+    return unfinished.rename(folder)
+
+
+def weight_bytes(folder: Path) -> int:
+    """Of the checkpoint's weight files."""
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+
+def _write_tokenizer(folder: Path) -> None:
+    """The embedded model's, with a word for every id of the vocabulary: engines turn what they generate into text."""
+    tokenizer = json.loads((embedded.folder() / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    taken = set(vocabulary.values()) | {token["id"] for token in tokenizer["added_tokens"]}
+    vocabulary |= {f"<{index}>": index for index in range(VOCAB_SIZE) if index not in taken}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    settings = json.loads((embedded.folder() / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"model_max_length": 8192}))

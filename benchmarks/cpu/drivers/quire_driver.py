@@ -1,0 +1,34 @@
+"""Drives quire: what a user of `LLM` gets, with the defaults."""
+
+import torch
+from protocol import Driven, Queries, Result, drive
+
+import quire
+from quire import LLM, SamplingParams
+
+
+def load(settings: dict) -> Driven:
+    """The model in an LLM."""
+    lines: list[str] = []
+    llm = LLM(
+        settings["model"],
+        dtype="bfloat16",
+        memory="4GiB",
+        max_model_len=settings["max_model_len"],
+        max_num_seqs=settings["max_num_seqs"],
+        report=lines.append,
+    )
+
+    def run(queries: Queries) -> Result:
+        params = [SamplingParams(temperature=0, max_tokens=query["out"], ignore_eos=True) for query in queries]
+        outputs = llm.generate([query["prompt"] for query in queries], params, use_tqdm=False)
+        times = outputs[0].metrics
+        assert times.first_token_time is not None
+        return [len(out.outputs[0].token_ids) for out in outputs], times.first_token_time - times.arrival_time
+
+    kernels = next(" ".join(line.split()) for line in lines if line.startswith("kernels"))
+    return Driven(run, quire.__version__, torch.get_num_threads(), [kernels])
+
+
+if __name__ == "__main__":
+    drive(load)

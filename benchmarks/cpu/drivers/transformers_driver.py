@@ -1,0 +1,34 @@
+"""Drives transformers: one static batch, padded on the left, that runs until the longest output is done."""
+
+import torch
+import transformers
+from protocol import Driven, Queries, Result, drive
+from transformers import AutoModelForCausalLM
+
+
+def load(settings: dict) -> Driven:
+    """The model, with its own default attention."""
+    model = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.bfloat16).eval()
+
+    def run(queries: Queries) -> Result:
+        longest = max(len(query["prompt"]) for query in queries)
+        num_output = max(query["out"] for query in queries)
+        padding = [longest - len(query["prompt"]) for query in queries]
+        padded = [[0] * pad + query["prompt"] for pad, query in zip(padding, queries, strict=True)]
+        mask = [[0] * pad + [1] * (longest - pad) for pad in padding]
+        tokens = model.generate(
+            torch.tensor(padded),
+            attention_mask=torch.tensor(mask),
+            max_new_tokens=num_output,
+            min_new_tokens=num_output,
+            do_sample=False,
+            pad_token_id=0,
+        )
+        # every row is as long as the longest; a shorter query takes what it wanted of its row
+        return [min(query["out"], tokens.shape[1] - longest) for query in queries], None
+
+    return Driven(run, transformers.__version__, torch.get_num_threads(), ["one static batch"])
+
+
+if __name__ == "__main__":
+    drive(load)

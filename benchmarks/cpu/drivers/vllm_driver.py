@@ -1,0 +1,31 @@
+"""Drives vLLM's CPU backend. How many threads it has is said by the environment that the runner gives it."""
+
+import os
+
+import vllm
+from protocol import Driven, Queries, Result, drive
+from vllm import LLM, SamplingParams
+
+
+def load(settings: dict) -> Driven:
+    """The model in an LLM, prefix caching on."""
+    llm = LLM(
+        settings["model"],
+        dtype="bfloat16",
+        max_model_len=settings["max_model_len"],
+        max_num_seqs=settings["max_num_seqs"],
+        enable_prefix_caching=True,
+        disable_log_stats=True,
+    )
+
+    def run(queries: Queries) -> Result:
+        params = [SamplingParams(temperature=0, max_tokens=query["out"], ignore_eos=True) for query in queries]
+        prompts = [{"prompt_token_ids": query["prompt"]} for query in queries]
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        return [len(output.outputs[0].token_ids) for output in outputs], None
+
+    return Driven(run, vllm.__version__, len(os.sched_getaffinity(0)), ["prefix caching"])
+
+
+if __name__ == "__main__":
+    drive(load)

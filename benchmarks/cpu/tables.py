@@ -1,0 +1,95 @@
+"""The figures as tables: on a terminal, and in Markdown."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A titled table of texts."""
+
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    def print(self, console: Console) -> None:
+        """On a terminal."""
+        table = Table(title=self.title, title_justify="left")
+        for number, name in enumerate(self.header):
+            table.add_column(name, justify="right" if number else "left")
+        for row in self.rows:
+            table.add_row(*row)
+        console.print(table)
+
+    def markdown(self) -> str:
+        """A heading and a pipe table."""
+        lines = [self.header, ["---", *("---:" for _ in self.header[1:])], *self.rows]
+        return f"### {self.title}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def machine_line(machine: dict[str, Any]) -> str:
+    """What was measured on, in a line."""
+    speeds = (
+        f"reads {machine['read_gb_per_second']:.0f} GB/s, bf16 products {machine['bf16_matmul_gflops']:.0f} GFLOP/s"
+    )
+    return f"{machine['cpu']}; {speeds}, torch {machine['torch']} with {machine['threads']} threads"
+
+
+def grids(results: dict[str, Any]) -> list[Grid]:
+    """All that the results hold."""
+    found = []
+    for shape, part in results.get("shapes", {}).items():
+        found += [_speeds(shape, part), _engines(shape, part)]
+    if "http" in results:
+        found.append(_speeds(f"through HTTP, {results['http']['shape']}", results["http"]))
+    return found
+
+
+def _speeds(title: str, part: dict[str, Any]) -> Grid:
+    """A row for each figure of each workload; the first engine beside each other one."""
+    first, *others = part["engines"]
+    header = ["", first, *(cell for other in others for cell in (other, f"{first} / {other}"))]
+    rows = []
+    for name, work in part["workloads"].items():
+        for what in work["figures"][first]:
+            row = [f"{name} {what}", _span(work["figures"][first][what])]
+            for other in others:
+                row += [_span(work["figures"][other][what]), _span(work["ratios"][other][what])]
+            rows.append(row)
+    return Grid(f"{title}: median (least to most); of ratios above 1, {first} is faster", header, rows)
+
+
+def _engines(shape: str, part: dict[str, Any]) -> Grid:
+    header = [
+        "",
+        "version",
+        "threads",
+        "start to first token s",
+        f"resident MB (weights {part['weight_bytes'] / 1e6:.0f})",
+        "notes",
+    ]
+    rows = [
+        [
+            name,
+            str(facts["version"]),
+            str(facts["threads"]),
+            f"{facts['cold_start_seconds']:.1f}",
+            f"{facts['memory']['bytes'] / 1e6:.0f}",
+            "; ".join([*facts.get("notes", []), *(f"preloaded {library}" for library in facts["preloaded"])]),
+        ]
+        for name, facts in part["engines"].items()
+    ]
+    return Grid(f"{shape}: the engines", header, rows)
+
+
+def _span(figure: dict[str, Any]) -> str:
+    middle, low, high = (_short(figure[name]) for name in ("median", "min", "max"))
+    return middle if len(figure["values"]) == 1 else f"{middle} ({low} to {high})"
+
+
+def _short(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"

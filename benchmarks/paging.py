@@ -1,0 +1,110 @@
+"""What paged attention costs on a CPU: beside contiguous keys and values, beside memory, and for prompts.
+
+    python -m benchmarks.paging [--threads 2] [--heads 14] [--kv-heads 2] [--head-dim 64]
+
+Prints, for decoding, the time with scattered blocks over the time with the same kernel and blocks in order; then the
+share of the memory's read bandwidth that long contexts are read with; then operations per second of a prompt. Times are
+the best of several, taken in turns, since other work on the machine only ever adds to them.
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from quire.config import KVGroup
+from quire.kernels.contract import DTYPES, Batch, Storage
+from quire.kernels.cpu import _C, paged
+
+BLOCK_SIZE = 16
+ROUNDS = 7
+LEAST_SECONDS = 0.02  # of one measurement
+
+
+def best_of(runs: list[Callable[[], None]], rounds: int = ROUNDS) -> list[float]:
+    """Seconds of each run: the best of rounds in which they take turns."""
+    repeats = []
+    for run in runs:
+        run()
+        begin = time.perf_counter()
+        run()
+        repeats.append(max(1, int(LEAST_SECONDS / (time.perf_counter() - begin))))
+    best = [float("inf")] * len(runs)
+    for _ in range(rounds):
+        for i, (run, count) in enumerate(zip(runs, repeats, strict=True)):
+            begin = time.perf_counter()
+            for _ in range(count):
+                run()
+            best[i] = min(best[i], (time.perf_counter() - begin) / count)
+    return best
+
+
+class Case:
+    """`batch` chunks of positions [start, stop) over blocks in random or in ascending order."""
+
+    def __init__(self, options: argparse.Namespace, batch: int, start: int, stop: int) -> None:
+        width = -(-stop // BLOCK_SIZE)
+        dtype = DTYPES[options.dtype]
+        padded = -(-options.head_dim // 16) * 16
+        group = KVGroup((0,), "full", options.kv_heads, options.head_dim, options.dtype, batch * width, 1)
+        data = torch.empty(1, 2, batch * width, options.kv_heads, 1, 16 * padded, dtype=dtype).normal_()
+        self.storage = Storage(group, BLOCK_SIZE, data)
+        self.bytes = data.nbytes
+        tokens = batch * (stop - start)
+        self.q = torch.randn(tokens, options.heads, options.head_dim).to(dtype)
+        self.out = torch.empty(tokens, options.heads * options.head_dim, dtype=dtype)
+        orders = (np.random.default_rng(0).permutation(batch * width), np.arange(batch * width))
+        spans = (np.full(batch, start), np.full(batch, stop))
+        self.plans = [paged.plan(Batch(*spans, order.reshape(batch, width)), self.storage) for order in orders]
+
+    def scattered(self) -> None:
+        _C.attention(*paged.arguments(self.storage, 0, self.q, self.out, self.plans[0], 0.125, 0.0))
+
+    def contiguous(self) -> None:
+        _C.attention_contiguous(*paged.arguments(self.storage, 0, self.q, self.out, self.plans[1], 0.125, 0.0))
+
+
+def read_everything(num_bytes: int) -> tuple[Callable[[], None], int]:
+    """A product of one row with a packed float32 weight of that size: it reads memory and does little else."""
+    n = num_bytes // 4096 // 16 * 16
+    weight = torch.ones(n, 1024)
+    x, out = torch.ones(1, 1024), torch.empty(1, n)
+    return (lambda: _C.linear(x, weight, None, out, 0, 1, n, 1024, 1024, n, -1, 0)), weight.nbytes
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    for name, default in (("threads", torch.get_num_threads()), ("heads", 14), ("kv-heads", 2), ("head-dim", 64)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--build", default=_C.builds()[0], choices=_C.builds())
+    options = parser.parse_args()
+    _C.set_threads(options.threads)
+    _C.use(options.build)
+    print(f"{options.build}, {options.threads} threads, {options.heads}/{options.kv_heads} heads of {options.head_dim}")
+    for batch in (1, 8, 32):
+        for context in (1024, 4096):
+            case = Case(options, batch, context - 1, context)
+            scattered, contiguous = best_of([case.scattered, case.contiguous])
+            rate = case.bytes / scattered / 1e9
+            print(
+                f"decode, batch {batch:2}, context {context}: {scattered * 1e6:7.1f} us, {rate:5.1f} GB/s, "
+                f"{scattered / contiguous:.3f} of contiguous"
+            )
+    case = Case(options, 4, 2**14 - 1, 2**14)
+    read, num_bytes = read_everything(2**29)
+    scattered, contiguous, reading = best_of([case.scattered, case.contiguous, read])
+    rate, limit = case.bytes / scattered / 1e9, num_bytes / reading / 1e9
+    print(f"decode, batch  4, context 16384: {rate:.1f} GB/s, {rate / limit:.0%} of {limit:.1f} GB/s that can be read")
+    for start, stop in ((0, 2048), (3584, 4096), (16128, 16384)):
+        case = Case(options, 1, start, stop)
+        (seconds,) = best_of([case.scattered])
+        pairs = (stop * (stop + 1) - start * (start + 1)) // 2
+        rate = 4 * pairs * options.heads * options.head_dim / seconds / 1e9
+        print(f"prompt, positions {start:5} to {stop:5}: {seconds * 1e3:6.2f} ms, {rate:6.0f} GFLOP/s")
+
+
+if __name__ == "__main__":
+    main()

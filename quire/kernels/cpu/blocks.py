@@ -1,0 +1,151 @@
+"""Blocks of keys and values on CPUs. Their layout is told in `csrc/blocks.cpp`; it suits attention of many queries."""
+
+import mmap
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quire.config import KVGroup
+from quire.kernels.contract import DTYPES, Storage
+from quire.kernels.cpu import _C
+from quire.kernels.cpu.views import dtype_code, heads_together
+
+TOKENS_TOGETHER = 16  # of one head
+_HUGE_PAGE = 2**21  # bytes
+
+Rotation = tuple[Tensor, Tensor]  # cosines and sines, float32 (num_tokens, rotary_dim / 2)
+
+
+def padded(head_dim: int) -> int:
+    """Numbers that a head takes in a block: those behind head_dim are zeros."""
+    return -(-head_dim // TOKENS_TOGETHER) * TOKENS_TOGETHER
+
+
+def allocate(group: KVGroup, block_size: int, device: torch.device) -> Storage:
+    """Zeros (num_layers, 2, num_blocks, num_kv_heads, block_size / 16, 16 * padded head_dim).
+
+    Memory is taken when it is first written, in pages of 2 MiB where the system has them.
+    """
+    if device.type != "cpu":
+        raise ValueError(f"the CPU kernels keep no blocks on {device}")
+    if block_size % TOKENS_TOGETHER:
+        raise ValueError(f"the CPU kernels need a block_size that is a multiple of {TOKENS_TOGETHER}, not {block_size}")
+    if group.dtype not in ("float32", "bfloat16"):
+        raise ValueError(f"the CPU kernels keep keys and values as float32 or bfloat16, not as {group.dtype}")
+    stretch = TOKENS_TOGETHER * padded(group.head_dim)
+    stretches = block_size // TOKENS_TOGETHER
+    shape = (len(group.layers), 2, group.num_blocks, group.num_kv_heads, stretches, stretch)
+    dtype = DTYPES[group.dtype]
+    data = pages(torch.Size(shape).numel() * dtype.itemsize)
+    return Storage(group, block_size, data.view(dtype).view(shape))
+
+
+def pages(num_bytes: int) -> Tensor:
+    """Zeros uint8 (num_bytes,) that the system has yet to provide memory for."""
+    size = num_bytes + _HUGE_PAGE
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if num_bytes >= _HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    whole = torch.frombuffer(memory, dtype=torch.uint8)  # which keeps the memory
+    offset = -whole.data_ptr() % _HUGE_PAGE
+    return whole[offset : offset + num_bytes]
+
+
+def write_kv(storage: Storage, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
+    """Store k and v (num_tokens, num_kv_heads, head_dim) at `slots`, block * block_size + place, int64 (num_tokens,).
+
+    Tokens of one block follow one another, each one place behind the one before it. A block whose place 0 is
+    written is cleared before. Slots outside of the storage are passed over.
+    """
+    _write(storage, layer, k, v, slots, _Turn())
+
+
+def rotary_write(
+    storage: Storage, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, slots: Tensor
+) -> Tensor:
+    """`rotary` of q and k, then `write_kv`. Returns q rotated: without a rotation, q itself."""
+    if rotation is None:
+        write_kv(storage, layer, k, v, slots)
+        return q
+    cos, sin = rotation
+    if q.dtype != k.dtype or not len(q) == len(k) == len(cos) or cos.shape != sin.shape:
+        raise ValueError(f"queries, keys and cosines of {len(q)}, {len(k)} and {len(cos)} tokens do not go together")
+    out = torch.empty(q.shape, dtype=q.dtype)
+    _write(storage, layer, k, v, slots, _Turn(heads_together(q), cos.contiguous(), sin.contiguous(), out))
+    return out
+
+
+class _Turn(NamedTuple):
+    """What is rotated beside keys, and how: nothing."""
+
+    q: Tensor | None = None
+    cos: Tensor | None = None
+    sin: Tensor | None = None
+    out: Tensor | None = None
+
+
+def _write(storage: Storage, layer: int, k: Tensor, v: Tensor, slots: Tensor, turn: _Turn) -> None:
+    group, k, v = storage.group, heads_together(k), heads_together(v)
+    num_tokens, *shape = k.shape
+    if v.shape != k.shape or v.dtype != k.dtype or len(slots) != num_tokens:
+        raise ValueError(f"keys {tuple(k.shape)}, values {tuple(v.shape)} and {len(slots)} slots do not go together")
+    if shape != [group.num_kv_heads, group.head_dim]:
+        raise ValueError(f"blocks of {group.num_kv_heads} heads of {group.head_dim} cannot hold keys {tuple(k.shape)}")
+    if not 0 <= layer < len(group.layers):
+        raise IndexError(f"there is no layer {layer} of {len(group.layers)}")
+    heads, stride = (0, 0) if turn.q is None else (turn.q.shape[1], turn.q.stride(0))
+    half = 0 if turn.cos is None else turn.cos.shape[1]
+    _C.rotary_write(
+        *(turn.q, k, v, turn.cos, turn.sin, turn.out, slots.contiguous(), storage.data),
+        *(dtype_code(k), dtype_code(storage.data), num_tokens, heads, *shape),
+        *(stride, k.stride(0), v.stride(0), storage.block_size, group.num_blocks, layer, half),
+    )
+
+
+def pack(storage: Storage, blocks: Tensor) -> Tensor:
+    """A copy of `blocks` int64 (num_blocks,): (num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim)."""
+    canonical = torch.empty(_canonical_shape(storage, blocks), dtype=storage.data.dtype)
+    _C.pack_blocks(storage.data, *_checked(storage, blocks, canonical))
+    return canonical
+
+
+def unpack(storage: Storage, blocks: Tensor, canonical: Tensor) -> None:
+    """Write `canonical` into `blocks` int64 (num_blocks,): the inverse of `pack`."""
+    if canonical.shape != _canonical_shape(storage, blocks) or canonical.dtype != storage.data.dtype:
+        raise ValueError(
+            f"{tuple(canonical.shape)} of {canonical.dtype} does not fit into {len(blocks)} of these blocks"
+        )
+    _C.unpack_blocks(storage.data, *_checked(storage, blocks, canonical.contiguous()))
+
+
+def copy_blocks(storage: Storage, pairs: Tensor, num_tokens: int) -> None:
+    """Copy the first `num_tokens` of each source and clear the rest, for all (source, target) `pairs` at once."""
+    if torch.isin(pairs[:, 1], pairs[:, 0]).any():  # read all before the first is written
+        canonical = pack(storage, pairs[:, 0])
+        canonical[:, :, :, num_tokens:] = 0
+        unpack(storage, pairs[:, 1], canonical)
+        return
+    _check(storage, pairs)
+    group = storage.group
+    sizes = (len(group.layers), group.num_blocks, len(pairs), group.num_kv_heads, storage.block_size, group.head_dim)
+    code = dtype_code(storage.data)
+    _C.copy_blocks(storage.data, pairs.contiguous(), code, *sizes, min(num_tokens, storage.block_size))
+
+
+def _canonical_shape(storage: Storage, blocks: Tensor) -> tuple[int, ...]:
+    group = storage.group
+    return (len(group.layers), 2, len(blocks), storage.block_size, group.num_kv_heads, group.head_dim)
+
+
+def _checked(storage: Storage, blocks: Tensor, canonical: Tensor) -> tuple[Tensor | int, ...]:
+    """What the kernels that change layouts take behind the storage's memory."""
+    _check(storage, blocks)
+    group = storage.group
+    sizes = (len(group.layers), group.num_blocks, len(blocks), group.num_kv_heads, storage.block_size, group.head_dim)
+    return (blocks.contiguous(), canonical, dtype_code(canonical), *sizes)
+
+
+def _check(storage: Storage, blocks: Tensor) -> None:
+    if blocks.numel() and not 0 <= int(blocks.min()) <= int(blocks.max()) < storage.group.num_blocks:
+        raise IndexError(f"some of blocks {blocks.flatten().tolist()!s:.80} are not among {storage.group.num_blocks}")

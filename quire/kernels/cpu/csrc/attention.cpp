@@ -1,0 +1,271 @@
+// Paged attention: queries of chunks of sequences to keys and values that lie in blocks.
+//
+// Storage is (num_layers, 2, num_blocks, kv_heads, block_size / 16, 16 * Dp): parts of 16 tokens of one head, with
+// Dp = head_dim filled up to a multiple of 16 by zeros. Keys of a part: bf16 [Dp / 2][16][2], float32 [Dp][16]. Values:
+// bf16 [8][Dp][2], float32 [16][Dp]. That is what the dot-product instructions read, and keys are tiles of AMX.
+//
+// Threads take items of work (see attention_items.h) one by one, the longest first. An item goes over its positions in
+// steps with a running maximum and sum (Milakov and Gimelshein 2018, Dao et al. 2022). The parts of a split item leave
+// maxima, sums and weighted values in shared memory, and are merged behind a barrier.
+//
+// A strict call splits nothing and uses no tile registers. Its steps end at multiples of STEP_TOKENS, and what a row
+// does not see changes nothing, exactly: a row's result then depends on its own sequence only.
+#include "attention_rows.h"
+
+namespace quire::ISA {
+
+// ---- blocks ----
+
+// Where the parts of positions [begin, end) lie, in bytes. Returns how many there are.
+template <bool PAGED>
+static int64_t locate(const Attention& a, int64_t chunk, int64_t head, int64_t begin, int64_t end, int64_t* places) {
+  const int64_t* table = a.tables + chunk * a.table_stride;
+  int64_t parts_per_block = a.block_size / PART_TOKENS, part = begin / PART_TOKENS, count = 0;
+  int64_t block = part / parts_per_block, within = part % parts_per_block;
+  for (; part * PART_TOKENS < end; block++, within = 0) {
+    int64_t id = PAGED ? table[block] : table[0] + block;
+    int64_t first = (id * a.kv_heads + head) * parts_per_block;
+    for (; within < parts_per_block && part * PART_TOKENS < end; within++, part++)
+      places[count++] = (first + within) * a.part_bytes;
+  }
+  return count;
+}
+
+// ---- items ----
+
+// What a thread keeps of the rows of an item.
+struct Rows {
+  void* q;        // [row][padded]
+  float* tops;    // [row / ROWS_AT_ONCE][16]
+  float* sums;    // [row][16]
+  float* values;  // [row][padded]
+  int32_t positions[MAX_ROWS];
+};
+
+static void finish_row(const Attention& a, const Item& item, int64_t row, const float* values, float top, float total) {
+  if (item.partial >= 0) {
+    float* target = a.scratch + (item.partial + row) * (a.padded + 16);
+    memcpy(target, values, a.padded * sizeof(float));
+    target[a.padded] = top;
+    target[a.padded + 1] = total;
+    return;
+  }
+  int64_t token = item.token + (item.row + row) / a.shared, head = item.head * a.shared + (item.row + row) % a.shared;
+  int64_t place = (token * a.num_heads + head) * a.head_dim;
+  float factor = 1.0f / total;
+  for (int64_t d = 0; d < a.head_dim; d += 16) {
+    Vec v = load(values + d) * factor;
+    if (a.is_bf16)
+      store_some((bf16*)a.out + place + d, v, min(16, a.head_dim - d));
+    else
+      store_some((float*)a.out + place + d, v, min(16, a.head_dim - d));
+  }
+}
+
+template <class T>
+INLINE const T* query(const Attention& a, const Item& item, int64_t row) {
+  int64_t token = item.token + (item.row + row) / a.shared, head = item.head * a.shared + (item.row + row) % a.shared;
+  return (const T*)a.q + token * a.q_stride + head * a.head_dim;
+}
+
+static void find_positions(const Attention& a, const Item& item, Rows* rows) {
+  int64_t position = position_of(a, item, 0), head = item.row % a.shared;
+  for (int64_t i = 0; i < item.rows; i++) {
+    rows->positions[i] = (int32_t)position;
+    if (++head == a.shared) {
+      head = 0;
+      position++;
+    }
+  }
+}
+
+template <class T>
+static void begin_rows(const Attention& a, const Item& item, const Rows& rows) {
+  T* q = (T*)rows.q;
+  for (int64_t i = 0; i < item.rows; i++, q += a.padded) {
+    memcpy(q, query<T>(a, item, i), a.head_dim * sizeof(T));
+    memset(q + a.head_dim, 0, (a.padded - a.head_dim) * sizeof(T));
+  }
+  for (int64_t i = 0; i < up_to(item.rows, ROWS_AT_ONCE) / ROWS_AT_ONCE; i++) store(rows.tops + i * 16, splat(LOWEST));
+  memset(rows.sums, 0, item.rows * 16 * sizeof(float));
+  memset(rows.values, 0, item.rows * a.padded * sizeof(float));
+}
+
+// Whether rows at `positions` see anything of [begin, end), what each sees of it, and where that ends for all of them.
+static bool look(const Attention& a, const int32_t* positions, int64_t count, int64_t begin, int64_t* end, Seen* seen) {
+  int64_t last = positions[count - 1];
+  if (last < begin || first_seen(a, positions[0]) >= *end) return false;
+  for (int64_t i = 0; i < count; i++) {
+    seen[i].from = (int32_t)min(*end - begin, max(0, first_seen(a, positions[i]) - begin));
+    seen[i].to = (int32_t)min(*end - begin, max(0, positions[i] + 1 - begin));
+  }
+  *end = min(*end, last + 1);
+  return true;
+}
+
+// The first step of what comes behind [.., end) of `item`: of the item itself, or of the next one.
+template <bool PAGED>
+static int64_t locate_coming(const Attention& a, const Item& item, int64_t end, Queue* queue, int64_t* places) {
+  if (end < item.end) return locate<PAGED>(a, item.chunk, item.head, end, min(item.end, end + STEP_TOKENS), places);
+  const Item* next = queue->peek();
+  if (next == nullptr) return 0;
+  int64_t next_end = min(next->end, (next->begin / STEP_TOKENS + 1) * STEP_TOKENS);
+  return locate<PAGED>(a, next->chunk, next->head, next->begin, next_end, places);
+}
+
+template <class T, bool PAGED>
+static void attend(const Attention& a, const Item& item, Queue* queue, const Rows& rows) {
+  begin_rows<T>(a, item, rows);
+  int64_t places[2][STEP_PARTS], end;
+  for (int64_t begin = item.begin; begin < item.end; begin = end) {
+    end = min(item.end, (begin / STEP_TOKENS + 1) * STEP_TOKENS);
+    int64_t parts = locate<PAGED>(a, item.chunk, item.head, begin, end, places[0]);
+    int64_t coming = locate_coming<PAGED>(a, item, end, queue, places[1]);
+    for (int64_t i = coming; i < parts; i++) places[1][i] = places[0][i];  // which is no work
+    bool first = true;
+    for (int64_t row = 0; row < item.rows; row += ROWS_AT_ONCE) {
+      Seen seen[ROWS_AT_ONCE];
+      int64_t count = min(ROWS_AT_ONCE, item.rows - row);
+      int64_t seen_end = end;
+      if (!look(a, rows.positions + row, count, begin, &seen_end, seen)) continue;
+      Span span = {places[0], first ? places[1] : nullptr, (seen_end - begin + 15) / 16};
+      State state = {rows.tops + row / ROWS_AT_ONCE * 16, rows.sums + row * 16, rows.values + row * a.padded};
+      step_some_rows<T>(a, count, (const T*)rows.q + row * a.padded, span, seen, state);
+      first = false;
+    }
+  }
+  for (int64_t i = 0; i < item.rows; i++)
+    finish_row(a, item, i, rows.values + i * a.padded, rows.tops[i / ROWS_AT_ONCE * 16 + i % ROWS_AT_ONCE],
+               sum(load(rows.sums + i * 16)));
+}
+
+// One row of a split item, from what its parts have left.
+static void merge_row(const Attention& a, const Merge& merge, int64_t row) {
+  alignas(64) float values[256] = {};
+  int64_t stride = a.padded + 16;
+  const float* first = a.scratch + (merge.item.partial + row) * stride;
+  float top = LOWEST, total = 0;
+  for (int64_t i = 0; i < merge.parts; i++) top = maxf(top, first[i * merge.item.rows * stride + a.padded]);
+  for (int64_t i = 0; i < merge.parts; i++) {
+    const float* part = first + i * merge.item.rows * stride;
+    float weight = power_of_two<float>(splat(part[a.padded] - top))[0];
+    total += weight * part[a.padded + 1];
+    for (int64_t d = 0; d < a.padded; d += 16) store(values + d, fma(splat(weight), load(part + d), load(values + d)));
+  }
+  Item whole = merge.item;
+  whole.partial = -1;
+  finish_row(a, whole, row, values, top, total);
+}
+
+static void merge_all(const Attention& a, const Work& work, const Team& team) {
+  int64_t rows = 0, begin, end;
+  for (int64_t i = 0; i < work.num_merges; i++) rows += work.merges[i].item.rows;
+  team.share(rows, 1, &begin, &end);
+  int64_t before = 0;
+  for (int64_t i = 0; i < work.num_merges; before += work.merges[i++].item.rows)
+    for (int64_t row = max(0, begin - before); row < min(work.merges[i].item.rows, end - before); row++)
+      merge_row(a, work.merges[i], row);
+}
+
+#if defined(__AMX_TILE__)
+#include "attention_tiles.h"
+#else
+constexpr int64_t tile_bytes(const Attention&) { return 0; }
+#endif
+
+template <bool PAGED>
+static void attend_item(const Attention& a, const Item& item, Queue* queue, Rows& rows, char* tiles) {
+  find_positions(a, item, &rows);
+#if defined(__AMX_TILE__)
+  if (fits_tiles(a, item)) return attend_with_tiles<PAGED>(a, item, queue, rows, tiles);
+#endif
+  (void)tiles;
+  if (a.is_bf16)
+    attend<bf16, PAGED>(a, item, queue, rows);
+  else
+    attend<float, PAGED>(a, item, queue, rows);
+}
+
+template <bool PAGED>
+static void attend_all(Attention& a, const Team& team) {
+  Splitter splitter = measure(&a, team);
+  int64_t by_class[256] = {};
+  Work work;
+  count_work(a, splitter, &work, by_class);
+  int64_t sizes[] = {
+      work.num_items * (int64_t)sizeof(Item), work.num_merges * (int64_t)sizeof(Merge), a.max_rows * a.padded * 4,
+      a.max_rows * a.padded * 4, a.max_rows * 64, a.max_rows * 64, tile_bytes(a)};
+  char* memory[8];
+  int64_t all = 0;
+  for (int64_t size : sizes) all += up_to(size, 64);
+  memory[0] = (char*)team.scratch(all);
+  for (int i = 0; i < 7; i++) memory[i + 1] = memory[i] + up_to(sizes[i], 64);
+  work.items = (Item*)memory[0];
+  work.merges = (Merge*)memory[1];
+  Rows rows = {memory[2], (float*)memory[4], (float*)memory[5], (float*)memory[3], {}};
+  list_work(a, splitter, &work, by_class);
+
+  Queue queue = {team, work};
+#if defined(__AMX_TILE__)
+  if (may_use_tiles(a)) begin_tiles();
+#endif
+  while (const Item* item = queue.take()) attend_item<PAGED>(a, *item, &queue, rows, memory[6]);
+#if defined(__AMX_TILE__)
+  if (may_use_tiles(a)) _tile_release();
+#endif
+  if (work.num_merges == 0) return;
+  team.barrier();
+  merge_all(a, work, team);
+}
+
+// q, out, storage, starts, stops, tables, scratch; then integers in the order of Attention; then scale and softcap
+static Attention read(const Arg* args) {
+  Attention a;
+  a.q = (const char*)args[0].data;
+  a.out = (char*)args[1].data;
+  a.starts = (const int64_t*)args[3].data;
+  a.stops = (const int64_t*)args[4].data;
+  a.tables = (const int64_t*)args[5].data;
+  a.scratch = (float*)args[6].data;
+  int64_t* numbers[] = {&a.is_bf16,    &a.strict,     &a.layer,        &a.num_chunks, &a.num_heads,
+                        &a.kv_heads,   &a.head_dim,   &a.block_size,   &a.num_blocks, &a.table_stride,
+                        &a.q_stride,   &a.window,     &a.scratch_rows};
+  for (int i = 0; i < 13; i++) *numbers[i] = args[7 + i].integer;
+  a.softcap = (float)(args[21].number * 1.4426950408889634);
+  a.scale = (float)(args[20].number * 1.4426950408889634);
+  a.shared = a.num_heads / a.kv_heads;
+  a.padded = up_to(a.head_dim, 16);
+  a.part_bytes = PART_TOKENS * a.padded * (a.is_bf16 ? 2 : 4);
+  int64_t bytes = a.num_blocks * a.kv_heads * (a.block_size / PART_TOKENS) * a.part_bytes;
+  a.keys = (const char*)args[2].data + a.layer * 2 * bytes;
+  a.values = a.keys + bytes;
+  return a;
+}
+
+void attention(const Arg* args, const Team& team) {
+  Attention a = read(args);
+  attend_all<true>(a, team);
+}
+
+// The same for blocks that lie one behind the other from each table's first entry on: what paging costs is measured so.
+void attention_contiguous(const Arg* args, const Team& team) {
+  Attention a = read(args);
+  attend_all<false>(a, team);
+}
+
+// Where the step's tokens are stored: block * block_size + place in the block.
+// starts, stops, tables, slots (num_tokens,), num_chunks, table_stride, block_size
+void attention_plan(const Arg* args, const Team& team) {
+  auto starts = (const int64_t*)args[0].data, stops = (const int64_t*)args[1].data;
+  auto tables = (const int64_t*)args[2].data;
+  auto slots = (int64_t*)args[3].data;
+  int64_t num_chunks = args[4].integer, table_stride = args[5].integer, block_size = args[6].integer;
+  if (team.rank != 0) return;
+  for (int64_t chunk = 0; chunk < num_chunks; chunk++)
+    for (int64_t position = starts[chunk]; position < stops[chunk]; position++) {
+      int64_t block = tables[chunk * table_stride + position / block_size];
+      *slots++ = block * block_size + position % block_size;
+    }
+}
+
+}  // namespace quire::ISA

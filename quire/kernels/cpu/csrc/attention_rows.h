@@ -1,0 +1,198 @@
+// One step of attention for a few rows, by vectors: scores of up to STEP_TOKENS keys, a softmax that goes on from the
+// steps before, and the values' weighted sums. While that is done, what is needed next is prefetched.
+#pragma once
+#include "attention_items.h"
+
+namespace quire::ISA {
+
+template <class T>
+struct Term;
+template <>
+struct Term<bf16> {
+  using Type = uint32_t;  // a pair
+  static constexpr int64_t width = 2;
+  INLINE Vec dot(Vec acc, Type x, const char* y) { return dot_pairs(acc, x, load_pairs(y)); }
+};
+template <>
+struct Term<float> {
+  using Type = float;
+  static constexpr int64_t width = 1;
+  INLINE Vec dot(Vec acc, Type x, const char* y) { return fma(splat(x), load((const float*)y), acc); }
+};
+
+// 2^x for x up to 0, or little more: exactly 0 below -126, NaN for NaN. Off by up to 8e-5 for weights in bf16, which
+// is little beside their rounding, and by 2e-7 otherwise.
+template <class T>
+INLINE Vec power_of_two(Vec x) {
+#if !defined(__AVX512F__)
+  x = vmax(splat(-200.0f), x);
+#endif
+  Vec n = round_to_int(x), f = x - n, p;
+  if (sizeof(T) == sizeof(bf16)) {
+    p = fma(splat(5.51716527e-02f), f, splat(2.42611121e-01f));
+    p = fma(p, f, splat(6.93260988e-01f));
+    p = fma(p, f, splat(9.99928074e-01f));
+  } else {
+    p = fma(splat(1.5403530e-4f), f, splat(1.3333558e-3f));
+    p = fma(p, f, splat(9.6181291e-3f));
+    p = fma(p, f, splat(5.5504109e-2f));
+    p = fma(p, f, splat(2.4022651e-1f));
+    p = fma(p, f, splat(6.9314718e-1f));
+    p = fma(p, f, splat(1.0f));
+  }
+#if defined(__AVX512F__)
+  // results below the normal numbers would take the processor a hundred times as long
+  __mmask16 normal = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
+  return (Vec)_mm512_maskz_scalef_ps(normal, (__m512)p, (__m512)n);
+#else
+  IVec exponent = __builtin_convertvector(vmax(splat(-126.0f), n), IVec);
+  return select(n < -126.0f, Vec{}, p * (Vec)((exponent + 127) << 23));
+#endif
+}
+
+INLINE Vec capped(Vec score, float softcap) { return softcap * tanh(score * (1.0f / softcap)); }
+
+constexpr int wide(int rows) { return ROWS_AT_ONCE == 8 ? (rows > 4 ? 2 : rows > 2 ? 4 : 8) : (rows > 2 ? 1 : 2); }
+
+struct Span {
+  const int64_t* places;  // of its parts
+  const int64_t* coming;  // of the parts that are needed next
+  int64_t parts;
+};
+
+// Products of MR rows of q with the keys of NB parts.
+template <class T, int MR, int NB>
+INLINE void score(const Attention& a, const T* q, const int64_t* places, const int64_t* coming, float* scores) {
+  using Type = typename Term<T>::Type;
+  const char *keys[NB], *ahead[NB];
+  Vec acc[MR][NB];
+  for (int n = 0; n < NB; n++) {
+    keys[n] = a.keys + places[n];
+    ahead[n] = coming ? a.keys + coming[n] : nullptr;
+    for (int m = 0; m < MR; m++) acc[m][n] = Vec{};
+  }
+  int64_t steps = (a.head_dim + Term<T>::width - 1) / Term<T>::width, stride = a.padded / Term<T>::width;
+  for (int64_t s = 0; s < steps; s++) {
+    if (coming)
+#pragma GCC unroll 8
+      for (int n = 0; n < NB; n++) __builtin_prefetch(ahead[n] + s * 64);
+#pragma GCC unroll 8
+    for (int m = 0; m < MR; m++) {
+      Type x = ((const Type*)q)[m * stride + s];
+#pragma GCC unroll 8
+      for (int n = 0; n < NB; n++) acc[m][n] = Term<T>::dot(acc[m][n], x, keys[n] + s * 64);
+    }
+  }
+  for (int m = 0; m < MR; m++)
+    for (int n = 0; n < NB; n++) store(scores + m * STEP_TOKENS + n * 16, acc[m][n]);
+}
+
+// sums (MR, padded) * rescale + weights * values, for NV vectors of dimensions that begin at `column`.
+template <class T, int MR, int NV>
+INLINE void weigh(const Attention& a, const T* weights, const Span& span, int64_t column, const float* rescale,
+                  float* sums) {
+  using Type = typename Term<T>::Type;
+  constexpr int64_t steps = PART_TOKENS / Term<T>::width, stride = STEP_TOKENS / Term<T>::width;
+  int64_t row_bytes = a.padded * 4;
+  Vec acc[MR][NV];
+  for (int m = 0; m < MR; m++)
+    for (int n = 0; n < NV; n++) acc[m][n] = load(sums + m * a.padded + column + n * 16) * rescale[m];
+  for (int64_t part = 0; part < span.parts; part++) {
+    const char* values = a.values + span.places[part] + column * 4;
+    const char* ahead = span.coming ? a.values + span.coming[part] + column * 4 : nullptr;
+    const Type* w = (const Type*)weights + part * steps;
+    for (int64_t s = 0; s < steps; s++) {
+      if (ahead)
+#pragma GCC unroll 8
+        for (int n = 0; n < NV; n++) __builtin_prefetch(ahead + s * row_bytes + n * 64);
+#pragma GCC unroll 8
+      for (int m = 0; m < MR; m++) {
+#pragma GCC unroll 8
+        for (int n = 0; n < NV; n++)
+          acc[m][n] = Term<T>::dot(acc[m][n], w[m * stride + s], values + s * row_bytes + n * 64);
+      }
+    }
+  }
+  for (int m = 0; m < MR; m++)
+    for (int n = 0; n < NV; n++) store(sums + m * a.padded + column + n * 16, acc[m][n]);
+}
+
+// Which positions a row sees, counted from the first of a step.
+struct Seen {
+  int32_t from, to;
+};
+
+// Scores are scaled, capped and masked. Returns the vector of their maxima.
+INLINE Vec prepare(const Attention& a, float* scores, int64_t parts, Seen seen) {
+  static const IVec lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  Vec top = splat(-__builtin_inff());
+  bool masked = seen.from > 0 || seen.to < parts * 16;
+  for (int64_t i = 0; i < parts; i++) {
+    Vec s = load(scores + i * 16) * a.scale;
+    if (a.softcap > 0) s = capped(s, a.softcap);
+    if (masked) {
+      IVec place = lanes + (int32_t)(i * 16);
+      s = select((place >= seen.from) & (place < seen.to), s, splat(-__builtin_inff()));
+    }
+    store(scores + i * 16, s);
+    top = vmax(top, s);
+  }
+  return top;
+}
+
+// The running state of up to ROWS_AT_ONCE rows.
+struct State {
+  float* tops;  // [16]: maxima
+  float* sums;  // [row][16]: sums of weights, lane by lane
+  float* values;  // [row][padded]: weighted values
+};
+
+template <class T, int MR>
+static void step_rows(const Attention& a, const T* q, const Span& span, const Seen* seen, const State& state) {
+  alignas(64) float scores[MR * STEP_TOKENS], tops[16] = {}, rescale[16];
+  alignas(64) T weights[MR * STEP_TOKENS];
+  constexpr int NB = wide(MR);
+  int64_t part = 0;
+  for (; part + NB <= span.parts; part += NB)
+    score<T, MR, NB>(a, q, span.places + part, span.coming ? span.coming + part : nullptr, scores + part * 16);
+  for (; part < span.parts; part++)
+    score<T, MR, 1>(a, q, span.places + part, span.coming ? span.coming + part : nullptr, scores + part * 16);
+
+  for (int m = 0; m < MR; m++) tops[m] = largest(prepare(a, scores + m * STEP_TOKENS, span.parts, seen[m]));
+  Vec before = load(state.tops), now = vmax(before, load(tops));
+  store(rescale, power_of_two<float>(before - now));
+  store(state.tops, now);
+  store(tops, now);
+  for (int m = 0; m < MR; m++) {
+    Vec total = load(state.sums + m * 16) * rescale[m];
+    for (int64_t i = 0; i < span.parts; i++) {
+      Vec w = power_of_two<T>(load(scores + m * STEP_TOKENS + i * 16) - tops[m]);
+      total += w;
+      store(weights + m * STEP_TOKENS + i * 16, w);
+    }
+    store(state.sums + m * 16, total);
+  }
+
+  constexpr int NV = wide(MR) > 4 ? 4 : wide(MR);
+  int64_t column = 0;
+  for (; column + NV * 16 <= a.padded; column += NV * 16)
+    weigh<T, MR, NV>(a, weights, span, column, rescale, state.values);
+  for (; column < a.padded; column += 16) weigh<T, MR, 1>(a, weights, span, column, rescale, state.values);
+}
+
+template <class T>
+INLINE void step_some_rows(const Attention& a, int64_t rows, const T* q, const Span& span, const Seen* seen,
+                           const State& state) {
+  switch (rows) {
+#define ROWS(count) \
+  case count: \
+    return step_rows<T, count>(a, q, span, seen, state);
+    ROWS(1) ROWS(2) ROWS(3) ROWS(4)
+#if defined(__AVX512F__)
+    ROWS(5) ROWS(6) ROWS(7) ROWS(8)
+#endif
+#undef ROWS
+  }
+}
+
+}  // namespace quire::ISA

@@ -1,0 +1,304 @@
+// Rows of logits, read in groups of 64 tokens. The maxima of the groups, found in one pass, tell which groups need
+// another look: few of them, mostly. Nothing here sorts a vocabulary.
+#pragma once
+#include "simd.h"
+
+namespace quire::ISA {
+
+constexpr int64_t GROUP = 64;
+constexpr float INF = __builtin_inff();
+
+typedef double DVec __attribute__((vector_size(64)));
+typedef float HalfVec __attribute__((vector_size(32)));
+typedef int64_t LVec __attribute__((vector_size(64)));
+
+template <class T>
+struct Row {
+  const T* x;
+  int64_t size;
+
+  int64_t num_groups() const { return (size + GROUP - 1) / GROUP; }
+  // The logits of a group, in place or in `buffer`; -inf behind the end of the row.
+  const float* group(int64_t g, float* buffer) const {
+    const T* begin = x + g * GROUP;
+    int64_t count = min(GROUP, size - g * GROUP);
+    if (sizeof(T) == sizeof(float) && count == GROUP) return (const float*)begin;
+    if (count == GROUP) {
+      for (int64_t i = 0; i < GROUP; i += LANES) store(buffer + i, load(begin + i));
+      return buffer;
+    }
+    for (int64_t i = 0; i < GROUP; i++) buffer[i] = i < count ? to_float(begin[i]) : -INF;
+    return buffer;
+  }
+};
+
+// Floats for the maxima of `size` logits: whole vectors.
+INLINE int64_t maxima_size(int64_t size) { return up_to((size + GROUP - 1) / GROUP, LANES); }
+
+// Comparisons lane by lane. The operators of vectors do the same, slowly where vectors are narrower than 16 floats.
+#if defined(__AVX512F__)
+INLINE IVec above(Vec a, Vec b) { return a > b; }
+INLINE IVec at_least(Vec a, Vec b) { return a >= b; }
+#else
+#if defined(__AVX2__)
+constexpr int NATIVE = 8;
+#else
+constexpr int NATIVE = 4;
+#endif
+typedef float Native __attribute__((vector_size(NATIVE * 4)));
+typedef int32_t NativeMask __attribute__((vector_size(NATIVE * 4)));
+struct Natives {
+  Native part[LANES / NATIVE];
+};
+struct NativeMasks {
+  NativeMask part[LANES / NATIVE];
+};
+template <class Compare>
+INLINE IVec by_parts(Vec a, Vec b, Compare compare) {
+  Natives x, y;
+  NativeMasks out;
+  memcpy(&x, &a, 64);
+  memcpy(&y, &b, 64);
+  for (int i = 0; i < LANES / NATIVE; i++) out.part[i] = compare(x.part[i], y.part[i]);
+  IVec mask;
+  memcpy(&mask, &out, 64);
+  return mask;
+}
+INLINE IVec above(Vec a, Vec b) {
+  return by_parts(a, b, [](Native x, Native y) { return x > y; });
+}
+INLINE IVec at_least(Vec a, Vec b) {
+  return by_parts(a, b, [](Native x, Native y) { return x >= y; });
+}
+#endif
+
+INLINE bool any(IVec mask) {
+#if defined(__AVX512F__)
+  return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
+#else
+  LVec halves = (LVec)mask;
+  int64_t all = 0;
+  for (int i = 0; i < 8; i++) all |= halves[i];
+  return all != 0;
+#endif
+}
+
+// Lanes of 0 while all x so far are below inf and not NaN, and else of NaN.
+INLINE Vec check(Vec sofar, Vec x) { return fma(vmax(splat(-3.0e38f), x), Vec{}, sofar); }
+INLINE bool passed(Vec checks) { return sum(checks) == 0; }
+
+// The largest logit, or NaN where a logit is NaN or inf. maxima: of the groups, and -inf up to a whole vector.
+template <class T>
+static float find_maxima(const Row<T>& row, float* maxima) {
+  alignas(64) float buffer[GROUP];
+  Vec best = splat(-INF), checks{};
+  int64_t num_groups = row.num_groups();
+  for (int64_t g = 0; g < num_groups; g++) {
+    const float* x = row.group(g, buffer);
+    Vec a = load(x), b = load(x + 16), c = load(x + 32), d = load(x + 48);
+    checks = check(check(check(check(checks, a), b), c), d);
+    Vec most = vmax(vmax(a, b), vmax(c, d));
+    maxima[g] = largest(most);
+    best = vmax(best, most);
+  }
+  for (int64_t g = num_groups; g < up_to(num_groups, LANES); g++) maxima[g] = -INF;
+  return passed(checks) ? largest(best) : __builtin_nanf("");
+}
+
+// Writes the lanes of v where mask is set one after another, and up to 16 floats more than these; their number.
+INLINE int64_t compress(float* target, Vec v, IVec mask) {
+#if defined(__AVX512F__)
+  __mmask16 kept = _mm512_movepi32_mask((__m512i)mask);
+  store(target, (Vec)_mm512_maskz_compress_ps(kept, (__m512)v));
+  return __builtin_popcount(kept);
+#else
+  if (!any(mask)) return 0;
+  float x[LANES];
+  int32_t lanes[LANES];
+  memcpy(x, &v, 64);
+  memcpy(lanes, &mask, 64);
+  int64_t count = 0;
+  for (int i = 0; i < LANES; i++) {
+    target[count] = x[i];
+    count -= lanes[i];
+  }
+  return count;
+#endif
+}
+
+// All score(logit) that are at least `least`, in the order of their tokens, and their number; score must not fall.
+// `out` needs room for the groups, and a vector more.
+template <class T, class Score>
+static int64_t gather(const Row<T>& row, const float* maxima, const Score& score, float least, float* out) {
+  alignas(64) float buffer[GROUP];
+  int64_t count = 0;
+  for (int64_t g = 0; g < row.num_groups(); g++) {
+    if (score(maxima[g]) < least) continue;
+    const float* x = row.group(g, buffer);
+    for (int64_t i = 0; i < GROUP; i += LANES) {
+      Vec scores = score(load(x + i));
+      count += compress(out + count, scores, at_least(scores, splat(least)));
+    }
+  }
+  return count;
+}
+
+// ---- selection ----
+
+// e^x for x in [-700, 0], within 1e-14 of its value.
+INLINE DVec exp(DVec x) {
+  const double magic = 6755399441055744.0;  // 1.5 * 2^52: the sum has no room for fractions
+  DVec shifted = x * 1.4426950408889634 + magic, n = shifted - magic;
+  DVec r = x - n * 0.693147180369123816490;
+  r -= n * 1.90821492927058770002e-10;
+  DVec p = DVec{} + 1.0 / 39916800;
+  p = p * r + 1.0 / 3628800;
+  p = p * r + 1.0 / 362880;
+  p = p * r + 1.0 / 40320;
+  p = p * r + 1.0 / 5040;
+  p = p * r + 1.0 / 720;
+  p = p * r + 1.0 / 120;
+  p = p * r + 1.0 / 24;
+  p = p * r + 1.0 / 6;
+  p = p * r + 0.5;
+  p = p * r + 1.0;
+  p = p * r + 1.0;
+  return (DVec)((LVec)p + ((LVec)shifted << 52));
+}
+
+INLINE double sum(DVec v) { return ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7])); }
+
+INLINE IVec first_lanes(int64_t count) {
+  const IVec lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  return count >= LANES ? splat_int(-1) : (lane - (int32_t)count) >> 31;
+}
+
+INLINE int64_t count_of(IVec mask) {
+#if defined(__AVX512F__)
+  return __builtin_popcount(_mm512_movepi32_mask((__m512i)mask));
+#else
+  int32_t lanes[LANES], count = 0;
+  memcpy(lanes, &mask, 64);
+  for (int i = 0; i < LANES; i++) count -= lanes[i];
+  return count;
+#endif
+}
+
+// e^score of each, none below -700, in `masses`, which is filled up to a whole vector; their sum.
+static double weigh(const float* scores, int64_t count, double* masses) {
+  DVec total{};
+  for (int64_t i = 0; i < count; i += LANES) {
+    Vec some = select(first_lanes(count - i), load(scores + i), splat(-700.0f));
+    HalfVec halves[2];
+    memcpy(halves, &some, 64);
+    for (int h = 0; h < 2; h++) {
+      DVec mass = exp(__builtin_convertvector(halves[h], DVec));
+      memcpy(masses + i + 8 * h, &mass, 64);
+      total += mass;
+    }
+  }
+  return sum(total);
+}
+
+INLINE DVec add_where(DVec total, const double* masses, IVec mask) {
+#if defined(__AVX512F__)
+  __mmask16 lanes = _mm512_movepi32_mask((__m512i)mask);
+  total = (DVec)_mm512_mask_add_pd((__m512d)total, (__mmask8)lanes, (__m512d)total, _mm512_loadu_pd(masses));
+  return (DVec)_mm512_mask_add_pd((__m512d)total, (__mmask8)(lanes >> 8), (__m512d)total, _mm512_loadu_pd(masses + 8));
+#else
+  int32_t lanes[LANES];
+  memcpy(lanes, &mask, 64);
+  int64_t kept[LANES];
+  memcpy(kept, masses, 128);
+  for (int i = 0; i < LANES; i++) kept[i] &= lanes[i];
+  DVec halves[2];
+  memcpy(halves, kept, 128);
+  return total + halves[0] + halves[1];
+#endif
+}
+
+INLINE void compress(double* target, const double* masses, IVec mask) {
+#if defined(__AVX512F__)
+  __mmask16 lanes = _mm512_movepi32_mask((__m512i)mask);
+  __m512d low = _mm512_loadu_pd(masses), high = _mm512_loadu_pd(masses + 8);
+  _mm512_storeu_pd(target, _mm512_maskz_compress_pd((__mmask8)lanes, low));
+  _mm512_storeu_pd(target + __builtin_popcount(lanes & 255), _mm512_maskz_compress_pd((__mmask8)(lanes >> 8), high));
+#else
+  if (!any(mask)) return;
+  int32_t lanes[LANES];
+  memcpy(lanes, &mask, 64);
+  for (int i = 0, count = 0; i < LANES; i++) {
+    target[count] = masses[i];
+    count -= lanes[i];
+  }
+#endif
+}
+
+// The middle of up to nine scores, taken evenly.
+static float pivot_of(const float* scores, int64_t count) {
+  float some[9];
+  int size = (int)min(count, 9);
+  for (int i = 0; i < size; i++) {
+    float one = scores[(2 * i + 1) * count / (2 * size)];
+    int at = i;
+    for (; at > 0 && some[at - 1] < one; at--) some[at] = some[at - 1];
+    some[at] = one;
+  }
+  return some[size / 2];
+}
+
+struct Border {
+  float score;   // the lowest whose betters weigh less than the limit
+  double above;  // what they weigh
+};
+
+// Quickselect by weight: what lies on the wrong side of a pivot is dropped. Each score weighs its mass, or 1 where
+// masses is null. Overwrites both, which may be read and written a vector too far. The limit is above 0. The first
+// pivot is the caller's guess.
+static Border find_border(float* scores, double* masses, int64_t count, double limit, float pivot) {
+  Border border{INF, 0};
+  double dropped = 0;  // the weight of those that are certainly above the border
+  while (count > 0) {
+    DVec larger_mass{}, equal_mass{};
+    int64_t larger_count = 0, equal_count = 0;
+    for (int64_t i = 0; i < count; i += LANES) {
+      Vec some = load(scores + i);
+      IVec valid = first_lanes(count - i);
+      IVec larger = above(some, splat(pivot)) & valid, equal = at_least(some, splat(pivot)) & valid & ~larger;
+      if (masses) {
+        larger_mass = add_where(larger_mass, masses + i, larger);
+        equal_mass = add_where(equal_mass, masses + i, equal);
+      } else {
+        larger_count += count_of(larger);
+        equal_count += count_of(equal);
+      }
+    }
+    double weight = dropped + (masses ? sum(larger_mass) : (double)larger_count);
+    double equals = masses ? sum(equal_mass) : (double)equal_count;
+    bool lower = weight < limit;
+    if (lower) {
+      border = {pivot, weight};
+      dropped = weight + equals;
+    }
+    int64_t kept = 0;
+    for (int64_t i = 0; i < count; i += LANES) {
+      Vec some = load(scores + i);
+      IVec wanted = lower ? above(splat(pivot), some) : above(some, splat(pivot));
+      wanted &= first_lanes(count - i);
+      if (masses) compress(masses + kept, masses + i, wanted);
+      kept += compress(scores + kept, some, wanted);
+    }
+    count = kept;
+    if (count) pivot = pivot_of(scores, count);
+  }
+  return border;
+}
+
+// What the k largest of `count` maxima prove: no fewer than k logits are at least this. -inf if they are too few.
+static float least_of_largest(const float* maxima, int64_t count, int64_t k, float* memory) {
+  if (k > count) return -INF;
+  memcpy(memory, maxima, count * sizeof(float));
+  return find_border(memory, nullptr, count, (double)k, pivot_of(memory, count)).score;
+}
+
+}  // namespace quire::ISA

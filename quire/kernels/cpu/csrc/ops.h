@@ -1,0 +1,27 @@
+// All kernels and the kinds of their arguments (see Op). Each file says what the arguments of its kernels mean.
+#pragma once
+
+namespace quire {
+bool has_tiles();  // whether the processor has AMX and the system lets this process use it
+}
+
+#define QUIRE_OPS \
+  OP(pack_weight, "ttiii") \
+  OP(unpack_rows, "tttiiiid") \
+  OP(linear, "ttotiiiiiiii") \
+  OP(rms_norm, "tttiiiiiid") \
+  OP(add_rms_norm, "tttttiiiid") \
+  OP(layer_norm, "ttotiiiiiiid") \
+  OP(activate, "ttiiiiii") \
+  OP(rotary, "ttttttiiiiiiii") \
+  OP(rotation, "ttttiid") \
+  OP(embed, "tttiiiid") \
+  OP(rotary_write, "ottooottiiiiiiiiiiiii") \
+  OP(pack_blocks, "tttiiiiiii") \
+  OP(unpack_blocks, "tttiiiiiii") \
+  OP(copy_blocks, "ttiiiiiiii") \
+  OP(attention_plan, "ttttiii") \
+  OP(attention, "tttttttiiiiiiiiiiiiidd") \
+  OP(attention_contiguous, "tttttttiiiiiiiiiiiiidd") \
+  OP(sample, "tttiiiiooooo") \
+  OP(logprobs, "ttttttiiiiii")

@@ -1,0 +1,191 @@
+// The part of products.cpp that uses AMX: 16 rows of x times 16 rows of the weight, 32 terms at once.
+//
+// Sums of 32 rows and 32 columns stay in four registers over all of k. What is loaded meanwhile comes from the second
+// cache, which keeps up: a block of x stays there while all columns pass by.
+
+constexpr int64_t TILES_FROM_ROWS = 4;  // with fewer rows, vectors are as fast as memory
+constexpr int64_t TILE_BYTES = 1024;
+constexpr int64_t AHEAD = 16 * TILE_BYTES;
+constexpr int64_t BLOCK_BYTES = 3 << 18;   // of x
+
+struct alignas(64) TileConfig {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+};
+
+// Rows [row, row + count) of x as tile registers want them: [rows / 16][k / 32][16][32], filled up by zeros.
+static void lay_out(const Product& p, int64_t row, int64_t count, char* target) {
+  int64_t steps = up_to(p.k, 32) / 32;
+  for (int64_t i = 0; i < up_to(count, 16); i++) {
+    char* out = target + i / 16 * steps * TILE_BYTES + i % 16 * 64;
+    const bf16* x = (const bf16*)p.x + (row + i) * p.x_stride;
+    for (int64_t s = 0; s < steps; s++, out += TILE_BYTES) {
+      int64_t left = i < count ? min(32, p.k - s * 32) : 0;
+      if (left == 32) {
+        memcpy(out, x + s * 32, 64);
+      } else {
+        memset(out, 0, 64);
+        memcpy(out, x + s * 32, left * sizeof(bf16));
+      }
+    }
+  }
+}
+
+// Sums of up to 32 rows and two tiles of columns that wait to be written down.
+struct Sums {
+  alignas(64) float values[2][2][16][16];  // [row / 16][tile][row % 16][column]
+  int64_t first, rows, done;
+  int64_t column;
+  Vec bias[2];
+  bool alone;  // there is no second tile
+};
+
+template <bool GATED>
+INLINE void finish_row(const Product& p, Sums& sums) {
+  int64_t i = sums.done++;
+  bf16* out = (bf16*)p.out + (sums.first + i) * p.out_stride + sums.column;
+  int64_t left = p.n - sums.column;
+  Vec x = load(sums.values[i / 16][0][i % 16]) + sums.bias[0];
+  Vec y = load(sums.values[i / 16][1][i % 16]) + sums.bias[1];
+  if (GATED) return store_some(out, activate((Activation)p.gate, rounded<bf16>(x)) * rounded<bf16>(y), left);
+  if (left >= 32) return store_two(out, x, y);
+  store_some(out, x, left);
+  if (!sums.alone) store_some(out + 16, y, left - 16);
+}
+
+// What the loops below do beside their products, a little at each step, because it costs no time there: write down
+// the sums before, and bring the next tiles of the weight nearer, lines [from, to) of each.
+template <bool GATED>
+struct Beside {
+  const Product& p;
+  Sums* before;
+  const char* w[2];      // the tiles at hand,
+  const char* next[2];   // and those after them, or null
+  int64_t size, ahead;   // bytes of a tile of columns, and how far to look ahead: up to `size`
+  int64_t from, to;
+
+  __attribute__((always_inline)) inline void step(int64_t at) {
+    if (before != nullptr && before->done < before->rows) finish_row<GATED>(p, *before);
+    int64_t left = at + ahead - size;
+    const char* const* where = left < 0 ? w : next;
+    if (where[0] == nullptr) return;
+    int64_t place = left < 0 ? at + ahead : left;
+    for (int64_t line = from; line < to; line++) {
+      _mm_prefetch(where[0] + place + line * 64, _MM_HINT_T1);
+      _mm_prefetch(where[1] + place + line * 64, _MM_HINT_T1);
+    }
+  }
+};
+
+// 32 rows of x times two tiles of the weight.
+template <bool GATED>
+INLINE void two_by_two(const char* a, int64_t a_tile, const Panel<bf16>& panel, int64_t steps, Beside<GATED> beside, Sums& sums) {
+  const char *w0 = panel.w[0], *w1 = panel.w[1];
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  for (int64_t at = 0; at < steps * TILE_BYTES; at += TILE_BYTES) {
+    _tile_loadd(4, a + at, 64);
+    _tile_loadd(6, w0 + at, 64);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(7, w1 + at, 64);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_loadd(5, a + a_tile + at, 64);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+    beside.step(at);
+  }
+  _tile_stored(0, sums.values[0][0], 64);
+  _tile_stored(1, sums.values[0][1], 64);
+  _tile_stored(2, sums.values[1][0], 64);
+  _tile_stored(3, sums.values[1][1], 64);
+}
+
+// 16 rows of x times two tiles of the weight.
+template <bool GATED>
+INLINE void one_by_two(const char* a, const Panel<bf16>& panel, int64_t steps, Beside<GATED> beside, Sums& sums) {
+  const char *w0 = panel.w[0], *w1 = panel.w[1];
+  _tile_zero(0);
+  _tile_zero(1);
+  for (int64_t at = 0; at < steps * TILE_BYTES; at += TILE_BYTES) {
+    _tile_loadd(4, a + at, 64);
+    _tile_loadd(6, w0 + at, 64);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(7, w1 + at, 64);
+    _tile_dpbf16ps(1, 4, 7);
+    beside.step(at);
+  }
+  _tile_stored(0, sums.values[0][0], 64);
+  _tile_stored(1, sums.values[0][1], 64);
+}
+
+// Rows [row, row + rows) and tiles of columns [begin, end), by one thread.
+template <bool GATED>
+static void tiled_block(const Product& p, int64_t row, int64_t rows, int64_t begin, int64_t end, char* a) {
+  int64_t steps = up_to(p.k, 32) / 32, a_tile = steps * TILE_BYTES, wide = GATED ? 1 : 2;
+  int64_t pieces = (rows + 31) / 32, lines = (16 + pieces - 1) / pieces;
+  int64_t ahead = pieces == 1 ? min(a_tile, AHEAD) : a_tile;  // many rows have time to bring all of the next tiles
+  Sums sums[2];
+  Sums* before = nullptr;
+  int turn = 0;
+  lay_out(p, row, rows, a);
+  for (int64_t tile = begin; tile < end; tile += wide) {
+    Panel<bf16> panel = panel_of<bf16, 2>(p, tile);
+    bool alone = !GATED && tile + 1 == end;
+    if (alone) panel.w[1] = panel.w[0];
+    int64_t column = panel.columns[0];
+    Vec first = bias_of<bf16>(p, column, 0), second{};
+    if (!alone) second = GATED ? bias_of<bf16>(p, column, 1) : bias_of<bf16>(p, column + 16, 0);
+    for (int64_t i = 0; i < pieces; i++) {
+      const char* some = a + i * 2 * a_tile;
+      Sums& now = sums[turn];
+      bool last = tile + wide >= end;
+      Beside<GATED> beside = {p, before, {panel.w[0], panel.w[1]}, {nullptr, nullptr}, a_tile, ahead, min(16, i * lines), min(16, (i + 1) * lines)};
+      if (!last) {
+        beside.next[0] = panel.w[0] + wide * a_tile;
+        beside.next[1] = panel.w[1] + wide * a_tile;
+      }
+      if (rows - i * 32 <= 16)
+        one_by_two<GATED>(some, panel, steps, beside, now);
+      else
+        two_by_two<GATED>(some, a_tile, panel, steps, beside, now);
+      while (before != nullptr && before->done < before->rows) finish_row<GATED>(p, *before);
+      now.first = row + i * 32;
+      now.rows = min(32, rows - i * 32);
+      now.done = 0;
+      now.column = column;
+      now.bias[0] = first;
+      now.bias[1] = second;
+      now.alone = alone;
+      before = &now;
+      turn ^= 1;
+    }
+  }
+  while (before->done < before->rows) finish_row<GATED>(p, *before);
+}
+
+// Threads share rows where there are many, and columns otherwise.
+static void with_tiles(const Product& p, const Team& team) {
+  int64_t by_rows = team.size, steps = up_to(p.k, 32) / 32, begin, end, first, last;
+  while (by_rows > 1 && (team.size % by_rows || p.rows < 128 * by_rows)) by_rows--;
+  int64_t by_columns = team.size / by_rows;
+  Team rows_team = {team.shared, (int)(team.rank / by_columns), (int)by_rows};
+  Team columns_team = {team.shared, (int)(team.rank % by_columns), (int)by_columns};
+  rows_team.share(p.rows, 32, &first, &last);
+  columns_team.share((p.n + 15) / 16, p.gate >= 0 ? 1 : 2, &begin, &end);
+  if (first >= last || begin >= end) return;
+
+  int64_t most = max(32, BLOCK_BYTES / (steps * 64) / 32 * 32);
+  int64_t blocks = (last - first + most - 1) / most;
+  int64_t each = up_to((last - first + blocks - 1) / blocks, 32);
+  char* a = (char*)team.scratch(each / 16 * steps * TILE_BYTES);
+  static const TileConfig config;
+  _tile_loadconfig(&config);
+  for (int64_t row = first; row < last; row += each) {
+    int64_t rows = min(each, last - row);
+    p.gate < 0 ? tiled_block<false>(p, row, rows, begin, end, a) : tiled_block<true>(p, row, rows, begin, end, a);
+  }
+  _tile_release();
+}

@@ -1,0 +1,270 @@
+// What is done to each row alone: to a token, or to one of its heads.
+//
+// dtype is 0 for float32 and 1 for bf16. All is computed in float32 and rounded once. What becomes of a row depends
+// neither on the rows beside it nor on the number of threads.
+#include "rows.h"
+
+namespace quire::ISA {
+
+// ---- norms ----
+
+namespace {
+// outer * inner rows. Those of one outer index lie behind one another in x; in what is written, all do.
+struct Norm {
+  int64_t outer, inner, size, stride;  // stride: elements of x from one outer index to the next
+  float eps;
+
+  template <class T>
+  const T* row(const T* x, int64_t index) const {
+    return inner == 1 ? x + index * stride : x + index / inner * stride + index % inner * size;
+  }
+};
+}  // namespace
+
+INLINE float inverse_root(float mean, float eps) { return 1.0f / __builtin_sqrtf(mean + eps); }
+
+template <class T, class W>
+INLINE void scale_row(const T* x, const W* weight, T* out, float factor, int64_t size) {
+  each_vector(size, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
+    store_some(out + i, load_some(x + i, n) * factor * load_some(weight + i, n), n);
+  });
+}
+
+template <class T, class W>
+static void rms_norms(const T* x, const W* weight, T* out, const Norm& norm, const Team& team) {
+  int64_t size = norm.size, begin, end;
+  part_of(team, norm.outer * norm.inner, size, &begin, &end);
+  for (int64_t index = begin; index < end; index++) {
+    const T* row = norm.row(x, index);
+    float squares = sum_row(size, [&](Vec sum, int64_t i, int64_t n) __attribute__((always_inline)) {
+      Vec v = load_some(row + i, n);
+      return fma(v, v, sum);
+    });
+    scale_row(row, weight, out + index * size, inverse_root(squares / (float)size, norm.eps), size);
+  }
+}
+
+// x, weight, out, dtype, dtype of the weight (not bf16 beside float32), outer, inner, size, stride, eps
+void rms_norm(const Arg* a, const Team& team) {
+  Norm norm = {a[5].integer, a[6].integer, a[7].integer, a[8].integer, (float)a[9].number};
+  if (!a[3].integer)
+    rms_norms((const float*)a[0].data, (const float*)a[1].data, (float*)a[2].data, norm, team);
+  else if (a[4].integer)
+    rms_norms((const bf16*)a[0].data, (const bf16*)a[1].data, (bf16*)a[2].data, norm, team);
+  else
+    rms_norms((const bf16*)a[0].data, (const float*)a[1].data, (bf16*)a[2].data, norm, team);
+}
+
+template <class T, class W>
+static void add_rms_norms(const Arg* a, int64_t rows, int64_t size, float eps, const Team& team) {
+  int64_t begin, end;
+  part_of(team, rows, size, &begin, &end);
+  for (int64_t row = begin; row < end; row++) {
+    const T* x = (const T*)a[0].data + row * size;
+    const T* residual = (const T*)a[1].data + row * size;
+    T* total = (T*)a[3].data + row * size;
+    float squares = sum_row(size, [&](Vec sum, int64_t i, int64_t n) __attribute__((always_inline)) {
+      Vec v = rounded<T>(load_some(x + i, n) + load_some(residual + i, n));
+      store_some(total + i, v, n);
+      return fma(v, v, sum);
+    });
+    scale_row(total, (const W*)a[2].data, (T*)a[4].data + row * size, inverse_root(squares / (float)size, eps), size);
+  }
+}
+
+// x, residual, weight, total, out, dtype, dtype of the weight (not bf16 beside float32), rows, size, eps
+// total may be x or residual, out may be the other one of them.
+void add_rms_norm(const Arg* a, const Team& team) {
+  int64_t rows = a[7].integer, size = a[8].integer;
+  float eps = (float)a[9].number;
+  if (!a[5].integer)
+    add_rms_norms<float, float>(a, rows, size, eps, team);
+  else if (a[6].integer)
+    add_rms_norms<bf16, bf16>(a, rows, size, eps, team);
+  else
+    add_rms_norms<bf16, float>(a, rows, size, eps, team);
+}
+
+// The first n lanes of v, 0 in the others.
+INLINE Vec first_lanes(Vec v, int64_t n) {
+  const IVec lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  return n >= LANES ? v : select(lanes < splat_int((int32_t)n), v, Vec{});
+}
+
+template <class T, class W>
+static void layer_norms(const Arg* a, const Norm& norm, int64_t per_inner, const Team& team) {
+  int64_t size = norm.size, begin, end;
+  part_of(team, norm.outer * norm.inner, size, &begin, &end);
+  for (int64_t index = begin; index < end; index++) {
+    const T* row = norm.row((const T*)a[0].data, index);
+    int64_t offset = per_inner ? index % norm.inner * size : 0;
+    const W* weight = (const W*)a[1].data + offset;
+    const W* bias = a[2].data ? (const W*)a[2].data + offset : nullptr;
+    T* out = (T*)a[3].data + index * size;
+    float mean = sum_row(size, [&](Vec sum, int64_t i, int64_t n) __attribute__((always_inline)) {
+      return sum + load_some(row + i, n);
+    }) / (float)size;
+    float squares = sum_row(size, [&](Vec sum, int64_t i, int64_t n) __attribute__((always_inline)) {
+      Vec v = first_lanes(load_some(row + i, n) - mean, n);
+      return fma(v, v, sum);
+    });
+    float factor = inverse_root(squares / (float)size, norm.eps);
+    each_vector(size, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
+      Vec normed = (load_some(row + i, n) - mean) * factor;
+      Vec added = bias ? load_some(bias + i, n) : Vec{};
+      store_some(out + i, fma(normed, load_some(weight + i, n), added), n);
+    });
+  }
+}
+
+// x, weight, bias or None, out, dtype, dtype of weight and bias (not bf16 beside float32), outer, inner, size, stride,
+// whether weight and bias are (inner, size), eps
+void layer_norm(const Arg* a, const Team& team) {
+  Norm norm = {a[6].integer, a[7].integer, a[8].integer, a[9].integer, (float)a[11].number};
+  if (!a[4].integer)
+    layer_norms<float, float>(a, norm, a[10].integer, team);
+  else if (a[5].integer)
+    layer_norms<bf16, bf16>(a, norm, a[10].integer, team);
+  else
+    layer_norms<bf16, float>(a, norm, a[10].integer, team);
+}
+
+// ---- activations ----
+
+constexpr int64_t PIECE = 1024;  // numbers of a row that one thread does: few tokens may have very long rows
+
+template <class T, Activation kind>
+INLINE void activate_piece(const T* x, const T* second, T* out, int64_t size) {
+  each_vector(size, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
+    Vec y = activate(kind, load_some(x + i, n));
+    store_some(out + i, second ? y * load_some(second + i, n) : y, n);
+  });
+}
+
+template <class T, Activation kind>
+static void activate_rows(const Arg* a, const Team& team) {
+  int64_t gated = a[4].integer, rows = a[5].integer, size = a[6].integer, begin, end;
+  int64_t pieces = (size + PIECE - 1) / PIECE;
+  part_of(team, rows * pieces, min(PIECE, size), &begin, &end);
+  for (int64_t index = begin; index < end; index++) {
+    int64_t row = index / pieces, first = index % pieces * PIECE;
+    const T* x = (const T*)a[0].data + row * a[7].integer + first;
+    T* out = (T*)a[1].data + row * size + first;
+    activate_piece<T, kind>(x, gated ? x + size : nullptr, out, min(PIECE, size - first));
+  }
+}
+
+template <class T>
+static void activate_rows_by(Activation kind, const Arg* a, const Team& team) {
+  switch (kind) {
+#define KIND(name) \
+  case Activation::name: \
+    return activate_rows<T, Activation::name>(a, team);
+    KIND(silu) KIND(gelu) KIND(gelu_tanh) KIND(relu) KIND(relu2) KIND(sigmoid) KIND(tanh)
+#undef KIND
+  }
+}
+
+// x, out, dtype, activation, gated, rows, size (of a row of `out`), stride (elements of x from row to row)
+// out = activation(first `size` numbers of a row), where gated times the `size` numbers behind them. out may be x.
+void activate(const Arg* a, const Team& team) {
+  if (a[2].integer)
+    activate_rows_by<bf16>((Activation)a[3].integer, a, team);
+  else
+    activate_rows_by<float>((Activation)a[3].integer, a, team);
+}
+
+// ---- positions ----
+
+// q, k, cos, sin, q_out, k_out, dtype, num_tokens, heads of q, heads of k, head_dim, rotary_dim / 2, token strides of q, k
+// q_out and k_out lie without gaps; they may be q and k where those do.
+void rotary(const Arg* a, const Team& team) {
+  auto cos = (const float*)a[2].data, sin = (const float*)a[3].data;
+  int64_t tokens = a[7].integer, dim = a[10].integer, half = a[11].integer;
+  for (int i = 0; i < 2; i++) {
+    int64_t heads = a[8 + i].integer, stride = a[12 + i].integer;
+    void *x = a[i].data, *out = a[4 + i].data;
+    if (a[6].integer)
+      rotate_heads((const bf16*)x, stride, (bf16*)out, cos, sin, half, tokens, heads, dim, team);
+    else
+      rotate_heads((const float*)x, stride, (float*)out, cos, sin, half, tokens, heads, dim, team);
+  }
+}
+
+typedef double DVec __attribute__((vector_size(64)));
+typedef int64_t LVec __attribute__((vector_size(64)));
+typedef float HalfVec __attribute__((vector_size(32)));
+
+INLINE DVec select(LVec mask, DVec a, DVec b) { return (DVec)(((LVec)a & mask) | ((LVec)b & ~mask)); }
+
+// Cosine and sine within 1e-11, up to angles of 2^20 quarters of a turn; beyond, the error grows with the angle.
+INLINE void cos_sin(DVec angle, DVec* cos, DVec* sin) {
+  const double magic = 6755399441055744.0;  // 1.5 * 2^52: the sum has no room for fractions
+  DVec shifted = angle * 0.63661977236758134 + magic;
+  LVec quarter = (LVec)shifted;  // its last bits count quarters of a turn
+  DVec n = shifted - magic;
+  DVec r = angle - n * 1.57079632673412561417;  // pi / 2 to 33 bits: the product is exact
+  r = r - n * 6.07710050650619224932e-11;       // the rest of pi / 2
+  DVec z = r * r;
+  DVec s = ((((-1.0 / 39916800 * z + 1.0 / 362880) * z - 1.0 / 5040) * z + 1.0 / 120) * z - 1.0 / 6) * z * r + r;
+  DVec c = (((((1.0 / 479001600 * z - 1.0 / 3628800) * z + 1.0 / 40320) * z - 1.0 / 720) * z + 1.0 / 24) * z - 0.5) * z + 1.0;
+  LVec odd = -(quarter & 1);
+  *sin = (DVec)((LVec)select(odd, c, s) ^ ((quarter & 2) << 62));
+  *cos = (DVec)((LVec)select(odd, s, c) ^ (((quarter + 1) & 2) << 62));
+}
+
+// positions (num_tokens,) int64, frequencies (half,), cos, sin (num_tokens, half), num_tokens, half, magnitude
+// Angles are rounded to float32, as they were in training.
+void rotation(const Arg* a, const Team& team) {
+  auto positions = (const int64_t*)a[0].data;
+  auto frequencies = (const float*)a[1].data;
+  int64_t half = a[5].integer, begin, end;
+  double magnitude = a[6].number;
+  part_of(team, a[4].integer, 8 * half, &begin, &end);  // a cosine takes as long as several numbers elsewhere
+  for (int64_t token = begin; token < end; token++)
+    each_vector(half, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
+      Vec angles = load_some(frequencies + i, n) * (float)positions[token];
+      HalfVec parts[2], cosines[2], sines[2];
+      memcpy(parts, &angles, 64);
+      for (int part = 0; part < 2; part++) {
+        DVec cos, sin;
+        cos_sin(__builtin_convertvector(parts[part], DVec), &cos, &sin);
+        cosines[part] = __builtin_convertvector(cos * magnitude, HalfVec);
+        sines[part] = __builtin_convertvector(sin * magnitude, HalfVec);
+      }
+      store_some((float*)a[2].data + token * half + i, load((const float*)cosines), n);
+      store_some((float*)a[3].data + token * half + i, load((const float*)sines), n);
+    });
+}
+
+// ---- embeddings ----
+
+template <class T>
+static void embed_rows(const Arg* a, const Team& team) {
+  int64_t size = a[5].integer, rows = a[6].integer, begin, end;
+  float scale = (float)a[7].number;
+  part_of(team, a[4].integer, size, &begin, &end);
+  for (int64_t index = begin; index < end; index++) {
+    int64_t id = ((const int64_t*)a[0].data)[index];
+    const T* row = (const T*)a[1].data + id * size;
+    T* out = (T*)a[2].data + index * size;
+    if (id < 0 || id >= rows)
+      memset(out, 0, size * sizeof(T));
+    else if (scale == 1)
+      memcpy(out, row, size * sizeof(T));
+    else
+      each_vector(size, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
+        store_some(out + i, load_some(row + i, n) * scale, n);
+      });
+  }
+}
+
+// ids (count,) int64, weight (rows, size), out (count, size), dtype, count, size, rows (other ids give zeros), scale
+void embed(const Arg* a, const Team& team) {
+  if (a[3].integer)
+    embed_rows<bf16>(a, team);
+  else
+    embed_rows<float>(a, team);
+}
+
+}  // namespace quire::ISA

@@ -1,0 +1,22 @@
+// Whether AMX may be used. On Linux a process has to ask for the tiles' registers before the first use.
+#include "ops.h"
+
+#if defined(__x86_64__) && defined(__linux__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+namespace quire {
+bool has_tiles() {
+  constexpr int kAskForPermission = 0x1023, kTileData = 18;
+  unsigned a, b, c, d;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
+  bool has_bf16 = d & (1u << 22), has_tile = d & (1u << 24);
+  return has_bf16 && has_tile && syscall(SYS_arch_prctl, kAskForPermission, kTileData) == 0;
+}
+}  // namespace quire
+#else
+namespace quire {
+bool has_tiles() { return false; }
+}  // namespace quire
+#endif

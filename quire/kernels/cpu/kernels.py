@@ -1,0 +1,136 @@
+"""The CPU kernels as the contract wants them: one object for ordinary sequences, one for deterministic ones."""
+
+import torch
+from torch import Tensor
+
+from quire.config import KVGroup
+from quire.kernels.contract import Batch, Demands, Draws, Packed, Recorder, Rotation, Storage, Weight
+from quire.kernels.cpu import _C, blocks, likelihood, paged, products, rowwise, sampling
+from quire.kernels.cpu.recording import Recording
+
+LARGEST_HEAD = 256
+DTYPES = ("float32", "bfloat16")
+
+
+class CpuKernels:
+    """Kernels in C++. `strict`: bits do not depend on company, which forbids tile registers and split contexts."""
+
+    NAME = "cpu"
+    SCRATCH_BYTES = 2**22  # of each thread
+
+    def __init__(self, *, strict: bool) -> None:
+        self._strict = strict
+        self.recorder: Recorder | None = None if strict else Recording()
+
+    def refusal(self, demands: Demands) -> str | None:
+        """Why the module cannot do what is demanded, or None if it can."""
+        if demands.device.type != "cpu":
+            return f"it runs on CPUs, not on {demands.device.type}"
+        if demands.dtype not in DTYPES:
+            return f"it computes in {' and '.join(DTYPES)}, not in {demands.dtype}"
+        if demands.block_size % blocks.TOKENS_TOGETHER:
+            return f"block_size {demands.block_size} is no multiple of {blocks.TOKENS_TOGETHER}"
+        if max(demands.head_dims) > LARGEST_HEAD:
+            return f"heads of {max(demands.head_dims)} are larger than {LARGEST_HEAD}"
+        return None
+
+    def use_threads(self, number: int) -> None:
+        """Threads of torch, and of a kernel's team."""
+        torch.set_num_threads(number)
+        _C.set_threads(number)
+
+    def allocate(self, group: KVGroup, block_size: int, device: torch.device) -> Storage:
+        """See `blocks`."""
+        return blocks.allocate(group, block_size, device)
+
+    def pack(self, storage: Storage, blocks_: Tensor) -> Tensor:
+        """See `blocks`."""
+        return blocks.pack(storage, blocks_)
+
+    def unpack(self, storage: Storage, blocks_: Tensor, canonical: Tensor) -> None:
+        """See `blocks`."""
+        blocks.unpack(storage, blocks_, canonical)
+
+    def copy_blocks(self, storage: Storage, pairs: Tensor, num_tokens: int) -> None:
+        """See `blocks`."""
+        blocks.copy_blocks(storage, pairs, num_tokens)
+
+    def plan(self, batch: Batch, storage: Storage) -> paged.CpuPlan:
+        """See `paged`."""
+        return paged.plan(batch, storage, strict=self._strict)
+
+    def rotary_write(
+        self,
+        storage: Storage,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rotation: Rotation | None,
+        plan: paged.CpuPlan,
+    ) -> Tensor:
+        """See `blocks`."""
+        return blocks.rotary_write(storage, layer, q, k, v, rotation, plan.slots)
+
+    def attention(
+        self, storage: Storage, layer: int, q: Tensor, plan: paged.CpuPlan, scale: float, softcap: float = 0.0
+    ) -> Tensor:
+        """See `paged`."""
+        return paged.attention(storage, layer, q, plan, scale, softcap)
+
+    def rotation(self, positions: Tensor, frequencies: Tensor, magnitude: float) -> Rotation:
+        """See `rowwise`."""
+        return rowwise.rotation(positions, frequencies, magnitude)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See `rowwise`."""
+        return rowwise.rms_norm(x, weight, eps)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """See `rowwise`."""
+        return rowwise.add_rms_norm(x, residual, weight, eps)
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        """See `rowwise`."""
+        return rowwise.layer_norm(x, weight, bias, eps)
+
+    def gate(self, x: Tensor, activation: str) -> Tensor:
+        """See `rowwise`."""
+        return rowwise.gate(x, activation)
+
+    def activate(self, x: Tensor, activation: str) -> Tensor:
+        """See `rowwise`."""
+        return rowwise.activate(x, activation)
+
+    def pack_weight(self, weight: Tensor, parts: int = 1) -> Packed:
+        """See `products`."""
+        return products.pack_weight(weight, parts)
+
+    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+        """See `products`."""
+        return products.linear(x, weight, bias, strict=self._strict)
+
+    def gated_linear(self, x: Tensor, weight: Weight, bias: Tensor | None, activation: str) -> Tensor:
+        """See `products`."""
+        return products.gated_linear(x, weight, bias, activation, strict=self._strict)
+
+    def embed(self, ids: Tensor, weight: Weight, scale: float = 1.0) -> Tensor:
+        """See `products`."""
+        return products.embed(ids, weight, scale)
+
+    def experts(self, x: Tensor, ids: Tensor, weights: Tensor, up: Weight, down: Weight, activation: str) -> Tensor:
+        """See `products`."""
+        return products.experts(x, ids, weights, up, down, activation, strict=self._strict)
+
+    def sample(self, logits: Tensor, draws: Draws) -> Tensor:
+        """See `sampling`."""
+        return sampling.sample(logits, draws)
+
+    def logprobs(self, logits: Tensor, tokens: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """See `likelihood`."""
+        return likelihood.logprobs(logits, tokens, k)
+
+
+def description() -> str:
+    """The build that is in use: the best of those that run here."""
+    return f"{_C.builds()[0]} build"

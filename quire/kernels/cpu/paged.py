@@ -1,0 +1,98 @@
+"""Paged attention by the C++ kernels: see csrc/attention.cpp for the layout of blocks and for how work is shared.
+
+A plan holds the tensors that all layers of a step read. They keep their addresses when the plan is refilled for
+another step of the same shape, so that recorded calls can be played again.
+"""
+
+import os
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quire.kernels.contract import Batch, Storage
+from quire.kernels.cpu import _C
+
+SPLIT_ROWS = 1024  # for each processor: pairs of a query and a part of its context that another thread may take
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CpuPlan:
+    """Where the step's tokens are written and what they attend to. int64 but for `scratch`."""
+
+    starts: Tensor  # (num_chunks,)
+    stops: Tensor  # (num_chunks,)
+    tables: Tensor  # (num_chunks, width): width may be more than a batch has
+    slots: Tensor  # (num_tokens,): block * block_size + place in the block
+    scratch: Tensor  # float32 (rows, padded head_dim + 16): what parts of split items leave
+    block_size: int
+    strict: bool  # whether a row's result must depend on nothing but its own sequence, bit for bit
+
+
+def plan(batch: Batch, storage: Storage, *, strict: bool = False, width: int = 0) -> CpuPlan:
+    """A plan for `batch`, which may be refilled with tables of up to `width` blocks, or of the batch's own width."""
+    num_chunks, batch_width = batch.tables.shape
+    num_tokens = int((batch.stops - batch.starts).sum())
+    rows = 0 if strict else (os.cpu_count() or 1) * SPLIT_ROWS
+    padded = -(-storage.group.head_dim // 16) * 16
+    new = CpuPlan(
+        starts=torch.empty(num_chunks, dtype=torch.int64),
+        stops=torch.empty(num_chunks, dtype=torch.int64),
+        tables=torch.full((num_chunks, max(width, batch_width)), -1, dtype=torch.int64),
+        slots=torch.empty(num_tokens, dtype=torch.int64),
+        scratch=torch.empty(rows, padded + 16, dtype=torch.float32),
+        block_size=storage.block_size,
+        strict=strict,
+    )
+    refill(new, batch)
+    return new
+
+
+def refill(plan: CpuPlan, batch: Batch) -> None:
+    """Put another step with as many tokens and chunks into the tensors of `plan`."""
+    num_chunks, width = batch.tables.shape
+    num_tokens = int((batch.stops - batch.starts).sum())
+    if (num_chunks, num_tokens) != (len(plan.starts), len(plan.slots)) or width > plan.tables.shape[1]:
+        raise ValueError(
+            f"a plan for {len(plan.starts)} chunks of {len(plan.slots)} tokens and {plan.tables.shape[1]} blocks at"
+            f" most cannot hold {num_chunks} chunks of {num_tokens} tokens and {width} blocks"
+        )
+    plan.starts.numpy()[:] = batch.starts
+    plan.stops.numpy()[:] = batch.stops
+    plan.tables.numpy()[:, :width] = batch.tables
+    numbers = (num_chunks, plan.tables.shape[1], plan.block_size)
+    _C.attention_plan(plan.starts, plan.stops, plan.tables, plan.slots, *numbers)
+
+
+def attention(
+    storage: Storage,
+    layer: int,
+    q: Tensor,
+    plan: CpuPlan,
+    scale: float,
+    softcap: float = 0.0,
+) -> Tensor:
+    """Causal attention of q (num_tokens, num_heads, head_dim) -> (num_tokens, num_heads * head_dim).
+
+    q has the storage's type. Tokens may lie further apart in memory than their heads take.
+    """
+    num_tokens, num_heads, head_dim = q.shape
+    if q.stride(2) != 1 or q.stride(1) != head_dim or q.dtype != storage.data.dtype:
+        q = q.to(storage.data.dtype).contiguous()
+    out = q.new_empty(num_tokens, num_heads * head_dim)
+    _C.attention(*arguments(storage, layer, q, out, plan, scale, softcap))
+    return out
+
+
+def arguments(
+    storage: Storage, layer: int, q: Tensor, out: Tensor, plan: CpuPlan, scale: float, softcap: float
+) -> tuple[Tensor | int | float, ...]:
+    """What the kernels `attention` and `attention_contiguous` are given."""
+    group = storage.group
+    return (
+        *(q, out, storage.data, plan.starts, plan.stops, plan.tables, plan.scratch),
+        *(int(q.dtype == torch.bfloat16), int(plan.strict), layer, len(plan.starts)),
+        *(q.shape[1], group.num_kv_heads, group.head_dim, storage.block_size, group.num_blocks),
+        *(plan.tables.stride(0), q.stride(0), group.window, plan.scratch.shape[0]),
+        *(scale, softcap),
+    )

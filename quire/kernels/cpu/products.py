@@ -1,0 +1,116 @@
+"""Products with packed weights, and rows of them, in C++: see `csrc/products.cpp`."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from quire.kernels.contract import ACTIVATIONS, Packed, Weight
+from quire.kernels.cpu import _C, rowwise
+from quire.kernels.cpu.blocks import pages
+from quire.kernels.cpu.views import dtype_code
+
+ROWS_TOGETHER = 16  # of a weight
+
+
+def pack_weight(weight: Tensor, parts: int = 1) -> Packed:
+    """The weight (rows, columns), or several of them (number, rows, columns), in tiles of 16 rows.
+
+    The rows are cut into `parts` before, each of which is filled up to whole tiles.
+    """
+    several = weight if weight.dim() == 3 else weight.unsqueeze(0)
+    number, rows, columns = several.shape
+    if rows % parts:
+        raise ValueError(f"{rows} rows cannot be cut into {parts} parts")
+    per_part = rows // parts
+    code = dtype_code(weight)
+    tiles = -(-per_part // ROWS_TOGETHER)
+    terms = columns if weight.dtype == torch.float32 else -(-columns // 32) * 32
+    data = pages(number * parts * tiles * ROWS_TOGETHER * terms * weight.itemsize).view(weight.dtype)
+    data = data.view(number, parts, tiles, ROWS_TOGETHER * terms)
+    for one, target in zip(several, data, strict=True):
+        for part, place in zip(one.reshape(parts, per_part, columns), target, strict=True):
+            _C.pack_weight(part.contiguous(), place, code, per_part, columns)
+    return Packed(data if weight.dim() == 3 else data[0], rows, columns, parts)
+
+
+def linear(x: Tensor, weight: Weight, bias: Tensor | None, *, strict: bool) -> Tensor:
+    """x (num_rows, in) times weight (out, in), plus bias (out,)."""
+    if isinstance(weight, Tensor):
+        return F.linear(x, weight, bias)
+    if weight.parts != 1:  # each part is a product of its own
+        _check(x, weight, bias)
+        parts = [Packed(data, weight.rows // weight.parts, weight.columns) for data in weight.data]
+        biases = [None] * weight.parts if bias is None else list(bias.chunk(weight.parts))
+        pairs = zip(parts, biases, strict=True)
+        return torch.cat([_product(x, part, one, -1, strict=strict) for part, one in pairs], -1)
+    return _product(x, weight, bias, -1, strict=strict)
+
+
+def gated_linear(x: Tensor, weight: Weight, bias: Tensor | None, activation: str, *, strict: bool) -> Tensor:
+    """activation(x gates) * (x gated), where the weight's first half are the gates."""
+    if isinstance(weight, Tensor):
+        return rowwise.gate(F.linear(x, weight, bias), activation)
+    if weight.parts != 2:
+        raise ValueError(f"the weight of a gated product has 2 parts, not {weight.parts}")
+    return _product(x, weight, bias, ACTIVATIONS.index(activation), strict=strict)
+
+
+def _product(x: Tensor, weight: Packed, bias: Tensor | None, gate: int, *, strict: bool) -> Tensor:
+    _check(x, weight, bias)
+    num_rows, columns = x.shape
+    if x.dtype == torch.bfloat16:  # of which kernels read pairs
+        if columns % 2:
+            x, columns = F.pad(x, (0, 1)), columns + 1
+        if x.stride(0) % 2 or x.storage_offset() % 2:
+            x = x.clone(memory_format=torch.contiguous_format)
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    if bias is not None:
+        bias = bias.contiguous()
+    width = weight.rows if gate < 0 else weight.rows // 2
+    out = torch.empty((num_rows, width), dtype=x.dtype)
+    sizes = (num_rows, width, columns, x.stride(0), width, gate, int(not strict))
+    _C.linear(x, weight.data, bias, out, dtype_code(x), *sizes)
+    return out
+
+
+def _check(x: Tensor, weight: Packed, bias: Tensor | None) -> None:
+    if weight.data.dim() > 3:
+        raise ValueError("a product takes one of several weights, not all of them")
+    dtype = weight.data.dtype
+    if x.dim() != 2 or x.shape[1] != weight.columns or x.dtype != dtype:
+        raise ValueError(
+            f"x {tuple(x.shape)} of {x.dtype} does not go with a weight {(weight.rows, weight.columns)} of {dtype}"
+        )
+    if bias is not None and (bias.shape != (weight.rows,) or bias.dtype != dtype):
+        raise ValueError(
+            f"a bias {tuple(bias.shape)} of {bias.dtype} does not go with a weight of {weight.rows} rows of {dtype}"
+        )
+
+
+def embed(ids: Tensor, weight: Weight, scale: float = 1.0) -> Tensor:
+    """Rows of the weight (num_rows, size) for ids int64 (num_tokens,), times `scale`."""
+    if ids.dtype != torch.int64:
+        raise TypeError(f"ids are int64, not {ids.dtype}")
+    if isinstance(weight, Tensor):
+        return rowwise.embed(ids, weight, scale)
+    if weight.data.dim() > 3:
+        raise ValueError("rows are of one of several weights, not of all of them")
+    if weight.parts != 1:
+        raise ValueError(f"rows are looked up in a weight that is whole, not in {weight.parts} parts")
+    out = torch.empty((len(ids), weight.columns), dtype=weight.data.dtype)
+    sizes = (len(ids), weight.columns, weight.rows)
+    _C.unpack_rows(weight.data, ids.contiguous(), out, dtype_code(out), *sizes, float(scale))
+    return out
+
+
+def experts(
+    x: Tensor, ids: Tensor, weights: Tensor, up: Weight, down: Weight, activation: str, *, strict: bool
+) -> Tensor:
+    """The weighted sum of each token's experts, added up in the order of the experts' numbers."""
+    out = torch.zeros(x.shape, dtype=torch.float32)
+    for expert in sorted(set(ids.flatten().tolist())):
+        tokens, places = (ids == expert).nonzero(as_tuple=True)
+        inner = gated_linear(x[tokens], up[expert], None, activation, strict=strict)
+        out[tokens] += linear(inner, down[expert], None, strict=strict) * weights[tokens, places].unsqueeze(1)
+    return out.to(x.dtype)

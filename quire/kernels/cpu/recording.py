@@ -1,0 +1,102 @@
+"""Steps as tapes: the calls of kernels that a computation made, run again by one team of threads, without Python.
+
+While a tape is recorded, tensors are given memory that stays: a buffer goes to another tensor once the one that
+had it is gone, and the tape, which makes the same calls in the same order, may do likewise. All tapes share these
+buffers, since only one runs at a time. What is computed by anything but kernels would be missing from a tape, so
+nothing else may happen while one is recorded than new views and empty tensors.
+"""
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from quire.kernels.contract import Batch, NotRecordable, Storage
+from quire.kernels.cpu import _C, paged
+
+_ALIGNMENT = 64  # bytes
+_VIEWS = frozenset(
+    (
+        *("view", "_unsafe_view", "as_strided", "slice", "select", "split", "split_with_sizes", "unbind", "t"),
+        *("transpose", "permute", "unsqueeze", "squeeze", "expand", "alias", "detach", "tensor_split"),
+    )
+)
+_EMPTY = frozenset(("empty", "new_empty", "empty_like"))
+
+
+class Recording:
+    """Records tapes, all of one model on one set of blocks."""
+
+    def __init__(self) -> None:
+        self._arena = _Arena()
+
+    def plan(self, batch: Batch, storage: Storage, width: int) -> paged.CpuPlan:
+        """See Recorder."""
+        return paged.plan(batch, storage, width=width)
+
+    def refill(self, plan: paged.CpuPlan, batch: Batch) -> None:
+        """See Recorder."""
+        paged.refill(plan, batch)
+
+    def record(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
+        """See Recorder."""
+        watch = _Watch(self._arena)
+        _C.record()
+        try:
+            with watch:
+                result = compute()
+        finally:
+            tape = _C.stop()
+        if watch.foreign is not None:
+            raise NotRecordable(f"{watch.foreign} is computed by torch")
+        return result, lambda: _C.play(tape)
+
+
+class _Arena:
+    """Buffers that tensors come and go in, by their size."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[Tensor]] = defaultdict(list)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A tensor whose buffer is given back when it and all its views are gone."""
+        num_bytes = torch.Size(shape).numel() * dtype.itemsize
+        size = 1 << max(num_bytes - 1, _ALIGNMENT - 1).bit_length()
+        free = self._free[size]
+        buffer = free.pop() if free else torch.empty(size, dtype=torch.uint8)
+        owner = memoryview(cast(bytes, buffer.numpy()))  # which the new tensor and its views hold, and nothing else
+        weakref.finalize(owner, free.append, buffer).atexit = False
+        tensor = torch.frombuffer(owner, dtype=torch.uint8, count=max(num_bytes, 1))
+        return tensor[:num_bytes].view(dtype).view(torch.Size(shape))
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Gives out memory of the arena, and notices what is no kernel."""
+
+    def __init__(self, arena: _Arena) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._arena = arena
+        self.foreign: str | None = None
+
+    def __torch_dispatch__(  # called by torch with whatever its operators take
+        self,
+        func: Any,  # noqa: ANN401
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401
+        del types
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
+        if name in _EMPTY:
+            like = args[0] if name != "empty" else None
+            shape = args[1] if name == "new_empty" else args[0] if like is None else like.shape
+            dtype = kwargs.get("dtype") or (torch.get_default_dtype() if like is None else like.dtype)
+            return self._arena.empty(shape, dtype)
+        if name not in _VIEWS:
+            self.foreign = self.foreign or name
+        return func(*args, **kwargs)

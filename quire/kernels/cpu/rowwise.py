@@ -1,0 +1,129 @@
+"""What is done to each token alone, in C++: see `csrc/rowwise.cpp`.
+
+A row's result has the same bits whichever rows stand beside it, and for any number of threads.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quire.kernels.contract import ACTIVATIONS
+from quire.kernels.cpu import _C
+from quire.kernels.cpu.views import dtype_code, heads_together
+
+_CODES: Mapping[str, int] = MappingProxyType({name: code for code, name in enumerate(ACTIVATIONS)})
+
+
+class _Rows(NamedTuple):
+    """outer * inner rows of `size` numbers; those of one outer index lie behind one another."""
+
+    x: Tensor
+    outer: int
+    inner: int
+    size: int
+    stride: int  # elements from one outer index to the next
+
+
+def _rows(x: Tensor, heads: int) -> _Rows:
+    """The rows of x (..., size), or (..., heads, size). Views into a wider product are taken as they are."""
+    size = x.shape[-1]
+    if x.dim() == 3:
+        x = heads_together(x)
+        return _Rows(x, x.shape[0], x.shape[1], size, x.stride(0))
+    if x.dim() == 2 and heads == 1 and x.stride(1) == 1:
+        return _Rows(x, x.shape[0], 1, size, x.stride(0))
+    x = x.contiguous()
+    return _Rows(x, x.numel() // (heads * size), heads, size, heads * size)
+
+
+def _beside(weight: Tensor, x: Tensor) -> Tensor:
+    """The weight as the kernels take it: of x's type, or float32."""
+    return (weight if weight.dtype == x.dtype else weight.float()).contiguous()
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root mean square normalisation of x (..., size)."""
+    rows, weight = _rows(x, 1), _beside(weight, x)
+    out = torch.empty(x.shape, dtype=x.dtype)
+    sizes = (rows.outer, rows.inner, rows.size, rows.stride)
+    _C.rms_norm(rows.x, weight, out, dtype_code(x), dtype_code(weight), *sizes, eps)
+    return out
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(rms_norm(x + residual), x + residual)."""
+    x, residual, weight = x.contiguous(), residual.contiguous(), _beside(weight, x)
+    _agree(x, residual)
+    size = x.shape[-1]
+    out, total = torch.empty_like(x), torch.empty_like(x)
+    sizes = (x.numel() // size, size)
+    _C.add_rms_norm(x, residual, weight, total, out, dtype_code(x), dtype_code(weight), *sizes, eps)
+    return out, total
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """Layer normalisation of x (..., size); weight and bias (size,), or (heads, size) for x (..., heads, size)."""
+    heads = 1 if weight.dim() == 1 else weight.shape[0]
+    rows, weight = _rows(x, heads), _beside(weight, x)
+    if bias is not None:
+        bias = bias.to(weight.dtype).contiguous()
+    out = torch.empty(x.shape, dtype=x.dtype)
+    sizes = (rows.outer, rows.inner, rows.size, rows.stride, int(heads > 1))
+    _C.layer_norm(rows.x, weight, bias, out, dtype_code(x), dtype_code(weight), *sizes, eps)
+    return out
+
+
+def gate(x: Tensor, activation: str) -> Tensor:
+    """activation(first half of the last axis) * second half."""
+    size = x.shape[-1] // 2
+    rows = _rows(x.flatten(0, -2), 1)
+    out = torch.empty((*x.shape[:-1], size), dtype=x.dtype)
+    _C.activate(rows.x, out, dtype_code(x), _CODES[activation], 1, rows.outer, size, rows.stride)
+    return out
+
+
+def activate(x: Tensor, activation: str) -> Tensor:
+    """activation(x)."""
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    _C.activate(x, out, dtype_code(x), _CODES[activation], 0, 1, x.numel(), 0)
+    return out
+
+
+def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """q and k (num_tokens, heads, head_dim) with pairs (x[i], x[i + rotary_dim / 2]) rotated."""
+    _agree(q[:, :1], k[:, :1])
+    q, k, cos, sin = heads_together(q), heads_together(k), cos.contiguous(), sin.contiguous()
+    turned = torch.empty(q.shape, dtype=q.dtype), torch.empty(k.shape, dtype=k.dtype)
+    sizes = (q.shape[0], q.shape[1], k.shape[1], q.shape[2], cos.shape[1])
+    _C.rotary(q, k, cos, sin, *turned, dtype_code(q), *sizes, q.stride(0), k.stride(0))
+    return turned
+
+
+def rotation(positions: Tensor, frequencies: Tensor, magnitude: float) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of positions (num_tokens,) int64, float32 (num_tokens, dim / 2), times `magnitude`.
+
+    Of the angles rounded to float32; the error is one rounding, up to angles of a million and more.
+    """
+    positions, frequencies = positions.contiguous(), frequencies.contiguous()
+    num_tokens, half = len(positions), len(frequencies)
+    cos, sin = torch.empty(2, num_tokens, half)
+    _C.rotation(positions, frequencies, cos, sin, num_tokens, half, float(magnitude))
+    return cos, sin
+
+
+def embed(ids: Tensor, weight: Tensor, scale: float = 1.0) -> Tensor:
+    """Rows of weight (num_rows, size) for ids int64 (num_tokens,), times `scale`. An id without a row gives zeros."""
+    ids, weight = ids.contiguous(), weight.contiguous()
+    num_rows, size = weight.shape
+    out = torch.empty((len(ids), size), dtype=weight.dtype)
+    _C.embed(ids, weight, out, dtype_code(weight), len(ids), size, num_rows, float(scale))
+    return out
+
+
+def _agree(a: Tensor, b: Tensor) -> None:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        raise ValueError(f"{tuple(a.shape)} of {a.dtype} and {tuple(b.shape)} of {b.dtype} do not go together")

@@ -1,0 +1,25 @@
+"""How the CPU kernels see tensors: a number for the dtype, and one stride."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+_CODES: Mapping[torch.dtype, int] = MappingProxyType({torch.float32: 0, torch.bfloat16: 1})
+
+
+def dtype_code(x: Tensor) -> int:
+    """0 for float32, 1 for bfloat16. Raises TypeError for others."""
+    code = _CODES.get(x.dtype)
+    if code is None:
+        raise TypeError(f"the CPU kernels compute in float32 and bfloat16, not in {x.dtype}")
+    return code
+
+
+def heads_together(x: Tensor) -> Tensor:
+    """x (num_tokens, heads, head_dim), copied unless the heads of a token lie behind one another in memory."""
+    _, heads, head_dim = x.shape
+    if x.stride(2) == 1 and (x.stride(1) == head_dim or heads == 1):
+        return x
+    return x.contiguous()

@@ -1,0 +1,48 @@
+"""Products with weights, which stay as they are, and rows of them."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from quire.kernels.contract import Packed, Weight
+from quire.kernels.reference.rowwise import gate
+
+
+def pack_weight(weight: Tensor, parts: int = 1) -> Weight:
+    """The weight itself."""
+    del parts
+    return weight
+
+
+def plain(weight: Weight) -> Tensor:
+    """The weight as a tensor. Raises TypeError for one that another module packed."""
+    if isinstance(weight, Packed):
+        raise TypeError("this weight was packed by another kernel module")
+    return weight
+
+
+def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+    """x (num_rows, in) times weight (out, in), plus bias (out,)."""
+    return F.linear(x, plain(weight), bias)
+
+
+def gated_linear(x: Tensor, weight: Weight, bias: Tensor | None, activation: str) -> Tensor:
+    """The product of a gated MLP and its gate."""
+    return gate(linear(x, weight, bias), activation)
+
+
+def embed(ids: Tensor, weight: Weight, scale: float = 1.0) -> Tensor:
+    """Rows of the weight, times `scale`."""
+    rows = F.embedding(ids, plain(weight))
+    return rows if scale == 1 else rows * scale
+
+
+def experts(x: Tensor, ids: Tensor, weights: Tensor, up: Weight, down: Weight, activation: str) -> Tensor:
+    """The weighted sum of each token's experts, added up in the order of the experts' numbers."""
+    ups, downs = plain(up), plain(down)
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for expert in sorted(set(ids.flatten().tolist())):
+        tokens, places = (ids == expert).nonzero(as_tuple=True)
+        inner = gated_linear(x[tokens], ups[expert], None, activation)
+        out[tokens] += linear(inner, downs[expert]) * weights[tokens, places].unsqueeze(1)
+    return out.to(x.dtype)
