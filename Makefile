@@ -1,11 +1,11 @@
-# One command each: serve, test, check, bench, bench-prefix, bench-cpu, demo-model, clean. CI calls the same ones (.ci/run).
+# One command each: serve, test, check, check-native, bench, bench-prefix, bench-cpu, demo-model, clean. CI calls the same ones (.ci/run).
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
-.PHONY: serve test check bench bench-prefix bench-cpu demo-model clean
+.PHONY: serve test check check-native bench bench-prefix bench-cpu demo-model clean
 
 serve: $(VENV)/.installed  ## serve the embedded model; ARGS="MODEL --port 8001" goes to `quire serve`
 	@$(BIN)/quire serve $(ARGS)
@@ -18,6 +18,18 @@ check: $(VENV)/.installed-dev  ## style, types, layers
 	@$(BIN)/ruff format --check --quiet .
 	@$(BIN)/mypy
 	@$(BIN)/python -m pytest -q tests/test_layers.py tests/test_tree.py
+
+# A copy of quire whose kernels are compiled with the sanitizers of GCC for addresses and undefined behaviour.
+NATIVE := build/native
+SANITIZERS := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -O1 -g1
+RUNTIMES = $(foreach name,libasan.so libubsan.so libstdc++.so,$(shell $(or $(CXX),g++) -print-file-name=$(name)))
+
+check-native: $(VENV)/.installed-dev  ## the tests of the CPU kernels, watched by sanitizers; ARGS="-k rowwise -x"
+	@rm -rf $(NATIVE) && mkdir -p $(NATIVE) && cp -r quire $(NATIVE)/ && rm -f $(NATIVE)/quire/kernels/cpu/_C*.so
+	@QUIRE_CXXFLAGS="$(SANITIZERS)" $(BIN)/python setup.py -q build_ext --build-temp $(NATIVE)/temp --build-lib $(NATIVE)
+	@ls $(NATIVE)/quire/kernels/cpu/_C*.so
+	@LD_PRELOAD="$(RUNTIMES)" ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 $(BIN)/python -m pytest --capture=sys \
+		-o pythonpath="$(NATIVE) tests/body" --hypothesis-profile native tests/body/test_body_cpu_*.py $(ARGS)
 
 bench: $(VENV)/.installed-dev
 	@$(BIN)/python -m benchmarks.mind $(ARGS)

@@ -27,15 +27,16 @@ def describe() -> dict[str, Any]:
 
 
 def read_rate(num_bytes: int = _READ_BYTES) -> float:
-    """Bytes a second of a sum over a large buffer, with all threads."""
-    values = torch.ones(num_bytes // 8, dtype=torch.int64)  # adding integers costs least
-    return num_bytes / _best_seconds(values.sum)
+    """Bytes a second of a matrix times a vector, with all threads: each number is read once and used once."""
+    matrix, vector = torch.ones(num_bytes // 4 // _MATRIX, _MATRIX), torch.ones(_MATRIX)
+    return num_bytes / _best_seconds(lambda: matrix @ vector)
 
 
 def matmul_rate(size: int = _MATRIX) -> float:
     """Operations a second of a bf16 product of square matrices, an addition and a multiplication being two."""
     left, right = torch.randn(2, size, size).to(torch.bfloat16)
-    return 2 * size**3 / _best_seconds(lambda: left @ right)
+    out = torch.empty_like(left)  # fresh memory for each would count, too
+    return 2 * size**3 / _best_seconds(lambda: torch.mm(left, right, out=out))
 
 
 def _best_seconds(run: Callable[[], object]) -> float:

@@ -2,6 +2,9 @@
 
 import checkpoints
 import pytest
+from hypothesis import settings
+
+settings.register_profile("native", deadline=None, derandomize=True, max_examples=3)  # under sanitizers, see Makefile
 
 
 @pytest.fixture(scope="session")

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from quire.config import KVGroup
 from quire.kernels import invariant, reference
 from quire.kernels.contract import ACTIVATIONS, Batch
-from quire.kernels.invariant import tiled
 from quire.kernels.exact import by_vectors, tree_sum
+from quire.kernels.invariant import tiled
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 0.06, torch.float16: 8e-3}

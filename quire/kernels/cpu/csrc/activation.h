@@ -9,7 +9,7 @@ enum class Activation { silu, gelu, gelu_tanh, relu, relu2, sigmoid, tanh };
 // x as it would be read back after it was stored as T.
 template <class T>
 INLINE Vec rounded(Vec x) {
-  return sizeof(T) == sizeof(bf16) ? widen(narrow(x)) : x;
+  return sizeof(T) == sizeof(bf16) ? (Vec)((UVec)to_bf16(x) << 16) : x;
 }
 
 INLINE Vec sigmoid(Vec x) { return reciprocal(splat(1.0f) + exp(-x)); }  // of NaN: some number

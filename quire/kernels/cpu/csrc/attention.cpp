@@ -81,11 +81,9 @@ static void find_positions(const Attention& a, const Item& item, Rows* rows) {
 
 template <class T>
 static void begin_rows(const Attention& a, const Item& item, const Rows& rows) {
-  T* q = (T*)rows.q;
-  for (int64_t i = 0; i < item.rows; i++, q += a.padded) {
-    memcpy(q, query<T>(a, item, i), a.head_dim * sizeof(T));
-    memset(q + a.head_dim, 0, (a.padded - a.head_dim) * sizeof(T));
-  }
+  auto q = (typename Term<T>::Held*)rows.q;
+  memset(q, 0, item.rows * a.padded * sizeof(*q));
+  for (int64_t i = 0; i < item.rows; i++, q += a.padded) hold(query<T>(a, item, i), q, a.head_dim);
   for (int64_t i = 0; i < up_to(item.rows, ROWS_AT_ONCE) / ROWS_AT_ONCE; i++) store(rows.tops + i * 16, splat(LOWEST));
   memset(rows.sums, 0, item.rows * 16 * sizeof(float));
   memset(rows.values, 0, item.rows * a.padded * sizeof(float));
@@ -130,7 +128,7 @@ static void attend(const Attention& a, const Item& item, Queue* queue, const Row
       if (!look(a, rows.positions + row, count, begin, &seen_end, seen)) continue;
       Span span = {places[0], first ? places[1] : nullptr, (seen_end - begin + 15) / 16};
       State state = {rows.tops + row / ROWS_AT_ONCE * 16, rows.sums + row * 16, rows.values + row * a.padded};
-      step_some_rows<T>(a, count, (const T*)rows.q + row * a.padded, span, seen, state);
+      step_some_rows<T>(a, count, (const typename Term<T>::Held*)rows.q + row * a.padded, span, seen, state);
       first = false;
     }
   }

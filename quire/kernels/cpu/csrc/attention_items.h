@@ -16,11 +16,7 @@ constexpr int64_t STEP_PARTS = STEP_TOKENS / PART_TOKENS;
 constexpr int64_t SPLIT_TOKENS = 512;       // a part of a split item is not shorter
 constexpr int64_t ITEMS_PER_THREAD = 8;     // so that threads end together, whichever is slower
 constexpr float LOWEST = -1e30f;            // the maximum of no scores: finite, so that differences are numbers
-#if defined(__AVX512F__)
-constexpr int ROWS_AT_ONCE = 8;  // in registers
-#else
-constexpr int ROWS_AT_ONCE = 4;
-#endif
+constexpr int ROWS_AT_ONCE = VECTORS_AT_ONCE > 8 ? 8 : VECTORS_AT_ONCE > 4 ? 4 : 2;  // in registers
 #if defined(__AMX_TILE__)
 constexpr int64_t MAX_ROWS = 256;  // of an item
 #else

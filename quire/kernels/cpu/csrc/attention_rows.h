@@ -2,23 +2,9 @@
 // steps before, and the values' weighted sums. While that is done, what is needed next is prefetched.
 #pragma once
 #include "attention_items.h"
+#include "terms.h"
 
 namespace quire::ISA {
-
-template <class T>
-struct Term;
-template <>
-struct Term<bf16> {
-  using Type = uint32_t;  // a pair
-  static constexpr int64_t width = 2;
-  INLINE Vec dot(Vec acc, Type x, const char* y) { return dot_pairs(acc, x, load_pairs(y)); }
-};
-template <>
-struct Term<float> {
-  using Type = float;
-  static constexpr int64_t width = 1;
-  INLINE Vec dot(Vec acc, Type x, const char* y) { return fma(splat(x), load((const float*)y), acc); }
-};
 
 // 2^x for x up to 0, or little more: exactly 0 below -126, NaN for NaN. Off by up to 8e-5 for weights in bf16, which
 // is little beside their rounding, and by 2e-7 otherwise.
@@ -45,14 +31,19 @@ INLINE Vec power_of_two(Vec x) {
   __mmask16 normal = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
   return (Vec)_mm512_maskz_scalef_ps(normal, (__m512)p, (__m512)n);
 #else
-  IVec exponent = __builtin_convertvector(vmax(splat(-126.0f), n), IVec);
+  IVec exponent = to_ints(vmax(splat(-126.0f), n));
   return select(n < -126.0f, Vec{}, p * (Vec)((exponent + 127) << 23));
 #endif
 }
 
 INLINE Vec capped(Vec score, float softcap) { return softcap * tanh(score * (1.0f / softcap)); }
 
-constexpr int wide(int rows) { return ROWS_AT_ONCE == 8 ? (rows > 4 ? 2 : rows > 2 ? 4 : 8) : (rows > 2 ? 1 : 2); }
+// Vectors of sums per row that fit into registers.
+constexpr int wide(int rows) {
+  int count = 1;
+  while (2 * count * rows <= VECTORS_AT_ONCE && count < 8) count *= 2;
+  return count;
+}
 
 struct Span {
   const int64_t* places;  // of its parts
@@ -62,8 +53,8 @@ struct Span {
 
 // Products of MR rows of q with the keys of NB parts.
 template <class T, int MR, int NB>
-INLINE void score(const Attention& a, const T* q, const int64_t* places, const int64_t* coming, float* scores) {
-  using Type = typename Term<T>::Type;
+INLINE void score(const Attention& a, const typename Term<T>::Held* q, const int64_t* places, const int64_t* coming,
+                  float* scores) {
   const char *keys[NB], *ahead[NB];
   Vec acc[MR][NB];
   for (int n = 0; n < NB; n++) {
@@ -71,17 +62,13 @@ INLINE void score(const Attention& a, const T* q, const int64_t* places, const i
     ahead[n] = coming ? a.keys + coming[n] : nullptr;
     for (int m = 0; m < MR; m++) acc[m][n] = Vec{};
   }
-  int64_t steps = (a.head_dim + Term<T>::width - 1) / Term<T>::width, stride = a.padded / Term<T>::width;
+  constexpr int64_t width = Term<T>::width;
+  int64_t steps = (a.head_dim + width - 1) / width;
   for (int64_t s = 0; s < steps; s++) {
     if (coming)
 #pragma GCC unroll 8
       for (int n = 0; n < NB; n++) __builtin_prefetch(ahead[n] + s * 64);
-#pragma GCC unroll 8
-    for (int m = 0; m < MR; m++) {
-      Type x = ((const Type*)q)[m * stride + s];
-#pragma GCC unroll 8
-      for (int n = 0; n < NB; n++) acc[m][n] = Term<T>::dot(acc[m][n], x, keys[n] + s * 64);
-    }
+    add_terms<T>(acc, q + s * width, a.padded, [&](int n) { return keys[n] + s * 64; });
   }
   for (int m = 0; m < MR; m++)
     for (int n = 0; n < NB; n++) store(scores + m * STEP_TOKENS + n * 16, acc[m][n]);
@@ -89,10 +76,9 @@ INLINE void score(const Attention& a, const T* q, const int64_t* places, const i
 
 // sums (MR, padded) * rescale + weights * values, for NV vectors of dimensions that begin at `column`.
 template <class T, int MR, int NV>
-INLINE void weigh(const Attention& a, const T* weights, const Span& span, int64_t column, const float* rescale,
-                  float* sums) {
-  using Type = typename Term<T>::Type;
-  constexpr int64_t steps = PART_TOKENS / Term<T>::width, stride = STEP_TOKENS / Term<T>::width;
+INLINE void weigh(const Attention& a, const typename Term<T>::Held* weights, const Span& span, int64_t column,
+                  const float* rescale, float* sums) {
+  constexpr int64_t width = Term<T>::width, steps = PART_TOKENS / width;
   int64_t row_bytes = a.padded * 4;
   Vec acc[MR][NV];
   for (int m = 0; m < MR; m++)
@@ -100,17 +86,13 @@ INLINE void weigh(const Attention& a, const T* weights, const Span& span, int64_
   for (int64_t part = 0; part < span.parts; part++) {
     const char* values = a.values + span.places[part] + column * 4;
     const char* ahead = span.coming ? a.values + span.coming[part] + column * 4 : nullptr;
-    const Type* w = (const Type*)weights + part * steps;
+    const auto* w = weights + part * PART_TOKENS;
     for (int64_t s = 0; s < steps; s++) {
       if (ahead)
 #pragma GCC unroll 8
         for (int n = 0; n < NV; n++) __builtin_prefetch(ahead + s * row_bytes + n * 64);
-#pragma GCC unroll 8
-      for (int m = 0; m < MR; m++) {
-#pragma GCC unroll 8
-        for (int n = 0; n < NV; n++)
-          acc[m][n] = Term<T>::dot(acc[m][n], w[m * stride + s], values + s * row_bytes + n * 64);
-      }
+      const char* now = values + s * row_bytes;
+      add_terms<T>(acc, w + s * width, STEP_TOKENS, [&](int n) { return now + n * 64; });
     }
   }
   for (int m = 0; m < MR; m++)
@@ -124,14 +106,13 @@ struct Seen {
 
 // Scores are scaled, capped and masked. Returns the vector of their maxima.
 INLINE Vec prepare(const Attention& a, float* scores, int64_t parts, Seen seen) {
-  static const IVec lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   Vec top = splat(-__builtin_inff());
   bool masked = seen.from > 0 || seen.to < parts * 16;
   for (int64_t i = 0; i < parts; i++) {
     Vec s = load(scores + i * 16) * a.scale;
     if (a.softcap > 0) s = capped(s, a.softcap);
     if (masked) {
-      IVec place = lanes + (int32_t)(i * 16);
+      IVec place = lane_numbers() + (int32_t)(i * 16);
       s = select((place >= seen.from) & (place < seen.to), s, splat(-__builtin_inff()));
     }
     store(scores + i * 16, s);
@@ -148,9 +129,10 @@ struct State {
 };
 
 template <class T, int MR>
-static void step_rows(const Attention& a, const T* q, const Span& span, const Seen* seen, const State& state) {
+static void step_rows(const Attention& a, const typename Term<T>::Held* q, const Span& span, const Seen* seen,
+                      const State& state) {
   alignas(64) float scores[MR * STEP_TOKENS], tops[16] = {}, rescale[16];
-  alignas(64) T weights[MR * STEP_TOKENS];
+  alignas(64) typename Term<T>::Held weights[MR * STEP_TOKENS];
   constexpr int NB = wide(MR);
   int64_t part = 0;
   for (; part + NB <= span.parts; part += NB)
@@ -181,16 +163,13 @@ static void step_rows(const Attention& a, const T* q, const Span& span, const Se
 }
 
 template <class T>
-INLINE void step_some_rows(const Attention& a, int64_t rows, const T* q, const Span& span, const Seen* seen,
-                           const State& state) {
+INLINE void step_some_rows(const Attention& a, int64_t rows, const typename Term<T>::Held* q, const Span& span,
+                           const Seen* seen, const State& state) {
   switch (rows) {
 #define ROWS(count) \
   case count: \
-    return step_rows<T, count>(a, q, span, seen, state);
-    ROWS(1) ROWS(2) ROWS(3) ROWS(4)
-#if defined(__AVX512F__)
-    ROWS(5) ROWS(6) ROWS(7) ROWS(8)
-#endif
+    return step_rows<T, min(count, ROWS_AT_ONCE)>(a, q, span, seen, state);
+    ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6) ROWS(7) ROWS(8)
 #undef ROWS
   }
 }

@@ -132,7 +132,7 @@ INLINE void weigh_tiles(const char* weights, const char* values, int64_t groups,
 
 // Scores that a row must not see become -inf.
 INLINE void mask_scores(float* scores, int64_t groups, Seen seen) {
-  static const IVec lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  IVec lanes = lane_numbers();
   Vec nothing = splat(-__builtin_inff());
   for (int32_t i = 0; i < seen.from; i += 16)
     store(scores + i, select(lanes + i >= seen.from, load(scores + i), nothing));

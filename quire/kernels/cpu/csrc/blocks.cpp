@@ -74,8 +74,6 @@ static void get_keys(const Word* sixteen, Word* rows, int64_t words) {
 
 // ---- values ----
 
-INLINE UVec wide(Vec v) { return __builtin_convertvector(narrow(v), UVec); }
-
 // Values of `count` tokens, `stride` elements apart, become those at `place` and behind it among sixteen.
 template <class T>
 static void put_values(const T* v, int64_t stride, float* sixteen, int64_t place, int64_t count, const Layout& layout) {
@@ -94,14 +92,14 @@ static void put_values(const T* v, int64_t stride, bf16* sixteen, int64_t place,
     bool odd = (place + t) % 2, both = !odd && t + 1 < count;
     for (int64_t i = 0; i < depth; i += LANES) {
       int64_t n = min(LANES, dim - i);
-      UVec first = wide(load_some(row + i, n)), pairs;
+      UVec first = to_bf16(load_some(row + i, n)), pairs;
       if (both) {
-        pairs = first | wide(load_some(row + stride + i, n)) << 16;
+        pairs = first | to_bf16(load_some(row + stride + i, n)) << 16;
       } else {
-        pairs = load_pairs(out + 2 * i);
+        pairs = load_bits<UVec>(out + 2 * i);
         pairs = odd ? (pairs & 0xffff) | first << 16 : (pairs & 0xffff0000u) | first;
       }
-      memcpy(out + 2 * i, &pairs, 64);
+      store_bits(out + 2 * i, pairs);
     }
     t += both ? 2 : 1;
   }

@@ -34,7 +34,7 @@ static int64_t rank_of(const Row<T>& row, const LogShare& share, float own, cons
   for (int64_t g = 0; g < row.num_groups(); g++) {
     if (!(share(maxima[g]) > own)) continue;
     const float* x = row.group(g, buffer);
-    for (int64_t i = 0; i < GROUP; i += LANES) larger -= above(share(load(x + i)), splat(own));
+    for (int64_t i = 0; i < GROUP; i += LANES) larger -= share(load(x + i)) > own;
   }
   int64_t rank = 1;
   for (int i = 0; i < LANES; i++) rank += larger[i];

@@ -8,10 +8,6 @@ namespace quire::ISA {
 constexpr int64_t GROUP = 64;
 constexpr float INF = __builtin_inff();
 
-typedef double DVec __attribute__((vector_size(64)));
-typedef float HalfVec __attribute__((vector_size(32)));
-typedef int64_t LVec __attribute__((vector_size(64)));
-
 template <class T>
 struct Row {
   const T* x;
@@ -35,53 +31,7 @@ struct Row {
 // Floats for the maxima of `size` logits: whole vectors.
 INLINE int64_t maxima_size(int64_t size) { return up_to((size + GROUP - 1) / GROUP, LANES); }
 
-// Comparisons lane by lane. The operators of vectors do the same, slowly where vectors are narrower than 16 floats.
-#if defined(__AVX512F__)
-INLINE IVec above(Vec a, Vec b) { return a > b; }
-INLINE IVec at_least(Vec a, Vec b) { return a >= b; }
-#else
-#if defined(__AVX2__)
-constexpr int NATIVE = 8;
-#else
-constexpr int NATIVE = 4;
-#endif
-typedef float Native __attribute__((vector_size(NATIVE * 4)));
-typedef int32_t NativeMask __attribute__((vector_size(NATIVE * 4)));
-struct Natives {
-  Native part[LANES / NATIVE];
-};
-struct NativeMasks {
-  NativeMask part[LANES / NATIVE];
-};
-template <class Compare>
-INLINE IVec by_parts(Vec a, Vec b, Compare compare) {
-  Natives x, y;
-  NativeMasks out;
-  memcpy(&x, &a, 64);
-  memcpy(&y, &b, 64);
-  for (int i = 0; i < LANES / NATIVE; i++) out.part[i] = compare(x.part[i], y.part[i]);
-  IVec mask;
-  memcpy(&mask, &out, 64);
-  return mask;
-}
-INLINE IVec above(Vec a, Vec b) {
-  return by_parts(a, b, [](Native x, Native y) { return x > y; });
-}
-INLINE IVec at_least(Vec a, Vec b) {
-  return by_parts(a, b, [](Native x, Native y) { return x >= y; });
-}
-#endif
-
-INLINE bool any(IVec mask) {
-#if defined(__AVX512F__)
-  return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
-#else
-  LVec halves = (LVec)mask;
-  int64_t all = 0;
-  for (int i = 0; i < 8; i++) all |= halves[i];
-  return all != 0;
-#endif
-}
+INLINE bool any(IVec mask) { return bits_of(mask) != 0; }
 
 // Lanes of 0 while all x so far are below inf and not NaN, and else of NaN.
 INLINE Vec check(Vec sofar, Vec x) { return fma(vmax(splat(-3.0e38f), x), Vec{}, sofar); }
@@ -105,25 +55,41 @@ static float find_maxima(const Row<T>& row, float* maxima) {
   return passed(checks) ? largest(best) : __builtin_nanf("");
 }
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// For each set of 8 lanes, their numbers one after another, a byte each.
+struct Orders {
+  uint64_t of[256];
+  constexpr Orders() : of() {
+    for (int set = 0; set < 256; set++)
+      for (int lane = 0, count = 0; lane < 8; lane++)
+        if (set >> lane & 1) of[set] |= (uint64_t)lane << 8 * count++;
+  }
+};
+static constexpr Orders kOrders;
+INLINE __m256 compressed(__m256 v, uint32_t set) {
+  return _mm256_permutevar8x32_ps(v, _mm256_cvtepu8_epi32(_mm_cvtsi64_si128((int64_t)kOrders.of[set])));
+}
+#endif
+
 // Writes the lanes of v where mask is set one after another, and up to 16 floats more than these; their number.
 INLINE int64_t compress(float* target, Vec v, IVec mask) {
+  uint32_t kept = bits_of(mask);
 #if defined(__AVX512F__)
-  __mmask16 kept = _mm512_movepi32_mask((__m512i)mask);
-  store(target, (Vec)_mm512_maskz_compress_ps(kept, (__m512)v));
-  return __builtin_popcount(kept);
+  store(target, (Vec)_mm512_maskz_compress_ps((__mmask16)kept, (__m512)v));
+#elif defined(__AVX2__)
+  if (kept == 0) return 0;
+  _mm256_storeu_ps(target, compressed((__m256)v.low, kept & 255));
+  _mm256_storeu_ps(target + __builtin_popcount(kept & 255), compressed((__m256)v.high, kept >> 8));
 #else
-  if (!any(mask)) return 0;
+  if (kept == 0) return 0;
   float x[LANES];
-  int32_t lanes[LANES];
-  memcpy(x, &v, 64);
-  memcpy(lanes, &mask, 64);
-  int64_t count = 0;
-  for (int i = 0; i < LANES; i++) {
+  store(x, v);
+  for (int i = 0, count = 0; i < LANES; i++) {
     target[count] = x[i];
-    count -= lanes[i];
+    count += kept >> i & 1;
   }
-  return count;
 #endif
+  return __builtin_popcount(kept);
 }
 
 // All score(logit) that are at least `least`, in the order of their tokens, and their number; score must not fall.
@@ -137,7 +103,7 @@ static int64_t gather(const Row<T>& row, const float* maxima, const Score& score
     const float* x = row.group(g, buffer);
     for (int64_t i = 0; i < GROUP; i += LANES) {
       Vec scores = score(load(x + i));
-      count += compress(out + count, scores, at_least(scores, splat(least)));
+      count += compress(out + count, scores, scores >= least);
     }
   }
   return count;
@@ -166,34 +132,26 @@ INLINE DVec exp(DVec x) {
   return (DVec)((LVec)p + ((LVec)shifted << 52));
 }
 
-INLINE double sum(DVec v) { return ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7])); }
-
-INLINE IVec first_lanes(int64_t count) {
-  const IVec lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  return count >= LANES ? splat_int(-1) : (lane - (int32_t)count) >> 31;
+INLINE double sum(DVec v) {
+  double x[8];
+  store_bits(x, v);
+  return ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]));
 }
 
-INLINE int64_t count_of(IVec mask) {
-#if defined(__AVX512F__)
-  return __builtin_popcount(_mm512_movepi32_mask((__m512i)mask));
-#else
-  int32_t lanes[LANES], count = 0;
-  memcpy(lanes, &mask, 64);
-  for (int i = 0; i < LANES; i++) count -= lanes[i];
-  return count;
-#endif
-}
+INLINE IVec first_lanes(int64_t count) { return count >= LANES ? splat_int(-1) : lane_numbers() < (int32_t)count; }
+
+INLINE int64_t count_of(IVec mask) { return __builtin_popcount(bits_of(mask)); }
 
 // e^score of each, none below -700, in `masses`, which is filled up to a whole vector; their sum.
 static double weigh(const float* scores, int64_t count, double* masses) {
   DVec total{};
   for (int64_t i = 0; i < count; i += LANES) {
     Vec some = select(first_lanes(count - i), load(scores + i), splat(-700.0f));
-    HalfVec halves[2];
-    memcpy(halves, &some, 64);
+    DVec halves[2];
+    to_doubles(some, &halves[0], &halves[1]);
     for (int h = 0; h < 2; h++) {
-      DVec mass = exp(__builtin_convertvector(halves[h], DVec));
-      memcpy(masses + i + 8 * h, &mass, 64);
+      DVec mass = exp(halves[h]);
+      store_bits(masses + i + 8 * h, mass);
       total += mass;
     }
   }
@@ -206,30 +164,32 @@ INLINE DVec add_where(DVec total, const double* masses, IVec mask) {
   total = (DVec)_mm512_mask_add_pd((__m512d)total, (__mmask8)lanes, (__m512d)total, _mm512_loadu_pd(masses));
   return (DVec)_mm512_mask_add_pd((__m512d)total, (__mmask8)(lanes >> 8), (__m512d)total, _mm512_loadu_pd(masses + 8));
 #else
-  int32_t lanes[LANES];
-  memcpy(lanes, &mask, 64);
-  int64_t kept[LANES];
-  memcpy(kept, masses, 128);
-  for (int i = 0; i < LANES; i++) kept[i] &= lanes[i];
-  DVec halves[2];
-  memcpy(halves, kept, 128);
-  return total + halves[0] + halves[1];
+  alignas(64) int32_t lanes[LANES];
+  alignas(64) int64_t wide[LANES];
+  store_bits(lanes, mask);
+  for (int i = 0; i < LANES; i++) wide[i] = lanes[i];
+  for (int i = 0; i < LANES; i += 8) total += (DVec)(load_bits<LVec>(masses + i) & load_bits<LVec>(wide + i));
+  return total;
 #endif
 }
 
 INLINE void compress(double* target, const double* masses, IVec mask) {
+  uint32_t kept = bits_of(mask);
 #if defined(__AVX512F__)
-  __mmask16 lanes = _mm512_movepi32_mask((__m512i)mask);
   __m512d low = _mm512_loadu_pd(masses), high = _mm512_loadu_pd(masses + 8);
-  _mm512_storeu_pd(target, _mm512_maskz_compress_pd((__mmask8)lanes, low));
-  _mm512_storeu_pd(target + __builtin_popcount(lanes & 255), _mm512_maskz_compress_pd((__mmask8)(lanes >> 8), high));
+  _mm512_storeu_pd(target, _mm512_maskz_compress_pd((__mmask8)kept, low));
+  _mm512_storeu_pd(target + __builtin_popcount(kept & 255), _mm512_maskz_compress_pd((__mmask8)(kept >> 8), high));
+#elif defined(__AVX2__)
+  static const uint8_t twice[16] = {0x00, 0x03, 0x0c, 0x0f, 0x30, 0x33, 0x3c, 0x3f,
+                                    0xc0, 0xc3, 0xcc, 0xcf, 0xf0, 0xf3, 0xfc, 0xff};  // each double is two floats
+  for (; kept; kept >>= 4, masses += 4) {
+    _mm256_storeu_ps((float*)target, compressed(_mm256_loadu_ps((const float*)masses), twice[kept & 15]));
+    target += __builtin_popcount(kept & 15);
+  }
 #else
-  if (!any(mask)) return;
-  int32_t lanes[LANES];
-  memcpy(lanes, &mask, 64);
-  for (int i = 0, count = 0; i < LANES; i++) {
-    target[count] = masses[i];
-    count -= lanes[i];
+  for (; kept; kept >>= 1, masses++) {
+    *target = *masses;
+    target += kept & 1;
   }
 #endif
 }
@@ -264,7 +224,7 @@ static Border find_border(float* scores, double* masses, int64_t count, double l
     for (int64_t i = 0; i < count; i += LANES) {
       Vec some = load(scores + i);
       IVec valid = first_lanes(count - i);
-      IVec larger = above(some, splat(pivot)) & valid, equal = at_least(some, splat(pivot)) & valid & ~larger;
+      IVec larger = (some > pivot) & valid, equal = (some >= pivot) & valid & ~larger;
       if (masses) {
         larger_mass = add_where(larger_mass, masses + i, larger);
         equal_mass = add_where(equal_mass, masses + i, equal);
@@ -283,7 +243,7 @@ static Border find_border(float* scores, double* masses, int64_t count, double l
     int64_t kept = 0;
     for (int64_t i = 0; i < count; i += LANES) {
       Vec some = load(scores + i);
-      IVec wanted = lower ? above(splat(pivot), some) : above(some, splat(pivot));
+      IVec wanted = lower ? some < pivot : some > pivot;
       wanted &= first_lanes(count - i);
       if (masses) compress(masses + kept, masses + i, wanted);
       kept += compress(scores + kept, some, wanted);

@@ -4,21 +4,21 @@
 
 namespace quire::ISA {
 
-typedef uint64_t ULVec __attribute__((vector_size(64)));
-
 // Products of the lower halves of lanes with m.
-INLINE ULVec multiply(ULVec a, uint32_t m) {
+INLINE ULongs multiply(ULongs a, uint32_t m) {
 #if defined(__AVX512F__)
-  return (ULVec)_mm512_mul_epu32((__m512i)a, _mm512_set1_epi64(m));
+  return (ULongs)_mm512_mul_epu32((__m512i)a, _mm512_set1_epi64(m));
 #elif defined(__AVX2__)
-  __m256i halves[2];
-  memcpy(halves, &a, 64);
-  for (__m256i& half : halves) half = _mm256_mul_epu32(half, _mm256_set1_epi64x(m));
-  memcpy(&a, halves, 64);
-  return a;
+  return (ULongs)_mm256_mul_epu32((__m256i)a, _mm256_set1_epi64x(m));
+#elif defined(__SSE2__)
+  return (ULongs)_mm_mul_epu32((__m128i)a, _mm_set1_epi64x(m));
 #else
   return (a & 0xffffffffu) * m;
 #endif
+}
+template <class H>
+INLINE Pair<H> multiply(Pair<H> a, uint32_t m) {
+  return {multiply(a.low, m), multiply(a.high, m)};
 }
 
 // The words of 8 counters: lane i of words[j] is word j of counter i, in its lower half; the upper one is anything.
@@ -31,8 +31,9 @@ struct Philox {
   uint32_t position, sample_index, key[2];
 
   INLINE Words of(const Philox& p, int64_t first_quad) {
-    const ULVec lane = {0, 1, 2, 3, 4, 5, 6, 7};
-    ULVec c0 = ULVec{} + p.position, c1 = ULVec{} + p.sample_index, c2{}, c3 = lane + (uint64_t)first_quad;
+    static const uint64_t numbers[] = {0, 1, 2, 3, 4, 5, 6, 7};
+    ULVec c0 = ULVec{} + p.position, c1 = ULVec{} + p.sample_index, c2{};
+    ULVec c3 = load_bits<ULVec>(numbers) + (uint64_t)first_quad;
     uint32_t k0 = p.key[0], k1 = p.key[1];
 #pragma GCC unroll 10
     for (int round = 0; round < 10; round++) {
@@ -57,7 +58,7 @@ INLINE Vec log(Vec x) {
   IVec small = m < 0.70710678f;
   exponent += small;
   m = m - 1.0f + (Vec)((IVec)m & small);
-  Vec e = __builtin_convertvector(exponent, Vec), z = m * m;
+  Vec e = to_floats(exponent), z = m * m;
   Vec p = splat(7.0376836292e-2f);
   p = fma(p, m, splat(-1.1514610310e-1f));
   p = fma(p, m, splat(1.1676998740e-1f));
@@ -76,7 +77,7 @@ INLINE Vec log(Vec x) {
 // rounded is added to its logarithm.
 INLINE Vec gumbel(UVec words) {
   IVec upper = (IVec)words < 0;
-  Vec share = (__builtin_convertvector((IVec)words ^ upper, Vec) + 0.5f) * 0x1p-32f;  // from the nearer end
+  Vec share = (to_floats((IVec)words ^ upper) + 0.5f) * 0x1p-32f;  // from the nearer end
   Vec u = select(upper, splat(1.0f) - share, share);
   Vec lost = (splat(1.0f) - u - share) / u;
   return -log(-(log(u) + (Vec)((IVec)lost & upper)));

@@ -132,9 +132,8 @@ static void tiled_block(const Product& p, int64_t row, int64_t rows, int64_t beg
   int turn = 0;
   lay_out(p, row, rows, a);
   for (int64_t tile = begin; tile < end; tile += wide) {
-    Panel<bf16> panel = panel_of<bf16, 2>(p, tile);
+    Panel<bf16> panel = panel_of<bf16, 2>(p, tile, end);
     bool alone = !GATED && tile + 1 == end;
-    if (alone) panel.w[1] = panel.w[0];
     int64_t column = panel.columns[0];
     Vec first = bias_of<bf16>(p, column, 0), second{};
     if (!alone) second = GATED ? bias_of<bf16>(p, column, 1) : bias_of<bf16>(p, column + 16, 0);
@@ -142,7 +141,8 @@ static void tiled_block(const Product& p, int64_t row, int64_t rows, int64_t beg
       const char* some = a + i * 2 * a_tile;
       Sums& now = sums[turn];
       bool last = tile + wide >= end;
-      Beside<GATED> beside = {p, before, {panel.w[0], panel.w[1]}, {nullptr, nullptr}, a_tile, ahead, min(16, i * lines), min(16, (i + 1) * lines)};
+      Beside<GATED> beside = {p,      before, {panel.w[0], panel.w[1]}, {nullptr, nullptr},
+                              a_tile, ahead,  min(16, i * lines),       min(16, (i + 1) * lines)};
       if (!last) {
         beside.next[0] = panel.w[0] + wide * a_tile;
         beside.next[1] = panel.w[1] + wide * a_tile;

@@ -6,37 +6,26 @@
 // Terms are added up in order, by one thread: a row's result depends neither on other rows nor on threads, but on
 // whether tile registers were used.
 #include "activation.h"
-#include "simd.h"
 #include "team.h"
+#include "terms.h"
 
 namespace quire::ISA {
 
 constexpr int64_t VECTOR_BYTES = 64;
 
+// Vectors of a tile.
 template <class T>
-struct Step;
-template <>
-struct Step<bf16> {
-  using Term = uint32_t;  // a pair
-  static constexpr int64_t terms = 2;
-  static int64_t count(int64_t k) { return up_to(k, 32) / 2; }
-  INLINE Vec dot(Vec acc, Term a, const char* w) { return dot_pairs(acc, a, load_pairs(w)); }
-};
-template <>
-struct Step<float> {
-  using Term = float;
-  static constexpr int64_t terms = 1;
-  static int64_t count(int64_t k) { return k; }
-  INLINE Vec dot(Vec acc, Term a, const char* w) { return fma(splat(a), load((const float*)w), acc); }
-};
+INLINE int64_t steps_of(int64_t k) {
+  return sizeof(T) == sizeof(bf16) ? up_to(k, 32) / 2 : k;
+}
 
 // ---- packing ----
 
 // source (n, k), target, dtype (0 float32, 1 bf16), n, k
 template <class T>
 static void pack(const T* source, T* target, int64_t n, int64_t k, const Team& team) {
-  constexpr int64_t terms = Step<T>::terms;
-  int64_t steps = Step<T>::count(k), begin, end;
+  constexpr int64_t terms = Term<T>::width;
+  int64_t steps = steps_of<T>(k), begin, end;
   team.share((n + 15) / 16, 1, &begin, &end);
   for (int64_t tile = begin; tile < end; tile++) {
     T* out = target + tile * steps * 16 * terms;
@@ -71,8 +60,8 @@ static void unpack(const Arg* a, const Team& team) {
   auto target = (T*)a[2].data;
   int64_t count = a[4].integer, k = a[5].integer, n = a[6].integer, begin, end;
   float scale = (float)a[7].number;
-  constexpr int64_t terms = Step<T>::terms;
-  int64_t steps = Step<T>::count(k);
+  constexpr int64_t terms = Term<T>::width;
+  int64_t steps = steps_of<T>(k);
   team.share(count, 1, &begin, &end);
   for (int64_t i = begin; i < end; i++) {
     int64_t row = ids[i];
@@ -110,14 +99,18 @@ struct Panel {
   int64_t columns[4];  // first column in `out`, and in its half of the bias
 };
 
+// Tiles from `end` on are another thread's, or none: their place takes the first, and its columns are not written.
 template <class T, int NB>
-INLINE Panel<T> panel_of(const Product& p, int64_t tile) {
+INLINE Panel<T> panel_of(const Product& p, int64_t tile, int64_t end) {
   Panel<T> panel;
-  int64_t tile_bytes = Step<T>::count(p.k) * VECTOR_BYTES, half = (p.n + 15) / 16;
+  int64_t tile_bytes = steps_of<T>(p.k) * VECTOR_BYTES, half = (p.n + 15) / 16;
   for (int i = 0; i < NB; i++) {
     int64_t column = p.gate < 0 ? tile + i : tile + i / 2;
     panel.w[i] = p.weight + (column + (p.gate >= 0 && i % 2 ? half : 0)) * tile_bytes;
     panel.columns[i] = column * 16;
+    if (column < end) continue;
+    panel.w[i] = panel.w[0];
+    panel.columns[i] = p.n;
   }
   return panel;
 }
@@ -137,68 +130,91 @@ INLINE void finish(const Product& p, int64_t row, int64_t column, Vec sums, Vec 
   store_some(out, sums, min(16, p.n - column));
 }
 
+// Rows as they are held, or a block of them.
+template <class T>
+struct HeldRows {
+  const typename Term<T>::Held* x;
+  int64_t stride, first, count;  // the first of them is row `first` of the product
+};
+
 template <class T, int MR, int NB>
-static void multiply(const Product& p, const Panel<T>& panel, int64_t row, int64_t ahead) {
-  using Term = typename Step<T>::Term;
-  int64_t steps = p.k / Step<T>::terms;
-  const Term* a[MR];
-  for (int m = 0; m < MR; m++) a[m] = (const Term*)((const T*)p.x + (row + m) * p.x_stride);
-  Vec acc[MR][NB];
-  for (int m = 0; m < MR; m++)
-    for (int n = 0; n < NB; n++) acc[m][n] = Vec{};
-  for (int64_t s = 0; s < steps; s++) {
-    for (int n = 0; n < NB; n++) {
-      const char* w = panel.w[n] + s * VECTOR_BYTES;
-      if (ahead) __builtin_prefetch(w + ahead);
+static void multiply(const Product& p, const Panel<T>& panel, const HeldRows<T>& rows, int64_t row, int64_t ahead) {
+  constexpr int width = Term<T>::width;
+  const auto* x = rows.x + row * rows.stride;
+  int64_t steps = p.k / width;
+  Vec sums[MR][NB];
 #pragma GCC unroll 8
-      for (int m = 0; m < MR; m++) acc[m][n] = Step<T>::dot(acc[m][n], a[m][s], w);
-    }
+  for (int m = 0; m < MR; m++)
+#pragma GCC unroll 8
+    for (int n = 0; n < NB; n++) sums[m][n] = Vec{};
+  for (int64_t s = 0; s < steps; s++) {
+    if (ahead)
+#pragma GCC unroll 4
+      for (int n = 0; n < NB; n++) __builtin_prefetch(panel.w[n] + s * VECTOR_BYTES + ahead);
+    add_terms<T>(sums, x + s * width, rows.stride, [&](int n) { return panel.w[n] + s * VECTOR_BYTES; });
   }
+  alignas(64) float all[MR][NB][LANES];
+#pragma GCC unroll 8
+  for (int m = 0; m < MR; m++)
+#pragma GCC unroll 8
+    for (int n = 0; n < NB; n++) store(all[m][n], sums[m][n]);
   for (int m = 0; m < MR; m++)
     for (int n = 0; n < NB; n += p.gate < 0 ? 1 : 2)
-      finish<T>(p, row + m, panel.columns[n], acc[m][n], acc[m][n + 1 < NB ? n + 1 : n]);
+      finish<T>(p, rows.first + row + m, panel.columns[n], load(all[m][n]), load(all[m][n + 1 < NB ? n + 1 : n]));
 }
 
+constexpr int64_t HELD_ROWS = 256;      // that stay in the nearer caches while all columns pass by,
+constexpr int64_t HELD_BYTES = 1 << 20;  // if they have no more bytes
+constexpr int64_t PREFETCH_BYTES = 2048;
+
+// Tiles of columns [begin, end), NB tiles of the weight at once.
 template <class T, int NB>
-INLINE void multiply_rows(const Product& p, const Panel<T>& panel, int64_t row, int64_t rows, int64_t ahead) {
-  switch (rows) {
+static void multiply_block(const Product& p, const HeldRows<T>& rows, int64_t begin, int64_t end) {
+  constexpr int most = min(8, VECTORS_AT_ONCE / NB);
+  int64_t passes = (rows.count + most - 1) / most, each = (rows.count + passes - 1) / passes;
+  for (int64_t tile = begin; tile < end; tile += p.gate < 0 ? NB : NB / 2) {
+    Panel<T> panel = panel_of<T, NB>(p, tile, end);
+    for (int64_t row = 0; row < rows.count; row += each) {
+      int64_t ahead = row == 0 && rows.first == 0 ? PREFETCH_BYTES : 0;
+      switch (min(each, rows.count - row)) {
 #define ROWS(count) \
   case count: \
-    return multiply<T, count, NB>(p, panel, row, ahead);
-    ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6) ROWS(7) ROWS(8)
+    multiply<T, min(count, most), NB>(p, panel, rows, row, ahead); \
+    break;
+        ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6) ROWS(7) ROWS(8)
 #undef ROWS
+      }
+    }
   }
 }
 
-constexpr int64_t ROWS_AT_ONCE = 8;    // in registers
-constexpr int64_t ROWS_PER_BLOCK = 256;  // that stay in the nearer caches while all columns pass by
-constexpr int64_t PREFETCH_BYTES = 2048;
+// Rows [first, first + count), in a thread's own memory unless they are used as they lie.
+template <class T>
+static HeldRows<T> hold_rows(const Product& p, int64_t first, int64_t count, const Team& team) {
+  using Held = typename Term<T>::Held;
+  auto x = (const T*)p.x + first * p.x_stride;
+  if (sizeof(T) == sizeof(Held)) return {(const Held*)x, p.x_stride, first, count};
+  int64_t stride = up_to(p.k, LANES) + LANES;  // mostly no power of two: rows share no cache sets
+  auto held = (Held*)team.scratch(count * stride * sizeof(Held));
+  for (int64_t i = 0; i < count; i++) hold(x + i * p.x_stride, held + i * stride, p.k);
+  return {held, stride, first, count};
+}
 
+// Few rows are multiplied with several tiles at once, so that sums do not wait for one another.
 template <class T>
 static void with_vectors(const Product& p, const Team& team) {
-  bool gated = p.gate >= 0, few = p.rows <= 4;
-  int64_t num_tiles = (p.n + 15) / 16, wide = few ? (gated ? 2 : 4) : (gated ? 1 : 2), begin, end;
-  team.share(num_tiles, wide, &begin, &end);
-  for (int64_t block = 0; block < p.rows; block += ROWS_PER_BLOCK) {
-    int64_t rows = min(ROWS_PER_BLOCK, p.rows - block);
-    int64_t passes = (rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE, each = (rows + passes - 1) / passes;
-    for (int64_t tile = begin; tile < end;) {
-      int64_t ahead = block == 0 ? PREFETCH_BYTES : 0;
-      if (few && tile + wide <= end) {
-        multiply_rows<T, 4>(p, panel_of<T, 4>(p, tile), block, rows, ahead);
-        tile += wide;
-        continue;
-      }
-      bool pair = gated || tile + 2 <= end;
-      for (int64_t row = 0; row < rows; row += each) {
-        int64_t some = min(each, rows - row);
-        if (pair)
-          multiply_rows<T, 2>(p, panel_of<T, 2>(p, tile), block + row, some, row == 0 ? ahead : 0);
-        else
-          multiply_rows<T, 1>(p, panel_of<T, 1>(p, tile), block + row, some, row == 0 ? ahead : 0);
-      }
-      tile += pair && !gated ? 2 : 1;
-    }
+  bool gated = p.gate >= 0;
+  int64_t row_bytes = p.k * sizeof(typename Term<T>::Held), begin, end;
+  int64_t most = max(24, min(HELD_ROWS, HELD_BYTES / row_bytes / 24 * 24));
+  team.share((p.n + 15) / 16, gated ? 1 : 2, &begin, &end);
+  for (int64_t first = 0; first < p.rows && begin < end; first += most) {
+    HeldRows<T> rows = hold_rows<T>(p, first, min(most, p.rows - first), team);
+    if (VECTORS_AT_ONCE >= 4 && 4 * rows.count <= VECTORS_AT_ONCE)
+      multiply_block<T, VECTORS_AT_ONCE >= 4 ? 4 : 2>(p, rows, begin, end);
+    else if (gated || VECTORS_AT_ONCE >= 16 || 2 * rows.count <= VECTORS_AT_ONCE)
+      multiply_block<T, 2>(p, rows, begin, end);
+    else
+      multiply_block<T, VECTORS_AT_ONCE >= 16 ? 2 : 1>(p, rows, begin, end);
   }
 }
 

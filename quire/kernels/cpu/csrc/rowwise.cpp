@@ -87,8 +87,7 @@ void add_rms_norm(const Arg* a, const Team& team) {
 
 // The first n lanes of v, 0 in the others.
 INLINE Vec first_lanes(Vec v, int64_t n) {
-  const IVec lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  return n >= LANES ? v : select(lanes < splat_int((int32_t)n), v, Vec{});
+  return n >= LANES ? v : select(lane_numbers() < (int32_t)n, v, Vec{});
 }
 
 template <class T, class W>
@@ -191,10 +190,6 @@ void rotary(const Arg* a, const Team& team) {
   }
 }
 
-typedef double DVec __attribute__((vector_size(64)));
-typedef int64_t LVec __attribute__((vector_size(64)));
-typedef float HalfVec __attribute__((vector_size(32)));
-
 INLINE DVec select(LVec mask, DVec a, DVec b) { return (DVec)(((LVec)a & mask) | ((LVec)b & ~mask)); }
 
 // Cosine and sine within 1e-11, up to angles of 2^20 quarters of a turn; beyond, the error grows with the angle.
@@ -224,16 +219,11 @@ void rotation(const Arg* a, const Team& team) {
   for (int64_t token = begin; token < end; token++)
     each_vector(half, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
       Vec angles = load_some(frequencies + i, n) * (float)positions[token];
-      HalfVec parts[2], cosines[2], sines[2];
-      memcpy(parts, &angles, 64);
-      for (int part = 0; part < 2; part++) {
-        DVec cos, sin;
-        cos_sin(__builtin_convertvector(parts[part], DVec), &cos, &sin);
-        cosines[part] = __builtin_convertvector(cos * magnitude, HalfVec);
-        sines[part] = __builtin_convertvector(sin * magnitude, HalfVec);
-      }
-      store_some((float*)a[2].data + token * half + i, load((const float*)cosines), n);
-      store_some((float*)a[3].data + token * half + i, load((const float*)sines), n);
+      DVec halves[2], cos[2], sin[2];
+      to_doubles(angles, &halves[0], &halves[1]);
+      for (int part = 0; part < 2; part++) cos_sin(halves[part], &cos[part], &sin[part]);
+      store_some((float*)a[2].data + token * half + i, from_doubles(cos[0] * magnitude, cos[1] * magnitude), n);
+      store_some((float*)a[3].data + token * half + i, from_doubles(sin[0] * magnitude, sin[1] * magnitude), n);
     });
 }
 

@@ -47,8 +47,7 @@ struct Memory {
 // A copy of the row with -inf where the mask has no bit. Whether all that it held was below inf and no NaN.
 template <class T>
 static bool copy(const Row<T>& row, const uint32_t* mask, float* out) {
-  const IVec bit = {1 << 0, 1 << 1, 1 << 2,  1 << 3,  1 << 4,  1 << 5,  1 << 6,  1 << 7,
-                    1 << 8, 1 << 9, 1 << 10, 1 << 11, 1 << 12, 1 << 13, 1 << 14, 1 << 15};
+  const IVec bit = splat_int(1) << lane_numbers();
   alignas(64) float buffer[GROUP];
   Vec checks{};
   for (int64_t g = 0; g < row.num_groups(); g++) {
@@ -137,10 +136,8 @@ static void compete(const float* x, const uint32_t* words, const Scale& scale, f
   alignas(64) float values[GROUP];
   Vec most = splat(-INF);
   for (int64_t i = 0; i < GROUP; i += LANES) {
-    UVec some;
-    memcpy(&some, words + i, 64);
     Vec scores = scale(load(x + i));
-    Vec v = select(at_least(scores, splat(least)), scores + gumbel(some), splat(-INF));
+    Vec v = select(scores >= least, scores + gumbel(load_bits<UVec>(words + i)), splat(-INF));
     store(values + i, v);
     most = vmax(most, v);
   }
@@ -159,11 +156,15 @@ INLINE bool draw_words(const Philox& philox, int64_t g, uint32_t least, uint32_t
     reached |= both >= least;
   }
   if (!any(reached)) return false;
-  for (int j = 0; j < 4; j++)
+  for (int j = 0; j < 4; j++) {
+    alignas(64) uint64_t lanes[2][8];
+    store_bits(lanes[0], low.words[j]);
+    store_bits(lanes[1], high.words[j]);
     for (int i = 0; i < 8; i++) {
-      out[i * 4 + j] = (uint32_t)low.words[j][i];
-      out[32 + i * 4 + j] = (uint32_t)high.words[j][i];
+      out[i * 4 + j] = (uint32_t)lanes[0][i];
+      out[32 + i * 4 + j] = (uint32_t)lanes[1][i];
     }
+  }
   return true;
 }
 

@@ -2,16 +2,19 @@
 //
 // Everything is in the namespace of the instruction set and inlined: were two builds to share one symbol, the
 // linker might keep the code that this machine cannot run.
+//
+// A register holds 16 numbers, or 8, or 4. What depends on the machine is written for one register; pairs of registers
+// make a vector where one is too short (see simd_pair.h).
 #pragma once
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 
-#if defined(__AVX2__)
+#if defined(__SSE2__)
 #include <immintrin.h>
 #endif
 
-#define INLINE static inline __attribute__((always_inline))
+#include "simd_pair.h"
 
 namespace quire::ISA {
 
@@ -19,15 +22,39 @@ struct bf16 {
   uint16_t bits;
 };
 
-typedef float Vec __attribute__((vector_size(64)));
-typedef int32_t IVec __attribute__((vector_size(64)));
-typedef uint32_t UVec __attribute__((vector_size(64)));
-typedef uint16_t HVec __attribute__((vector_size(32)));
-
+#if defined(__AVX512F__)
+constexpr int REGISTER_BYTES = 64;
+constexpr int VECTORS_AT_ONCE = 16;  // sums that fit into registers, beside what is added to them
+#elif defined(__AVX2__)
+constexpr int REGISTER_BYTES = 32;
+constexpr int VECTORS_AT_ONCE = 6;
+#else
+constexpr int REGISTER_BYTES = 16;
+constexpr int VECTORS_AT_ONCE = 3;
+#endif
 constexpr int LANES = 16;
+constexpr int REGISTER_LANES = REGISTER_BYTES / 4;
 
-INLINE int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
-INLINE int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
+typedef float Floats __attribute__((vector_size(REGISTER_BYTES)));
+typedef int32_t Ints __attribute__((vector_size(REGISTER_BYTES)));
+typedef uint32_t UInts __attribute__((vector_size(REGISTER_BYTES)));
+typedef double Doubles __attribute__((vector_size(REGISTER_BYTES)));
+typedef int64_t Longs __attribute__((vector_size(REGISTER_BYTES)));
+typedef uint64_t ULongs __attribute__((vector_size(REGISTER_BYTES)));
+typedef float HalfFloats __attribute__((vector_size(REGISTER_BYTES / 2)));
+typedef uint16_t UShorts __attribute__((vector_size(REGISTER_BYTES / 2)));
+
+template <class Register>
+using Vector = typename Several<Register, 64 / REGISTER_BYTES>::Type;
+using Vec = Vector<Floats>;
+using IVec = Vector<Ints>;
+using UVec = Vector<UInts>;
+using DVec = Vector<Doubles>;  // of 8, as those that follow
+using LVec = Vector<Longs>;
+using ULVec = Vector<ULongs>;
+
+constexpr INLINE int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
+constexpr INLINE int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
 INLINE float maxf(float a, float b) { return a > b ? a : b; }
 INLINE int64_t up_to(int64_t x, int64_t unit) { return (x + unit - 1) / unit * unit; }
 
@@ -51,91 +78,70 @@ INLINE void put(bf16* target, float x) {  // to the nearest, ties to even; NaN s
   target->bits = x != x ? (uint16_t)((bits >> 16) | 0x40) : (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
-INLINE Vec splat(float x) { return Vec{} + x; }
+INLINE Vec splat(float x) { return x - Vec{}; }  // a sum would turn -0 into 0, and cost an addition
 INLINE IVec splat_int(int32_t x) { return IVec{} + x; }
+INLINE IVec lane_numbers() {
+  static const int32_t numbers[LANES] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  return load_bits<IVec>(numbers);
+}
 
-#if !defined(__AVX512F__)
-// Vectors as wide as the machine's: GCC takes comparisons of wider ones to pieces, lane by lane.
-#if defined(__AVX2__)
-constexpr int NUM_PARTS = 2;
-#else
-constexpr int NUM_PARTS = 4;
-#endif
-typedef float Part __attribute__((vector_size(64 / NUM_PARTS)));
-struct Parts {
-  Part p[NUM_PARTS];
-};
-INLINE Parts parts(Vec v) {
-  Parts out;
-  memcpy(&out, &v, 64);
-  return out;
-}
-INLINE Vec whole(Parts parts) {
-  Vec out;
-  memcpy(&out, &parts, 64);
-  return out;
-}
-#endif
+// ---- bf16 ----
 
-INLINE Vec load(const float* p) {
-  Vec v;
-  memcpy(&v, p, 64);
-  return v;
-}
-INLINE void store(float* p, Vec v) { memcpy(p, &v, 64); }
-
-#if defined(__AVX2__) && !defined(__AVX512F__)
-// GCC takes vectors that are wider than the machine's apart number by number where they change their type.
-INLINE Vec two_halves(const __m256i* halves) {
-  Vec v;
-  memcpy(&v, halves, 64);
-  return v;
-}
-#endif
-
-INLINE Vec widen(HVec h) {
-#if defined(__AVX512F__)
-  return (Vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)h), 16);
-#elif defined(__AVX2__)
-  __m256i halves[2];
-  for (int i = 0; i < 2; i++)
-    halves[i] = _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm256_extracti128_si256((__m256i)h, i)), 16);
-  return two_halves(halves);
-#else
-  return (Vec)(__builtin_convertvector(h, UVec) << 16);
-#endif
-}
-INLINE HVec narrow(Vec v) {  // to bf16
+// The bf16 nearest to each number, in the lower half of its lane; NaN stays NaN.
+INLINE UInts to_bf16(Floats v) {
 #if defined(__AVX512BF16__)
-  return (HVec)_mm512_cvtneps_pbh((__m512)v);
-#elif defined(__AVX2__) && !defined(__AVX512F__)
-  __m256i halves[2];
-  memcpy(halves, &v, 64);
-  for (int i = 0; i < 2; i++) {
-    __m256i bits = halves[i], high = _mm256_srli_epi32(bits, 16);
-    __m256i up = _mm256_add_epi32(_mm256_set1_epi32(0x7fff), _mm256_and_si256(high, _mm256_set1_epi32(1)));
-    __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(bits, up), 16);
-    __m256i quiet = _mm256_or_si256(high, _mm256_set1_epi32(0x40));
-    __m256 is_nan = _mm256_cmp_ps((__m256)bits, (__m256)bits, _CMP_UNORD_Q);
-    halves[i] = _mm256_blendv_epi8(rounded, quiet, (__m256i)is_nan);
-  }
-  return (HVec)_mm256_permute4x64_epi64(_mm256_packus_epi32(halves[0], halves[1]), 0xd8);
+  return (UInts)_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)v));
 #else
-  UVec bits = (UVec)v;
-  UVec rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-  UVec quiet = (bits >> 16) | 0x40;
-  UVec is_nan = (UVec)(v != v);
-  return __builtin_convertvector((rounded & ~is_nan) | (quiet & is_nan), HVec);
+  UInts bits = (UInts)v, high = bits >> 16, rounded = (bits + (high & 1) + 0x7fff) >> 16;
+#if defined(__AVX512F__)
+  __mmask16 is_nan = _mm512_cmp_ps_mask((__m512)v, (__m512)v, _CMP_UNORD_Q);
+  return (UInts)_mm512_mask_or_epi32((__m512i)rounded, is_nan, (__m512i)high, _mm512_set1_epi32(0x40));
+#else
+  UInts is_nan = (UInts)(v != v);
+  return (rounded & ~is_nan) | ((high | 0x40) & is_nan);
+#endif
 #endif
 }
-INLINE Vec load(const bf16* p) {
-  HVec h;
-  memcpy(&h, p, 32);
-  return widen(h);
+EACH(to_bf16)
+
+INLINE void read(const float* p, Floats* v) { read_bits(p, v); }
+INLINE void read(const bf16* p, Floats* v) {
+#if defined(__AVX512F__)
+  *v = (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
+#elif defined(__AVX2__)
+  *v = (Floats)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16);
+#elif defined(__SSE2__)
+  *v = (Floats)_mm_unpacklo_epi16(_mm_setzero_si128(), _mm_loadl_epi64((const __m128i*)p));
+#else
+  *v = (Floats)(__builtin_convertvector(load_bits<UShorts>(p), UInts) << 16);
+#endif
 }
-INLINE void store(bf16* p, Vec v) {
-  HVec h = narrow(v);
-  memcpy(p, &h, 32);
+INLINE void store(float* p, Floats v) { store_bits(p, v); }
+INLINE void store(bf16* p, Floats v) {
+#if defined(__AVX512BF16__)
+  _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh((__m512)v));
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+  __m256i bits = (__m256i)to_bf16(v), packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(bits, bits), 0x08);
+  _mm_storeu_si128((__m128i*)p, _mm256_castsi256_si128(packed));
+#else
+  store_bits(p, __builtin_convertvector(to_bf16(v), UShorts));
+#endif
+}
+template <class T, class H>
+INLINE void read(const T* p, Pair<H>* v) {
+  read(p, &v->low);
+  read(p + sizeof(H) / 4, &v->high);
+}
+template <class T, class H>
+INLINE void store(T* p, Pair<H> v) {
+  store(p, v.low);
+  store(p + sizeof(H) / 4, v.high);
+}
+template <class T>
+INLINE Vec load(const T* p) {
+  Vec v;
+  read(p, &v);
+  return v;
 }
 
 INLINE void store_two(bf16* p, Vec first, Vec second) {
@@ -163,74 +169,167 @@ INLINE void store_some(T* p, Vec v, int64_t n) {
   memcpy(p, all, n * sizeof(T));
 }
 
-INLINE Vec fma(Vec a, Vec b, Vec c) {
+// ---- arithmetic ----
+
+INLINE Floats fma(Floats a, Floats b, Floats c) {
 #if defined(__AVX512F__)
-  return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+  return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+  return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
 #else
   return a * b + c;  // contracted where the machine can
 #endif
 }
-INLINE Vec select(IVec mask, Vec a, Vec b) {  // lanes of mask are 0 or -1
+INLINE Floats select(Ints mask, Floats a, Floats b) {  // lanes of mask are 0 or -1
 #if defined(__AVX512F__)
-  return (Vec)_mm512_mask_blend_ps(_mm512_movepi32_mask((__m512i)mask), (__m512)b, (__m512)a);
+  return (Floats)_mm512_mask_blend_ps(_mm512_movepi32_mask((__m512i)mask), (__m512)b, (__m512)a);
+#elif defined(__AVX2__)
+  return (Floats)_mm256_blendv_ps((__m256)b, (__m256)a, (__m256)mask);
 #else
-  return (Vec)(((IVec)a & mask) | ((IVec)b & ~mask));
+  return (Floats)(((Ints)a & mask) | ((Ints)b & ~mask));
 #endif
 }
-INLINE Vec vmax(Vec a, Vec b) {  // b where either is NaN
+INLINE Floats vmax(Floats a, Floats b) {  // b where either is NaN
 #if defined(__AVX512F__)
-  return (Vec)_mm512_max_ps((__m512)a, (__m512)b);
+  return (Floats)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+  return (Floats)_mm256_max_ps((__m256)a, (__m256)b);
+#elif defined(__SSE2__)
+  return (Floats)_mm_max_ps((__m128)a, (__m128)b);
 #else
-  Parts x = parts(a), y = parts(b);
-  for (int i = 0; i < NUM_PARTS; i++) x.p[i] = x.p[i] > y.p[i] ? x.p[i] : y.p[i];
-  return whole(x);
+  return a > b ? a : b;
 #endif
 }
-INLINE Vec vmin(Vec a, Vec b) {  // b where either is NaN
+INLINE Floats vmin(Floats a, Floats b) {  // b where either is NaN
 #if defined(__AVX512F__)
-  return (Vec)_mm512_min_ps((__m512)a, (__m512)b);
+  return (Floats)_mm512_min_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+  return (Floats)_mm256_min_ps((__m256)a, (__m256)b);
+#elif defined(__SSE2__)
+  return (Floats)_mm_min_ps((__m128)a, (__m128)b);
 #else
-  Parts x = parts(a), y = parts(b);
-  for (int i = 0; i < NUM_PARTS; i++) x.p[i] = x.p[i] < y.p[i] ? x.p[i] : y.p[i];
-  return whole(x);
+  return a < b ? a : b;
 #endif
 }
-// Sums and maxima of the lanes, in an order that is the same on every machine.
+INLINE Floats round_to_int(Floats x) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_roundscale_ps((__m512)x, 8);
+#elif defined(__AVX2__)
+  return (Floats)_mm256_round_ps((__m256)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
+  const float magic = 12582912.0f;  // 1.5 * 2^23: the sum has no room for fractions
+  return (x + magic) - magic;
+#endif
+}
+// 1 / x for finite x above 0 that are no denormals, within 2 units in the last place
+INLINE Floats reciprocal(Floats x) {
+#if defined(__AVX512F__)
+  Floats r = (Floats)_mm512_rcp14_ps((__m512)x);
+  return r * fma(-x, r, Floats{} + 2.0f);
+#else
+  return 1.0f / x;
+#endif
+}
+INLINE Ints to_ints(Floats x) { return __builtin_convertvector(x, Ints); }
+INLINE Floats to_floats(Ints x) { return __builtin_convertvector(x, Floats); }
+
+template <class H>
+INLINE Pair<H> fma(Pair<H> a, Pair<H> b, Pair<H> c) {
+  return {fma(a.low, b.low, c.low), fma(a.high, b.high, c.high)};
+}
+template <class M, class H>
+INLINE Pair<H> select(Pair<M> mask, Pair<H> a, Pair<H> b) {
+  return {select(mask.low, a.low, b.low), select(mask.high, a.high, b.high)};
+}
+EACH_OF_TWO(vmax)
+EACH_OF_TWO(vmin)
+EACH(round_to_int)
+EACH(reciprocal)
+EACH(to_ints)
+EACH(to_floats)
+
+// Float32 as doubles, and back.
+INLINE void to_doubles(Vec v, DVec* low, DVec* high) {
+  alignas(64) float numbers[LANES];
+  alignas(64) double wide[LANES];
+  store(numbers, v);
+  for (int i = 0; i < LANES; i += REGISTER_LANES / 2)
+    store_bits(wide + i, __builtin_convertvector(load_bits<HalfFloats>(numbers + i), Doubles));
+  *low = load_bits<DVec>(wide);
+  *high = load_bits<DVec>(wide + 8);
+}
+INLINE Vec from_doubles(DVec low, DVec high) {
+  alignas(64) float numbers[LANES];
+  alignas(64) double wide[LANES];
+  store_bits(wide, low);
+  store_bits(wide + 8, high);
+  for (int i = 0; i < LANES; i += REGISTER_LANES / 2)
+    store_bits(numbers + i, __builtin_convertvector(load_bits<Doubles>(wide + i), HalfFloats));
+  return load((const float*)numbers);
+}
+
+// ---- all lanes ----
+
+// One bit for each lane of a mask.
+INLINE uint32_t bits_of(Ints mask) {
+#if defined(__AVX512F__)
+  return _mm512_movepi32_mask((__m512i)mask);
+#elif defined(__AVX2__)
+  return (uint32_t)_mm256_movemask_ps((__m256)mask);
+#elif defined(__SSE2__)
+  return (uint32_t)_mm_movemask_ps((__m128)mask);
+#else
+  uint32_t bits = 0;
+  for (int i = 0; i < REGISTER_LANES; i++) bits |= (uint32_t)(mask[i] & 1) << i;
+  return bits;
+#endif
+}
+template <class H>
+INLINE uint32_t bits_of(Pair<H> mask) {
+  return bits_of(mask.low) | bits_of(mask.high) << sizeof(H) / 4;
+}
+
+// Sums and maxima of the lanes, in an order that is the same on every machine: halves are put together.
+template <int width, class Both>
+INLINE Floats folded(Floats v, Both both) {
+  Ints other;
+  for (int i = 0; i < REGISTER_LANES; i++) other[i] = i ^ width;
+  return both(v, __builtin_shuffle(v, other));
+}
+template <class Both>
+INLINE float reduced(Floats v, Both both) {
+  if (REGISTER_LANES > 4) v = folded<4 % REGISTER_LANES>(v, both);
+  return folded<1>(folded<2>(v, both), both)[0];
+}
+template <class H, class Both>
+INLINE float reduced(Pair<H> v, Both both) {
+  return reduced(both(v.low, v.high), both);
+}
+struct Add {
+  template <class V>
+  INLINE_MEMBER V operator()(V a, V b) const { return a + b; }
+};
+struct Larger {
+  template <class V>
+  INLINE_MEMBER V operator()(V a, V b) const { return vmax(a, b); }
+};
 INLINE float sum(Vec v) {
-  float x[LANES];
-  memcpy(x, &v, 64);
-  for (int width = LANES / 2; width; width /= 2)
-    for (int i = 0; i < width; i++) x[i] += x[i + width];
-  return x[0];
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps((__m512)v);
+#else
+  return reduced(v, Add{});
+#endif
 }
 INLINE float largest(Vec v) {
 #if defined(__AVX512F__)
   return _mm512_reduce_max_ps((__m512)v);
 #else
-  float x[LANES];
-  memcpy(x, &v, 64);
-  for (int width = LANES / 2; width; width /= 2)
-    for (int i = 0; i < width; i++) x[i] = maxf(x[i], x[i + width]);
-  return x[0];
+  return reduced(v, Larger{});
 #endif
 }
-INLINE Vec round_to_int(Vec x) {
-#if defined(__AVX512F__)
-  return (Vec)_mm512_roundscale_ps((__m512)x, 8);
-#else
-  const Vec magic = splat(12582912.0f);  // 1.5 * 2^23: the sum has no room for fractions
-  return (x + magic) - magic;
-#endif
-}
-// 1 / x for finite x above 0 that are no denormals, within 2 units in the last place
-INLINE Vec reciprocal(Vec x) {
-#if defined(__AVX512F__)
-  Vec r = (Vec)_mm512_rcp14_ps((__m512)x);
-  return r * fma(-x, r, splat(2.0f));
-#else
-  return splat(1.0f) / x;
-#endif
-}
+
+// ---- functions ----
+
 // e^x within 2 units in the last place between -87 and 88; beyond, what it is there.
 INLINE Vec exp(Vec x) {
   x = vmax(splat(-87.0f), vmin(splat(88.0f), x));  // in this order, NaN stays NaN
@@ -244,27 +343,11 @@ INLINE Vec exp(Vec x) {
   p = fma(p, r, splat(1.6666665459e-1f));
   p = fma(p, r, splat(5.0000001201e-1f));
   p = fma(p, r * r, r) + 1.0f;
-  IVec exponent = __builtin_convertvector(n, IVec);
-  return p * (Vec)((exponent + 127) << 23);
+  return p * (Vec)((to_ints(n) + 127) << 23);
 }
 INLINE Vec tanh(Vec x) {
   Vec e = exp(splat(2.0f) * vmax(vmin(x, splat(15.0f)), splat(-15.0f)));
   return (e - 1.0f) / (e + 1.0f);
-}
-
-// Pairs of bf16: acc[i] + a.low * w[2i] + a.high * w[2i + 1].
-INLINE Vec dot_pairs(Vec acc, uint32_t a, UVec w) {
-#if defined(__AVX512BF16__)
-  return (Vec)_mm512_dpbf16_ps((__m512)acc, (__m512bh)_mm512_set1_epi32((int)a), (__m512bh)w);
-#else
-  acc = fma(splat(as_float(a << 16)), (Vec)(w << 16), acc);
-  return fma(splat(as_float(a & 0xffff0000u)), (Vec)(w & 0xffff0000u), acc);
-#endif
-}
-INLINE UVec load_pairs(const void* p) {
-  UVec v;
-  memcpy(&v, p, 64);
-  return v;
 }
 
 }  // namespace quire::ISA
