@@ -25,6 +25,7 @@ _VIEWS = frozenset(
         *("transpose", "permute", "unsqueeze", "squeeze", "expand", "alias", "detach", "tensor_split"),
     )
 )
+_PERHAPS_VIEWS = frozenset(("to", "flatten", "reshape", "contiguous"))  # where nothing is to be converted or moved
 _EMPTY = frozenset(("empty", "new_empty", "empty_like"))
 
 
@@ -53,6 +54,7 @@ class Recording:
             tape = _C.stop()
         if watch.foreign is not None:
             raise NotRecordable(f"{watch.foreign} is computed by torch")
+        result = self._arena.lent(result)
         return result, lambda: _C.play(tape)
 
 
@@ -61,6 +63,7 @@ class _Arena:
 
     def __init__(self) -> None:
         self._free: dict[int, list[Tensor]] = defaultdict(list)
+        self._buffers: dict[int, Tensor] = {}  # by their addresses
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A tensor whose buffer is given back when it and all its views are gone."""
@@ -68,10 +71,18 @@ class _Arena:
         size = 1 << max(num_bytes - 1, _ALIGNMENT - 1).bit_length()
         free = self._free[size]
         buffer = free.pop() if free else torch.empty(size, dtype=torch.uint8)
+        self._buffers[buffer.data_ptr()] = buffer
         owner = memoryview(cast(bytes, buffer.numpy()))  # which the new tensor and its views hold, and nothing else
         weakref.finalize(owner, free.append, buffer).atexit = False
         tensor = torch.frombuffer(owner, dtype=torch.uint8, count=max(num_bytes, 1))
         return tensor[:num_bytes].view(dtype).view(torch.Size(shape))
+
+    def lent(self, x: Tensor) -> Tensor:
+        """The same numbers in the same place, which does not keep the buffer: until the next tape runs."""
+        buffer = self._buffers.get(x.data_ptr())
+        if buffer is None or not x.is_contiguous():
+            return x
+        return buffer[: x.nbytes].view(x.dtype).view(x.shape)
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -97,6 +108,11 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             shape = args[1] if name == "new_empty" else args[0] if like is None else like.shape
             dtype = kwargs.get("dtype") or (torch.get_default_dtype() if like is None else like.dtype)
             return self._arena.empty(shape, dtype)
-        if name not in _VIEWS:
+        result = func(*args, **kwargs)
+        if name not in _VIEWS and not (name in _PERHAPS_VIEWS and _same_memory(result, args[0])):
             self.foreign = self.foreign or name
-        return func(*args, **kwargs)
+        return result
+
+
+def _same_memory(one: Tensor, other: Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
