@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.cpu.engines import Answer, Engine, Running, start
 from benchmarks.workloads import Workload, workload
 
-_SETTLE = 0.3  # seconds between turns: thread pools spin for a moment after their last work
+_SETTLE = 2.0  # seconds between turns: thread pools spin for a while after their last work
 
 Make = Callable[[str, int], Workload]  # from a name and a seed
 Tick = Callable[[str], None]  # called when a turn begins, with what it is

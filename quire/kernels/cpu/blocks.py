@@ -1,6 +1,5 @@
 """Blocks of keys and values on CPUs. Their layout is told in `csrc/blocks.cpp`; it suits attention of many queries."""
 
-import mmap
 from typing import NamedTuple
 
 import torch
@@ -9,10 +8,10 @@ from torch import Tensor
 from quire.config import KVGroup
 from quire.kernels.contract import DTYPES, Storage
 from quire.kernels.cpu import _C
+from quire.kernels.cpu.memory import empty, pages
 from quire.kernels.cpu.views import dtype_code, heads_together
 
 TOKENS_TOGETHER = 16  # of one head
-_HUGE_PAGE = 2**21  # bytes
 
 Rotation = tuple[Tensor, Tensor]  # cosines and sines, float32 (num_tokens, rotary_dim / 2)
 
@@ -41,17 +40,6 @@ def allocate(group: KVGroup, block_size: int, device: torch.device) -> Storage:
     return Storage(group, block_size, data.view(dtype).view(shape))
 
 
-def pages(num_bytes: int) -> Tensor:
-    """Zeros uint8 (num_bytes,) that the system has yet to provide memory for."""
-    size = num_bytes + _HUGE_PAGE
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if num_bytes >= _HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    whole = torch.frombuffer(memory, dtype=torch.uint8)  # which keeps the memory
-    offset = -whole.data_ptr() % _HUGE_PAGE
-    return whole[offset : offset + num_bytes]
-
-
 def write_kv(storage: Storage, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
     """Store k and v (num_tokens, num_kv_heads, head_dim) at `slots`, block * block_size + place, int64 (num_tokens,).
 
@@ -71,7 +59,7 @@ def rotary_write(
     cos, sin = rotation
     if q.dtype != k.dtype or not len(q) == len(k) == len(cos) or cos.shape != sin.shape:
         raise ValueError(f"queries, keys and cosines of {len(q)}, {len(k)} and {len(cos)} tokens do not go together")
-    out = torch.empty(q.shape, dtype=q.dtype)
+    out = empty(q.shape, q.dtype)
     _write(storage, layer, k, v, slots, _Turn(heads_together(q), cos.contiguous(), sin.contiguous(), out))
     return out
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from quire.kernels.contract import Batch, Storage
 from quire.kernels.cpu import _C
+from quire.kernels.cpu.memory import empty
 
 SPLIT_ROWS = 1024  # for each processor: pairs of a query and a part of its context that another thread may take
 
@@ -79,7 +80,7 @@ def attention(
     num_tokens, num_heads, head_dim = q.shape
     if q.stride(2) != 1 or q.stride(1) != head_dim or q.dtype != storage.data.dtype:
         q = q.to(storage.data.dtype).contiguous()
-    out = q.new_empty(num_tokens, num_heads * head_dim)
+    out = empty((num_tokens, num_heads * head_dim), q.dtype)
     _C.attention(*arguments(storage, layer, q, out, plan, scale, softcap))
     return out
 

@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 from quire.kernels.contract import ACTIVATIONS, Packed, Weight
 from quire.kernels.cpu import _C, rowwise
-from quire.kernels.cpu.blocks import pages
+from quire.kernels.cpu.memory import empty, pages
 from quire.kernels.cpu.views import dtype_code
 
 ROWS_TOGETHER = 16  # of a weight
@@ -68,7 +68,7 @@ def _product(x: Tensor, weight: Packed, bias: Tensor | None, gate: int, *, stric
     if bias is not None:
         bias = bias.contiguous()
     width = weight.rows if gate < 0 else weight.rows // 2
-    out = torch.empty((num_rows, width), dtype=x.dtype)
+    out = empty((num_rows, width), x.dtype)
     sizes = (num_rows, width, columns, x.stride(0), width, gate, int(not strict))
     _C.linear(x, weight.data, bias, out, dtype_code(x), *sizes)
     return out
@@ -98,7 +98,7 @@ def embed(ids: Tensor, weight: Weight, scale: float = 1.0) -> Tensor:
         raise ValueError("rows are of one of several weights, not of all of them")
     if weight.parts != 1:
         raise ValueError(f"rows are looked up in a weight that is whole, not in {weight.parts} parts")
-    out = torch.empty((len(ids), weight.columns), dtype=weight.data.dtype)
+    out = empty((len(ids), weight.columns), weight.data.dtype)
     sizes = (len(ids), weight.columns, weight.rows)
     _C.unpack_rows(weight.data, ids.contiguous(), out, dtype_code(out), *sizes, float(scale))
     return out

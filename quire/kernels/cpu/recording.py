@@ -6,10 +6,8 @@ buffers, since only one runs at a time. What is computed by anything but kernels
 nothing else may happen while one is recorded than new views and empty tensors.
 """
 
-import weakref
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from quire.kernels.contract import Batch, NotRecordable, Storage
 from quire.kernels.cpu import _C, paged
+from quire.kernels.cpu.memory import Arena, taken_from
 
-_ALIGNMENT = 64  # bytes
 _VIEWS = frozenset(
     (
         *("view", "_unsafe_view", "as_strided", "slice", "select", "split", "split_with_sizes", "unbind", "t"),
@@ -33,7 +31,7 @@ class Recording:
     """Records tapes, all of one model on one set of blocks."""
 
     def __init__(self) -> None:
-        self._arena = _Arena()
+        self._arena = Arena()
 
     def plan(self, batch: Batch, storage: Storage, width: int) -> paged.CpuPlan:
         """See Recorder."""
@@ -48,7 +46,7 @@ class Recording:
         watch = _Watch(self._arena)
         _C.record()
         try:
-            with watch:
+            with taken_from(self._arena), watch:
                 result = compute()
         finally:
             tape = _C.stop()
@@ -58,37 +56,10 @@ class Recording:
         return result, lambda: _C.play(tape)
 
 
-class _Arena:
-    """Buffers that tensors come and go in, by their size."""
-
-    def __init__(self) -> None:
-        self._free: dict[int, list[Tensor]] = defaultdict(list)
-        self._buffers: dict[int, Tensor] = {}  # by their addresses
-
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A tensor whose buffer is given back when it and all its views are gone."""
-        num_bytes = torch.Size(shape).numel() * dtype.itemsize
-        size = 1 << max(num_bytes - 1, _ALIGNMENT - 1).bit_length()
-        free = self._free[size]
-        buffer = free.pop() if free else torch.empty(size, dtype=torch.uint8)
-        self._buffers[buffer.data_ptr()] = buffer
-        owner = memoryview(cast(bytes, buffer.numpy()))  # which the new tensor and its views hold, and nothing else
-        weakref.finalize(owner, free.append, buffer).atexit = False
-        tensor = torch.frombuffer(owner, dtype=torch.uint8, count=max(num_bytes, 1))
-        return tensor[:num_bytes].view(dtype).view(torch.Size(shape))
-
-    def lent(self, x: Tensor) -> Tensor:
-        """The same numbers in the same place, which does not keep the buffer: until the next tape runs."""
-        buffer = self._buffers.get(x.data_ptr())
-        if buffer is None or not x.is_contiguous():
-            return x
-        return buffer[: x.nbytes].view(x.dtype).view(x.shape)
-
-
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Gives out memory of the arena, and notices what is no kernel."""
 
-    def __init__(self, arena: _Arena) -> None:
+    def __init__(self, arena: Arena) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._arena = arena
         self.foreign: str | None = None

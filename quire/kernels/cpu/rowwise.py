@@ -12,6 +12,7 @@ from torch import Tensor
 
 from quire.kernels.contract import ACTIVATIONS
 from quire.kernels.cpu import _C
+from quire.kernels.cpu.memory import empty
 from quire.kernels.cpu.views import dtype_code, heads_together
 
 _CODES: Mapping[str, int] = MappingProxyType({name: code for code, name in enumerate(ACTIVATIONS)})
@@ -47,7 +48,7 @@ def _beside(weight: Tensor, x: Tensor) -> Tensor:
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Root mean square normalisation of x (..., size)."""
     rows, weight = _rows(x, 1), _beside(weight, x)
-    out = torch.empty(x.shape, dtype=x.dtype)
+    out = empty(x.shape, x.dtype)
     sizes = (rows.outer, rows.inner, rows.size, rows.stride)
     _C.rms_norm(rows.x, weight, out, dtype_code(x), dtype_code(weight), *sizes, eps)
     return out
@@ -58,7 +59,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     x, residual, weight = x.contiguous(), residual.contiguous(), _beside(weight, x)
     _agree(x, residual)
     size = x.shape[-1]
-    out, total = torch.empty_like(x), torch.empty_like(x)
+    out, total = empty(x.shape, x.dtype), empty(x.shape, x.dtype)
     sizes = (x.numel() // size, size)
     _C.add_rms_norm(x, residual, weight, total, out, dtype_code(x), dtype_code(weight), *sizes, eps)
     return out, total
@@ -70,7 +71,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
     rows, weight = _rows(x, heads), _beside(weight, x)
     if bias is not None:
         bias = bias.to(weight.dtype).contiguous()
-    out = torch.empty(x.shape, dtype=x.dtype)
+    out = empty(x.shape, x.dtype)
     sizes = (rows.outer, rows.inner, rows.size, rows.stride, int(heads > 1))
     _C.layer_norm(rows.x, weight, bias, out, dtype_code(x), dtype_code(weight), *sizes, eps)
     return out
@@ -80,7 +81,7 @@ def gate(x: Tensor, activation: str) -> Tensor:
     """activation(first half of the last axis) * second half."""
     size = x.shape[-1] // 2
     rows = _rows(x.flatten(0, -2), 1)
-    out = torch.empty((*x.shape[:-1], size), dtype=x.dtype)
+    out = empty((*x.shape[:-1], size), x.dtype)
     _C.activate(rows.x, out, dtype_code(x), _CODES[activation], 1, rows.outer, size, rows.stride)
     return out
 
@@ -88,7 +89,7 @@ def gate(x: Tensor, activation: str) -> Tensor:
 def activate(x: Tensor, activation: str) -> Tensor:
     """activation(x)."""
     x = x.contiguous()
-    out = torch.empty_like(x)
+    out = empty(x.shape, x.dtype)
     _C.activate(x, out, dtype_code(x), _CODES[activation], 0, 1, x.numel(), 0)
     return out
 
@@ -97,7 +98,7 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
     """q and k (num_tokens, heads, head_dim) with pairs (x[i], x[i + rotary_dim / 2]) rotated."""
     _agree(q[:, :1], k[:, :1])
     q, k, cos, sin = heads_together(q), heads_together(k), cos.contiguous(), sin.contiguous()
-    turned = torch.empty(q.shape, dtype=q.dtype), torch.empty(k.shape, dtype=k.dtype)
+    turned = empty(q.shape, q.dtype), empty(k.shape, k.dtype)
     sizes = (q.shape[0], q.shape[1], k.shape[1], q.shape[2], cos.shape[1])
     _C.rotary(q, k, cos, sin, *turned, dtype_code(q), *sizes, q.stride(0), k.stride(0))
     return turned
@@ -110,7 +111,7 @@ def rotation(positions: Tensor, frequencies: Tensor, magnitude: float) -> tuple[
     """
     positions, frequencies = positions.contiguous(), frequencies.contiguous()
     num_tokens, half = len(positions), len(frequencies)
-    cos, sin = torch.empty(2, num_tokens, half)
+    cos, sin = empty((2, num_tokens, half), torch.float32)
     _C.rotation(positions, frequencies, cos, sin, num_tokens, half, float(magnitude))
     return cos, sin
 
@@ -119,7 +120,7 @@ def embed(ids: Tensor, weight: Tensor, scale: float = 1.0) -> Tensor:
     """Rows of weight (num_rows, size) for ids int64 (num_tokens,), times `scale`. An id without a row gives zeros."""
     ids, weight = ids.contiguous(), weight.contiguous()
     num_rows, size = weight.shape
-    out = torch.empty((len(ids), size), dtype=weight.dtype)
+    out = empty((len(ids), size), weight.dtype)
     _C.embed(ids, weight, out, dtype_code(weight), len(ids), size, num_rows, float(scale))
     return out
 

@@ -1,0 +1,93 @@
+"""Memory of the CPU kernels: pages from the system, and buffers that tensors come and go in.
+
+Fresh memory costs more than most kernels: the system clears each page when it is first touched. So what kernels
+compute goes into buffers that are kept, which each thread has for itself, or each set of recordings.
+"""
+
+import mmap
+import threading
+import weakref
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_HUGE_PAGE = 2**21  # bytes
+_SMALLEST = 4096  # bytes of a buffer
+
+
+def pages(num_bytes: int) -> Tensor:
+    """Zeros uint8 (num_bytes,) that the system has yet to provide memory for, in pages of 2 MiB where it has them."""
+    return torch.from_numpy(_pages(num_bytes))
+
+
+def _pages(num_bytes: int) -> np.ndarray:
+    large = num_bytes >= _HUGE_PAGE
+    memory = mmap.mmap(-1, num_bytes + _HUGE_PAGE if large else max(num_bytes, 1))
+    if large and hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    whole = np.frombuffer(memory, np.uint8)  # which keeps the memory
+    offset = -whole.ctypes.data % _HUGE_PAGE if large else 0
+    return whole[offset : offset + num_bytes]
+
+
+class Arena:
+    """Buffers, each of which one tensor has at a time."""
+
+    def __init__(self) -> None:
+        self._free: list[tuple[int, int]] = []  # (size, address), sorted
+        self._buffers: dict[int, np.ndarray] = {}  # by their addresses
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A tensor whose buffer is given back when it and all its views are gone. Not initialised."""
+        num_bytes = torch.Size(shape).numel() * dtype.itemsize
+        buffer = self._take(max(num_bytes, 1))
+        owner = memoryview(buffer)  # type: ignore[arg-type]  # which the new tensor and its views hold
+        weakref.finalize(owner, insort, self._free, (len(buffer), buffer.ctypes.data)).atexit = False
+        tensor = torch.frombuffer(owner, dtype=torch.uint8, count=max(num_bytes, 1))
+        return tensor[:num_bytes].view(dtype).view(torch.Size(shape))
+
+    def lent(self, x: Tensor) -> Tensor:
+        """The same numbers in the same place, which does not keep the buffer: until the next tape runs."""
+        buffer = self._buffers.get(x.data_ptr())
+        if buffer is None or not x.is_contiguous():
+            return x
+        return torch.from_numpy(buffer[: x.nbytes]).view(x.dtype).view(x.shape)
+
+    def _take(self, num_bytes: int) -> np.ndarray:
+        """The smallest free buffer that is large enough, but for a small tensor no large one."""
+        size = max(_SMALLEST, 1 << (num_bytes - 1).bit_length())
+        place = bisect_left(self._free, (size, 0))
+        if place < len(self._free) and (self._free[place][0] == size or size >= _HUGE_PAGE):
+            return self._buffers[self._free.pop(place)[1]]
+        buffer = _pages(size)
+        self._buffers[buffer.ctypes.data] = buffer
+        return buffer
+
+
+class _Thread(threading.local):
+    """What each thread takes its memory from."""
+
+    def __init__(self) -> None:
+        self.arena = Arena()
+
+
+_thread = _Thread()
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Memory for what a kernel of this thread computes."""
+    return _thread.arena.empty(shape, dtype)
+
+
+@contextmanager
+def taken_from(arena: Arena) -> Iterator[None]:
+    """Let `empty` take from `arena` meanwhile."""
+    before, _thread.arena = _thread.arena, arena
+    try:
+        yield
+    finally:
+        _thread.arena = before
