@@ -6,7 +6,7 @@
 constexpr int64_t TILES_FROM_ROWS = 4;  // with fewer rows, vectors are as fast as memory
 constexpr int64_t TILE_BYTES = 1024;
 constexpr int64_t AHEAD = 16 * TILE_BYTES;
-constexpr int64_t BLOCK_BYTES = 3 << 18;   // of x
+constexpr int64_t BLOCK_BYTES = 1 << 20;  // of x
 
 struct alignas(64) TileConfig {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
