@@ -1,10 +1,11 @@
 """Drives quire: what a user of `LLM` gets, with the defaults."""
 
-import torch
 from protocol import Driven, Queries, Result, drive
 
 import quire
-from quire import LLM, SamplingParams
+from quire import LLM, SamplingParams  # before torch: quire says how long OpenMP's threads may spin
+
+import torch  # isort: skip
 
 
 def load(settings: dict) -> Driven:

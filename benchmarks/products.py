@@ -1,0 +1,72 @@
+"""quire's bf16 products beside oneDNN's with packed weights, as torch offers them, on shapes of a 0.5B model.
+
+    python -m benchmarks.products [--rows 1,4,8,16,32,64,128,512,2048] [--threads N]
+
+Each turn goes over copies of a weight that no cache holds together. Times are the best of several rounds in which the
+two take turns. oneDNN writes into fresh memory at every call, as torch has it; quire into a buffer that is there.
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+
+import torch
+
+from quire.kernels.contract import Packed
+from quire.kernels.cpu.kernels import CpuKernels
+
+SHAPES = {"qkv": (1152, 896), "gate and up": (9728, 896), "down": (896, 4864)}  # columns out, columns in
+WEIGHT_BYTES = 2**28  # of all copies of a weight together
+ROUNDS = 5
+
+
+def best(runs: list[Callable[[], object]]) -> list[float]:
+    """Seconds of each, taking turns."""
+    seconds = [float("inf")] * len(runs)
+    for _ in range(ROUNDS + 1):
+        for i, run in enumerate(runs):
+            start = time.perf_counter()
+            run()
+            seconds[i] = min(seconds[i], time.perf_counter() - start)
+    return seconds
+
+
+def measure(kernels: CpuKernels, columns: int, terms: int, rows: int) -> tuple[float, float]:
+    """Seconds of one product by quire and by oneDNN."""
+    copies = max(2, WEIGHT_BYTES // (2 * columns * terms))
+    weights = [torch.randn(columns, terms).mul_(0.02).to(torch.bfloat16) for _ in range(copies)]
+    ours: list[Packed] = [kernels.pack_weight(weight) for weight in weights]
+    theirs = [torch.ops.mkldnn._reorder_linear_weight(weight, None) for weight in weights]
+    x = torch.randn(rows, terms).to(torch.bfloat16)
+
+    def by_quire() -> None:
+        for weight in ours:
+            kernels.linear(x, weight)
+
+    def by_onednn() -> None:
+        for weight in theirs:
+            torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+
+    first, second = best([by_quire, by_onednn])
+    return first / copies, second / copies
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--rows", default="1,4,8,16,32,64,128,512,2048")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    args = parser.parse_args()
+    kernels = CpuKernels(strict=False)
+    kernels.use_threads(args.threads)
+    print(f"{'':<14}{'rows':>6}{'quire us':>10}{'oneDNN us':>11}{'ratio':>7}{'GFLOP/s':>9}{'GB/s':>7}")
+    for name, (columns, terms) in SHAPES.items():
+        for rows in map(int, args.rows.split(",")):
+            ours, theirs = measure(kernels, columns, terms, rows)
+            rate, read = 2e-9 * rows * columns * terms / ours, 2e-9 * columns * terms / ours
+            times = f"{1e6 * ours:>10.0f}{1e6 * theirs:>11.0f}{theirs / ours:>7.2f}"
+            print(f"{name:<14}{rows:>6}{times}{rate:>9.0f}{read:>7.1f}")
+
+
+if __name__ == "__main__":
+    main()
