@@ -76,7 +76,8 @@ def test_metrics_of_sequences_that_are_compared(served, fields, num_sequences, n
     body = {"prompt": [67, 68], "max_tokens": 5, "ignore_eos": True, **fields}
     httpx.post(f"{served.url}/v1/completions", json=body).raise_for_status()
     added = [now - then for now, then in zip(figures(), before, strict=True)]
-    assert added == [num_sequences, num_sequences, num_between]
+    assert added[:2] == [num_sequences, num_sequences]
+    assert min(1, num_between) <= added[2] <= num_between  # tokens that come together have nothing between them
 
 
 def test_every_metric_has_a_name_of_its_own(served):
