@@ -353,13 +353,22 @@ class RadixTree:
         added.entered.append(depth)
 
     def _withdraw_tail(self, table: BlockTable, depth: int) -> None:
-        """Take back a block that went on as a public prefix does when another table left it, and here does not."""
+        """Take back a block that another table left as a tail, where one of the two went on as a public prefix does.
+
+        It stands in the public root then and belongs under the namespace's, or the other way round.
+        """
         new = [(pool, blocks[depth]) for pool, blocks in zip(self._pools, table.blocks, strict=True)]
-        if depth == table.num_public and any(b != ABSENT and pool.refs(b) > pool.users(b) for pool, b in new):
+        if not any(b != ABSENT and pool.refs(b) > pool.users(b) for pool, b in new):
+            return
+        node: Node | None = None
+        if depth == table.num_public:
             node = self._descend_public(table, depth).node
-            self.forest.drop_tail(
-                node, symbols(table.tokens[depth * self._block_size :][: self._block_size]), self._size
-            )
+        elif depth < table.num_public:
+            before = symbols(table.tokens[: depth * self._block_size])
+            node = self.forest.roots.get((table.namespace, before))
+        if node is not None:
+            key = symbols(table.tokens[depth * self._block_size :][: self._block_size])
+            self.forest.drop_tail(node, key, self._size)
             self.forest.tidy(node)
 
     def _num_public(self, table: BlockTable) -> int:

@@ -250,6 +250,22 @@ def test_a_half_full_block_left_as_public_by_one_fork_goes_on_otherwise_in_anoth
     assert cache.matched([7] * 7 + [2, 3]) == 8
 
 
+def test_a_half_full_block_left_by_one_fork_goes_on_as_public_in_another():
+    cache = Cache(block_size=4, public=[[7] * 8])
+    cache.admit([7] * 8 + [1], record=False)
+    cache.kv.launched(1000)
+    cache.kv.collected(1000)
+    cache.kv.fork(1, 50, 7, [7] * 7 + [2, 3])
+    cache.kv.release(50, 7)
+    parent = cache.kv.tables[1]
+    cache.kv.grow(parent, 9)
+    cache.kv.record(parent, 7, 9)
+    assert cache.kv.check() == []
+    assert cache.matched([7] * 8 + [1]) == 8
+    cache.kv.release(1, 9)
+    assert cache.kv.check() == []
+
+
 def test_a_pool_that_is_full_of_what_was_found_admits_all_the_same():
     cache = Cache(num_blocks=4, block_size=4)
     cache.run(range(14))
