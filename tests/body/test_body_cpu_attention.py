@@ -5,6 +5,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from cpu_builds import EVERY, in_use
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_body_attention import naive
@@ -19,12 +20,10 @@ NOWHERE = 2**40  # a block that does not exist
 TOLERANCES = {"float32": 3e-5, "bfloat16": 0.03}
 
 
-@pytest.fixture(params=_C.builds())
+@pytest.fixture(params=EVERY)
 def build(request):
-    _C.use(request.param)
-    yield request.param
-    _C.use(_C.builds()[0])
-    _C.set_threads(1)
+    with in_use(f"{request.param}-1"):
+        yield request.param
 
 
 def laid_out(tokens, dtype, block_size):

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cpu_builds import each_with, in_use
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,6 +14,7 @@ from quire.kernels import reference
 
 _C = pytest.importorskip("quire.kernels.cpu._C", reason="the CPU kernels are not built", exc_type=ImportError)
 cpu = pytest.importorskip("quire.kernels.cpu.blocks")
+memory = pytest.importorskip("quire.kernels.cpu.memory")
 
 CPU = torch.device("cpu")
 NAMES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -20,21 +22,19 @@ SEEDS = st.integers(0, 2**32 - 1)
 NUM_BLOCKS = 7
 
 
-@pytest.fixture(scope="module", params=[f"{name}-{threads}" for name in _C.builds() for threads in (1, 2)])
+@pytest.fixture(scope="module", params=each_with(1, 2))
 def build(request):
-    """A build and a number of threads are in use, and new tensors are NaN, so that what a kernel leaves out is seen."""
-    name, threads = request.param.split("-")
-    _C.use(name)
-    _C.set_threads(int(threads))
-    torch.use_deterministic_algorithms(mode=True)
-    yield
-    torch.use_deterministic_algorithms(mode=False)
-    _C.use(_C.builds()[0])
-    _C.set_threads(1)
+    with in_use(request.param) as threads:
+        yield threads
 
 
 pytestmark = pytest.mark.usefixtures("build")
 drawn = settings(deadline=None, max_examples=15)
+
+
+def test_new_memory_is_poisoned_here():
+    assert memory.empty((3, 5), torch.float32).isnan().all()
+    assert torch.empty(3, 5).isnan().all()
 
 
 @st.composite

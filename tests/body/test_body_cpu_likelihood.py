@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from cpu_builds import each_with, in_use
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,15 +13,10 @@ _C = pytest.importorskip("quire.kernels.cpu._C")
 likelihood = pytest.importorskip("quire.kernels.cpu.likelihood")
 
 
-@pytest.fixture(params=[(build, threads) for build in _C.builds() for threads in (1, 2)], ids=str)
+@pytest.fixture(params=each_with(1, 2))
 def machine(request):
-    """Each build that runs here, with one thread and with two."""
-    build, threads = request.param
-    _C.use(build)
-    _C.set_threads(threads)
-    yield
-    _C.use(_C.builds()[0])
-    _C.set_threads(1)
+    with in_use(request.param) as threads:
+        yield threads
 
 
 def normal(num_rows, vocab_size, seed=0, deviation=3.0):

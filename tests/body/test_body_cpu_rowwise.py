@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from cpu_builds import each_with, in_use
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,17 +18,10 @@ WIDTHS = st.one_of(st.integers(1, 200), st.sampled_from([512, 1000, 3000]))
 SEEDS = st.integers(0, 2**32 - 1)
 
 
-@pytest.fixture(scope="module", params=[f"{name}-{threads}" for name in _C.builds() for threads in (1, 2)])
+@pytest.fixture(scope="module", params=each_with(1, 2))
 def build(request):
-    """A build and a number of threads are in use, and new tensors are NaN, so that what a kernel leaves out is seen."""
-    name, threads = request.param.split("-")
-    _C.use(name)
-    _C.set_threads(int(threads))
-    torch.use_deterministic_algorithms(mode=True)
-    yield
-    torch.use_deterministic_algorithms(mode=False)
-    _C.use(_C.builds()[0])
-    _C.set_threads(1)
+    with in_use(request.param) as threads:
+        yield threads
 
 
 pytestmark = pytest.mark.usefixtures("build")
