@@ -62,7 +62,10 @@ class Arena:
         size = max(_SMALLEST, 1 << (num_bytes - 1).bit_length())
         place = bisect_left(self._free, (size, 0))
         if place < len(self._free) and (self._free[place][0] == size or size >= _HUGE_PAGE):
-            return self._buffers[self._free.pop(place)[1]]
+            found, address = self._free.pop(place)
+            if found >= size:
+                return self._buffers[address]
+            insort(self._free, (found, address))  # a tensor that ended in another thread moved the places meanwhile
         buffer = _pages(size)
         self._buffers[buffer.ctypes.data] = buffer
         return buffer
