@@ -228,9 +228,6 @@ class Kernels(Protocol):
         weight and bias: the shape of the last axis, or of the last two, where each row of that pair has its own.
         """
 
-    def gate(self, x: Tensor, activation: str) -> Tensor:
-        """activation(first half of the last axis) * second half. activation: one of ACTIVATIONS."""
-
     def activate(self, x: Tensor, activation: str) -> Tensor:
         """activation(x). activation: one of ACTIVATIONS."""
 
@@ -244,13 +241,13 @@ class Kernels(Protocol):
         """x (num_rows, in) times weight (out, in), plus bias (out,)."""
 
     def gated_linear(self, x: Tensor, weight: Weight, bias: Tensor | None, activation: str) -> Tensor:
-        """gate(linear(x, weight, bias), activation)."""
+        """activation(first half) * second half of the last axis of linear(x, weight, bias); one of ACTIVATIONS."""
 
     def embed(self, ids: Tensor, weight: Weight, scale: float = 1.0) -> Tensor:
         """Rows of the weight (num_rows, size) for ids int64 (num_tokens,), times `scale`."""
 
     def experts(self, x: Tensor, ids: Tensor, weights: Tensor, up: Weight, down: Weight, activation: str) -> Tensor:
-        """The weighted sum of each token's experts: of down[e] gate(up[e] x), e in ids, in float32, rounded once.
+        """The weighted sum of each token's experts, down[e] gated_linear(x, up[e]), in float32, rounded once.
 
         x (num_tokens, hidden_size), ids int64 and weights float32 (num_tokens, k), a token's ids all different,
         up (num_experts, 2 * inner, hidden_size), down (num_experts, hidden_size, inner).

@@ -125,16 +125,21 @@ def test_tokens_are_stored_as_in_the_reference(group, seed, name):
 @drawn
 @given(groups(), SEEDS, st.sampled_from(sorted(NAMES)), st.floats(0, 1))
 def test_rotated_tokens_are_those_of_rotary_stored(group, seed, name, share):
-    pair, rowwise = Pair(*group, seed), pytest.importorskip("quire.kernels.cpu.rowwise")
+    pair, other = Pair(*group, seed), Pair(*group, seed)
     slots, begun = pair.step()
     q, k, v = qkv(pair, len(slots), pair.number(1, 5), NAMES[name])
     angles = pair.normal(len(slots), max(1, int(share * q.shape[2] / 2)), dtype=torch.float32)
     before = k.clone()
-    turned = cpu.rotary_write(pair.fast, 0, q, k, v, (angles.cos(), angles.sin()), slots)
+    rotation = angles.cos(), angles.sin()
+    turned = cpu.rotary_write(pair.fast, 0, q, k, v, rotation, slots)
     assert torch.equal(k, before)
-    expected = rowwise.rotary(q, k, angles.cos(), angles.sin())
-    assert torch.equal(turned, expected[0])
-    pair.store(0, expected[1], v, slots, begun)
+    also_turned = cpu.rotary_write(other.fast, 0, k, k, v, rotation, slots)  # in the place of queries: the same bits
+    expected = reference.rotary(q.float(), k.float(), *rotation)
+    for result, wanted, x in zip((turned, also_turned), expected, (q, k), strict=True):
+        rounding = 2**-8 if result.dtype == torch.bfloat16 else 1e-5
+        torch.testing.assert_close(result.float(), wanted, rtol=rounding, atol=1e-6)
+        assert torch.equal(result[..., 2 * angles.shape[1] :], x[..., 2 * angles.shape[1] :])
+    pair.store(0, also_turned, v, slots, begun)
     pair.check()
 
 

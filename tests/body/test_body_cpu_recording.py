@@ -16,6 +16,7 @@ from quire.params import SamplingParams
 _C = pytest.importorskip("quire.kernels.cpu._C", reason="the CPU kernels are not built", exc_type=ImportError)
 memory = pytest.importorskip("quire.kernels.cpu.memory")
 kernels_module = pytest.importorskip("quire.kernels.cpu.kernels")
+rowwise = pytest.importorskip("quire.kernels.cpu.rowwise")
 
 ROWS = 8
 BLOCK = 16
@@ -254,12 +255,12 @@ def test_views_and_empty_tensors_can_be_recorded():
         half_like = torch.empty_like(half), x.new_empty(4, 3)
         assert {part.dtype for part in (half, *half_like)} == {torch.float32}
         assert all(part.shape == (4, 3) for part in half_like)
-        return kernels.gate(torch.as_strided(first, (4, 6), (6, 1)), "relu") if second is not None else first
+        return rowwise.gate(torch.as_strided(first, (4, 6), (6, 1)), "relu") if second is not None else first
 
     result, play = kernels.recorder.record(compute)
     x.neg_()
     play()
-    assert torch.equal(result, kernels.gate(kernels.activate(x, "silu"), "relu"))
+    assert torch.equal(result, rowwise.gate(kernels.activate(x, "silu"), "relu"))
 
 
 def test_an_exception_leaves_no_tape_behind(saved):

@@ -118,25 +118,6 @@ def test_nan_stays_nan(activation, dtype):
 
 
 @drawn
-@given(
-    *(SEEDS, st.integers(1, 40), st.sampled_from([2, 8, 20, 64, 80, 96, 128]), st.integers(1, 3), st.integers(1, 3)),
-    *(st.sampled_from(DTYPES), st.floats(0, 1)),
-)
-def test_rotary_is_that_of_the_reference(seed, rows, head_dim, heads, kv_heads, dtype, share):
-    half = max(1, int(share * head_dim / 2))
-    q, k = normal(seed, rows, heads, head_dim, dtype=dtype), normal(seed + 1, rows, kv_heads, head_dim, dtype=dtype)
-    angles = 100 * normal(seed + 2, rows, half)
-    expected = reference.rotary(q.float(), k.float(), angles.cos(), angles.sin())
-    views = heads_of_product(q), heads_of_product(k)
-    for result, wanted, view, x in zip(
-        cpu.rotary(*views, angles.cos(), angles.sin()), expected, views, (q, k), strict=True
-    ):
-        close(result, wanted)
-        assert torch.equal(view, x)
-        assert torch.equal(result[..., 2 * half :], x[..., 2 * half :])
-
-
-@drawn
 @given(SEEDS, st.integers(1, 40), st.integers(1, 70), st.sampled_from([1.0, 1.37]))
 def test_rotations_are_those_of_exact_cosines(seed, rows, half, magnitude):
     random = np.random.default_rng(seed)
@@ -197,5 +178,3 @@ def test_what_does_not_go_together_is_refused():
         cpu.activate(torch.zeros(3, dtype=torch.float16), "silu")
     with pytest.raises(ValueError, match="do not go together"):
         cpu.add_rms_norm(torch.zeros(2, 3), torch.zeros(3, 3), torch.ones(3), 1e-5)
-    with pytest.raises(ValueError, match="do not go together"):
-        cpu.rotary(torch.zeros(2, 1, 4), torch.zeros(3, 1, 4), torch.ones(2, 2), torch.ones(2, 2))

@@ -52,7 +52,7 @@ def write_kv(storage: Storage, layer: int, k: Tensor, v: Tensor, slots: Tensor) 
 def rotary_write(
     storage: Storage, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, slots: Tensor
 ) -> Tensor:
-    """`rotary` of q and k, then `write_kv`. Returns q rotated: without a rotation, q itself."""
+    """Rotate q and k, then `write_kv`. Returns q rotated: without a rotation, q itself."""
     if rotation is None:
         write_kv(storage, layer, k, v, slots)
         return q

@@ -94,10 +94,6 @@ class CpuKernels:
         """See `rowwise`."""
         return rowwise.layer_norm(x, weight, bias, eps)
 
-    def gate(self, x: Tensor, activation: str) -> Tensor:
-        """See `rowwise`."""
-        return rowwise.gate(x, activation)
-
     def activate(self, x: Tensor, activation: str) -> Tensor:
         """See `rowwise`."""
         return rowwise.activate(x, activation)

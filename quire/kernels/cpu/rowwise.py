@@ -94,16 +94,6 @@ def activate(x: Tensor, activation: str) -> Tensor:
     return out
 
 
-def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """q and k (num_tokens, heads, head_dim) with pairs (x[i], x[i + rotary_dim / 2]) rotated."""
-    _agree(q[:, :1], k[:, :1])
-    q, k, cos, sin = heads_together(q), heads_together(k), cos.contiguous(), sin.contiguous()
-    turned = empty(q.shape, q.dtype), empty(k.shape, k.dtype)
-    sizes = (q.shape[0], q.shape[1], k.shape[1], q.shape[2], cos.shape[1])
-    _C.rotary(q, k, cos, sin, *turned, dtype_code(q), *sizes, q.stride(0), k.stride(0))
-    return turned
-
-
 def rotation(positions: Tensor, frequencies: Tensor, magnitude: float) -> tuple[Tensor, Tensor]:
     """Cosines and sines of positions (num_tokens,) int64, float32 (num_tokens, dim / 2), times `magnitude`.
 

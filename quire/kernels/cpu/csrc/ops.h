@@ -13,7 +13,6 @@ bool has_tiles();  // whether the processor has AMX and the system lets this pro
   OP(add_rms_norm, "tttttiiiid") \
   OP(layer_norm, "ttotiiiiiiid") \
   OP(activate, "ttiiiiii") \
-  OP(rotary, "ttttttiiiiiiii") \
   OP(rotation, "ttttiid") \
   OP(embed, "tttiiiid") \
   OP(rotary_write, "ottooottiiiiiiiiiiiii") \

@@ -175,21 +175,6 @@ void activate(const Arg* a, const Team& team) {
 
 // ---- positions ----
 
-// q, k, cos, sin, q_out, k_out, dtype, num_tokens, heads of q, heads of k, head_dim, rotary_dim / 2, token strides of q, k
-// q_out and k_out lie without gaps; they may be q and k where those do.
-void rotary(const Arg* a, const Team& team) {
-  auto cos = (const float*)a[2].data, sin = (const float*)a[3].data;
-  int64_t tokens = a[7].integer, dim = a[10].integer, half = a[11].integer;
-  for (int i = 0; i < 2; i++) {
-    int64_t heads = a[8 + i].integer, stride = a[12 + i].integer;
-    void *x = a[i].data, *out = a[4 + i].data;
-    if (a[6].integer)
-      rotate_heads((const bf16*)x, stride, (bf16*)out, cos, sin, half, tokens, heads, dim, team);
-    else
-      rotate_heads((const float*)x, stride, (float*)out, cos, sin, half, tokens, heads, dim, team);
-  }
-}
-
 INLINE DVec select(LVec mask, DVec a, DVec b) { return (DVec)(((LVec)a & mask) | ((LVec)b & ~mask)); }
 
 // Cosine and sine within 1e-11, up to angles of 2^20 quarters of a turn; beyond, the error grows with the angle.
