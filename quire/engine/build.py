@@ -16,7 +16,7 @@ from quire.config import CacheConfig, DType, EngineOptions, KVGroup, SchedulerCo
 from quire.cost.memory import Demand, KVDemand, MemoryPlan, plan_memory
 from quire.engine import embedded
 from quire.engine.engine import Engine
-from quire.engine.machine import available_memory, pick_device
+from quire.engine.machine import available_memory, pick_device, return_freed_memory
 from quire.engine.model_files import ModelFiles, open_model
 from quire.engine.public_prefixes import Bounds, num_public_blocks, read_public_prefixes
 from quire.engine.sources.locate import locate
@@ -77,6 +77,7 @@ def build(options: EngineOptions, *, report: Report, progress: Progress) -> Buil
     scheduler = _scheduler(limits, cache, options.journal)  # before the weights: a bad path should not cost them
     model = prepared.files.load(prepared.dtype, prepared.device, progress)
     model.pack(prepared.chosen.kernels)
+    return_freed_memory()  # copies that reading and packing were done with
     runner = TorchRunner(
         model,
         prepared.chosen.kernels,

@@ -34,6 +34,7 @@ from quire.sched.beams import plan_beams
 
 log = logging.getLogger(__name__)
 
+_STEP_SECONDS = 2.0  # longer than a server's: no request arrives while others are computed
 _CHAT_ARGUMENTS = ("messages", "tools", "add_generation_prompt", "continue_final_message")  # not template variables
 
 
@@ -41,7 +42,8 @@ class LLM:
     """A model, loaded and ready. Without a name or folder it is the one that ships with quire.
 
     report(line) is told the memory plan, progress(done, total) how many bytes of weights are loaded.
-    options: the fields of EngineOptions, such as dtype, memory, max_model_len, max_num_seqs, seed.
+    options: the fields of EngineOptions, such as dtype, memory, max_model_len, max_num_seqs, seed; step_seconds is
+    2 where it is not given, because nobody else waits for a step.
     Raises ConfigError and ModelError. Not to be used by two threads at once.
     """
 
@@ -54,7 +56,7 @@ class LLM:
         progress: Callable[[int, int], None] = lambda _done, _total: None,
         **options: object,
     ) -> None:
-        settings = {"model": None if model is None else fspath(model), **options}
+        settings = {"model": None if model is None else fspath(model), "step_seconds": _STEP_SECONDS, **options}
         settings["memory"] = None if memory is None else str(memory)
         built = build(EngineOptions(**settings), report=report, progress=progress)  # type: ignore[arg-type]  # the options are checked by name when called
         self.model_name = built.model_name

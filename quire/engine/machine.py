@@ -1,7 +1,9 @@
 """What this machine has to offer. The only place that asks."""
 
+import ctypes
 import os
 import platform
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -28,6 +30,12 @@ def available_memory(device: str) -> int:
         free, _ = torch.cuda.mem_get_info(device)
         return int(free)
     return min(_host_memory(), _cgroup_memory())
+
+
+def return_freed_memory() -> None:
+    """Give the system what was freed and the C library kept, where that can be told to (glibc)."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _host_memory() -> int:

@@ -1,6 +1,8 @@
 """From options to an engine: what is refused and how, what is said before loading, what loading holds in memory."""
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -127,3 +129,24 @@ def test_a_container_is_not_charged_for_cached_files(tmp_path, monkeypatch):
     assert machine.available_memory("cpu") == 15_000_000
     (tmp_path / "memory.max").write_text("max\n")
     assert machine.available_memory("cpu") > 15_000_000
+
+
+def test_offline_steps_may_take_longer_than_those_of_a_server(monkeypatch):
+    options = []
+    monkeypatch.setattr("quire.engine.llm.build", lambda chosen, **_: options.append(chosen) or build(chosen, **_))
+    LLM(memory="64MiB")
+    LLM(memory="64MiB", step_seconds=0.25)
+    assert [chosen.step_seconds for chosen in options] == [2.0, 0.25]
+    assert EngineOptions().step_seconds == 0.5
+
+
+def test_answering_imports_neither_a_compiler_nor_the_hub():
+    """They take a second and 100 MB, which the first token, or the second, would have to wait for."""
+    script = """
+import sys
+from quire import LLM, SamplingParams
+LLM(memory="64MiB").generate("one two", SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
+print(*(name for name in ("sympy", "torch._dynamo", "huggingface_hub.hf_api", "transformers") if name in sys.modules))
+"""
+    answer = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+    assert answer.stdout.strip() == ""

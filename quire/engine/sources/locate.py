@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from quire.engine.sources.hub import Repository
 from quire.engine.sources.hub_errors import NoNetwork
 from quire.engine.sources.hub_files import HubName
 from quire.errors import ConfigError, ModelError, nearest
@@ -45,6 +44,8 @@ def locate(
             )
         return _local(path)
     name = _hub_name(model, revision)
+    from quire.engine.sources.hub import Repository  # noqa: PLC0415  (0.1 s that local models need not wait for)
+
     repository = Repository(name, cache_dir=cache_dir, endpoint=endpoint)
     cached = repository.in_cache()
     if cached is not None and offline:

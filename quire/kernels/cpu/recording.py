@@ -64,6 +64,10 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._arena = arena
         self.foreign: str | None = None
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch's way of not importing its compiler here: a second, and 70 MB
+
     def __torch_dispatch__(  # called by torch with whatever its operators take
         self,
         func: Any,  # noqa: ANN401

@@ -6,7 +6,7 @@
 constexpr int64_t TILES_FROM_ROWS = 4;  // with fewer rows, vectors are as fast as memory
 constexpr int64_t TILE_BYTES = 1024;
 constexpr int64_t AHEAD = 16 * TILE_BYTES;
-constexpr int64_t BLOCK_BYTES = 1 << 20;  // of x
+constexpr int64_t BLOCK_BYTES = 5 << 18;  // of x
 
 struct alignas(64) TileConfig {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
@@ -125,7 +125,7 @@ INLINE void one_by_two(const char* a, const Panel<bf16>& panel, int64_t steps, B
 template <bool GATED>
 static void tiled_block(const Product& p, int64_t row, int64_t rows, int64_t begin, int64_t end, char* a) {
   int64_t steps = up_to(p.k, 32) / 32, a_tile = steps * TILE_BYTES, wide = GATED ? 1 : 2;
-  int64_t pieces = (rows + 31) / 32, lines = (16 + pieces - 1) / pieces;
+  int64_t pieces = (rows + 31) / 32;
   int64_t ahead = pieces == 1 ? min(a_tile, AHEAD) : a_tile;  // many rows have time to bring all of the next tiles
   Sums sums[2];
   Sums* before = nullptr;
@@ -142,7 +142,7 @@ static void tiled_block(const Product& p, int64_t row, int64_t rows, int64_t beg
       Sums& now = sums[turn];
       bool last = tile + wide >= end;
       Beside<GATED> beside = {p,      before, {panel.w[0], panel.w[1]}, {nullptr, nullptr},
-                              a_tile, ahead,  min(16, i * lines),       min(16, (i + 1) * lines)};
+                              a_tile, ahead,  i * 16 / pieces,          (i + 1) * 16 / pieces};
       if (!last) {
         beside.next[0] = panel.w[0] + wide * a_tile;
         beside.next[1] = panel.w[1] + wide * a_tile;
