@@ -18,8 +18,9 @@ from benchmarks.workloads import Query, Workload, workload
 
 ROOT = Path(__file__).resolve().parents[2]
 DRIVERS = Path(__file__).parent / "drivers"
-PEERS = ("vllm", "transformers", "openvino")
-_GGUF = {"openvino": "F16"}  # those that read GGUF, and the type of matrices: OpenVINO reads no BF16 there
+PEERS = ("vllm", "transformers", "openvino", "llama_cpp")
+# those that read GGUF, and the type of matrices: OpenVINO reads no BF16 there
+_GGUF = {"openvino": "F16", "llama_cpp": "BF16"}
 _PATIENCE = 60.0  # seconds that an engine has to end by itself
 
 
@@ -131,6 +132,8 @@ def start(engine: Engine) -> Running:
     if engine.name in _GGUF:
         settings["gguf"] = str(gguf_file(engine.model, _GGUF[engine.name]))
     handle, log = tempfile.mkstemp(prefix=f"{engine.name}-", suffix=".log")
+    for weights in engine.model.glob("*.safetensors"):
+        weights.read_bytes()  # so that no engine's start waits for the disk
     with os.fdopen(handle, "w") as errors:
         process = subprocess.Popen(
             [engine.python, str(engine.script), json.dumps({**settings, "started": time.time()})],

@@ -11,8 +11,8 @@ STRONG = ("facts", "translate", "copy", "needle", "talk", "recall", "reverse", "
 OTHERS = ("sort", "count", "think_sum", "classify", "mixed")
 
 
-def exam(engine, tasks, chats):
-    return Exam(model=embedded.folder(), engine=engine, tasks=tasks, chats=chats, dtype="float32", seed=1).sit()
+def exam(engine, tasks, chats, dtype="float32"):
+    return Exam(model=embedded.folder(), engine=engine, tasks=tasks, chats=chats, dtype=dtype, seed=1).sit()
 
 
 def test_greedy_answers_equal_those_of_transformers():
@@ -26,6 +26,12 @@ def test_strong_tasks_are_answered_right():
     run = exam("quire", STRONG, 10)
     assert {score.task: score.rate for score in run.scores if score.rate < 0.9} == {}
     assert min(score.num_answers for score in run.scores) >= 10
+
+
+def test_bfloat16_answers_as_many_questions_right():
+    exact, short = (exam("quire", STRONG + OTHERS, 6, dtype) for dtype in ("float32", "bfloat16"))
+    right, still = (sum(score.num_right for score in run.scores) for run in (exact, short))
+    assert still >= right - 0.01 * len(exact.answers)
 
 
 def test_the_scorer_prints_a_table_and_keeps_the_answers(tmp_path, capsys):

@@ -1,0 +1,97 @@
+"""Drives llama.cpp through its C interface: all queries in one context, as its server's slots are, from a GGUF file.
+
+Each pass computes up to 2048 tokens: one of every sequence that decodes, and what is left of prompts. What queries
+have in common is computed for each of them.
+"""
+
+import os
+import time
+from dataclasses import dataclass
+
+import llama_cpp
+import numpy as np
+from protocol import Driven, Queries, Result, drive
+
+TOKENS_AT_ONCE = 2048
+
+
+@dataclass
+class Sequence:
+    """A query on its way. tokens: those whose KV is still to be computed."""
+
+    slot: int
+    tokens: list[int]
+    num_left: int  # output tokens
+    num_computed: int = 0
+    num_out: int = 0
+
+
+class Model:
+    """A loaded model with room for so many sequences of such a length."""
+
+    def __init__(self, settings: dict, threads: int) -> None:
+        llama_cpp.llama_log_set(_quiet, None)
+        llama_cpp.llama_backend_init()
+        self._model = llama_cpp.llama_model_load_from_file(
+            settings["gguf"].encode(), llama_cpp.llama_model_default_params()
+        )
+        params = llama_cpp.llama_context_default_params()
+        params.n_seq_max = settings["max_num_seqs"]
+        params.n_ctx = 32768  # of all sequences together
+        params.kv_unified = True
+        params.n_batch, params.n_ubatch = TOKENS_AT_ONCE, 512
+        params.n_threads = params.n_threads_batch = threads
+        self._context = llama_cpp.llama_init_from_model(self._model, params)
+        assert self._model and self._context
+        self._vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
+        self._batch = llama_cpp.llama_batch_init(TOKENS_AT_ONCE, 0, 1)
+
+    def run(self, queries: Queries) -> Result:
+        """All queries at once, of which there are no more than slots."""
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), True)  # noqa: FBT003
+        start, first = time.perf_counter(), None
+        sequences = [Sequence(slot, query["prompt"], query["out"]) for slot, query in enumerate(queries)]
+        while left := [sequence for sequence in sequences if sequence.num_left]:
+            self._step(left)
+            if first is None and sequences[0].num_out:
+                first = time.perf_counter() - start
+        return [sequence.num_out for sequence in sequences], first
+
+    def _step(self, sequences: list[Sequence]) -> None:
+        batch, count, ends = self._batch, 0, []
+        for number, sequence in enumerate(sequences):
+            some = sequence.tokens[: TOKENS_AT_ONCE - count - (len(sequences) - number - 1)]
+            for place, token in enumerate(some):
+                at = count + place
+                batch.token[at], batch.pos[at] = token, sequence.num_computed + place
+                batch.n_seq_id[at], batch.seq_id[at][0], batch.logits[at] = 1, sequence.slot, 0
+            count += len(some)
+            sequence.num_computed += len(some)
+            sequence.tokens = sequence.tokens[len(some) :]
+            if not sequence.tokens:
+                batch.logits[count - 1] = 1
+                ends.append((sequence, count - 1))
+        batch.n_tokens = count
+        status = llama_cpp.llama_decode(self._context, batch)
+        if status:
+            raise RuntimeError(f"llama_decode gave {status}")
+        for sequence, index in ends:
+            logits = np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(self._context, index), (self._vocab_size,))
+            sequence.tokens = [int(logits.argmax())]
+            sequence.num_out += 1
+            sequence.num_left -= 1
+
+
+@llama_cpp.llama_log_callback
+def _quiet(level: int, text: bytes, data: object) -> None:
+    del level, text, data
+
+
+def load(settings: dict) -> Driven:
+    """The model, with a thread for each core."""
+    threads = len(os.sched_getaffinity(0))
+    return Driven(Model(settings, threads).run, llama_cpp.__version__, threads, ["from GGUF, BF16"])
+
+
+if __name__ == "__main__":
+    drive(load)
