@@ -4,7 +4,8 @@ A kernel module owns the layout of blocks on its device and knows nothing about 
 schedules. `quire.kernels.reference` says what every function means; other modules must agree with it.
 
 Bytes that leave a device are in the canonical layout, which is the same for all modules:
-(num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim), where index 0 of the second axis is keys.
+(num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim), where index 0 of the second axis is keys. Of 8-bit
+types the last axis is uint8 (head_dim + 4,): see `reference.quantized`.
 """
 
 from collections.abc import Callable, Mapping
@@ -130,12 +131,20 @@ class Demands:
 
     device: torch.device
     dtype: str
+    kv_dtype: str
     block_size: int
     head_dims: tuple[int, ...]
 
 
 class Recorder(Protocol):
     """Steps of a module that run again without the Python that described them: on the same tensors, refilled."""
+
+    def size(self, num_sequences: int) -> int | None:
+        """The size that a step of so many sequences is recorded at, or None where recording it would not pay.
+
+        Where that is larger, the step is filled up with chunks of one token, at position 0, whose tables are -1
+        throughout: nothing may be written for them, and what is computed for them may be anything.
+        """
 
     def plan(self, batch: Batch, storage: Storage, width: int) -> Plan:
         """As Kernels.plan, made to be refilled with tables of up to `width` blocks."""

@@ -15,8 +15,10 @@ from quire.core.step import ChunkOutput, Chunks
 from quire.kernels.contract import Kernels, Storage
 from quire.layers.attend import PagedAttend
 from quire.models.model import Model
+from quire.runner.latest import Latest
 from quire.runner.recordings import Recordings
 from quire.runner.rows import Rows
+from quire.store.upload import uploaded
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,8 +47,10 @@ class Passes:
         strict: Kernels | None,
         storages: Sequence[Storage],
         max_model_len: int,
+        latest: Latest,
     ) -> None:
         self._model = model
+        self._latest = latest
         self._ordinary = Way(kernels, PagedAttend(kernels, storages, model.scores))
         self._strict = None if strict is None else Way(strict, PagedAttend(strict, storages, model.scores))
         self._recordings = Recordings(model, kernels, storages, max_model_len)
@@ -59,7 +63,10 @@ class Passes:
         one_each = (chunks.stops - chunks.starts == 1).all() and (chunks.outputs == ChunkOutput.SAMPLE).all()
         if not one_each or rows.deterministic[chunks.rows].any():
             return None
-        return self._recordings.logits(*rows.inputs(chunks), rows.batches(chunks))
+        missing = rows.missing(chunks)
+        return self._recordings.logits(
+            *rows.inputs(chunks), rows.batches(chunks), lambda token_ids: self._latest.fill(token_ids, missing)
+        )
 
     def hidden(self, rows: Rows, chunks: Chunks) -> Hidden:
         """Compute all chunks, at least one.
@@ -75,7 +82,7 @@ class Passes:
         """Logits (len(tokens), vocab_size) behind some tokens of the step, by the kernels that computed them."""
         strict = hidden.deterministic[tokens]
         parts = [
-            self._model.logits(hidden.states[torch.from_numpy(tokens[which]).to(hidden.states.device)], way.kernels)
+            self._model.logits(hidden.states[uploaded(tokens[which], hidden.states.device)], way.kernels)
             for way, which in self._ways(strict)
         ]
         return _merge(strict, parts)
@@ -92,7 +99,8 @@ class Passes:
 
     def _compute(self, way: Way, rows: Rows, chunks: Chunks) -> Tensor:
         device = self._model.device
-        token_ids, positions = (torch.from_numpy(array).to(device) for array in rows.inputs(chunks))
+        token_ids, positions = (uploaded(array, device) for array in rows.inputs(chunks))
+        self._latest.fill(token_ids, rows.missing(chunks))
         way.attend.plan(rows.batches(chunks))
         return self._model.forward(token_ids, positions, way.attend, way.kernels)
 
@@ -108,4 +116,4 @@ def _merge(second: np.ndarray, parts: Sequence[Tensor]) -> Tensor:
     if len(parts) == 1:
         return parts[0]
     places = np.concatenate((np.flatnonzero(~second), np.flatnonzero(second)))
-    return torch.cat(tuple(parts))[torch.from_numpy(np.argsort(places)).to(parts[0].device)]
+    return torch.cat(tuple(parts))[uploaded(np.argsort(places), parts[0].device)]

@@ -4,9 +4,8 @@ The first step of a size runs as always and is recorded. Later ones refill its i
 time that depends on the number of layers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,8 +14,9 @@ from torch import Tensor
 from quire.kernels.contract import Batch, Kernels, NotRecordable, Plan, Recorder, Storage
 from quire.layers.attend import PagedAttend
 from quire.models.model import Model
+from quire.store.upload import uploaded
 
-MAX_SEQUENCES = 64  # in a recorded step; in larger ones what Python takes hardly counts
+Fill = Callable[[Tensor], None]  # writes those token ids that only the device knows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,7 +27,7 @@ class _Recording:
     positions: Tensor  # int64 (num_tokens,)
     plans: list[Plan]
     logits: Tensor  # (num_tokens, vocab_size)
-    play: Any
+    play: Callable[[], None]
 
 
 class Recordings:
@@ -42,27 +42,42 @@ class Recordings:
         self._recorder = kernels.recorder
         self._recordings: dict[int, _Recording] = {}
 
-    def logits(self, token_ids: np.ndarray, positions: np.ndarray, batches: Sequence[Batch]) -> Tensor | None:
+    def logits(
+        self, token_ids: np.ndarray, positions: np.ndarray, batches: Sequence[Batch], fill: Fill
+    ) -> Tensor | None:
         """Logits (num_tokens, vocab_size) of a step whose chunks have one token each, int64 (num_tokens,).
 
         They are valid until the next step. None where such steps cannot be recorded.
         """
-        if self._recorder is None or len(token_ids) > MAX_SEQUENCES:
+        number = len(token_ids)
+        size = None if self._recorder is None else self._recorder.size(number)
+        if self._recorder is None or size is None:
             return None
-        recording = self._recordings.get(len(token_ids))
+        if size > number:
+            token_ids, positions = (np.pad(column, (0, size - number)) for column in (token_ids, positions))
+            batches = [_padded(batch, size) for batch in batches]
+        recording = self._recordings.get(size)
         if recording is None:
-            return self._record(self._recorder, token_ids, positions, batches)
-        recording.token_ids.numpy()[:] = token_ids
-        recording.positions.numpy()[:] = positions
+            return self._record(self._recorder, token_ids, positions, batches, fill, number)
+        recording.token_ids.copy_(torch.from_numpy(token_ids), non_blocking=True)
+        recording.positions.copy_(torch.from_numpy(positions), non_blocking=True)
+        fill(recording.token_ids)
         for plan, batch in zip(recording.plans, batches, strict=True):
             self._recorder.refill(plan, batch)
         recording.play()
-        return recording.logits
+        return recording.logits[:number]
 
     def _record(
-        self, recorder: Recorder, token_ids: np.ndarray, positions: np.ndarray, batches: Sequence[Batch]
+        self,
+        recorder: Recorder,
+        token_ids: np.ndarray,
+        positions: np.ndarray,
+        batches: Sequence[Batch],
+        fill: Fill,
+        number: int,
     ) -> Tensor | None:
-        ids, places = torch.from_numpy(token_ids.copy()), torch.from_numpy(positions.copy())
+        ids, places = (uploaded(column.copy(), self._model.device) for column in (token_ids, positions))
+        fill(ids)
         plans = [
             recorder.plan(batch, storage, -(-self._max_model_len // storage.block_size))
             for batch, storage in zip(batches, self._storages, strict=True)
@@ -79,4 +94,14 @@ class Recordings:
             self._recorder = None  # nor will any other step be
             return None
         self._recordings[len(ids)] = _Recording(ids, places, plans, logits, play)
-        return logits
+        return logits[:number]
+
+
+def _padded(batch: Batch, size: int) -> Batch:
+    """With chunks of one token that have no block: what they compute is written nowhere, and nobody reads it."""
+    more = size - len(batch.starts)
+    return Batch(
+        np.pad(batch.starts, (0, more)),
+        np.pad(batch.stops, (0, more), constant_values=1),
+        np.pad(batch.tables, ((0, more), (0, 0)), constant_values=-1),
+    )

@@ -10,6 +10,8 @@ from quire.core.step import Chunks, Late, Step
 from quire.kernels.contract import Batch, Draws
 from quire.sample.columns import SamplingColumns
 
+_NONE = -1  # no position
+
 
 class Rows:
     """One row per running sequence."""
@@ -22,12 +24,15 @@ class Rows:
         self.sampling = SamplingColumns(max_num_seqs, vocab_size)
         self.deterministic = np.zeros(max_num_seqs, np.bool_)
         self.poolings = np.zeros(max_num_seqs, np.uint8)
+        self._awaited = np.full(max_num_seqs, _NONE, np.int64)  # position of a sampled token that is not here yet
 
     def apply(self, step: Step) -> None:
         """Take in what a step says about rows: reset, opens, tokens, blocks."""
         if step.reset:
             for table in (self._tokens, *self._tables):
                 table.fill(0)
+            self._awaited.fill(_NONE)
+        self._awaited[step.opens.rows] = _NONE
         self.sampling.open(step.opens)
         self.deterministic[step.opens.rows] = step.opens.deterministic
         self.poolings[step.opens.rows] = step.opens.poolings
@@ -56,6 +61,24 @@ class Rows:
         """What sampling has to know to choose one token for each of `rows`, at `positions`."""
         return self.sampling.draws(rows, positions, self._tokens, late)
 
+    def expect(self, rows: np.ndarray, positions: np.ndarray) -> None:
+        """A token was sampled for each of `rows`, and will be brought by `append`."""
+        self._awaited[rows] = positions
+
+    def missing(self, chunks: Chunks) -> tuple[np.ndarray, np.ndarray]:
+        """Which token ids of `inputs` are not here yet: their indices, and the rows that sampled them last."""
+        positions = self._awaited[chunks.rows]
+        missing = (chunks.starts <= positions) & (positions < chunks.stops)
+        lengths = chunks.stops - chunks.starts
+        indices = np.cumsum(lengths) - chunks.stops + positions
+        return indices[missing], chunks.rows[missing].astype(np.int64)
+
     def append(self, rows: np.ndarray, positions: np.ndarray, tokens: np.ndarray) -> None:
-        """Write sampled tokens, one per row. A token of -1 becomes 0: nothing may come of it, but it is looked up."""
-        self._tokens[rows, positions] = np.maximum(tokens, 0)
+        """Write sampled tokens, one per row, but for rows that belong to other sequences by now.
+
+        A token of -1 becomes 0: nothing may come of it, but it is looked up.
+        """
+        here = self._awaited[rows] == positions
+        rows, positions = rows[here], positions[here]
+        self._tokens[rows, positions] = np.maximum(tokens[here], 0)
+        self._awaited[rows] = _NONE

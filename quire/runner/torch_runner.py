@@ -1,7 +1,7 @@
 """Runs steps with torch in this process: forward passes over the tokens of all chunks, then sampling.
 
-Steps are synchronous here: when `launch` and `sample` return, their work is done. The order of calls is
-that of `quire.core.runner`, so two steps may overlap as they would on a device of its own.
+On a GPU `launch` and `sample` return when the work is queued, and `collect` waits for the tokens. Until then they are
+known on the device alone, where the step after reads them.
 """
 
 import time
@@ -18,10 +18,12 @@ from quire.core.step import ChunkOutput, Chunks, Late, Logprobs, Step, StepResul
 from quire.kernels.contract import Kernels
 from quire.models.model import Model
 from quire.runner import wanted
+from quire.runner.latest import Latest
 from quire.runner.passes import Hidden, Passes
 from quire.runner.rows import Rows
 from quire.sample.logprobs import report
 from quire.store.device import DeviceStore
+from quire.store.upload import uploaded
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,6 +36,19 @@ class Launched:
     logits: Tensor  # (chunks that sample, vocab_size)
     prompt_logprobs: Logprobs | None
     pooled: np.ndarray | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sampled:
+    """A step whose tokens are chosen, and on their way to the host."""
+
+    launched: Launched
+    rows: np.ndarray  # that sampled
+    positions: np.ndarray  # of their tokens
+    tokens: Tensor  # int64 (len(rows),), on the host once `arrival` has come
+    arrival: torch.cuda.Event | None
+    logprobs: Logprobs | None
+    ended: float | None  # seconds, of the runner's clock; None where the device is still at it
 
 
 class TorchRunner:
@@ -58,14 +73,17 @@ class TorchRunner:
         self._kernels = kernels
         self._clock = clock
         self._vocab_size = model.vocab_size
+        self._device = model.device
         self._rows = Rows(cache, max_num_seqs, max_model_len, self._vocab_size)
         self._store = DeviceStore(kernels, cache, model.device)
         self.deterministic = strict is not None and model.row_invariant  # whether it can run such sequences
+        self._latest = Latest(max_num_seqs, model.device)
         self._passes = Passes(
-            model, kernels, strict if self.deterministic else None, self._store.storages, max_model_len
+            model, kernels, strict if self.deterministic else None, self._store.storages, max_model_len, self._latest
         )
         self._launched: Launched | None = None
-        self._sampled: deque[StepResult] = deque()
+        self._sampled: deque[Sampled] = deque()
+        self._ended = 0.0  # when the step before was done
 
     def launch(self, step: Step) -> None:
         """Apply the delta, do the moves, run the forward passes.
@@ -93,13 +111,29 @@ class TorchRunner:
         """The result of the oldest sampled step. Raises ValueError when there is none."""
         if not self._sampled:
             raise ValueError("no step was sampled and not collected")
-        return self._sampled.popleft()
+        sampled = self._sampled.popleft()
+        if sampled.arrival is not None:
+            sampled.arrival.synchronize()
+        launched, tokens = sampled.launched, sampled.tokens.numpy().astype(np.int32)
+        ended = self._clock() if sampled.ended is None else sampled.ended
+        began = max(launched.began, self._ended)  # behind the step before it, on the same device
+        self._ended = ended
+        self._rows.append(sampled.rows, sampled.positions, tokens)
+        return StepResult(
+            launched.step_id,
+            ended - began,
+            (launched.chunks.outputs == ChunkOutput.SAMPLE).astype(np.int32),
+            tokens,
+            sampled.logprobs,
+            launched.prompt_logprobs,
+            launched.pooled,
+        )
 
     @torch.inference_mode()
     def _forward(self, step: Step, began: float) -> Launched:
         chunks = step.chunks
         if not len(chunks):
-            return Launched(step.id, began, chunks, torch.empty(0, self._vocab_size), None, None)
+            return Launched(step.id, began, chunks, torch.empty(0, self._vocab_size, device=self._device), None, None)
         logits = self._passes.decode(self._rows, chunks)
         if logits is not None:
             return Launched(step.id, began, chunks, logits, None, None)
@@ -124,30 +158,40 @@ class TorchRunner:
         return report(self._kernels, logits_of, self._vocab_size, scored.next_tokens, scored.num_logprobs)
 
     @torch.inference_mode()
-    def _choose_tokens(self, launched: Launched, late: Late) -> StepResult:
+    def _choose_tokens(self, launched: Launched, late: Late) -> Sampled:
         chunks, logits = launched.chunks, launched.logits
         sampling = chunks.outputs == ChunkOutput.SAMPLE
-        rows, stops = chunks.rows[sampling], chunks.stops[sampling]
-        tokens, logprobs = np.zeros(0, np.int32), None
-        if len(rows):
-            chosen = self._kernels.sample(logits, self._rows.draws(rows, stops, late))
-            tokens = chosen.cpu().numpy().astype(np.int32)
-            columns = self._rows.sampling
-            logprobs = report(
-                self._kernels,
-                lambda some: logits[torch.from_numpy(some).to(logits.device)],
-                self._vocab_size,
-                tokens,
-                columns["num_logprobs"][rows],
-                columns.lists.reported(rows),
-            )
-            self._rows.append(rows, stops, tokens)
-        return StepResult(
-            launched.step_id,
-            self._clock() - launched.began,
-            sampling.astype(np.int32),
-            tokens,
-            logprobs,
-            launched.prompt_logprobs,
-            launched.pooled,
+        rows, positions = chunks.rows[sampling], chunks.stops[sampling]
+        if not len(rows):
+            return self._on_its_way(launched, rows, positions, torch.zeros(0, dtype=torch.int64), None)
+        chosen = self._kernels.sample(logits, self._rows.draws(rows, positions, late))
+        self._latest.put(rows, chosen)
+        self._rows.expect(rows, positions)
+        return self._on_its_way(launched, rows, positions, chosen, self._report(rows, chosen, logits))
+
+    def _report(self, rows: np.ndarray, chosen: Tensor, logits: Tensor) -> Logprobs | None:
+        """How likely the chosen tokens were, where that was asked: it waits for them."""
+        columns = self._rows.sampling
+        wanted = columns["num_logprobs"][rows]
+        if (wanted < 0).all():
+            return None
+        return report(
+            self._kernels,
+            lambda some: logits[uploaded(some, logits.device)],
+            self._vocab_size,
+            chosen.cpu().numpy().astype(np.int32),
+            wanted,
+            columns.lists.reported(rows),
         )
+
+    def _on_its_way(
+        self, launched: Launched, rows: np.ndarray, positions: np.ndarray, chosen: Tensor, logprobs: Logprobs | None
+    ) -> Sampled:
+        """Send the tokens to the host, without waiting for them."""
+        if launched.logits.device.type == "cpu":
+            return Sampled(launched, rows, positions, chosen, None, logprobs, self._clock())
+        host = torch.empty(len(chosen), dtype=chosen.dtype, pin_memory=True)
+        host.copy_(chosen, non_blocking=True)
+        arrival = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        arrival.record()
+        return Sampled(launched, rows, positions, host, arrival, logprobs, None)

@@ -5,11 +5,13 @@ It knows nothing about layouts (the kernel module does) nor about who owns a blo
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from quire.config import CacheConfig
 from quire.core.step import Move
 from quire.kernels.contract import Kernels, Storage
+from quire.store.upload import uploaded
 
 
 class DeviceStore:
@@ -29,5 +31,5 @@ class DeviceStore:
                 raise ValueError(f"{move}: only moves within the device are possible")
         for move in moves:
             storage = self.storages[move.group]
-            pairs = torch.tensor(move.pairs, dtype=torch.int64, device=storage.data.device).view(-1, 2)
+            pairs = uploaded(np.array(move.pairs, np.int64).reshape(-1, 2), storage.data.device)
             self._kernels.copy_blocks(storage, pairs, move.num_tokens)

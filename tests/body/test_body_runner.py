@@ -274,3 +274,40 @@ def test_a_failed_step_is_forgotten(model, prompts, greedy):
     again = driver.run([(0, 0, 5)], reset=True, **opening)
     assert again.tokens.tolist() == greedy[0][:1]
     assert again.step_id == 3
+
+
+def test_a_step_may_continue_tokens_that_are_not_collected_yet(model, prompts, greedy):
+    driver = Driver(model)
+    known = [len(prompt) for prompt in prompts]
+    rows = range(len(prompts))
+    outputs = [[] for _ in rows]
+    step = driver.step(
+        [(row, 0, known[row]) for row in rows],
+        opens=[(row, GREEDY) for row in rows],
+        tokens=[(row, 0, prompts[row]) for row in rows],
+    )
+    driver.runner.launch(step)
+    driver.runner.sample(step.id, Late.nothing())
+    for number in range(1, 25):
+        step = driver.step([(row, known[row] + number - 1, known[row] + number) for row in reversed(rows)])
+        driver.runner.launch(step)  # what it begins with is known to the device alone
+        result = driver.runner.collect()
+        order = rows if number == 1 else reversed(rows)
+        for row, token in zip(order, result.tokens.tolist(), strict=True):
+            outputs[row].append(token)
+        driver.runner.sample(step.id, Late.nothing())
+    assert outputs == greedy
+
+
+def test_a_token_that_comes_late_is_not_written_into_a_row_that_changed_hands(model, prompts, greedy):
+    driver = Driver(model)
+    first = driver.step([(0, 0, 5)], opens=[(0, GREEDY)], tokens=[(0, 0, prompts[0])])  # its token is for position 5
+    driver.runner.launch(first)
+    driver.runner.sample(first.id, Late.nothing())
+    prompt = prompts[1]
+    second = driver.step([(0, 0, 0, 4, 0, 0, int(ChunkOutput.NONE))], opens=[(0, GREEDY)], tokens=[(0, 0, prompt)])
+    driver.runner.launch(second)
+    assert driver.runner.collect().tokens.tolist() == greedy[0][:1]
+    driver.runner.sample(second.id, Late.nothing())
+    driver.runner.collect()
+    assert driver.run([(0, 4, len(prompt))]).tokens.tolist() == greedy[1][:1]

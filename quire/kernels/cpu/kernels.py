@@ -28,6 +28,8 @@ class CpuKernels:
             return f"it runs on CPUs, not on {demands.device.type}"
         if demands.dtype not in DTYPES:
             return f"it computes in {' and '.join(DTYPES)}, not in {demands.dtype}"
+        if demands.kv_dtype != demands.dtype:
+            return f"it keeps keys and values in {demands.dtype}, not in {demands.kv_dtype}"
         if demands.block_size % blocks.TOKENS_TOGETHER:
             return f"block_size {demands.block_size} is no multiple of {blocks.TOKENS_TOGETHER}"
         if max(demands.head_dims) > LARGEST_HEAD:

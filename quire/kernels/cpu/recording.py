@@ -24,6 +24,7 @@ _VIEWS = frozenset(
     )
 )
 _PERHAPS_VIEWS = frozenset(("to", "flatten", "reshape", "contiguous"))  # where nothing is to be converted or moved
+MAX_SEQUENCES = 64  # in a recorded step; in larger ones what Python takes hardly counts
 _EMPTY = frozenset(("empty", "new_empty", "empty_like"))
 
 
@@ -32,6 +33,10 @@ class Recording:
 
     def __init__(self) -> None:
         self._arena = Arena()
+
+    def size(self, num_sequences: int) -> int | None:
+        """See Recorder."""
+        return num_sequences if num_sequences <= MAX_SEQUENCES else None
 
     def plan(self, batch: Batch, storage: Storage, width: int) -> paged.CpuPlan:
         """See Recorder."""

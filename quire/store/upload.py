@@ -1,0 +1,10 @@
+"""From the host to the compute device."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def uploaded(array: np.ndarray, device: torch.device) -> Tensor:
+    """The array on the device, without waiting for what that is doing. On a CPU it stays the array's memory."""
+    return torch.from_numpy(array).to(device, non_blocking=True)
