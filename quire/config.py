@@ -9,6 +9,7 @@ from msgspec import Meta
 from quire.errors import ConfigError, known_arguments_only
 
 DType = Literal["auto", "float32", "float16", "bfloat16", "float", "half"]
+KVDType = Literal["auto", "float32", "float16", "bfloat16", "float", "half", "fp8", "fp8_e4m3", "int8"]
 ModelImpl = Literal["auto", "quire", "transformers"]
 GroupKind = Literal["full", "window", "latent", "state"]
 PrefixIndexKind = Literal["radix", "hash", "none"]
@@ -22,7 +23,7 @@ class KVGroup:
     kind: GroupKind
     num_kv_heads: int
     head_dim: int
-    dtype: str
+    dtype: str  # a float type, or "fp8_e4m3" or "int8": bytes with a scale for each head of each token
     num_blocks: int
     bytes_per_block: int
     window: int = 0  # positions that a query sees, itself among them; 0 is all. Only of kind "window"
@@ -134,7 +135,9 @@ class EngineOptions:
         ModelImpl, Help("who runs the model: quire, transformers (extra hf), or auto: quire where it can", "beta")
     ] = "auto"
     dtype: Annotated[DType, Help("compute and weight type; auto: as the checkpoint says")] = "auto"
-    kv_cache_dtype: Annotated[DType, Help("type of cached keys and values; auto: same as dtype")] = "auto"
+    kv_cache_dtype: Annotated[
+        KVDType, Help("type of cached keys and values; auto: same as dtype; fp8 (e4m3) and int8 take half the memory")
+    ] = "auto"
     block_size: Annotated[int, Meta(ge=1, le=65536), Help("tokens in one KV block")] = 16
     enable_prefix_caching: Annotated[bool, Help("reuse the KV of earlier requests that began alike")] = True
     prefix_index: Annotated[
@@ -149,8 +152,10 @@ class EngineOptions:
     max_num_batched_tokens: Annotated[int, Meta(ge=1, le=2**24), Help("tokens computed in one step")] = 2048
     step_seconds: Annotated[float, Help("predicted time that one step may take", "beta")] = 0.5
     watermark: Annotated[float, Help("share of blocks that admission leaves free", "beta")] = 0.01
-    steps_in_flight: Annotated[int, Help("1, or 2 to plan a step while the one before it runs", "prototype")] = 1
-    kernels: Annotated[str, Help("kernel module: auto, cpu or reference", "beta")] = "auto"
+    steps_in_flight: Annotated[
+        int | None, Help("1, or 2 to plan a step while the one before it runs [default: 2 on a GPU]", "prototype")
+    ] = None
+    kernels: Annotated[str, Help("kernel module: auto, cpu, triton or reference", "beta")] = "auto"
     threads: Annotated[int | None, Help("threads that compute on the host [default: one per core]", "beta")] = None
     device: Annotated[str, Help("auto, cpu or cuda", "beta")] = "auto"
     seed: Annotated[int, Help("seed of requests that bring none")] = 0

@@ -96,7 +96,7 @@ import torch
 from quire.errors import ConfigError
 from quire.kernels.choose import choose
 from quire.kernels.contract import Demands
-demands = Demands(torch.device("cpu"), "float32", 16, (32,))
+demands = Demands(torch.device("cpu"), "float32", "float32", 16, (32,))
 print(choose("auto", demands).reason)
 try:
     choose("cpu", demands)

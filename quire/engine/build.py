@@ -12,7 +12,7 @@ import msgspec
 import torch
 
 from quire.cache.kv_cache import KVCache
-from quire.config import CacheConfig, DType, EngineOptions, KVGroup, SchedulerConfig
+from quire.config import CacheConfig, DType, EngineOptions, KVDType, KVGroup, SchedulerConfig
 from quire.cost.memory import Demand, KVDemand, MemoryPlan, plan_memory
 from quire.engine import embedded
 from quire.engine.engine import Engine
@@ -24,6 +24,7 @@ from quire.engine.text.tokenizer import Tokenizer
 from quire.errors import ConfigError
 from quire.kernels.choose import Chosen, choose, usable_device
 from quire.kernels.contract import DTYPES, Demands
+from quire.kernels.reference.quantized import LARGEST, kept_as
 from quire.kernels.reference.sampling import LOGITS_AT_ONCE
 from quire.models.model import Description, KVLayer, Progress
 from quire.runner.torch_runner import TorchRunner
@@ -34,7 +35,7 @@ _SHARES = {"cpu": 0.5, "cuda": 0.9}  # of the memory available: a host is shared
 _LOGIT_COPIES = 4  # of all rows: in the model's type, in float32, with edits, and as they are handed over
 _SAMPLING_BYTES = 50  # for each logit that is sampled from at once: filtered, sorted, summed, random numbers
 _PLACE = re.compile(r" - at `\$\.(\w+)`$")
-_DTYPE_ALIASES: Mapping[str, str] = MappingProxyType({"float": "float32", "half": "float16"})
+_DTYPE_ALIASES: Mapping[str, str] = MappingProxyType({"float": "float32", "half": "float16", "fp8": "fp8_e4m3"})
 
 Report = Callable[[str], None]  # takes a line
 
@@ -117,21 +118,24 @@ def prepare(options: EngineOptions, *, report: Report, progress: Progress) -> Pr
     device = pick_device(options.device)
     dtype = description.dtype if options.dtype == "auto" else _DTYPE_ALIASES.get(options.dtype, options.dtype)
     kv_dtype = dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
-    if _DTYPE_ALIASES.get(kv_dtype, kv_dtype) != dtype:
+    kv_dtype = _DTYPE_ALIASES.get(kv_dtype, kv_dtype)
+    if kv_dtype != dtype and kv_dtype not in LARGEST:
         raise ConfigError(
-            f"kv_cache_dtype {kv_dtype!r} differs from dtype {dtype!r}; only equal types are supported yet"
+            f"kv_cache_dtype {kv_dtype!r} is not dtype {dtype!r}; "
+            f"keys and values are kept in it, or in {' or '.join(LARGEST)}"
         )
     head_dims = tuple({layer.head_dim for layer in description.kv_layers})
-    chosen = choose(options.kernels, Demands(usable_device(device), dtype, options.block_size, head_dims))
+    chosen = choose(options.kernels, Demands(usable_device(device), dtype, kv_dtype, options.block_size, head_dims))
     threads = torch.get_num_threads() if options.threads is None else options.threads
     if threads < 1:
         raise ConfigError(f"threads: must be at least 1, not {threads}")
     chosen.kernels.use_threads(threads)
-    report(f"{description.architecture} from {path}, {dtype} on {device}")
+    kept = "" if kv_dtype == dtype else f", keys and values in {kv_dtype}"
+    report(f"{description.architecture} from {path}, {dtype} on {device}{kept}")
     report(f"model      {files.runs_on}")
     report(f"kernels    {chosen.reason}; {threads} threads")
     groups = _groups(description.kv_layers)
-    demand = _demand(description, options, dtype, groups, chosen.kernels.SCRATCH_BYTES)
+    demand = _demand(description, options, (dtype, kv_dtype), groups, chosen.kernels.SCRATCH_BYTES)
     kind = torch.device(device).type
     share = _SHARES[kind]
     plan = plan_memory(
@@ -144,23 +148,26 @@ def prepare(options: EngineOptions, *, report: Report, progress: Progress) -> Pr
     )
     for line in str(plan).splitlines():
         report(line)
+    # where nothing computes beside the host, a step that is planned early gains no time and may be planned in vain
+    steps_in_flight = (2 if kind == "cuda" else 1) if options.steps_in_flight is None else options.steps_in_flight
     limits = SchedulerConfig(
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
         max_model_len=plan.max_model_len,
         step_seconds=options.step_seconds,
         watermark=options.watermark,
-        steps_in_flight=options.steps_in_flight,
+        steps_in_flight=steps_in_flight,
     )
-    cache = _with_prefixes(_cache(groups, dtype, plan), options, files, limits)
+    cache = _with_prefixes(_cache(groups, kv_dtype, plan), options, files, limits)
     report(_about_prefixes(cache))
     resolved = replace(
         options,
         dtype=cast(DType, dtype),
-        kv_cache_dtype=cast(DType, dtype),
+        kv_cache_dtype=cast(KVDType, kv_dtype),
         max_model_len=limits.max_model_len,
         memory=options.memory or str(share),
         kernels=chosen.kernels.NAME,
+        steps_in_flight=steps_in_flight,
         threads=threads,
         device=device,
     )
@@ -210,10 +217,12 @@ def _groups(layers: Sequence[KVLayer]) -> Mapping[KVLayer, tuple[int, ...]]:
 def _demand(
     description: Description,
     options: EngineOptions,
-    dtype: str,
+    dtypes: tuple[str, str],
     groups: Mapping[KVLayer, tuple[int, ...]],
     scratch_bytes: int,
 ) -> Demand:
+    """dtypes: of weights and computation, and of keys and values."""
+    dtype, kv_dtype = dtypes
     width = DTYPES[dtype].itemsize
     length = min(options.max_model_len or description.max_positions, description.max_positions)
     widest = max(2 * layer.num_kv_heads * layer.head_dim * width for layer in groups)
@@ -223,7 +232,7 @@ def _demand(
     return Demand(
         weight_bytes=weight_bytes,
         weight_reason=f"{description.num_parameters / 1e6:.2f} M parameters, {dtype}",
-        kv=tuple(_kv_demand(layer, len(layers), width) for layer, layers in groups.items()),
+        kv=tuple(_kv_demand(layer, len(layers), kv_dtype) for layer, layers in groups.items()),
         block_size=options.block_size,
         model_max_len=description.max_positions,
         max_model_len=options.max_model_len,
@@ -236,12 +245,13 @@ def _demand(
     )
 
 
-def _kv_demand(layer: KVLayer, num_layers: int, width: int) -> KVDemand:
+def _kv_demand(layer: KVLayer, num_layers: int, kv_dtype: str) -> KVDemand:
     window = f", last {layer.window} tokens" if layer.window else ""
+    stored, size = kept_as(kv_dtype, layer.head_dim)
     return KVDemand(
-        num_layers * 2 * layer.num_kv_heads * layer.head_dim * width,
+        num_layers * 2 * layer.num_kv_heads * size * stored.itemsize,
         layer.window,
-        f"{num_layers} layers x 2 x {layer.num_kv_heads} heads x {layer.head_dim} x {width} B{window}",
+        f"{num_layers} layers x 2 x {layer.num_kv_heads} heads x {size} x {stored.itemsize} B{window}",
     )
 
 

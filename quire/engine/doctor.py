@@ -42,7 +42,7 @@ def examine(options: EngineOptions, progress: Progress = lambda _done, _total: N
     yield Finding("hardware", f"GPU: {gpu_description()}")
     device = pick_device(options.device)
     try:
-        demands = Demands(usable_device(device), _USUAL_DTYPE, options.block_size, (_USUAL_HEAD_DIM,))
+        demands = Demands(usable_device(device), _USUAL_DTYPE, _USUAL_DTYPE, options.block_size, (_USUAL_HEAD_DIM,))
         chosen = choose(options.kernels, demands).reason
     except QuireError as error:
         yield Finding("kernels", str(error), problem=True)

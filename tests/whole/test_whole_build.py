@@ -10,7 +10,7 @@ import torch
 from checkpoints import save
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from quire import LLM
+from quire import LLM, SamplingParams
 from quire.config import EngineOptions
 from quire.engine import embedded, machine
 from quire.engine.build import build
@@ -37,7 +37,7 @@ def attempt(**options):
         ({"memory": "lots"}, "memory must be bytes"),
         ({"memory": "8MiB"}, "Raise memory"),
         ({"dtype": "int8"}, "dtype: Invalid enum value 'int8'"),
-        ({"dtype": "float32", "kv_cache_dtype": "bfloat16"}, "only equal types are supported yet"),
+        ({"dtype": "float32", "kv_cache_dtype": "bfloat16"}, "keys and values are kept in it, or in fp8_e4m3 or int8"),
         ({"step_seconds": float("inf")}, "step_seconds must be positive and finite"),
         ({"step_seconds": 0.0}, "step_seconds must be positive and finite"),
         ({"watermark": 1.0}, "watermark must be at least 0 and below 1"),
@@ -150,3 +150,20 @@ print(*(name for name in ("sympy", "torch._dynamo", "huggingface_hub.hf_api", "t
 """
     answer = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
     assert answer.stdout.strip() == ""
+
+
+@pytest.mark.parametrize("dtype", ["fp8", "int8"])
+def test_8_bit_keys_and_values_take_half_as_much_and_answer_alike(dtype):
+    plain, lines = attempt(memory="256MiB", kernels="reference"), []
+    options = {"memory": "256MiB", "kv_cache_dtype": dtype}
+    small = LLM(**options, report=lines.append)
+    group, other = (built.cache.groups[0] for built in (plain, attempt(**options)))
+    size = group.head_dim
+    assert other.num_blocks / group.num_blocks == pytest.approx(2 * size / (size + 4), rel=0.01)
+    assert other.bytes_per_block * 2 * size == group.bytes_per_block * (size + 4)
+    assert any("keys and values in " in line for line in lines)
+    assert any("not cpu: it keeps keys and values in bfloat16" in line for line in lines)
+    questions = [[{"role": "user", "content": text}] for text in ("Who are you?", "What does the lamp cost?")]
+    answers = [llm.chat(questions, SamplingParams(temperature=0)) for llm in (small, LLM(memory="256MiB"))]
+    texts = [[answer.outputs[0].text for answer in of_one] for of_one in answers]
+    assert texts[0] == texts[1]

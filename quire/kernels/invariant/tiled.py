@@ -18,6 +18,7 @@ from torch import Tensor
 from quire.kernels.contract import Batch, Rotation, Storage
 from quire.kernels.exact import by_vectors, tree_sum
 from quire.kernels.invariant.rowwise import rotary
+from quire.kernels.reference.quantized import numbers, stored
 
 QUERIES = 4  # positions of a tile, of which the last may stand for several
 KEYS = 256  # positions of a split: few enough terms for a sum that is not shared out, see `products`
@@ -100,7 +101,7 @@ def write_kv(storage: Storage, layer: int, k: Tensor, v: Tensor, plan: Invariant
     """Store the step's keys and values (num_tokens, num_kv_heads, head_dim), clearing blocks that begin."""
     for blocks, new in zip(storage.data[layer], (k, v), strict=True):
         blocks.index_fill_(0, plan.begun, 0)
-        blocks.flatten(0, 1).index_copy_(0, plan.slots, new.to(blocks.dtype))
+        blocks.flatten(0, 1).index_copy_(0, plan.slots, stored(new, storage.group.dtype))
 
 
 def rotary_write(
@@ -124,23 +125,24 @@ def attention(
         tokens = _tensor(tiles.tokens, q.device)
         queries = q[tokens].view(len(tokens), QUERIES, num_kv_heads, -1, head_dim).transpose(1, 2).flatten(2, 3)
         queries = queries.float() * scale  # (num_tiles, num_kv_heads, QUERIES * query heads of each, head_dim)
-        found = _attend(queries, storage.data[layer], plan, tiles, softcap=softcap, window=storage.group.window)
+        found = _attend(queries, storage, layer, plan, tiles, softcap)
         found = found.view(len(tokens), num_kv_heads, QUERIES, -1, head_dim).transpose(1, 2)
         out[tokens] = found.reshape(*tokens.shape, num_heads, head_dim).to(q.dtype)
     return out.flatten(1)
 
 
-def _attend(q: Tensor, data: Tensor, plan: InvariantPlan, tiles: Tiles, *, softcap: float, window: int) -> Tensor:
-    """q (num_tiles, num_kv_heads, rows, head_dim) -> the same shape. data: keys and values of the layer."""
+def _attend(q: Tensor, storage: Storage, layer: int, plan: InvariantPlan, tiles: Tiles, softcap: float) -> Tensor:
+    """q (num_tiles, num_kv_heads, rows, head_dim) -> the same shape."""
+    group = storage.group
     positions = _tensor(tiles.positions, q.device)
     chunks = _tensor(tiles.chunks, q.device)
     state = State(q.new_full((*q.shape[:3], 1), _LOWEST), q.new_zeros(*q.shape[:3], 1), torch.zeros_like(q))
     for split in range(int(tiles.begins.min()), int(tiles.ends.max())):
         seeing = _tensor(np.flatnonzero((tiles.begins <= split) & (split < tiles.ends)), q.device)
         keys = torch.arange(split * KEYS, (split + 1) * KEYS, device=q.device)
-        seen = _seen(keys, positions[seeing], window)  # (num seeing, QUERIES, KEYS)
+        seen = _seen(keys, positions[seeing], group.window)  # (num seeing, QUERIES, KEYS)
         slots = plan.keys[chunks[seeing], split * KEYS : (split + 1) * KEYS]
-        k, v = (_gather(blocks, slots) for blocks in data)
+        k, v = (_gather(blocks, slots, group.dtype) for blocks in storage.data[layer])
         v.masked_fill_(~seen.any(1)[:, None, :, None], 0)  # what nobody sees may be anything, NaN too
         scores = _products(q[seeing], k.mT)
         if softcap:
@@ -158,10 +160,10 @@ def _seen(keys: Tensor, positions: Tensor, window: int) -> Tensor:
     return (ages >= 0) & (ages < window) if window else ages >= 0
 
 
-def _gather(blocks: Tensor, slots: Tensor) -> Tensor:
+def _gather(blocks: Tensor, slots: Tensor, dtype: str) -> Tensor:
     """Slots (num_tiles, KEYS) of blocks, float32 (num_tiles, num_kv_heads, KEYS, head_dim)."""
     found = blocks.flatten(0, 1).index_select(0, slots.flatten()).view(*slots.shape, *blocks.shape[2:])
-    return found.transpose(1, 2).contiguous().float()
+    return numbers(found.transpose(1, 2).contiguous(), dtype).float()
 
 
 def _products(a: Tensor, b: Tensor) -> Tensor:

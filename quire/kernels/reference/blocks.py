@@ -5,13 +5,14 @@ import torch
 from torch import Tensor
 
 from quire.config import KVGroup
-from quire.kernels.contract import DTYPES, Storage
+from quire.kernels.contract import Storage
+from quire.kernels.reference.quantized import kept_as
 
 
 def allocate(group: KVGroup, block_size: int, device: torch.device) -> Storage:
-    """Zeros (num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim)."""
-    shape = (len(group.layers), 2, group.num_blocks, block_size, group.num_kv_heads, group.head_dim)
-    dtype = DTYPES[group.dtype]
+    """Zeros (num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim); in 8 bits the last axis has scales too."""
+    dtype, width = kept_as(group.dtype, group.head_dim)
+    shape = (len(group.layers), 2, group.num_blocks, block_size, group.num_kv_heads, width)
     if device.type == "cpu":
         # numpy takes zeroed pages from the system, which touches none of them; torch.zeros writes them all
         pages = torch.from_numpy(np.zeros(int(np.prod(shape)) * dtype.itemsize, np.uint8))

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from quire.kernels.contract import Batch, Rotation, Storage
+from quire.kernels.contract import DTYPES, Batch, Rotation, Storage
+from quire.kernels.reference.quantized import numbers, stored
 from quire.kernels.reference.rowwise import rotary
 
 MAX_QUERIES = 256  # of one piece: keys behind a piece's last position are not even gathered
@@ -104,7 +105,7 @@ def _cut(batch: Batch, lengths: np.ndarray, storage: Storage) -> Pieces:
 def _alike(pieces: Pieces, storage: Storage) -> Iterator[Pieces]:
     """Group pieces by the powers of two that hold their queries and their context."""
     group = storage.group
-    bytes_per_token = 2 * group.num_kv_heads * group.head_dim * storage.data.itemsize
+    bytes_per_token = 2 * group.num_kv_heads * group.head_dim * _computed_in(storage).itemsize
     classes = 64 * _bit_length(pieces.counts - 1) + _bit_length(np.maximum(pieces.stops, MIN_CONTEXT) - 1)
     for one in np.unique(classes):
         members = np.flatnonzero(classes == one)
@@ -139,10 +140,14 @@ def _bucket(pieces: Pieces, tables: np.ndarray, storage: Storage) -> tuple[Bucke
     if storage.group.window:
         seen &= places >= stops - storage.group.window
     band = np.where(seen, np.float32(0), np.float32(-np.inf))
-    rows = _tensor(band, device).to(storage.data.dtype)
+    rows = _tensor(band, device).to(_computed_in(storage))
     mask = rows.as_strided((num_pieces, 1, num_queries, num_keys), (length, length, 1, 1))
     bucket = Bucket(_tensor(queries.ravel(), device), _tensor(blocks.ravel(), device), mask)
     return bucket, queries[real], np.flatnonzero(real)
+
+
+def _computed_in(storage: Storage) -> torch.dtype:
+    return DTYPES.get(storage.group.dtype, torch.float32)
 
 
 def _tensor(array: np.ndarray, device: torch.device) -> Tensor:
@@ -154,7 +159,7 @@ def write_kv(storage: Storage, layer: int, k: Tensor, v: Tensor, plan: Reference
     for blocks, new in zip(storage.data[layer], (k, v), strict=True):
         if len(plan.begun):
             blocks.index_fill_(0, plan.begun, 0)
-        blocks.flatten(0, 1).index_copy_(0, plan.slots, new.to(blocks.dtype))
+        blocks.flatten(0, 1).index_copy_(0, plan.slots, stored(new, storage.group.dtype))
 
 
 def rotary_write(
@@ -176,8 +181,10 @@ def attention(
         num_pieces, _, num_queries, _ = bucket.mask.shape
         queries = q.index_select(0, bucket.queries).view(num_pieces, num_queries, *q.shape[1:])
         k, v = (
-            torch.index_select(blocks, 0, bucket.blocks, out=scratch[: len(bucket.blocks)])
-            .view(num_pieces, -1, *blocks.shape[2:])
+            numbers(
+                torch.index_select(blocks, 0, bucket.blocks, out=scratch[: len(bucket.blocks)]), storage.group.dtype
+            )
+            .view(num_pieces, -1, blocks.shape[2], q.shape[2])
             .to(q.dtype)
             for blocks, scratch in zip(storage.data[layer], plan.gathered, strict=True)
         )
