@@ -1,8 +1,13 @@
 """For all tests: one thread, and hypothesis without a clock or dice, so that a red run can be repeated."""
 
+import os
+
 import pytest
 import torch
 from hypothesis import settings
+
+if not torch.cuda.is_available():  # Triton's kernels are interpreted, which it decides when it is first imported
+    os.environ["TRITON_INTERPRET"] = "1"
 
 settings.register_profile("quire", deadline=None, derandomize=True)
 settings.load_profile("quire")

@@ -27,6 +27,8 @@ FIRST_FLOOR = ORDER[: ORDER.index("sched") + 1]
 LAZY = {
     ("quire/__init__.py", "__getattr__"): "importing quire for its version or its scheduler must not import torch",
     ("quire/engine/model_files.py", "_backend"): "transformers is an optional extra, and slow to import",
+    ("quire/engine/sources/locate.py", "locate"): "huggingface_hub takes a tenth of a second, for downloads alone",
+    ("quire/kernels/choose.py", "_triton"): "triton is an optional package, and slow to import",
 }
 
 

@@ -1,6 +1,7 @@
 """Which kernel module runs: chosen once, by name or by trying them in order of speed; never silently."""
 
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ class Candidate(NamedTuple):
     kernels: Kernels | None
     strict: Kernels | None  # for deterministic sequences, over the same blocks and weights
     about: str  # of its own: the build it uses, or what is missing
+    passed_by: str | None = None  # why "auto" does not take it, though it runs
 
 
 def _cpu() -> Candidate:
@@ -27,12 +29,26 @@ def _cpu() -> Candidate:
     return Candidate(CpuKernels(strict=False), CpuKernels(strict=True), description())
 
 
+def _triton() -> Candidate:
+    if find_spec("triton") is None:
+        return Candidate(None, None, "the package triton is not installed")
+    from quire.kernels.triton.kernels import TritonKernels  # noqa: PLC0415  (an optional package)
+    from quire.kernels.triton.launch import INTERPRETED  # noqa: PLC0415
+
+    if INTERPRETED:
+        why = "it is interpreted, which is for tests"
+        return Candidate(TritonKernels(strict=False), TritonKernels(strict=True), "interpreted", passed_by=why)
+    return Candidate(TritonKernels(strict=False), TritonKernels(strict=True), "compiled when first used")
+
+
 def _reference() -> Candidate:
     return Candidate(reference, invariant, "plain torch")
 
 
 # The fastest first. Each engine gets modules of its own: they may keep memory.
-MODULES: Mapping[str, Callable[[], Candidate]] = MappingProxyType({"cpu": _cpu, "reference": _reference})
+MODULES: Mapping[str, Callable[[], Candidate]] = MappingProxyType(
+    {"cpu": _cpu, "triton": _triton, "reference": _reference}
+)
 
 
 class Chosen(NamedTuple):
@@ -64,8 +80,8 @@ def choose(name: str, demands: Demands) -> Chosen:
     for tried, make in MODULES.items():
         if name not in ("auto", tried):
             continue
-        kernels, strict, about = candidate = make()
-        refused = _refusal(candidate, demands)
+        kernels, strict, about, passed_by = candidate = make()
+        refused = _refusal(candidate, demands) or (passed_by if name == "auto" else None)
         if refused is None and kernels is not None and strict is not None:
             why = "asked for by name" if name == tried else f"the fastest that runs on {demands.device}"
             reason = f"{tried} ({about}): {why}" + "".join(f"; not {other}" for other in refusals)

@@ -162,7 +162,8 @@ def test_experts_equal_a_loop_over_tokens(dtype):
 
 
 def demands(device="cpu", **others):
-    return Demands(torch.device(device), **{"dtype": "float32", "block_size": 16, "head_dims": (32, 64), **others})
+    usual = {"dtype": "float32", "kv_dtype": "float32", "block_size": 16, "head_dims": (32, 64)}
+    return Demands(torch.device(device), **{**usual, **others})
 
 
 def module(kernels, strict=None, about="of a test"):
@@ -179,7 +180,7 @@ def cpu():
 
 def test_the_reference_is_chosen_by_its_name_and_for_what_nothing_else_can():
     assert choose("reference", demands()) == (reference, invariant, "reference (plain torch): asked for by name")
-    for wish in ({"dtype": "float16"}, {"block_size": 8}, {"head_dims": (64, 512)}):
+    for wish in ({"dtype": "float16"}, {"kv_dtype": "int8"}, {"block_size": 8}, {"head_dims": (64, 512)}):
         chosen = choose("auto", demands(**wish))
         assert chosen[:2] == (reference, invariant)
         assert chosen.reason.startswith("reference (plain torch): the fastest that runs on cpu; not cpu: ")
@@ -201,6 +202,7 @@ def test_the_cpu_kernels_are_chosen_by_name_and_as_the_fastest(cpu):
     ("wish", "why"),
     [
         ({"dtype": "float16"}, "computes in float32 and bfloat16, not in float16"),
+        ({"kv_dtype": "int8"}, "keeps keys and values in float32, not in int8"),
         ({"block_size": 24}, "block_size 24 is no multiple of 16"),
         ({"head_dims": (64, 257)}, "heads of 257 are larger than 256"),
         ({"device": "meta"}, "runs on CPUs, not on meta"),
@@ -216,7 +218,7 @@ def test_without_the_extension_auto_goes_on_and_the_name_is_refused(monkeypatch)
     monkeypatch.setattr(choose_module, "EXTENSION", "its extension cannot be loaded (no such file)")
     chosen = choose("auto", demands())
     assert chosen.kernels is reference
-    assert chosen.reason.endswith("; not cpu: its extension cannot be loaded (no such file)")
+    assert "; not cpu: its extension cannot be loaded (no such file); not triton: " in chosen.reason
     with pytest.raises(ConfigError, match=r"no kernels for float32 on cpu; tried cpu: its extension cannot be loaded"):
         choose("cpu", demands())
     assert refusal("cpu", demands()) == "its extension cannot be loaded (no such file)"
@@ -224,7 +226,7 @@ def test_without_the_extension_auto_goes_on_and_the_name_is_refused(monkeypatch)
 
 
 def test_unknown_names_and_devices_are_refused():
-    with pytest.raises(ConfigError, match=r"did you mean 'reference'\?\); known: auto, cpu, reference"):
+    with pytest.raises(ConfigError, match=r"did you mean 'reference'\?\); known: auto, cpu, triton, reference"):
         choose("refrence", demands())
     with pytest.raises(ConfigError, match="device 'gpu' cannot be used"):
         usable_device("gpu")

@@ -1,0 +1,177 @@
+"""Paged attention: which tiles are computed, and how contexts are split. See `attention_kernels` for the rest.
+
+Chunks of few queries, as in decoding, are cut into tiles of few rows, others into large ones: a step with both takes
+two launches. Where tiles are too few to fill the device, several programs share each tile's context. How many is said
+on the host, from what is known of a step before it is recorded; where they begin is said on the device, from the
+positions that there really are. A program that finds nothing left to do returns at once.
+
+In strict steps all tiles have one shape and no context is split, so that a row's bits do not depend on company.
+"""
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.contract import Storage
+from quire.kernels.reference.quantized import SCALE_BYTES
+from quire.kernels.triton.attention_kernels import TOGETHER, attend, merge
+from quire.kernels.triton.launch import INTERPRETED, pow2
+from quire.kernels.triton.plan import TritonPlan
+
+SCRATCH_BYTES = 2**26  # of partial results
+FEW_ROWS = 16  # the fewest that a product takes
+KEY_BYTES = 2**14  # of a tile of keys in the type of queries: two such tiles on their way keep the memory busy
+WAVES = 2  # programs for each processor, if splitting gives so many
+LEAST_KEYS = 256  # of a split
+MOST_KEYS = 2**14  # of a split of a small tile: one long context among short ones must not keep the others waiting
+PROCESSORS = 132  # of a device that does not say
+
+_STORED = {"fp8_e4m3": torch.float8_e4m3fn, "int8": torch.int8}
+_WEIGHTS = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+_LOG2E = 1.4426950408889634
+
+
+class Shape(NamedTuple):
+    """How a tile is computed."""
+
+    rows: int  # pairs of a query and a head
+    keys: int  # met at once
+    warps: int
+    stages: int
+
+
+class Blocks(NamedTuple):
+    """Keys and values of one layer."""
+
+    keys: Tensor  # (num_blocks, num_kv_heads, ...) of the stored type
+    values: Tensor
+    key_scales: Tensor  # of 8-bit numbers the same memory as float32
+    value_scales: Tensor
+    stride: int  # stored numbers of one head of a block
+    quantized: bool
+
+
+def attention(
+    storage: Storage,
+    layer: int,
+    q: Tensor,
+    plan: TritonPlan,
+    scale: float,
+    softcap: float = 0.0,
+    *,
+    strict: bool = False,
+) -> Tensor:
+    """Causal attention of q (num_tokens, num_heads, head_dim) -> (num_tokens, num_heads * head_dim).
+
+    Tokens may lie further apart in memory than their heads take. strict: see the module.
+    """
+    num_tokens, num_heads, head_dim = q.shape
+    if q.stride(2) != 1 or q.stride(1) != head_dim:
+        q = q.contiguous()
+    out = torch.empty((num_tokens, num_heads * head_dim), dtype=q.dtype, device=q.device)
+    shared = num_heads // storage.group.num_kv_heads
+    blocks = _blocks(storage, layer)
+    factor, cap = (scale / softcap, softcap * _LOG2E) if softcap else (scale * _LOG2E, 0.0)
+    for lengths, rows in _parts(plan, shared, strict=strict):
+        shape = _shape(rows, shared, q)
+        queries = shape.rows // shared
+        tiles = plan.tiles_of(queries, lengths)
+        used = min(queries, lengths.stop - 1) * shared
+        splits = 1 if strict else _splits(storage, plan, len(tiles), used, small=rows == FEW_ROWS)
+        partials, states = _scratch(splits, len(tiles) * storage.group.num_kv_heads * used, head_dim, q.device)
+        spans = (tiles, plan.begins, plan.starts, plan.stops)
+        sizes = {"SHARED": shared, "KV_HEADS": storage.group.num_kv_heads, "HEAD_DIM": head_dim}
+        attend[len(tiles), storage.group.num_kv_heads, splits](
+            *(q, *blocks[:4], *spans, plan.tables, out, partials, states),
+            *(q.stride(0), plan.tables.stride(0), used, factor, cap),
+            **sizes,
+            BLOCK_SIZE=storage.block_size,
+            BLOCK_STRIDE=blocks.stride,
+            WINDOW=storage.group.window,
+            SOFTCAP=softcap > 0,
+            QUANTIZED=blocks.quantized,
+            WEIGHT=_weight(q, quantized=blocks.quantized),
+            SPLIT=splits > 1,
+            LEAST=max(1, LEAST_KEYS // shape.keys),
+            ROWS=shape.rows,
+            QUERIES=queries,
+            KEYS=shape.keys,
+            DIM=max(16, pow2(head_dim)),
+            UP=INTERPRETED,
+            num_warps=shape.warps,
+            num_stages=shape.stages,
+        )
+        if splits > 1:
+            merge[len(tiles), used, storage.group.num_kv_heads](
+                *(partials, states, *spans, out, splits), **sizes, DIM=pow2(head_dim), TOGETHER=TOGETHER, num_warps=2
+            )
+    return out
+
+
+def _parts(plan: TritonPlan, shared: int, *, strict: bool) -> list[tuple[range, int]]:
+    """Chunks of a step by their lengths, and rows of the tiles that they are cut into."""
+    every = range(1, plan.longest + 1)
+    few = max(1, FEW_ROWS // shared)
+    if strict or plan.longest <= few:
+        return [(every, FEW_ROWS)]
+    large = (range(few + 1, plan.longest + 1), 64 if plan.longest * shared <= 64 else 128)
+    return [(range(1, few + 1), FEW_ROWS), large] if plan.lengths.min() <= few else [large]
+
+
+def _shape(rows: int, shared: int, q: Tensor) -> Shape:
+    """A shape of `rows` rows, of fewer where registers do not hold them, of more where more heads share keys."""
+    dim = pow2(max(16, q.shape[2]))
+    num_keys = min(max(KEY_BYTES // (dim * q.element_size()), 16), 128)
+    if q.dtype == torch.float32:  # tensor cores do not multiply it
+        return Shape(max(32, pow2(shared)), num_keys, warps=8, stages=3)
+    rows = max(min(rows, 128 if dim <= 128 else 64), FEW_ROWS, pow2(shared))
+    return Shape(rows, num_keys, warps=8 if rows >= 128 else 4, stages=5)
+
+
+def _splits(storage: Storage, plan: TritonPlan, num_tiles: int, used: int, *, small: bool) -> int:
+    """Programs that share the context of each tile. The plan alone decides, so a recorded step keeps their number."""
+    group = storage.group
+    context = min(plan.context, group.window + used) if group.window else plan.context
+    programs = num_tiles * group.num_kv_heads
+    wanted = -(-WAVES * _processors(plan.starts.device) // programs)
+    if small:
+        wanted = max(wanted, -(-context // MOST_KEYS))
+    held = SCRATCH_BYTES // (4 * programs * used * (group.head_dim + 2))
+    return max(1, min(wanted, context // LEAST_KEYS, held))
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return PROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _scratch(splits: int, num_rows: int, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Partial outputs and states, see `attend`. Without splits nobody reads or writes them."""
+    num = num_rows * splits if splits > 1 else 0
+    partials = torch.empty((num, head_dim), dtype=torch.float32, device=device)
+    return partials, torch.empty((num, 2), dtype=torch.float32, device=device)
+
+
+def _blocks(storage: Storage, layer: int) -> Blocks:
+    keys, values = storage.data[layer].unbind()
+    dtype, head_dim = storage.group.dtype, storage.group.head_dim
+    if dtype not in _STORED:
+        return Blocks(keys, values, keys, values, storage.block_size * head_dim, quantized=False)
+    scales = keys.view(torch.float32), values.view(torch.float32)
+    keys, values = keys.view(_STORED[dtype]), values.view(_STORED[dtype])
+    return Blocks(keys, values, *scales, storage.block_size * (head_dim + SCALE_BYTES), quantized=True)
+
+
+def _weight(q: Tensor, *, quantized: bool) -> tl.dtype:
+    """The type in which weights and values are multiplied.
+
+    Weights times the scales of 8-bit values are smaller than float16 can say; bfloat16 holds the values exactly too.
+    """
+    if INTERPRETED:
+        return tl.float32
+    return tl.bfloat16 if quantized and q.dtype == torch.float16 else _WEIGHTS[q.dtype]

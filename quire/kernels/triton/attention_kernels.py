@@ -1,0 +1,200 @@
+"""What `attention` launches: one kernel that attends, and one that merges what splits of a context have left.
+
+Rows of a tile are queries of one chunk, each with all heads that share a KV head: row r is query r // SHARED, head
+r % SHARED. A program meets the keys of its split in tiles of KEYS, which begin at multiples of KEYS, and keeps for
+each row the largest score, the sum of exponentials and the values weighed by them (Milakov and Gimelshein, Online
+normalizer calculation for softmax, 2018), to base 2.
+
+A tile of keys of which a row sees nothing leaves that row's three numbers as they were, bit for bit: the largest score
+stays, the factor of the others is exp2(0), and zeros are added. Thus nothing depends on who shares a tile.
+"""
+# ruff: noqa: ANN201 -- Triton reads annotations
+
+import triton
+import triton.language as tl
+
+TOGETHER = 16  # splits that `merge` takes at once
+
+
+@triton.jit
+def _span(tiles_ptr, begins_ptr, starts_ptr, stops_ptr, tile):
+    """A tile's chunk, the first of its tokens in the step, that one's position, and the position behind the chunk."""
+    chunk = tl.load(tiles_ptr + 2 * tile)
+    first = tl.load(tiles_ptr + 2 * tile + 1)
+    token = tl.load(begins_ptr + chunk) + first
+    start = tl.load(starts_ptr + chunk) + first
+    return chunk, token, start, tl.load(stops_ptr + chunk)
+
+
+@triton.jit
+def _tanh(x):
+    """By the exponential of a negative number, which cannot overflow."""
+    shrunk = tl.exp2(tl.abs(x) * -2.8853900817779268)  # 2 * log2(e)
+    size = (1 - shrunk) / (1 + shrunk)
+    return tl.where(x < 0, -size, size)
+
+
+@triton.jit(do_not_specialize=["table_width", "used"])
+def attend(
+    q_ptr,  # (num_tokens, heads, HEAD_DIM), tokens q_stride apart
+    keys_ptr,  # (num_blocks, KV_HEADS, BLOCK_STRIDE) of the layer, as numbers of the stored type
+    values_ptr,
+    key_scales_ptr,  # the same memory as float32, or anything unless QUANTIZED
+    value_scales_ptr,
+    tiles_ptr,
+    begins_ptr,
+    starts_ptr,
+    stops_ptr,
+    tables_ptr,  # (num_chunks, table_width)
+    out_ptr,  # (num_tokens, heads, HEAD_DIM)
+    partials_ptr,  # float32 (num_tiles, KV_HEADS, used, splits, HEAD_DIM), if SPLIT
+    states_ptr,  # float32 (num_tiles, KV_HEADS, used, splits, 2): largest score, sum; the sum of an empty split is 0
+    q_stride,
+    table_width,
+    used,  # rows of each tile that may be real
+    factor,  # of scores: to base 2, or what tanh is taken of
+    cap,  # of scores to base 2, if SOFTCAP
+    SHARED: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,  # numbers of one head of a block
+    WINDOW: tl.constexpr,  # 0 is none
+    SOFTCAP: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+    WEIGHT: tl.constexpr,  # the type in which weights and values are multiplied
+    SPLIT: tl.constexpr,
+    LEAST: tl.constexpr,  # tiles of keys of a split
+    ROWS: tl.constexpr,
+    QUERIES: tl.constexpr,  # of a tile: at most ROWS // SHARED
+    KEYS: tl.constexpr,
+    DIM: tl.constexpr,  # HEAD_DIM, filled up to a power of two
+    UP: tl.constexpr,
+):
+    """Grid (num_tiles, KV_HEADS, splits)."""
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the last tiles of a chunk see most: they begin first
+    kv_head = tl.program_id(1)
+    chunk, token, start, stop = _span(tiles_ptr, begins_ptr, starts_ptr, stops_ptr, tile)
+    stop = tl.minimum(stop, start + QUERIES)
+    begin = 0
+    if WINDOW:
+        begin = tl.maximum(start - WINDOW + 1, 0)
+    first_tile = begin // KEYS
+    low = first_tile * KEYS
+    high = stop
+
+    row = tl.arange(0, ROWS)
+    query = row // SHARED
+    position = start + query
+    real = position < stop
+    state = ((tile * KV_HEADS + kv_head) * used + row) * tl.num_programs(2) + tl.program_id(2)
+    if SPLIT:
+        each = tl.maximum(tl.cdiv(tl.cdiv(stop, KEYS) - first_tile, tl.num_programs(2)), LEAST)
+        low += tl.program_id(2) * each * KEYS
+        high = tl.minimum(low + each * KEYS, stop)
+        if low >= high:
+            tl.store(states_ptr + 2 * state, float("-inf"), mask=real)
+            tl.store(states_ptr + 2 * state + 1, 0.0, mask=real)
+            return
+
+    dim = tl.arange(0, DIM)
+    inside = dim < HEAD_DIM
+    head = kv_head * SHARED + row % SHARED
+    q_at = (token + query).to(tl.int64) * q_stride + head * HEAD_DIM
+    q = tl.load(q_ptr + q_at[:, None] + dim[None, :], mask=real[:, None] & inside[None, :], other=0.0)
+    if UP:
+        q = q.to(tl.float32)
+
+    largest = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    output = tl.zeros([ROWS, DIM], tl.float32)
+    for first_key in tl.range(low, high, KEYS):
+        key = first_key + tl.arange(0, KEYS)
+        # What no query of the tile sees is not read: there may be no block, or NaN in it, and 0 * NaN is NaN.
+        wanted = (key >= begin) & (key < high)
+        block = tl.load(tables_ptr + chunk * table_width + key // BLOCK_SIZE, mask=wanted, other=-1)
+        held = block >= 0
+        block_at = (block.to(tl.int64) * KV_HEADS + kv_head) * BLOCK_STRIDE
+        at = (block_at + (key % BLOCK_SIZE) * HEAD_DIM)[:, None] + dim[None, :]
+        mask = held[:, None] & inside[None, :]
+        scale_at = (block_at + BLOCK_SIZE * HEAD_DIM) // 4 + key % BLOCK_SIZE
+
+        k = tl.load(keys_ptr + at, mask=mask, other=0.0).to(q.dtype)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * factor
+        if QUANTIZED:
+            scores *= tl.load(key_scales_ptr + scale_at, mask=held, other=0.0)[None, :]
+        if SOFTCAP:
+            scores = cap * _tanh(scores)
+        seen = key[None, :] <= position[:, None]
+        if WINDOW:
+            seen &= key[None, :] > position[:, None] - WINDOW
+        scores = tl.where(seen, scores, float("-inf"))
+
+        new = tl.maximum(largest, tl.max(scores, 1))
+        base = tl.where(new == float("-inf"), 0.0, new)  # of a row that has seen nothing: -inf - -inf is NaN
+        kept = tl.exp2(largest - base)
+        weights = tl.exp2(scores - base[:, None])
+        largest = new
+        total = total * kept + tl.sum(weights, 1)
+        v = tl.load(values_ptr + at, mask=mask, other=0.0).to(WEIGHT)
+        if QUANTIZED:
+            weights *= tl.load(value_scales_ptr + scale_at, mask=held, other=0.0)[None, :]
+        output = tl.dot(weights.to(WEIGHT), v, output * kept[:, None], input_precision="ieee")
+
+    mask = real[:, None] & inside[None, :]
+    if SPLIT:
+        tl.store(partials_ptr + state[:, None] * HEAD_DIM + dim[None, :], output, mask=mask)
+        tl.store(states_ptr + 2 * state, largest, mask=real)
+        tl.store(states_ptr + 2 * state + 1, total, mask=real)
+    else:
+        output /= tl.where(total == 0, 1.0, total)[:, None]
+        out_at = ((token + query).to(tl.int64) * (KV_HEADS * SHARED) + head) * HEAD_DIM
+        tl.store(out_ptr + out_at[:, None] + dim[None, :], output, mask=mask)
+
+
+@triton.jit(do_not_specialize=["splits"])
+def merge(
+    partials_ptr,  # see `attend`
+    states_ptr,
+    tiles_ptr,
+    begins_ptr,
+    starts_ptr,
+    stops_ptr,
+    out_ptr,
+    splits,
+    SHARED: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    TOGETHER: tl.constexpr,
+):
+    """Grid (num_tiles, used, KV_HEADS): one row each."""
+    tile, row, kv_head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    _, token, start, stop = _span(tiles_ptr, begins_ptr, starts_ptr, stops_ptr, tile)
+    query = row // SHARED
+    if start + query >= stop:
+        return
+    dim = tl.arange(0, DIM)
+    inside = dim < HEAD_DIM
+    first = ((tile * KV_HEADS + kv_head) * tl.num_programs(1) + row) * splits
+
+    largest = -float("inf")
+    total = 0.0
+    output = tl.zeros([DIM], tl.float32)
+    for first_split in tl.range(0, splits, TOGETHER):
+        split = first_split + tl.arange(0, TOGETHER)
+        state = first + split
+        totals = tl.load(states_ptr + 2 * state + 1, mask=split < splits, other=0.0)
+        met = totals != 0  # where it is NaN, the output shall be
+        each = tl.load(states_ptr + 2 * state, mask=met, other=float("-inf"))
+        parts_at = state[:, None] * HEAD_DIM + dim[None, :]
+        parts = tl.load(partials_ptr + parts_at, mask=met[:, None] & inside[None, :], other=0.0)
+        new = tl.maximum(largest, tl.max(each, 0))
+        base = tl.where(new == float("-inf"), 0.0, new)
+        kept = tl.exp2(largest - base)
+        weights = tl.exp2(each - base)
+        largest = new
+        total = total * kept + tl.sum(weights * totals, 0)
+        output = output * kept + tl.sum(weights[:, None] * parts, 0)
+    out_at = ((token + query).to(tl.int64) * (KV_HEADS * SHARED) + kv_head * SHARED + row % SHARED) * HEAD_DIM
+    tl.store(out_ptr + out_at + dim, output / tl.where(total == 0, 1.0, total), mask=inside)

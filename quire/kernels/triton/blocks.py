@@ -1,0 +1,107 @@
+"""Blocks of keys and values on a device: their layout, how they leave it, and copies.
+
+The tokens of one head lie together, so that attention, which takes one head at a time, reads long stretches:
+(num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim).
+
+In 8 bits the last two axes are one of block_size * (head_dim + 4) bytes: the values, token after token, and behind
+them the block_size float32 scales of the head. The canonical layout has each scale behind its own values.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.config import KVGroup
+from quire.kernels.contract import DTYPES, Storage
+from quire.kernels.reference.quantized import LARGEST, SCALE_BYTES
+from quire.kernels.triton.launch import pow2
+from quire.kernels.triton.writing import rotary_write
+
+__all__ = ["allocate", "copy_blocks", "pack", "rotary_write", "unpack"]
+
+TOKENS_TOGETHER = 16  # that a block is a multiple of
+_COPIED_TOGETHER = 2048  # elements, by one program
+
+
+def allocate(group: KVGroup, block_size: int, device: torch.device) -> Storage:
+    """Blocks of zeros. Raises ValueError for a block_size or a type that the kernels do not have."""
+    if block_size % TOKENS_TOGETHER:
+        raise ValueError(f"the Triton kernels need a block_size that is a multiple of 16, not {block_size}")
+    shape: tuple[int, ...] = (len(group.layers), 2, group.num_blocks, group.num_kv_heads)
+    if group.dtype in LARGEST:
+        shape, dtype = (*shape, block_size * (group.head_dim + SCALE_BYTES)), torch.uint8
+    elif group.dtype in DTYPES:
+        shape, dtype = (*shape, block_size, group.head_dim), DTYPES[group.dtype]
+    else:
+        names = ", ".join([*DTYPES, *LARGEST])
+        raise ValueError(f"the Triton kernels keep keys and values as {names}, not as {group.dtype}")
+    return Storage(group, block_size, torch.zeros(shape, dtype=dtype, device=device))
+
+
+def pack(storage: Storage, blocks: Tensor) -> Tensor:
+    """A copy of `blocks` int64 (num_blocks,): (num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim).
+
+    In 8 bits uint8, with head_dim + 4 in the place of head_dim.
+    """
+    rows = storage.data.index_select(2, blocks.to(storage.data.device))
+    if storage.group.dtype in LARGEST:
+        values, scales = rows.split((storage.block_size * storage.group.head_dim, storage.block_size * SCALE_BYTES), -1)
+        rows = torch.cat([part.unflatten(-1, (storage.block_size, -1)) for part in (values, scales)], -1)
+    return rows.transpose(3, 4).contiguous()
+
+
+def unpack(storage: Storage, blocks: Tensor, canonical: Tensor) -> None:
+    """Write `canonical` into `blocks` int64 (num_blocks,): the inverse of `pack`."""
+    rows = canonical.transpose(3, 4)
+    if storage.group.dtype in LARGEST:
+        values, scales = rows.split((storage.group.head_dim, SCALE_BYTES), -1)
+        rows = torch.cat((values.flatten(-2), scales.flatten(-2)), -1)
+    storage.data.index_copy_(2, blocks.to(storage.data.device), rows)
+
+
+def copy_blocks(storage: Storage, pairs: Tensor, num_tokens: int) -> None:
+    """Copy the first `num_tokens` of each source and clear the rest, for all (source, target) `pairs` at once.
+
+    All sources are read as they were before, so one pair's target may be another's source: sources of several pairs
+    are gathered beside the storage first. No block may be the target of two pairs.
+    """
+    if not len(pairs):
+        return
+    group, data = storage.group, storage.data
+    pairs = pairs.to(data.device).contiguous()
+    source = data if len(pairs) == 1 else data.index_select(2, pairs[:, 0])
+    row = data.stride(3)  # elements of one head
+    tile = min(_COPIED_TOGETHER, pow2(row))
+    _copy[(len(pairs) * group.num_kv_heads * -(-row // tile), 2 * len(group.layers))](
+        *(source, data, pairs, source.shape[2], group.num_blocks, min(num_tokens, storage.block_size)),
+        GATHERED=source is not data,
+        NUM_HEADS=group.num_kv_heads,
+        ROW=row,
+        HEAD_DIM=group.head_dim,
+        VALUES=storage.block_size * group.head_dim,
+        SCALE_BYTES=SCALE_BYTES,
+        TILE=tile,
+    )
+
+
+@triton.jit(do_not_specialize=["num_sources", "num_blocks", "num_tokens"])
+def _copy(
+    source_ptr, data_ptr, pairs_ptr, num_sources, num_blocks, num_tokens,
+    GATHERED: tl.constexpr, NUM_HEADS: tl.constexpr, ROW: tl.constexpr, HEAD_DIM: tl.constexpr,
+    VALUES: tl.constexpr, SCALE_BYTES: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """TILE elements of a head of a pair's block: grid (num_pairs * heads * tiles, keys or values of all layers)."""
+    TILES: tl.constexpr = (ROW + TILE - 1) // TILE
+    pair = tl.program_id(0) // (NUM_HEADS * TILES)
+    head = tl.program_id(0) // TILES % NUM_HEADS
+    places = tl.program_id(0) % TILES * TILE + tl.arange(0, TILE)  # in the row of a head
+    layer = tl.program_id(1).to(tl.int64)
+    source = pair.to(tl.int64) if GATHERED else tl.load(pairs_ptr + 2 * pair)
+    target = tl.load(pairs_ptr + 2 * pair + 1)
+    kept = places < num_tokens * HEAD_DIM
+    if ROW > VALUES:
+        kept |= (places >= VALUES) & (places < VALUES + num_tokens * SCALE_BYTES)
+    source_ptr += ((layer * num_sources + source) * NUM_HEADS + head) * ROW
+    data_ptr += ((layer * num_blocks + target) * NUM_HEADS + head) * ROW
+    tl.store(data_ptr + places, tl.load(source_ptr + places, mask=kept, other=0), mask=places < ROW)

@@ -1,0 +1,106 @@
+"""What requests change about logits, as `quire.kernels.reference.edits` says it, while logits are read anyway."""
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.contract import Draws
+from quire.kernels.triton.rows import COUNTED, FREQUENCY, MASK, PRESENCE, REPETITION, TILE, float_wish, num_tiles, wish
+
+_LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
+_ENTRIES = 1024  # of a history, that one program counts
+
+
+def edit_columns(draws: Draws, wishes: np.ndarray, vocab_size: int) -> list[np.ndarray]:
+    """What kernels are told about the edits of all rows; `wishes` learn which of them are theirs.
+
+    Masks, tokens and values of additions, where those of each tile of an edited row begin, and the history: rows of
+    the counts, and token * 2 + whether it is of the output.
+    Raises ValueError for masks of another width than the vocabulary's, IndexError for tokens outside of it.
+    """
+    masks, edits, history = draws.masks, draws.edits, draws.history
+    shape = (len(masks.rows), -(-vocab_size // 32))
+    if len(masks.rows) and masks.words.shape != shape:
+        raise ValueError(f"masks must have shape {shape}, not {masks.words.shape}")
+    for tokens in (edits.tokens, history.tokens):
+        if len(tokens) and (tokens.min() < 0 or tokens.max() >= vocab_size):
+            raise IndexError(f"tokens must be in [0, {vocab_size}), not {tokens.min()} to {tokens.max()}")
+    wishes["mask"][masks.rows] = np.arange(len(masks.rows))
+    wishes["counted"] = numbered(len(wishes), history.rows)
+    wishes["edited"] = numbered(len(wishes), masks.rows, edits.rows, history.rows)
+    tiles = wishes["edited"][edits.rows] * num_tiles(vocab_size) + edits.tokens // TILE
+    order = np.argsort(tiles, kind="stable")  # those of one logit are added in the order they came in
+    begins = np.searchsorted(tiles[order], np.arange((wishes["edited"].max() + 1) * num_tiles(vocab_size) + 1))
+    return [
+        masks.words.astype(np.uint32, copy=False),
+        edits.tokens[order].astype(np.int32),
+        edits.values[order].astype(np.float32, copy=False),
+        begins.astype(np.int32),
+        wishes["counted"][history.rows],
+        (history.tokens * 2 + history.are_output).astype(np.int32),
+    ]
+
+
+def numbered(num_rows: int, *chosen: np.ndarray) -> np.ndarray:
+    """int32 (num_rows,): numbers from 0 for the rows that are in any of `chosen`, -1 for the others."""
+    numbers = np.full(num_rows, -1, np.int32)
+    for rows in chosen:
+        numbers[rows] = 0
+    numbers[numbers == 0] = np.arange(np.count_nonzero(numbers == 0))
+    return numbers
+
+
+def count_history(rows: Tensor, entries: Tensor, num_counted: int, vocab_size: int) -> Tensor:
+    """int32 (num_counted, vocab_size): 2 for each time a token is in the output, and 1 if it is in the prompt.
+
+    rows and entries: as `edit_columns` gives them. Additions of integers, in any order, have one result.
+    """
+    counts = torch.zeros(num_counted, vocab_size, dtype=torch.int32, device=rows.device)
+    grid = (-(-len(rows) // _ENTRIES),)
+    _count[grid](rows, entries, counts, len(rows), vocab_size, BLOCK=_ENTRIES)
+    return counts
+
+
+@triton.jit(do_not_specialize=["number"])
+def _count(rows_ptr, entries_ptr, counts_ptr, number, vocab_size, BLOCK: tl.constexpr):
+    which = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = which < number
+    rows = tl.load(rows_ptr + which, mask=inside, other=0).to(tl.int64)
+    entries = tl.load(entries_ptr + which, mask=inside, other=0)
+    places = counts_ptr + rows * vocab_size + (entries >> 1)
+    are_output = (entries & 1) != 0
+    tl.atomic_add(places, tl.full([BLOCK], 2, tl.int32), mask=inside & are_output, sem="relaxed")
+    tl.atomic_or(places, tl.full([BLOCK], 1, tl.int32), mask=inside & (are_output == 0), sem="relaxed")
+
+
+@triton.jit
+def edited(
+    x, tokens, row, slot, wishes_ptr, masks_ptr, tokens_ptr, values_ptr, begins_ptr, counts_ptr, vocab_size
+) -> tl.tensor:
+    """x, the logits of one tile, as the wishes of a row that has some leave them. Program (., tile) of (., tiles)."""
+    mask = wish(wishes_ptr, row, MASK)
+    if mask >= 0:
+        places = masks_ptr + mask.to(tl.int64) * tl.cdiv(vocab_size, 32) + tokens // 32
+        words = tl.load(places, mask=tokens < vocab_size, other=0)
+        x = tl.where(((words >> (tokens % 32)) & 1) != 0, x, float("-inf"))
+    tile = slot * tl.num_programs(1) + tl.program_id(1)
+    for i in range(tl.load(begins_ptr + tile), tl.load(begins_ptr + tile + 1)):
+        x = tl.where(tokens == tl.load(tokens_ptr + i), x + tl.load(values_ptr + i), x)
+    counted = wish(wishes_ptr, row, COUNTED)
+    if counted >= 0:
+        places = counts_ptr + counted.to(tl.int64) * vocab_size + tokens
+        x = _penalised(x, tl.load(places, mask=tokens < vocab_size, other=0), row, wishes_ptr)
+    return x
+
+
+@triton.jit
+def _penalised(x, counts, row, wishes_ptr):
+    repetition = float_wish(wishes_ptr, row, REPETITION)
+    times = (counts >> 1).to(tl.float32)
+    y = tl.where(x > 0, tl.div_rn(x, repetition), x * repetition)
+    y = y - float_wish(wishes_ptr, row, FREQUENCY) * times
+    y = y - float_wish(wishes_ptr, row, PRESENCE) * tl.where(times > 0, 1.0, 0.0)
+    y = tl.minimum(y, _LARGEST)  # a tiny repetition penalty makes a token likely, not a row useless
+    return tl.where(counts != 0, y, x)

@@ -1,0 +1,127 @@
+"""The Triton kernels as the contract wants them: one object for ordinary sequences, one for deterministic ones."""
+
+import torch
+from torch import Tensor
+
+from quire.config import KVGroup
+from quire.kernels.contract import Batch, Demands, Draws, Recorder, Rotation, Storage, Weight
+from quire.kernels.triton import attention, blocks, likelihood, products, rowwise, sampling
+from quire.kernels.triton import plan as planning
+from quire.kernels.triton.launch import INTERPRETED
+from quire.kernels.triton.plan import TritonPlan
+from quire.kernels.triton.recording import Recording
+
+LARGEST_HEAD = 256
+TOKENS_TOGETHER = 16  # that a block is a multiple of
+
+
+class TritonKernels:
+    """Kernels in Triton. strict: bits do not depend on company, which forbids split contexts and the libraries."""
+
+    NAME = "triton"
+    SCRATCH_BYTES = 2**26  # partial results of split contexts
+
+    def __init__(self, *, strict: bool) -> None:
+        self._strict = strict
+        self.recorder: Recorder | None = None if strict or INTERPRETED else Recording()
+
+    def refusal(self, demands: Demands) -> str | None:
+        """Why the module cannot do what is demanded, or None if it can."""
+        if demands.device.type != "cuda" and not INTERPRETED:
+            return f"it runs on cuda, not on {demands.device.type}, but in Triton's interpreter"
+        if demands.block_size % TOKENS_TOGETHER:
+            return f"block_size {demands.block_size} is no multiple of {TOKENS_TOGETHER}"
+        if max(demands.head_dims) > LARGEST_HEAD:
+            return f"heads of {max(demands.head_dims)} are larger than {LARGEST_HEAD}"
+        return None
+
+    def use_threads(self, number: int) -> None:
+        """Threads of torch, which prepares steps on the host."""
+        torch.set_num_threads(number)
+
+    def allocate(self, group: KVGroup, block_size: int, device: torch.device) -> Storage:
+        """See `blocks`."""
+        return blocks.allocate(group, block_size, device)
+
+    def pack(self, storage: Storage, blocks_: Tensor) -> Tensor:
+        """See `blocks`."""
+        return blocks.pack(storage, blocks_)
+
+    def unpack(self, storage: Storage, blocks_: Tensor, canonical: Tensor) -> None:
+        """See `blocks`."""
+        blocks.unpack(storage, blocks_, canonical)
+
+    def copy_blocks(self, storage: Storage, pairs: Tensor, num_tokens: int) -> None:
+        """See `blocks`."""
+        blocks.copy_blocks(storage, pairs, num_tokens)
+
+    def plan(self, batch: Batch, storage: Storage) -> TritonPlan:
+        """See `plan`."""
+        return planning.plan(batch, storage)
+
+    def rotary_write(
+        self,
+        storage: Storage,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rotation: Rotation | None,
+        plan: TritonPlan,
+    ) -> Tensor:
+        """See `blocks`."""
+        return blocks.rotary_write(storage, layer, q, k, v, rotation, plan)
+
+    def attention(
+        self, storage: Storage, layer: int, q: Tensor, plan: TritonPlan, scale: float, softcap: float = 0.0
+    ) -> Tensor:
+        """See `attention`."""
+        return attention.attention(storage, layer, q, plan, scale, softcap, strict=self._strict)
+
+    def rotation(self, positions: Tensor, frequencies: Tensor, magnitude: float) -> Rotation:
+        """See `rowwise`."""
+        return rowwise.rotation(positions, frequencies, magnitude)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See `rowwise`."""
+        return rowwise.rms_norm(x, weight, eps)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """See `rowwise`."""
+        return rowwise.add_rms_norm(x, residual, weight, eps)
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        """See `rowwise`."""
+        return rowwise.layer_norm(x, weight, bias, eps)
+
+    def activate(self, x: Tensor, activation: str) -> Tensor:
+        """See `rowwise`."""
+        return rowwise.activate(x, activation)
+
+    def pack_weight(self, weight: Tensor, parts: int = 1) -> Tensor:
+        """See `products`."""
+        return products.pack_weight(weight, parts)
+
+    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+        """See `products`."""
+        return products.linear(x, weight, bias, strict=self._strict)
+
+    def gated_linear(self, x: Tensor, weight: Weight, bias: Tensor | None, activation: str) -> Tensor:
+        """See `products`."""
+        return products.gated_linear(x, weight, bias, activation, strict=self._strict)
+
+    def embed(self, ids: Tensor, weight: Weight, scale: float = 1.0) -> Tensor:
+        """See `products`."""
+        return products.embed(ids, weight, scale)
+
+    def experts(self, x: Tensor, ids: Tensor, weights: Tensor, up: Weight, down: Weight, activation: str) -> Tensor:
+        """See `products`."""
+        return products.experts(x, ids, weights, up, down, activation, strict=self._strict)
+
+    def sample(self, logits: Tensor, draws: Draws) -> Tensor:
+        """See `sampling`."""
+        return sampling.sample(logits, draws)
+
+    def logprobs(self, logits: Tensor, tokens: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """See `likelihood`."""
+        return likelihood.logprobs(logits, tokens, k)

@@ -1,0 +1,282 @@
+"""Products with weights, which stay as they are, and rows of them.
+
+Ordinary products are the library's. Strict ones have tiles of one shape, and each of their numbers one order of
+sums: whatever else is computed, and how much of it, changes no bit. Experts are always computed in tiles, whose
+number has a bound that depends on shapes alone, so that nothing waits for the device.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional as F
+
+from quire.kernels.contract import Weight
+from quire.kernels.reference.products import plain
+from quire.kernels.triton.experts import Routes, combine, route
+from quire.kernels.triton.launch import INTERPRETED, pow2
+from quire.kernels.triton.rounding import rounded
+from quire.kernels.triton.rowwise import BLOCK, floats, gate
+
+TOGETHER = 8  # tiles of rows whose programs follow one another, so that they find a weight in the cache
+FEW = 16  # pairs of a token and an expert, for each expert: a short tile holds them
+
+
+class _Tile(NamedTuple):
+    """Of a product: rows and columns that one program computes, and terms that it adds up at once."""
+
+    rows: int
+    columns: int
+    terms: int
+    num_stages: int
+
+
+def _tile(rows: int, columns: int, dtype: torch.dtype) -> _Tile:
+    """A tile of this shape for products of this type."""
+    terms = 64 if rows > FEW else 128
+    return _Tile(rows, columns, terms // 2 if dtype == torch.float32 else terms, 4 if rows > FEW else 3)
+
+
+def pack_weight(weight: Tensor, parts: int = 1) -> Tensor:
+    """The weight itself, its rows contiguous."""
+    del parts
+    return weight.contiguous()
+
+
+def _along_rows(x: Tensor) -> Tensor:
+    """x, a copy where its last axis is not contiguous."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+@triton.jit
+def _product(
+    x_ptr,
+    sources,  # (ROWS,): which rows of x
+    present,  # (ROWS,): whether there is one; it counts as zeros otherwise
+    weight_ptr,  # (N, K)
+    columns,  # (COLUMNS,): which rows of the weight
+    N: tl.constexpr,
+    K: tl.constexpr,
+    STRIDE: tl.constexpr,  # elements from one row of x to the next
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TERMS: tl.constexpr,
+    UP: tl.constexpr,
+):
+    """Rows of x times rows of the weight: float32 (ROWS, COLUMNS), each number a sum in the order of terms."""
+    terms = tl.arange(0, TERMS)
+    x_ptrs = x_ptr + (sources.to(tl.int64) * STRIDE)[:, None] + terms[None, :]
+    weight_ptrs = weight_ptr + (columns.to(tl.int64) * K)[None, :] + terms[:, None]
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for first in range(0, K, TERMS):
+        left = terms < K - first
+        x = tl.load(x_ptrs, mask=present[:, None] & left[None, :], other=0.0)
+        weight = tl.load(weight_ptrs, mask=(columns < N)[None, :] & left[:, None], other=0.0)
+        if UP:
+            x, weight = x.to(tl.float32), weight.to(tl.float32)
+        total = tl.dot(x, weight, total, input_precision="ieee")
+        x_ptrs += TERMS
+        weight_ptrs += TERMS
+    return total
+
+
+# ---- products of all rows with one weight ----
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _linear(
+    x_ptr,  # (num_rows, K)
+    weight_ptr,  # (N, K)
+    bias_ptr,  # (N,), or None
+    out_ptr,  # (num_rows, N)
+    num_rows,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    STRIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TERMS: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    UP: tl.constexpr,
+):
+    """One tile of a product."""
+    ACROSS: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
+    program = tl.program_id(0)
+    down, across = tl.swizzle2d(program // ACROSS, program % ACROSS, tl.cdiv(num_rows, ROWS), ACROSS, TOGETHER)
+    rows = down * ROWS + tl.arange(0, ROWS)
+    columns = across * COLUMNS + tl.arange(0, COLUMNS)
+    total = _product(x_ptr, rows, rows < num_rows, weight_ptr, columns, N, K, STRIDE, ROWS, COLUMNS, TERMS, UP)
+    if bias_ptr is not None:
+        total += floats(bias_ptr + columns, columns < N)[None, :]
+    inside = (rows < num_rows)[:, None] & (columns < N)[None, :]
+    places = rows.to(tl.int64)[:, None] * N + columns[None, :]
+    tl.store(out_ptr + places, rounded(total, out_ptr.dtype.element_ty, UP), mask=inside)
+
+
+def linear(x: Tensor, weight: Weight, bias: Tensor | None, *, strict: bool) -> Tensor:
+    """x (num_rows, in) times weight (out, in), plus bias (out,). A strict one is rounded once, after the bias."""
+    weight = plain(weight)
+    if not strict:
+        return F.linear(x, weight, bias)
+    x, (num_rows, columns) = _along_rows(x), x.shape
+    out = torch.empty((num_rows, len(weight)), dtype=x.dtype, device=x.device)
+    tile = _tile(64, 64, x.dtype)
+    _linear[(triton.cdiv(num_rows, tile.rows) * triton.cdiv(len(weight), tile.columns),)](
+        x,
+        weight.contiguous(),
+        None if bias is None else bias.contiguous(),
+        out,
+        num_rows,
+        N=len(weight),
+        K=columns,
+        STRIDE=x.stride(0),
+        ROWS=tile.rows,
+        COLUMNS=tile.columns,
+        TERMS=tile.terms,
+        TOGETHER=TOGETHER,
+        UP=INTERPRETED,
+        num_stages=tile.num_stages,
+    )
+    return out
+
+
+def gated_linear(x: Tensor, weight: Weight, bias: Tensor | None, activation: str, *, strict: bool) -> Tensor:
+    """activation(first half) * second half of the last axis of `linear`, which is rounded before."""
+    return gate(linear(x, weight, bias, strict=strict), activation)
+
+
+# ---- rows of a weight ----
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _embed(
+    ids_ptr,
+    weight_ptr,
+    out_ptr,
+    num_rows,
+    scale,
+    SIZE: tl.constexpr,
+    PIECES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    UP: tl.constexpr,
+):
+    """One of PIECES pieces of a token's row."""
+    token = (tl.program_id(0) // PIECES).to(tl.int64)
+    columns = tl.program_id(0) % PIECES * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(ids_ptr + token)
+    exists = (row >= 0) & (row < num_rows)
+    x = floats(weight_ptr + (row * SIZE + columns), (columns < SIZE) & exists)
+    tl.store(out_ptr + (token * SIZE + columns), rounded(x * scale, out_ptr.dtype.element_ty, UP), mask=columns < SIZE)
+
+
+def embed(ids: Tensor, weight: Weight, scale: float = 1.0) -> Tensor:
+    """Rows of weight (num_rows, size) for ids int64 (num_tokens,), times `scale`. An id without a row gives zeros."""
+    weight = plain(weight).contiguous()
+    num_rows, size = weight.shape
+    out = torch.empty((len(ids), size), dtype=weight.dtype, device=weight.device)
+    block = min(BLOCK, pow2(size))
+    pieces = triton.cdiv(size, block)
+    _embed[(len(ids) * pieces,)](
+        ids.contiguous(),
+        weight,
+        out,
+        num_rows,
+        float(scale),
+        SIZE=size,
+        PIECES=pieces,
+        BLOCK=block,
+        UP=INTERPRETED,
+    )
+    return out
+
+
+# ---- experts ----
+
+
+@triton.jit(do_not_specialize=["num_tiles"])
+def _grouped(
+    x_ptr,
+    weight_ptr,  # (num_experts, N, K)
+    order_ptr,  # see `Routes`, as for tiles
+    tiles_ptr,
+    out_ptr,  # (num_pairs, N)
+    num_tiles,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    STRIDE: tl.constexpr,
+    SLOTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TERMS: tl.constexpr,
+    UP: tl.constexpr,
+):
+    """One tile of rows times the weight (N, K) of its expert.
+
+    SLOTS above 0: x has a row for each token, SLOTS pairs share it, and results stand in the order of experts.
+    SLOTS 0: x has rows in the order of experts, and results stand in that of pairs.
+    """
+    ACROSS: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
+    tile = tl.program_id(0) // ACROSS
+    expert = tl.load(tiles_ptr + tile).to(tl.int64)
+    first = tl.load(tiles_ptr + num_tiles + tile)
+    end = tl.load(tiles_ptr + 2 * num_tiles + tile)
+    if first >= end:
+        return
+    places = first + tl.arange(0, ROWS)
+    present = places < end
+    pairs = tl.load(order_ptr + places, mask=present, other=0)
+    sources = pairs // SLOTS if SLOTS else places
+    targets = places.to(tl.int64) if SLOTS else pairs
+    columns = tl.program_id(0) % ACROSS * COLUMNS + tl.arange(0, COLUMNS)
+    weight_ptr += expert * (N * K)
+    total = _product(x_ptr, sources, present, weight_ptr, columns, N, K, STRIDE, ROWS, COLUMNS, TERMS, UP)
+    inside = present[:, None] & (columns < N)[None, :]
+    tl.store(
+        out_ptr + (targets[:, None] * N + columns[None, :]), rounded(total, out_ptr.dtype.element_ty, UP), mask=inside
+    )
+
+
+def _of_experts(x: Tensor, weight: Tensor, routes: Routes, slots: int, tile: _Tile, dtype: torch.dtype) -> Tensor:
+    """The product of each pair with its expert's weight. slots: see `_grouped`."""
+    _, rows, columns = weight.shape
+    num_tiles = routes.tiles.shape[1]
+    out = torch.empty((len(routes.order), rows), dtype=dtype, device=x.device)
+    _grouped[(num_tiles * triton.cdiv(rows, tile.columns),)](
+        x,
+        weight.contiguous(),
+        routes.order,
+        routes.tiles,
+        out,
+        num_tiles,
+        N=rows,
+        K=columns,
+        STRIDE=x.stride(0),
+        SLOTS=slots,
+        ROWS=tile.rows,
+        COLUMNS=tile.columns,
+        TERMS=tile.terms,
+        UP=INTERPRETED,
+        num_stages=tile.num_stages,
+    )
+    return out
+
+
+def experts(
+    x: Tensor, ids: Tensor, weights: Tensor, up: Weight, down: Weight, activation: str, *, strict: bool
+) -> Tensor:
+    """The weighted sum of each token's experts, added up in the order of the experts' numbers.
+
+    x (num_tokens, hidden_size), ids int64 and weights float32 (num_tokens, k), up (num_experts, 2 * inner,
+    hidden_size), down (num_experts, hidden_size, inner). Gated products are rounded, those with `down` are not.
+    """
+    ups, downs, x = plain(up), plain(down), _along_rows(x)
+    ids, weights = ids.contiguous(), weights.contiguous()
+    slots = ids.shape[1]
+    few = not strict and ids.numel() <= FEW * len(ups)
+    tile = _tile(FEW, 64, x.dtype) if few else _tile(64, 128, x.dtype)
+    routes = route(ids, len(ups), tile.rows)
+    inner = gate(_of_experts(x, ups, routes, slots, tile, x.dtype), activation)
+    results = _of_experts(inner, downs, routes, 0, tile, torch.float32)
+    return combine(results, ids, weights, x.dtype)

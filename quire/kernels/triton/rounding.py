@@ -1,0 +1,21 @@
+"""From float32 to shorter types. GPUs round as they convert; the interpreter cuts off, and is left nothing to cut."""
+# ruff: noqa: ANN201 -- values in kernels have no types
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def rounded(x, DTYPE: tl.constexpr, UP: tl.constexpr):
+    """float32 x as DTYPE, rounded to the nearest number, of two to the even one."""
+    if UP and tl.bfloat16 == DTYPE:
+        x = nearest(x, 16)
+    return x.to(DTYPE)
+
+
+@triton.jit
+def nearest(x, BITS: tl.constexpr):
+    """float32 x with zeros in its last BITS bits, rounded to nearest even."""
+    bits = x.to(tl.int32, bitcast=True)
+    bits += ((1 << (BITS - 1)) - 1) + ((bits >> BITS) & 1)
+    return tl.where(x == x, ((bits >> BITS) << BITS).to(tl.float32, bitcast=True), x)

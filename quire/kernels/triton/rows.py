@@ -1,0 +1,91 @@
+"""Rows of logits as the kernels of sampling read them, and what each row asks for."""
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TILE = 2048  # logits of a row that one program takes, where rows are cut into tiles
+
+# What a row asks for: 32-bit words, the same ones on the host and on the device.
+WISH = np.dtype(
+    [
+        ("temperature", np.float32),
+        ("least", np.float32),  # no score below it is kept: see `thresholds`
+        ("top_p", np.float32),
+        ("top_k", np.int32),  # 0 keeps all
+        ("repetition", np.float32),
+        ("frequency", np.float32),
+        ("presence", np.float32),
+        ("seed_low", np.uint32),
+        ("seed_high", np.uint32),
+        ("position", np.int32),
+        ("sample_index", np.int32),
+        ("edited", np.int32),  # which row of the edited logits is this one's; -1 is none, here and below
+        ("mask", np.int32),  # which row of the masks
+        ("counted", np.int32),  # which row of the counts of tokens
+        ("drawn", np.int32),  # which row of the tokens that were drawn
+        ("unused", np.int32),
+    ]
+)
+
+# Where they are, in the same order
+WORDS = tl.constexpr(WISH.itemsize // 4)
+TEMPERATURE, LEAST, TOP_P, TOP_K, REPETITION, FREQUENCY, PRESENCE, SEED_LOW = (tl.constexpr(i) for i in range(8))
+SEED_HIGH, POSITION, SAMPLE_INDEX, EDITED, MASK, COUNTED, DRAWN = (tl.constexpr(i) for i in range(8, 15))
+
+
+@triton.jit
+def wish(wishes_ptr, row, name: tl.constexpr) -> tl.tensor:
+    """What a row asks for under a name, as an int32."""
+    return tl.load(wishes_ptr + row * WORDS + name)
+
+
+@triton.jit
+def float_wish(wishes_ptr, row, name: tl.constexpr) -> tl.tensor:
+    """What a row asks for under a name, as the float32 that it is."""
+    return wish(wishes_ptr, row, name).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def raw_logits(logits_ptr, row, stride, tokens, inside) -> tl.tensor:
+    """Logits of a row in float32; -inf where they are not inside."""
+    x = tl.load(logits_ptr + row.to(tl.int64) * stride + tokens, mask=inside, other=0.0)
+    return tl.where(inside, x.to(tl.float32), float("-inf"))
+
+
+@triton.jit
+def final_logits(logits_ptr, edited_ptr, row, slot, stride, tokens, vocab_size, ANY_EDITED: tl.constexpr) -> tl.tensor:
+    """Logits of a row as its wishes left them, -inf behind the last one; slot: the row's own under EDITED."""
+    inside = tokens < vocab_size
+    if ANY_EDITED:
+        places = edited_ptr + slot.to(tl.int64) * vocab_size + tokens
+        changed = tl.load(places, mask=inside & (slot >= 0), other=0.0)
+        x = tl.where(slot < 0, raw_logits(logits_ptr, row, stride, tokens, inside & (slot < 0)), changed)
+        x = tl.where(inside, x, float("-inf"))
+    else:
+        x = raw_logits(logits_ptr, row, stride, tokens, inside)
+    return x
+
+
+@triton.jit
+def largest_of_row(peaks_ptr, row, num_tiles, TILES: tl.constexpr) -> tl.tensor:
+    """The largest logit of a row, from those of its tiles."""
+    tiles = tl.arange(0, TILES)
+    return tl.max(tl.load(peaks_ptr + row * num_tiles + tiles, mask=tiles < num_tiles, other=float("-inf")), 0)
+
+
+def readable(logits: Tensor) -> Tensor:
+    """Logits as kernels read them: the logits of a row one after another."""
+    return logits if logits.stride(1) == 1 else logits.contiguous()
+
+
+def num_tiles(vocab_size: int) -> int:
+    """Into how many tiles a row is cut."""
+    return -(-vocab_size // TILE)
+
+
+def tile_tensor(num_rows: int, vocab_size: int, like: Tensor, dtype: torch.dtype) -> Tensor:
+    """Memory for one number for each tile of some rows."""
+    return torch.empty(num_rows, num_tiles(vocab_size), dtype=dtype, device=like.device)

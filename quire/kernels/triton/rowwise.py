@@ -1,0 +1,362 @@
+"""What is done to each token alone, in Triton.
+
+A row's result has the same bits whichever rows stand beside it: how many rows a program takes depends on their
+size alone, and each has its own sums. Everything is computed in float32 and rounded once.
+"""
+# ruff: noqa: ANN201 -- values in kernels have no types
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.contract import ACTIVATIONS
+from quire.kernels.triton.launch import INTERPRETED, pow2
+from quire.kernels.triton.rounding import rounded
+
+BLOCK = 1024  # numbers that one program computes, where they have nothing to do with one another
+ROWS = 16  # of a program at most, where rows are short
+
+
+@triton.jit
+def floats(pointers, mask):
+    """What pointers point to, in float32; 0 behind the mask."""
+    return tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+
+
+# ---- norms ----
+
+
+class _Rows(NamedTuple):
+    """Rows of a tensor: row r begins r // inner strides, and r % inner inner strides, behind the first one."""
+
+    x: Tensor
+    number: int
+    inner: int
+    stride: int
+    inner_stride: int
+
+
+def _rows(x: Tensor, heads: int) -> _Rows:
+    """The rows of x (..., size), or (..., heads, size). Views into a wider product are taken as they are."""
+    size = x.shape[-1]
+    if x.dim() == 3 and x.stride(2) == 1:
+        return _Rows(x, x.shape[0] * x.shape[1], x.shape[1], x.stride(0), x.stride(1))
+    if x.dim() == 2 and heads == 1 and x.stride(1) == 1:
+        return _Rows(x, x.shape[0], 1, x.stride(0), 0)
+    x = x.contiguous()
+    return _Rows(x, x.numel() // size, heads, heads * size, size)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _rms_norm(
+    x_ptr,
+    residual_ptr,  # (num_rows, SIZE), or None
+    weight_ptr,  # (SIZE,)
+    total_ptr,  # like the residual
+    out_ptr,  # (num_rows, SIZE)
+    num_rows,
+    eps,
+    SIZE: tl.constexpr,
+    INNER: tl.constexpr,  # see `_Rows`
+    STRIDE: tl.constexpr,
+    INNER_STRIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,  # SIZE or more, a power of two
+    UP: tl.constexpr,
+):
+    """ROWS rows of x, plus those of the residual where there is one: then their sum goes to total_ptr."""
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, WIDTH)
+    inside = (rows < num_rows)[:, None] & (columns < SIZE)[None, :]
+    sources = rows // INNER * STRIDE + rows % INNER * INNER_STRIDE
+    places = rows[:, None] * SIZE + columns[None, :]
+    x = floats(x_ptr + (sources[:, None] + columns[None, :]), inside)
+    if residual_ptr is not None:
+        total = rounded(x + floats(residual_ptr + places, inside), total_ptr.dtype.element_ty, UP)
+        tl.store(total_ptr + places, total, mask=inside)
+        x = total.to(tl.float32)
+    factors = tl.rsqrt(tl.sum(x * x, 1) / SIZE + eps)
+    weight = floats(weight_ptr + columns, columns < SIZE)
+    tl.store(
+        out_ptr + places, rounded(x * factors[:, None] * weight[None, :], out_ptr.dtype.element_ty, UP), mask=inside
+    )
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _layer_norm(
+    x_ptr,
+    weight_ptr,  # (HEADS, SIZE)
+    bias_ptr,  # likewise, or None
+    out_ptr,  # (num_rows, SIZE)
+    num_rows,
+    eps,
+    SIZE: tl.constexpr,
+    HEADS: tl.constexpr,  # row r has weights r % HEADS
+    INNER: tl.constexpr,  # see `_Rows`
+    STRIDE: tl.constexpr,
+    INNER_STRIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,  # SIZE or more, a power of two
+    UP: tl.constexpr,
+):
+    """ROWS rows of x."""
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, WIDTH)
+    inside = (rows < num_rows)[:, None] & (columns < SIZE)[None, :]
+    sources = rows // INNER * STRIDE + rows % INNER * INNER_STRIDE
+    beside = (rows % HEADS * SIZE)[:, None] + columns[None, :]
+    x = floats(x_ptr + (sources[:, None] + columns[None, :]), inside)
+    means = tl.sum(x, 1) / SIZE
+    centred = tl.where(inside, x - means[:, None], 0.0)
+    factors = tl.rsqrt(tl.sum(centred * centred, 1) / SIZE + eps)
+    normed = centred * factors[:, None] * floats(weight_ptr + beside, inside)
+    if bias_ptr is not None:
+        normed += floats(bias_ptr + beside, inside)
+    tl.store(
+        out_ptr + (rows[:, None] * SIZE + columns[None, :]), rounded(normed, out_ptr.dtype.element_ty, UP), mask=inside
+    )
+
+
+def _shape(size: int) -> tuple[int, int, int]:
+    """(rows, width, warps) of a program for rows of so many numbers."""
+    width = pow2(size)
+    return max(1, min(ROWS, BLOCK // width)), width, min(max(width // 512, 4), 16)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root mean square normalisation of x (..., size)."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _rms_norms(_rows(x, 1), None, weight, None, out, eps)
+    return out
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(rms_norm(x + residual), x + residual), in one pass. The sum is rounded before it is normalised.
+
+    Raises ValueError where x and residual differ in shape or type.
+    """
+    if x.shape != residual.shape or x.dtype != residual.dtype:
+        raise ValueError(
+            f"{tuple(x.shape)} of {x.dtype} and {tuple(residual.shape)} of {residual.dtype} do not go together"
+        )
+    out, total = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
+    _rms_norms(_rows(x, 1), residual.contiguous(), weight, total, out, eps)
+    return out, total
+
+
+def _rms_norms(
+    rows: _Rows, residual: Tensor | None, weight: Tensor, total: Tensor | None, out: Tensor, eps: float
+) -> None:
+    size = out.shape[-1]
+    at_once, width, warps = _shape(size)
+    _rms_norm[(triton.cdiv(rows.number, at_once),)](
+        rows.x,
+        residual,
+        weight.contiguous(),
+        total,
+        out,
+        rows.number,
+        eps,
+        SIZE=size,
+        INNER=rows.inner,
+        STRIDE=rows.stride,
+        INNER_STRIDE=rows.inner_stride,
+        ROWS=at_once,
+        WIDTH=width,
+        UP=INTERPRETED,
+        num_warps=warps,
+    )
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """Layer normalisation of x (..., size); weight and bias (size,), or (heads, size) for x (..., heads, size)."""
+    size, heads = x.shape[-1], 1 if weight.dim() == 1 else weight.shape[0]
+    rows = _rows(x, heads)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    at_once, width, warps = _shape(size)
+    _layer_norm[(triton.cdiv(rows.number, at_once),)](
+        rows.x,
+        weight.contiguous(),
+        None if bias is None else bias.contiguous(),
+        out,
+        rows.number,
+        eps,
+        SIZE=size,
+        HEADS=heads,
+        INNER=rows.inner,
+        STRIDE=rows.stride,
+        INNER_STRIDE=rows.inner_stride,
+        ROWS=at_once,
+        WIDTH=width,
+        UP=INTERPRETED,
+        num_warps=warps,
+    )
+    return out
+
+
+# ---- activations ----
+
+
+@triton.jit
+def _sigmoid(x):
+    e = tl.exp(-tl.abs(x))  # at most 1
+    return tl.where(x < 0, e, 1.0) / (1.0 + e)
+
+
+@triton.jit
+def _tanh(x):
+    size = tl.abs(x)
+    e = tl.exp(-2.0 * size)
+    small = tl.minimum(size, 0.25)  # where 1 - e would cancel
+    square = small * small
+    series = small * (1.0 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835)))))
+    found = tl.where(size < 0.25, series, (1.0 - e) / (1.0 + e))
+    return tl.where(x < 0, -found, found)
+
+
+@triton.jit
+def _gelu_tanh(x):
+    near = tl.minimum(tl.maximum(x, -30.0), 30.0)  # farther out it is 0 or x, and the cube might overflow
+    # (1 + tanh(y)) / 2 is sigmoid(2 y)
+    return x * _sigmoid(1.5957691216057308 * (near + 0.044715 * near * near * near))
+
+
+@triton.jit
+def activated(x, ACTIVATION: tl.constexpr):
+    """activation(x) of float32 x. A NaN stays one."""
+    if ACTIVATION == "silu":
+        y = x * _sigmoid(x)
+    elif ACTIVATION == "gelu":
+        y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif ACTIVATION == "gelu_tanh":
+        y = _gelu_tanh(x)
+    elif ACTIVATION == "relu":
+        y = tl.where(x < 0, 0.0, x)
+    elif ACTIVATION == "relu2":
+        y = tl.where(x < 0, 0.0, x * x)
+    elif ACTIVATION == "sigmoid":
+        y = _sigmoid(x)
+    else:
+        tl.static_assert(ACTIVATION == "tanh")
+        y = _tanh(x)
+    return y
+
+
+@triton.jit
+def _activate(
+    x_ptr,
+    out_ptr,  # (rows, SIZE)
+    SIZE: tl.constexpr,
+    STRIDE: tl.constexpr,  # elements from one row of x to the next
+    PIECES: tl.constexpr,  # that a row is cut into
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,  # whether rows of x are twice as long, and their second halves factors
+    BLOCK: tl.constexpr,
+    UP: tl.constexpr,
+):
+    """One piece of a row."""
+    row = (tl.program_id(0) // PIECES).to(tl.int64)
+    columns = tl.program_id(0) % PIECES * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < SIZE
+    y = activated(floats(x_ptr + (row * STRIDE + columns), inside), ACTIVATION)
+    if GATED:
+        y *= floats(x_ptr + (row * STRIDE + SIZE + columns), inside)
+    tl.store(out_ptr + (row * SIZE + columns), rounded(y, out_ptr.dtype.element_ty, UP), mask=inside)
+
+
+def activate(x: Tensor, activation: str) -> Tensor:
+    """activation(x). Raises ValueError for one that is not among ACTIVATIONS."""
+    return _activated(x, x.shape[-1], activation, gated=False)
+
+
+def gate(x: Tensor, activation: str) -> Tensor:
+    """activation(first half of the last axis) * second half, rounded once.
+
+    Raises ValueError for an activation that is not among ACTIVATIONS.
+    """
+    return _activated(x, x.shape[-1] // 2, activation, gated=True)
+
+
+def _activated(x: Tensor, size: int, activation: str, *, gated: bool) -> Tensor:
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"{activation!r} is none of {', '.join(ACTIVATIONS)}")
+    out = torch.empty((*x.shape[:-1], size), dtype=x.dtype, device=x.device)
+    rows = x.reshape(-1, x.shape[-1])
+    if rows.stride(1) != 1:
+        rows = rows.contiguous()
+    block = min(BLOCK, pow2(size))
+    pieces = triton.cdiv(size, block)
+    _activate[(len(rows) * pieces,)](
+        rows,
+        out,
+        SIZE=size,
+        STRIDE=rows.stride(0),
+        PIECES=pieces,
+        ACTIVATION=activation,
+        GATED=gated,
+        BLOCK=block,
+        UP=INTERPRETED,
+    )
+    return out
+
+
+# ---- positions ----
+
+
+@triton.jit
+def _cos_sin(angle):
+    """Cosine and sine of float64 angles, within 1e-11 up to 2^20 quarters of a turn."""
+    quarters = tl.floor(angle * 0.63661977236758134 + 0.5)
+    # pi / 2 in two parts: the first one has 33 bits, so that its product is exact
+    r = angle - quarters * 1.57079632673412561417 - quarters * 6.07710050650619224932e-11
+    z = r * r
+    sin = 1 / 362880 - z * (1 / 39916800)
+    sin = r + r * z * (-1 / 6 + z * (1 / 120 + z * (-1 / 5040 + z * sin)))
+    cos = 1 / 40320 + z * (-1 / 3628800 + z * (1 / 479001600))
+    cos = 1.0 + z * (-0.5 + z * (1 / 24 + z * (-1 / 720 + z * cos)))
+    quarter = quarters.to(tl.int64)
+    odd = (quarter & 1) == 1
+    turned_cos, turned_sin = tl.where(odd, sin, cos), tl.where(odd, cos, sin)
+    turned_cos = tl.where(((quarter + 1) & 2) == 2, -turned_cos, turned_cos)
+    turned_sin = tl.where((quarter & 2) == 2, -turned_sin, turned_sin)
+    return turned_cos, turned_sin
+
+
+@triton.jit(do_not_specialize=["number"])
+def _rotation(
+    positions_ptr,
+    frequencies_ptr,
+    cos_ptr,
+    sin_ptr,
+    number,
+    magnitude,
+    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """BLOCK of `number` angles, those of one position after those of another."""
+    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = places < number
+    positions = tl.load(positions_ptr + places // HALF, mask=inside, other=0)
+    frequencies = tl.load(frequencies_ptr + places % HALF, mask=inside, other=0.0)
+    angles = positions.to(tl.float32) * frequencies  # rounded, as they were in training
+    cos, sin = _cos_sin(angles.to(tl.float64))
+    tl.store(cos_ptr + places, (cos * magnitude).to(tl.float32), mask=inside)
+    tl.store(sin_ptr + places, (sin * magnitude).to(tl.float32), mask=inside)
+
+
+def rotation(positions: Tensor, frequencies: Tensor, magnitude: float) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of positions (num_tokens,) int64, float32 (num_tokens, dim / 2), times `magnitude`.
+
+    Of the angles rounded to float32; the error is one rounding, up to angles of a million and more. GPUs have
+    sines of their own, which are not to be trusted far from 0.
+    """
+    num_tokens, half = len(positions), len(frequencies)
+    cos, sin = torch.empty((2, num_tokens, half), dtype=torch.float32, device=positions.device)
+    number, block = num_tokens * half, BLOCK // 2
+    _rotation[(triton.cdiv(number, block),)](
+        positions.contiguous(), frequencies.contiguous(), cos, sin, number, float(magnitude), HALF=half, BLOCK=block
+    )
+    return cos, sin

@@ -1,0 +1,204 @@
+"""top_k and top_p without sorting: the lowest score that stays, searched in the bits of scores.
+
+How far a score is below the largest one, which is 0, is a float that is not negative; as integers, its bits
+have the same order. Both filters ask the same: for the largest `far` with
+
+    weight of all tokens nearer than far  <  limit,
+
+where each token weighs 1 and the limit is k, or each weighs exp(score) and the limit is top_p of the sum. The tokens
+that stay are those no further than that: equal ones stay together, and the most likely always stays.
+
+The first pass over a row weighs what is nearer than each of 16 pivots; every pass thereafter divides by 16 what
+lies between the last pivot below the limit and the next. Once few tokens are nearer than the latter, they are
+copied, and the row is not read again. Sums are in float64, each in one fixed order.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.triton.launch import pow2
+from quire.kernels.triton.rows import (
+    EDITED,
+    LEAST,
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
+    WORDS,
+    final_logits,
+    float_wish,
+    largest_of_row,
+    num_tiles,
+    wish,
+)
+
+COPIED = 8192  # tokens of a row at most
+_BLOCK = 1024  # tokens that are read at once
+_INFINITE = tl.constexpr(0x7F800000)  # how far -inf is
+_BEYOND = tl.constexpr(0x7F800001)
+
+
+def raise_least(logits: Tensor, edited: Tensor | None, wishes: Tensor, peaks: Tensor, rows: Tensor) -> None:
+    """Raise `least` among the wishes of some rows to what their top_k and top_p keep; see `rows.WISH`.
+
+    logits (num_rows, vocab_size), edited those of edited rows, peaks (num_rows, tiles) the largest of each tile.
+    """
+    nearest = torch.empty(len(rows), COPIED, dtype=torch.int32, device=logits.device)
+    _raise_least[(len(rows),)](
+        logits,
+        wishes if edited is None else edited,
+        wishes,
+        peaks,
+        rows,
+        nearest,
+        logits.stride(0),
+        logits.shape[1],
+        num_tiles(logits.shape[1]),
+        ANY_EDITED=edited is not None,
+        TILES=pow2(num_tiles(logits.shape[1])),
+        COPIED=COPIED,
+        BLOCK=_BLOCK,
+        num_warps=16,
+        enable_fp_fusion=False,
+    )
+
+
+@triton.jit
+def _raise_least(
+    logits_ptr,
+    edited_ptr,
+    wishes_ptr,
+    peaks_ptr,
+    rows_ptr,
+    nearest_ptr,
+    stride,
+    vocab_size,
+    num_tiles,
+    ANY_EDITED: tl.constexpr,
+    TILES: tl.constexpr,
+    COPIED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program for each of the rows, and one row of nearest_ptr (., COPIED) for what it copies."""
+    row = tl.load(rows_ptr + tl.program_id(0))
+    nearest_ptr += tl.program_id(0).to(tl.int64) * COPIED
+    top = largest_of_row(peaks_ptr, row, num_tiles, TILES)
+    top_k = wish(wishes_ptr, row, TOP_K)
+    top_p = float_wish(wishes_ptr, row, TOP_P)
+    furthest = tl.abs(float_wish(wishes_ptr, row, LEAST)).to(tl.int32, bitcast=True)
+    num_copied = tl.full([], COPIED + 1, tl.int32)  # more than there is room for: none yet
+    slot = wish(wishes_ptr, row, EDITED)
+    temperature = float_wish(wishes_ptr, row, TEMPERATURE)
+    source = (logits_ptr, edited_ptr, nearest_ptr, row, slot, stride, vocab_size, top, temperature)
+    if top_k > 0:
+        far, num_copied = _search(source, num_copied, top_k, furthest, ANY_EDITED, COPIED, BLOCK, BY_SHARE=False)
+        furthest = tl.minimum(furthest, far)
+    if top_p < 1:
+        limit = top_p.to(tl.float64)
+        far, num_copied = _search(source, num_copied, limit, furthest, ANY_EDITED, COPIED, BLOCK, BY_SHARE=True)
+        furthest = tl.minimum(furthest, far)
+    tl.store(wishes_ptr + row * WORDS + LEAST, (-furthest.to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True))
+
+
+@triton.jit
+def _search(
+    source,
+    num_copied,
+    limit,
+    furthest,
+    ANY_EDITED: tl.constexpr,
+    COPIED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BY_SHARE: tl.constexpr,
+):
+    """The largest distance with less than `limit` nearer than it; by share, of what is not beyond `furthest`.
+
+    Also returns how many tokens are copied, if no more than COPIED: all that are nearer than some distance which is
+    larger than the one returned.
+    """
+    steps = tl.arange(0, 16) + 1
+    squares = (steps * steps).to(tl.float32) * 0.25  # 0.25, 1, 2.25 ... 56.25
+    pivots = tl.where(steps == 16, _BEYOND, squares.to(tl.int32, bitcast=True))
+    near = tl.full([], 0, tl.int32)
+    far = tl.full([], _BEYOND, tl.int32)
+    weights = _weights(source, num_copied, pivots, furthest, ANY_EDITED, COPIED, BLOCK, BY_SHARE)
+    if BY_SHARE:
+        limit = limit * tl.max(weights, 0)  # the last of them is everything's
+    near, far = _between(near, far, pivots, weights < limit)
+    while far - near > 1:
+        if num_copied > COPIED:
+            num_copied = _copy(source, far, ANY_EDITED, COPIED, BLOCK)
+        pivots = near + steps * ((far - near + 15) // 16)
+        weights = _weights(source, num_copied, pivots, furthest, ANY_EDITED, COPIED, BLOCK, BY_SHARE)
+        near, far = _between(near, far, pivots, weights < limit)
+    return near, num_copied
+
+
+@triton.jit
+def _between(near, far, pivots, are_below):
+    """The pivots, or what they were before, between which the limit is reached."""
+    are_below = are_below & (pivots < far)
+    near = tl.max(tl.where(are_below, pivots, near), 0)
+    return near, tl.min(tl.where(are_below, far, tl.minimum(pivots, far)), 0)
+
+
+@triton.jit
+def _weights(
+    source,
+    num_copied,
+    pivots,
+    furthest,
+    ANY_EDITED: tl.constexpr,
+    COPIED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BY_SHARE: tl.constexpr,
+):
+    """What all tokens nearer than each of the pivots weigh, from the copied tokens if they are copied."""
+    _, _, nearest_ptr, _, _, _, vocab_size, _, _ = source
+    sums = tl.zeros([BLOCK, 16], tl.float64 if BY_SHARE else tl.int32)
+    if num_copied <= COPIED:
+        for first in range(0, num_copied, BLOCK):
+            places = first + tl.arange(0, BLOCK)
+            distances = tl.load(nearest_ptr + places, mask=places < num_copied, other=_INFINITE)
+            sums += _nearer(distances, pivots, furthest, BY_SHARE)
+    else:
+        for first in range(0, vocab_size, BLOCK):
+            distances = _distances(source, first + tl.arange(0, BLOCK), ANY_EDITED)
+            sums += _nearer(distances, pivots, furthest, BY_SHARE)
+    return tl.sum(sums, 0)
+
+
+@triton.jit
+def _nearer(distances, pivots, furthest, BY_SHARE: tl.constexpr):
+    """The weights of tokens where they are nearer than pivots, 0 elsewhere."""
+    are_nearer = distances[:, None] < pivots[None, :]
+    if BY_SHARE:
+        shares = tl.where(distances <= furthest, tl.exp(-distances.to(tl.float32, bitcast=True)), 0.0)
+        weights = tl.where(are_nearer, shares.to(tl.float64)[:, None], 0.0)
+    else:
+        weights = are_nearer.to(tl.int32)
+    return weights
+
+
+@triton.jit
+def _distances(source, tokens, ANY_EDITED: tl.constexpr):
+    """How far below the largest score tokens are, as the bits of that."""
+    logits_ptr, edited_ptr, _, row, slot, stride, vocab_size, top, temperature = source
+    x = final_logits(logits_ptr, edited_ptr, row, slot, stride, tokens, vocab_size, ANY_EDITED)
+    return tl.div_rn(top - x, temperature).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _copy(source, far, ANY_EDITED: tl.constexpr, COPIED: tl.constexpr, BLOCK: tl.constexpr):
+    """Copy the distances less than `far` in the order of tokens. Returns how many there are; all, if up to COPIED."""
+    _, _, nearest_ptr, _, _, _, vocab_size, _, _ = source
+    number = tl.full([], 0, tl.int32)
+    for first in range(0, vocab_size, BLOCK):
+        distances = _distances(source, first + tl.arange(0, BLOCK), ANY_EDITED)
+        are_near = (distances < tl.minimum(far, _INFINITE)).to(tl.int32)
+        places = number + tl.cumsum(are_near, 0) - 1
+        tl.store(nearest_ptr + places, distances, mask=(are_near != 0) & (places < COPIED))
+        number += tl.sum(are_near, 0)
+    tl.debug_barrier()  # other threads read them
+    return number

@@ -1,0 +1,38 @@
+"""What the host decides on its way to a device: in few copies, none of which waits for what the device is doing."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_ALIGNED = 4  # words: kernels are compiled for pointers to multiples of 16 bytes
+
+
+def staged(arrays: Sequence[np.ndarray], device: torch.device) -> tuple[Tensor, list[int]]:
+    """The 32-bit words of all arrays behind one another on the host, int32, and where each begins.
+
+    The memory is torch's own: it gives pinned memory away again when the copies from it are done.
+    """
+    columns = [np.ascontiguousarray(array).reshape(-1).view(np.int32) for array in arrays]
+    begins = np.cumsum([0, *(-(-len(column) // _ALIGNED) * _ALIGNED for column in columns)]).tolist()
+    host = torch.empty(begins.pop(), dtype=torch.int32, pin_memory=device.type != "cpu")
+    words = host.numpy()
+    for begin, column in zip(begins, columns, strict=True):
+        words[begin : begin + len(column)] = column
+    return host, begins
+
+
+def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
+    """Each array as a flat int32 tensor on the device. All of them travel in one copy."""
+    host, begins = staged(arrays, device)
+    there = host.to(device, non_blocking=True)
+    sizes = [array.size * array.itemsize // 4 for array in arrays]
+    return [there[begin : begin + size] for begin, size in zip(begins, sizes, strict=True)]
+
+
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on the device, where it may be already."""
+    if tensor.device == device:
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)

@@ -1,0 +1,290 @@
+"""Blocks of the Triton kernels hold what those of the reference hold, in all types."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from triton_device import DEVICE
+
+from quire.config import KVGroup
+from quire.kernels import reference
+from quire.kernels.contract import DTYPES, Batch, Storage
+from quire.kernels.reference.quantized import LARGEST, SCALE_BYTES, dequantized, quantized
+
+pytest.importorskip("triton")
+from quire.kernels.triton import blocks
+from quire.kernels.triton.plan import plan
+
+SEEDS = st.integers(0, 2**32 - 1)
+STORED = [*DTYPES, *LARGEST]
+NUM_BLOCKS = 12
+ALL = torch.arange(NUM_BLOCKS)
+ROUNDING = {torch.float32: 1e-5, torch.float16: 2**-10, torch.bfloat16: 2**-7}
+
+drawn = settings(deadline=None, max_examples=8)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def poisoned():
+    torch.use_deterministic_algorithms(mode=True)  # fills what torch.empty gives
+    assert torch.empty(3, device=DEVICE).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(mode=False)
+
+
+def group_of(dtype, *, layers=2, heads=2, head_dim=20):
+    return KVGroup(tuple(range(layers)), "full", heads, head_dim, dtype, NUM_BLOCKS, 1)
+
+
+@st.composite
+def groups(draw):
+    """A group of one or two layers, and its block_size."""
+    head_dim = draw(st.sampled_from([16, 20, 64, 80, 96]))
+    layers, heads = draw(st.integers(1, 2)), draw(st.integers(1, 5))
+    group = group_of(draw(st.sampled_from(STORED)), layers=layers, heads=heads, head_dim=head_dim)
+    return group, draw(st.sampled_from([16, 16, 48]))
+
+
+class Pair:
+    """Blocks of the kernels and of the reference with the same bytes in both: all of them random, some NaN."""
+
+    def __init__(self, group, block_size, seed=0):
+        self.group, self.block_size = group, block_size
+        self.random = torch.Generator().manual_seed(seed)
+        self.numpy = np.random.default_rng(seed)
+        self.fast = blocks.allocate(group, block_size, DEVICE)
+        shape = (len(group.layers), 2, NUM_BLOCKS, block_size, group.num_kv_heads, group.head_dim)
+        if group.dtype in LARGEST:
+            shape = (*shape[:-1], group.head_dim + SCALE_BYTES)
+            canonical = torch.randint(0, 256, shape, generator=self.random, dtype=torch.uint8)
+            canonical[..., -1] |= 0x7F  # a scale of NaN or not far from it
+        else:
+            canonical = self.normal(*shape, dtype=DTYPES[group.dtype])
+            canonical[self.normal(*shape) > 2] = torch.nan
+        self.slow = Storage(group, block_size, canonical)
+        blocks.unpack(self.fast, ALL, canonical.to(DEVICE))
+
+    def normal(self, *shape, dtype=torch.float32):
+        return torch.randn(shape, generator=self.random).to(dtype)
+
+    def number(self, low, high):
+        return int(self.numpy.integers(low, high + 1))
+
+    def check(self):
+        """The same numbers everywhere, bit for bit but for the sign of zero."""
+        assert torch.equal(self.numbers(blocks.pack(self.fast, ALL).cpu()), self.numbers(self.slow.data))
+
+    def numbers(self, canonical):
+        assert canonical.shape == self.slow.data.shape
+        assert canonical.dtype == self.slow.data.dtype
+        if self.group.dtype in LARGEST:
+            scales = canonical[..., -SCALE_BYTES:].contiguous().view(torch.float32)
+            canonical = torch.cat((dequantized(canonical, self.group.dtype), scales), -1)
+        return canonical.nan_to_num(123)
+
+    def batch(self, most=3):
+        """Chunks in scattered blocks; where nothing is written or read, tables say -1 or nonsense."""
+        free = self.numpy.permutation(NUM_BLOCKS).tolist()
+        starts, stops, tables = [], [], []
+        for _ in range(self.number(1, most)):
+            start = self.number(0, 2) * self.block_size + self.number(0, self.block_size - 1) * self.number(0, 1)
+            stop = start + self.number(1, 12)
+            used = range(start // self.block_size, (stop - 1) // self.block_size + 1)
+            table = self.numpy.integers(-1, NUM_BLOCKS, 6)
+            table[list(used)] = [free.pop() for _ in used]
+            starts, stops, tables = [*starts, start], [*stops, stop], [*tables, table]
+        return Batch(np.array(starts), np.array(stops), np.array(tables))
+
+    def store(self, layer, k, v, batch):
+        """What `rotary_write` does, a token at a time. k is rotated."""
+        data = self.slow.data[layer]
+        token = 0
+        for start, stop, table in zip(batch.starts, batch.stops, batch.tables, strict=True):
+            for position in range(start, stop):
+                block, place = table[position // self.block_size], position % self.block_size
+                if block >= 0:
+                    if place == 0:
+                        data[:, block] = 0
+                    data[0, block, place], data[1, block, place] = self.stored(k[token]), self.stored(v[token])
+                token += 1
+
+    def stored(self, x):
+        return quantized(x, self.group.dtype) if self.group.dtype in LARGEST else x.to(self.slow.data.dtype)
+
+    def qkv(self, num_tokens, num_heads, dtype):
+        """Queries, keys and values that are views into one product."""
+        kv_heads = self.group.num_kv_heads
+        product = self.normal(num_tokens, num_heads + 2 * kv_heads, self.group.head_dim, dtype=dtype).to(DEVICE)
+        return product.tensor_split((num_heads, num_heads + kv_heads), 1)
+
+    def rotation(self, num_tokens, half):
+        angles = 3 * self.normal(num_tokens, half)
+        return angles.cos().to(DEVICE), angles.sin().to(DEVICE)
+
+    def write(self, batch, num_heads, half, dtype, layer=0):
+        """Rotate and write in both, and check what was rotated."""
+        step = plan(batch, self.fast)
+        num_tokens = len(step.chunks)
+        q, k, v = self.qkv(num_tokens, num_heads, dtype)
+        before, rotation = k.clone(), self.rotation(num_tokens, half)
+        turned = blocks.rotary_write(self.fast, layer, q, k, v, rotation, step)
+        assert torch.equal(k, before)
+        turned_k = blocks.rotary_write(self.fast, layer, k, k, v, rotation, step)  # keys as queries: the same bits
+        for result, x in ((turned, q), (turned_k, k)):
+            expected, _ = reference.rotary(x.cpu(), x.cpu(), *(part.cpu() for part in rotation))
+            torch.testing.assert_close(result.cpu(), expected, rtol=ROUNDING[dtype], atol=1e-6)
+            assert torch.equal(result[..., 2 * half :], x[..., 2 * half :])
+        self.store(layer, turned_k.cpu(), v.cpu(), batch)
+        self.check()
+
+
+@drawn
+@given(groups(), st.integers(1, 12), st.sampled_from([1, 0.5, 0.25]), st.sampled_from(sorted(DTYPES)), SEEDS)
+def test_tokens_are_rotated_and_stored_and_what_lies_behind_them_is_cleared(group, num_heads, share, dtype, seed):
+    pair = Pair(*group, seed)
+    half = int(share * pair.group.head_dim / 2)
+    pair.write(pair.batch(), num_heads, half, DTYPES[dtype], layer=len(pair.group.layers) - 1)
+
+
+@pytest.mark.parametrize("stored", ["bfloat16", *LARGEST])
+def test_tokens_of_a_model_of_common_sizes_are_stored(stored):
+    pair = Pair(group_of(stored, layers=1, heads=8, head_dim=128), 16)
+    batch = Batch(np.array([14, 32, 7]), np.array([20, 33, 8]), np.array([[4, 9, -1], [-1, -1, 2], [11, -1, -1]]))
+    pair.write(batch, 32, 64, torch.bfloat16)
+
+
+@pytest.mark.parametrize("stored", STORED)
+def test_an_odd_head_is_stored_whole(stored):
+    pair = Pair(group_of(stored, head_dim=19), 16)
+    pair.write(Batch(np.array([0]), np.array([3]), np.array([[5]])), 3, 4, torch.float32, layer=1)
+
+
+@pytest.mark.parametrize("stored", STORED)
+def test_without_a_rotation_tokens_are_only_stored(stored):
+    pair = Pair(group_of(stored, heads=3), 16)
+    batch = Batch(np.array([16, 3]), np.array([19, 4]), np.array([[0, 7], [6, 1]]))
+    q, k, v = pair.qkv(4, 6, DTYPES.get(stored, torch.bfloat16))
+    assert blocks.rotary_write(pair.fast, 1, q, k, v, None, plan(batch, pair.fast)) is q
+    pair.store(1, k.cpu(), v.cpu(), batch)
+    pair.check()
+
+
+@pytest.mark.parametrize("stored", ["float32", "int8"])
+def test_a_sequence_without_a_block_is_rotated_and_stored_nowhere(stored):
+    pair = Pair(group_of(stored), 16)
+    tables = np.array([[-1, -1], [3, -1], [-1, 8], [5, -1]])
+    batch = Batch(np.array([0, 15, 15, 16]), np.array([1, 17, 17, 17]), tables)
+    pair.write(batch, 4, 10, torch.float32, layer=1)  # block -1 of which would be one of layer 0
+
+
+def test_heads_that_lie_apart_are_stored_too():
+    pair = Pair(group_of("float32"), 16)
+    batch = Batch(np.array([0]), np.array([3]), np.array([[5]]))
+    q, k, v = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in pair.qkv(3, 4, torch.float32))
+    blocks.rotary_write(pair.fast, 0, q, k, v, None, plan(batch, pair.fast))
+    pair.store(0, k.cpu(), v.cpu(), batch)
+    pair.check()
+
+
+@pytest.mark.parametrize("stored", [*LARGEST])
+def test_numbers_between_two_of_8_bits_become_the_nearest_and_halves_the_even_one(stored):
+    pair = Pair(group_of(stored, heads=1, head_dim=64), 16)
+    grid = torch.arange(-128, 128, dtype=torch.int8).view(torch.float8_e4m3fn).float()
+    grid = grid[grid.isfinite()].unique() if stored == "fp8_e4m3" else torch.arange(-127, 128).float()
+    halves = (grid[1:] + grid[:-1]) / 2
+    numbers = torch.cat((grid, halves, halves.nextafter(grid[1:]), halves.nextafter(grid[:-1]), torch.zeros(64)))
+    rows = numbers[: len(numbers) // 63 * 63].view(-1, 1, 63)
+    rows = torch.cat((rows, torch.full((len(rows), 1, 1), LARGEST[stored])), -1)  # so that scales are 1
+    batch = Batch(np.array([0]), np.array([len(rows)]), np.array([[5, 2, 8]]))
+    k, v = rows.to(DEVICE), -rows.to(DEVICE)
+    blocks.rotary_write(pair.fast, 0, k, k, v, None, plan(batch, pair.fast))
+    pair.store(0, rows, -rows, batch)
+    pair.check()
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy's, in the interpreter: inf / inf
+@pytest.mark.parametrize("stored", [*LARGEST])
+def test_scales_suit_numbers_of_any_size_and_tell_of_those_that_are_none(stored):
+    pair = Pair(group_of(stored, heads=1), 16)
+    rows = pair.normal(16, 1, 20)
+    rows *= torch.tensor([1e-45, 1e-43, 1e-40, 1e-30, 1e-10, 1, 1e10, 1e30, 0, 1e37, *[1] * 6])[:, None, None]
+    rows[10, 0, 3], rows[11, 0, 7], rows[12, 0, 12], rows[13, 0, 19] = torch.nan, torch.inf, -torch.inf, torch.nan
+    batch = Batch(np.array([0]), np.array([16]), np.array([[5]]))
+    blocks.rotary_write(pair.fast, 0, *[rows.to(DEVICE)] * 3, None, plan(batch, pair.fast))
+    seen = dequantized(blocks.pack(pair.fast, ALL).cpu()[0, 0, 5], stored)
+    expected = dequantized(quantized(rows, stored), stored)
+    usable = rows.isfinite().all(-1)
+    assert torch.equal(seen[usable], expected[usable])
+    assert not seen[~usable].isfinite().any()
+
+
+@pytest.mark.parametrize("stored", STORED)
+@pytest.mark.parametrize("head_dim", [18, 64])
+def test_pack_and_unpack_are_those_of_the_reference(stored, head_dim):
+    pair = Pair(group_of(stored, heads=3, head_dim=head_dim), 16)
+    pair.check()
+    some = torch.tensor([7, 0, 11, 3])
+    canonical = blocks.pack(pair.fast, some.to(DEVICE))
+    assert canonical.is_contiguous()
+    assert torch.equal(pair.slow.data[:, :, some].view(torch.uint8), canonical.cpu().view(torch.uint8))
+    blocks.unpack(pair.fast, some.to(DEVICE), canonical.flip(2))
+    reference.unpack(pair.slow, some, canonical.cpu().flip(2))
+    pair.check()
+
+
+@drawn
+@given(groups(), SEEDS)
+def test_copies_are_those_of_the_reference(group, seed):
+    pair = Pair(*group, seed)
+    order = torch.randperm(NUM_BLOCKS, generator=pair.random)
+    apart = torch.stack((order[:3], order[3:6]), 1)
+    for pairs, num_tokens in (
+        (apart, pair.number(0, pair.block_size)),
+        (apart[:1].to(DEVICE), pair.number(1, pair.block_size)),
+        (apart[:, :1].expand(-1, 2), pair.number(1, pair.block_size)),  # nothing but clears
+        (apart[1:2], pair.block_size),
+        (apart[:0], 3),
+    ):
+        blocks.copy_blocks(pair.fast, pairs, num_tokens)
+        reference.copy_blocks(pair.slow, pairs.cpu(), num_tokens)
+        pair.check()
+
+
+@pytest.mark.parametrize("stored", STORED)
+def test_a_block_may_be_copied_and_overwritten_by_one_call(stored):
+    pair = Pair(group_of(stored, layers=1, heads=3, head_dim=64), 16)
+    pairs = torch.stack((torch.arange(8), torch.arange(8).roll(3)), 1)
+    blocks.copy_blocks(pair.fast, pairs, 11)
+    reference.copy_blocks(pair.slow, pairs, 11)
+    pair.check()
+
+
+@pytest.mark.parametrize("stored", STORED)
+def test_blocks_start_as_zeros(stored):
+    group = group_of(stored)
+    canonical = blocks.pack(blocks.allocate(group, 16, DEVICE), ALL.to(DEVICE))
+    in_8_bits = stored in LARGEST
+    assert canonical.dtype == (torch.uint8 if in_8_bits else DTYPES[stored])
+    assert canonical.shape == (2, 2, NUM_BLOCKS, 16, 2, 24 if in_8_bits else 20)
+    assert not canonical.any()
+
+
+def test_what_does_not_fit_is_refused():
+    storage = blocks.allocate(group_of("float32"), 16, DEVICE)
+    step = plan(Batch(np.array([0]), np.array([2]), np.array([[0]])), storage)
+    k, angles = torch.ones(2, 2, 20, device=DEVICE), torch.ones(2, 11, device=DEVICE)
+    with pytest.raises(ValueError, match="multiple of 16"):
+        blocks.allocate(group_of("float32"), 24, DEVICE)
+    with pytest.raises(ValueError, match="float64"):
+        blocks.allocate(group_of("float64"), 16, DEVICE)
+    with pytest.raises(ValueError, match="cannot hold"):
+        blocks.rotary_write(storage, 0, k, k[:, :1], k[:, :1], None, step)
+    with pytest.raises(ValueError, match="do not go together"):
+        blocks.rotary_write(storage, 0, k, k, k[:1], None, step)
+    with pytest.raises(ValueError, match="do not go together"):
+        blocks.rotary_write(storage, 0, k[:1], k[:1], k[:1], None, step)
+    with pytest.raises(ValueError, match="22 rotated"):
+        blocks.rotary_write(storage, 0, k, k, k, (angles, angles), step)
+    with pytest.raises(IndexError, match="layer 2"):
+        blocks.rotary_write(storage, 2, k, k, k, None, step)

@@ -1,0 +1,95 @@
+"""Whole models on the Triton kernels: the tokens of the reference, in company, in recorded steps, with 8-bit KV."""
+
+import numpy as np
+import pytest
+from body_steps import GREEDY, Driver, load_model
+
+from quire import LLM, SamplingParams
+from quire.kernels.contract import NotRecordable
+
+pytest.importorskip("triton")
+kernels_module = pytest.importorskip("quire.kernels.triton.kernels")
+recording = pytest.importorskip("quire.kernels.triton.recording")
+
+BLOCK = 16
+LENGTHS = (3, 18, 1)
+FAMILIES = ("qwen3-gqa", "gemma2", "gpt2", "qwen3-moe", "mistral-window")
+PINNED = SamplingParams(temperature=0.8, top_k=50, seed=11, deterministic=True)
+
+
+class Replaying(recording.Recording):
+    """Plays a step by computing it once more: on a CPU there are no graphs. Everything else is as on a GPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = []
+
+    def record(self, compute):
+        result = compute()
+        self.sizes.append(len(result))
+        return result, lambda: result.copy_(compute())
+
+
+def driver(model, *, recorder=None):
+    kernels, strict = (kernels_module.TritonKernels(strict=strict) for strict in (False, True))
+    kernels.recorder = recorder
+    return Driver(model, block_size=BLOCK, num_blocks=40, kernels=kernels, strict=strict)
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    random = np.random.default_rng(6)
+    return [random.integers(3, 301, length).tolist() for length in LENGTHS]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_are_those_of_the_reference(saved, prompts, family):
+    model = load_model(saved(family)[0])
+    expected = Driver(model, block_size=BLOCK).generate(prompts, 2)
+    assert driver(load_model(saved(family)[0])).generate(prompts, 2, cut=12) == expected
+
+
+def test_deterministic_sequences_do_not_depend_on_company_and_cuts(saved, prompts):
+    model = load_model(saved("qwen3-gqa")[0])
+    alone = driver(model).generate(prompts[1:2], 2, PINNED)
+    among = driver(model).generate(prompts, 2, [GREEDY, PINNED, GREEDY], cut=10)
+    assert among[1] == alone[0]
+
+
+def test_recorded_steps_are_filled_up_and_give_the_same_tokens(saved, prompts):
+    model = load_model(saved("qwen3-gqa")[0])
+    recorder = Replaying()
+    expected = Driver(model, block_size=BLOCK).generate(prompts, 3)
+    assert driver(model, recorder=recorder).generate(prompts, 3) == expected
+    assert recorder.sizes == [4], "three sequences are a step of four, recorded once"
+
+
+def test_what_cannot_be_recorded_runs_as_before(saved, prompts):
+    class Refusing(recording.Recording):
+        def record(self, compute):
+            raise NotRecordable("something waits for the device")
+
+    model = load_model(saved("qwen3-gqa")[0])
+    expected = Driver(model, block_size=BLOCK).generate(prompts[:1], 3)
+    assert driver(model, recorder=Refusing()).generate(prompts[:1], 3) == expected
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8", "int8"])
+def test_the_embedded_model_answers_as_the_reference_does(kv_cache_dtype):
+    greedy = SamplingParams(temperature=0, max_tokens=3)
+    question = [{"role": "user", "content": "What is 2 plus 3?"}]
+    texts = []
+    for kernels in ("triton", "reference"):
+        lines = []
+        llm = LLM(kernels=kernels, kv_cache_dtype=kv_cache_dtype, memory="256MiB", report=lines.append)
+        texts.append(llm.chat(question, greedy)[0].outputs[0].token_ids)
+        assert any(line.startswith(f"kernels    {kernels}") for line in lines)
+    assert texts[0] == texts[1]
+    assert len(texts[0]) > 0
+
+
+def test_ladder_sizes_hold_what_they_are_asked_for():
+    sizes = recording.Recording()
+    for number in range(1, recording.LADDER[-1] + 1):
+        assert number <= sizes.size(number) <= max(2 * number, 4)
+    assert sizes.size(recording.LADDER[-1] + 1) is None
