@@ -306,9 +306,9 @@ def test_a_step_that_fails_while_it_is_recorded_can_be_recorded_later(saved, pla
 
 
 @settings(max_examples=40)
-@given(st.lists(st.tuples(st.integers(0, 300), st.sampled_from(["take", "view", "drop"])), max_size=60))
-def test_no_buffer_is_given_to_two_live_tensors(actions):
-    arena = memory.Arena()
+@given(st.lists(st.tuples(st.integers(0, 3000), st.sampled_from(["take", "view", "drop"])), max_size=60), st.booleans())
+def test_no_buffer_is_given_to_two_live_tensors(actions, keeps):
+    arena = memory.Arena(keeps=keeps)
     alive = []  # (tensor, the number that it is full of)
     for number, (size, action) in enumerate(actions):
         if action == "take" or not alive:
@@ -327,7 +327,7 @@ def test_no_buffer_is_given_to_two_live_tensors(actions):
 
 
 def test_a_buffer_is_used_again_when_its_tensor_is_gone():
-    arena = memory.Arena()
+    arena = memory.Arena(keeps=True)
     addresses = set()
     for size in range(70, 129):
         x = arena.empty((size,), torch.uint8)
@@ -337,6 +337,19 @@ def test_a_buffer_is_used_again_when_its_tensor_is_gone():
     kept = arena.empty((1000,), torch.uint8)
     assert kept[10:].data_ptr() - 10 == kept.data_ptr()
     assert arena.empty((1000,), torch.uint8).data_ptr() != kept.data_ptr()
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_buffers_that_became_too_small_are_given_back_unless_tapes_know_them(keeps):
+    arena = memory.Arena(keeps=keeps)
+    held = arena.empty((20_000,), torch.uint8)
+    addresses = {arena.empty((size,), torch.uint8).data_ptr() for size in (5000, 40_000, 100_000)}
+    assert len(addresses) == 3
+    arena.empty((1_000_000,), torch.uint8)
+    known = {address for address in arena._buffers if address in addresses}
+    assert known == (addresses if keeps else set())
+    held.fill_(1)
+    assert held.data_ptr() in arena._buffers
 
 
 @pytest.fixture

@@ -35,9 +35,10 @@ def _pages(num_bytes: int) -> np.ndarray:
 
 
 class Arena:
-    """Buffers, each of which one tensor has at a time."""
+    """Buffers, each of which one tensor has at a time. keeps: none is given back, since tapes know their addresses."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, keeps: bool) -> None:
+        self._keeps = keeps
         self._free: list[tuple[int, int]] = []  # (size, address), sorted
         self._buffers: dict[int, np.ndarray] = {}  # by their addresses
 
@@ -58,24 +59,32 @@ class Arena:
         return torch.from_numpy(buffer[: x.nbytes]).view(x.dtype).view(x.shape)
 
     def _take(self, num_bytes: int) -> np.ndarray:
-        """The smallest free buffer that is large enough, but for a small tensor no large one."""
+        """The smallest free buffer that is large enough, unless it is more than twice that."""
         size = max(_SMALLEST, 1 << (num_bytes - 1).bit_length())
         place = bisect_left(self._free, (size, 0))
-        if place < len(self._free) and (self._free[place][0] == size or size >= _HUGE_PAGE):
+        if place < len(self._free) and self._free[place][0] <= 2 * size:
             found, address = self._free.pop(place)
             if found >= size:
                 return self._buffers[address]
             insort(self._free, (found, address))  # a tensor that ended in another thread moved the places meanwhile
+        if not self._keeps:
+            self._give_back(size)
         buffer = _pages(size)
         self._buffers[buffer.ctypes.data] = buffer
         return buffer
+
+    def _give_back(self, size: int) -> None:
+        """Let go of free buffers below a size that is needed anew: steps have grown, and they were of smaller ones."""
+        while self._free and self._free[0][0] < size:
+            _, address = self._free.pop(0)
+            del self._buffers[address]
 
 
 class _Thread(threading.local):
     """What each thread takes its memory from."""
 
     def __init__(self) -> None:
-        self.arena = Arena()
+        self.arena = Arena(keeps=False)
 
 
 _thread = _Thread()

@@ -32,7 +32,7 @@ class Recording:
     """Records tapes, all of one model on one set of blocks."""
 
     def __init__(self) -> None:
-        self._arena = Arena()
+        self._arena = Arena(keeps=True)
 
     def size(self, num_sequences: int) -> int | None:
         """See Recorder."""
