@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.cpu.checkpoints import SHAPES, checkpoint
+from benchmarks.cpu.checkpoints import SHAPES
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import processes
 from benchmarks.gpu.goals import GOALS, judged
@@ -20,21 +20,14 @@ ROOT = Path(__file__).resolve().parents[1]
 TINY = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--tiny"]
 
 
-def measured(folder: Path, *arguments: str) -> tuple[dict, str]:
-    figures, table = folder / "figures.json", folder / "table.md"
-    subprocess.run(
-        [*TINY, *arguments, "--json", str(figures), "--table", str(table)],
-        cwd=ROOT,
-        check=True,
-        timeout=240,
-        capture_output=True,
-    )
-    return json.loads(figures.read_text()), table.read_text()
-
-
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    return measured(tmp_path_factory.mktemp("gpu"), "--seconds", "60")
+    """Of a whole run: the figures, and the tables."""
+    folder = tmp_path_factory.mktemp("gpu")
+    figures, table = folder / "figures.json", folder / "table.md"
+    command_line = [*TINY, "--seconds", "60", "--json", str(figures), "--table", str(table)]
+    subprocess.run(command_line, cwd=ROOT, check=True, timeout=240, capture_output=True)
+    return json.loads(figures.read_text()), table.read_text()
 
 
 @pytest.fixture
@@ -102,12 +95,6 @@ def test_the_table_has_goals_and_figures(results):
         assert text in results[1]
 
 
-def test_without_time_everything_is_skipped(tmp_path):
-    figures, _ = measured(tmp_path, "--only", "gemm", "--seconds", "0.001")
-    assert figures["parts"]["gemm"]["rows"] == []
-    assert {each["why"] for each in figures["parts"]["gemm"]["skipped"]} == {"no time left"}
-
-
 def test_an_error_is_a_reason(part):
     def broken():
         raise ZeroDivisionError("by nothing")
@@ -136,6 +123,12 @@ def test_what_takes_too_long_is_interrupted_and_the_rest_skipped(part):
 
 def settings(folder: Path) -> processes.Settings:
     return processes.Settings("cpu", tiny=True, shapes=["tiny"], models=folder, peers={}, repeat=1)
+
+
+def test_without_time_everything_is_skipped(tmp_path):
+    found = processes.run("limits", "limits", settings(tmp_path), {}, 0.0, lambda found: None)
+    assert found["rows"] == [] and found["ended"] == "by itself"
+    assert {each["why"] for each in found["skipped"]} == {"no time left"}
 
 
 def test_a_process_that_fails_or_hangs_leaves_a_reason(tmp_path, monkeypatch):
@@ -174,12 +167,6 @@ def test_shapes_are_those_of_the_models():
     assert set(command.SHAPES) == set(SHAPES)
     assert weights("llama-8b")["gate and up"] == (2 * 14336, 4096)
     assert weights("qwen3-0.6b")["qkv"] == (4096, 1024)
-
-
-def test_random_numbers_are_drawn_on_the_device_that_is_asked_for(tmp_path):
-    folders = [checkpoint("tiny", tmp_path / device, device) for device in ("cpu", "cpu:0")]
-    first, second = (json.loads((folder / "config.json").read_text()) for folder in folders)
-    assert first == second and first["vocab_size"] == 32000
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,9 @@ STRONG = ("facts", "translate", "copy", "needle", "talk", "recall", "reverse", "
 OTHERS = ("sort", "count", "think_sum", "classify", "mixed")
 
 
-def exam(engine, tasks, chats, dtype="float32"):
-    return Exam(model=embedded.folder(), engine=engine, tasks=tasks, chats=chats, dtype=dtype, seed=1).sit()
+def exam(engine, tasks, chats, dtype="float32", **options):
+    folder = embedded.folder()
+    return Exam(model=folder, engine=engine, tasks=tasks, chats=chats, dtype=dtype, seed=1, options=options).sit()
 
 
 def test_greedy_answers_equal_those_of_transformers():
@@ -28,10 +29,11 @@ def test_strong_tasks_are_answered_right():
     assert min(score.num_answers for score in run.scores) >= 10
 
 
-def test_bfloat16_answers_as_many_questions_right():
-    exact, short = (exam("quire", STRONG + OTHERS, 6, dtype) for dtype in ("float32", "bfloat16"))
-    right, still = (sum(score.num_right for score in run.scores) for run in (exact, short))
-    assert still >= right - 0.01 * len(exact.answers)
+def test_bfloat16_and_8_bit_kv_answer_as_many_questions_right():
+    exact = exam("quire", STRONG + OTHERS, 6)
+    short = [exam("quire", STRONG + OTHERS, 6, "bfloat16", kv_cache_dtype=kind) for kind in ("auto", "fp8", "int8")]
+    right, *still = (sum(score.num_right for score in run.scores) for run in (exact, *short))
+    assert min(still) >= right - 0.01 * len(exact.answers)
 
 
 def test_the_scorer_prints_a_table_and_keeps_the_answers(tmp_path, capsys):

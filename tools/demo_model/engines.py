@@ -1,7 +1,8 @@
 """Greedy answers in token ids, by quire and by transformers. What is asked, they do not know."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
@@ -10,14 +11,15 @@ from quire import LLM, SamplingParams
 
 MAX_TOKENS = 200  # of an answer; the longest right one, a story, takes about 150
 PAD = 0
+NO_OPTIONS: Mapping[str, str] = MappingProxyType({})
 
 Ids = list[int]
 Answer = Callable[[list[Ids]], list[Ids]]  # prompts -> what was written, its end token included
 
 
-def with_quire(model: Path, dtype: str) -> Answer:
+def with_quire(model: Path, dtype: str, options: Mapping[str, str] = NO_OPTIONS) -> Answer:
     """All prompts at once, so that they are batched, chunked and preempted as the scheduler likes."""
-    llm = LLM(model=str(model), dtype=dtype)
+    llm = LLM(model=str(model), dtype=dtype, **options)
     greedy = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
 
     def answer(prompts: list[Ids]) -> list[Ids]:
@@ -27,8 +29,10 @@ def with_quire(model: Path, dtype: str) -> Answer:
     return answer
 
 
-def with_transformers(model: Path, dtype: str, batch_size: int = 16) -> Answer:
-    """Batches of about equal length, padded on the left."""
+def with_transformers(model: Path, dtype: str, options: Mapping[str, str] = NO_OPTIONS, batch_size: int = 16) -> Answer:
+    """Batches of about equal length, padded on the left. Raises ValueError for options: they are quire's."""
+    if options:
+        raise ValueError(f"{', '.join(options)}: only quire has such options")
     network = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
     ends = network.generation_config.eos_token_id
     greedy = GenerationConfig(do_sample=False, max_new_tokens=MAX_TOKENS, eos_token_id=ends, pad_token_id=PAD)
@@ -57,4 +61,7 @@ def _up_to_end(row: Ids, ends: list[int]) -> Ids:
     return row[: next((i for i, token in enumerate(row) if token in ends), len(row)) + 1]
 
 
-ENGINES: dict[str, Callable[[Path, str], Answer]] = {"quire": with_quire, "transformers": with_transformers}
+ENGINES: dict[str, Callable[[Path, str, Mapping[str, str]], Answer]] = {
+    "quire": with_quire,
+    "transformers": with_transformers,
+}

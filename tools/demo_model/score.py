@@ -7,8 +7,8 @@ python -m tools.demo_model.score --engine transformers --json answers.json
 import argparse
 import json
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from math import sqrt
 from pathlib import Path
 
@@ -100,6 +100,7 @@ class Exam:
     model: Path
     engine: str = "quire"
     dtype: str = "float32"
+    options: Mapping[str, str] = field(default_factory=dict)  # of quire, such as kv_cache_dtype
     tasks: Sequence[str] = tuple(TASKS)
     chats: int = 24  # per task
     seed: int = 0
@@ -110,7 +111,7 @@ class Exam:
         drawn = questions(self.tasks, self.chats, self.seed, tokenizer)
         longest = json.loads((self.model / "config.json").read_text())["max_position_embeddings"]
         asked = [question for question in drawn if question.num_tokens <= longest]
-        answer = ENGINES[self.engine](self.model, self.dtype)
+        answer = ENGINES[self.engine](self.model, self.dtype, self.options)
         start = time.perf_counter()
         answers = answer([question.prompt for question in asked])
         seconds = time.perf_counter() - start
@@ -127,9 +128,9 @@ class Exam:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Ask and print; with --json, keep."""
-    options = vars(_parser().parse_args(arguments))
-    file = options.pop("json")
-    exam = Exam(**options)
+    asked = vars(_parser().parse_args(arguments))
+    file = asked.pop("json")
+    exam = Exam(**asked | {"options": dict(asked["options"])})
     run = exam.sit()
     print(run)
     if file is not None:
@@ -142,6 +143,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", type=Path, default=embedded.folder(), help="folder [default: the embedded model]")
     parser.add_argument("--engine", choices=list(ENGINES), default="quire")
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument(
+        "--option",
+        dest="options",
+        type=lambda text: text.split("=", 1),
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="of quire, such as kv_cache_dtype=int8",
+    )
     parser.add_argument(
         "--tasks", type=lambda text: text.split(","), default=TASKS, help="a,b,c; recall@1024 is longer"
     )
