@@ -1,11 +1,11 @@
-# One command each: serve, test, check, check-native, bench, bench-prefix, bench-cpu, demo-model, clean. CI calls the same ones (.ci/run).
+# One command each: serve, test, check, check-native, gpu-check, bench, bench-prefix, bench-cpu, demo-model, clean. CI calls the same ones (.ci/run).
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
-.PHONY: serve test check check-native bench bench-prefix bench-cpu demo-model clean
+.PHONY: serve test check check-native gpu-check bench bench-prefix bench-cpu demo-model clean
 
 serve: $(VENV)/.installed  ## serve the embedded model; ARGS="MODEL --port 8001" goes to `quire serve`
 	@$(BIN)/quire serve $(ARGS)
@@ -30,6 +30,15 @@ check-native: $(VENV)/.installed-dev  ## the tests of the CPU kernels, watched b
 	@ls $(NATIVE)/quire/kernels/cpu/_C*.so
 	@LD_PRELOAD="$(RUNTIMES)" ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 $(BIN)/python -m pytest --capture=sys \
 		-o pythonpath="$(NATIVE) tests/body" --hypothesis-profile native tests/body/test_body_cpu_*.py $(ARGS)
+
+# Only the sanitizer sees what a kernel does outside of its memory. It is slow, and gets one file of tests.
+gpu-check:  ## on a machine with a GPU; PYTHON is an interpreter with torch for CUDA and quire's dependencies
+	@$(PYTHON) -m pytest -q tests/body/test_body_triton_*.py
+	@if command -v compute-sanitizer > /dev/null; then \
+		PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 1 \
+			$(PYTHON) -m pytest -q tests/body/test_body_triton_blocks.py; \
+	else echo "there is no compute-sanitizer: memory is not checked"; fi
+	@$(PYTHON) -m benchmarks.gpu $(ARGS)
 
 bench: $(VENV)/.installed-dev
 	@$(BIN)/python -m benchmarks.mind $(ARGS)

@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 from quire.engine import embedded
 
-VOCAB_SIZE = 32000
+VOCAB_SIZE = 32000  # of the shapes for CPUs, and below that of all others
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "max_position_embeddings": 8192,
@@ -20,9 +20,9 @@ _COMMON: dict[str, Any] = {
 }
 
 
-def _qwen2_half() -> PreTrainedModel:
+def _qwen2_half() -> PretrainedConfig:
     """The shape of Qwen2.5-0.5B, but for the vocabulary."""
-    config = Qwen2Config(
+    return Qwen2Config(
         hidden_size=896,
         num_hidden_layers=24,
         num_attention_heads=14,
@@ -32,12 +32,11 @@ def _qwen2_half() -> PreTrainedModel:
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
         **_COMMON,
     )
-    return Qwen2ForCausalLM(config)
 
 
-def _llama_1b() -> PreTrainedModel:
+def _llama_1b() -> PretrainedConfig:
     """The shape of Llama-3.2-1B, but for the vocabulary."""
-    config = LlamaConfig(
+    return LlamaConfig(
         hidden_size=2048,
         num_hidden_layers=16,
         num_attention_heads=32,
@@ -48,12 +47,41 @@ def _llama_1b() -> PreTrainedModel:
         rope_parameters={"rope_type": "default", "rope_theta": 5e5},
         **_COMMON,
     )
-    return LlamaForCausalLM(config)
 
 
-def _tiny() -> PreTrainedModel:
+def _qwen3_06b() -> PretrainedConfig:
+    """The shape of Qwen3-0.6B."""
+    return Qwen3Config(
+        hidden_size=1024,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        intermediate_size=3072,
+        rms_norm_eps=1e-6,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        **{**_COMMON, "vocab_size": 151936, "max_position_embeddings": 40960},
+    )
+
+
+def _llama_8b() -> PretrainedConfig:
+    """The shape of Llama-3.1-8B, but for the scaling of its frequencies."""
+    return LlamaConfig(
+        hidden_size=4096,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        intermediate_size=14336,
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 5e5},
+        **{**_COMMON, "vocab_size": 128256, "max_position_embeddings": 131072, "tie_word_embeddings": False},
+    )
+
+
+def _tiny() -> PretrainedConfig:
     """To try everything: its figures mean little."""
-    config = LlamaConfig(
+    return LlamaConfig(
         hidden_size=128,
         num_hidden_layers=2,
         num_attention_heads=4,
@@ -63,24 +91,33 @@ def _tiny() -> PreTrainedModel:
         rope_parameters={"rope_type": "default", "rope_theta": 5e5},
         **_COMMON,
     )
-    return LlamaForCausalLM(config)
 
 
-SHAPES = {"0.5b": _qwen2_half, "1b": _llama_1b, "tiny": _tiny}
+SHAPES = {
+    "0.5b": _qwen2_half,
+    "1b": _llama_1b,
+    "qwen3-0.6b": _qwen3_06b,
+    "llama-8b": _llama_8b,
+    "tiny": _tiny,
+}
 
 
-def checkpoint(shape: str, models: Path) -> Path:
-    """The folder of this shape's checkpoint below `models`; made there, in bfloat16, unless it exists."""
+def checkpoint(shape: str, models: Path, device: str = "cpu") -> Path:
+    """The folder of this shape's checkpoint below `models`; made there, in bfloat16, unless it exists.
+
+    device: where the random numbers are drawn; they are others on another device.
+    """
     folder = models / f"random-{shape}"
     if folder.exists():
         return folder
     unfinished = folder.with_name(f"{folder.name}.part")
     torch.manual_seed(0)
-    model = SHAPES[shape]().to(torch.bfloat16)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(SHAPES[shape](), dtype=torch.float32).to(torch.bfloat16)
     model.generation_config = GenerationConfig(bos_token_id=0, eos_token_id=2, pad_token_id=0, do_sample=False)
     model.save_pretrained(unfinished, max_shard_size="20GB")
-    _write_tokenizer(unfinished)
     config = json.loads((unfinished / "config.json").read_text())
+    _write_tokenizer(unfinished, config["vocab_size"], config["max_position_embeddings"])
     config |= {"rope_theta": config["rope_parameters"]["rope_theta"], "torch_dtype": "bfloat16"}  # the names of old
     (unfinished / "config.json").write_text(json.dumps(config, indent=1))
     return unfinished.rename(folder)
@@ -91,12 +128,12 @@ def weight_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
-def _write_tokenizer(folder: Path) -> None:
+def _write_tokenizer(folder: Path, vocab_size: int, longest: int) -> None:
     """The embedded model's, with a word for every id of the vocabulary: engines turn what they generate into text."""
     tokenizer = json.loads((embedded.folder() / "tokenizer.json").read_text())
     vocabulary = tokenizer["model"]["vocab"]
     taken = set(vocabulary.values()) | {token["id"] for token in tokenizer["added_tokens"]}
-    vocabulary |= {f"<{index}>": index for index in range(VOCAB_SIZE) if index not in taken}
+    vocabulary |= {f"<{index}>": index for index in range(vocab_size) if index not in taken}
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     settings = json.loads((embedded.folder() / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"model_max_length": 8192}))
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"model_max_length": longest}))

@@ -13,7 +13,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from benchmarks.cpu.gguf_file import gguf_file
 from benchmarks.workloads import Query, Workload, workload
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -130,6 +129,8 @@ def start(engine: Engine) -> Running:
     settings: dict[str, Any] = {"model": str(engine.model), "max_num_seqs": engine.max_num_seqs}
     settings["max_model_len"] = engine.max_model_len
     if engine.name in _GGUF:
+        from benchmarks.cpu.gguf_file import gguf_file  # noqa: PLC0415  (others do without its package)
+
         settings["gguf"] = str(gguf_file(engine.model, _GGUF[engine.name]))
     handle, log = tempfile.mkstemp(prefix=f"{engine.name}-", suffix=".log")
     for weights in engine.model.glob("*.safetensors"):

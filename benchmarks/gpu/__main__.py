@@ -1,0 +1,127 @@
+"""quire on this machine's GPU: kernels, steps and serving, beside what the device can do and beside other engines.
+
+    python -m benchmarks.gpu [--only limits attention gemm step serving] [--shapes qwen3-0.6b,llama-8b]
+        [--peer vllm=VENV/bin/python] [--repeat 1] [--seconds S] [--device cuda] [--models FOLDER] [--json FILE]
+        [--table FILE]
+
+Each part runs in a process of its own, for so many seconds at most; what does not fit is skipped, with the reason.
+All parts together take less than 10 minutes. The figures are written after every part, and while it runs. `limits` is
+always measured, since the others are set beside it. --device cpu --tiny tries everything that does not need a GPU, with
+kernels in Triton's interpreter; its figures mean nothing.
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks.gpu.goals import judged
+from benchmarks.gpu.processes import Settings, run
+from benchmarks.gpu.tables import grids
+
+SHAPES = ("qwen3-0.6b", "llama-8b", "0.5b", "1b", "tiny")  # of benchmarks.cpu.checkpoints, which imports torch
+
+# Each part's module, and the seconds that it may take where nothing else is asked for: at most 600 with the starts.
+PARTS = {
+    "limits": ("limits", 25.0),
+    "attention": ("attention", 110.0),
+    "gemm": ("products", 40.0),
+    "step": ("step", 150.0),
+    "serving": ("serving", 200.0),
+}
+
+
+def peer(text: str) -> tuple[str, str]:
+    """vllm=PYTHON, the interpreter's path made absolute and its links kept: a link is what makes a venv."""
+    name, separator, python = text.partition("=")
+    if name != "vllm" or not separator:
+        raise argparse.ArgumentTypeError(f"{text!r} is not vllm=PYTHON")
+    if not Path(python).is_file():
+        raise argparse.ArgumentTypeError(f"there is no interpreter {python!r}")
+    return name, str(Path(python).absolute())
+
+
+def shapes(text: str) -> list[str]:
+    """A comma-separated list of known shapes."""
+    names = text.split(",")
+    if unknown := [name for name in names if name not in SHAPES]:
+        raise argparse.ArgumentTypeError(f"{', '.join(unknown)} is none of {', '.join(SHAPES)}")
+    return names
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="benchmarks.gpu", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS), metavar="PART")
+    parser.add_argument("--shapes", type=shapes, help="default: qwen3-0.6b,llama-8b; with --tiny: tiny")
+    parser.add_argument("--peer", type=peer, action="append", default=[], metavar="vllm=PYTHON")
+    parser.add_argument("--repeat", type=int, default=1, help="rounds of serving")
+    parser.add_argument("--seconds", type=float, help="that each part may take")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="to try everything")
+    parser.add_argument("--models", type=Path, help="keep the checkpoints in this folder")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--table", type=Path, help="write the tables here, in Markdown")
+    args = parser.parse_args(arguments)
+    if args.device == "cpu" and not args.tiny:
+        parser.error("on a CPU there is only --tiny")
+    if args.repeat < 1:
+        parser.error("--repeat must be at least 1")
+    args.shapes = args.shapes or (["tiny"] if args.tiny else ["qwen3-0.6b", "llama-8b"])
+    return args
+
+
+def measure(args: argparse.Namespace, models: Path, results: dict[str, Any]) -> None:
+    """All parts, one after another, into `results`, which are written whenever there is more."""
+    models.mkdir(parents=True, exist_ok=True)
+    settings = Settings(args.device, args.tiny, args.shapes, models, dict(args.peer), args.repeat)
+    limits: dict[str, Any] = {}
+    for name, (module, usual) in PARTS.items():
+        if name not in args.only and name != "limits":
+            continue
+
+        def tell(found: dict[str, Any], name: str = name) -> None:
+            results["parts"][name] = found
+            results["goals"] = judged(results["parts"])
+            write(args.json, json.dumps(results, indent=1))
+
+        print(f"{name}:", flush=True)
+        found = run(name, module, settings, limits, args.seconds or usual, tell)
+        if name == "limits" and found["rows"]:
+            limits = found["rows"][0]
+
+
+def write(file: Path | None, text: str) -> None:
+    """So that there is always a whole file."""
+    if file is not None:
+        unfinished = file.with_name(f"{file.name}.part")
+        unfinished.write_text(text)
+        unfinished.replace(file)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, print, write."""
+    args = parse(arguments)
+    if args.device == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"  # of the processes that are started
+    results: dict[str, Any] = {
+        "settings": {"shapes": args.shapes, "device": args.device, "tiny": args.tiny, "repeat": args.repeat},
+        "parts": {},
+    }
+    with tempfile.TemporaryDirectory() as temporary:
+        measure(args, args.models or Path(temporary), results)
+    found = grids(results)
+    write(args.table, "\n".join(grid.markdown() for grid in found))
+    console = Console() if sys.stdout.isatty() else Console(width=260)  # a file is not 80 wide
+    for grid in found:
+        grid.print(console)
+
+
+if __name__ == "__main__":
+    main()

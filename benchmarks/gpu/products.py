@@ -1,0 +1,59 @@
+"""Products of a model's weights in bf16 by the library that torch calls: what a step could take at best."""
+
+import torch
+from torch.nn.functional import linear
+
+from benchmarks.cpu.checkpoints import SHAPES
+from benchmarks.gpu import clock
+from benchmarks.gpu.part import Part
+from benchmarks.gpu.processes import Settings
+
+COLD_BYTES = 2**28  # of weights, that no cache holds
+MOST_COPIES = 32
+ROWS = (1, 8, 64, 256, 2048)
+MOST_LOGITS = 256  # rows: a step has no more
+
+
+def weights(shape: str) -> dict[str, tuple[int, int]]:
+    """(out, in) of each product of a layer, and of the head."""
+    config = SHAPES[shape]()
+    size, inner = config.hidden_size, config.intermediate_size
+    head_dim = getattr(config, "head_dim", None) or size // config.num_attention_heads
+    heads, kv_heads = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
+    return {
+        "qkv": (heads + 2 * kv_heads, size),
+        "attention out": (size, heads),
+        "gate and up": (2 * inner, size),
+        "down": (size, inner),
+        "head": (config.vocab_size, size),
+    }
+
+
+def measure(part: Part, settings: Settings) -> None:
+    """A row for each weight and number of rows."""
+    for shape in settings.shapes:
+        for name, (out, size) in weights(shape).items():
+            for rows in (1, 4) if settings.tiny else ROWS:
+                if name == "head" and rows > MOST_LOGITS:
+                    continue
+                what = f"{shape} {name}, {rows} rows"
+                part.attempt(what, lambda w=what, o=out, s=size, r=rows: one(part, settings, w, o, s, r))
+
+
+def one(part: Part, settings: Settings, what: str, out: int, size: int, rows: int) -> None:
+    """One weight times `rows` rows, from memory: copies of it take turns."""
+    num_bytes = 2 * (out * size + rows * (out + size))
+    copies = 1 if settings.tiny else max(1, min(MOST_COPIES, -(-COLD_BYTES // (2 * out * size))))
+    weight = torch.empty(copies, out, size, dtype=torch.bfloat16, device=settings.device).normal_()
+    x = torch.randn(rows, size, device=settings.device).to(torch.bfloat16)
+    (seconds,) = clock.seconds([lambda: [linear(x, each) for each in weight]], settings.device)
+    seconds /= copies
+    figures = {"us": 1e6 * seconds, "gb_per_second": num_bytes / seconds / 1e9}
+    figures["tflops"] = 2 * rows * out * size / seconds / 1e12
+    read, multiplied = part.limits.get("read_gb_per_second"), part.limits.get("bf16_tflops")
+    if read and multiplied:
+        by_memory, by_products = num_bytes / read / 1e9, 2 * rows * out * size / multiplied / 1e12
+        figures["share_of_bound"] = max(by_memory, by_products) / seconds
+        part.row(what, **figures, bound="memory" if by_memory > by_products else "products")
+    else:
+        part.row(what, **figures)
