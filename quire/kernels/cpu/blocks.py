@@ -36,7 +36,7 @@ def allocate(group: KVGroup, block_size: int, device: torch.device) -> Storage:
     stretches = block_size // TOKENS_TOGETHER
     shape = (len(group.layers), 2, group.num_blocks, group.num_kv_heads, stretches, stretch)
     dtype = DTYPES[group.dtype]
-    data = pages(torch.Size(shape).numel() * dtype.itemsize)
+    data = pages(torch.Size(shape).numel() * dtype.itemsize, huge=False)  # touched block by block
     return Storage(group, block_size, data.view(dtype).view(shape))
 
 

@@ -19,18 +19,22 @@ _HUGE_PAGE = 2**21  # bytes
 _SMALLEST = 4096  # bytes of a buffer
 
 
-def pages(num_bytes: int) -> Tensor:
-    """Zeros uint8 (num_bytes,) that the system has yet to provide memory for, in pages of 2 MiB where it has them."""
-    return torch.from_numpy(_pages(num_bytes))
+def pages(num_bytes: int, *, huge: bool) -> Tensor:
+    """Zeros uint8 (num_bytes,) that the system has yet to provide memory for.
+
+    huge: in pages of 2 MiB, where it has them, for what is written whole; a page that is touched is taken whole.
+    """
+    return torch.from_numpy(_pages(num_bytes, huge=huge))
 
 
-def _pages(num_bytes: int) -> np.ndarray:
-    large = num_bytes >= _HUGE_PAGE
-    memory = mmap.mmap(-1, num_bytes + _HUGE_PAGE if large else max(num_bytes, 1))
-    if large and hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
+def _pages(num_bytes: int, *, huge: bool) -> np.ndarray:
+    huge = huge and num_bytes >= _HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE")
+    size = num_bytes + _HUGE_PAGE if huge else max(num_bytes, 1)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory has no huge pages
     whole = np.frombuffer(memory, np.uint8)  # which keeps the memory
-    offset = -whole.ctypes.data % _HUGE_PAGE if large else 0
+    offset = -whole.ctypes.data % _HUGE_PAGE if huge else 0
+    if huge:  # only pages that are needed as a whole
+        memory.madvise(mmap.MADV_HUGEPAGE, offset, num_bytes // _HUGE_PAGE * _HUGE_PAGE)
     return whole[offset : offset + num_bytes]
 
 
@@ -69,7 +73,7 @@ class Arena:
             insort(self._free, (found, address))  # a tensor that ended in another thread moved the places meanwhile
         if not self._keeps:
             self._give_back(size)
-        buffer = _pages(size)
+        buffer = _pages(size, huge=True)
         self._buffers[buffer.ctypes.data] = buffer
         return buffer
 

@@ -25,7 +25,7 @@ def pack_weight(weight: Tensor, parts: int = 1) -> Packed:
     code = dtype_code(weight)
     tiles = -(-per_part // ROWS_TOGETHER)
     terms = columns if weight.dtype == torch.float32 else -(-columns // 32) * 32
-    data = pages(number * parts * tiles * ROWS_TOGETHER * terms * weight.itemsize).view(weight.dtype)
+    data = pages(number * parts * tiles * ROWS_TOGETHER * terms * weight.itemsize, huge=True).view(weight.dtype)
     data = data.view(number, parts, tiles, ROWS_TOGETHER * terms)
     for one, target in zip(several, data, strict=True):
         for part, place in zip(one.reshape(parts, per_part, columns), target, strict=True):
