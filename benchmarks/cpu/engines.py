@@ -6,7 +6,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,6 +37,7 @@ class Engine:
     max_num_seqs: int = 32
     max_model_len: int = 4096
     driver: Path | None = None  # another script than the one of that name
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the engine itself, in place of a driver's own choice
 
     @property
     def script(self) -> Path:
@@ -127,7 +128,7 @@ def start(engine: Engine) -> Running:
     """Load an engine in a new process and warm it up. Raises EngineError."""
     additions, preloaded = _environment(engine)
     settings: dict[str, Any] = {"model": str(engine.model), "max_num_seqs": engine.max_num_seqs}
-    settings["max_model_len"] = engine.max_model_len
+    settings |= {"max_model_len": engine.max_model_len, "options": dict(engine.options)}
     if engine.name in _GGUF:
         from benchmarks.cpu.gguf_file import gguf_file  # noqa: PLC0415  (others do without its package)
 

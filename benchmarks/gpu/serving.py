@@ -20,11 +20,14 @@ from benchmarks.gpu.part import Part
 from benchmarks.gpu.processes import Settings
 from benchmarks.workloads import FIRST_TOKEN, LENGTH_SEED, Query, Workload, sharegpt_lengths
 
-DRIVERS = Path(__file__).parent / "drivers"
+TRANSFORMERS = Path(__file__).parent / "drivers" / "transformers_driver.py"  # another one: with continuous batching
 NUM_QUERIES = 256
 NUM_TINY = 4
 MAX_NUM_SEQS = 256
 MAX_MODEL_LEN = 4096
+MAX_TINY_SEQS, MAX_TINY_LEN = 8, 256
+SHARE_OF_MEMORY = 0.9  # that vLLM takes: quire's default
+TOKENS_AT_ONCE = 8192  # of a step
 PATIENCE = 10.0  # seconds that an engine has to end by itself: less than a part has
 WARM_UP_SHARE = 4  # outputs of the queries to warm up with are so much shorter
 
@@ -72,14 +75,27 @@ def measure(part: Part, settings: Settings) -> None:
                     name,
                     pythons[name],
                     model,
-                    max_num_seqs=MAX_NUM_SEQS,
-                    max_model_len=MAX_MODEL_LEN,
-                    driver=DRIVERS / f"{name}_driver.py",
+                    max_num_seqs=MAX_TINY_SEQS if settings.tiny else MAX_NUM_SEQS,
+                    max_model_len=MAX_TINY_LEN if settings.tiny else MAX_MODEL_LEN,
+                    driver=TRANSFORMERS if name == "transformers" else None,
+                    options=_options(name, settings),
                 )
                 part.attempt(
                     f"{shape} {name}, round {number}",
                     lambda e=engine, n=number, s=shape, f=found: _round(part, settings, e, s, n, f),
                 )
+
+
+def _options(name: str, settings: Settings) -> dict[str, object]:
+    """What engines are told besides: as much memory as they like, and the same tokens a step."""
+    if name == "transformers":
+        return {}
+    options: dict[str, object] = {"max_num_batched_tokens": TOKENS_AT_ONCE}
+    if name == "vllm":
+        return options | {"gpu_memory_utilization": SHARE_OF_MEMORY}
+    on_gpu = settings.device.startswith("cuda")
+    memory, kernels = (None, "triton") if on_gpu else ("512MiB", "auto")
+    return options | {"memory": memory, "kernels": kernels, "steps_in_flight": 2}
 
 
 Found = dict[str, dict[str, dict[int, float]]]  # output tokens a second of each workload, engine and round

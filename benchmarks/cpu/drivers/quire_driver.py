@@ -14,10 +14,10 @@ def load(settings: dict) -> Driven:
     llm = LLM(
         settings["model"],
         dtype="bfloat16",
-        memory="4GiB",
         max_model_len=settings["max_model_len"],
         max_num_seqs=settings["max_num_seqs"],
         report=lines.append,
+        **({"memory": "4GiB"} | settings["options"]),
     )
 
     def run(queries: Queries) -> Result:

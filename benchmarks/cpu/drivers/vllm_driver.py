@@ -1,4 +1,4 @@
-"""Drives vLLM's CPU backend. How many threads it has is said by the environment that the runner gives it."""
+"""Drives vLLM. On CPUs, how many threads it has is said by the environment that the runner gives it."""
 
 import os
 
@@ -16,6 +16,7 @@ def load(settings: dict) -> Driven:
         max_num_seqs=settings["max_num_seqs"],
         enable_prefix_caching=True,
         disable_log_stats=True,
+        **settings["options"],
     )
 
     def run(queries: Queries) -> Result:
