@@ -1,12 +1,14 @@
 // The part of products.cpp that uses AMX: 16 rows of x times 16 rows of the weight, 32 terms at once.
 //
 // Sums of 32 rows and 32 columns stay in four registers over all of k. What is loaded meanwhile comes from the second
-// cache, which keeps up: a block of x stays there while all columns pass by.
+// cache, which keeps up: a block of x stays there while all columns pass by. Where k is so long that only few rows
+// would stay, and the weight would pass by too often, a block has a part of k, and sums wait in memory for the next part.
 
 constexpr int64_t TILES_FROM_ROWS = 4;  // with fewer rows, vectors are as fast as memory
 constexpr int64_t TILE_BYTES = 1024;
 constexpr int64_t AHEAD = 16 * TILE_BYTES;
 constexpr int64_t BLOCK_BYTES = 5 << 18;  // of x
+constexpr int64_t BLOCK_ROWS = 256;       // that a block should have, if there are as many
 
 struct alignas(64) TileConfig {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
@@ -14,14 +16,21 @@ struct alignas(64) TileConfig {
   uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
 
-// Rows [row, row + count) of x as tile registers want them: [rows / 16][k / 32][16][32], filled up by zeros.
-static void lay_out(const Product& p, int64_t row, int64_t count, char* target) {
-  int64_t steps = up_to(p.k, 32) / 32;
+// A part of k in steps of 32 terms, and where sums of all columns and rows wait between parts.
+struct Part {
+  int64_t begin, end;
+  bool first, last;
+  char* sums;
+};
+
+// Rows [row, row + count) of x as tile registers want them: [rows / 16][steps][16][32], filled up by zeros.
+static void lay_out(const Product& p, int64_t row, int64_t count, const Part& part, char* target) {
+  int64_t steps = part.end - part.begin;
   for (int64_t i = 0; i < up_to(count, 16); i++) {
     char* out = target + i / 16 * steps * TILE_BYTES + i % 16 * 64;
-    const bf16* x = (const bf16*)p.x + (row + i) * p.x_stride;
+    const bf16* x = (const bf16*)p.x + (row + i) * p.x_stride + part.begin * 32;
     for (int64_t s = 0; s < steps; s++, out += TILE_BYTES) {
-      int64_t left = i < count ? min(32, p.k - s * 32) : 0;
+      int64_t left = i < count ? min(32, p.k - (part.begin + s) * 32) : 0;
       if (left == 32) {
         memcpy(out, x + s * 32, 64);
       } else {
@@ -78,15 +87,22 @@ struct Beside {
   }
 };
 
-// 32 rows of x times two tiles of the weight.
+// 32 rows of x times two tiles of the weight, added to the sums `from`, or to zero, and left in `to`: [4][16][16].
 template <bool GATED>
-INLINE void two_by_two(const char* a, int64_t a_tile, const Panel<bf16>& panel, int64_t steps, Beside<GATED> beside, Sums& sums) {
-  const char *w0 = panel.w[0], *w1 = panel.w[1];
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
-  for (int64_t at = 0; at < steps * TILE_BYTES; at += TILE_BYTES) {
+INLINE void two_by_two(const char* a, int64_t a_tile, Beside<GATED> beside, const float* from, float* to) {
+  const char *w0 = beside.w[0], *w1 = beside.w[1];
+  if (from != nullptr) {
+    _tile_loadd(0, from, 64);
+    _tile_loadd(1, from + 256, 64);
+    _tile_loadd(2, from + 512, 64);
+    _tile_loadd(3, from + 768, 64);
+  } else {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+  }
+  for (int64_t at = 0; at < a_tile; at += TILE_BYTES) {
     _tile_loadd(4, a + at, 64);
     _tile_loadd(6, w0 + at, 64);
     _tile_dpbf16ps(0, 4, 6);
@@ -97,19 +113,24 @@ INLINE void two_by_two(const char* a, int64_t a_tile, const Panel<bf16>& panel, 
     _tile_dpbf16ps(3, 5, 7);
     beside.step(at);
   }
-  _tile_stored(0, sums.values[0][0], 64);
-  _tile_stored(1, sums.values[0][1], 64);
-  _tile_stored(2, sums.values[1][0], 64);
-  _tile_stored(3, sums.values[1][1], 64);
+  _tile_stored(0, to, 64);
+  _tile_stored(1, to + 256, 64);
+  _tile_stored(2, to + 512, 64);
+  _tile_stored(3, to + 768, 64);
 }
 
 // 16 rows of x times two tiles of the weight.
 template <bool GATED>
-INLINE void one_by_two(const char* a, const Panel<bf16>& panel, int64_t steps, Beside<GATED> beside, Sums& sums) {
-  const char *w0 = panel.w[0], *w1 = panel.w[1];
-  _tile_zero(0);
-  _tile_zero(1);
-  for (int64_t at = 0; at < steps * TILE_BYTES; at += TILE_BYTES) {
+INLINE void one_by_two(const char* a, int64_t a_tile, Beside<GATED> beside, const float* from, float* to) {
+  const char *w0 = beside.w[0], *w1 = beside.w[1];
+  if (from != nullptr) {
+    _tile_loadd(0, from, 64);
+    _tile_loadd(1, from + 256, 64);
+  } else {
+    _tile_zero(0);
+    _tile_zero(1);
+  }
+  for (int64_t at = 0; at < a_tile; at += TILE_BYTES) {
     _tile_loadd(4, a + at, 64);
     _tile_loadd(6, w0 + at, 64);
     _tile_dpbf16ps(0, 4, 6);
@@ -117,40 +138,45 @@ INLINE void one_by_two(const char* a, const Panel<bf16>& panel, int64_t steps, B
     _tile_dpbf16ps(1, 4, 7);
     beside.step(at);
   }
-  _tile_stored(0, sums.values[0][0], 64);
-  _tile_stored(1, sums.values[0][1], 64);
+  _tile_stored(0, to, 64);
+  _tile_stored(1, to + 256, 64);
 }
 
-// Rows [row, row + rows) and tiles of columns [begin, end), by one thread.
+// Rows [row, row + rows), tiles of columns [begin, end) and a part of k, by one thread.
 template <bool GATED>
-static void tiled_block(const Product& p, int64_t row, int64_t rows, int64_t begin, int64_t end, char* a) {
-  int64_t steps = up_to(p.k, 32) / 32, a_tile = steps * TILE_BYTES, wide = GATED ? 1 : 2;
+static void tiled_block(const Product& p, int64_t row, int64_t rows, int64_t begin, int64_t end, const Part& part, char* a) {
+  int64_t a_tile = (part.end - part.begin) * TILE_BYTES, w_tile = up_to(p.k, 32) / 32 * TILE_BYTES, wide = GATED ? 1 : 2;
   int64_t pieces = (rows + 31) / 32;
   int64_t ahead = pieces == 1 ? min(a_tile, AHEAD) : a_tile;  // many rows have time to bring all of the next tiles
   Sums sums[2];
   Sums* before = nullptr;
   int turn = 0;
-  lay_out(p, row, rows, a);
+  float* waiting = (float*)part.sums;
+  lay_out(p, row, rows, part, a);
   for (int64_t tile = begin; tile < end; tile += wide) {
     Panel<bf16> panel = panel_of<bf16, 2>(p, tile, end);
     bool alone = !GATED && tile + 1 == end;
     int64_t column = panel.columns[0];
     Vec first = bias_of<bf16>(p, column, 0), second{};
     if (!alone) second = GATED ? bias_of<bf16>(p, column, 1) : bias_of<bf16>(p, column + 16, 0);
-    for (int64_t i = 0; i < pieces; i++) {
+    const char *w0 = panel.w[0] + part.begin * TILE_BYTES, *w1 = panel.w[1] + part.begin * TILE_BYTES;
+    for (int64_t i = 0; i < pieces; i++, waiting += 1024) {
       const char* some = a + i * 2 * a_tile;
       Sums& now = sums[turn];
       bool last = tile + wide >= end;
-      Beside<GATED> beside = {p,      before, {panel.w[0], panel.w[1]}, {nullptr, nullptr},
-                              a_tile, ahead,  i * 16 / pieces,          (i + 1) * 16 / pieces};
+      Beside<GATED> beside = {p,      before, {w0, w1},        {nullptr, nullptr},
+                              a_tile, ahead,  i * 16 / pieces, (i + 1) * 16 / pieces};
       if (!last) {
-        beside.next[0] = panel.w[0] + wide * a_tile;
-        beside.next[1] = panel.w[1] + wide * a_tile;
+        beside.next[0] = w0 + wide * w_tile;
+        beside.next[1] = w1 + wide * w_tile;
       }
+      const float* from = part.first ? nullptr : waiting;
+      float* to = part.last ? now.values[0][0][0] : waiting;
       if (rows - i * 32 <= 16)
-        one_by_two<GATED>(some, panel, steps, beside, now);
+        one_by_two<GATED>(some, a_tile, beside, from, to);
       else
-        two_by_two<GATED>(some, a_tile, panel, steps, beside, now);
+        two_by_two<GATED>(some, a_tile, beside, from, to);
+      if (!part.last) continue;
       while (before != nullptr && before->done < before->rows) finish_row<GATED>(p, *before);
       now.first = row + i * 32;
       now.rows = min(32, rows - i * 32);
@@ -163,7 +189,7 @@ static void tiled_block(const Product& p, int64_t row, int64_t rows, int64_t beg
       turn ^= 1;
     }
   }
-  while (before->done < before->rows) finish_row<GATED>(p, *before);
+  while (before != nullptr && before->done < before->rows) finish_row<GATED>(p, *before);
 }
 
 // Threads share rows where there are many, and columns otherwise.
@@ -177,15 +203,23 @@ static void with_tiles(const Product& p, const Team& team) {
   columns_team.share((p.n + 15) / 16, p.gate >= 0 ? 1 : 2, &begin, &end);
   if (first >= last || begin >= end) return;
 
-  int64_t most = max(32, BLOCK_BYTES / (steps * 64) / 32 * 32);
+  int64_t wanted = min(BLOCK_ROWS, up_to(last - first, 32));
+  int64_t parts = max(1, (wanted * steps * 64 + BLOCK_BYTES - 1) / BLOCK_BYTES), each_part = (steps + parts - 1) / parts;
+  int64_t most = max(32, BLOCK_BYTES / (each_part * 64) / 32 * 32);
   int64_t blocks = (last - first + most - 1) / most;
   int64_t each = up_to((last - first + blocks - 1) / blocks, 32);
-  char* a = (char*)team.scratch(each / 16 * steps * TILE_BYTES);
+  int64_t panels = p.gate >= 0 ? end - begin : (end - begin + 1) / 2;
+  int64_t waiting = each_part < steps ? panels * (each / 32) * 4096 : 0;
+  char* a = (char*)team.scratch(each / 16 * each_part * TILE_BYTES + waiting);
   static const TileConfig config;
   _tile_loadconfig(&config);
   for (int64_t row = first; row < last; row += each) {
     int64_t rows = min(each, last - row);
-    p.gate < 0 ? tiled_block<false>(p, row, rows, begin, end, a) : tiled_block<true>(p, row, rows, begin, end, a);
+    for (int64_t step = 0; step < steps; step += each_part) {
+      int64_t behind = min(steps, step + each_part);
+      Part part = {step, behind, step == 0, behind == steps, a + each / 16 * each_part * TILE_BYTES};
+      p.gate < 0 ? tiled_block<false>(p, row, rows, begin, end, part, a) : tiled_block<true>(p, row, rows, begin, end, part, a);
+    }
   }
   _tile_release();
 }
