@@ -15,7 +15,7 @@ class Runner(Protocol):
         """Apply the delta, do the moves, start the forward pass."""
 
     def sample(self, step_id: int, late: Late) -> None:
-        """Choose the tokens of the step that was launched last, and write them to their rows."""
+        """Choose the tokens of the step that was launched last: what is launched from now on may continue them."""
 
     def collect(self) -> StepResult:
         """Wait for the oldest step that was sampled and not collected."""

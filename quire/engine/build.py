@@ -24,7 +24,7 @@ from quire.engine.text.tokenizer import Tokenizer
 from quire.errors import ConfigError
 from quire.kernels.choose import Chosen, choose, usable_device
 from quire.kernels.contract import DTYPES, Demands
-from quire.kernels.reference.quantized import LARGEST, kept_as
+from quire.kernels.reference.quantized import LARGEST, kept_as, read_bytes
 from quire.kernels.reference.sampling import LOGITS_AT_ONCE
 from quire.models.model import Description, KVLayer, Progress
 from quire.runner.torch_runner import TorchRunner
@@ -223,9 +223,9 @@ def _demand(
 ) -> Demand:
     """dtypes: of weights and computation, and of keys and values."""
     dtype, kv_dtype = dtypes
-    width = DTYPES[dtype].itemsize
     length = min(options.max_model_len or description.max_positions, description.max_positions)
-    widest = max(2 * layer.num_kv_heads * layer.head_dim * width for layer in groups)
+    read = read_bytes(kv_dtype, DTYPES[dtype])
+    widest = max(2 * layer.num_kv_heads * layer.head_dim * read for layer in groups)
     weight_bytes = description.weight_bytes(dtype)
     attention = min(max(scratch_bytes, length * widest), options.max_num_seqs * length * widest)
     sampled = min(max(LOGITS_AT_ONCE, description.vocab_size), options.max_num_seqs * description.vocab_size)

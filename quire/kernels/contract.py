@@ -153,7 +153,7 @@ class Recorder(Protocol):
         """Put another step with as many chunks and tokens in the place of the one that was planned."""
 
     def record(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
-        """Run `compute`. Returns its result, and what computes it again into the same tensor.
+        """Run `compute`, perhaps several times. Returns its result, and what computes it again into the same tensor.
 
         Weights and inputs must stay where they are. Raises NotRecordable where it did more than call kernels.
         """

@@ -4,17 +4,19 @@ The first step of a size runs as always and is recorded. Later ones refill its i
 time that depends on the number of layers.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from quire.kernels.contract import Batch, Kernels, NotRecordable, Plan, Recorder, Storage
 from quire.layers.attend import PagedAttend
 from quire.models.model import Model
 from quire.store.upload import uploaded
+
+log = logging.getLogger(__name__)
 
 Fill = Callable[[Tensor], None]  # writes those token ids that only the device knows
 
@@ -59,8 +61,8 @@ class Recordings:
         recording = self._recordings.get(size)
         if recording is None:
             return self._record(self._recorder, token_ids, positions, batches, fill, number)
-        recording.token_ids.copy_(torch.from_numpy(token_ids), non_blocking=True)
-        recording.positions.copy_(torch.from_numpy(positions), non_blocking=True)
+        recording.token_ids.copy_(uploaded(token_ids, self._model.device))
+        recording.positions.copy_(uploaded(positions, self._model.device))
         fill(recording.token_ids)
         for plan, batch in zip(recording.plans, batches, strict=True):
             self._recorder.refill(plan, batch)
@@ -90,8 +92,10 @@ class Recordings:
 
         try:
             logits, play = recorder.record(compute)
-        except NotRecordable:
+        except NotRecordable as error:
+            log.info("decode steps are not recorded: %s", error)
             self._recorder = None  # nor will any other step be
+            self._recordings.clear()
             return None
         self._recordings[len(ids)] = _Recording(ids, places, plans, logits, play)
         return logits[:number]

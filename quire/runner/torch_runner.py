@@ -55,7 +55,7 @@ class TorchRunner:
     """A Runner over one model and the blocks of its cache.
 
     strict: kernels for deterministic sequences, over the same blocks and weights as `kernels`; None where there
-    are none. After an exception from `launch` or `sample` that step is forgotten and the rows cannot be
+    are none. After an exception from any call that step is forgotten and the rows cannot be
     relied on: the next step should reset them.
     """
 
@@ -101,7 +101,7 @@ class TorchRunner:
         self._launched = self._forward(step, began)
 
     def sample(self, step_id: int, late: Late) -> None:
-        """Choose the tokens of the step launched last, and write them behind their chunks."""
+        """Choose the tokens of the step launched last, and send them to the host."""
         launched, self._launched = self._launched, None
         if launched is None or launched.step_id != step_id:
             raise ValueError(f"step {step_id} is not the one that waits to be sampled")
@@ -172,15 +172,15 @@ class TorchRunner:
     def _report(self, rows: np.ndarray, chosen: Tensor, logits: Tensor) -> Logprobs | None:
         """How likely the chosen tokens were, where that was asked: it waits for them."""
         columns = self._rows.sampling
-        wanted = columns["num_logprobs"][rows]
-        if (wanted < 0).all():
+        numbers = columns["num_logprobs"][rows]
+        if (numbers < 0).all():
             return None
         return report(
             self._kernels,
             lambda some: logits[uploaded(some, logits.device)],
             self._vocab_size,
             chosen.cpu().numpy().astype(np.int32),
-            wanted,
+            numbers,
             columns.lists.reported(rows),
         )
 

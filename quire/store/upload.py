@@ -7,4 +7,5 @@ from torch import Tensor
 
 def uploaded(array: np.ndarray, device: torch.device) -> Tensor:
     """The array on the device, without waiting for what that is doing. On a CPU it stays the array's memory."""
-    return torch.from_numpy(array).to(device, non_blocking=True)
+    host = torch.from_numpy(array)
+    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)

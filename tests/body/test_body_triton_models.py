@@ -81,7 +81,7 @@ def test_the_embedded_model_answers_as_the_reference_does(kv_cache_dtype):
     texts = []
     for kernels in ("triton", "reference"):
         lines = []
-        llm = LLM(kernels=kernels, kv_cache_dtype=kv_cache_dtype, memory="256MiB", report=lines.append)
+        llm = LLM(kernels=kernels, kv_cache_dtype=kv_cache_dtype, memory="1GiB", report=lines.append)
         texts.append(llm.chat(question, greedy)[0].outputs[0].token_ids)
         assert any(line.startswith(f"kernels    {kernels}") for line in lines)
     assert texts[0] == texts[1]

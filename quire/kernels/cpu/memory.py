@@ -9,7 +9,7 @@ import threading
 import weakref
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import numpy as np
 import torch
@@ -33,8 +33,9 @@ def _pages(num_bytes: int, *, huge: bool) -> np.ndarray:
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory has no huge pages
     whole = np.frombuffer(memory, np.uint8)  # which keeps the memory
     offset = -whole.ctypes.data % _HUGE_PAGE if huge else 0
-    if huge:  # only pages that are needed as a whole
-        memory.madvise(mmap.MADV_HUGEPAGE, offset, num_bytes // _HUGE_PAGE * _HUGE_PAGE)
+    if huge:
+        with suppress(OSError):  # a system without them
+            memory.madvise(mmap.MADV_HUGEPAGE, offset, num_bytes // _HUGE_PAGE * _HUGE_PAGE)  # whole pages only
     return whole[offset : offset + num_bytes]
 
 

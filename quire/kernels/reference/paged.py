@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from quire.kernels.contract import DTYPES, Batch, Rotation, Storage
-from quire.kernels.reference.quantized import numbers, stored
+from quire.kernels.reference.quantized import numbers, read_bytes, stored
 from quire.kernels.reference.rowwise import rotary
 
 MAX_QUERIES = 256  # of one piece: keys behind a piece's last position are not even gathered
@@ -105,7 +105,7 @@ def _cut(batch: Batch, lengths: np.ndarray, storage: Storage) -> Pieces:
 def _alike(pieces: Pieces, storage: Storage) -> Iterator[Pieces]:
     """Group pieces by the powers of two that hold their queries and their context."""
     group = storage.group
-    bytes_per_token = 2 * group.num_kv_heads * group.head_dim * _computed_in(storage).itemsize
+    bytes_per_token = 2 * group.num_kv_heads * group.head_dim * read_bytes(group.dtype, _computed_in(storage))
     classes = 64 * _bit_length(pieces.counts - 1) + _bit_length(np.maximum(pieces.stops, MIN_CONTEXT) - 1)
     for one in np.unique(classes):
         members = np.flatnonzero(classes == one)

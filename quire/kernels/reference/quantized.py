@@ -17,6 +17,11 @@ LARGEST: Mapping[str, float] = MappingProxyType({"fp8_e4m3": 448.0, "int8": 127.
 _TYPES = {"fp8_e4m3": torch.float8_e4m3fn, "int8": torch.int8}
 
 
+def read_bytes(dtype: str, computed: torch.dtype) -> int:
+    """Bytes that a number takes while it is read: as float32, times its scale, and in the type of the computation."""
+    return 2 * torch.float32.itemsize + computed.itemsize if dtype in LARGEST else computed.itemsize
+
+
 def kept_as(dtype: str, head_dim: int) -> tuple[torch.dtype, int]:
     """The type of stored numbers, and how many of them a head of a token takes."""
     return (torch.uint8, head_dim + SCALE_BYTES) if dtype in LARGEST else (DTYPES[dtype], head_dim)

@@ -128,7 +128,8 @@ def _shape(rows: int, shared: int, q: Tensor) -> Shape:
     if q.dtype == torch.float32:  # tensor cores do not multiply it
         return Shape(max(32, pow2(shared)), num_keys, warps=8, stages=3)
     rows = max(min(rows, 128 if dim <= 128 else 64), FEW_ROWS, pow2(shared))
-    return Shape(rows, num_keys, warps=8 if rows >= 128 else 4, stages=5)
+    # loads through a table take two stages; with large heads a fifth does not fit everywhere
+    return Shape(rows, num_keys, warps=8 if rows >= 128 else 4, stages=5 if dim <= 128 else 4)
 
 
 def _splits(storage: Storage, plan: TritonPlan, num_tiles: int, used: int, *, small: bool) -> int:

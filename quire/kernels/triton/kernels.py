@@ -7,19 +7,21 @@ from quire.config import KVGroup
 from quire.kernels.contract import Batch, Demands, Draws, Recorder, Rotation, Storage, Weight
 from quire.kernels.triton import attention, blocks, likelihood, products, rowwise, sampling
 from quire.kernels.triton import plan as planning
+from quire.kernels.triton.attention import SCRATCH_BYTES
+from quire.kernels.triton.blocks import TOKENS_TOGETHER
 from quire.kernels.triton.launch import INTERPRETED
 from quire.kernels.triton.plan import TritonPlan
 from quire.kernels.triton.recording import Recording
 
 LARGEST_HEAD = 256
-TOKENS_TOGETHER = 16  # that a block is a multiple of
+FP8_FROM = (8, 9)  # compute capability
 
 
 class TritonKernels:
     """Kernels in Triton. strict: bits do not depend on company, which forbids split contexts and the libraries."""
 
     NAME = "triton"
-    SCRATCH_BYTES = 2**26  # partial results of split contexts
+    SCRATCH_BYTES = SCRATCH_BYTES  # partial results of split contexts
 
     def __init__(self, *, strict: bool) -> None:
         self._strict = strict
@@ -29,6 +31,8 @@ class TritonKernels:
         """Why the module cannot do what is demanded, or None if it can."""
         if demands.device.type != "cuda" and not INTERPRETED:
             return f"it runs on cuda, not on {demands.device.type}, but in Triton's interpreter"
+        if demands.device.type == "cuda" and (why := _too_old(demands)) is not None:
+            return why
         if demands.block_size % TOKENS_TOGETHER:
             return f"block_size {demands.block_size} is no multiple of {TOKENS_TOGETHER}"
         if max(demands.head_dims) > LARGEST_HEAD:
@@ -125,3 +129,15 @@ class TritonKernels:
     def logprobs(self, logits: Tensor, tokens: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """See `likelihood`."""
         return likelihood.logprobs(logits, tokens, k)
+
+
+def _too_old(demands: Demands) -> str | None:
+    """What the device lacks."""
+    index = torch.cuda.current_device() if demands.device.index is None else demands.device.index
+    if index != torch.cuda.current_device():
+        return f"it runs on the current device, cuda:{torch.cuda.current_device()}, not on cuda:{index}"
+    capability = torch.cuda.get_device_capability(index)
+    if demands.kv_dtype == "fp8_e4m3" and capability < FP8_FROM:
+        needed, found = (".".join(map(str, version)) for version in (FP8_FROM, capability))
+        return f"fp8 needs compute capability {needed}, and this device has {found}"
+    return None

@@ -19,6 +19,7 @@ class Recording:
 
     def __init__(self) -> None:
         self._pool: Any = None  # a handle of torch's
+        self._stream: torch.cuda.Stream | None = None  # one for all warm-ups: libraries keep memory for each stream
 
     def size(self, num_sequences: int) -> int | None:
         """See Recorder."""
@@ -34,17 +35,21 @@ class Recording:
 
     def record(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
         """See Recorder."""
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
+        usual = torch.cuda.current_stream()
+        stream = self._stream = self._stream or torch.cuda.Stream()
+        stream.wait_stream(usual)
         with torch.cuda.stream(stream):
             for _ in range(_WARM_UPS):
                 compute()
-        torch.cuda.current_stream().wait_stream(stream)
+        usual.wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph, pool=self._pool):
                 result = compute()
         except RuntimeError as error:  # something waited for the device, say
+            torch.cuda.set_stream(usual)  # torch stays on the stream of the graph
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
             raise NotRecordable(str(error)) from error
         self._pool = graph.pool()
         graph.replay()
