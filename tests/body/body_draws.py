@@ -1,6 +1,7 @@
 """Draws for tests: columns from plain lists, and an allowed-token mask from sets."""
 
 import numpy as np
+import torch
 
 from quire.kernels.contract import Draws, Edits, History, Masks
 
@@ -43,3 +44,23 @@ def mask(allowed, vocab_size):
         for token in tokens:
             row[token // 32] |= 1 << token % 32
     return np.array(rows, np.uint32)
+
+
+def normal(num_rows, vocab_size, seed=0, deviation=2.0):
+    """Logits."""
+    return torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * deviation
+
+
+def random_draws(num_rows, seed, **more):
+    """Rows of all kinds side by side."""
+    dice = np.random.default_rng(seed)
+    columns = {
+        "seeds": dice.integers(0, 2**64, num_rows, dtype=np.uint64),
+        "positions": dice.integers(0, 2**31, num_rows),
+        "sample_indices": dice.integers(0, 128, num_rows),
+        "temperatures": dice.choice([0, 0.3, 1, 2.5, 1e-20], num_rows),
+        "top_ps": dice.choice([1, 0.95, 0.5, 0.07, 1e-6, 1 - 2**-24], num_rows),
+        "top_ks": dice.choice([-1, 0, 1, 3, 50, 700], num_rows),
+        "min_ps": dice.choice([0, 0, 0.03, 0.4, 1], num_rows),
+    }
+    return draws(num_rows, **columns, **more)
