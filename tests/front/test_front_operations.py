@@ -55,7 +55,8 @@ def test_metrics_count_what_happened(served):
     added = [metric(served.url, name) - old for name, old in zip(names, before, strict=True)]
     assert added[:2] == [4, 20]
     assert added[2] >= 5
-    assert added[3:] == [2, 4, 16]
+    assert added[3:5] == [2, 4]
+    assert 0 < added[5] <= 16  # tokens that come together with the first have nothing between them
     assert metric(served.url, "request_success_total", finished_reason="length") == ended + 4
     assert metric(served.url, "kv_cache_usage_perc", model_name="quire-demo") == 0
     assert metric(served.url, "num_preemptions_total") == 0
