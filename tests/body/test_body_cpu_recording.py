@@ -1,6 +1,8 @@
 """Steps that are played from tapes: to the bit what they are without, in whatever order they come."""
 
+import re
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -350,6 +352,24 @@ def test_buffers_that_became_too_small_are_given_back_unless_tapes_know_them(kee
     assert known == (addresses if keeps else set())
     held.fill_(1)
     assert held.data_ptr() in arena._buffers
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="the system does not tell")
+@pytest.mark.parametrize("huge", [True, False])
+def test_whole_pages_of_weights_are_huge_where_the_system_has_them(huge):
+    tensor = memory.pages(5 * 2**20, huge=huge)
+    mapped, flags = {}, ""
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) (....)", line):
+            mapped = {"begin": int(found[1], 16), "end": int(found[2], 16), "rights": found[3]}
+        elif line.startswith("VmFlags:") and mapped["begin"] <= tensor.data_ptr() < mapped["end"]:
+            flags = line.split()
+            break
+    assert mapped["rights"] == "rw-p", "shared memory has no huge pages"
+    assert ("hg" in flags) == (huge and Path("/sys/kernel/mm/transparent_hugepage").exists())
+    if huge:
+        assert tensor.data_ptr() % 2**21 == 0
+        assert mapped["end"] - tensor.data_ptr() == 2 * 2**21, "a page that is needed in part is not taken whole"
 
 
 @pytest.fixture

@@ -2,10 +2,11 @@
 
 import numpy as np
 import pytest
+import torch
 from body_steps import GREEDY, Driver, load_model
 
 from quire import LLM, SamplingParams
-from quire.kernels.contract import NotRecordable
+from quire.kernels.contract import Demands, NotRecordable
 
 pytest.importorskip("triton")
 kernels_module = pytest.importorskip("quire.kernels.triton.kernels")
@@ -93,3 +94,22 @@ def test_ladder_sizes_hold_what_they_are_asked_for():
     for number in range(1, recording.LADDER[-1] + 1):
         assert number <= sizes.size(number) <= max(2 * number, 4)
     assert sizes.size(recording.LADDER[-1] + 1) is None
+
+
+@pytest.mark.parametrize(
+    ("wish", "capability", "why"),
+    [
+        ({"kv_dtype": "fp8_e4m3"}, (8, 0), "fp8 needs compute capability 8.9, and this device has 8.0"),
+        ({"kv_dtype": "fp8_e4m3"}, (9, 0), None),
+        ({"kv_dtype": "int8"}, (8, 0), None),
+        ({"device": torch.device("cuda", 1)}, (9, 0), "it runs on the current device, cuda:0, not on cuda:1"),
+        ({"block_size": 24}, (9, 0), "block_size 24 is no multiple of 16"),
+        ({"head_dims": (64, 512)}, (9, 0), "heads of 512 are larger than 256"),
+    ],
+)
+def test_what_a_device_cannot_do_is_refused_before_anything_is_loaded(monkeypatch, wish, capability, why):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+    usual = {"device": torch.device("cuda"), "dtype": "bfloat16", "kv_dtype": "bfloat16", "block_size": 16}
+    demands = Demands(**{**usual, "head_dims": (128,), **wish})
+    assert kernels_module.TritonKernels(strict=True).refusal(demands) == why

@@ -11,6 +11,7 @@ from front_rig import run_app, small_engine
 
 from quire.core.output import Output
 from quire.server.app import make_app
+from quire.server.metrics import Metrics
 from quire.server.service import Service
 
 LONG = {"prompt": "One Tuesday", "max_tokens": 400, "ignore_eos": True, "temperature": 0}
@@ -43,7 +44,20 @@ def test_health(served, path):
     assert answer.json()["status"] == "ok"
 
 
-def test_metrics_count_what_happened(served):
+@pytest.fixture
+def pieces(monkeypatch):
+    """What the metrics are told of each piece of a sequence that is read at once: tokens, whether the first."""
+    told, tokens_came = [], Metrics.tokens_came
+
+    def noting(self, metrics, before, now, num_tokens):
+        told.append((num_tokens, before is None))
+        tokens_came(self, metrics, before, now, num_tokens)
+
+    monkeypatch.setattr(Metrics, "tokens_came", noting)
+    return told
+
+
+def test_metrics_count_what_happened(served, pieces):
     names = ("prompt_tokens_total", "generation_tokens_total", "iterations_total", "e2e_request_latency_seconds_count")
     names += ("time_to_first_token_seconds_count", "inter_token_latency_seconds_count")
     wait_until(lambda: idle(served))
@@ -55,18 +69,19 @@ def test_metrics_count_what_happened(served):
     added = [metric(served.url, name) - old for name, old in zip(names, before, strict=True)]
     assert added[:2] == [4, 20]
     assert added[2] >= 5
-    assert added[3:5] == [2, 4]
-    assert 0 < added[5] <= 16  # tokens that come together with the first have nothing between them
+    assert sum(num_tokens for num_tokens, _ in pieces) == 20
+    # tokens that come together with the first have nothing between them
+    assert added[3:] == [2, 4, sum(num_tokens for num_tokens, is_first in pieces if not is_first)]
     assert metric(served.url, "request_success_total", finished_reason="length") == ended + 4
     assert metric(served.url, "kv_cache_usage_perc", model_name="quire-demo") == 0
     assert metric(served.url, "num_preemptions_total") == 0
 
 
 @pytest.mark.parametrize(
-    ("fields", "num_sequences", "num_between"),
-    [({"n": 1, "best_of": 3}, 3, 12), ({"n": 2, "use_beam_search": True}, 2, 0)],
+    ("fields", "num_sequences", "at_once"),
+    [({"n": 1, "best_of": 3}, 3, False), ({"n": 2, "use_beam_search": True}, 2, True)],
 )
-def test_metrics_of_sequences_that_are_compared(served, fields, num_sequences, num_between):
+def test_metrics_of_sequences_that_are_compared(served, pieces, fields, num_sequences, at_once):
     names = ("request_success_total", "time_to_first_token_seconds_count", "inter_token_latency_seconds_count")
 
     def figures():
@@ -77,8 +92,11 @@ def test_metrics_of_sequences_that_are_compared(served, fields, num_sequences, n
     body = {"prompt": [67, 68], "max_tokens": 5, "ignore_eos": True, **fields}
     httpx.post(f"{served.url}/v1/completions", json=body).raise_for_status()
     added = [now - then for now, then in zip(figures(), before, strict=True)]
-    assert added[:2] == [num_sequences, num_sequences]
-    assert min(1, num_between) <= added[2] <= num_between  # tokens that come together have nothing between them
+    assert sum(num_tokens for num_tokens, _ in pieces) == 5 * num_sequences
+    later = sum(num_tokens for num_tokens, is_first in pieces if not is_first)
+    assert added == [num_sequences, num_sequences, later]
+    if at_once:  # a search tells its beams when all of them are done
+        assert later == 0
 
 
 def test_every_metric_has_a_name_of_its_own(served):

@@ -1,5 +1,8 @@
 """From options to an engine: what is refused and how, what is said before loading, what loading holds in memory."""
 
+import ctypes
+import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -166,3 +169,22 @@ def test_8_bit_keys_and_values_take_half_as_much_and_answer_alike(dtype):
     answers = [llm.chat(questions, SamplingParams(temperature=0)) for llm in (small, LLM(memory="256MiB"))]
     texts = [[answer.outputs[0].text for answer in of_one] for of_one in answers]
     assert texts[0] == texts[1]
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be told to")
+def test_memory_that_was_freed_goes_back_to_the_system():
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+    pieces = [libc.malloc(60_000) for _ in range(2000)]  # small enough for the heap
+    for piece in pieces:
+        ctypes.memset(piece, 1, 60_000)
+
+    def resident():
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    for piece in pieces[:-1]:  # the last one holds the end of the heap where it is
+        libc.free(piece)
+    before = resident()
+    machine.return_freed_memory()
+    assert before - resident() > 60_000_000
+    libc.free(pieces[-1])
