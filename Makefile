@@ -11,7 +11,7 @@ serve: $(VENV)/.installed  ## serve the embedded model; ARGS="MODEL --port 8001"
 	@$(BIN)/quire serve $(ARGS)
 
 test: $(VENV)/.installed-dev  ## ARGS="tests/demo -x" goes to pytest
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -n auto --dist loadfile $(ARGS)
 
 check: $(VENV)/.installed-dev  ## style, types, layers
 	@$(BIN)/ruff check --quiet .

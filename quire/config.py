@@ -13,6 +13,9 @@ KVDType = Literal["auto", "float32", "float16", "bfloat16", "float", "half", "fp
 ModelImpl = Literal["auto", "quire", "transformers"]
 GroupKind = Literal["full", "window", "latent", "state"]
 PrefixIndexKind = Literal["radix", "hash", "none"]
+Policy = Literal["fcfs", "lpm", "dfs-weight", "cache-aware", "priority", "fair"]
+PreemptionMode = Literal["auto", "recompute", "swap"]
+Eviction = Literal["lru", "lfu", "priority", "cost"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +30,7 @@ class KVGroup:
     num_blocks: int
     bytes_per_block: int
     window: int = 0  # positions that a query sees, itself among them; 0 is all. Only of kind "window"
+    num_host_blocks: int = 0  # of a second pool, in host memory: where preempted sequences can go
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +41,18 @@ class CacheConfig:
     groups: tuple[KVGroup, ...]
     prefix_index: PrefixIndexKind = "none"
     public_prefixes: tuple[tuple[int, ...], ...] = ()  # tokens whose KV every tenant may read
+    eviction: Eviction = "lru"
 
     def __post_init__(self) -> None:
         if self.block_size < 1:
             raise ConfigError(f"block_size must be at least 1 token, not {self.block_size}")
         if not self.groups:
             raise ConfigError("a cache needs at least one KV group")
+        if self.eviction != "lru" and self.prefix_index != "radix":
+            raise ConfigError(
+                f"eviction {self.eviction!r} needs the tree: use prefix_index 'radix', not {self.prefix_index!r}, or "
+                "eviction 'lru'"
+            )
         for group in self.groups:
             if group.kind not in ("full", "window"):
                 raise ConfigError(f"KV groups of kind {group.kind!r} are not supported yet, only 'full' and 'window'")
@@ -93,6 +103,9 @@ class SchedulerConfig:
     step_seconds: float  # predicted time that one step may take
     watermark: float  # share of blocks that admission leaves free for growth
     steps_in_flight: int
+    policy: Policy = "fcfs"
+    wait_weight: float = 100.0  # tokens found in the cache that a second of waiting is worth; of policy "cache-aware"
+    preemption: PreemptionMode = "auto"
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
@@ -109,6 +122,8 @@ class SchedulerConfig:
             raise ConfigError(f"watermark must be at least 0 and below 1, not {self.watermark}")
         if self.steps_in_flight not in (1, 2):
             raise ConfigError(f"steps_in_flight must be 1 or 2, not {self.steps_in_flight}")
+        if not 0 <= self.wait_weight < inf:
+            raise ConfigError(f"wait_weight must be at least 0 and finite, not {self.wait_weight}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +167,25 @@ class EngineOptions:
     max_num_batched_tokens: Annotated[int, Meta(ge=1, le=2**24), Help("tokens computed in one step")] = 2048
     step_seconds: Annotated[float, Help("predicted time that one step may take", "beta")] = 0.5
     watermark: Annotated[float, Help("share of blocks that admission leaves free", "beta")] = 0.01
+    policy: Annotated[
+        Policy,
+        Help("who runs next: who came first, or by cached tokens, priority, or fairness to tenants", "beta"),
+    ] = "fcfs"
+    wait_weight: Annotated[
+        float | None,
+        Help("of policy cache-aware: cached tokens that a second of waiting is worth [default: 100]", "beta"),
+    ] = None
+    preemption: Annotated[
+        PreemptionMode, Help("compute again, swap to host memory, or auto: what costs less", "beta")
+    ] = "auto"
+    swap_space: Annotated[
+        str | None,
+        Help("host memory to swap sequences to: bytes, '4GiB', or so many GiB [default: 4 on a GPU, else 0]", "beta"),
+    ] = None
+    eviction: Annotated[Eviction, Help("what leaves the prefix cache first", "beta")] = "lru"
+    calibration: Annotated[
+        float | None, Help("seconds to measure costs for, at the start [default: 1 for a server, else 0]", "beta")
+    ] = None
     steps_in_flight: Annotated[
         int | None, Help("1, or 2 to plan a step while the one before it runs [default: 2 on a GPU]", "prototype")
     ] = None

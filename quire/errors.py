@@ -29,6 +29,19 @@ class ContextLengthExceeded(RequestError):
     """A prompt does not fit into the model's context."""
 
 
+class DeadlineUnreachable(RequestError):
+    """A request cannot be computed within the time that it allows. predicted and asked: seconds."""
+
+    def __init__(self, predicted: float, asked: float) -> None:
+        super().__init__(
+            f"the deadline is {asked:.3g} s away, and this request is predicted to take {predicted:.3g} s at least; "
+            "allow more time, shorten the prompt or lower max_tokens",
+            "deadline",
+        )
+        self.predicted = predicted
+        self.asked = asked
+
+
 class ConfigError(QuireError, ValueError):
     """The engine cannot be built with these options."""
 

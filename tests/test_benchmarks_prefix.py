@@ -13,7 +13,7 @@ from benchmarks.prefix.gain import Outcome, _summary
 from benchmarks.prefix.memory import alpaca_lengths, parallel_sampling, saved, shared_prefix, wide_beams
 from benchmarks.prefix.micro import Filler, _evictions, _matches
 from benchmarks.prefix.reuse import granularity
-from benchmarks.prefix.rigs import VerbClock, ask, num_held, play, scripted
+from benchmarks.prefix.rigs import Embedded, VerbClock, ask, num_held, play, scripted
 from benchmarks.prefix.rows import Row, Section
 from benchmarks.prefix.sessions import SESSIONS, Session
 from benchmarks.workloads import Query
@@ -180,3 +180,12 @@ def test_a_picture_is_drawn(tmp_path):
     }
     path = plots.draw(figures, tmp_path)
     assert path is not None and path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_embedded_model_runs_under_each_index():
+    embedded = Embedded()
+    query = Query(list(range(5, 45)), 4)
+    for index in ("none", "hash", "radix"):
+        engine = embedded.rig(index).engine
+        assert ask(engine, [query]) == [0]
+        assert ask(engine, [query]) == [{"none": 0, "hash": 32, "radix": 39}[index]]

@@ -15,7 +15,6 @@ from quire.core.step import Step
 from quire.engine.build import prepare
 from quire.engine.engine import Engine
 from quire.engine.text.tokenizer import Tokenizer
-from quire.kernels import invariant
 from quire.params import SamplingParams
 from quire.runner.scripted import ScriptedRunner
 from quire.runner.torch_runner import TorchRunner
@@ -81,6 +80,7 @@ class Embedded:
         self._prepared = prepare(options, report=_ignore, progress=_ignore)
         files = self._prepared.files
         self._model = files.load(self._prepared.dtype, self._prepared.device, _ignore)
+        self._model.pack(self._prepared.chosen.kernels)
         self.tokenizer: Tokenizer = files.tokenizer
         self.vocab_size: int = files.description.vocab_size
 
@@ -89,11 +89,11 @@ class Embedded:
         limits, config = self._prepared.limits, replace(self._prepared.cache, prefix_index=prefix_index)
         runner = TorchRunner(
             self._model,
-            self._prepared.kernels,
+            self._prepared.chosen.kernels,
             cache=config,
             max_num_seqs=limits.max_num_seqs,
             max_model_len=limits.max_model_len,
-            invariant=invariant,
+            strict=self._prepared.chosen.strict,
         )
         return _rig(limits, config, runner, vocab_size=self.vocab_size, clock=time.monotonic)
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from quire.cache.index import NOTHING_FOUND, Found
+from quire.cache.index import NOTHING_FOUND, Cause, Found
 from quire.cache.pool import BlockPool
 from quire.cache.table import ABSENT, BlockTable
 from quire.config import CacheConfig
@@ -17,7 +17,14 @@ class Admission(NamedTuple):
     num_tokens: int  # leading ones that need not be computed
     num_shared_blocks: int
     num_copied_tokens: int
-    miss: Miss  # why they are not more
+    miss: Miss | None  # why they are not more; None where the host had more than the index
+    num_swapped_tokens: int = 0  # of them, those that come from the host
+    num_swapped_bytes: int = 0
+
+    @property
+    def arriving(self) -> bool:
+        """Whether some of them are on their way until the step that is being planned is collected."""
+        return self.num_swapped_tokens > 0
 
 
 class Room(NamedTuple):
@@ -27,6 +34,7 @@ class Room(NamedTuple):
     limit: int
     most: int
     spare: Sequence[int] | None
+    cause: Cause
 
 
 def fitting(config: CacheConfig, pools: Sequence[BlockPool], found: Found, room: Room) -> Found | None:
@@ -49,12 +57,22 @@ def _has_room(config: CacheConfig, pools: Sequence[BlockPool], found: Found, roo
     """Whether enough blocks are available beside what was found, which will not be idle then."""
     num_shared = len(found.blocks[0]) if found.blocks else 0
     stop = min(room.limit, found.num_tokens + room.most)
-    for group, pool in enumerate(pools):
-        needed = config.num_blocks(group, stop, room.num_tokens) - num_shared + (room.spare[group] if room.spare else 0)
+    needed, taken = [], []
+    for group in range(len(pools)):
+        needed.append(config.num_blocks(group, stop, room.num_tokens) - num_shared)
         shared = found.blocks[group][config.first_seen(group, found.num_tokens) :] if found.blocks else ()
-        taken = [*shared, *found.partial[group : group + 1]]
-        if needed + len(taken) <= pool.num_available:
+        taken.append([*shared, *found.partial[group : group + 1]])
+    return is_room(pools, needed, taken, room.spare)
+
+
+def is_room(
+    pools: Sequence[BlockPool], needed: Sequence[int], taken: Sequence[Sequence[int]], spare: Sequence[int] | None
+) -> bool:
+    """Whether each group has so many blocks, and `spare` ones, beside blocks that are taken, idle as they may be."""
+    for group, (pool, some) in enumerate(zip(pools, taken, strict=True)):
+        wanted = needed[group] + (spare[group] if spare else 0)
+        if wanted + len(some) <= pool.num_available:
             continue  # whichever of them are idle
-        if needed > pool.num_available - sum(block != ABSENT and pool.is_idle(block) for block in taken):
+        if wanted > pool.num_available - sum(block != ABSENT and pool.is_idle(block) for block in some):
             return False
     return True

@@ -53,6 +53,8 @@ class Audit:
             owners.update(self._in_flight.retired(group))
             owners.update(self._copies.held(group))
             owners.update(index.owners(group))
+            if index.wishes is not None:
+                owners.update(index.wishes.pinned(group))
             yield owners
 
 

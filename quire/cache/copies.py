@@ -2,6 +2,8 @@
 
 A copy holds its source and its target until a step that carries its Move has succeeded, so that nobody else
 can have them meanwhile; the copies of a failed step go into the next one, where anybody is left who wants them.
+Moves to the host and from it travel with them, in the order in which they were decided; who asks for them holds
+their blocks, and where the step fails they are not made again.
 """
 
 from collections import Counter
@@ -12,7 +14,7 @@ from quire.core.step import Move
 
 
 class Copies:
-    """Moves within the device, and what they hold."""
+    """Moves, and what those within the device hold."""
 
     def __init__(self, pools: Sequence[BlockPool], let_go: Callable[[int, int], None]) -> None:
         """let_go(group, block): how a reference is given back while steps may be in flight."""
@@ -34,6 +36,20 @@ class Copies:
         self.num_tokens += num_tokens
         return target
 
+    def carry(self, group: int, source: str, target: str, pairs: list[tuple[int, int]], num_tokens: int) -> None:
+        """A Move to the host or from it goes with the next step."""
+        self._last_id += 1
+        self._waiting.append(Move(self._last_id, group, source, target, pairs, num_tokens))
+
+    @property
+    def to_host_or_back(self) -> bool:
+        """Whether the next step has such a Move to carry: it cannot wait."""
+        return any(not _is_copy(move) for move in self._waiting)
+
+    def waiting(self, group: int) -> list[int]:
+        """Blocks that get their copy with the next step."""
+        return [move.pairs[0][1] for move in self._waiting if move.group == group and _is_copy(move)]
+
     def held(self, group: int) -> Counter[int]:
         """References that copies hold, per block. To look at, not to change."""
         return self._held[group]
@@ -41,8 +57,9 @@ class Copies:
     def launched(self, step_id: int) -> list[Move]:
         """What this step carries."""
         moves, self._waiting = self._waiting, []
-        if moves:
-            self._carried[step_id] = moves
+        copies = [move for move in moves if _is_copy(move)]
+        if copies:
+            self._carried[step_id] = copies
         return moves
 
     def collected(self, step_id: int) -> None:
@@ -68,7 +85,8 @@ class Copies:
 
         Returns the blocks that stay without what was to be copied.
         """
-        waiting = [move for move in self._waiting if move.group == group and move.pairs[0][1] in targets]
+        copies = [move for move in self._waiting if move.group == group and _is_copy(move)]
+        waiting = [move for move in copies if move.pairs[0][1] in targets]
         cancelled = [move for move in waiting if self._pools[group].refs(move.pairs[0][1]) == 2]
         for move in cancelled:
             self._waiting.remove(move)
@@ -80,3 +98,7 @@ class Copies:
         for block in move.pairs[0]:
             self._held[move.group][block] -= 1
             self._let_go(move.group, block)
+
+
+def _is_copy(move: Move) -> bool:
+    return move.source == move.target

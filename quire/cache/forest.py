@@ -7,6 +7,11 @@ table ends at it or the child is a tail; a leaf ends with a block; tables end at
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 
+from quire.cache.eviction.keep import Keep
+from quire.cache.eviction.orders import Leaves
+from quire.cache.eviction.uses import Clock
+from quire.cache.eviction.wishes import Wishes
+from quire.cache.forest_faults import faults
 from quire.cache.index import SYMBOL, Cause
 from quire.cache.lost import Lost
 from quire.cache.pool import BlockPool
@@ -22,17 +27,21 @@ _BLOCKS_REMEMBERED = 64  # of what came before a block that was evicted; what li
 class Forest:
     """A tree for each root key. Ticks count uses of the cache; a node's is that of its last use."""
 
-    def __init__(self, pools: Sequence[BlockPool], windowed: Sequence[int], key_bytes: int) -> None:
-        """windowed: groups with a window. key_bytes: of a block."""
+    def __init__(
+        self, pools: Sequence[BlockPool], windowed: Sequence[int], key_bytes: int, clock: Clock, leaves: Leaves
+    ) -> None:
+        """windowed: groups with a window. key_bytes: of a block. leaves: in the order in which they are given up."""
         self.roots: dict[RootKey, Node] = {}
         self._by_tenant: dict[str, dict[RootKey, None]] = {}  # keys of roots, oldest first
         self._lost = Lost()
         self._known = _BLOCKS_REMEMBERED * key_bytes
         self.num_evicted = 0
-        self.tick = 0
+        self.reason: dict[str, float] = {}  # why the first leaf went of the latest to be given up
+        self.clock = clock
+        self.wishes = Wishes(pools, clock, key_bytes, self._relist)
         self._pools = pools
         self._size = key_bytes
-        self._leaves = LeastRecent()
+        self.leaves = leaves
         self._passed = {group: LeastRecent() for group in windowed}  # nodes that have blocks of these groups
         self._num_nodes = 0
 
@@ -44,7 +53,7 @@ class Forest:
         if root is None:
             root = self.roots[key] = Node(self._number(), b"", [[] for _ in self._pools], None, end)
             self._by_tenant.setdefault(key[0].tenant, {})[key] = None
-            root.root_key, root.public = key, public
+            root.root_key, root.public, root.tenant = key, public, key[0].tenant
         return root
 
     def append(
@@ -62,6 +71,8 @@ class Forest:
                     self._pools[group].enter_index(block)
         alone = not node.writers or (len(node.writers) == 1 and writer in node.writers)
         if alone and not node.children and node.parent is not None and len(edge) >= self._size:
+            if node.uses.is_place:
+                node.begin_part()
             node.edge += edge
             for old, new in zip(node.blocks, blocks, strict=True):
                 old += new
@@ -69,7 +80,9 @@ class Forest:
         else:
             parent, node = node, Node(self._number(), edge, blocks, node, node.end + len(blocks[0]))
             parent.attach(node, edge[: self._size])
-        node.tick = self.tick
+            if len(edge) >= self._size:
+                node.uses = parent.uses.followed()
+        node.tick = self.clock.tick
         self._list(node)
         return node
 
@@ -82,12 +95,14 @@ class Forest:
             return False
         if self._passed or self._pools[0].is_indexed(blocks[0]):
             return False
+        if node.uses.is_place:
+            node.begin_part()
         node.edge += edge
         for pool, some, block in zip(self._pools, node.blocks, blocks, strict=True):
             pool.enter_index(block)
             some.append(block)
         node.end += 1
-        node.tick = self.tick
+        node.tick = self.clock.tick
         return True
 
     def end_at(self, node: Node, depth: int) -> Node:
@@ -99,6 +114,7 @@ class Forest:
         assert parent is not None, "a root has no run"
         upper = Node(self._number(), node.edge[:size], [blocks[:count] for blocks in node.blocks], parent, depth)
         upper.tick = node.tick
+        node.divide_uses(upper)
         parent.replace(node, upper)
         node.edge = node.edge[size:]
         for blocks in node.blocks:
@@ -113,12 +129,25 @@ class Forest:
         self._pools[group].enter_index(block)
         self._passed[group].add(node)
 
-    def touch(self, node: Node) -> None:
-        """A node is used, and so is what comes before it."""
-        above: Node | None = node
-        while above is not None:
-            above.tick = self.tick
+    def touch(self, node: Node, *, hit: bool) -> None:
+        """A node is used, and so is what comes before it. hit: a sequence begins with it."""
+        above, tick = node, self.clock.tick
+        while above.parent is not None:
+            if hit:
+                above.uses.hits += 1
+                above.uses.gap = tick - above.tick
+                above.before.num_came_back += 1
+            above.tick = tick
+            self.leaves.used(above, hit=hit)
             above = above.parent
+
+    def left(self, ends: Sequence[Node], keep: Keep, num_prompt: int) -> None:
+        """A sequence is over, whose prompt had so many blocks, and that is where it ends."""
+        for node in ends:
+            if node.parent is not None:
+                node.uses.left, node.prompt_end = True, num_prompt
+                self.leaves.renew(node)  # a new part may count less than what it goes on from
+        self.wishes.left(ends, keep)
 
     # Tables
 
@@ -152,35 +181,43 @@ class Forest:
                 return
             if end < len(node.blocks[0]):
                 self._cut(node, end)
-            self._leaves.add(node)
+            self._relist(node)
         elif (only := node.children.only) is not None and len(only.edge) >= self._size:
             self._merge(node, only)
 
     def evict(self, group: int, count: int, cause: Cause) -> int:
         """See PrefixIndex."""
+        self.wishes.at(cause.now)
         if group in self._passed:
             return self._evict_passed(group, count)
+        self.leaves.begin()
         freed, busy = 0, []
-        while freed < count and (leaf := self._leaves.pop()) is not None:
+        while freed < count and (leaf := self.leaves.pop()) is not None:
             if leaf.children or leaf.is_gone:
                 continue
-            cut = self._num_idle_at_end(leaf, count - freed)
-            freed += cut
-            if cut == len(leaf.blocks[0]):
-                self._note_loss(leaf, 0, cause)
-                self._remove_leaf(leaf)
-            elif cut:
-                at = len(leaf.blocks[0]) - cut
-                self._note_loss(leaf, at, cause)
-                self._cut(leaf, at)
-                self._leaves.add(leaf)
-            else:
-                leaf.tick = self.tick  # it is in use now
+            cut = self._num_idle_at_end(leaf, min(count - freed, self.leaves.num_at_once(leaf)))
+            if cut:
+                self._give_up(leaf, cut, cause, first=not freed)
+                freed += cut
+            elif not self.wishes.holds(leaf):  # which lists it again when the pin ends
                 busy.append(leaf)
         for leaf in busy:
-            self._leaves.add(leaf)
+            self.leaves.set_aside(leaf)
         self.num_evicted += freed
         return freed
+
+    def _give_up(self, leaf: Node, cut: int, cause: Cause, *, first: bool) -> None:
+        """Blocks at the end of a leaf that came up are evicted."""
+        if first:
+            self.reason = self.leaves.reason(leaf)
+        self.leaves.given_up(leaf, cut)
+        at = len(leaf.blocks[0]) - cut
+        self._note_loss(leaf, at, cause)
+        if at:
+            self._cut(leaf, at)
+            self.leaves.add(leaf)
+        else:
+            self._remove_leaf(leaf)
 
     def void(self, blocks: Collection[int]) -> None:
         """These blocks of group 0 were never computed: they leave with all behind them. Tables end before them."""
@@ -205,6 +242,7 @@ class Forest:
             self._detach(node)
         for table in writers:
             self.write(table, survivor)
+        self.wishes.void()
         self.tidy(survivor)
 
     def _evict_passed(self, group: int, count: int) -> int:
@@ -219,7 +257,7 @@ class Forest:
                     freed += 1
             if any(block != ABSENT for block in blocks):
                 if freed < count:
-                    node.tick = self.tick  # what is left is in use now
+                    node.tick = self.clock.tick  # what is left is in use now
                 rest.append(node)
             self.tidy(node)
         for node in rest:
@@ -251,13 +289,14 @@ class Forest:
 
     def _cut(self, node: Node, at: int) -> None:
         """Blocks of a node's end leave the index."""
-        node.end = node.start + at
+        node.shorten(node.start + at)
         for group, blocks in enumerate(node.blocks):
             for block in blocks[at:]:
                 if block != ABSENT:
                     self._pools[group].leave_index(block)
             del blocks[at:]
         node.edge = node.edge[: at * self._size]
+        self.leaves.renew(node)
 
     def _remove_leaf(self, leaf: Node) -> None:
         parent = leaf.parent
@@ -269,6 +308,7 @@ class Forest:
     def _detach(self, leaf: Node) -> None:
         """A leaf leaves the tree with its blocks; its parent is not tidied."""
         assert leaf.parent is not None, "roots are not removed"
+        self.wishes.moved_up(leaf, leaf.parent)
         leaf.parent.detach(leaf)
         for group, blocks in enumerate(leaf.blocks):
             for block in blocks:
@@ -293,18 +333,26 @@ class Forest:
         for upper, lower in zip(node.blocks, child.blocks, strict=True):
             lower[:0] = upper
         child.tick = max(child.tick, node.tick)
+        child.join_uses(node)
+        self.wishes.joined(node, child)
         self._unlist(node)
         self._list(child)
 
+    def _relist(self, node: Node) -> None:
+        """A leaf may stand lower than it did, or have idle blocks again."""
+        if not node.children and not node.is_gone:
+            self.leaves.renew(node)
+            self.leaves.add(node)
+
     def _list(self, node: Node) -> None:
         if not node.children:
-            self._leaves.add(node)
+            self.leaves.add(node)
         for group, nodes in self._passed.items():
             if any(block != ABSENT for block in node.blocks[group]):
                 nodes.add(node)
 
     def _unlist(self, node: Node) -> None:
-        self._leaves.discard(node)
+        self.leaves.discard(node)
         for nodes in self._passed.values():
             nodes.discard(node)
 
@@ -336,40 +384,12 @@ class Forest:
 
     def check(self) -> list[str]:
         """See PrefixIndex."""
-        return [f"node {node.id}: {wrong}" for node in self.nodes() for wrong in self._faults(node)]
-
-    def _faults(self, node: Node) -> Iterator[str]:
-        keys = [child.edge[: self._size] for child in node.children]
-        if keys != node.children.keys or keys != sorted(set(keys)):
-            yield "its children are not in order"
-        if any(child.parent is not node for child in node.children):
-            yield "a child has another parent"
-        if len({len(blocks) for blocks in node.blocks}) != 1 or -(-len(node.edge) // self._size) != len(node.blocks[0]):
-            yield "its tokens and blocks do not fit"
-        if node.parent is None:
-            if not node.children and not node.writers:
-                yield "a root of nothing"
-        else:
-            yield from self._inner_faults(node)
-        for table in node.writers:
-            if table.place is not node or table.num_indexed != node.end:
-                yield f"a table of {table.num_indexed} indexed blocks does not end there"
-            for group, blocks in enumerate(table.blocks):
-                pairs = zip(node.path_blocks(group), blocks[node.root.end : node.end], strict=False)
-                if any(ours != theirs and ABSENT not in (ours, theirs) for ours, theirs in pairs):
-                    yield f"a table that ends there has other blocks of group {group}"
-
-    def _inner_faults(self, node: Node) -> Iterator[str]:
-        assert node.parent is not None, "not a root"
-        if node.start != node.parent.end:
-            yield "it does not begin where its parent ends"
-        if len(node.edge) % self._size and (node.children or node.writers or len(node.blocks[0]) > 1):
-            yield "something follows a tail"
-        only = node.children.only
-        if not node.writers and only is not None and len(only.edge) >= self._size:
-            yield "it should be merged with its only child"
-        if not node.children and not node.writers and all(blocks[-1] == ABSENT for blocks in node.blocks):
-            yield "a leaf that ends without a block"
+        wrong = [f"node {node.id}: {wrong}" for node in self.nodes() for wrong in faults(node, self._size)]
+        for node in self.nodes():
+            wrong += self.wishes.faults(node)
+            if node.is_free and node not in self.leaves and not self.wishes.holds(node):
+                wrong.append(f"node {node.id}: a leaf that would never be evicted")
+        return wrong
 
 
 def place_of(table: BlockTable) -> Node:

@@ -21,6 +21,7 @@ from itertools import islice
 
 import msgspec
 
+from quire.cache.eviction.wishes import Wishes
 from quire.cache.index import SYMBOL, Added, Cause, Found, symbols
 from quire.cache.pool import BlockPool
 from quire.cache.public import PublicPrefixes
@@ -58,6 +59,8 @@ class HashIndex:
         """fresh: not needed, since nothing is copied."""
         del fresh
         self.num_evicted = 0
+        self.reason: dict[str, float] = {}  # the least recently used goes first, and that is all
+        self.wishes: Wishes | None = None  # whole chains would have to be marked
         self._config = config
         self._pools = pools
         self._size = config.block_size * SYMBOL  # of a block's tokens

@@ -15,7 +15,7 @@ class InFlight:
         self._retired: dict[int, list[tuple[int, int]]] = {}  # step -> (group, block), owned until it is over
         self._written: dict[int, set[int]] = {}  # step -> blocks of group 0 in the index that it writes
         self.fresh: dict[int, int] = {}  # those that the step that is being planned writes -> tokens that were there
-        self._on_fresh: list[BlockTable] = []  # tables that begin with some of them
+        self._on_fresh: list[BlockTable] = []  # tables that rely on that step
 
     @property
     def newest(self) -> int | None:
@@ -65,6 +65,10 @@ class InFlight:
                 table.based_on = max(table.based_on, step_id)
         if self.fresh and (unknown or not self.fresh.keys().isdisjoint(blocks)):
             self._on_fresh.append(table)
+
+    def base_on_planned(self, table: BlockTable) -> None:
+        """A table relies on what the step that is being planned brings from the host."""
+        self._on_fresh.append(table)
 
     def base_on_newest(self, table: BlockTable) -> None:
         """A table relies on what any step in flight may have written, and the one that is being planned did not."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from struct import pack
 from typing import NamedTuple, Protocol
 
+from quire.cache.eviction.wishes import Wishes
 from quire.cache.table import BlockTable
 from quire.core.explanation import Miss
 from quire.core.namespace import Namespace
@@ -54,6 +55,14 @@ class PrefixIndex(Protocol):
     @property
     def num_evicted(self) -> int:
         """Blocks, since the start."""
+
+    @property
+    def reason(self) -> dict[str, float]:
+        """In numbers, why the first block of the latest eviction went before others. See docs/eviction.md."""
+
+    @property
+    def wishes(self) -> Wishes | None:
+        """What requests asked for the KV that they left; None where the index does not heed that."""
 
     def find(self, namespace: Namespace, tokens: Sequence[int]) -> Found:
         """The longest prefix of `tokens` that can be had. Changes nothing.

@@ -4,30 +4,28 @@ Who owns a block, always by reference count:
   a table       from `admit`, `grow`, `fork` or `branch` until `release`, or until `trim` finds it behind its window
   the index     from `record` or `release` until it is evicted, or found to have never been written
   a step        a block that a table let go of while steps were in flight; until it is over
+  a pin         from `release` until it ends, see Wishes
   a copy        its two blocks, from `admit`, `grow` or `branch` until a step that carries the Move has succeeded
+Blocks of the host pool have owners of their own: see SwapSpace.
 Nothing here touches bytes: a block that must be copied becomes a Move, which the next Step carries.
 """
 
 from collections.abc import Mapping, Sequence
-from sys import maxsize
 from types import MappingProxyType
 
-from quire.cache.admission import Admission, Room, fitting
+from quire.cache.admission import Admission, Room
 from quire.cache.audit import Audit, sharing
-from quire.cache.copies import Copies
-from quire.cache.hashed import HashIndex
-from quire.cache.in_flight import InFlight
-from quire.cache.index import NOTHING_FOUND, Cause, Found, PrefixIndex
-from quire.cache.no_index import NoIndex
-from quire.cache.pool import BlockPool, Pools
-from quire.cache.radix import RadixTree
-from quire.cache.table import ABSENT, BlockTable
+from quire.cache.beginnings import Beginnings
+from quire.cache.eviction.keep import ANYHOW, Keep
+from quire.cache.eviction.worth import Seconds
+from quire.cache.index import Cause, PrefixIndex
+from quire.cache.swapping import Swapping
+from quire.cache.table import BlockTable
+from quire.cache.tables import NOBODY, Tables
 from quire.config import CacheConfig
+from quire.core.events import Event
 from quire.core.namespace import NO_NAMESPACE, Namespace
 from quire.core.step import Move
-
-_INDEXES: dict[str, type[HashIndex] | type[RadixTree]] = {"hash": HashIndex, "radix": RadixTree}
-_NOBODY = Cause()
 
 
 class KVCache:
@@ -36,19 +34,24 @@ class KVCache:
     def __init__(self, config: CacheConfig) -> None:
         self.config = config
         self.block_size = config.block_size
-        self.pools = Pools(BlockPool(group.num_blocks) for group in config.groups)
+        self._parts = Tables(config)
+        self.pools = self._parts.pools
+        self.host_pools = self._parts.swap.pools
         self.windowed = [i for i, group in enumerate(config.groups) if group.window]
-        self._tables: dict[int, BlockTable] = {}
-        self._in_flight = InFlight(self.pools)
-        self._copies = Copies(self.pools, self._in_flight.let_go)
-        self._audit = Audit(self.pools, self._tables, self._in_flight, self._copies)
-        self.index = self._new_index()
-        self._num_evicted = 0  # by indexes before this one
+        self._in_flight, self._copies, self._swap = self._parts.in_flight, self._parts.copies, self._parts.swap
+        self._swapping = Swapping(self._parts)
+        self._beginnings = Beginnings(self._parts, self._swapping)
+        self._audit = Audit(self.pools, self._parts.by_id, self._in_flight, self._copies)
+
+    @property
+    def index(self) -> PrefixIndex:
+        """What finds blocks by their tokens."""
+        return self._parts.index
 
     @property
     def num_evicted(self) -> int:
         """Blocks that the index gave up, since the start."""
-        return self._num_evicted + self.index.num_evicted
+        return self._parts.num_evicted_before + self.index.num_evicted
 
     @property
     def num_copied_tokens(self) -> int:
@@ -56,20 +59,62 @@ class KVCache:
         return self._copies.num_tokens
 
     @property
+    def num_swapped_out_blocks(self) -> int:
+        """Blocks that were copied to the host pool, since the start."""
+        return self._swap.num_blocks_out
+
+    @property
+    def num_swapped_in_blocks(self) -> int:
+        """Blocks that were copied from the host pool, since the start."""
+        return self._swap.num_blocks_in
+
+    @property
     def tables(self) -> Mapping[int, BlockTable]:
         """Of all live sequences, by id. To look at, not to change."""
-        return MappingProxyType(self._tables)
+        return MappingProxyType(self._parts.by_id)
+
+    @property
+    def num_pinned(self) -> int:
+        """Blocks of all groups that pins hold."""
+        wishes = self.index.wishes
+        return 0 if wishes is None else sum(len(wishes.pinned(group)) for group in range(len(self.pools)))
+
+    def at(self, now: float) -> None:
+        """It is so late now: what was to be kept until then may go."""
+        if self.index.wishes is not None:
+            self.index.wishes.at(now)
+
+    def predict_with(self, recompute_seconds: Seconds) -> None:
+        """What eviction by cost goes by: seconds to compute so many tokens behind so many others."""
+        self._parts.recompute_seconds = recompute_seconds
+
+    def take_events(self) -> list[Event]:
+        """What became of pins since the last call."""
+        wishes = self.index.wishes
+        if wishes is None or not wishes.events:
+            return []
+        events, wishes.events = wishes.events, []
+        return events
 
     # How a table begins
 
-    def open(self, seq_id: int, tokens: Sequence[int] = (), namespace: Namespace = NO_NAMESPACE) -> BlockTable:
-        """An empty table for a new sequence. tokens: those known of it, a list that grows with it."""
-        table = self._add_table(seq_id, BlockTable(len(self.pools), tokens, namespace))
-        self.index.enter(table, NOTHING_FOUND)
-        self._note_due(table)
+    def open(
+        self,
+        seq_id: int,
+        tokens: Sequence[int] = (),
+        namespace: Namespace = NO_NAMESPACE,
+        *,
+        keep: Keep = ANYHOW,
+    ) -> BlockTable:
+        """An empty table for a new sequence. tokens: those known of it, a list that grows with it.
+
+        keep: what is asked for the KV that it, and what is forked or branched from it, leaves behind.
+        """
+        table = self._beginnings.open(seq_id, BlockTable(len(self.pools), tokens, namespace))
+        table.keep = keep
         return table
 
-    def admit(
+    def admit(  # noqa: PLR0913  # two of them say who it is for and what is asked, all are given by name
         self,
         seq_id: int,
         tokens: Sequence[int],
@@ -79,28 +124,22 @@ class KVCache:
         limit: int,
         most: int,
         spare: Sequence[int] | None = None,
-        cause: Cause = _NOBODY,
+        cause: Cause = NOBODY,
+        keep: Keep = ANYHOW,
     ) -> Admission | None:
         """A table that begins with what the index has of the leading `reusable` tokens.
 
         Behind that, up to `most` positions can be written, below `limit`. Groups without a window have blocks for
         all `tokens`, and `spare` blocks of each group are left. Whole blocks are shared, and one that the match ends
         in is copied. None where blocks are short; then nothing has changed.
+        Of a sequence that was swapped out, what the host has behind whole blocks that were found is on its way then:
+        nothing may be computed from it before the step that is being planned is collected.
         """
-        found = self.index.find(namespace, tokens[:reusable]) if reusable > 0 else NOTHING_FOUND
-        fits = fitting(self.config, self.pools, found, Room(len(tokens), limit, most, spare))
-        if fits is None:
-            return None
-        found, num_shared = fits, len(fits.blocks[0]) if fits.blocks else 0
-        start = found.num_tokens
-        miss = self.index.why(namespace, tokens, found, reusable)
-        table = self._add_table(seq_id, BlockTable(len(self.pools), tokens, namespace))
-        self._begin_with(table, found, num_shared)
-        copied = self._copy_partial(table, found, start, cause)
-        if not copied or self.grow(table, min(limit, start + most), reserve=len(tokens), cause=cause) is None:
-            self.release(seq_id)
-            return None
-        return Admission(table, start, num_shared, start - num_shared * self.block_size, miss)
+        table = BlockTable(len(self.pools), tokens, namespace)
+        admission = self._beginnings.admit(seq_id, table, reusable, Room(len(tokens), limit, most, spare, cause))
+        if admission is not None:
+            table.keep = keep
+        return admission
 
     def fork(self, seq_id: int, new_id: int, num_tokens: int, tokens: Sequence[int] = ()) -> BlockTable:
         """A table for `new_id` that shares the blocks of the first `num_tokens` positions of `seq_id`.
@@ -108,12 +147,7 @@ class KVCache:
         They are all that `seq_id` has written, or whole blocks: nobody writes between them and its end.
         Whoever writes first behind them copies the block that they end in.
         """
-        parent = self._tables[seq_id]
-        child = self._share(parent, new_id, -(-num_tokens // self.block_size), num_tokens, tokens)
-        if num_tokens % self.block_size:
-            parent.capacity = min(parent.capacity, num_tokens)
-        child.capacity = num_tokens
-        return child
+        return self._beginnings.fork(seq_id, new_id, num_tokens, tokens)
 
     def branch(
         self,
@@ -124,32 +158,43 @@ class KVCache:
         tokens: Sequence[int] = (),
         reserve: int,
         spare: Sequence[int],
-        cause: Cause = _NOBODY,
+        cause: Cause = NOBODY,
     ) -> BlockTable | None:
         """A table for `new_id` with the first `num_tokens` positions of `seq_id`, which may have written more.
 
         Whole blocks are shared, and the one that they end in is copied at once. None where blocks are short
         (for `reserve` positions, with `spare` of each group left), or have left the window of the next position.
         """
-        parent = self._tables[seq_id]
-        whole, rest = divmod(num_tokens, self.block_size)
-        for group, pool in enumerate(self.pools):
-            if parent.firsts[group] > self.config.first_seen(group, num_tokens):
-                return None
-            if self.config.num_blocks(group, num_tokens, reserve) - whole + spare[group] > pool.num_available:
-                return None
-        if rest and not self._make_room([1] * len(self.pools), cause):
-            return None
-        child = self._share(parent, new_id, whole, num_tokens, tokens)
-        if rest:
-            for group, pool in enumerate(self.pools):
-                source = parent.blocks[group][whole]
-                pool.hold(source)
-                child.blocks[group].append(self._copies.make(group, source, rest))
-            self._in_flight.base_on_newest(child)  # which may make the copy that is copied here
-        child.capacity = (whole + bool(rest)) * self.block_size
-        self.trim(child, num_tokens)
-        return child
+        return self._beginnings.branch(
+            seq_id, new_id, num_tokens, tokens=tokens, reserve=reserve, spare=spare, cause=cause
+        )
+
+    # How a sequence leaves for the host, and whether it has
+
+    def swap_out(self, num_valid: Mapping[int, int]) -> bool:
+        """Copy leading positions of some sequences, so many of each, to the host pool. Blocks they share go once.
+
+        To be followed by their `release`: the Moves read the blocks before anything that the Step does later. False
+        where the host pool has no room; then nothing has changed.
+        """
+        return self._swapping.out(num_valid)
+
+    def swap_bytes(self, num_valid: Mapping[int, int]) -> dict[int, int]:
+        """Bytes that `swap_out` would copy, by sequence: blocks that several share count for the first of them."""
+        return self._swapping.measure(num_valid)
+
+    @property
+    def swapped(self) -> Mapping[int, object]:
+        """Sequences whose KV is in the host pool, or on its way there. To look at."""
+        return MappingProxyType(self._swap.records)
+
+    def is_leaving(self, seq_id: int) -> bool:
+        """Whether a sequence's KV is on its way to the host: it cannot be admitted before that is over."""
+        return self._swap.is_leaving(seq_id)
+
+    def forget_swapped(self, seq_id: int) -> None:
+        """A sequence that was swapped out does not come back."""
+        self._swap.drop(seq_id)
 
     # How it grows and ends
 
@@ -160,7 +205,7 @@ class KVCache:
         *,
         reserve: int = 0,
         spare: Sequence[int] | None = None,
-        cause: Cause = _NOBODY,
+        cause: Cause = NOBODY,
     ) -> list[int] | None:
         """Make positions up to `num_tokens` writable, by evicting where blocks are short. All or nothing.
 
@@ -168,25 +213,7 @@ class KVCache:
         group that have to be left. Returns, for each group, the first index at which the table changed (its
         length when only the right to write did), or None when there are not enough blocks.
         """
-        needed, enough = self.needed(table, num_tokens, reserve), True
-        for group, pool in enumerate(self.pools):
-            wanted = needed[group] + (spare[group] if spare else 0)
-            if wanted > pool.num_free:
-                enough = False
-                if wanted > pool.num_available:
-                    return None
-        if not enough and not self._make_room(needed, cause):
-            return None
-        firsts = []
-        index, rest = divmod(table.capacity, self.block_size)
-        for group, (pool, blocks, new) in enumerate(zip(self.pools, table.blocks, needed, strict=True)):
-            copied = new > 0 and self._is_shared(group, blocks, index)
-            firsts.append(index if copied else len(blocks))
-            if copied:
-                blocks[index] = self._copies.make(group, blocks[index], rest)  # which takes over the table's reference
-            blocks += pool.take_many(new - copied)
-        table.capacity = max(table.capacity, min(map(len, table.blocks)) * self.block_size)
-        return firsts
+        return self._parts.grow(table, num_tokens, reserve=reserve, spare=spare, cause=cause)
 
     def record(self, table: BlockTable, start: int, stop: int) -> list[int] | None:
         """The step that is being planned writes [start, stop); earlier ones wrote what comes before.
@@ -198,7 +225,7 @@ class KVCache:
         if num_blocks <= table.num_indexed:
             return None
         added = self.index.add(table, num_blocks, start)
-        self._note_due(table)
+        self._parts.note_due(table)
         self._in_flight.record(table, added.entered, start, self.block_size)
         for group, block in added.let_go:
             self._in_flight.let_go(group, block)
@@ -210,39 +237,18 @@ class KVCache:
 
     def trim(self, table: BlockTable, num_tokens: int) -> None:
         """Let go of the blocks that no query from position `num_tokens` on sees."""
-        for group in self.windowed:
-            blocks, first = table.blocks[group], table.firsts[group]
-            seen = min(self.config.first_seen(group, num_tokens), len(blocks))
-            for index in range(first, seen):
-                self._in_flight.let_go(group, blocks[index])
-                blocks[index] = ABSENT
-            table.firsts[group] = max(first, seen)
+        self._parts.trim(table, num_tokens)
 
     def needed(self, table: BlockTable, num_tokens: int, reserve: int = 0) -> list[int]:
         """Blocks, per group, that `grow` would take."""
-        if num_tokens <= table.capacity:
-            return [0] * len(self.pools)
-        index = table.capacity // self.block_size
-        return [
-            max(0, self.config.num_blocks(group, num_tokens, reserve) - len(blocks))
-            + self._is_shared(group, blocks, index)
-            for group, blocks in enumerate(table.blocks)
-        ]
+        return self._parts.needed(table, num_tokens, reserve)
 
     def release(self, seq_id: int, num_tokens: int = 0) -> None:
         """The sequence lets go of its blocks. Steps in flight keep them until they are over.
 
         num_tokens: leading positions that hold what its tokens say; the index keeps them.
         """
-        table = self._tables.pop(seq_id)
-        for group, blocks in enumerate(table.blocks):
-            for block in self._copies.cancel(group, blocks):
-                num_tokens = min(num_tokens, blocks.index(block) * self.block_size)
-        entered = self.index.leave(table, num_tokens)
-        self._in_flight.doubt([table.blocks[0][i] for i in entered])
-        for group, (blocks, first) in enumerate(zip(table.blocks, table.firsts, strict=True)):
-            for block in reversed(blocks[first:]):
-                self._in_flight.let_go(group, block)
+        self._parts.release(seq_id, num_tokens)
 
     def fits_once_collected(self, table: BlockTable, num_tokens: int) -> bool:
         """Whether `grow` will find enough blocks when the steps in flight are over."""
@@ -256,8 +262,10 @@ class KVCache:
                 return False
         return True
 
-    def flush(self, cause: Cause = _NOBODY) -> int:
-        """Evict all that nobody uses; how many blocks were freed."""
+    def flush(self, cause: Cause = NOBODY) -> int:
+        """Evict all that nobody uses, and what is pinned; how many blocks were freed."""
+        if self.index.wishes is not None:
+            self.index.wishes.end_pins()
         idle = self.pools.num_idle
         for group, pool in enumerate(self.pools):
             self.index.evict(group, pool.num_idle, cause)
@@ -265,34 +273,43 @@ class KVCache:
 
     # Steps
 
+    @property
+    def has_urgent_moves(self) -> bool:
+        """Whether the next step has Moves to carry that cannot wait for one with something to compute."""
+        return self._copies.to_host_or_back
+
     def launched(self, step_id: int) -> list[Move]:
-        """The copies that this step carries. Blocks that are let go of from now on belong to it until it is over."""
+        """The Moves that this step carries. Blocks let go of from now on belong to it until it is over."""
         self._in_flight.launch(step_id)
+        self._swap.launched(step_id)
         return self._copies.launched(step_id)
 
     def collected(self, step_id: int) -> None:
         """A step has succeeded: its copies are made, and it owns nothing any more."""
         self._in_flight.end(step_id)
         self._copies.collected(step_id)
+        self._swap.ended(step_id)
 
     def failed(self, step_id: int) -> list[int]:
         """A step has failed: what it wrote leaves the index, with what later steps wrote.
 
-        Its copies are still to be made, by the next one, where anybody is left who wants them. Returns the
-        sequences that began with something that was never written: they have to begin again.
+        Its copies are still to be made, by the next one, where anybody is left who wants them; what it or a later one
+        copied to the host is void. Returns the sequences that began with something that was never written, or was on
+        its way from the host: they have to begin again.
         """
+        self._swap.failed(step_id)
         void = self._in_flight.forget_writes(step_id)
         if void:
-            self.index.void(void, self._tables.values())
-            for table in self._tables.values():
-                self._note_due(table)
+            self.index.void(void, self.tables.values())
+            for table in self.tables.values():
+                self._parts.note_due(table)
         self._in_flight.end(step_id)
         missed = self._copies.failed(step_id)
         if self._in_flight.newest is None:
             missed = []  # made before anybody reads them
         return [
             seq_id
-            for seq_id, table in self._tables.items()
+            for seq_id, table in self.tables.items()
             if table.based_on >= step_id or any(block in table.blocks[group] for group, block in missed)
         ]
 
@@ -300,101 +317,15 @@ class KVCache:
 
     def sharing(self, seq_ids: Sequence[int]) -> tuple[int, int]:
         """Blocks of group 0 that some sequences would have without sharing, and those they took themselves."""
-        return sharing([self._tables[seq_id] for seq_id in seq_ids])
+        return sharing([self.tables[seq_id] for seq_id in seq_ids])
 
     def check(self) -> list[str]:
         """Complaints where reference counts and owners do not add up; empty when all is well."""
-        return self._audit.check(self.index)
+        return self._audit.check(self.index) + self._swap.check()
 
     def repair(self) -> None:
         """Make the reference counts what the owners say. For a live engine, after it has logged `check`."""
         if self._audit.faults(self.index):  # an index that cannot be trusted is begun again
-            self._num_evicted += self.index.num_evicted
-            self.index = self._new_index()
-            for table in self._tables.values():
-                table.num_found = 0
-                self.index.enter(table, NOTHING_FOUND)
-                self._note_due(table)
+            self._parts.begin_index_again()
         self._audit.repair(self.index)
-
-    # Parts of the above
-
-    def _new_index(self) -> PrefixIndex:
-        if self.config.prefix_index == "none":
-            return NoIndex()
-        return _INDEXES[self.config.prefix_index](self.config, self.pools, self._in_flight.fresh)
-
-    def _add_table(self, seq_id: int, table: BlockTable) -> BlockTable:
-        if seq_id in self._tables:
-            raise ValueError(f"sequence {seq_id} has a table already")
-        self._tables[seq_id] = table
-        return table
-
-    def _note_due(self, table: BlockTable) -> None:
-        table.due = maxsize if self.config.prefix_index == "none" else (table.num_indexed + 1) * self.block_size
-
-    def _begin_with(self, table: BlockTable, found: Found, num_shared: int) -> None:
-        """Share the whole blocks that were found, as far as the next query sees them."""
-        table.num_found = num_shared
-        for group, some in enumerate(found.blocks):
-            first = table.firsts[group] = min(self.config.first_seen(group, found.num_tokens), num_shared)
-            table.blocks[group].extend([ABSENT] * first + some[first:])
-            for block in some[first:]:
-                self.pools[group].hold(block)
-        table.capacity = num_shared * self.block_size
-        self.index.enter(table, found)
-        self._note_due(table)
-        if num_shared:
-            self._in_flight.base(table, found.blocks[0])
-
-    def _copy_partial(self, table: BlockTable, found: Found, num_tokens: int, cause: Cause) -> bool:
-        """Copy the block that a match ends in. False where there is no block for it."""
-        if not found.partial:
-            return True
-        for pool, source in zip(self.pools, found.partial, strict=True):
-            pool.hold(source)
-        if not self._make_room([1] * len(self.pools), cause):
-            for group, source in enumerate(found.partial):
-                self._in_flight.let_go(group, source)
-            return False
-        for group, source in enumerate(found.partial):
-            copy = self._copies.make(group, source, num_tokens - table.capacity)
-            table.blocks[group].append(copy)
-        table.capacity += self.block_size
-        self._in_flight.base_on_newest(table)  # a sequence that is running may have written it just now
-        return True
-
-    def _make_room(self, needed: Sequence[int], cause: Cause) -> bool:
-        """Evict until so many blocks of each group are free."""
-        for group, pool in enumerate(self.pools):
-            if needed[group] > pool.num_free:
-                self.index.evict(group, needed[group] - pool.num_free, cause)
-        return all(pool.num_free >= count for pool, count in zip(self.pools, needed, strict=True))
-
-    def _is_shared(self, group: int, blocks: list[int], index: int) -> bool:
-        """Whether the block at `index` exists and is in other tables, whose sequences must not see it change.
-
-        Asked about the block at a table's `capacity`. A copy of it that is still to be made does not count:
-        it is made before the step's writes, and what it copies lies before `capacity`. Nor does the index, which
-        says nothing about what lies behind that.
-        """
-        if index >= len(blocks):
-            return False
-        return self.pools[group].users(blocks[index]) - self._copies.held(group)[blocks[index]] > 1
-
-    def _share(
-        self, parent: BlockTable, new_id: int, num_blocks: int, num_tokens: int, tokens: Sequence[int]
-    ) -> BlockTable:
-        """A table with the leading blocks of another, of which `num_tokens` positions are shared."""
-        child = self._add_table(new_id, BlockTable(len(self.pools), tokens, parent.namespace))
-        child.firsts = [min(first, num_blocks) for first in parent.firsts]
-        for pool, ours, theirs, first in zip(self.pools, parent.blocks, child.blocks, child.firsts, strict=True):
-            theirs += ours[:num_blocks]
-            for block in theirs[first:]:
-                pool.hold(block)
-        child.num_indexed = min(parent.num_indexed, num_tokens // self.block_size)
-        child.num_found = min(parent.num_found, num_blocks)
-        child.based_on, child.launched = parent.based_on, num_tokens
-        self.index.follow(parent, child)
-        self._note_due(child)
-        return child
+        self._swap.repair()

@@ -13,6 +13,12 @@ class NoIndex:
     """See PrefixIndex."""
 
     num_evicted = 0
+    wishes = None
+
+    @property
+    def reason(self) -> dict[str, float]:
+        """Nothing is evicted."""
+        return {}
 
     def find(self, namespace: Namespace, tokens: Sequence[int]) -> Found:
         """Nothing."""

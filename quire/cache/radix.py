@@ -13,213 +13,100 @@ In a group with a window a match ends where the blocks that its next query sees 
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
-from typing import NamedTuple
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from quire.cache.forest import Forest, RootKey, place_of
+from quire.cache.eviction.choose import leaves_in_order
+from quire.cache.eviction.uses import Clock
+from quire.cache.eviction.wishes import Wishes
+from quire.cache.eviction.worth import Seconds, seconds_by_default
+from quire.cache.forest import Forest, place_of
 from quire.cache.index import SYMBOL, Added, Cause, Found, num_common, symbols
 from quire.cache.pool import BlockPool
 from quire.cache.public import PublicPrefixes
 from quire.cache.radix_node import Node
+from quire.cache.radix_search import Place, RadixSearch, climb
 from quire.cache.table import ABSENT, BlockTable
 from quire.config import CacheConfig
-from quire.core.explanation import Miss, MissReason
+from quire.core.explanation import Miss
 from quire.core.namespace import Namespace
-
-_MOST_ROOTS_SEARCHED = 16
-
-Partial = tuple[tuple[int, ...], int]  # a block of each group, and how many of its tokens are wanted
-Candidates = Iterator[tuple[bytes, tuple[int, ...]]]  # tokens that are written of a block, and the block of each group
-
-
-class Place(NamedTuple):
-    """The end of `depth` blocks on the path to a node, which may have more."""
-
-    node: Node
-    depth: int
 
 
 class RadixTree:
     """See PrefixIndex."""
 
-    def __init__(self, config: CacheConfig, pools: Sequence[BlockPool], fresh: Mapping[int, int]) -> None:
-        """fresh: blocks of group 0 that the step that is being planned writes -> leading tokens that were there."""
-        self._fresh = fresh
+    def __init__(
+        self,
+        config: CacheConfig,
+        pools: Sequence[BlockPool],
+        fresh: Mapping[int, int],
+        seconds: Seconds = seconds_by_default,
+    ) -> None:
+        """fresh: blocks of group 0 that the step that is being planned writes -> leading tokens that were there.
+
+        seconds: to compute so many tokens behind so many others, for eviction by cost.
+        """
         self._num_groups = len(pools)
         self._pools = pools
         self._block_size = config.block_size
         self._size = config.block_size * SYMBOL  # of a block's key
-        self._windows = [(g, group.window) for g, group in enumerate(config.groups) if group.window]
         self._public = PublicPrefixes(config.public_prefixes, self._size)
-        self.forest = Forest(pools, [g for g, _ in self._windows], self._size)
+        clock = Clock()
+        windowed = [g for g, group in enumerate(config.groups) if group.window]
+        self.forest = Forest(pools, windowed, self._size, clock, leaves_in_order(config, clock, seconds))
+        self._search = RadixSearch(config, self.forest, self._public, fresh)
 
     @property
     def num_evicted(self) -> int:
         """See PrefixIndex."""
         return self.forest.num_evicted
 
-    # What is there
+    @property
+    def reason(self) -> dict[str, float]:
+        """See PrefixIndex."""
+        return self.forest.reason
+
+    @property
+    def wishes(self) -> Wishes:
+        """See PrefixIndex."""
+        return self.forest.wishes
 
     def find(self, namespace: Namespace, tokens: Sequence[int]) -> Found:
         """See PrefixIndex."""
-        data = symbols(tokens)
-        num_public = self._public.num_blocks(data)
-        blocks: tuple[list[int], ...] = tuple([] for _ in range(self._num_groups))
-        places = self._walk(namespace, data, num_public, blocks)
-        partial, count = self._best_partial(places, data)
-        depth = len(blocks[0])
-        if self._windows and not self._sees(blocks, depth * self._block_size + count):
-            partial, count = (), 0
-            while not self._sees(blocks, depth * self._block_size):
-                depth -= 1
-            for some in blocks:
-                del some[depth:]
-            places = [_climb(place, min(depth, place.depth)) for place in places if place.node.root.end <= depth]
-        return Found(blocks, depth * self._block_size + count, partial, num_public, places)
+        return self._search.find(namespace, tokens)
 
     def why(self, namespace: Namespace, tokens: Sequence[int], found: Found, reusable: int) -> Miss:
         """See PrefixIndex."""
-        position = found.num_tokens
-        token = tokens[position]
-        if position >= reusable:
-            return Miss(position, token, "last_token" if reusable == len(tokens) - 1 else "recomputed")
-        depth = position // self._block_size
-        data = symbols(tokens[: (depth + 1) * self._block_size])  # nothing behind that tells more
-        rest = data[depth * self._size :]
-        for root_key, end in self._root_keys(namespace, data, found.num_public):
-            before = data[end * self._size : depth * self._size]
-            cause = self.forest.why_lost(root_key, before, rest, position % self._block_size) if end <= depth else None
-            if cause is not None:
-                whom = cause.request_id if cause.tenant == namespace.tenant else None
-                return Miss(position, token, "evicted", cause.now, whom)
-        return Miss(position, token, self._why_never(namespace, data, found))
-
-    def _why_never(self, namespace: Namespace, data: bytes, found: Found) -> MissReason:
-        """Of tokens that were not evicted."""
-        depth = found.num_tokens // self._block_size
-        places: list[Place] = found.place or []  # type: ignore[assignment]  # what `find` put there
-        if any(self._is_being_computed(place, data, found.num_tokens) for place in places if place.depth == depth):
-            return "being_computed"
-        others = (one for one in self.forest.namespaces(namespace.tenant) if one != namespace)
-        for other in islice(others, _MOST_ROOTS_SEARCHED):
-            blocks: tuple[list[int], ...] = tuple([] for _ in range(self._num_groups))
-            places = self._walk(other, data, found.num_public, blocks)
-            reached = len(blocks[0]) * self._block_size + self._best_partial(places, data)[1]
-            if reached > found.num_tokens:
-                return "other_salt" if other.salt != namespace.salt else "other_adapter"
-        return "never_seen"
-
-    def _is_being_computed(self, place: Place, data: bytes, position: int) -> bool:
-        """Whether a running sequence has the token at `position` before it, or the step that is being planned has."""
-        node, depth = place
-        begin = depth * self._size
-        wanted, at = data[begin : (position + 1) * SYMBOL], depth * self._block_size
-        for candidates in self._candidates(node, depth, data[begin : begin + self._size]):
-            if any(key.startswith(wanted) for key, _ in islice(candidates, 1)):
-                return True
-        return depth == node.end and any(symbols(t.tokens[at : position + 1]) == wanted for t in node.writers)
-
-    def _root_keys(self, namespace: Namespace, data: bytes, num_public: int) -> Iterator[tuple[RootKey, int]]:
-        """The roots that a prompt may be found under, and where they begin."""
-        yield (namespace, data[: num_public * self._size]), num_public
-        if num_public:
-            yield self._public.root_key(namespace), 0
-
-    def _walk(self, namespace: Namespace, data: bytes, num_public: int, blocks: tuple[list[int], ...]) -> list[Place]:
-        """Collect whole blocks; where that ends in the public root, and where in the namespace's.
-
-        Where it ends among public blocks, the namespace may still have a part of the next one.
-        """
-        places = []
-        public = self.forest.roots.get(self._public.root_key(namespace)) if self._public.longest else None
-        if public is not None:
-            places.append(self._descend(public, data[: num_public * self._size], blocks))
-        depth = len(blocks[0])
-        own = self.forest.roots.get((namespace, data[: depth * self._size]))
-        if own is not None:
-            places.append(self._descend(own, data, blocks) if depth == num_public else Place(own, depth))
-        return places
-
-    def _descend(self, node: Node, data: bytes, blocks: tuple[list[int], ...]) -> Place:
-        size, depth = self._size, node.end
-        while (depth + 1) * size <= len(data):
-            at = depth * size
-            child = node.children.get(data[at : at + size])
-            if child is None:
-                break
-            node, run = child, data[at : at + len(child.edge)]
-            if run != child.edge:
-                count = num_common(run, child.edge) * SYMBOL // size
-                for ours, theirs in zip(blocks, child.blocks, strict=True):
-                    ours += theirs[:count]
-                depth += count
-                break
-            for ours, theirs in zip(blocks, child.blocks, strict=True):
-                ours += theirs
-            depth = child.end
-        return Place(node, depth)
-
-    def _best_partial(self, places: Sequence[Place], data: bytes) -> Partial:
-        """The block that goes on longest as `data` does where a walk ended."""
-        best: Partial = ((), 0)
-        for node, depth in places:
-            rest = data[depth * self._size : (depth + 1) * self._size]
-            if depth < places[-1].depth or not rest:
-                continue
-            for candidates in self._candidates(node, depth, rest):
-                for key, blocks in candidates:
-                    common = num_common(key, rest)
-                    if common <= best[1]:
-                        break
-                    count = 0 if ABSENT in blocks else min(common, self._fresh.get(blocks[0], common))
-                    if count > best[1]:
-                        best = (blocks, count)
-                    if count == common:
-                        break
-        return best
-
-    def _candidates(self, node: Node, depth: int, rest: bytes) -> Iterator[Candidates]:
-        """Blocks behind `depth` that may begin as `rest` does; together, those that begin ever less so."""
-        if depth < node.end:
-            i = depth - node.start
-            yield iter([(node.edge[i * self._size : (i + 1) * self._size], tuple(blocks[i] for blocks in node.blocks))])
-            return
-        for side in node.sides(rest):
-            yield ((child.edge[: self._size], tuple(blocks[0] for blocks in child.blocks)) for child in side)
-        first, at = rest[:SYMBOL], depth * self._block_size
-        for table in node.writers:
-            stop = min(table.launched, len(table.tokens), at + self._block_size)
-            if at < stop and symbols(table.tokens[at : at + 1]) == first:
-                yield iter([(symbols(table.tokens[at:stop]), tuple(blocks[depth] for blocks in table.blocks))])
-
-    def _sees(self, blocks: tuple[list[int], ...], position: int) -> bool:
-        """Whether the whole blocks that a query at `position` sees are there."""
-        last = position // self._block_size
-        return all(
-            ABSENT not in blocks[group][max(0, position - window + 1) // self._block_size : last]
-            for group, window in self._windows
-        )
+        return self._search.why(namespace, tokens, found, reusable)
 
     # What tables begin with, add and leave behind
 
     def enter(self, table: BlockTable, found: Found) -> None:
         """See PrefixIndex."""
-        self.forest.tick += 1
+        self.forest.clock.tick += 1
         depth = len(found.blocks[0]) if found.blocks else 0
         table.num_public = self._num_public(table)
         end = None
         for node, at in found.place or ():  # type: ignore[attr-defined]  # the places that `find` put there
             if at == depth and node.public == (depth < table.num_public):
                 end = node = self.forest.end_at(node, at)
-            self.forest.touch(node)
+            self.forest.touch(node, hit=True)
         self.forest.write(table, end or self._root(table, depth))
+        if self.forest.leaves.asks_for_misses:
+            self._note_missing(table, depth)
+
+    def _note_missing(self, table: BlockTable, depth: int) -> None:
+        """A table would have begun with more blocks than `depth`, had they been there."""
+        data, num_public = symbols(table.tokens), table.num_public
+        if depth < num_public:
+            self.forest.leaves.missed(self._public.root_key(table.namespace), data[: num_public * self._size], 0, depth)
+        own = (table.namespace, data[: num_public * self._size])
+        self.forest.leaves.missed(own, data, num_public, max(depth, num_public))
 
     def follow(self, parent: BlockTable, child: BlockTable) -> None:
         """See PrefixIndex."""
         depth = child.num_indexed
         child.num_public = min(parent.num_public, self._num_public(child))
-        place = _climb(Place(place_of(parent), parent.num_indexed), depth)
+        place = climb(Place(place_of(parent), parent.num_indexed), depth)
         if place.node.root.end > depth:  # it ends in the public root
             place = self._descend_public(parent, depth)
         at_root = depth == child.num_public
@@ -244,14 +131,18 @@ class RadixTree:
 
     def leave(self, table: BlockTable, num_tokens: int) -> list[int]:
         """See PrefixIndex."""
-        self.forest.tick += 1
+        self.forest.clock.tick += 1
         added = Added()
         num_blocks, rest = divmod(num_tokens, self._block_size)
         node = self._advance(table, num_blocks, added, None)
         self.forest.unwrite(table, keep=node)
-        if rest and node.end == num_blocks:
-            self._add_tail(node, table, num_tokens, added)
-        self.forest.touch(node)
+        ends = [node]
+        if rest and node.end == num_blocks and (tail := self._add_tail(node, table, num_tokens, added)) is not None:
+            ends.append(tail)
+        self.forest.touch(ends[-1], hit=False)
+        if table.keep.retention.pin and table.num_public and not node.public:
+            ends.append(self._descend_public(table, table.num_public).node)
+        self.forest.left(ends, table.keep, table.keep.num_prompt // self._block_size)
         self.forest.tidy(node)
         table.place = None
         return added.entered
@@ -341,16 +232,16 @@ class RadixTree:
                     added.let_go.append((group, mine))
         return count
 
-    def _add_tail(self, node: Node, table: BlockTable, num_tokens: int, added: Added) -> None:
+    def _add_tail(self, node: Node, table: BlockTable, num_tokens: int, added: Added) -> Node | None:
         """The block that a table did not fill, unless one that begins the same way is there."""
         depth = node.end
         key = symbols(table.tokens[depth * self._block_size : num_tokens])
         blocks = [[blocks[depth]] for blocks in table.blocks]
         if [ABSENT] in blocks or any(child.edge.startswith(key) for child in node.neighbours(key)):
-            return
+            return None
         self._withdraw_tail(table, depth)
-        self.forest.append(node, key, blocks, None, self._block_size)
         added.entered.append(depth)
+        return self.forest.append(node, key, blocks, None, self._block_size)
 
     def _withdraw_tail(self, table: BlockTable, depth: int) -> None:
         """Take back a block that another table left as a tail, where one of the two went on as a public prefix does.
@@ -385,12 +276,4 @@ class RadixTree:
         """Where leading blocks of a table end in the public root, or as many of them as are there."""
         data = symbols(table.tokens[: num_blocks * self._block_size])
         root = self.forest.root(self._public.root_key(table.namespace), 0, public=True)
-        return self._descend(root, data, tuple([] for _ in range(self._num_groups)))
-
-
-def _climb(place: Place, depth: int) -> Place:
-    """The end of `depth` blocks on the path to a place."""
-    node = place.node
-    while node.parent is not None and node.start >= depth:
-        node = node.parent
-    return Place(node, depth)
+        return self._search.descend(root, data, tuple([] for _ in range(self._num_groups)))

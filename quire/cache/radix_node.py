@@ -7,6 +7,8 @@ from sys import maxsize
 from typing import Any
 
 from quire.cache.children import Children
+from quire.cache.eviction.keep import Mark
+from quire.cache.eviction.uses import Part, Uses, joined, parts_before
 
 
 class Node:
@@ -17,7 +19,25 @@ class Node:
     a key is a neighbour of the key's place.
     """
 
-    __slots__ = ("blocks", "children", "edge", "end", "id", "parent", "public", "root_key", "tick", "writers")
+    __slots__ = (
+        "blocks",
+        "children",
+        "duel",
+        "edge",
+        "end",
+        "example",
+        "id",
+        "marks",
+        "parent",
+        "parts",
+        "prompt_end",
+        "public",
+        "root_key",
+        "tenant",
+        "tick",
+        "uses",
+        "writers",
+    )
 
     def __init__(self, number: int, edge: bytes, blocks: Sequence[list[int]], parent: "Node | None", end: int) -> None:
         """number: of all nodes, in order of creation. blocks: per group. end: blocks from the beginning to its end."""
@@ -27,10 +47,17 @@ class Node:
         self.parent = parent
         self.end = end
         self.root_key: object = None  # of roots
+        self.tenant: str = "" if parent is None else parent.tenant
         self.public: bool = parent is not None and parent.public
         self.children: Children[Node] = Children()  # by their first block
         self.writers: dict[Any, None] = {}  # tables whose indexed blocks end here, in order of arrival
         self.tick = 0  # when it was last used
+        self.uses = Uses()  # of its last part
+        self.parts: tuple[Part, ...] = ()  # before that, where the run was continued, or nodes were merged
+        self.marks: tuple[Mark, ...] = ()  # what was asked for it; a mark counts for all before it, too
+        self.prompt_end = 0  # blocks of the prompt of the latest sequence that ended here
+        self.example: Any = None  # see Examples
+        self.duel: Any = None  # see Duels
 
     @property
     def start(self) -> int:
@@ -41,6 +68,11 @@ class Node:
     def is_gone(self) -> bool:
         """Whether it has left the tree."""
         return self.parent is None and self.root_key is None
+
+    @property
+    def is_free(self) -> bool:
+        """Whether it is a leaf at which no table ends."""
+        return self.parent is not None and not self.children and not self.writers
 
     @property
     def root(self) -> "Node":
@@ -102,6 +134,43 @@ class Node:
         """Another node takes the place of a child; it begins with the same block."""
         self.children.put(child.first_key, other)
         other.parent = self
+
+    def begin_part(self) -> None:
+        """Another sequence goes on behind the end of one."""
+        self.parts = joined(self.parts, self.end, self.uses, ())
+        self.uses = self.uses.followed()
+
+    def divide_uses(self, upper: "Node") -> None:
+        """What is known of the uses up to the end of `upper`, which has just been split off, is known of it now."""
+        upper.parts, uses = parts_before(self.parts, self.uses, upper.end)
+        upper.uses = (
+            uses if uses is not self.uses and self.parts[len(upper.parts)].reach == upper.end else uses.divided()
+        )
+        self.parts = tuple(part for part in self.parts if part.reach > upper.end)
+        upper.prompt_end = self.prompt_end
+
+    def join_uses(self, upper: "Node") -> None:
+        """The run of `upper` becomes the beginning of this one."""
+        self.parts = joined(upper.parts, upper.end, upper.uses, self.parts)
+
+    def shorten(self, end: int) -> None:
+        """It ends earlier: what was known of the rest counts no more."""
+        self.end = end
+        self.parts, self.uses = parts_before(self.parts, self.uses, end)
+        if any(reach > end for _, reach in self.marks):
+            self.marks = tuple(Mark(wish, min(reach, end)) for wish, reach in self.marks)
+
+    @property
+    def num_alike(self) -> int:
+        """Blocks at its end that came there together and for which the same was asked: at least 1."""
+        first = max([self.start, *(reach for reach, _ in self.parts), *(r for _, r in self.marks if r < self.end)])
+        return self.end - first
+
+    @property
+    def before(self) -> Uses:
+        """The uses of what its last part goes on from. It is not a root."""
+        assert self.parent is not None, "nothing comes before a root"
+        return self.parts[-1].uses if self.parts else self.parent.uses
 
     @property
     def first_key(self) -> bytes:

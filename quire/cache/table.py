@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from sys import maxsize
 
+from quire.cache.eviction.keep import ANYHOW
 from quire.core.namespace import Namespace
 
 ABSENT = -1  # in place of a block that lies wholly before its group's window
@@ -29,6 +30,7 @@ class BlockTable:
         "capacity",
         "due",
         "firsts",
+        "keep",
         "launched",
         "namespace",
         "num_found",
@@ -56,6 +58,7 @@ class BlockTable:
         self.num_public = 0  # leading blocks that hold a public prefix
         self.due = maxsize
         self.launched = 0
+        self.keep = ANYHOW  # what is asked for the KV that it leaves behind
         self.based_on = -1  # the newest step whose failure would make void what the table found in the index
 
     def __len__(self) -> int:

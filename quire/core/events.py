@@ -28,17 +28,32 @@ class Admitted(Event, frozen=True, tag=True):
 
 
 class Preempted(Event, frozen=True, tag=True):
-    """A sequence lost its blocks and will be computed again."""
+    """A sequence lost its blocks: it will be computed again, or was copied to host memory."""
 
     seq_id: int
     num_computed_tokens: int
     reason: str
+    how: str = "recompute"  # or "swap"
+    why: str = ""  # that way and not the other
+    num_bytes: int = 0  # copied to the host; blocks that its family shares count for the first of them
+    recompute_seconds: float | None = (
+        None  # predicted of it and those of its family that left with it; None: of nothing
+    )
+    copy_seconds: float | None = None  # the same: to the host and back
 
 
 class Evicted(Event, frozen=True, tag=True):
     """Blocks of the prefix index were given up, for whoever was planned at that time."""
 
     num_blocks: int
+    policy: str = "lru"  # CacheConfig.eviction
+    reason: dict[str, float] = {}  # of the first of them: what the policy went by, see docs/eviction.md
+
+
+class AdmissionSlowed(Event, frozen=True, tag=True):
+    """More, or less, memory is left to those who run before others are admitted: preemptions came, or stayed away."""
+
+    num_blocks: int  # for each of them
 
 
 class Finished(Event, frozen=True, tag=True):
@@ -54,3 +69,16 @@ class StepFailed(Event, frozen=True, tag=True):
 
     step_id: int
     error: str
+
+
+class PinsRefused(Event, frozen=True, tag=True):
+    """A request wanted its blocks never to be evicted, and pins held as much as they may."""
+
+    num_blocks: int  # that were not pinned
+    num_pinned: int  # of the same request or session, that were
+
+
+class PinsYielded(Event, frozen=True, tag=True):
+    """A pin ended early: nothing ran, and the next sequence did not fit beside it."""
+
+    num_blocks: int

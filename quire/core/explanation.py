@@ -33,7 +33,14 @@ class Preemption(msgspec.Struct, frozen=True):
     index: int  # which of the request's sequences
     reason: str
     num_lost_tokens: int  # whose KV had been computed
-    num_recomputed_tokens: int | None = None  # that were not in the cache any more when it ran again; None before
+    num_recomputed_tokens: int | None = None  # that were not there any more when it ran again; None before
+    how: Literal["recompute", "swap"] = "recompute"
+    why: str = ""  # that way and not the other
+    num_bytes_out: int = 0  # copied to the host; blocks that several sequences share count for the first of them
+    recompute_seconds: float | None = None  # predicted, of all sequences of the request that lost their blocks with it
+    copy_seconds: float | None = None  # the same: to the host and back. None where it was not known
+    num_swapped_in_tokens: int | None = None  # that came back from the host; None before it ran again
+    num_bytes_in: int = 0
 
 
 class Explanation(msgspec.Struct):
@@ -44,6 +51,9 @@ class Explanation(msgspec.Struct):
     arrived: float
     num_prompt_tokens: int
     state: Literal["waiting", "running", "finished"] = "waiting"
+    policy: str = "fcfs"  # who is next
+    place: int = 0  # sequences that waited when it came
+    num_passed_by: int = 0  # sequences, at least, that came after it and began before it
     admitted: float | None = None  # first sequence, first time
     finished: float | None = None
     num_cached_tokens: int = 0  # of the prompt, whose KV was there when it was first admitted

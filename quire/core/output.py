@@ -11,7 +11,8 @@ class Output(msgspec.Struct, frozen=True, eq=False):
 
     Logprobs of a request's prompt come with its sequence 0.
     finish_reason: "stop" (an end or stop token: `stop_token`, which is the last of token_ids; or all is
-    pooled), "length" or "error" (`error` says what happened); None while it goes on.
+    pooled), "length", "error", or "abort" where it could not meet its deadline any more (`error` says what happened
+    in both); None while it goes on.
     """
 
     request_id: str

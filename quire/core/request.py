@@ -7,6 +7,7 @@ import msgspec
 
 from quire.core.namespace import Namespace
 from quire.core.step import Pooling
+from quire.core.terms import Terms
 from quire.errors import ContextLengthExceeded, RequestError
 from quire.params import SamplingParams
 
@@ -34,6 +35,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     bad_words: Sequence[Sequence[int]] = ()  # tokens of `params.bad_words`, each in all ways in which it can be written
     pooling: Pooling = Pooling.NONE  # what is wanted in place of tokens; `params.max_tokens` is 0 then
     namespace: Namespace = Namespace()
+    terms: Terms = Terms()
     beams: Beams | None = None  # a beam search in place of sampling; `params.n` of its results are wanted
 
     @property

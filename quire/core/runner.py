@@ -19,3 +19,6 @@ class Runner(Protocol):
 
     def collect(self) -> StepResult:
         """Wait for the oldest step that was sampled and not collected."""
+
+    def rest(self) -> None:
+        """Nothing is left to do, and no step in flight: memory that is only kept for the next step may go."""

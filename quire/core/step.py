@@ -223,7 +223,7 @@ class Move(msgspec.Struct, frozen=True):
 
     id: int
     group: int
-    source: str  # tier: "device"
+    source: str  # tier: "device" or "host"
     target: str
     pairs: list[tuple[int, int]]
     num_tokens: int
@@ -301,6 +301,7 @@ class StepResult(msgspec.Struct, frozen=True, eq=False):
     prompt_logprobs: Logprobs | None = None  # of the prompt tokens behind logits that nothing was sampled from
     pooled: np.ndarray | None = None  # float32 (chunks that pool, hidden_size)
     moves_done: list[int] = []
+    swap_seconds: tuple[float, float] = (0.0, 0.0)  # that moves to the host took, and from it; not part of `seconds`
     error: str = ""
 
     @classmethod

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 
 from quire.core.explanation import Explanation
 from quire.core.output import Output
-from quire.engine.engine import Engine, EngineStats
+from quire.engine.engine import Engine, EngineStats, Learnt
 from quire.engine.generations import NewRequest
 from quire.errors import QuireError
 
@@ -133,6 +133,13 @@ class AsyncEngine:
     async def flush_cache(self) -> int:
         """Forget all KV that no running request holds; the number of blocks that are free now. Raises EngineStopped."""
         return await self._ask(self._engine.flush_cache)
+
+    async def learnt(self) -> Learnt | None:
+        """What the engine has learnt of its costs and blocks; None where it does not answer at once."""
+        try:
+            return await asyncio.wait_for(self._ask(self._engine.learnt), STALL_SECONDS)
+        except (EngineStopped, TimeoutError):
+            return None
 
     def health(self) -> Health:
         """Whether the engine answers, as far as can be seen from here."""

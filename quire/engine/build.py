@@ -1,8 +1,7 @@
 """From options to a running engine: resolve, plan the memory, say so, and only then load."""
 
 import re
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -12,28 +11,29 @@ import msgspec
 import torch
 
 from quire.cache.kv_cache import KVCache
-from quire.config import CacheConfig, DType, EngineOptions, KVDType, KVGroup, SchedulerConfig
-from quire.cost.memory import Demand, KVDemand, MemoryPlan, plan_memory
+from quire.config import CacheConfig, DType, EngineOptions, KVDType, SchedulerConfig
+from quire.cost.host_pool import DEFAULT, HostPool, plan_host_pool
+from quire.cost.memory import MemoryPlan, plan_memory
 from quire.engine import embedded
+from quire.engine.calibration import measure
+from quire.engine.demand import cache_of, demand_of, kv_groups
 from quire.engine.engine import Engine
 from quire.engine.machine import available_memory, pick_device, return_freed_memory
 from quire.engine.model_files import ModelFiles, open_model
+from quire.engine.policies import check_policies
 from quire.engine.public_prefixes import Bounds, num_public_blocks, read_public_prefixes
 from quire.engine.sources.locate import locate
 from quire.engine.text.tokenizer import Tokenizer
 from quire.errors import ConfigError
 from quire.kernels.choose import Chosen, choose, usable_device
-from quire.kernels.contract import DTYPES, Demands
-from quire.kernels.reference.quantized import LARGEST, kept_as, read_bytes
-from quire.kernels.reference.sampling import LOGITS_AT_ONCE
-from quire.models.model import Description, KVLayer, Progress
+from quire.kernels.contract import Demands
+from quire.kernels.reference.quantized import LARGEST
+from quire.models.model import Progress
 from quire.runner.torch_runner import TorchRunner
 from quire.sched.journal import JournalledScheduler
 from quire.sched.scheduler import Scheduler
 
 _SHARES = {"cpu": 0.5, "cuda": 0.9}  # of the memory available: a host is shared with others, a GPU is not
-_LOGIT_COPIES = 4  # of all rows: in the model's type, in float32, with edits, and as they are handed over
-_SAMPLING_BYTES = 50  # for each logit that is sampled from at once: filtered, sorted, summed, random numbers
 _PLACE = re.compile(r" - at `\$\.(\w+)`$")
 _DTYPE_ALIASES: Mapping[str, str] = MappingProxyType({"float": "float32", "half": "float16", "fp8": "fp8_e4m3"})
 
@@ -87,6 +87,8 @@ def build(options: EngineOptions, *, report: Report, progress: Progress) -> Buil
         max_model_len=limits.max_model_len,
         strict=prepared.chosen.strict,
     )
+    if prepared.options.calibration:
+        _calibrate(scheduler, runner, prepared, report)
     engine = Engine(
         scheduler,
         runner,
@@ -112,6 +114,7 @@ def prepare(options: EngineOptions, *, report: Report, progress: Progress) -> Pr
     Raises ConfigError, ModelError.
     """
     _check(options)
+    check_policies(options)
     name, path = _find(options, report, progress)
     files = open_model(path, options.model_impl, max_model_len=options.max_model_len)
     description = files.description
@@ -134,8 +137,8 @@ def prepare(options: EngineOptions, *, report: Report, progress: Progress) -> Pr
     report(f"{description.architecture} from {path}, {dtype} on {device}{kept}")
     report(f"model      {files.runs_on}")
     report(f"kernels    {chosen.reason}; {threads} threads")
-    groups = _groups(description.kv_layers)
-    demand = _demand(description, options, (dtype, kv_dtype), groups, chosen.kernels.SCRATCH_BYTES)
+    groups = kv_groups(description.kv_layers)
+    demand = demand_of(description, options, (dtype, kv_dtype), groups, chosen.kernels.SCRATCH_BYTES)
     kind = torch.device(device).type
     share = _SHARES[kind]
     plan = plan_memory(
@@ -148,6 +151,9 @@ def prepare(options: EngineOptions, *, report: Report, progress: Progress) -> Pr
     )
     for line in str(plan).splitlines():
         report(line)
+    host = _host_pool(options, plan, kind)
+    if host.line is not None:
+        report(str(host.line))
     # where nothing computes beside the host, a step that is planned early gains no time and may be planned in vain
     steps_in_flight = (2 if kind == "cuda" else 1) if options.steps_in_flight is None else options.steps_in_flight
     limits = SchedulerConfig(
@@ -157,8 +163,11 @@ def prepare(options: EngineOptions, *, report: Report, progress: Progress) -> Pr
         step_seconds=options.step_seconds,
         watermark=options.watermark,
         steps_in_flight=steps_in_flight,
+        policy=options.policy,
+        preemption=options.preemption,
+        **({} if options.wait_weight is None else {"wait_weight": options.wait_weight}),
     )
-    cache = _with_prefixes(_cache(groups, kv_dtype, plan), options, files, limits)
+    cache = _with_prefixes(cache_of(groups, kv_dtype, plan, host), options, files, limits)
     report(_about_prefixes(cache))
     resolved = replace(
         options,
@@ -168,6 +177,9 @@ def prepare(options: EngineOptions, *, report: Report, progress: Progress) -> Pr
         memory=options.memory or str(share),
         kernels=chosen.kernels.NAME,
         steps_in_flight=steps_in_flight,
+        wait_weight=limits.wait_weight if options.policy == "cache-aware" else None,
+        swap_space="0" if host.line is None else f"{host.line.bytes}B",
+        calibration=options.calibration or 0.0,
         threads=threads,
         device=device,
     )
@@ -206,73 +218,30 @@ def _check(options: EngineOptions) -> None:
         raise ConfigError(option + _PLACE.sub("", message)) from error
 
 
-def _groups(layers: Sequence[KVLayer]) -> Mapping[KVLayer, tuple[int, ...]]:
-    """Layers that can share blocks, those without a window first."""
-    groups: dict[KVLayer, list[int]] = defaultdict(list)
-    for index, layer in enumerate(layers):
-        groups[layer].append(index)
-    return {layer: tuple(groups[layer]) for layer in sorted(groups, key=lambda layer: layer.window)}
+def _host_pool(options: EngineOptions, plan: MemoryPlan, kind: str) -> HostPool:
+    """A device whose memory is the host's has none unless it is asked for: there is nothing to be gained by it."""
+    if options.preemption == "recompute":
+        return plan_host_pool(plan, asked="0", default=0, available=0)
+    used = sum(line.bytes for line in plan.lines) if kind == "cpu" else 0
+    available = available_memory("cpu") - used
+    default = DEFAULT if kind == "cuda" else 0
+    host = plan_host_pool(plan, asked=options.swap_space, default=default, available=available)
+    if options.preemption == "swap" and host.line is None:
+        raise ConfigError("preemption 'swap' needs host memory to swap to; give swap_space, such as 4GiB")
+    return host
 
 
-def _demand(
-    description: Description,
-    options: EngineOptions,
-    dtypes: tuple[str, str],
-    groups: Mapping[KVLayer, tuple[int, ...]],
-    scratch_bytes: int,
-) -> Demand:
-    """dtypes: of weights and computation, and of keys and values."""
-    dtype, kv_dtype = dtypes
-    length = min(options.max_model_len or description.max_positions, description.max_positions)
-    read = read_bytes(kv_dtype, DTYPES[dtype])
-    widest = max(2 * layer.num_kv_heads * layer.head_dim * read for layer in groups)
-    weight_bytes = description.weight_bytes(dtype)
-    attention = min(max(scratch_bytes, length * widest), options.max_num_seqs * length * widest)
-    sampled = min(max(LOGITS_AT_ONCE, description.vocab_size), options.max_num_seqs * description.vocab_size)
-    return Demand(
-        weight_bytes=weight_bytes,
-        weight_reason=f"{description.num_parameters / 1e6:.2f} M parameters, {dtype}",
-        kv=tuple(_kv_demand(layer, len(layers), kv_dtype) for layer, layers in groups.items()),
-        block_size=options.block_size,
-        model_max_len=description.max_positions,
-        max_model_len=options.max_model_len,
-        max_num_seqs=options.max_num_seqs,
-        max_num_batched_tokens=options.max_num_batched_tokens,
-        workspace_bytes_per_token=description.activations_per_token * 4,
-        workspace_bytes_per_seq=description.vocab_size * 4 * _LOGIT_COPIES
-        + (length + len(groups) * -(-length // options.block_size)) * 4,
-        scratch_bytes=attention + _SAMPLING_BYTES * sampled,
+def _calibrate(scheduler: Scheduler, runner: TorchRunner, prepared: Prepared, report: Report) -> None:
+    """Measure costs before the first request. What fails is told, and learnt from steps as they run."""
+    measured = measure(
+        runner,
+        prepared.cache,
+        prepared.limits,
+        vocab_size=prepared.files.description.vocab_size,
+        seconds=prepared.options.calibration or 0.0,
     )
-
-
-def _kv_demand(layer: KVLayer, num_layers: int, kv_dtype: str) -> KVDemand:
-    window = f", last {layer.window} tokens" if layer.window else ""
-    stored, size = kept_as(kv_dtype, layer.head_dim)
-    return KVDemand(
-        num_layers * 2 * layer.num_kv_heads * size * stored.itemsize,
-        layer.window,
-        f"{num_layers} layers x 2 x {layer.num_kv_heads} heads x {size} x {stored.itemsize} B{window}",
-    )
-
-
-def _cache(groups: Mapping[KVLayer, tuple[int, ...]], dtype: str, plan: MemoryPlan) -> CacheConfig:
-    block_size = plan.demand.block_size
-    return CacheConfig(
-        block_size,
-        tuple(
-            KVGroup(
-                layers=layers,
-                kind="window" if layer.window else "full",
-                num_kv_heads=layer.num_kv_heads,
-                head_dim=layer.head_dim,
-                dtype=dtype,
-                num_blocks=num_blocks,
-                bytes_per_block=kv.bytes_per_token * block_size,
-                window=layer.window,
-            )
-            for (layer, layers), kv, num_blocks in zip(groups.items(), plan.demand.kv, plan.num_blocks, strict=True)
-        ),
-    )
+    scheduler.calibrate(measured.calibration)
+    report(f"costs      {scheduler.costs}{f'; {measured.problem}' if measured.problem else ''}")
 
 
 def _with_prefixes(
@@ -288,7 +257,7 @@ def _with_prefixes(
         vocab_size = files.description.vocab_size
         bounds = Bounds(vocab_size, limits.max_model_len, cache.block_size)
         public = read_public_prefixes(options.public_prefixes, files.tokenizer, bounds)
-    return replace(cache, prefix_index=options.prefix_index, public_prefixes=public)
+    return replace(cache, prefix_index=options.prefix_index, public_prefixes=public, eviction=options.eviction)
 
 
 def _about_prefixes(cache: CacheConfig) -> str:

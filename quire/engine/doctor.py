@@ -11,8 +11,10 @@ from typing import NamedTuple
 import torch
 
 from quire.config import EngineOptions
+from quire.cost.block_advice import CANDIDATES
 from quire.cost.memory import size
 from quire.engine.build import prepare
+from quire.engine.lookup import lookup_seconds
 from quire.engine.machine import available_memory, cpu_description, gpu_description, pick_device
 from quire.errors import QuireError
 from quire.kernels.choose import MODULES, choose, refusal, usable_device
@@ -21,6 +23,7 @@ from quire.models.model import Progress
 
 _REQUIRED = ("quire", "torch", "numpy", "safetensors", "tokenizers", "jinja2", "msgspec", "huggingface_hub", "fastapi")
 _USUAL_DTYPE, _USUAL_HEAD_DIM = "bfloat16", 64  # what kernels are asked about where no model is known yet
+_USUAL_PROMPT = 512  # tokens
 _OPTIONAL = {"transformers": "hf"}  # package -> extra
 
 
@@ -52,6 +55,7 @@ def examine(options: EngineOptions, progress: Progress = lambda _done, _total: N
         refused = refusal(name, demands)
         yield Finding("kernels", f"{name}: {f'not on {device}, {refused}' if refused else f'runs on {device}'}")
     yield Finding("kernels", f"chosen: {chosen}")
+    yield from _block_sizes(options)
     yield from _model(options, progress)
 
 
@@ -89,3 +93,20 @@ def _model(options: EngineOptions, progress: Progress) -> Iterator[Finding]:
     defaults = ", ".join(f"{name} {value}" for name, value in description.sampling_defaults.items())
     yield Finding("model", f"sampling unless a request says otherwise: {defaults or 'temperature 1'}")
     yield Finding("model", f"{prepared.name} can be served")
+
+
+def _block_sizes(options: EngineOptions) -> Iterator[Finding]:
+    """What each size costs in memory and in time, for a prompt of common length; a server measures its own requests."""
+    kind = options.prefix_index if options.enable_prefix_caching else "none"
+    lookup = lookup_seconds(kind, CANDIDATES, _USUAL_PROMPT)
+    for number in CANDIDATES:
+        empty = (number - 1) / 2
+        found = f", finding {_USUAL_PROMPT} tokens takes {1e6 * lookup[number]:.0f} us" if lookup else ""
+        yield Finding(
+            "block size",
+            f"{number:>3}: a sequence leaves {empty:g} slots empty on average, {empty / (_USUAL_PROMPT + empty):.1%} "
+            f"of {_USUAL_PROMPT} tokens{found}",
+        )
+    yield Finding(
+        "block size", f"{options.block_size} is used; /get_server_info of a running server says what suits its requests"
+    )

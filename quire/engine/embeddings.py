@@ -8,6 +8,7 @@ import numpy as np
 from quire.core.namespace import NO_NAMESPACE, Namespace
 from quire.core.output import Output
 from quire.core.step import Pooling
+from quire.core.terms import NO_TERMS, Terms
 from quire.engine.generations import Generation, part_id
 from quire.errors import QuireError, RequestError
 
@@ -52,10 +53,17 @@ class Pooled:
 class PooledBatch:
     """Prompts that are embedded together; `requests` is what to ask the engine for. id: of all of them together."""
 
-    def __init__(self, asked: Sequence[Generation], pooling: Pooling, namespace: Namespace = NO_NAMESPACE) -> None:
+    def __init__(
+        self,
+        asked: Sequence[Generation],
+        pooling: Pooling,
+        namespace: Namespace = NO_NAMESPACE,
+        terms: Terms = NO_TERMS,
+    ) -> None:
         self.id = f"embd-{uuid4().hex}"
         self.requests = [
-            generation.request(part_id(self.id, i), pooling, namespace) for i, generation in enumerate(asked)
+            generation.request(part_id(self.id, i), pooling, namespace, terms=terms)
+            for i, generation in enumerate(asked)
         ]
         self._pooled = {each.request_id: Pooled(each.request_id, each.prompt, pooling) for each in self.requests}
 

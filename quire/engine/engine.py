@@ -17,6 +17,9 @@ from quire.core.output import Output
 from quire.core.request import Beams, Request, resolve
 from quire.core.runner import Runner
 from quire.core.step import Pooling, Step, StepResult
+from quire.core.terms import NO_TERMS, Terms
+from quire.cost.block_use import BlockFigures
+from quire.cost.costs import CostFigures
 from quire.errors import RequestError
 from quire.params import SamplingParams, is_unicode
 from quire.sched.scheduler import Scheduler
@@ -45,6 +48,18 @@ class EngineStats(msgspec.Struct, frozen=True):
     kv_tokens_copied: int  # from block to block
     prefix_query_tokens: int  # of prompts, when they were first admitted
     prefix_hit_tokens: int  # of those, whose KV was there
+    host_blocks_used: int  # by sequences that were swapped out, and by copies to the host and back
+    host_blocks_total: int
+    num_swapped_out_blocks: int
+    num_swapped_in_blocks: int
+    num_admissions_slowed: int  # times that preemptions were too many, and sequences that wait were let in more slowly
+
+
+class Learnt(msgspec.Struct, frozen=True):
+    """What the requests so far have taught about the machine and about themselves."""
+
+    costs: CostFigures
+    blocks: BlockFigures
 
 
 class Engine:
@@ -97,12 +112,13 @@ class Engine:
         pooling: Pooling = Pooling.NONE,
         namespace: Namespace = NO_NAMESPACE,
         beams: Beams | None = None,
+        terms: Terms = NO_TERMS,
     ) -> None:
         """Queue a request of token ids. bad_words: tokens of `params.bad_words`, in all ways to write them.
 
         A pooling in place of tokens needs `params.max_tokens` to be 0. namespace: whose cached KV it may use. beams:
-        search for the `params.n` most likely sequences in place of sampling.
-        Raises RequestError: empty, too long, ids out of range, id in use.
+        search for the `params.n` most likely sequences in place of sampling. terms: its place in the queue and in the
+        memory. Raises RequestError: empty, too long, ids out of range, id in use, a deadline that cannot be met.
         """
         if not is_unicode(request_id):
             raise RequestError("a request id must be valid Unicode", "request_id")
@@ -128,6 +144,7 @@ class Engine:
             pooling=pooling,
             namespace=msgspec.structs.replace(namespace, deterministic=params.deterministic),
             beams=beams,
+            terms=terms,
         )
         self._scheduler.add(request, self._clock())
         self._num_requests += 1
@@ -154,13 +171,15 @@ class Engine:
             step = self._scheduler.plan(self._clock())
         if step is not None:
             self._launch(step)
-        outputs: list[Output] = []
+        outputs = self._scheduler.missed()
         if self._uncollected:  # the step before this one
-            outputs = self._commit()
+            outputs += self._commit()
         if step is not None:
             self._sample(step)
             if not self._overlap:
-                outputs = self._commit()
+                outputs += self._commit()
+        if not self._scheduler.has_work:
+            self._runner.rest()
         if self._scheduler.leaks:
             self._repair()
         return outputs
@@ -185,7 +204,16 @@ class Engine:
             cache.num_copied_tokens,
             accounts.num_query_tokens,
             accounts.num_hit_tokens,
+            cache.host_pools.num_blocks - cache.host_pools.num_free,
+            cache.host_pools.num_blocks,
+            cache.num_swapped_out_blocks,
+            cache.num_swapped_in_blocks,
+            accounts.num_slowed,
         )
+
+    def learnt(self) -> Learnt:
+        """What steps cost, and how full blocks are."""
+        return Learnt(self._scheduler.costs.figures(), self._scheduler.block_use.figures())
 
     def explain(self, request_id: str) -> Explanation | None:
         """What became of a request so far and why; None where it is unknown, or ended too long ago."""

@@ -6,6 +6,7 @@ from typing import NamedTuple
 from quire.core.namespace import NO_NAMESPACE, Namespace
 from quire.core.request import Beams, check_length
 from quire.core.step import Pooling
+from quire.core.terms import NO_TERMS, Terms
 from quire.engine.prompts import TokenizedPrompt
 from quire.engine.text.bad_words import bad_word_tokens
 from quire.engine.text.tokenizer import Tokenizer
@@ -23,6 +24,7 @@ class NewRequest(NamedTuple):
     pooling: Pooling = Pooling.NONE
     namespace: Namespace = NO_NAMESPACE
     beams: Beams | None = None
+    terms: Terms = NO_TERMS
 
 
 class Generation(NamedTuple):
@@ -38,9 +40,10 @@ class Generation(NamedTuple):
         pooling: Pooling = Pooling.NONE,
         namespace: Namespace = NO_NAMESPACE,
         beams: Beams | None = None,
+        terms: Terms = NO_TERMS,
     ) -> NewRequest:
         """As the engine takes it. namespace: whose cached tokens it may use. beams: search, in place of sampling."""
-        return NewRequest(request_id, self.prompt.ids, self.params, self.bad_words, pooling, namespace, beams)
+        return NewRequest(request_id, self.prompt.ids, self.params, self.bad_words, pooling, namespace, beams, terms)
 
 
 def part_id(request_id: str, place: int) -> str:

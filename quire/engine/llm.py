@@ -10,6 +10,7 @@ from uuid import uuid4
 from quire.config import EngineOptions
 from quire.core.output import Output
 from quire.core.request import Beams
+from quire.core.terms import NO_TERMS, Terms
 from quire.engine.build import build
 from quire.engine.embeddings import PooledBatch, pooling_of
 from quire.engine.engine import Engine, EngineStats
@@ -25,6 +26,7 @@ from quire.engine.outputs import (
 )
 from quire.engine.progress import TokenProgress
 from quire.engine.prompts import Prompt, TokenizedPrompt, listed, template_variables, tokenize
+from quire.engine.terms import RetentionLike, terms_each
 from quire.engine.text.messages import Message
 from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.transcript import Transcript
@@ -52,18 +54,21 @@ class LLM:
         model: str | PathLike[str] | None = None,
         *,
         memory: str | float | None = None,
+        swap_space: str | float | None = None,
         report: Callable[[str], None] = log.info,
         progress: Callable[[int, int], None] = lambda _done, _total: None,
         **options: object,
     ) -> None:
         settings = {"model": None if model is None else fspath(model), "step_seconds": _STEP_SECONDS, **options}
         settings["memory"] = None if memory is None else str(memory)
+        settings["swap_space"] = None if swap_space is None else str(swap_space)
         built = build(EngineOptions(**settings), report=report, progress=progress)  # type: ignore[arg-type]  # the options are checked by name when called
         self.model_name = built.model_name
         self.max_model_len = built.engine.max_model_len
         self._engine: Engine = built.engine
         self._tokenizer: Tokenizer = built.tokenizer
         self._sampling_defaults = built.sampling_defaults
+        self._policy = built.options.policy
         self._streaming = False  # whether somebody is reading outputs
 
     def close(self) -> None:
@@ -88,18 +93,25 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool | None = None,
+        priority: int | Sequence[int] | None = None,
+        deadline: float | Sequence[float | None] | None = None,
+        retention: RetentionLike | Sequence[RetentionLike | None] | None = None,
     ) -> list[RequestOutput]:
         """Complete one prompt or several; the results come in the order of the prompts.
 
         prompts: text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}, or a list of these.
         sampling_params: for all prompts, or one for each; None takes `get_default_sampling_params`.
         use_tqdm: show progress; None does on a terminal.
+        priority, deadline, retention: for all prompts, or a list with one for each: which run first (less is earlier;
+        needs policy="priority"), within how many seconds a whole answer is of use, and how long its KV is worth
+        keeping (Retention, or a mapping with its fields).
         Raises RequestError when any of them cannot be served; then none is.
         """
         tokenized = [tokenize(prompt, self._tokenizer) for prompt in listed(prompts)]
-        return self._complete(tokenized, sampling_params, use_tqdm)
+        terms = self._terms(len(tokenized), priority, deadline, retention)
+        return self._complete(tokenized, sampling_params, use_tqdm, terms=terms)
 
-    def chat(
+    def chat(  # noqa: PLR0913 (vLLM's arguments, and those of `generate`)
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
@@ -109,9 +121,13 @@ class LLM:
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
         use_tqdm: bool | None = None,
+        priority: int | Sequence[int] | None = None,
+        deadline: float | Sequence[float | None] | None = None,
+        retention: RetentionLike | Sequence[RetentionLike | None] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or several. Raises RequestError as `generate` does.
 
+        priority, deadline, retention: as in `generate`, for each conversation.
         add_generation_prompt: begin the assistant's turn; None does unless continue_final_message goes on with
         the last message.
         """
@@ -129,7 +145,8 @@ class LLM:
             for conversation in conversations
         ]
         tokenized = [tokenize(text, self._tokenizer, add_special_tokens=False) for text in texts]
-        return self._complete(tokenized, sampling_params, use_tqdm)
+        terms = self._terms(len(tokenized), priority, deadline, retention)
+        return self._complete(tokenized, sampling_params, use_tqdm, terms=terms)
 
     def stream_chat(self, messages: Sequence[Message], sampling_params: SamplingParams | None = None) -> Iterator[str]:
         """Answer one conversation, piece by piece. Giving up the iterator gives up the answer.
@@ -201,10 +218,11 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None,
         shown: bool | None,  # noqa: FBT001 (three states: yes, no, where a person watches)
         beams: Beams | None = None,
+        terms: Sequence[Terms] = (),
     ) -> list[RequestOutput]:
         transcripts = self._transcripts(prompts, params)
         with TokenProgress("generating", sum(t.params.num_sequences for t in transcripts), shown=shown) as progress:
-            for delta in self._deltas(transcripts, beams):
+            for delta in self._deltas(transcripts, beams, terms):
                 progress.add(len(delta.token_ids), int(delta.finish_reason is not None))
         return [transcript.result() for transcript in transcripts]
 
@@ -236,10 +254,25 @@ class LLM:
         asked = generations(prompts, each, self._tokenizer, self.max_model_len)
         return [Transcript(uuid4().hex, generation, self._tokenizer, now=now) for generation in asked]
 
-    def _deltas(self, transcripts: Sequence[Transcript], beams: Beams | None = None) -> Generator[Delta]:
-        """Run the engine until all transcripts are finished. beams: search, in place of sampling."""
+    def _terms(
+        self,
+        count: int,
+        priority: int | Sequence[int] | None,
+        deadline: float | Sequence[float | None] | None,
+        retention: RetentionLike | Sequence[RetentionLike | None] | None,
+    ) -> list[Terms]:
+        return terms_each(count, self._policy, priority=priority, deadline=deadline, retention=retention)
+
+    def _deltas(
+        self, transcripts: Sequence[Transcript], beams: Beams | None = None, terms: Sequence[Terms] = ()
+    ) -> Generator[Delta]:
+        """Run the engine until all transcripts are finished. beams: search, in place of sampling. terms: of each."""
         by_id = {transcript.request_id: transcript for transcript in transcripts}
-        requests = [transcript.generation.request(name, beams=beams) for name, transcript in by_id.items()]
+        each = terms or [NO_TERMS] * len(transcripts)
+        requests = [
+            transcript.generation.request(name, beams=beams, terms=one)
+            for (name, transcript), one in zip(by_id.items(), each, strict=True)
+        ]
         with closing(self._outputs(requests, lambda name: not by_id[name].finished)) as outputs:
             for output in outputs:
                 transcript = by_id[output.request_id]

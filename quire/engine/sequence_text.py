@@ -96,7 +96,7 @@ class SequenceText:
         return self._stops.add(text, may_stop=enough)
 
     def _cause(self, output: Output) -> str | int | None:
-        if output.finish_reason == "error":
+        if output.finish_reason in ("error", "abort"):
             return output.error
         return output.stop_token if output.stop_token in self._params.stop_token_ids else None
 

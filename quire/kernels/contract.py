@@ -58,11 +58,20 @@ class Purpose(IntEnum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Storage:
-    """Keys and values of one group of layers. The layout of `data` is private to the module that made it."""
+    """Keys and values of one group of layers. The layout of `data` is private to the module that made it.
+
+    But for one thing: all that belongs to a block, and nothing else, lies at its number on the axis of blocks.
+    """
 
     group: KVGroup
     block_size: int  # tokens
     data: Tensor
+    block_axis: int = 2
+
+    @property
+    def by_block(self) -> Tensor:
+        """The data of each block (num_blocks, ...): a view."""
+        return self.data.movedim(self.block_axis, 0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -176,6 +185,9 @@ class Kernels(Protocol):
 
     def use_threads(self, number: int) -> None:
         """Compute with so many threads from now on, where the module computes on the host."""
+
+    def rest(self) -> None:
+        """Nothing is computed for a while: give memory back that is kept only to be used again."""
 
     def allocate(self, group: KVGroup, block_size: int, device: torch.device) -> Storage:
         """Blocks of zeros for a group. On a CPU, memory is taken only when a block is first written."""

@@ -10,11 +10,12 @@ would with attention.
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from quire.config import CacheConfig
-from quire.core.step import Chunk, ChunkOutput, Late, Logprobs, Step, StepResult
+from quire.core.step import Chunk, ChunkOutput, Late, Logprobs, Move, Step, StepResult
 
 _MODULUS = 2**31 - 1
 _NOTHING = -1
@@ -55,6 +56,15 @@ def logprobs_after(seen: int, vocab_size: int) -> np.ndarray:
     return logprobs
 
 
+class _Moving(NamedTuple):
+    """A block on its way to the host or back: it is there when its step is collected."""
+
+    is_back: bool
+    memory: np.ndarray  # of the tier and group that it goes to
+    target: int
+    keys: np.ndarray  # of its leading tokens
+
+
 @dataclass(slots=True)
 class _InFlight:
     step_id: int
@@ -64,6 +74,7 @@ class _InFlight:
     pooled: list[tuple[int, int]]  # number and sum of tokens
     tokens: list[int]
     likely: list[tuple[int, np.ndarray, int]]  # token, logprobs of all, how many of them to tell
+    moving: list[_Moving]
 
 
 class ScriptedRunner:
@@ -71,7 +82,8 @@ class ScriptedRunner:
 
     Logprobs of the next token are made of what the query saw. A prompt token's logprob is minus its position;
     tokens are pooled by their number and sum.
-    seconds_of: duration of a step, given its number of tokens. fails: whether `launch` of a step is
+    seconds_of: duration of a step, given its number of tokens. swap_seconds_of: of copies to the host, or from it,
+    given the number of blocks. fails: whether `launch` of a step is
     to raise after half of its work is done.
     """
 
@@ -83,17 +95,20 @@ class ScriptedRunner:
         max_model_len: int,
         vocab_size: int = 1000,
         seconds_of: Callable[[int], float] = lambda num_tokens: 1e-3 + 1e-5 * num_tokens,
+        swap_seconds_of: Callable[[int], float] = lambda num_blocks: 1e-5 * num_blocks,
         fails: Callable[[Step], bool] = lambda step: False,
     ) -> None:
         self._block_size = cache.block_size
         self._windows = [group.window for group in cache.groups]
         self._kv = [np.full((group.num_blocks, cache.block_size), _NOTHING, np.int64) for group in cache.groups]
+        self._host = [np.full((group.num_host_blocks, cache.block_size), _NOTHING, np.int64) for group in cache.groups]
         self._tokens = np.full((max_num_seqs, max_model_len + 1), _NOTHING, np.int32)
         self._num_logprobs = np.full(max_num_seqs, -1, np.int32)
         width = -(-(max_model_len + 1) // cache.block_size)
         self._tables = [np.full((max_num_seqs, width), _NOTHING, np.int32) for _ in cache.groups]
         self._vocab_size = vocab_size
         self._seconds_of = seconds_of
+        self._swap_seconds_of = swap_seconds_of
         self._fails = fails
         self._launched: _InFlight | None = None
         self._sampled: deque[_InFlight] = deque()
@@ -114,10 +129,7 @@ class ScriptedRunner:
         step.tokens.apply(self._tokens)
         for writes, table in zip(step.blocks, self._tables, strict=True):
             writes.apply(table)
-        for move in step.moves:
-            kv = self._kv[move.group]
-            for source, target in move.pairs:
-                kv[target, : move.num_tokens] = kv[source, : move.num_tokens]
+        moving = [one for move in step.moves for one in self._move(move)]
         chunks = list(step.chunks)
         failing = self._fails(step)
         for chunk in chunks[: len(chunks) // 2] if failing else chunks:
@@ -126,7 +138,7 @@ class ScriptedRunner:
             raise RuntimeError(f"scripted failure of step {step.id}")
         scored = [one for chunk in chunks if chunk.output is not ChunkOutput.POOL for one in self._score(chunk)]
         pooled = [self._pool(chunk) for chunk in chunks if chunk.output is ChunkOutput.POOL]
-        self._launched = _InFlight(step.id, chunks, self._seconds_of(step.num_tokens), scored, pooled, [], [])
+        self._launched = _InFlight(step.id, chunks, self._seconds_of(step.num_tokens), scored, pooled, [], [], moving)
 
     def sample(self, step_id: int, late: Late) -> None:
         """Write the next token of every chunk that samples."""
@@ -147,6 +159,10 @@ class ScriptedRunner:
     def collect(self) -> StepResult:
         """The result of the oldest sampled step."""
         done = self._sampled.popleft()
+        for _, memory, target, keys in done.moving:
+            memory[target] = _NOTHING
+            memory[target, : len(keys)] = keys
+        back = sum(one.is_back for one in done.moving)
         counts = np.array([chunk.output is ChunkOutput.SAMPLE for chunk in done.chunks], np.int32)
         tokens = np.array(done.tokens, np.int32)
         scored = None
@@ -155,8 +171,34 @@ class ScriptedRunner:
             scored = Logprobs(ids[:, None], -positions[:, None].astype(np.float32), np.ones_like(ids))
         pooled = np.array(done.pooled, np.float32) if done.pooled else None
         return StepResult(
-            done.step_id, done.seconds, counts, tokens, _told(done.likely), prompt_logprobs=scored, pooled=pooled
+            done.step_id,
+            done.seconds,
+            counts,
+            tokens,
+            _told(done.likely),
+            prompt_logprobs=scored,
+            pooled=pooled,
+            swap_seconds=(self._swap_seconds_of(len(done.moving) - back), self._swap_seconds_of(back)),
         )
+
+    def rest(self) -> None:
+        """Nothing is kept."""
+
+    def _move(self, move: Move) -> list[_Moving]:
+        """Copy within the device; of what goes to the host or comes from it, read what is there now."""
+        tiers = {"device": self._kv[move.group], "host": self._host[move.group]}
+        source, target, length = tiers[move.source], tiers[move.target], move.num_tokens
+        read = [source[block, :length].copy() for block, _ in move.pairs]
+        if move.source == move.target:
+            for (_, block), keys in zip(move.pairs, read, strict=True):
+                target[block, :length] = keys
+            return []
+        if any((keys == _NOTHING).any() for keys in read):
+            raise ValueError(f"{move}: it reads KV that was never written")
+        is_back = move.source == "host"
+        if is_back:
+            target[[block for _, block in move.pairs]] = _NOTHING
+        return [_Moving(is_back, target, block, keys) for (_, block), keys in zip(move.pairs, read, strict=True)]
 
     def _compute(self, chunk: Chunk) -> None:
         key = int(self._read(chunk.row, np.array([chunk.start - 1]), 0)[0]) if chunk.start else 0

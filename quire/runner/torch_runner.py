@@ -75,7 +75,7 @@ class TorchRunner:
         self._vocab_size = model.vocab_size
         self._device = model.device
         self._rows = Rows(cache, max_num_seqs, max_model_len, self._vocab_size)
-        self._store = DeviceStore(kernels, cache, model.device)
+        self._store = DeviceStore(kernels, cache, model.device, clock)
         self.deterministic = strict is not None and model.row_invariant  # whether it can run such sequences
         self._latest = Latest(max_num_seqs, model.device)
         self._passes = Passes(
@@ -88,16 +88,17 @@ class TorchRunner:
     def launch(self, step: Step) -> None:
         """Apply the delta, do the moves, run the forward passes.
 
-        Raises ValueError for what this runner cannot do: drafts, moves to or from other tiers, deterministic
-        sequences without kernels for them.
+        Raises ValueError for what this runner cannot do: drafts, moves to or from other tiers than the host,
+        deterministic sequences without kernels for them.
         """
         began = self._clock()
         self._launched = None
         if step.reset:
             self._sampled.clear()  # of steps that failed on their way back
+            self._store.forget()
         wanted.check(step.chunks)
         self._rows.apply(step)
-        self._store.execute(step.moves)
+        self._store.execute(step.id, step.moves)
         self._launched = self._forward(step, began)
 
     def sample(self, step_id: int, late: Late) -> None:
@@ -118,6 +119,9 @@ class TorchRunner:
         ended = self._clock() if sampled.ended is None else sampled.ended
         began = max(launched.began, self._ended)  # behind the step before it, on the same device
         self._ended = ended
+        swap_seconds = self._store.finish(launched.step_id)
+        if not self._store.copies_aside:
+            began += sum(swap_seconds)
         self._rows.append(sampled.rows, sampled.positions, tokens)
         return StepResult(
             launched.step_id,
@@ -127,7 +131,12 @@ class TorchRunner:
             sampled.logprobs,
             launched.prompt_logprobs,
             launched.pooled,
+            swap_seconds=swap_seconds,
         )
+
+    def rest(self) -> None:
+        """See Runner."""
+        self._kernels.rest()
 
     @torch.inference_mode()
     def _forward(self, step: Step, began: float) -> Launched:

@@ -10,11 +10,13 @@ from collections.abc import Iterable
 from msgspec import structs
 
 from quire.cache.admission import Admission
-from quire.core.events import Admitted, Arrived, Event, Evicted, Finished, Preempted, StepFailed
+from quire.cache.kv_cache import KVCache
+from quire.core.events import AdmissionSlowed, Admitted, Arrived, Event, Evicted, Finished, Preempted, StepFailed
 from quire.core.explanation import Explanation, Miss, Preemption
 from quire.core.request import Request
 from quire.sched.sequence import Sequence
 from quire.sched.waits import WaitCause, Waits
+from quire.sched.ways import Way
 
 MOST_EVENTS = 4096
 MOST_ENDED = 4096  # of a tenant
@@ -24,9 +26,10 @@ MOST_ENDED_OF_ALL = 16384
 class Accounts:
     """Explanations by request, events, and counters that never fall."""
 
-    def __init__(self) -> None:
+    def __init__(self, policy: str = "fcfs") -> None:
         self.events: deque[Event] = deque(maxlen=MOST_EVENTS)
         self.num_preemptions = 0
+        self.num_slowed = 0  # times that admission became slower
         self.num_query_tokens = 0  # of prompts, at their first admission
         self.num_hit_tokens = 0  # of those, whose KV was there
         self._open: dict[str, Explanation] = {}
@@ -35,6 +38,9 @@ class Accounts:
         self._waits = Waits()
         self._noted: dict[int, dict[str, float]] = {}  # waits when a sequence began to wait
         self._num_evicted = 0
+        self._policy = policy
+        self._num_admitted = 0
+        self._admitted_before: dict[str, int] = {}  # how many had been admitted when a request came that is open
 
     def explain(self, request_id: str, seq_ids: Iterable[int], now: float) -> Explanation | None:
         """What became of a request so far; None where it is unknown or forgotten. seq_ids: of its open sequences."""
@@ -47,10 +53,13 @@ class Accounts:
                 self._note_waited(told, self._waits.since(self._noted[seq_id], now))
         return told
 
-    def arrived(self, request: Request, now: float) -> None:
-        """A request came."""
+    def arrived(self, request: Request, now: float, place: int = 0) -> None:
+        """A request came. place: sequences in the queue before it."""
         self.events.append(Arrived(now, request.id, len(request.prompt)))
-        self._open[request.id] = Explanation(request.id, request.namespace.tenant, now, len(request.prompt))
+        self._open[request.id] = Explanation(
+            request.id, request.namespace.tenant, now, len(request.prompt), policy=self._policy, place=place
+        )
+        self._admitted_before[request.id] = self._num_admitted
 
     def waits(self, seq: Sequence, now: float) -> None:
         """A sequence entered the queue."""
@@ -70,6 +79,9 @@ class Accounts:
         explanation = self._open[seq.request.id]
         num_cached = min(admission.num_tokens, len(seq.request.prompt))
         if explanation.admitted is None:
+            meanwhile = self._num_admitted - self._admitted_before.pop(seq.request.id)
+            explanation.num_passed_by = max(0, meanwhile - explanation.place)
+            self._num_admitted += 1
             explanation.num_cached_tokens = num_cached
             explanation.num_shared_blocks = admission.num_shared_blocks
             explanation.num_copied_tokens = admission.num_copied_tokens
@@ -79,7 +91,8 @@ class Accounts:
         if seq.num_cached is None:
             seq.num_cached = num_cached
         else:
-            self._note_recomputed(explanation, seq, admission.num_tokens)
+            swapped = (admission.num_swapped_tokens, admission.num_swapped_bytes)
+            self._note_recomputed(explanation, seq, admission.num_tokens, swapped)
         self._note_waited(explanation, self._waits.since(self._noted.pop(seq.id, {}), now))
         self._note_running(seq, admission.num_tokens, admission, now)
 
@@ -95,22 +108,33 @@ class Accounts:
         self._note_waited(explanation, waited)
         self._note_running(seq, num_tokens, None, now)
 
-    def preempted(self, seq: Sequence, reason: str, now: float, *, last: bool) -> None:
+    def preempted(self, seq: Sequence, reason: str, way: Way, now: float, *, last: bool) -> None:
         """A sequence loses its row and its blocks. last: none of its request runs any more."""
         if last:
             self._open[seq.request.id].state = "waiting"
         self.num_preemptions += 1
-        self.events.append(Preempted(now, seq.request.id, seq.id, seq.num_computed, reason))
-        self._open[seq.request.id].preemptions.append(Preemption(now, seq.index, reason, seq.num_computed))
+        taken = (way.how, way.why, way.num_bytes.get(seq.id, 0), way.recompute_seconds, way.copy_seconds)
+        self.events.append(Preempted(now, seq.request.id, seq.id, seq.num_computed, reason, *taken))
+        self._open[seq.request.id].preemptions.append(
+            Preemption(now, seq.index, reason, seq.num_computed, None, *taken)
+        )
+
+    def admission_slowed(self, num_blocks: int, now: float) -> None:
+        """From now on so many blocks are left to each sequence that runs, before others are admitted."""
+        self.num_slowed += 1
+        self.events.append(AdmissionSlowed(now, "", num_blocks))
 
     def failed(self, step_id: int, error: str, now: float) -> None:
         """A step failed."""
         self.events.append(StepFailed(now, "", step_id, error))
 
-    def evicted(self, total: int, now: float) -> None:
-        """So many blocks have been evicted since the start."""
+    def evicted(self, cache: KVCache, now: float) -> None:
+        """A step is planned, for which blocks may have been evicted; and pins may have ended."""
+        self.events.extend(cache.take_events())
+        total = cache.num_evicted
         if total > self._num_evicted:
-            self.events.append(Evicted(now, "", total - self._num_evicted))
+            reason = dict(cache.index.reason)
+            self.events.append(Evicted(now, "", total - self._num_evicted, cache.config.eviction, reason))
             self._num_evicted = total
 
     def shares(self, request_id: str, num_unshared: int, num_own: int) -> None:
@@ -128,6 +152,7 @@ class Accounts:
         if not last:
             return
         explanation = self._open.pop(seq.request.id)
+        self._admitted_before.pop(seq.request.id, None)
         explanation.state, explanation.finished = "finished", now
         self._keep(explanation)
 
@@ -154,19 +179,23 @@ class Accounts:
         for cause, seconds in waited.items():
             explanation.waited[cause] = explanation.waited.get(cause, 0.0) + seconds
 
-    def _note_recomputed(self, explanation: Explanation, seq: Sequence, num_found: int) -> None:
+    def _note_recomputed(
+        self, explanation: Explanation, seq: Sequence, num_found: int, swapped: tuple[int, int] = (0, 0)
+    ) -> None:
         """What the latest preemption of a sequence cost."""
         for i in reversed(range(len(explanation.preemptions))):
             one = explanation.preemptions[i]
             if one.index == seq.index and one.num_recomputed_tokens is None:
                 cost = max(0, one.num_lost_tokens - num_found)
-                explanation.preemptions[i] = structs.replace(one, num_recomputed_tokens=cost)
+                explanation.preemptions[i] = structs.replace(
+                    one, num_recomputed_tokens=cost, num_swapped_in_tokens=swapped[0], num_bytes_in=swapped[1]
+                )
                 return
 
 
-def _miss(seq: Sequence, admission: Admission) -> Miss:
+def _miss(seq: Sequence, admission: Admission) -> Miss | None:
     """Why no more was found. The index knows how much was asked for, and not that this was because of logits."""
     miss = admission.miss
-    if miss.reason == "recomputed" and seq.num_told >= seq.to_tell:
+    if miss is not None and miss.reason == "recomputed" and seq.num_told >= seq.to_tell:
         return structs.replace(miss, reason="last_token")
     return miss

@@ -18,12 +18,13 @@ Entry = tuple[Sequence, int, int, int, int]
 class StepBuilder:
     """Rows opened, blocks given and chunks planned so far, as plain lists."""
 
-    __slots__ = ("blocks", "chunks", "entries", "id", "num_tokens", "opened", "reset", "tokens")
+    __slots__ = ("arrivals", "blocks", "chunks", "entries", "id", "num_tokens", "opened", "reset", "tokens")
 
     def __init__(self, step_id: int, num_groups: int, *, reset: bool) -> None:
         self.id = step_id
         self.reset = reset
         self.opened: list[Sequence] = []
+        self.arrivals: list[Sequence] = []  # of them, those whose KV comes from the host
         self.tokens: list[tuple[int, int, list[int]]] = []
         self.blocks: list[list[tuple[int, int, list[int]]]] = [[] for _ in range(num_groups)]
         self.chunks: list[tuple[int, ...]] = []
@@ -36,6 +37,11 @@ class StepBuilder:
         self.opened.append(seq)
         self.tokens.append((seq.row, 0, seq.tokens))
         self.give_blocks(seq, seq.table.firsts)
+
+    def arrive(self, seq: Sequence) -> None:
+        """The KV of a sequence comes from the host with this step."""
+        seq.arriving = self.id
+        self.arrivals.append(seq)
 
     def correct(self, seq: Sequence) -> None:
         """The last token of a sequence is another one than was sampled."""

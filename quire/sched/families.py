@@ -43,10 +43,10 @@ class Families:
 
     def donor(self, seq: Sequence) -> Sequence | None:
         """A relative that runs and has the KV of what they share."""
-        if not seq.num_shared:
+        if not seq.num_shared or seq.swapped:
             return None
         relatives = self._members[seq.request.id]
-        return next((one for one in relatives if one.row >= 0 and one.num_written >= seq.num_shared), None)
+        return next((one for one in relatives if one.has_written(seq.num_shared)), None)
 
     def remove(self, seq: Sequence) -> Sequence | None:
         """A sequence has ended. If the others still waited for it, the next takes its part, and is returned."""

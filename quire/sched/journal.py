@@ -22,12 +22,13 @@ from quire.core import codec, step
 from quire.core.output import Output
 from quire.core.request import Request
 from quire.core.step import Step, StepResult
+from quire.cost.costs import Calibration
 from quire.errors import QuireError
 from quire.sched.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 
-FORMAT = 3
+FORMAT = 4
 
 
 class Header(msgspec.Struct, frozen=True, tag=True):
@@ -66,6 +67,12 @@ class Flush(msgspec.Struct, frozen=True, tag=True):
     now: float
 
 
+class Calibrate(msgspec.Struct, frozen=True, tag=True):
+    """`Scheduler.calibrate`."""
+
+    calibration: Calibration
+
+
 class Repair(msgspec.Struct, frozen=True, tag=True):
     """`Scheduler.repair`."""
 
@@ -84,7 +91,7 @@ class Commit(msgspec.Struct, frozen=True, tag=True, eq=False):
     now: float
 
 
-Record = Header | Add | Abort | Finish | Flush | Repair | Plan | Commit
+Record = Header | Add | Abort | Finish | Flush | Calibrate | Repair | Plan | Commit
 
 
 class JournalError(QuireError):
@@ -116,6 +123,10 @@ class JournalledScheduler(Scheduler):
     def flush(self, now: float) -> int:
         self._write(Flush(now))
         return super().flush(now)
+
+    def calibrate(self, calibration: Calibration) -> None:
+        super().calibrate(calibration)
+        self._write(Calibrate(calibration))
 
     def repair(self) -> None:
         self._write(Repair())
@@ -183,23 +194,31 @@ def rerun(records: Iterator[Record]) -> Iterator[tuple[Scheduler, Step | None, b
         raise JournalError(f"journal format {header.format} is not supported; this quire reads format {FORMAT}")
     scheduler = Scheduler(header.scheduler, KVCache(header.cache))
     for record in records:
-        match record:
-            case Add(request, now):
-                scheduler.add(request, now)
-            case Abort(request_id, now):
-                scheduler.abort(request_id, now)
-            case Finish(seq_id, num_tokens, now):
-                scheduler.finish(seq_id, num_tokens, now)
-            case Flush(now):
-                scheduler.flush(now)
-            case Repair():
-                scheduler.repair()
-            case Commit(result, now):
-                scheduler.commit(result, now)
-            case Plan(now, expected):
-                yield scheduler, scheduler.plan(now), expected
-            case Header():
-                raise JournalError("a second header inside a journal")
+        if isinstance(record, Plan):
+            yield scheduler, scheduler.plan(record.now), record.step
+        else:
+            _give(scheduler, record)
+
+
+def _give(scheduler: Scheduler, record: Record) -> None:
+    """An input that no step answers."""
+    match record:
+        case Add(request, now):
+            scheduler.add(request, now)
+        case Abort(request_id, now):
+            scheduler.abort(request_id, now)
+        case Finish(seq_id, num_tokens, now):
+            scheduler.finish(seq_id, num_tokens, now)
+        case Flush(now):
+            scheduler.flush(now)
+        case Calibrate(calibration):
+            scheduler.calibrate(calibration)
+        case Repair():
+            scheduler.repair()
+        case Commit(result, now):
+            scheduler.commit(result, now)
+        case Header():
+            raise JournalError("a second header inside a journal")
 
 
 def replay(records: Iterator[Record]) -> ReplayReport:

@@ -4,16 +4,20 @@ from collections import deque
 from dataclasses import dataclass
 
 from quire.cache.admission import Admission
+from quire.cache.eviction.keep import Keep
 from quire.cache.index import Cause
 from quire.cache.kv_cache import KVCache
 from quire.config import SchedulerConfig
 from quire.core.request import Request
+from quire.cost.costs import Costs
 from quire.sched.accounts import Accounts
 from quire.sched.builder import Entry
+from quire.sched.caution import Caution
 from quire.sched.families import Families
-from quire.sched.queue import Queue
+from quire.sched.queues.choose import class_of, new_queue
 from quire.sched.rows import Rows
 from quire.sched.sequence import Sequence
+from quire.sched.ways import NOTHING_LOST, VOID, Way, Ways
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,21 +28,30 @@ class Launched:
     entries: list[Entry]
     num_tokens: int
     alone: bool  # whether no other step may be in flight beside it
+    arrivals: list[Sequence]  # whose KV it brings from the host
+    num_bytes: tuple[int, int] = (0, 0)  # that it copies to the host, and from it
 
 
 class Lives:
     """All unfinished sequences. Each is held by its family, queued, or runs in a row."""
 
-    def __init__(self, config: SchedulerConfig, cache: KVCache) -> None:
+    def __init__(self, config: SchedulerConfig, cache: KVCache, costs: Costs) -> None:
         self.sequences: dict[int, Sequence] = {}
-        self.queue = Queue()
+        self.queue = new_queue(config, cache)
         self.families = Families(self.queue)
         self.rows = Rows(config.max_num_seqs, cache)
-        self.accounts = Accounts()
+        self.accounts = Accounts(config.policy)
         self.in_flight: deque[Launched] = deque()
-        self.spare = [int(pool.num_blocks * config.watermark) for pool in cache.pools]  # blocks left by who begins
+        self.caution = Caution([pool.num_blocks for pool in cache.pools], config.watermark)
+        self._config = config
         self._cache = cache
+        self._ways = Ways(config.preemption, cache, costs)
         self._next_id = 0
+
+    @property
+    def spare(self) -> list[int]:
+        """Blocks of each group that who begins has to leave."""
+        return self.caution.spare(len(self.rows.running))
 
     def is_in_flight(self, seq: Sequence) -> bool:
         """Whether a step in flight computes something of it."""
@@ -48,30 +61,53 @@ class Lives:
         """Whether there is such a sequence, and it has a row."""
         return seq_id in self.sequences and self.sequences[seq_id].row >= 0
 
+    def is_swapped(self, seq_id: int) -> bool:
+        """Whether there is such a sequence, and it waits for what it has in host memory."""
+        return seq_id in self.sequences and self.sequences[seq_id].swapped
+
     def add(self, request: Request, now: float) -> list[Sequence]:
         """A request comes: its sequences."""
-        sequences = [Sequence(self._next_id + index, request, index, now) for index in range(request.num_sequences)]
+        of_class, first_id = class_of(self._config, request.terms.priority), self._next_id
+        sequences = [Sequence(first_id + i, request, i, now, of_class) for i in range(request.num_sequences)]
         self._next_id += len(sequences)
         self.sequences.update((seq.id, seq) for seq in sequences)
-        self.accounts.arrived(request, now)
+        self.accounts.arrived(request, now, place=len(self.queue))
         for seq in self.families.add(request.id, sequences):
             self.accounts.waits(seq, now)
         return sequences
 
     def admit(self, seq: Sequence, admission: Admission, now: float) -> None:
         """The head of the queue has a block table and begins to run."""
-        self.queue.pop()
+        self.queue.remove(seq)
+        seq.swapped = False
         self.rows.take(seq, admission.table, admission.num_tokens)
         self.accounts.admitted(seq, admission, now)
 
     def preempt(self, seq: Sequence, reason: str, now: float) -> None:
-        """Take a sequence's row and blocks: it is computed again, as far as it is not found."""
-        self._note_preempted(seq, reason, now)
-        self.requeue(seq, seq.num_valid, now)
+        """Take the rows and blocks of a sequence and of all its relatives that run, but for those that just arrive.
+
+        None of them may have a chunk in the step that is being planned.
+        """
+        family = self.families.members(seq.request.id)
+        leaving = [one for one in family if one.row >= 0 and one.arriving < 0]
+        if leaving:
+            self._leave(leaving, reason, now)
+
+    def preempt_alone(self, seq: Sequence, reason: str, now: float) -> None:
+        """Take the row and blocks of one sequence, for relatives that came before it."""
+        self._leave([seq], reason, now)
+
+    def _leave(self, leaving: list[Sequence], reason: str, now: float) -> None:
+        way = self._ways.take(leaving)
+        for seq in leaving:
+            seq.swapped = seq.id in self._cache.swapped
+            is_bare = way.how == "swap" and not seq.swapped  # it had nothing that would have to be computed again
+            self._note_preempted(seq, reason, NOTHING_LOST if is_bare else way, now)
+            self.requeue(seq, seq.num_valid, now)
 
     def begin_again(self, seq: Sequence, now: float) -> None:
-        """What a sequence found in the index was never written, since that step failed."""
-        self._note_preempted(seq, "the step failed that computed what it began with", now)
+        """What a sequence began with was never written, since that step failed."""
+        self._note_preempted(seq, "the step failed that computed what it began with", VOID, now)
         seq.epoch += 1
         seq.num_pending = 0
         self.requeue(seq, 0, now)
@@ -96,6 +132,10 @@ class Lives:
         seq.finished = True
         if seq.row >= 0:
             self.rows.give_up(seq, seq.num_valid)
+        elif seq in self.queue:
+            self.queue.remove(seq)
+        if seq.swapped:
+            self._cache.forget_swapped(seq.id)
         del self.sequences[seq.id]
         queued = self.families.remove(seq)
         if queued is not None:
@@ -108,9 +148,15 @@ class Lives:
         for seq in self.families.members(request_id):
             self.end(seq, reason, now)
 
-    def _note_preempted(self, seq: Sequence, reason: str, now: float) -> None:
+    def look_for_swapped(self) -> None:
+        """A step failed: what some sequences had in host memory may be void."""
+        for seq in self.sequences.values():
+            seq.swapped = seq.swapped and seq.id in self._cache.swapped
+
+    def _note_preempted(self, seq: Sequence, reason: str, way: Way, now: float) -> None:
         relatives = self.families.members(seq.request.id)
-        self.accounts.preempted(seq, reason, now, last=not any(one.row >= 0 for one in relatives if one is not seq))
+        last = not any(one.row >= 0 for one in relatives if one is not seq)
+        self.accounts.preempted(seq, reason, way, now, last=last)
 
     # Sequences of one request: the prompt is computed once
 
@@ -127,7 +173,7 @@ class Lives:
             donor = self.families.donor(seq)
             if donor is None or self.is_in_flight(seq) or not self._branch(seq, donor, now):
                 return
-            self.queue.pop()
+            self.queue.remove(seq)
 
     def _branch(self, seq: Sequence, donor: Sequence, now: float) -> bool:
         """Start a sequence on the KV of `donor`, up to the last token of their prompt, where there is room."""
@@ -148,6 +194,12 @@ class Lives:
         self.rows.meet(seq)
         self.accounts.branched(seq, seq.num_shared, now)
         return True
+
+
+def keep_of(seq: Sequence) -> Keep:
+    """What a sequence asks for the KV that it leaves behind."""
+    request = seq.request
+    return Keep(request.terms.retention, request.id, request.namespace.tenant, len(request.prompt))
 
 
 def cause_of(seq: Sequence, now: float) -> Cause:

@@ -1,43 +1,50 @@
-"""Sequences that wait for a row and blocks, by arrival."""
+"""What a queue of waiting sequences is. Which of them is next is the policy: see `queues/`."""
 
-from bisect import insort
-from collections import deque
+from collections.abc import Iterable
 from operator import attrgetter
+from typing import Protocol
 
+from quire.sched.builder import Entry
 from quire.sched.sequence import Sequence
 
-ARRIVAL = attrgetter("id")
+RANK = attrgetter("rank")
 
 
-class Queue:
-    """Sequences that have neither row nor blocks. Those that end meanwhile are skipped, not searched for."""
+class Queue(Protocol):
+    """Sequences that have neither row nor blocks. One that ends meanwhile is taken out.
 
-    def __init__(self) -> None:
-        self._waiting: deque[Sequence] = deque()
+    The order may follow what the prefix index has, and what was served: `refresh`, `admitted` and `served` are how a
+    queue hears of it, and most do not care. None of them looks at more than a bounded number of sequences.
+    """
 
     @property
     def head(self) -> Sequence | None:
-        """The earliest arrival that waits."""
-        while self._waiting and self._waiting[0].finished:
-            self._waiting.popleft()
-        return self._waiting[0] if self._waiting else None
+        """Who is next."""
 
-    def __contains__(self, seq: Sequence) -> bool:
-        return seq in self._waiting
+    def __len__(self) -> int: ...
+
+    def __contains__(self, seq: Sequence) -> bool: ...
+
+    def put(self, seq: Sequence) -> None:
+        """One more waits: new, or back after it lost its row."""
 
     def remove(self, seq: Sequence) -> None:
         """Take one out, wherever it stands."""
-        self._waiting.remove(seq)
 
-    def pop(self) -> None:
-        """Take the head out."""
-        self._waiting.popleft()
+    def num_tokens_before(self, seq: Sequence) -> int:
+        """Known tokens of those that come before a sequence, which is not in the queue, as far as that is certain."""
 
-    def put(self, seq: Sequence) -> None:
-        """Where its arrival places it."""
-        if not self._waiting or seq.id < self._waiting[0].id:
-            self._waiting.appendleft(seq)
-        elif seq.id > self._waiting[-1].id:
-            self._waiting.append(seq)
-        else:
-            insort(self._waiting, seq, key=ARRIVAL)
+    def refresh(self) -> None:
+        """A step is about to be planned."""
+        return
+
+    def admitted(self, seq: Sequence, num_new: int) -> None:
+        """The head has been taken out and its first chunk is planned.
+
+        num_new: tokens of its prompt that were not found, and have not been computed for it before.
+        """
+        return
+
+    def served(self, entries: Iterable[Entry], counts: Iterable[int]) -> None:
+        """A step has sampled so many tokens for each of its chunks."""
+        return

@@ -4,12 +4,12 @@ from bisect import insort
 
 from quire.cache.kv_cache import KVCache
 from quire.cache.table import BlockTable
-from quire.sched.queue import ARRIVAL
+from quire.sched.queue import RANK
 from quire.sched.sequence import Sequence
 
 
 class Rows:
-    """`running` is sorted by arrival; `unmet` are those of it that the runner has not met, or knows wrongly."""
+    """`running` is sorted by rank; `unmet` are those of it that the runner has not met, or knows wrongly."""
 
     def __init__(self, num_rows: int, cache: KVCache) -> None:
         self.running: list[Sequence] = []
@@ -26,7 +26,7 @@ class Rows:
     def take(self, seq: Sequence, table: BlockTable, num_computed: int) -> None:
         """A sequence that waited has a block table and gets a row."""
         seq.row = self._free.pop()
-        insort(self.running, seq, key=ARRIVAL)
+        insort(self.running, seq, key=RANK)
         self.hold(seq, table, num_computed)
 
     def hold(self, seq: Sequence, table: BlockTable, num_computed: int) -> None:
@@ -54,4 +54,4 @@ class Rows:
         self.corrected = [one for one in self.corrected if one is not seq]
         self._cache.release(seq.id, num_valid)
         self._free.append(seq.row)
-        seq.row, seq.table = -1, None
+        seq.row, seq.table, seq.arriving = -1, None, -1

@@ -4,8 +4,8 @@ One rule, no phases. Every step gives each running sequence some of the tokens i
 computed tokens catch up with known tokens, within a budget of tokens and of predicted time. Prefill,
 chunked prefill, decode and coming back from preemption are the same rule with other numbers.
 
-Order is by arrival everywhere: `_running` and `_waiting` are sorted by it, and the latest arrival that
-runs is always the one to lose its blocks.
+Who waits is ordered by the policy (`queues/`), who runs by class and arrival: the last one that runs is the first to
+lose its blocks.
 
 A sequence begins with what the prefix index has of its tokens, and what it computes enters the index as soon as
 it is planned: of requests that arrive together only the first computes what they have in common. Of a request's n
@@ -20,20 +20,24 @@ from collections import deque
 
 from quire.cache.index import Cause
 from quire.cache.kv_cache import KVCache
+from quire.cache.swapping import bytes_swapped
 from quire.config import SchedulerConfig
 from quire.core.explanation import Explanation
 from quire.core.output import Output
 from quire.core.request import Request
-from quire.core.step import ChunkOutput, Late, Step, StepResult
-from quire.cost.pace import Pace
+from quire.core.step import Late, Step, StepResult
+from quire.cost.block_use import BlockUse
+from quire.cost.costs import Calibration, Costs
 from quire.errors import ConfigError, RequestError
 from quire.sched.builder import Entry, StepBuilder
-from quire.sched.lives import Launched, Lives, cause_of
+from quire.sched.deadlines import Deadlines
+from quire.sched.filling import Filling
+from quire.sched.lives import Launched, Lives
 from quire.sched.results import NOTHING, Extras, News
 from quire.sched.searches import Searches, check_search
 from quire.sched.sequence import Sequence
 
-_NONE, _SAMPLE, _POOL = int(ChunkOutput.NONE), int(ChunkOutput.SAMPLE), int(ChunkOutput.POOL)
+_STEPS_PER_SAMPLE = 16  # of how full tables are
 
 
 class Scheduler:
@@ -47,10 +51,15 @@ class Scheduler:
             )
         self.config = config
         self.cache = cache
-        self.pace = Pace()
-        self._lives = Lives(config, cache)
+        self.costs = Costs()
+        cache.predict_with(self.costs.recompute_seconds)
+        self.block_use = BlockUse(cache.block_size)
+        self._lives = Lives(config, cache, self.costs)
         self.accounts = self._lives.accounts
         self._searches = Searches(cache, self._lives)
+        self._filling = Filling(config, cache, self._lives, self.costs.pace)
+        self._deadlines = Deadlines(config, cache, self._lives, self.costs)
+        self._missed: list[Output] = []  # of requests that were ended because they would be late
         self._suspects: deque[Sequence] = deque()
         self._next_step = 0
         self._reset = True  # the runner has no rows yet, or cannot rely on those it has
@@ -73,19 +82,32 @@ class Scheduler:
     def close(self) -> None:
         """Nothing is to be done here; a scheduler that writes a journal closes it."""
 
+    def calibrate(self, calibration: Calibration) -> None:
+        """Learn from what was measured through the runner, whose rows cannot be relied on after it. No step may run."""
+        if self._lives.in_flight:
+            raise ValueError("a step is in flight: a calibration comes before or between steps")
+        self.costs.calibrate(calibration)
+        self._reset = True
+
     # Inputs: what happens to requests
 
     def add(self, request: Request, now: float) -> None:
-        """Queue a request. Raises RequestError for an id that is in use, and for a beam search that cannot fit."""
+        """Queue a request.
+
+        Raises RequestError for an id that is in use, and for a beam search that cannot fit; DeadlineUnreachable.
+        """
         if request.id in self._lives.families:
             raise RequestError(f"request id {request.id!r} is in use; choose another", "request_id")
         check_search(request, self.config, self.cache.config)
+        self._deadlines.check(request)
         first, *_ = self._lives.add(request, now)
+        self._deadlines.add(first, now)
         if request.beams is not None:
             self._searches.add(first)
 
     def abort(self, request_id: str, now: float) -> None:
         """Give up a request. Nothing more is said about it; an unknown id is ignored."""
+        self.cache.at(now)
         self._searches.drop(request_id)
         self._lives.end_all(request_id, "abort", now)
 
@@ -95,11 +117,13 @@ class Scheduler:
         Tokens after that do not belong to it. Nothing more is said about the sequence; an unknown one,
         which may have ended on its own meanwhile, is ignored.
         """
+        self.cache.at(now)
         if num_tokens < 0:
             raise ValueError(f"a sequence cannot have ended after {num_tokens} tokens")
         seq = self._lives.sequences.get(seq_id)
         if seq is not None and seq.request.beams is None:  # beams end when all of them are heard
             del seq.tokens[len(seq.request.prompt) + num_tokens :]
+            self.block_use.ended(len(seq.tokens))
             self._lives.end(seq, "stop", now)
 
     def flush(self, now: float) -> int:
@@ -113,7 +137,9 @@ class Scheduler:
     # The loop: plan, late, commit
 
     def plan(self, now: float) -> Step | None:
-        """The next step, or None when nothing can run before a commit."""
+        """The next step, or None when nothing can run before a commit. Requests may end meanwhile: see `missed`."""
+        self.cache.at(now)
+        self._end_missed(now)
         suspect = self._next_suspect()
         alone = self._reset or suspect is not None  # no other step is in flight beside it
         in_flight = self._lives.in_flight
@@ -121,30 +147,32 @@ class Scheduler:
             return None
         builder = StepBuilder(self._next_step, len(self.cache.pools), reset=self._reset)
         if suspect is None:
-            self._lives.branch_waiting(now)
-        left = self._advance(self._lives.rows.running if suspect is None else [suspect], builder, now)
-        if suspect is None:
-            self._admit(builder, left, now, self._lives.spare if self._lives.rows.running else None)
-            for _ in range(len(self._lives.rows.running) + 1):
-                if builder.chunks or self._lives.in_flight or self._lives.queue.head is None:
-                    break
-                self._unblock(builder, left, now)
+            self._filling.fill(builder, now)
         else:
-            self.accounts.held_up("failure", now)
+            self._filling.fill_alone(suspect, builder, now)
         opened = {seq.id for seq in builder.opened}
         for seq in self._lives.rows.running if self._reset else self._lives.rows.unmet:
             if seq.id not in opened:
                 builder.open(seq)
         for seq in () if self._reset else self._lives.rows.corrected:
             builder.correct(seq)
-        self.accounts.evicted(self.cache.num_evicted, now)
-        if not builder.chunks:
+        self.accounts.evicted(self.cache, now)
+        if not (builder.chunks or builder.arrivals or self.cache.has_urgent_moves):
             return None
         self._reset = False
         self._lives.rows.told()
         self._next_step += 1
-        self._lives.in_flight.append(Launched(builder.id, builder.entries, builder.num_tokens, alone))
-        return builder.build(self.cache.launched(builder.id))
+        moves = self.cache.launched(builder.id)
+        num_bytes = bytes_swapped(moves, self.cache.config)
+        self._lives.in_flight.append(
+            Launched(builder.id, builder.entries, builder.num_tokens, alone, builder.arrivals, num_bytes)
+        )
+        return builder.build(moves)
+
+    def missed(self) -> list[Output]:
+        """What is to be said about requests that `plan` has ended, since they cannot meet their deadline any more."""
+        outputs, self._missed = self._missed, []
+        return outputs
 
     def late(self, step: Step) -> Late:
         """What sampling `step` needs that its plan could not contain: masks of constrained rows."""
@@ -155,18 +183,28 @@ class Scheduler:
         """Take in what came of the oldest step in flight."""
         if not self._lives.in_flight or self._lives.in_flight[0].id != result.step_id:
             raise ValueError(f"step {result.step_id} was committed, but is not the oldest in flight")
+        self.cache.at(now)
         launched = self._lives.in_flight.popleft()
         if result.error:
             alone = launched.entries[0][0].id if len(launched.entries) == 1 else None
             for seq_id in self.cache.failed(launched.id):
                 if seq_id != alone:  # nobody begins with what it writes itself
                     self._lives.begin_again(self._lives.sequences[seq_id], now)
+            self._lives.look_for_swapped()
             return self._roll_back(launched, result.error, now)
         self.cache.collected(launched.id)
-        self.pace.observe(launched.num_tokens, result.seconds)
+        for seq in launched.arrivals:
+            if seq.arriving == launched.id:
+                seq.arriving = -1
+        (bytes_out, bytes_in), (seconds_out, seconds_in) = launched.num_bytes, result.swap_seconds
+        self.costs.observe_copies(bytes_out, seconds_out, bytes_in, seconds_in)
+        self.costs.observe_step(launched.num_tokens, result.seconds, _pairs(launched))
+        if launched.id % _STEPS_PER_SAMPLE == 0:
+            self._sample_block_use()
         outputs = []
-        tokens, extras, at = result.tokens.tolist(), Extras(result), 0
-        for entry, count in zip(launched.entries, result.counts.tolist(), strict=True):
+        tokens, counts, extras, at = result.tokens.tolist(), result.counts.tolist(), Extras(result), 0
+        self._lives.queue.served(launched.entries, counts)
+        for entry, count in zip(launched.entries, counts, strict=True):
             seq, _, stop, epoch, num_told = entry
             news = extras.take(entry, at, count) if num_told or extras.has_logprobs else NOTHING
             if not seq.finished and seq.epoch == epoch:
@@ -182,7 +220,9 @@ class Scheduler:
     @property
     def leaks(self) -> bool:
         """Whether nothing is left to do and yet somebody uses a block. Costs nothing: asked after each step."""
-        return not self.has_work and self.cache.pools.num_available < self.cache.pools.num_blocks
+        used = self.cache.pools.num_blocks - self.cache.pools.num_available - self.cache.num_pinned
+        used += self.cache.host_pools.num_blocks - self.cache.host_pools.num_free
+        return used > 0 and not self.has_work
 
     def check(self) -> list[str]:
         """Complaints about memory that does not add up, or that nobody should own; empty when all is well."""
@@ -190,6 +230,9 @@ class Scheduler:
         strangers = [seq_id for seq_id in self.cache.tables if not self._lives.is_running(seq_id)]
         if strangers:
             wrong.append(f"sequences {strangers} do not run and have tables")
+        strangers = [seq_id for seq_id in self.cache.swapped if not self._lives.is_swapped(seq_id)]
+        if strangers:
+            wrong.append(f"sequences {strangers} do not wait and are in the host pool")
         return wrong
 
     def repair(self) -> None:
@@ -198,110 +241,9 @@ class Scheduler:
         for seq_id in list(self.cache.tables):
             if not self._lives.is_running(seq_id):
                 self.cache.release(seq_id)
-
-    # Planning
-
-    def _advance(self, sequences: list[Sequence], builder: StepBuilder, now: float) -> int:
-        """Give each sequence some of the tokens it lacks; returns the tokens left in the budget.
-
-        Everybody gets one token before anybody gets a second, so that a long prompt delays no one.
-        """
-        budget = self.pace.tokens_within(self.config.step_seconds, self.config.max_num_batched_tokens)
-        spare = budget - len(sequences)
-        i = 0
-        while i < len(sequences):
-            seq = sequences[i]
-            start = seq.num_computed
-            lacking = min(len(seq.tokens) + seq.num_pending, seq.limit) - start
-            if lacking <= 0:
-                seq.table.launched = start  # type: ignore[union-attr]  # it runs
-                spare += 1
-                i += 1
-                continue
-            take = min(lacking, 1 + max(spare, 0))
-            if start + take > seq.table.capacity and not self._grow(seq, start + take, builder, now):  # type: ignore[union-attr]
-                if seq.row < 0:  # it was the latest arrival itself, and the last
-                    break
-                spare += 1
-            else:
-                self._plan_chunk(seq, take, builder)
-                spare -= take - 1
-            i += 1
-        return spare
-
-    def _grow(self, seq: Sequence, num_tokens: int, builder: StepBuilder, now: float) -> bool:
-        """Back the first `num_tokens` positions, preempting the latest arrivals while blocks are short."""
-        assert seq.table is not None
-        while (firsts := self.cache.grow(seq.table, num_tokens, cause=cause_of(seq, now))) is None:
-            if self.cache.fits_once_collected(seq.table, num_tokens):
-                return False  # steps in flight are about to give back enough
-            if self.cache.windowed and self._lives.is_in_flight(seq):
-                return False  # when they are committed, blocks of its own leave the window
-            victim = self._lives.rows.running[-1]
-            self._lives.preempt(victim, f"no free block for sequence {seq.id}", now)
-            if victim is seq:
-                return False
-        builder.give_blocks(seq, firsts)
-        return True
-
-    def _admit(self, builder: StepBuilder, left: int, now: float, spare: list[int] | None) -> None:
-        """Start waiting sequences, first come first served, while tokens, rows and blocks last.
-
-        spare: blocks of each group to be left for growth.
-        """
-        while (seq := self._lives.queue.head) is not None:
-            if left <= 0 or not self._lives.rows.has_free:
-                self.accounts.held_up("tokens" if left <= 0 else "rows", now)
-                return
-            if self._lives.is_in_flight(seq):  # preempted a moment ago: tokens of it are still under way
-                self.accounts.held_up("in_flight", now)
-                return
-            limit = min(len(seq.tokens), seq.limit)
-            admission = self.cache.admit(
-                seq.id,
-                seq.tokens,
-                seq.request.namespace,
-                reusable=seq.reusable,
-                limit=limit,
-                most=left,
-                spare=spare,
-                cause=cause_of(seq, now),
-            )
-            if admission is None:
-                self.accounts.held_up("memory", now)
-                return
-            self._lives.admit(seq, admission, now)
-            builder.open(seq)
-            take = min(limit - admission.num_tokens, left)
-            self._plan_chunk(seq, take, builder)
-            left -= take
-            spare = self._lives.spare
-        self.accounts.held_up("step", now)
-
-    def _unblock(self, builder: StepBuilder, left: int, now: float) -> None:
-        """Nothing runs and somebody waits: beams wait for each other, and hold what the one in the queue needs."""
-        self._admit(builder, left, now, None)
-        if not builder.chunks and self._lives.rows.running:
-            self._lives.preempt(self._lives.rows.running[-1], "its request waits for one that came before", now)
-
-    def _plan_chunk(self, seq: Sequence, take: int, builder: StepBuilder) -> None:
-        """The sequence's next `take` tokens; the last token known so far yields the next one."""
-        start = seq.num_computed
-        stop = seq.num_computed = start + take
-        table = seq.table
-        assert table is not None
-        table.launched = start
-        if stop >= table.due and (firsts := self.cache.record(table, start, stop)) is not None:
-            builder.give_blocks(seq, firsts)
-        told = max(0, min(stop, seq.to_tell) - max(start, seq.num_told)) if seq.to_tell else 0
-        if stop == len(seq.tokens) + seq.num_pending and seq.samples:
-            seq.num_pending += 1
-            builder.chunks.append((seq.row, seq.id, start, stop, 0, told + 1, _SAMPLE))
-        else:
-            builder.chunks.append((seq.row, seq.id, start, stop, 0, told, _POOL if told and seq.pools else _NONE))
-        builder.entries.append((seq, start, stop, seq.epoch, told))
-        builder.num_tokens += take
-        seq.last_step = builder.id
+        for seq_id in list(self.cache.swapped):
+            if not self._lives.is_swapped(seq_id):
+                self.cache.forget_swapped(seq_id)
 
     def _next_suspect(self) -> Sequence | None:
         """A running sequence that was part of a failed step and has not run since."""
@@ -313,7 +255,32 @@ class Scheduler:
             self._suspects.popleft()
         return None
 
+    def _end_missed(self, now: float) -> None:
+        """Whoever waits and cannot be in time any more takes no rows and blocks."""
+        for request_id in self._deadlines.missed(now):
+            members = self._lives.families.members(request_id)
+            request = members[0].request
+            error = f"it waited too long to meet its deadline of {request.terms.deadline:.3g} s"
+            ended = [(seq.index, seq.id) for seq in members]
+            if request.beams is not None:
+                ended = [(i, members[0].id) for i in range(request.params.n)]
+            self._missed += [Output(request_id, i, seq_id, [], "abort", error=error) for i, seq_id in ended]
+            self._searches.drop(request_id)
+            self._lives.end_all(request_id, "deadline", now)
+
     # Committing
+
+    def _sample_block_use(self) -> None:
+        """How full the tables of group 0 are, as far as the sequences are known."""
+        slots = tokens = 0
+        for seq in self._lives.rows.running:
+            table = seq.table
+            assert table is not None
+            num_slots = len(table.blocks[0]) * self.cache.block_size
+            gone = table.firsts[0] * self.cache.block_size  # behind the window
+            slots += num_slots - gone
+            tokens += min(num_slots, len(seq.tokens)) - gone
+        self.block_use.sample(slots, tokens)
 
     def _wrote(self, seq: Sequence, num_tokens: int, now: float) -> None:
         """The KV of the first `num_tokens` positions is there, and stays unless the sequence is preempted."""
@@ -335,6 +302,7 @@ class Scheduler:
         if not seq.samples and seq.is_over:
             reason = "stop" if seq.pools else "length"
         if reason is not None:
+            self.block_use.ended(len(seq.tokens))
             self._lives.end(seq, reason, now)
         stop_token = kept[-1] if kept and reason == "stop" else None
         logprobs, scored, pooled = news
@@ -382,3 +350,10 @@ class Scheduler:
                 seq.suspect = True
                 self._suspects.append(seq)
         return outputs
+
+
+def _pairs(launched: Launched) -> float:
+    """Tokens and those they attend to, of a step that computes prompts; 0 of one that only generates."""
+    if launched.num_tokens <= len(launched.entries):
+        return 0.0
+    return sum((stop - start) * (start + stop + 1) for _, start, stop, _, _ in launched.entries) / 2

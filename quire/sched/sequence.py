@@ -18,6 +18,7 @@ class Sequence:
     """
 
     __slots__ = (
+        "arriving",
         "end",
         "epoch",
         "finished",
@@ -34,19 +35,22 @@ class Sequence:
         "num_told",
         "num_written",
         "pools",
+        "rank",
         "request",
         "row",
         "samples",
         "since",
         "stop_ids",
         "suspect",
+        "swapped",
         "table",
         "to_tell",
         "tokens",
     )
 
-    def __init__(self, seq_id: int, request: Request, index: int, now: float) -> None:
+    def __init__(self, seq_id: int, request: Request, index: int, now: float, of_class: int = 0) -> None:
         self.id = seq_id
+        self.rank = (of_class, seq_id)  # less goes first; the last one that runs is the first to lose its blocks
         self.request = request
         self.index = index
         self.tokens = list(request.prompt)
@@ -71,6 +75,8 @@ class Sequence:
         # of hidden states the last is all that is wanted, or all are
         self.num_told = len(request.prompt) - 1 if request.pooling is Pooling.LAST else 0
         self.row = -1  # none while it waits
+        self.arriving = -1  # the step that brings its KV from the host: nothing is computed before it is committed
+        self.swapped = False  # whether its KV is in the host pool
         self.table: BlockTable | None = None
         self.last_step = -1  # the newest step that it has a chunk in
         self.epoch = 0  # rises when steps in flight become void for it
@@ -82,6 +88,12 @@ class Sequence:
     def num_generated(self) -> int:
         """Output tokens that are known."""
         return len(self.tokens) - len(self.request.prompt)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it has run before, or the one that computed what they share."""
+        is_held_back = self.num_shared > 0 or self.request.beams is not None
+        return self.num_cached is not None or (self.index > 0 and is_held_back)
 
     def extend(self, tokens: list[int]) -> tuple[list[int], str | None, str]:
         """Append what was sampled: the tokens kept, why the sequence ends with them, and what went wrong."""
@@ -110,7 +122,16 @@ class Sequence:
     @property
     def num_valid(self) -> int:
         """Leading positions whose KV, once the steps in flight are over, is that of its tokens."""
-        return min(self.num_computed, len(self.tokens))
+        return 0 if self.arriving >= 0 else min(self.num_computed, len(self.tokens))
+
+    @property
+    def num_kept(self) -> int:
+        """Those of them that it would not compute again if it had them back."""
+        return min(self.num_valid, self.num_told) if self.num_told < self.to_tell else self.num_valid
+
+    def has_written(self, num_tokens: int) -> bool:
+        """Whether it runs, and the KV of so many leading positions is there."""
+        return self.row >= 0 and self.arriving < 0 and self.num_written >= num_tokens
 
     @property
     def is_over(self) -> bool:

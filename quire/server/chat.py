@@ -37,7 +37,8 @@ def chat_routes(service: Service) -> APIRouter:
             asked, beginning = await service.aside.run(lambda: _read(service, body, params))
             check_told(asked, ids=bool(body.return_token_ids), choices=False)
             answer = ChatAnswer(service, body, params, beginning)
-            reply = await service.start(answer.id, asked, caller_of(request).namespace(body.cache_salt), beams)
+            namespace = caller_of(request).namespace(body.cache_salt)
+            reply = await service.start(answer.id, asked, namespace, beams, body.terms(service.policy))
         return await respond(request, answer, reply, stream=bool(body.stream))
 
     return router

@@ -41,7 +41,8 @@ def completion_routes(service: Service) -> APIRouter:
         check_told(asked, ids=bool(body.return_token_ids or body.echo))
         answer = CompletionAnswer(service, body, params, await _echoes(service, body, asked))
         with renamed(body.search_names()):
-            reply = await service.start(answer.id, asked, caller_of(request).namespace(body.cache_salt), beams)
+            namespace = caller_of(request).namespace(body.cache_salt)
+            reply = await service.start(answer.id, asked, namespace, beams, body.terms(service.policy))
         return await respond(request, answer, reply, stream=bool(body.stream))
 
     return router

@@ -17,16 +17,17 @@ from quire.engine.outputs import RequestMetrics
 from quire.engine.prompts import listed
 from quire.errors import RequestError
 from quire.params import SamplingParams
-from quire.server.body import Body, about, without_effect
+from quire.server.body import about, without_effect
 from quire.server.errors import renamed
 from quire.server.field_types import MAX_PROMPTS, Prompts, Salt
 from quire.server.gate import caller_of
 from quire.server.respond import REQUEST_ID
 from quire.server.service import Service
 from quire.server.sse import while_connected
+from quire.server.terms import TermsBody
 
 
-class EmbeddingBody(Body):
+class EmbeddingBody(TermsBody):
     """POST /v1/embeddings."""
 
     input: Prompts = Field(description="A text, token ids, or a list of several of either.")
@@ -58,7 +59,8 @@ def embedding_routes(service: Service) -> APIRouter:
             )
         with renamed({"prompt": "input"}):
             asked = await _tokenize(service, body)
-            batch = PooledBatch(asked, pooling, caller_of(request).namespace(body.cache_salt))
+            namespace = caller_of(request).namespace(body.cache_salt)
+            batch = PooledBatch(asked, pooling, namespace, body.terms(service.policy))
             await while_connected(request.receive, _embed(service, batch))
         vectors = [one.vector(normalized=body.normalize is not False) for one in batch]
         answer = _answer(service, vectors, sum(len(one.prompt_token_ids) for one in batch), body.encoding_format)

@@ -4,6 +4,7 @@ import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from math import ceil
 from typing import ClassVar
 from uuid import uuid4
 
@@ -14,7 +15,7 @@ from starlette.exceptions import HTTPException
 
 from quire.engine.async_engine import EngineStopped
 from quire.engine.embeddings import EmbeddingFailed
-from quire.errors import ContextLengthExceeded, ModelError, RequestError
+from quire.errors import ContextLengthExceeded, DeadlineUnreachable, ModelError, RequestError
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +50,13 @@ class UnknownRequest(Unknown):
     """There was no such request lately, or it was another tenant's: nobody can tell which."""
 
     code = "request_not_found"
+
+
+class DeadlineMissed(HTTPException):
+    """A request was given up before it began, as its deadline came too near meanwhile."""
+
+    def __init__(self, why: object) -> None:
+        super().__init__(429, f"{why}; allow more time, or try again when there is less to do")
 
 
 class Busy(HTTPException):
@@ -115,6 +123,8 @@ def describe(error: Exception) -> tuple[int, dict[str, object]]:
             return error.status_code, error_object(error.status_code, error.detail, None, error.code)
         case ContextLengthExceeded():
             return 400, error_object(400, str(error), error.param, "context_length_exceeded")
+        case DeadlineUnreachable():
+            return 429, error_object(429, str(error), error.param, "deadline_unreachable")
         case RequestError():
             return 400, error_object(400, str(error), error.param, "invalid_value")
         case UnicodeEncodeError():  # from pydantic, where it would quote the text
@@ -139,6 +149,8 @@ def response_to(error: Exception) -> Response:
     """What a client sees of an exception."""
     status, body = describe(error)
     headers = error.headers if isinstance(error, HTTPException) else None
+    if isinstance(error, DeadlineUnreachable):  # by when as much is done as was too much, if nobody else comes
+        headers = {"retry-after": str(max(1, ceil(error.predicted - error.asked)))}
     return Response(msgspec.json.encode(body), status, headers, "application/json")
 
 
@@ -150,6 +162,8 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
     """
     try:
         yield
+    except DeadlineUnreachable:
+        raise
     except RequestError as error:
         message = _WORD.sub(
             lambda word: names.get(word[0], word[0]) if word.start() == 0 or "_" in word[0] else word[0], str(error)

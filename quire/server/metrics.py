@@ -25,6 +25,12 @@ _FROM_ENGINE: tuple[tuple[str, str, type[Metric], Callable[[EngineStats], float]
         lambda s: s.kv_blocks_used / max(1, s.kv_blocks_total),
     ),
     ("kv_blocks_cached", "KV blocks kept for prompts to come.", GaugeMetricFamily, lambda s: s.kv_blocks_cached),
+    (
+        "cpu_cache_usage_perc",
+        "Share of the host pool's blocks in use; 1 is all.",
+        GaugeMetricFamily,
+        lambda s: s.host_blocks_used / max(1, s.host_blocks_total),
+    ),
     ("last_step_seconds", "Duration of the last step.", GaugeMetricFamily, lambda s: s.last_step_seconds),
     ("prompt_tokens", "Prompt tokens accepted.", CounterMetricFamily, lambda s: s.prompt_tokens),
     ("generation_tokens", "Tokens generated.", CounterMetricFamily, lambda s: s.generation_tokens),
@@ -38,6 +44,19 @@ _FROM_ENGINE: tuple[tuple[str, str, type[Metric], Callable[[EngineStats], float]
     ("prefix_cache_hits", "Those whose KV was there.", CounterMetricFamily, lambda s: s.prefix_hit_tokens),
     ("kv_blocks_evicted", "KV blocks given up for others.", CounterMetricFamily, lambda s: s.kv_blocks_evicted),
     ("kv_tokens_copied", "Tokens whose KV was copied.", CounterMetricFamily, lambda s: s.kv_tokens_copied),
+    (
+        "kv_blocks_swapped_out",
+        "KV blocks copied to the host.",
+        CounterMetricFamily,
+        lambda s: s.num_swapped_out_blocks,
+    ),
+    ("kv_blocks_swapped_in", "Copied back from it.", CounterMetricFamily, lambda s: s.num_swapped_in_blocks),
+    (
+        "admissions_slowed",
+        "Times that preemptions were too many, and sequences were let in more slowly.",
+        CounterMetricFamily,
+        lambda s: s.num_admissions_slowed,
+    ),
     ("iterations", "Steps run.", CounterMetricFamily, lambda s: s.num_steps),
     ("iterations_failed", "Steps that failed.", CounterMetricFamily, lambda s: s.failed_steps),
 )

@@ -10,6 +10,7 @@ from quire import __version__
 from quire.config import CacheConfig
 from quire.engine.engine import EngineStats
 from quire.engine.public_prefixes import num_public_blocks
+from quire.server.block_advice import Advisor
 from quire.server.gate import operators_only, own_pages_only
 from quire.server.service import Service
 
@@ -17,6 +18,7 @@ from quire.server.service import Service
 def operator_routes(service: Service) -> APIRouter:
     """The routes that need the role admin where there are keys."""
     router = APIRouter(tags=["Operations"], dependencies=[Depends(operators_only)])
+    advisor = Advisor(service)
 
     @router.get("/metrics", response_model=None)
     async def metrics() -> Response:
@@ -25,8 +27,9 @@ def operator_routes(service: Service) -> APIRouter:
 
     @router.get("/get_server_info", response_model=None)
     async def get_server_info() -> Response:
-        """What this server is, how it was set up, and how its cache does."""
-        return Response(msgspec.json.encode(_server_info(service)), media_type="application/json")
+        """What this server is, how it was set up, what work costs it, and how its cache does."""
+        info = {**_server_info(service), **await advisor.figures()}
+        return Response(msgspec.json.encode(info), media_type="application/json")
 
     @router.get("/flush_cache", dependencies=[Depends(own_pages_only)])
     @router.post("/flush_cache", dependencies=[Depends(own_pages_only)])
@@ -46,6 +49,12 @@ def _server_info(service: Service) -> dict[str, object]:
         "options": asdict(service.options),
         **_memory(service.cache),
         "cache": _cache_figures(stats),
+        "swap": {
+            "host_blocks_used": stats.host_blocks_used,
+            "host_blocks_total": stats.host_blocks_total,
+            "blocks_swapped_out": stats.num_swapped_out_blocks,
+            "blocks_swapped_in": stats.num_swapped_in_blocks,
+        },
         "requests_running": stats.num_running,
         "requests_waiting": stats.num_waiting,
     }
@@ -60,6 +69,7 @@ def _memory(cache: CacheConfig) -> dict[str, object]:
             "dtype": group.dtype,
             "num_blocks": group.num_blocks,
             "bytes_per_block": group.bytes_per_block,
+            "num_host_blocks": group.num_host_blocks,
         }
         for group in cache.groups
     ]
@@ -67,6 +77,7 @@ def _memory(cache: CacheConfig) -> dict[str, object]:
         "block_size": cache.block_size,
         "kv_groups": groups,
         "prefix_index": cache.prefix_index,
+        "eviction": cache.eviction,
         "public_prefixes": {
             "count": len(cache.public_prefixes),
             "blocks": num_public_blocks(cache.public_prefixes, cache.block_size),

@@ -9,7 +9,7 @@ from quire.core.output import Output
 from quire.engine.async_engine import EngineStopped, Stream
 from quire.engine.outputs import Delta
 from quire.engine.transcript import Transcript
-from quire.server.errors import SequenceFailed
+from quire.server.errors import DeadlineMissed, SequenceFailed
 from quire.server.metrics import Metrics
 
 
@@ -46,7 +46,9 @@ class Reply:
         return self._first_choices[self.place(delta)] + delta.index
 
     async def deltas(self) -> AsyncIterator[list[Delta]]:
-        """What each step adds, until all sequences have ended. Raises SequenceFailed, EngineStopped."""
+        """What each step adds, until all sequences have ended. Raises SequenceFailed, DeadlineMissed,
+        EngineStopped.
+        """
         while not all(transcript.finished for transcript in self.transcripts):
             try:
                 outputs = await anext(self._stream)
@@ -97,6 +99,8 @@ class Reply:
         if delta.finish_reason == "error":
             self._unfinished = "error"
             raise SequenceFailed(delta.stop_reason)
+        if delta.finish_reason == "abort" and not self._num_output:
+            raise DeadlineMissed(delta.stop_reason)
         return delta
 
     def _note_times(self, deltas: Sequence[Delta], now: float) -> None:

@@ -11,6 +11,7 @@ from quire.server.body import Body, about, not_yet, with_limit, without_effect
 from quire.server.field_types import Biases, Listed, Prompts, Salt
 from quire.server.messages import Messages, TemplateBody
 from quire.server.search import SearchBody
+from quire.server.terms import TermsBody
 
 _PASSED_ON = (
     *("n", "best_of", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "deterministic"),
@@ -30,7 +31,7 @@ class StreamOptions(Body):
     include_obfuscation: bool | None = without_effect()
 
 
-class SamplingBody(SearchBody):
+class SamplingBody(SearchBody, TermsBody):
     """What completions and chat have in common."""
 
     model: str | None = about("The served model; /v1/models lists it.")
@@ -67,7 +68,6 @@ class SamplingBody(SearchBody):
 
     structured_outputs: Any = not_yet()
     response_format: Any = not_yet({"type": "text"})
-    priority: Any = not_yet(0)
     user: Any = without_effect()
     metadata: Any = without_effect()
     store: Any = without_effect()

@@ -4,6 +4,7 @@ import gc
 import ipaddress
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import uvicorn
@@ -18,6 +19,7 @@ from quire.server.keys import Keys, read_keys
 from quire.server.service import Service
 
 GRACE_SECONDS = 10  # for open streams, once a signal came
+CALIBRATION_SECONDS = 1.0  # at most; a small model needs less
 MAX_HEAD = 2**16  # bytes of a request before its body
 
 
@@ -43,7 +45,7 @@ def serve(
     with listener:
         if keys is not None:
             report(f"keys       {keys}")
-        built = build(options, report=report, progress=progress)
+        built = build(_calibrated(options), report=report, progress=progress)
         service = Service(built, model_name)
         url = _url(listener)
         config = http_config(make_app(service, keys))
@@ -56,6 +58,11 @@ def serve(
         )
         gc.freeze()  # what is loaded stays: not to be searched for garbage while a large body is read
         server.run(sockets=[listener])
+
+
+def _calibrated(options: EngineOptions) -> EngineOptions:
+    """A server takes the time to learn its costs before requests come, unless it is told not to."""
+    return options if options.calibration is not None else replace(options, calibration=CALIBRATION_SECONDS)
 
 
 def http_config(app: ASGIApp) -> uvicorn.Config:

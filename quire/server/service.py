@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from quire.core.explanation import Explanation
 from quire.core.namespace import Namespace
 from quire.core.request import Beams, check_length
+from quire.core.terms import NO_TERMS, Terms
 from quire.engine.async_engine import AsyncEngine
 from quire.engine.build import Built
 from quire.engine.generations import Generation, generations, part_id
@@ -34,6 +35,7 @@ class Service:
         self.num_end_tokens = built.engine.num_end_tokens
         self.hidden_size = built.hidden_size
         self.options = built.options
+        self.policy = built.options.policy
         self.cache = built.cache
         self.tokenizer: Tokenizer = built.tokenizer
         self.sampling_defaults = built.sampling_defaults
@@ -84,17 +86,25 @@ class Service:
         return await self.aside.run(work)
 
     async def start(
-        self, request_id: str, asked: Sequence[Generation], namespace: Namespace, beams: Beams | None = None
+        self,
+        request_id: str,
+        asked: Sequence[Generation],
+        namespace: Namespace,
+        beams: Beams | None = None,
+        terms: Terms = NO_TERMS,
     ) -> Reply:
         """Queue generations, all or none. The engine knows the i-th of them by `part_id`.
 
-        namespace: whose cached tokens they use. beams: search, in place of sampling. Raises RequestError,
-        EngineStopped.
+        namespace: whose cached tokens they use. beams: search, in place of sampling. terms: of each of them. Raises
+        RequestError, EngineStopped.
         """
         now = time.monotonic()
         transcripts = [Transcript(part_id(request_id, i), one, self.tokenizer, now=now) for i, one in enumerate(asked)]
         stream = await self.engine.generate(
-            [one.generation.request(one.request_id, namespace=namespace, beams=beams) for one in transcripts]
+            [
+                one.generation.request(one.request_id, namespace=namespace, beams=beams, terms=terms)
+                for one in transcripts
+            ]
         )
         return Reply(transcripts, stream, self.engine.finish, self.metrics)
 

@@ -48,7 +48,8 @@ def generate_routes(service: Service) -> APIRouter:
             answer = GenerateAnswer(f"generate-{uuid4().hex}", reports, entries, alone=alone)
             asked = await service.tokenize(prompts, params)
             check_told(asked, ids=False)
-            reply = await service.start(answer.id, asked, caller_of(request).namespace(body.salt()))
+            namespace = caller_of(request).namespace(body.salt())
+            reply = await service.start(answer.id, asked, namespace, terms=body.terms(service.policy))
         return await respond(request, answer, reply, stream=bool(body.stream))
 
     return router

@@ -8,6 +8,7 @@ from quire.errors import RequestError
 from quire.params import SamplingParams
 from quire.server.body import Body, about, not_yet, with_limit
 from quire.server.field_types import Biases, Listed, PerPrompt, Salt, TokenIds
+from quire.server.terms import TermsBody
 
 ROUTE_NAMES = MappingProxyType(  # the engine's name -> the route's, for error messages
     {
@@ -62,7 +63,7 @@ class GenerateParams(Body):
         return SamplingParams(**{**with_limit(defaults, _OUTPUT_TOKENS), **given, **report})
 
 
-class GenerateBody(Body):
+class GenerateBody(TermsBody):
     """POST /generate. What is a list has one entry for each prompt."""
 
     text: str | PerPrompt[str] | None = about("A prompt, or several.")

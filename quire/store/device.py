@@ -1,9 +1,10 @@
-"""Blocks on the compute device: allocated once, moved when a step says so.
+"""Blocks on the compute device: allocated once, moved when a step says so, also to a pool in host memory and back.
 
 It knows nothing about layouts (the kernel module does) nor about who owns a block (the mind does).
 """
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -11,25 +12,60 @@ import torch
 from quire.config import CacheConfig
 from quire.core.step import Move
 from quire.kernels.contract import Kernels, Storage
+from quire.store.host import Ending, HostPool, PlainPool, StreamedPool
 from quire.store.upload import uploaded
+
+_WAYS = (("device", "device"), ("device", "host"), ("host", "device"))
 
 
 class DeviceStore:
-    """The KV storage of all groups."""
+    """The KV storage of all groups, and their host pools."""
 
-    def __init__(self, kernels: Kernels, cache: CacheConfig, device: torch.device) -> None:
+    def __init__(
+        self,
+        kernels: Kernels,
+        cache: CacheConfig,
+        device: torch.device,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self._kernels = kernels
         self.storages: list[Storage] = [kernels.allocate(group, cache.block_size, device) for group in cache.groups]
+        self.copies_aside = device.type != "cpu"  # whether host moves take none of the device's time
+        stream = torch.cuda.Stream(device) if self.copies_aside else None  # type: ignore[no-untyped-call]
+        self._endings: dict[int, list[tuple[bool, Ending]]] = {}  # by step: whether it comes back, and how it ends
+        self._hosts: list[HostPool] = [
+            PlainPool(one, one.group.num_host_blocks, clock)
+            if stream is None
+            else StreamedPool(one, one.group.num_host_blocks, stream)
+            for one in self.storages
+        ]
 
-    def execute(self, moves: Sequence[Move]) -> None:
-        """Do device-to-device moves in order; the pairs of one move are copied at once.
+    def execute(self, step_id: int, moves: Sequence[Move]) -> None:
+        """Begin a step's moves in order; the pairs of one are copied at once. Those from the host end with `finish`.
 
         Raises ValueError for a move between other tiers.
         """
         for move in moves:
-            if (move.source, move.target) != ("device", "device"):
-                raise ValueError(f"{move}: only moves within the device are possible")
+            if (move.source, move.target) not in _WAYS:
+                raise ValueError(f"{move}: only moves within the device, to the host and from it are possible")
         for move in moves:
-            storage = self.storages[move.group]
-            pairs = uploaded(np.array(move.pairs, np.int64).reshape(-1, 2), storage.data.device)
-            self._kernels.copy_blocks(storage, pairs, move.num_tokens)
+            if move.target == "host":
+                self._endings.setdefault(step_id, []).append((False, self._hosts[move.group].put(move.pairs)))
+            elif move.source == "host":
+                self._endings.setdefault(step_id, []).append((True, self._hosts[move.group].get(move.pairs)))
+            else:
+                storage = self.storages[move.group]
+                pairs = uploaded(np.array(move.pairs, np.int64).reshape(-1, 2), storage.data.device)
+                self._kernels.copy_blocks(storage, pairs, move.num_tokens)
+
+    def finish(self, step_id: int) -> tuple[float, float]:
+        """Wait for a step's moves to the host and from it; the seconds that they took, each way."""
+        seconds = [0.0, 0.0]
+        for is_back, end in self._endings.pop(step_id, ()):
+            seconds[is_back] += end()
+        return seconds[0], seconds[1]
+
+    def forget(self) -> None:
+        """What steps began that failed on their way is over; nobody wants it."""
+        for step_id in list(self._endings):
+            self.finish(step_id)

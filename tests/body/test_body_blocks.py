@@ -85,7 +85,7 @@ def test_the_store_does_moves_in_turn_in_the_group_they_name():
     for storage in device.storages:
         storage.data.copy_(torch.randn(storage.data.shape))
     first, second = (reference.pack(storage, torch.arange(6)) for storage in device.storages)
-    device.execute([Move(1, 1, "device", "device", [(0, 1)], 4), Move(2, 1, "device", "device", [(1, 2)], 4)])
+    device.execute(0, [Move(1, 1, "device", "device", [(0, 1)], 4), Move(2, 1, "device", "device", [(1, 2)], 4)])
     assert torch.equal(reference.pack(device.storages[0], torch.arange(6)), first)
     assert torch.equal(reference.pack(device.storages[1], torch.tensor([1, 2])), second[:, :, [0, 0]])
 
@@ -95,5 +95,5 @@ def test_the_store_refuses_other_tiers_before_it_moves_anything():
     device.storages[0].data.normal_()
     before = device.storages[0].data.clone()
     with pytest.raises(ValueError, match="within the device"):
-        device.execute([Move(1, 0, "device", "device", [(0, 1)], 4), Move(2, 0, "device", "host", [(1, 2)], 4)])
+        device.execute(0, [Move(1, 0, "device", "device", [(0, 1)], 4), Move(2, 0, "device", "disk", [(1, 2)], 4)])
     assert torch.equal(device.storages[0].data, before)

@@ -11,6 +11,7 @@ from body_steps import GREEDY, Driver, Wish, copy_move, load_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire import LLM
 from quire.core.step import Writes
 from quire.kernels.contract import NotRecordable
 from quire.params import SamplingParams
@@ -417,3 +418,16 @@ def test_recording_again_takes_no_more_memory(given_out):
         kernels.recorder.record(compute)
     assert given_out.keys() == after_one.keys()
     assert len(given_out) <= 4
+
+
+def test_an_engine_that_has_nothing_to_do_keeps_no_large_buffers(monkeypatch):
+    llm = LLM(kernels="cpu", memory="256MiB", dtype="float32", max_model_len=1100)
+    arena = memory.Arena(keeps=False)
+    monkeypatch.setattr(memory._thread, "arena", arena)
+    sizes = []
+    rest = memory.rest
+    monkeypatch.setattr(memory, "rest", lambda: (sizes.append([size for size, _ in arena._free]), rest()))
+    llm.generate([[5] * 1024], SamplingParams(max_tokens=1), use_tqdm=False)
+    assert max(sizes[-1]) >= 2**21, "what the prompt was computed in"
+    assert arena._free and max(size for size, _ in arena._free) < 2**21
+    assert set(arena._buffers) == {address for _, address in arena._free}

@@ -23,11 +23,12 @@ GENERATING = {
 
 
 class Noting:
-    """The engine, with notes of whose requests it got, and with explanations and figures that are known here."""
+    """The engine, with notes of whose requests it got and on what terms, and explanations and figures known here."""
 
     def __init__(self, engine):
         self._engine = engine
         self.namespaces = {}
+        self.terms = {}
         self.explanations = {}
         self.figures = {}
         self.freed = None  # what the engine itself says
@@ -36,9 +37,10 @@ class Noting:
     def __getattr__(self, name):
         return getattr(self._engine, name)
 
-    def add(self, request_id, prompt, params, bad_words, pooling, namespace, beams=None):
+    def add(self, request_id, prompt, params, bad_words, pooling, namespace, beams, terms):
         self.namespaces[request_id] = namespace
-        self._engine.add(request_id, prompt, params, bad_words, pooling, namespace, beams)
+        self.terms[request_id] = terms
+        self._engine.add(request_id, prompt, params, bad_words, pooling, namespace, beams, terms)
 
     def explain(self, request_id):
         self.asked.append(request_id)

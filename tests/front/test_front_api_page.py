@@ -9,6 +9,7 @@ from quire.server.embeddings import EmbeddingBody
 from quire.server.messages import ChatMessage
 from quire.server.schema import ChatBody, CompletionBody, SamplingBody, StreamOptions
 from quire.server.sglang_schema import GenerateBody, GenerateParams
+from quire.server.terms import RetentionBody
 from quire.server.tokens import DetokenizeBody, TokenizeBody
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "api.md").read_text()
@@ -25,6 +26,7 @@ BODIES = {
     DetokenizeBody: ["`/tokenize` and `/detokenize`"],
     GenerateBody: ["`/generate`"],
     GenerateParams: ["`/generate`"],
+    RetentionBody: [COMMON],
 }
 
 

@@ -166,6 +166,10 @@ FIGURES = {
     **{"kv_blocks_cached": 11, "kv_blocks_evicted": 12, "prefix_query_tokens": 200, "prefix_hit_tokens": 50},
     "kv_tokens_copied": 14,
 }
+SWAPPING = {
+    **{"host_blocks_used": 3, "host_blocks_total": 4, "num_swapped_out_blocks": 21, "num_swapped_in_blocks": 22},
+    "num_admissions_slowed": 23,
+}
 
 
 @pytest.fixture
@@ -193,6 +197,25 @@ def test_what_the_server_says_about_itself(keyless, figures):
     assert {name: cache[name] for name in figures} == figures
     assert cache["prefix_hit_rate"] == 0.25
     assert set(cache) - set(figures) == {"kv_blocks_used", "kv_blocks_total", "prefix_hit_rate"}
+
+
+def test_what_is_said_about_swapping(keyless, figures):
+    keyless.engine.figures = {**figures, **SWAPPING}
+    keyless.post(None, "/v1/completions", **GENERATING["/v1/completions"])
+    info = keyless.ask(None, "GET", "/get_server_info").json()
+    assert info["swap"] == {
+        **{"host_blocks_used": 3, "host_blocks_total": 4, "blocks_swapped_out": 21, "blocks_swapped_in": 22}
+    }
+    assert info["eviction"] == "lru"
+    assert [group["num_host_blocks"] for group in info["kv_groups"]] == [0]
+    page = keyless.ask(None, "GET", "/metrics").text
+    for name, value in (
+        ("cpu_cache_usage_perc", 0.75),
+        ("kv_blocks_swapped_out_total", 21.0),
+        ("kv_blocks_swapped_in_total", 22.0),
+        ("admissions_slowed_total", 23.0),
+    ):
+        assert f'quire:{name}{{model_name="quire-demo"}} {value}' in page
 
 
 def test_metrics_of_the_cache(keyless, figures):

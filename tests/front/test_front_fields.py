@@ -135,7 +135,7 @@ WITHOUT_EFFECT = {
     **{"user": "a", "metadata": {"a": "b"}, "store": True, "service_tier": "auto", "prompt_cache_key": "a"},
     **{"prompt_cache_options": {"ttl": "30m"}, "prompt_cache_retention": "24h", "safety_identifier": "a"},
     **{"use_beam_search": False, "length_penalty": 1.0, "early_stopping": False, "best_of": 1},
-    **{"priority": 0, "structured_outputs": None, "cache_salt": None},
+    **{"priority": 0, "deadline": None, "retention": {}, "structured_outputs": None, "cache_salt": None},
     **{"response_format": {"type": "text"}, "prompt_logprobs": None, "logit_bias": {}, "stop": [], "top_p": None},
 }
 FOR_CHAT = {
@@ -145,7 +145,7 @@ FOR_CHAT = {
 }
 FOR_COMPLETIONS = {"suffix": "", "echo": False}
 REFUSED = {
-    **{"priority": 1, "structured_outputs": {"regex": "a"}},
+    **{"structured_outputs": {"regex": "a"}},
     **{"response_format": {"type": "json_object"}},
 }
 REFUSED_IN_CHAT = {

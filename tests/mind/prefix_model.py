@@ -279,7 +279,7 @@ class Model:
             alone = not self.running() and not self.in_flight and not self.cache._copies._waiting
             assert not alone, "nothing will ever change, and it waits"
             return
-        table, start, num_shared, num_copied, miss = admission
+        table, start, num_shared, num_copied, miss = admission[:5]
         assert start <= high, "more than was ever computed"
         assert start == num_shared * self.bs + num_copied
         assert (miss.position, miss.token) == (start, seq.tokens[start])

@@ -2,12 +2,14 @@
 
 import io
 import random
+from dataclasses import replace
 
 from quire.cache.kv_cache import KVCache
 from quire.config import CacheConfig, KVGroup, SchedulerConfig
 from quire.core.namespace import Namespace
 from quire.core.output import Output
 from quire.core.step import Pooling
+from quire.core.terms import NO_TERMS
 from quire.engine.engine import Engine
 from quire.params import SamplingParams
 from quire.runner.scripted import ScriptedRunner
@@ -19,13 +21,15 @@ ANYBODY = Namespace()
 
 
 def cache_config(
-    num_blocks: int, block_size: int = 4, windows: tuple[int, ...] = (0,), prefix_index: str = "none"
+    num_blocks: int,
+    block_size: int = 4,
+    windows: tuple[int, ...] = (0,),
+    prefix_index: str = "none",
+    num_host_blocks: int = 0,
 ) -> CacheConfig:
     """A group for each window; 0 is none."""
-    groups = (
-        KVGroup((0,), "window" if window else "full", 1, 8, "float32", num_blocks, 64 * block_size, window)
-        for window in windows
-    )
+    sizes = (1, 8, "float32", num_blocks, 64 * block_size)
+    groups = (KVGroup((0,), "window" if one else "full", *sizes, one, num_host_blocks) for one in windows)
     return CacheConfig(block_size, tuple(groups), prefix_index)
 
 
@@ -51,6 +55,7 @@ class CheckedScheduler(JournalledScheduler):
         assert len(set(opened)) == len(opened), "two sequences in one row"
         for seq in self._lives.rows.running:
             assert rows.get(seq.row, seq.id) == seq.id
+            assert seq.arriving < 0 or seq.row not in rows, "it is computed from what is still on its way"
         assert step.num_tokens <= max(self.config.max_num_batched_tokens, len(step.chunks))
         return step
 
@@ -69,6 +74,8 @@ class Rig:
         windows=(0,),
         groups=None,
         prefix_index="none",
+        num_host_blocks=0,
+        eviction="lru",
         seed=0,
         fails=lambda step: False,
         **scheduler,
@@ -76,11 +83,12 @@ class Rig:
         options = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "max_model_len": num_blocks * block_size}
         options |= {"step_seconds": 0.5, "watermark": 0.01, "steps_in_flight": 1}
         self.config = SchedulerConfig(**(options | scheduler))
-        self.cache = KVCache(
+        config = (
             CacheConfig(block_size, groups, prefix_index)
             if groups
-            else cache_config(num_blocks, block_size, windows, prefix_index)
+            else cache_config(num_blocks, block_size, windows, prefix_index, num_host_blocks)
         )
+        self.cache = KVCache(replace(config, eviction=eviction))
         self.file = Buffer()
         self.scheduler = CheckedScheduler(self.config, self.cache, self.file)
         self.rng = random.Random(seed)
@@ -118,10 +126,18 @@ class Rig:
         return self.now
 
     def add(
-        self, request_id: str, prompt: list[int], *, pooling=Pooling.NONE, namespace=ANYBODY, beams=None, **params
+        self,
+        request_id: str,
+        prompt: list[int],
+        *,
+        pooling=Pooling.NONE,
+        namespace=ANYBODY,
+        beams=None,
+        terms=NO_TERMS,
+        **params,
     ) -> None:
         params = SamplingParams(**({"temperature": 0.0, "max_tokens": 8} | params))
-        self.engine.add(request_id, prompt, params, pooling=pooling, namespace=namespace, beams=beams)
+        self.engine.add(request_id, prompt, params, pooling=pooling, namespace=namespace, beams=beams, terms=terms)
 
     def abort(self, request_id: str) -> None:
         self.engine.abort(request_id)
@@ -158,7 +174,8 @@ class Rig:
             self.step()
             most -= 1
             assert most > 0, "the engine makes no progress"
-        assert self.cache.pools.num_available == self.cache.pools.num_blocks
+        assert self.cache.pools.num_available + self.cache.num_pinned == self.cache.pools.num_blocks
+        assert self.cache.host_pools.num_free == self.cache.host_pools.num_blocks
         if self.only_scripted:
             assert self.engine.stats().failed_steps <= self.num_failures, "a step failed that was not meant to"
 

@@ -607,7 +607,7 @@ def test_ten_thousand_steps():
         expected = script(tokens, max_tokens, VOCAB)
         assert rig.tokens.get((name, 0), []) == expected[: len(rig.tokens.get((name, 0), []))]
         assert name in gone or len(rig.tokens[name, 0]) == max_tokens
-    assert rig.scheduler.accounts.num_preemptions > 100
+    assert rig.scheduler.accounts.num_preemptions > 30
     assert rig.engine.stats().failed_steps > 10
     assert rig.replay().difference == ""
 

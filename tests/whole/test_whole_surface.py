@@ -143,7 +143,7 @@ def save_olmo(folder):
 def test_the_doctor_finds_a_model_that_runs_and_one_that_does_not(tmp_path):
     healthy = list(examine(EngineOptions(memory="400MiB")))
     assert not any(finding.problem for finding in healthy)
-    assert {finding.topic for finding in healthy} == {"versions", "hardware", "kernels", "model"}
+    assert {finding.topic for finding in healthy} == {"versions", "hardware", "kernels", "model", "block size"}
     assert healthy[-1].text == "quire-demo can be served"
     save(tmp_path, "gemma2")
     problems = [finding.text for finding in examine(EngineOptions(model=str(tmp_path))) if finding.problem]

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from quire.config import KVGroup
 from quire.kernels.contract import Batch, Demands, Draws, Packed, Recorder, Rotation, Storage, Weight
-from quire.kernels.cpu import _C, blocks, likelihood, paged, products, rowwise, sampling
+from quire.kernels.cpu import _C, blocks, likelihood, memory, paged, products, rowwise, sampling
 from quire.kernels.cpu.recording import Recording
 
 LARGEST_HEAD = 256
@@ -40,6 +40,10 @@ class CpuKernels:
         """Threads of torch, and of a kernel's team."""
         torch.set_num_threads(number)
         _C.set_threads(number)
+
+    def rest(self) -> None:
+        """See `memory`."""
+        memory.rest()
 
     def allocate(self, group: KVGroup, block_size: int, device: torch.device) -> Storage:
         """See `blocks`."""

@@ -63,6 +63,13 @@ class Arena:
             return x
         return torch.from_numpy(buffer[: x.nbytes]).view(x.dtype).view(x.shape)
 
+    def shrink(self) -> None:
+        """Let go of large buffers that nobody has. Small ones are not worth the pages that would be cleared again."""
+        large = bisect_left(self._free, (_HUGE_PAGE, 0))
+        for _, address in self._free[large:]:
+            del self._buffers[address]
+        del self._free[large:]
+
     def _take(self, num_bytes: int) -> np.ndarray:
         """The smallest free buffer that is large enough, unless it is more than twice that."""
         size = max(_SMALLEST, 1 << (num_bytes - 1).bit_length())
@@ -98,6 +105,11 @@ _thread = _Thread()
 def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Memory for what a kernel of this thread computes."""
     return _thread.arena.empty(shape, dtype)
+
+
+def rest() -> None:
+    """Give back what this thread keeps for kernels that will not run for a while."""
+    _thread.arena.shrink()
 
 
 @contextmanager

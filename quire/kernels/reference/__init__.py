@@ -28,6 +28,10 @@ def use_threads(number: int) -> None:
     torch.set_num_threads(number)
 
 
+def rest() -> None:
+    """Nothing is kept."""
+
+
 __all__ = [
     "NAME",
     "SCRATCH_BYTES",
@@ -48,6 +52,7 @@ __all__ = [
     "plan",
     "recorder",
     "refusal",
+    "rest",
     "rms_norm",
     "rotary",
     "rotary_write",

@@ -43,6 +43,9 @@ class TritonKernels:
         """Threads of torch, which prepares steps on the host."""
         torch.set_num_threads(number)
 
+    def rest(self) -> None:
+        """Memory is torch's to keep."""
+
     def allocate(self, group: KVGroup, block_size: int, device: torch.device) -> Storage:
         """See `blocks`."""
         return blocks.allocate(group, block_size, device)

@@ -1,0 +1,81 @@
+"""One trace, one seed, one pool size after another, with each order: what is computed again, and what need not be."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import sqrt
+from typing import NamedTuple
+
+from benchmarks.eviction.belady import optimum, paths
+from benchmarks.eviction.rigs import BLOCK_SIZE, Outcome, cache_of, longest, run
+from benchmarks.eviction.traces import Ask, trace
+from quire.config import Eviction
+
+ORDERS: tuple[Eviction, ...] = ("lru", "lfu", "cost")  # nobody asks for anything: `priority` is `lru`
+_T = (0.0, 0.0, 12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # of Student, 95 %, by number of values
+
+
+class Interval(NamedTuple):
+    """Mean and half the width of the 95 % confidence interval."""
+
+    mean: float
+    half: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Interval":
+        """Of independent values: seeds."""
+        count = len(values)
+        half = _T[min(count, len(_T) - 1)] * statistics.stdev(values) / sqrt(count) if count > 1 else 0.0
+        return cls(statistics.mean(values), half)
+
+    def __str__(self) -> str:
+        return f"{self.mean:.1f} ± {self.half:.1f}"
+
+
+@dataclass(slots=True)
+class Cell:
+    """A trace of one seed in one pool."""
+
+    num_blocks: int
+    num_tokens: int
+    num_cached: dict[str, int]  # by order; "optimum" in whole blocks
+    num_recomputed: dict[str, int]  # tokens that were there once and were computed again
+    num_whole_lost: dict[str, int]  # in whole blocks, what the optimum finds and an order does not: its regret
+
+    def hit_rate(self, order: str) -> float:
+        """Percent of prompt tokens."""
+        return 100 * self.num_cached[order] / self.num_tokens
+
+    def against(self, order: str, base: str) -> float:
+        """Percent by which one computes more again than another; of what a pool without end computes, if that is 0."""
+        ours, theirs = self.num_recomputed[order], self.num_recomputed[base]
+        return 100 * (ours - theirs) / theirs if theirs else 100 * ours / self.num_tokens
+
+
+def cells(name: str, seed: int, count: int, shares: Sequence[float], orders: Sequence[Eviction]) -> list[Cell]:
+    """shares: pool sizes as shares of the trace's footprint, all its different blocks together."""
+    asks = trace(name, seed, count)
+    blocks, wanted = paths(asks)
+    footprint = len({block for path in blocks for block in path})
+    without_end = run(asks, cache_of(2 * footprint + 2 * longest(asks) + 2 * count))
+    return [_cell(asks, blocks, wanted, int(footprint * share), without_end, orders) for share in shares]
+
+
+def _cell(
+    asks: Sequence[Ask],
+    blocks: list[list[int]],
+    wanted: list[int],
+    num_blocks: int,
+    without_end: Outcome,
+    orders: Sequence[Eviction],
+) -> Cell:
+    num_blocks = max(num_blocks, 2 * longest(asks))
+    found = optimum(blocks, wanted, num_blocks) * BLOCK_SIZE
+    cell = Cell(num_blocks, without_end.num_tokens, {"optimum": found}, {}, {})
+    for order in orders:
+        outcome = run(asks, cache_of(num_blocks, order))
+        cell.num_cached[order] = outcome.num_cached
+        cell.num_recomputed[order] = without_end.num_cached - outcome.num_cached
+        cell.num_whole_lost[order] = found - outcome.num_cached_whole
+    cell.num_recomputed["optimum"] = without_end.num_cached_whole - found
+    return cell

@@ -1,0 +1,80 @@
+"""Traces through the real memory: KVCache with the radix tree, one request after another, no scheduler."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from benchmarks.eviction.traces import Ask
+from quire.cache.eviction.keep import Keep
+from quire.cache.index import Cause
+from quire.cache.kv_cache import KVCache
+from quire.config import CacheConfig, Eviction, KVGroup
+from quire.core.namespace import Namespace
+
+BLOCK_SIZE = 16
+
+
+@dataclass(slots=True)
+class Outcome:
+    """Of a trace. Tokens are those of prompts."""
+
+    num_tokens: int = 0
+    num_cached: int = 0
+    num_cached_whole: int = 0  # in whole blocks
+    num_evicted: int = 0  # blocks
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens whose KV had to be computed."""
+        return self.num_tokens - self.num_cached
+
+
+def cache_of(num_blocks: int, eviction: Eviction = "lru") -> KVCache:
+    """One group, blocks of 16 tokens."""
+    group = KVGroup((0,), "full", 1, 64, "bfloat16", num_blocks, 4096)
+    return KVCache(CacheConfig(BLOCK_SIZE, (group,), "radix", (), eviction))
+
+
+def run(asks: Sequence[Ask], cache: KVCache) -> Outcome:
+    """Each request computes its prompt in one step and its output in another; then it leaves its blocks."""
+    outcome = Outcome()
+    for number, ask in enumerate(asks):
+        cache.at(ask.at)
+        tokens = list(ask.prompt)
+        cause = Cause(ask.at, str(number), ask.tenant)
+        admission = cache.admit(
+            number,
+            tokens,
+            Namespace(ask.tenant),
+            reusable=len(tokens) - 1,
+            limit=len(tokens),
+            most=len(tokens),
+            cause=cause,
+            keep=Keep(tenant=ask.tenant, num_prompt=len(tokens)),
+        )
+        assert admission is not None, "the pool holds one request"
+        table = admission.table
+        _step(cache, number * 2, admission.num_tokens, len(tokens), number)
+        tokens += ask.output
+        grown = cache.grow(table, len(tokens), cause=cause)
+        assert grown is not None, "the pool holds one request"
+        _step(cache, number * 2 + 1, len(ask.prompt), len(tokens), number)
+        cache.release(number, len(tokens))
+        outcome.num_tokens += len(ask.prompt)
+        outcome.num_cached += admission.num_tokens
+        outcome.num_cached_whole += admission.num_shared_blocks * BLOCK_SIZE
+    outcome.num_evicted = cache.num_evicted
+    return outcome
+
+
+def _step(cache: KVCache, step_id: int, start: int, stop: int, seq_id: int) -> None:
+    table = cache.tables[seq_id]
+    table.launched = start
+    cache.record(table, start, stop)
+    cache.launched(step_id)
+    cache.collected(step_id)
+    table.launched = stop
+
+
+def longest(asks: Sequence[Ask]) -> int:
+    """Blocks that the longest request needs, alone, a copied block among them."""
+    return max((len(ask.prompt) + len(ask.output)) // BLOCK_SIZE + 2 for ask in asks)

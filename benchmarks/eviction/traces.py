@@ -1,0 +1,195 @@
+"""Traces: requests in the order in which they run, whose prompts begin alike in the ways that serving sees.
+
+Token ids are random, from a seed; parameters are stated where a trace is made. What a request is told (its output)
+is part of the trace, so that who caches better changes nothing. This file knows no engine.
+"""
+
+from collections.abc import Callable, Iterator
+from heapq import heappop, heappush
+from random import Random
+from typing import NamedTuple
+
+Tokens = list[int]
+
+
+class Ask(NamedTuple):
+    """A request. at: seconds."""
+
+    prompt: Tokens
+    output: Tokens
+    at: float
+    tenant: str = ""
+
+
+class Source:
+    """Draws tokens and lengths."""
+
+    def __init__(self, name: str, seed: int) -> None:
+        self.rng = Random(f"{name}-{seed}")
+
+    def tokens(self, least: int, most: int) -> Tokens:
+        """So many new ones."""
+        draw = self.rng.getrandbits
+        return [draw(40) for _ in range(self.rng.randint(least, most))]
+
+    def zipf(self, count: int, exponent: float) -> list[float]:
+        """Weights of so many things, the most popular first."""
+        del self
+        return [1 / (rank + 1) ** exponent for rank in range(count)]
+
+    def pause(self, median: float, spread: float) -> float:
+        """Seconds, lognormal; spread: sigma of the logarithm."""
+        return median * self.rng.lognormvariate(0, spread)
+
+
+Session = Iterator[tuple[float, Tokens, Tokens]]  # seconds to wait, then a prompt and its output
+Sessions = Callable[[Source], tuple[str, Session]]  # a tenant and a new session of it
+
+
+def _interleaved(source: Source, begin: Sessions, count: int, rate: float) -> list[Ask]:
+    """Sessions that begin at random, `rate` a second, until there are `count` requests."""
+    asks: list[Ask] = []
+    waiting: list[tuple[float, int, str, Session, Tokens, Tokens]] = []
+    number, begins = 0, 0.0
+    while len(asks) < count:
+        if not waiting or begins <= waiting[0][0]:
+            tenant, session = begin(source)
+            at, begins = begins, begins + source.rng.expovariate(rate)
+        else:
+            at, _, tenant, session, prompt, output = heappop(waiting)
+            asks.append(Ask(prompt, output, at, tenant))
+        coming = next(session, None)
+        if coming is not None:
+            number += 1
+            heappush(waiting, (at + coming[0], number, tenant, session, *coming[1:]))
+    return asks
+
+
+def _chat(source: Source, system: Tokens, goes_on: float, edits: float) -> Session:
+    """goes_on: chance of another turn. edits: chance that a turn goes back to an earlier one."""
+    rng, contexts, wait = source.rng, [system], 0.0
+    while True:
+        begin = rng.choice(contexts) if rng.random() < edits else contexts[-1]
+        prompt = begin + source.tokens(20, 200)
+        output = source.tokens(40, 300)
+        yield wait, prompt, output
+        contexts.append(prompt + output)
+        wait = source.pause(40, 0.8)
+        if rng.random() >= goes_on:
+            return
+
+
+def chat_tree(source: Source, count: int) -> list[Ask]:
+    """Chats behind 4 system prompts of 200 tokens: 55 % ask once, the others go on with 85 %, 10 % of turns edit.
+
+    40 s (median) between an answer and the next question; 1 new chat in 2 s.
+    """
+    systems, weights = [source.tokens(200, 200) for _ in range(4)], source.zipf(4, 1.0)
+
+    def begin(source: Source) -> tuple[str, Session]:
+        system = source.rng.choices(systems, weights)[0]
+        return "", _chat(source, system, 0.0 if source.rng.random() < 0.55 else 0.85, 0.1)
+
+    return _interleaved(source, begin, count, 0.5)
+
+
+def _agent(source: Source, tools: Tokens) -> Session:
+    context, wait = tools + source.tokens(30, 200), 0.0
+    for _ in range(source.rng.choice((1, 2, 6, 10, 16))):
+        output = source.tokens(20, 80)
+        yield wait, list(context), output
+        context = context + output + source.tokens(30, 400)
+        wait = source.pause(60, 0.6) if source.rng.random() < 0.15 else source.pause(3, 0.5)
+
+
+def agents(source: Source, count: int) -> list[Ask]:
+    """Agents with one of 3 tool descriptions of 1200 tokens; 1 to 16 steps, each adds 50 to 480 tokens.
+
+    A tool takes 3 s (median), one call of seven 60 s; 1 new agent in 2.5 s.
+    """
+    tools = [source.tokens(1200, 1200) for _ in range(3)]
+
+    def begin(source: Source) -> tuple[str, Session]:
+        return "", _agent(source, source.rng.choice(tools))
+
+    return _interleaved(source, begin, count, 0.4)
+
+
+def rag(source: Source, count: int) -> list[Ask]:
+    """Short questions (15 to 60 tokens) behind one of 600 documents (200 to 1000 tokens), Zipf 0.9."""
+    system = source.tokens(96, 96)
+    documents = [system + source.tokens(200, 1000) for _ in range(600)]
+    weights = source.zipf(600, 0.9)
+    return [
+        Ask(source.rng.choices(documents, weights)[0] + source.tokens(15, 60), source.tokens(20, 120), float(i))
+        for i in range(count)
+    ]
+
+
+def few_shot(source: Source, count: int) -> list[Ask]:
+    """Questions (20 to 80 tokens) behind one of 60 sets of examples (400 to 700 tokens), in runs of about 12."""
+    prefixes = [source.tokens(400, 700) for _ in range(60)]
+    live = source.rng.sample(range(60), 6)
+    asks = []
+    for i in range(count):
+        if source.rng.random() < 1 / 12:
+            live[source.rng.randrange(6)] = source.rng.randrange(60)
+        prefix = prefixes[source.rng.choice(live)]
+        asks.append(Ask(prefix + source.tokens(20, 80), source.tokens(1, 8), float(i)))
+    return asks
+
+
+def tenants(source: Source, count: int) -> list[Ask]:
+    """8 tenants: 3 chat (80 % go on), 2 ask about 80 documents each (Zipf 0.8), 3 never say anything twice."""
+    systems = [source.tokens(150, 150) for _ in range(3)]
+    documents = [[source.tokens(200, 800) for _ in range(80)] for _ in range(2)]
+    weights = source.zipf(80, 0.8)
+
+    def once(prompt: Tokens) -> Session:
+        yield 0.0, prompt, source.tokens(30, 200)
+
+    def begin(source: Source) -> tuple[str, Session]:
+        number = source.rng.choices(range(8), (2, 2, 2, 6, 6, 5, 5, 5))[0]
+        if number < 3:
+            return f"chat {number}", _chat(source, systems[number], 0.8, 0.0)
+        if number < 5:
+            document = source.rng.choices(documents[number - 3], weights)[0]
+            return f"documents {number}", once(document + source.tokens(15, 60))
+        return f"once {number}", once(source.tokens(100, 800))
+
+    return _interleaved(source, begin, count, 1.0)
+
+
+def uniform(source: Source, count: int) -> list[Ask]:
+    """No two prompts have anything in common: 100 to 600 tokens."""
+    return [Ask(source.tokens(100, 600), source.tokens(20, 200), float(i)) for i in range(count)]
+
+
+def scans(source: Source, count: int) -> list[Ask]:
+    """40 documents of 300 to 600 tokens are hot, all alike, and others every 400 requests; half of all requests scan.
+
+    What was popular never comes back, which a count of uses does not see; what is scanned is read once.
+    """
+    asks, hot = [], [source.tokens(300, 600) for _ in range(40)]
+    for i in range(count):
+        if i % 400 == 399:
+            hot = [source.tokens(300, 600) for _ in range(40)]
+        document = source.rng.choice(hot) if source.rng.random() < 0.5 else source.tokens(300, 600)
+        asks.append(Ask(document + source.tokens(15, 40), source.tokens(10, 60), float(i)))
+    return asks
+
+
+TRACES: dict[str, Callable[[Source, int], list[Ask]]] = {
+    "chat-tree": chat_tree,
+    "agent": agents,
+    "rag": rag,
+    "few-shot": few_shot,
+    "tenants": tenants,
+    "uniform": uniform,
+    "scan": scans,
+}
+
+
+def trace(name: str, seed: int, count: int) -> list[Ask]:
+    """One of TRACES. Raises KeyError for another name."""
+    return TRACES[name](Source(name, seed), count)

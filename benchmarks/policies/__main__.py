@@ -1,0 +1,46 @@
+"""Queue policies: how near their orders come to the best one, what a flood does to others, what deciding costs.
+
+    python -m benchmarks.policies [--only order|fair|live|plan ...] [--json FILE] [--quick]
+
+order and fair run in virtual time over the real scheduler and memory; live is the embedded model on this machine;
+plan is the time of plan + commit alone. --quick tries everything at sizes whose figures mean little.
+"""
+
+import argparse
+import json
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks.policies.fair import fair
+from benchmarks.policies.live import live
+from benchmarks.policies.order import order
+from benchmarks.policies.plan import plan
+
+PARTS: dict[str, Callable[..., dict[str, object]]] = {"order": order, "fair": fair, "live": live, "plan": plan}
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--only", choices=list(PARTS), nargs="+", default=list(PARTS))
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--quick", action="store_true")
+    args = parser.parse_args()
+    figures: dict[str, object] = {}
+    for name in args.only:
+        begin = time.perf_counter()
+        rows = PARTS[name](quick=args.quick)
+        print(f"{name} ({time.perf_counter() - begin:.0f} s)")
+        for row, values in rows.items():
+            told = values if isinstance(values, dict) else {"": values}
+            print(f"  {row:<50} " + "   ".join(f"{key} {value:.4g}" for key, value in told.items()))
+        figures[name] = rows
+    if args.json:
+        machine = {"machine": platform.machine(), "python": platform.python_version()}
+        args.json.write_text(json.dumps({**machine, "quick": args.quick, **figures}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""R2: how much of the best possible hit rate each order of the queue has.
+
+The best order is known: where the memory holds the longest request, depth first through the tree of all prompts
+computes every distinct beginning once (Zheng et al., 2024, theorem 3.1), and nobody can compute less. On small cases
+that bound is checked against all orders that there are.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import permutations
+from random import Random
+
+from benchmarks.policies.virtual import Arrival, Server, limits, memory, request
+from quire.sched.queues.weighed import score
+
+POLICIES = ("fcfs", "lpm", "dfs-weight", "cache-aware")  # the others are fcfs where there is one tenant and class
+FIRST_TOKEN = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Hits:
+    """Tokens of all prompts, and how many of them were found."""
+
+    num_tokens: int
+    num_found: int
+
+    @property
+    def rate(self) -> float:
+        """0 to 1."""
+        return self.num_found / self.num_tokens
+
+
+def best(prompts: Sequence[Sequence[int]]) -> Hits:
+    """What nobody can do better than: each distinct beginning is computed once, and the last token of each prompt."""
+    ids: dict[tuple[int, int], int] = {}
+    found = 0
+    for prompt in prompts:
+        at, known = 0, True
+        for i, token in enumerate(prompt):
+            key = (at, token)
+            known = known and key in ids and i < len(prompt) - 1
+            found += known
+            at = ids.setdefault(key, len(ids) + 1)
+    return Hits(sum(map(len, prompts)), found)
+
+
+def served(
+    prompts: Sequence[Sequence[int]],
+    policy: str,
+    *,
+    num_blocks: int,
+    block_size: int,
+    num_output_tokens: int = 1,
+    rate: float | None = None,
+    wait_weight: float = 1.0,
+    **changed: object,
+) -> Hits:
+    """What the scheduler finds when these prompts come at once, or so many a second."""
+    longest = max(map(len, prompts)) + num_output_tokens
+    config = limits(policy, max_model_len=longest, wait_weight=wait_weight, **changed)
+    server = Server(config, memory(num_blocks, block_size), lambda n: 5e-3 + 5e-5 * n)
+    arrivals = [
+        Arrival(i / rate if rate else 0.0, request(str(i), list(prompt), num_output_tokens))
+        for i, prompt in enumerate(prompts)
+    ]
+    server.run(arrivals)
+    accounts = server.scheduler.accounts
+    return Hits(accounts.num_query_tokens, accounts.num_hit_tokens)
+
+
+def best_of_all_orders(prompts: Sequence[Sequence[int]], *, num_blocks: int, block_size: int) -> Hits:
+    """The best that any order finds, one request after another: each is tried."""
+    return max(
+        (
+            served(order, "fcfs", num_blocks=num_blocks, block_size=block_size, max_num_seqs=1)
+            for order in permutations(prompts)
+        ),
+        key=lambda hits: hits.num_found,
+    )
+
+
+def few_shot(rng: Random, num_subjects: int, num_questions: int) -> list[list[int]]:
+    """As MMLU: an instruction, five examples for each subject, a question; subjects come mixed."""
+
+    def tokens(count: int) -> list[int]:
+        return [rng.randrange(FIRST_TOKEN, 32000) for _ in range(count)]
+
+    instruction = tokens(23)
+    prompts = []
+    for _ in range(num_subjects):
+        examples = instruction + tokens(rng.randrange(400, 700))
+        prompts += [examples + tokens(rng.randrange(30, 90)) for _ in range(num_questions)]
+    rng.shuffle(prompts)
+    return prompts
+
+
+def thoughts(rng: Random, num_problems: int, width: int, depth: int) -> list[list[int]]:
+    """As tree-of-thought: each problem's tree of partial solutions, all of whose nodes are asked about."""
+
+    def tokens(count: int) -> list[int]:
+        return [rng.randrange(FIRST_TOKEN, 32000) for _ in range(count)]
+
+    system = tokens(155)
+    prompts = []
+    for _ in range(num_problems):
+        live = [system + tokens(90)]
+        for _ in range(depth):
+            live = [stem + tokens(rng.randrange(30, 60)) for stem in live for _ in range(width)]
+            prompts += live
+    rng.shuffle(prompts)
+    return prompts
+
+
+def small_case(rng: Random, num_prompts: int, block_size: int) -> list[list[int]]:
+    """A few prompts of a few blocks over two kinds of block, so that they share what chance gives."""
+    blocks = [[rng.randrange(10_000) for _ in range(block_size)] for _ in range(3)]
+    prompts = []
+    for _ in range(num_prompts):
+        stem = [token for _ in range(rng.randrange(1, 4)) for token in rng.choice(blocks)]
+        prompts.append([*stem, rng.randrange(10_000)])
+    return prompts
+
+
+def order(*, quick: bool = False) -> dict[str, object]:
+    """The share of the best hit rate by workload and policy."""
+    sizes = (6, 10, 4) if quick else (57, 20, 24)
+    rows: dict[str, object] = {}
+    for seed in range(1 if quick else 3):
+        rng = Random(f"order-{seed}")
+        workloads = {"few-shot": few_shot(rng, *sizes[:2]), "thoughts": thoughts(rng, sizes[2], 3, 3)}
+        for name, prompts in workloads.items():
+            bound = best(prompts)
+            for rate in (None, 60.0):
+                for policy in POLICIES:
+                    hits = served(
+                        prompts,
+                        policy,
+                        num_blocks=1024,
+                        block_size=16,
+                        num_output_tokens=16,
+                        rate=rate,
+                        max_num_seqs=16,
+                    )
+                    key = f"{name}, {'all at once' if rate is None else f'{rate:.0f}/s'}, {policy}, seed {seed}"
+                    rows[key] = {"hit_rate": hits.rate, "best": bound.rate, "share": hits.rate / bound.rate}
+    return rows
+
+
+def crossover(matched: tuple[int, int], waited: tuple[float, float]) -> float:
+    """The weight of waiting, tokens a second, at which two requests change places (math entry 4)."""
+    weight = (matched[0] - matched[1]) / (waited[1] - waited[0])
+    assert abs(score(matched[0], waited[0], weight) - score(matched[1], waited[1], weight)) < 1e-6 * matched[0]
+    return weight

@@ -1,0 +1,98 @@
+"""What deciding costs: `plan` + `commit` with many running and many waiting, for every policy."""
+
+import statistics
+import time
+from typing import get_args
+
+from benchmarks.policies.virtual import limits, memory, request, result_of
+from quire.cache.kv_cache import KVCache
+from quire.config import Policy
+from quire.core.terms import Terms
+from quire.sched.scheduler import Scheduler
+
+NUM_RUNNING, NUM_WAITING = 256, 1000
+PROMPT = 64
+_KINDS = 40  # of beginnings of prompts, tenants and classes
+
+
+def loaded(policy: str, num_running: int, num_waiting: int, num_steps: int) -> Scheduler:
+    """Everybody has come: rows are all taken, by requests that do not end, and the others wait.
+
+    Prompts share beginnings, so that there is something to match, and stand in the queue in no order.
+    """
+    length = PROMPT + num_steps + 16
+    num_blocks = num_running * (length // 16 + 2)
+    config = limits(
+        policy,
+        max_num_seqs=num_running,
+        max_num_batched_tokens=num_running * PROMPT,
+        max_model_len=length,
+        wait_weight=100.0,
+    )
+    scheduler = Scheduler(config, KVCache(memory(num_blocks)))
+    for i in range(num_running + num_waiting):
+        kind = i * 7 % _KINDS
+        stem = [kind] * (16 * (1 + kind % 3))
+        prompt = stem + [100 + i] * (PROMPT - len(stem) - i % 16 + 1)
+        of_class = 0 if i < num_running else 1  # or the first to wait would take a row at once
+        terms = Terms(priority=of_class)
+        asked = request(str(i), prompt, num_steps + 8, tenant=str(kind % 8), terms=terms)
+        scheduler.add(asked, i * 1e-3)
+    return scheduler
+
+
+def measure(policy: str, num_running: int, num_waiting: int, num_steps: int) -> list[float]:
+    """Seconds of plan + commit in each step, of this process alone; the first ones left out."""
+    scheduler = loaded(policy, num_running, num_waiting, num_steps)
+    seconds = []
+    for i in range(num_steps):
+        now = 100.0 + i * 0.02
+        begin = time.process_time()
+        step = scheduler.plan(now)
+        planned = time.process_time() - begin
+        assert step is not None, "everybody goes on"
+        result = result_of(step, 0.02)
+        begin = time.process_time()
+        scheduler.commit(result, now)
+        seconds.append(planned + time.process_time() - begin)
+    if (scheduler.num_running, scheduler.num_waiting) != (num_running, num_waiting):
+        raise AssertionError("somebody ended or began; the figure would mean something else")
+    return seconds[8:]
+
+
+def churn(policy: str, num_running: int, num_waiting: int, num_steps: int) -> list[float]:
+    """The same while sequences end and begin all the time, four a step, so that orders change."""
+    length = PROMPT + 80
+    config = limits(policy, max_num_seqs=num_running, max_num_batched_tokens=2048, max_model_len=length)
+    scheduler = Scheduler(config, KVCache(memory(num_running * (length // 16 + 2) + 512)))
+    seconds, number = [], 0
+    for i in range(num_steps):
+        now = i * 0.02
+        while scheduler.num_running + scheduler.num_waiting < num_running + num_waiting:
+            kind = number * 7 % _KINDS
+            prompt = [kind] * 48 + [100 + number] * 16
+            scheduler.add(request(str(number), prompt, 32 + number * 37 % 64, tenant=str(kind % 8)), now)
+            number += 1
+        begin = time.process_time()
+        step = scheduler.plan(now)
+        planned = time.process_time() - begin
+        assert step is not None, "there is always work"
+        result = result_of(step, 0.02)
+        begin = time.process_time()
+        scheduler.commit(result, now)
+        seconds.append(planned + time.process_time() - begin)
+    return seconds[num_steps // 4 :]
+
+
+def plan(*, quick: bool = False) -> dict[str, object]:
+    """Milliseconds of each policy, with a standing batch and with one that changes."""
+    sizes = (32, 100, 40) if quick else (NUM_RUNNING, NUM_WAITING, 400)
+    rows: dict[str, object] = {}
+    for policy in get_args(Policy):
+        for name, run in (("standing", measure), ("changing", churn)):
+            seconds = run(policy, *sizes)
+            rows[f"{policy}, {name}"] = {
+                "median_ms": statistics.median(seconds) * 1e3,
+                "p99_ms": statistics.quantiles(seconds, n=100)[98] * 1e3,
+            }
+    return rows

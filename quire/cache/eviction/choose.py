@@ -1,0 +1,19 @@
+"""Which order leaves are given up in: CacheConfig.eviction."""
+
+from collections.abc import Callable
+
+from quire.cache.eviction.orders import LeastFrequent, LeastRecent, LeastWanted, Leaves, Order, OrderedLeaves
+from quire.cache.eviction.uses import Clock
+from quire.cache.eviction.worth import LeavesByWorth, Seconds
+from quire.config import CacheConfig
+
+_ORDERS: dict[str, Callable[[Clock], Order]] = {"lru": LeastRecent, "lfu": LeastFrequent, "priority": LeastWanted}
+
+
+def leaves_in_order(config: CacheConfig, clock: Clock, seconds: Seconds) -> Leaves:
+    """No leaves yet. seconds: to compute tokens again, for order "cost"."""
+    if config.eviction != "cost":
+        return OrderedLeaves(_ORDERS[config.eviction](clock))
+    block_bytes = sum(group.bytes_per_block for group in config.groups)
+    horizon = max(group.num_blocks for group in config.groups)
+    return LeavesByWorth(clock, seconds, config.block_size, block_bytes, horizon)

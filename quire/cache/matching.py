@@ -1,0 +1,128 @@
+"""How much of a prompt an index has, asked again and again while the prompt waits. For orders, not for admissions.
+
+Counts whole blocks only, and says how they hang together in the radix tree. What was known is not compared again:
+a node whose run is still the same object has not changed, and what lies above a node that is in the tree cannot have
+changed either, since only leaves are given up.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from quire.cache.forest import Forest
+from quire.cache.index import SYMBOL, PrefixIndex, num_common, symbols
+from quire.cache.kv_cache import KVCache
+from quire.cache.public import PublicPrefixes
+from quire.cache.radix import RadixTree
+from quire.cache.radix_node import Node
+from quire.core.namespace import Namespace
+
+
+@dataclass(slots=True)
+class Match:
+    """What was found of a prompt when it was last looked for."""
+
+    num_blocks: int = 0
+    num_public: int = 0  # leading blocks that belong to a public prefix
+    node: Node | None = None  # where the match ends; None: nowhere, or the index is no tree
+    edge: bytes = b""  # the node's run, as it was
+
+
+class Matching:
+    """Matches against the index of a cache. With a radix tree without windows it goes on from where a match ended."""
+
+    def __init__(self, cache: KVCache) -> None:
+        self._cache = cache
+        self._block_size = cache.block_size
+        self._size = cache.block_size * SYMBOL
+        self._public = PublicPrefixes(cache.config.public_prefixes, self._size)
+
+    @property
+    def index(self) -> PrefixIndex:
+        """Matches with another one are void: the cache begins a new index when it cannot trust the one it has."""
+        return self._cache.index
+
+    @property
+    def follows_tree(self) -> bool:
+        """Whether matches have nodes."""
+        return isinstance(self.index, RadixTree) and not self._cache.windowed
+
+    def renew(self, match: Match, namespace: Namespace, tokens: Sequence[int], most: int) -> int:
+        """Bring a match with the leading `most` tokens up to date; how many blocks had to be looked at."""
+        index = self._cache.index
+        if not isinstance(index, RadixTree) or self._cache.windowed:
+            match.num_blocks = index.find(namespace, tokens[:most]).num_tokens // self._block_size if most > 0 else 0
+            return most // self._block_size + 1
+        most = max(most, 0) // self._block_size
+        node, depth = match.node, match.num_blocks
+        if node is None or node.is_gone or node.parent is None:
+            node, depth = self._begin(match, index.forest, namespace, tokens, most)
+        elif node.edge is match.edge:
+            if depth < node.end:
+                return 1
+        else:
+            node, depth = node.parent, node.start
+        begin = depth
+        if node is not None:
+            node, depth = self._go_on(match, index.forest, namespace, node, depth, tokens, most)
+            match.edge = node.edge
+        match.node, match.num_blocks = node, depth
+        return depth - begin + 1
+
+    def next_key(self, match: Match, namespace: Namespace, tokens: Sequence[int], most: int) -> tuple[object, ...]:
+        """Equal for prompts that agree in the block behind what was found of both, at the same place."""
+        begin = match.num_blocks * self._block_size
+        where = namespace if match.node is None else match.node.id
+        return where, match.num_blocks, symbols(tokens[begin : min(begin + self._block_size, most)])
+
+    def path(self, match: Match) -> tuple[int, ...]:
+        """Ids of the nodes from a root to where a match ends; that of the public root comes first."""
+        ids = []
+        node = match.node
+        while node is not None:
+            ids.append(node.id)
+            node = node.parent
+        return tuple(reversed(ids))
+
+    def _begin(
+        self, match: Match, forest: Forest, namespace: Namespace, tokens: Sequence[int], most: int
+    ) -> tuple[Node | None, int]:
+        """The root under which a prompt is found, if there is one."""
+        if self._public.longest:
+            match.num_public = min(self._public.num_blocks(symbols(tokens[: self._public.longest])), most)
+        if match.num_public:
+            return forest.roots.get(self._public.root_key(namespace)), 0
+        return forest.roots.get((namespace, b"")), 0
+
+    def _go_on(
+        self,
+        match: Match,
+        forest: Forest,
+        namespace: Namespace,
+        node: Node,
+        depth: int,
+        tokens: Sequence[int],
+        most: int,
+    ) -> tuple[Node, int]:
+        """The end of what a prompt has in common with the tree, from the end of `depth` blocks at a node on."""
+        if node.public:
+            node, depth = self._descend(node, depth, tokens, match.num_public)
+            if depth < match.num_public:
+                return node, depth
+            own = forest.roots.get((namespace, symbols(tokens[: depth * self._block_size])))
+            if own is None:
+                return node, depth
+            node = own
+        return self._descend(node, depth, tokens, most)
+
+    def _descend(self, node: Node, depth: int, tokens: Sequence[int], most: int) -> tuple[Node, int]:
+        size = self._block_size
+        while depth < most:
+            child = node.children.get(symbols(tokens[depth * size : (depth + 1) * size]))
+            if child is None:
+                break
+            node, count = child, min(len(child.blocks[0]), most - depth)
+            run = symbols(tokens[depth * size : (depth + count) * size])
+            if child.edge[: len(run)] != run:
+                return node, depth + num_common(run, child.edge) * SYMBOL // self._size
+            depth += count
+        return node, depth

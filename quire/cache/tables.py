@@ -1,0 +1,148 @@
+"""The tables of live sequences and how they grow, over what all verbs of the memory have in common. Decides nothing."""
+
+from collections.abc import Sequence
+from sys import maxsize
+
+from quire.cache.copies import Copies
+from quire.cache.eviction.worth import Seconds, seconds_by_default
+from quire.cache.hashed import HashIndex
+from quire.cache.in_flight import InFlight
+from quire.cache.index import NOTHING_FOUND, Cause, PrefixIndex
+from quire.cache.no_index import NoIndex
+from quire.cache.pool import BlockPool, Pools
+from quire.cache.radix import RadixTree
+from quire.cache.swap import SwapSpace
+from quire.cache.table import ABSENT, BlockTable
+from quire.config import CacheConfig
+
+NOBODY = Cause()
+
+
+class Tables:
+    """Block tables by sequence, and all that owns blocks beside them."""
+
+    def __init__(self, config: CacheConfig) -> None:
+        self.config = config
+        self.block_size = config.block_size
+        self.pools = Pools(BlockPool(group.num_blocks) for group in config.groups)
+        self._windowed = [i for i, group in enumerate(config.groups) if group.window]
+        self.by_id: dict[int, BlockTable] = {}
+        self.in_flight = InFlight(self.pools)
+        self.copies = Copies(self.pools, self.in_flight.let_go)
+        self.swap = SwapSpace(config)
+        self.recompute_seconds: Seconds = seconds_by_default
+        self.index = self._new_index()
+        self.num_evicted_before = 0  # by indexes before this one
+
+    def add(self, seq_id: int, table: BlockTable) -> BlockTable:
+        """A sequence has a table from now on. Raises ValueError where it has one."""
+        if seq_id in self.by_id:
+            raise ValueError(f"sequence {seq_id} has a table already")
+        self.by_id[seq_id] = table
+        return table
+
+    def note_due(self, table: BlockTable) -> None:
+        """When the index has to hear of a table again."""
+        table.due = maxsize if self.config.prefix_index == "none" else (table.num_indexed + 1) * self.block_size
+
+    def begin_index_again(self) -> None:
+        """An index that cannot be trusted is given up for a new one."""
+        self.num_evicted_before += self.index.num_evicted
+        self.index = self._new_index()
+        for table in self.by_id.values():
+            table.num_found = 0
+            self.index.enter(table, NOTHING_FOUND)
+            self.note_due(table)
+
+    def needed(self, table: BlockTable, num_tokens: int, reserve: int = 0) -> list[int]:
+        """See KVCache."""
+        if num_tokens <= table.capacity:
+            return [0] * len(self.pools)
+        index = table.capacity // self.block_size
+        return [
+            max(0, self.config.num_blocks(group, num_tokens, reserve) - len(blocks))
+            + self.is_shared(group, blocks, index)
+            for group, blocks in enumerate(table.blocks)
+        ]
+
+    def grow(
+        self,
+        table: BlockTable,
+        num_tokens: int,
+        *,
+        reserve: int = 0,
+        spare: Sequence[int] | None = None,
+        cause: Cause = NOBODY,
+    ) -> list[int] | None:
+        """See KVCache."""
+        needed, enough = self.needed(table, num_tokens, reserve), True
+        for group, pool in enumerate(self.pools):
+            wanted = needed[group] + (spare[group] if spare else 0)
+            if wanted > pool.num_free:
+                enough = False
+                if wanted > pool.num_available:
+                    return None
+        if not enough and not self.make_room(needed, cause):
+            return None
+        firsts = []
+        index, rest = divmod(table.capacity, self.block_size)
+        for group, (pool, blocks, new) in enumerate(zip(self.pools, table.blocks, needed, strict=True)):
+            copied = new > 0 and self.is_shared(group, blocks, index)
+            firsts.append(index if copied else len(blocks))
+            if copied:
+                blocks[index] = self.copies.make(group, blocks[index], rest)  # which takes over the table's reference
+            blocks += pool.take_many(new - copied)
+        table.capacity = max(table.capacity, min(map(len, table.blocks)) * self.block_size)
+        return firsts
+
+    def yield_pin(self) -> bool:
+        """The weakest pin ends; False where there is none."""
+        return self.index.wishes is not None and self.index.wishes.yield_one()
+
+    def make_room(self, needed: Sequence[int], cause: Cause) -> bool:
+        """Evict until so many blocks of each group are free."""
+        for group, pool in enumerate(self.pools):
+            if needed[group] > pool.num_free:
+                self.index.evict(group, needed[group] - pool.num_free, cause)
+        return all(pool.num_free >= count for pool, count in zip(self.pools, needed, strict=True))
+
+    def is_shared(self, group: int, blocks: list[int], index: int) -> bool:
+        """Whether the block at `index` exists and is in other tables, whose sequences must not see it change.
+
+        Asked about the block at a table's `capacity`. A copy of it that is still to be made does not count:
+        it is made before the step's writes, and what it copies lies before `capacity`. Nor does the index, which
+        says nothing about what lies behind that.
+        """
+        if index >= len(blocks):
+            return False
+        return self.pools[group].users(blocks[index]) - self.copies.held(group)[blocks[index]] > 1
+
+    def trim(self, table: BlockTable, num_tokens: int) -> None:
+        """See KVCache."""
+        for group in self._windowed:
+            blocks, first = table.blocks[group], table.firsts[group]
+            seen = min(self.config.first_seen(group, num_tokens), len(blocks))
+            for index in range(first, seen):
+                self.in_flight.let_go(group, blocks[index])
+                blocks[index] = ABSENT
+            table.firsts[group] = max(first, seen)
+
+    def release(self, seq_id: int, num_tokens: int) -> None:
+        """See KVCache."""
+        table = self.by_id.pop(seq_id)
+        self.swap.forget_arrival(seq_id)
+        for group, blocks in enumerate(table.blocks):
+            for block in self.copies.cancel(group, blocks):
+                num_tokens = min(num_tokens, blocks.index(block) * self.block_size)
+        entered = self.index.leave(table, num_tokens)
+        self.in_flight.doubt([table.blocks[0][i] for i in entered])
+        for group, (blocks, first) in enumerate(zip(table.blocks, table.firsts, strict=True)):
+            for block in reversed(blocks[first:]):
+                self.in_flight.let_go(group, block)
+
+    def _new_index(self) -> PrefixIndex:
+        if self.config.prefix_index == "none":
+            return NoIndex()
+        if self.config.prefix_index == "hash":
+            return HashIndex(self.config, self.pools, self.in_flight.fresh)
+        return RadixTree(self.config, self.pools, self.in_flight.fresh, lambda *counts: self.recompute_seconds(*counts))

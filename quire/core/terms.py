@@ -1,0 +1,65 @@
+"""Terms: what a request asks of the scheduler and of the memory, besides tokens."""
+
+import msgspec
+
+from quire.errors import RequestError
+
+MAX_SESSION = 256  # characters
+MAX_SECONDS = 1e9
+_LARGEST = 2**31 - 1  # priority, either way
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return _is_whole(value) or isinstance(value, float)
+
+
+def _is_name(value: object) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= MAX_SESSION and value.isprintable()
+
+
+def _wrong(field: str, expected: str, value: object) -> RequestError:
+    return RequestError(f"{field} must be {expected}, not {value!r:.80}", field)
+
+
+class Retention(msgspec.Struct, frozen=True, kw_only=True):
+    """How long the KV that a request leaves behind is kept, as far as there is room.
+
+    It is a wish: memory that running sequences need goes to them, but for pins within the operator's bound.
+    Raises RequestError for a value out of bounds.
+    """
+
+    priority: int = 50  # 0 to 100: what has less goes first
+    ttl: float | None = None  # seconds after its end; then it is as if nothing had been asked. None: for ever
+    pin: bool = False  # not to be evicted at all, while the ttl lasts
+    session: str | None = None  # a conversation: what its latest request asks holds for all that it left
+
+    def __post_init__(self) -> None:
+        if not _is_whole(self.priority) or not 0 <= self.priority <= 100:
+            raise _wrong("retention.priority", "a whole number from 0 to 100", self.priority)
+        if self.ttl is not None and (not _is_number(self.ttl) or not 0 <= self.ttl <= MAX_SECONDS):
+            raise _wrong("retention.ttl", f"a number of seconds from 0 to {MAX_SECONDS:.0e}", self.ttl)
+        if not isinstance(self.pin, bool):
+            raise _wrong("retention.pin", "true or false", self.pin)
+        if self.session is not None and not _is_name(self.session):
+            raise _wrong("retention.session", f"1 to {MAX_SESSION} printable characters", self.session)
+
+
+class Terms(msgspec.Struct, frozen=True, kw_only=True):
+    """Asks for nothing, unless it is said otherwise. Raises RequestError for a value out of bounds."""
+
+    priority: int = 0  # less runs earlier; only policy "priority" heeds it
+    deadline: float | None = None  # seconds after its arrival by which its last token is of use
+    retention: Retention = Retention()
+
+    def __post_init__(self) -> None:
+        if not _is_whole(self.priority) or abs(self.priority) > _LARGEST:
+            raise _wrong("priority", f"a whole number from {-_LARGEST} to {_LARGEST}", self.priority)
+        if self.deadline is not None and (not _is_number(self.deadline) or not 0 < self.deadline <= MAX_SECONDS):
+            raise _wrong("deadline", f"a number of seconds above 0 and up to {MAX_SECONDS:.0e}", self.deadline)
+
+
+NO_TERMS = Terms()

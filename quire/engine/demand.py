@@ -1,0 +1,88 @@
+"""Demand: what a model and its options ask of memory, and the cache that a memory plan makes of it. Loads nothing."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+from quire.config import CacheConfig, EngineOptions, KVGroup
+from quire.cost.host_pool import HostPool
+from quire.cost.memory import Demand, KVDemand, MemoryPlan
+from quire.kernels.contract import DTYPES
+from quire.kernels.reference.quantized import kept_as, read_bytes
+from quire.kernels.reference.sampling import LOGITS_AT_ONCE
+from quire.models.model import Description, KVLayer
+
+_LOGIT_COPIES = 4  # of all rows: in the model's type, in float32, with edits, and as they are handed over
+_SAMPLING_BYTES = 50  # for each logit that is sampled from at once: filtered, sorted, summed, random numbers
+
+
+def kv_groups(layers: Sequence[KVLayer]) -> Mapping[KVLayer, tuple[int, ...]]:
+    """Layers that can share blocks, those without a window first."""
+    groups: dict[KVLayer, list[int]] = defaultdict(list)
+    for index, layer in enumerate(layers):
+        groups[layer].append(index)
+    return {layer: tuple(groups[layer]) for layer in sorted(groups, key=lambda layer: layer.window)}
+
+
+def demand_of(
+    description: Description,
+    options: EngineOptions,
+    dtypes: tuple[str, str],
+    groups: Mapping[KVLayer, tuple[int, ...]],
+    scratch_bytes: int,
+) -> Demand:
+    """All that the memory plan has to know. dtypes: of weights and computation, and of keys and values."""
+    dtype, kv_dtype = dtypes
+    length = min(options.max_model_len or description.max_positions, description.max_positions)
+    read = read_bytes(kv_dtype, DTYPES[dtype])
+    widest = max(2 * layer.num_kv_heads * layer.head_dim * read for layer in groups)
+    weight_bytes = description.weight_bytes(dtype)
+    attention = min(max(scratch_bytes, length * widest), options.max_num_seqs * length * widest)
+    sampled = min(max(LOGITS_AT_ONCE, description.vocab_size), options.max_num_seqs * description.vocab_size)
+    return Demand(
+        weight_bytes=weight_bytes,
+        weight_reason=f"{description.num_parameters / 1e6:.2f} M parameters, {dtype}",
+        kv=tuple(_kv_demand(layer, len(layers), kv_dtype) for layer, layers in groups.items()),
+        block_size=options.block_size,
+        model_max_len=description.max_positions,
+        max_model_len=options.max_model_len,
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        workspace_bytes_per_token=description.activations_per_token * 4,
+        workspace_bytes_per_seq=description.vocab_size * 4 * _LOGIT_COPIES
+        + (length + len(groups) * -(-length // options.block_size)) * 4,
+        scratch_bytes=attention + _SAMPLING_BYTES * sampled,
+    )
+
+
+def _kv_demand(layer: KVLayer, num_layers: int, kv_dtype: str) -> KVDemand:
+    window = f", last {layer.window} tokens" if layer.window else ""
+    stored, size = kept_as(kv_dtype, layer.head_dim)
+    return KVDemand(
+        num_layers * 2 * layer.num_kv_heads * size * stored.itemsize,
+        layer.window,
+        f"{num_layers} layers x 2 x {layer.num_kv_heads} heads x {size} x {stored.itemsize} B{window}",
+    )
+
+
+def cache_of(groups: Mapping[KVLayer, tuple[int, ...]], dtype: str, plan: MemoryPlan, host: HostPool) -> CacheConfig:
+    """Pools of the planned sizes, without an index of prefixes."""
+    block_size = plan.demand.block_size
+    return CacheConfig(
+        block_size,
+        tuple(
+            KVGroup(
+                layers=layers,
+                kind="window" if layer.window else "full",
+                num_kv_heads=layer.num_kv_heads,
+                head_dim=layer.head_dim,
+                dtype=dtype,
+                num_blocks=num_blocks,
+                bytes_per_block=kv.bytes_per_token * block_size,
+                window=layer.window,
+                num_host_blocks=num_host_blocks,
+            )
+            for (layer, layers), kv, num_blocks, num_host_blocks in zip(
+                groups.items(), plan.demand.kv, plan.num_blocks, host.num_blocks, strict=True
+            )
+        ),
+    )

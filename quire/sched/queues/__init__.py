@@ -1,0 +1,1 @@
+"""Queue policies: who is next. One class for each kind of order."""

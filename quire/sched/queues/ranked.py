@@ -1,0 +1,49 @@
+"""Order by rank: first come, first served; of several classes the better one first."""
+
+from bisect import bisect_left, insort
+
+from quire.sched.queue import RANK, Queue
+from quire.sched.sequence import Sequence
+
+
+class Ranked(Queue):
+    """By class, then by arrival. Who comes back has arrived before all who never ran, of its class."""
+
+    def __init__(self) -> None:
+        self._waiting: list[Sequence] = []
+        self._counted: dict[int, int] = {}  # known tokens by sequence, as they were when it came
+        self._tokens: dict[int, int] = {}  # of those, all of a class together
+
+    @property
+    def head(self) -> Sequence | None:
+        """See Queue."""
+        return self._waiting[0] if self._waiting else None
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __contains__(self, seq: Sequence) -> bool:
+        return seq.id in self._counted
+
+    def put(self, seq: Sequence) -> None:
+        """See Queue."""
+        insort(self._waiting, seq, key=RANK)
+        self._counted[seq.id] = len(seq.tokens)
+        self._count(seq.rank[0], len(seq.tokens))
+
+    def remove(self, seq: Sequence) -> None:
+        """See Queue."""
+        at = bisect_left(self._waiting, seq.rank, key=RANK)
+        assert self._waiting[at] is seq, "not in the queue"
+        del self._waiting[at]
+        self._count(seq.rank[0], -self._counted.pop(seq.id))
+
+    def num_tokens_before(self, seq: Sequence) -> int:
+        """See Queue. All of its class came earlier."""
+        return sum(count for of, count in self._tokens.items() if of <= seq.rank[0])
+
+    def _count(self, of: int, num_tokens: int) -> None:
+        left = self._tokens.get(of, 0) + num_tokens
+        self._tokens[of] = left
+        if not left:
+            del self._tokens[of]

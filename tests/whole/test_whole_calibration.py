@@ -1,0 +1,288 @@
+"""A calibration runs steps and leaves nothing behind: on the scripted runner, and on the embedded model."""
+
+import io
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from quire import LLM, SamplingParams
+from quire.cache.kv_cache import KVCache
+from quire.cli import app
+from quire.config import CacheConfig, EngineOptions, KVGroup, SchedulerConfig
+from quire.core.step import StepResult
+from quire.cost.costs import Costs
+from quire.engine.build import build
+from quire.engine.calibration import measure
+from quire.engine.engine import Engine
+from quire.engine.lookup import lookup_seconds
+from quire.errors import ConfigError
+from quire.runner.scripted import ScriptedRunner, script
+from quire.runner.torch_runner import TorchRunner
+from quire.sched import journal
+from quire.sched.journal import JournalledScheduler
+from quire.server import serve as serving
+
+VOCAB = 50
+SMALL = {"dtype": "float32", "memory": "300MiB", "max_num_seqs": 4}
+
+
+class Timed:
+    """The scripted runner, with a clock that its steps move on; moves are only timed."""
+
+    def __init__(self, cache, limits, *, fails=lambda step: False):
+        self.now = 0.0
+        self.steps = []
+        self._fails = fails
+        self._moved = None
+        self._runner = ScriptedRunner(
+            cache,
+            max_num_seqs=limits.max_num_seqs,
+            max_model_len=limits.max_model_len,
+            vocab_size=VOCAB,
+            seconds_of=lambda n: 1e-3 + 1e-5 * n,
+        )
+
+    def clock(self):
+        return self.now
+
+    def launch(self, step):
+        self.steps.append(step)
+        if self._fails(step):
+            raise RuntimeError("out of memory")
+        self._moved = step if step.moves else None
+        if self._moved is None:
+            self._runner.launch(step)
+
+    def rest(self):
+        self._runner.rest()
+
+    def sample(self, step_id, late):
+        if self._moved is None:
+            self._runner.sample(step_id, late)
+
+    def collect(self):
+        if self._moved is None:
+            result = self._runner.collect()
+            self.now += result.seconds
+            return result
+        num_blocks = sum(len(move.pairs) for move in self._moved.moves)
+        out = self._moved.moves[0].target == "host"
+        seconds = (num_blocks * 1e-4, 0.0) if out else (0.0, num_blocks * 2e-4)
+        self.now += sum(seconds)
+        nothing = np.zeros(0, np.int32)
+        return StepResult(self._moved.id, 0.0, nothing, nothing, swap_seconds=seconds)
+
+
+def configs(num_blocks=64, *, host=0, window=0, max_model_len=200, max_num_seqs=20, budget=100):
+    groups = [KVGroup((0,), "full", 1, 8, "float32", num_blocks, 256, 0, host)]
+    if window:
+        groups.append(KVGroup((1,), "window", 1, 8, "float32", num_blocks, 256, window, host))
+    limits = SchedulerConfig(max_num_seqs, budget, max_model_len, 0.5, 0.01, 1)
+    return CacheConfig(4, tuple(groups), "radix"), limits
+
+
+def measured(cache, limits, *, seconds=10.0, **runner):
+    timed = Timed(cache, limits, **runner)
+    return timed, measure(timed, cache, limits, vocab_size=VOCAB, seconds=seconds, clock=timed.clock)
+
+
+@pytest.mark.parametrize("window", [0, 40])
+def test_prompts_steps_and_copies_are_measured(window):
+    _, (found, problem) = measured(*configs(host=16, window=window, budget=150))
+    assert problem == ""
+    sizes = {sample.num_tokens for sample in found.prefill}
+    assert sizes >= {16, 64, 150}
+    assert {sample.num_before for sample in found.prefill} - {0}
+    assert {sample.num_rows for sample in found.decode} == {1, 4, 16}
+    assert len({sample.num_bytes for sample in found.copies}) == 2
+    costs = Costs()
+    costs.calibrate(found)
+    assert costs.recompute_seconds(100) == pytest.approx(1e-3, rel=0.01)
+    assert costs.copy_seconds(256) == (pytest.approx(1e-4), pytest.approx(2e-4))
+    assert max(sample.num_tokens + sample.num_before for sample in found.prefill) < 200
+
+
+def test_it_ends_in_time_and_begins_nothing_that_would_not():
+    cache, limits = configs()
+    for seconds in (1e-6, 2e-3, 0.01, 0.1):
+        timed, (found, problem) = measured(cache, limits, seconds=seconds)
+        assert problem == ""
+        assert timed.now <= max(seconds + 3e-3, 5e-3)  # a step takes 1 to 2 ms
+    assert found.prefill
+    assert found.decode
+
+
+def test_ids_are_below_zero_and_each_shape_is_warm_when_it_counts():
+    timed, _ = measured(*configs(host=8))
+    assert all(step.id < 0 for step in timed.steps)
+    assert len({step.id for step in timed.steps}) == len(timed.steps)
+    assert all((step.chunks.seq_ids < 0).all() for step in timed.steps)
+    assert all(move.id < 0 for step in timed.steps for move in step.moves)
+    behind_nothing = [step.num_tokens for step in timed.steps if list(step.chunks.starts) == [0]]
+    assert sorted(behind_nothing)[:6] == [8, 16, 16, 64, 64, 100]
+
+
+@pytest.mark.parametrize("limits", [{"max_model_len": 2, "max_num_seqs": 1}, {"max_num_seqs": 1, "budget": 3}])
+def test_tiny_engines_are_measured_as_far_as_they_go(limits):
+    _, (found, problem) = measured(*configs(**limits))
+    assert problem == ""
+    assert found.prefill
+
+
+def test_a_runner_that_fails_ends_only_the_part_that_it_failed_in(caplog):
+    _, (found, problem) = measured(*configs(host=8), fails=lambda step: step.num_tokens > 20)
+    assert problem == "prompts could not be measured (RuntimeError: out of memory)"
+    assert found.decode
+    assert found.copies
+    _, (nothing, problem) = measured(*configs(host=8), fails=lambda step: True)
+    assert (nothing.prefill, nothing.decode, nothing.copies) == ([], [], [])
+    assert "out of memory" in problem
+    assert "the calibration of copies failed" in caplog.text
+
+
+def test_requests_after_it_are_as_if_it_had_not_been():
+    cache, limits = configs(host=8)
+    timed, (found, _) = measured(cache, limits)
+    file = io.BytesIO()
+    scheduler = JournalledScheduler(limits, KVCache(cache), file)
+    scheduler.calibrate(found)
+    engine = Engine(scheduler, timed, vocab_size=VOCAB, clock=timed.clock)
+    prompt = list(range(30))
+    engine.add("a", prompt, SamplingParams(temperature=0.0, max_tokens=20))
+    tokens = [token for output in run(engine) for token in output.token_ids]
+    assert tokens == script(prompt, 20, VOCAB)
+    stats = engine.stats()
+    assert (stats.failed_steps, stats.prompt_tokens, stats.generation_tokens) == (0, 30, 20)
+    assert stats.prefix_hit_tokens == 0
+    file.seek(0)
+    records = list(journal.read(file))
+    assert [type(record).__name__ for record in records[:3]] == ["Header", "Calibrate", "Add"]
+    assert sum(isinstance(record, journal.Calibrate) for record in records) == 1
+    assert journal.replay(iter(records)).difference == ""
+
+
+def run(engine):
+    while engine.has_work:
+        yield from engine.step()
+
+
+# The embedded model
+
+
+def test_the_embedded_model_answers_the_same_and_its_journal_replays(tmp_path):
+    params = SamplingParams(temperature=0.0, max_tokens=12)
+    answers = []
+    for seconds in (0, 5.0):
+        path = tmp_path / f"{seconds}"
+        told = []
+        llm = LLM(**SMALL, journal=str(path), calibration=float(seconds), report=told.append)
+        stats = llm.get_metrics()
+        assert (stats.num_steps, stats.prompt_tokens, stats.kv_blocks_cached, stats.kv_blocks_used) == (0, 0, 0, 0)
+        answers.append(
+            [result.outputs[0].token_ids for result in llm.generate(["One Tuesday Mira", "The lamp"], params)]
+        )
+        llm.close()
+        assert journal.replay_file(path).difference == ""
+        assert any(line.startswith("costs ") for line in told) == bool(seconds)
+    assert answers[0] == answers[1]
+    assert "a token" in next(line for line in told if line.startswith("costs "))
+
+
+def test_copies_to_the_host_are_measured_and_leave_nothing_there():
+    told = []
+    llm = LLM(**SMALL, swap_space=0.02, calibration=10.0, report=told.append)
+    assert "GB/s from it" in next(line for line in told if line.startswith("costs "))
+    stats = llm.get_metrics()
+    assert stats.host_blocks_total > 0
+    assert (stats.host_blocks_used, stats.num_swapped_out_blocks, stats.num_swapped_in_blocks) == (0, 0, 0)
+    plain = LLM(**SMALL)
+    params = SamplingParams(temperature=0.0, max_tokens=12)
+    assert llm.generate("Mira", params)[0].outputs[0].text == plain.generate("Mira", params)[0].outputs[0].text
+
+
+def test_a_calibration_that_fails_is_told_and_requests_are_served(monkeypatch):
+    launch = TorchRunner.launch
+
+    def failing(self, step):
+        if step.id < 0:
+            raise RuntimeError("a kernel")
+        launch(self, step)
+
+    monkeypatch.setattr(TorchRunner, "launch", failing)
+    told = []
+    llm = LLM(**SMALL, calibration=0.2, report=told.append)
+    (line,) = [line for line in told if line.startswith("costs ")]
+    assert "nothing is known yet; prompts could not be measured (RuntimeError: a kernel)" in line
+    assert llm.generate("Mira", SamplingParams(max_tokens=2))[0].finished
+
+
+def test_a_server_calibrates_unless_it_is_told_not_to():
+    assert serving._calibrated(EngineOptions()).calibration == serving.CALIBRATION_SECONDS == 1.0
+    assert serving._calibrated(EngineOptions(calibration=0.0)).calibration == 0.0
+
+
+# Options
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"policy": "lpm", "enable_prefix_caching": False}, "policy 'lpm' orders requests by what the prefix cache"),
+        ({"policy": "cache-aware", "enable_prefix_caching": False}, "policy 'cache-aware' orders"),
+        ({"policy": "fifo"}, "policy: Invalid enum value 'fifo'"),
+        ({"wait_weight": 3.0}, "wait_weight is of policy 'cache-aware'; policy 'fcfs'"),
+        ({"wait_weight": -1.0, "policy": "cache-aware"}, "wait_weight must be at least 0"),
+        ({"eviction": "cost", "prefix_index": "hash"}, "eviction 'cost' needs the radix prefix index; use the radix"),
+        ({"eviction": "lfu", "enable_prefix_caching": False}, "do not turn off enable_prefix_caching"),
+        ({"eviction": "fifo"}, "eviction: Invalid enum value 'fifo'"),
+        ({"preemption": "swap", "device": "cpu"}, "preemption 'swap' needs host memory to swap to; give swap_space"),
+        ({"preemption": "swap", "swap_space": "0"}, "preemption 'swap' needs host memory to swap to"),
+        ({"preemption": "recompute", "swap_space": "1GiB"}, "swap_space=1GiB is of no use"),
+        ({"swap_space": "lots"}, "swap_space must be bytes"),
+        ({"swap_space": "4000"}, "of host memory available"),
+        ({"calibration": -1.0}, "calibration must be 0 to 600 seconds"),
+        ({"calibration": float("nan")}, "calibration must be 0 to 600 seconds"),
+    ],
+)
+def test_options_that_do_not_go_together_say_what_to_change(options, message):
+    with pytest.raises(ConfigError, match=message):
+        build(EngineOptions(**options), report=lambda line: None, progress=lambda done, total: None)
+
+
+def test_options_reach_the_scheduler_and_the_memory_plan():
+    told = []
+    options = EngineOptions(**SMALL, policy="cache-aware", wait_weight=7.0, swap_space="0.01", eviction="lru")
+    built = build(options, report=told.append, progress=lambda done, total: None)
+    (group,) = built.cache.groups
+    host = group.num_host_blocks * group.bytes_per_block
+    assert 0.01 * 2**30 - group.bytes_per_block < host <= 0.01 * 2**30
+    (line,) = [line for line in told if line.startswith("host pool")]
+    assert f"{group.num_host_blocks} blocks of 16 tokens in host memory" in line
+    assert (built.options.wait_weight, built.options.swap_space, built.options.calibration) == (7.0, f"{host}B", 0.0)
+    built.engine.close()
+
+
+def test_swap_space_is_taken_as_a_number_by_the_offline_interface():
+    llm = LLM(**SMALL, swap_space=0.01)
+    assert llm.get_metrics().kv_blocks_total > 0
+
+
+# Lookups and the doctor
+
+
+def test_a_lookup_is_measured_for_each_size():
+    found = lookup_seconds("radix", [8, 64], 200)
+    assert set(found) == {8, 64}
+    assert all(0 < seconds < 1 for seconds in found.values())
+    assert lookup_seconds("none", [8], 200) == {}
+    ticks = iter(range(100))
+    assert lookup_seconds("hash", [16], 64, clock=lambda: float(next(ticks))) == {16: 1 / 32}
+
+
+def test_the_doctor_speaks_of_block_sizes():
+    result = CliRunner().invoke(app, ["doctor", "--memory", "300MiB", "--block-size", "32"])
+    assert result.exit_code == 0
+    line = next(line for line in result.output.splitlines() if line.startswith("   16:"))
+    assert "16: a sequence leaves 7.5 slots empty on average, 1.4% of 512 tokens, finding 512 tokens takes" in line
+    assert "32 is used; /get_server_info" in result.output
