@@ -83,7 +83,7 @@ def under(
     runner, rng = Modelled(), Random(seed)
     arrivals = deque[float]()
     now, at, num, num_steps, counted, computed = 0.0, rng.expovariate(rate), 0, 0, 0, 0
-    needed = 0
+    needed = 0  # of outputs; the last token of each is not computed
     while now < seconds:
         while at <= now:
             prompt, output = lengths(rng)
@@ -101,7 +101,7 @@ def under(
         outputs = scheduler.commit(result, now)
         num_steps += 1
         computed += step.num_tokens
-        needed += sum(len(one.token_ids) for one in outputs)
+        needed += sum(len(one.token_ids) - (one.finish_reason is not None) for one in outputs)
         if now >= _WARM * seconds:
             counted += sum(len(one.token_ids) for one in outputs)
     admitted = scheduler.accounts.num_query_tokens - scheduler.accounts.num_hit_tokens

@@ -6,6 +6,7 @@ they are first asked for, which is the one lazy import in quire: the mind (`quir
 `__init__.pyi`.
 """
 
+import gc
 import os
 from importlib import import_module
 
@@ -35,4 +36,10 @@ __all__ = ["__version__", *_HOMES]
 def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module 'quire' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    collects = gc.isenabled()
+    gc.disable()  # torch makes a million objects that stay: to search them for garbage takes a tenth of its import
+    try:
+        return getattr(import_module(_HOMES[name]), name)
+    finally:
+        if collects:
+            gc.enable()

@@ -1,6 +1,7 @@
 """Tokens that are computed again because they were evicted, by order of eviction, beside the offline optimum.
 
-    python -m benchmarks.eviction [--only TRACE ...] [--seeds N] [--requests N] [--json FILE] [--plots FOLDER]
+    python -m benchmarks.eviction [--only TRACE ...] [--seeds N] [--first-seed N] [--requests N] [--json FILE]
+        [--plots FOLDER]
 
 Traces run one request after another through the real memory (KVCache, radix tree), without scheduler and model: all
 figures are counts, and equal on every machine. Pools are shares of a trace's footprint. Intervals are 95 % over seeds.
@@ -25,12 +26,12 @@ SHARES = (0.05, 0.1, 0.2, 0.4)
 TO_WIN = ("chat-tree", "agent", "rag")  # what `cost` is for; elsewhere it is to be at most 2 % worse than lru
 
 
-def measure(names: Sequence[str], num_seeds: int, count: int) -> dict[str, dict[float, list[Cell]]]:
+def measure(names: Sequence[str], seeds: Sequence[int], count: int) -> dict[str, dict[float, list[Cell]]]:
     """Cells of each trace and share, one for each seed."""
     out: dict[str, dict[float, list[Cell]]] = {}
     for name in names:
         begin = time.perf_counter()
-        by_seed = [cells(name, seed, count, SHARES, ORDERS) for seed in range(num_seeds)]
+        by_seed = [cells(name, seed, count, SHARES, ORDERS) for seed in seeds]
         out[name] = {share: [some[i] for some in by_seed] for i, share in enumerate(SHARES)}
         print(f"{name}: {time.perf_counter() - begin:.0f} s", file=sys.stderr)
     return out
@@ -42,20 +43,24 @@ def show(console: Console, measured: dict[str, dict[float, list[Cell]]]) -> None
     for name in ("trace", "pool", "hit rate lru", "lfu", "cost", "optimum", "lfu, %", "cost, %", "optimum, %", "goal"):
         table.add_column(name, justify="left" if name in ("trace", "goal") else "right")
     for name, by_share in measured.items():
-        for share, some in by_share.items():
+        by_seed = zip(*by_share.values(), strict=True)
+        rows = {f"{share:.0%}": some for share, some in by_share.items()} | {"all": list(map(Cell.together, by_seed))}
+        for pool, some in rows.items():
             rates = [f"{Interval.of([one.hit_rate(order) for one in some]).mean:.1f}" for order in _all_orders()]
             changes = {order: Interval.of([one.against(order, "lru") for one in some]) for order in _all_orders()[1:]}
-            goal = goal_of(name, changes["cost"])
-            end = share == SHARES[-1]
-            table.add_row(name, f"{share:.0%}", *rates, *map(str, changes.values()), goal, end_section=end)
+            goal = goal_of(name, changes["cost"], together=pool == "all")
+            table.add_row(name, pool, *rates, *map(str, changes.values()), goal, end_section=pool == "all")
     console.print(table)
 
 
-def goal_of(name: str, change: Interval) -> str:
-    """Whether `cost` does what it is for, of what it computes again in percent of what lru does."""
-    if name in TO_WIN:
-        return "beats lru" if change.mean + change.half < 0 else "MISSED"
-    return "ok" if change.mean <= 2 else "MISSED"
+def goal_of(name: str, change: Interval, *, together: bool) -> str:
+    """Whether `cost` does what it is for. change: of what it computes again, in percent of what lru does.
+
+    together: in all pools; there it has to win where it is to, and in no pool it may be much worse.
+    """
+    if name in TO_WIN and change.mean + change.half < 0:
+        return "beats lru"
+    return "ok" if change.mean <= 2 and not (name in TO_WIN and together) else "MISSED"
 
 
 def _all_orders() -> tuple[str, ...]:
@@ -98,11 +103,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.eviction", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--only", nargs="+", choices=TRACES, default=list(TRACES), metavar="TRACE")
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--first-seed", type=int, default=0, help="the orders were tuned on 0 and 1")
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--json", type=Path, help="write the counts here")
     parser.add_argument("--plots", type=Path, help="draw eviction.png in this folder (needs matplotlib)")
     args = parser.parse_args(arguments)
-    measured = measure(args.only, args.seeds, args.requests)
+    measured = measure(args.only, range(args.first_seed, args.first_seed + args.seeds), args.requests)
     console = Console() if sys.stdout.isatty() else Console(width=150)
     show(console, measured)
     if args.json:

@@ -46,6 +46,21 @@ class Cell:
         """Percent of prompt tokens."""
         return 100 * self.num_cached[order] / self.num_tokens
 
+    @classmethod
+    def together(cls, cells: Sequence["Cell"]) -> "Cell":
+        """Of one trace and seed, all pools: what is counted, added up."""
+
+        def added(counts: Sequence[dict[str, int]]) -> dict[str, int]:
+            return {order: sum(one[order] for one in counts) for order in counts[0]}
+
+        return cls(
+            sum(one.num_blocks for one in cells),
+            sum(one.num_tokens for one in cells),
+            added([one.num_cached for one in cells]),
+            added([one.num_recomputed for one in cells]),
+            added([one.num_whole_lost for one in cells]),
+        )
+
     def against(self, order: str, base: str) -> float:
         """Percent by which one computes more again than another; of what a pool without end computes, if that is 0."""
         ours, theirs = self.num_recomputed[order], self.num_recomputed[base]

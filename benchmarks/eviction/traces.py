@@ -93,24 +93,37 @@ def chat_tree(source: Source, count: int) -> list[Ask]:
     return _interleaved(source, begin, count, 0.5)
 
 
-def _agent(source: Source, tools: Tokens) -> Session:
+def _agent(source: Source, tools: Tokens, side: float) -> Session:
+    """side: chance that what a tool said is summarised first, in a call of its own that nothing goes on from."""
     context, wait = tools + source.tokens(30, 200), 0.0
     for _ in range(source.rng.choice((1, 2, 6, 10, 16))):
         output = source.tokens(20, 80)
         yield wait, list(context), output
         context = context + output + source.tokens(30, 400)
+        if source.rng.random() < side:
+            yield source.pause(3, 0.5), tools + source.tokens(200, 800), source.tokens(30, 80)
         wait = source.pause(60, 0.6) if source.rng.random() < 0.15 else source.pause(3, 0.5)
 
 
 def agents(source: Source, count: int) -> list[Ask]:
     """Agents with one of 3 tool descriptions of 1200 tokens; 1 to 16 steps, each adds 50 to 480 tokens.
 
-    A tool takes 3 s (median), one call of seven 60 s; 1 new agent in 2.5 s.
+    A tool takes 3 s (median), one call of seven 60 s; what every second one says (200 to 800 tokens) is summarised in
+    a call of its own, behind the same description. 1 new agent in 2.5 s.
     """
+    return _agents(source, count, 0.5)
+
+
+def agent_loops(source: Source, count: int) -> list[Ask]:
+    """The same agents without summaries: all that is computed is gone on from, but for the last step."""
+    return _agents(source, count, 0.0)
+
+
+def _agents(source: Source, count: int, side: float) -> list[Ask]:
     tools = [source.tokens(1200, 1200) for _ in range(3)]
 
     def begin(source: Source) -> tuple[str, Session]:
-        return "", _agent(source, source.rng.choice(tools))
+        return "", _agent(source, source.rng.choice(tools), side)
 
     return _interleaved(source, begin, count, 0.4)
 
@@ -182,6 +195,7 @@ def scans(source: Source, count: int) -> list[Ask]:
 TRACES: dict[str, Callable[[Source, int], list[Ask]]] = {
     "chat-tree": chat_tree,
     "agent": agents,
+    "agent-loop": agent_loops,
     "rag": rag,
     "few-shot": few_shot,
     "tenants": tenants,

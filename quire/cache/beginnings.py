@@ -7,6 +7,7 @@ from quire.cache.index import NOTHING_FOUND, Cause, Found
 from quire.cache.swapping import Swapping
 from quire.cache.table import ABSENT, BlockTable
 from quire.cache.tables import Tables
+from quire.core.namespace import Namespace
 
 
 class Beginnings:
@@ -24,9 +25,15 @@ class Beginnings:
         self._tables.note_due(table)
         return table
 
-    def admit(self, seq_id: int, table: BlockTable, reusable: int, room: Room) -> Admission | None:
+    def admit(
+        self, seq_id: int, tokens: Sequence[int], namespace: Namespace, reusable: int, room: Room
+    ) -> Admission | None:
         """With what the index has, or what the host has behind that. Where nothing else runs, pins yield to it."""
-        while (admission := self._try(seq_id, table, reusable, room)) is None:
+
+        def new() -> BlockTable:  # for each try, since one that fails may have filled it
+            return BlockTable(len(self._tables.pools), tokens, namespace)
+
+        while (admission := self._try(seq_id, new(), reusable, room)) is None:
             if room.spare is not None or self._tables.in_flight.newest is not None or not self._tables.yield_pin():
                 return None
         return admission

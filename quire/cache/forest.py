@@ -36,7 +36,7 @@ class Forest:
         self._lost = Lost()
         self._known = _BLOCKS_REMEMBERED * key_bytes
         self.num_evicted = 0
-        self.reason: dict[str, float] = {}  # why the first leaf went of the latest to be given up
+        self.reason: dict[str, float] = {}  # why the first one went of what was given up since it was taken
         self.clock = clock
         self.wishes = Wishes(pools, clock, key_bytes, self._relist)
         self._pools = pools
@@ -80,8 +80,7 @@ class Forest:
         else:
             parent, node = node, Node(self._number(), edge, blocks, node, node.end + len(blocks[0]))
             parent.attach(node, edge[: self._size])
-            if len(edge) >= self._size:
-                node.uses = parent.uses.followed()
+            node.uses = parent.uses.followed() if len(edge) >= self._size else node.uses
         node.tick = self.clock.tick
         self._list(node)
         return node
@@ -158,8 +157,7 @@ class Forest:
 
     def unwrite(self, table: BlockTable, keep: Node | None = None) -> None:
         """They do not any more. keep: not to be tidied yet."""
-        node = place_of(table)
-        del node.writers[table]
+        del (node := place_of(table)).writers[table]
         if node is not keep:
             self.tidy(node)
 
@@ -197,7 +195,7 @@ class Forest:
                 continue
             cut = self._num_idle_at_end(leaf, min(count - freed, self.leaves.num_at_once(leaf)))
             if cut:
-                self._give_up(leaf, cut, cause, first=not freed)
+                self._give_up(leaf, cut, cause)
                 freed += cut
             elif not self.wishes.holds(leaf):  # which lists it again when the pin ends
                 busy.append(leaf)
@@ -206,10 +204,14 @@ class Forest:
         self.num_evicted += freed
         return freed
 
-    def _give_up(self, leaf: Node, cut: int, cause: Cause, *, first: bool) -> None:
+    def take_reason(self) -> dict[str, float]:
+        """See PrefixIndex."""
+        reason, self.reason = self.reason, {}
+        return reason
+
+    def _give_up(self, leaf: Node, cut: int, cause: Cause) -> None:
         """Blocks at the end of a leaf that came up are evicted."""
-        if first:
-            self.reason = self.leaves.reason(leaf)
+        self.reason = self.reason or self.leaves.reason(leaf)
         self.leaves.given_up(leaf, cut)
         at = len(leaf.blocks[0]) - cut
         self._note_loss(leaf, at, cause)
@@ -252,6 +254,7 @@ class Forest:
             blocks = node.blocks[group]
             for i, block in enumerate(blocks):
                 if freed < count and block != ABSENT and pool.is_idle(block):
+                    self.reason = self.reason or {"age": self.clock.tick - node.tick}
                     pool.leave_index(block)
                     blocks[i] = ABSENT
                     freed += 1
@@ -282,8 +285,7 @@ class Forest:
 
     def _note_loss(self, leaf: Node, at: int, cause: Cause) -> None:
         size = self._size
-        root = leaf.root
-        before = leaf.path_end(at * size, self._known)
+        root, before = leaf.root, leaf.path_end(at * size, self._known)
         place = (root.root_key, (leaf.start - root.end + at) * size)
         self._lost.note(place, before, leaf.edge[at * size : (at + 1) * size], cause)
 
@@ -362,10 +364,10 @@ class Forest:
 
     def _forget_root(self, key: RootKey) -> None:
         del self.roots[key]
-        tenant = key[0].tenant
-        del self._by_tenant[tenant][key]
-        if not self._by_tenant[tenant]:
-            del self._by_tenant[tenant]
+        keys = self._by_tenant[key[0].tenant]
+        del keys[key]
+        if not keys:
+            del self._by_tenant[key[0].tenant]
 
     # Looking
 
@@ -386,7 +388,7 @@ class Forest:
         """See PrefixIndex."""
         wrong = [f"node {node.id}: {wrong}" for node in self.nodes() for wrong in faults(node, self._size)]
         for node in self.nodes():
-            wrong += self.wishes.faults(node)
+            wrong += [f"node {node.id}: {one}" for one in self.wishes.faults(node, self._passed)]
             if node.is_free and node not in self.leaves and not self.wishes.holds(node):
                 wrong.append(f"node {node.id}: a leaf that would never be evicted")
         return wrong
@@ -394,5 +396,4 @@ class Forest:
 
 def place_of(table: BlockTable) -> Node:
     """Where a table's indexed blocks end."""
-    place: Node = table.place  # type: ignore[assignment]  # what `write` put there
-    return place
+    return table.place  # type: ignore[return-value]  # what `write` put there

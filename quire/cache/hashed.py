@@ -59,7 +59,6 @@ class HashIndex:
         """fresh: not needed, since nothing is copied."""
         del fresh
         self.num_evicted = 0
-        self.reason: dict[str, float] = {}  # the least recently used goes first, and that is all
         self.wishes: Wishes | None = None  # whole chains would have to be marked
         self._config = config
         self._pools = pools
@@ -73,6 +72,10 @@ class HashIndex:
         self._namespaces: OrderedDict[str, OrderedDict[Namespace, None]] = OrderedDict()  # by tenant, latest last
 
     # What is there
+
+    def take_reason(self) -> dict[str, float]:
+        """The least recently used goes first, and that is all."""
+        return {}
 
     def find(self, namespace: Namespace, tokens: Sequence[int]) -> Found:
         """See PrefixIndex."""

@@ -56,9 +56,8 @@ class PrefixIndex(Protocol):
     def num_evicted(self) -> int:
         """Blocks, since the start."""
 
-    @property
-    def reason(self) -> dict[str, float]:
-        """In numbers, why the first block of the latest eviction went before others. See docs/eviction.md."""
+    def take_reason(self) -> dict[str, float]:
+        """In numbers, why the first one went of all that was evicted since the last call. See docs/eviction.md."""
 
     @property
     def wishes(self) -> Wishes | None:

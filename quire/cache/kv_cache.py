@@ -135,10 +135,10 @@ class KVCache:
         Of a sequence that was swapped out, what the host has behind whole blocks that were found is on its way then:
         nothing may be computed from it before the step that is being planned is collected.
         """
-        table = BlockTable(len(self.pools), tokens, namespace)
-        admission = self._beginnings.admit(seq_id, table, reusable, Room(len(tokens), limit, most, spare, cause))
+        room = Room(len(tokens), limit, most, spare, cause)
+        admission = self._beginnings.admit(seq_id, tokens, namespace, reusable, room)
         if admission is not None:
-            table.keep = keep
+            admission.table.keep = keep
         return admission
 
     def fork(self, seq_id: int, new_id: int, num_tokens: int, tokens: Sequence[int] = ()) -> BlockTable:

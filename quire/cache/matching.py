@@ -2,7 +2,8 @@
 
 Counts whole blocks only, and says how they hang together in the radix tree. What was known is not compared again:
 a node whose run is still the same object has not changed, and what lies above a node that is in the tree cannot have
-changed either, since only leaves are given up.
+changed either, since only leaves are given up. That is so within one tree: what begins with a public prefix goes on in
+another one, each changes without the other, and so it is searched from the beginning.
 """
 
 from collections.abc import Sequence
@@ -15,6 +16,8 @@ from quire.cache.public import PublicPrefixes
 from quire.cache.radix import RadixTree
 from quire.cache.radix_node import Node
 from quire.core.namespace import Namespace
+
+_PIECE = 32  # blocks that are compared at once
 
 
 @dataclass(slots=True)
@@ -47,20 +50,22 @@ class Matching:
         return isinstance(self.index, RadixTree) and not self._cache.windowed
 
     def renew(self, match: Match, namespace: Namespace, tokens: Sequence[int], most: int) -> int:
-        """Bring a match with the leading `most` tokens up to date; how many blocks had to be looked at."""
+        """Bring a match with the leading `most` tokens up to date; about how many blocks had to be looked at."""
         index = self._cache.index
         if not isinstance(index, RadixTree) or self._cache.windowed:
             match.num_blocks = index.find(namespace, tokens[:most]).num_tokens // self._block_size if most > 0 else 0
             return most // self._block_size + 1
         most = max(most, 0) // self._block_size
         node, depth = match.node, match.num_blocks
-        if node is None or node.is_gone or node.parent is None:
+        if node is None or node.is_gone or node.parent is None or match.num_public:
             node, depth = self._begin(match, index.forest, namespace, tokens, most)
         elif node.edge is match.edge:
             if depth < node.end:
                 return 1
         else:
             node, depth = node.parent, node.start
+            while depth > match.num_blocks and node.parent is not None:  # it was divided behind where the match ended
+                node, depth = node.parent, node.start
         begin = depth
         if node is not None:
             node, depth = self._go_on(match, index.forest, namespace, node, depth, tokens, most)
@@ -120,9 +125,12 @@ class Matching:
             child = node.children.get(symbols(tokens[depth * size : (depth + 1) * size]))
             if child is None:
                 break
-            node, count = child, min(len(child.blocks[0]), most - depth)
-            run = symbols(tokens[depth * size : (depth + count) * size])
-            if child.edge[: len(run)] != run:
-                return node, depth + num_common(run, child.edge) * SYMBOL // self._size
-            depth += count
+            node, end = child, min(child.end, most)
+            while depth < end:
+                piece = min(_PIECE, end - depth)
+                run = symbols(tokens[depth * size : (depth + piece) * size])
+                begin = (depth - child.start) * self._size
+                if (there := child.edge[begin : begin + len(run)]) != run:
+                    return node, depth + num_common(run, there) * SYMBOL // self._size
+                depth += piece
         return node, depth

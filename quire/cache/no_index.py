@@ -15,8 +15,7 @@ class NoIndex:
     num_evicted = 0
     wishes = None
 
-    @property
-    def reason(self) -> dict[str, float]:
+    def take_reason(self) -> dict[str, float]:
         """Nothing is evicted."""
         return {}
 

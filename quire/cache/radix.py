@@ -60,10 +60,9 @@ class RadixTree:
         """See PrefixIndex."""
         return self.forest.num_evicted
 
-    @property
-    def reason(self) -> dict[str, float]:
+    def take_reason(self) -> dict[str, float]:
         """See PrefixIndex."""
-        return self.forest.reason
+        return self.forest.take_reason()
 
     @property
     def wishes(self) -> Wishes:

@@ -75,7 +75,7 @@ class PinsRefused(Event, frozen=True, tag=True):
     """A request wanted its blocks never to be evicted, and pins held as much as they may."""
 
     num_blocks: int  # that were not pinned
-    num_pinned: int  # of the same request or session, that were
+    num_pinned: int  # of the same sequence's, that were
 
 
 class PinsYielded(Event, frozen=True, tag=True):

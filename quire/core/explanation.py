@@ -52,8 +52,8 @@ class Explanation(msgspec.Struct):
     num_prompt_tokens: int
     state: Literal["waiting", "running", "finished"] = "waiting"
     policy: str = "fcfs"  # who is next
-    place: int = 0  # sequences that waited when it came
-    num_passed_by: int = 0  # sequences, at least, that came after it and began before it
+    place: int = 0  # sequences of its tenant that waited when it came
+    num_passed_by: int = 0  # requests of its tenant, at least, that came after it and began before it
     admitted: float | None = None  # first sequence, first time
     finished: float | None = None
     num_cached_tokens: int = 0  # of the prompt, whose KV was there when it was first admitted

@@ -218,7 +218,8 @@ class Move(msgspec.Struct, frozen=True):
     """The only way bytes of blocks travel: `pairs` of (source block, target block) of one group.
 
     `num_tokens` counts the leading tokens of each block that matter. Device-to-device moves are done
-    before the writes of the Step that carries them; others report their id in a StepResult.
+    before the writes of the Step that carries them, and those to the host have read their blocks by then; those from
+    the host are done when the Step's result is there.
     """
 
     id: int
@@ -300,7 +301,6 @@ class StepResult(msgspec.Struct, frozen=True, eq=False):
     logprobs: Logprobs | None = None  # of `tokens`; None when no row of the step asks
     prompt_logprobs: Logprobs | None = None  # of the prompt tokens behind logits that nothing was sampled from
     pooled: np.ndarray | None = None  # float32 (chunks that pool, hidden_size)
-    moves_done: list[int] = []
     swap_seconds: tuple[float, float] = (0.0, 0.0)  # that moves to the host took, and from it; not part of `seconds`
     error: str = ""
 

@@ -28,14 +28,14 @@ def _wrong(field: str, expected: str, value: object) -> RequestError:
 class Retention(msgspec.Struct, frozen=True, kw_only=True):
     """How long the KV that a request leaves behind is kept, as far as there is room.
 
-    It is a wish: memory that running sequences need goes to them, but for pins within the operator's bound.
+    It is a wish: memory that running sequences need goes to them, but for pins within the bounds of docs/eviction.md.
     Raises RequestError for a value out of bounds.
     """
 
-    priority: int = 50  # 0 to 100: what has less goes first
+    priority: int = 50  # 0 to 100: what has less goes first, in eviction "priority" and "cost"
     ttl: float | None = None  # seconds after its end; then it is as if nothing had been asked. None: for ever
     pin: bool = False  # not to be evicted at all, while the ttl lasts
-    session: str | None = None  # a conversation: what its latest request asks holds for all that it left
+    session: str | None = None  # a conversation: what its latest request asks holds for what it left
 
     def __post_init__(self) -> None:
         if not _is_whole(self.priority) or not 0 <= self.priority <= 100:

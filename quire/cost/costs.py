@@ -9,8 +9,9 @@ from math import inf
 import msgspec
 
 from quire.cost.pace import LONGEST, SHORTEST, Pace
-from quire.cost.prefill import Prefill, num_pairs
+from quire.cost.prefill import OUTLIER, Prefill, num_pairs
 
+_TRUSTED = 3  # weight of steps, from which on another one is expected to be alike
 _FORGET = 0.9  # weight that a copy, or a step that generates, keeps when the next one is seen
 
 
@@ -86,6 +87,8 @@ class Costs:
         if pairs > 0:
             self.prefill.observe(num_tokens, pairs, seconds)
         else:
+            if self._steps >= _TRUSTED:  # a pause of the machine is no property of it
+                seconds = min(max(seconds, self.step_seconds / OUTLIER), self.step_seconds * OUTLIER)
             self._steps = self._steps * _FORGET + 1
             self._step_seconds = self._step_seconds * _FORGET + seconds
 

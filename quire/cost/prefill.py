@@ -7,7 +7,7 @@ from quire.cost.pace import LONGEST, SHORTEST
 
 _FORGET = 0.98  # weight that a step keeps when the next one is seen
 _DISTINCT = 1e-3  # of a quantity's square that has to be its own, or it cannot be told from the others
-_OUTLIER = 8.0  # one step counts for no more than so many times what was expected, nor for less than that part
+OUTLIER = 8.0  # one step counts for no more than so many times what was expected, nor for less than that part
 _TRUSTED = 8  # steps, from which on anything is expected
 _TOKENS, _PAIRS, _STEP = range(3)  # what takes time
 _FITS = ((_TOKENS, _PAIRS, _STEP), (_TOKENS, _PAIRS), (_TOKENS, _STEP), (_TOKENS,))
@@ -49,7 +49,7 @@ class Prefill:
             return
         if self.num_steps >= _TRUSTED:
             expected = self.seconds(num_tokens, num_pairs)
-            seconds = min(max(seconds, expected / _OUTLIER), expected * _OUTLIER)
+            seconds = min(max(seconds, expected / OUTLIER), expected * OUTLIER)
         features = (float(num_tokens), float(num_pairs), 1.0)
         for i, one in enumerate(features):
             self._products[i] = self._products[i] * _FORGET + one * seconds

@@ -42,13 +42,13 @@ def measure(
     seconds: float,
     clock: Callable[[], float] = time.monotonic,
 ) -> Measured:
-    """Run steps for about so many seconds: none begins that is not expected to be over by then, but for the first.
+    """Run steps for about so many seconds: none begins, but for the first and those that warm up, that is not
+    expected to be over by then.
 
     Raises nothing: a runner that fails ends the part that it failed in.
     """
     trial = _Trial(runner, cache, limits, vocab_size, clock)
-    found = Calibration()
-    problem = ""
+    found, problem = Calibration(), ""
     began = clock()
     parts = (("prompts", trial.prompts), ("generating", trial.generating), ("copies", trial.copies))
     for (name, part), share in zip(parts, _SHARES, strict=True):
@@ -58,6 +58,7 @@ def measure(
         except Exception as error:  # whatever a kernel throws, requests may still be served
             log.exception("the calibration of %s failed", name)
             problem = problem or f"{name} could not be measured ({type(error).__name__}: {error})"
+    runner.rest()
     return Measured(found, problem)
 
 

@@ -19,6 +19,10 @@ class EmbeddingFailed(QuireError):
     """The engine could not compute a prompt."""
 
 
+class EmbeddingLate(EmbeddingFailed):
+    """A prompt was given up, as its deadline came too near before it was computed."""
+
+
 def pooling_of(name: str) -> Pooling:
     """The pooling that callers call by this name. Raises RequestError."""
     if name not in _POOLINGS:
@@ -81,9 +85,11 @@ class PooledBatch:
         return self._pooled[request_id].finish_reason is None
 
     def add(self, output: Output) -> Pooled:
-        """Take in an output; the prompt that it is about. Raises EmbeddingFailed."""
+        """Take in an output; the prompt that it is about. Raises EmbeddingFailed, EmbeddingLate."""
         one = self._pooled[output.request_id]
         one.add(output)
         if output.finish_reason == "error":
             raise EmbeddingFailed(f"a prompt could not be embedded: {output.error}")
+        if output.finish_reason == "abort":
+            raise EmbeddingLate(output.error)
         return one

@@ -68,7 +68,7 @@ class LLM:
         self._engine: Engine = built.engine
         self._tokenizer: Tokenizer = built.tokenizer
         self._sampling_defaults = built.sampling_defaults
-        self._policy = built.options.policy
+        self._options = built.options
         self._streaming = False  # whether somebody is reading outputs
 
     def close(self) -> None:
@@ -261,7 +261,7 @@ class LLM:
         deadline: float | Sequence[float | None] | None,
         retention: RetentionLike | Sequence[RetentionLike | None] | None,
     ) -> list[Terms]:
-        return terms_each(count, self._policy, priority=priority, deadline=deadline, retention=retention)
+        return terms_each(count, self._options, priority=priority, deadline=deadline, retention=retention)
 
     def _deltas(
         self, transcripts: Sequence[Transcript], beams: Beams | None = None, terms: Sequence[Terms] = ()

@@ -1,35 +1,58 @@
-"""Terms as callers give them: for one request, or for several at once. Knows names and what a policy heeds."""
+"""Terms as callers give them: for one request, or for several at once. Knows names and what an engine heeds."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from quire.config import Policy
+from quire.config import EngineOptions
 from quire.core.terms import Retention, Terms
 from quire.errors import RequestError, nearest
+
+_BY_PRIORITY = ("priority", "cost")  # orders of eviction
 
 RetentionLike = Retention | Mapping[str, object]  # a mapping has fields of Retention
 
 
 def make_terms(
-    policy: Policy, priority: int | None = None, deadline: float | None = None, retention: RetentionLike | None = None
+    options: EngineOptions,
+    priority: int | None = None,
+    deadline: float | None = None,
+    retention: RetentionLike | None = None,
 ) -> Terms:
-    """What one request asks for; None asks for nothing. Raises RequestError.
+    """What one request asks for; None asks for nothing. options: of the engine. Raises RequestError.
 
-    A priority that would change nothing is refused: whoever gives it counts on it.
+    A priority or a pin that would change nothing is refused: whoever gives it counts on it.
     """
     terms = Terms(priority=0 if priority is None else priority, deadline=deadline, retention=_retention(retention))
-    if terms.priority and policy != "priority":
+    if terms.priority and options.policy != "priority":
         raise RequestError(
-            f"priority {terms.priority} needs the policy 'priority', and this engine runs {policy!r}; leave it out, or "
-            "start the engine with policy='priority' (--policy priority)",
+            f"priority {terms.priority} needs the policy 'priority', and this engine runs {options.policy!r}; leave it "
+            "out, or start the engine with policy='priority' (--policy priority)",
             "priority",
         )
+    _check_heeded(terms.retention, options)
     return terms
+
+
+def _check_heeded(asked: Retention, options: EngineOptions) -> None:
+    has_tree = options.enable_prefix_caching and options.prefix_index == "radix"
+    if asked.pin and not has_tree:
+        kind = f"the {options.prefix_index} one" if options.enable_prefix_caching else "no prefix cache"
+        raise RequestError(
+            f"retention.pin needs the radix prefix index, and this engine has {kind}; leave it out, or start the "
+            "engine with prefix_index='radix' (--prefix-index radix) and enable_prefix_caching",
+            "retention.pin",
+        )
+    if asked.priority != Retention().priority and not (has_tree and options.eviction in _BY_PRIORITY):
+        raise RequestError(
+            f"retention.priority {asked.priority} needs eviction 'priority' or 'cost', and this engine evicts by "
+            f"{options.eviction!r}; leave it out, or start the engine with eviction='priority' (--eviction priority)",
+            "retention.priority",
+        )
 
 
 def terms_each(
     count: int,
-    policy: Policy,
+    options: EngineOptions,
     *,
     priority: int | Sequence[int] | None,
     deadline: float | Sequence[float | None] | None,
@@ -38,7 +61,7 @@ def terms_each(
     """Of `count` prompts: a value is for all of them, a list has one for each. Raises RequestError."""
     names = {"priority": priority, "deadline": deadline, "retention": retention}
     columns = [_each(name, value, count) for name, value in names.items()]
-    return [make_terms(policy, *values) for values in zip(*columns, strict=True)]
+    return [make_terms(options, *values) for values in zip(*columns, strict=True)]
 
 
 def _retention(given: RetentionLike | None) -> Retention:

@@ -118,8 +118,8 @@ class TorchRunner:
         launched, tokens = sampled.launched, sampled.tokens.numpy().astype(np.int32)
         ended = self._clock() if sampled.ended is None else sampled.ended
         began = max(launched.began, self._ended)  # behind the step before it, on the same device
-        self._ended = ended
         swap_seconds = self._store.finish(launched.step_id)
+        self._ended = self._clock() if self._store.copies_aside else ended  # waiting for copies is no step's work
         if not self._store.copies_aside:
             began += sum(swap_seconds)
         self._rows.append(sampled.rows, sampled.positions, tokens)

@@ -6,6 +6,7 @@ tenant can tell from what is remembered of its own how many others come.
 
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from msgspec import structs
 
@@ -21,6 +22,15 @@ from quire.sched.ways import Way
 MOST_EVENTS = 4096
 MOST_ENDED = 4096  # of a tenant
 MOST_ENDED_OF_ALL = 16384
+
+
+@dataclass(slots=True)
+class _Tenant:
+    """Counts of a tenant that has open requests."""
+
+    num_open: int = 0
+    num_waiting: int = 0  # sequences in the queue
+    num_admitted: int = 0  # requests, since it had none open
 
 
 class Accounts:
@@ -39,8 +49,9 @@ class Accounts:
         self._noted: dict[int, dict[str, float]] = {}  # waits when a sequence began to wait
         self._num_evicted = 0
         self._policy = policy
-        self._num_admitted = 0
-        self._admitted_before: dict[str, int] = {}  # how many had been admitted when a request came that is open
+        self.num_admitted = 0
+        self._tenants: dict[str, _Tenant] = {}
+        self._admitted_before: dict[str, int] = {}  # of its tenant, when a request came that is open
 
     def explain(self, request_id: str, seq_ids: Iterable[int], now: float) -> Explanation | None:
         """What became of a request so far; None where it is unknown or forgotten. seq_ids: of its open sequences."""
@@ -53,22 +64,27 @@ class Accounts:
                 self._note_waited(told, self._waits.since(self._noted[seq_id], now))
         return told
 
-    def arrived(self, request: Request, now: float, place: int = 0) -> None:
-        """A request came. place: sequences in the queue before it."""
+    def arrived(self, request: Request, now: float) -> None:
+        """A request came."""
         self.events.append(Arrived(now, request.id, len(request.prompt)))
+        tenant = self._tenants.setdefault(request.namespace.tenant, _Tenant())
+        tenant.num_open += 1
         self._open[request.id] = Explanation(
-            request.id, request.namespace.tenant, now, len(request.prompt), policy=self._policy, place=place
+            *(request.id, request.namespace.tenant, now, len(request.prompt)),
+            policy=self._policy,
+            place=tenant.num_waiting,
         )
-        self._admitted_before[request.id] = self._num_admitted
+        self._admitted_before[request.id] = tenant.num_admitted
 
     def waits(self, seq: Sequence, now: float) -> None:
         """A sequence entered the queue."""
         seq.since = now
+        self._tenants[seq.request.namespace.tenant].num_waiting += seq.id not in self._noted
         self._noted[seq.id] = self._waits.note(now)
 
     def parked(self, seq: Sequence) -> None:
         """A sequence has no part for now: it does not wait."""
-        self._noted.pop(seq.id, None)
+        self._leaves_queue(seq)
 
     def held_up(self, cause: WaitCause, now: float) -> None:
         """Why those who wait have to go on waiting."""
@@ -79,9 +95,11 @@ class Accounts:
         explanation = self._open[seq.request.id]
         num_cached = min(admission.num_tokens, len(seq.request.prompt))
         if explanation.admitted is None:
-            meanwhile = self._num_admitted - self._admitted_before.pop(seq.request.id)
+            tenant = self._tenants[seq.request.namespace.tenant]
+            meanwhile = tenant.num_admitted - self._admitted_before.pop(seq.request.id)
             explanation.num_passed_by = max(0, meanwhile - explanation.place)
-            self._num_admitted += 1
+            tenant.num_admitted += 1
+            self.num_admitted += 1
             explanation.num_cached_tokens = num_cached
             explanation.num_shared_blocks = admission.num_shared_blocks
             explanation.num_copied_tokens = admission.num_copied_tokens
@@ -93,13 +111,13 @@ class Accounts:
         else:
             swapped = (admission.num_swapped_tokens, admission.num_swapped_bytes)
             self._note_recomputed(explanation, seq, admission.num_tokens, swapped)
-        self._note_waited(explanation, self._waits.since(self._noted.pop(seq.id, {}), now))
+        self._note_waited(explanation, self._waits.since(self._leaves_queue(seq) or {}, now))
         self._note_running(seq, admission.num_tokens, admission, now)
 
     def branched(self, seq: Sequence, num_tokens: int, now: float) -> None:
         """A sequence goes on from another one of its request."""
         explanation = self._open[seq.request.id]
-        noted = self._noted.pop(seq.id, None)
+        noted = self._leaves_queue(seq)
         if seq.num_cached is None:
             seq.num_cached = explanation.num_cached_tokens
         else:
@@ -119,9 +137,9 @@ class Accounts:
             Preemption(now, seq.index, reason, seq.num_computed, None, *taken)
         )
 
-    def admission_slowed(self, num_blocks: int, now: float) -> None:
+    def caution_changed(self, num_blocks: int, now: float, *, more: bool) -> None:
         """From now on so many blocks are left to each sequence that runs, before others are admitted."""
-        self.num_slowed += 1
+        self.num_slowed += more
         self.events.append(AdmissionSlowed(now, "", num_blocks))
 
     def failed(self, step_id: int, error: str, now: float) -> None:
@@ -133,7 +151,7 @@ class Accounts:
         self.events.extend(cache.take_events())
         total = cache.num_evicted
         if total > self._num_evicted:
-            reason = dict(cache.index.reason)
+            reason = cache.index.take_reason()
             self.events.append(Evicted(now, "", total - self._num_evicted, cache.config.eviction, reason))
             self._num_evicted = total
 
@@ -146,7 +164,7 @@ class Accounts:
     def ended(self, seq: Sequence, reason: str, now: float, *, last: bool) -> None:
         """A sequence ended; the last one of its request, or not."""
         self.events.append(Finished(now, seq.request.id, seq.id, reason, seq.num_generated))
-        noted = self._noted.pop(seq.id, None)
+        noted = self._leaves_queue(seq)
         if noted is not None:
             self._note_waited(self._open[seq.request.id], self._waits.since(noted, now))
         if not last:
@@ -154,7 +172,18 @@ class Accounts:
         explanation = self._open.pop(seq.request.id)
         self._admitted_before.pop(seq.request.id, None)
         explanation.state, explanation.finished = "finished", now
+        tenant = self._tenants[explanation.tenant]
+        tenant.num_open -= 1
+        if not tenant.num_open:
+            del self._tenants[explanation.tenant]
         self._keep(explanation)
+
+    def _leaves_queue(self, seq: Sequence) -> dict[str, float] | None:
+        """What was noted when a sequence began to wait; None if it does not wait."""
+        noted = self._noted.pop(seq.id, None)
+        if noted is not None:
+            self._tenants[seq.request.namespace.tenant].num_waiting -= 1
+        return noted
 
     def _keep(self, ended: Explanation) -> None:
         ids = self._ended_by_tenant.setdefault(ended.tenant, deque())

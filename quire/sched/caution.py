@@ -21,12 +21,13 @@ class Caution:
         self._troubled = 0  # step of the last preemption
         self.blocks_each = 0  # that are kept for every running sequence
 
-    def preempted(self) -> bool:
+    def preempted(self, num_running: int) -> bool:
         """Somebody lost its blocks: too many were admitted. Whether more is kept now."""
         self._troubled = self._step
         before = self.blocks_each
         if self._step - self._changed >= _SETTLE:
-            self.blocks_each = min(max(1, 2 * before), max(self._most))
+            enough = -(-max(self._most) // max(1, num_running))  # more would change nothing, and take long to fade
+            self.blocks_each = max(before, min(max(1, 2 * before), enough))
             self._changed = self._step
         return self.blocks_each != before
 

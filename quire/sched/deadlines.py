@@ -1,11 +1,11 @@
 """Deadlines: what cannot be in time is not begun. Reads no clock; what work takes is what the costs say.
 
-The forecast is hopeful: it counts the prompts that are certainly before a request, as far as they will not be found,
-its own prompt, and a step as steps were lately for each token that it generates for certain. What is taken in may
-still be late.
+The forecast is hopeful: it counts the prompts that come before a request, less the share that was found of those before
+them, its own prompt, and a step as steps were lately for each token that it generates for certain. What is taken in
+may still be late, and where the future is better than the past, something may be refused that would have been in time.
 """
 
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 
 from quire.cache.kv_cache import KVCache
 from quire.config import SchedulerConfig
@@ -16,6 +16,8 @@ from quire.sched.lives import Lives
 from quire.sched.queues.choose import class_of
 from quire.sched.sequence import Sequence
 
+_ENOUGH = 32  # requests that were admitted, until their share of tokens found says something about those who wait
+
 
 class Deadlines:
     """Requests that are of no use after some time."""
@@ -25,14 +27,18 @@ class Deadlines:
         self._cache = cache
         self._lives = lives
         self._costs = costs
-        # (when it is too late to begin, first sequence, when it came, request)
+        # (when it is too late to begin, first sequence, when it came, request), of those that ended some, too
         self._due: list[tuple[float, int, float, str]] = []
         self._late: dict[str, int] = {}  # of those, the ones that had begun, and their first sequence
 
     def check(self, request: Request) -> None:
-        """Raises DeadlineUnreachable for a request that cannot be in time. Changes nothing."""
+        """Raises DeadlineUnreachable for a request that cannot be in time. Changes nothing.
+
+        While nothing runs none is refused: trying costs nobody anything, and what the costs say may be wrong, and is
+        only put right by steps that run.
+        """
         deadline = request.terms.deadline
-        if deadline is None:
+        if deadline is None or not self._lives.rows.running:
             return
         needed = self._forecast(request)
         if needed >= deadline:
@@ -40,8 +46,15 @@ class Deadlines:
 
     def add(self, first: Sequence, now: float) -> None:
         """A request was taken in."""
-        if first.request.terms.deadline is not None:
-            heappush(self._due, (self._latest_start(first, now), first.id, now, first.request.id))
+        deadline = first.request.terms.deadline
+        if deadline is None:
+            return
+        alone = len(self._lives.sequences) == first.request.num_sequences
+        due = now + deadline if alone else self._latest_start(first, now)  # one alone begins, whatever the costs say
+        heappush(self._due, (due, first.id, now, first.request.id))
+        if len(self._due) > 2 * len(self._lives.sequences) + 64:
+            self._due = [one for one in self._due if self._members(one[3], one[1])]
+            heapify(self._due)
 
     def missed(self, now: float) -> list[str]:
         """Requests that wait, all their sequences, and cannot be in time any more. Each is told once."""
@@ -74,11 +87,23 @@ class Deadlines:
     def _forecast(self, request: Request) -> float:
         """Seconds until its last token, if it came now; 0 where nothing is known yet."""
         first = Sequence(-1, request, 0, 0.0, class_of(self._config, request.terms.priority))
-        running = sum(max(0, len(seq.request.prompt) - seq.num_computed) for seq in self._lives.rows.running)
+        running = sum(
+            max(0, len(seq.request.prompt) - seq.num_computed)
+            for seq in self._lives.rows.running
+            if self._goes_on(seq, first)
+        )
         accounts = self._lives.accounts
-        found = accounts.num_hit_tokens / accounts.num_query_tokens if accounts.num_query_tokens else 0.0
+        if self._cache.config.prefix_index != "none" and accounts.num_admitted < _ENOUGH:
+            return self._own_seconds(first, running)  # who waits may have everything in common
+        found = accounts.num_hit_tokens / max(1, accounts.num_query_tokens)
         waiting = int(self._lives.queue.num_tokens_before(first) * (1 - found))
         return self._own_seconds(first, running + waiting)
+
+    def _goes_on(self, running: Sequence, first: Sequence) -> bool:
+        """Whether one that runs is sure to be served before a new one."""
+        if self._config.policy == "fair":
+            return running.request.namespace.tenant == first.request.namespace.tenant
+        return running.rank[0] <= first.rank[0]
 
     def _latest_start(self, seq: Sequence, arrived: float) -> float:
         deadline = seq.request.terms.deadline
@@ -92,7 +117,7 @@ class Deadlines:
         if not seq.swapped and found > 0:
             found = self._cache.index.find(request.namespace, seq.tokens[:found]).num_tokens
         prompt = max(1, len(request.prompt) - found)
-        ends_early = bool(request.stop_ids or request.params.stop) and request.beams is None
+        ends_early = bool(request.stop_ids or request.params.stop)
         least = max(request.params.min_tokens, 1) if ends_early else max(request.max_tokens, 1)
         outputs = max(0, least - 1 - seq.num_generated)
         return self._costs.first_token_seconds(num_before, prompt) + self._costs.output_seconds(outputs)

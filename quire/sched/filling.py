@@ -28,7 +28,7 @@ class Filling:
         """Chunks for all that run, and for those that can begin."""
         lives = self._lives
         if lives.caution.planned():
-            lives.accounts.admission_slowed(lives.caution.blocks_each, now)
+            lives.accounts.caution_changed(lives.caution.blocks_each, now, more=False)
         lives.queue.refresh()
         lives.branch_waiting(now)
         self._make_way(now)
@@ -112,7 +112,8 @@ class Filling:
             victim = self._lives.rows.running[-1]
             if victim.arriving >= 0:
                 return False  # when it is there it can be preempted
-            self._preempt(victim, seq, f"no free block for sequence {seq.id}", now)
+            whose = " for its own request" if victim.request is seq.request else ""
+            self._preempt(victim, seq, f"no free block{whose}", now)
             if victim is seq:
                 return False
         builder.give_blocks(seq, firsts)
@@ -156,6 +157,7 @@ class Filling:
                 self._plan_chunk(seq, take, builder)
                 left -= take
             self._lives.queue.admitted(seq, num_new)
+            self._refused = -1
             spare = self._lives.spare
         self._lives.accounts.held_up("step", now)
 
@@ -168,8 +170,8 @@ class Filling:
             self._preempt(victim, waiting, "its request waits for one that came before", now)
 
     def _preempt(self, victim: Sequence, gainer: Sequence, reason: str, now: float) -> None:
-        if self._lives.caution.preempted():
-            self._lives.accounts.admission_slowed(self._lives.caution.blocks_each, now)
+        if self._lives.caution.preempted(len(self._lives.rows.running)):
+            self._lives.accounts.caution_changed(self._lives.caution.blocks_each, now, more=True)
         if victim.request is gainer.request:
             self._lives.preempt_alone(victim, reason, now)
         else:

@@ -9,6 +9,7 @@ from quire.cache.index import Cause
 from quire.cache.kv_cache import KVCache
 from quire.config import SchedulerConfig
 from quire.core.request import Request
+from quire.core.terms import Retention
 from quire.cost.costs import Costs
 from quire.sched.accounts import Accounts
 from quire.sched.builder import Entry
@@ -71,7 +72,7 @@ class Lives:
         sequences = [Sequence(first_id + i, request, i, now, of_class) for i in range(request.num_sequences)]
         self._next_id += len(sequences)
         self.sequences.update((seq.id, seq) for seq in sequences)
-        self.accounts.arrived(request, now, place=len(self.queue))
+        self.accounts.arrived(request, now)
         for seq in self.families.add(request.id, sequences):
             self.accounts.waits(seq, now)
         return sequences
@@ -116,6 +117,7 @@ class Lives:
         """A sequence waits, without a row; so many positions of the one that it had may be found again."""
         aside = seq.request.beams is not None and seq.num_written >= seq.limit  # heard: until the next beams are chosen
         if seq.row >= 0:
+            ask_nothing(seq)
             self.rows.give_up(seq, num_valid)
         seq.num_computed = seq.num_written = 0
         if aside:
@@ -200,6 +202,12 @@ def keep_of(seq: Sequence) -> Keep:
     """What a sequence asks for the KV that it leaves behind."""
     request = seq.request
     return Keep(request.terms.retention, request.id, request.namespace.tenant, len(request.prompt))
+
+
+def ask_nothing(seq: Sequence) -> None:
+    """A running sequence gives up its table, and has not ended: what it asks is for when it has."""
+    assert seq.table is not None, "it runs"
+    seq.table.keep = seq.table.keep._replace(retention=Retention())
 
 
 def cause_of(seq: Sequence, now: float) -> Cause:

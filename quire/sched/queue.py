@@ -14,7 +14,8 @@ class Queue(Protocol):
     """Sequences that have neither row nor blocks. One that ends meanwhile is taken out.
 
     The order may follow what the prefix index has, and what was served: `refresh`, `admitted` and `served` are how a
-    queue hears of it, and most do not care. None of them looks at more than a bounded number of sequences.
+    queue hears of it, and most do not care. However long the queue is, `refresh` and `admitted` look for the matches of
+    a bounded number of sequences, in one step together.
     """
 
     @property

@@ -17,7 +17,7 @@ from quire.core.request import Request
 from quire.core.step import Logprobs
 from quire.errors import RequestError
 from quire.sched.beams import Beam, Hypothesis, Rules, Search
-from quire.sched.lives import Lives
+from quire.sched.lives import Lives, ask_nothing
 from quire.sched.sequence import Sequence
 
 
@@ -108,6 +108,7 @@ class Searches:
                 self._lives.requeue(seq, seq.num_valid, now)
             return
         if seq.row >= 0:
+            ask_nothing(seq)
             self._cache.release(seq.id)
         elif not was_held:
             self._lives.queue.remove(seq)
@@ -122,6 +123,7 @@ class Searches:
     def _park(self, seq: Sequence) -> None:
         """A sequence that no beam needs now."""
         if seq.row >= 0:
+            ask_nothing(seq)
             self._lives.rows.give_up(seq, 0)
         elif seq in self._lives.queue:
             self._lives.queue.remove(seq)

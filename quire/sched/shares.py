@@ -53,12 +53,18 @@ def _worst_class(running: Listing[Sequence], head: Sequence) -> Sequence | None:
 
 
 def _most_rows(running: Listing[Sequence], head: Sequence) -> Sequence | None:
-    """Who came last of the tenant that has most rows, if the head's will not have more than it then."""
+    """Who came last of the tenant that has most rows, with a family so small that the head's has no more rows then.
+
+    A tenant that has none may take the rows of any family.
+    """
     counts = Counter(map(_tenant, running))
     tenant, most = max(counts.items(), key=lambda one: one[1], default=("", 0))
-    if most <= counts[_tenant(head)] + 1:
+    own = counts[_tenant(head)]
+    if most <= own + 1:
         return None
-    return next(seq for seq in reversed(running) if _tenant(seq) == tenant)
+    families = Counter(seq.request.id for seq in running)
+    theirs = (seq for seq in reversed(running) if _tenant(seq) == tenant)
+    return next((seq for seq in theirs if not own or most - families[seq.request.id] > own), None)
 
 
 def _served(queue: Queue, party: Party) -> int:

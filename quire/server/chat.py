@@ -38,7 +38,7 @@ def chat_routes(service: Service) -> APIRouter:
             check_told(asked, ids=bool(body.return_token_ids), choices=False)
             answer = ChatAnswer(service, body, params, beginning)
             namespace = caller_of(request).namespace(body.cache_salt)
-            reply = await service.start(answer.id, asked, namespace, beams, body.terms(service.policy))
+            reply = await service.start(answer.id, asked, namespace, beams, body.terms(service.options))
         return await respond(request, answer, reply, stream=bool(body.stream))
 
     return router

@@ -42,7 +42,7 @@ def completion_routes(service: Service) -> APIRouter:
         answer = CompletionAnswer(service, body, params, await _echoes(service, body, asked))
         with renamed(body.search_names()):
             namespace = caller_of(request).namespace(body.cache_salt)
-            reply = await service.start(answer.id, asked, namespace, beams, body.terms(service.policy))
+            reply = await service.start(answer.id, asked, namespace, beams, body.terms(service.options))
         return await respond(request, answer, reply, stream=bool(body.stream))
 
     return router

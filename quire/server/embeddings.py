@@ -11,14 +11,14 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
 from quire.engine.async_engine import EngineStopped
-from quire.engine.embeddings import EmbeddingFailed, PooledBatch, pooling_of
+from quire.engine.embeddings import EmbeddingFailed, EmbeddingLate, PooledBatch, pooling_of
 from quire.engine.generations import Generation
 from quire.engine.outputs import RequestMetrics
 from quire.engine.prompts import listed
 from quire.errors import RequestError
 from quire.params import SamplingParams
 from quire.server.body import about, without_effect
-from quire.server.errors import renamed
+from quire.server.errors import DeadlineMissed, renamed
 from quire.server.field_types import MAX_PROMPTS, Prompts, Salt
 from quire.server.gate import caller_of
 from quire.server.respond import REQUEST_ID
@@ -60,7 +60,7 @@ def embedding_routes(service: Service) -> APIRouter:
         with renamed({"prompt": "input"}):
             asked = await _tokenize(service, body)
             namespace = caller_of(request).namespace(body.cache_salt)
-            batch = PooledBatch(asked, pooling, namespace, body.terms(service.policy))
+            batch = PooledBatch(asked, pooling, namespace, body.terms(service.options))
             await while_connected(request.receive, _embed(service, batch))
         vectors = [one.vector(normalized=body.normalize is not False) for one in batch]
         answer = _answer(service, vectors, sum(len(one.prompt_token_ids) for one in batch), body.encoding_format)
@@ -79,7 +79,7 @@ async def _tokenize(service: Service, body: EmbeddingBody) -> list[Generation]:
 
 
 async def _embed(service: Service, batch: PooledBatch) -> None:
-    """Compute all of them. Raises RequestError, EmbeddingFailed, EngineStopped."""
+    """Compute all of them. Raises RequestError, DeadlineMissed, EmbeddingFailed, EngineStopped."""
     metrics = RequestMetrics(time.monotonic())
     stream = await service.engine.generate(batch.requests)
     unfinished = "abort"
@@ -87,6 +87,8 @@ async def _embed(service: Service, batch: PooledBatch) -> None:
         while not batch.finished:
             for output in await anext(stream):
                 batch.add(output)
+    except EmbeddingLate as late:
+        raise DeadlineMissed(late) from late
     except (EngineStopped, EmbeddingFailed):
         unfinished = "error"
         raise

@@ -35,7 +35,6 @@ class Service:
         self.num_end_tokens = built.engine.num_end_tokens
         self.hidden_size = built.hidden_size
         self.options = built.options
-        self.policy = built.options.policy
         self.cache = built.cache
         self.tokenizer: Tokenizer = built.tokenizer
         self.sampling_defaults = built.sampling_defaults

@@ -49,7 +49,7 @@ def generate_routes(service: Service) -> APIRouter:
             asked = await service.tokenize(prompts, params)
             check_told(asked, ids=False)
             namespace = caller_of(request).namespace(body.salt())
-            reply = await service.start(answer.id, asked, namespace, terms=body.terms(service.policy))
+            reply = await service.start(answer.id, asked, namespace, terms=body.terms(service.options))
         return await respond(request, answer, reply, stream=bool(body.stream))
 
     return router

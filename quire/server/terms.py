@@ -1,6 +1,6 @@
 """The fields of a body that say how urgent it is and how long its KV is worth keeping. Bounds are Terms' business."""
 
-from quire.config import Policy
+from quire.config import EngineOptions
 from quire.core.terms import Retention, Terms
 from quire.engine.terms import make_terms
 from quire.server.body import Body, about
@@ -9,9 +9,11 @@ from quire.server.body import Body, about
 class RetentionBody(Body):
     """What becomes of the KV that a request leaves behind."""
 
-    priority: int | None = about("0 to 100; what has less is given up first. 50 by default.")
+    priority: int | None = about(
+        "0 to 100; what has less is given up first. Other than 50 needs --eviction priority or cost."
+    )
     ttl: float | None = about("Seconds after the end of the request for which this holds; null: for ever.")
-    pin: bool | None = about("Not to be given up at all, as far as the server allows it; false by default.")
+    pin: bool | None = about("Not to be given up at all, within bounds (docs/eviction.md); false by default.")
     session: str | None = about("A conversation (1 to 256 characters), whose latest request decides for all of it.")
 
 
@@ -22,9 +24,9 @@ class TermsBody(Body):
     deadline: float | None = about("Seconds within which the whole answer is of use; refused where it cannot be met.")
     retention: RetentionBody | None = about("How long the KV of this request is worth keeping.")
 
-    def terms(self, policy: Policy) -> Terms:
+    def terms(self, options: EngineOptions) -> Terms:
         """As the engine takes them. Raises RequestError."""
         asked = self.retention
         given = {} if asked is None else {name: getattr(asked, name) for name in asked.model_fields_set}
         retention = Retention(**{name: value for name, value in given.items() if value is not None})
-        return make_terms(policy, self.priority, self.deadline, retention)
+        return make_terms(options, self.priority, self.deadline, retention)

@@ -6,17 +6,19 @@ import numpy as np
 import openai
 import pytest
 import torch
-from front_rig import MODEL, STORY
+from front_rig import MODEL, STORY, run_app, small_engine
 from transformers import AutoModel
 
 from quire.core.output import Output
 from quire.core.step import Pooling
 from quire.engine import embedded
-from quire.engine.embeddings import EmbeddingFailed, Pooled, PooledBatch
+from quire.engine.embeddings import EmbeddingFailed, EmbeddingLate, Pooled, PooledBatch
 from quire.engine.generations import Generation
 from quire.engine.prompts import TokenizedPrompt
 from quire.errors import RequestError
 from quire.params import SamplingParams
+from quire.server.app import make_app
+from quire.server.service import Service
 
 TEXTS = [STORY, "é 😀", "the kettle stands on the shelf " * 8]
 
@@ -160,3 +162,34 @@ def test_a_batch_of_prompts_ends_with_its_last_one_or_the_first_that_fails():
         batch.add(Output(first, 0, 0, [], finish_reason="error", error="a kernel failed"))
     assert batch.finished
     assert [one.prompt_token_ids for one in batch] == [[5], [6]]
+
+
+@pytest.mark.parametrize("pooling", [Pooling.LAST, Pooling.MEAN])
+def test_a_prompt_that_was_given_up_for_its_deadline_has_no_vector(pooling):
+    batch = PooledBatch([Generation(TokenizedPrompt(None, [5, 6]), SamplingParams(max_tokens=0))], pooling)
+    name = batch.requests[0].request_id
+    if pooling is Pooling.MEAN:
+        batch.add(Output(name, 0, 0, [], pooled=np.ones(4, np.float32)))  # of its first chunk
+    with pytest.raises(EmbeddingLate, match="waited too long"):
+        batch.add(Output(name, 0, 0, [], finish_reason="abort", error="it waited too long"))
+
+
+def test_over_http_that_is_the_error_of_a_missed_deadline(monkeypatch, http):
+    built = small_engine()
+    service = Service(built)
+
+    async def generate(requests):
+        class Stream:
+            def close(self):
+                pass
+
+            async def __anext__(self):
+                return [Output(requests[0].request_id, 0, 0, [], finish_reason="abort", error="it waited too long")]
+
+        return Stream()
+
+    with run_app(make_app(service)) as url:
+        monkeypatch.setattr(service.engine, "generate", generate)
+        answer = http.post(f"{url}/v1/embeddings", json={"input": ["a", "b"], "deadline": 5})
+    assert answer.status_code == 429
+    assert answer.json()["error"]["message"].startswith("it waited too long; allow more time")

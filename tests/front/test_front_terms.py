@@ -8,13 +8,15 @@ from front_rig import CHAT, STORY, run_app, small_engine
 from front_site import GENERATING
 
 from quire import SamplingParams
+from quire.config import EngineOptions
 from quire.core.terms import Retention, Terms
 from quire.engine.terms import make_terms, terms_each
 from quire.errors import RequestError
 from quire.server.app import make_app
 from quire.server.service import Service
 
-KEPT = {"priority": 90, "ttl": 60, "pin": True, "session": "a talk"}
+KEPT = {"ttl": 60, "pin": True, "session": "a talk"}
+OPTIONS = EngineOptions()
 ONE = SamplingParams(max_tokens=1)
 
 
@@ -76,15 +78,21 @@ def test_a_priority_that_nobody_heeds_is_refused_and_one_that_is_heeded_is_not(k
     error = keyless.post(None, "/v1/completions", **body).json()["error"]
     assert error["param"] == "priority"
     assert "--policy priority" in error["message"]
+    for path, body in GENERATING.items():
+        error = keyless.post(None, path, **body, retention={"priority": 51}).json()["error"]
+        assert error["param"] == "retention.priority"
+        assert "--eviction priority" in error["message"]
 
 
-def test_a_server_with_the_policy_takes_priorities(http):
+def test_a_server_that_heeds_priorities_takes_them(http):
     built = small_engine()
-    service = Service(replace(built, options=replace(built.options, policy="priority")))
-    assert service.policy == "priority"
+    service = Service(replace(built, options=replace(built.options, policy="priority", eviction="priority")))
     with run_app(make_app(service)) as url:
         for priority in (-5, 5):
             answer = http.post(f"{url}/v1/completions", json={**GENERATING["/v1/completions"], "priority": priority})
+            assert answer.status_code == 200
+            kept = {"retention": {"priority": 50 + priority}}
+            answer = http.post(f"{url}/generate", json={**GENERATING["/generate"], **kept})
             assert answer.status_code == 200
 
 
@@ -106,16 +114,16 @@ def noted(llm, monkeypatch):
 
 
 def test_terms_of_all_prompts_or_of_each(llm, noted, monkeypatch):
-    monkeypatch.setattr(llm, "_policy", "priority")
+    monkeypatch.setattr(llm, "_options", EngineOptions(policy="priority", eviction="cost"))
     llm.generate([STORY, STORY], ONE, priority=2, deadline=[50, None], retention=KEPT)
-    llm.generate([STORY, STORY], ONE, priority=[1, 3], retention=[Retention(ttl=3.0), None])
+    llm.generate([STORY, STORY], ONE, priority=[1, 3], retention=[Retention(ttl=3.0, priority=9), None])
     llm.chat([CHAT, CHAT], ONE, priority=[7, -7], deadline=100.0)
     llm.generate(STORY, ONE)
     kept = Retention(**KEPT)
     assert noted == [
         Terms(priority=2, deadline=50, retention=kept),
         Terms(priority=2, retention=kept),
-        Terms(priority=1, retention=Retention(ttl=3.0)),
+        Terms(priority=1, retention=Retention(ttl=3.0, priority=9)),
         Terms(priority=3),
         Terms(priority=7, deadline=100.0),
         Terms(priority=-7, deadline=100.0),
@@ -130,6 +138,7 @@ def test_terms_of_all_prompts_or_of_each(llm, noted, monkeypatch):
         ({"deadline": [1.0]}, "2 prompts need as many values of deadline, not 1"),
         ({"priority": 1}, "needs the policy 'priority', and this engine runs 'fcfs'"),
         ({"priority": "high"}, "priority must be a whole number"),
+        ({"retention": {"priority": 90}}, "evicts by 'lru'; leave it out, or .*--eviction priority"),
         ({"retention": 5}, "retention must be Retention"),
         ({"retention": {"tll": 5}}, r"retention has no field 'tll' \(did you mean 'ttl'\?\)"),
         ({"retention": [{"ttl": 1}, {"ttl": -1}]}, "retention.ttl must be"),
@@ -142,8 +151,30 @@ def test_terms_that_cannot_be_are_refused_before_anything_runs(llm, noted, field
 
 
 def test_terms_are_made_without_a_model():
-    assert make_terms("fcfs") == Terms()
-    assert terms_each(0, "fcfs", priority=None, deadline=None, retention=None) == []
-    assert make_terms("priority", 4, 2.0, {"pin": True}) == Terms(
+    assert make_terms(OPTIONS) == Terms()
+    assert terms_each(0, OPTIONS, priority=None, deadline=None, retention=None) == []
+    assert make_terms(EngineOptions(policy="priority"), 4, 2.0, {"pin": True}) == Terms(
         priority=4, deadline=2.0, retention=Retention(pin=True)
     )
+
+
+@pytest.mark.parametrize(
+    ("options", "priority", "pin"),
+    [
+        ({}, False, True),
+        ({"eviction": "lfu"}, False, True),
+        ({"eviction": "priority"}, True, True),
+        ({"eviction": "cost"}, True, True),
+        ({"prefix_index": "hash"}, False, False),
+        ({"enable_prefix_caching": False}, False, False),
+    ],
+)
+def test_what_an_engine_would_not_heed_is_refused(options, priority, pin):
+    options = EngineOptions(**options)
+    for retention, heeded in (({"priority": 60}, priority), ({"pin": True}, pin), ({"priority": 50, "ttl": 1}, True)):
+        if heeded:
+            assert make_terms(options, retention=retention).retention == Retention(**retention)
+        else:
+            with pytest.raises(RequestError, match="leave it out, or start the engine with") as caught:
+                make_terms(options, retention=retention)
+            assert caught.value.param == f"retention.{next(iter(retention))}"

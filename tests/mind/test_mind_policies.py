@@ -230,6 +230,37 @@ def test_an_explanation_says_the_policy_the_place_and_who_passed():
     assert [one.num_passed_by for one in told] == [0, 2, 0, 1, 0, 0]  # 0 2 4 begin alike, then 1 3 5
 
 
+def test_an_explanation_counts_those_of_its_own_tenant():
+    server = Server(limits("lpm", max_num_seqs=1), memory(128), lambda n: 0.01)
+    arrivals = [Arrival(0.0, request("other", [3] * 30, 4, tenant="other"))]
+    for i in range(6):
+        arrivals.append(Arrival(0.0, request(str(i), [i % 2] * 32 + [i], 4)))
+        arrivals.append(Arrival(0.0, request(f"other {i}", [i % 2] * 32 + [i], 4, tenant="other")))
+    server.run(arrivals)
+    told = [server.scheduler.explain(str(i), server.now) for i in range(6)]
+    assert [one.place for one in told] == list(range(6))
+    assert [one.num_passed_by for one in told] == [0, 2, 0, 1, 0, 0]
+    assert server.scheduler.accounts._tenants == {}
+
+
+@given(data=st.data())
+@settings(max_examples=15)
+def test_places_are_those_that_counting_the_queue_would_find(data):
+    rig = Rig(num_blocks=12, max_num_seqs=3, max_num_batched_tokens=12, max_model_len=40, watermark=0.0)
+    for i in range(data.draw(st.integers(1, 10))):
+        tenant, lives = Namespace(data.draw(st.sampled_from("ab"))), rig.scheduler._lives
+        queued = [one for one in lives.sequences.values() if one in lives.queue and one.request.namespace == tenant]
+        params = SamplingParams(max_tokens=data.draw(st.integers(1, 16)), n=data.draw(st.sampled_from([1, 3])))
+        rig.engine.add(str(i), [i] * data.draw(st.integers(1, 20)), params, namespace=tenant)
+        assert rig.scheduler.explain(str(i), rig.now).place == len(queued)
+        if data.draw(st.integers(0, 5)) == 0:
+            rig.abort(str(data.draw(st.integers(0, i))))
+        for _ in range(data.draw(st.integers(0, 6))):
+            rig.step()
+    rig.run()
+    assert rig.scheduler.accounts._tenants == {}
+
+
 # How good orders are
 
 

@@ -13,6 +13,7 @@ from benchmarks.policies.virtual import Arrival, Server, limits, memory, request
 from quire.core.events import Finished, Preempted
 from quire.core.namespace import Namespace
 from quire.core.terms import Terms
+from quire.cost.costs import Calibration, DecodeSample, PrefillSample
 from quire.errors import DeadlineUnreachable, RequestError
 from quire.params import SamplingParams
 from quire.runner.scripted import script
@@ -261,6 +262,12 @@ def paced(rig: Rig) -> None:
     rig.run()
 
 
+def busy(rig: Rig) -> None:
+    """Somebody runs, who takes no time worth mentioning: nothing is refused while nobody does."""
+    rig.add("busy", [3], max_tokens=60)
+    rig.step()
+
+
 def ask(rig: Rig, request_id: str, length: int, num_output: int, deadline: float, **params) -> None:
     params = SamplingParams(**({"temperature": 0.0, "max_tokens": num_output} | params))
     rig.engine.add(request_id, [7] * length, params, terms=Terms(deadline=deadline))
@@ -269,13 +276,14 @@ def ask(rig: Rig, request_id: str, length: int, num_output: int, deadline: float
 def test_what_cannot_be_in_time_is_refused_at_once_and_says_what_was_predicted():
     rig = Rig(num_blocks=256, max_model_len=900)
     paced(rig)
+    busy(rig)
     with pytest.raises(DeadlineUnreachable, match=r"deadline is 0\.05 s away.*lower max_tokens") as caught:
         ask(rig, "late", 800, 90, 0.05)
     assert isinstance(caught.value, RequestError)
     assert caught.value.param == "deadline"
     assert caught.value.asked == 0.05
     assert 0.05 < caught.value.predicted < 0.5
-    assert not rig.engine.has_work
+    assert len(rig.scheduler._lives.sequences) == 1
     assert rig.scheduler.explain("late", 0.0) is None
     ask(rig, "late", 800, 90, 5.0)
     rig.run()
@@ -292,6 +300,7 @@ def test_nothing_is_refused_while_nothing_is_known():
 def test_what_may_end_early_is_refused_only_for_what_it_certainly_takes():
     rig = Rig(num_blocks=256, max_model_len=900)
     paced(rig)
+    busy(rig)
     with pytest.raises(DeadlineUnreachable):
         ask(rig, "all", 4, 800, 0.1)
     ask(rig, "some", 4, 800, 0.1, stop=("x",))
@@ -300,28 +309,73 @@ def test_what_may_end_early_is_refused_only_for_what_it_certainly_takes():
     rig.run()
 
 
+def outcome(policy: str, priority: int, deadline: float, num_seen: int = 33) -> str:
+    """Of a short prompt, while one of 800 tokens runs and 9 such wait, all of another tenant; 80 ms or so each."""
+    rig = Rig(policy=policy, num_blocks=1024, max_model_len=900, max_num_seqs=1, prefix_index="radix")
+    for i in range(num_seen):
+        rig.add(f"warm {i}", [i] * (10 + 15 * (i % 3)), max_tokens=1)
+    rig.run()
+    for i in range(10):
+        prompt = [(i + 2) * (j + 1) % VOCAB for j in range(800)]
+        rig.engine.add(f"{i}", prompt, SamplingParams(max_tokens=2), namespace=Namespace("other"))
+    rig.step()
+    try:
+        terms = Terms(deadline=deadline, priority=priority)
+        rig.engine.add("late", [7] * 20, SamplingParams(max_tokens=1), terms=terms)
+    except DeadlineUnreachable:
+        return "refused"
+    return "taken"
+
+
 def test_those_before_it_count_where_it_is_certain_that_they_come_first():
-    outcomes = {}
-    for policy, priority in (("fcfs", 0), ("priority", 0), ("priority", -1), ("fair", 0), ("lpm", 0)):
-        rig = Rig(policy=policy, num_blocks=1024, max_model_len=900, max_num_seqs=2, prefix_index="radix")
-        paced(rig)
-        for i in range(10):
-            prompt = [(i + 2) * (j + 1) % VOCAB for j in range(800)]
-            params = SamplingParams(max_tokens=2)
-            rig.engine.add(f"{i}", prompt, params, namespace=Namespace("other"), terms=Terms(priority=0))
-        terms = Terms(deadline=0.2, priority=priority)
-        try:
-            rig.engine.add("late", [7] * 20, SamplingParams(max_tokens=1), terms=terms)
-            outcomes[policy, priority] = "taken"
-        except DeadlineUnreachable:
-            outcomes[policy, priority] = "refused"
-    assert outcomes == {
-        ("fcfs", 0): "refused",
-        ("priority", 0): "refused",
-        ("priority", -1): "taken",
-        ("fair", 0): "taken",
-        ("lpm", 0): "taken",
-    }
+    asked = [("fcfs", 0), ("priority", 0), ("priority", -1), ("fair", 0), ("lpm", 0)]
+    waiting = {one: outcome(*one, deadline=0.3) for one in asked}
+    assert waiting == dict(zip(asked, ["refused", "refused", "taken", "taken", "taken"], strict=True))
+    running = {one: outcome(*one, deadline=0.03) for one in asked}
+    assert running == dict(zip(asked, ["refused", "refused", "taken", "taken", "refused"], strict=True))
+    assert outcome("fcfs", 0, deadline=0.3, num_seen=20) == "taken"  # who waits may have everything in common
+
+
+def test_while_nothing_runs_a_wrong_forecast_refuses_nothing_and_is_put_right():
+    rig = Rig(num_blocks=256, max_model_len=100, prefix_index="none")
+    rig.scheduler.calibrate(Calibration([PrefillSample(20, 0, 50.0)], [DecodeSample(1, 50.0)]))
+    busy(rig)
+    with pytest.raises(DeadlineUnreachable):
+        ask(rig, "refused", 20, 4, 1.0)
+    rig.run()
+    for i in range(60):
+        ask(rig, f"first {i}", 20, 4, 1.0)
+        ask(rig, f"second {i}", 20, 4, 1.0)  # of the same body, say: if it was refused the first was given up
+        rig.run()
+    assert {rig.reasons[f"first {i}", 0] for i in range(60)} == {"length"}
+    assert rig.reasons["second 0", 0] == "abort"
+    assert rig.reasons["second 59", 0] == "length"
+    rig.add("busy again", [3], max_tokens=60)
+    rig.step()
+    ask(rig, "taken", 20, 4, 1.0)
+    rig.run()
+    assert rig.reasons["taken", 0] == "length"
+    assert rig.replay().difference == ""
+
+
+def test_one_that_came_alone_ends_when_its_deadline_has_passed():
+    rig = Rig()
+    ask(rig, "late", 10, 4, 0.01)
+    rig.now += 1.0
+    rig.run()
+    assert rig.reasons == {("late", 0): "abort"}
+
+
+def test_of_requests_that_ended_no_deadline_is_remembered_for_long():
+    rig = Rig(prefix_index="none", max_num_seqs=4)
+    rig.add("goes on", [1], max_tokens=60)
+    for i in range(300):
+        ask(rig, str(i), 2, 1, 1e6)
+        rig.abort(str(i))
+    assert len(rig.scheduler._deadlines._due) <= 70
+    ask(rig, "kept", 2, 1, 1e6)
+    rig.run()
+    assert rig.reasons == {("goes on", 0): "length", ("kept", 0): "length"}
 
 
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
@@ -379,3 +433,20 @@ def test_arrivals_that_are_refused_leave_no_trace_in_virtual_time():
     assert reasons["length"] > 20
     assert reasons["abort"] > 20
     assert server.scheduler.check() == []
+
+
+def test_a_family_gives_way_only_where_its_tenant_keeps_as_many_rows():
+    rig = Rig(num_blocks=200, max_num_seqs=9, policy="fair")
+    rig.add("large", [1] * 8, n=8, seed=1, temperature=1.0, max_tokens=40, namespace=Namespace("a"))
+    for _ in range(4):
+        rig.step()
+    for i in range(12):
+        rig.add(f"small{i}", [2 + i] * 8, max_tokens=6, namespace=Namespace("b"))
+    rig.run()
+    assert rig.scheduler.accounts.num_preemptions == 0, "b has a row, and a would have none"
+    rig.add("large again", [3] * 8, n=9, seed=1, temperature=1.0, max_tokens=40, namespace=Namespace("a"))
+    for _ in range(4):
+        rig.step()
+    rig.add("small", [40] * 8, max_tokens=6, namespace=Namespace("b"))
+    rig.run()
+    assert rig.scheduler.accounts.num_preemptions == 9, "b had none"

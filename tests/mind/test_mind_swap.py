@@ -147,7 +147,7 @@ def test_a_family_leaves_as_a_whole_and_its_shared_blocks_travel_once(prefix_ind
             assert (event.request_id, event.how) == ("family", "swap")
             left.setdefault(event.now, []).append(event)
         for events in left.values():
-            if any(event.reason != "no free block for sequence 0" for event in events):
+            if any(event.reason != "no free block" for event in events):
                 continue  # for its own relatives the latest leaves alone
             together.append(len(events))
             sizes = [event.num_bytes // 256 for event in events]

@@ -8,10 +8,10 @@ from quire.cache.eviction.uses import Uses
 from quire.cache.radix_node import Node
 
 _MOST_TENANTS = 1024
-_AGE_RATE, _RATE = 0.02, 0.01  # of learning: the age says most, the others only how leaves of one age differ
+_AGE_RATE, _RATE = 0.05, 0.02  # of learning: the age says most, the others only how leaves of one age differ
 _MOST_WEIGHT = 16.0
 _NUM_AGES, _NUM_KINDS, _NUM_LEVELS = 20, 8, 8
-_YOUNG, _FADE = 5.0, 1.0  # logits before anything was learnt: of a new leaf, and less at twice the age
+_YOUNG, _FADE = 4.0, 0.8  # logits before anything was learnt: of a new leaf, and less at twice the age
 _SMOOTH = 0.02  # weight of the latest outcome in a tenant's rate
 
 # Where the weights of each feature begin. All are one of several: a leaf has as many features as there are rows.

@@ -10,7 +10,7 @@ from quire.cache.radix_node import Node
 
 _MOST_OPEN = 1024
 _FORGET = 1 - 1 / 128  # weight that outcomes keep when the next one comes
-_TO_LEAD = 4.0  # more duels won than lost, of the latest ones
+_TO_LEAD = 1.5  # more duels won than lost, of the latest ones
 
 
 class Duel:

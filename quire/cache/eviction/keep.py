@@ -25,15 +25,26 @@ ANYHOW = Keep()  # nothing is asked
 class Wish:
     """A retention since the end of the request that asked for it. That of a session changes with its latest request."""
 
-    __slots__ = ("expires", "number", "pin", "priority", "session")
+    __slots__ = ("expires", "number", "pin", "priority", "session", "tenant")
 
-    def __init__(self, number: int, session: tuple[str, str] | None = None) -> None:
+    def __init__(self, number: int, session: tuple[str, str] | None = None, tenant: str = "") -> None:
         """number: of all wishes, in order of creation. session: tenant and name."""
         self.number = number
         self.session = session
+        self.tenant = tenant
         self.priority = ORDINARY
         self.expires = inf  # seconds of the engine's clock
         self.pin = False  # whether its blocks are held
+
+    @property
+    def asked(self) -> tuple[int, float, bool]:
+        """What it asks now."""
+        return self.priority, self.expires, self.pin
+
+    def asks(self, retention: Retention, now: float) -> None:
+        """A request has ended that asks this."""
+        self.priority, self.pin = retention.priority, retention.pin
+        self.expires = inf if retention.ttl is None else now + retention.ttl
 
     @property
     def strength(self) -> tuple[float, int, float, int]:

@@ -1,27 +1,27 @@
-"""Wishes: what requests asked for the KV that they left, who it still counts for, and the blocks that pins hold.
+"""Wishes: what requests asked for the KV that they left, and who it still counts for.
 
 A mark lies where a sequence ended and counts for all before it, too: it moves up when a leaf is given up. Marks of a
-session all name one wish, so that its latest request speaks for all that the session left.
+session all name one wish, so that its latest request speaks for what the session left: at the places where its latest
+sequences ended, so that the end of a request takes no longer the more there were before.
 
-A pin is an owner of blocks as any other, by reference count, up to a share of each pool: what it holds is not idle,
-so that nobody plans with it. Where nothing else runs and the next sequence does not fit, pins yield, the weakest
-first: nobody waits for ever. Whoever flushes ends them all.
+Where nothing else runs and the next sequence does not fit, pins yield, the weakest first: nobody waits for ever.
+Whoever flushes ends them all.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from heapq import heapify, heappop, heappush
 from math import inf
 
 from quire.cache.eviction.keep import PLAIN, Keep, Mark, Wish, merged
+from quire.cache.eviction.pins import Pins
 from quire.cache.eviction.uses import Clock
 from quire.cache.pool import BlockPool
 from quire.cache.radix_node import Node
-from quire.cache.table import ABSENT
 from quire.core.events import Event, PinsRefused, PinsYielded
 from quire.core.terms import Retention
 
-MOST_PINNED = 0.5  # share of each pool's blocks
+MOST_PLACES = 256  # where marks of one session lie
 
 _NOTHING_ASKED = Retention()
 
@@ -34,38 +34,68 @@ class Wishes:
     ) -> None:
         """key_bytes: of a block. relist: a node's standing changed, or blocks of it are idle that were not."""
         self.events: list[Event] = []
-        self._pools = pools
         self._clock = clock
-        self._size = key_bytes
         self._relist = relist
-        self._nodes: dict[Wish, dict[int, Node]] = {}  # where marks of a wish lie
+        self._nodes: dict[Wish, dict[int, Node]] = {}  # where marks of a wish lie, the latest last
         self._sessions: dict[tuple[str, str], Wish] = {}
         self._due: list[tuple[float, int, Wish]] = []
-        self._held: dict[Wish, list[list[int]]] = {}  # blocks of each group that a pin holds
-        self._pinned: list[Counter[int]] = [Counter() for _ in pools]  # how many pins hold a block
+        self._pins = Pins(pools, key_bytes)
         self._num_wishes = 0
 
     def left(self, ends: Sequence[Node], keep: Keep) -> None:
         """A sequence is over. ends: the nodes where it ends; several where part of it is public, or a tail."""
         wish = self._wish_of(keep)
+        asked_before = wish.asked
+        if wish is not PLAIN:
+            wish.asks(keep.retention, self._clock.now)
         for node in ends:
             if node.parent is not None:
                 self._merge(node, (*node.marks, Mark(wish, node.end)))
-        if wish not in self._nodes:  # nothing was asked, or nothing is left, or others asked for more
+        places = self._nodes.get(wish)
+        if places is None:  # nothing was asked, or nothing is left, or others asked for more
             if self._sessions.get(wish.session or ("", "")) is wish:
                 del self._sessions[wish.session or ("", "")]
             return
+        new = [node for node in ends if node.id in places]
+        for node in new:
+            places[node.id] = places.pop(node.id)  # the latest
+        while len(places) > MOST_PLACES:
+            self._unmark(next(iter(places.values())), wish)
         if wish.expires < inf:
-            heappush(self._due, (wish.expires, wish.number, wish))
-        self._hold(wish, keep)
-        for node in list(self._nodes.get(wish, {}).values()):
-            self._relist(node)
+            self._note_due(wish)
+        self._asked(wish, asked_before, new, keep)
+
+    def _note_due(self, wish: Wish) -> None:
+        heappush(self._due, (wish.expires, wish.number, wish))
         if len(self._due) > 2 * len(self._nodes) + 64:
             self._due = [(one.expires, one.number, one) for one in self._nodes if one.expires < inf]
             heapify(self._due)
 
+    def _asked(self, wish: Wish, before: tuple[int, float, bool], new: Sequence[Node], keep: Keep) -> None:
+        """A wish holds for new nodes. What it holds for already is looked at only where it changed."""
+        priority, expires, pin = before
+        places = list(self._nodes[wish].values())
+        if wish.pin:
+            self._hold(wish, new if pin else places, keep)
+        elif pin:
+            self._pins.let_all_go(wish)
+        less = wish.priority < priority or wish.expires < expires or (pin and not wish.pin)
+        for node in places if less else new:
+            self._relist(node)
+
+    def _hold(self, wish: Wish, nodes: Iterable[Node], keep: Keep) -> None:
+        """Hold the blocks up to some nodes, as far as pins may go."""
+        refused: set[tuple[int, int]] = set()
+        held: set[tuple[int, int]] = set()
+        for node in nodes:
+            not_held, are_held = self._pins.hold(wish, node)
+            refused |= not_held
+            held |= are_held
+        if refused:
+            self.events.append(PinsRefused(self._clock.now, keep.request_id, len(refused), len(held)))
+
     def _wish_of(self, keep: Keep) -> Wish:
-        """The wish of a request that has just ended."""
+        """The wish of a request that has just ended: a new one, or that of its session, with what was asked before."""
         asked = keep.retention
         if asked == _NOTHING_ASKED:
             return PLAIN
@@ -73,25 +103,19 @@ class Wishes:
         wish = None if session is None else self._sessions.get(session)
         if wish is None:
             self._num_wishes += 1
-            wish = Wish(self._num_wishes, session)
+            wish = Wish(self._num_wishes, session, keep.tenant)
             if session is not None:
                 self._sessions[session] = wish
-        wish.priority, wish.pin = asked.priority, asked.pin
-        wish.expires = inf if asked.ttl is None else self._clock.now + asked.ttl
         return wish
 
     # Where marks lie
 
     def _merge(self, node: Node, marks: tuple[Mark, ...]) -> None:
-        """These marks lie at a node, as far as they count. A pin that has to give way to stronger ones ends."""
+        """These marks lie at a node, as far as they count; the others hold nothing for it."""
         self._mark(node, merged(marks, self._clock.now))
         kept = {wish for wish, _ in node.marks}
-        dropped = [wish for wish, _ in marks if wish not in kept]
-        if dropped:
+        if any(wish not in kept for wish, _ in marks):
             self._relist(node)
-        for wish in dropped:
-            if wish in self._held:
-                self._end_pin(wish)
 
     def _mark(self, node: Node, marks: tuple[Mark, ...]) -> None:
         before, node.marks = node.marks, marks
@@ -103,15 +127,27 @@ class Wishes:
             if wish not in kept and wish is not PLAIN:
                 self._forget(wish, node)
 
+    def _unmark(self, node: Node, wish: Wish) -> None:
+        """A wish counts for a node no more."""
+        self._mark(node, tuple(mark for mark in node.marks if mark.wish is not wish))
+        self._relist(node)
+
     def _forget(self, wish: Wish, node: Node) -> None:
+        self._pins.let_go(wish, node)
         nodes = self._nodes[wish]
         del nodes[node.id]
-        if nodes:
-            return
-        del self._nodes[wish]
-        if wish.session is not None:
-            del self._sessions[wish.session]
-        self._let_go(wish)
+        if not nodes:
+            del self._nodes[wish]
+            if wish.session is not None:
+                del self._sessions[wish.session]
+
+    def _move(self, node: Node, other: Node) -> None:
+        """Marks of a node lie at another now, as far as they count there, and what is held for them goes with them."""
+        kept = {wish for wish, _ in other.marks}
+        for wish, _ in node.marks:
+            if wish in kept:
+                self._pins.moved(wish, node, other)
+        self._mark(node, ())
 
     def moved_up(self, leaf: Node, parent: Node) -> None:
         """A leaf leaves the tree: what was asked for it was asked for what comes before, too."""
@@ -119,13 +155,13 @@ class Wishes:
             if parent.parent is not None:
                 moved = (Mark(wish, min(reach, parent.end)) for wish, reach in leaf.marks)
                 self._merge(parent, (*parent.marks, *moved))
-            self._mark(leaf, ())
+            self._move(leaf, parent)
 
     def joined(self, upper: Node, node: Node) -> None:
         """The run of `upper` becomes the beginning of a node."""
         if upper.marks:
             self._merge(node, (*upper.marks, *node.marks))
-            self._mark(upper, ())
+            self._move(upper, node)
 
     # When they end
 
@@ -135,102 +171,51 @@ class Wishes:
         while self._due and self._due[0][0] <= now:
             wish = heappop(self._due)[2]
             if wish in self._nodes and wish.expires <= now:
-                self._let_go(wish)
                 for node in list(self._nodes[wish].values()):
-                    self._mark(node, tuple(mark for mark in node.marks if mark.wish is not wish))
-                    self._relist(node)
+                    self._unmark(node, wish)
 
     # Pins
 
     def holds(self, leaf: Node) -> bool:
         """Whether a pin holds the block that a leaf ends with, in any group."""
-        return any(blocks[-1] in pinned for blocks, pinned in zip(leaf.blocks, self._pinned, strict=True))
+        return self._pins.is_held(leaf, -1)
 
     def pinned(self, group: int) -> Counter[int]:
         """References that pins hold, per block."""
-        return self._pinned[group]
+        return self._pins.references(group)
 
     def yield_one(self) -> bool:
         """The weakest pin ends, so that somebody can run; False where there is none."""
-        if not self._held:
+        wish = self._pins.weakest
+        if wish is None:
             return False
-        wish = min(self._held, key=lambda one: one.strength)
-        num_blocks = sum(map(len, self._held[wish]))
+        self.events.append(PinsYielded(self._clock.now, "", self._pins.num_blocks(wish)))
         self._end_pin(wish)
-        self.events.append(PinsYielded(self._clock.now, "", num_blocks))
         return True
 
     def end_pins(self) -> None:
         """All pins end."""
-        for wish in list(self._held):
+        for wish in self._pins.wishes:
             self._end_pin(wish)
 
     def void(self) -> None:
         """Blocks have left the index for which there was no eviction: pins of such blocks end."""
-        for wish, held in list(self._held.items()):
-            if any(not pool.is_indexed(block) for pool, some in zip(self._pools, held, strict=True) for block in some):
-                self._end_pin(wish)
+        self._pins.void()
 
     def _end_pin(self, wish: Wish) -> None:
-        self._let_go(wish)
+        self._pins.let_all_go(wish)
         wish.pin = False
         for node in list(self._nodes.get(wish, {}).values()):
             self._relist(node)
 
-    def _hold(self, wish: Wish, keep: Keep) -> None:
-        """Hold the blocks of all that a wish counts for, as far as pins may go, and no others."""
-        before = self._held.pop(wish, None)
-        if wish.pin and wish in self._nodes:
-            self._held[wish] = self._take(wish, keep)
-        if before is not None:
-            self._drop(before)
-
-    def _take(self, wish: Wish, keep: Keep) -> list[list[int]]:
-        most = [int(pool.num_blocks * MOST_PINNED) for pool in self._pools]
-        held: list[list[int]] = []
-        num_refused = 0
-        for group, (pool, pinned) in enumerate(zip(self._pools, self._pinned, strict=True)):
-            taken: list[int] = []
-            for block in dict.fromkeys(
-                block for node in self._nodes[wish].values() for block in self._path(node, group)
-            ):
-                if block not in pinned and len(pinned) >= most[group]:
-                    num_refused += 1
-                    continue
-                pool.hold(block)
-                pinned[block] += 1
-                taken.append(block)
-            held.append(taken)
-        if num_refused:
-            self.events.append(PinsRefused(self._clock.now, keep.request_id, num_refused, sum(map(len, held))))
-        return held
-
-    def _path(self, node: Node, group: int) -> list[int]:
-        """Whole blocks up to the end of a node."""
-        is_tail = len(node.edge) < self._size
-        whole = node.parent if is_tail else node
-        return [] if whole is None else [block for block in whole.path_blocks(group) if block != ABSENT]
-
-    def _let_go(self, wish: Wish) -> None:
-        held = self._held.pop(wish, None)
-        if held is not None:
-            self._drop(held)
-
-    def _drop(self, held: list[list[int]]) -> None:
-        for pool, pinned, blocks in zip(self._pools, self._pinned, held, strict=True):
-            for block in blocks:
-                pool.drop(block)
-                pinned[block] -= 1
-                if not pinned[block]:
-                    del pinned[block]
-
     # Looking
 
-    def faults(self, node: Node) -> list[str]:
-        """Complaints about the marks of a node; empty when all is well."""
+    def faults(self, node: Node, windowed: Collection[int]) -> list[str]:
+        """Complaints about the marks of a node, and what is held of it; empty when all is well."""
         unknown = [
             wish.number
             for wish, _ in node.marks
             if wish is not PLAIN and self._nodes.get(wish, {}).get(node.id) is not node
         ]
-        return [f"wishes {unknown} do not know it"] if unknown else []
+        wrong = [f"wishes {unknown} do not know it"] if unknown else []
+        return [*wrong, *self._pins.faults(node, windowed)]

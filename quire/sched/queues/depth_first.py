@@ -1,6 +1,7 @@
 """Depth first over the radix tree, the heaviest subtree first: SGLang's `dfs-weight`."""
 
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
 from itertools import pairwise
 
 from quire.sched.queues.by_match import ByMatch
@@ -17,6 +18,27 @@ class _Spot:
     weight: int = 0  # sequences whose match ends here or below
     below: "dict[int, _Spot]" = field(default_factory=dict)
     here: Ranked = field(default_factory=Ranked)
+    order: list[tuple[int, int]] = field(default_factory=list)  # heap of those below, old weights among them
+
+    def heaviest(self) -> "_Spot":
+        """Of those below, of equals the older one. There is one."""
+        while True:
+            weight, number = self.order[0]
+            spot = self.below.get(number)
+            if spot is not None and spot.weight == -weight:
+                return spot
+            heappop(self.order)
+
+    def weigh(self, spot: "_Spot", change: int) -> None:
+        """A spot below it has become heavier or lighter; without weight it is none."""
+        spot.weight += change
+        if not spot.weight:
+            del self.below[spot.id]
+            return
+        heappush(self.order, (-spot.weight, spot.id))
+        if len(self.order) > 2 * len(self.below) + 8:
+            self.order = [(-one.weight, one.id) for one in self.below.values()]
+            heapify(self.order)
 
 
 class DepthFirst(ByMatch):
@@ -37,7 +59,7 @@ class DepthFirst(ByMatch):
         if self._first is None:
             spot = self._top
             while spot.below:
-                spot = max(spot.below.values(), key=_weight)
+                spot = spot.heaviest()
             self._first = spot.here.head
         return self._first
 
@@ -48,8 +70,8 @@ class DepthFirst(ByMatch):
         for number in path:
             if number not in spot.below:
                 spot.below[number] = _Spot(number)
-            spot = spot.below[number]
-            spot.weight += 1
+            above, spot = spot, spot.below[number]
+            above.weigh(spot, 1)
         spot.here.put(seq)
         self._first = None
 
@@ -60,9 +82,8 @@ class DepthFirst(ByMatch):
             spots.append(spots[-1].below[number])
         spots[-1].here.remove(seq)
         for above, spot in pairwise(spots):
-            spot.weight -= 1
+            above.weigh(spot, -1)
             if not spot.weight:
-                del above.below[spot.id]
                 break
         self._first = None
 
@@ -70,7 +91,3 @@ class DepthFirst(ByMatch):
         """See ByMatch."""
         if self.matches.path(seq) != self._paths[seq.id]:
             super().moved(seq)
-
-
-def _weight(spot: _Spot) -> tuple[int, int]:
-    return spot.weight, -spot.id

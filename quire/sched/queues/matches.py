@@ -1,8 +1,8 @@
 """Which waiting sequences find how much in the prefix index, kept up to date a bounded number at a time.
 
-A match is looked for when a sequence comes, and again: when it stands at the head; when one that goes on with the
-same block has just been admitted, and so computes that block for all of them; and otherwise in turn. However long the
-queue is, a step looks at no more than `most` sequences and about MOST_BLOCKS blocks.
+A match is looked for when a sequence comes, and again: when it stands at the head as a step begins; when one that goes
+on with the same block has just been admitted, and so computes that block for all of them; and otherwise in turn.
+However long the queue is, a step looks at no more than `most` sequences and about MOST_BLOCKS blocks.
 """
 
 from collections import OrderedDict
