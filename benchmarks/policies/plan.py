@@ -46,15 +46,7 @@ def measure(policy: str, num_running: int, num_waiting: int, num_steps: int) -> 
     scheduler = loaded(policy, num_running, num_waiting, num_steps)
     seconds = []
     for i in range(num_steps):
-        now = 100.0 + i * 0.02
-        begin = time.process_time()
-        step = scheduler.plan(now)
-        planned = time.process_time() - begin
-        assert step is not None, "everybody goes on"
-        result = result_of(step, 0.02)
-        begin = time.process_time()
-        scheduler.commit(result, now)
-        seconds.append(planned + time.process_time() - begin)
+        seconds.append(_step(scheduler, 100.0 + i * 0.02))
     if (scheduler.num_running, scheduler.num_waiting) != (num_running, num_waiting):
         raise AssertionError("somebody ended or began; the figure would mean something else")
     return seconds[8:]
@@ -73,15 +65,20 @@ def churn(policy: str, num_running: int, num_waiting: int, num_steps: int) -> li
             prompt = [kind] * 48 + [100 + number] * 16
             scheduler.add(request(str(number), prompt, 32 + number * 37 % 64, tenant=str(kind % 8)), now)
             number += 1
-        begin = time.process_time()
-        step = scheduler.plan(now)
-        planned = time.process_time() - begin
-        assert step is not None, "there is always work"
-        result = result_of(step, 0.02)
-        begin = time.process_time()
-        scheduler.commit(result, now)
-        seconds.append(planned + time.process_time() - begin)
+        seconds.append(_step(scheduler, now))
     return seconds[num_steps // 4 :]
+
+
+def _step(scheduler: Scheduler, now: float) -> float:
+    """Seconds of one plan + commit."""
+    begin = time.process_time()
+    step = scheduler.plan(now)
+    planned = time.process_time() - begin
+    assert step is not None, "there is always work"
+    result = result_of(step, 0.02)
+    begin = time.process_time()
+    scheduler.commit(result, now)
+    return planned + time.process_time() - begin
 
 
 def plan(*, quick: bool = False) -> dict[str, object]:
