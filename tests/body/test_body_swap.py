@@ -71,7 +71,7 @@ def test_the_bytes_of_a_block_are_its_own_in_every_layout(made, dtype):
     assert torch.equal(after[:, :, others], before[:, :, others])
 
 
-@pytest.mark.parametrize("made", [made for made in modules() if made[1].type == "cpu"])
+@pytest.mark.parametrize("made", [made for made in modules() if made.values[0][1].type == "cpu"])
 def test_blocks_come_back_as_they_were_where_both_pools_are_host_memory(made):
     module, device = made
     storage = filled(module, device)
