@@ -1,11 +1,11 @@
-# One command each: serve, test, check, check-native, gpu-check, bench, bench-prefix, bench-cpu, demo-model, clean. CI calls the same ones (.ci/run).
+# One command each: serve, test, check, check-native, gpu-check, bench, bench-prefix, bench-cpu, chaos, soak, fuzz, demo-model, clean. CI calls the same ones (.ci/run).
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
-.PHONY: serve test check check-native gpu-check bench bench-prefix bench-cpu demo-model clean
+.PHONY: serve test check check-native gpu-check bench bench-prefix bench-cpu chaos soak fuzz demo-model clean
 
 serve: $(VENV)/.installed  ## serve the embedded model; ARGS="MODEL --port 8001" goes to `quire serve`
 	@$(BIN)/quire serve $(ARGS)
@@ -48,6 +48,15 @@ bench-prefix: $(VENV)/.installed-dev  ## ARGS="--only gain --plots FOLDER"; pict
 
 bench-cpu: $(VENV)/.installed-dev  ## ARGS="--shapes 0.5b --peer vllm=VENV/bin/python"; peers have venvs of their own
 	@$(BIN)/python -m benchmarks.cpu $(ARGS)
+
+chaos: $(VENV)/.installed-dev  ## streams while engines are killed; ARGS="--streams 200 --kills 20"
+	@$(BIN)/python -m benchmarks.trust --only chaos $(ARGS)
+
+soak: $(VENV)/.installed-dev  ## ten minutes of all that can go wrong; ARGS="--seconds 3600"
+	@$(BIN)/python -m benchmarks.trust --only soak --seconds 600 $(ARGS)
+
+fuzz: $(VENV)/.installed-dev  ## all routes by what the OpenAPI document says; ARGS="--examples 1000 --seed 2"
+	@$(BIN)/python -m benchmarks.schema_fuzz $(ARGS)
 
 demo-model: $(VENV)/.installed-dev  ## train the embedded model, its draft and its adapters from scratch
 	@$(BIN)/python -m tools.demo_model.make $(ARGS)

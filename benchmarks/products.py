@@ -14,6 +14,7 @@ import torch
 
 from quire.kernels.contract import Packed
 from quire.kernels.cpu.kernels import CpuKernels
+from quire.kernels.cpu.products import pack_weight
 
 SHAPES = {"qkv": (1152, 896), "gate and up": (9728, 896), "down": (896, 4864)}  # columns out, columns in
 WEIGHT_BYTES = 2**28  # of all copies of a weight together
@@ -35,7 +36,7 @@ def measure(kernels: CpuKernels, columns: int, terms: int, rows: int) -> tuple[f
     """Seconds of one product by quire and by oneDNN."""
     copies = max(2, WEIGHT_BYTES // (2 * columns * terms))
     weights = [torch.randn(columns, terms).mul_(0.02).to(torch.bfloat16) for _ in range(copies)]
-    ours: list[Packed] = [kernels.pack_weight(weight) for weight in weights]
+    ours: list[Packed] = [pack_weight(weight) for weight in weights]
     theirs = [torch.ops.mkldnn._reorder_linear_weight(weight, None) for weight in weights]
     x = torch.randn(rows, terms).to(torch.bfloat16)
 

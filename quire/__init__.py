@@ -6,7 +6,6 @@ they are first asked for, which is the one lazy import in quire: the mind (`quir
 `__init__.pyi`.
 """
 
-import gc
 import os
 from importlib import import_module
 
@@ -28,18 +27,19 @@ _HOMES = {
     "EmbeddingRequestOutput": "quire.engine.outputs",
     "EmbeddingOutput": "quire.engine.outputs",
     "examine": "quire.engine.doctor",
+    "run_batch": "quire.server.batch",
     "serve": "quire.server.serve",
 }
+_WITH_TORCH = ("quire.engine.llm", "quire.engine.doctor")
 __all__ = ["__version__", *_HOMES]
 
 
 def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module 'quire' has no attribute {name!r}")
-    collects = gc.isenabled()
-    gc.disable()  # torch makes a million objects that stay: to search them for garbage takes a tenth of its import
-    try:
-        return getattr(import_module(_HOMES[name]), name)
-    finally:
-        if collects:
-            gc.enable()
+    home = _HOMES[name]
+    if home in _WITH_TORCH:
+        from quire.early import import_with_torch  # noqa: PLC0415  (`quire --help` waits for nothing that it can do without)
+
+        return getattr(import_with_torch(home), name)
+    return getattr(import_module(home), name)

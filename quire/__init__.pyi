@@ -9,6 +9,7 @@ from quire.engine.outputs import EmbeddingRequestOutput as EmbeddingRequestOutpu
 from quire.engine.outputs import RequestOutput as RequestOutput
 from quire.params import BeamSearchParams as BeamSearchParams
 from quire.params import SamplingParams as SamplingParams
+from quire.server.batch import run_batch as run_batch
 from quire.server.serve import serve as serve
 
 __version__: str

@@ -1,28 +1,30 @@
 """The command line: flags to options, results to the terminal. Knows no engine; `quire.LLM` and `quire.serve` do.
 
-The flags of the engine are made from the fields of EngineOptions and their Help, so that there is
+The flags are made from the fields of EngineOptions and ServerOptions and their Help, so that there is
 one list of options.
 """
 
 import sys
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, is_dataclass
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import msgspec
 import typer
+from msgspec import Meta
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import quire
 from quire.config import MODEL_HELP, EngineOptions, Help
 from quire.errors import QuireError, RequestError
 from quire.params import SamplingParams
 from quire.sched.journal import replay_file
-from quire.server.keys import Role, add_key, new_key
+from quire.server.keys import MAX_PER_MINUTE, Role, add_key, new_key
+from quire.server.options import ServerOptions
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -36,17 +38,19 @@ def main() -> None:
         sys.exit(1)
 
 
-def with_engine_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """A command with `options: EngineOptions`, as one with a flag for each field that it does not take itself."""
-    own = [parameter for parameter in signature(command).parameters.values() if parameter.name != "options"]
+def with_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """A command that takes options (dataclasses), as one with a flag for each field that it does not take itself."""
+    types = get_type_hints(command, include_extras=True)
+    kinds = {name: types[name] for name in signature(command).parameters if is_dataclass(types[name])}
+    own = [parameter for parameter in signature(command).parameters.values() if parameter.name not in kinds]
+    of_options = {f.name for kind in kinds.values() for f in fields(kind)}
     taken = {parameter.name for parameter in own}
-    types = get_type_hints(EngineOptions, include_extras=True)
-    flags = [_flag(f.name, types[f.name], f.default) for f in fields(EngineOptions) if f.name not in taken]
-    names = {f.name for f in fields(EngineOptions)}
+    flags = [flag for kind in kinds.values() for flag in _flags(kind) if flag.name not in taken]
 
     def run(**values: Any) -> None:  # noqa: ANN401 (what typer parsed)
-        options = EngineOptions(**{name: value for name, value in values.items() if name in names})
-        command(**{name: value for name, value in values.items() if name not in names}, options=options)
+        plain = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+        made = {name: kind(**{f.name: plain[f.name] for f in fields(kind)}) for name, kind in kinds.items()}
+        command(**{name: value for name, value in values.items() if name not in of_options}, **made)
 
     run.__name__, run.__doc__ = command.__name__, command.__doc__
     run.__signature__ = Signature([*own, *flags])  # type: ignore[attr-defined]  # what inspect.signature reads
@@ -54,12 +58,23 @@ def with_engine_flags(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
+def _flags(options: Any) -> list[Parameter]:  # noqa: ANN401 (a dataclass)
+    types = get_type_hints(options, include_extras=True)
+    return [_flag(f.name, types[f.name], f.default) for f in fields(options)]
+
+
 def _flag(name: str, annotated: Any, default: object) -> Parameter:  # noqa: ANN401 (a type)
     kind, *notes = get_args(annotated)
     text = next(note for note in notes if isinstance(note, Help))
+    bounds = next((note for note in notes if isinstance(note, Meta)), Meta())
+    if get_origin(kind) is tuple:
+        kind, default = list[get_args(kind)[0]], list(default)  # type: ignore[misc, call-overload]  # typer's many
     flag = f"--{name.replace('_', '-')}"
     option = typer.Option(
-        f"{flag}/--no-{flag[2:]}" if default is True else flag, help=f"{text.text} ({text.stability})"
+        f"{flag}/--no-{flag[2:]}" if default is True else flag,
+        help=f"{text.text} ({text.stability})",
+        min=bounds.ge,
+        max=bounds.le,
     )
     return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])
 
@@ -81,26 +96,15 @@ def _quire(
 
 
 @app.command()
-@with_engine_flags
+@with_flags
 def serve(
     *,
     model: Annotated[str | None, typer.Argument(help=MODEL_HELP)] = None,
-    host: Annotated[str, typer.Option(help="address to listen on; others than loopback need keys")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="port to listen on; 0 takes a free one", min=0, max=65535)] = 8000,
-    served_model_name: Annotated[str | None, typer.Option(help="the name that requests use")] = None,
-    api_key_file: Annotated[Path | None, typer.Option(help="JSON file of API keys and their tenants")] = None,
     options: EngineOptions,
+    server: ServerOptions,
 ) -> None:
     """Serve the OpenAI API over HTTP."""
-    quire.serve(
-        options,
-        host=host,
-        port=port,
-        model_name=served_model_name,
-        api_key_file=api_key_file,
-        report=typer.echo,
-        progress=WeightsBar(),
-    )
+    quire.serve(options, server, report=typer.echo, progress=WeightsBar())
 
 
 @app.command()
@@ -108,10 +112,17 @@ def key(
     *,
     tenant: Annotated[str, typer.Argument(help="whom the key speaks for; requests of one tenant share cached tokens")],
     role: Annotated[Role, typer.Option(help="admin: may also see figures and flush the cache")] = "user",
+    requests_per_minute: Annotated[
+        int | None, typer.Option(help="that it may make [default: any]", min=1, max=MAX_PER_MINUTE)
+    ] = None,
+    tokens_per_minute: Annotated[
+        int | None,
+        typer.Option(help="of prompts and outputs, that it may use [default: any]", min=1, max=MAX_PER_MINUTE),
+    ] = None,
     file: Annotated[Path | None, typer.Option(help="where its hash is added, for `quire serve --api-key-file`")] = None,
 ) -> None:
     """Make an API key and print it, this once. What is kept is its hash, which cannot be turned back."""
-    secret, entry = new_key(tenant, role)
+    secret, entry = new_key(tenant, role, requests_per_minute, tokens_per_minute)
     if file is not None:
         add_key(file, entry)
     typer.echo(secret)
@@ -122,7 +133,7 @@ def key(
 
 
 @app.command()
-@with_engine_flags
+@with_flags
 def generate(
     *,
     prompts: Annotated[list[str], typer.Argument(metavar="PROMPT...", help="texts to continue")],
@@ -140,7 +151,7 @@ def generate(
 
 
 @app.command()
-@with_engine_flags
+@with_flags
 def chat(
     *,
     temperature: Annotated[float, typer.Option(help="0 is greedy", min=0)] = 0.7,
@@ -150,6 +161,32 @@ def chat(
     """Talk with a model. /exit or end of input ends it, Ctrl-C cuts an answer short."""
     with closing(_load(options)) as llm:
         _converse(llm, system, SamplingParams(max_tokens=None, temperature=temperature))
+
+
+@app.command()
+@with_flags
+def run_batch(
+    *,
+    model: Annotated[str | None, typer.Argument(help=MODEL_HELP)] = None,
+    input_file: Annotated[Path, typer.Option("--input-file", "-i", help="requests, in OpenAI's batch format")],
+    output_file: Annotated[Path, typer.Option("--output-file", "-o", help="where results are added, as they come")],
+    resume: Annotated[bool, typer.Option("--resume", help="go on with results that are there")] = False,
+    concurrency: Annotated[int, typer.Option(help="requests in the engine at once", min=1, max=4096)] = 256,
+    served_model_name: Annotated[str | None, typer.Option(help="the name that requests use")] = None,
+    options: EngineOptions,
+) -> None:
+    """Answer the requests of a file into another: chat, completions, embeddings."""
+    quire.run_batch(
+        options,
+        input_file,
+        output_file,
+        resume=resume,
+        concurrency=concurrency,
+        model_name=served_model_name,
+        report=lambda line: typer.echo(line, err=True),
+        progress=WeightsBar(),
+        advance=LinesBar(),
+    )
 
 
 @app.command()
@@ -167,7 +204,7 @@ def replay(file: Annotated[Path, typer.Argument(help="a journal, as --journal wr
 
 
 @app.command()
-@with_engine_flags
+@with_flags
 def doctor(
     *,
     model: Annotated[str | None, typer.Argument(help=MODEL_HELP)] = None,
@@ -216,6 +253,24 @@ class WeightsBar:
     def __call__(self, done: int, total: int) -> None:
         """`done` of `total` bytes are loaded."""
         self._bar.start()
+        self._bar.update(self._task, completed=done, total=total)
+        if done >= total:
+            self._bar.stop()
+
+
+class LinesBar:
+    """A bar on the error stream, from the first line of a batch to the last."""
+
+    def __init__(self) -> None:
+        columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        self._bar = Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty())
+        self._task = self._bar.add_task("requests", start=False)
+
+    def __call__(self, done: int, total: int) -> None:
+        """`done` of `total` lines are behind us."""
+        if not self._bar.live.is_started:
+            self._bar.start()
+            self._bar.start_task(self._task)
         self._bar.update(self._task, completed=done, total=total)
         if done >= total:
             self._bar.stop()

@@ -1,6 +1,6 @@
 """Configuration: small frozen slices, resolved once and handed out; nobody holds the whole."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Annotated, Literal
 
@@ -106,6 +106,8 @@ class SchedulerConfig:
     policy: Policy = "fcfs"
     wait_weight: float = 100.0  # tokens found in the cache that a second of waiting is worth; of policy "cache-aware"
     preemption: PreemptionMode = "auto"
+    max_queued_requests: int | None = None  # that wait and have never run; None: no bound
+    max_queued_tokens: int | None = None  # of their prompts
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
@@ -124,6 +126,10 @@ class SchedulerConfig:
             raise ConfigError(f"steps_in_flight must be 1 or 2, not {self.steps_in_flight}")
         if not 0 <= self.wait_weight < inf:
             raise ConfigError(f"wait_weight must be at least 0 and finite, not {self.wait_weight}")
+        for name in ("max_queued_requests", "max_queued_tokens"):
+            bound = getattr(self, name)
+            if bound is not None and bound < 1:
+                raise ConfigError(f"{name} must be at least 1, not {bound}; leave it out for no bound")
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +177,14 @@ class EngineOptions:
         Policy,
         Help("who runs next: who came first, or by cached tokens, priority, or fairness to tenants", "beta"),
     ] = "fcfs"
+    max_queued_requests: Annotated[
+        int | None,
+        Help("requests that may wait; others are refused [default: 16 x max_num_seqs for a server, else no bound]"),
+    ] = None
+    max_queued_tokens: Annotated[
+        int | None,
+        Help("tokens of prompts that may wait [default: 4194304 for a server, else no bound]"),
+    ] = None
     wait_weight: Annotated[
         float | None,
         Help("of policy cache-aware: cached tokens that a second of waiting is worth [default: 100]", "beta"),
@@ -194,3 +208,17 @@ class EngineOptions:
     device: Annotated[str, Help("auto, cpu or cuda", "beta")] = "auto"
     seed: Annotated[int, Help("seed of requests that bring none")] = 0
     journal: Annotated[str | None, Help("file that records every input of the scheduler", "beta")] = None
+
+
+_QUEUED_PER_ROW = 16
+_QUEUED_TOKENS = 4 * 2**20
+
+
+def with_bounded_queue(options: EngineOptions) -> EngineOptions:
+    """What a server takes: bounds of the queue where none were chosen."""
+    requests, tokens = options.max_queued_requests, options.max_queued_tokens
+    return replace(
+        options,
+        max_queued_requests=_QUEUED_PER_ROW * options.max_num_seqs if requests is None else requests,
+        max_queued_tokens=_QUEUED_TOKENS if tokens is None else tokens,
+    )

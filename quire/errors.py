@@ -42,6 +42,18 @@ class DeadlineUnreachable(RequestError):
         self.asked = asked
 
 
+class QueueFull(RequestError):
+    """As many requests wait as may. retry_after: seconds until there is room for this one, as predicted."""
+
+    def __init__(self, message: str, retry_after: float) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class EngineStopped(QuireError):
+    """The engine takes no requests: it is being shut down, or it failed."""
+
+
 class ConfigError(QuireError, ValueError):
     """The engine cannot be built with these options."""
 

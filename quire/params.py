@@ -75,7 +75,7 @@ class SamplingParams:
         if self.allowed_token_ids is not None:
             object.__setattr__(self, "allowed_token_ids", _listed("allowed_token_ids", int, self.allowed_token_ids))
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
-        for name, (kind, low, high) in _NUMBERS.items():
+        for name, (kind, low, high) in NUMBERS.items():
             _check_number(name, getattr(self, name), kind, low, high, optional=name in _OPTIONAL)
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
@@ -105,11 +105,14 @@ class SamplingParams:
             raise RequestError("best_of above n cannot be streamed: which are best is known at the end", "best_of")
 
     def resolved(self, max_tokens: int, seed: int) -> Self:
-        """A copy with these two. Nothing is checked again: the lists may be long, and every prompt has its copy."""
+        """A copy with these two."""
+        return self.changed(max_tokens=max_tokens, min_tokens=min(self.min_tokens, max_tokens), seed=seed)
+
+    def changed(self, **values: object) -> Self:
+        """A copy with other values. Nothing is checked again: the lists may be long, and every prompt has its copy."""
         params = copy(self)
-        object.__setattr__(params, "max_tokens", max_tokens)
-        object.__setattr__(params, "min_tokens", min(self.min_tokens, max_tokens))
-        object.__setattr__(params, "seed", seed)
+        for name, value in values.items():
+            object.__setattr__(params, name, value)
         return params
 
     def _check_relations(self) -> None:
@@ -155,7 +158,7 @@ _FLAGS = (
     *("skip_special_tokens", "spaces_between_special_tokens"),
 )
 _OPTIONAL = ("best_of", "seed", "max_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens")
-_NUMBERS: Mapping[str, tuple[type[int] | type[float], float, float]] = MappingProxyType(  # bounds are allowed
+NUMBERS: Mapping[str, tuple[type[int] | type[float], float, float]] = MappingProxyType(  # bounds are allowed
     {
         "n": (int, 1, MAX_N),
         "best_of": (int, 1, MAX_N),

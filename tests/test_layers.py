@@ -17,7 +17,19 @@ ROOT = Path(__file__).resolve().parents[1]
 
 ORDER = (
     *("errors", "config", "params", "core", "cost", "cache", "grammar", "draft", "sched"),  # mind
-    *("kernels", "quant", "parallel", "layers", "lora", "models", "sample", "speculate", "store", "runner"),  # body
+    *(
+        "early",
+        "kernels",
+        "quant",
+        "parallel",
+        "layers",
+        "lora",
+        "models",
+        "sample",
+        "speculate",
+        "store",
+        "runner",
+    ),  # body
     *("engine", "lang", "planner", "cluster", "server"),  # whole
     *("quire", "cli"),  # quire/__init__.py offers names of the folders before it
 )
@@ -26,9 +38,11 @@ FIRST_FLOOR = ORDER[: ORDER.index("sched") + 1]
 # Imports that may hide inside a function: (file, function) -> why.
 LAZY = {
     ("quire/__init__.py", "__getattr__"): "importing quire for its version or its scheduler must not import torch",
+    ("quire/early.py", "import_with_torch"): "what is imported, and in which order, is what it is for",
     ("quire/engine/model_files.py", "_backend"): "transformers is an optional extra, and slow to import",
     ("quire/engine/sources/locate.py", "locate"): "huggingface_hub takes a tenth of a second, for downloads alone",
     ("quire/kernels/choose.py", "_triton"): "triton is an optional package, and slow to import",
+    ("quire/server/observe/observers.py", "_tracing"): "OpenTelemetry is an optional extra, and slow to import",
 }
 
 

@@ -16,9 +16,23 @@ ROOT = Path(__file__).resolve().parents[1]
 MAX_LINES = 400
 CODE = {".py", ".cpp", ".h", ".cu"}
 
-UNSAFE_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve"}
-UNSAFE_CALLS = {"eval", "exec", "torch.load", "builtins.eval", "builtins.exec"}
+UNSAFE_MODULES = {
+    *("pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "jsonpickle", "marshal", "shelve", "copyreg"),
+}
+UNSAFE_CALLS = {
+    *("eval", "exec", "compile", "builtins.eval", "builtins.exec", "builtins.compile", "os.system", "os.popen"),
+    *("torch.load", "yaml.load", "yaml.load_all", "yaml.full_load", "yaml.full_load_all"),
+    *("yaml.unsafe_load", "yaml.unsafe_load_all", "logging.config.listen"),
+}
+UNSAFE_LOADERS = {"import_module", "__import__"}  # of a module by its name
 UNSAFE_ARGUMENTS = {"shell", "trust_remote_code", "allow_pickle"}
+
+# What pickles on its own whatever it hands to another process.
+PICKLING_MODULES = ("multiprocessing", "torch.multiprocessing", "concurrent.futures.process")
+PICKLING_NAMES = {
+    *("ProcessPoolExecutor", "send_pyobj", "recv_pyobj", "read_pickle", "to_pickle", "SocketHandler"),
+    *("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list"),
+}
 
 # Environment variables that quire may read: name -> why.
 ENVIRONMENT = {"QUIRE_LOG_LEVEL": "how much is logged changes nothing that is computed"}
@@ -49,6 +63,28 @@ def _unsafe_names(node: ast.AST) -> Iterator[str]:
         case ast.keyword(arg=str(name), value=value) if name in UNSAFE_ARGUMENTS:
             if not (isinstance(value, ast.Constant) and value.value is False):
                 yield f"{name}={ast.unparse(value)}"
+        case ast.Call(func=function, args=[ast.Constant(value=str(name)), *_]):
+            if ast.unparse(function).split(".")[-1] in UNSAFE_LOADERS and name.split(".")[0] in UNSAFE_MODULES:
+                yield f"{ast.unparse(function)}({name!r})"
+
+
+def pickling_faults(source: str, path: str) -> Iterator[str]:
+    """Ways to another process that pickle."""
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Import(names):
+                used = [alias.name for alias in names]
+            case ast.ImportFrom(module=str(module), names=names):
+                used = [f"{module}.{alias.name}" for alias in names]
+            case ast.Attribute():
+                used = [ast.unparse(node)]
+            case _:
+                continue
+        for name in used:
+            if any(name == one or name.startswith(f"{one}.") for one in PICKLING_MODULES) or (
+                name.split(".")[-1] in PICKLING_NAMES
+            ):
+                yield f"{path}:{node.lineno}: {name}"
 
 
 def environment_faults(source: str, path: str) -> Iterator[str]:
@@ -152,6 +188,11 @@ def test_nothing_can_run_what_it_was_sent():
     assert not faults, "\n".join(faults)
 
 
+def test_nothing_pickles_what_it_hands_to_another_process():
+    faults = [fault for source, path in python_files("quire") for fault in pickling_faults(source, path)]
+    assert not faults, "\n".join(faults)
+
+
 def test_no_environment_variable_changes_behaviour():
     faults = [fault for source, path in python_files("quire") for fault in environment_faults(source, path)]
     assert not faults, "\n".join(faults)
@@ -203,6 +244,13 @@ def test_no_file_names_a_machine_or_a_registry():
         "subprocess.run(command, shell=flag)",
         "AutoModel.from_pretrained(name, trust_remote_code=True)",
         "np.load(path, allow_pickle=True)",
+        "yaml.load(text, Loader=yaml.SafeLoader)",
+        "from yaml import unsafe_load",
+        "compile(text, 'x', 'exec')",
+        "import_module('pickle')",
+        "importlib.import_module('marshal')",
+        "__import__('shelve')",
+        "os.system(line)",
     ],
 )
 def test_unsafe_faults_sees(source):
@@ -210,10 +258,39 @@ def test_unsafe_faults_sees(source):
 
 
 @pytest.mark.parametrize(
-    "source", ["model.eval()", "# eval(x), torch.load\n", "re.compile('x')", "run(shell=False)", "torch.loader(x)"]
+    "source",
+    [
+        *("model.eval()", "# eval(x), torch.load\n", "re.compile('x')", "run(shell=False)", "torch.loader(x)"),
+        *("yaml.safe_load(x)", "import_module('json')"),
+    ],
 )
 def test_unsafe_faults_lets_pass(source):
     assert list(unsafe_faults(source, "x.py")) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import multiprocessing",
+        "import multiprocessing.connection",
+        "from multiprocessing import Pipe",
+        "from multiprocessing.connection import Connection",
+        "import torch.multiprocessing as mp",
+        "torch.multiprocessing.spawn(f)",
+        "from torch import multiprocessing",
+        "from concurrent.futures import ProcessPoolExecutor",
+        "futures.ProcessPoolExecutor()",
+        "socket.recv_pyobj()",
+        "dist.broadcast_object_list(values)",
+    ],
+)
+def test_pickling_faults_sees(source):
+    assert len({fault.split(": ")[0] for fault in pickling_faults(source, "x.py")}) == 1
+
+
+def test_pickling_faults_lets_threads_and_bytes_pass():
+    source = "from concurrent.futures import ThreadPoolExecutor\nsocket.sendall(b'')\ndist.broadcast(tensor)"
+    assert list(pickling_faults(source, "x.py")) == []
 
 
 @pytest.mark.parametrize(

@@ -1,109 +1,136 @@
-"""The flood again, on the embedded model and in real time."""
+"""The flood again, on the embedded model and in real time.
+
+Requests are sent by another process than the one that serves, each when it is due, whatever has become of those before.
+A wait begins when a request is due. The usual load and the flood take turns, so that both meet the same machine.
+"""
 
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from statistics import mean, median
 
+from benchmarks.policies import embedded
+from benchmarks.policies.embedded import Asked, Play, Played
 from benchmarks.policies.fair import Load, arrivals, percentile
 from benchmarks.policies.virtual import Arrival
-from quire.cache.kv_cache import KVCache
-from quire.config import EngineOptions, Policy
-from quire.engine.build import prepare
-from quire.engine.engine import Engine
-from quire.runner.torch_runner import TorchRunner
-from quire.sched.scheduler import Scheduler
 
-_MAX_NUM_SEQS = 16
-_STEP_TOKENS = 256
 _SHARE = 0.45  # of what the machine can do, that the loud tenant usually needs; the quiet one needs half of that
+_FLOODS = (1.0, 10.0)
+_LEAD = 0.2  # seconds before the first request
+_PATIENCE = 2.0  # seconds behind the last one
 
 
-class Embedded:
-    """The embedded model, loaded once."""
+@dataclass
+class Found:
+    """The quiet tenant's waits under one load. Seconds."""
 
-    def __init__(self) -> None:
-        options = EngineOptions(memory="1GiB", max_num_seqs=_MAX_NUM_SEQS, max_num_batched_tokens=_STEP_TOKENS)
-        self._prepared = prepare(options, report=_ignore, progress=_ignore)
-        files = self._prepared.files
-        self._model = files.load(self._prepared.dtype, self._prepared.device, _ignore)
-        self._model.pack(self._prepared.chosen.kernels)
-        self.vocab_size: int = files.description.vocab_size
+    waits: list[float] = field(default_factory=list)  # to the first token, or to the end where it did not come
+    num_unanswered: int = 0
+    parts: list[tuple[float, float, float, float]] = field(default_factory=list)  # wait, and what it is made of
+    steps: list[float] = field(default_factory=list)
+    collections: list[float] = field(default_factory=list)
+    num_waiting: int = 0
 
-    def engine(self, policy: Policy) -> Engine:
-        """A new one."""
-        limits, cache = replace(self._prepared.limits, policy=policy), self._prepared.cache
-        runner = TorchRunner(
-            self._model,
-            self._prepared.chosen.kernels,
-            cache=cache,
-            max_num_seqs=limits.max_num_seqs,
-            max_model_len=limits.max_model_len,
-            strict=self._prepared.chosen.strict,
-        )
-        return Engine(Scheduler(limits, KVCache(cache)), runner, vocab_size=self.vocab_size)
+    def take(self, due: dict[str, float], played: Played, ended: float) -> None:
+        """One play more. due: when the quiet tenant's requests were."""
+        for request_id, came in due.items():
+            times = played.times.get(request_id)
+            if times is None:
+                self.num_unanswered += 1
+                self.waits.append(ended - came)
+                continue
+            taken, admitted, first = times
+            self.waits.append(first - came)
+            self.parts.append((first - came, taken - came, admitted - taken, first - admitted))
+        self.steps += played.steps
+        self.collections += played.collections
+        self.num_waiting = max(self.num_waiting, played.num_waiting)
 
-
-def _ignore(*_: object) -> None:
-    """Lines and bytes that nobody waits for."""
-
-
-def play(engine: Engine, requests: Sequence[Arrival], vocab_size: int, most: float) -> dict[str, list[float]]:
-    """Seconds to the first token by tenant, until the quiet one's requests are answered; `most` seconds at most.
-
-    Infinite where it has not come by then.
-    """
-    came: dict[str, float] = {}
-    first: dict[str, float] = {}
-    unanswered = {one.request.id for one in requests if one.request.namespace.tenant == "quiet"}
-    begin, at = time.perf_counter(), 0
-    while unanswered and (now := time.perf_counter() - begin) < most:
-        while at < len(requests) and requests[at].at <= now:
-            asked = requests[at].request
-            prompt = [token % vocab_size for token in asked.prompt]
-            engine.add(asked.id, prompt, asked.params, namespace=asked.namespace)
-            came[asked.id] = requests[at].at
-            at += 1
-        if not engine.has_work:
-            time.sleep(max(0.0, requests[at].at - now))
-            continue
-        for output in engine.step():
-            if output.token_ids:
-                first.setdefault(output.request_id, time.perf_counter() - begin)
-                unanswered.discard(output.request_id)
-    waits: dict[str, list[float]] = {}
-    for one in requests[:at]:
-        wait = first.get(one.request.id, float("inf")) - came[one.request.id]
-        waits.setdefault(one.request.namespace.tenant, []).append(wait)
-    return waits
+    def told(self) -> dict[str, float]:
+        """In figures: of the slowest 2 % also where their time went."""
+        slowest = sorted(self.parts)[-max(1, len(self.parts) // 50) :]
+        _, to_be_taken, to_be_admitted, to_first_token = map(mean, zip(*slowest, strict=True))
+        return {
+            "p50_s": percentile(self.waits, 0.5),
+            "p99_s": percentile(self.waits, 0.99),
+            "num": len(self.waits),
+            "num_unanswered": self.num_unanswered,
+            "slowest_to_be_taken_s": to_be_taken,
+            "slowest_to_be_admitted_s": to_be_admitted,
+            "slowest_to_first_token_s": to_first_token,
+            "step_p50_s": median(self.steps),
+            "step_p99_s": percentile(self.steps, 0.99),
+            "full_collections": len(self.collections),
+            "longest_collection_s": max(self.collections, default=0.0),
+            "num_waiting": self.num_waiting,
+        }
 
 
-def capacity(embedded: Embedded, load: Load) -> float:
-    """Requests a second that the machine ends when there are always enough."""
-    engine = embedded.engine("fcfs")
-    requests = arrivals({"all": load}, 4 * _MAX_NUM_SEQS / load.rate, 99)
-    for one in requests:
-        prompt = [token % embedded.vocab_size for token in one.request.prompt]
-        engine.add(one.request.id, prompt, one.request.params)
-    begin = time.perf_counter()
-    while engine.has_work:
-        engine.step()
-    return len(requests) / (time.perf_counter() - begin)
+@contextmanager
+def _process(target: Callable[..., None], about: object) -> Iterator[Connection]:
+    """A process that talks."""
+    context = get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=target, args=(there, about))
+    process.start()
+    there.close()
+    yield here
+    here.close()
+    process.join()
+
+
+def _send(connection: Connection, requests: Sequence[Arrival], vocab_size: int) -> dict[str, float]:
+    """Send each when it is due; when those of the quiet tenant were."""
+    asked = [_asked(one, vocab_size) for one in requests]
+    due = {}
+    begin = time.monotonic() + _LEAD
+    for one, request in zip(requests, asked, strict=True):
+        at = begin + one.at
+        time.sleep(max(0.0, at - time.monotonic()))
+        connection.send(request)
+        if request.tenant == "quiet":
+            due[request.id] = at
+    connection.send(None)
+    return due
+
+
+def _asked(one: Arrival, vocab_size: int) -> Asked:
+    request = one.request
+    prompt = [token % vocab_size for token in request.prompt]
+    return Asked(request.id, request.namespace.tenant, prompt, request.max_tokens)
+
+
+def _compare(play: Play, loads: Iterable[dict[str, Load]], seconds: float, rounds: int) -> list[Found]:
+    """The quiet tenant under each of the loads, which take turns."""
+    found = [(load, Found()) for load in loads]
+    for seed in range(rounds):
+        for load, one in found:
+            requests = arrivals(load, seconds, seed)
+            with _process(embedded.serve, play) as connection:
+                due = _send(connection, requests, connection.recv())
+                one.take(due, connection.recv(), time.monotonic())
+    return [one for _, one in found]
 
 
 def live(*, quick: bool = False) -> dict[str, object]:
     """The quiet tenant's 99th percentile of seconds to the first token, as usual and while the other sends 10x."""
-    embedded = Embedded()
+    seconds, rounds = (4.0, 1) if quick else (40.0, 3)
     shape = Load(10.0, num_prompt=160, num_output=32)
-    able = capacity(embedded, shape)
+    with _process(embedded.measure, shape) as connection:
+        able = connection.recv()
     quiet, loud = replace(shape, rate=_SHARE / 2 * able), replace(shape, rate=_SHARE * able)
-    seconds = 5.0 if quick else 60.0
+    loads = [{"quiet": quiet, "loud": replace(loud, rate=flood * loud.rate)} for flood in _FLOODS]
     rows: dict[str, object] = {"requests a second that the machine does": able}
-    for policy in ("fcfs", "fair"):
-        found = []
-        for flood in (1.0, 10.0):
-            loads = {"quiet": quiet, "loud": replace(loud, rate=flood * loud.rate)}
-            engine = embedded.engine(policy)
-            found.append(play(engine, arrivals(loads, seconds, 1), embedded.vocab_size, 3 * seconds))
-        before, after = (percentile(waits["quiet"], 0.99) for waits in found)
-        rows[policy] = {"usual_s": before, "flooded_s": after, "moved": after / before - 1}
+    ways: list[tuple[str, Play, int]] = [
+        ("fcfs", Play("fcfs", "quire", "quiet", _PATIENCE), 1),
+        ("fair", Play("fair", "quire", "quiet", _PATIENCE), rounds),
+        ("fair, full collections when Python wants", Play("fair", "python", "quiet", _PATIENCE), 1),
+    ]
+    for name, play, some in ways:
+        usual, flooded = (one.told() for one in _compare(play, loads, seconds, some))
+        rows[f"{name}: usually"], rows[f"{name}: flooded"] = usual, flooded
+        rows[f"{name}: p99 moved by"] = flooded["p99_s"] / usual["p99_s"] - 1
     return rows

@@ -78,9 +78,8 @@ class Embedded:
     def __init__(self) -> None:
         options = EngineOptions(memory="1GiB", max_num_seqs=64, step_seconds=1e9)
         self._prepared = prepare(options, report=_ignore, progress=_ignore)
-        files = self._prepared.files
-        self._model = files.load(self._prepared.dtype, self._prepared.device, _ignore)
-        self._model.pack(self._prepared.chosen.kernels)
+        files, kernels = self._prepared.files, self._prepared.chosen.kernels
+        self._model = files.load(self._prepared.dtype, self._prepared.device, kernels, _ignore)
         self.tokenizer: Tokenizer = files.tokenizer
         self.vocab_size: int = files.description.vocab_size
 

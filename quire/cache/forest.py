@@ -12,7 +12,7 @@ from quire.cache.eviction.orders import Leaves
 from quire.cache.eviction.uses import Clock
 from quire.cache.eviction.wishes import Wishes
 from quire.cache.forest_faults import faults
-from quire.cache.index import SYMBOL, Cause
+from quire.cache.index import NO_REASON, SYMBOL, Cause, Reason
 from quire.cache.lost import Lost
 from quire.cache.pool import BlockPool
 from quire.cache.radix_node import LeastRecent, Node
@@ -36,7 +36,7 @@ class Forest:
         self._lost = Lost()
         self._known = _BLOCKS_REMEMBERED * key_bytes
         self.num_evicted = 0
-        self.reason: dict[str, float] = {}  # why the first one went of what was given up since it was taken
+        self.reason: Reason | None = None  # why the first one went of what was given up since it was taken
         self.clock = clock
         self.wishes = Wishes(pools, clock, key_bytes, self._relist)
         self._pools = pools
@@ -204,14 +204,14 @@ class Forest:
         self.num_evicted += freed
         return freed
 
-    def take_reason(self) -> dict[str, float]:
+    def take_reason(self) -> Reason:
         """See PrefixIndex."""
-        reason, self.reason = self.reason, {}
-        return reason
+        reason, self.reason = self.reason, None
+        return reason or NO_REASON
 
     def _give_up(self, leaf: Node, cut: int, cause: Cause) -> None:
         """Blocks at the end of a leaf that came up are evicted."""
-        self.reason = self.reason or self.leaves.reason(leaf)
+        self.reason = self.reason or Reason(self.leaves.reason(leaf), leaf.tenant)
         self.leaves.given_up(leaf, cut)
         at = len(leaf.blocks[0]) - cut
         self._note_loss(leaf, at, cause)
@@ -254,7 +254,7 @@ class Forest:
             blocks = node.blocks[group]
             for i, block in enumerate(blocks):
                 if freed < count and block != ABSENT and pool.is_idle(block):
-                    self.reason = self.reason or {"age": self.clock.tick - node.tick}
+                    self.reason = self.reason or Reason({"age": self.clock.tick - node.tick}, node.tenant)
                     pool.leave_index(block)
                     blocks[i] = ABSENT
                     freed += 1

@@ -22,7 +22,7 @@ from itertools import islice
 import msgspec
 
 from quire.cache.eviction.wishes import Wishes
-from quire.cache.index import SYMBOL, Added, Cause, Found, symbols
+from quire.cache.index import NO_REASON, SYMBOL, Added, Cause, Found, Reason, symbols
 from quire.cache.pool import BlockPool
 from quire.cache.public import PublicPrefixes
 from quire.cache.table import ABSENT, BlockTable
@@ -73,9 +73,9 @@ class HashIndex:
 
     # What is there
 
-    def take_reason(self) -> dict[str, float]:
+    def take_reason(self) -> Reason:
         """The least recently used goes first, and that is all."""
-        return {}
+        return NO_REASON
 
     def find(self, namespace: Namespace, tokens: Sequence[int]) -> Found:
         """See PrefixIndex."""

@@ -40,6 +40,24 @@ class Cause(NamedTuple):
     tenant: str = ""
 
 
+class Reason(NamedTuple):
+    """Why blocks were evicted: of the first of them, what the order goes by, and whose it was."""
+
+    numbers: dict[str, float]  # see docs/eviction.md
+    tenant: str | None  # None where it is not known
+
+
+NO_REASON = Reason({}, None)
+
+
+class GivenUp(NamedTuple):
+    """Blocks that were evicted for somebody."""
+
+    cause: Cause
+    num_blocks: int
+    reason: Reason
+
+
 @dataclass(slots=True)
 class Added:
     """What became of blocks that a table offered."""
@@ -56,8 +74,8 @@ class PrefixIndex(Protocol):
     def num_evicted(self) -> int:
         """Blocks, since the start."""
 
-    def take_reason(self) -> dict[str, float]:
-        """In numbers, why the first one went of all that was evicted since the last call. See docs/eviction.md."""
+    def take_reason(self) -> Reason:
+        """Why the first one went of all that was evicted since the last call."""
 
     @property
     def wishes(self) -> Wishes | None:

@@ -18,7 +18,7 @@ from quire.cache.audit import Audit, sharing
 from quire.cache.beginnings import Beginnings
 from quire.cache.eviction.keep import ANYHOW, Keep
 from quire.cache.eviction.worth import Seconds
-from quire.cache.index import Cause, PrefixIndex
+from quire.cache.index import Cause, GivenUp, PrefixIndex
 from quire.cache.swapping import Swapping
 from quire.cache.table import BlockTable
 from quire.cache.tables import NOBODY, Tables
@@ -95,6 +95,11 @@ class KVCache:
             return []
         events, wishes.events = wishes.events, []
         return events
+
+    def take_given_up(self) -> list[GivenUp]:
+        """What was evicted since the last call: for whom and why, in the order in which it began."""
+        given_up, self._parts.given_up = self._parts.given_up, {}
+        return list(given_up.values())
 
     # How a table begins
 
@@ -268,7 +273,7 @@ class KVCache:
             self.index.wishes.end_pins()
         idle = self.pools.num_idle
         for group, pool in enumerate(self.pools):
-            self.index.evict(group, pool.num_idle, cause)
+            self._parts.evict(group, pool.num_idle, cause)
         return idle - self.pools.num_idle
 
     # Steps

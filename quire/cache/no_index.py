@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 
-from quire.cache.index import NOTHING_FOUND, Added, Cause, Found
+from quire.cache.index import NO_REASON, NOTHING_FOUND, Added, Cause, Found, Reason
 from quire.cache.table import BlockTable
 from quire.core.explanation import Miss
 from quire.core.namespace import Namespace
@@ -15,9 +15,9 @@ class NoIndex:
     num_evicted = 0
     wishes = None
 
-    def take_reason(self) -> dict[str, float]:
+    def take_reason(self) -> Reason:
         """Nothing is evicted."""
-        return {}
+        return NO_REASON
 
     def find(self, namespace: Namespace, tokens: Sequence[int]) -> Found:
         """Nothing."""

@@ -20,7 +20,7 @@ from quire.cache.eviction.uses import Clock
 from quire.cache.eviction.wishes import Wishes
 from quire.cache.eviction.worth import Seconds, seconds_by_default
 from quire.cache.forest import Forest, place_of
-from quire.cache.index import SYMBOL, Added, Cause, Found, num_common, symbols
+from quire.cache.index import SYMBOL, Added, Cause, Found, Reason, num_common, symbols
 from quire.cache.pool import BlockPool
 from quire.cache.public import PublicPrefixes
 from quire.cache.radix_node import Node
@@ -60,7 +60,7 @@ class RadixTree:
         """See PrefixIndex."""
         return self.forest.num_evicted
 
-    def take_reason(self) -> dict[str, float]:
+    def take_reason(self) -> Reason:
         """See PrefixIndex."""
         return self.forest.take_reason()
 

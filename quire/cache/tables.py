@@ -7,7 +7,7 @@ from quire.cache.copies import Copies
 from quire.cache.eviction.worth import Seconds, seconds_by_default
 from quire.cache.hashed import HashIndex
 from quire.cache.in_flight import InFlight
-from quire.cache.index import NOTHING_FOUND, Cause, PrefixIndex
+from quire.cache.index import NOTHING_FOUND, Cause, GivenUp, PrefixIndex
 from quire.cache.no_index import NoIndex
 from quire.cache.pool import BlockPool, Pools
 from quire.cache.radix import RadixTree
@@ -33,6 +33,7 @@ class Tables:
         self.recompute_seconds: Seconds = seconds_by_default
         self.index = self._new_index()
         self.num_evicted_before = 0  # by indexes before this one
+        self.given_up: dict[str, GivenUp] = {}  # for whom blocks were evicted, and why, since it was taken
 
     def add(self, seq_id: int, table: BlockTable) -> BlockTable:
         """A sequence has a table from now on. Raises ValueError where it has one."""
@@ -103,8 +104,19 @@ class Tables:
         """Evict until so many blocks of each group are free."""
         for group, pool in enumerate(self.pools):
             if needed[group] > pool.num_free:
-                self.index.evict(group, needed[group] - pool.num_free, cause)
+                self.evict(group, needed[group] - pool.num_free, cause)
         return all(pool.num_free >= count for pool, count in zip(self.pools, needed, strict=True))
+
+    def evict(self, group: int, count: int, cause: Cause) -> None:
+        """Evict blocks of a group, and note for whom."""
+        num_blocks = self.index.evict(group, count, cause)
+        if not num_blocks:
+            return
+        reason, before = self.index.take_reason(), self.given_up.get(cause.request_id)
+        if before is None:
+            self.given_up[cause.request_id] = GivenUp(cause, num_blocks, reason)
+        else:
+            self.given_up[cause.request_id] = before._replace(num_blocks=before.num_blocks + num_blocks)
 
     def is_shared(self, group: int, blocks: list[int], index: int) -> bool:
         """Whether the block at `index` exists and is in other tables, whose sequences must not see it change.

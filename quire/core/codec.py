@@ -38,3 +38,8 @@ def encode(value: object) -> bytes:
 def decode(data: bytes, kind: type[T]) -> T:
     """Decode what `encode` made; raises msgspec.ValidationError where it does not fit `kind`."""
     return msgspec.msgpack.decode(data, type=kind, dec_hook=_decode_array)
+
+
+def decoder(kind: object) -> "msgspec.msgpack.Decoder[Any]":
+    """As `decode`, for many values of one type."""
+    return msgspec.msgpack.Decoder(kind, dec_hook=_decode_array)

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from quire.core.explanation import Miss
+from quire.core.explanation import Miss, RefusalReason
 
 
 class Event(msgspec.Struct, frozen=True, tag=True):
@@ -16,6 +16,14 @@ class Arrived(Event, frozen=True, tag=True):
     """A request entered the queue."""
 
     num_prompt_tokens: int
+
+
+class Refused(Event, frozen=True, tag=True):
+    """A request was not taken in."""
+
+    reason: RefusalReason
+    predicted_seconds: float  # until its last token; where the queue is full, until there is room for it
+    asked_seconds: float | None = None  # the deadline
 
 
 class Admitted(Event, frozen=True, tag=True):
@@ -43,7 +51,7 @@ class Preempted(Event, frozen=True, tag=True):
 
 
 class Evicted(Event, frozen=True, tag=True):
-    """Blocks of the prefix index were given up, for whoever was planned at that time."""
+    """Blocks of the prefix index were given up for a request, while a step was planned; or for none, in a flush."""
 
     num_blocks: int
     policy: str = "lru"  # CacheConfig.eviction
@@ -79,6 +87,9 @@ class PinsRefused(Event, frozen=True, tag=True):
 
 
 class PinsYielded(Event, frozen=True, tag=True):
-    """A pin ended early: nothing ran, and the next sequence did not fit beside it."""
+    """A pin ended early: nothing ran, and the next sequence did not fit beside it.
+
+    Of a session it is the latest request's.
+    """
 
     num_blocks: int

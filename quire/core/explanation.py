@@ -16,6 +16,30 @@ MissReason = Literal[
 ]
 
 
+RefusalReason = Literal[
+    "deadline",  # it was predicted to take longer
+    "queue_full",  # as many waited as may
+]
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """Why a request was not taken in."""
+
+    reason: RefusalReason
+    predicted_seconds: float  # until its last token; where the queue is full, until there is room for it
+    asked_seconds: float | None  # the deadline
+    error: str  # as it was told
+
+
+class Eviction(msgspec.Struct, frozen=True):
+    """Blocks that were evicted, so that the request could begin or go on, while one step was planned."""
+
+    at: float
+    num_blocks: int
+    policy: str  # CacheConfig.eviction
+    reason: dict[str, float]  # of the first of them, see docs/eviction.md; empty where it was another tenant's
+
+
 class Miss(msgspec.Struct, frozen=True):
     """Why the reuse of a prompt ended where it did."""
 
@@ -50,18 +74,24 @@ class Explanation(msgspec.Struct):
     tenant: str
     arrived: float
     num_prompt_tokens: int
-    state: Literal["waiting", "running", "finished"] = "waiting"
+    state: Literal["waiting", "running", "finished", "refused"] = "waiting"
     policy: str = "fcfs"  # who is next
     place: int = 0  # sequences of its tenant that waited when it came
     num_passed_by: int = 0  # requests of its tenant, at least, that came after it and began before it
     admitted: float | None = None  # first sequence, first time
     finished: float | None = None
+    finish_reason: str | None = None  # of the sequence that ended last; "deadline" is an "abort" for whoever asked
+    refusal: Refusal | None = None
     num_cached_tokens: int = 0  # of the prompt, whose KV was there when it was first admitted
     num_shared_blocks: int = 0  # whole blocks that it found
     num_copied_tokens: int = 0  # of the block that the match ended in
     miss: Miss | None = None  # None until it is admitted
     waited: dict[str, float] = {}  # seconds by cause, all its sequences together
     preemptions: list[Preemption] = []
+    num_evicted_blocks: int = 0  # so that it could run
+    evictions: list[Eviction] = []  # the first of them
+    num_blocks_not_pinned: int = 0  # that it wanted pinned when it ended; pins held as much as they may
+    num_pinned_blocks_yielded: int = 0  # that it had pinned, and the next sequence needed
     # When the first of its sequences ended: blocks that they would have had without sharing among each other and with
     # the cache, and blocks that they took themselves, those shared among them counted once.
     num_blocks_unshared: int = 0

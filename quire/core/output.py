@@ -5,8 +5,10 @@ import numpy as np
 
 from quire.core.step import Logprobs
 
+NO_TOKEN = "no token could be sampled: the request allows none, or the logits are not finite"
 
-class Output(msgspec.Struct, frozen=True, eq=False):
+
+class Output(msgspec.Struct, frozen=True, eq=False, array_like=True, omit_defaults=True):
     """What is new of one sequence, and whether it ended.
 
     Logprobs of a request's prompt come with its sequence 0.
@@ -25,5 +27,6 @@ class Output(msgspec.Struct, frozen=True, eq=False):
     prompt_logprobs: Logprobs | None = None  # of the next tokens of the prompt, beginning with the second
     pooled: np.ndarray | None = None  # float32 (hidden_size,): see Pooling; with MEAN, a part of the sum
     num_cached_tokens: int = 0  # of the prompt, whose KV was there when the sequence was first admitted
-    cumulative_logprob: float | None = None  # with the last tokens of a beam search's result, or of one of best_of
+    cumulative_logprob: float | None = None  # of all its tokens: with a beam search's result, and any of best_of
     error: str = ""
+    queue_seconds: float | None = None  # with its first tokens: until one of its request was admitted

@@ -21,11 +21,22 @@ class Beams(msgspec.Struct, frozen=True, kw_only=True):
     early_stopping: bool | Literal["never"]
 
 
+class Known(msgspec.Struct, frozen=True):
+    """What the front end has of one sequence of a request that an engine before this one has begun."""
+
+    token_ids: list[int] = []  # output tokens
+    finished: bool = False  # it has ended, and is not followed again
+    cumulative_logprob: float = 0.0  # of those tokens, as the last Output said; only where sequences are compared
+
+
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt, and `num_sequences` sequences to be generated from it.
 
     The front end has resolved `params.seed` and `params.max_tokens` (neither is None), so that
     nothing about the outcome is decided later. Stop strings are the front end's business.
+
+    One with `known` goes on: each sequence as if it had been preempted behind its known tokens. Of what its
+    parameters bound, the known tokens are a part.
     """
 
     id: str
@@ -37,6 +48,24 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     namespace: Namespace = Namespace()
     terms: Terms = Terms()
     beams: Beams | None = None  # a beam search in place of sampling; `params.n` of its results are wanted
+    known: tuple[Known, ...] = ()  # none of a new request; else one for each sequence
+    resumed: bool = False  # it was accepted before, and is never refused for lack of room or time
+
+    @property
+    def was_accepted(self) -> bool:
+        """Whether an engine before this one has taken it in."""
+        return self.resumed or bool(self.known)
+
+    @property
+    def may_end_early(self) -> bool:
+        """Whether a token or a string may end a sequence before `max_tokens`."""
+        params = self.params
+        return bool(params.stop or params.stop_token_ids or (self.eos_token_ids and not params.ignore_eos))
+
+    @property
+    def num_open(self) -> int:
+        """Sequences that are to be followed."""
+        return self.num_sequences - sum(one.finished for one in self.known)
 
     @property
     def num_sequences(self) -> int:
@@ -82,6 +111,30 @@ def resolve(
     room = max_model_len - len(prompt)
     max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
     return params.resolved(max_tokens, default_seed if params.seed is None else params.seed)
+
+
+def check_known(request: Request, vocab_size: int) -> None:
+    """Raises RequestError for known tokens that no engine can have put out for such a request."""
+    known = request.known
+    if not known:
+        return
+    if request.beams is not None or request.pooling is not Pooling.NONE:
+        raise RequestError("a beam search or a pooling begins anew: leave `known` out, and set `resumed`", "known")
+    if len(known) != request.num_sequences:
+        raise RequestError(
+            f"known has {len(known)} entries, and the request {request.num_sequences} sequences: give one for each",
+            "known",
+        )
+    for index, one in enumerate(known):
+        if len(one.token_ids) > request.max_tokens:
+            raise RequestError(
+                f"{len(one.token_ids)} tokens are known of sequence {index}, and max_tokens is {request.max_tokens}; "
+                "give the parameters that the request had",
+                "known",
+            )
+        for token in one.token_ids:
+            if not 0 <= token < vocab_size:
+                raise RequestError(f"token id {token} is outside the vocabulary (0 to {vocab_size - 1})", "known")
 
 
 def check_length(num_tokens: int, params: SamplingParams, max_model_len: int) -> None:

@@ -130,6 +130,14 @@ class Costs:
         waiting = (self.prefill.per_token if self.prefill.num_steps else self.pace.per_token) * num_waiting_tokens
         return self.prefill.fixed + waiting + self.recompute_seconds(num_prompt_tokens)
 
+    def predicted_seconds(self, num_tokens: int, pairs: float = 0) -> float:
+        """Of a step, described as to `observe_step`; 0 where nothing is known yet."""
+        if num_tokens < 1:
+            return 0.0
+        if pairs > 0 and self.prefill.num_steps:
+            return self.prefill.seconds(num_tokens, pairs)
+        return self.pace.fixed + self.pace.per_token * num_tokens
+
     def output_seconds(self, num_tokens: int) -> float:
         """To generate so many tokens behind the first, one a step; 0 where nothing is known yet."""
         return self.step_seconds * num_tokens

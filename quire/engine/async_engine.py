@@ -1,260 +1,399 @@
-"""AsyncEngine: the engine on a thread of its own, behind an asyncio face. Knows token ids, no text and no HTTP.
+"""AsyncEngine: an engine at the other end of a socket, behind an asyncio face. Knows token ids, no text and no HTTP.
 
-The thread owns the Engine; nothing else touches it. What others want of it are commands, which the
-thread runs between steps. What a step brings crosses to the event loop in one call.
+Whatever happens to that engine, every request that was accepted goes on: another engine is started, which gets all
+open requests again with what was delivered of them (`Ledger`). A request that ends one engine after the other is found
+and fails alone (`Suspects`).
 """
 
 import asyncio
 import logging
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Self, TypeVar
+from hashlib import sha256
+from typing import Any
 
+from quire.core import codec
 from quire.core.explanation import Explanation
 from quire.core.output import Output
-from quire.engine.engine import Engine, EngineStats, Learnt
+from quire.core.seeds import nth_seed
+from quire.engine.engine import EngineStats, Learnt
 from quire.engine.generations import NewRequest
-from quire.errors import QuireError
-
-T = TypeVar("T")
+from quire.engine.process import messages
+from quire.engine.process.connection import Connection
+from quire.engine.process.frames import BadFrame
+from quire.engine.process.hosts import Host
+from quire.engine.process.ledger import Ledger
+from quire.engine.process.messages import Answer, Batch, News
+from quire.engine.process.questions import Questions
+from quire.engine.process.steps import StepsInFlight
+from quire.engine.process.stream import Stream
+from quire.engine.process.suspects import Suspects
+from quire.engine.process.vitals import FAILED_STEPS, STALL_SECONDS, Health, State, Tally, Vitals
+from quire.errors import EngineStopped, QueueFull, QuireError, RequestError
+from quire.params import is_unicode
 
 log = logging.getLogger(__name__)
 
-IDLE_SECONDS = 0.5  # how long the thread sleeps at most; also how often an idle engine shows that it lives
-STALL_SECONDS = 2.0  # without a sign of life
-FAILED_STEPS = 3  # in a row; fewer may be the fault of one request
-
-
-class EngineStopped(QuireError):
-    """The engine takes no requests: it is being shut down, or it failed."""
-
-
-class Health(NamedTuple):
-    """Whether the engine answers; `problem` is empty when it does, and has no figures of it. Ages in seconds."""
-
-    problem: str
-    heartbeat_age: float
-    stats: EngineStats
-
-
-class Stream:
-    """What the engine says about some requests, step by step. Close it, finished or not."""
-
-    def __init__(self, close: Callable[[], None]) -> None:
-        self.close = close
-        self._outputs: list[Output] = []
-        self._error: QuireError | None = None
-        self._ready = asyncio.Event()
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> list[Output]:
-        """All that is new. Raises EngineStopped when nothing more can come; otherwise it never ends by itself."""
-        await self._ready.wait()
-        self._ready.clear()
-        if self._error is not None and not self._outputs:
-            self._ready.set()
-            raise self._error
-        outputs, self._outputs = self._outputs, []
-        if self._error is not None:
-            self._ready.set()
-        return outputs
-
-    def put(self, output: Output) -> None:
-        """Called on the event loop."""
-        self._outputs.append(output)
-        self._ready.set()
-
-    def fail(self, error: QuireError) -> None:
-        """Called on the event loop."""
-        self._error = error
-        self._ready.set()
+WATCH_SECONDS = 0.25
+MAX_ASKED = 4096  # questions that wait for an engine
+_RESTART_SECONDS = 5.0  # what is told to those who come while too many wait for an engine
+_STARTS = 5  # that may fail in a row
+_IN_VAIN = 24  # engines in a row that died before they had committed a step: more than any search for a culprit needs
+_REMEMBERED = 256  # requests that were given up, should they come again
+_DEADLY = "the engine died whenever this request was computed; it is not tried again"
+_LAST_WORDS = 0.5  # seconds for writing stacks
 
 
 class AsyncEngine:
-    """One engine thread, one event loop. `start` and all other methods belong to that loop."""
+    """One engine after the other. All methods belong to the event loop on which it was started.
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._wake = threading.Condition()
-        self._commands: deque[Callable[[], None]] = deque()
-        self._closing = False
+    host: where the engine runs; its first one is launched. watchdog: seconds that it may be stalled until it is ended
+    and another one started; 0: for ever.
+    """
+
+    def __init__(self, host: Host, *, watchdog: float = 0.0) -> None:
+        self._host = host
+        self._watchdog = watchdog
         self._streams: dict[str, Stream] = {}
-        self._asked: set[asyncio.Future[Any]] = set()  # what somebody waits for
+        self._ledger = Ledger()
+        self._suspects = Suspects()
+        self._resumed: set[str] = set()  # of the ledger: those that the engine that runs knows
+        self._questions = Questions()
+        self._given_up: dict[bytes, None] = {}  # what ended engines, without its name: the newest of them
+        self._num_requests = 0
         self._stopped: EngineStopped | None = EngineStopped("the engine has not been started")
-        self._heartbeat = time.monotonic()
-        self._stats = engine.stats()
-        self._thread = threading.Thread(target=self._run, name="quire-engine", daemon=True)
-        self._loop: asyncio.AbstractEventLoop
+        self._connection: Connection | None = None
+        self._vitals = Vitals(time.monotonic())
+        self._tally = Tally(EngineStats.nothing())
+        self._steps = StepsInFlight()
+        self._stalled = 0.0  # seconds; 0 while it moves
+        self._num_restarts = self._in_vain = 0
+        self._tasks: set[asyncio.Task[None]] = set()
 
-    def start(self) -> None:
-        """Start the thread; outputs go to the event loop that is running."""
-        self._loop = asyncio.get_running_loop()
+    async def start(self) -> None:
+        """Connect to the engine that the host has launched."""
         self._stopped = None
-        self._heartbeat = time.monotonic()
-        self._thread.start()
+        await self._connect()
+        self._spawn(self._watch())
 
     async def close(self) -> None:
-        """End the thread after the step it is in. Open streams fail."""
+        """End the engine after the step it is in. Open streams fail."""
         if self._stopped is None:
             self._stop(EngineStopped("the server is shutting down"))
-        with self._wake:
-            self._closing = True
-            self._wake.notify()
-        if self._thread.ident is not None:
-            await asyncio.to_thread(self._thread.join)
-        self._engine.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._connection is not None:
+            self._connection.send(messages.Close())
+            self._connection.close()
+            self._connection = None
+            await asyncio.to_thread(self._host.wait)
 
     async def generate(self, requests: Sequence[NewRequest]) -> Stream:
         """Queue requests, all or none. Raises RequestError for one that cannot be served, and EngineStopped."""
         self._check_running()
         ids = [request.request_id for request in requests]
+        if any(request_id in self._streams for request_id in ids):
+            raise RequestError("a request id is in use; choose another", "request_id")
+        if not all(map(is_unicode, ids)):
+            raise RequestError("a request id must be valid Unicode", "request_id")
+        if self._given_up and any(_content(request) in self._given_up for request in requests):
+            raise RequestError(_DEADLY)
+        requests = [self._seeded(request) for request in requests]
         stream = Stream(partial(self._give_up, ids))
         self._streams.update(dict.fromkeys(ids, stream))
         try:
-            await self._ask(partial(self._add, requests))
+            await self._ask(lambda number: messages.Add(number, requests), requests)
         except BaseException:  # also when the caller is cancelled
             stream.close()
             raise
         return stream
 
-    def finish(self, seq_id: int, num_tokens: int) -> None:
+    def finish(self, request_id: str, index: int, num_tokens: int) -> None:
         """A stop string ended this sequence after `num_tokens` output tokens."""
-        self._command(partial(self._engine.finish, seq_id, num_tokens))
+        seq_id = self._ledger.finish(request_id, index, num_tokens)
+        if seq_id is not None:
+            self._send(messages.Finish(seq_id, num_tokens))
+        elif request_id not in self._ledger:  # an engine that has said nothing of it may know it all the same
+            self._send(messages.Abort([request_id]))
+        self._look_at(request_id)
 
     async def explain(self, request_ids: Iterable[str]) -> list[Explanation]:
         """What became of these requests; those that are unknown or were long ago are left out. Raises EngineStopped."""
-        return await self._ask(partial(self._explain, request_ids))
+        ids = list(request_ids)
+        found: list[Explanation] = await self._ask(lambda number: messages.Explain(number, ids))
+        return found
 
     async def flush_cache(self) -> int:
         """Forget all KV that no running request holds; the number of blocks that are free now. Raises EngineStopped."""
-        return await self._ask(self._engine.flush_cache)
+        freed: int = await self._ask(messages.Flush)
+        return freed
 
     async def learnt(self) -> Learnt | None:
         """What the engine has learnt of its costs and blocks; None where it does not answer at once."""
         try:
-            return await asyncio.wait_for(self._ask(self._engine.learnt), STALL_SECONDS)
+            learnt: Learnt = await asyncio.wait_for(self._ask(messages.AskLearnt), STALL_SECONDS)
         except (EngineStopped, TimeoutError):
             return None
+        return learnt
 
     def health(self) -> Health:
         """Whether the engine answers, as far as can be seen from here."""
-        age = time.monotonic() - self._heartbeat
-        problem = str(self._stopped or "")
-        if not problem and age > STALL_SECONDS:
-            problem = f"the engine has not moved for more than {STALL_SECONDS:g} s"
-        if not problem and self._stats.failed_in_a_row >= FAILED_STEPS:
-            problem = f"the last {FAILED_STEPS} steps failed; the log says why"
-        return Health(problem, age, self._stats)
+        state, problem = self._state()
+        vitals = self._vitals
+        age = time.monotonic() - vitals.heard
+        return Health(problem, state, age, self._tally.stats, vitals.predicted_seconds, self._num_restarts)
+
+    def _state(self) -> tuple[State, str]:
+        if self._stopped is not None:
+            return "stopped", str(self._stopped)
+        if self._connection is None:
+            return "restarting", "the engine ended and is started again; what was accepted goes on then"
+        if self._stalled:
+            return "stalled", "the engine has not moved for longer than its step should take"
+        if self._tally.stats.failed_in_a_row >= FAILED_STEPS:
+            return "ok", f"the last {FAILED_STEPS} steps failed; the log says why"
+        return "ok", ""
+
+    def _seeded(self, request: NewRequest) -> NewRequest:
+        """With a seed that is known here, should another engine have to go on with it."""
+        self._num_requests += 1
+        if request.params.seed is not None:
+            return request
+        seed = nth_seed(self._host.facts.options.seed, self._num_requests - 1)
+        return request._replace(params=request.params.changed(seed=seed))
 
     def _give_up(self, ids: Sequence[str]) -> None:
         known = [request_id for request_id in ids if self._streams.pop(request_id, None) is not None]
-        for request_id in known:  # one that has ended is unknown to the engine, which then does nothing
-            self._command(partial(self._engine.abort, request_id))
+        for request_id in known:
+            self._ledger.drop(request_id)
+        if known:  # one that has ended is unknown to the engine, which does nothing
+            self._send(messages.Abort(known))
+        for request_id in known:
+            self._look_at(request_id)
+
+    def _look_at(self, request_id: str) -> None:
+        """If it is over: it may have been one that others wait for."""
+        if request_id in self._ledger:
+            return
+        self._resumed.discard(request_id)
+        if self._suspects.watching:
+            self._suspects.forget(request_id)
+            if self._connection is not None:
+                self._submit()
+
+    # Questions
+
+    async def _ask(self, command: Callable[[int], Any], requests: Sequence[NewRequest] = ()) -> Any:  # noqa: ANN401
+        """What the engine answers between two steps. Raises what is wrong with the question, and EngineStopped."""
+        self._check_running()
+        if len(self._questions) >= MAX_ASKED:
+            raise QueueFull("too many requests wait for the engine; try again later", _RESTART_SECONDS)
+        number, question = self._questions.put(command, requests)
+        self._ask_on()
+        try:
+            return await question.answer
+        finally:
+            self._questions.take(number)
+
+    def _ask_on(self) -> None:
+        """Ask the engine that runs what may be asked now."""
+        if self._connection is None:
+            return
+        for number, question in self._questions.to_send(adding=self._suspects.trying is None):
+            try:
+                self._send(question.command(number))
+                question.sent = True
+            except BadFrame as error:
+                wrong = f"this is more than can be handed to the engine: {error}; ask for less at once"
+                question.answer.set_exception(RequestError(wrong))
+
+    def _answered(self, answer: Answer) -> None:
+        question = self._questions.take(answer.number)
+        if question is not None and question.was_there:
+            self._ask_on()  # the next one
+        if question is None or question.answer.done():  # whoever asked has gone, and has taken it back
+            return
+        if answer.failure is not None:
+            question.answer.set_exception(messages.error_of(answer.failure))
+            return
+        self._resumed.update(request.request_id for request in question.requests)
+        self._ledger.add(question.requests)
+        question.answer.set_result(answer.result)
+
+    # The engine that runs
+
+    async def _connect(self) -> None:
+        """Begin with the engine that was launched: it gets all that is open."""
+        self._vitals = Vitals(time.monotonic())
+        self._steps, self._stalled = StepsInFlight(), 0.0
+        self._resumed.clear()
+        self._questions.restart()
+        self._connection = connection = Connection(self._hear, self._lost)
+        await asyncio.get_running_loop().create_connection(lambda: connection, sock=self._host.connection)
+        await connection.heard.wait()
+        if connection is self._connection:  # and has not died since
+            self._submit()
+
+    def _submit(self) -> None:
+        """Hand over what the engine does not know yet, and may know."""
+        trying = self._suspects.trying
+        for request_id in list(self._ledger) if trying is None else trying:
+            if request_id not in self._resumed and request_id in self._ledger:
+                self._resumed.add(request_id)
+                self._resubmit(request_id)
+        self._ask_on()
+
+    def _resubmit(self, request_id: str) -> None:
+        request = self._ledger.resume(request_id)
+        _, question = self._questions.put(lambda number: messages.Add(number, [request]), lasts=False)
+        question.answer.add_done_callback(partial(self._resubmitted, request_id))
+
+    def _resubmitted(self, request_id: str, answer: "asyncio.Future[Any]") -> None:
+        error = None if answer.cancelled() else answer.exception()
+        if error is not None and self._stopped is None and request_id in self._ledger:
+            log.error("request %s could not be taken up again: %s", request_id, error)
+            self._fail(request_id, str(error))
+
+    def _send(self, command: Any) -> None:  # noqa: ANN401  (one of messages.Commands)
+        if self._connection is not None:
+            self._connection.send(command)
+
+    def _hear(self, news: News) -> None:
+        now = time.monotonic()
+        match news:
+            case Batch():
+                self._take(news, now)
+            case messages.Pulse(turned):
+                self._vitals.pulse(turned, now)
+
+    def _take(self, batch: Batch, now: float) -> None:
+        self._tally.take(batch.stats)
+        self._committed(batch.num_steps)
+        for answer in batch.answers:
+            self._answered(answer)
+        for output in batch.outputs:
+            self._deliver(output)
+        if batch.launched is None:
+            self._vitals.idles(now)
+        else:
+            self._steps.launched(batch.launched)
+            self._vitals.launched(batch.launched.predicted_seconds, now, waits=len(self._steps) > 1)
+
+    def _deliver(self, output: Output) -> None:
+        told, stopped_after = self._ledger.take(output)
+        if stopped_after is not None:
+            self._send(messages.Finish(output.seq_id, stopped_after))
+        stream = self._streams.get(output.request_id)
+        if told is not None and stream is not None:
+            stream.put(told)
+        self._look_at(output.request_id)
+
+    def _committed(self, num_steps: int) -> None:
+        for rows in self._steps.committed(num_steps):
+            if self._suspects.watching:
+                for name, position in rows.items():
+                    self._suspects.survived(name, position)
+                self._submit()
+
+    # When it ends
+
+    def _lost(self, connection: Connection, why: Exception | None) -> None:
+        if connection is self._connection and self._stopped is None:
+            self._connection = None
+            self._spawn(self._recover(why))
+
+    async def _recover(self, why: Exception | None) -> None:
+        """The engine died: find out what that means, and start another one."""
+        if why is not None:  # it speaks nonsense
+            log.error("the engine is ended: %s", why)
+            self._host.kill()
+        how = await asyncio.to_thread(self._host.wait)
+        rows, num_gone = self._steps.at_death(self._ledger)
+        log.error("the engine ended %s, with %d requests in its last step", how, len(rows))
+        if not self._host.can_restart:
+            self._stop(EngineStopped(f"the engine failed: it ended {how}, and its log says why"))
+            return
+        wanted = self._steps.num_committed == 0 and (self._ledger or self._questions)
+        self._in_vain = self._in_vain + 1 if wanted else 0
+        self._blame(rows, num_gone)
+        self._tally.died(len(self._ledger))
+        if self._in_vain > _IN_VAIN:
+            self._stop(EngineStopped(f"{self._in_vain} engines died one after the other without doing anything"))
+            return
+        if await self._launch():
+            self._num_restarts += 1
+            await self._connect()
+
+    def _blame(self, rows: dict[str, int], num_gone: int) -> None:
+        culprit = self._suspects.died(rows, num_gone)
+        if culprit is not None:
+            log.error("request %s is given up: the engine died whenever it was computed", culprit)
+            self._given_up[_content(self._ledger.resume(culprit))] = None
+            if len(self._given_up) > _REMEMBERED:
+                del self._given_up[next(iter(self._given_up))]
+            self._fail(culprit, _DEADLY)
+        if not rows and not self._steps.num_committed:
+            for question in self._questions.died():
+                if not question.answer.done():
+                    question.answer.set_exception(RequestError(_DEADLY))
+
+    def _fail(self, request_id: str, error: str) -> None:
+        outputs = self._ledger.fail(request_id, error)
+        stream = self._streams.get(request_id)
+        for output in outputs if stream is not None else ():
+            stream.put(output)  # type: ignore[union-attr]  # it is not None
+        self._look_at(request_id)
+
+    async def _launch(self) -> bool:
+        """Start another engine, more than once if need be; whether there is one."""
+        problem = ""
+        for attempt in range(_STARTS):
+            try:
+                await asyncio.to_thread(self._host.launch)
+                return True
+            except QuireError as error:
+                problem = str(error)
+                log.exception("the engine could not be started")
+                await asyncio.sleep(WATCH_SECONDS * 2**attempt)
+        self._stop(EngineStopped(f"the engine could not be started again: {problem}"))
+        return False
+
+    async def _watch(self) -> None:
+        """See whether the engine moves, and end it when it has not for too long."""
+        while True:
+            asleep = time.monotonic()
+            await asyncio.sleep(WATCH_SECONDS)
+            now = time.monotonic()
+            if self._connection is None or now - asleep > 2 * WATCH_SECONDS:
+                self._stalled = 0.0  # this loop was late: what has come meanwhile is not read yet
+                continue
+            self._stalled = self._vitals.stalled(now)
+            if self._host.can_restart and 0 < self._watchdog < self._stalled:
+                log.error("the engine has been stalled for %.1f s and is ended", self._stalled)
+                self._host.dump_stacks()
+                await asyncio.sleep(_LAST_WORDS)
+                self._host.kill()
+                await asyncio.sleep(_LAST_WORDS)
 
     def _check_running(self) -> None:
         if self._stopped is not None:
             raise self._stopped
 
-    async def _ask(self, question: Callable[[], T]) -> T:
-        """What `question` returns or raises on the engine's thread, between two steps. Raises EngineStopped."""
-        self._check_running()
-        answer: asyncio.Future[T] = self._loop.create_future()
-        self._asked.add(answer)
-        self._command(partial(self._answer, question, answer))
-        try:
-            return await answer
-        finally:
-            self._asked.discard(answer)
-
-    def _command(self, command: Callable[[], None]) -> None:
-        with self._wake:
-            self._commands.append(command)
-            self._wake.notify()
-
     def _stop(self, reason: EngineStopped) -> None:
         self._stopped = reason
         for stream in set(self._streams.values()):
             stream.fail(reason)
-        for answer in self._asked:
-            _fail(answer, reason)
+        self._questions.fail(reason)
 
-    def _deliver(self, outputs: list[Output]) -> None:
-        for output in outputs:
-            stream = self._streams.get(output.request_id)
-            if stream is not None:
-                stream.put(output)
-
-    # From here on: the engine's thread.
-
-    def _run(self) -> None:
-        try:
-            while self._turn():
-                pass
-        except Exception:  # a bug: requests cannot go on, but all who wait must hear of it
-            log.exception("the engine failed")
-            self._on_loop(self._stop, EngineStopped("the engine failed; its log says why"))
-
-    def _turn(self) -> bool:
-        idle = False
-        with self._wake:
-            if not (self._commands or self._closing or self._engine.has_work):
-                idle = not self._wake.wait(IDLE_SECONDS)
-            commands = list(self._commands)
-            self._commands.clear()
-        self._heartbeat = time.monotonic()
-        if idle:
-            self._look_over()
-        for command in commands:
-            command()
-        outputs = self._engine.step() if self._engine.has_work and not self._closing else []
-        self._stats = self._engine.stats()
-        if outputs:
-            self._on_loop(self._deliver, outputs)
-        return not self._closing
-
-    def _look_over(self) -> None:
-        try:
-            self._engine.look_over()
-        except Exception:  # what only checks must not be the end of what it checks
-            log.exception("the memory could not be checked")
-
-    def _answer(self, question: Callable[[], T], answer: "asyncio.Future[T]") -> None:
-        try:
-            self._on_loop(_settle, answer, question())
-        except Exception as error:  # whatever is wrong with a question is told to the one who asked it
-            self._on_loop(_fail, answer, error)
-
-    def _add(self, requests: Sequence[NewRequest]) -> None:
-        for i, request in enumerate(requests):
-            self._heartbeat = time.monotonic()  # many requests with long lists take their time
-            try:
-                self._engine.add(*request)
-            except Exception:
-                for before in requests[:i]:
-                    self._engine.abort(before.request_id)
-                raise
-
-    def _explain(self, request_ids: Iterable[str]) -> list[Explanation]:
-        found = map(self._engine.explain, request_ids)  # copies: the engine goes on with its own
-        return [one for one in found if one is not None]
-
-    def _on_loop(self, call: Callable[..., None], *args: object) -> None:
-        try:
-            self._loop.call_soon_threadsafe(call, *args)
-        except RuntimeError:  # the loop is closed: nobody is left to hear it
-            self._closing = True
+    def _spawn(self, work: Any) -> None:  # noqa: ANN401  (a coroutine)
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
 
-def _settle(future: "asyncio.Future[T]", result: T) -> None:
-    if not future.done():  # otherwise the one who waited has gone
-        future.set_result(result)
-
-
-def _fail(future: "asyncio.Future[T]", error: Exception) -> None:
-    if not future.done():
-        future.set_exception(error)
+def _content(request: NewRequest) -> bytes:
+    """A digest of what is asked, and not of who asks, when, or what is known of the answer."""
+    asked = request._replace(request_id="", params=request.params.changed(seed=None), known=(), resumed=False)
+    return sha256(codec.encode(asked)).digest()

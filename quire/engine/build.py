@@ -18,6 +18,7 @@ from quire.engine import embedded
 from quire.engine.calibration import measure
 from quire.engine.demand import cache_of, demand_of, kv_groups
 from quire.engine.engine import Engine
+from quire.engine.facts import Facts
 from quire.engine.machine import available_memory, pick_device, return_freed_memory
 from quire.engine.model_files import ModelFiles, open_model
 from quire.engine.policies import check_policies
@@ -40,17 +41,12 @@ _DTYPE_ALIASES: Mapping[str, str] = MappingProxyType({"float": "float32", "half"
 Report = Callable[[str], None]  # takes a line
 
 
-@dataclass(frozen=True, slots=True)
-class Built:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Built(Facts):
     """An engine and what its front end needs to know."""
 
     engine: Engine
     tokenizer: Tokenizer
-    model_name: str
-    hidden_size: int
-    sampling_defaults: Mapping[str, float | int]  # for what a request leaves out
-    options: EngineOptions  # as they were resolved
-    cache: CacheConfig
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,6 +54,7 @@ class Prepared:
     """All that is decided before the weights are read."""
 
     name: str
+    path: Path
     files: ModelFiles
     chosen: Chosen
     device: str
@@ -76,9 +73,8 @@ def build(options: EngineOptions, *, report: Report, progress: Progress) -> Buil
     prepared = prepare(options, report=report, progress=progress)
     limits, cache, description = prepared.limits, prepared.cache, prepared.files.description
     scheduler = _scheduler(limits, cache, options.journal)  # before the weights: a bad path should not cost them
-    model = prepared.files.load(prepared.dtype, prepared.device, progress)
-    model.pack(prepared.chosen.kernels)
-    return_freed_memory()  # copies that reading and packing were done with
+    model = prepared.files.load(prepared.dtype, prepared.device, prepared.chosen.kernels, progress)
+    return_freed_memory()  # copies that reading was done with
     runner = TorchRunner(
         model,
         prepared.chosen.kernels,
@@ -98,13 +94,17 @@ def build(options: EngineOptions, *, report: Report, progress: Progress) -> Buil
         deterministic=runner.deterministic,
     )
     return Built(
-        engine,
-        prepared.files.tokenizer,
-        prepared.name,
-        description.hidden_size,
-        description.sampling_defaults,
-        prepared.options,
-        cache,
+        engine=engine,
+        tokenizer=prepared.files.tokenizer,
+        model_name=prepared.name,
+        path=str(prepared.path),
+        max_model_len=engine.max_model_len,
+        vocab_size=engine.vocab_size,
+        num_end_tokens=engine.num_end_tokens,
+        hidden_size=description.hidden_size,
+        sampling_defaults=description.sampling_defaults,
+        options=prepared.options,
+        cache=cache,
     )
 
 
@@ -165,6 +165,8 @@ def prepare(options: EngineOptions, *, report: Report, progress: Progress) -> Pr
         steps_in_flight=steps_in_flight,
         policy=options.policy,
         preemption=options.preemption,
+        max_queued_requests=options.max_queued_requests,
+        max_queued_tokens=options.max_queued_tokens,
         **({} if options.wait_weight is None else {"wait_weight": options.wait_weight}),
     )
     cache = _with_prefixes(cache_of(groups, kv_dtype, plan, host), options, files, limits)
@@ -183,7 +185,7 @@ def prepare(options: EngineOptions, *, report: Report, progress: Progress) -> Pr
         threads=threads,
         device=device,
     )
-    return Prepared(name, files, chosen, device, dtype, cache, limits, resolved)
+    return Prepared(name, path, files, chosen, device, dtype, cache, limits, resolved)
 
 
 def _find(options: EngineOptions, report: Report, progress: Progress) -> tuple[str, Path]:

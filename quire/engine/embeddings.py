@@ -37,6 +37,7 @@ class Pooled:
         self.request_id = request_id
         self.prompt_token_ids = prompt_token_ids
         self.finish_reason: str | None = None
+        self.num_cached_tokens = 0
         self._pooling = pooling
         self._vector = np.zeros(0, np.float32)
 
@@ -46,6 +47,7 @@ class Pooled:
             more = self._pooling is Pooling.MEAN and len(self._vector)
             self._vector = self._vector + output.pooled if more else output.pooled.astype(np.float32)
         self.finish_reason = output.finish_reason
+        self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
 
     def vector(self, *, normalized: bool) -> np.ndarray:
         """float32 (hidden_size,), once the prompt is computed; of length 1 where normalized."""
@@ -63,8 +65,9 @@ class PooledBatch:
         pooling: Pooling,
         namespace: Namespace = NO_NAMESPACE,
         terms: Terms = NO_TERMS,
+        id: str | None = None,
     ) -> None:
-        self.id = f"embd-{uuid4().hex}"
+        self.id = id or f"embd-{uuid4().hex}"
         self.requests = [
             generation.request(part_id(self.id, i), pooling, namespace, terms=terms)
             for i, generation in enumerate(asked)

@@ -8,29 +8,39 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import ClassVar, Self
 
 import msgspec
 
 from quire.core.explanation import Explanation
 from quire.core.namespace import NO_NAMESPACE, Namespace
 from quire.core.output import Output
-from quire.core.request import Beams, Request, resolve
+from quire.core.request import Beams, Known, Request, check_known, resolve
 from quire.core.runner import Runner
+from quire.core.seeds import nth_seed
 from quire.core.step import Pooling, Step, StepResult
 from quire.core.terms import NO_TERMS, Terms
 from quire.cost.block_use import BlockFigures
 from quire.cost.costs import CostFigures
+from quire.engine.step_sizes import StepSizes
 from quire.errors import RequestError
 from quire.params import SamplingParams, is_unicode
 from quire.sched.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
-_WORD = 2**64 - 1
 _IDLE_PER_CHECK = 100  # a check may hold up a request that comes meanwhile: 1 % of the time at most
 
 
-class EngineStats(msgspec.Struct, frozen=True):
+class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     """Where the engine stands. Counters count since its start and never fall."""
+
+    GAUGES: ClassVar[frozenset[str]] = frozenset(  # all others are counters
+        (
+            *("num_running", "num_waiting", "kv_blocks_used", "kv_blocks_total", "failed_in_a_row"),
+            *("last_step_seconds", "kv_blocks_cached", "host_blocks_used", "host_blocks_total"),
+            *("num_step_tokens", "step_sizes", "waiting_because"),  # a histogram, which begins anew, is taken as it is
+        )
+    )
 
     num_running: int
     num_waiting: int
@@ -53,6 +63,14 @@ class EngineStats(msgspec.Struct, frozen=True):
     num_swapped_out_blocks: int
     num_swapped_in_blocks: int
     num_admissions_slowed: int  # times that preemptions were too many, and sequences that wait were let in more slowly
+    num_step_tokens: int = 0  # that steps computed
+    step_sizes: tuple[int, ...] = ()  # counts of steps, as StepSizes has them
+    waiting_because: str = "step"  # what held up those who wait, or who waited last: a WaitCause
+
+    @classmethod
+    def nothing(cls) -> Self:
+        """Of an engine of which nothing is known yet."""
+        return msgspec.convert([0] * (len(cls.__struct_fields__) - len(cls.__struct_defaults__)), cls)
 
 
 class Learnt(msgspec.Struct, frozen=True):
@@ -78,11 +96,12 @@ class Engine:
     ) -> None:
         self.vocab_size = vocab_size
         self.max_model_len = scheduler.config.max_model_len
+        self.on_launch: Callable[[Step], None] | None = None  # hears of each step before the runner does
         self._scheduler = scheduler
         self._runner = runner
         self._eos_token_ids = tuple(token for token in eos_token_ids if 0 <= token < vocab_size)
         self._deterministic = deterministic  # whether the runner can keep such a promise
-        self._seeds = _mix(seed)
+        self._seed = seed
         self._clock = clock
         self._overlap = scheduler.config.steps_in_flight > 1
         self._uncollected: deque[int] = deque()  # steps launched and sampled
@@ -92,6 +111,7 @@ class Engine:
         self._failed_in_a_row = self._checked_at = 0
         self._next_check = 0.0
         self._last_step_seconds = 0.0
+        self._step_sizes = StepSizes()
 
     @property
     def num_end_tokens(self) -> int:
@@ -99,11 +119,21 @@ class Engine:
         return len(self._eos_token_ids)
 
     @property
+    def predicted_seconds(self) -> float:
+        """Of the step planned last; 0 where nothing is known."""
+        return self._scheduler.predicted_seconds
+
+    @property
+    def newest_rows(self) -> list[tuple[str, int]]:
+        """Of the step planned last: each chunk's request, and the position up to which it is computed."""
+        return self._scheduler.newest_rows
+
+    @property
     def has_work(self) -> bool:
         """Whether `step` has something to do."""
         return self._scheduler.has_work
 
-    def add(
+    def add(  # noqa: PLR0913 (the fields of NewRequest)
         self,
         request_id: str,
         prompt: list[int],
@@ -113,12 +143,17 @@ class Engine:
         namespace: Namespace = NO_NAMESPACE,
         beams: Beams | None = None,
         terms: Terms = NO_TERMS,
+        known: Sequence[Known] = (),
+        resumed: bool = False,  # noqa: FBT001, FBT002
     ) -> None:
         """Queue a request of token ids. bad_words: tokens of `params.bad_words`, in all ways to write them.
 
         A pooling in place of tokens needs `params.max_tokens` to be 0. namespace: whose cached KV it may use. beams:
         search for the `params.n` most likely sequences in place of sampling. terms: its place in the queue and in the
-        memory. Raises RequestError: empty, too long, ids out of range, id in use, a deadline that cannot be met.
+        memory. known: the output tokens of each sequence, of a request that goes on after another engine has begun it;
+        its parameters have to be the same, with the seed that it had. resumed: it was accepted before, with known
+        tokens or without, and is not refused for lack of room or time.
+        Raises RequestError: empty, too long, ids out of range, id in use, a deadline that cannot be met.
         """
         if not is_unicode(request_id):
             raise RequestError("a request id must be valid Unicode", "request_id")
@@ -128,12 +163,14 @@ class Engine:
             raise ValueError("a request that is pooled has one sequence and generates no tokens")
         if beams is not None and (pooling or params.max_tokens == 0 or params.prompt_logprobs is not None):
             raise ValueError("a beam search generates tokens, and tells nothing about the prompt")
+        if params.seed is None and params.temperature > 0 and any(one.token_ids and not one.finished for one in known):
+            raise RequestError("a request that goes on needs the seed that it had", "seed")
         params = resolve(
             prompt,
             params,
             vocab_size=self.vocab_size,
             max_model_len=self.max_model_len,
-            default_seed=_mix(self._seeds + self._num_requests),
+            default_seed=nth_seed(self._seed, self._num_requests),
         )
         request = Request(
             id=request_id,
@@ -145,7 +182,10 @@ class Engine:
             namespace=msgspec.structs.replace(namespace, deterministic=params.deterministic),
             beams=beams,
             terms=terms,
+            known=tuple(known),
+            resumed=resumed,
         )
+        check_known(request, self.vocab_size)
         self._scheduler.add(request, self._clock())
         self._num_requests += 1
         self._prompt_tokens += len(prompt)
@@ -170,6 +210,7 @@ class Engine:
         if not self._errors:  # after a failure the runner's rows cannot be relied on until it is committed
             step = self._scheduler.plan(self._clock())
         if step is not None:
+            self._step_sizes.add(step.num_tokens)
             self._launch(step)
         outputs = self._scheduler.missed()
         if self._uncollected:  # the step before this one
@@ -209,6 +250,9 @@ class Engine:
             cache.num_swapped_out_blocks,
             cache.num_swapped_in_blocks,
             accounts.num_slowed,
+            self._step_sizes.num_tokens,
+            self._step_sizes.counts,
+            accounts.wait_cause,
         )
 
     def learnt(self) -> Learnt:
@@ -239,6 +283,8 @@ class Engine:
         self._scheduler.close()
 
     def _launch(self, step: Step) -> None:
+        if self.on_launch is not None:
+            self.on_launch(step)
         try:
             self._runner.launch(step)
         except Exception as error:  # whatever a kernel or allocator throws concerns this step only
@@ -283,11 +329,3 @@ class Engine:
         """A leak is logged and mended, never fatal."""
         log.error("the memory does not add up and is repaired: %s", "; ".join(self._scheduler.check()))
         self._scheduler.repair()
-
-
-def _mix(number: int) -> int:
-    """SplitMix64 (Steele, Lea and Flood, 2014): seeds of consecutive requests that share nothing."""
-    z = (number * 0x9E3779B97F4A7C15) & _WORD
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _WORD
-    return z ^ (z >> 31)

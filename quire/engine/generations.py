@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from quire.core.namespace import NO_NAMESPACE, Namespace
-from quire.core.request import Beams, check_length
+from quire.core.request import Beams, Known, check_length
 from quire.core.step import Pooling
 from quire.core.terms import NO_TERMS, Terms
 from quire.engine.prompts import TokenizedPrompt
@@ -15,7 +15,10 @@ from quire.params import SamplingParams
 
 
 class NewRequest(NamedTuple):
-    """A request of token ids: what `Engine.add` takes."""
+    """A request of token ids: what `Engine.add` takes.
+
+    known, resumed: of one that an engine before this one has accepted.
+    """
 
     request_id: str
     prompt: list[int]
@@ -25,6 +28,8 @@ class NewRequest(NamedTuple):
     namespace: Namespace = NO_NAMESPACE
     beams: Beams | None = None
     terms: Terms = NO_TERMS
+    known: Sequence[Known] = ()
+    resumed: bool = False
 
 
 class Generation(NamedTuple):

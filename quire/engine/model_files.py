@@ -12,6 +12,7 @@ from quire.config import ModelImpl
 from quire.engine.text.gguf_tokenizer import gguf_tokenizer
 from quire.engine.text.tokenizer import Tokenizer
 from quire.errors import ModelError
+from quire.kernels.contract import Kernels
 from quire.models.checkpoint import Checkpoint
 from quire.models.description import UnknownArchitecture, describe
 from quire.models.folder import FolderCheckpoint
@@ -19,7 +20,7 @@ from quire.models.gguf.checkpoint import GgufCheckpoint
 from quire.models.loading import load
 from quire.models.model import Description, Model, Progress
 
-Load = Callable[[str, str, Progress], Model]  # dtype, device, progress
+Load = Callable[[str, str, Kernels, Progress], Model]  # dtype, device, the kernels that will compute it, progress
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,8 +64,8 @@ def open_model(path: Path, implementation: ModelImpl, *, max_model_len: int | No
 def _own(checkpoint: Checkpoint, tokenizer: Tokenizer, max_model_len: int | None) -> ModelFiles:
     description = describe(checkpoint, max_model_len=max_model_len)
 
-    def read(dtype: str, device: str, progress: Progress) -> Model:
-        return load(description, dtype=dtype, device=device, progress=progress)
+    def read(dtype: str, device: str, kernels: Kernels, progress: Progress) -> Model:
+        return load(description, dtype=dtype, device=device, kernels=kernels, progress=progress)
 
     return ModelFiles(description, tokenizer, read, "quire's own decoder")
 
@@ -74,7 +75,8 @@ def _backend(checkpoint: Checkpoint, tokenizer: Tokenizer, reason: str) -> Model
 
     description = describe_backend(checkpoint)
 
-    def read(dtype: str, device: str, progress: Progress) -> Model:
+    def read(dtype: str, device: str, kernels: Kernels, progress: Progress) -> Model:
+        del kernels  # transformers reads weights as they are
         return load_backend(description, dtype=dtype, device=device, progress=progress)
 
     return ModelFiles(

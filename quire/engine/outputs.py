@@ -44,6 +44,7 @@ class RequestMetrics(msgspec.Struct):
     first_token_time: float | None = None
     last_token_time: float | None = None
     finished_time: float | None = None
+    queue_seconds: float | None = None  # until the first of its sequences was admitted; unknown of beam searches
     explanation: Explanation | None = None
 
 

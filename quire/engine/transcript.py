@@ -53,6 +53,7 @@ class Transcript:
         if output.token_ids:
             if self.metrics.first_token_time is None:
                 self.metrics.first_token_time = now
+                self.metrics.queue_seconds = output.queue_seconds
             self.metrics.last_token_time = now
         if self.finished:
             self.metrics.finished_time = now
@@ -62,6 +63,11 @@ class Transcript:
     def finish_reasons(self) -> list[str | None]:
         """Of all sequences, also those that are not returned; None for one that has not ended."""
         return [sequence.result.finish_reason for sequence in self._sequences]
+
+    @property
+    def num_output_tokens(self) -> list[int]:
+        """Of all sequences, also those that are not returned."""
+        return [len(sequence.result.token_ids) for sequence in self._sequences]
 
     def sequence(self, index: int) -> CompletionOutput:
         """Everything so far of one sequence, by the engine's index."""

@@ -8,7 +8,7 @@ Bytes that leave a device are in the canonical layout, which is the same for all
 types the last axis is uint8 (head_dim + 4,): see `reference.quantized`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from types import MappingProxyType
@@ -252,10 +252,16 @@ class Kernels(Protocol):
     def activate(self, x: Tensor, activation: str) -> Tensor:
         """activation(x). activation: one of ACTIVATIONS."""
 
-    def pack_weight(self, weight: Tensor, parts: int = 1) -> Weight:
-        """The weight (out, in), or (number, out, in), as this module's products read it; made once.
+    def room(self, shape: Sequence[int], dtype: torch.dtype, parts: int = 1) -> Packed | None:
+        """Zeros for a weight (out, in), or (number, out, in), in the layout that this module's products read.
 
-        parts: 2 for the weight of a gated product. The argument may be let go afterwards.
+        parts: 2 for the weight of a gated product. None: they read tensors as they are.
+        """
+
+    def write_rows(self, weight: Packed, rows: Tensor, start: int, index: int = 0) -> None:
+        """Rows (n, in) of any floating point type to the rows from `start` on of a weight that `room` gave, once.
+
+        index: which of several weights.
         """
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:

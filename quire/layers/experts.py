@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.kernels.contract import Kernels, Weight
-from quire.layers.linear import Linear, repacked
+from quire.layers.linear import Linear, laid_out
 from quire.layers.mlp import MLP
 
 
@@ -40,14 +40,14 @@ class Experts(nn.Module):
             self.shared = MLP(hidden, config.shared_size, activation=activation, gated=True, bias=False, dtype=dtype)
             self.shared_gate = Linear(hidden, 1, bias=False, dtype=dtype)
 
-    def pack(self, kernels: Kernels) -> None:
-        """Bring the weights into the layout of `kernels`."""
-        self.router.pack(kernels)
-        self.up = repacked(self, "up", kernels, 2)
-        self.down = repacked(self, "down", kernels)
+    def lay_out(self, kernels: Kernels) -> None:
+        """Let the weights, which are not filled, have the layout of `kernels`."""
+        self.router.lay_out(kernels)
+        self.up = laid_out(self, "up", kernels, 2)
+        self.down = laid_out(self, "down", kernels)
         if self.shared is not None:
-            self.shared.pack(kernels)
-            self.shared_gate.pack(kernels)
+            self.shared.lay_out(kernels)
+            self.shared_gate.lay_out(kernels)
 
     def __call__(self, x: Tensor, kernels: Kernels) -> Tensor:
         """x (num_tokens, hidden_size) -> the same shape."""

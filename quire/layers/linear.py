@@ -14,9 +14,9 @@ class Linear(nn.Module):
         self.weight: Weight = nn.Parameter(torch.empty(outputs, inputs, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(outputs, dtype=dtype)) if bias else None
 
-    def pack(self, kernels: Kernels, parts: int = 1) -> None:
-        """Bring the weight into the layout of `kernels`."""
-        self.weight = repacked(self, "weight", kernels, parts)
+    def lay_out(self, kernels: Kernels, parts: int = 1) -> None:
+        """Let the weight, which is not filled, have the layout of `kernels`."""
+        self.weight = laid_out(self, "weight", kernels, parts)
 
     def __call__(self, x: Tensor, kernels: Kernels) -> Tensor:
         """x (num_rows, in) -> (num_rows, out)."""
@@ -31,20 +31,20 @@ class Embedding(nn.Module):
         self.weight: Weight = nn.Parameter(torch.empty(rows, size, dtype=dtype))
         self.dtype = dtype
 
-    def pack(self, kernels: Kernels) -> None:
-        """Bring the weight into the layout of products, for one that is a head as well."""
-        self.weight = repacked(self, "weight", kernels)
+    def lay_out(self, kernels: Kernels) -> None:
+        """Let the weight, which is not filled, have the layout of products: for one that is a head as well."""
+        self.weight = laid_out(self, "weight", kernels)
 
     def __call__(self, ids: Tensor, kernels: Kernels, scale: float = 1.0) -> Tensor:
         """ids int64 (num_tokens,) -> (num_tokens, size), times `scale`."""
         return kernels.embed(ids, self.weight, scale)
 
 
-def repacked(module: nn.Module, name: str, kernels: Kernels, parts: int = 1) -> Weight:
-    """A parameter as `kernels` want it, which is no parameter of the module any more unless it stayed as it was."""
+def laid_out(module: nn.Module, name: str, kernels: Kernels, parts: int = 1) -> Weight:
+    """Room for a weight as `kernels` want it, which is no parameter of the module any more unless it stays as it is."""
     parameter = module.get_parameter(name)
-    packed = kernels.pack_weight(parameter.data, parts)
-    if isinstance(packed, Tensor):
+    room = kernels.room(parameter.shape, parameter.dtype, parts)
+    if room is None:
         return parameter
     delattr(module, name)
-    return packed
+    return room

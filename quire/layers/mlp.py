@@ -27,7 +27,7 @@ class MLP(nn.Module):
             x = kernels.activate(self.up(x, kernels), self.activation)
         return self.down(x, kernels)
 
-    def pack(self, kernels: Kernels) -> None:
-        """Bring the weights into the layout of `kernels`."""
-        self.up.pack(kernels, 2 if self.gated else 1)
-        self.down.pack(kernels)
+    def lay_out(self, kernels: Kernels) -> None:
+        """Let the weights, which are not filled, have the layout of `kernels`."""
+        self.up.lay_out(kernels, 2 if self.gated else 1)
+        self.down.lay_out(kernels)

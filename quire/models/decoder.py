@@ -96,19 +96,19 @@ class Decoder(nn.Module):
         """How each layer makes attention scores."""
         return tuple(layer.scores for layer in self.config.layers)
 
-    def pack(self, kernels: Kernels) -> None:
-        """See Model."""
+    def lay_out(self, kernels: Kernels) -> None:
+        """Let the weights of products, which are not filled, have the layout of `kernels`."""
         for layer in cast(list[DecoderLayer], list(self.layers)):
-            layer.attention.qkv.pack(kernels)
-            layer.attention.o.pack(kernels)
-            layer.mlp.pack(kernels)
+            layer.attention.qkv.lay_out(kernels)
+            layer.attention.o.lay_out(kernels)
+            layer.mlp.lay_out(kernels)
         if self.head is not None:
-            self.head.pack(kernels)
+            self.head.lay_out(kernels)
         else:
-            self.embed.pack(kernels)
+            self.embed.lay_out(kernels)
         if self.config.embed_size:
-            self.project_in.pack(kernels)
-            self.project_out.pack(kernels)
+            self.project_in.lay_out(kernels)
+            self.project_out.lay_out(kernels)
 
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend, kernels: Kernels) -> Tensor:
         """Hidden states (num_tokens, hidden_size) after the last norm; arguments int64 (num_tokens,)."""

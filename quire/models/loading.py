@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from quire.errors import ModelError
-from quire.kernels.contract import DTYPES
+from quire.kernels import reference
+from quire.kernels.contract import DTYPES, Kernels, Packed, Weight
 from quire.models.decoder import Decoder
 from quire.models.description import ModelDescription
 from quire.models.model import Progress
@@ -14,10 +15,16 @@ from quire.models.placements import Placement
 
 
 def load(
-    description: ModelDescription, *, dtype: str, device: str = "cpu", progress: Progress | None = None
+    description: ModelDescription,
+    *,
+    dtype: str,
+    device: str = "cpu",
+    kernels: Kernels = reference,
+    progress: Progress | None = None,
 ) -> Decoder:
     """A decoder with the checkpoint's weights, cast to `dtype` ("float32", "float16" or "bfloat16").
 
+    kernels: those that will compute it; weights are written in their layout. All of them read that of the reference.
     All names, shapes and types are checked before the first tensor is read. Raises ModelError naming
     the tensor, what was expected and what was found.
     """
@@ -25,7 +32,8 @@ def load(
     _check(description, places)
     with torch.device(device):
         model = Decoder(description.config, DTYPES[dtype])
-    _fill(model, places, description, progress or _no_progress)
+    model.lay_out(kernels)
+    _fill(model, description, kernels, progress or _no_progress)
     return model.requires_grad_(requires_grad=False).eval()
 
 
@@ -56,26 +64,35 @@ def _check(description: ModelDescription, places: Mapping[str, Placement]) -> No
 
 
 @torch.no_grad()
-def _fill(model: Decoder, places: Mapping[str, Placement], description: ModelDescription, progress: Progress) -> None:
-    checkpoint, parameters = description.checkpoint, dict(model.named_parameters())
+def _fill(model: Decoder, description: ModelDescription, kernels: Kernels, progress: Progress) -> None:
+    checkpoint, places = description.checkpoint, description.placements
     total = sum(checkpoint.tensors[name].num_bytes for name in places)
     done = 0
     progress(done, total)
     for name, tensor in checkpoint.read(places):
-        put(tensor, parameters[places[name].parameter], places[name])
+        put(tensor, _weight(model, places[name].parameter), places[name], kernels)
         done += checkpoint.tensors[name].num_bytes
         progress(done, total)
 
 
-def put(tensor: Tensor, parameter: Tensor, place: Placement) -> None:
-    """Write a checkpoint's tensor where it belongs in a parameter, in the parameter's type."""
+def _weight(model: Decoder, name: str) -> Weight:
+    module, _, attribute = name.rpartition(".")
+    weight: Weight = getattr(model.get_submodule(module), attribute)
+    return weight
+
+
+def put(tensor: Tensor, weight: Weight, place: Placement, kernels: Kernels = reference) -> None:
+    """Write a checkpoint's tensor where it belongs in a weight, in the weight's type: by `kernels` in their layout."""
     if place.transposed:
         tensor = tensor.T
     if place.order:
         tensor = tensor.reshape(len(place.order), -1)[list(place.order)].reshape(tensor.shape)
     if place.plus:
         tensor = tensor.float() + place.plus
-    target = parameter if place.part is None else parameter[place.part]
+    if isinstance(weight, Packed):
+        kernels.write_rows(weight, tensor, place.start, place.part or 0)
+        return
+    target = weight if place.part is None else weight[place.part]
     target.narrow(0, place.start, tensor.shape[0]).copy_(tensor)
 
 

@@ -75,8 +75,8 @@ class Description(Protocol):
 class Model(Protocol):
     """A decoder-only model with its weights.
 
-    The kernels are an argument, so that one set of weights can run with several of them: before it is packed with
-    any that can, afterwards with those that it was packed for and their strict ones.
+    The kernels are an argument, so that one set of weights can run with several of them: with those that it was
+    loaded for and their strict ones, or loaded for none, with any.
     """
 
     @property
@@ -94,9 +94,6 @@ class Model(Protocol):
     @property
     def row_invariant(self) -> bool:
         """Whether all that a token's output depends on, besides its own sequence, are the kernels."""
-
-    def pack(self, kernels: Kernels) -> None:
-        """Bring the weights into the layout of `kernels`, once: from then on the model runs with these alone."""
 
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend, kernels: Kernels) -> Tensor:
         """Hidden states (num_tokens, hidden_size) after the last norm; arguments int64 (num_tokens,)."""

@@ -12,9 +12,22 @@ from msgspec import structs
 
 from quire.cache.admission import Admission
 from quire.cache.kv_cache import KVCache
-from quire.core.events import AdmissionSlowed, Admitted, Arrived, Event, Evicted, Finished, Preempted, StepFailed
-from quire.core.explanation import Explanation, Miss, Preemption
+from quire.core.events import (
+    AdmissionSlowed,
+    Admitted,
+    Arrived,
+    Event,
+    Evicted,
+    Finished,
+    PinsRefused,
+    PinsYielded,
+    Preempted,
+    Refused,
+    StepFailed,
+)
+from quire.core.explanation import Eviction, Explanation, Miss, Preemption, Refusal
 from quire.core.request import Request
+from quire.errors import DeadlineUnreachable, QueueFull
 from quire.sched.sequence import Sequence
 from quire.sched.waits import WaitCause, Waits
 from quire.sched.ways import Way
@@ -22,6 +35,7 @@ from quire.sched.ways import Way
 MOST_EVENTS = 4096
 MOST_ENDED = 4096  # of a tenant
 MOST_ENDED_OF_ALL = 16384
+MOST_EVICTIONS = 8  # of a request, that are told one by one
 
 
 @dataclass(slots=True)
@@ -47,7 +61,6 @@ class Accounts:
         self._ended_by_tenant: dict[str, deque[str]] = {}  # their ids, oldest first
         self._waits = Waits()
         self._noted: dict[int, dict[str, float]] = {}  # waits when a sequence began to wait
-        self._num_evicted = 0
         self._policy = policy
         self.num_admitted = 0
         self._tenants: dict[str, _Tenant] = {}
@@ -55,10 +68,15 @@ class Accounts:
 
     def explain(self, request_id: str, seq_ids: Iterable[int], now: float) -> Explanation | None:
         """What became of a request so far; None where it is unknown or forgotten. seq_ids: of its open sequences."""
-        found = self._open.get(request_id) or self._ended.get(request_id)
+        found = self._known(request_id)
         if found is None:
             return None
-        told = structs.replace(found, waited=dict(found.waited), preemptions=list(found.preemptions))
+        told = structs.replace(
+            found,
+            waited=dict(found.waited),
+            preemptions=list(found.preemptions),
+            evictions=list(found.evictions),
+        )
         for seq_id in seq_ids:
             if seq_id in self._noted:
                 self._note_waited(told, self._waits.since(self._noted[seq_id], now))
@@ -76,6 +94,25 @@ class Accounts:
         )
         self._admitted_before[request.id] = tenant.num_admitted
 
+    def refused(self, request: Request, error: DeadlineUnreachable | QueueFull, now: float) -> None:
+        """A request was not taken in."""
+        match error:
+            case DeadlineUnreachable():
+                refusal = Refusal("deadline", error.predicted, error.asked, str(error))
+            case QueueFull():
+                refusal = Refusal("queue_full", error.retry_after, request.terms.deadline, str(error))
+        self.events.append(Refused(now, request.id, refusal.reason, refusal.predicted_seconds, refusal.asked_seconds))
+        tenant = self._tenants.get(request.namespace.tenant)
+        explanation = Explanation(
+            *(request.id, request.namespace.tenant, now, len(request.prompt)),
+            state="refused",
+            policy=self._policy,
+            place=0 if tenant is None else tenant.num_waiting,
+            finished=now,
+            refusal=refusal,
+        )
+        self._keep(explanation)
+
     def waits(self, seq: Sequence, now: float) -> None:
         """A sequence entered the queue."""
         seq.since = now
@@ -85,6 +122,16 @@ class Accounts:
     def parked(self, seq: Sequence) -> None:
         """A sequence has no part for now: it does not wait."""
         self._leaves_queue(seq)
+
+    @property
+    def wait_cause(self) -> WaitCause:
+        """Why those who wait do."""
+        return self._waits.cause
+
+    def queue_seconds(self, request_id: str) -> float | None:
+        """From the arrival of a request that is open until the first of its sequences was admitted."""
+        explanation = self._open[request_id]
+        return None if explanation.admitted is None else explanation.admitted - explanation.arrived
 
     def held_up(self, cause: WaitCause, now: float) -> None:
         """Why those who wait have to go on waiting."""
@@ -146,14 +193,21 @@ class Accounts:
         """A step failed."""
         self.events.append(StepFailed(now, "", step_id, error))
 
-    def evicted(self, cache: KVCache, now: float) -> None:
-        """A step is planned, for which blocks may have been evicted; and pins may have ended."""
-        self.events.extend(cache.take_events())
-        total = cache.num_evicted
-        if total > self._num_evicted:
-            reason = cache.index.take_reason()
-            self.events.append(Evicted(now, "", total - self._num_evicted, cache.config.eviction, reason))
-            self._num_evicted = total
+    def memory_told(self, cache: KVCache, now: float) -> None:
+        """Take in what the memory has to tell: blocks may have been evicted, and pins refused or ended."""
+        for event in cache.take_events():
+            self.events.append(event)
+            self._note_pins(event)
+        policy = cache.config.eviction
+        for cause, num_blocks, reason in cache.take_given_up():
+            self.events.append(Evicted(now, cause.request_id, num_blocks, policy, reason.numbers))
+            explanation = self._known(cause.request_id)
+            if explanation is None:
+                continue
+            explanation.num_evicted_blocks += num_blocks
+            if len(explanation.evictions) < MOST_EVICTIONS:
+                numbers = reason.numbers if reason.tenant == explanation.tenant else {}
+                explanation.evictions.append(Eviction(now, num_blocks, policy, numbers))
 
     def shares(self, request_id: str, num_unshared: int, num_own: int) -> None:
         """Blocks that a request's sequences have now: the time that they need most is remembered."""
@@ -171,12 +225,23 @@ class Accounts:
             return
         explanation = self._open.pop(seq.request.id)
         self._admitted_before.pop(seq.request.id, None)
-        explanation.state, explanation.finished = "finished", now
+        explanation.state, explanation.finished, explanation.finish_reason = "finished", now, reason
         tenant = self._tenants[explanation.tenant]
         tenant.num_open -= 1
         if not tenant.num_open:
             del self._tenants[explanation.tenant]
         self._keep(explanation)
+
+    def _known(self, request_id: str) -> Explanation | None:
+        return self._open.get(request_id) or self._ended.get(request_id)
+
+    def _note_pins(self, event: Event) -> None:
+        explanation = self._known(event.request_id)
+        match event:
+            case PinsRefused() if explanation is not None:
+                explanation.num_blocks_not_pinned += event.num_blocks
+            case PinsYielded() if explanation is not None:
+                explanation.num_pinned_blocks_yielded += event.num_blocks
 
     def _leaves_queue(self, seq: Sequence) -> dict[str, float] | None:
         """What was noted when a sequence began to wait; None if it does not wait."""

@@ -27,18 +27,18 @@ class Deadlines:
         self._cache = cache
         self._lives = lives
         self._costs = costs
-        # (when it is too late to begin, first sequence, when it came, request), of those that ended some, too
+        # (when it is too late to begin, id of sequence 0, when it came, request), of those that ended some, too
         self._due: list[tuple[float, int, float, str]] = []
-        self._late: dict[str, int] = {}  # of those, the ones that had begun, and their first sequence
+        self._late: dict[str, int] = {}  # of those, the ones that had begun, and the id of their sequence 0
 
     def check(self, request: Request) -> None:
         """Raises DeadlineUnreachable for a request that cannot be in time. Changes nothing.
 
         While nothing runs none is refused: trying costs nobody anything, and what the costs say may be wrong, and is
-        only put right by steps that run.
+        only put right by steps that run. What was accepted before is not refused later.
         """
         deadline = request.terms.deadline
-        if deadline is None or not self._lives.rows.running:
+        if deadline is None or request.was_accepted or not self._lives.rows.running:
             return
         needed = self._forecast(request)
         if needed >= deadline:
@@ -49,9 +49,9 @@ class Deadlines:
         deadline = first.request.terms.deadline
         if deadline is None:
             return
-        alone = len(self._lives.sequences) == first.request.num_sequences
+        alone = len(self._lives.sequences) == first.request.num_open
         due = now + deadline if alone else self._latest_start(first, now)  # one alone begins, whatever the costs say
-        heappush(self._due, (due, first.id, now, first.request.id))
+        heappush(self._due, (due, first.id - first.index, now, first.request.id))
         if len(self._due) > 2 * len(self._lives.sequences) + 64:
             self._due = [one for one in self._due if self._members(one[3], one[1])]
             heapify(self._due)
@@ -117,7 +117,6 @@ class Deadlines:
         if not seq.swapped and found > 0:
             found = self._cache.index.find(request.namespace, seq.tokens[:found]).num_tokens
         prompt = max(1, len(request.prompt) - found)
-        ends_early = bool(request.stop_ids or request.params.stop)
-        least = max(request.params.min_tokens, 1) if ends_early else max(request.max_tokens, 1)
+        least = max(request.params.min_tokens, 1) if request.may_end_early else max(request.max_tokens, 1)
         outputs = max(0, least - 1 - seq.num_generated)
         return self._costs.first_token_seconds(num_before, prompt) + self._costs.output_seconds(outputs)

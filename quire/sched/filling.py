@@ -40,7 +40,7 @@ class Filling:
             self._unblock(builder, left, now)
 
     def _make_way(self, now: float) -> None:
-        """The head takes the place of a worse class, or of the tenant that has most, where rows are short.
+        """The head takes the place of a worse class, or of a tenant that has or had more, where rows are short.
 
         Also where memory was, in the step before. One family a step, and not before the one before it has left.
         """
@@ -50,7 +50,7 @@ class Filling:
         last = self._gave_way
         if last is not None and last.row < 0 and self._lives.is_in_flight(last):
             return
-        victim = self._sharing.gives_way(rows.running, head)
+        victim = self._sharing.gives_way(rows.running, self._lives.queue, head)
         if victim is not None and victim.arriving < 0:  # or when it is there
             self._gave_way = victim
             self._lives.preempt(victim, self._sharing.reason, now)

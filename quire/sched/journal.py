@@ -23,12 +23,12 @@ from quire.core.output import Output
 from quire.core.request import Request
 from quire.core.step import Step, StepResult
 from quire.cost.costs import Calibration
-from quire.errors import QuireError
+from quire.errors import QuireError, RequestError
 from quire.sched.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 
-FORMAT = 4
+FORMAT = 5
 
 
 class Header(msgspec.Struct, frozen=True, tag=True):
@@ -44,6 +44,14 @@ class Add(msgspec.Struct, frozen=True, tag=True):
 
     request: Request
     now: float
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """`Scheduler.add`, and the error that it answered with."""
+
+    request: Request
+    now: float
+    error: str
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
@@ -91,11 +99,15 @@ class Commit(msgspec.Struct, frozen=True, tag=True, eq=False):
     now: float
 
 
-Record = Header | Add | Abort | Finish | Flush | Calibrate | Repair | Plan | Commit
+Record = Header | Add | Refused | Abort | Finish | Flush | Calibrate | Repair | Plan | Commit
 
 
 class JournalError(QuireError):
     """A file is not a journal, or was cut off."""
+
+
+class Differs(QuireError):
+    """What is recorded as refused is not refused when it is run again, or in other words."""
 
 
 class JournalledScheduler(Scheduler):
@@ -109,8 +121,12 @@ class JournalledScheduler(Scheduler):
 
     def add(self, request: Request, now: float) -> None:
         data = codec.encode(Add(request, now))  # what cannot be written down is not taken in
-        super().add(request, now)
-        self._write_bytes(data)  # what is refused is not an input
+        try:
+            super().add(request, now)
+        except RequestError as error:
+            self._write(Refused(request, now, str(error)))
+            raise
+        self._write_bytes(data)
 
     def abort(self, request_id: str, now: float) -> None:
         self._write(Abort(request_id, now))
@@ -186,7 +202,10 @@ def read(file: BinaryIO) -> Iterator[Record]:
 
 
 def rerun(records: Iterator[Record]) -> Iterator[tuple[Scheduler, Step | None, bytes]]:
-    """Give the inputs to a new scheduler: after each `plan`, the scheduler, its step, and the bytes recorded."""
+    """Give the inputs to a new scheduler: after each `plan`, the scheduler, its step, and the bytes recorded.
+
+    Raises JournalError; Differs for a request that was refused and is not, or otherwise.
+    """
     header = next(records, None)
     if not isinstance(header, Header):
         raise JournalError("not a quire journal: it does not begin with a header")
@@ -205,6 +224,10 @@ def _give(scheduler: Scheduler, record: Record) -> None:
     match record:
         case Add(request, now):
             scheduler.add(request, now)
+        case Refused(request, now, error):
+            said = _refusal(scheduler, request, now)
+            if said != error:
+                raise Differs(f"recorded:\nrefused: {error}\nreplayed:\n{said and 'refused: '}{said or 'taken in'}")
         case Abort(request_id, now):
             scheduler.abort(request_id, now)
         case Finish(seq_id, num_tokens, now):
@@ -221,6 +244,15 @@ def _give(scheduler: Scheduler, record: Record) -> None:
             raise JournalError("a second header inside a journal")
 
 
+def _refusal(scheduler: Scheduler, request: Request, now: float) -> str:
+    """What the scheduler says against a request; nothing where it is taken in."""
+    try:
+        scheduler.add(request, now)
+    except RequestError as error:
+        return str(error)
+    return ""
+
+
 def replay(records: Iterator[Record]) -> ReplayReport:
     """Run the inputs again and compare the steps with those recorded, up to the first difference.
 
@@ -233,6 +265,8 @@ def replay(records: Iterator[Record]) -> ReplayReport:
             if data != expected:
                 return ReplayReport(num_steps, _difference(expected, data))
             num_steps += planned is not None
+    except Differs as error:
+        return ReplayReport(num_steps, str(error))
     except JournalError:
         raise
     except Exception as error:  # bytes from outside can say anything

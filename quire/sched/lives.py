@@ -15,6 +15,7 @@ from quire.sched.accounts import Accounts
 from quire.sched.builder import Entry
 from quire.sched.caution import Caution
 from quire.sched.families import Families
+from quire.sched.newcomers import Newcomers
 from quire.sched.queues.choose import class_of, new_queue
 from quire.sched.rows import Rows
 from quire.sched.sequence import Sequence
@@ -40,6 +41,7 @@ class Lives:
         self.sequences: dict[int, Sequence] = {}
         self.queue = new_queue(config, cache)
         self.families = Families(self.queue)
+        self.newcomers = Newcomers()
         self.rows = Rows(config.max_num_seqs, cache)
         self.accounts = Accounts(config.policy)
         self.in_flight: deque[Launched] = deque()
@@ -67,11 +69,15 @@ class Lives:
         return seq_id in self.sequences and self.sequences[seq_id].swapped
 
     def add(self, request: Request, now: float) -> list[Sequence]:
-        """A request comes: its sequences."""
+        """A request comes: its sequences, but for those that have ended before."""
         of_class, first_id = class_of(self._config, request.terms.priority), self._next_id
-        sequences = [Sequence(first_id + i, request, i, now, of_class) for i in range(request.num_sequences)]
-        self._next_id += len(sequences)
+        wanted = [i for i in range(request.num_sequences) if not (request.known and request.known[i].finished)]
+        sequences = [Sequence(first_id + i, request, i, now, of_class) for i in wanted]
+        self._next_id += request.num_sequences
+        if not sequences:
+            return []
         self.sequences.update((seq.id, seq) for seq in sequences)
+        self.newcomers.add(request)
         self.accounts.arrived(request, now)
         for seq in self.families.add(request.id, sequences):
             self.accounts.waits(seq, now)
@@ -80,6 +86,7 @@ class Lives:
     def admit(self, seq: Sequence, admission: Admission, now: float) -> None:
         """The head of the queue has a block table and begins to run."""
         self.queue.remove(seq)
+        self.newcomers.drop(seq.request.id)
         seq.swapped = False
         self.rows.take(seq, admission.table, admission.num_tokens)
         self.accounts.admitted(seq, admission, now)
@@ -128,7 +135,7 @@ class Lives:
     def end(self, seq: Sequence, reason: str, now: float) -> None:
         """The sequence is over: its row and blocks are free, as soon as no step in flight needs them."""
         relatives = self.families.members(seq.request.id)
-        if len(relatives) == seq.request.num_sequences:  # the first to end
+        if len(relatives) == seq.request.num_open:  # the first to end
             running = [one.id for one in relatives if one.row >= 0]
             self.accounts.shares(seq.request.id, *self._cache.sharing(running))
         seq.finished = True
@@ -139,6 +146,8 @@ class Lives:
         if seq.swapped:
             self._cache.forget_swapped(seq.id)
         del self.sequences[seq.id]
+        if len(relatives) == 1:
+            self.newcomers.drop(seq.request.id)
         queued = self.families.remove(seq)
         if queued is not None:
             self.accounts.waits(queued, now)

@@ -55,3 +55,15 @@ class Rows:
         self._cache.release(seq.id, num_valid)
         self._free.append(seq.row)
         seq.row, seq.table, seq.arriving = -1, None, -1
+
+    def slots(self) -> tuple[int, int]:
+        """Of the tables of group 0: how many slots they have, and how many of them hold a known token."""
+        slots = tokens = 0
+        for seq in self.running:
+            table = seq.table
+            assert table is not None, "it runs"
+            num_slots = len(table.blocks[0]) * self._cache.block_size
+            gone = table.firsts[0] * self._cache.block_size  # behind the window
+            slots += num_slots - gone
+            tokens += min(num_slots, len(seq.tokens)) - gone
+        return slots, tokens

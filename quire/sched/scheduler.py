@@ -28,11 +28,12 @@ from quire.core.request import Request
 from quire.core.step import Late, Step, StepResult
 from quire.cost.block_use import BlockUse
 from quire.cost.costs import Calibration, Costs
-from quire.errors import ConfigError, RequestError
+from quire.errors import ConfigError, DeadlineUnreachable, QueueFull, RequestError
 from quire.sched.builder import Entry, StepBuilder
 from quire.sched.deadlines import Deadlines
 from quire.sched.filling import Filling
 from quire.sched.lives import Launched, Lives
+from quire.sched.queue_bound import QueueBound
 from quire.sched.results import NOTHING, Extras, News
 from quire.sched.searches import Searches, check_search
 from quire.sched.sequence import Sequence
@@ -59,7 +60,9 @@ class Scheduler:
         self._searches = Searches(cache, self._lives)
         self._filling = Filling(config, cache, self._lives, self.costs.pace)
         self._deadlines = Deadlines(config, cache, self._lives, self.costs)
-        self._missed: list[Output] = []  # of requests that were ended because they would be late
+        self._bound = QueueBound(config, cache, self._lives, self.costs)
+        self.predicted_seconds = 0.0  # of the step planned last; 0 where nothing is known
+        self._unsaid: list[Output] = []  # of sequences that ended outside of a commit
         self._suspects: deque[Sequence] = deque()
         self._next_step = 0
         self._reset = True  # the runner has no rows yet, or cannot rely on those it has
@@ -75,9 +78,14 @@ class Scheduler:
         return len(self._lives.sequences) - len(self._lives.rows.running)
 
     @property
+    def newest_rows(self) -> list[tuple[str, int]]:
+        """Of the step planned last: each chunk's request, and the position up to which it is computed."""
+        return [(seq.request.id, stop) for seq, _, stop, _, _ in self._lives.in_flight[-1].entries]
+
+    @property
     def has_work(self) -> bool:
-        """Whether a sequence is unfinished or a step is in flight."""
-        return bool(self._lives.sequences or self._lives.in_flight)
+        """Whether a sequence is unfinished, a step is in flight, or something is to be said."""
+        return bool(self._lives.sequences or self._lives.in_flight or self._unsaid)
 
     def close(self) -> None:
         """Nothing is to be done here; a scheduler that writes a journal closes it."""
@@ -94,20 +102,32 @@ class Scheduler:
     def add(self, request: Request, now: float) -> None:
         """Queue a request.
 
-        Raises RequestError for an id that is in use, and for a beam search that cannot fit; DeadlineUnreachable.
+        Raises RequestError for an id that is in use, and for a beam search that cannot fit; QueueFull,
+        DeadlineUnreachable. Of one whose sequences have all ended before nothing more is said.
         """
         if request.id in self._lives.families:
             raise RequestError(f"request id {request.id!r} is in use; choose another", "request_id")
         check_search(request, self.config, self.cache.config)
-        self._deadlines.check(request)
-        first, *_ = self._lives.add(request, now)
-        self._deadlines.add(first, now)
+        try:
+            self._deadlines.check(request)
+            self._bound.check(request, self._next_step, now)
+        except (DeadlineUnreachable, QueueFull) as error:
+            self.accounts.refused(request, error, now)
+            raise
+        sequences = self._lives.add(request, now)
+        if not sequences:
+            return
+        self._bound.add(request, now)
+        self._deadlines.add(sequences[0], now)
         if request.beams is not None:
-            self._searches.add(first)
+            self._searches.add(sequences[0])
+        for seq in sequences if request.known else ():
+            self._end_known(seq, now)
 
     def abort(self, request_id: str, now: float) -> None:
         """Give up a request. Nothing more is said about it; an unknown id is ignored."""
         self.cache.at(now)
+        self._unsaid = [output for output in self._unsaid if output.request_id != request_id]
         self._searches.drop(request_id)
         self._lives.end_all(request_id, "abort", now)
 
@@ -123,7 +143,7 @@ class Scheduler:
         seq = self._lives.sequences.get(seq_id)
         if seq is not None and seq.request.beams is None:  # beams end when all of them are heard
             del seq.tokens[len(seq.request.prompt) + num_tokens :]
-            self.block_use.ended(len(seq.tokens))
+            self._note_length(seq)
             self._lives.end(seq, "stop", now)
 
     def flush(self, now: float) -> int:
@@ -132,6 +152,7 @@ class Scheduler:
 
     def explain(self, request_id: str, now: float) -> Explanation | None:
         """What became of a request and why; None where it is unknown or forgotten."""
+        self.accounts.memory_told(self.cache, now)
         return self.accounts.explain(request_id, [seq.id for seq in self._lives.families.members(request_id)], now)
 
     # The loop: plan, late, commit
@@ -156,7 +177,7 @@ class Scheduler:
                 builder.open(seq)
         for seq in () if self._reset else self._lives.rows.corrected:
             builder.correct(seq)
-        self.accounts.evicted(self.cache, now)
+        self.accounts.memory_told(self.cache, now)
         if not (builder.chunks or builder.arrivals or self.cache.has_urgent_moves):
             return None
         self._reset = False
@@ -164,14 +185,18 @@ class Scheduler:
         self._next_step += 1
         moves = self.cache.launched(builder.id)
         num_bytes = bytes_swapped(moves, self.cache.config)
-        self._lives.in_flight.append(
-            Launched(builder.id, builder.entries, builder.num_tokens, alone, builder.arrivals, num_bytes)
-        )
+        launched = Launched(builder.id, builder.entries, builder.num_tokens, alone, builder.arrivals, num_bytes)
+        self._lives.in_flight.append(launched)
+        self.predicted_seconds = self.costs.predicted_seconds(launched.num_tokens, _pairs(launched))
         return builder.build(moves)
 
     def missed(self) -> list[Output]:
-        """What is to be said about requests that `plan` has ended, since they cannot meet their deadline any more."""
-        outputs, self._missed = self._missed, []
+        """What is to be said about sequences that ended outside of a commit.
+
+        `plan` has ended them, since they cannot meet their deadline any more; or they were added with known tokens
+        that nothing can follow.
+        """
+        outputs, self._unsaid = self._unsaid, []
         return outputs
 
     def late(self, step: Step) -> Late:
@@ -200,7 +225,7 @@ class Scheduler:
         self.costs.observe_copies(bytes_out, seconds_out, bytes_in, seconds_in)
         self.costs.observe_step(launched.num_tokens, result.seconds, _pairs(launched))
         if launched.id % _STEPS_PER_SAMPLE == 0:
-            self._sample_block_use()
+            self.block_use.sample(*self._lives.rows.slots())
         outputs = []
         tokens, counts, extras, at = result.tokens.tolist(), result.counts.tolist(), Extras(result), 0
         self._lives.queue.served(launched.entries, counts)
@@ -255,6 +280,13 @@ class Scheduler:
             self._suspects.popleft()
         return None
 
+    def _end_known(self, seq: Sequence, now: float) -> None:
+        """A sequence has nothing to come behind the tokens that it brought along."""
+        if (known := seq.known_end) is not None:
+            reason, stop_token = known
+            self._lives.end(seq, reason, now)
+            self._unsaid.append(Output(seq.request.id, seq.index, seq.id, [], reason, stop_token))
+
     def _end_missed(self, now: float) -> None:
         """Whoever waits and cannot be in time any more takes no rows and blocks."""
         for request_id in self._deadlines.missed(now):
@@ -264,23 +296,16 @@ class Scheduler:
             ended = [(seq.index, seq.id) for seq in members]
             if request.beams is not None:
                 ended = [(i, members[0].id) for i in range(request.params.n)]
-            self._missed += [Output(request_id, i, seq_id, [], "abort", error=error) for i, seq_id in ended]
+            self._unsaid += [Output(request_id, i, seq_id, [], "abort", error=error) for i, seq_id in ended]
             self._searches.drop(request_id)
             self._lives.end_all(request_id, "deadline", now)
 
     # Committing
 
-    def _sample_block_use(self) -> None:
-        """How full the tables of group 0 are, as far as the sequences are known."""
-        slots = tokens = 0
-        for seq in self._lives.rows.running:
-            table = seq.table
-            assert table is not None
-            num_slots = len(table.blocks[0]) * self.cache.block_size
-            gone = table.firsts[0] * self.cache.block_size  # behind the window
-            slots += num_slots - gone
-            tokens += min(num_slots, len(seq.tokens)) - gone
-        self.block_use.sample(slots, tokens)
+    def _note_length(self, seq: Sequence) -> None:
+        """A sequence came to its end."""
+        self.block_use.ended(len(seq.tokens))
+        self._bound.ended(seq)
 
     def _wrote(self, seq: Sequence, num_tokens: int, now: float) -> None:
         """The KV of the first `num_tokens` positions is there, and stays unless the sequence is preempted."""
@@ -299,17 +324,20 @@ class Scheduler:
         if num_told:
             seq.num_told = min(stop, seq.to_tell)
         kept, reason, error = seq.extend(tokens) if tokens else (tokens, None, "")
-        if not seq.samples and seq.is_over:
-            reason = "stop" if seq.pools else "length"
-        if reason is not None:
-            self.block_use.ended(len(seq.tokens))
-            self._lives.end(seq, reason, now)
-        stop_token = kept[-1] if kept and reason == "stop" else None
         logprobs, scored, pooled = news
         if logprobs is not None:
             logprobs = logprobs.slice(0, len(kept))
+        total = seq.add_up(logprobs) if kept and seq.request.params.is_ranked else None
+        begins = kept and len(kept) == seq.num_generated
+        queued = self.accounts.queue_seconds(seq.request.id) if begins else None
+        if not seq.samples and seq.is_over:
+            reason = "stop" if seq.pools else "length"
+        if reason is not None:
+            self._note_length(seq)
+            self._lives.end(seq, reason, now)
+        stop_token = kept[-1] if kept and reason == "stop" else None
         about = (seq.request.id, seq.index, seq.id, kept, reason, stop_token)
-        return Output(*about, logprobs, scored, pooled, seq.num_cached or 0, None, error)
+        return Output(*about, logprobs, scored, pooled, seq.num_cached or 0, total, error, queued)
 
     def _hear(self, seq: Sequence, tokens: list[int], news: News, now: float) -> list[Output]:
         """What came of a chunk of a beam: its candidates, or nothing yet. The search may be over."""

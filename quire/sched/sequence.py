@@ -1,17 +1,21 @@
 """A sequence: the tokens known so far, how many of them have KV, and where it stands."""
 
 from quire.cache.table import BlockTable
-from quire.core.request import Request
-from quire.core.step import Pooling
+from quire.core.output import NO_TOKEN
+from quire.core.request import Known, Request
+from quire.core.step import Logprobs, Pooling
+
+_NOTHING_KNOWN = Known()
 
 
 class Sequence:
     """One of the `n` continuations of a request.
 
-    Known tokens are the prompt and what commits brought; `num_pending` more have been sampled, or
-    will be, by steps in flight. `num_computed` counts leading positions whose KV is written by steps
-    that were launched, `num_written` those whose steps are committed. There are no phases: a sequence
-    has work as long as `num_computed` lies below the smaller of `len(tokens) + num_pending` and `limit`.
+    Known tokens are the prompt, output tokens that the request brought along, and what commits brought;
+    `num_pending` more have been sampled, or will be, by steps in flight. `num_computed` counts leading positions
+    whose KV is written by steps that were launched, `num_written` those whose steps are committed. There are no
+    phases: a sequence has work as long as `num_computed` lies below the smaller of `len(tokens) + num_pending` and
+    `limit`.
 
     What is told about positions besides sampled tokens (logprobs of the prompt, pooled states) is told
     once, although they may be computed several times: `num_told` of `to_tell` leading ones are committed.
@@ -19,6 +23,7 @@ class Sequence:
 
     __slots__ = (
         "arriving",
+        "cumulative_logprob",
         "end",
         "epoch",
         "finished",
@@ -53,7 +58,9 @@ class Sequence:
         self.rank = (of_class, seq_id)  # less goes first; the last one that runs is the first to lose its blocks
         self.request = request
         self.index = index
-        self.tokens = list(request.prompt)
+        known = request.known[index] if request.known else _NOTHING_KNOWN
+        self.tokens = [*request.prompt, *known.token_ids]
+        self.cumulative_logprob = known.cumulative_logprob  # kept up where sequences are compared
         self.end = len(request.prompt) + request.max_tokens
         self.stop_ids = request.stop_ids
         self.min_length = len(request.prompt) + request.params.min_tokens  # no stop token ends it before
@@ -74,6 +81,8 @@ class Sequence:
         self.num_written = 0
         # of hidden states the last is all that is wanted, or all are
         self.num_told = len(request.prompt) - 1 if request.pooling is Pooling.LAST else 0
+        if known.token_ids:  # all about the prompt was told before the first of them
+            self.num_told = self.to_tell
         self.row = -1  # none while it waits
         self.arriving = -1  # the step that brings its KV from the host: nothing is computed before it is committed
         self.swapped = False  # whether its KV is in the host pool
@@ -91,9 +100,17 @@ class Sequence:
 
     @property
     def has_begun(self) -> bool:
-        """Whether it has run before, or the one that computed what they share."""
+        """Whether it has run before, in this engine or another, or the one that computed what they share."""
         is_held_back = self.num_shared > 0 or self.request.beams is not None
-        return self.num_cached is not None or (self.index > 0 and is_held_back)
+        return self.num_cached is not None or self.num_generated > 0 or (self.index > 0 and is_held_back)
+
+    @property
+    def known_end(self) -> tuple[str, int | None] | None:
+        """Why it ends with the tokens that were known when it came, and its stop token; None where it goes on."""
+        for length, token in enumerate(self.tokens[len(self.request.prompt) :], len(self.request.prompt) + 1):
+            if token in self.stop_ids and length > self.min_length:
+                return "stop", token
+        return ("length", None) if self.samples and len(self.tokens) == self.end else None
 
     def extend(self, tokens: list[int]) -> tuple[list[int], str | None, str]:
         """Append what was sampled: the tokens kept, why the sequence ends with them, and what went wrong."""
@@ -101,7 +118,7 @@ class Sequence:
         kept: list[int] = []
         for token in tokens:
             if token < 0:
-                return kept, "error", "no token could be sampled: the request allows none, or the logits are not finite"
+                return kept, "error", NO_TOKEN
             kept.append(token)
             self.tokens.append(token)
             if token in self.stop_ids and len(self.tokens) > self.min_length:
@@ -109,6 +126,12 @@ class Sequence:
             if len(self.tokens) == self.end:
                 return kept, "length", ""
         return kept, None, ""
+
+    def add_up(self, logprobs: Logprobs | None) -> float:
+        """The sum of the logprobs of all output tokens, once these are added to it."""
+        if logprobs is not None:
+            self.cumulative_logprob = sum(logprobs.values[:, 0].tolist(), self.cumulative_logprob)
+        return self.cumulative_logprob
 
     @property
     def reusable(self) -> int:

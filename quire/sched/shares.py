@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from quire.config import Policy
 from quire.sched.queue import Queue
-from quire.sched.queues.fair import Fair
+from quire.sched.queues.fair import PROMPT_WEIGHT, Fair
 from quire.sched.sequence import Sequence
 
 Party = str | int  # a tenant, or a class
@@ -23,7 +23,7 @@ class Sharing(NamedTuple):
     party: Callable[[Sequence], Party]
     place: Callable[[Queue, Party], int]  # less is first
     least: float  # share of an equal part that everybody gets, if it wants that much
-    gives_way: Callable[[Listing[Sequence], Sequence], Sequence | None]  # of those who run, to the head of the queue
+    gives_way: Callable[[Listing[Sequence], Queue, Sequence], Sequence | None]  # of those who run, to the queue's head
     reason: str
 
 
@@ -47,7 +47,7 @@ def _class(seq: Sequence) -> Party:
     return seq.rank[0]
 
 
-def _worst_class(running: Listing[Sequence], head: Sequence) -> Sequence | None:
+def _worst_class(running: Listing[Sequence], _: Queue, head: Sequence) -> Sequence | None:
     """Who came last of the worst class, if that is worse than the head's."""
     return running[-1] if running and running[-1].rank[0] > head.rank[0] else None
 
@@ -67,13 +67,31 @@ def _most_rows(running: Listing[Sequence], head: Sequence) -> Sequence | None:
     return next((seq for seq in theirs if not own or most - families[seq.request.id] > own), None)
 
 
+def _served_more(running: Listing[Sequence], queue: Queue, head: Sequence) -> Sequence | None:
+    """Who came last of the tenant that was served most, if the head's will not have been more with the head's prompt.
+
+    Its family is no larger than the head's. So a burst of a tenant that uses less than its share need not wait.
+    """
+    counters = {tenant: _served(queue, tenant) for tenant in map(_tenant, running)}
+    tenant, most = max(counters.items(), key=lambda one: one[1], default=("", 0))
+    if tenant == _tenant(head) or most < _served(queue, _tenant(head)) + PROMPT_WEIGHT * len(head.tokens):
+        return None
+    families = Counter(seq.request.id for seq in running)
+    theirs = (seq for seq in reversed(running) if _tenant(seq) == tenant)
+    return next((seq for seq in theirs if families[seq.request.id] <= head.request.num_sequences), None)
+
+
+def _fair(running: Listing[Sequence], queue: Queue, head: Sequence) -> Sequence | None:
+    return _most_rows(running, head) or _served_more(running, queue, head)
+
+
 def _served(queue: Queue, party: Party) -> int:
     assert isinstance(queue, Fair), "who shares by tenant counts what each was served"
     return queue.counter(str(party))
 
 
 SHARINGS: Mapping[Policy, Sharing] = {
-    "fair": Sharing(_tenant, _served, 0.25, _most_rows, "a tenant that has fewer rows waits"),
+    "fair": Sharing(_tenant, _served, 0.25, _fair, "a tenant that has fewer rows, or was served less, waits"),
     "priority": Sharing(_class, lambda _, of_class: int(of_class), 0.0, _worst_class, "a better class waits"),
 }
 

@@ -21,6 +21,11 @@ class Waits:
         self._cause: WaitCause = "step"
         self._since = 0.0
 
+    @property
+    def cause(self) -> WaitCause:
+        """What holds now."""
+        return self._cause
+
     def because(self, cause: WaitCause, now: float) -> None:
         """From now on the queue waits for this."""
         self._advance(now)

@@ -1,5 +1,6 @@
 """The HTTP application: routes, limits and errors put together around one service."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -10,42 +11,66 @@ from quire import __version__
 from quire.server.body_limit import BodyLimit
 from quire.server.chat import chat_routes
 from quire.server.completions import completion_routes
+from quire.server.cors import Cors
+from quire.server.document import describe_api
+from quire.server.drain import Drain, DrainGate
 from quire.server.embeddings import embedding_routes
 from quire.server.errors import install
 from quire.server.explain import explain_routes
 from quire.server.gate import Gate
 from quire.server.keys import Keys
+from quire.server.observe.observers import Observers
+from quire.server.observe.watch import Watch
 from quire.server.operations import operation_routes
 from quire.server.operators import operator_routes
+from quire.server.options import ServerOptions
+from quire.server.rate_limit import RateLimit
 from quire.server.service import Service
 from quire.server.sglang import generate_routes
 from quire.server.sse import ClientGone
 from quire.server.tokens import token_routes
 
+DEFAULTS = ServerOptions()
 _CLIENT_GONE = 499  # nginx's number; nobody receives it
 
 
-def make_app(service: Service, keys: Keys | None = None) -> FastAPI:
-    """An app that starts `service` and closes it at its end. keys: None lets in anybody who can reach it."""
+def make_app(
+    service: Service, keys: Keys | None = None, options: ServerOptions = DEFAULTS, drain: Drain | None = None
+) -> FastAPI:
+    """An app that starts `service` and closes it at its end.
+
+    keys: None lets in anybody who can reach it. drain: begun by whoever ends the server.
+    """
+    drain = Drain() if drain is None else drain
+    observers = Observers(options, service.metrics)
 
     @asynccontextmanager
     async def running(_app: FastAPI) -> AsyncIterator[None]:
-        service.engine.start()
+        await service.engine.start()
         try:
             yield
         finally:
             await service.close()
+            await asyncio.to_thread(observers.close)
 
     app = FastAPI(title="quire", version=__version__, lifespan=running, redoc_url=None)
     app.add_middleware(BodyLimit)
-    app.add_middleware(Gate, keys=keys)  # the last one is the outermost
+    app.add_middleware(RateLimit)
+    app.add_middleware(DrainGate, drain=drain)
+    app.add_middleware(Gate, keys=keys)
+    if options.cors_origins:
+        app.add_middleware(Cors, origins=options.cors_origins)
+    app.add_middleware(Watch, sinks=observers.sinks)  # the last one is the outermost
     install(app)
     app.add_exception_handler(ClientGone, _nobody)
     for routes in (
         *(completion_routes, chat_routes, embedding_routes),
-        *(token_routes, generate_routes, explain_routes, operation_routes, operator_routes),
+        *(token_routes, generate_routes, explain_routes),
     ):
         app.include_router(routes(service))
+    app.include_router(operation_routes(service, drain))
+    app.include_router(operator_routes(service, options.metrics_prefix))
+    describe_api(app, service, with_keys=keys is not None)
     return app
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from quire.engine.async_engine import EngineStopped
+from quire.errors import EngineStopped
 from quire.server.errors import Busy
 
 T = TypeVar("T")

@@ -4,8 +4,8 @@ import msgspec
 
 from quire.cost.block_advice import CANDIDATES, advise
 from quire.cost.block_use import BlockFigures
-from quire.engine.async_engine import EngineStopped
 from quire.engine.lookup import lookup_seconds
+from quire.errors import EngineStopped
 from quire.server.errors import Busy
 from quire.server.service import Service
 

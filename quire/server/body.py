@@ -8,7 +8,7 @@ from pydantic_core import PydanticCustomError
 
 from quire.errors import nearest
 
-_NEUTRAL = "x-neutral-values"
+NEUTRAL = "x-neutral-values"
 
 
 def not_yet(*neutral: JsonValue) -> Any:  # noqa: ANN401 (a field of any type)
@@ -17,7 +17,7 @@ def not_yet(*neutral: JsonValue) -> Any:  # noqa: ANN401 (a field of any type)
     return Field(
         default=None,
         description=f"Not supported yet; accepted when it asks for nothing ({named}).",
-        json_schema_extra={_NEUTRAL: list(neutral)},
+        json_schema_extra={NEUTRAL: list(neutral)},
     )
 
 
@@ -44,9 +44,9 @@ class Body(BaseModel):
         """Called by pydantic. Reading `model_fields` takes time, and a body may have thousands of messages."""
         extras = {name: field.json_schema_extra for name, field in cls.model_fields.items()}
         cls._neutral = {
-            name: extra[_NEUTRAL]  # type: ignore[misc]  # a list, see not_yet
+            name: extra[NEUTRAL]  # type: ignore[misc]  # a list, see not_yet
             for name, extra in extras.items()
-            if isinstance(extra, dict) and _NEUTRAL in extra
+            if isinstance(extra, dict) and NEUTRAL in extra
         }
         cls._known = frozenset(cls.model_fields)
 
@@ -62,9 +62,14 @@ class Body(BaseModel):
     def _refuse_what_is_not_supported(self) -> Self:
         for name in self._neutral.keys() & self.model_fields_set:
             value = getattr(self, name)
-            if value is not None and value not in self._neutral[name]:
+            if value is not None and not any(_same(value, neutral) for neutral in self._neutral[name]):
                 raise PydanticCustomError("not_supported", "{name} is not supported yet", {"name": name})
         return self
+
+
+def _same(value: object, neutral: JsonValue) -> bool:
+    """Equal, where 0 is not false."""
+    return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
 
 
 def unknown_field(name: object, known: Iterable[str]) -> PydanticCustomError:

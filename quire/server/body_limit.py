@@ -1,14 +1,20 @@
-"""BodyLimit: no request body is longer than this. Knows ASGI messages only."""
+"""BodyLimit: no request body is longer than this, or slower. Knows ASGI messages only."""
+
+import asyncio
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from quire.server.errors import BodyLate
+
 MAX_BODY = 16 * 2**20  # bytes
+BODY_SECONDS = 20.0  # for any body, and
+BYTES_PER_SECOND = 2**16  # more for a long one
 
 
 class BodyLimit:
-    """ASGI middleware that refuses to receive more than `limit` bytes."""
+    """ASGI middleware that refuses to receive more than `limit` bytes, or to wait for them for long."""
 
     def __init__(self, app: ASGIApp, limit: int = MAX_BODY) -> None:
         self._app = app
@@ -19,21 +25,41 @@ class BodyLimit:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        await self._app(scope, _Counted(scope, receive, self._limit).receive, send)
+
+
+class _Counted:
+    """One body. The clock starts when it is first asked for."""
+
+    def __init__(self, scope: Scope, receive: Receive, limit: int) -> None:
         promised = Headers(scope=scope).get("content-length", "")
-        num_bytes = int(promised) if promised.isascii() and promised.isdigit() and len(promised) < 20 else 0
+        self._promised = int(promised) if promised.isascii() and promised.isdigit() and len(promised) < 20 else 0
+        self._receive = receive
+        self._limit = limit
+        self._num_bytes = 0
+        self._begun: float | None = None
+        self._whole = False
 
-        async def counted() -> Message:
-            nonlocal num_bytes
-            if num_bytes > self._limit:
-                raise self._too_large()
-            message = await receive()
-            if not promised:
-                num_bytes += len(message.get("body", b""))
-            if num_bytes > self._limit:
-                raise self._too_large()
-            return message
+    async def receive(self) -> Message:
+        """As ASGI's. Raises HTTPException."""
+        if self._whole:  # what comes now is the end of the connection, whenever
+            return await self._receive()
+        self._check()
+        try:
+            async with asyncio.timeout_at(self._end()):
+                message = await self._receive()
+        except TimeoutError:
+            raise BodyLate(BODY_SECONDS) from None
+        self._num_bytes += len(message.get("body", b""))
+        self._check()
+        self._whole = not message.get("more_body", False)
+        return message
 
-        await self._app(scope, counted, send)
+    def _end(self) -> float:
+        if self._begun is None:
+            self._begun = asyncio.get_running_loop().time()
+        return self._begun + BODY_SECONDS + self._num_bytes / BYTES_PER_SECOND
 
-    def _too_large(self) -> HTTPException:
-        return HTTPException(413, f"the body is longer than {self._limit} bytes; send less", {"connection": "close"})
+    def _check(self) -> None:
+        if max(self._promised, self._num_bytes) > self._limit:
+            raise HTTPException(413, f"the body is longer than {self._limit} bytes; send less", {"connection": "close"})

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import AsyncIterator
-from uuid import uuid4
 
 from fastapi import APIRouter, Request, Response
 
@@ -12,7 +11,8 @@ from quire.engine.transcript import Transcript
 from quire.params import SamplingParams
 from quire.server.errors import renamed
 from quire.server.gate import caller_of
-from quire.server.limits import check_told
+from quire.server.keys import Caller
+from quire.server.limits import check_told, num_prompt_tokens
 from quire.server.logprobs import LogprobFormat, plain_rows
 from quire.server.reply import Reply
 from quire.server.respond import respond, shows
@@ -20,6 +20,7 @@ from quire.server.schema import ChatBody
 from quire.server.service import Service
 from quire.server.sse import DONE, event
 from quire.server.template import begun_answer, spoken, tokenize_conversation
+from quire.server.time_limit import TimeLimit
 from quire.server.usage import UsageFormat
 
 
@@ -30,18 +31,24 @@ def chat_routes(service: Service) -> APIRouter:
     @router.post("/v1/chat/completions", response_model=None)
     async def chat_completions(body: ChatBody, request: Request) -> Response:
         """Answer a conversation."""
-        service.check_model(body.model)
-        with renamed(body.engine_names()):
-            params = body.sampling_params(service.sampling_defaults)
-            beams = body.beams(params, vocab_size=service.vocab_size, num_end_tokens=service.num_end_tokens)
-            asked, beginning = await service.aside.run(lambda: _read(service, body, params))
-            check_told(asked, ids=bool(body.return_token_ids), choices=False)
-            answer = ChatAnswer(service, body, params, beginning)
-            namespace = caller_of(request).namespace(body.cache_salt)
-            reply = await service.start(answer.id, asked, namespace, beams, body.terms(service.options))
-        return await respond(request, answer, reply, stream=bool(body.stream))
+        limit, id = TimeLimit(body.timeout), service.request_ids.make("chatcmpl", request)
+        answer, reply = await limit.of(_start(service, body, caller_of(request), id))
+        return await respond(request, answer, reply, limit, stream=bool(body.stream))
 
     return router
+
+
+async def _start(service: Service, body: ChatBody, caller: Caller, id: str) -> tuple["ChatAnswer", Reply]:
+    service.check_model(body.model)
+    with renamed(body.engine_names()):
+        params = body.sampling_params(service.sampling_defaults)
+        beams = body.beams(params, vocab_size=service.vocab_size, num_end_tokens=service.num_end_tokens)
+        asked, beginning = await service.aside.run(lambda: _read(service, body, params))
+        check_told(asked, ids=bool(body.return_token_ids), choices=False)
+        answer = ChatAnswer(id, service, body, params, beginning)
+        namespace, terms = caller.namespace(body.cache_salt), body.terms(service.options)
+        with caller.quota.spending(num_prompt_tokens(asked)):
+            return answer, await service.start(answer.id, asked, namespace, beams, terms)
 
 
 def _read(service: Service, body: ChatBody, params: SamplingParams) -> tuple[list[Generation], str]:
@@ -56,8 +63,8 @@ def _read(service: Service, body: ChatBody, params: SamplingParams) -> tuple[lis
 class ChatAnswer:
     """OpenAI's chat.completion objects for one request."""
 
-    def __init__(self, service: Service, body: ChatBody, params: SamplingParams, beginning: str) -> None:
-        self.id = f"chatcmpl-{uuid4().hex}"
+    def __init__(self, id: str, service: Service, body: ChatBody, params: SamplingParams, beginning: str) -> None:
+        self.id = id
         self._head = {"id": self.id, "created": int(time.time()), "model": service.model_name}
         self._with_ids = bool(body.return_token_ids)
         self._logprobs = LogprobFormat(params, service.tokenizer, as_token_ids=bool(body.return_tokens_as_token_ids))

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from uuid import uuid4
 
 from fastapi import APIRouter, Request, Response
 
@@ -13,7 +12,8 @@ from quire.params import SamplingParams
 from quire.server.echo import Echo, echo_of
 from quire.server.errors import renamed
 from quire.server.gate import caller_of
-from quire.server.limits import check_choices, check_told
+from quire.server.keys import Caller
+from quire.server.limits import check_choices, check_told, num_prompt_tokens
 from quire.server.logprobs import LogprobFormat
 from quire.server.opening import Opening, Openings
 from quire.server.reply import Reply
@@ -21,6 +21,7 @@ from quire.server.respond import respond, shows
 from quire.server.schema import CompletionBody
 from quire.server.service import Service
 from quire.server.sse import DONE, event
+from quire.server.time_limit import TimeLimit
 from quire.server.usage import UsageFormat
 
 
@@ -31,21 +32,26 @@ def completion_routes(service: Service) -> APIRouter:
     @router.post("/v1/completions", response_model=None)
     async def completions(body: CompletionBody, request: Request) -> Response:
         """Continue a prompt, or each of several."""
-        service.check_model(body.model)
-        params = body.sampling_params(service.sampling_defaults)
-        beams = body.beams(params, vocab_size=service.vocab_size, num_end_tokens=service.num_end_tokens)
-        prompts = listed(body.prompt)
-        each = [params] * len(prompts)
-        check_choices(each, width=beams.width if beams else 1)
-        asked = await service.tokenize(prompts, each, add_special_tokens=body.add_special_tokens)
-        check_told(asked, ids=bool(body.return_token_ids or body.echo))
-        answer = CompletionAnswer(service, body, params, await _echoes(service, body, asked))
-        with renamed(body.search_names()):
-            namespace = caller_of(request).namespace(body.cache_salt)
-            reply = await service.start(answer.id, asked, namespace, beams, body.terms(service.options))
-        return await respond(request, answer, reply, stream=bool(body.stream))
+        limit, id = TimeLimit(body.timeout), service.request_ids.make("cmpl", request)
+        answer, reply = await limit.of(_start(service, body, caller_of(request), id))
+        return await respond(request, answer, reply, limit, stream=bool(body.stream))
 
     return router
+
+
+async def _start(service: Service, body: CompletionBody, caller: Caller, id: str) -> tuple["CompletionAnswer", Reply]:
+    service.check_model(body.model)
+    params = body.sampling_params(service.sampling_defaults)
+    beams = body.beams(params, vocab_size=service.vocab_size, num_end_tokens=service.num_end_tokens)
+    prompts = listed(body.prompt)
+    each = [params] * len(prompts)
+    check_choices(each, width=beams.width if beams else 1)
+    asked = await service.tokenize(prompts, each, add_special_tokens=body.add_special_tokens)
+    check_told(asked, ids=bool(body.return_token_ids or body.echo))
+    answer = CompletionAnswer(id, service, body, params, await _echoes(service, body, asked))
+    with renamed(body.search_names()), caller.quota.spending(num_prompt_tokens(asked)):
+        namespace, terms = caller.namespace(body.cache_salt), body.terms(service.options)
+        return answer, await service.start(answer.id, asked, namespace, beams, terms)
 
 
 async def _echoes(service: Service, body: CompletionBody, asked: Sequence[Generation]) -> list[Echo] | None:
@@ -65,9 +71,9 @@ class CompletionAnswer:
     """OpenAI's text_completion objects for one request."""
 
     def __init__(
-        self, service: Service, body: CompletionBody, params: SamplingParams, echoes: Sequence[Echo] | None
+        self, id: str, service: Service, body: CompletionBody, params: SamplingParams, echoes: Sequence[Echo] | None
     ) -> None:
-        self.id = f"cmpl-{uuid4().hex}"
+        self.id = id
         self._head = {
             "id": self.id,
             "object": "text_completion",

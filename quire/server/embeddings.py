@@ -3,6 +3,8 @@
 import base64
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Literal
 
 import msgspec
@@ -10,21 +12,23 @@ import numpy as np
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
-from quire.engine.async_engine import EngineStopped
 from quire.engine.embeddings import EmbeddingFailed, EmbeddingLate, PooledBatch, pooling_of
 from quire.engine.generations import Generation
 from quire.engine.outputs import RequestMetrics
 from quire.engine.prompts import listed
-from quire.errors import RequestError
+from quire.errors import EngineStopped, RequestError
 from quire.params import SamplingParams
 from quire.server.body import about, without_effect
 from quire.server.errors import DeadlineMissed, renamed
 from quire.server.field_types import MAX_PROMPTS, Prompts, Salt
 from quire.server.gate import caller_of
-from quire.server.respond import REQUEST_ID
+from quire.server.limits import num_prompt_tokens
+from quire.server.observe.metrics import Ended
+from quire.server.observe.record import Told, record_of
 from quire.server.service import Service
 from quire.server.sse import while_connected
 from quire.server.terms import TermsBody
+from quire.server.time_limit import TimeLimit
 
 
 class EmbeddingBody(TermsBody):
@@ -58,14 +62,16 @@ def embedding_routes(service: Service) -> APIRouter:
                 f"dimensions other than the model's {service.hidden_size} are not supported", "dimensions"
             )
         with renamed({"prompt": "input"}):
-            asked = await _tokenize(service, body)
-            namespace = caller_of(request).namespace(body.cache_salt)
-            batch = PooledBatch(asked, pooling, namespace, body.terms(service.options))
-            await while_connected(request.receive, _embed(service, batch))
+            limit, caller = TimeLimit(body.timeout), caller_of(request)
+            asked = await limit.of(_tokenize(service, body))
+            id = service.request_ids.make("embd", request)
+            batch = PooledBatch(asked, pooling, caller.namespace(body.cache_salt), body.terms(service.options), id)
+            record_of(request).told = partial(_told, batch)
+            cost = num_prompt_tokens(asked)
+            await limit.of(while_connected(request.receive, _embed(service, batch, caller.quota.spending(cost))))
         vectors = [one.vector(normalized=body.normalize is not False) for one in batch]
         answer = _answer(service, vectors, sum(len(one.prompt_token_ids) for one in batch), body.encoding_format)
-        headers = {REQUEST_ID: batch.id}
-        return Response(msgspec.json.encode(answer), headers=headers, media_type="application/json")
+        return Response(msgspec.json.encode(answer), media_type="application/json")
 
     return router
 
@@ -78,10 +84,14 @@ async def _tokenize(service: Service, body: EmbeddingBody) -> list[Generation]:
     return await service.tokenize(prompts, [params] * len(prompts), add_special_tokens=body.add_special_tokens)
 
 
-async def _embed(service: Service, batch: PooledBatch) -> None:
-    """Compute all of them. Raises RequestError, DeadlineMissed, EmbeddingFailed, EngineStopped."""
+async def _embed(service: Service, batch: PooledBatch, spending: AbstractContextManager[None]) -> None:
+    """Compute all of them. spending: counts them once they are accepted.
+
+    Raises RequestError, RateLimited, DeadlineMissed, EmbeddingFailed, EngineStopped.
+    """
     metrics = RequestMetrics(time.monotonic())
-    stream = await service.engine.generate(batch.requests)
+    with spending:
+        stream = await service.engine.generate(batch.requests)
     unfinished = "abort"
     try:
         while not batch.finished:
@@ -96,7 +106,20 @@ async def _embed(service: Service, batch: PooledBatch) -> None:
         stream.close()
         for one in batch:
             service.metrics.sequence_ended(one.finish_reason or unfinished)
-            service.metrics.request_ended(metrics, time.monotonic())
+            service.metrics.request_ended(
+                Ended(metrics, len(one.prompt_token_ids), one.num_cached_tokens), time.monotonic()
+            )
+
+
+def _told(batch: PooledBatch, content: bool) -> Told:  # noqa: FBT001
+    """For the request's record; vectors are not told."""
+    return Told(
+        num_prompt_tokens=sum(len(one.prompt_token_ids) for one in batch),
+        num_output_tokens=0,
+        num_cached_tokens=sum(one.num_cached_tokens for one in batch),
+        finish_reasons=[one.finish_reason or "abort" for one in batch],
+        prompts=tuple(one.prompt_token_ids for one in batch) if content else (),
+    )
 
 
 def _answer(

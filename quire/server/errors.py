@@ -8,14 +8,14 @@ from math import ceil
 from typing import ClassVar
 from uuid import uuid4
 
-import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
-from quire.engine.async_engine import EngineStopped
 from quire.engine.embeddings import EmbeddingFailed
-from quire.errors import ContextLengthExceeded, DeadlineUnreachable, ModelError, RequestError
+from quire.errors import ContextLengthExceeded, DeadlineUnreachable, EngineStopped, ModelError, QueueFull, RequestError
+from quire.server.observe.error_answer import ErrorAnswer
+from quire.server.quota import RateLimited
 
 log = logging.getLogger(__name__)
 
@@ -66,10 +66,46 @@ class Busy(HTTPException):
         super().__init__(429, "too many requests wait to be read; try again in a second", {"retry-after": "1"})
 
 
-class NotAllowed(HTTPException):
-    """The caller may not do this."""
+class Refusal(HTTPException):
+    """Refused with a code that programs may look at."""
 
     code: ClassVar[str]
+    param: ClassVar[str | None] = None
+
+
+class Draining(Refusal):
+    """The server is about to end, and takes nothing new. Another one may."""
+
+    code = "draining"
+
+    def __init__(self) -> None:
+        headers = {"retry-after": "1", "connection": "close"}
+        super().__init__(503, "this server is about to end and takes no new requests; ask again", headers)
+
+
+class TimedOut(Refusal):
+    """What a client allowed was not enough. Clients that try again by themselves are asked not to."""
+
+    code = "request_timeout"
+    param = "timeout"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(408, message, {"x-should-retry": "false"})
+
+
+class BodyLate(Refusal):
+    """The body of a request did not come in time."""
+
+    code = "request_timeout"
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(
+            408, f"the body of the request was not there after {seconds:g} s; send it faster", {"connection": "close"}
+        )
+
+
+class NotAllowed(Refusal):
+    """The caller may not do this."""
 
 
 class Unauthenticated(NotAllowed):
@@ -103,6 +139,17 @@ class CrossSite(NotAllowed):
         super().__init__(403, "a page of another site may not ask for this; ask with a program such as curl")
 
 
+class OtherHost(NotAllowed):
+    """A server without keys was asked under a name that may be anybody's."""
+
+    code = "host_not_allowed"
+
+    def __init__(self) -> None:
+        super().__init__(
+            403, "without API keys this server answers to localhost and to addresses only; use one of them"
+        )
+
+
 class SequenceFailed(Exception):
     """The engine could not go on with a sequence."""
 
@@ -117,16 +164,13 @@ def error_object(status: int, message: str, param: str | None = None, code: str 
 def describe(error: Exception) -> tuple[int, dict[str, object]]:
     """The status and the body for any exception; an unexpected one is logged under the id that the client sees."""
     match error:
-        case Unknown():
-            return 404, error_object(404, str(error), error.param, error.code)
-        case NotAllowed():
-            return error.status_code, error_object(error.status_code, error.detail, None, error.code)
-        case ContextLengthExceeded():
-            return 400, error_object(400, str(error), error.param, "context_length_exceeded")
-        case DeadlineUnreachable():
-            return 429, error_object(429, str(error), error.param, "deadline_unreachable")
+        case Refusal():
+            return error.status_code, error_object(error.status_code, error.detail, error.param, error.code)
+        case RateLimited():
+            return 429, error_object(429, str(error), None, "rate_limit_exceeded")
         case RequestError():
-            return 400, error_object(400, str(error), error.param, "invalid_value")
+            status, code = _status_and_code(error)
+            return status, error_object(status, str(error), error.param, code)
         case UnicodeEncodeError():  # from pydantic, where it would quote the text
             return 400, error_object(400, "the body holds text that is not valid Unicode (an unpaired surrogate)")
         case EngineStopped():
@@ -145,13 +189,39 @@ def describe(error: Exception) -> tuple[int, dict[str, object]]:
     return 500, error_object(500, f"an unexpected error; the server's log describes it under {number}", code=number)
 
 
+def _status_and_code(error: RequestError) -> tuple[int, str]:
+    match error:
+        case Unknown():
+            return 404, error.code
+        case ContextLengthExceeded():
+            return 400, "context_length_exceeded"
+        case DeadlineUnreachable():
+            return 429, "deadline_unreachable"
+        case QueueFull():
+            return 429, "queue_full"
+    return 400, "invalid_value"
+
+
 def response_to(error: Exception) -> Response:
     """What a client sees of an exception."""
     status, body = describe(error)
-    headers = error.headers if isinstance(error, HTTPException) else None
-    if isinstance(error, DeadlineUnreachable):  # by when as much is done as was too much, if nobody else comes
-        headers = {"retry-after": str(max(1, ceil(error.predicted - error.asked)))}
-    return Response(msgspec.json.encode(body), status, headers, "application/json")
+    return ErrorAnswer(status, body, _headers(error))
+
+
+def _headers(error: Exception) -> Mapping[str, str] | None:
+    match error:
+        case HTTPException():
+            return error.headers
+        case DeadlineUnreachable():  # by when as much is done as was too much, if nobody else comes
+            return _retry_after(error.predicted - error.asked)
+        case RateLimited() | QueueFull():
+            return _retry_after(error.retry_after)
+    return None
+
+
+def _retry_after(seconds: float) -> Mapping[str, str]:
+    """HTTP knows whole seconds only."""
+    return {"retry-after": str(max(1, ceil(seconds)))}
 
 
 @contextmanager
@@ -162,7 +232,7 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
     """
     try:
         yield
-    except DeadlineUnreachable:
+    except (DeadlineUnreachable, QueueFull):  # about no field of the caller's
         raise
     except RequestError as error:
         message = _WORD.sub(
@@ -179,7 +249,7 @@ def install(app: FastAPI) -> None:
         return response_to(error)
 
     known = (RequestError, ModelError, EngineStopped, SequenceFailed, EmbeddingFailed, RequestValidationError)
-    for kind in (*known, UnicodeEncodeError):
+    for kind in (*known, UnicodeEncodeError, RateLimited):
         app.add_exception_handler(kind, answer)
     app.add_exception_handler(HTTPException, answer)
     app.add_exception_handler(Exception, answer)

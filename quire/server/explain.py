@@ -9,6 +9,8 @@ from quire.server.gate import caller_of
 from quire.server.keys import Caller
 from quire.server.service import Service
 
+MAX_ID = 256  # characters; no id of this server is as long, and the names of many prompts are made of it
+
 
 def explain_routes(service: Service) -> APIRouter:
     """The route of explanations."""
@@ -17,8 +19,10 @@ def explain_routes(service: Service) -> APIRouter:
     @router.get("/v1/requests/{id}/explain", response_model=None)
     async def explain(id: str, request: Request) -> Response:
         """What was reused, what not and why, what it waited for: of a request that runs or ran lately."""
-        explanations = await service.explain(id)
-        if not visible(explanations, caller_of(request)):
+        caller = caller_of(request)
+        known = len(id) <= MAX_ID
+        explanations = await service.explain(service.request_ids.answer_id(caller.tenant, id)) if known else []
+        if not visible(explanations, caller):
             raise UnknownRequest(
                 f"there is no request {id!r:.200}, or it ended long ago; give the id in the header x-request-id of "
                 "its answer (on OpenAI's routes that is the answer's id, too)",

@@ -3,13 +3,14 @@
 It stands before all routes, also before those that are added later, and before any body is read.
 """
 
+from ipaddress import ip_address
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from quire.server.errors import CrossSite, Forbidden, Unauthenticated, response_to
+from quire.server.errors import CrossSite, Forbidden, NotAllowed, OtherHost, Unauthenticated, response_to
 from quire.server.keys import ANYBODY, Caller, Keys
 
 OPEN = frozenset({"/live", "/ready"})  # for whoever starts and watches the process; they tell nothing about requests
@@ -28,20 +29,38 @@ class Gate:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
-        caller = self._caller(scope)
-        if caller is not None or scope["path"] in OPEN:
-            scope.setdefault("state", {})["caller"] = caller
+        caller = self._caller(Headers(scope=scope))
+        if isinstance(caller, Caller) or scope["path"] in OPEN:
+            scope.setdefault("state", {})["caller"] = caller if isinstance(caller, Caller) else None
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
-            await response_to(Unauthenticated())(scope, receive, send)
+            await response_to(caller)(scope, receive, send)
         else:
             await send({"type": "websocket.close", "code": _POLICY_VIOLATION})
 
-    def _caller(self, scope: Scope) -> Caller | None:
+    def _caller(self, headers: Headers) -> Caller | NotAllowed:
+        """Who it is, or what is to be said to nobody."""
         if self._keys is None:
-            return ANYBODY
-        scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-        return self._keys.caller(key.strip().encode("latin-1")) if scheme.lower() == "bearer" else None
+            return ANYBODY if is_local(headers.get("host", "")) else OtherHost()
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        caller = self._keys.caller(key.strip().encode("latin-1")) if scheme.lower() == "bearer" else None
+        return caller or Unauthenticated()
+
+
+def is_local(host: str) -> bool:
+    """Whether a Host header is an address, or this machine's name for itself; programs may leave it out.
+
+    Without keys, whoever reaches the server is let in, and a page of another site can reach it under a name of its own
+    that it has let lead here. To the browser both are then one site (DNS rebinding).
+    """
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+        if name in ("", "localhost") or name.endswith(".localhost"):
+            return True
+        ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 def caller_of(request: Request) -> Caller:

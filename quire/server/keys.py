@@ -10,18 +10,22 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from quire.core.namespace import Namespace
 from quire.errors import ConfigError
+from quire.server.quota import UNLIMITED, Quota
 
 Role = Literal["user", "admin"]
 
 MAX_KEYS = 4096  # each request is compared with all of them
+MAX_PER_MINUTE = 10**9
 MAX_TENANT = 128  # characters
 _MAX_FILE = 4 * 2**20  # bytes
 _OF_NOTHING = hashlib.sha256().hexdigest()
 _PREFIX = "qk-"  # so that a key is known for one wherever it turns up
+
+PerMinute = Annotated[int, Meta(ge=1, le=MAX_PER_MINUTE)]
 
 
 class Caller(msgspec.Struct, frozen=True):
@@ -29,6 +33,7 @@ class Caller(msgspec.Struct, frozen=True):
 
     tenant: str
     role: Role
+    quota: Quota = UNLIMITED  # the key's own
 
     @property
     def is_admin(self) -> bool:
@@ -49,6 +54,13 @@ class KeyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sha256: Annotated[str, Meta(pattern=r"^[0-9a-fA-F]{64}\Z")]  # of the whole key, with its prefix
     tenant: str
     role: Role = "user"
+    requests_per_minute: PerMinute | UnsetType = UNSET  # no limit
+    tokens_per_minute: PerMinute | UnsetType = UNSET  # of prompts and outputs together
+
+    def quota(self) -> Quota:
+        """A new one, of which nothing is used."""
+        limits = (self.requests_per_minute or None, self.tokens_per_minute or None)
+        return UNLIMITED if limits == (None, None) else Quota(*limits)
 
     def __post_init__(self) -> None:
         """Raises ConfigError for what the types allow, and nobody can mean."""
@@ -68,7 +80,9 @@ class Keys:
     """The keys that a server accepts."""
 
     def __init__(self, entries: Sequence[KeyEntry]) -> None:
-        self._callers = [(bytes.fromhex(entry.sha256), Caller(entry.tenant, entry.role)) for entry in entries]
+        self._callers = [
+            (bytes.fromhex(entry.sha256), Caller(entry.tenant, entry.role, entry.quota())) for entry in entries
+        ]
 
     def caller(self, key: bytes) -> Caller | None:
         """Whose key this is; None for nobody's, as the empty one. It takes as long for a wrong key as for any."""
@@ -82,7 +96,9 @@ class Keys:
     def __str__(self) -> str:
         tenants = len({caller.tenant for _, caller in self._callers})
         admins = sum(caller.is_admin for _, caller in self._callers)
-        return f"{len(self._callers)} API keys of {tenants} tenants, {admins} of them with the role admin"
+        limited = sum(caller.quota.is_limited for _, caller in self._callers)
+        limits = f", {limited} with limits" if limited else ""
+        return f"{len(self._callers)} API keys of {tenants} tenants, {admins} of them with the role admin{limits}"
 
 
 def read_keys(path: str | Path) -> Keys:
@@ -96,10 +112,14 @@ def read_keys(path: str | Path) -> Keys:
     return Keys(entries)
 
 
-def new_key(tenant: str, role: Role) -> tuple[str, KeyEntry]:
+def new_key(
+    tenant: str, role: Role, requests_per_minute: int | None = None, tokens_per_minute: int | None = None
+) -> tuple[str, KeyEntry]:
     """A key of 256 random bits, which nothing else knows, and its entry. Raises ConfigError for a bad tenant."""
     key = _PREFIX + secrets.token_urlsafe(32)
-    return key, KeyEntry(hashlib.sha256(key.encode()).hexdigest(), tenant, role)
+    limits = {"requests_per_minute": requests_per_minute, "tokens_per_minute": tokens_per_minute}
+    given = {name: limit for name, limit in limits.items() if limit is not None}
+    return key, KeyEntry(hashlib.sha256(key.encode()).hexdigest(), tenant, role, **given)
 
 
 def add_key(path: Path, entry: KeyEntry) -> None:
@@ -146,7 +166,8 @@ def _entries(path: Path, data: bytes) -> tuple[KeyEntry, ...]:
     except (msgspec.DecodeError, UnicodeDecodeError) as error:  # which never quote a hash
         raise ConfigError(
             f"the key file {path} is wrong: {error}; it must hold "
-            '{"keys": [{"sha256": ..., "tenant": ..., "role": "user" or "admin"}]}'
+            '{"keys": [{"sha256": ..., "tenant": ..., "role": "user" or "admin"}]}, where an entry may have '
+            "requests_per_minute and tokens_per_minute, too"
         ) from error
     places: dict[str, int] = {}
     for place, entry in enumerate(entries):

@@ -10,6 +10,11 @@ MAX_CHOICES = 1024  # prompts times n, or times best_of
 MAX_TOLD = 2**20  # token ids and logprobs about prompts, in all choices of an answer
 
 
+def num_prompt_tokens(asked: Sequence[Generation]) -> int:
+    """As usage tells them: each prompt once, whatever its n."""
+    return sum(len(each.prompt.ids) for each in asked)
+
+
 def check_choices(params: Sequence[SamplingParams], width: int = 1) -> None:
     """params: one for each prompt. width: of a beam search.
 

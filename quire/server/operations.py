@@ -3,12 +3,13 @@
 import msgspec
 from fastapi import APIRouter, Request, Response
 
+from quire.server.drain import Drain
 from quire.server.gate import caller_of
 from quire.server.service import Service
 
 
-def operation_routes(service: Service) -> APIRouter:
-    """The routes that generate nothing."""
+def operation_routes(service: Service, drain: Drain) -> APIRouter:
+    """The routes that generate nothing. drain: once it has begun, the server is not ready."""
     router = APIRouter(tags=["Operations"])
 
     @router.get("/v1/models", tags=["OpenAI"])
@@ -30,12 +31,14 @@ def operation_routes(service: Service) -> APIRouter:
     @router.get("/ready", response_model=None)
     async def ready() -> Response:
         """200 when requests can be served, 503 otherwise."""
-        return _health(service, with_figures=False)
+        return _health(service, drain, with_figures=False)
 
     @router.get("/health", response_model=None)
     async def health(request: Request) -> Response:
-        """200 when the engine moves, 503 when it has stopped or stalled; with figures for those who run it."""
-        return _health(service, with_figures=caller_of(request).is_admin)
+        """200 when the engine moves, 503 when it has stopped or stalled, or the server is about to end; with figures
+        for those who run it.
+        """
+        return _health(service, drain, with_figures=caller_of(request).is_admin)
 
     return router
 
@@ -50,10 +53,11 @@ def _model(service: Service) -> dict[str, object]:
     }
 
 
-def _health(service: Service, *, with_figures: bool) -> Response:
+def _health(service: Service, drain: Drain, *, with_figures: bool) -> Response:
     """Figures are about all tenants together; also how long ago the engine moved tells how busy it is."""
     health = service.engine.health()
-    body: dict[str, object] = {"status": health.problem or "ok"}
+    problem = health.problem or ("draining" if drain.begun else "")
+    body: dict[str, object] = {"status": problem or "ok"}
     if with_figures:
         body |= {
             "heartbeat_age_seconds": round(health.heartbeat_age, 3),
@@ -64,5 +68,8 @@ def _health(service: Service, *, with_figures: bool) -> Response:
             "steps": health.stats.num_steps,
             "failed_steps": health.stats.failed_steps,
             "last_step_seconds": health.stats.last_step_seconds,
+            "predicted_step_seconds": health.predicted_step_seconds,
+            "engine": health.state,
+            "engine_restarts": health.num_restarts,
         }
-    return Response(msgspec.json.encode(body), 503 if health.problem else 200, media_type="application/json")
+    return Response(msgspec.json.encode(body), 503 if problem else 200, media_type="application/json")

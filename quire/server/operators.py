@@ -15,7 +15,7 @@ from quire.server.gate import operators_only, own_pages_only
 from quire.server.service import Service
 
 
-def operator_routes(service: Service) -> APIRouter:
+def operator_routes(service: Service, metrics_prefix: str) -> APIRouter:
     """The routes that need the role admin where there are keys."""
     router = APIRouter(tags=["Operations"], dependencies=[Depends(operators_only)])
     advisor = Advisor(service)
@@ -23,7 +23,7 @@ def operator_routes(service: Service) -> APIRouter:
     @router.get("/metrics", response_model=None)
     async def metrics() -> Response:
         """Figures for Prometheus."""
-        return Response(service.metrics.page(), headers={"content-type": CONTENT_TYPE_LATEST})
+        return Response(service.metrics.page(metrics_prefix), headers={"content-type": CONTENT_TYPE_LATEST})
 
     @router.get("/get_server_info", response_model=None)
     async def get_server_info() -> Response:

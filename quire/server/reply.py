@@ -5,19 +5,27 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from itertools import accumulate
 
-from quire.core.output import Output
-from quire.engine.async_engine import EngineStopped, Stream
+from quire.core.output import NO_TOKEN, Output
 from quire.engine.outputs import Delta
+from quire.engine.process.stream import Stream
 from quire.engine.transcript import Transcript
+from quire.errors import EngineStopped, RequestError
+from quire.params import SamplingParams
 from quire.server.errors import DeadlineMissed, SequenceFailed
-from quire.server.metrics import Metrics
+from quire.server.observe.metrics import Metrics
+from quire.server.observe.record import Told
+from quire.server.observe.told import ended_of, told_of
 
 
 class Reply:
     """One transcript for each prompt, while they grow. Close it, finished or not."""
 
     def __init__(
-        self, transcripts: Sequence[Transcript], stream: Stream, finish: Callable[[int, int], None], metrics: Metrics
+        self,
+        transcripts: Sequence[Transcript],
+        stream: Stream,
+        finish: Callable[[str, int, int], None],
+        metrics: Metrics,
     ) -> None:
         self.transcripts = transcripts
         self._places = {transcript.request_id: i for i, transcript in enumerate(transcripts)}
@@ -31,6 +39,7 @@ class Reply:
         self._last_tokens: dict[tuple[int, int], float] = {}  # when they came, by place and index
         self._unfinished = "abort"  # why sequences will have ended that have no reason of their own
         self._closed = False
+        self._spend: Callable[[int], None] = _nothing
 
     @property
     def num_choices(self) -> int:
@@ -44,6 +53,10 @@ class Reply:
     def choice(self, delta: Delta) -> int:
         """OpenAI's index: the n sequences of the first prompt, then those of the second, ..."""
         return self._first_choices[self.place(delta)] + delta.index
+
+    def charge(self, spend: Callable[[int], None]) -> None:
+        """Tell `spend` of the tokens of outputs as they come."""
+        self._spend = spend
 
     async def deltas(self) -> AsyncIterator[list[Delta]]:
         """What each step adds, until all sequences have ended. Raises SequenceFailed, DeadlineMissed,
@@ -75,6 +88,10 @@ class Reply:
             "prompt_tokens_details": {"cached_tokens": self._num_cached},
         }
 
+    def told(self, content: bool) -> Told:  # noqa: FBT001
+        """What came of it, for the request's record. content: texts, too."""
+        return told_of(self.transcripts, self._finish_reasons, content=content)
+
     def close(self) -> None:
         """Give up what has not ended; its blocks are free within a step. All that ended is counted here."""
         self._stream.close()
@@ -82,9 +99,14 @@ class Reply:
             return
         self._closed = True
         for transcript in self.transcripts:
-            for reason in transcript.finish_reasons:
-                self._metrics.sequence_ended(reason or self._unfinished)
-            self._metrics.request_ended(transcript.metrics, time.monotonic())
+            self._metrics.request_ended(ended_of(transcript), time.monotonic())
+        for reason in self._finish_reasons:
+            self._metrics.sequence_ended(reason)
+
+    @property
+    def _finish_reasons(self) -> list[str]:
+        """Of all sequences; those that have no reason of their own are given up."""
+        return [reason or self._unfinished for one in self.transcripts for reason in one.finish_reasons]
 
     def _read(self, output: Output, now: float) -> Delta | None:
         transcript = self.transcripts[self._places[output.request_id]]
@@ -94,11 +116,12 @@ class Reply:
         if delta is None:
             return None
         self._num_output += len(delta.token_ids)
+        self._spend(len(delta.token_ids))
         if delta.stopped_after is not None:
-            self._finish(delta.seq_id, delta.stopped_after)
+            self._finish(delta.request_id, delta.index, delta.stopped_after)
         if delta.finish_reason == "error":
             self._unfinished = "error"
-            raise SequenceFailed(delta.stop_reason)
+            raise _failure(delta.stop_reason, transcript.params)
         if delta.finish_reason == "abort" and not self._num_output:
             raise DeadlineMissed(delta.stop_reason)
         return delta
@@ -112,3 +135,17 @@ class Reply:
             metrics = self.transcripts[sequence[0]].metrics
             self._metrics.tokens_came(metrics, self._last_tokens.get(sequence), now, came[sequence])
             self._last_tokens[sequence] = now
+
+
+def _nothing(_num_tokens: int) -> None:
+    """Nobody counts."""
+
+
+def _failure(reason: object, params: SamplingParams) -> Exception:
+    """What to raise for a sequence that cannot go on: the fault may be the request's own."""
+    if reason == NO_TOKEN and (params.allowed_token_ids is not None or params.bad_words):
+        return RequestError(
+            "no token is left that the request allows; allow more in allowed_token_ids, fewer bad_words or min_tokens",
+            "allowed_token_ids" if params.allowed_token_ids is not None else "bad_words",
+        )
+    return SequenceFailed(reason)

@@ -7,10 +7,11 @@ import msgspec
 from fastapi import Request, Response
 
 from quire.engine.outputs import Delta
+from quire.server.gate import caller_of
+from quire.server.observe.record import record_of
 from quire.server.reply import Reply
 from quire.server.sse import EventStream, while_connected
-
-REQUEST_ID = "x-request-id"  # header with the id that `/v1/requests/{id}/explain` takes
+from quire.server.time_limit import TimeLimit
 
 
 class Answer(Protocol):
@@ -25,16 +26,17 @@ class Answer(Protocol):
         """Server-sent events while the sequences grow."""
 
 
-async def respond(request: Request, answer: Answer, reply: Reply, *, stream: bool) -> Response:
-    """The response; `reply` is closed at its end. Raises ClientGone, SequenceFailed, EngineStopped."""
-    headers = {REQUEST_ID: answer.id}
+async def respond(request: Request, answer: Answer, reply: Reply, limit: TimeLimit, *, stream: bool) -> Response:
+    """The response; `reply` is closed at its end. Raises ClientGone, SequenceFailed, EngineStopped, TimedOut."""
+    record_of(request).told = reply.told
+    reply.charge(caller_of(request).quota.spend)
     if stream:
-        return EventStream(answer.events(reply), reply.close, headers)
+        return EventStream(limit.each(answer.events(reply)), reply.close)
     try:
-        await while_connected(request.receive, reply.end())
+        await limit.of(while_connected(request.receive, reply.end()))
     finally:
         reply.close()
-    return Response(msgspec.json.encode(answer.whole(reply)), headers=headers, media_type="application/json")
+    return Response(msgspec.json.encode(answer.whole(reply)), media_type="application/json")
 
 
 def shows(delta: Delta, *, ids: bool) -> bool:

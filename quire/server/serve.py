@@ -4,77 +4,57 @@ import gc
 import ipaddress
 import socket
 from collections.abc import Callable
-from dataclasses import replace
-from pathlib import Path
-
-import uvicorn
-from starlette.types import ASGIApp
 
 from quire.config import EngineOptions
-from quire.engine.build import build
 from quire.errors import ConfigError
 from quire.server.app import make_app
+from quire.server.connection import http_config
+from quire.server.drain import Drain
 from quire.server.graceful import GracefulServer
 from quire.server.keys import Keys, read_keys
-from quire.server.service import Service
-
-GRACE_SECONDS = 10  # for open streams, once a signal came
-CALIBRATION_SECONDS = 1.0  # at most; a small model needs less
-MAX_HEAD = 2**16  # bytes of a request before its body
+from quire.server.launch import launched
+from quire.server.observe.observers import check_observers
+from quire.server.options import ServerOptions
+from quire.server.tls import check_certificate
 
 
 def serve(
     options: EngineOptions,
+    server: ServerOptions,
     *,
-    host: str,
-    port: int,
-    model_name: str | None,
-    api_key_file: str | Path | None = None,
     report: Callable[[str], None],
     progress: Callable[[int, int], None],
 ) -> None:
     """Load the model and serve it until SIGINT or SIGTERM; a second one does not wait for open streams.
 
-    report(line) is told what is planned, and the URL once requests are accepted. Port 0 takes any free one.
-    api_key_file: keys and their tenants, as `read_keys` takes them; None lets in anybody who can reach the host.
-    Raises ConfigError for keys, a host or a port that cannot be used, before anything is loaded; and once more after
-    it, should another server have begun to listen there meanwhile.
+    report(line) is told what is planned, and the URL once requests are accepted. Without a key file anybody who can
+    reach the host is let in. Raises ConfigError for keys, a certificate, a host or a port that cannot be used, before
+    anything is loaded; and once more after it, should another server have begun to listen there meanwhile.
     """
-    keys = None if api_key_file is None else read_keys(api_key_file)
-    listener = _bind(host, port, keys)
+    server.check()
+    check_certificate(server.ssl_certfile, server.ssl_keyfile)
+    check_observers(server)
+    keys = None if server.api_key_file is None else read_keys(server.api_key_file)
+    listener = _bind(server.host, server.port, keys)
     with listener:
         if keys is not None:
             report(f"keys       {keys}")
-        built = build(_calibrated(options), report=report, progress=progress)
-        service = Service(built, model_name)
-        url = _url(listener)
-        config = http_config(make_app(service, keys))
-        _listen(listener, config.backlog)
-        server = GracefulServer(
-            config,
-            ready=lambda: _announce(report, url, service.model_name, with_key=keys is not None),
-            close=service.close,
-            grace=GRACE_SECONDS,
-        )
-        gc.freeze()  # what is loaded stays: not to be searched for garbage while a large body is read
-        server.run(sockets=[listener])
-
-
-def _calibrated(options: EngineOptions) -> EngineOptions:
-    """A server takes the time to learn its costs before requests come, unless it is told not to."""
-    return options if options.calibration is not None else replace(options, calibration=CALIBRATION_SECONDS)
-
-
-def http_config(app: ASGIApp) -> uvicorn.Config:
-    """How HTTP is spoken. By h11, as uvicorn's faster parser takes in headers of any size, from anybody."""
-    return uvicorn.Config(
-        app,
-        http="h11",
-        h11_max_incomplete_event_size=MAX_HEAD,
-        log_level="warning",
-        access_log=False,
-        lifespan="on",
-    )
+        with launched(
+            options, server.served_model_name, watchdog=server.watchdog, report=report, progress=progress
+        ) as service:
+            url = _url(listener, secure=server.ssl_certfile is not None)
+            drain = Drain()
+            config = http_config(make_app(service, keys, server, drain), server)
+            _listen(listener, config.backlog)
+            http = GracefulServer(
+                config,
+                drain=drain,
+                ready=lambda: _announce(report, url, service.model_name, with_key=keys is not None),
+                close=service.close,
+                grace=server.drain_timeout,
+            )
+            gc.freeze()  # what is loaded stays: not to be searched for garbage while a large body is read
+            http.run(sockets=[listener])
 
 
 def _bind(host: str, port: int, keys: Keys | None) -> socket.socket:
@@ -114,9 +94,10 @@ def _unusable(host: str, port: int, error: Exception) -> ConfigError:
     return ConfigError(f"port {port} on {host} cannot be used ({error}); choose another with --port")
 
 
-def _url(listener: socket.socket) -> str:
+def _url(listener: socket.socket, *, secure: bool) -> str:
     host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    scheme = "https" if secure else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def _announce(report: Callable[[str], None], url: str, name: str, *, with_key: bool) -> None:

@@ -8,7 +8,7 @@ from quire.core.namespace import Namespace
 from quire.core.request import Beams, check_length
 from quire.core.terms import NO_TERMS, Terms
 from quire.engine.async_engine import AsyncEngine
-from quire.engine.build import Built
+from quire.engine.facts import Facts
 from quire.engine.generations import Generation, generations, part_id
 from quire.engine.prompts import Prompt, tokenize
 from quire.engine.text.template_meter import MAX_SIZE, TooMuch, size_of
@@ -19,7 +19,8 @@ from quire.params import SamplingParams
 from quire.server.aside import Aside
 from quire.server.errors import UnknownModel
 from quire.server.field_types import MAX_PROMPTS
-from quire.server.metrics import Metrics
+from quire.server.observe.metrics import Metrics
+from quire.server.observe.request_ids import RequestIds
 from quire.server.reply import Reply
 
 CHARACTERS_PER_TOKEN = 64  # no text of so many and more fits the context; the longest tokens are runs of spaces
@@ -28,19 +29,22 @@ CHARACTERS_PER_TOKEN = 64  # no text of so many and more fits the context; the l
 class Service:
     """One model, ready to answer."""
 
-    def __init__(self, built: Built, model_name: str | None = None) -> None:
-        self.model_name = model_name or built.model_name
-        self.max_model_len = built.engine.max_model_len
-        self.vocab_size = built.engine.vocab_size
-        self.num_end_tokens = built.engine.num_end_tokens
-        self.hidden_size = built.hidden_size
-        self.options = built.options
-        self.cache = built.cache
-        self.tokenizer: Tokenizer = built.tokenizer
-        self.sampling_defaults = built.sampling_defaults
-        self.engine = AsyncEngine(built.engine)
+    def __init__(self, facts: Facts, tokenizer: Tokenizer, engine: AsyncEngine, model_name: str | None = None) -> None:
+        self.model_name = model_name or facts.model_name
+        self.max_model_len = facts.max_model_len
+        self.vocab_size = facts.vocab_size
+        self.num_end_tokens = facts.num_end_tokens
+        self.hidden_size = facts.hidden_size
+        self.options = facts.options
+        self.cache = facts.cache
+        self.sampling_defaults = facts.sampling_defaults
+        self.tokenizer = tokenizer
+        self.engine = engine
         self.aside = Aside()
-        self.metrics = Metrics(self.model_name, lambda: self.engine.health().stats)
+        self.metrics = Metrics(
+            self.model_name, lambda: self.engine.health(), cache=self.cache, max_model_len=self.max_model_len
+        )
+        self.request_ids = RequestIds(self.model_name)
         self.created = int(time.time())
 
     def check_model(self, name: str | None) -> None:

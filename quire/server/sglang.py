@@ -15,13 +15,15 @@ from quire.errors import RequestError
 from quire.params import SamplingParams, is_unicode
 from quire.server.errors import renamed
 from quire.server.gate import caller_of
-from quire.server.limits import check_choices, check_told
+from quire.server.keys import Caller
+from quire.server.limits import check_choices, check_told, num_prompt_tokens
 from quire.server.reply import Reply
 from quire.server.respond import respond, shows
 from quire.server.service import Service
 from quire.server.sglang_logprobs import EntryFormat, OutputEntries, Report
 from quire.server.sglang_schema import ROUTE_NAMES, GenerateBody, GenerateParams
 from quire.server.sse import DONE, event
+from quire.server.time_limit import TimeLimit
 
 T = TypeVar("T")
 
@@ -35,24 +37,30 @@ def generate_routes(service: Service) -> APIRouter:
     @router.post("/generate", response_model=None)
     async def generate(body: GenerateBody, request: Request) -> Response:
         """Continue a prompt, or each of several."""
-        if (body.text is None) == (body.input_ids is None):
-            raise RequestError("give either text or input_ids", "text")
-        given = body.text if body.input_ids is None else body.input_ids
-        with renamed({**ROUTE_NAMES, "prompt": "input_ids" if body.text is None else "text"}):
-            prompts = listed([] if given is None else given)
-            reports = _reports(body, len(prompts))
-            params = _params(body, reports, service)
-            check_choices(params)
-            alone = prompts != given and params[0].n == 1 and not isinstance(body.sampling_params, list)
-            entries = EntryFormat(service.tokenizer, with_text=bool(body.return_text_in_logprobs))
-            answer = GenerateAnswer(f"generate-{uuid4().hex}", reports, entries, alone=alone)
-            asked = await service.tokenize(prompts, params)
-            check_told(asked, ids=False)
-            namespace = caller_of(request).namespace(body.salt())
-            reply = await service.start(answer.id, asked, namespace, terms=body.terms(service.options))
-        return await respond(request, answer, reply, stream=bool(body.stream))
+        limit, id = TimeLimit(body.timeout), service.request_ids.make("generate", request)
+        answer, reply = await limit.of(_start(service, body, caller_of(request), id))
+        return await respond(request, answer, reply, limit, stream=bool(body.stream))
 
     return router
+
+
+async def _start(service: Service, body: GenerateBody, caller: Caller, id: str) -> tuple["GenerateAnswer", Reply]:
+    if (body.text is None) == (body.input_ids is None):
+        raise RequestError("give either text or input_ids", "text")
+    given = body.text if body.input_ids is None else body.input_ids
+    with renamed({**ROUTE_NAMES, "prompt": "input_ids" if body.text is None else "text"}):
+        prompts = listed([] if given is None else given)
+        reports = _reports(body, len(prompts))
+        params = _params(body, reports, service)
+        check_choices(params)
+        alone = prompts != given and params[0].n == 1 and not isinstance(body.sampling_params, list)
+        entries = EntryFormat(service.tokenizer, with_text=bool(body.return_text_in_logprobs))
+        answer = GenerateAnswer(id, reports, entries, alone=alone)
+        asked = await service.tokenize(prompts, params)
+        check_told(asked, ids=False)
+        namespace, terms = caller.namespace(body.salt()), body.terms(service.options)
+        with caller.quota.spending(num_prompt_tokens(asked)):
+            return answer, await service.start(answer.id, asked, namespace, terms=terms)
 
 
 def _reports(body: GenerateBody, count: int) -> list[Report]:

@@ -1,7 +1,7 @@
 """Server-sent events and clients that go away. Knows ASGI, and nothing of what is sent."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import TypeVar
 
 import msgspec
@@ -9,10 +9,14 @@ from fastapi import Response
 from starlette.types import Receive, Scope, Send
 
 from quire.server.errors import describe
+from quire.server.observe.error_answer import note_error
 
 T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
+
+# What else ends a line in Unicode, and so for clients that take a stream as lines of text: U+0085, U+2028, U+2029.
+_LINE_ENDS = ((b"\xc2\x85", b"\\u0085"), (b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"))
 
 
 class ClientGone(Exception):
@@ -20,8 +24,12 @@ class ClientGone(Exception):
 
 
 def event(value: object) -> bytes:
-    """One event with a JSON value."""
-    return b"data: " + msgspec.json.encode(value) + b"\n\n"
+    """One event with a JSON value. Raises UnicodeEncodeError for an unpaired surrogate."""
+    data = msgspec.json.encode(value)
+    if not data.isascii():
+        for end, escaped in _LINE_ENDS:
+            data = data.replace(end, escaped)
+    return b"data: " + data + b"\n\n"
 
 
 async def while_connected(receive: Receive, work: Coroutine[object, object, T]) -> T:
@@ -40,12 +48,12 @@ async def while_connected(receive: Receive, work: Coroutine[object, object, T]) 
 
 
 class EventStream(Response):
-    """A stream of events. `close` is called at its end, whatever ends it. headers: beside those of all streams."""
+    """A stream of events. `close` is called at its end, whatever ends it."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[bytes], close: Callable[[], None], headers: Mapping[str, str]) -> None:
-        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
+    def __init__(self, events: AsyncIterator[bytes], close: Callable[[], None]) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._events = events
         self._close = close
@@ -53,13 +61,13 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send events until there are no more or the client is gone."""
         try:
-            await while_connected(receive, self._send(send))
+            await while_connected(receive, self._send(scope, send))
         except (ClientGone, OSError):
             pass
         finally:
             self._close()
 
-    async def _send(self, send: Send) -> None:
+    async def _send(self, scope: Scope, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
             async for data in self._events:
@@ -68,6 +76,7 @@ class EventStream(Response):
             raise
         except Exception as error:  # the status is sent; an error can only be an event now
             _, body = describe(error)
+            note_error(scope, body)
             await send({"type": "http.response.body", "body": event(body) + DONE, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 

@@ -1,9 +1,16 @@
 """The fields of a body that say how urgent it is and how long its KV is worth keeping. Bounds are Terms' business."""
 
+from typing import Annotated
+
+from pydantic import Field
+
 from quire.config import EngineOptions
 from quire.core.terms import Retention, Terms
 from quire.engine.terms import make_terms
 from quire.server.body import Body, about
+
+MAX_TIMEOUT = 86_400.0  # seconds
+Timeout = Annotated[float, Field(gt=0, le=MAX_TIMEOUT, allow_inf_nan=False)]
 
 
 class RetentionBody(Body):
@@ -22,6 +29,7 @@ class TermsBody(Body):
 
     priority: int | None = about("Less runs earlier; 0 by default. Other values need a server with --policy priority.")
     deadline: float | None = about("Seconds within which the whole answer is of use; refused where it cannot be met.")
+    timeout: Timeout | None = about("Seconds after which the request is given up: with 408, or a stream with an error.")
     retention: RetentionBody | None = about("How long the KV of this request is worth keeping.")
 
     def terms(self, options: EngineOptions) -> Terms:

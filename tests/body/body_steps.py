@@ -8,6 +8,7 @@ import numpy as np
 from quire.config import CacheConfig, KVGroup
 from quire.core.step import ChunkOutput, Chunks, Late, ListKind, Lists, Move, Opens, Pooling, Step, StepResult, Writes
 from quire.kernels import invariant, reference
+from quire.kernels.contract import Kernels
 from quire.models.decoder import Decoder
 from quire.models.description import describe
 from quire.models.loading import load
@@ -17,8 +18,8 @@ from quire.runner.torch_runner import TorchRunner
 GREEDY = SamplingParams(temperature=0.0)
 
 
-def load_model(folder: Path, dtype: str = "float32") -> Decoder:
-    return load(describe(folder), dtype=dtype)
+def load_model(folder: Path, dtype: str = "float32", kernels: Kernels = reference) -> Decoder:
+    return load(describe(folder), dtype=dtype, kernels=kernels)
 
 
 def cache_for(model: Decoder, num_blocks: int, block_size: int = 4, num_groups: int = 1) -> CacheConfig:

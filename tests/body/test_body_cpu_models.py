@@ -46,8 +46,7 @@ def theirs_of(model, tokens):
 
 def packed_model(folder, dtype, kernels, **options):
     description = describe(folder, **options)
-    model = load(description, dtype=dtype)
-    model.pack(kernels)
+    model = load(description, dtype=dtype, kernels=kernels)
     assert isinstance((model.embed if model.head is None else model.head).weight, Packed)
     return description, model
 
@@ -132,8 +131,7 @@ def test_deterministic_sequences_have_the_same_bits_in_any_company(saved, kind, 
     random = np.random.default_rng(5)
     prompts = [random.integers(3, 301, length).tolist() for length in (5, 33, 1, 18, 61)]
     kernels, strict = CpuKernels(strict=False), CpuKernels(strict=True)
-    model = load_model(saved(kind)[0], dtype)
-    model.pack(kernels)
+    model = load_model(saved(kind)[0], dtype, kernels)
     options = {"kernels": kernels, "strict": strict, "block_size": 16}
     alone = {row: record(model, prompts, WISHES, [1000] * 5, rows=[row], **options)[row] for row in STRICT}
     kernels.use_threads(2)
@@ -149,9 +147,8 @@ def test_greedy_tokens_are_those_of_the_reference(saved):
     folder = saved("qwen3-gqa")[0]
     expected = Driver(load_model(folder)).generate(prompts, 40)
     kernels = CpuKernels(strict=False)
-    model = load_model(folder)
-    unpacked = Driver(model, kernels=kernels, strict=None, block_size=16).generate(prompts, 40)
-    model.pack(kernels)
+    unpacked = Driver(load_model(folder), kernels=kernels, strict=None, block_size=16).generate(prompts, 40)
+    model = load_model(folder, kernels=kernels)
     assert Driver(model, kernels=kernels, strict=None, block_size=16).generate(prompts, 40, cut=7) == expected
     assert unpacked == expected
     with pytest.raises(TypeError, match="packed by another kernel module"):

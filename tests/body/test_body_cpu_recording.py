@@ -64,8 +64,7 @@ def threads(request):
 
 def driver_of(folder, *, recorded, dtype="float32", **options):
     kernels = Watched(recorded=recorded)
-    model = load_model(folder, dtype)
-    model.pack(kernels)
+    model = load_model(folder, dtype, kernels)
     options = {"rows": ROWS, "block_size": BLOCK, **options}
     return Driver(model, kernels=kernels, strict=kernels_module.CpuKernels(strict=True), **options), kernels
 

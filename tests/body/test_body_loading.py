@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quire.errors import ModelError
+from quire.kernels.contract import Packed
 from quire.models.description import describe
 from quire.models.loading import load, put
 from quire.models.placements import Placement
@@ -54,6 +55,8 @@ def test_tensors_are_written_where_their_placement_says():
     assert torch.equal(short, rows.T)
     put(torch.full((3,), 2.0**-9, dtype=torch.bfloat16), one := torch.zeros(3), Placement((3,), "p", plus=1.0))
     assert one.tolist() == [1 + 2.0**-9] * 3  # a bfloat16 would drop it
+    with pytest.raises(TypeError, match="packed by another kernel module"):
+        put(rows, Packed(torch.zeros(4, 3), 4, 3), Placement((4, 3), "p"))
 
 
 def test_rows_of_a_grouped_projection_are_queries_then_keys_then_values(saved):

@@ -80,7 +80,7 @@ def assert_gated(found, x, weight, bias, activation):
 def test_strict_products_are_those_of_float64_rounded_once(seed, rows, n, k, dtype, biased):
     x, weight = normal(seed, rows, k, dtype=dtype), weight_of(seed + 1, n, k, dtype=dtype)
     bias = normal(seed + 2, n, dtype=dtype) if biased else None
-    found = products.linear(x, products.pack_weight(weight), bias, strict=True)
+    found = products.linear(x, weight, bias, strict=True)
     assert found.dtype == dtype
     assert_near(found, *exact(x, weight, bias))
 
@@ -90,7 +90,7 @@ def test_strict_products_are_those_of_float64_rounded_once(seed, rows, n, k, dty
 def test_ordinary_products_are_those_of_float64(seed, rows, n, k, dtype):
     x, weight, bias = normal(seed, rows, k, dtype=dtype), weight_of(seed + 1, n, k, dtype=dtype), normal(seed + 2, n)
     expected, error = exact(x, weight, bias.to(dtype))
-    found = products.linear(x, products.pack_weight(weight), bias.to(dtype), strict=False)
+    found = products.linear(x, weight, bias.to(dtype), strict=False)
     assert_near(found, expected, error + 4 * ROUNDING[dtype] * (1 + expected.abs()))  # libraries may round on their way
 
 
@@ -99,10 +99,10 @@ def test_ordinary_products_are_those_of_float64(seed, rows, n, k, dtype):
 def test_gated_products_are_those_of_float64(seed, rows, n, k, dtype, biased, activation):
     x, weight = normal(seed, rows, k, dtype=dtype), weight_of(seed + 1, 2 * n, k, dtype=dtype)
     bias = normal(seed + 2, 2 * n, dtype=dtype) if biased else None
-    found = products.gated_linear(x, products.pack_weight(weight, 2), bias, activation, strict=True)
+    found = products.gated_linear(x, weight, bias, activation, strict=True)
     assert found.dtype == dtype
     assert_gated(found, x, weight, bias, activation)
-    ordinary = products.gated_linear(x, products.pack_weight(weight, 2), bias, activation, strict=False)
+    ordinary = products.gated_linear(x, weight, bias, activation, strict=False)
     error = 1e-5 + 16 * ROUNDING[dtype]
     assert (ordinary.double() - found.double()).abs().max() <= error * (1 + found.double().abs().max())
 
@@ -122,7 +122,7 @@ def test_rows_may_be_a_view_into_a_wider_tensor(seed, rows, n, k, dtype, before,
     wide[:, before : before + k] = x
     for view in (wide[:, before : before + k], x.T.contiguous().T):
         assert_near(products.linear(view, weight, None, strict=True), *exact(x, weight))
-    transposed = products.pack_weight(weight.T.contiguous().T)
+    transposed = weight.T.contiguous().T
     assert_near(
         products.linear(x, transposed, normal(0, 2 * n, dtype=dtype)[::2], strict=True),
         *exact(x, weight, normal(0, 2 * n, dtype=dtype)[::2]),
@@ -177,7 +177,7 @@ def test_embeddings_are_rows_times_a_factor_and_zeros_for_others(seed, count, si
     inside = (ids >= 0) & (ids < 19)
     zero = torch.zeros((), dtype=dtype, device=DEVICE)
     expected = torch.where(inside[:, None], weight[ids.clamp(0, 18)] * scale, zero)
-    assert torch.equal(products.embed(ids, products.pack_weight(weight), scale), expected)
+    assert torch.equal(products.embed(ids, weight, scale), expected)
 
 
 def test_ids_far_outside_give_zeros():
@@ -233,9 +233,7 @@ def test_experts_are_those_of_float64(seed, num_tokens, hidden, inner, k, dtype,
     up = weight_of(seed + 1, num_experts, 2 * inner, hidden, dtype=dtype)
     down = weight_of(seed + 2, num_experts, hidden, inner, dtype=dtype)
     ids, weights = picks(seed + 3, num_tokens, num_experts - 1, k)  # nobody wants the last expert
-    found = products.experts(
-        x, ids, weights, products.pack_weight(up, 2), products.pack_weight(down), activation, strict=strict
-    )
+    found = products.experts(x, ids, weights, up, down, activation, strict=strict)
     assert_mixed(found, x, ids, weights, up, down, activation)
     assert torch.equal(products.experts(x, ids, weights, up, down, activation, strict=strict), found)
 

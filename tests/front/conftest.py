@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import httpx
 import openai
 import pytest
-from front_rig import STORY, run_app, small_engine
+from front_rig import STORY, run_app, service_of, small_engine
 from front_site import Site, run_site
 
 from quire import LLM
@@ -14,7 +14,6 @@ from quire.engine import embedded
 from quire.engine.build import Built
 from quire.engine.text.tokenizer import Tokenizer
 from quire.server.app import make_app
-from quire.server.service import Service
 
 
 @pytest.fixture(scope="session")
@@ -39,7 +38,7 @@ class Served:
 @pytest.fixture(scope="session")
 def served() -> Iterator[Served]:
     built = small_engine()
-    with run_app(make_app(Service(built))) as url:
+    with run_app(make_app(service_of(built))) as url:
         yield Served(url, built)
 
 

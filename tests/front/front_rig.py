@@ -8,9 +8,15 @@ from collections.abc import Iterator
 import uvicorn
 
 from quire.config import EngineOptions
+from quire.engine.async_engine import AsyncEngine
 from quire.engine.build import Built, build
-from quire.server.serve import http_config
+from quire.engine.facts import facts_of
+from quire.engine.process.hosts import EngineThread
+from quire.server.connection import http_config
+from quire.server.options import ServerOptions
+from quire.server.service import Service
 
+DEFAULTS = ServerOptions()
 MODEL = "quire-demo"
 STORY = "One Tuesday Mira went"
 CHAT = [{"role": "user", "content": "Hello! Who are you?"}]
@@ -22,11 +28,19 @@ def small_engine(model: str | None = None) -> Built:
     return build(options, report=lambda line: None, progress=lambda done, total: None)
 
 
+def service_of(built: Built) -> Service:
+    """A service whose engine runs on a thread of this process."""
+    facts = facts_of(built)
+    host = EngineThread(built.engine, facts)
+    host.launch()
+    return Service(facts, built.tokenizer, AsyncEngine(host))
+
+
 @contextlib.contextmanager
-def run_app(app) -> Iterator[str]:
-    """Run an app with uvicorn on a thread, on a free loopback port."""
+def run_app(app, options: ServerOptions = DEFAULTS, *, send_buffer: int | None = None) -> Iterator[str]:
+    """Run an app with uvicorn on a thread, on a free loopback port. send_buffer: the kernel's, of a connection."""
     started = threading.Event()
-    config = http_config(app)
+    config = http_config(app, options)
     config.timeout_graceful_shutdown = 1
     server = uvicorn.Server(config)
     startup = server.startup
@@ -37,6 +51,8 @@ def run_app(app) -> Iterator[str]:
 
     server.startup = told
     with socket.socket() as listener:
+        if send_buffer is not None:  # those that are accepted inherit it
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
         listener.bind(("127.0.0.1", 0))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()

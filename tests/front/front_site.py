@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 
 import httpx
 import msgspec
-from front_rig import CHAT, run_app, small_engine
+from front_rig import CHAT, DEFAULTS, run_app, service_of, small_engine
 
+from quire.engine.generations import NewRequest
 from quire.server.app import make_app
 from quire.server.keys import Keys, new_key
-from quire.server.service import Service
+from quire.server.options import ServerOptions
 
 MANY = {"n": 1, "max_tokens": 1}
 GENERATING = {
@@ -37,10 +38,11 @@ class Noting:
     def __getattr__(self, name):
         return getattr(self._engine, name)
 
-    def add(self, request_id, prompt, params, bad_words, pooling, namespace, beams, terms):
-        self.namespaces[request_id] = namespace
-        self.terms[request_id] = terms
-        self._engine.add(request_id, prompt, params, bad_words, pooling, namespace, beams, terms)
+    def add(self, *request):
+        asked = NewRequest(*request)
+        self.namespaces[asked.request_id] = asked.namespace
+        self.terms[asked.request_id] = asked.terms
+        self._engine.add(*request)
 
     def explain(self, request_id):
         self.asked.append(request_id)
@@ -74,13 +76,13 @@ class Site:
 
 
 @contextmanager
-def run_site(*names: str) -> Iterator[Site]:
+def run_site(*names: str, options: ServerOptions = DEFAULTS) -> Iterator[Site]:
     """Serve with a key for each tenant of these names, of which "root" is an admin; without names without keys."""
     built = small_engine()
     engine = Noting(built.engine)
     made = {name: new_key(name, "admin" if name == "root" else "user") for name in names}
     keys = Keys([entry for _, entry in made.values()]) if made else None
-    app = make_app(Service(replace(built, engine=engine)), keys)
+    app = make_app(service_of(replace(built, engine=engine)), keys, options)
     with run_app(app) as url:
         yield Site(app, url, engine, {name: key for name, (key, _) in made.items()})
 

@@ -9,12 +9,12 @@ from contextlib import contextmanager
 
 import httpx
 import pytest
-from front_rig import run_app, small_engine
+from front_rig import run_app, service_of, small_engine
 
 from quire.engine import embedded
 from quire.server import aside
 from quire.server.app import make_app
-from quire.server.service import CHARACTERS_PER_TOKEN, Service
+from quire.server.service import CHARACTERS_PER_TOKEN
 
 CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
 LONG = {"prompt": [67, 68, 69], "max_tokens": 400, "ignore_eos": True, "stream": True}
@@ -57,7 +57,7 @@ def test_a_tokenizer_that_hangs_delays_nobody_else(monkeypatch):
     monkeypatch.setattr(aside, "MAX_JOBS", aside.NUM_THREADS + 1)
     built = small_engine()
     slow = SlowTokenizer(built.tokenizer)
-    with run_app(make_app(Service(dataclasses.replace(built, tokenizer=slow)))) as url, ThreadPoolExecutor() as pool:
+    with run_app(make_app(service_of(dataclasses.replace(built, tokenizer=slow)))) as url, ThreadPoolExecutor() as pool:
         try:
             with a_stream_that_goes_on(url):
                 ask = [
@@ -82,7 +82,7 @@ def test_what_cannot_fit_is_refused_before_it_is_read(path):
     slow = SlowTokenizer(built.tokenizer)
     text = "a" * (CHARACTERS_PER_TOKEN * built.engine.max_model_len + 1)
     body = {"prompt": text} if path == "/v1/completions" else {"messages": [{"role": "user", "content": text}]}
-    with run_app(make_app(Service(dataclasses.replace(built, tokenizer=slow)))) as url:
+    with run_app(make_app(service_of(dataclasses.replace(built, tokenizer=slow)))) as url:
         slow.gate.set()
         answer = httpx.post(url + path, json=body, timeout=30)
     assert answer.status_code == 400
@@ -95,7 +95,7 @@ def test_a_hostile_template_concerns_its_own_requests_only(tmp_path, name):
     folder = tmp_path / "model"
     shutil.copytree(embedded.folder(), folder)
     (folder / "chat_template.jinja").write_text(TEMPLATES[name])
-    with run_app(make_app(Service(small_engine(str(folder))))) as url, a_stream_that_goes_on(url):
+    with run_app(make_app(service_of(small_engine(str(folder))))) as url, a_stream_that_goes_on(url):
         answer = httpx.post(f"{url}/v1/chat/completions", json=CHAT, timeout=30)
         assert answer.status_code == 400
         assert "template" in answer.json()["error"]["message"]

@@ -1,17 +1,24 @@
-"""The engine thread: order, cancellation and failure, on an engine that only pretends."""
+"""The engine behind its socket: order, cancellation and failure, on one that only pretends, on a thread."""
 
 import asyncio
 import threading
 import time
 
+import msgspec
 import pytest
 
+from quire.config import CacheConfig, EngineOptions, KVGroup
 from quire.core.explanation import Explanation
 from quire.core.output import Output
-from quire.engine.async_engine import FAILED_STEPS, STALL_SECONDS, AsyncEngine, EngineStopped
+from quire.engine.async_engine import AsyncEngine
 from quire.engine.engine import EngineStats
+from quire.engine.facts import Facts
 from quire.engine.generations import NewRequest
-from quire.errors import RequestError
+from quire.engine.process import vitals
+from quire.engine.process.hosts import EngineThread
+from quire.engine.process.loop import PULSE_SECONDS
+from quire.engine.process.vitals import FAILED_STEPS
+from quire.errors import EngineStopped, RequestError
 from quire.params import SamplingParams
 
 
@@ -24,6 +31,9 @@ class PretendEngine:
         self.aborted, self.finished, self.threads = [], [], set()
         self.steps = self.failed_in_a_row = 0
         self.fail_at = None
+        self.on_launch = None
+        self.newest_rows = []
+        self.predicted_seconds = 0.001
         self.gate = threading.Event()
         self.gate.set()
 
@@ -64,6 +74,8 @@ class PretendEngine:
 
     def step(self):
         self.threads.add(threading.get_ident())
+        self.newest_rows = [(request_id, self.steps) for request_id in self.left]
+        self.on_launch(None)
         self.gate.wait(20)
         self.steps += 1
         if self.steps == self.fail_at:
@@ -78,12 +90,37 @@ class PretendEngine:
         return outputs
 
     def stats(self):
-        first = (len(self.left), 0, len(self.left), 9, 0, self.steps, 0, 0, 0, self.failed_in_a_row, 0.0)
-        return EngineStats(*first, *[0] * (len(EngineStats.__struct_fields__) - len(first)))
+        return msgspec.structs.replace(
+            EngineStats.nothing(),
+            num_running=len(self.left),
+            num_steps=self.steps,
+            failed_in_a_row=self.failed_in_a_row,
+        )
 
 
 def request(name, num_tokens):
     return NewRequest(name, [num_tokens] if num_tokens else [], SamplingParams())
+
+
+FACTS = Facts(
+    model_name="pretended",
+    path="",
+    max_model_len=9,
+    vocab_size=9,
+    num_end_tokens=0,
+    hidden_size=1,
+    sampling_defaults={},
+    options=EngineOptions(),
+    cache=CacheConfig(16, (KVGroup((0,), "full", 1, 1, "float32", 9, 64),)),
+)
+
+
+def engine_of(pretend):
+    host = EngineThread(pretend, FACTS)
+    host.launch()
+    engine = AsyncEngine(host)
+    engine.thread = host._thread
+    return engine
 
 
 def run(scenario):
@@ -91,14 +128,14 @@ def run(scenario):
 
     async def main():
         pretend = PretendEngine()
-        engine = AsyncEngine(pretend)
-        engine.start()
+        engine = engine_of(pretend)
+        await engine.start()
         try:
             await asyncio.wait_for(scenario(pretend, engine), 20)
         finally:
             pretend.gate.set()
             await engine.close()
-        assert not engine._thread.is_alive()
+        assert not engine.thread.is_alive()
 
     asyncio.run(main())
 
@@ -124,7 +161,7 @@ def test_streams_get_all_their_tokens_in_order():
         came = await asyncio.gather(read(streams[0], "a"), read(streams[1], "b"))
         assert [len(tokens) for tokens in came] == [3, 50]
         assert all(tokens == sorted(tokens) for tokens in came)
-        assert pretend.threads == {engine._thread.ident}
+        assert pretend.threads == {engine.thread.ident}
 
     run(scenario)
 
@@ -143,18 +180,22 @@ def test_several_requests_on_one_stream_come_all_or_not_at_all():
     run(scenario)
 
 
-def test_a_long_batch_is_no_stall():
+def test_a_long_batch_is_no_stall(monkeypatch):
+    monkeypatch.setattr(vitals, "STALL_SECONDS", 0.8)
+
     async def scenario(pretend, engine):
-        ages, add = [], pretend.add
+        add, seen = pretend.add, []
 
         def slow(*request):
-            ages.append(engine.health().heartbeat_age)
-            engine._heartbeat -= 100  # as if it took that long
             add(*request)
+            time.sleep(0.5)  # all of them together take longer than a stall
 
         pretend.add = slow
-        await engine.generate([request("a", 1), request("b", 1), request("c", 1)])
-        assert max(ages) < 50
+        adding = asyncio.ensure_future(engine.generate([request(f"r{i}", 1) for i in range(3)]))
+        while not adding.done():
+            seen.append(engine.health().problem)
+            await asyncio.sleep(0.02)
+        assert set(seen) == {""}
 
     run(scenario)
 
@@ -168,6 +209,7 @@ def test_closing_a_stream_aborts_within_a_step():
         steps = pretend.steps
         stream.close()
         stream.close()
+        await asyncio.sleep(0.1)  # for the message
         pretend.gate.set()
         await until(lambda: not pretend.left)
         assert pretend.steps <= steps + 1
@@ -222,16 +264,18 @@ def test_a_failure_reaches_a_caller_who_is_still_queueing():
     run(scenario)
 
 
-def test_a_stall_is_seen():
+def test_a_stall_is_seen(monkeypatch):
+    monkeypatch.setattr(vitals, "STALL_SECONDS", 0.3)
+
     async def scenario(pretend, engine):
         assert engine.health().problem == ""
         pretend.gate.clear()
         stream = await engine.generate([request("a", 3)])
-        engine._heartbeat -= STALL_SECONDS
         await until(lambda: "not moved" in engine.health().problem)
+        assert engine.health().state == "stalled"
         pretend.gate.set()
         assert len(await read(stream, "a")) == 3
-        assert engine.health().problem == ""
+        await until(lambda: engine.health().problem == "")
 
     run(scenario)
 
@@ -250,8 +294,8 @@ def test_steps_that_fail_in_a_row_are_seen_until_one_succeeds():
 
 def test_an_idle_engine_shows_that_it_lives():
     async def scenario(pretend, engine):
-        before = engine._heartbeat
-        await until(lambda: engine._heartbeat > before)
+        await asyncio.sleep(2 * PULSE_SECONDS)
+        assert engine.health().heartbeat_age < 2 * PULSE_SECONDS
         assert pretend.steps == 0
 
     run(scenario)
@@ -260,7 +304,7 @@ def test_an_idle_engine_shows_that_it_lives():
 def test_the_memory_is_looked_over_in_idle_moments_only_and_whatever_that_finds():
     async def scenario(pretend, engine):
         await until(lambda: len(pretend.looked) > 1)
-        assert set(pretend.looked) == {(engine._thread.ident, 0)}
+        assert set(pretend.looked) == {(engine.thread.ident, 0)}
         stream = await engine.generate([request("a", 10**9)])
         await anext(stream)
         before = len(pretend.looked)
@@ -275,14 +319,14 @@ def test_the_memory_is_looked_over_in_idle_moments_only_and_whatever_that_finds(
 
 def test_closing_fails_open_streams_and_refuses_new_ones():
     async def main():
-        engine = AsyncEngine(PretendEngine())
+        engine = engine_of(pretend := PretendEngine())
         with pytest.raises(EngineStopped, match="not been started"):
             await engine.generate([request("a", 1)])
-        engine.start()
+        await engine.start()
         stream = await engine.generate([request("a", 10**9)])
         await engine.close()
         await engine.close()
-        assert engine._engine.closed
+        assert pretend.closed
         with pytest.raises(EngineStopped, match="shutting down"):
             await read(stream, "a")
         with pytest.raises(EngineStopped, match="shutting down"):
@@ -291,10 +335,12 @@ def test_closing_fails_open_streams_and_refuses_new_ones():
     asyncio.run(main())
 
 
-def test_finish_reaches_the_engine():
+def test_finish_reaches_the_engine_under_its_own_name():
     async def scenario(pretend, engine):
-        engine.finish(5, 17)
-        await until(lambda: pretend.finished == [(5, 17)])
+        stream = await engine.generate([request("a", 10**9)])
+        tokens = (await anext(stream))[0].token_ids
+        engine.finish("a", 0, len(tokens))
+        await until(lambda: pretend.finished == [(0, len(tokens))])
 
     run(scenario)
 
@@ -309,7 +355,7 @@ def test_explanations_of_what_is_known_come_from_the_engines_thread():
         found = await engine.explain(["c", "a", "b", "c", "d"])
         assert [one.request_id for one in found] == ["a", "b", "d"]
         assert await engine.explain([]) == await engine.explain(["c"]) == []
-        assert pretend.threads == {engine._thread.ident}
+        assert pretend.threads == {engine.thread.ident}
 
     run(scenario)
 
@@ -317,7 +363,7 @@ def test_explanations_of_what_is_known_come_from_the_engines_thread():
 def test_a_question_that_fails_is_told_to_the_one_who_asked_only():
     async def scenario(pretend, engine):
         stream = await engine.generate([request("a", 50)])
-        with pytest.raises(ValueError, match="a bug"):
+        with pytest.raises(RuntimeError, match="ValueError: a bug"):
             await engine.flush_cache()
         pretend.flushed = [5]
         assert await engine.flush_cache() == 5
@@ -341,7 +387,7 @@ def test_a_question_waits_for_the_step_and_may_be_given_up():
         assert waiting[0].cancelled()
         stream.close()
         await until(lambda: not pretend.left)
-        assert not engine._asked
+        assert not engine._questions
 
     run(scenario)
 
@@ -349,13 +395,12 @@ def test_a_question_waits_for_the_step_and_may_be_given_up():
 def test_questions_fail_when_the_engine_stops():
     async def main():
         pretend = PretendEngine()
-        engine = AsyncEngine(pretend)
+        engine = engine_of(pretend)
         with pytest.raises(EngineStopped, match="not been started"):
             await engine.explain(["a"])
-        engine.start()
+        await engine.start()
         await anext(await engine.generate([request("a", 10**9)]))
         pretend.gate.clear()
-        await until(lambda: len(engine._commands) == 0)
         asking = asyncio.ensure_future(engine.flush_cache())
         await asyncio.sleep(0)
         closing = asyncio.ensure_future(engine.close())
@@ -369,17 +414,16 @@ def test_questions_fail_when_the_engine_stops():
     asyncio.run(main())
 
 
-def test_outputs_of_one_step_cross_in_one_call():
+def test_outputs_of_one_step_cross_in_one_message():
     async def scenario(pretend, engine):
-        calls = []
-        deliver = engine._deliver
-        engine._deliver = lambda outputs: (calls.append(len(outputs)), deliver(outputs))
+        batches = []
+        take = engine._take
+        engine._take = lambda batch, now: (batches.append(len(batch.outputs)), take(batch, now))
         pretend.gate.clear()
         stream = await engine.generate([request(f"r{i}", 4) for i in range(8)])
         pretend.gate.set()
         await read(stream, "r7")
-        assert calls == [8] * 4
+        assert [size for size in batches if size] == [8] * 4
         assert pretend.steps == 4
-        assert time.monotonic() - engine._heartbeat < STALL_SECONDS
 
     run(scenario)

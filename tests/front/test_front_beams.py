@@ -5,7 +5,7 @@ from front_rig import CHAT, STORY
 
 from quire.core.output import Output
 from quire.core.request import Beams
-from quire.engine.generations import Generation
+from quire.engine.generations import Generation, NewRequest
 from quire.engine.outputs import BeamSearchOutput
 from quire.engine.prompts import TokenizedPrompt
 from quire.engine.transcript import Transcript
@@ -209,7 +209,9 @@ def test_a_search_over_many_prompts_counts_its_width(http):
 @pytest.mark.parametrize("path", ROUTES)
 def test_end_tokens_of_model_and_request_have_candidates_beside_them(served, http, monkeypatch, path):
     asked, add = [], served.built.engine.add
-    monkeypatch.setattr(served.built.engine, "add", lambda *request: (asked.append(request[-2]), add(*request)))
+    monkeypatch.setattr(
+        served.built.engine, "add", lambda *request: (asked.append(NewRequest(*request).beams), add(*request))
+    )
     body = {**ROUTES[path], "use_beam_search": True, "max_tokens": 2, "stop_token_ids": [67, 68]}
     assert http.post(path, json=body).is_success
     ends = len(served.built.engine._eos_token_ids)

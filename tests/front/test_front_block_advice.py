@@ -12,7 +12,9 @@ from quire.cost.block_use import BlockUse
 from quire.cost.costs import Costs
 from quire.engine import async_engine
 from quire.engine.async_engine import AsyncEngine
-from quire.engine.engine import Learnt
+from quire.engine.engine import EngineStats, Learnt
+from quire.engine.facts import facts_of
+from quire.engine.process.hosts import EngineThread
 from quire.errors import DeadlineUnreachable
 from quire.server import block_advice
 
@@ -58,7 +60,7 @@ class Stuck:
         return []
 
     def stats(self):
-        return None
+        return EngineStats.nothing()
 
     def learnt(self):
         return Learnt(Costs().figures(), BlockUse(16).figures())
@@ -67,17 +69,20 @@ class Stuck:
         pass
 
 
-def test_an_engine_that_does_not_answer_tells_nothing(monkeypatch):
+def test_an_engine_that_does_not_answer_tells_nothing(monkeypatch, served):
+    facts = facts_of(served.built)
     monkeypatch.setattr(async_engine, "STALL_SECONDS", 0.05)
 
     async def main():
         stuck = Stuck()
-        engine = AsyncEngine(stuck)
+        host = EngineThread(stuck, facts)
+        host.launch()
+        engine = AsyncEngine(host)
         assert await engine.learnt() is None  # not started
-        engine.start()
+        await engine.start()
         assert await engine.learnt() is None
-        stuck.go.set()
         stuck.has_work = False
+        stuck.go.set()
         assert (await engine.learnt()).blocks.block_size == 16
         await engine.close()
         assert await engine.learnt() is None

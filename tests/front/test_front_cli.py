@@ -18,6 +18,7 @@ import quire
 from quire.cli import app, main
 from quire.config import EngineOptions
 from quire.engine.engine import Engine
+from quire.server.options import ServerOptions
 
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", "TERM": "dumb"}
 
@@ -41,14 +42,36 @@ def test_every_option_of_the_engine_is_a_flag(command):
     assert "(prototype)" in text
 
 
+def test_every_option_of_a_server_is_a_flag(monkeypatch):
+    text = help_of("serve")
+    assert [field.name for field in fields(ServerOptions) if f"--{field.name.replace('_', '-')} " not in text] == []
+    seen = []
+    monkeypatch.setattr("quire.serve", lambda options, server, **more: seen.append(server), raising=False)
+    given = ServerOptions(
+        **{"host": "::1", "port": 9, "served_model_name": "m", "api_key_file": "k", "ssl_certfile": "c"},
+        **{"ssl_keyfile": "s", "cors_origins": ("https://a.example", "*"), "drain_timeout": 1.5, "watchdog": 0.0},
+        **{"metrics_prefix": "vllm:", "access_log": "-", "log_prompts": True, "otlp_endpoint": "http://localhost:4318"},
+    )
+    flags = []
+    for field in fields(ServerOptions):
+        value, flag = getattr(given, field.name), f"--{field.name.replace('_', '-')}"
+        assert value != field.default
+        values = value if isinstance(value, tuple) else [value]
+        flags += [flag] if value is True else [part for one in values for part in (flag, str(one))]
+    CliRunner().invoke(app, ["serve", *flags], catch_exceptions=False)
+    assert seen == [given]
+
+
 def test_flags_reach_the_engine_options(monkeypatch):
     seen = {}
-    monkeypatch.setattr("quire.serve", lambda options, **more: seen.update(more, options=options), raising=False)
+    monkeypatch.setattr(
+        "quire.serve", lambda options, server, **more: seen.update(options=options, server=server), raising=False
+    )
     args = ["serve", "/models/x", "--max-num-seqs", "3", "--dtype", "float32", "--memory", "1GiB", "--port", "9"]
     result = CliRunner().invoke(app, args, catch_exceptions=False)
     assert result.exit_code == 0
     assert seen["options"] == EngineOptions(model="/models/x", max_num_seqs=3, dtype="float32", memory="1GiB")
-    assert (seen["port"], seen["host"]) == (9, "127.0.0.1")
+    assert seen["server"] == ServerOptions(port=9)
     CliRunner().invoke(app, ["serve"], catch_exceptions=False)
     assert seen["options"] == EngineOptions()
 

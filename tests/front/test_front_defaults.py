@@ -4,11 +4,10 @@ import dataclasses
 
 import httpx
 import pytest
-from front_rig import CHAT, STORY, run_app, small_engine
+from front_rig import CHAT, STORY, run_app, service_of, small_engine
 
 from quire.server.app import make_app
 from quire.server.body import with_limit
-from quire.server.service import Service
 
 ROUTES = {
     "/v1/completions": {"prompt": STORY, "ignore_eos": True},
@@ -24,8 +23,8 @@ def recommending():
     other = small_engine()
     recommended = {"temperature": 0.0, "max_tokens": 7}
     with (
-        run_app(make_app(Service(dataclasses.replace(built, sampling_defaults=recommended)))) as with_defaults,
-        run_app(make_app(Service(dataclasses.replace(other, sampling_defaults={})))) as without,
+        run_app(make_app(service_of(dataclasses.replace(built, sampling_defaults=recommended)))) as with_defaults,
+        run_app(make_app(service_of(dataclasses.replace(other, sampling_defaults={})))) as without,
     ):
         yield with_defaults, without
 

@@ -6,7 +6,7 @@ import numpy as np
 import openai
 import pytest
 import torch
-from front_rig import MODEL, STORY, run_app, small_engine
+from front_rig import MODEL, STORY, run_app, service_of, small_engine
 from transformers import AutoModel
 
 from quire.core.output import Output
@@ -18,7 +18,6 @@ from quire.engine.prompts import TokenizedPrompt
 from quire.errors import RequestError
 from quire.params import SamplingParams
 from quire.server.app import make_app
-from quire.server.service import Service
 
 TEXTS = [STORY, "é 😀", "the kettle stands on the shelf " * 8]
 
@@ -176,7 +175,7 @@ def test_a_prompt_that_was_given_up_for_its_deadline_has_no_vector(pooling):
 
 def test_over_http_that_is_the_error_of_a_missed_deadline(monkeypatch, http):
     built = small_engine()
-    service = Service(built)
+    service = service_of(built)
 
     async def generate(requests):
         class Stream:

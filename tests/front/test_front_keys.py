@@ -5,11 +5,11 @@ import hashlib
 import json
 import stat
 import sys
-from pathlib import Path
+from contextlib import nullcontext
 
 import httpx
 import pytest
-from front_rig import run_app, small_engine
+from front_rig import run_app, service_of, small_engine
 from typer.testing import CliRunner
 
 from quire.cli import app, main
@@ -19,6 +19,8 @@ from quire.errors import ConfigError
 from quire.server import keys as module
 from quire.server import serve as serving
 from quire.server.keys import MAX_KEYS, Caller, Keys, add_key, new_key, read_keys
+from quire.server.options import ServerOptions
+from quire.server.quota import Quota
 
 
 def entry(key, tenant="acme", **more):
@@ -138,7 +140,7 @@ def test_links_that_lead_nowhere(tmp_path):
 
 def test_an_empty_key_is_nobodys():
     class Entry:
-        sha256, tenant, role = entry("")["sha256"], "acme", "admin"
+        sha256, tenant, role, quota = entry("")["sha256"], "acme", "admin", Quota
 
     assert Keys([Entry]).caller(b"") is None
 
@@ -183,6 +185,31 @@ def test_names_of_tenants_are_bounded(tenant):
         new_key(tenant, "user")
 
 
+def test_entries_may_have_limits(written):
+    limited = entry("one", requests_per_minute=5, tokens_per_minute=70)
+    keys = read_keys(written({"keys": [limited, entry("two", requests_per_minute=1), entry("three")]}))
+    told = [keys.caller(key).quota.headers() for key in (b"one", b"two", b"three")]
+    assert [len(headers) for headers in told] == [6, 3, 0]
+    assert (told[0]["x-ratelimit-limit-requests"], told[0]["x-ratelimit-limit-tokens"]) == ("5", "70")
+    assert keys.caller(b"one").quota is keys.caller(b"one").quota
+    assert str(keys).endswith("with the role admin, 2 with limits")
+    for wrong in (0, -1, 10**9 + 1, 1.5, "3", None):
+        with pytest.raises(ConfigError, match=r"keys\[0\]\.requests_per_minute"):
+            read_keys(written({"keys": [entry("one", requests_per_minute=wrong)]}))
+
+
+def test_the_command_writes_limits(tmp_path):
+    path = tmp_path / "keys.json"
+    flags = ["--requests-per-minute", "5", "--tokens-per-minute", "70", "--file", str(path)]
+    CliRunner().invoke(app, ["key", "acme", *flags], catch_exceptions=False)
+    CliRunner().invoke(app, ["key", "bob", "--file", str(path)], catch_exceptions=False)
+    first, second = json.loads(path.read_text())["keys"]
+    assert (first["requests_per_minute"], first["tokens_per_minute"]) == (5, 70)
+    assert set(second) == {"sha256", "tenant", "role"}
+    assert str(read_keys(path)).endswith(", 1 with limits")
+    assert CliRunner().invoke(app, ["key", "acme", "--requests-per-minute", "0"]).exit_code == 2
+
+
 def test_keys_are_all_different():
     keys = {new_key("acme", "user")[0] for _ in range(100)}
     assert len(keys) == 100
@@ -219,10 +246,10 @@ def served(monkeypatch):
                 self.ready()
                 lines.append(self.app)
 
-        monkeypatch.setattr(serving, "build", lambda options, **more: small_engine())
+        monkeypatch.setattr(serving, "launched", lambda *_, **__: nullcontext(service_of(small_engine())))
         monkeypatch.setattr(serving, "GracefulServer", Server)
         try:
-            serving.serve(EngineOptions(), port=0, model_name=None, report=lines.append, progress=print, **more)
+            serving.serve(EngineOptions(), ServerOptions(port=0, **more), report=lines.append, progress=print)
         finally:
             gc.unfreeze()
         *told, app = lines
@@ -235,7 +262,7 @@ def test_with_keys_other_machines_are_served(served, tmp_path):
     path = tmp_path / "keys.json"
     key, one = new_key("acme", "user")
     add_key(path, one)
-    told, app = served(host="0.0.0.0", api_key_file=path)
+    told, app = served(host="0.0.0.0", api_key_file=str(path))
     assert told[0] == "keys       1 API keys of 1 tenants, 0 of them with the role admin"
     assert "-H 'authorization: Bearer KEY'" in told[-1]
     assert "/docs" not in "".join(told)
@@ -255,29 +282,29 @@ def test_without_keys_this_machine_is_served(served):
 
 
 def test_bad_keys_are_told_before_anything_is_loaded(monkeypatch, tmp_path):
-    monkeypatch.setattr(serving, "build", None)
+    monkeypatch.setattr(serving, "launched", None)
     with pytest.raises(ConfigError, match="is not there"):
         serving.serve(
-            *(EngineOptions(),),
-            **{"host": "127.0.0.1", "port": 0, "model_name": None, "api_key_file": tmp_path / "none"},
-            **{"report": print, "progress": print},
+            EngineOptions(), ServerOptions(port=0, api_key_file=str(tmp_path / "none")), report=print, progress=print
         )
 
 
 def test_flags_of_the_server(monkeypatch):
     seen = {}
-    monkeypatch.setattr("quire.serve", lambda options, **more: seen.update(more, options=options), raising=False)
+    monkeypatch.setattr(
+        "quire.serve", lambda options, server, **more: seen.update(options=options, server=server), raising=False
+    )
 
     def serve(*flags):
         assert CliRunner().invoke(app, ["serve", *flags], catch_exceptions=False).exit_code == 0
         return seen["options"]
 
     options = serve("--api-key-file", "keys.json", "--public-prefixes", "p.json", "--prefix-index", "hash")
-    assert seen["api_key_file"] == Path("keys.json")
+    assert seen["server"].api_key_file == "keys.json"
     assert (options.public_prefixes, options.prefix_index) == ("p.json", "hash")
     assert serve("--enable-prefix-caching").enable_prefix_caching
     assert not serve("--no-enable-prefix-caching").enable_prefix_caching
-    assert seen["api_key_file"] is None
+    assert seen["server"].api_key_file is None
 
 
 def test_the_command_says_what_is_wrong(monkeypatch, capsys):

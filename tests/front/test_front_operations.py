@@ -7,12 +7,11 @@ import time
 
 import httpx
 import pytest
-from front_rig import run_app, small_engine
+from front_rig import run_app, service_of, small_engine
 
 from quire.core.output import Output
 from quire.server.app import make_app
-from quire.server.metrics import Metrics
-from quire.server.service import Service
+from quire.server.observe.metrics import Metrics
 
 LONG = {"prompt": "One Tuesday", "max_tokens": 400, "ignore_eos": True, "temperature": 0}
 DEADLINE = 30  # seconds for what takes milliseconds
@@ -172,7 +171,7 @@ def failing():
 
     def serve(outcome):
         built = small_engine()
-        return run_app(make_app(Service(dataclasses.replace(built, engine=Failing(built.engine, [None, outcome])))))
+        return run_app(make_app(service_of(dataclasses.replace(built, engine=Failing(built.engine, [None, outcome])))))
 
     return serve
 
@@ -223,7 +222,7 @@ def test_steps_that_fail_in_a_row_turn_health_red_until_one_succeeds(num_failed)
     def fail(step):
         raise RuntimeError("secret of the kernel")
 
-    with run_app(make_app(Service(built))) as url:
+    with run_app(make_app(service_of(built))) as url:
         runner = built.engine._runner
         launch, runner.launch = runner.launch, fail
         while built.engine.stats().failed_in_a_row < num_failed:
@@ -239,7 +238,7 @@ def test_steps_that_fail_in_a_row_turn_health_red_until_one_succeeds(num_failed)
 
 
 def test_an_unexpected_exception_shows_no_internals():
-    app = make_app(Service(small_engine()))
+    app = make_app(service_of(small_engine()))
 
     @app.get("/broken")
     async def broken():

@@ -4,11 +4,10 @@ import asyncio
 import dataclasses
 
 import pytest
-from front_rig import small_engine
+from front_rig import service_of, small_engine
 
 from quire.core.namespace import Namespace
 from quire.params import SamplingParams
-from quire.server.service import Service
 
 
 class Watched:
@@ -33,8 +32,8 @@ def run(scenario):
     async def main():
         built = small_engine()
         watched = Watched(built.engine)
-        service = Service(dataclasses.replace(built, engine=watched))
-        service.engine.start()
+        service = service_of(dataclasses.replace(built, engine=watched))
+        await service.engine.start()
         try:
             await asyncio.wait_for(scenario(service, watched), 60)
         finally:

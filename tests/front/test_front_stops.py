@@ -68,6 +68,37 @@ def test_a_stop_string_that_is_included_holds_nothing_back(text, stops, cuts):
     assert search.matched == matched
 
 
+ANY = st.lists(
+    st.sampled_from(["a", "b", "\n", "\0", "é", "e\u0301", "\u2028", "😀", "\ud83d", "\ude00"]) | st.characters()
+)
+PIECES = st.lists(st.tuples(ANY.map("".join), st.booleans()), max_size=8)
+
+
+def first_end(pieces, stops):
+    """Where the text ends with what stops it, and that string: looked for from the start after every character."""
+    text = ""
+    for piece, may_stop in pieces:
+        for char in piece:
+            text += char
+            complete = [stop for stop in stops if may_stop and text.endswith(stop)]
+            if complete:
+                return len(text), max(complete, key=len)
+    return len(text), None
+
+
+@given(pieces=PIECES, places=st.lists(st.tuples(st.integers(0, 99), st.integers(1, 6))), included=st.booleans())
+@example(pieces=[("aa", False), ("ab", True), ("aab", True)], places=[(0, 3), (1, 2)], included=False)
+def test_any_text_in_pieces_of_which_any_may_stop(pieces, places, included):
+    """Stop strings are parts of the text itself, most often, and may be passed by more than once."""
+    text = "".join(piece for piece, _ in pieces)
+    stops = [part for start, size in places if (part := text[start % (len(text) + 1) :][:size])] or ["never"]
+    search = StopStrings(compile_stops(stops), included=included)
+    came = "".join(search.add(piece, may_stop=may_stop) for piece, may_stop in pieces) + search.close()
+    end, matched = first_end(pieces, stops)
+    assert search.matched == matched
+    assert came == text[: end - (0 if included else len(matched or ""))]
+
+
 def test_without_stop_strings_text_passes():
     search = StopStrings(())
     assert search.add("abc") == "abc"

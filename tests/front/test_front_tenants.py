@@ -5,7 +5,7 @@ import json
 
 import httpx
 import pytest
-from front_rig import run_app, small_engine
+from front_rig import run_app, service_of, small_engine
 from front_site import GENERATING, refused
 from starlette.requests import Request
 
@@ -14,7 +14,6 @@ from quire.server.app import make_app
 from quire.server.errors import Unauthenticated
 from quire.server.gate import OPEN, Gate, caller_of, operators_only
 from quire.server.keys import Keys, new_key
-from quire.server.service import Service
 
 OPERATORS = {"/metrics", "/flush_cache", "/get_server_info"}
 
@@ -51,7 +50,7 @@ def test_every_route_needs_a_key(site):
 
 
 def test_a_route_that_is_added_later_needs_a_key_too():
-    app = make_app(Service(small_engine()), Keys([new_key("ann", "user")[1]]))
+    app = make_app(service_of(small_engine()), Keys([new_key("ann", "user")[1]]))
 
     @app.get("/later")
     async def later():
@@ -92,6 +91,26 @@ def test_without_a_key_nothing_is_received_and_nobody_is_asked(kind, sends):
     asyncio.run(gate({"type": kind, "path": "/v1/models", "headers": []}, nobody, send))
     assert sent[0]["type"] == sends
     assert sent[0].get("status", 401) == 401
+
+
+@pytest.mark.parametrize(
+    ("host", "local"),
+    [
+        *((host, True) for host in ("", "localhost", "localhost:8000", "LOCALHOST", "a.localhost", "127.0.0.1:8000")),
+        *((host, True) for host in ("[::1]", "[::1]:8000", "192.0.2.1")),
+        *((host, False) for host in ("evil.example", "evil.example:8000", "localhost.evil.example", "evillocalhost")),
+        *((host, False) for host in ("127.0.0.1.evil.example", "[::1", "[x]", "x")),
+    ],
+)
+def test_without_keys_no_name_leads_here_but_local_ones(keyless, site, host, local):
+    answer = httpx.get(f"{keyless.url}/v1/models", headers={"host": host})
+    if local:
+        assert answer.status_code == 200
+    else:
+        assert "localhost" in refused(answer, 403, "host_not_allowed")["message"]
+    assert httpx.get(f"{keyless.url}/live", headers={"host": host}).status_code == 200
+    mine = {"host": host, "authorization": f"Bearer {site.keys['ann']}"}
+    assert httpx.get(f"{site.url}/v1/models", headers=mine).status_code == 200  # who has a key is known by it
 
 
 def test_a_route_on_an_open_path_has_no_caller(site):

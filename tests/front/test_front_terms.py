@@ -4,16 +4,16 @@ import json
 from dataclasses import replace
 
 import pytest
-from front_rig import CHAT, STORY, run_app, small_engine
+from front_rig import CHAT, STORY, run_app, service_of, small_engine
 from front_site import GENERATING
 
 from quire import SamplingParams
 from quire.config import EngineOptions
 from quire.core.terms import Retention, Terms
+from quire.engine.generations import NewRequest
 from quire.engine.terms import make_terms, terms_each
 from quire.errors import RequestError
 from quire.server.app import make_app
-from quire.server.service import Service
 
 KEPT = {"ttl": 60, "pin": True, "session": "a talk"}
 OPTIONS = EngineOptions()
@@ -86,7 +86,7 @@ def test_a_priority_that_nobody_heeds_is_refused_and_one_that_is_heeded_is_not(k
 
 def test_a_server_that_heeds_priorities_takes_them(http):
     built = small_engine()
-    service = Service(replace(built, options=replace(built.options, policy="priority", eviction="priority")))
+    service = service_of(replace(built, options=replace(built.options, policy="priority", eviction="priority")))
     with run_app(make_app(service)) as url:
         for priority in (-5, 5):
             answer = http.post(f"{url}/v1/completions", json={**GENERATING["/v1/completions"], "priority": priority})
@@ -106,7 +106,7 @@ def noted(llm, monkeypatch):
     add = llm._engine.add
 
     def noting(*request):
-        seen.append(request[-1])
+        seen.append(NewRequest(*request).terms)
         add(*request)
 
     monkeypatch.setattr(llm._engine, "add", noting)

@@ -96,7 +96,7 @@ def test_the_reason_of_an_eviction_multiplies_to_its_worth():
     memory = Memory("cost")
     memory.run([1] * 9, priority=60)
     memory.evict(1)
-    why = memory.kv.index.take_reason()
+    why = memory.kv.index.take_reason().numbers
     assert why["worth"] == pytest.approx(2 * why["seconds"] * why["chance"] / why["bytes"])
     assert (why["age"], why["hits"]) == (0, 0)
 

@@ -8,7 +8,7 @@ from rig import Rig
 from test_mind_eviction import POLICIES, Memory
 
 from quire.cache.eviction.wishes import MOST_PLACES
-from quire.cache.index import Cause
+from quire.cache.index import NO_REASON, Cause, Reason
 from quire.cache.kv_cache import KVCache
 from quire.core.events import Evicted, PinsRefused, PinsYielded
 from quire.core.namespace import Namespace
@@ -205,10 +205,10 @@ def test_the_reason_is_that_of_the_first_block_since_it_was_asked_for():
     memory.evict(1)
     memory.evict(1)
     tick = memory.kv.index.forest.clock.tick
-    assert memory.kv.index.take_reason() == {"age": tick - 2}
-    assert memory.kv.index.take_reason() == {}
+    assert memory.kv.index.take_reason() == Reason({"age": tick - 2}, "tenant")
+    assert memory.kv.index.take_reason() == NO_REASON
     assert memory.kv.index.evict(1, 1, Cause()) == 1
-    assert memory.kv.index.take_reason() == {"age": tick - 6}, "of a group with a window, too"
+    assert memory.kv.index.take_reason() == Reason({"age": tick - 6}, "tenant"), "of a group with a window, too"
 
 
 def test_a_try_to_begin_that_fails_leaves_nothing_in_the_table(monkeypatch):

@@ -15,6 +15,7 @@ from quire.errors import RequestError
 from quire.params import SamplingParams
 from quire.runner.scripted import script
 from quire.sched import journal
+from quire.sched.families import Families
 from quire.sched.lives import Lives
 
 
@@ -57,13 +58,23 @@ def test_other_files_are_refused(data):
         journal.replay(journal.read(io.BytesIO(data)))
 
 
-def test_a_refused_request_is_not_an_input():
+def test_a_refused_request_is_refused_again():
     rig = Rig()
     rig.add("a", [1, 2, 3])
     with pytest.raises(RequestError, match="in use"):
         rig.add("a", [1, 2, 3])
     rig.run()
     assert rig.replay().difference == ""
+
+
+def test_a_request_that_is_not_refused_again_is_a_difference(monkeypatch):
+    rig = Rig()
+    rig.add("a", [1, 2, 3])
+    with pytest.raises(RequestError, match="in use"):
+        rig.add("a", [1, 2, 3])
+    rig.run()
+    monkeypatch.setattr(Families, "__contains__", lambda self, request_id: False)
+    assert "recorded:\nrefused: request id 'a' is in use" in rig.replay().difference
 
 
 def test_closing_the_engine_closes_the_journal():

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rig import VOCAB, Rig
 
-from benchmarks.policies.fair import harm
+from benchmarks.policies.fair import Load, arrivals, harm
 from benchmarks.policies.virtual import Arrival, Server, limits, memory, request, result_of
 from quire.core.events import Finished, Preempted
 from quire.core.namespace import Namespace
@@ -284,7 +284,7 @@ def test_what_cannot_be_in_time_is_refused_at_once_and_says_what_was_predicted()
     assert caught.value.asked == 0.05
     assert 0.05 < caught.value.predicted < 0.5
     assert len(rig.scheduler._lives.sequences) == 1
-    assert rig.scheduler.explain("late", 0.0) is None
+    assert rig.scheduler.explain("late", 0.0).state == "refused"
     ask(rig, "late", 800, 90, 5.0)
     rig.run()
     assert rig.reasons["late", 0] == "length"
@@ -450,3 +450,40 @@ def test_a_family_gives_way_only_where_its_tenant_keeps_as_many_rows():
     rig.add("small", [40] * 8, max_tokens=6, namespace=Namespace("b"))
     rig.run()
     assert rig.scheduler.accounts.num_preemptions == 9, "b had none"
+
+
+def test_a_tenant_that_was_served_less_takes_more_than_half_of_the_rows_and_one_that_was_not_does_not():
+    def rows_of_quiet(served: int) -> int:
+        rig = Rig(num_blocks=400, max_num_seqs=4, max_num_batched_tokens=64, policy="fair")
+        for i in range(8):
+            rig.add(f"loud{i}", [2 + i] * 8, max_tokens=60, namespace=Namespace("loud"))
+        for _ in range(10):
+            rig.step()
+        queue = rig.scheduler._lives.queue
+        for i in range(4):
+            rig.add(f"quiet{i}", [20 + i] * 8, max_tokens=40, namespace=Namespace("quiet"))
+            queue._note("quiet", served)
+            for _ in range(3):
+                rig.step()
+        count = sum(name.startswith("quiet") for name in running(rig))
+        rig.run()
+        return count
+
+    assert rows_of_quiet(0) > 2
+    assert rows_of_quiet(10_000) <= 2
+
+
+def test_a_burst_of_a_tenant_that_uses_less_than_its_share_does_not_wait_behind_a_flood():
+    """Steps take longer the more sequences they have, and there are few rows: 99 of 100 are admitted at once."""
+    seconds, num_seqs = 5.0, 16
+    server = Server(
+        limits("fair", max_num_seqs=num_seqs, max_num_batched_tokens=256),
+        memory(2048),
+        lambda num_tokens: 3e-3 + 35e-6 * num_tokens,
+    )
+    loads = {"quiet": Load(18.0, num_prompt=160, num_output=32), "loud": Load(200.0, num_prompt=160, num_output=32)}
+    server.run(arrivals(loads, seconds, 1), seconds)
+    told = [server.scheduler.explain(name, server.now) for name in server.outcomes if name.startswith("quiet")]
+    waits = sorted((one.admitted or server.now) - one.arrived for one in told if one is not None)
+    assert len(waits) > 60
+    assert waits[int(0.99 * len(waits))] < 0.03

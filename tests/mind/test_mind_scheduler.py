@@ -10,7 +10,6 @@ from rig import VOCAB, Rig, cache_config
 
 from quire.config import blocks_alone
 from quire.core.step import ListKind, Pooling, StepResult
-from quire.engine.engine import Engine
 from quire.errors import ConfigError, RequestError
 from quire.runner.scripted import script
 
@@ -329,7 +328,7 @@ def test_default_seeds_of_two_engines_share_nothing():
     seeds = []
     for seed in range(4):
         rig = Rig()
-        rig.engine._seeds = Engine(rig.scheduler, rig.engine._runner, vocab_size=VOCAB, seed=seed)._seeds
+        rig.engine._seed = seed
         for i in range(50):
             rig.add(str(i), prompt(3), max_tokens=1)
         seeds += [request.request.params.seed for request in rig.scheduler._lives.sequences.values()]

@@ -9,7 +9,10 @@ from transformers import AutoModelForCausalLM
 from quire import LLM, SamplingParams
 from quire.config import EngineOptions
 from quire.engine import embedded
+from quire.engine.async_engine import AsyncEngine
 from quire.engine.build import build
+from quire.engine.facts import facts_of
+from quire.engine.process.hosts import EngineThread
 from quire.params import BeamSearchParams
 from quire.sched.beams import Rules, Search
 from quire.server.app import make_app
@@ -143,7 +146,11 @@ def test_the_best_of_what_stop_strings_end(llm):
 @pytest.fixture(scope="module")
 def http():
     built = build(EngineOptions(**SMALL), report=lambda line: None, progress=lambda done, total: None)
-    with TestClient(make_app(Service(built))) as client:
+    facts = facts_of(built)
+    host = EngineThread(built.engine, facts)
+    host.launch()
+    service = Service(facts, built.tokenizer, AsyncEngine(host))
+    with TestClient(make_app(service), base_url="http://127.0.0.1") as client:
         yield client
 
 

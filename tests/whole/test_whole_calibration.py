@@ -21,7 +21,7 @@ from quire.runner.scripted import ScriptedRunner, script
 from quire.runner.torch_runner import TorchRunner
 from quire.sched import journal
 from quire.sched.journal import JournalledScheduler
-from quire.server import serve as serving
+from quire.server import launch
 
 VOCAB = 50
 SMALL = {"dtype": "float32", "memory": "300MiB", "max_num_seqs": 4}
@@ -218,8 +218,8 @@ def test_a_calibration_that_fails_is_told_and_requests_are_served(monkeypatch):
 
 
 def test_a_server_calibrates_unless_it_is_told_not_to():
-    assert serving._calibrated(EngineOptions()).calibration == serving.CALIBRATION_SECONDS == 1.0
-    assert serving._calibrated(EngineOptions(calibration=0.0)).calibration == 0.0
+    assert launch.for_a_server(EngineOptions()).calibration == launch.CALIBRATION_SECONDS == 1.0
+    assert launch.for_a_server(EngineOptions(calibration=0.0)).calibration == 0.0
 
 
 # Options

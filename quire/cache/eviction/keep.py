@@ -25,13 +25,14 @@ ANYHOW = Keep()  # nothing is asked
 class Wish:
     """A retention since the end of the request that asked for it. That of a session changes with its latest request."""
 
-    __slots__ = ("expires", "number", "pin", "priority", "session", "tenant")
+    __slots__ = ("expires", "number", "pin", "priority", "request_id", "session", "tenant")
 
     def __init__(self, number: int, session: tuple[str, str] | None = None, tenant: str = "") -> None:
         """number: of all wishes, in order of creation. session: tenant and name."""
         self.number = number
         self.session = session
         self.tenant = tenant
+        self.request_id = ""  # the latest that asked
         self.priority = ORDINARY
         self.expires = inf  # seconds of the engine's clock
         self.pin = False  # whether its blocks are held

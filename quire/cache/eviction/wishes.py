@@ -48,6 +48,7 @@ class Wishes:
         asked_before = wish.asked
         if wish is not PLAIN:
             wish.asks(keep.retention, self._clock.now)
+            wish.request_id = keep.request_id
         for node in ends:
             if node.parent is not None:
                 self._merge(node, (*node.marks, Mark(wish, node.end)))
@@ -189,7 +190,7 @@ class Wishes:
         wish = self._pins.weakest
         if wish is None:
             return False
-        self.events.append(PinsYielded(self._clock.now, "", self._pins.num_blocks(wish)))
+        self.events.append(PinsYielded(self._clock.now, wish.request_id, self._pins.num_blocks(wish)))
         self._end_pin(wish)
         return True
 

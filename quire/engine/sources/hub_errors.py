@@ -15,11 +15,8 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
+from quire.engine.sources.hub_files import NoNetwork
 from quire.errors import ModelError
-
-
-class NoNetwork(Exception):
-    """The Hub did not answer."""
 
 
 @contextmanager

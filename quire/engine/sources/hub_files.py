@@ -17,6 +17,10 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _SHARD = re.compile(r"-\d{5}-of-(\d{5})(?=\.gguf$)")
 
 
+class NoNetwork(Exception):
+    """The Hub did not answer. (Here, since other errors bring libraries that a local model does without.)"""
+
+
 @dataclass(frozen=True, slots=True)
 class HubName:
     """A model as its id names it, and what in its repository is meant."""

@@ -7,8 +7,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from quire.engine.sources.hub_errors import NoNetwork
-from quire.engine.sources.hub_files import HubName
+from quire.engine.sources.hub_files import HubName, NoNetwork
 from quire.errors import ConfigError, ModelError, nearest
 
 _NAME = re.compile(r"(?P<repo>[^@:]+)(?:@(?P<revision>[^@:]+))?(?::(?P<quantization>[\w.-]+))?")

@@ -1,5 +1,7 @@
 """The CPU kernels as the contract wants them: one object for ordinary sequences, one for deterministic ones."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -104,9 +106,13 @@ class CpuKernels:
         """See `rowwise`."""
         return rowwise.activate(x, activation)
 
-    def pack_weight(self, weight: Tensor, parts: int = 1) -> Packed:
+    def room(self, shape: Sequence[int], dtype: torch.dtype, parts: int = 1) -> Packed:
         """See `products`."""
-        return products.pack_weight(weight, parts)
+        return products.room(shape, dtype, parts)
+
+    def write_rows(self, weight: Packed, rows: Tensor, start: int, index: int = 0) -> None:
+        """See `products`."""
+        products.write_rows(weight, rows, start, index)
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         """See `products`."""

@@ -1,5 +1,8 @@
 """Products with packed weights, and rows of them, in C++: see `csrc/products.cpp`."""
 
+from collections.abc import Sequence
+from math import prod
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -10,27 +13,48 @@ from quire.kernels.cpu.memory import empty, pages
 from quire.kernels.cpu.views import dtype_code
 
 ROWS_TOGETHER = 16  # of a weight
+_ROWS_AT_ONCE = 1024  # that are brought into a weight's type, so that they are still near when they are packed
 
 
-def pack_weight(weight: Tensor, parts: int = 1) -> Packed:
-    """The weight (rows, columns), or several of them (number, rows, columns), in tiles of 16 rows.
+def room(shape: Sequence[int], dtype: torch.dtype, parts: int = 1) -> Packed:
+    """Zeros for a weight (rows, columns), or for several of them (number, rows, columns), in tiles of 16 rows.
 
     The rows are cut into `parts` before, each of which is filled up to whole tiles.
     """
-    several = weight if weight.dim() == 3 else weight.unsqueeze(0)
-    number, rows, columns = several.shape
+    *number, rows, columns = shape
     if rows % parts:
         raise ValueError(f"{rows} rows cannot be cut into {parts} parts")
-    per_part = rows // parts
-    code = dtype_code(weight)
-    tiles = -(-per_part // ROWS_TOGETHER)
-    terms = columns if weight.dtype == torch.float32 else -(-columns // 32) * 32
-    data = pages(number * parts * tiles * ROWS_TOGETHER * terms * weight.itemsize, huge=True).view(weight.dtype)
-    data = data.view(number, parts, tiles, ROWS_TOGETHER * terms)
-    for one, target in zip(several, data, strict=True):
-        for part, place in zip(one.reshape(parts, per_part, columns), target, strict=True):
-            _C.pack_weight(part.contiguous(), place, code, per_part, columns)
-    return Packed(data if weight.dim() == 3 else data[0], rows, columns, parts)
+    tiles = -(-(rows // parts) // ROWS_TOGETHER)
+    terms = columns if dtype == torch.float32 else -(-columns // 32) * 32
+    sizes = (*number, parts, tiles, ROWS_TOGETHER * terms)
+    data = pages(prod(sizes) * dtype.itemsize, huge=True).view(dtype).view(sizes)
+    dtype_code(data)  # refuses other types than those of products
+    return Packed(data, rows, columns, parts)
+
+
+def write_rows(weight: Packed, rows: Tensor, start: int, index: int = 0) -> None:
+    """Rows (n, columns) of any type to the rows from `start` on of a weight, the `index`-th where it is several."""
+    data = weight.data if weight.data.dim() == 3 else weight.data[index]
+    if rows.dim() != 2 or rows.shape[1] != weight.columns or not 0 <= start <= weight.rows - len(rows):
+        raise ValueError(
+            f"rows {tuple(rows.shape)} from {start} on are not of a weight {(weight.rows, weight.columns)}"
+        )
+    code, per_part, end = dtype_code(data), weight.rows // weight.parts, start + len(rows)
+    ready = rows.dtype == data.dtype and rows.is_contiguous()
+    while start < end:
+        part, place = divmod(start, per_part)
+        count = min(end - start, per_part - place, end if ready else _ROWS_AT_ONCE)
+        some = rows[len(rows) - (end - start) :][:count].to(data.dtype).contiguous()
+        _C.pack_rows(some, data[part], code, count, weight.columns, place)
+        start += count
+
+
+def pack_weight(weight: Tensor, parts: int = 1) -> Packed:
+    """A whole weight, or several (see `room`), packed."""
+    packed = room(weight.shape, weight.dtype, parts)
+    for index, one in enumerate(weight if weight.dim() == 3 else [weight]):
+        write_rows(packed, one, 0, index)
+    return packed
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None, *, strict: bool) -> Tensor:

@@ -24,14 +24,15 @@ from quire.kernels.reference import (
     embed,
     logprobs,
     pack,
-    pack_weight,
     recorder,
     refusal,
     rest,
+    room,
     rotation,
     sample,
     unpack,
     use_threads,
+    write_rows,
 )
 
 NAME = "invariant"
@@ -52,12 +53,12 @@ __all__ = [
     "linear",
     "logprobs",
     "pack",
-    "pack_weight",
     "plan",
     "recorder",
     "refusal",
     "rest",
     "rms_norm",
+    "room",
     "rotary",
     "rotary_write",
     "rotation",
@@ -65,4 +66,5 @@ __all__ = [
     "unpack",
     "use_threads",
     "write_kv",
+    "write_rows",
 ]

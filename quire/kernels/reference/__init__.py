@@ -7,7 +7,7 @@ from quire.kernels.reference.blocks import allocate, copy_blocks, pack, unpack
 from quire.kernels.reference.likelihood import logprobs
 from quire.kernels.reference.paged import GATHERED_BYTES as SCRATCH_BYTES
 from quire.kernels.reference.paged import attention, plan, rotary_write, write_kv
-from quire.kernels.reference.products import embed, experts, gated_linear, linear, pack_weight
+from quire.kernels.reference.products import embed, experts, gated_linear, linear, room, write_rows
 from quire.kernels.reference.rowwise import activate, add_rms_norm, gate, layer_norm, rms_norm, rotary, rotation
 from quire.kernels.reference.sampling import sample
 
@@ -48,12 +48,12 @@ __all__ = [
     "linear",
     "logprobs",
     "pack",
-    "pack_weight",
     "plan",
     "recorder",
     "refusal",
     "rest",
     "rms_norm",
+    "room",
     "rotary",
     "rotary_write",
     "rotation",
@@ -61,4 +61,5 @@ __all__ = [
     "unpack",
     "use_threads",
     "write_kv",
+    "write_rows",
 ]

@@ -1,5 +1,7 @@
 """Products with weights, which stay as they are, and rows of them."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -8,10 +10,15 @@ from quire.kernels.contract import Packed, Weight
 from quire.kernels.reference.rowwise import gate
 
 
-def pack_weight(weight: Tensor, parts: int = 1) -> Weight:
-    """The weight itself."""
-    del parts
-    return weight
+def room(shape: Sequence[int], dtype: torch.dtype, parts: int = 1) -> None:
+    """Weights stay as they are."""
+    del shape, dtype, parts
+
+
+def write_rows(weight: Packed, rows: Tensor, start: int, index: int = 0) -> None:
+    """Raises TypeError: there is no room of this module's making."""
+    del rows, start, index
+    plain(weight)
 
 
 def plain(weight: Weight) -> Tensor:

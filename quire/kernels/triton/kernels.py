@@ -1,10 +1,13 @@
 """The Triton kernels as the contract wants them: one object for ordinary sequences, one for deterministic ones."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from quire.config import KVGroup
-from quire.kernels.contract import Batch, Demands, Draws, Recorder, Rotation, Storage, Weight
+from quire.kernels import reference
+from quire.kernels.contract import Batch, Demands, Draws, Packed, Recorder, Rotation, Storage, Weight
 from quire.kernels.triton import attention, blocks, likelihood, products, rowwise, sampling
 from quire.kernels.triton import plan as planning
 from quire.kernels.triton.attention import SCRATCH_BYTES
@@ -105,9 +108,13 @@ class TritonKernels:
         """See `rowwise`."""
         return rowwise.activate(x, activation)
 
-    def pack_weight(self, weight: Tensor, parts: int = 1) -> Tensor:
-        """See `products`."""
-        return products.pack_weight(weight, parts)
+    def room(self, shape: Sequence[int], dtype: torch.dtype, parts: int = 1) -> None:
+        """Weights stay as they are."""
+        reference.room(shape, dtype, parts)
+
+    def write_rows(self, weight: Packed, rows: Tensor, start: int, index: int = 0) -> None:
+        """Raises TypeError: there is no room of this module's making."""
+        reference.write_rows(weight, rows, start, index)
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         """See `products`."""

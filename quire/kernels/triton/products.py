@@ -39,12 +39,6 @@ def _tile(rows: int, columns: int, dtype: torch.dtype) -> _Tile:
     return _Tile(rows, columns, terms // 2 if dtype == torch.float32 else terms, 4 if rows > FEW else 3)
 
 
-def pack_weight(weight: Tensor, parts: int = 1) -> Tensor:
-    """The weight itself, its rows contiguous."""
-    del parts
-    return weight.contiguous()
-
-
 def _along_rows(x: Tensor) -> Tensor:
     """x, a copy where its last axis is not contiguous."""
     return x if x.stride(-1) == 1 else x.contiguous()

@@ -30,10 +30,6 @@ class BackendModel:
         """Where the parameters are."""
         return self._halves.device
 
-    def pack(self, kernels: Kernels) -> None:
-        """Nothing: transformers reads the weights as they are."""
-        del kernels
-
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend, kernels: Kernels) -> Tensor:
         """Hidden states (num_tokens, hidden_size) after the last norm; arguments int64 (num_tokens,).
 

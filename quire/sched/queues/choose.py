@@ -11,7 +11,9 @@ from quire.sched.queues.matches import Matches
 from quire.sched.queues.ranked import Ranked
 from quire.sched.queues.weighed import Weighed
 
-_STEPS_OF_CREDIT = 2  # what a tenant that was away may be owed: the tokens of so many steps
+# What a tenant that was away may be owed: the tokens of so many steps. With less, a burst of a tenant that uses a
+# quarter of the machine waits for its turn behind a flood (docs/policies.md).
+_STEPS_OF_CREDIT = 8
 
 
 def new_queue(config: SchedulerConfig, cache: KVCache) -> Queue:

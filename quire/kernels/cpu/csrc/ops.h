@@ -6,7 +6,7 @@ bool has_tiles();  // whether the processor has AMX and the system lets this pro
 }
 
 #define QUIRE_OPS \
-  OP(pack_weight, "ttiii") \
+  OP(pack_rows, "ttiiii") \
   OP(unpack_rows, "tttiiiid") \
   OP(linear, "ttotiiiiiiii") \
   OP(rms_norm, "tttiiiiiid") \

@@ -21,35 +21,33 @@ INLINE int64_t steps_of(int64_t k) {
 
 // ---- packing ----
 
-// source (n, k), target, dtype (0 float32, 1 bf16), n, k
+// Rows [start, start + n) of a packed weight, of which no other place is written: padding is zero from the beginning.
+// source (n, k), target, dtype (0 float32, 1 bf16), n, k, start
 template <class T>
-static void pack(const T* source, T* target, int64_t n, int64_t k, const Team& team) {
+static void pack(const Arg* a, const Team& team) {
+  auto source = (const T*)a[0].data;
+  auto target = (T*)a[1].data;
+  int64_t n = a[3].integer, k = a[4].integer, start = a[5].integer, begin, end;
   constexpr int64_t terms = Term<T>::width;
-  int64_t steps = steps_of<T>(k), begin, end;
-  team.share((n + 15) / 16, 1, &begin, &end);
-  for (int64_t tile = begin; tile < end; tile++) {
+  int64_t steps = steps_of<T>(k), first_tile = start / 16;
+  team.share((start + n + 15) / 16 - first_tile, 1, &begin, &end);
+  for (int64_t tile = first_tile + begin; tile < first_tile + end; tile++) {
     T* out = target + tile * steps * 16 * terms;
-    int64_t whole = tile * 16 + 16 <= n && k % terms == 0 ? k / terms / 16 * 16 : 0;  // steps without any padding
+    int64_t before = tile * 16 - start;  // rows of the source; less than none where the tile begins before it
+    int64_t first = max(0, -before), last = min(16, n - before);
+    int64_t whole = last - first == 16 && k % terms == 0 ? k / terms / 16 * 16 : 0;  // steps that go vector by vector
     for (int64_t s = 0; s < whole; s += 16)
       for (int64_t i = 0; i < 16; i++) {
-        const T* row = source + (tile * 16 + i) * k + s * terms;
+        const T* row = source + (before + i) * k + s * terms;
         for (int64_t j = 0; j < 16; j++) memcpy(out + ((s + j) * 16 + i) * terms, row + j * terms, terms * sizeof(T));
       }
-    for (int64_t s = whole; s < steps; s++)
-      for (int64_t i = 0; i < 16; i++)
-        for (int64_t t = 0; t < terms; t++) {
-          int64_t row = tile * 16 + i, column = s * terms + t;
-          out[(s * 16 + i) * terms + t] = row < n && column < k ? source[row * k + column] : T{};
-        }
+    for (int64_t i = first; i < last; i++)
+      for (int64_t column = whole * terms; column < k; column++)
+        out[(column / terms * 16 + i) * terms + column % terms] = source[(before + i) * k + column];
   }
 }
 
-void pack_weight(const Arg* a, const Team& team) {
-  if (a[2].integer)
-    pack((const bf16*)a[0].data, (bf16*)a[1].data, a[3].integer, a[4].integer, team);
-  else
-    pack((const float*)a[0].data, (float*)a[1].data, a[3].integer, a[4].integer, team);
-}
+void pack_rows(const Arg* a, const Team& team) { a[2].integer ? pack<bf16>(a, team) : pack<float>(a, team); }
 
 // Rows of a packed weight, times a number: for the embeddings of tokens, and for whoever wants the weight back.
 // weight, ids (count,) int64, target (count, k), dtype, count, k, n (other ids give zeros), scale

@@ -1,0 +1,71 @@
+"""What schemathesis is told about fields that do not go together, which OpenAPI cannot say.
+
+Without it most of what it takes for valid is refused for the same few reasons, and never comes to the engine.
+"""
+
+from typing import Any
+
+import schemathesis
+
+# A field that needs another one -> that other one.
+NEEDS = {
+    **{"top_logprobs": "logprobs", "stream_options": "stream", "logprob_token_ids": "logprobs"},
+    **{
+        "length_penalty": "use_beam_search",
+        "early_stopping": "use_beam_search",
+        "return_text_in_logprobs": "return_logprob",
+    },
+    **{
+        "logprob_start_len": "return_logprob",
+        "top_logprobs_num": "return_logprob",
+        "token_ids_logprob": "return_logprob",
+    },
+}
+EITHER = (("prompt", "messages"), ("text", "input_ids"))
+HURRIED = ("deadline", "timeout")  # seconds; less than one is a matter of luck
+OF_SEARCHES = frozenset(
+    ("model", "prompt", "messages", "n", "best_of", "max_tokens", "use_beam_search", "length_penalty", "early_stopping")
+)
+SHORT = 2  # tokens; longer outputs take time and show nothing new
+
+
+@schemathesis.hook
+def before_call(_context: schemathesis.HookContext, case: schemathesis.Case, _kwargs: dict[str, Any]) -> None:
+    """Leave out what would be refused beside the rest."""
+    body = case.body
+    if not isinstance(body, dict):
+        return
+    for field in HURRIED:
+        if isinstance(body.get(field), int | float) and 0 < body[field] < 1:
+            body.pop(field)
+    if case.meta is None or not case.meta.generation.mode.is_positive:
+        return
+    _pair(body)
+    if "completions" in case.path:
+        _shorten(body, "max_tokens", "min_tokens")
+        body.pop("max_completion_tokens", None)
+    for params in _listed(body.get("sampling_params", {})) if case.path == "/generate" else ():
+        _shorten(params, "max_new_tokens", "min_new_tokens")
+
+
+def _pair(body: dict[str, Any]) -> None:
+    for field in [field for field in body if body.get("use_beam_search") and field not in OF_SEARCHES]:
+        body.pop(field)
+    for field, other in NEEDS.items():
+        if not body.get(other):
+            body.pop(field, None)
+    for field, other in EITHER:
+        if body.get(field) is not None and body.get(other) is not None:
+            body.pop(other)
+    if (body.get("best_of") or 128) < (body.get("n") or 1):
+        body.pop("best_of")
+    body.pop("retention", None)  # which needs a server with its own eviction
+
+
+def _shorten(params: dict[str, Any], most: str, least: str) -> None:
+    params[most] = min(SHORT, SHORT if params.get(most) is None else params[most])
+    params[least] = min(params.get(least) or 0, params[most])
+
+
+def _listed(value: Any) -> list[dict[str, Any]]:  # noqa: ANN401 (JSON)
+    return value if isinstance(value, list) else [value or {}]

@@ -1,0 +1,42 @@
+"""A server whose engine is killed again and again, and one that is treated badly in every other way.
+
+    python -m benchmarks.trust [--only chaos soak] [--streams 200] [--kills 20] [--seconds 60] [--json FILE]
+
+chaos: streams while the engine is killed at random moments; each text is compared with the one of a run without kills.
+soak: clients that leave, that read slowly, that send too much or nonsense, and kills. Exit code 1 where anything is
+not as it should be.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from benchmarks.trust.chaos import chaos
+from benchmarks.trust.soak import soak
+
+PARTS = ("chaos", "soak")
+
+
+def main() -> None:
+    """Run the parts and print what came of them."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--streams", type=int, default=200)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--seconds", type=float, default=60.0, help="of the soak")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    results = {}
+    for part in args.only:
+        came = chaos(args.streams, args.kills, args.seed) if part == "chaos" else soak(args.seconds, args.seed)
+        results[part] = {**came._asdict(), "good": came.good}
+        print(part, json.dumps(results[part], indent=2))
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=2) + "\n")
+    sys.exit(not all(one["good"] for one in results.values()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""Ledger: what was accepted, and what has been delivered of it. Knows requests and outputs, no process and no stream.
+
+It is all that is needed to go on with another engine: that one gets every open request again, with the tokens that
+were delivered as known ones, and what it says is delivered as if nothing had happened.
+"""
+
+from collections.abc import Iterable, Iterator
+
+import msgspec
+import numpy as np
+
+from quire.core.output import Output
+from quire.core.request import Known
+from quire.core.step import Logprobs, Pooling
+from quire.engine.generations import NewRequest
+
+
+class _Sequence:
+    """One of the sequences of a request, as far as it was delivered."""
+
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        self.cumulative_logprob = 0.0
+        self.finished = False
+        self.stopped_after: int | None = None  # a stop string ended it, and the engine may not know
+        self.seq_id: int | None = None  # of the engine that runs
+
+
+class _Entry:
+    """A request that is open."""
+
+    def __init__(self, request: NewRequest) -> None:
+        self.request = request
+        searched = request.beams is not None
+        self.sequences = [_Sequence() for _ in range(request.params.n if searched else request.params.num_sequences)]
+        self.num_told = 0  # tokens of the prompt whose logprobs were delivered
+        self.num_known_told = 0  # of those, what the engine that runs will tell once more
+        self.pooled: np.ndarray | None = None  # so far; delivered when it is complete
+
+    @property
+    def finished(self) -> bool:
+        return all(sequence.finished for sequence in self.sequences)
+
+    @property
+    def resumed(self) -> NewRequest:
+        """The request as another engine is to take it."""
+        request = self.request
+        begun = any(sequence.token_ids or sequence.finished for sequence in self.sequences)
+        if not begun or request.beams is not None or request.pooling:
+            return request._replace(resumed=True)
+        known = tuple(Known(one.token_ids, one.finished, one.cumulative_logprob) for one in self.sequences)
+        return request._replace(params=request.params.changed(prompt_logprobs=None), known=known, resumed=True)
+
+
+class Ledger:
+    """Requests by id, in the order in which they were accepted."""
+
+    def __init__(self) -> None:
+        self._entries: dict[str, _Entry] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self._entries
+
+    def add(self, requests: Iterable[NewRequest]) -> None:
+        """These were accepted."""
+        self._entries.update((request.request_id, _Entry(request)) for request in requests)
+
+    def drop(self, request_id: str) -> bool:
+        """Nobody waits for it any more; whether it was open."""
+        return self._entries.pop(request_id, None) is not None
+
+    def resume(self, request_id: str) -> NewRequest:
+        """An open request, as an engine is to take it that knows nothing of it."""
+        entry = self._entries[request_id]
+        for sequence in entry.sequences:
+            sequence.seq_id = None
+        entry.num_known_told, entry.pooled = entry.num_told, None
+        return entry.resumed
+
+    def take(self, output: Output) -> tuple[Output | None, int | None]:
+        """What an engine said: what is to be delivered, and after how many tokens a stop string ended this sequence,
+        where the engine does not know that yet.
+        """
+        entry = self._entries.get(output.request_id)
+        if entry is None:
+            return None, None
+        sequence = entry.sequences[output.index]
+        sequence.seq_id = output.seq_id
+        if sequence.finished:
+            return None, None if output.finish_reason else sequence.stopped_after
+        if output.prompt_logprobs is not None:
+            output = self._untold(entry, output, output.prompt_logprobs)
+        if output.pooled is not None:
+            output = _pool(entry, output, output.pooled)
+        sequence.token_ids += output.token_ids
+        if output.cumulative_logprob is not None:
+            sequence.cumulative_logprob = output.cumulative_logprob
+        if output.finish_reason is not None:
+            sequence.finished = True
+            self._close(entry)
+        return output, None
+
+    def finish(self, request_id: str, index: int, num_tokens: int) -> int | None:
+        """A stop string ended a sequence after so many tokens. What the engine that runs calls it, if that is known."""
+        entry = self._entries.get(request_id)
+        if entry is None or entry.sequences[index].finished:
+            return None
+        sequence = entry.sequences[index]
+        sequence.finished, sequence.stopped_after = True, num_tokens
+        del sequence.token_ids[num_tokens:]
+        self._close(entry)
+        return sequence.seq_id
+
+    def fail(self, request_id: str, error: str) -> list[Output]:
+        """A request cannot go on: what is to be delivered."""
+        entry = self._entries[request_id]
+        self.drop(request_id)
+        return [
+            Output(request_id, index, -1, [], "error", error=error)
+            for index, sequence in enumerate(entry.sequences)
+            if not sequence.finished
+        ]
+
+    def _close(self, entry: _Entry) -> None:
+        if entry.finished:
+            self.drop(entry.request.request_id)
+
+    def _untold(self, entry: _Entry, output: Output, told: Logprobs) -> Output:
+        """Without what was delivered before."""
+        size = len(told.ranks)
+        skipped = min(size, entry.num_known_told)
+        entry.num_known_told -= skipped
+        entry.num_told += size - skipped
+        return msgspec.structs.replace(output, prompt_logprobs=told.slice(skipped, size))
+
+
+def _pool(entry: _Entry, output: Output, pooled: np.ndarray) -> Output:
+    """Parts are kept here until they are complete, as an engine that begins anew says all of them again."""
+    more = entry.pooled is not None and entry.request.pooling is Pooling.MEAN
+    entry.pooled = entry.pooled + pooled if more else pooled
+    return msgspec.structs.replace(output, pooled=None if output.finish_reason is None else entry.pooled)

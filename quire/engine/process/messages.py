@@ -1,0 +1,209 @@
+"""Messages between the process of the front end and the one of the engine: plain data, checked when it is read."""
+
+from typing import Any
+
+import msgspec
+
+from quire.config import EngineOptions
+from quire.core import codec
+from quire.core.explanation import Explanation
+from quire.core.output import Output
+from quire.engine.engine import EngineStats, Learnt
+from quire.engine.facts import Facts
+from quire.engine.generations import NewRequest
+from quire.engine.process.frames import BadFrame, frame
+from quire.errors import (
+    ConfigError,
+    ContextLengthExceeded,
+    DeadlineUnreachable,
+    ModelError,
+    QueueFull,
+    QuireError,
+    RequestError,
+)
+
+
+class Command(msgspec.Struct, frozen=True, tag=True):
+    """From the front end."""
+
+
+class Begin(Command, frozen=True, tag=True):
+    """The first one: what engine to build."""
+
+    options: EngineOptions
+
+
+class Add(Command, frozen=True, tag=True):
+    """Queue requests, all or none."""
+
+    number: int
+    requests: list[NewRequest]
+
+
+class Abort(Command, frozen=True, tag=True):
+    """Nobody waits for these any more."""
+
+    request_ids: list[str]
+
+
+class Finish(Command, frozen=True, tag=True):
+    """A stop string ended a sequence."""
+
+    seq_id: int
+    num_tokens: int
+
+
+class Explain(Command, frozen=True, tag=True):
+    """What became of these requests?"""
+
+    number: int
+    request_ids: list[str]
+
+
+class Flush(Command, frozen=True, tag=True):
+    """Forget all KV that nobody uses."""
+
+    number: int
+
+
+class AskLearnt(Command, frozen=True, tag=True):
+    """What has the engine learnt?"""
+
+    number: int
+
+
+class Close(Command, frozen=True, tag=True):
+    """End after the step that runs."""
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """An error. `kind` is the name of a class below, or of whatever else it was."""
+
+    kind: str
+    message: str
+    param: str | None = None
+    numbers: list[float] = []
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """To the command with this number."""
+
+    number: int
+    result: int | Learnt | list[Explanation] | None = None
+    failure: Failure | None = None
+
+
+class Launched(msgspec.Struct, frozen=True, array_like=True):
+    """A step begins. names: its requests, by row; None where they are those of the step before."""
+
+    names: list[str] | None
+    positions: list[int]  # to which each is computed
+    predicted_seconds: float
+
+
+class Batch(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """One turn of the engine: what the step before brought, and the step that begins now."""
+
+    outputs: list[Output]
+    answers: list[Answer]
+    num_steps: int  # committed so far
+    launched: Launched | None
+    stats: EngineStats
+
+
+class Pulse(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The process lives; its engine's last turn began at `turned`, seconds of the machine's monotonic clock."""
+
+    turned: float
+
+
+class Report(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A line for whoever starts the engine."""
+
+    line: str
+
+
+class Loading(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Bytes of the model's files."""
+
+    done: int
+    total: int
+
+
+class Ready(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The engine takes commands."""
+
+    facts: Facts
+
+
+class Refused(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The engine could not be built."""
+
+    failure: Failure
+
+
+Commands = list[Begin | Add | Abort | Finish | Explain | Flush | AskLearnt | Close]
+News = Batch | Pulse | Report | Loading | Ready | Refused
+
+_COMMANDS = codec.decoder(Commands)
+_NEWS = codec.decoder(News)
+
+
+def packed(message: Commands | News) -> bytes:
+    """As it travels. Raises BadFrame for one that is too long, or has text that is not valid Unicode."""
+    try:
+        return frame(codec.encode(message))
+    except UnicodeEncodeError as error:
+        raise BadFrame(f"a message cannot be written: {error}") from error
+
+
+def commands_of(data: bytes) -> Commands:
+    """Raises BadFrame for what is no list of commands."""
+    commands: Commands = _read(_COMMANDS, data)
+    return commands
+
+
+def news_of(data: bytes) -> News:
+    """Raises BadFrame for what the engine does not say."""
+    news: News = _read(_NEWS, data)
+    return news
+
+
+def _read(decoder: "msgspec.msgpack.Decoder[Any]", data: bytes) -> Any:  # noqa: ANN401  (as the decoder says)
+    try:
+        return decoder.decode(data)
+    except (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError) as error:  # also of a value
+        raise BadFrame(f"a message cannot be read: {error}") from error
+
+
+_WITH_PARAM = {kind.__name__: kind for kind in (RequestError, ContextLengthExceeded)}
+_PLAIN = {kind.__name__: kind for kind in (ConfigError, ModelError, QuireError)}
+_KINDS = {*_WITH_PARAM, *_PLAIN, "DeadlineUnreachable", "QueueFull"}
+
+
+def failure_of(error: Exception) -> Failure:
+    """An error as data."""
+    match error:
+        case DeadlineUnreachable():
+            numbers = [error.predicted, error.asked]
+        case QueueFull():
+            numbers = [error.retry_after]
+        case _:
+            numbers = []
+    names = [kind.__name__ for kind in type(error).__mro__]
+    kind = next((name for name in names if name in _KINDS), names[0])  # the nearest that both sides know
+    return Failure(kind, str(error), getattr(error, "param", None), numbers)
+
+
+def error_of(failure: Failure) -> Exception:
+    """The inverse of `failure_of` for quire's own errors, or what they are kinds of; any other is a RuntimeError."""
+    match failure:
+        case Failure("DeadlineUnreachable", _, _, [predicted, asked]):
+            return DeadlineUnreachable(predicted, asked)
+        case Failure("QueueFull", message, _, [retry_after]):
+            return QueueFull(message, retry_after)
+    if failure.kind in _WITH_PARAM:
+        return _WITH_PARAM[failure.kind](failure.message, failure.param)
+    if failure.kind in _PLAIN:
+        return _PLAIN[failure.kind](failure.message)
+    return RuntimeError(f"{failure.kind}: {failure.message}")

@@ -1,0 +1,16 @@
+"""From a model's files to its tokenizer, whatever kind of files they are. Loads no weights."""
+
+from pathlib import Path
+
+from quire.engine.text.gguf_tokenizer import gguf_tokenizer
+from quire.engine.text.tokenizer import Tokenizer
+from quire.models.gguf.metadata import Metadata
+from quire.models.gguf.reader import read_header
+
+
+def open_tokenizer(path: Path) -> Tokenizer:
+    """That of the model at `path`, a folder or a .gguf file. Raises ModelError."""
+    if path.is_file() and path.suffix == ".gguf":
+        header = read_header(path)
+        return gguf_tokenizer(Metadata(header.metadata, header.path))
+    return Tokenizer.from_folder(path)

@@ -1,0 +1,103 @@
+"""Connection: how HTTP is spoken, and to whom it is not. Knows h11, time and sizes; no routes.
+
+By h11, as uvicorn's faster parser takes in headers of any size, from anybody. Who sends the head of a request too
+slowly is told so and cut off, be it the first of a connection or a later one; bodies are body_limit.py's. What is no
+HTTP at all gets an error object, too.
+"""
+
+import asyncio
+import sys
+from typing import Any
+
+import h11
+import msgspec
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from quire.server.errors import error_object
+from quire.server.options import ServerOptions
+
+HEAD_SECONDS = 20.0  # for the head of a request
+KEEP_ALIVE_SECONDS = (
+    75  # between requests: longer than proxies keep theirs, so that none is used while it is closed here
+)
+MAX_HEAD = 2**16  # bytes of a request before its body
+
+_TOO_LONG = f"the head of the request is longer than {MAX_HEAD} bytes; send fewer or shorter headers"
+
+
+class Connection(H11Protocol):
+    """One connection, with a clock for heads."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:  # noqa: ANN401 (uvicorn's)
+        super().__init__(*args, **more)
+        self._clock: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
+        """Somebody has connected."""
+        super().connection_made(transport)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        """Part of a request, or several."""
+        super().data_received(data)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """It is over."""
+        self._unwatch()
+        super().connection_lost(exc)
+
+    def send_400_response(self, msg: str) -> None:
+        """Called by uvicorn while it handles h11's exception."""
+        hint = getattr(sys.exc_info()[1], "error_status_hint", 400)
+        self._refuse(hint, _TOO_LONG if hint == 431 else "this is not valid HTTP/1.1")
+
+    def _watch(self) -> None:
+        """The clock runs while a head is awaited, and while a body comes whose request is answered already."""
+        answered = self.cycle is not None and self.cycle.response_complete
+        if self.transport.is_closing() or not (self.conn.their_state is h11.IDLE or answered):
+            self._unwatch()
+        elif self._clock is None:
+            self._clock = self.loop.call_later(HEAD_SECONDS, self._too_slow)
+
+    def _unwatch(self) -> None:
+        if self._clock is not None:
+            self._clock.cancel()
+            self._clock = None
+
+    def _too_slow(self) -> None:
+        self._clock = None
+        if self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]:
+            self._refuse(408, f"the head of the request took longer than {HEAD_SECONDS:g} s; send it faster")
+        else:
+            self.transport.close()
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Answer, where no answer has begun, and hang up."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            body = msgspec.json.encode(error_object(status, message))
+            length = str(len(body)).encode()
+            headers = [(b"content-type", b"application/json"), (b"content-length", length), (b"connection", b"close")]
+            for event in (h11.Response(status_code=status, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
+
+def http_config(app: ASGIApp, options: ServerOptions = ServerOptions()) -> uvicorn.Config:  # noqa: B008 (it is frozen)
+    """How uvicorn is to serve. Who a proxy says that it speaks for plays no part, and there are no WebSockets."""
+    return uvicorn.Config(
+        app,
+        http=Connection,
+        ws="none",
+        h11_max_incomplete_event_size=MAX_HEAD,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        ssl_certfile=options.ssl_certfile,
+        ssl_keyfile=options.ssl_keyfile,
+        proxy_headers=False,
+        server_header=False,
+        log_level="warning",
+        access_log=False,
+        lifespan="on",
+    )

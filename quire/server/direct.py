@@ -1,0 +1,62 @@
+"""Direct: ask the app a question without a socket. Knows ASGI and JSON bodies, no routes."""
+
+import asyncio
+from typing import NamedTuple
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message
+
+HERE = ("127.0.0.1", 0)
+
+
+class Answer(NamedTuple):
+    """A whole answer."""
+
+    status: int
+    headers: Headers
+    body: bytes
+
+
+async def post(app: ASGIApp, path: str, body: bytes) -> Answer:
+    """POST a JSON body, as a client does that waits for its answer. Cancelled, the request is given up.
+
+    Raises what the app raises where it has not answered.
+    """
+    given = False
+    status = 0
+    headers = Headers()
+    parts: list[bytes] = []
+
+    async def receive() -> Message:
+        nonlocal given
+        if given:
+            await asyncio.Event().wait()  # a client that stays
+        given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def send(message: Message) -> None:
+        nonlocal status, headers
+        if message["type"] == "http.response.start":
+            status, headers = message["status"], Headers(raw=message["headers"])
+        else:
+            parts.append(message.get("body", b""))
+
+    try:
+        await app(_scope(path, len(body)), receive, send)
+    except Exception:  # starlette answers, and then raises what it answered for servers to log; this app has logged it
+        if not status:
+            raise
+    return Answer(status, headers, b"".join(parts))
+
+
+def _scope(path: str, num_bytes: int) -> dict[str, object]:
+    headers = [
+        (b"host", HERE[0].encode()),
+        (b"content-type", b"application/json"),
+        (b"content-length", str(num_bytes).encode()),
+    ]
+    return {
+        **{"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "scheme": "http"},
+        **{"path": path, "raw_path": path.encode(), "root_path": "", "query_string": b"", "headers": headers},
+        **{"client": HERE, "server": HERE, "state": {}},
+    }

@@ -1,0 +1,1 @@
+"""What an operator sees of requests: metrics, ids, the access log, traces."""

@@ -1,0 +1,54 @@
+"""ServerOptions: what a caller may choose about a server. Knows names, defaults and bounds; loads nothing."""
+
+import re
+from dataclasses import asdict, dataclass
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from quire.config import Help
+from quire.errors import ConfigError, known_arguments_only
+
+_PLACE = re.compile(r" - at `\$\.([^`]*)`")  # where msgspec found something
+_ORIGIN = re.compile(r"https?://[^/?#\s@]+")  # as browsers write it
+Seconds = Annotated[float, Meta(ge=0, le=86_400)]
+
+
+@known_arguments_only(ConfigError)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerOptions:
+    """How requests come in and what is told about them. EngineOptions say how they are computed."""
+
+    host: Annotated[str, Help("address to listen on; others than loopback need keys")] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535), Help("port to listen on; 0 takes a free one")] = 8000
+    served_model_name: Annotated[str | None, Help("the name that requests use [default: the model's]")] = None
+    api_key_file: Annotated[str | None, Help("JSON file of API keys and their tenants")] = None
+    ssl_certfile: Annotated[str | None, Help("certificate chain (PEM); with it, only HTTPS is spoken")] = None
+    ssl_keyfile: Annotated[str | None, Help("its private key (PEM) [default: in the file of the certificate]")] = None
+    cors_origins: Annotated[
+        tuple[str, ...], Help("origin whose pages may ask, such as https://chat.example; give it several times")
+    ] = ()
+    drain_timeout: Annotated[Seconds, Help("seconds that accepted requests have to end after SIGTERM")] = 30.0
+    watchdog: Annotated[Seconds, Help("seconds after which a stalled engine is started anew; 0: never", "beta")] = 10.0
+    metrics_prefix: Annotated[
+        str, Meta(pattern=r"^[a-zA-Z_:][a-zA-Z0-9_:]{0,63}\Z"), Help("what the names of metrics begin with", "beta")
+    ] = "quire:"
+    access_log: Annotated[str | None, Help("file of JSON lines, one for each request; - is stdout", "beta")] = None
+    log_prompts: Annotated[bool, Help("write prompts into the access log, too", "beta")] = False
+    otlp_endpoint: Annotated[str | None, Help("URL to send OpenTelemetry spans to (extra otel)", "beta")] = None
+
+    def check(self) -> None:
+        """Options may come from anywhere. Raises ConfigError that names the option."""
+        try:
+            msgspec.convert(asdict(self), ServerOptions)
+        except msgspec.ValidationError as error:
+            message = str(error)
+            place = _PLACE.search(message)
+            raise ConfigError((f"{place[1]}: " if place else "") + _PLACE.sub("", message)) from error
+        for origin in self.cors_origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise ConfigError(
+                    f"cors_origins: {origin!r} is no origin; write scheme and host without a path, such as "
+                    "https://chat.example:8443, or * for any"
+                )

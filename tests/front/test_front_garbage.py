@@ -1,0 +1,124 @@
+"""Full collections: rare while requests wait, done when nobody does, and garbage is found in the end."""
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+
+from quire.engine.garbage import Garbage
+
+
+class Clock:
+    """Stands still, but for full collections."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.num_full = 0
+        self.seconds = 1.0  # of a full collection
+
+    def __call__(self) -> float:
+        return self.now
+
+    def collected(self, phase: str, info: dict[str, int]) -> None:
+        if phase == "stop" and info["generation"] == 2:
+            self.num_full += 1
+            self.now += self.seconds
+
+
+class Knot:
+    """Refers to itself."""
+
+    def __init__(self) -> None:
+        self.me = self
+
+
+@pytest.fixture
+def clock() -> Iterator[Clock]:
+    thresholds = gc.get_threshold()
+    clock = Clock()
+    gc.callbacks.append(clock.collected)
+    yield clock
+    gc.callbacks.remove(clock.collected)
+    gc.set_threshold(*thresholds)
+    gc.unfreeze()
+
+
+def grow(prompts: list[list[list[int]]], count: int) -> None:
+    """As a queue does."""
+    for _ in range(count):
+        prompts.append([[1, 2, 3]])
+
+
+def middle_age() -> None:
+    """What refers to itself has got so old that only a full collection finds it."""
+    gc.collect(1)
+    gc.collect(1)
+
+
+def test_a_growing_queue_is_searched_by_default_and_not_any_more(clock):
+    queue: list[list[list[int]]] = []
+    gc.freeze()
+    gc.collect()
+    before = clock.num_full
+    grow(queue, 60_000)
+    assert clock.num_full > before
+    Garbage(clock)
+    before = clock.num_full
+    grow(queue, 60_000)
+    assert clock.num_full == before
+
+
+def test_an_idle_moment_finds_garbage_and_the_next_one_does_not_search_again_at_once(clock):
+    garbage = Garbage(clock)
+    held = Knot()
+    knot = weakref.ref(held)
+    middle_age()
+    del held
+    gc.collect(1)
+    assert knot() is not None, "it is too old for that"
+    before = clock.num_full
+    garbage.look(idle=True)
+    assert knot() is None
+    assert clock.num_full == before + 1
+    middle_age()
+    clock.now += 50
+    garbage.look(idle=True)
+    assert clock.num_full == before + 1
+    clock.now += 50
+    garbage.look(idle=True)
+    assert clock.num_full == before + 2
+
+
+def test_while_requests_wait_full_collections_take_a_small_share_of_the_time(clock):
+    garbage = Garbage(clock)
+    middle_age()
+    garbage.look(idle=True)
+    before = clock.num_full
+    for _ in range(4000):
+        clock.now += 1.0
+        if not gc.get_count()[2]:
+            middle_age()
+        garbage.look(idle=False)
+    assert clock.num_full - before == 2
+
+
+def test_a_full_collection_that_was_short_says_nothing_of_the_next_one(clock):
+    clock.seconds = 1e-3
+    garbage = Garbage(clock)
+    before = clock.num_full
+    for seconds, num_full in ((299.0, 0), (2.0, 1), (299.0, 1)):
+        clock.now += seconds
+        middle_age()
+        garbage.look(idle=False)
+        assert clock.num_full - before == num_full
+
+
+def test_where_nothing_has_lived_long_nothing_is_searched(clock):
+    gc.disable()
+    garbage = Garbage(clock)
+    before = clock.num_full
+    clock.now += 1e6
+    garbage.look(idle=True)
+    gc.enable()
+    assert clock.num_full == before

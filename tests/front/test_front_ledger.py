@@ -1,0 +1,332 @@
+"""What is delivered over several engines, cut off at random moments, is what one undisturbed engine says."""
+
+import random
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.core.output import Output
+from quire.core.request import Beams
+from quire.core.step import Logprobs, Pooling
+from quire.engine.generations import NewRequest
+from quire.engine.process.ledger import Ledger
+from quire.params import SamplingParams
+
+HIDDEN = 3
+
+
+@dataclass
+class Plan:
+    """A request, and all that an undisturbed engine would say of it."""
+
+    request: NewRequest
+    tokens: list[list[int]]  # of each sequence
+    ends: list[str]
+    stops: dict[int, int] = field(default_factory=dict)  # sequence: tokens after which a stop string has come up
+    pooled: np.ndarray | None = None  # (prompt, hidden): of MEAN the sum is delivered, of LAST the last row
+
+    def logprobs(self, start: int, stop: int) -> Logprobs:
+        """Of tokens of the prompt."""
+        places = np.arange(start, stop, dtype=np.int32)
+        return Logprobs(places[:, None], -places[:, None].astype(np.float32), places)
+
+    def total(self, index: int, count: int) -> float:
+        """Sum of the logprobs of a sequence's first tokens: whole numbers, so that order does not matter."""
+        return float(-sum(self.tokens[index][:count]))
+
+
+def plan_of(dice: random.Random, name: str) -> Plan:
+    prompt = list(range(dice.randint(1, 12)))
+    kind = dice.choice(["sample", "sample", "ranked", "score", "beams", "pool"])
+    if kind == "pool":
+        pooling = dice.choice([Pooling.MEAN, Pooling.LAST])
+        request = NewRequest(name, prompt, SamplingParams(max_tokens=0), pooling=pooling)
+        pooled = np.array([[dice.randint(0, 99) for _ in range(HIDDEN)] for _ in prompt], np.float32)
+        return Plan(request, [[]], ["stop"], pooled=pooled)
+    n = dice.randint(1, 4)
+    told = {"prompt_logprobs": 0} if kind == "score" or (kind != "beams" and dice.random() < 0.5) else {}
+    best_of = n + dice.randint(1, 2) if kind == "ranked" else None
+    params = SamplingParams(n=n, best_of=best_of, max_tokens=0 if kind == "score" else 20, seed=7, **told)
+    beams = Beams(width=4, num_candidates=8, length_penalty=1.0, early_stopping=False) if kind == "beams" else None
+    sequences = n if kind == "beams" else params.num_sequences
+    tokens = [[dice.randint(0, 9) for _ in range(0 if kind == "score" else dice.randint(1, 20))]
+              for _ in range(sequences)]  # fmt: skip
+    plan = Plan(
+        NewRequest(name, prompt, params, beams=beams), tokens, [dice.choice(["stop", "length"]) for _ in tokens]
+    )
+    if kind in ("sample", "ranked"):
+        plan.stops = {i: dice.randint(1, len(ids)) for i, ids in enumerate(tokens) if dice.random() < 0.4}
+    return plan
+
+
+class PretendEngine:
+    """Says of every request what its plan has, in parts of random size, and goes on behind what is known."""
+
+    def __init__(self, dice: random.Random, plans: dict[str, Plan], first_id: int) -> None:
+        self.dice = dice
+        self.plans = plans
+        self.next_id = first_id
+        self.open: dict[int, tuple[str, int]] = {}
+        self.said: dict[int, int] = {}  # output tokens of a sequence that are known
+        self.totals: dict[int, float] = {}
+        self.told: dict[str, int] = {}  # tokens of the prompt that logprobs or states were told of
+        self.wants: dict[str, NewRequest] = {}
+
+    def add(self, request: NewRequest) -> None:
+        name, plan = request.request_id, self.plans[request.request_id]
+        assert request._replace(params=plan.request.params, known=(), resumed=False) == plan.request
+        self.wants[name] = request
+        self.told[name] = 1 if request.params.prompt_logprobs is not None else 0
+        if request.known:
+            assert len(request.known) == len(plan.tokens)
+            assert request.params == plan.request.params.changed(prompt_logprobs=None)
+        for index, tokens in enumerate(plan.tokens):
+            known = request.known[index] if request.known else None
+            seq_id, self.next_id = self.next_id, self.next_id + 1
+            if known is not None and known.finished:
+                continue
+            self.open[seq_id], self.said[seq_id] = (name, index), 0
+            if known is not None:
+                assert known.token_ids == tokens[: len(known.token_ids)]
+                if plan.request.params.is_ranked:
+                    assert known.cumulative_logprob == plan.total(index, len(known.token_ids))
+                self.said[seq_id] = len(known.token_ids)
+
+    def finish(self, seq_id: int, num_tokens: int) -> None:
+        if seq_id in self.open:
+            name, index = self.open.pop(seq_id)
+            assert self.plans[name].stops[index] == num_tokens
+
+    def step(self) -> list[Output]:
+        outputs: list[Output] = []
+        for seq_id, (name, index) in list(self.open.items()):
+            if seq_id in self.open and self.dice.random() < 0.7:
+                outputs += self.say(seq_id, self.plans[name], index)
+        return outputs
+
+    def say(self, seq_id: int, plan: Plan, index: int) -> list[Output]:
+        request = self.wants[plan.request.request_id]
+        name, length = request.request_id, len(request.prompt)
+        if request.beams is not None:
+            return self.results(plan) if self.dice.random() < 0.3 else []
+        if request.pooling:
+            return [self.pool(seq_id, plan)]
+        told = self.told[name]
+        if request.params.prompt_logprobs is not None and told < length:
+            if index:
+                return []  # the others wait for what the first one computes
+            upto = self.told[name] = self.dice.randint(told + 1, length)
+            scored = plan.logprobs(told, upto)
+            if upto < length:
+                return [Output(name, index, seq_id, [], prompt_logprobs=scored)]
+        else:
+            scored = None
+        return [self.sampled(seq_id, plan, index, scored)]
+
+    def sampled(self, seq_id: int, plan: Plan, index: int, scored: Logprobs | None) -> Output:
+        start = self.said[seq_id]
+        tokens = plan.tokens[index]
+        upto = self.said[seq_id] = min(len(tokens), start + self.dice.randint(1, 3))
+        over = upto == len(tokens)
+        if over:
+            del self.open[seq_id]
+        total = plan.total(index, upto) if plan.request.params.is_ranked and upto > start else None
+        reason = plan.ends[index] if over else None
+        name = plan.request.request_id
+        return Output(name, index, seq_id, tokens[start:upto], reason, prompt_logprobs=scored, cumulative_logprob=total)
+
+    def results(self, plan: Plan) -> list[Output]:
+        name = plan.request.request_id
+        ids = [seq_id for seq_id, (of, _) in self.open.items() if of == name]
+        for seq_id in ids:
+            del self.open[seq_id]
+        return [
+            Output(name, i, seq_id, tokens, plan.ends[i], cumulative_logprob=plan.total(i, len(tokens)))
+            for i, (seq_id, tokens) in enumerate(zip(ids, plan.tokens, strict=True))
+        ]
+
+    def pool(self, seq_id: int, plan: Plan) -> Output:
+        request, states = plan.request, plan.pooled
+        assert states is not None
+        told, name = self.told[request.request_id], request.request_id
+        upto = self.told[name] = self.dice.randint(told + 1, len(request.prompt))
+        over = upto == len(request.prompt)
+        if over:
+            del self.open[seq_id]
+        part = states[told:upto].sum(axis=0) if request.pooling is Pooling.MEAN else states[upto - 1]
+        if request.pooling is Pooling.LAST and not over:
+            part = None
+        part = None if part is None else np.frombuffer(part.tobytes(), np.float32)  # as it is read: not to be written
+        return Output(name, 0, seq_id, [], "stop" if over else None, pooled=part)
+
+
+@dataclass
+class Heard:
+    """What one sequence of a request has been told."""
+
+    tokens: list[int] = field(default_factory=list)
+    reason: str | None = None
+    scored: list[int] = field(default_factory=list)
+    pooled: np.ndarray | None = None
+    total: float | None = None
+
+
+class Front:
+    """Reads what the ledger delivers, sees stop strings a while later, and starts another engine now and then."""
+
+    def __init__(self, dice: random.Random, plans: list[Plan], deaths: int) -> None:
+        self.dice = dice
+        self.plans = {plan.request.request_id: plan for plan in plans}
+        self.heard = {(name, i): Heard() for name, plan in self.plans.items() for i in range(len(plan.tokens))}
+        self.ledger = Ledger()
+        self.deaths = deaths
+        self.unread: list[Output] = []
+        self.engine = PretendEngine(dice, self.plans, 0)
+        for plan in plans:
+            self.engine.add(plan.request)
+        self.ledger.add(plan.request for plan in plans)
+
+    def run(self) -> None:
+        for turn in range(10_000):
+            if not len(self.ledger) and not self.unread:
+                return
+            if self.deaths and self.dice.random() < 0.2:
+                self.deaths -= 1
+                self.restart(turn)
+            for output in self.engine.step():
+                self.hear(output)
+            if self.dice.random() < 0.5:  # whoever reads the stream may be late
+                self.read()
+        raise AssertionError(f"never over: {list(self.ledger)}")
+
+    def restart(self, turn: int) -> None:
+        self.engine = PretendEngine(self.dice, self.plans, 1000 * (turn + 1))
+        names = list(self.ledger)
+        for name in names:
+            self.engine.add(self.ledger.resume(name))
+
+    def hear(self, output: Output) -> None:
+        heard = self.heard[output.request_id, output.index]
+        told, stopped_after = self.ledger.take(output)
+        if stopped_after is not None:
+            self.engine.finish(output.seq_id, stopped_after)
+        if told is None:
+            return
+        assert heard.reason is None, "something came behind the end"
+        self.unread.append(told)
+
+    def read(self) -> None:
+        for output in self.unread:
+            heard = self.heard[output.request_id, output.index]
+            if output.prompt_logprobs is not None:
+                heard.scored += output.prompt_logprobs.ids[:, 0].tolist()
+            if heard.reason is not None:
+                continue  # as Transcript does it
+            heard.tokens += output.token_ids
+            heard.pooled = output.pooled if heard.pooled is None else heard.pooled + output.pooled
+            heard.total = heard.total if output.cumulative_logprob is None else output.cumulative_logprob
+            heard.reason = output.finish_reason
+            stop = self.plans[output.request_id].stops.get(output.index)
+            if stop is not None and len(heard.tokens) >= stop:
+                del heard.tokens[stop:]
+                heard.reason = "stop string"
+                seq_id = self.ledger.finish(output.request_id, output.index, stop)
+                if seq_id is not None:
+                    self.engine.finish(seq_id, stop)
+        self.unread.clear()
+
+    def check(self) -> None:
+        for (name, index), heard in self.heard.items():
+            plan, stop = self.plans[name], self.plans[name].stops.get(index)
+            assert heard.tokens == plan.tokens[index][:stop]
+            assert heard.reason == ("stop string" if stop else plan.ends[index])
+            wanted = range(1, len(plan.request.prompt)) if plan.request.params.prompt_logprobs is not None else ()
+            assert heard.scored == (list(wanted) if index == 0 else [])
+            if plan.request.beams is not None or (plan.request.params.is_ranked and stop is None):
+                assert heard.total == plan.total(index, len(plan.tokens[index]))
+            if plan.pooled is not None:
+                whole = plan.pooled.sum(axis=0) if plan.request.pooling is Pooling.MEAN else plan.pooled[-1]
+                assert np.array_equal(heard.pooled, whole)
+        assert len(self.ledger) == 0
+        assert list(self.ledger) == []
+
+
+@given(seed=st.integers(0, 2**32 - 1), deaths=st.sampled_from([0, 1, 3, 10]))
+@settings(max_examples=300)
+def test_what_is_delivered_over_many_engines_is_what_one_says(seed, deaths):
+    dice = random.Random(seed)
+    front = Front(dice, [plan_of(dice, f"r{i}") for i in range(dice.randint(1, 5))], deaths)
+    front.run()
+    front.check()
+
+
+def params_of(**values):
+    return SamplingParams(max_tokens=5, seed=1, **values)
+
+
+def test_a_request_that_said_nothing_yet_begins_anew_and_is_never_refused():
+    ledger = Ledger()
+    asked = NewRequest("a", [1, 2], params_of(prompt_logprobs=0))
+    ledger.add([asked])
+    assert ledger.resume("a") == asked._replace(resumed=True)
+
+
+def test_what_went_on_has_its_known_tokens_and_tells_nothing_about_the_prompt():
+    ledger = Ledger()
+    ledger.add([NewRequest("a", [1, 2], params_of(n=2, prompt_logprobs=0))])
+    ledger.take(Output("a", 0, 7, [5, 6]))
+    ledger.take(Output("a", 1, 8, [9], "stop", stop_token=9))
+    resumed = ledger.resume("a")
+    assert [(one.token_ids, one.finished) for one in resumed.known] == [([5, 6], False), ([9], True)]
+    assert resumed.params == params_of(n=2)
+    assert resumed.resumed
+
+
+def test_a_stop_string_that_no_engine_was_told_of_is_told_to_the_one_that_comes_to_it():
+    ledger = Ledger()
+    ledger.add([NewRequest("a", [1], params_of(n=2))])
+    ledger.take(Output("a", 0, 7, [5, 6]))
+    ledger.resume("a")  # the engine died
+    assert ledger.finish("a", 0, 1) is None  # and what the next one calls it is not known
+    assert ledger.take(Output("a", 0, 107, [8])) == (None, 1)
+    assert ledger.take(Output("a", 0, 107, [8], "length")) == (None, None)  # it has ended there, too
+    assert [one.token_ids for one in ledger.resume("a").known] == [[5], []]
+
+
+def test_a_stop_string_is_told_to_the_engine_that_put_it_out():
+    ledger = Ledger()
+    ledger.add([NewRequest("a", [1], params_of())])
+    ledger.take(Output("a", 0, 7, [5, 6]))
+    assert ledger.finish("a", 0, 1) == 7
+    assert "a" not in ledger
+    assert ledger.finish("a", 0, 1) is None
+    assert ledger.take(Output("a", 0, 7, [8])) == (None, None)
+
+
+@pytest.mark.parametrize("reason", ["stop", "length", "error", "abort"])
+def test_entries_vanish_with_their_last_sequence(reason):
+    ledger = Ledger()
+    ledger.add([NewRequest("a", [1], params_of(n=2)), NewRequest("b", [1], params_of())])
+    ledger.take(Output("a", 1, 8, [], reason))
+    assert list(ledger) == ["a", "b"]
+    ledger.take(Output("a", 0, 7, [4], reason))
+    assert list(ledger) == ["b"]
+    assert ledger.drop("b")
+    assert not ledger.drop("b")
+    assert len(ledger) == 0
+
+
+def test_a_request_that_fails_tells_each_sequence_that_goes_on():
+    ledger = Ledger()
+    ledger.add([NewRequest("a", [1], params_of(n=3))])
+    ledger.take(Output("a", 1, 8, [4], "length"))
+    outputs = ledger.fail("a", "why")
+    assert [(one.index, one.finish_reason, one.error) for one in outputs] == [(0, "error", "why"), (2, "error", "why")]
+    assert "a" not in ledger
+
+
+def test_what_the_engine_says_of_a_request_that_nobody_waits_for_is_not_delivered():
+    assert Ledger().take(Output("a", 0, 7, [4])) == (None, None)

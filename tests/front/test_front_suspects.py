@@ -1,0 +1,304 @@
+"""Who ends the engine is found, and nobody else is blamed: Suspects behind a pretended front end, and many engines."""
+
+import random
+from collections import deque
+from dataclasses import dataclass, field
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.engine.process.suspects import ALONE, Suspects
+
+PARTS = 8  # that a group of suspects is split into
+MAX_ROWS = 64
+MAX_STEPS = 20_000  # of all engines of one case together
+
+
+def deaths_needed(num_rows: int) -> int:
+    """Of a search for one culprit among so many: two that make suspects, one for each time that its group is split,
+    one beside those who were cleared before it, and ALONE of its own."""
+    splits = 0
+    while num_rows > 1:
+        num_rows, splits = -(-num_rows // PARTS), splits + 1
+    return 2 + max(0, splits - 1) + 1 + ALONE
+
+
+@dataclass
+class Asked:
+    """A request: its prompt has so many tokens, and after `end` positions it is over."""
+
+    name: str
+    prompt: int
+    end: int
+    deadly_at: int = 0  # the step that computes this position ends the engine; 0: none does
+    known: int = 0  # positions whose tokens the front end has: at least the prompt
+    highest: int = 0  # position that it was ever launched with
+    hits: int = 0  # random kills that met it alone since it last came further than that
+
+    def __post_init__(self):
+        self.known = self.prompt
+
+
+@dataclass
+class Running:
+    """A request in one engine."""
+
+    asked: Asked
+    computed: int = 0  # by steps that were launched
+    written: int = 0  # by steps that are committed
+
+
+@dataclass
+class World:
+    """The front end's part of the protocol, as AsyncEngine has it, and the engines that it talks to."""
+
+    open: dict[str, Asked]
+    later: list[Asked]  # who comes while engines run
+    dice: random.Random
+    depth: int  # steps in flight
+    chunk: int  # positions that a request computes in one step
+    max_rows: int
+    kill_every: int  # a random kill in one of so many steps; 0: never
+    max_kills: int
+    ends_early: float  # how likely it is that a stop string, or whoever asked, ends one of the rows of a step
+    suspects: Suspects = field(default_factory=Suspects)
+    engine: dict[str, Running] = field(default_factory=dict)
+    in_flight: deque = field(default_factory=deque)
+    blamed: list[str] = field(default_factory=list)
+    finished: list[str] = field(default_factory=list)
+    deaths: int = 0
+    kills: int = 0
+    steps: int = 0
+
+    def run(self):
+        self.submit()
+        while self.open or self.later:
+            self.steps += 1
+            if self.later and self.dice.random() < 0.2:
+                asked = self.later.pop()
+                self.open[asked.name] = asked
+                self.submit()
+            assert self.steps < MAX_STEPS, f"held for ever: {list(self.open)}, of which may run {self.suspects.trying}"
+            self.step()
+
+    def submit(self):
+        trying = self.suspects.trying
+        for name in list(self.open) if trying is None else trying:
+            if name not in self.engine and name in self.open:
+                self.engine[name] = Running(self.open[name])
+
+    def step(self):
+        """Launch a step, and commit the oldest one where enough are in flight or nothing is left to launch."""
+        rows = self.plan()
+        if rows:
+            self.in_flight.append(rows)
+            for running, stop in rows.values():
+                running.asked.highest = max(running.asked.highest, stop)
+            if self.dies(rows):
+                return
+        if self.in_flight and (len(self.in_flight) >= self.depth or not rows):
+            self.commit(self.in_flight.popleft())
+
+    def plan(self):
+        rows = {}
+        for name, running in self.engine.items():
+            ready = min(running.asked.end, max(running.asked.known, running.written + self.depth))
+            stop = min(running.computed + self.chunk, ready)
+            if stop > running.computed and len(rows) < self.max_rows:
+                rows[name] = (running, stop)
+        return rows
+
+    def dies(self, rows):
+        deadly = any(running.computed < running.asked.deadly_at <= stop for running, stop in rows.values())
+        for running, stop in rows.values():
+            running.computed = stop
+        if deadly and self.depth > 1 and self.dice.random() < 0.5:  # another step is launched before it comes to that
+            more = self.plan()
+            if more:
+                self.in_flight.append(more)
+        if deadly:
+            self.die()
+            return True
+        if self.kill_every and self.kills < self.max_kills and self.dice.random() * self.kill_every < 1:
+            return self.kill()
+        return False
+
+    def kill(self):
+        """A random kill, but for the third one in a row that would meet somebody who is alone and never came on."""
+        met = {name for step in self.in_flight for name in step}
+        if len(met) == 1:
+            asked = self.open.get(*met)
+            if asked is not None:
+                if asked.hits == ALONE - 1:
+                    return False
+                asked.hits += 1
+        self.kills += 1
+        self.die()
+        return True
+
+    def die(self):
+        self.deaths += 1
+        rows = {}
+        for step in self.in_flight:
+            for name, (_, stop) in step.items():
+                rows[name] = max(stop, rows.get(name, 0))
+        known = {name: stop for name, stop in rows.items() if name in self.open}
+        self.in_flight.clear()
+        self.engine.clear()
+        culprit = self.suspects.died(known, len(rows) - len(known))
+        if culprit is not None:
+            self.blamed.append(culprit)
+            del self.open[culprit]
+        self.submit()
+
+    def commit(self, rows):
+        if self.suspects.watching:
+            for name, (_, stop) in rows.items():
+                self.suspects.survived(name, stop)
+            self.submit()
+        for name, (running, stop) in rows.items():
+            asked = running.asked
+            running.written = stop
+            asked.known = max(asked.known, stop)
+            if stop >= asked.highest:
+                asked.hits = 0
+            early = not asked.deadly_at and self.dice.random() < self.ends_early
+            if (stop >= asked.end or early) and name in self.open:
+                self.finished.append(name)
+                self.end(name)
+
+    def end(self, name):
+        """Also where it ends without passing the place where it died."""
+        del self.open[name]
+        self.engine.pop(name, None)
+        self.suspects.forget(name)
+        self.submit()
+
+
+def world_of(seed, *, num_poisons, kill_every=0, max_kills=0):
+    """A random one of 1 to 64 requests, of which so many are deadly (all, where there are fewer)."""
+    dice = random.Random(seed)
+    many = dice.choice([1, 2, 3, 8, 20, MAX_ROWS])
+    requests = []
+    for i in range(many):
+        prompt = dice.randint(1, 30)
+        requests.append(Asked(f"r{i}", prompt, prompt + dice.randint(1, 12)))
+    for asked in requests[:num_poisons]:
+        asked.deadly_at = dice.randint(1, asked.end)
+    dice.shuffle(requests)
+    begun = many if dice.random() < 0.5 else dice.randint(1, many)
+    return World(
+        {asked.name: asked for asked in requests[:begun]},
+        requests[begun:],
+        dice,
+        depth=dice.randint(1, 2),
+        chunk=dice.choice([4, 16, 64]),
+        max_rows=dice.choice([3, MAX_ROWS]),
+        kill_every=kill_every,
+        max_kills=max_kills,
+        ends_early=dice.choice([0.0, 0.1]),
+    )
+
+
+def run(world):
+    """Everybody ends, and only who is deadly is blamed."""
+    everybody = [*world.open.values(), *world.later]
+    world.run()
+    assert sorted(world.blamed) == sorted(asked.name for asked in everybody if asked.deadly_at)
+    assert sorted(world.finished) == sorted(asked.name for asked in everybody if not asked.deadly_at)
+    assert world.suspects.trying is None
+    assert not world.suspects.watching
+
+
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+@given(seed=SEEDS, num_poisons=st.integers(0, 2))
+@settings(max_examples=300)
+def test_every_poison_is_found_soon_and_everybody_else_finishes(seed, num_poisons):
+    world = world_of(seed, num_poisons=num_poisons)
+    num_rows = min(len(world.open) + len(world.later), world.max_rows)
+    run(world)
+    assert world.deaths <= len(world.blamed) * deaths_needed(num_rows)
+
+
+@given(seed=SEEDS, kill_every=st.sampled_from([2, 4, 10]))
+@settings(max_examples=200)
+def test_random_kills_are_nobodys_fault(seed, kill_every):
+    """As long as no three engines in a row are killed that compute somebody alone and bring it no further."""
+    run(world_of(seed, num_poisons=0, kill_every=kill_every, max_kills=60))
+
+
+@given(seed=SEEDS, num_poisons=st.integers(1, 2), kill_every=st.sampled_from([3, 10]))
+@settings(max_examples=200)
+def test_poison_is_found_among_random_kills(seed, num_poisons, kill_every):
+    world = world_of(seed, num_poisons=num_poisons, kill_every=kill_every, max_kills=20)
+    run(world)
+    print("K", num_poisons, world.deaths - world.kills)
+
+
+def test_so_many_deaths_find_one_of_many():
+    assert [deaths_needed(n) for n in (1, 8, 9, 64, 65, 512)] == [6, 6, 7, 7, 8, 8]
+
+
+def test_one_death_makes_nobody_a_suspect():
+    suspects = Suspects()
+    assert suspects.died({"a": 5, "b": 9}) is None
+    assert suspects.trying is None
+    assert suspects.watching
+    suspects.survived("a", 5)
+    suspects.survived("b", 8)  # not as far as it was when the engine died
+    assert suspects.watching
+    suspects.survived("b", 9)
+    assert not suspects.watching
+
+
+def test_who_is_alone_is_to_blame_after_so_many_deaths_and_not_before():
+    suspects = Suspects()
+    assert [suspects.died({"a": 5}) for _ in range(ALONE + 1)] == [None] * ALONE + ["a"]
+    assert suspects.trying is None
+    assert not suspects.watching
+
+
+def test_who_comes_further_begins_anew():
+    suspects = Suspects()
+    for _ in range(20):
+        for _ in range(ALONE):
+            assert suspects.died({"a": 5}) is None
+        suspects.survived("a", 5)
+    assert not suspects.watching
+
+
+def test_coming_as_far_as_in_a_smaller_step_is_not_enough():
+    """The furthest position counts: a step that stopped earlier does not show that the later one is harmless."""
+    suspects = Suspects()
+    suspects.died({"a": 2048})
+    suspects.died({"a": 512})
+    suspects.survived("a", 512)
+    assert suspects.trying == ("a",)
+
+
+def test_deaths_in_company_that_has_ended_since_are_not_deaths_alone():
+    suspects = Suspects()
+    assert [suspects.died({"a": 5}, num_gone=1) for _ in range(10)] == [None] * 10
+    assert suspects.trying == ("a",)
+
+
+def test_groups_are_tried_in_turn_and_who_ends_holds_nobody():
+    suspects = Suspects()
+    names = [f"r{i}" for i in range(16)]
+    for _ in range(2):
+        suspects.died(dict.fromkeys(names, 5))
+    assert suspects.trying == ("r0", "r1")
+    suspects.survived("r0", 5)
+    assert suspects.trying == ("r1",)
+    suspects.forget("r1")  # it ended, wherever it was
+    assert suspects.trying == ("r2", "r3")
+    suspects.died({"r2": 5})  # r3 was not in that step
+    assert suspects.trying == ("r2",)
+    suspects.survived("r2", 5)
+    assert suspects.trying == ("r3",)
+    for name in names:
+        suspects.forget(name)
+    assert suspects.trying is None
+    assert not suspects.watching
