@@ -12,6 +12,7 @@ from random import Random
 from statistics import NormalDist
 
 LENGTH_SEED = 20260  # fixes W2's lengths for all time, so that results of different dates compare
+SMALLEST_VOCABULARY = 2048  # the embedded model's
 FIRST_TOKEN = 16  # ids below may be special in real vocabularies
 
 SHAREGPT_INPUT_MEAN = 161.0  # tokens; PagedAttention (Kwon et al., SOSP 2023), section 6.1, figure 11

@@ -1,9 +1,11 @@
 """Configuration: small frozen slices, resolved once and handed out; nobody holds the whole."""
 
-from dataclasses import dataclass, replace
+import re
+from dataclasses import asdict, dataclass, replace
 from math import inf
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
+import msgspec
 from msgspec import Meta
 
 from quire.errors import ConfigError, known_arguments_only
@@ -204,10 +206,25 @@ class EngineOptions:
         int | None, Help("1, or 2 to plan a step while the one before it runs [default: 2 on a GPU]", "prototype")
     ] = None
     kernels: Annotated[str, Help("kernel module: auto, cpu, triton or reference", "beta")] = "auto"
-    threads: Annotated[int | None, Help("threads that compute on the host [default: one per core]", "beta")] = None
+    threads: Annotated[
+        int | None, Help("threads that compute on the host [default: one per core, one for tiny models]", "beta")
+    ] = None
     device: Annotated[str, Help("auto, cpu or cuda", "beta")] = "auto"
     seed: Annotated[int, Help("seed of requests that bring none")] = 0
     journal: Annotated[str | None, Help("file that records every input of the scheduler", "beta")] = None
+
+
+_PLACE = re.compile(r" - at `\$\.([^`]*)`")  # where msgspec found something
+
+
+def check_options(options: Any) -> None:  # noqa: ANN401 (a dataclass)
+    """Options may come from anywhere: raises ConfigError that names one of a wrong type or out of its bounds."""
+    try:
+        msgspec.convert(asdict(options), type(options))
+    except msgspec.ValidationError as error:
+        message = str(error)
+        place = _PLACE.search(message)
+        raise ConfigError((f"{place[1]}: " if place else "") + _PLACE.sub("", message)) from error
 
 
 _QUEUED_PER_ROW = 16

@@ -53,7 +53,7 @@ def names_of(known: Sequence[str], text: str) -> list[str]:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="benchmarks.cpu", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--shapes", type=lambda text: names_of(list(SHAPES), text), default=["0.5b", "1b"])
+    parser.add_argument("--shapes", type=lambda text: names_of([*SHAPES, "embedded"], text), default=["0.5b", "1b"])
     parser.add_argument("--workloads", type=lambda text: names_of(list(WORKLOADS), text), default="W1,W2,W3,W4")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART")

@@ -105,8 +105,11 @@ SHAPES = {
 def checkpoint(shape: str, models: Path, device: str = "cpu") -> Path:
     """The folder of this shape's checkpoint below `models`; made there, in bfloat16, unless it exists.
 
+    "embedded" is quire's own model, which has a shape and weights of its own, and is too small to say much of speed.
     device: where the random numbers are drawn; they are others on another device.
     """
+    if shape == "embedded":
+        return embedded.folder()
     folder = models / f"random-{shape}"
     if folder.exists():
         return folder

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from benchmarks.workloads import Query, Workload, workload
+from benchmarks.workloads import SMALLEST_VOCABULARY, Query, Workload, workload
 
 ROOT = Path(__file__).resolve().parents[2]
 DRIVERS = Path(__file__).parent / "drivers"
@@ -148,7 +148,7 @@ def start(engine: Engine) -> Running:
         )
     running = Running(engine, process, Path(log))
     try:
-        warm = workload("WARM")
+        warm = workload("WARM", vocab_size=SMALLEST_VOCABULARY)
         facts = running._ask({"name": "WARM", "queries": _plain(warm.queries)}, ("ready", "version", "threads"))
     except BaseException:
         running.stop()

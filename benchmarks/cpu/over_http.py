@@ -6,20 +6,22 @@ from random import Random
 
 from benchmarks.cpu.engines import Engine
 from benchmarks.cpu.turns import Turns
-from benchmarks.workloads import FIRST_TOKEN, Query, Workload
+from benchmarks.workloads import FIRST_TOKEN, SMALLEST_VOCABULARY, Query, Workload
 
 NUM_STREAMS = 64
 _NUM_TOKENS = 64  # of each prompt, and of each output
 
 
 def streams(name: str, seed: int) -> Workload:
-    """64 unrelated queries of 64 tokens in and out."""
+    """64 unrelated queries of 64 tokens in and out, which every vocabulary has."""
     rng = Random(f"{name}-{seed}")
-    prompts = [[rng.randrange(FIRST_TOKEN, 32000) for _ in range(_NUM_TOKENS)] for _ in range(NUM_STREAMS)]
+    tokens = range(FIRST_TOKEN, SMALLEST_VOCABULARY)
+    prompts = [rng.choices(tokens, k=_NUM_TOKENS) for _ in range(NUM_STREAMS)]
     return Workload(name, seed, [Query(prompt, _NUM_TOKENS) for prompt in prompts])
 
 
 def http_turns(model: Path, repeat: int) -> Turns:
     """The server with its client, and the LLM, with room for all queries at once."""
-    engines = [Engine(name, sys.executable, model, max_num_seqs=NUM_STREAMS) for name in ("http", "quire")]
+    settings = {"max_num_seqs": NUM_STREAMS, "max_model_len": 1024}
+    engines = [Engine(name, sys.executable, model, **settings) for name in ("http", "quire")]
     return Turns(engines, [f"{NUM_STREAMS} streams"], repeat=repeat, make=streams)

@@ -27,9 +27,7 @@ class Server:
 
     def engine_pid(self) -> int | None:
         """The engine's process; None while there is none."""
-        lists = Path(f"/proc/{self.process.pid}/task").glob("*/children")  # any thread may have started it
-        children = [int(pid) for each in lists for pid in each.read_text().split()]
-        return children[0] if children else None
+        return engine_of(self.process.pid)
 
     def kill_engine(self) -> bool:
         """SIGKILL; whether there was an engine that served."""
@@ -70,6 +68,13 @@ class Server:
     def resident(self) -> int:
         """Bytes of the front end's process."""
         return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * _PAGE
+
+
+def engine_of(pid: int) -> int | None:
+    """The process of the engine that process `pid` has started; None while there is none."""
+    lists = Path(f"/proc/{pid}/task").glob("*/children")  # any thread may have started it
+    children = [int(child) for each in lists for child in each.read_text().split()]
+    return children[0] if children else None
 
 
 @contextmanager

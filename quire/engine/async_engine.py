@@ -23,6 +23,7 @@ from quire.engine.process import messages
 from quire.engine.process.connection import Connection
 from quire.engine.process.frames import BadFrame
 from quire.engine.process.hosts import Host
+from quire.engine.process.keeper import Keeper
 from quire.engine.process.ledger import Ledger
 from quire.engine.process.messages import Answer, Batch, News
 from quire.engine.process.questions import Questions
@@ -30,7 +31,7 @@ from quire.engine.process.steps import StepsInFlight
 from quire.engine.process.stream import Stream
 from quire.engine.process.suspects import Suspects
 from quire.engine.process.vitals import FAILED_STEPS, STALL_SECONDS, Health, State, Tally, Vitals
-from quire.errors import EngineStopped, QueueFull, QuireError, RequestError
+from quire.errors import EngineStopped, QueueFull, RequestError
 from quire.params import is_unicode
 
 log = logging.getLogger(__name__)
@@ -38,11 +39,11 @@ log = logging.getLogger(__name__)
 WATCH_SECONDS = 0.25
 MAX_ASKED = 4096  # questions that wait for an engine
 _RESTART_SECONDS = 5.0  # what is told to those who come while too many wait for an engine
-_STARTS = 5  # that may fail in a row
-_IN_VAIN = 24  # engines in a row that died before they had committed a step: more than any search for a culprit needs
+_IN_VAIN = 24  # engines in a row that died without a step that they should have done: more than any search needs
 _REMEMBERED = 256  # requests that were given up, should they come again
 _DEADLY = "the engine died whenever this request was computed; it is not tried again"
 _LAST_WORDS = 0.5  # seconds for writing stacks
+_SHORT_LIFE = 5.0  # seconds: an engine that dies so soon has not died at random
 
 
 class AsyncEngine:
@@ -54,6 +55,7 @@ class AsyncEngine:
 
     def __init__(self, host: Host, *, watchdog: float = 0.0) -> None:
         self._host = host
+        self._keeper = Keeper(host)
         self._watchdog = watchdog
         self._streams: dict[str, Stream] = {}
         self._ledger = Ledger()
@@ -78,7 +80,7 @@ class AsyncEngine:
         self._spawn(self._watch())
 
     async def close(self) -> None:
-        """End the engine after the step it is in. Open streams fail."""
+        """End the engine after the step it is in, if that ends soon. Open streams fail."""
         if self._stopped is None:
             self._stop(EngineStopped("the server is shutting down"))
         for task in self._tasks:
@@ -88,7 +90,8 @@ class AsyncEngine:
             self._connection.send(messages.Close())
             self._connection.close()
             self._connection = None
-            await asyncio.to_thread(self._host.wait)
+            await self._keeper.ended()
+        await self._keeper.abandon()
 
     async def generate(self, requests: Sequence[NewRequest]) -> Stream:
         """Queue requests, all or none. Raises RequestError for one that cannot be served, and EngineStopped."""
@@ -309,28 +312,31 @@ class AsyncEngine:
         if why is not None:  # it speaks nonsense
             log.error("the engine is ended: %s", why)
             self._host.kill()
-        how = await asyncio.to_thread(self._host.wait)
+        lived = time.monotonic() - self._vitals.began
+        how = await self._keeper.ended()
         rows, num_gone = self._steps.at_death(self._ledger)
         log.error("the engine ended %s, with %d requests in its last step", how, len(rows))
         if not self._host.can_restart:
             self._stop(EngineStopped(f"the engine failed: it ended {how}, and its log says why"))
             return
-        wanted = self._steps.num_committed == 0 and (self._ledger or self._questions)
-        self._in_vain = self._in_vain + 1 if wanted else 0
+        in_vain = self._steps.num_committed == 0 and (self._ledger or self._questions or lived < _SHORT_LIFE)
+        self._in_vain = self._in_vain + 1 if in_vain else 0
         self._blame(rows, num_gone)
         self._tally.died(len(self._ledger))
         if self._in_vain > _IN_VAIN:
             self._stop(EngineStopped(f"{self._in_vain} engines died one after the other without doing anything"))
             return
-        if await self._launch():
+        if await self._keeper.launch():
             self._num_restarts += 1
             await self._connect()
+        else:
+            self._stop(EngineStopped("the engine could not be started again, and the log says why"))  # clients hear it
 
     def _blame(self, rows: dict[str, int], num_gone: int) -> None:
         culprit = self._suspects.died(rows, num_gone)
         if culprit is not None:
             log.error("request %s is given up: the engine died whenever it was computed", culprit)
-            self._given_up[_content(self._ledger.resume(culprit))] = None
+            self._given_up[_content(self._ledger.request(culprit))] = None
             if len(self._given_up) > _REMEMBERED:
                 del self._given_up[next(iter(self._given_up))]
             self._fail(culprit, _DEADLY)
@@ -346,20 +352,6 @@ class AsyncEngine:
             stream.put(output)  # type: ignore[union-attr]  # it is not None
         self._look_at(request_id)
 
-    async def _launch(self) -> bool:
-        """Start another engine, more than once if need be; whether there is one."""
-        problem = ""
-        for attempt in range(_STARTS):
-            try:
-                await asyncio.to_thread(self._host.launch)
-                return True
-            except QuireError as error:
-                problem = str(error)
-                log.exception("the engine could not be started")
-                await asyncio.sleep(WATCH_SECONDS * 2**attempt)
-        self._stop(EngineStopped(f"the engine could not be started again: {problem}"))
-        return False
-
     async def _watch(self) -> None:
         """See whether the engine moves, and end it when it has not for too long."""
         while True:
@@ -372,9 +364,11 @@ class AsyncEngine:
             self._stalled = self._vitals.stalled(now)
             if self._host.can_restart and 0 < self._watchdog < self._stalled:
                 log.error("the engine has been stalled for %.1f s and is ended", self._stalled)
+                stalled = self._connection
                 self._host.dump_stacks()
                 await asyncio.sleep(_LAST_WORDS)
-                self._host.kill()
+                if self._connection is stalled:  # otherwise it has died, and the host's is another one
+                    self._host.kill()
                 await asyncio.sleep(_LAST_WORDS)
 
     def _check_running(self) -> None:
@@ -390,7 +384,14 @@ class AsyncEngine:
     def _spawn(self, work: Any) -> None:  # noqa: ANN401  (a coroutine)
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._over)
+
+    def _over(self, task: "asyncio.Task[None]") -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None and self._stopped is None:  # nobody sees to the engine any more: all would wait for ever
+            log.error("the engine cannot be watched any more", exc_info=error)
+            self._stop(EngineStopped("the server failed to watch its engine, and its log says why"))
 
 
 def _content(request: NewRequest) -> bytes:

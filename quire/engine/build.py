@@ -1,17 +1,15 @@
 """From options to a running engine: resolve, plan the memory, say so, and only then load."""
 
-import re
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import cast
 
-import msgspec
 import torch
 
 from quire.cache.kv_cache import KVCache
-from quire.config import CacheConfig, DType, EngineOptions, KVDType, SchedulerConfig
+from quire.config import CacheConfig, DType, EngineOptions, KVDType, SchedulerConfig, check_options
 from quire.cost.host_pool import DEFAULT, HostPool, plan_host_pool
 from quire.cost.memory import MemoryPlan, plan_memory
 from quire.engine import embedded
@@ -35,7 +33,7 @@ from quire.sched.journal import JournalledScheduler
 from quire.sched.scheduler import Scheduler
 
 _SHARES = {"cpu": 0.5, "cuda": 0.9}  # of the memory available: a host is shared with others, a GPU is not
-_PLACE = re.compile(r" - at `\$\.(\w+)`$")
+_TINY = 32 * 2**20  # bytes of weights: the caches of a core or two
 _DTYPE_ALIASES: Mapping[str, str] = MappingProxyType({"float": "float32", "half": "float16", "fp8": "fp8_e4m3"})
 
 Report = Callable[[str], None]  # takes a line
@@ -113,7 +111,7 @@ def prepare(options: EngineOptions, *, report: Report, progress: Progress) -> Pr
 
     Raises ConfigError, ModelError.
     """
-    _check(options)
+    check_options(options)
     check_policies(options)
     name, path = _find(options, report, progress)
     files = open_model(path, options.model_impl, max_model_len=options.max_model_len)
@@ -129,9 +127,7 @@ def prepare(options: EngineOptions, *, report: Report, progress: Progress) -> Pr
         )
     head_dims = tuple({layer.head_dim for layer in description.kv_layers})
     chosen = choose(options.kernels, Demands(usable_device(device), dtype, kv_dtype, options.block_size, head_dims))
-    threads = torch.get_num_threads() if options.threads is None else options.threads
-    if threads < 1:
-        raise ConfigError(f"threads: must be at least 1, not {threads}")
+    threads = _threads(options.threads, description.weight_bytes(dtype))
     chosen.kernels.use_threads(threads)
     kept = "" if kv_dtype == dtype else f", keys and values in {kv_dtype}"
     report(f"{description.architecture} from {path}, {dtype} on {device}{kept}")
@@ -188,6 +184,16 @@ def prepare(options: EngineOptions, *, report: Report, progress: Progress) -> Pr
     return Prepared(name, path, files, chosen, device, dtype, cache, limits, resolved)
 
 
+def _threads(asked: int | None, weight_bytes: int) -> int:
+    """That compute on the host. A tiny model gains little by a second one, and others who compute slow both down."""
+    threads = asked
+    if threads is None:
+        threads = 1 if weight_bytes < _TINY else torch.get_num_threads()
+    if threads < 1:
+        raise ConfigError(f"threads: must be at least 1, not {threads}")
+    return threads
+
+
 def _find(options: EngineOptions, report: Report, progress: Progress) -> tuple[str, Path]:
     """The name that requests use for the model, and where its files are."""
     if options.model is None:
@@ -207,17 +213,6 @@ def _find(options: EngineOptions, report: Report, progress: Progress) -> tuple[s
     if Path(options.model).expanduser().exists():
         return path.resolve().name, path
     return options.model, path
-
-
-def _check(options: EngineOptions) -> None:
-    """Options may come from anywhere; a wrong type or a value out of bounds is a ConfigError that names the option."""
-    try:
-        msgspec.convert(asdict(options), EngineOptions)
-    except msgspec.ValidationError as error:
-        message = str(error)
-        place = _PLACE.search(message)
-        option = f"{place[1]}: " if place else ""
-        raise ConfigError(option + _PLACE.sub("", message)) from error
 
 
 def _host_pool(options: EngineOptions, plan: MemoryPlan, kind: str) -> HostPool:

@@ -188,7 +188,8 @@ class Engine:
         check_known(request, self.vocab_size)
         self._scheduler.add(request, self._clock())
         self._num_requests += 1
-        self._prompt_tokens += len(prompt)
+        if not request.was_accepted:  # or an engine before this one has counted them
+            self._prompt_tokens += len(prompt)
 
     def _possible(self, words: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
         """Those that could come up at all. Requests made together share one list, as long as nothing is left out."""

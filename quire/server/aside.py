@@ -28,19 +28,21 @@ class Aside:
         if self._num_jobs >= MAX_JOBS:
             raise Busy
         self._num_jobs += 1
+        job = [work]
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._pool, self._unless_closed, work)
+            return await asyncio.get_running_loop().run_in_executor(self._pool, self._unless_closed, job)
         finally:
             self._num_jobs -= 1
+            job.clear()  # the pool keeps what was cancelled until its turn comes, but not what it was about
 
     def close(self) -> None:
         """Jobs that run come to their end; those that wait are refused."""
         self._closed = True
         self._pool.shutdown(wait=False)
 
-    def _unless_closed(self, work: Callable[[], T]) -> T:
+    def _unless_closed(self, job: list[Callable[[], T]]) -> T:
         self._check_open()
-        return work()
+        return job.pop()()
 
     def _check_open(self) -> None:
         if self._closed:

@@ -22,8 +22,7 @@ from quire.server.direct import Answer, post
 from quire.server.launch import launched
 
 CONCURRENCY = 256  # so that some wait while 128 run
-MAX_TRIES = 100  # of a request that is told to come back later
-_MAX_WAIT = 60.0  # seconds between two of them
+_MAX_WAIT = 60.0  # seconds until a request is asked again that was told to come back later
 
 
 class BatchStopped(QuireError):
@@ -146,13 +145,11 @@ class Batch:
         self.num_failed += answer is None or answer.status >= 400
 
     async def _answer(self, task: Task) -> Answer:
-        """Asks again where the server is only busy. Raises BatchStopped where it is at its end."""
-        for _ in range(MAX_TRIES):
-            answer = await post(self._app, task.url, task.body)
-            wait = _wait(answer)
-            if wait is None:
-                break
+        """Asks again as long as the app is only busy, as with many other lines. Raises BatchStopped at its end."""
+        answer = await post(self._app, task.url, task.body)
+        while (wait := _wait(answer)) is not None:
             await asyncio.sleep(wait)
+            answer = await post(self._app, task.url, task.body)
         if answer.status == 503:
             raise BatchStopped(f"{_refusal(answer).message}; what is answered is written, and --resume goes on")
         return answer

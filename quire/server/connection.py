@@ -95,6 +95,7 @@ def http_config(app: ASGIApp, options: ServerOptions = ServerOptions()) -> uvico
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         ssl_certfile=options.ssl_certfile,
         ssl_keyfile=options.ssl_keyfile,
+        ssl_ciphers=None,  # those of `ssl`; an older uvicorn would take those of TLS 1.0
         proxy_headers=False,
         server_header=False,
         log_level="warning",

@@ -9,7 +9,6 @@ from collections.abc import Iterable
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
-_ASKS = ("authorization", "content-type", "x-request-id")
 _TOLD = ("x-request-id", "retry-after")
 _LIMITS = tuple(f"x-ratelimit-{what}-{of}" for what in ("limit", "remaining", "reset") for of in ("requests", "tokens"))
 
@@ -22,6 +21,6 @@ class Cors(CORSMiddleware):
             app,
             allow_origins=tuple(origins),
             allow_methods=("GET", "POST"),
-            allow_headers=_ASKS,
+            allow_headers=("*",),  # clients add their own, such as x-stainless-lang of OpenAI's
             expose_headers=_TOLD + _LIMITS,
         )

@@ -68,7 +68,8 @@ def embedding_routes(service: Service) -> APIRouter:
             batch = PooledBatch(asked, pooling, caller.namespace(body.cache_salt), body.terms(service.options), id)
             record_of(request).told = partial(_told, batch)
             cost = num_prompt_tokens(asked)
-            await limit.of(while_connected(request.receive, _embed(service, batch, caller.quota.spending(cost))))
+            work = partial(_embed, service, batch, caller.quota.spending(cost))
+            await limit.of(while_connected(request.receive, work))
         vectors = [one.vector(normalized=body.normalize is not False) for one in batch]
         answer = _answer(service, vectors, sum(len(one.prompt_token_ids) for one in batch), body.encoding_format)
         return Response(msgspec.json.encode(answer), media_type="application/json")

@@ -16,7 +16,7 @@ def explain_routes(service: Service) -> APIRouter:
     """The route of explanations."""
     router = APIRouter(tags=["Operations"])
 
-    @router.get("/v1/requests/{id}/explain", response_model=None)
+    @router.get("/v1/requests/{id:path}/explain", response_model=None)  # clients' ids may have slashes
     async def explain(id: str, request: Request) -> Response:
         """What was reused, what not and why, what it waited for: of a request that runs or ran lately."""
         caller = caller_of(request)

@@ -1,16 +1,14 @@
 """ServerOptions: what a caller may choose about a server. Knows names, defaults and bounds; loads nothing."""
 
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Annotated
 
-import msgspec
 from msgspec import Meta
 
-from quire.config import Help
+from quire.config import Help, check_options
 from quire.errors import ConfigError, known_arguments_only
 
-_PLACE = re.compile(r" - at `\$\.([^`]*)`")  # where msgspec found something
 _ORIGIN = re.compile(r"https?://[^/?#\s@]+")  # as browsers write it
 Seconds = Annotated[float, Meta(ge=0, le=86_400)]
 
@@ -40,12 +38,7 @@ class ServerOptions:
 
     def check(self) -> None:
         """Options may come from anywhere. Raises ConfigError that names the option."""
-        try:
-            msgspec.convert(asdict(self), ServerOptions)
-        except msgspec.ValidationError as error:
-            message = str(error)
-            place = _PLACE.search(message)
-            raise ConfigError((f"{place[1]}: " if place else "") + _PLACE.sub("", message)) from error
+        check_options(self)
         for origin in self.cors_origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
                 raise ConfigError(

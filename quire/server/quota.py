@@ -80,11 +80,16 @@ class Quota:
 
     @contextmanager
     def spending(self, num_tokens: int) -> Iterator[None]:
-        """Count a prompt's tokens; what fails inside gives them back. Raises RateLimited, and counts nothing then."""
+        """Count a prompt's tokens; what fails inside gives them back. Raises RateLimited; then nothing counts."""
         if self._tokens is None:
             yield
             return
-        self._take(self._tokens, num_tokens, "tokens")
+        try:
+            self._take(self._tokens, num_tokens, "tokens")
+        except RateLimited:
+            if self._requests is not None:  # counted before it was read
+                self._requests.take(-1, self._clock())
+            raise
         try:
             yield
         except BaseException:  # the request was not accepted

@@ -33,7 +33,7 @@ async def respond(request: Request, answer: Answer, reply: Reply, limit: TimeLim
     if stream:
         return EventStream(limit.each(answer.events(reply)), reply.close)
     try:
-        await limit.of(while_connected(request.receive, reply.end()))
+        await limit.of(while_connected(request.receive, reply.end))
     finally:
         reply.close()
     return Response(msgspec.json.encode(answer.whole(reply)), media_type="application/json")

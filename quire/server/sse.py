@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
+from functools import partial
 from typing import TypeVar
 
 import msgspec
@@ -32,9 +33,9 @@ def event(value: object) -> bytes:
     return b"data: " + data + b"\n\n"
 
 
-async def while_connected(receive: Receive, work: Coroutine[object, object, T]) -> T:
-    """The result of `work`, which is cancelled as soon as the client disconnects. Then raises ClientGone."""
-    task = asyncio.ensure_future(work)
+async def while_connected(receive: Receive, work: Callable[[], Coroutine[object, object, T]]) -> T:
+    """The result of `work()`, which is cancelled as soon as the client disconnects. Then raises ClientGone."""
+    task = asyncio.ensure_future(work())
     leaving = asyncio.ensure_future(_disconnect(receive))
     try:
         await asyncio.wait((task, leaving), return_when=asyncio.FIRST_COMPLETED)
@@ -61,7 +62,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send events until there are no more or the client is gone."""
         try:
-            await while_connected(receive, self._send(scope, send))
+            await while_connected(receive, partial(self._send, scope, send))
         except (ClientGone, OSError):
             pass
         finally:

@@ -12,7 +12,7 @@ from front_site import run_site
 
 from quire.errors import ConfigError
 from quire.server.observe import access_log
-from quire.server.observe.access_log import AccessLog
+from quire.server.observe.access_log import AccessLog, line_of
 from quire.server.observe.observers import check_observers
 from quire.server.observe.record import Record
 from quire.server.options import ServerOptions
@@ -176,6 +176,34 @@ def test_a_slow_disk_does_not_hold_up_who_logs(tmp_path, lost, monkeypatch):
     written = len((tmp_path / "log").read_text().splitlines())
     assert written + sum(lost) == 100
     assert sum(lost) >= 85
+
+
+def test_long_lines_that_wait_are_bounded_in_bytes(tmp_path, lost, monkeypatch):
+    monkeypatch.setattr(access_log, "MOST_BYTES", 4000)
+    writes, go_on = threading.Semaphore(0), threading.Event()
+    monkeypatch.setattr(AccessLog, "_follow", lambda self: writes.release() or go_on.wait(20))
+    log = AccessLog(str(tmp_path / "log"), lost.append)
+    log(record("a" * 5000))  # alone, it may be as long as it is
+    assert writes.acquire(timeout=20)
+    for _ in range(50):
+        log(record("b"))
+    assert sum(lost) == 50
+    go_on.set()
+    lines_of(tmp_path / "log", 1)
+    end = time.monotonic() + 20
+    while log._num_given != log._num_taken and time.monotonic() < end:
+        time.sleep(0.005)
+    for _ in range(5):
+        log(record("c"))
+    log.close()
+    assert [line["request_id"] for line in lines_of(tmp_path / "log", 6)] == ["a" * 5000, *"ccccc"]
+    assert sum(lost) == 50
+
+
+def test_a_method_is_one_that_http_knows():
+    made = record("a")
+    made.scope["method"] = "X" * 60_000
+    assert line_of(made, with_content=False)["method"] == "other"
 
 
 def test_standard_output_may_be_the_log(capfd, lost):

@@ -1,9 +1,12 @@
 """Prompts that take long to read, or too long: nobody else waits for them."""
 
+import asyncio
 import dataclasses
+import gc
 import json
 import shutil
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -74,6 +77,33 @@ def test_a_tokenizer_that_hangs_delays_nobody_else(monkeypatch):
     assert {answer.headers["retry-after"] for answer in busy} == {"1"}
     assert {answer.json()["error"]["type"] for answer in busy} == {"rate_limit_error"}
     assert {answer.status_code for answer in answers} == {200, 429}
+
+
+def test_of_requests_that_were_given_up_nothing_waits_for_a_thread():
+    class Body:
+        def read(self):
+            raise AssertionError("nobody wants it")
+
+    async def run():
+        threads, gate = aside.Aside(), threading.Event()
+        busy = [asyncio.ensure_future(threads.run(lambda: gate.wait(30))) for _ in range(aside.NUM_THREADS)]
+        await asyncio.sleep(0)
+        bodies = weakref.WeakSet()
+        for _ in range(2 * aside.MAX_JOBS):
+            body = Body()
+            bodies.add(body)
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0):
+                    await threads.run(body.read)
+        del body
+        gc.collect()
+        left = len(bodies)
+        gate.set()
+        assert await asyncio.gather(*busy) == [True] * aside.NUM_THREADS
+        threads.close()
+        return left
+
+    assert asyncio.run(run()) <= 1, "the last one may still be in a traceback"
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])

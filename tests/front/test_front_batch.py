@@ -205,7 +205,7 @@ def refusal(status, code=None, **headers):
 
 def test_what_is_only_busy_is_asked_again(tmp_path):
     busy = [refusal(429, retry_after="0"), refusal(503, retry_after="0"), refusal(429, "queue_full", retry_after="0")]
-    answer(App(busy), written(task("a")), tmp_path / "out")
+    answer(App(busy * 100), written(task("a")), tmp_path / "out")
     assert [result["response"]["status_code"] for result in results(tmp_path / "out")] == [200]
 
 

@@ -4,6 +4,8 @@ import asyncio
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -225,6 +227,14 @@ def test_what_cannot_be_built_is_told_by_type():
         host_of(max_model_len=10**9).launch()
 
 
+def test_an_end_is_told_whatever_ended_it():
+    host = host_of()
+    for end, told in (("exit(4)", "with exit code 4"), ("kill(9)", "by signal SIGKILL"), ("kill(40)", "by signal 40")):
+        code = f"import os\nkill = lambda number: os.kill(os.getpid(), number)\n{end}"
+        host._process = subprocess.Popen([sys.executable, "-c", code])
+        assert host.wait() == told
+
+
 def test_an_engine_that_dies_while_it_starts_is_given_up():
     host = host_of()
     host._program = HOPELESS
@@ -233,7 +243,7 @@ def test_an_engine_that_dies_while_it_starts_is_given_up():
 
 
 def test_an_engine_that_cannot_be_started_again_fails_what_is_open(monkeypatch):
-    monkeypatch.setattr("quire.engine.async_engine.WATCH_SECONDS", 0.01)
+    monkeypatch.setattr("quire.engine.process.keeper.PAUSE", 0.01)
 
     async def work():
         async with running() as engine:

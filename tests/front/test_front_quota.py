@@ -140,6 +140,21 @@ def test_a_prompt_longer_than_the_bucket_waits_until_it_is_full(clock):
         pass
 
 
+def test_what_is_refused_for_its_tokens_is_no_request_either(clock):
+    quota = Quota(requests_per_minute=2, tokens_per_minute=60, clock=clock)
+    quota.count_request()
+    with quota.spending(60):
+        pass
+    for _ in range(5):
+        quota.count_request()
+        with pytest.raises(RateLimited, match="tokens per minute") as refused, quota.spending(1):
+            raise AssertionError("let in")
+    clock.now += round(refused.value.retry_after * SECOND)
+    quota.count_request()
+    with quota.spending(1):
+        pass
+
+
 def test_headers_tell_the_limits_that_there_are(clock):
     quota = Quota(requests_per_minute=600, tokens_per_minute=1200, clock=clock)
     quota.count_request()

@@ -114,7 +114,7 @@ def test_a_full_queue_says_when_to_come_back():
 
 def test_pages_of_named_origins_may_ask(serve):
     asks = {"origin": ORIGIN, "access-control-request-method": "POST"}
-    asks["access-control-request-headers"] = "authorization, content-type"
+    asks["access-control-request-headers"] = "authorization, content-type, x-stainless-lang"  # as OpenAI's client asks
     answer = httpx.options(f"{serve.url}/v1/completions", headers=asks)
     assert answer.status_code == 200
     assert answer.headers["access-control-allow-origin"] == ORIGIN

@@ -116,3 +116,15 @@ def test_a_stream_has_its_id_before_its_first_event(keyless):
     with httpx.stream("POST", f"{keyless.url}/v1/completions", json=body, headers={"x-request-id": "s"}) as answer:
         assert answer.headers["x-request-id"] == "s"
         assert b"".join(answer.iter_bytes()).endswith(DONE)
+
+
+@pytest.mark.parametrize("written", ["team/job:1", "team%2Fjob:1"])
+def test_an_id_with_slashes_leads_to_its_explanation(site, written):
+    body = {"prompt": [70], "max_tokens": 1}
+    headers = {"authorization": f"Bearer {site.keys['ann']}", "x-request-id": "team/job:1"}
+    answer = httpx.post(f"{site.url}/v1/completions", json=body, headers=headers, timeout=60).json()
+    for id in (written, answer["id"]):
+        told = site.ask("ann", "GET", f"/v1/requests/{id}/explain")
+        assert told.status_code == 200
+        assert told.json()["prompts"][0]["request_id"] == f"{answer['id']}-0"
+    assert site.ask("bob", "GET", f"/v1/requests/{written}/explain").status_code == 404

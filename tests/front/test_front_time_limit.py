@@ -1,13 +1,19 @@
 """`timeout`: a request is given up when its time is over, and says so in the way that its route has."""
 
 import asyncio
+import gc
 import json
 import time
+import warnings
 
 import pytest
 from front_rig import CHAT, STORY
+from starlette.requests import Request
 
 from quire.server.errors import TimedOut
+from quire.server.keys import ANYBODY
+from quire.server.observe.record import Record, note
+from quire.server.respond import respond
 from quire.server.time_limit import TimeLimit
 
 LONG = {
@@ -86,6 +92,35 @@ def test_other_errors_pass_through_a_limit():
             await TimeLimit(0.001).of(asyncio.sleep(10))
 
     asyncio.run(run())
+
+
+def test_work_for_which_no_time_is_left_is_never_begun():
+    class Forever:
+        told = closed = None
+
+        def charge(self, spend):
+            pass
+
+        async def end(self):
+            await asyncio.sleep(60)
+
+        def close(self):
+            self.closed = True
+
+    async def run():
+        limit, reply = TimeLimit(AT_ONCE), Forever()
+        scope = {"type": "http", "state": {"caller": ANYBODY}}
+        note(scope, Record(None, "0", scope, 0.0, 0.0))
+        await asyncio.sleep(0.001)
+        with pytest.raises(TimedOut):
+            await respond(Request(scope), None, reply, limit, stream=False)
+        assert reply.closed
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        asyncio.run(run())
+        gc.collect()
+    assert not told, "a coroutine that nobody awaits"
 
 
 def test_what_is_always_ready_ends_in_time_too():

@@ -270,6 +270,15 @@ def test_known_tokens_that_cannot_be_are_refused(have, more, message):
     assert not rig.engine.has_work
 
 
+def test_prompts_are_counted_where_they_were_accepted():
+    rig = Rig()
+    params = SamplingParams(temperature=0.0, max_tokens=4)
+    rig.engine.add("new", prompt(5), params)
+    rig.engine.add("resumed", prompt(7), params, resumed=True)
+    rig.engine.add("known", prompt(9), params, known=known(2, of=prompt(4)), resumed=True)
+    assert rig.engine.stats().prompt_tokens == 5
+
+
 def test_searches_and_poolings_begin_anew_and_are_not_refused_for_lack_of_time():
     rig = Rig()
     for i in range(3):

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Protocol
 
@@ -26,6 +27,7 @@ log = logging.getLogger(__name__)
 
 DUMP_SIGNAL = signal.SIGUSR1  # upon which an engine process writes the stacks of its threads
 _PROGRAM = ("-m", "quire.engine.process")
+_SIGNALS = {one.value: one.name for one in signal.Signals}  # most real-time signals have no name
 
 
 class Host(Protocol):
@@ -36,7 +38,7 @@ class Host(Protocol):
     connection: socket.socket
 
     def launch(self) -> None:
-        """Start an engine, and wait until it is ready. Raises ConfigError, ModelError, EngineStopped."""
+        """Start an engine, and wait until it is ready. Raises ConfigError, ModelError, EngineStopped, OSError."""
 
     def dump_stacks(self) -> None:
         """Let it write what its threads do."""
@@ -75,7 +77,7 @@ class EngineProcess:
         self._num_starts = 0
 
     def launch(self) -> None:
-        """Start an engine, and wait until it is ready. Raises ConfigError, ModelError, EngineStopped."""
+        """Start an engine, and wait until it is ready. Raises ConfigError, ModelError, EngineStopped, OSError."""
         self.connection, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
@@ -85,7 +87,8 @@ class EngineProcess:
                 start_new_session=True,  # a Ctrl-C is for the front end, which lets it finish
             )
         try:
-            self.connection.sendall(messages.packed([Begin(self._next_options())]))
+            with suppress(ConnectionError):  # it has died, as will be seen
+                self.connection.sendall(messages.packed([Begin(self._next_options())]))
             self.facts = self._until_ready()
         except BaseException:
             self.connection.close()
@@ -105,7 +108,7 @@ class EngineProcess:
     def wait(self) -> str:
         """Wait until it has ended; how it did."""
         code = self._process.wait()
-        return f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+        return f"by signal {_SIGNALS.get(-code, -code)}" if code < 0 else f"with exit code {code}"
 
     def _next_options(self) -> EngineOptions:
         """A journal is of one engine: those that come later write to files of their own."""

@@ -75,6 +75,10 @@ class Ledger:
         """Nobody waits for it any more; whether it was open."""
         return self._entries.pop(request_id, None) is not None
 
+    def request(self, request_id: str) -> NewRequest:
+        """An open request, as it was accepted."""
+        return self._entries[request_id].request
+
     def resume(self, request_id: str) -> NewRequest:
         """An open request, as an engine is to take it that knows nothing of it."""
         entry = self._entries[request_id]

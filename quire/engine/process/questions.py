@@ -50,11 +50,16 @@ class Questions:
         return self._open.pop(number, None)
 
     def to_send(self, *, adding: bool) -> Iterator[tuple[int, Question]]:
-        """Those that the engine that runs is to be asked now. adding: whether it may take new requests."""
+        """Those that the engine that runs is to be asked now, and are before the next one is wanted.
+
+        adding: whether it may take new requests.
+        """
+        adders = [question for question in self._open.values() if question.requests]
+        one_by_one = any(one.was_there for one in adders)
         for number, question in list(self._open.items()):
             if question.sent or question.answer.done():
                 continue
-            if question.requests and not (adding and self._has_turn(question)):
+            if question.requests and (not adding or (one_by_one and any(one.sent for one in adders))):
                 continue
             yield number, question
 
@@ -77,9 +82,3 @@ class Questions:
             question.was_there = True
             question.deaths += len(asked) == 1
         return [question for question in asked if question.deaths >= DEATHS]
-
-    def _has_turn(self, question: Question) -> bool:
-        others = [one for one in self._open.values() if one.requests and one is not question]
-        if not (question.was_there or any(one.was_there for one in others)):
-            return True
-        return not any(one.sent for one in others)

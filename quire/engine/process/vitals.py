@@ -29,7 +29,7 @@ class Vitals:
     """What was heard of one engine, from `now` on."""
 
     def __init__(self, now: float) -> None:
-        self.heard = self.turned = now
+        self.began = self.heard = self.turned = now
         self.predicted_seconds = 0.0
         self._patience = STALL_SECONDS  # for how long nothing may move
         self._step_patience = 0.0  # of that, for the newest step alone

@@ -20,6 +20,7 @@ from quire.server.observe.record import Record
 log = logging.getLogger(__name__)
 
 MOST_LINES = 10_000  # that wait to be written; where the disk is slower than the server, more are left out
+MOST_BYTES = 64 * 2**20  # of them together: with prompts, a line is as long as those
 CLOSE_SECONDS = 2.0  # at most, for lines that are still to be written
 _MODE = 0o640
 _STDOUT = 1
@@ -37,6 +38,7 @@ class AccessLog:
         self._path = None if path == "-" else path
         self._with_content = with_content
         self._failing = False
+        self._num_given = self._num_taken = 0  # bytes; each is written by one thread only
         self._file = _first(path)
         self._lines: queue.Queue[bytes | None] = queue.Queue(MOST_LINES)
         self._thread = threading.Thread(target=self._run, name="quire-access-log", daemon=True)
@@ -45,8 +47,12 @@ class AccessLog:
     def __call__(self, record: Record) -> None:
         """A request has ended."""
         line = msgspec.json.encode(line_of(record, with_content=self._with_content)) + b"\n"
+        waiting = self._num_given - self._num_taken
         try:
+            if waiting and waiting + len(line) > MOST_BYTES:
+                raise queue.Full
             self._lines.put_nowait(line)
+            self._num_given += len(line)
         except queue.Full:
             self._lost(1)
 
@@ -71,6 +77,7 @@ class AccessLog:
                 last = more is None
                 lines += [] if more is None else [more]
             self._write(lines)
+            self._num_taken += sum(map(len, lines))
             if last:
                 return
 

@@ -33,8 +33,8 @@ _WHOLE_REQUEST = (
 )
 _COUNT = (1.0, 2.0, 5.0, 10.0, 20.0)
 
-_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})  # labels must not be of any number
-_REJECTIONS = frozenset({"queue_full", "deadline_unreachable", "rate_limit_exceeded"})
+_ENDS = ("stop", "length", "abort", "error")
+_REJECTIONS = ("queue_full", "deadline_unreachable", "rate_limit_exceeded")
 _CODE = re.compile(r"[a-z_]{1,64}\Z")
 
 
@@ -58,9 +58,11 @@ class Metrics:
         self._plain = CollectorRegistry()  # names that all sorts of servers have, which get no prefix
         self._names = (model_name, ENGINE)
         tokens = _one_two_five(max_model_len)
-        self._success = self._counter("request_success", "Sequences that ended.", "finished_reason")
+        self._success = self._counter("request_success", "Sequences that ended.", "finished_reason", _ENDS)
         self._refused = self._counter("requests_refused", "Requests answered with an error.", "reason")
-        self._rejected = self._counter("admission_rejections", "Requests refused as too much is asked for.", "reason")
+        self._rejected = self._counter(
+            "admission_rejections", "Requests refused as too much is asked for.", "reason", _REJECTIONS
+        )
         self._first_token = self._histogram("time_to_first_token_seconds", "Arrival to first token.", _FIRST_TOKEN)
         self._between = self._histogram("inter_token_latency_seconds", "From token to token.", _BETWEEN_TOKENS)
         self._per_token = self._histogram(
@@ -128,10 +130,9 @@ class Metrics:
 
     def answered(self, record: Record) -> None:
         """An HTTP request was answered: a sink of records."""
-        method = record.method if record.method in _METHODS else "other"
         handler = record.route or "none"
-        self._requests.labels(method, f"{record.status // 100}xx" if record.status else "none", handler).inc()
-        self._durations.labels(method, handler).observe(record.seconds)
+        self._requests.labels(record.method, f"{record.status // 100}xx" if record.status else "none", handler).inc()
+        self._durations.labels(record.method, handler).observe(record.seconds)
         reason = _reason(record)
         if reason is not None:
             self._refused.labels(*self._names, reason).inc()
@@ -160,8 +161,12 @@ class Metrics:
         self._decode.observe(last - first)
         self._inference.observe(max(0.0, last - admitted))
 
-    def _counter(self, name: str, text: str, label: str) -> Counter:
-        return Counter(name, text, (*LABELS, label), registry=self._registry)
+    def _counter(self, name: str, text: str, label: str, values: Sequence[str] = ()) -> Counter:
+        """values: of the label, told from the start: the first of what comes out of nothing is in no rate."""
+        counter = Counter(name, text, (*LABELS, label), registry=self._registry)
+        for value in values:
+            counter.labels(*self._names, value)
+        return counter
 
     def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
         return Histogram(name, text, LABELS, buckets=buckets, registry=self._registry).labels(*self._names)

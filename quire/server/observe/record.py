@@ -10,6 +10,7 @@ from starlette.types import Scope
 from quire.params import SamplingParams
 
 _STATE = "record"  # its name in ASGI's state
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
 
 
 class Told(NamedTuple):
@@ -63,12 +64,13 @@ class Record:
     def route(self) -> str | None:
         """The template of its path; None for a path that nothing answers to."""
         route = self.scope.get("route")
-        return getattr(route, "path", None)
+        return getattr(route, "path_format", None)
 
     @property
     def method(self) -> str:
-        """HTTP's."""
-        return str(self.scope["method"])
+        """HTTP's, or "other": clients may send any word, of any length, and labels have few values."""
+        method = str(self.scope["method"])
+        return method if method in _METHODS else "other"
 
     @property
     def tenant(self) -> str | None:

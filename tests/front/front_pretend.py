@@ -1,0 +1,148 @@
+"""Engines on threads that pretend, and die when they are told to; what they say is easy to tell."""
+
+import asyncio
+import contextlib
+import socket
+import threading
+
+from quire.config import CacheConfig, EngineOptions, KVGroup
+from quire.core.output import Output
+from quire.engine.async_engine import AsyncEngine
+from quire.engine.engine import EngineStats
+from quire.engine.facts import Facts
+from quire.engine.generations import NewRequest
+from quire.engine.process.loop import EngineLoop
+from quire.params import SamplingParams
+
+FACTS = Facts(
+    model_name="pretended",
+    path="",
+    max_model_len=999,
+    vocab_size=999,
+    num_end_tokens=0,
+    hidden_size=1,
+    sampling_defaults={},
+    options=EngineOptions(),
+    cache=CacheConfig(16, (KVGroup((0,), "full", 1, 1, "float32", 9, 64),)),
+)
+
+
+class Death(BaseException):
+    """Of an engine, as sudden as it can be on a thread."""
+
+
+class PretendEngine:
+    """Token i of a request is i; its prompt is [how many there are, the token whose step is deadly, or 0]."""
+
+    predicted_seconds = 0.0
+    ahead = 0  # positions that a step computes in advance
+    on_launch = None
+
+    def __init__(self, number, acts):
+        self.number = number
+        self.acts = acts  # (engine, step, rows) -> ids that end early now; may raise Death
+        self.said, self.wanted = {}, {}
+        self.newest_rows = []
+        self.steps = 0
+
+    @property
+    def has_work(self):
+        return bool(self.said)
+
+    def add(self, request_id, prompt, params, *more):
+        *_, known, _resumed = more
+        self.said[request_id] = len(known[0].token_ids) if known else 0
+        self.wanted[request_id] = prompt
+
+    def abort(self, request_id):
+        self.said.pop(request_id, None)
+
+    def step(self):
+        self.newest_rows = [(name, 2 + said + self.ahead) for name, said in self.said.items()]
+        self.on_launch(None)
+        early = self.acts(self.number, self.steps, list(self.said))
+        outputs = []
+        for name, said in list(self.said.items()):
+            wanted, deadly = self.wanted[name]
+            if said + 1 == deadly:
+                raise Death
+            over = said + 1 == wanted or name in early
+            outputs.append(Output(name, 0, 100 * self.number, [said + 1], "length" if over else None))
+            self.said[name] += 1
+            if over:
+                del self.said[name]
+        self.steps += 1
+        return outputs
+
+    def stats(self):
+        first = (len(self.said), 0, 0, 9, 0, self.steps, 0, 0, 0, 0, 0.0)
+        return EngineStats(*first, *[0] * (len(EngineStats.nothing().__struct_fields__) - 3 - len(first)))
+
+    def close(self):
+        pass
+
+    def look_over(self):
+        pass
+
+
+class Host:
+    """Engines on threads, each of which may die."""
+
+    can_restart = True
+    facts = FACTS
+
+    def __init__(self, acts):
+        self.acts, self.num_launched = acts, 0
+
+    def launch(self):
+        self.num_launched += 1
+        self.connection, theirs = socket.socketpair()
+        loop = EngineLoop(PretendEngine(self.num_launched, self.acts), theirs)
+
+        def run():
+            with contextlib.suppress(Death):
+                loop.run()
+
+        self.thread = threading.Thread(target=run, daemon=True)
+        self.thread.start()
+
+    def dump_stacks(self):
+        pass
+
+    def kill(self):
+        pass
+
+    def wait(self):
+        self.thread.join(10)
+        return "as pretended"
+
+
+def request(name, wanted, deadly=0):
+    return NewRequest(name, [wanted, deadly], SamplingParams(max_tokens=100))
+
+
+async def heard(stream, names):
+    """Tokens of each, and how it ended."""
+    tokens, ends = {name: [] for name in names}, {}
+    async for outputs in stream:
+        for output in outputs:
+            tokens[output.request_id] += output.token_ids
+            if output.finish_reason:
+                ends[output.request_id] = output.finish_reason
+        if len(ends) == len(names):
+            return tokens, ends
+
+
+def run(scenario, acts=lambda *_: (), host=None, **options):
+    host = host or Host(acts)
+
+    async def main():
+        host.launch()
+        engine = AsyncEngine(host, **options)
+        await engine.start()
+        try:
+            return await asyncio.wait_for(scenario(host, engine), 20)
+        finally:
+            await engine.close()
+
+    return asyncio.run(main())
