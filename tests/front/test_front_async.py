@@ -6,13 +6,12 @@ import time
 
 import msgspec
 import pytest
+from front_pretend import FACTS
 
-from quire.config import CacheConfig, EngineOptions, KVGroup
 from quire.core.explanation import Explanation
 from quire.core.output import Output
 from quire.engine.async_engine import AsyncEngine
 from quire.engine.engine import EngineStats
-from quire.engine.facts import Facts
 from quire.engine.generations import NewRequest
 from quire.engine.process import vitals
 from quire.engine.process.hosts import EngineThread
@@ -100,19 +99,6 @@ class PretendEngine:
 
 def request(name, num_tokens):
     return NewRequest(name, [num_tokens] if num_tokens else [], SamplingParams())
-
-
-FACTS = Facts(
-    model_name="pretended",
-    path="",
-    max_model_len=9,
-    vocab_size=9,
-    num_end_tokens=0,
-    hidden_size=1,
-    sampling_defaults={},
-    options=EngineOptions(),
-    cache=CacheConfig(16, (KVGroup((0,), "full", 1, 1, "float32", 9, 64),)),
-)
 
 
 def engine_of(pretend):

@@ -18,10 +18,11 @@ DEADLINE = 30  # seconds for what takes milliseconds
 
 
 def metric(url, name, **labels):
-    for line in httpx.get(f"{url}/metrics").text.splitlines():
-        if line.startswith(f"quire:{name}{{") and all(f'{key}="{value}"' in line for key, value in labels.items()):
-            return float(line.rsplit(" ", 1)[1])
-    return 0.0
+    """The sum over all series of this name that have these labels."""
+    lines = httpx.get(f"{url}/metrics").text.splitlines()
+    told = [line for line in lines if line.startswith(f"quire:{name}{{")]
+    chosen = [line for line in told if all(f'{key}="{value}"' in line for key, value in labels.items())]
+    return sum(float(line.rsplit(" ", 1)[1]) for line in chosen)
 
 
 def wait_until(condition):
