@@ -117,14 +117,7 @@ def prepare(options: EngineOptions, *, report: Report, progress: Progress) -> Pr
     files = open_model(path, options.model_impl, max_model_len=options.max_model_len)
     description = files.description
     device = pick_device(options.device)
-    dtype = description.dtype if options.dtype == "auto" else _DTYPE_ALIASES.get(options.dtype, options.dtype)
-    kv_dtype = dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
-    kv_dtype = _DTYPE_ALIASES.get(kv_dtype, kv_dtype)
-    if kv_dtype != dtype and kv_dtype not in LARGEST:
-        raise ConfigError(
-            f"kv_cache_dtype {kv_dtype!r} is not dtype {dtype!r}; "
-            f"keys and values are kept in it, or in {' or '.join(LARGEST)}"
-        )
+    dtype, kv_dtype = _dtypes(options, description.dtype)
     head_dims = tuple({layer.head_dim for layer in description.kv_layers})
     chosen = choose(options.kernels, Demands(usable_device(device), dtype, kv_dtype, options.block_size, head_dims))
     threads = _threads(options.threads, description.weight_bytes(dtype))
@@ -152,19 +145,7 @@ def prepare(options: EngineOptions, *, report: Report, progress: Progress) -> Pr
         report(str(host.line))
     # where nothing computes beside the host, a step that is planned early gains no time and may be planned in vain
     steps_in_flight = (2 if kind == "cuda" else 1) if options.steps_in_flight is None else options.steps_in_flight
-    limits = SchedulerConfig(
-        max_num_seqs=options.max_num_seqs,
-        max_num_batched_tokens=options.max_num_batched_tokens,
-        max_model_len=plan.max_model_len,
-        step_seconds=options.step_seconds,
-        watermark=options.watermark,
-        steps_in_flight=steps_in_flight,
-        policy=options.policy,
-        preemption=options.preemption,
-        max_queued_requests=options.max_queued_requests,
-        max_queued_tokens=options.max_queued_tokens,
-        **({} if options.wait_weight is None else {"wait_weight": options.wait_weight}),
-    )
+    limits = _limits(options, plan.max_model_len, steps_in_flight)
     cache = _with_prefixes(cache_of(groups, kv_dtype, plan, host), options, files, limits)
     report(_about_prefixes(cache))
     resolved = replace(
@@ -182,6 +163,35 @@ def prepare(options: EngineOptions, *, report: Report, progress: Progress) -> Pr
         device=device,
     )
     return Prepared(name, path, files, chosen, device, dtype, cache, limits, resolved)
+
+
+def _dtypes(options: EngineOptions, models: str) -> tuple[str, str]:
+    """Of weights and computation, and of keys and values. models: what the checkpoint says."""
+    dtype = models if options.dtype == "auto" else _DTYPE_ALIASES.get(options.dtype, options.dtype)
+    kv_dtype = dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
+    kv_dtype = _DTYPE_ALIASES.get(kv_dtype, kv_dtype)
+    if kv_dtype != dtype and kv_dtype not in LARGEST:
+        raise ConfigError(
+            f"kv_cache_dtype {kv_dtype!r} is not dtype {dtype!r}; "
+            f"keys and values are kept in it, or in {' or '.join(LARGEST)}"
+        )
+    return dtype, kv_dtype
+
+
+def _limits(options: EngineOptions, max_model_len: int, steps_in_flight: int) -> SchedulerConfig:
+    return SchedulerConfig(
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        max_model_len=max_model_len,
+        step_seconds=options.step_seconds,
+        watermark=options.watermark,
+        steps_in_flight=steps_in_flight,
+        policy=options.policy,
+        preemption=options.preemption,
+        max_queued_requests=options.max_queued_requests,
+        max_queued_tokens=options.max_queued_tokens,
+        **({} if options.wait_weight is None else {"wait_weight": options.wait_weight}),
+    )
 
 
 def _threads(asked: int | None, weight_bytes: int) -> int:
