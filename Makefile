@@ -29,7 +29,7 @@ check-native: $(VENV)/.installed-dev  ## the tests of the CPU kernels, watched b
 	@QUIRE_CXXFLAGS="$(SANITIZERS)" $(BIN)/python setup.py -q build_ext --build-temp $(NATIVE)/temp --build-lib $(NATIVE)
 	@ls $(NATIVE)/quire/kernels/cpu/_C*.so
 	@LD_PRELOAD="$(RUNTIMES)" ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 $(BIN)/python -m pytest --capture=sys \
-		-o pythonpath="$(NATIVE) tests/body" --hypothesis-profile native tests/body/test_body_cpu_*.py $(ARGS)
+		-o pythonpath="$(NATIVE) tests/body" --hypothesis-profile native tests/body/test_body_cpu_*.py tests/body/test_body_packed_loading.py $(ARGS)
 
 # Only the sanitizer sees what a kernel does outside of its memory. It is slow, and gets one file of tests.
 gpu-check:  ## on a machine with a GPU; PYTHON is an interpreter with torch for CUDA and quire's dependencies
