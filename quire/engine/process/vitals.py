@@ -6,7 +6,7 @@ import msgspec
 
 from quire.engine.engine import EngineStats
 
-State = Literal["starting", "ok", "stalled", "restarting", "stopped"]
+State = Literal["ok", "stalled", "restarting", "stopped"]
 
 STALL_SECONDS = 1.5  # without a sign of life
 FAILED_STEPS = 3  # in a row; fewer may be the fault of one request
