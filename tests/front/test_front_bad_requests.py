@@ -269,3 +269,12 @@ def test_broken_http(served, head):
 
 def test_health_stays_green(http):
     assert http.get("/health").json()["failed_steps"] == 0
+
+
+def test_parameters_that_leave_no_token_are_told_as_such(http, served):
+    end, *_ = served.built.engine._eos_token_ids
+    body = {"prompt": "Hello", "allowed_token_ids": [end], "min_tokens": 3, "max_tokens": 5}
+    answer = http.post("/v1/completions", json=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+    assert "token" in answer.json()["error"]["message"]
