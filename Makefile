@@ -1,11 +1,11 @@
-# One command each: serve, test, check, check-native, gpu-check, bench, bench-prefix, bench-cpu, chaos, soak, fuzz, demo-model, clean. CI calls the same ones (.ci/run).
+# One command each: serve, test, check, check-native, gpu-check, bench, bench-prefix, bench-cpu, chaos, soak, fuzz, flood, demo-model, clean. CI calls the same ones (.ci/run).
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
-.PHONY: serve test check check-native gpu-check bench bench-prefix bench-cpu chaos soak fuzz demo-model clean
+.PHONY: serve test check check-native gpu-check bench bench-prefix bench-cpu chaos soak fuzz flood demo-model clean
 
 serve: $(VENV)/.installed  ## serve the embedded model; ARGS="MODEL --port 8001" goes to `quire serve`
 	@$(BIN)/quire serve $(ARGS)
@@ -31,14 +31,8 @@ check-native: $(VENV)/.installed-dev  ## the tests of the CPU kernels, watched b
 	@LD_PRELOAD="$(RUNTIMES)" ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 $(BIN)/python -m pytest --capture=sys \
 		-o pythonpath="$(NATIVE) tests/body" --hypothesis-profile native tests/body/test_body_cpu_*.py tests/body/test_body_packed_loading.py $(ARGS)
 
-# Only the sanitizer sees what a kernel does outside of its memory. It is slow, and gets one file of tests.
-gpu-check:  ## on a machine with a GPU; PYTHON is an interpreter with torch for CUDA and quire's dependencies
-	@$(PYTHON) -m pytest -q tests/body/test_body_triton_*.py
-	@if command -v compute-sanitizer > /dev/null; then \
-		PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 1 \
-			$(PYTHON) -m pytest -q tests/body/test_body_triton_blocks.py; \
-	else echo "there is no compute-sanitizer: memory is not checked"; fi
-	@$(PYTHON) -m benchmarks.gpu $(ARGS)
+gpu-check:  ## on a machine with a GPU; PYTHON has torch for CUDA and quire's dependencies; ARGS="--run speed", "--dry-run"
+	@$(PYTHON) -m benchmarks.gpu.check $(ARGS)
 
 bench: $(VENV)/.installed-dev
 	@$(BIN)/python -m benchmarks.mind $(ARGS)
@@ -57,6 +51,9 @@ soak: $(VENV)/.installed-dev  ## ten minutes of all that can go wrong; ARGS="--s
 
 fuzz: $(VENV)/.installed-dev  ## all routes by what the OpenAPI document says; ARGS="--examples 1000 --seed 2"
 	@$(BIN)/python -m benchmarks.schema_fuzz $(ARGS)
+
+flood: $(VENV)/.installed-dev  ## streams beside a flood of bad schemas; ARGS="--seconds 10 --rounds 1"
+	@$(BIN)/python -m benchmarks.structured.flood $(ARGS)
 
 demo-model: $(VENV)/.installed-dev  ## train the embedded model, its draft and its adapters from scratch
 	@$(BIN)/python -m tools.demo_model.make $(ARGS)

@@ -3,6 +3,8 @@
 Without it most of what it takes for valid is refused for the same few reasons, and never comes to the engine.
 """
 
+import json
+import zlib
 from typing import Any
 
 import schemathesis
@@ -23,6 +25,17 @@ NEEDS = {
 }
 EITHER = (("prompt", "messages"), ("text", "input_ids"))
 HURRIED = ("deadline", "timeout")  # seconds; less than one is a matter of luck
+# What says the form of an output, as a value that a small model keeps to quickly. Few random ones are any good.
+FORMS = {
+    "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "boolean"}}},
+    "structured_outputs": {"choice": ["yes", "no"]},
+    **{name: {"enum": [1, 2]} for name in ("json_schema", "guided_json")},
+    **dict.fromkeys(("regex", "guided_regex"), "[ab]{1,2}"),
+    **dict.fromkeys(("ebnf", "guided_grammar"), 'root ::= "a" | "b"'),
+    "guided_choice": ["a", "b"],
+    "structural_tag": {"type": "structural_tag", "format": {"type": "any_text"}},
+}
+AS_IT_IS = 4  # one in so many is left as it is
 OF_SEARCHES = frozenset(
     ("model", "prompt", "messages", "n", "best_of", "max_tokens", "use_beam_search", "length_penalty", "early_stopping")
 )
@@ -46,6 +59,7 @@ def before_call(_context: schemathesis.HookContext, case: schemathesis.Case, _kw
         body.pop("max_completion_tokens", None)
     for params in _listed(body.get("sampling_params", {})) if case.path == "/generate" else ():
         _shorten(params, "max_new_tokens", "min_new_tokens")
+        _form(params)
 
 
 def _pair(body: dict[str, Any]) -> None:
@@ -59,7 +73,18 @@ def _pair(body: dict[str, Any]) -> None:
             body.pop(other)
     if (body.get("best_of") or 128) < (body.get("n") or 1):
         body.pop("best_of")
+    _form(body)
     body.pop("retention", None)  # which needs a server with its own eviction
+
+
+def _form(fields: dict[str, Any]) -> None:
+    """Leave one form, which is a good one most of the time."""
+    given = [name for name in FORMS if fields.get(name) is not None]
+    for name in given[1:]:
+        fields.pop(name)
+    written = json.dumps([fields[name] for name in given[:1]], sort_keys=True, default=str)
+    if given and zlib.crc32(written.encode()) % AS_IT_IS:
+        fields[given[0]] = FORMS[given[0]]
 
 
 def _shorten(params: dict[str, Any], most: str, least: str) -> None:

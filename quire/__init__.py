@@ -19,6 +19,7 @@ _HOMES = {
     "LLM": "quire.engine.llm",
     "SamplingParams": "quire.params",
     "BeamSearchParams": "quire.params",
+    "StructuredOutputsParams": "quire.structured",
     "Retention": "quire.core.terms",
     "RequestOutput": "quire.engine.outputs",
     "CompletionOutput": "quire.engine.outputs",

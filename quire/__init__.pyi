@@ -11,5 +11,6 @@ from quire.params import BeamSearchParams as BeamSearchParams
 from quire.params import SamplingParams as SamplingParams
 from quire.server.batch import run_batch as run_batch
 from quire.server.serve import serve as serve
+from quire.structured import StructuredOutputsParams as StructuredOutputsParams
 
 __version__: str

@@ -17,6 +17,7 @@ GroupKind = Literal["full", "window", "latent", "state"]
 PrefixIndexKind = Literal["radix", "hash", "none"]
 Policy = Literal["fcfs", "lpm", "dfs-weight", "cache-aware", "priority", "fair"]
 PreemptionMode = Literal["auto", "recompute", "swap"]
+GrammarBackend = Literal["auto", "llguidance", "xgrammar", "fsm"]
 Eviction = Literal["lru", "lfu", "priority", "cost"]
 
 
@@ -210,6 +211,13 @@ class EngineOptions:
         int | None, Help("threads that compute on the host [default: one per core, one for tiny models]", "beta")
     ] = None
     device: Annotated[str, Help("auto, cpu or cuda", "beta")] = "auto"
+    grammar_backend: Annotated[
+        GrammarBackend,
+        Help("holds outputs to their form: llguidance, xgrammar (an extra), own fsm", "beta"),
+    ] = "auto"
+    fast_forward: Annotated[
+        Literal["on", "off"], Help("text that a form leaves no choice about: all at once, or token by token", "beta")
+    ] = "on"
     seed: Annotated[int, Help("seed of requests that bring none")] = 0
     journal: Annotated[str | None, Help("file that records every input of the scheduler", "beta")] = None
 

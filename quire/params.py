@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Literal, Self
 
 from quire.errors import RequestError, known_arguments_only
+from quire.structured import StructuredOutputsParams
 
 MAX_N = 128
 MAX_LOGPROBS = 20
@@ -37,7 +38,10 @@ class SamplingParams:
     End: max_tokens: None is "up to max_model_len"; 0 computes the prompt only. min_tokens: no end token, stop
     token or stop string before that many. stop: strings, not part of the text returned unless
     include_stop_str_in_output.
-    Report: logprobs and prompt_logprobs: how many alternatives beside each token; logprob_token_ids: these
+    Form: structured_outputs: StructuredOutputsParams, or a mapping with its fields; json_schema, regex and ebnf are
+    SGLang's names for some of them, and None once they are taken in.
+    Report: logprobs and prompt_logprobs: how many alternatives beside each token; prompt_logprobs_start: of
+    the prompt, only tokens behind this position, so that what comes before may be cached; logprob_token_ids: these
     too. truncate_prompt_tokens: keep that many tokens at the prompt's end; -1: as many as fit.
     Raises RequestError for a value out of bounds and for an unknown name, with the nearest known one.
     """
@@ -64,12 +68,18 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    prompt_logprobs_start: int = 0
     logprob_token_ids: tuple[int, ...] = ()
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None
+    structured_outputs: StructuredOutputsParams | None = None
+    json_schema: str | Mapping[str, object] | None = None
+    regex: str | None = None
+    ebnf: str | None = None
 
     def __post_init__(self) -> None:
+        self._gather_form()
         for name, one in _LISTS.items():
             object.__setattr__(self, name, _listed(name, one, getattr(self, name)))
         if self.allowed_token_ids is not None:
@@ -115,6 +125,19 @@ class SamplingParams:
             object.__setattr__(params, name, value)
         return params
 
+    def _gather_form(self) -> None:
+        """Whatever the form is called, it is in `structured_outputs`."""
+        form = _form(self.structured_outputs)
+        for name, kind in _FORMS.items():
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if form is not None:
+                raise RequestError(f"{name} is another name for structured_outputs; give one form", name)
+            form = _form({kind: value})
+            object.__setattr__(self, name, None)
+        object.__setattr__(self, "structured_outputs", form)
+
     def _check_relations(self) -> None:
         if self.top_p == 0:
             raise RequestError("top_p must be above 0; use temperature=0 for greedy sampling", "top_p")
@@ -153,6 +176,7 @@ class SamplingParams:
 _LISTS: Mapping[str, type] = MappingProxyType(
     {"stop": str, "stop_token_ids": int, "bad_words": str, "logprob_token_ids": int}
 )
+_FORMS: Mapping[str, str] = MappingProxyType({"json_schema": "json", "regex": "regex", "ebnf": "grammar"})
 _FLAGS = (
     *("ignore_eos", "deterministic", "include_stop_str_in_output"),
     *("skip_special_tokens", "spaces_between_special_tokens"),
@@ -174,6 +198,7 @@ NUMBERS: Mapping[str, tuple[type[int] | type[float], float, float]] = MappingPro
         "min_tokens": (int, 0, MAX_TOKENS),
         "logprobs": (int, 0, MAX_LOGPROBS),
         "prompt_logprobs": (int, 0, MAX_LOGPROBS),
+        "prompt_logprobs_start": (int, 0, MAX_TOKENS),
         "truncate_prompt_tokens": (int, -1, MAX_TOKENS),
     }
 )
@@ -241,6 +266,15 @@ def _listed(name: str, one: type, value: object) -> tuple[object, ...]:
     if not isinstance(items, list | tuple):
         raise RequestError(f"{name} must be a list, not {type(value).__name__}", name)
     return tuple(items)
+
+
+def _form(value: object) -> StructuredOutputsParams | None:
+    """As parameters, or as a mapping with their fields."""
+    if value is None or isinstance(value, StructuredOutputsParams):
+        return value
+    if not isinstance(value, Mapping):
+        raise RequestError("structured_outputs must be StructuredOutputsParams or a mapping", "structured_outputs")
+    return StructuredOutputsParams(**value)
 
 
 def _biases(value: object) -> dict[int, float]:

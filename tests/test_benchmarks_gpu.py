@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.cpu.checkpoints import SHAPES
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import processes
+from benchmarks.gpu import check, processes
 from benchmarks.gpu.goals import GOALS, judged
 from benchmarks.gpu.part import Part
 from benchmarks.gpu.products import weights
@@ -73,6 +73,13 @@ def test_products_are_bound_by_one_or_the_other(results):
     found = rows(results, "gemm")
     assert len(found) == 2 * len(weights("tiny"))
     assert {row["bound"] for row in found.values()} <= {"memory", "products"}
+
+
+def test_mixtures_of_experts_are_measured_by_both_ways(results):
+    found = rows(results, "experts")
+    assert set(found) == {"tiny, 1 tokens", "tiny, 33 tokens"}
+    assert all(row["share_of_bound"] > 0 and row["tflops"] > 0 for row in found.values())
+    assert "own_over_library" not in found["tiny, 1 tokens"]
 
 
 def test_steps_have_bounds(results):
@@ -152,6 +159,50 @@ def test_goals_are_judged():
     verdicts = {goal["figure"]: goal["verdict"] for goal in judged({"step": {"rows": [slow]}}) if goal["value"]}
     assert verdicts == {"host_share": "missed", "share_of_bound": "missed"}
     assert {goal.part for goal in GOALS} < set(command.PARTS)
+
+
+def test_a_check_is_one_command_of_runs_that_end_in_time():
+    assert sum(check.SECONDS.values()) < 20 * 60
+    assert max(check.SECONDS.values()) <= 10 * 60
+    files = {part.what for part in check.parts("kernels", dry=False, extra=())}
+    files |= {part.what for part in check.parts("models", dry=False, extra=())}
+    assert files >= {file.name for file in (ROOT / "tests" / "body").glob("test_body_triton_*.py")}
+    assert check.parts("memory", dry=True, extra=()) == "it needs a GPU"
+    (speed,) = check.parts("speed", dry=True, extra=["--only", "limits"])
+    assert speed.command[-5:] == ("--device", "cpu", "--tiny", "--only", "limits")
+    assert "gpu-check" in (ROOT / "Makefile").read_text()
+
+
+def test_a_check_says_what_passed_what_failed_and_what_it_left_out(tmp_path, monkeypatch, capsys):
+    def some(run, *, dry, extra):
+        if run == "memory":
+            return "it needs a GPU"
+        codes = {
+            "kernels": ["print('3 passed')", "print('E 1 != 2'); exit(1)"],
+            "models": ["import time; time.sleep(9)"],
+        }
+        return [check.Part(code, (sys.executable, "-c", code), {}) for code in codes[run]]
+
+    monkeypatch.setattr(check, "parts", some)
+    monkeypatch.setattr(check, "SECONDS", {"kernels": 30, "models": 0.3, "memory": 1, "speed": 1})
+    file = tmp_path / "check.json"
+    assert check.main(["--dry-run", "--run", "kernels", "models", "memory", "--json", str(file)]) == 1
+    found = [(each["run"], each["result"], each["why"]) for each in json.loads(file.read_text())]
+    assert found == [
+        ("kernels", "passed", "3 passed"),
+        ("kernels", "failed", "E 1 != 2"),
+        ("models", "failed", "it was ended after 1 s"),
+        ("memory", "skipped", "it needs a GPU"),
+    ]
+    assert capsys.readouterr().out.endswith("1 passed, 2 failed, 1 skipped\n")
+    assert check.main(["--dry-run", "--run", "memory"]) == 0
+
+
+def test_without_a_gpu_a_check_says_what_would_work(monkeypatch, capsys):
+    monkeypatch.setattr(check, "has_gpu", lambda: False)
+    with pytest.raises(SystemExit):
+        check.main(["--run", "kernels"])
+    assert "torch finds no GPU here; --dry-run tries everything" in capsys.readouterr().err
 
 
 def test_a_seed_selects_tokens_and_never_lengths():

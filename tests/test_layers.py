@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 ORDER = (
-    *("errors", "config", "params", "core", "cost", "cache", "grammar", "draft", "sched"),  # mind
+    *("errors", "config", "structured", "params", "core", "cost", "cache", "grammar", "draft", "sched"),  # mind
     *(
         "early",
         "kernels",
@@ -41,6 +41,7 @@ LAZY = {
     ("quire/early.py", "import_with_torch"): "what is imported, and in which order, is what it is for",
     ("quire/engine/model_files.py", "_backend"): "transformers is an optional extra, and slow to import",
     ("quire/engine/sources/locate.py", "locate"): "huggingface_hub takes a tenth of a second, for downloads alone",
+    ("quire/grammar/xgrammar_backend.py", "_module"): "xgrammar is an optional extra, and imports torch",
     ("quire/kernels/choose.py", "_triton"): "triton is an optional package, and slow to import",
     ("quire/server/observe/observers.py", "_tracing"): "OpenTelemetry is an optional extra, and slow to import",
 }

@@ -1,6 +1,6 @@
 """quire on this machine's GPU: kernels, steps and serving, beside what the device can do and beside other engines.
 
-    python -m benchmarks.gpu [--only limits attention gemm step serving] [--shapes qwen3-0.6b,llama-8b]
+    python -m benchmarks.gpu [--only limits attention gemm experts step serving] [--shapes qwen3-0.6b,llama-8b]
         [--peer vllm=VENV/bin/python] [--repeat 1] [--seconds S] [--device cuda] [--models FOLDER] [--json FILE]
         [--table FILE]
 
@@ -30,10 +30,11 @@ SHAPES = ("qwen3-0.6b", "llama-8b", "0.5b", "1b", "tiny")  # of benchmarks.cpu.c
 # Each part's module, and the seconds that it may take where nothing else is asked for: at most 600 with the starts.
 PARTS = {
     "limits": ("limits", 25.0),
-    "attention": ("attention", 110.0),
+    "attention": ("attention", 105.0),
     "gemm": ("products", 40.0),
-    "step": ("step", 150.0),
-    "serving": ("serving", 200.0),
+    "experts": ("mixtures", 25.0),
+    "step": ("step", 145.0),
+    "serving": ("serving", 190.0),
 }
 
 

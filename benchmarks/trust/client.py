@@ -18,13 +18,17 @@ class Answer(NamedTuple):
 
 
 def queries(count: int, seed: int, max_tokens: int) -> list[dict[str, object]]:
-    """Different prompts; every other one is greedy, the others have a seed, and some have several choices."""
+    """Different prompts; every other one is greedy, the others have a seed, some have several choices, some a form."""
     chance = Random(seed)
     made: list[dict[str, object]] = []
     for i in range(count):
         prompt = " ".join(chance.choices(_WORDS, k=chance.randrange(3, 40)))
         body: dict[str, object] = {"prompt": prompt, "max_tokens": max_tokens, "ignore_eos": i % 3 > 0, "stream": True}
         body |= {"temperature": 0} if i % 2 else {"temperature": 1, "seed": i, "n": 1 + (i % 10 == 0)}
+        if i % 4 == 0:
+            body["structured_outputs"] = {
+                "regex": '(\\{"name": "[A-Z][a-z]{2,9}", "words": \\[("[a-z]{3,9}", ){9}\\]\\}\\n)+'
+            }
         made.append(body)
     return made
 

@@ -84,6 +84,11 @@ class KVCache:
         if self.index.wishes is not None:
             self.index.wishes.at(now)
 
+    def end_program(self, tenant: str, program: str, branch: str | None) -> None:
+        """Nobody goes on from what a branch of a program left; None: any of its branches."""
+        if self.index.wishes is not None:
+            self.index.wishes.end_program(tenant, program, branch)
+
     def predict_with(self, recompute_seconds: Seconds) -> None:
         """What eviction by cost goes by: seconds to compute so many tokens behind so many others."""
         self._parts.recompute_seconds = recompute_seconds

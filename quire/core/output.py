@@ -5,6 +5,7 @@ import numpy as np
 
 from quire.core.step import Logprobs
 
+NO_SEQUENCE = -1  # the seq_id of what is said of a request that never had one
 NO_TOKEN = "no token could be sampled: the request allows none, or the logits are not finite"
 
 
@@ -30,3 +31,4 @@ class Output(msgspec.Struct, frozen=True, eq=False, array_like=True, omit_defaul
     cumulative_logprob: float | None = None  # of all its tokens: with a beam search's result, and any of best_of
     error: str = ""
     queue_seconds: float | None = None  # with its first tokens: until one of its request was admitted
+    forced: list[int] = []  # which of token_ids had to come: their indices; `logprobs` has rows for the others only

@@ -57,10 +57,16 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         return self.resumed or bool(self.known)
 
     @property
+    def is_constrained(self) -> bool:
+        """Whether its output has to have a form."""
+        return self.params.structured_outputs is not None and self.max_tokens > 0
+
+    @property
     def may_end_early(self) -> bool:
         """Whether a token or a string may end a sequence before `max_tokens`."""
         params = self.params
-        return bool(params.stop or params.stop_token_ids or (self.eos_token_ids and not params.ignore_eos))
+        ends = params.stop or params.stop_token_ids or (self.eos_token_ids and not params.ignore_eos)
+        return bool(ends or self.is_constrained)
 
     @property
     def num_open(self) -> int:

@@ -37,6 +37,18 @@ class Demand:
     workspace_bytes_per_token: int  # activations of one token in a step
     workspace_bytes_per_seq: int  # tokens, tables and logits of one row
     scratch_bytes: int  # of attention, and of sampling beside the logits
+    recording_bytes: int = 0  # that recorded steps keep to themselves
+    recording_reason: str = ""
+    staging_bytes: int = 0  # that blocks pass on their way to the host and back
+
+    @property
+    def workspace_bytes(self) -> int:
+        """What a step takes while it is computed."""
+        return (
+            self.max_num_batched_tokens * self.workspace_bytes_per_token
+            + self.max_num_seqs * self.workspace_bytes_per_seq
+            + self.scratch_bytes
+        )
 
     def blocks_alone(self, length: int) -> list[int]:
         """Per group, what one sequence of `length` tokens needs."""
@@ -96,19 +108,15 @@ def plan_memory(
     Raises ConfigError when the weights or one full-length sequence do not fit.
     """
     budget, budget_reason = _budget(available, default_share, limit)
-    workspace = (
-        demand.max_num_batched_tokens * demand.workspace_bytes_per_token
-        + demand.max_num_seqs * demand.workspace_bytes_per_seq
-        + demand.scratch_bytes
-    )
+    beside = demand.workspace_bytes + demand.recording_bytes + demand.staging_bytes
     length, length_reason = _max_model_len(demand)
-    room = budget - demand.weight_bytes - workspace
+    room = budget - demand.weight_bytes - beside
     if _bytes(demand, demand.blocks_alone(length)) > room:
         if demand.max_model_len is not None or _bytes(demand, demand.blocks_alone(2)) > room:
-            need = demand.weight_bytes + workspace + _bytes(demand, demand.blocks_alone(length))
+            need = demand.weight_bytes + beside + _bytes(demand, demand.blocks_alone(length))
             raise ConfigError(
                 f"one sequence of {length} tokens needs {size(need)} (weights {size(demand.weight_bytes)}, workspace "
-                f"{size(workspace)}, the rest KV), but the budget is {size(budget)}, {budget_reason}. Raise memory, or "
+                f"{size(beside)}, the rest KV), but the budget is {size(budget)}, {budget_reason}. Raise memory, or "
                 "lower max_model_len, max_num_batched_tokens or max_num_seqs"
             )
         length = _longest(demand, length, room)
@@ -128,16 +136,22 @@ def plan_memory(
         )
         name = f"KV pool {kv.window}" if kv.window else "KV pool"
         lines.append(Line(name, num * demand.block_size * kv.bytes_per_token, why))
-    lines.append(
-        Line(
-            "workspace",
-            workspace,
-            f"{demand.max_num_batched_tokens} tokens a step x {size(demand.workspace_bytes_per_token)}, "
-            f"{demand.max_num_seqs} rows x {size(demand.workspace_bytes_per_seq)}, "
-            f"attention and sampling {size(demand.scratch_bytes)}",
-        )
+    return MemoryPlan(demand, (*lines, *_beside(demand)), tuple(num_blocks), length, length_reason)
+
+
+def _beside(demand: Demand) -> list[Line]:
+    """What is neither weights nor blocks."""
+    why = (
+        f"{demand.max_num_batched_tokens} tokens a step x {size(demand.workspace_bytes_per_token)}, "
+        f"{demand.max_num_seqs} rows x {size(demand.workspace_bytes_per_seq)}, "
+        f"attention and sampling {size(demand.scratch_bytes)}"
     )
-    return MemoryPlan(demand, tuple(lines), tuple(num_blocks), length, length_reason)
+    lines = [Line("workspace", demand.workspace_bytes, why)]
+    if demand.recording_bytes:
+        lines.append(Line("recordings", demand.recording_bytes, demand.recording_reason))
+    if demand.staging_bytes:
+        lines.append(Line("staging", demand.staging_bytes, "that blocks pass on their way to host memory and back"))
+    return lines
 
 
 def _bytes(demand: Demand, num_blocks: Sequence[int]) -> int:

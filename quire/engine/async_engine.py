@@ -10,10 +10,8 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from hashlib import sha256
 from typing import Any
 
-from quire.core import codec
 from quire.core.explanation import Explanation
 from quire.core.output import Output
 from quire.core.seeds import nth_seed
@@ -22,6 +20,7 @@ from quire.engine.generations import NewRequest
 from quire.engine.process import messages
 from quire.engine.process.connection import Connection
 from quire.engine.process.frames import BadFrame
+from quire.engine.process.given_up import GivenUp
 from quire.engine.process.hosts import Host
 from quire.engine.process.keeper import Keeper
 from quire.engine.process.ledger import Ledger
@@ -40,7 +39,6 @@ WATCH_SECONDS = 0.25
 MAX_ASKED = 4096  # questions that wait for an engine
 _RESTART_SECONDS = 5.0  # what is told to those who come while too many wait for an engine
 _IN_VAIN = 24  # engines in a row that died without a step that they should have done: more than any search needs
-_REMEMBERED = 256  # requests that were given up, should they come again
 _DEADLY = "the engine died whenever this request was computed; it is not tried again"
 _LAST_WORDS = 0.5  # seconds for writing stacks
 _SHORT_LIFE = 5.0  # seconds: an engine that dies so soon has not died at random
@@ -62,7 +60,7 @@ class AsyncEngine:
         self._suspects = Suspects()
         self._resumed: set[str] = set()  # of the ledger: those that the engine that runs knows
         self._questions = Questions()
-        self._given_up: dict[bytes, None] = {}  # what ended engines, without its name: the newest of them
+        self._given_up = GivenUp()
         self._num_requests = 0
         self._stopped: EngineStopped | None = EngineStopped("the engine has not been started")
         self._connection: Connection | None = None
@@ -101,7 +99,7 @@ class AsyncEngine:
             raise RequestError("a request id is in use; choose another", "request_id")
         if not all(map(is_unicode, ids)):
             raise RequestError("a request id must be valid Unicode", "request_id")
-        if self._given_up and any(_content(request) in self._given_up for request in requests):
+        if any(request in self._given_up for request in requests):
             raise RequestError(_DEADLY)
         requests = [self._seeded(request) for request in requests]
         stream = Stream(partial(self._give_up, ids))
@@ -121,6 +119,12 @@ class AsyncEngine:
         elif request_id not in self._ledger:  # an engine that has said nothing of it may know it all the same
             self._send(messages.Abort([request_id]))
         self._look_at(request_id)
+
+    def end_program(self, tenant: str, program: str, branch: str | None = None) -> None:
+        """Nobody goes on from what a branch of a program left; None: any of its branches. An engine that is not there
+        has nothing to forget.
+        """
+        self._send(messages.EndProgram(tenant, program, branch))
 
     async def explain(self, request_ids: Iterable[str]) -> list[Explanation]:
         """What became of these requests; those that are unknown or were long ago are left out. Raises EngineStopped."""
@@ -336,9 +340,7 @@ class AsyncEngine:
         culprit = self._suspects.died(rows, num_gone)
         if culprit is not None:
             log.error("request %s is given up: the engine died whenever it was computed", culprit)
-            self._given_up[_content(self._ledger.request(culprit))] = None
-            if len(self._given_up) > _REMEMBERED:
-                del self._given_up[next(iter(self._given_up))]
+            self._given_up.add(self._ledger.request(culprit))
             self._fail(culprit, _DEADLY)
         if not rows and not self._steps.num_committed:
             for question in self._questions.died():
@@ -392,9 +394,3 @@ class AsyncEngine:
         if error is not None and self._stopped is None:  # nobody sees to the engine any more: all would wait for ever
             log.error("the engine cannot be watched any more", exc_info=error)
             self._stop(EngineStopped("the server failed to watch its engine, and its log says why"))
-
-
-def _content(request: NewRequest) -> bytes:
-    """A digest of what is asked, and not of who asks, when, or what is known of the answer."""
-    asked = request._replace(request_id="", params=request.params.changed(seed=None), known=(), resumed=False)
-    return sha256(codec.encode(asked)).digest()

@@ -17,6 +17,7 @@ from quire.engine.calibration import measure
 from quire.engine.demand import cache_of, demand_of, kv_groups
 from quire.engine.engine import Engine
 from quire.engine.facts import Facts
+from quire.engine.grammars import Grammars, vocabulary_of
 from quire.engine.machine import available_memory, pick_device, return_freed_memory
 from quire.engine.model_files import ModelFiles, open_model
 from quire.engine.policies import check_policies
@@ -24,6 +25,7 @@ from quire.engine.public_prefixes import Bounds, num_public_blocks, read_public_
 from quire.engine.sources.locate import locate
 from quire.engine.text.tokenizer import Tokenizer
 from quire.errors import ConfigError
+from quire.grammar.backends import check as check_form
 from quire.kernels.choose import Chosen, choose, usable_device
 from quire.kernels.contract import Demands
 from quire.kernels.reference.quantized import LARGEST
@@ -31,8 +33,10 @@ from quire.models.model import Progress
 from quire.runner.torch_runner import TorchRunner
 from quire.sched.journal import JournalledScheduler
 from quire.sched.scheduler import Scheduler
+from quire.structured import StructuredOutputsParams
 
 _SHARES = {"cpu": 0.5, "cuda": 0.9}  # of the memory available: a host is shared with others, a GPU is not
+_ANY_FORM = StructuredOutputsParams(choice=("a",))
 _TINY = 32 * 2**20  # bytes of weights: the caches of a core or two
 _DTYPE_ALIASES: Mapping[str, str] = MappingProxyType({"float": "float32", "half": "float16", "fp8": "fp8_e4m3"})
 
@@ -70,7 +74,8 @@ def build(options: EngineOptions, *, report: Report, progress: Progress) -> Buil
     """
     prepared = prepare(options, report=report, progress=progress)
     limits, cache, description = prepared.limits, prepared.cache, prepared.files.description
-    scheduler = _scheduler(limits, cache, options.journal)  # before the weights: a bad path should not cost them
+    grammars = _grammars(prepared)
+    scheduler = _scheduler(prepared, grammars)  # before the weights: a bad path should not cost them
     model = prepared.files.load(prepared.dtype, prepared.device, prepared.chosen.kernels, progress)
     return_freed_memory()  # copies that reading was done with
     runner = TorchRunner(
@@ -90,6 +95,7 @@ def build(options: EngineOptions, *, report: Report, progress: Progress) -> Buil
         eos_token_ids=description.eos_token_ids,
         seed=options.seed,
         deterministic=runner.deterministic,
+        compiler=grammars,
     )
     return Built(
         engine=engine,
@@ -127,8 +133,9 @@ def prepare(options: EngineOptions, *, report: Report, progress: Progress) -> Pr
     report(f"model      {files.runs_on}")
     report(f"kernels    {chosen.reason}; {threads} threads")
     groups = kv_groups(description.kv_layers)
-    demand = demand_of(description, options, (dtype, kv_dtype), groups, chosen.kernels.SCRATCH_BYTES)
     kind = torch.device(device).type
+    swaps_beside = kind != "cpu" and options.preemption != "recompute"
+    demand = demand_of(description, options, (dtype, kv_dtype), groups, chosen.kernels, swaps_beside=swaps_beside)
     share = _SHARES[kind]
     plan = plan_memory(
         demand,
@@ -278,13 +285,26 @@ def _about_prefixes(cache: CacheConfig) -> str:
     return f"prefixes   {kinds[cache.prefix_index]}{public if cache.public_prefixes else ''}"
 
 
-def _scheduler(limits: SchedulerConfig, cache: CacheConfig, journal: str | None) -> Scheduler:
+def _grammars(prepared: Prepared) -> Grammars:
+    """Raises ConfigError for a backend that is not installed."""
+    check_form(_ANY_FORM, prepared.options.grammar_backend)
+    description, tokenizer = prepared.files.description, prepared.files.tokenizer
+    return Grammars(
+        lambda: vocabulary_of(tokenizer, description.vocab_size, description.eos_token_ids),
+        description.vocab_size,
+        backend=prepared.options.grammar_backend,
+        fast_forward=prepared.options.fast_forward == "on",
+    )
+
+
+def _scheduler(prepared: Prepared, grammars: Grammars) -> Scheduler:
+    limits, cache, journal = prepared.limits, prepared.cache, prepared.options.journal
     if journal is None:
-        return Scheduler(limits, KVCache(cache))
+        return Scheduler(limits, KVCache(cache), grammars.constraints)
     try:
         file = open(journal, "xb")  # noqa: SIM115  (open as long as the scheduler lives)
     except FileExistsError as error:
         raise ConfigError(f"the journal {journal!r} exists; name another file, or move it away") from error
     except OSError as error:
         raise ConfigError(f"the journal {journal!r} cannot be written: {error.strerror}") from error
-    return JournalledScheduler(limits, KVCache(cache), file)
+    return JournalledScheduler(limits, KVCache(cache), file, grammars.constraints)

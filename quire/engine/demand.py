@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from quire.config import CacheConfig, EngineOptions, KVGroup
 from quire.cost.host_pool import HostPool
 from quire.cost.memory import Demand, KVDemand, MemoryPlan
-from quire.kernels.contract import DTYPES
+from quire.kernels.contract import DTYPES, Kernels, Recorded
 from quire.kernels.reference.quantized import kept_as, read_bytes
 from quire.kernels.reference.sampling import LOGITS_AT_ONCE
 from quire.models.model import Description, KVLayer
+from quire.store.host import STAGED_BYTES
 
 _LOGIT_COPIES = 4  # of all rows: in the model's type, in float32, with edits, and as they are handed over
 _SAMPLING_BYTES = 50  # for each logit that is sampled from at once: filtered, sorted, summed, random numbers
@@ -28,16 +29,25 @@ def demand_of(
     options: EngineOptions,
     dtypes: tuple[str, str],
     groups: Mapping[KVLayer, tuple[int, ...]],
-    scratch_bytes: int,
+    kernels: Kernels,
+    *,
+    swaps_beside: bool = False,
 ) -> Demand:
-    """All that the memory plan has to know. dtypes: of weights and computation, and of keys and values."""
+    """All that the memory plan has to know. dtypes: of weights and computation, and of keys and values.
+
+    swaps_beside: whether blocks may be swapped to the host while the device computes.
+    """
     dtype, kv_dtype = dtypes
     length = min(options.max_model_len or description.max_positions, description.max_positions)
     read = read_bytes(kv_dtype, DTYPES[dtype])
     widest = max(2 * layer.num_kv_heads * layer.head_dim * read for layer in groups)
     weight_bytes = description.weight_bytes(dtype)
-    attention = min(max(scratch_bytes, length * widest), options.max_num_seqs * length * widest)
+    attention = min(max(kernels.SCRATCH_BYTES, length * widest), options.max_num_seqs * length * widest)
     sampled = min(max(LOGITS_AT_ONCE, description.vocab_size), options.max_num_seqs * description.vocab_size)
+    token_bytes, logit_bytes = description.activations_per_token * 4, description.vocab_size * 4
+    recorded = Recorded(0, "")
+    if kernels.recorder is not None:
+        recorded = kernels.recorder.takes(options.max_num_seqs, token_bytes, logit_bytes, kernels.SCRATCH_BYTES)
     return Demand(
         weight_bytes=weight_bytes,
         weight_reason=f"{description.num_parameters / 1e6:.2f} M parameters, {dtype}",
@@ -47,10 +57,13 @@ def demand_of(
         max_model_len=options.max_model_len,
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
-        workspace_bytes_per_token=description.activations_per_token * 4,
-        workspace_bytes_per_seq=description.vocab_size * 4 * _LOGIT_COPIES
+        workspace_bytes_per_token=token_bytes,
+        workspace_bytes_per_seq=logit_bytes * _LOGIT_COPIES
         + (length + len(groups) * -(-length // options.block_size)) * 4,
         scratch_bytes=attention + _SAMPLING_BYTES * sampled,
+        recording_bytes=recorded.bytes,
+        recording_reason=recorded.reason,
+        staging_bytes=len(groups) * 2 * STAGED_BYTES if swaps_beside else 0,
     )
 
 

@@ -22,12 +22,14 @@ from quire.core.step import Pooling, Step, StepResult
 from quire.core.terms import NO_TERMS, Terms
 from quire.cost.block_use import BlockFigures
 from quire.cost.costs import CostFigures
+from quire.engine.grammars import Compiler
 from quire.engine.step_sizes import StepSizes
 from quire.errors import RequestError
 from quire.params import SamplingParams, is_unicode
 from quire.sched.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
+_COMPILE_SECONDS = 0.005  # how long a step that has nothing to do waits for a constraint
 _IDLE_PER_CHECK = 100  # a check may hold up a request that comes meanwhile: 1 % of the time at most
 
 
@@ -66,6 +68,7 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     num_step_tokens: int = 0  # that steps computed
     step_sizes: tuple[int, ...] = ()  # counts of steps, as StepSizes has them
     waiting_because: str = "step"  # what held up those who wait, or who waited last: a WaitCause
+    forced_tokens: int = 0  # of those put out, that a constraint forced
 
     @classmethod
     def nothing(cls) -> Self:
@@ -92,8 +95,10 @@ class Engine:
         eos_token_ids: tuple[int, ...] = (),
         seed: int = 0,
         deterministic: bool = False,
+        compiler: Compiler | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """compiler: of the constraints that `scheduler` asks; None where it has none."""
         self.vocab_size = vocab_size
         self.max_model_len = scheduler.config.max_model_len
         self.on_launch: Callable[[Step], None] | None = None  # hears of each step before the runner does
@@ -102,12 +107,13 @@ class Engine:
         self._eos_token_ids = tuple(token for token in eos_token_ids if 0 <= token < vocab_size)
         self._deterministic = deterministic  # whether the runner can keep such a promise
         self._seed = seed
+        self._compiler = compiler
         self._clock = clock
         self._overlap = scheduler.config.steps_in_flight > 1
         self._uncollected: deque[int] = deque()  # steps launched and sampled
         self._errors: dict[int, str] = {}  # of those, the ones that failed on the way
         self._num_requests = self._num_steps = self._failed_steps = 0
-        self._prompt_tokens = self._generation_tokens = 0
+        self._prompt_tokens = self._generation_tokens = self._forced_tokens = 0
         self._failed_in_a_row = self._checked_at = 0
         self._next_check = 0.0
         self._last_step_seconds = 0.0
@@ -187,6 +193,8 @@ class Engine:
         )
         check_known(request, self.vocab_size)
         self._scheduler.add(request, self._clock())
+        if request.is_constrained and self._compiler is not None and params.structured_outputs is not None:
+            self._compiler.submit(request_id, params.structured_outputs)
         self._num_requests += 1
         if not request.was_accepted:  # or an engine before this one has counted them
             self._prompt_tokens += len(prompt)
@@ -200,13 +208,20 @@ class Engine:
     def abort(self, request_id: str) -> None:
         """Give up a request; its blocks are free within a step. An unknown id is ignored."""
         self._scheduler.abort(request_id, self._clock())
+        if self._compiler is not None:
+            self._compiler.forget(request_id)
 
     def finish(self, seq_id: int, num_tokens: int) -> None:
         """A stop string ended this sequence after `num_tokens` output tokens; no more is said about it."""
         self._scheduler.finish(seq_id, num_tokens, self._clock())
 
+    def end_program(self, tenant: str, program: str, branch: str | None = None) -> None:
+        """Nobody goes on from what a branch of a program left; None: any of its branches. Unknown ones are ignored."""
+        self._scheduler.end_program(tenant, program, branch, self._clock())
+
     def step(self) -> list[Output]:
         """Plan a step, run it, and commit the oldest one that is due. Empty when there was nothing to do."""
+        self._take_compiled()
         step = None
         if not self._errors:  # after a failure the runner's rows cannot be relied on until it is committed
             step = self._scheduler.plan(self._clock())
@@ -220,6 +235,10 @@ class Engine:
             self._sample(step)
             if not self._overlap:
                 outputs += self._commit()
+        self._generation_tokens += sum(len(output.token_ids) for output in outputs)
+        self._forced_tokens += sum(len(output.forced) for output in outputs)
+        if step is None and not outputs and self._scheduler.is_compiling and self._compiler is not None:
+            self._compiler.wait(_COMPILE_SECONDS)
         if not self._scheduler.has_work:
             self._runner.rest()
         if self._scheduler.leaks:
@@ -254,6 +273,7 @@ class Engine:
             self._step_sizes.num_tokens,
             self._step_sizes.counts,
             accounts.wait_cause,
+            self._forced_tokens,
         )
 
     def learnt(self) -> Learnt:
@@ -282,6 +302,16 @@ class Engine:
     def close(self) -> None:
         """The end: nothing may be called after it."""
         self._scheduler.close()
+        if self._compiler is not None:
+            self._compiler.close()
+
+    def _take_compiled(self) -> None:
+        """Requests whose constraint is compiled begin to wait for their turn."""
+        if self._compiler is None:
+            return
+        for request_id, error in self._compiler.finished():
+            self._scheduler.compiled(request_id, error, self._clock())
+            self._compiler.forget(request_id)
 
     def _launch(self, step: Step) -> None:
         if self.on_launch is not None:
@@ -307,9 +337,7 @@ class Engine:
         self._failed_steps += bool(result.error)
         self._failed_in_a_row = self._failed_in_a_row + 1 if result.error else 0
         self._last_step_seconds = result.seconds
-        outputs = self._scheduler.commit(result, self._clock())
-        self._generation_tokens += sum(len(output.token_ids) for output in outputs)
-        return outputs
+        return self._scheduler.commit(result, self._clock())
 
     def _collect(self, step_id: int) -> StepResult:
         if step_id not in self._errors:

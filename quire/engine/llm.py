@@ -8,6 +8,7 @@ from os import PathLike, fspath
 from uuid import uuid4
 
 from quire.config import EngineOptions
+from quire.core.namespace import NO_NAMESPACE
 from quire.core.output import Output
 from quire.core.request import Beams
 from quire.core.terms import NO_TERMS, Terms
@@ -26,11 +27,12 @@ from quire.engine.outputs import (
 )
 from quire.engine.progress import TokenProgress
 from quire.engine.prompts import Prompt, TokenizedPrompt, listed, template_variables, tokenize
-from quire.engine.terms import RetentionLike, terms_each
+from quire.engine.terms import ProgramLike, RetentionLike, make_terms, terms_each
 from quire.engine.text.messages import Message
 from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.transcript import Transcript
 from quire.errors import RequestError
+from quire.grammar.backends import check as check_form
 from quire.params import BeamSearchParams, SamplingParams
 from quire.sched.beams import plan_beams
 
@@ -96,20 +98,26 @@ class LLM:
         priority: int | Sequence[int] | None = None,
         deadline: float | Sequence[float | None] | None = None,
         retention: RetentionLike | Sequence[RetentionLike | None] | None = None,
+        program: ProgramLike | Sequence[ProgramLike | None] | None = None,
     ) -> list[RequestOutput]:
         """Complete one prompt or several; the results come in the order of the prompts.
 
         prompts: text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}, or a list of these.
         sampling_params: for all prompts, or one for each; None takes `get_default_sampling_params`.
         use_tqdm: show progress; None does on a terminal.
-        priority, deadline, retention: for all prompts, or a list with one for each: which run first (less is earlier;
-        needs policy="priority"), within how many seconds a whole answer is of use, and how long its KV is worth
-        keeping (Retention, or a mapping with its fields).
+        priority, deadline, retention, program: for all prompts, or a list with one for each: which run first (less is
+        earlier; needs policy="priority"), within how many seconds a whole answer is of use, how long its KV is worth
+        keeping, and what it is a part of (Retention and Program, or mappings with their fields).
         Raises RequestError when any of them cannot be served; then none is.
         """
         tokenized = [tokenize(prompt, self._tokenizer) for prompt in listed(prompts)]
-        terms = self._terms(len(tokenized), priority, deadline, retention)
+        terms = self._terms(len(tokenized), priority, deadline, retention, program)
         return self._complete(tokenized, sampling_params, use_tqdm, terms=terms)
+
+    def end_program(self, program: str, branch: str | None = None) -> None:
+        """Nobody goes on from what a branch of a program left in the cache; None: any of its branches."""
+        make_terms(self._options, program={"id": program, "branch": branch or ""})  # raises what is wrong with a name
+        self._engine.end_program(NO_NAMESPACE.tenant, program, branch)
 
     def chat(  # noqa: PLR0913 (vLLM's arguments, and those of `generate`)
         self,
@@ -124,10 +132,11 @@ class LLM:
         priority: int | Sequence[int] | None = None,
         deadline: float | Sequence[float | None] | None = None,
         retention: RetentionLike | Sequence[RetentionLike | None] | None = None,
+        program: ProgramLike | Sequence[ProgramLike | None] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or several. Raises RequestError as `generate` does.
 
-        priority, deadline, retention: as in `generate`, for each conversation.
+        priority, deadline, retention, program: as in `generate`, for each conversation.
         add_generation_prompt: begin the assistant's turn; None does unless continue_final_message goes on with
         the last message.
         """
@@ -145,7 +154,7 @@ class LLM:
             for conversation in conversations
         ]
         tokenized = [tokenize(text, self._tokenizer, add_special_tokens=False) for text in texts]
-        terms = self._terms(len(tokenized), priority, deadline, retention)
+        terms = self._terms(len(tokenized), priority, deadline, retention, program)
         return self._complete(tokenized, sampling_params, use_tqdm, terms=terms)
 
     def stream_chat(self, messages: Sequence[Message], sampling_params: SamplingParams | None = None) -> Iterator[str]:
@@ -250,6 +259,8 @@ class LLM:
         for one in each:
             if not isinstance(one, SamplingParams):
                 raise RequestError(f"sampling_params must be SamplingParams(...), not {type(one).__name__}")
+        for form in {one.structured_outputs for one in each} - {None}:
+            check_form(form, self._options.grammar_backend)
         now = time.monotonic()
         asked = generations(prompts, each, self._tokenizer, self.max_model_len)
         return [Transcript(uuid4().hex, generation, self._tokenizer, now=now) for generation in asked]
@@ -260,8 +271,10 @@ class LLM:
         priority: int | Sequence[int] | None,
         deadline: float | Sequence[float | None] | None,
         retention: RetentionLike | Sequence[RetentionLike | None] | None,
+        program: ProgramLike | Sequence[ProgramLike | None] | None,
     ) -> list[Terms]:
-        return terms_each(count, self._options, priority=priority, deadline=deadline, retention=retention)
+        names = {"priority": priority, "deadline": deadline, "retention": retention, "program": program}
+        return terms_each(count, self._options, **names)  # type: ignore[arg-type]  # each has its own type
 
     def _deltas(
         self, transcripts: Sequence[Transcript], beams: Beams | None = None, terms: Sequence[Terms] = ()

@@ -11,6 +11,11 @@ def read_rows(logprobs: Logprobs, num_most_likely: int, tokenizer: Tokenizer) ->
     return [_row(ids, values, rank, num_most_likely, tokenizer) for ids, values, rank in columns]
 
 
+def forced_row(token: int, tokenizer: Tokenizer) -> LogprobRow:
+    """Of a token that a constraint left no choice about."""
+    return {token: Logprob(0.0, 1, tokenizer.token_text(token), forced=True)}
+
+
 def _row(ids: list[int], values: list[float], rank: int, num_most_likely: int, tokenizer: Tokenizer) -> LogprobRow:
     row = {ids[0]: Logprob(values[0], rank, tokenizer.token_text(ids[0]))}
     for place, (token, value) in enumerate(zip(ids[1:], values[1:], strict=True), 1):

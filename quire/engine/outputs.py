@@ -5,12 +5,13 @@ import msgspec
 from quire.core.explanation import Explanation
 
 
-class Logprob(msgspec.Struct, frozen=True):
+class Logprob(msgspec.Struct, frozen=True, omit_defaults=True):
     """How likely a token was: natural logarithm, before penalties, temperature and truncation."""
 
     logprob: float
     rank: int | None  # 1 is the most likely; None where only the token's id was asked about
     decoded_token: str
+    forced: bool = False  # a constraint left no choice: its logprob is 0, whatever the model thinks of it
 
 
 LogprobRow = dict[int, Logprob]  # of one position: its token first, then the most likely ones, then those asked about
@@ -32,6 +33,7 @@ class CompletionOutput(msgspec.Struct):
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     token_offsets: list[int] = []  # per token: characters of text that were complete before it
+    num_forced_tokens: int = 0  # of token_ids, that a constraint forced
 
 
 class RequestMetrics(msgspec.Struct):
@@ -58,7 +60,7 @@ class RequestOutput(msgspec.Struct):
     finished: bool
     num_cached_tokens: int  # of the prompt, whose KV was reused
     metrics: RequestMetrics
-    prompt_logprobs: list[LogprobRow | None] | None = None  # one per token of the prompt; the first has none
+    prompt_logprobs: list[LogprobRow | None] | None = None  # one per token of the prompt; the first ones have none
 
 
 class BeamSearchSequence(msgspec.Struct):

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from quire.core.output import Output
-from quire.engine.logprobs import read_rows
+from quire.engine.logprobs import forced_row, read_rows
 from quire.engine.outputs import CompletionOutput, Delta, LogprobRow
 from quire.engine.text.detokenizer import Detokenizer
 from quire.engine.text.stops import Pattern, StopStrings
@@ -54,6 +54,7 @@ class SequenceText:
         result = self.result
         result.token_ids += tokens
         result.token_offsets += offsets
+        result.num_forced_tokens += sum(place < len(tokens) for place in output.forced)
         result.finish_reason, result.stop_reason = reason, cause
         self._texts.append(text)
         told = output.finish_reason is not None or reason is None  # the engine knows already
@@ -103,12 +104,18 @@ class SequenceText:
     def _logprobs(self, output: Output, num_tokens: int) -> list[LogprobRow] | None:
         """The rows that were asked for; what they, or the engine, say of the whole sequence goes to its result."""
         result, logprobs = self.result, output.logprobs
+        forced = [place for place in output.forced if place < num_tokens]
+        num_sampled = num_tokens - len(forced)
         if logprobs is not None and result.cumulative_logprob is not None:
-            result.cumulative_logprob = sum(logprobs.values[:num_tokens, 0].tolist(), result.cumulative_logprob)
+            result.cumulative_logprob = sum(logprobs.values[:num_sampled, 0].tolist(), result.cumulative_logprob)
         if output.cumulative_logprob is not None and num_tokens == len(output.token_ids):
             result.cumulative_logprob = output.cumulative_logprob
-        if result.logprobs is None or logprobs is None:
+        if result.logprobs is None or (logprobs is None and not forced):
             return None
-        added = read_rows(logprobs.slice(0, num_tokens), self._params.logprobs or 0, self._tokenizer)
+        added: list[LogprobRow] = []
+        if logprobs is not None:
+            added = read_rows(logprobs.slice(0, num_sampled), self._params.logprobs or 0, self._tokenizer)
+        for place in forced:  # in order, so that each is put behind those before it
+            added.insert(place, forced_row(output.token_ids[place], self._tokenizer))
         result.logprobs += added
         return added

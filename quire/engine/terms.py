@@ -1,15 +1,17 @@
 """Terms as callers give them: for one request, or for several at once. Knows names and what an engine heeds."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from quire.config import EngineOptions
-from quire.core.terms import Retention, Terms
+from quire.core.terms import Program, Retention, Terms
 from quire.errors import RequestError, nearest
 
 _BY_PRIORITY = ("priority", "cost")  # orders of eviction
 
 RetentionLike = Retention | Mapping[str, object]  # a mapping has fields of Retention
+ProgramLike = Program | Mapping[str, object]  # and of Program
+T = TypeVar("T", Retention, Program)
 
 
 def make_terms(
@@ -17,12 +19,18 @@ def make_terms(
     priority: int | None = None,
     deadline: float | None = None,
     retention: RetentionLike | None = None,
+    program: ProgramLike | None = None,
 ) -> Terms:
     """What one request asks for; None asks for nothing. options: of the engine. Raises RequestError.
 
-    A priority or a pin that would change nothing is refused: whoever gives it counts on it.
+    A priority or a pin that would change nothing is refused: whoever gives it counts on it. A program never is.
     """
-    terms = Terms(priority=0 if priority is None else priority, deadline=deadline, retention=_retention(retention))
+    terms = Terms(
+        priority=0 if priority is None else priority,
+        deadline=deadline,
+        retention=Retention() if retention is None else _made("retention", Retention, retention),
+        program=None if program is None else _made("program", Program, program),
+    )
     if terms.priority and options.policy != "priority":
         raise RequestError(
             f"priority {terms.priority} needs the policy 'priority', and this engine runs {options.policy!r}; leave it "
@@ -57,25 +65,27 @@ def terms_each(
     priority: int | Sequence[int] | None,
     deadline: float | Sequence[float | None] | None,
     retention: RetentionLike | Sequence[RetentionLike | None] | None,
+    program: ProgramLike | Sequence[ProgramLike | None] | None = None,
 ) -> list[Terms]:
     """Of `count` prompts: a value is for all of them, a list has one for each. Raises RequestError."""
-    names = {"priority": priority, "deadline": deadline, "retention": retention}
+    names = {"priority": priority, "deadline": deadline, "retention": retention, "program": program}
     columns = [_each(name, value, count) for name, value in names.items()]
     return [make_terms(options, *values) for values in zip(*columns, strict=True)]
 
 
-def _retention(given: RetentionLike | None) -> Retention:
-    if given is None:
-        return Retention()
-    if isinstance(given, Retention):
+def _made(name: str, kind: type[T], given: T | Mapping[str, object]) -> T:
+    """Terms of one kind, checked by name and, when they are made, by value."""
+    if isinstance(given, kind):
         return given
     if not isinstance(given, Mapping):
-        raise RequestError(f"retention must be Retention(...) or a mapping, not {type(given).__name__}", "retention")
-    for name in given:
-        if name not in Retention.__struct_fields__:
-            hint = nearest(str(name), Retention.__struct_fields__)
-            raise RequestError(f"retention has no field {name!r:.80}{hint}", "retention")
-    return Retention(**given)  # type: ignore[arg-type]  # checked by name and, when made, by value
+        raise RequestError(f"{name} must be {kind.__name__}(...) or a mapping, not {type(given).__name__}", name)
+    for field in given:
+        if field not in kind.__struct_fields__:
+            hint = nearest(str(field), kind.__struct_fields__)
+            raise RequestError(f"{name} has no field {field!r:.80}{hint}", name)
+    if kind is Program and "id" not in given:
+        raise RequestError("program needs an id, which all requests of one run have in common", "program.id")
+    return kind(**given)  # type: ignore[arg-type]  # checked by name here, and by value when it is made
 
 
 def _each(name: str, value: object, count: int) -> list[Any]:

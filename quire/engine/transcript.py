@@ -26,7 +26,9 @@ class Transcript:
         self.params = params = generation.params
         self.num_cached_tokens = 0
         self.metrics = RequestMetrics(now)
-        self.prompt_logprobs: list[LogprobRow | None] | None = None if params.prompt_logprobs is None else [None]
+        num_untold = min(params.prompt_logprobs_start + 1, len(self.prompt.ids))
+        asked = params.prompt_logprobs is not None
+        self.prompt_logprobs: list[LogprobRow | None] | None = [None] * num_untold if asked else None
         self._tokenizer = tokenizer
         patterns = compile_stops(params.stop)
         self._sequences = [

@@ -50,6 +50,15 @@ MODULES: Mapping[str, Callable[[], Candidate]] = MappingProxyType(
     {"cpu": _cpu, "triton": _triton, "reference": _reference}
 )
 
+# Names that other engines have for theirs, and why there is no module here.
+ELSEWHERE: Mapping[str, str] = MappingProxyType(
+    {
+        name: f"kernels of {name} are no part of quire. On NVIDIA GPUs use 'triton', quire's own, or 'auto'"
+        for name in ("flashinfer", "flash-attn", "xformers")
+    }
+    | {"torch": "plain torch is called 'reference' here; it is the specification, and slow"}
+)
+
 
 class Chosen(NamedTuple):
     """The kernels of an engine."""
@@ -73,6 +82,8 @@ def choose(name: str, demands: Demands) -> Chosen:
 
     Raises ConfigError for an unknown name, and when no module can, with what was tried and why each was refused.
     """
+    if name.lower() in ELSEWHERE:
+        raise ConfigError(ELSEWHERE[name.lower()])
     if name != "auto" and name not in MODULES:
         known = ["auto", *MODULES]
         raise ConfigError(f"there are no kernels {name!r}{nearest(name, known)}; known: {', '.join(known)}")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -75,6 +75,14 @@ class Storage:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Resident:
+    """Block tables that are kept on the device, and grow there by what was appended."""
+
+    tables: Tensor  # int32 (num_rows, width): it stays where it is, and is read when a step is computed
+    rows: np.ndarray  # int64 (num_chunks,): which of them is each chunk's
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Batch:
     """The chunks of one step as one group sees them: chunk i computes positions [starts[i], stops[i]).
 
@@ -87,6 +95,7 @@ class Batch:
     starts: np.ndarray  # int64 (num_chunks,)
     stops: np.ndarray  # int64 (num_chunks,)
     tables: np.ndarray  # int64 (num_chunks, width)
+    resident: Resident | None = None  # in the place of `tables`, which are empty then: for modules that are RESIDENT
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -145,6 +154,13 @@ class Demands:
     head_dims: tuple[int, ...]
 
 
+class Recorded(NamedTuple):
+    """What recordings of steps take beside the workspace of other steps."""
+
+    bytes: int
+    reason: str
+
+
 class Recorder(Protocol):
     """Steps of a module that run again without the Python that described them: on the same tensors, refilled."""
 
@@ -153,6 +169,12 @@ class Recorder(Protocol):
 
         Where that is larger, the step is filled up with chunks of one token, at position 0, whose tables are -1
         throughout: nothing may be written for them, and what is computed for them may be anything.
+        """
+
+    def takes(self, num_sequences: int, token_bytes: int, logit_bytes: int, scratch_bytes: int) -> Recorded:
+        """At most, once steps of all sizes up to `num_sequences` are recorded.
+
+        Each token of a step takes `token_bytes` of activations and `logit_bytes` of logits, attention `scratch_bytes`.
         """
 
     def plan(self, batch: Batch, storage: Storage, width: int) -> Plan:
@@ -176,6 +198,7 @@ class Kernels(Protocol):
     """A module with these functions. Shapes name num_tokens: the tokens of all chunks, concatenated."""
 
     NAME: str
+    RESIDENT: bool  # whether it reads block tables that are kept on the device
     SCRATCH_BYTES: int  # that attention takes at most beside its arguments, or one sequence's KV of a layer if more
 
     recorder: Recorder | None  # what records steps; None where nothing is gained by it
@@ -272,6 +295,13 @@ class Kernels(Protocol):
 
     def embed(self, ids: Tensor, weight: Weight, scale: float = 1.0) -> Tensor:
         """Rows of the weight (num_rows, size) for ids int64 (num_tokens,), times `scale`."""
+
+    def route(self, logits: Tensor, k: int, *, normalise: bool) -> tuple[Tensor, Tensor]:
+        """The k experts of each token with the largest of its logits (num_tokens, num_experts), and their weights.
+
+        ids int64 and weights float32 (num_tokens, k), the largest first; which of equal ones is left out is not said.
+        A weight is the softmax of all logits in float32, with `normalise` divided by the sum of the token's k.
+        """
 
     def experts(self, x: Tensor, ids: Tensor, weights: Tensor, up: Weight, down: Weight, activation: str) -> Tensor:
         """The weighted sum of each token's experts, down[e] gated_linear(x, up[e]), in float32, rounded once.

@@ -51,10 +51,7 @@ class Experts(nn.Module):
 
     def __call__(self, x: Tensor, kernels: Kernels) -> Tensor:
         """x (num_tokens, hidden_size) -> the same shape."""
-        shares = self.router(x, kernels).float().softmax(-1)  # (num_tokens, num_experts)
-        weights, ids = shares.topk(self.config.per_token, -1)
-        if self.config.normalise:
-            weights = weights / weights.sum(-1, keepdim=True)
+        ids, weights = kernels.route(self.router(x, kernels), self.config.per_token, normalise=self.config.normalise)
         out = kernels.experts(x, ids, weights, self.up, self.down, self.activation)
         if self.shared is not None:
             share = kernels.activate(self.shared_gate(x, kernels), "sigmoid")

@@ -15,7 +15,7 @@ from quire.core.step import ChunkOutput, Chunks
 from quire.kernels.contract import Kernels, Storage
 from quire.layers.attend import PagedAttend
 from quire.models.model import Model
-from quire.runner.latest import Latest
+from quire.runner.inputs import Inputs
 from quire.runner.recordings import Recordings
 from quire.runner.rows import Rows
 from quire.store.upload import uploaded
@@ -47,10 +47,10 @@ class Passes:
         strict: Kernels | None,
         storages: Sequence[Storage],
         max_model_len: int,
-        latest: Latest,
+        inputs: Inputs,
     ) -> None:
         self._model = model
-        self._latest = latest
+        self._inputs = inputs
         self._ordinary = Way(kernels, PagedAttend(kernels, storages, model.scores))
         self._strict = None if strict is None else Way(strict, PagedAttend(strict, storages, model.scores))
         self._recordings = Recordings(model, kernels, storages, max_model_len)
@@ -63,10 +63,7 @@ class Passes:
         one_each = (chunks.stops - chunks.starts == 1).all() and (chunks.outputs == ChunkOutput.SAMPLE).all()
         if not one_each or rows.deterministic[chunks.rows].any():
             return None
-        missing = rows.missing(chunks)
-        return self._recordings.logits(
-            *rows.inputs(chunks), rows.batches(chunks), lambda token_ids: self._latest.fill(token_ids, missing)
-        )
+        return self._recordings.logits(self._inputs, chunks)
 
     def hidden(self, rows: Rows, chunks: Chunks) -> Hidden:
         """Compute all chunks, at least one.
@@ -75,7 +72,7 @@ class Passes:
         """
         strict = rows.deterministic[chunks.rows]
         of_tokens = np.repeat(strict, chunks.stops - chunks.starts)
-        parts = [self._compute(way, rows, _some(chunks, which)) for way, which in self._ways(strict)]
+        parts = [self._compute(way, _some(chunks, which)) for way, which in self._ways(strict)]
         return Hidden(_merge(of_tokens, parts), of_tokens)
 
     def logits(self, hidden: Hidden, tokens: np.ndarray) -> Tensor:
@@ -97,11 +94,9 @@ class Passes:
             return [(self._strict, strict)]
         return [(self._ordinary, ~strict), (self._strict, strict)]
 
-    def _compute(self, way: Way, rows: Rows, chunks: Chunks) -> Tensor:
-        device = self._model.device
-        token_ids, positions = (uploaded(array, device) for array in rows.inputs(chunks))
-        self._latest.fill(token_ids, rows.missing(chunks))
-        way.attend.plan(rows.batches(chunks))
+    def _compute(self, way: Way, chunks: Chunks) -> Tensor:
+        token_ids, positions, batches = self._inputs.of(chunks)
+        way.attend.plan(batches)
         return self._model.forward(token_ids, positions, way.attend, way.kernels)
 
 

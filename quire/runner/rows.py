@@ -6,7 +6,7 @@ All of it is on the host, in arrays that a step's columnar writes go into; it kn
 import numpy as np
 
 from quire.config import CacheConfig
-from quire.core.step import Chunks, Late, Step
+from quire.core.step import Chunks, Late, Step, Writes
 from quire.kernels.contract import Batch, Draws
 from quire.sample.columns import SamplingColumns
 
@@ -37,8 +37,17 @@ class Rows:
         self.deterministic[step.opens.rows] = step.opens.deterministic
         self.poolings[step.opens.rows] = step.opens.poolings
         step.tokens.apply(self._tokens)
+        self._settle(step.tokens)
         for writes, table in zip(step.blocks, self._tables, strict=True):
             writes.apply(table)
+
+    def _settle(self, told: Writes) -> None:
+        """What a step says of a token counts, also where one is on its way that was sampled."""
+        if not len(told.rows):
+            return
+        awaited = self._awaited[told.rows]
+        settled = (told.starts <= awaited) & (awaited < told.starts + told.lengths)
+        self._awaited[told.rows[settled]] = _NONE
 
     def inputs(self, chunks: Chunks) -> tuple[np.ndarray, np.ndarray]:
         """Token ids and positions of all chunks, concatenated, int64."""

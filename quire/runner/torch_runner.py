@@ -18,8 +18,9 @@ from quire.core.step import ChunkOutput, Chunks, Late, Logprobs, Step, StepResul
 from quire.kernels.contract import Kernels
 from quire.models.model import Model
 from quire.runner import wanted
-from quire.runner.latest import Latest
+from quire.runner.inputs import HostInputs, Inputs
 from quire.runner.passes import Hidden, Passes
+from quire.runner.resident import ResidentInputs
 from quire.runner.rows import Rows
 from quire.sample.logprobs import report
 from quire.store.device import DeviceStore
@@ -77,9 +78,13 @@ class TorchRunner:
         self._rows = Rows(cache, max_num_seqs, max_model_len, self._vocab_size)
         self._store = DeviceStore(kernels, cache, model.device, clock)
         self.deterministic = strict is not None and model.row_invariant  # whether it can run such sequences
-        self._latest = Latest(max_num_seqs, model.device)
+        self._inputs: Inputs = (
+            ResidentInputs(cache, max_num_seqs, max_model_len, model.device)
+            if kernels.RESIDENT
+            else HostInputs(self._rows, max_num_seqs, model.device)
+        )
         self._passes = Passes(
-            model, kernels, strict if self.deterministic else None, self._store.storages, max_model_len, self._latest
+            model, kernels, strict if self.deterministic else None, self._store.storages, max_model_len, self._inputs
         )
         self._launched: Launched | None = None
         self._sampled: deque[Sampled] = deque()
@@ -98,6 +103,7 @@ class TorchRunner:
             self._store.forget()
         wanted.check(step.chunks)
         self._rows.apply(step)
+        self._inputs.apply(step)
         self._store.execute(step.id, step.moves)
         self._launched = self._forward(step, began)
 
@@ -174,7 +180,7 @@ class TorchRunner:
         if not len(rows):
             return self._on_its_way(launched, rows, positions, torch.zeros(0, dtype=torch.int64), None)
         chosen = self._kernels.sample(logits, self._rows.draws(rows, positions, late))
-        self._latest.put(rows, chosen)
+        self._inputs.put(rows, positions, chosen)
         self._rows.expect(rows, positions)
         return self._on_its_way(launched, rows, positions, chosen, self._report(rows, chosen, logits))
 

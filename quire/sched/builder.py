@@ -43,9 +43,9 @@ class StepBuilder:
         seq.arriving = self.id
         self.arrivals.append(seq)
 
-    def correct(self, seq: Sequence) -> None:
-        """The last token of a sequence is another one than was sampled."""
-        self.tokens.append((seq.row, len(seq.tokens) - 1, seq.tokens[-1:]))
+    def correct(self, seq: Sequence, first: int) -> None:
+        """From a position on the tokens of a sequence are others than the runner has."""
+        self.tokens.append((seq.row, first, seq.tokens[first:]))
 
     def give_blocks(self, seq: Sequence, firsts: Listing[int]) -> None:
         """The table of a sequence changed, in each group from an index on."""
@@ -104,8 +104,9 @@ def _lists(seq: Sequence) -> list[TokenList]:
         lists.append((seq.row, ListKind.BIAS, params.logit_bias))
     if params.allowed_token_ids is not None:
         lists.append((seq.row, ListKind.ALLOWED, params.allowed_token_ids))
-    if params.min_tokens and seq.stop_ids:
-        lists.append((seq.row, ListKind.END, sorted(seq.stop_ids)))
+    ends = seq.stop_ids.union(request.eos_token_ids) if seq.constrained else seq.stop_ids  # which end a form, too
+    if params.min_tokens and ends:
+        lists.append((seq.row, ListKind.END, sorted(ends)))
     if params.logprob_token_ids:
         lists.append((seq.row, ListKind.LOGPROB, params.logprob_token_ids))
     return lists

@@ -180,6 +180,8 @@ class Filling:
     def _plan_chunk(self, seq: Sequence, take: int, builder: StepBuilder) -> None:
         """The sequence's next `take` tokens; the last token known so far yields the next one."""
         start = seq.num_computed
+        if start < seq.to_tell < start + take and seq.num_told < seq.to_tell and seq.num_generated:
+            take = seq.to_tell - start  # logits are those of a chunk's last positions, and forced tokens come behind
         stop = seq.num_computed = start + take
         table = seq.table
         assert table is not None

@@ -24,11 +24,13 @@ from quire.core.request import Request
 from quire.core.step import Step, StepResult
 from quire.cost.costs import Calibration
 from quire.errors import QuireError, RequestError
+from quire.grammar.contract import Constraints, Verdict
+from quire.sched.recorded import Heard, Recorded
 from quire.sched.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 
-FORMAT = 5
+FORMAT = 6
 
 
 class Header(msgspec.Struct, frozen=True, tag=True):
@@ -37,6 +39,7 @@ class Header(msgspec.Struct, frozen=True, tag=True):
     format: int
     scheduler: SchedulerConfig
     cache: CacheConfig
+    is_constrained: bool = False  # whether it has constraints to ask
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):
@@ -44,6 +47,15 @@ class Add(msgspec.Struct, frozen=True, tag=True):
 
     request: Request
     now: float
+
+
+class Compiled(msgspec.Struct, frozen=True, tag=True):
+    """`Scheduler.compiled`, and what the constraints answered meanwhile."""
+
+    request_id: str
+    error: str
+    now: float
+    verdicts: list[Verdict]
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
@@ -66,6 +78,15 @@ class Finish(msgspec.Struct, frozen=True, tag=True):
 
     seq_id: int
     num_tokens: int
+    now: float
+
+
+class EndProgram(msgspec.Struct, frozen=True, tag=True):
+    """`Scheduler.end_program`."""
+
+    tenant: str
+    program: str
+    branch: str | None
     now: float
 
 
@@ -93,13 +114,14 @@ class Plan(msgspec.Struct, frozen=True, tag=True):
 
 
 class Commit(msgspec.Struct, frozen=True, tag=True, eq=False):
-    """`Scheduler.commit`."""
+    """`Scheduler.commit`, and what the constraints answered meanwhile."""
 
     result: StepResult
     now: float
+    verdicts: list[Verdict] = []
 
 
-Record = Header | Add | Refused | Abort | Finish | Flush | Calibrate | Repair | Plan | Commit
+Record = Header | Add | Compiled | Refused | Abort | Finish | EndProgram | Flush | Calibrate | Repair | Plan | Commit
 
 
 class JournalError(QuireError):
@@ -113,11 +135,14 @@ class Differs(QuireError):
 class JournalledScheduler(Scheduler):
     """A scheduler that writes down its inputs, and the steps that it plans, as they happen."""
 
-    def __init__(self, config: SchedulerConfig, cache: KVCache, file: BinaryIO) -> None:
-        super().__init__(config, cache)
+    def __init__(
+        self, config: SchedulerConfig, cache: KVCache, file: BinaryIO, constraints: Constraints | None = None
+    ) -> None:
+        self._heard: list[Verdict] = []
+        super().__init__(config, cache, None if constraints is None else Heard(constraints, self._heard))
         self._file = file
         self._lost = False  # whether a write failed, and the rest would make no sense
-        self._write(Header(FORMAT, config, cache.config))
+        self._write(Header(FORMAT, config, cache.config, constraints is not None))
 
     def add(self, request: Request, now: float) -> None:
         data = codec.encode(Add(request, now))  # what cannot be written down is not taken in
@@ -128,6 +153,10 @@ class JournalledScheduler(Scheduler):
             raise
         self._write_bytes(data)
 
+    def compiled(self, request_id: str, error: str, now: float) -> None:
+        super().compiled(request_id, error, now)
+        self._write(Compiled(request_id, error, now, self._verdicts()))
+
     def abort(self, request_id: str, now: float) -> None:
         self._write(Abort(request_id, now))
         super().abort(request_id, now)
@@ -135,6 +164,10 @@ class JournalledScheduler(Scheduler):
     def finish(self, seq_id: int, num_tokens: int, now: float) -> None:
         super().finish(seq_id, num_tokens, now)
         self._write(Finish(seq_id, num_tokens, now))
+
+    def end_program(self, tenant: str, program: str, branch: str | None, now: float) -> None:
+        self._write(EndProgram(tenant, program, branch, now))
+        super().end_program(tenant, program, branch, now)
 
     def flush(self, now: float) -> int:
         self._write(Flush(now))
@@ -157,12 +190,18 @@ class JournalledScheduler(Scheduler):
 
     def commit(self, result: StepResult, now: float) -> list[Output]:
         outputs = super().commit(result, now)
-        self._write(Commit(result, now))
+        self._write(Commit(result, now, self._verdicts()))
         return outputs
 
     def close(self) -> None:
         with suppress(OSError):  # of a disk that is full: what could be kept has been
             self._file.close()
+
+    def _verdicts(self) -> list[Verdict]:
+        """What the constraints answered since the last record."""
+        heard = list(self._heard)
+        self._heard.clear()
+        return heard
 
     def _write(self, record: Record) -> None:
         self._write_bytes(codec.encode(record))
@@ -211,12 +250,15 @@ def rerun(records: Iterator[Record]) -> Iterator[tuple[Scheduler, Step | None, b
         raise JournalError("not a quire journal: it does not begin with a header")
     if header.format != FORMAT:
         raise JournalError(f"journal format {header.format} is not supported; this quire reads format {FORMAT}")
-    scheduler = Scheduler(header.scheduler, KVCache(header.cache))
+    constraints = Recorded()
+    scheduler = Scheduler(header.scheduler, KVCache(header.cache), constraints if header.is_constrained else None)
     for record in records:
         if isinstance(record, Plan):
             yield scheduler, scheduler.plan(record.now), record.step
-        else:
-            _give(scheduler, record)
+            continue
+        if isinstance(record, Compiled | Commit):
+            constraints.verdicts.extend(record.verdicts)
+        _give(scheduler, record)
 
 
 def _give(scheduler: Scheduler, record: Record) -> None:
@@ -224,14 +266,16 @@ def _give(scheduler: Scheduler, record: Record) -> None:
     match record:
         case Add(request, now):
             scheduler.add(request, now)
-        case Refused(request, now, error):
-            said = _refusal(scheduler, request, now)
-            if said != error:
-                raise Differs(f"recorded:\nrefused: {error}\nreplayed:\n{said and 'refused: '}{said or 'taken in'}")
+        case Compiled(request_id, error, now):
+            scheduler.compiled(request_id, error, now)
+        case Refused():
+            _refuse(scheduler, record)
         case Abort(request_id, now):
             scheduler.abort(request_id, now)
         case Finish(seq_id, num_tokens, now):
             scheduler.finish(seq_id, num_tokens, now)
+        case EndProgram(tenant, program, branch, now):
+            scheduler.end_program(tenant, program, branch, now)
         case Flush(now):
             scheduler.flush(now)
         case Calibrate(calibration):
@@ -244,13 +288,16 @@ def _give(scheduler: Scheduler, record: Record) -> None:
             raise JournalError("a second header inside a journal")
 
 
-def _refusal(scheduler: Scheduler, request: Request, now: float) -> str:
-    """What the scheduler says against a request; nothing where it is taken in."""
+def _refuse(scheduler: Scheduler, record: Refused) -> None:
+    """A request that was refused. Raises Differs where it is not, or in other words."""
+    said = ""
     try:
-        scheduler.add(request, now)
+        scheduler.add(record.request, record.now)
     except RequestError as error:
-        return str(error)
-    return ""
+        said = str(error)
+    if said != record.error:
+        replayed = f"refused: {said}" if said else "taken in"
+        raise Differs(f"recorded:\nrefused: {record.error}\nreplayed:\n{replayed}")
 
 
 def replay(records: Iterator[Record]) -> ReplayReport:

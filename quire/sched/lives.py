@@ -1,7 +1,10 @@
 """Lives: which sequences there are, and how each comes to wait, to run, and to end. Plans nothing."""
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
+
+import msgspec
 
 from quire.cache.admission import Admission
 from quire.cache.eviction.keep import Keep
@@ -16,6 +19,7 @@ from quire.sched.builder import Entry
 from quire.sched.caution import Caution
 from quire.sched.families import Families
 from quire.sched.newcomers import Newcomers
+from quire.sched.programs import Programs, program_of
 from quire.sched.queues.choose import class_of, new_queue
 from quire.sched.rows import Rows
 from quire.sched.sequence import Sequence
@@ -42,12 +46,14 @@ class Lives:
         self.queue = new_queue(config, cache)
         self.families = Families(self.queue)
         self.newcomers = Newcomers()
+        self.programs = Programs()
         self.rows = Rows(config.max_num_seqs, cache)
         self.accounts = Accounts(config.policy)
         self.in_flight: deque[Launched] = deque()
         self.caution = Caution([pool.num_blocks for pool in cache.pools], config.watermark)
         self._config = config
         self._cache = cache
+        self.on_end: Callable[[Sequence], None] = lambda _seq: None
         self._ways = Ways(config.preemption, cache, costs)
         self._next_id = 0
 
@@ -68,14 +74,20 @@ class Lives:
         """Whether there is such a sequence, and it waits for what it has in host memory."""
         return seq_id in self.sequences and self.sequences[seq_id].swapped
 
-    def add(self, request: Request, now: float) -> list[Sequence]:
-        """A request comes: its sequences, but for those that have ended before."""
+    def add(self, request: Request, now: float, begin: Callable[[Sequence], None] | None = None) -> list[Sequence]:
+        """A request comes: its sequences, but for those that have ended before. begin: called with each, before it
+        queues.
+        """
         of_class, first_id = class_of(self._config, request.terms.priority), self._next_id
         wanted = [i for i in range(request.num_sequences) if not (request.known and request.known[i].finished)]
-        sequences = [Sequence(first_id + i, request, i, now, of_class) for i in wanted]
+        place = self.programs.place(request, first_id, now)
+        sequences = [Sequence(first_id + i, request, i, now, of_class, place) for i in wanted]
         self._next_id += request.num_sequences
         if not sequences:
             return []
+        if begin is not None:
+            for seq in sequences:
+                begin(seq)
         self.sequences.update((seq.id, seq) for seq in sequences)
         self.newcomers.add(request)
         self.accounts.arrived(request, now)
@@ -117,7 +129,7 @@ class Lives:
         """What a sequence began with was never written, since that step failed."""
         self._note_preempted(seq, "the step failed that computed what it began with", VOID, now)
         seq.epoch += 1
-        seq.num_pending = 0
+        seq.num_pending = seq.num_foreseen = 0
         self.requeue(seq, 0, now)
 
     def requeue(self, seq: Sequence, num_valid: int, now: float) -> None:
@@ -139,6 +151,7 @@ class Lives:
             running = [one.id for one in relatives if one.row >= 0]
             self.accounts.shares(seq.request.id, *self._cache.sharing(running))
         seq.finished = True
+        self.on_end(seq)
         if seq.row >= 0:
             self.rows.give_up(seq, seq.num_valid)
         elif seq in self.queue:
@@ -158,6 +171,20 @@ class Lives:
         self.families.release(request_id)
         for seq in self.families.members(request_id):
             self.end(seq, reason, now)
+
+    def end_program(self, tenant: str, program: str, branch: str | None) -> None:
+        """Nobody goes on from what a branch left, and what those of it that run will leave; None: any branch."""
+        if branch is None:
+            self.programs.end(tenant, program)
+        self._cache.end_program(tenant, program, branch)
+        for seq in self.rows.running:
+            if program_of(seq.request) != (tenant, program):
+                continue
+            assert seq.table is not None, "it runs"
+            asked = seq.table.keep.program
+            if asked is not None and branch in (None, asked.branch):
+                ended = msgspec.structs.replace(asked, expects_more=False)
+                seq.table.keep = seq.table.keep._replace(program=ended)
 
     def look_for_swapped(self) -> None:
         """A step failed: what some sequences had in host memory may be void."""
@@ -210,13 +237,15 @@ class Lives:
 def keep_of(seq: Sequence) -> Keep:
     """What a sequence asks for the KV that it leaves behind."""
     request = seq.request
-    return Keep(request.terms.retention, request.id, request.namespace.tenant, len(request.prompt))
+    terms = request.terms
+    about = (terms.retention, request.id, request.namespace.tenant, len(request.prompt))
+    return Keep(*about) if terms.program is None else Keep(*about, terms.program, seq.rank[2])
 
 
 def ask_nothing(seq: Sequence) -> None:
     """A running sequence gives up its table, and has not ended: what it asks is for when it has."""
     assert seq.table is not None, "it runs"
-    seq.table.keep = seq.table.keep._replace(retention=Retention())
+    seq.table.keep = seq.table.keep._replace(retention=Retention(), program=None)
 
 
 def cause_of(seq: Sequence, now: float) -> Cause:

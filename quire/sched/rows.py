@@ -14,7 +14,7 @@ class Rows:
     def __init__(self, num_rows: int, cache: KVCache) -> None:
         self.running: list[Sequence] = []
         self.unmet: list[Sequence] = []
-        self.corrected: list[Sequence] = []  # those whose last token may not be the one that the runner sampled
+        self.corrected: list[tuple[Sequence, int]] = []  # from this position on its tokens are not what the runner has
         self._cache = cache
         self._free = list(range(num_rows))[::-1]
 
@@ -51,7 +51,7 @@ class Rows:
         """
         self.running.remove(seq)
         self.unmet = [one for one in self.unmet if one is not seq]
-        self.corrected = [one for one in self.corrected if one is not seq]
+        self.corrected = [one for one in self.corrected if one[0] is not seq]
         self._cache.release(seq.id, num_valid)
         self._free.append(seq.row)
         seq.row, seq.table, seq.arriving = -1, None, -1

@@ -23,18 +23,20 @@ from quire.cache.kv_cache import KVCache
 from quire.cache.swapping import bytes_swapped
 from quire.config import SchedulerConfig
 from quire.core.explanation import Explanation
-from quire.core.output import Output
+from quire.core.output import NO_SEQUENCE, Output
 from quire.core.request import Request
 from quire.core.step import Late, Step, StepResult
 from quire.cost.block_use import BlockUse
 from quire.cost.costs import Calibration, Costs
 from quire.errors import ConfigError, DeadlineUnreachable, QueueFull, RequestError
-from quire.sched.builder import Entry, StepBuilder
+from quire.grammar.contract import Constraints
+from quire.sched.builder import StepBuilder
 from quire.sched.deadlines import Deadlines
 from quire.sched.filling import Filling
+from quire.sched.forms import Forms
+from quire.sched.intake import Intake
 from quire.sched.lives import Launched, Lives
 from quire.sched.queue_bound import QueueBound
-from quire.sched.results import NOTHING, Extras, News
 from quire.sched.searches import Searches, check_search
 from quire.sched.sequence import Sequence
 
@@ -44,7 +46,8 @@ _STEPS_PER_SAMPLE = 16  # of how full tables are
 class Scheduler:
     """Requests in, Steps out, StepResults in, Outputs out."""
 
-    def __init__(self, config: SchedulerConfig, cache: KVCache) -> None:
+    def __init__(self, config: SchedulerConfig, cache: KVCache, constraints: Constraints | None = None) -> None:
+        """constraints: what holds outputs to the form that requests ask for; None refuses such requests."""
         if not cache.config.holds_alone(config.max_model_len, config.max_num_batched_tokens):
             raise ConfigError(
                 f"{cache.config} cannot hold one sequence of max_model_len ({config.max_model_len}); give the cache "
@@ -57,10 +60,13 @@ class Scheduler:
         self.block_use = BlockUse(cache.block_size)
         self._lives = Lives(config, cache, self.costs)
         self.accounts = self._lives.accounts
+        self._forms = Forms(constraints, self._lives.rows)
+        self._lives.on_end = self._forms.end
         self._searches = Searches(cache, self._lives)
         self._filling = Filling(config, cache, self._lives, self.costs.pace)
         self._deadlines = Deadlines(config, cache, self._lives, self.costs)
         self._bound = QueueBound(config, cache, self._lives, self.costs)
+        self._intake = Intake(cache, self._lives, self._searches, self._forms, self.block_use, self._bound)
         self.predicted_seconds = 0.0  # of the step planned last; 0 where nothing is known
         self._unsaid: list[Output] = []  # of sequences that ended outside of a commit
         self._suspects: deque[Sequence] = deque()
@@ -75,7 +81,12 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Sequences that wait for a row and blocks."""
-        return len(self._lives.sequences) - len(self._lives.rows.running)
+        return len(self._lives.sequences) - len(self._lives.rows.running) + len(self._forms.compiling)
+
+    @property
+    def is_compiling(self) -> bool:
+        """Whether requests wait for their constraint to be compiled."""
+        return bool(self._forms.compiling)
 
     @property
     def newest_rows(self) -> list[tuple[str, int]]:
@@ -85,7 +96,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether a sequence is unfinished, a step is in flight, or something is to be said."""
-        return bool(self._lives.sequences or self._lives.in_flight or self._unsaid)
+        return bool(self._lives.sequences or self._lives.in_flight or self._unsaid or self._forms.compiling)
 
     def close(self) -> None:
         """Nothing is to be done here; a scheduler that writes a journal closes it."""
@@ -100,34 +111,47 @@ class Scheduler:
     # Inputs: what happens to requests
 
     def add(self, request: Request, now: float) -> None:
-        """Queue a request.
+        """Queue a request; one whose output has a form when `compiled` says that it can be.
 
         Raises RequestError for an id that is in use, and for a beam search that cannot fit; QueueFull,
         DeadlineUnreachable. Of one whose sequences have all ended before nothing more is said.
         """
-        if request.id in self._lives.families:
+        if request.id in self._lives.families or request.id in self._forms.compiling:
             raise RequestError(f"request id {request.id!r} is in use; choose another", "request_id")
         check_search(request, self.config, self.cache.config)
+        self._forms.check(request)
         try:
             self._deadlines.check(request)
             self._bound.check(request, self._next_step, now)
         except (DeadlineUnreachable, QueueFull) as error:
             self.accounts.refused(request, error, now)
             raise
-        sequences = self._lives.add(request, now)
-        if not sequences:
+        if request.is_constrained:
+            self._forms.compiling[request.id] = request, now
+            self._lives.newcomers.add(request)
+        else:
+            self._enter(request, now, now)
+
+    def compiled(self, request_id: str, error: str, now: float) -> None:
+        """The constraint of a request can be obeyed from now on, or not: `error` says why. An unknown id is ignored."""
+        found = self._forms.compiling.pop(request_id, None)
+        if found is None:
             return
-        self._bound.add(request, now)
-        self._deadlines.add(sequences[0], now)
-        if request.beams is not None:
-            self._searches.add(sequences[0])
-        for seq in sequences if request.known else ():
-            self._end_known(seq, now)
+        request, arrived = found
+        self._lives.newcomers.drop(request_id)
+        if not error:
+            self._enter(request, arrived, now)
+            return
+        open_ones = [i for i, known in enumerate(request.known) if not known.finished]
+        for i in open_ones if request.known else range(request.num_sequences):
+            self._unsaid.append(Output(request_id, i, NO_SEQUENCE, [], "error", error=error))
 
     def abort(self, request_id: str, now: float) -> None:
         """Give up a request. Nothing more is said about it; an unknown id is ignored."""
         self.cache.at(now)
         self._unsaid = [output for output in self._unsaid if output.request_id != request_id]
+        if self._forms.compiling.pop(request_id, None) is not None:
+            self._lives.newcomers.drop(request_id)
         self._searches.drop(request_id)
         self._lives.end_all(request_id, "abort", now)
 
@@ -143,8 +167,13 @@ class Scheduler:
         seq = self._lives.sequences.get(seq_id)
         if seq is not None and seq.request.beams is None:  # beams end when all of them are heard
             del seq.tokens[len(seq.request.prompt) + num_tokens :]
-            self._note_length(seq)
+            self._intake.note_length(seq)
             self._lives.end(seq, "stop", now)
+
+    def end_program(self, tenant: str, program: str, branch: str | None, now: float) -> None:
+        """Nobody goes on from what a branch of a program left; None: any of its branches. Unknown ones are ignored."""
+        self.cache.at(now)
+        self._lives.end_program(tenant, program, branch)
 
     def flush(self, now: float) -> int:
         """Evict all cached KV that nobody uses; how many blocks were freed."""
@@ -175,8 +204,8 @@ class Scheduler:
         for seq in self._lives.rows.running if self._reset else self._lives.rows.unmet:
             if seq.id not in opened:
                 builder.open(seq)
-        for seq in () if self._reset else self._lives.rows.corrected:
-            builder.correct(seq)
+        for seq, first in () if self._reset else self._lives.rows.corrected:
+            builder.correct(seq, first)
         self.accounts.memory_told(self.cache, now)
         if not (builder.chunks or builder.arrivals or self.cache.has_urgent_moves):
             return None
@@ -201,8 +230,7 @@ class Scheduler:
 
     def late(self, step: Step) -> Late:
         """What sampling `step` needs that its plan could not contain: masks of constrained rows."""
-        del step  # nothing is constrained yet
-        return Late.nothing()
+        return self._forms.late(step, self._lives.in_flight[-1])
 
     def commit(self, result: StepResult, now: float) -> list[Output]:
         """Take in what came of the oldest step in flight."""
@@ -226,21 +254,7 @@ class Scheduler:
         self.costs.observe_step(launched.num_tokens, result.seconds, _pairs(launched))
         if launched.id % _STEPS_PER_SAMPLE == 0:
             self.block_use.sample(*self._lives.rows.slots())
-        outputs = []
-        tokens, counts, extras, at = result.tokens.tolist(), result.counts.tolist(), Extras(result), 0
-        self._lives.queue.served(launched.entries, counts)
-        for entry, count in zip(launched.entries, counts, strict=True):
-            seq, _, stop, epoch, num_told = entry
-            news = extras.take(entry, at, count) if num_told or extras.has_logprobs else NOTHING
-            if not seq.finished and seq.epoch == epoch:
-                seq.suspect = False
-                self._wrote(seq, stop, now)
-                if seq.request.beams is not None:
-                    outputs += self._hear(seq, tokens[at : at + count], news, now)
-                elif count or num_told or seq.is_over:
-                    outputs.append(self._take(entry, tokens[at : at + count], news, now))
-            at += count
-        return outputs
+        return self._intake.take(launched, result, now)
 
     @property
     def leaks(self) -> bool:
@@ -280,6 +294,42 @@ class Scheduler:
             self._suspects.popleft()
         return None
 
+    def _enter(self, request: Request, arrived: float, now: float) -> None:
+        """A request joins the queue, or ends at once where nothing can come behind what is known and forced."""
+        ends: dict[int, tuple[str | None, str]] = {}
+
+        def begin(seq: Sequence) -> None:
+            if seq.known_end is None:
+                ends[seq.id] = self._forms.begin(seq)
+
+        sequences = self._lives.add(request, now, begin if request.is_constrained else None)
+        if not sequences:
+            return
+        self._bound.add(request, now)
+        self._deadlines.add(sequences[0], arrived)
+        if request.beams is not None:
+            self._searches.add(sequences[0])
+        for seq in sequences if request.known else ():
+            if seq.id not in ends:
+                self._end_known(seq, now)
+        for seq in sequences if ends else ():
+            reason, error = ends.get(seq.id, (None, ""))
+            if reason is not None:
+                self._end_forced(seq, reason, error, now)
+
+    def _end_forced(self, seq: Sequence, reason: str, error: str, now: float) -> None:
+        """A sequence is over with what is forced before anything is sampled; what is told of its prompt comes first."""
+        if seq.num_told < seq.to_tell:
+            seq.told_end = reason, error
+            seq.samples, seq.limit = False, seq.to_tell
+            return
+        tokens, seq.unsaid = seq.unsaid, []
+        self._intake.note_length(seq)
+        self._lives.end(seq, reason, now)
+        stop_token = tokens[-1] if tokens and reason == "stop" and tokens[-1] in seq.stop_ids else None
+        about = (seq.request.id, seq.index, seq.id, tokens, reason, stop_token)
+        self._unsaid.append(Output(*about, error=error, forced=list(range(len(tokens)))))
+
     def _end_known(self, seq: Sequence, now: float) -> None:
         """A sequence has nothing to come behind the tokens that it brought along."""
         if (known := seq.known_end) is not None:
@@ -302,61 +352,6 @@ class Scheduler:
 
     # Committing
 
-    def _note_length(self, seq: Sequence) -> None:
-        """A sequence came to its end."""
-        self.block_use.ended(len(seq.tokens))
-        self._bound.ended(seq)
-
-    def _wrote(self, seq: Sequence, num_tokens: int, now: float) -> None:
-        """The KV of the first `num_tokens` positions is there, and stays unless the sequence is preempted."""
-        if seq.row < 0:
-            return
-        seq.num_written = num_tokens
-        if num_tokens >= seq.num_shared > 0:
-            self._lives.branch_held(seq, now)
-        if self.cache.windowed:
-            assert seq.table is not None
-            self.cache.trim(seq.table, num_tokens)
-
-    def _take(self, entry: Entry, tokens: list[int], news: News, now: float) -> Output:
-        """What came of a chunk: append sampled tokens, and see whether the sequence ends."""
-        seq, _, stop, _, num_told = entry
-        if num_told:
-            seq.num_told = min(stop, seq.to_tell)
-        kept, reason, error = seq.extend(tokens) if tokens else (tokens, None, "")
-        logprobs, scored, pooled = news
-        if logprobs is not None:
-            logprobs = logprobs.slice(0, len(kept))
-        total = seq.add_up(logprobs) if kept and seq.request.params.is_ranked else None
-        begins = kept and len(kept) == seq.num_generated
-        queued = self.accounts.queue_seconds(seq.request.id) if begins else None
-        if not seq.samples and seq.is_over:
-            reason = "stop" if seq.pools else "length"
-        if reason is not None:
-            self._note_length(seq)
-            self._lives.end(seq, reason, now)
-        stop_token = kept[-1] if kept and reason == "stop" else None
-        about = (seq.request.id, seq.index, seq.id, kept, reason, stop_token)
-        return Output(*about, logprobs, scored, pooled, seq.num_cached or 0, total, error, queued)
-
-    def _hear(self, seq: Sequence, tokens: list[int], news: News, now: float) -> list[Output]:
-        """What came of a chunk of a beam: its candidates, or nothing yet. The search may be over."""
-        if not tokens:
-            return []
-        if tokens[0] < 0 or news.logprobs is None:
-            return self._fail_search(seq, "no token could be chosen: the logits are not finite", now)
-        outputs = self._searches.hear(seq, news.logprobs, now)
-        if outputs:
-            self._lives.end_all(seq.request.id, "stop", now)
-        return outputs
-
-    def _fail_search(self, seq: Sequence, error: str, now: float) -> list[Output]:
-        """A beam failed, and with it the search."""
-        request = seq.request
-        self._searches.drop(request.id)
-        self._lives.end_all(request.id, "error", now)
-        return [Output(request.id, i, seq.id, [], "error", error=error) for i in range(request.params.n)]
-
     def _roll_back(self, failed: Launched, error: str, now: float) -> list[Output]:
         """Undo a failed step. Its sequences become suspects; one that fails again, alone, ends with the error."""
         self._reset = True
@@ -365,13 +360,13 @@ class Scheduler:
         outputs = []
         for seq, start in alive:
             seq.epoch += 1  # chunks of it in later steps built on this one
-            seq.num_pending = 0
+            seq.num_pending = seq.num_foreseen = 0
             seq.num_computed = min(seq.num_computed, start)
             if seq.table is not None:
                 seq.table.launched = min(seq.table.launched, start)
             if seq.suspect and len(failed.entries) == 1:
                 if seq.request.beams is not None:
-                    return self._fail_search(seq, error, now)
+                    return self._intake.fail_search(seq, error, now)
                 self._lives.end(seq, "error", now)
                 outputs.append(Output(seq.request.id, seq.index, seq.id, [], "error", error=error))
             else:

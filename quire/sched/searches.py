@@ -95,7 +95,7 @@ class Searches:
                 seq.num_written = 0
                 self._lives.requeue(seq, 0, now)
             if seq.row >= 0 and seq not in self._lives.rows.unmet:
-                self._lives.rows.corrected.append(seq)
+                self._lives.rows.corrected.append((seq, len(seq.tokens) - 1))
         one.heard.clear()
         for seq in spare:
             self._park(seq)

@@ -4,15 +4,19 @@ from quire.cache.table import BlockTable
 from quire.core.output import NO_TOKEN
 from quire.core.request import Known, Request
 from quire.core.step import Logprobs, Pooling
+from quire.sched.programs import Place
 
 _NOTHING_KNOWN = Known()
+
+Rank = tuple[int, float, int, int]  # class, place, id
 
 
 class Sequence:
     """One of the `n` continuations of a request.
 
     Known tokens are the prompt, output tokens that the request brought along, and what commits brought;
-    `num_pending` more have been sampled, or will be, by steps in flight. `num_computed` counts leading positions
+    `num_pending` more have been sampled, or will be, by steps in flight. What a constraint forces is known before it is
+    sampled: `num_foreseen` samples in flight say nothing new. `num_computed` counts leading positions
     whose KV is written by steps that were launched, `num_written` those whose steps are committed. There are no
     phases: a sequence has work as long as `num_computed` lies below the smaller of `len(tokens) + num_pending` and
     `limit`.
@@ -23,6 +27,7 @@ class Sequence:
 
     __slots__ = (
         "arriving",
+        "constrained",
         "cumulative_logprob",
         "end",
         "epoch",
@@ -34,6 +39,7 @@ class Sequence:
         "min_length",
         "num_cached",
         "num_computed",
+        "num_foreseen",
         "num_logprobs",
         "num_pending",
         "num_shared",
@@ -51,11 +57,17 @@ class Sequence:
         "table",
         "to_tell",
         "tokens",
+        "told_end",
+        "unsaid",
     )
 
-    def __init__(self, seq_id: int, request: Request, index: int, now: float, of_class: int = 0) -> None:
+    def __init__(
+        self, seq_id: int, request: Request, index: int, now: float, of_class: int = 0, place: Place | None = None
+    ) -> None:
+        """now: when it came. place: when it counts as arrived; None: by its id alone."""
         self.id = seq_id
-        self.rank = (of_class, seq_id)  # less goes first; the last one that runs is the first to lose its blocks
+        # less goes first; the last one that runs is the first to lose its blocks
+        self.rank = (of_class, *(place or (0.0, seq_id)), seq_id)
         self.request = request
         self.index = index
         known = request.known[index] if request.known else _NOTHING_KNOWN
@@ -66,6 +78,7 @@ class Sequence:
         self.min_length = len(request.prompt) + request.params.min_tokens  # no stop token ends it before
         self.samples = request.max_tokens > 0  # whether it gets new tokens at all
         self.pools = request.pooling is not Pooling.NONE
+        self.constrained = request.is_constrained
         # nobody needs the KV of the last token, nor, where none is sampled, the logits of the prompt's last one
         self.limit = self.end if self.pools else max(self.end - 1, 1)
         if request.beams is not None:
@@ -78,11 +91,16 @@ class Sequence:
         self.num_cached: int | None = None  # tokens of the prompt that were not computed; None before it runs
         self.num_computed = 0
         self.num_pending = 0
+        self.num_foreseen = 0
         self.num_written = 0
+        self.unsaid: list[int] = []  # tokens at the end that were forced before anything was sampled, and not told yet
         # of hidden states the last is all that is wanted, or all are
         self.num_told = len(request.prompt) - 1 if request.pooling is Pooling.LAST else 0
+        if not self.pools and self.to_tell:
+            self.num_told = min(request.params.prompt_logprobs_start, self.to_tell)
         if known.token_ids:  # all about the prompt was told before the first of them
             self.num_told = self.to_tell
+        self.told_end: tuple[str | None, str] = (None, "")  # how it ends once all is told, where all is forced
         self.row = -1  # none while it waits
         self.arriving = -1  # the step that brings its KV from the host: nothing is computed before it is committed
         self.swapped = False  # whether its KV is in the host pool
@@ -102,7 +120,8 @@ class Sequence:
     def has_begun(self) -> bool:
         """Whether it has run before, in this engine or another, or the one that computed what they share."""
         is_held_back = self.num_shared > 0 or self.request.beams is not None
-        return self.num_cached is not None or self.num_generated > 0 or (self.index > 0 and is_held_back)
+        is_known = self.num_generated > len(self.unsaid)
+        return self.num_cached is not None or is_known or (self.index > 0 and is_held_back)
 
     @property
     def known_end(self) -> tuple[str, int | None] | None:
@@ -114,18 +133,31 @@ class Sequence:
 
     def extend(self, tokens: list[int]) -> tuple[list[int], str | None, str]:
         """Append what was sampled: the tokens kept, why the sequence ends with them, and what went wrong."""
+        if self.num_foreseen:
+            self.num_foreseen -= 1
+            return [], None, ""
         self.num_pending -= 1
-        kept: list[int] = []
-        for token in tokens:
-            if token < 0:
-                return kept, "error", NO_TOKEN
-            kept.append(token)
+        if -1 in tokens:
+            kept, reason = self._append(tokens[: tokens.index(-1)])
+            return kept, reason or "error", "" if reason else NO_TOKEN
+        return *self._append(tokens), ""
+
+    def force(self, tokens: list[int]) -> tuple[list[int], str | None]:
+        """Append what has to come, as far as there is room: the tokens kept, and why the sequence ends with them."""
+        self.num_foreseen += self.num_pending
+        self.num_pending = 0
+        return self._append(tokens)
+
+    def _append(self, tokens: list[int]) -> tuple[list[int], str | None]:
+        if len(self.tokens) >= self.end:
+            return [], "length"
+        for num_kept, token in enumerate(tokens, 1):
             self.tokens.append(token)
             if token in self.stop_ids and len(self.tokens) > self.min_length:
-                return kept, "stop", ""
+                return tokens[:num_kept], "stop"
             if len(self.tokens) == self.end:
-                return kept, "length", ""
-        return kept, None, ""
+                return tokens[:num_kept], "length"
+        return tokens, None
 
     def add_up(self, logprobs: Logprobs | None) -> float:
         """The sum of the logprobs of all output tokens, once these are added to it."""

@@ -24,9 +24,11 @@ from quire.server.observe.watch import Watch
 from quire.server.operations import operation_routes
 from quire.server.operators import operator_routes
 from quire.server.options import ServerOptions
+from quire.server.programs import program_routes
 from quire.server.rate_limit import RateLimit
 from quire.server.service import Service
 from quire.server.sglang import generate_routes
+from quire.server.slow_refusals import SlowRefusals
 from quire.server.sse import ClientGone
 from quire.server.tokens import token_routes
 
@@ -35,11 +37,17 @@ _CLIENT_GONE = 499  # nginx's number; nobody receives it
 
 
 def make_app(
-    service: Service, keys: Keys | None = None, options: ServerOptions = DEFAULTS, drain: Drain | None = None
+    service: Service,
+    keys: Keys | None = None,
+    options: ServerOptions = DEFAULTS,
+    drain: Drain | None = None,
+    *,
+    holds_back: bool = True,
 ) -> FastAPI:
     """An app that starts `service` and closes it at its end.
 
-    keys: None lets in anybody who can reach it. drain: begun by whoever ends the server.
+    keys: None lets in anybody who can reach it. drain: begun by whoever ends the server. holds_back: answers to
+    who sends many forms that cannot be had.
     """
     drain = Drain() if drain is None else drain
     observers = Observers(options, service.metrics)
@@ -61,11 +69,11 @@ def make_app(
     if options.cors_origins:
         app.add_middleware(Cors, origins=options.cors_origins)
     app.add_middleware(Watch, sinks=observers.sinks)  # the last one is the outermost
-    install(app)
+    install(app, SlowRefusals() if holds_back else None)
     app.add_exception_handler(ClientGone, _nobody)
     for routes in (
         *(completion_routes, chat_routes, embedding_routes),
-        *(token_routes, generate_routes, explain_routes),
+        *(token_routes, generate_routes, explain_routes, program_routes),
     ):
         app.include_router(routes(service))
     app.include_router(operation_routes(service, drain))

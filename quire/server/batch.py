@@ -60,7 +60,7 @@ def run_batch(  # noqa: PLR0913 (a flag each)
         output = Output(target, resume=resume)
         try:
             with launched(options, model_name, report=report, progress=progress) as service:
-                app = make_app(service)
+                app = make_app(service, holds_back=False)
                 batch = Batch(app, output, lambda done: advance(done, max(done, total)))
                 asyncio.run(_until_signal(app, batch.run(file, concurrency)))
         except (asyncio.CancelledError, KeyboardInterrupt):

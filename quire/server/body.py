@@ -26,9 +26,9 @@ def without_effect() -> Any:  # noqa: ANN401 (a field of any type)
     return Field(default=None, description="Accepted; it has no effect.")
 
 
-def about(description: str) -> Any:  # noqa: ANN401 (a field of any type)
-    """A field that may be left out."""
-    return Field(default=None, description=description)
+def about(description: str, alias: str | None = None) -> Any:  # noqa: ANN401 (a field of any type)
+    """A field that may be left out. alias: its name in the body, where Python or pydantic has another use for it."""
+    return Field(default=None, description=description, alias=alias)
 
 
 class Body(BaseModel):
@@ -48,7 +48,7 @@ class Body(BaseModel):
             for name, extra in extras.items()
             if isinstance(extra, dict) and NEUTRAL in extra
         }
-        cls._known = frozenset(cls.model_fields)
+        cls._known = frozenset(field.alias or name for name, field in cls.model_fields.items())
 
     @model_validator(mode="before")
     @classmethod

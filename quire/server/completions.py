@@ -41,17 +41,18 @@ def completion_routes(service: Service) -> APIRouter:
 
 async def _start(service: Service, body: CompletionBody, caller: Caller, id: str) -> tuple["CompletionAnswer", Reply]:
     service.check_model(body.model)
-    params = body.sampling_params(service.sampling_defaults)
-    beams = body.beams(params, vocab_size=service.vocab_size, num_end_tokens=service.num_end_tokens)
-    prompts = listed(body.prompt)
-    each = [params] * len(prompts)
-    check_choices(each, width=beams.width if beams else 1)
-    asked = await service.tokenize(prompts, each, add_special_tokens=body.add_special_tokens)
-    check_told(asked, ids=bool(body.return_token_ids or body.echo))
-    answer = CompletionAnswer(id, service, body, params, await _echoes(service, body, asked))
-    with renamed(body.search_names()), caller.quota.spending(num_prompt_tokens(asked)):
+    with renamed({**body.search_names(), **body.form_names()}):
+        params = body.sampling_params(service.sampling_defaults)
+        beams = body.beams(params, vocab_size=service.vocab_size, num_end_tokens=service.num_end_tokens)
+        prompts = listed(body.prompt)
+        each = [params] * len(prompts)
+        check_choices(each, width=beams.width if beams else 1)
+        asked = await service.tokenize(prompts, each, add_special_tokens=body.add_special_tokens)
+        check_told(asked, ids=bool(body.return_token_ids or body.echo))
+        answer = CompletionAnswer(id, service, body, params, await _echoes(service, body, asked))
         namespace, terms = caller.namespace(body.cache_salt), body.terms(service.options)
-        return answer, await service.start(answer.id, asked, namespace, beams, terms)
+        with caller.quota.spending(num_prompt_tokens(asked)):
+            return answer, await service.start(answer.id, asked, namespace, beams, terms)
 
 
 async def _echoes(service: Service, body: CompletionBody, asked: Sequence[Generation]) -> list[Echo] | None:

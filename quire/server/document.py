@@ -9,7 +9,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from quire.core.terms import MAX_SECONDS, MAX_SESSION
+from quire.core.terms import MAX_PROGRAM_TTL, MAX_SECONDS, MAX_SESSION
 from quire.params import (
     MAX_BAD_WORDS,
     MAX_LENGTH_PENALTY,
@@ -22,6 +22,7 @@ from quire.params import (
 from quire.server.body import NEUTRAL
 from quire.server.gate import OPEN
 from quire.server.service import Service
+from quire.structured import MAX_CHARACTERS, MAX_WHITESPACE
 
 Keywords = Mapping[str, object]  # of JSON Schema
 Limits = Mapping[str, Keywords]  # by JSON type: of a field, and of what is in its list
@@ -49,6 +50,10 @@ _TOKENS = (
     *("prompt", "input", "input_ids", "tokens", "stop_token_ids", "allowed_token_ids"),
     *("logprob_token_ids", "token_ids_logprob"),
 )
+_FORMS = (
+    *("json", "regex", "grammar", "structural_tag", "schema", "json_schema", "ebnf"),
+    *("guided_json", "guided_regex", "guided_grammar"),
+)
 _SECONDS: Keywords = {"exclusiveMinimum": 0, "maximum": MAX_SECONDS}
 
 LIMITS: Mapping[str, Limits] = {
@@ -65,6 +70,9 @@ LIMITS: Mapping[str, Limits] = {
             "maxProperties": MAX_LISTED_TOKENS,
         }
     },
+    **{name: {"string": {"minLength": 1, "maxLength": MAX_CHARACTERS}} for name in _FORMS},
+    **{name: {"string": {"minLength": 1}, "array": {"minItems": 1}} for name in ("choice", "guided_choice")},
+    "whitespace_pattern": {"string": {"minLength": 1, "maxLength": MAX_WHITESPACE}},
     "length_penalty": {"number": {"minimum": -MAX_LENGTH_PENALTY, "maximum": MAX_LENGTH_PENALTY}},
     "early_stopping": {"string": {"const": "never"}},
     "deadline": {"number": _SECONDS},
@@ -76,25 +84,39 @@ LIMITS: Mapping[str, Limits] = {
     "pooling": {"string": {"enum": ["last", "mean"]}},
     "logprob_start_len": {"integer": {"minimum": -1}},
 }
-_RETENTION: Mapping[str, Limits] = {"priority": {"integer": {"minimum": 0, "maximum": 100}}}
+_ID: Limits = {"string": {"minLength": 1, "maxLength": MAX_SESSION}}
+_BRANCH: Limits = {"string": {"maxLength": MAX_SESSION}}
+_OWN: Mapping[str, Mapping[str, Limits]] = {  # of a schema whose fields have names that others have, too
+    "RetentionBody": {"priority": {"integer": {"minimum": 0, "maximum": 100}}},
+    "ProgramBody": {"id": _ID, "branch": _BRANCH, "ttl": {"number": {"minimum": 0, "maximum": MAX_PROGRAM_TTL}}},
+    "EndProgramBody": {"id": _ID, "branch": _BRANCH},
+}
 
 _HELLO = {"role": "user", "content": "Hello! Who are you?"}
 _STORY = "One Tuesday Mira went"
+_NAMED = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 8}}, "required": ["name"]}
+_BY_SCHEMA = {"type": "json_schema", "json_schema": {"name": "named", "schema": _NAMED}}
 EXAMPLES: Mapping[str, Mapping[str, Mapping[str, object]]] = {
     "/v1/completions": {
         "greedy": {"value": {"prompt": _STORY, "max_tokens": 16, "temperature": 0, "stop": ["."]}},
+        "form": {"value": {"prompt": _STORY, "structured_outputs": {"choice": [" home", " away"]}}},
         "several": {"value": {"prompt": [_STORY, "Hello"], "n": 2, "seed": 1, "max_tokens": 8, "logprobs": 2}},
         "beams": {"value": {"prompt": _STORY, "use_beam_search": True, "n": 2, "max_tokens": 8, "length_penalty": 0.5}},
     },
     "/v1/chat/completions": {
         "whole": {"value": {"messages": [_HELLO], "max_tokens": 16, "temperature": 0.7, "top_p": 0.9}},
         "streamed": {"value": {"messages": [_HELLO], "max_tokens": 8, "stream": True}},
+        "form": {"value": {"messages": [_HELLO], "max_tokens": 40, "response_format": _BY_SCHEMA}},
         "logprobs": {"value": {"messages": [_HELLO], "max_tokens": 4, "logprobs": True, "top_logprobs": 2}},
     },
     "/v1/embeddings": {"vectors": {"value": {"input": [_STORY, "Hello"], "encoding_format": "base64"}}},
-    "/generate": {"one": {"value": {"text": _STORY, "sampling_params": {"max_new_tokens": 8, "temperature": 0}}}},
+    "/generate": {
+        "one": {"value": {"text": _STORY, "sampling_params": {"max_new_tokens": 8, "temperature": 0}}},
+        "form": {"value": {"text": _STORY, "sampling_params": {"max_new_tokens": 8, "regex": " [a-z]{3}"}}},
+    },
     "/tokenize": {"text": {"value": {"prompt": _STORY}}, "chat": {"value": {"messages": [_HELLO]}}},
     "/detokenize": {"text": {"value": {"tokens": [67, 68, 69]}}},
+    "/v1/programs/end": {"branch": {"value": {"id": "run-1", "branch": "1"}}, "whole": {"value": {"id": "run-1"}}},
 }
 
 ERROR: Keywords = {
@@ -139,8 +161,7 @@ def _told(document: dict[str, Any], limits: Mapping[str, Limits], *, with_keys: 
         schemas.pop(name, None)
     for name, schema in schemas.items():
         for field, value in schema["properties"].items():
-            own = _RETENTION.get(field) if name == "RetentionBody" else None
-            _narrow(value, own or limits.get(field, {}))
+            _narrow(value, _OWN.get(name, {}).get(field) or limits.get(field, {}))
     schemas["Error"] = ERROR
     if with_keys:
         parts["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}

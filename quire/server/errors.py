@@ -16,6 +16,7 @@ from quire.engine.embeddings import EmbeddingFailed
 from quire.errors import ContextLengthExceeded, DeadlineUnreachable, EngineStopped, ModelError, QueueFull, RequestError
 from quire.server.observe.error_answer import ErrorAnswer
 from quire.server.quota import RateLimited
+from quire.server.slow_refusals import SlowRefusals
 
 log = logging.getLogger(__name__)
 
@@ -202,7 +203,7 @@ def _status_and_code(error: RequestError) -> tuple[int, str]:
     return 400, "invalid_value"
 
 
-def response_to(error: Exception) -> Response:
+def response_to(error: Exception) -> ErrorAnswer:
     """What a client sees of an exception."""
     status, body = describe(error)
     return ErrorAnswer(status, body, _headers(error))
@@ -242,11 +243,14 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
         raise type(error)(message, param) from error
 
 
-def install(app: FastAPI) -> None:
-    """Let the app answer every exception with an error object."""
+def install(app: FastAPI, refusals: SlowRefusals | None) -> None:
+    """Let the app answer every exception with an error object. refusals: hold back those about an output's form."""
 
-    async def answer(_request: Request, error: Exception) -> Response:
-        return response_to(error)
+    async def answer(request: Request, error: Exception) -> Response:
+        response = response_to(error)
+        if refusals is not None:
+            await refusals.wait(request, error, response.param)
+        return response
 
     known = (RequestError, ModelError, EngineStopped, SequenceFailed, EmbeddingFailed, RequestValidationError)
     for kind in (*known, UnicodeEncodeError, RateLimited):

@@ -24,6 +24,7 @@ class LogprobFormat:
     def __init__(self, params: SamplingParams, tokenizer: Tokenizer, *, as_token_ids: bool = False) -> None:
         self._top = params.logprobs or 0
         self._given = params.logprob_token_ids
+        self._tells_forced = params.structured_outputs is not None
         self._tokenizer = tokenizer
         self._as_token_ids = as_token_ids
 
@@ -38,7 +39,8 @@ class LogprobFormat:
         for row in rows:
             token, own = next(iter(row.items()))
             top = [self._chat_entry(other, row[other]) for other in self._reported(row)]
-            content.append({**self._chat_entry(token, own), "top_logprobs": top})
+            forced = {"forced": True} if own.forced else {}
+            content.append({**self._chat_entry(token, own), "top_logprobs": top, **forced})
         return {"content": content, "refusal": None}
 
     def completion(
@@ -46,15 +48,19 @@ class LogprobFormat:
     ) -> dict[str, list[object]]:
         """For completions: parallel lists. The token itself is always among the most likely ones.
 
-        rows: None for a prompt's first token, of which nothing is known. offsets: in the text, in characters.
+        rows: None for a prompt's first token, of which nothing is known. offsets: in the text, in characters. Where
+        the output has a form, a list tells which tokens were forced.
         """
-        pairs = zip(tokens, rows, strict=True)
-        return {
+        pairs = list(zip(tokens, rows, strict=True))
+        lists: dict[str, list[object]] = {
             "tokens": [self._name(token) for token in tokens],
             "token_logprobs": [None if row is None else finite(row[token].logprob) for token, row in pairs],
             "top_logprobs": [None if row is None else self._named(row) for row in rows],
             "text_offset": list(offsets),
         }
+        if self._tells_forced:
+            lists["forced"] = [row is not None and row[token].forced for token, row in pairs]
+        return lists
 
     def _reported(self, row: LogprobRow) -> list[int]:
         """The most likely tokens, then those asked about."""

@@ -5,12 +5,13 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from itertools import accumulate
 
-from quire.core.output import NO_TOKEN, Output
+from quire.core.output import NO_SEQUENCE, NO_TOKEN, Output
 from quire.engine.outputs import Delta
 from quire.engine.process.stream import Stream
 from quire.engine.transcript import Transcript
 from quire.errors import EngineStopped, RequestError
 from quire.params import SamplingParams
+from quire.sched.forms import DEAD_END
 from quire.server.errors import DeadlineMissed, SequenceFailed
 from quire.server.observe.metrics import Metrics
 from quire.server.observe.record import Told
@@ -36,6 +37,8 @@ class Reply:
         self._num_prompt = sum(len(transcript.prompt.ids) for transcript in transcripts)
         self._num_output = 0  # so far; running totals, as a stream may tell them with every chunk
         self._num_cached = 0
+        self._num_forced = 0
+        self._has_forms = any(one.params.structured_outputs is not None for one in transcripts)
         self._last_tokens: dict[tuple[int, int], float] = {}  # when they came, by place and index
         self._unfinished = "abort"  # why sequences will have ended that have no reason of their own
         self._closed = False
@@ -80,12 +83,14 @@ class Reply:
             pass
 
     def usage(self) -> dict[str, object]:
-        """Tokens so far, in OpenAI's format: each prompt once, whatever its n."""
+        """Tokens so far, in OpenAI's format: each prompt once, whatever its n. With a form, also those it forced."""
+        details = {"completion_tokens_details": {"forced_tokens": self._num_forced}} if self._has_forms else {}
         return {
             "prompt_tokens": self._num_prompt,
             "completion_tokens": self._num_output,
             "total_tokens": self._num_prompt + self._num_output,
             "prompt_tokens_details": {"cached_tokens": self._num_cached},
+            **details,
         }
 
     def told(self, content: bool) -> Told:  # noqa: FBT001
@@ -116,15 +121,21 @@ class Reply:
         if delta is None:
             return None
         self._num_output += len(delta.token_ids)
+        self._num_forced += sum(place < len(delta.token_ids) for place in output.forced)
         self._spend(len(delta.token_ids))
         if delta.stopped_after is not None:
             self._finish(delta.request_id, delta.index, delta.stopped_after)
-        if delta.finish_reason == "error":
+        if delta.finish_reason == "error" and not self._is_partial(transcript, delta):
             self._unfinished = "error"
-            raise _failure(delta.stop_reason, transcript.params)
+            raise _failure(delta, transcript.params)
         if delta.finish_reason == "abort" and not self._num_output:
             raise DeadlineMissed(delta.stop_reason)
         return delta
+
+    def _is_partial(self, transcript: Transcript, delta: Delta) -> bool:
+        """Whether a form led into a dead end, behind tokens that are good. Others of its request may go on."""
+        got = transcript.num_output_tokens[delta.index]
+        return got > 0 and str(delta.stop_reason).startswith(DEAD_END)
 
     def _note_times(self, deltas: Sequence[Delta], now: float) -> None:
         """Several deltas of a sequence are one piece where they were read at once."""
@@ -141,8 +152,11 @@ def _nothing(_num_tokens: int) -> None:
     """Nobody counts."""
 
 
-def _failure(reason: object, params: SamplingParams) -> Exception:
+def _failure(delta: Delta, params: SamplingParams) -> Exception:
     """What to raise for a sequence that cannot go on: the fault may be the request's own."""
+    reason = delta.stop_reason
+    if params.structured_outputs is not None and (delta.seq_id == NO_SEQUENCE or str(reason).startswith(DEAD_END)):
+        return RequestError(str(reason), "structured_outputs")
     if reason == NO_TOKEN and (params.allowed_token_ids is not None or params.bad_words):
         return RequestError(
             "no token is left that the request allows; allow more in allowed_token_ids, fewer bad_words or min_tokens",

@@ -11,6 +11,7 @@ from quire.server.body import Body, about, not_yet, with_limit, without_effect
 from quire.server.field_types import Biases, Listed, Prompts, Salt
 from quire.server.messages import Messages, TemplateBody
 from quire.server.search import SearchBody
+from quire.server.structured import FormBody
 from quire.server.terms import TermsBody
 
 _PASSED_ON = (
@@ -31,7 +32,7 @@ class StreamOptions(Body):
     include_obfuscation: bool | None = without_effect()
 
 
-class SamplingBody(SearchBody, TermsBody):
+class SamplingBody(SearchBody, TermsBody, FormBody):
     """What completions and chat have in common."""
 
     model: str | None = about("The served model; /v1/models lists it.")
@@ -66,8 +67,6 @@ class SamplingBody(SearchBody, TermsBody):
     echo: bool | None = about("Begin the output with the prompt; in chat, with the last message of the assistant.")
     cache_salt: Salt | None = about("Share cached tokens only with requests of the same salt (1 to 256 characters).")
 
-    structured_outputs: Any = not_yet()
-    response_format: Any = not_yet({"type": "text"})
     user: Any = without_effect()
     metadata: Any = without_effect()
     store: Any = without_effect()
@@ -80,10 +79,14 @@ class SamplingBody(SearchBody, TermsBody):
     def make_params(self, defaults: Mapping[str, object], **overrides: object) -> SamplingParams:
         """As the engine takes them; `defaults` for what is left out. Raises RequestError for a value out of bounds."""
         given = {name: value for name in _PASSED_ON if (value := getattr(self, name)) is not None}
+        form = self.form()
+        if form is not None and self.use_beam_search:
+            field = self.form_field()
+            raise RequestError(f"{field} does not go with use_beam_search; leave it out", field)
         chosen = {name: value for name, value in overrides.items() if value is not None}
         if self.use_beam_search:  # what the model recommends is for sampling, but for a length
             defaults = {"max_tokens": defaults.get("max_tokens")}
-        params = SamplingParams(**{**defaults, **given, **chosen})
+        params = SamplingParams(**{**defaults, **given, **chosen, "structured_outputs": form})
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options needs stream to be true", "stream_options")
         params = self.searched(params)
@@ -131,7 +134,7 @@ class ChatBody(TemplateBody, SamplingBody):
         """What the engine calls fields that have another name here -> that name."""
         limit = {} if self.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
         top = {} if self.top_logprobs is None else {"logprobs": "top_logprobs"}
-        return {"prompt": "messages", **top, **limit, **self.search_names()}
+        return {"prompt": "messages", **top, **limit, **self.search_names(), **self.form_names()}
 
     def sampling_params(self, defaults: Mapping[str, object]) -> SamplingParams:
         """As the engine takes them. Without a limit an answer may fill the context. Raises RequestError."""

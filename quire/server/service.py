@@ -15,10 +15,12 @@ from quire.engine.text.template_meter import MAX_SIZE, TooMuch, size_of
 from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.transcript import Transcript
 from quire.errors import ContextLengthExceeded
+from quire.grammar.backends import check
 from quire.params import SamplingParams
 from quire.server.aside import Aside
 from quire.server.errors import UnknownModel
 from quire.server.field_types import MAX_PROMPTS
+from quire.server.form_checks import FormChecks
 from quire.server.observe.metrics import Metrics
 from quire.server.observe.request_ids import RequestIds
 from quire.server.reply import Reply
@@ -43,6 +45,9 @@ class Service:
         self.aside = Aside()
         self.metrics = Metrics(
             self.model_name, lambda: self.engine.health(), cache=self.cache, max_model_len=self.max_model_len
+        )
+        self.form_checks = FormChecks(
+            lambda form: check(form, facts.options.grammar_backend), self.metrics.form_checked
         )
         self.request_ids = RequestIds(self.model_name)
         self.created = int(time.time())
@@ -99,9 +104,12 @@ class Service:
         """Queue generations, all or none. The engine knows the i-th of them by `part_id`.
 
         namespace: whose cached tokens they use. beams: search, in place of sampling. terms: of each of them. Raises
-        RequestError, EngineStopped.
+        RequestError, also for a form that outputs cannot have, EngineStopped.
         """
         now = time.monotonic()
+        for form in dict.fromkeys(one.params.structured_outputs for one in asked):
+            if form is not None:
+                await self.form_checks.check(form)
         transcripts = [Transcript(part_id(request_id, i), one, self.tokenizer, now=now) for i, one in enumerate(asked)]
         stream = await self.engine.generate(
             [
@@ -122,4 +130,5 @@ class Service:
     async def close(self) -> None:
         """End the engine and what runs aside. Open streams fail; may be called again."""
         self.aside.close()
+        self.form_checks.close()
         await self.engine.close()

@@ -105,6 +105,7 @@ def _params(body: GenerateBody, reports: Sequence[Report], service: Service) -> 
             service.sampling_defaults,
             logprobs=report.num_top if report.logprobs else None,
             prompt_logprobs=report.num_top if report.start >= 0 else None,
+            prompt_logprobs_start=max(report.start, 0),
             logprob_token_ids=tuple(report.token_ids),
         )
         for one, report in zip(given, reports, strict=True)
@@ -169,6 +170,8 @@ class GenerateAnswer:
             "cached_tokens": transcript.num_cached_tokens,
             "e2e_latency": (metrics.finished_time or time.monotonic()) - metrics.arrival_time,
         }
+        if transcript.params.structured_outputs is not None:
+            about["forced_tokens"] = output.num_forced_tokens
         if report.logprobs:
             about |= self._logprobs(place, transcript, output)
         return {"text": output.text, "output_ids": output.token_ids, "meta_info": about}
@@ -189,7 +192,7 @@ def _finish_reason(output: CompletionOutput) -> dict[str, object] | None:
             return None
         case "length":
             return {"type": "length", "length": len(output.token_ids)}
-        case "stop":  # without a reason of its own it was an end token
-            matched = output.token_ids[-1] if output.stop_reason is None else output.stop_reason
-            return {"type": "stop", "matched": matched}
-    return {"type": output.finish_reason}
+        case "stop":  # without a reason of its own it was an end token, or the form's last one
+            last = output.token_ids[-1] if output.token_ids else None
+            return {"type": "stop", "matched": last if output.stop_reason is None else output.stop_reason}
+    return {"type": output.finish_reason, **({} if output.stop_reason is None else {"message": output.stop_reason})}

@@ -72,7 +72,7 @@ class EntryFormat:
         return [self._entry(token, row) for token in islice(likely, count)]
 
     def _those(self, row: LogprobRow, tokens: Sequence[int]) -> list[Entry]:
-        return [self._entry(token, row) for token in tokens]
+        return [self._entry(token, row) for token in tokens if token in row]  # a forced one has no others beside it
 
     def _entry(self, token: int, row: LogprobRow | None) -> Entry:
         text = self._tokenizer.token_text(token) if self._with_text else None

@@ -8,7 +8,9 @@ from quire.errors import RequestError
 from quire.params import SamplingParams
 from quire.server.body import Body, about, not_yet, with_limit
 from quire.server.field_types import Biases, Listed, PerPrompt, Salt, TokenIds
+from quire.server.structured import Schema, Tag, two_forms
 from quire.server.terms import TermsBody
+from quire.structured import StructuredOutputsParams
 
 ROUTE_NAMES = MappingProxyType(  # the engine's name -> the route's, for error messages
     {
@@ -20,7 +22,12 @@ ROUTE_NAMES = MappingProxyType(  # the engine's name -> the route's, for error m
         "logprobs": "top_logprobs_num",
         "prompt_logprobs": "top_logprobs_num",
         "logprob_token_ids": "token_ids_logprob",
+        "json": "json_schema",
+        "grammar": "ebnf",
     }
+)
+_FORMS = MappingProxyType(  # the route's name -> what StructuredOutputsParams calls it
+    {"json_schema": "json", "regex": "regex", "ebnf": "grammar", "structural_tag": "structural_tag"}
 )
 _OUTPUT_TOKENS = 128  # SGLang's limit where a request names none
 
@@ -46,10 +53,10 @@ class GenerateParams(Body):
     no_stop_trim: bool | None = about("What ended the output is part of its text.")
     skip_special_tokens: bool | None = about("Special tokens are not text; true by default.")
     spaces_between_special_tokens: bool | None = about("Keep the spaces that a tokenizer puts there; true by default.")
-    json_schema: Any = not_yet()
-    regex: Any = not_yet()
-    ebnf: Any = not_yet()
-    structural_tag: Any = not_yet()
+    json_schema: Schema | None = about("The output is JSON that this schema allows.")
+    regex: str | None = about("The output matches this pattern.")
+    ebnf: str | None = about("The output is what this grammar allows, as EBNF or Lark.")
+    structural_tag: Tag | None = about("The output is text in which what stands between tags has a form.")
     stop_regex: Any = not_yet()
 
     def make_params(self, defaults: Mapping[str, object], **report: object) -> SamplingParams:
@@ -58,9 +65,16 @@ class GenerateParams(Body):
         given = {
             theirs.get(name, name): value
             for name in self.model_fields_set
-            if (value := getattr(self, name)) is not None
+            if name not in _FORMS and (value := getattr(self, name)) is not None
         }
+        given["structured_outputs"] = self._form()
         return SamplingParams(**{**with_limit(defaults, _OUTPUT_TOKENS), **given, **report})
+
+    def _form(self) -> StructuredOutputsParams | None:
+        forms = {name: value for name in _FORMS if (value := getattr(self, name)) is not None}
+        if len(forms) > 1:
+            raise two_forms(list(forms))
+        return StructuredOutputsParams(**{_FORMS[name]: value for name, value in forms.items()}) if forms else None
 
 
 class GenerateBody(TermsBody):

@@ -1,6 +1,6 @@
 """The fields of a body that say how urgent it is and how long its KV is worth keeping. Bounds are Terms' business."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -24,6 +24,15 @@ class RetentionBody(Body):
     session: str | None = about("A conversation (1 to 256 characters), whose latest request decides for all of it.")
 
 
+class ProgramBody(Body):
+    """The program that a request is a part of (docs/programs.md)."""
+
+    id: str = Field(description="Of one run of the program (1 to 256 characters); its requests are served together.")
+    branch: str | None = about("One line of it; the trunk by default.")
+    expects_more: bool | None = about("Whether another request goes on from what this one leaves; true by default.")
+    ttl: float | None = about("Seconds after the end of the request for which that is expected, up to 600; 60.")
+
+
 class TermsBody(Body):
     """The part of a body that says what the scheduler and the memory are asked for."""
 
@@ -31,10 +40,16 @@ class TermsBody(Body):
     deadline: float | None = about("Seconds within which the whole answer is of use; refused where it cannot be met.")
     timeout: Timeout | None = about("Seconds after which the request is given up: with 408, or a stream with an error.")
     retention: RetentionBody | None = about("How long the KV of this request is worth keeping.")
+    program: ProgramBody | None = about("The program that this request is a part of: a hint, never refused.")
 
     def terms(self, options: EngineOptions) -> Terms:
         """As the engine takes them. Raises RequestError."""
-        asked = self.retention
-        given = {} if asked is None else {name: getattr(asked, name) for name in asked.model_fields_set}
-        retention = Retention(**{name: value for name, value in given.items() if value is not None})
-        return make_terms(options, self.priority, self.deadline, retention)
+        retention = Retention(**_given(self.retention))
+        program = _given(self.program) or None
+        return make_terms(options, self.priority, self.deadline, retention, program)
+
+
+def _given(body: Body | None) -> dict[str, Any]:
+    """The fields that were given a value."""
+    fields = () if body is None else body.model_fields_set
+    return {name: value for name in fields if (value := getattr(body, name)) is not None}

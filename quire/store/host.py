@@ -1,8 +1,8 @@
 """Blocks in host memory: a second pool, to which blocks of the device are copied and from which they come back.
 
 A block keeps the layout that the kernel module gave it. On a CPU, where both pools are host memory, copies are made
-at once. On a GPU they run beside the forward passes, on a stream of their own: what leaves is gathered first, so that
-its blocks can be written again, and what comes back is put in its place when its step is collected.
+at once. On a GPU they run beside the forward passes, on a stream of their own: forward passes wait until what leaves is
+gathered, so that its blocks can be written again, and nobody reads what comes back before its step is collected.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,6 +14,8 @@ from torch import Tensor
 
 from quire.kernels.contract import Storage
 from quire.store.upload import uploaded
+
+STAGED_BYTES = 2**27  # of device memory: blocks that are gathered at once, or came from the host and go to their places
 
 Pairs = Sequence[tuple[int, int]]
 Ending = Callable[[], float]  # waits until blocks are where they were to go, and says how many seconds that took
@@ -75,39 +77,46 @@ class StreamedPool:
         """See HostPool."""
         sources, targets = _sorted(pairs, by=1)
         device = self._storage.data.device
-        staged = self._storage.by_block.index_select(0, uploaded(sources, device))
-        self._stream.wait_stream(torch.cuda.current_stream(device))
-        staged.record_stream(self._stream)  # its memory is not given to others before
+        usual = torch.cuda.current_stream(device)
+        self._stream.wait_stream(usual)
         with torch.cuda.stream(self._stream):
-            began = _now()
-            for i, first, length in _runs(targets):
-                self._host[first : first + length].copy_(staged[i : i + length], non_blocking=True)
+            began = gathered = _now()
+            for some in self._pieces(len(sources)):  # one after another, in the same memory
+                staged = self._storage.by_block.index_select(0, uploaded(sources[some], device))
+                gathered = _now()
+                for i, first, length in _runs(targets[some]):
+                    self._host[first : first + length].copy_(staged[i : i + length], non_blocking=True)
             ended = _now()
-
-        def end() -> float:
-            ended.synchronize()
-            return float(began.elapsed_time(ended)) / 1000
-
-        return end
+        usual.wait_event(gathered)  # then blocks may be written again
+        return _ending(began, ended)
 
     def get(self, pairs: Pairs) -> Ending:
         """See HostPool."""
         sources, targets = _sorted(pairs, by=0)
         data, axis = self._storage.data, self._storage.block_axis
+        self._stream.wait_stream(torch.cuda.current_stream(data.device))  # which may still write what was there before
         with torch.cuda.stream(self._stream):
-            staged = torch.empty((len(sources), *self._host.shape[1:]), dtype=data.dtype, device=data.device)
             began = _now()
-            for i, first, length in _runs(sources):
-                staged[i : i + length].copy_(self._host[first : first + length], non_blocking=True)
+            for some in self._pieces(len(sources)):
+                staged = torch.empty((len(sources[some]), *self._host.shape[1:]), dtype=data.dtype, device=data.device)
+                for i, first, length in _runs(sources[some]):
+                    staged[i : i + length].copy_(self._host[first : first + length], non_blocking=True)
+                data.index_copy_(axis, uploaded(targets[some], data.device), staged.movedim(0, axis))
             ended = _now()
+        return _ending(began, ended)
 
-        def end() -> float:
-            ended.synchronize()
-            data.index_copy_(axis, uploaded(targets, data.device), staged.movedim(0, axis))
-            staged.record_stream(torch.cuda.current_stream(data.device))
-            return float(began.elapsed_time(ended)) / 1000
+    def _pieces(self, number: int) -> list[slice]:
+        """Of so many blocks: as many at once as STAGED_BYTES hold, and at least one."""
+        each = max(1, STAGED_BYTES // max(self._host[:1].nbytes, 1))
+        return [slice(first, first + each) for first in range(0, number, each)]
 
-        return end
+
+def _ending(began: torch.cuda.Event, ended: torch.cuda.Event) -> Ending:
+    def end() -> float:
+        ended.synchronize()
+        return float(began.elapsed_time(ended)) / 1000
+
+    return end
 
 
 def _now() -> torch.cuda.Event:

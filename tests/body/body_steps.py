@@ -18,8 +18,8 @@ from quire.runner.torch_runner import TorchRunner
 GREEDY = SamplingParams(temperature=0.0)
 
 
-def load_model(folder: Path, dtype: str = "float32", kernels: Kernels = reference) -> Decoder:
-    return load(describe(folder), dtype=dtype, kernels=kernels)
+def load_model(folder: Path, dtype: str = "float32", kernels: Kernels = reference, device: str = "cpu") -> Decoder:
+    return load(describe(folder), dtype=dtype, kernels=kernels, device=device)
 
 
 def cache_for(model: Decoder, num_blocks: int, block_size: int = 4, num_groups: int = 1) -> CacheConfig:

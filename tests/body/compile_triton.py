@@ -75,7 +75,7 @@ def rows(kernels, dtype):
         kernels.layer_norm(x, weight, weight, 1e-5)
         kernels.linear(x, torch.zeros(640, HIDDEN, dtype=dtype), weight[:640])
         kernels.embed(torch.arange(number), torch.zeros(1000, HIDDEN, dtype=dtype))
-        ids = torch.zeros(number, 2, dtype=torch.int64)
+        ids, _ = kernels.route(torch.zeros(number, 4, dtype=dtype), 2, normalise=True)
         up, down = torch.zeros(4, 2 * INNER, HIDDEN, dtype=dtype), torch.zeros(4, HIDDEN, INNER, dtype=dtype)
         kernels.experts(x, ids, torch.ones(number, 2), up, down, "silu")
     for activation in ACTIVATIONS:

@@ -233,6 +233,38 @@ def test_unknown_names_and_devices_are_refused():
     assert usable_device("cpu") == torch.device("cpu")
 
 
+@pytest.mark.parametrize("name", ["flashinfer", "FlashInfer", "flash-attn"])
+def test_kernels_that_other_engines_have_are_refused_with_what_to_use(name):
+    with pytest.raises(ConfigError, match=f"kernels of {name.lower()} are no part of quire.* use 'triton'.* or 'auto'"):
+        choose(name, demands())
+    with pytest.raises(ConfigError, match="plain torch is called 'reference' here"):
+        choose("torch", demands())
+
+
+def test_a_gpu_without_triton_gets_the_reference_with_the_reason_and_the_name_is_refused(monkeypatch):
+    monkeypatch.setattr(choose_module, "find_spec", lambda name: None)
+    gpu = demands(device="cuda")
+    chosen = choose("auto", gpu)
+    assert chosen[:2] == (reference, invariant)
+    assert "the fastest that runs on cuda; not cpu: " in chosen.reason
+    assert chosen.reason.endswith("; not triton: the package triton is not installed")
+    with pytest.raises(ConfigError, match="no kernels for float32 on cuda; tried triton: the package triton is not"):
+        choose("triton", gpu)
+
+
+def test_the_name_of_a_module_that_is_asked_for_is_never_that_of_another():
+    wishes = [{}, {"dtype": "float16"}, {"kv_dtype": "int8"}, {"block_size": 24}, {"head_dims": (64, 512)}]
+    for wish in [*wishes, {"device": "meta"}]:
+        for name in choose_module.MODULES:
+            try:
+                chosen = choose(name, demands(**wish))
+            except ConfigError as error:
+                assert f"tried {name}: " in str(error)
+            else:
+                assert name == chosen.kernels.NAME and chosen.reason.startswith(f"{name} (")
+                assert chosen.reason.endswith("asked for by name")
+
+
 class Unfit:
     NAME = "unfit"
 

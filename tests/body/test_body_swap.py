@@ -1,5 +1,6 @@
 """The host pool: blocks leave for it and come back as they were, in every module's own layout."""
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from triton_device import DEVICE
 from quire.config import CacheConfig, KVGroup
 from quire.core.step import Move
 from quire.kernels import invariant, reference
+from quire.store import host
 from quire.store.device import DeviceStore
 from quire.store.host import PlainPool, StreamedPool, _runs, _sorted, host_blocks
 
@@ -129,6 +131,46 @@ def test_blocks_that_are_neighbours_in_host_memory_travel_together():
     assert (sources.tolist(), targets.tolist()) == ([4, 7, 5, 1, 0], [2, 3, 4, 9, 10])
     assert _runs(targets) == [(0, 2, 3), (3, 9, 2)]
     assert _runs(_sorted([(8, 0)], by=0)[0]) == [(0, 8, 1)]
+
+
+class Stream:
+    """Stands in for one of a device: what is queued happens at once, and is written down."""
+
+    def __init__(self, log):
+        self.log = log
+
+    def wait_stream(self, other):
+        self.log.append("waits for forward passes")
+
+    def wait_event(self, event):
+        self.log.append(f"forward passes wait for {event}")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
+@pytest.mark.parametrize("made", modules())
+def test_copies_beside_a_device_pass_through_little_memory(made, monkeypatch):
+    log, staged = [], []
+    storage = filled(*made)
+    one = storage.by_block[0].nbytes
+    monkeypatch.setattr(host, "STAGED_BYTES", 2 * one + 1)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(log))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(host, "_now", lambda: f"event {len(log)} after {len(staged)} pieces")
+    monkeypatch.setattr(host, "_ending", lambda began, ended: lambda: 0.5)
+    monkeypatch.setattr(host, "uploaded", lambda array, device: (staged.append(len(array)), torch.from_numpy(array))[1])
+    monkeypatch.setattr(host, "host_blocks", lambda *args, pinned: host_blocks(*args, pinned=False))
+    pool = StreamedPool(storage, NUM_HOST_BLOCKS, Stream(log))
+    before = storage.by_block.clone()
+    assert pool.put([(5, 0), (0, 3), (1, 1)])() == 0.5
+    assert staged == [2, 1]
+    assert log == ["waits for forward passes", "forward passes wait for event 1 after 2 pieces"]
+    storage.by_block[[0, 1, 5]] = 0
+    assert pool.get([(3, 0), (0, 2), (1, 1)])() == 0.5
+    assert staged == [2, 1, 2, 1] and len(log) == 3
+    for block, was in ((0, 0), (1, 1), (2, 5), (4, 4)):
+        assert torch.equal(storage.by_block[block].view(torch.uint8), before[was].view(torch.uint8))
+    assert not storage.by_block[5].any()
+    assert pool.put([])() == pool.get([])() == 0.5
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

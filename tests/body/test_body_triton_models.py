@@ -1,9 +1,13 @@
-"""Whole models on the Triton kernels: the tokens of the reference, in company, in recorded steps, with 8-bit KV."""
+"""Whole models on the Triton kernels: the tokens of the reference and of transformers, both on the CPU.
+
+In company, in recorded steps (graphs, where there is a GPU), with 8-bit KV.
+"""
 
 import numpy as np
 import pytest
 import torch
 from body_steps import GREEDY, Driver, load_model
+from triton_device import DEVICE
 
 from quire import LLM, SamplingParams
 from quire.kernels.contract import Demands, NotRecordable
@@ -26,12 +30,16 @@ class Replaying(recording.Recording):
         self.sizes = []
 
     def record(self, compute):
-        result = compute()
+        if DEVICE.type == "cuda":
+            result, play = super().record(compute)
+        else:
+            result = compute()
         self.sizes.append(len(result))
-        return result, lambda: result.copy_(compute())
+        return result, play if DEVICE.type == "cuda" else lambda: result.copy_(compute())
 
 
-def driver(model, *, recorder=None):
+def driver(folder, *, recorder=None):
+    model = load_model(folder, device=str(DEVICE))
     kernels, strict = (kernels_module.TritonKernels(strict=strict) for strict in (False, True))
     kernels.recorder = recorder
     return Driver(model, block_size=BLOCK, num_blocks=40, kernels=kernels, strict=strict)
@@ -45,23 +53,33 @@ def prompts():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_are_those_of_the_reference(saved, prompts, family):
-    model = load_model(saved(family)[0])
-    expected = Driver(model, block_size=BLOCK).generate(prompts, 2)
-    assert driver(load_model(saved(family)[0])).generate(prompts, 2, cut=12) == expected
+    expected = Driver(load_model(saved(family)[0]), block_size=BLOCK).generate(prompts, 2)
+    assert driver(saved(family)[0]).generate(prompts, 2, cut=12) == expected
+
+
+@pytest.mark.parametrize("family", ["qwen3-gqa", "mixtral"])
+def test_greedy_tokens_are_those_of_transformers(saved, prompts, family):
+    folder, theirs = saved(family)
+    options = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    recorder = Replaying()
+    for prompt, found in zip(prompts, driver(folder, recorder=recorder).generate(prompts, 3), strict=True):
+        ids = torch.tensor([prompt])
+        whole = theirs.generate(ids, attention_mask=torch.ones_like(ids), **options)
+        assert found == whole[0, len(prompt) :].tolist()
+    assert recorder.sizes == [4]
 
 
 def test_deterministic_sequences_do_not_depend_on_company_and_cuts(saved, prompts):
-    model = load_model(saved("qwen3-gqa")[0])
-    alone = driver(model).generate(prompts[1:2], 2, PINNED)
-    among = driver(model).generate(prompts, 2, [GREEDY, PINNED, GREEDY], cut=10)
+    folder = saved("qwen3-gqa")[0]
+    alone = driver(folder).generate(prompts[1:2], 2, PINNED)
+    among = driver(folder).generate(prompts, 2, [GREEDY, PINNED, GREEDY], cut=10)
     assert among[1] == alone[0]
 
 
 def test_recorded_steps_are_filled_up_and_give_the_same_tokens(saved, prompts):
-    model = load_model(saved("qwen3-gqa")[0])
-    recorder = Replaying()
-    expected = Driver(model, block_size=BLOCK).generate(prompts, 3)
-    assert driver(model, recorder=recorder).generate(prompts, 3) == expected
+    folder, recorder = saved("qwen3-gqa")[0], Replaying()
+    expected = Driver(load_model(folder), block_size=BLOCK).generate(prompts, 3)
+    assert driver(folder, recorder=recorder).generate(prompts, 3) == expected
     assert recorder.sizes == [4], "three sequences are a step of four, recorded once"
 
 
@@ -70,9 +88,9 @@ def test_what_cannot_be_recorded_runs_as_before(saved, prompts):
         def record(self, compute):
             raise NotRecordable("something waits for the device")
 
-    model = load_model(saved("qwen3-gqa")[0])
-    expected = Driver(model, block_size=BLOCK).generate(prompts[:1], 3)
-    assert driver(model, recorder=Refusing()).generate(prompts[:1], 3) == expected
+    folder = saved("qwen3-gqa")[0]
+    expected = Driver(load_model(folder), block_size=BLOCK).generate(prompts[:1], 3)
+    assert driver(folder, recorder=Refusing()).generate(prompts[:1], 3) == expected
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8", "int8"])
@@ -80,9 +98,9 @@ def test_the_embedded_model_answers_as_the_reference_does(kv_cache_dtype):
     greedy = SamplingParams(temperature=0, max_tokens=3)
     question = [{"role": "user", "content": "What is 2 plus 3?"}]
     texts = []
-    for kernels in ("triton", "reference"):
+    for kernels, device in (("triton", str(DEVICE)), ("reference", "cpu")):
         lines = []
-        llm = LLM(kernels=kernels, kv_cache_dtype=kv_cache_dtype, memory="1GiB", report=lines.append)
+        llm = LLM(kernels=kernels, device=device, kv_cache_dtype=kv_cache_dtype, memory="1GiB", report=lines.append)
         texts.append(llm.chat(question, greedy)[0].outputs[0].token_ids)
         assert any(line.startswith(f"kernels    {kernels}") for line in lines)
     assert texts[0] == texts[1]

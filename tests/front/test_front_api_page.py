@@ -7,9 +7,11 @@ import pytest
 
 from quire.server.embeddings import EmbeddingBody
 from quire.server.messages import ChatMessage
+from quire.server.programs import EndProgramBody
 from quire.server.schema import ChatBody, CompletionBody, SamplingBody, StreamOptions
 from quire.server.sglang_schema import GenerateBody, GenerateParams
-from quire.server.terms import RetentionBody
+from quire.server.structured import JsonSchema, ResponseFormat, StructuredOutputs
+from quire.server.terms import ProgramBody, RetentionBody
 from quire.server.tokens import DetokenizeBody, TokenizeBody
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "api.md").read_text()
@@ -18,6 +20,9 @@ COMMON = "`/v1/completions` and `/v1/chat/completions`"
 BODIES = {
     SamplingBody: [COMMON],
     StreamOptions: [COMMON],
+    ResponseFormat: [COMMON],
+    JsonSchema: [COMMON],
+    StructuredOutputs: [COMMON],
     CompletionBody: [COMMON, "`/v1/completions`"],
     ChatBody: [COMMON, "`/v1/chat/completions`"],
     ChatMessage: ["`/v1/chat/completions`"],
@@ -27,11 +32,14 @@ BODIES = {
     GenerateBody: ["`/generate`"],
     GenerateParams: ["`/generate`"],
     RetentionBody: [COMMON],
+    ProgramBody: [COMMON],
+    EndProgramBody: ["`/v1/programs/end`"],
 }
 
 
 def missing(body, text):
-    return [name for name in body.model_fields if f"`{name}`" not in text]
+    names = [field.alias or name for name, field in body.model_fields.items()]
+    return [name for name in names if f"`{name}`" not in text]
 
 
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)

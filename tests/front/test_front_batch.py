@@ -99,6 +99,8 @@ def test_a_line_gets_what_a_client_gets(here, http):
         task("text", {"prompt": [STORY, "Hello"], "logprobs": 2, "seed": 1, "n": 2, "max_tokens": 5}),
         task("chat", {"messages": CHAT, **SHORT}, "/v1/chat/completions"),
         task("vectors", {"input": ["Hello", "One"], "encoding_format": "base64"}, "/v1/embeddings"),
+        task("form", {"messages": CHAT, "structured_outputs": {"regex": "[0-9]{3}"}, **SHORT}, "/v1/chat/completions"),
+        task("bad form", {"prompt": STORY, "response_format": {"type": "json_schema"}}),
         task("unknown field", {"prompt": STORY, "temprature": 1}),
         task("wrong model", {"messages": CHAT, "model": "gpt-7"}, "/v1/chat/completions"),
         task("no object", [1, 2]),

@@ -34,7 +34,7 @@ def echo_app(middleware=BodyLimit):
     """Says how long a body was."""
     app = Starlette()
     app.add_middleware(middleware)
-    install(app)
+    install(app, None)
 
     async def count(request):
         await asyncio.sleep(float(request.query_params.get("sleep", 0)))

@@ -16,7 +16,7 @@ from quire.core.namespace import Namespace
 from quire.core.output import Output
 from quire.core.request import Beams, Known
 from quire.core.step import Logprobs, Pooling
-from quire.core.terms import Retention, Terms
+from quire.core.terms import MAX_PROGRAM_TTL, Program, Retention, Terms
 from quire.cost.block_use import BlockFigures
 from quire.cost.costs import CostFigures
 from quire.engine.engine import EngineStats, Learnt
@@ -38,6 +38,7 @@ from quire.errors import (
 )
 from quire.models.description import UnknownArchitecture
 from quire.params import NUMBERS, SamplingParams
+from quire.structured import StructuredOutputsParams
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 IDS = st.lists(st.integers(0, 2**31 - 1), max_size=4)
@@ -68,6 +69,17 @@ def one_of_fields(cls, **strategies):
     return st.builds(cls, **strategies)
 
 
+FORMS = (
+    StructuredOutputsParams(json={"type": "object", "title": "é"}, disable_any_whitespace=True),
+    StructuredOutputsParams(json=True, whitespace_pattern=" ?", disable_additional_properties=True),
+    StructuredOutputsParams(regex="a+", fast_forward=False),
+    StructuredOutputsParams(choice=["a", "b"]),
+    StructuredOutputsParams(grammar='root ::= "a"'),
+    StructuredOutputsParams(json_object=True),
+    StructuredOutputsParams(structural_tag={"type": "structural_tag", "structures": [], "triggers": []}),
+)
+
+
 def params():
     chosen = {
         name: st.integers(low, high) if kind is int else st.floats(low, high)
@@ -95,7 +107,9 @@ def params():
             "stop_token_ids": IDS.map(tuple),
             "logprob_token_ids": IDS.map(tuple),
             "spaces_between_special_tokens": st.booleans(),
+            "structured_outputs": optional(st.sampled_from(FORMS)),
         }
+        | dict.fromkeys(("json_schema", "regex", "ebnf"), st.none())  # which are in structured_outputs once it is made
         | dict.fromkeys(flags, st.booleans()),
     )
 
@@ -115,11 +129,19 @@ def new_requests():
         pin=st.booleans(),
         session=optional(st.just("conversation 1")),
     )
+    program = one_of_fields(
+        Program,
+        id=st.just("run 1"),
+        branch=st.sampled_from(["", "a/b"]),
+        expects_more=st.booleans(),
+        ttl=st.floats(0, MAX_PROGRAM_TTL),
+    )
     terms = one_of_fields(
         Terms,
         priority=st.integers(-(2**31 - 1), 2**31 - 1),
         deadline=optional(st.floats(0.1, 1e9)),
         retention=retention,
+        program=optional(program),
     )
     known = one_of_fields(Known, token_ids=IDS, finished=st.booleans(), cumulative_logprob=NUMBER)
     return one_of_fields(
@@ -152,6 +174,7 @@ def commands():
         one_of_fields(messages.Add, number=number, requests=st.lists(new_requests(), max_size=2)),
         one_of_fields(messages.Abort, request_ids=st.lists(TEXT, max_size=3)),
         one_of_fields(messages.Finish, seq_id=COUNT, num_tokens=COUNT),
+        one_of_fields(messages.EndProgram, tenant=TEXT, program=TEXT, branch=optional(TEXT)),
         one_of_fields(messages.Explain, number=number, request_ids=st.lists(TEXT, max_size=3)),
         one_of_fields(messages.Flush, number=number),
         one_of_fields(messages.AskLearnt, number=number),
@@ -184,6 +207,7 @@ def outputs():
         cumulative_logprob=optional(NUMBER),
         error=TEXT,
         queue_seconds=optional(NUMBER),
+        forced=IDS,
     )
 
 

@@ -62,6 +62,9 @@ OUR_OWN = {
     **dict.fromkeys(("engine_heartbeat_age_seconds", "engine_healthy"), ("gauge", set())),
     "engine_state": ("gauge", {"state"}),
     "requests_refused": ("counter", {"reason"}),
+    "forced_tokens": ("counter", set()),
+    "grammar_checks": ("counter", {"result"}),
+    "grammar_check_seconds": ("histogram", set()),
 }
 
 

@@ -28,7 +28,7 @@ class Memory:
         self.kv = KVCache(CacheConfig(block_size, config.groups, "radix", config.public_prefixes, eviction))
         self.num_seqs = 0
 
-    def begin(self, tokens, *, now=0.0, tenant="tenant", spare=None, **retention):
+    def begin(self, tokens, *, now=0.0, tenant="tenant", spare=None, program=None, age=0, **retention):
         self.num_seqs += 1
         self.kv.at(now)
         admission = self.kv.admit(
@@ -40,7 +40,7 @@ class Memory:
             most=len(tokens),
             spare=spare,
             cause=Cause(now, str(self.num_seqs), tenant),
-            keep=Keep(Retention(**retention), str(self.num_seqs), tenant, len(tokens)),
+            keep=Keep(Retention(**retention), str(self.num_seqs), tenant, len(tokens), program, age),
         )
         if admission is None:
             return None

@@ -46,6 +46,7 @@ def attempt(**options):
         ({"watermark": 1.0}, "watermark must be at least 0 and below 1"),
         ({"steps_in_flight": 3}, "steps_in_flight must be 1 or 2"),
         ({"kernels": "trition"}, "there are no kernels 'trition'"),
+        ({"kernels": "flashinfer"}, "kernels of flashinfer are no part of quire"),
         ({"device": "meta"}, "device 'meta' cannot be used"),
         ({"journal": "/nowhere/at/all"}, "cannot be written"),
     ],

@@ -2,7 +2,8 @@
 
 A mark lies where a sequence ended and counts for all before it, too: it moves up when a leaf is given up. Marks of a
 session all name one wish, so that its latest request speaks for what the session left: at the places where its latest
-sequences ended, so that the end of a request takes no longer the more there were before.
+sequences ended, so that the end of a request takes no longer the more there were before. A branch of a program is such
+a session, too; what is asked for it is what the program says (docs/programs.md).
 
 Where nothing else runs and the next sequence does not fit, pins yield, the weakest first: nobody waits for ever.
 Whoever flushes ends them all.
@@ -13,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from heapq import heapify, heappop, heappush
 from math import inf
 
-from quire.cache.eviction.keep import PLAIN, Keep, Mark, Wish, merged
+from quire.cache.eviction.keep import PLAIN, Asked, Keep, Key, Mark, Wish, merged
 from quire.cache.eviction.pins import Pins
 from quire.cache.eviction.uses import Clock
 from quire.cache.pool import BlockPool
@@ -23,6 +24,7 @@ from quire.core.terms import Retention
 
 MOST_PLACES = 256  # where marks of one session lie
 
+_OF_SESSION = 2  # parts of the key of a session; that of a branch has one more
 _NOTHING_ASKED = Retention()
 
 
@@ -37,25 +39,29 @@ class Wishes:
         self._clock = clock
         self._relist = relist
         self._nodes: dict[Wish, dict[int, Node]] = {}  # where marks of a wish lie, the latest last
-        self._sessions: dict[tuple[str, str], Wish] = {}
+        self._sessions: dict[Key, Wish] = {}
+        self._branches: dict[Key, dict[Key, None]] = {}  # keys of sessions by tenant and program
         self._due: list[tuple[float, int, Wish]] = []
         self._pins = Pins(pools, key_bytes)
         self._num_wishes = 0
 
     def left(self, ends: Sequence[Node], keep: Keep) -> None:
         """A sequence is over. ends: the nodes where it ends; several where part of it is public, or a tail."""
-        wish = self._wish_of(keep)
+        if keep.program is not None:
+            self._left(ends, keep, self._wish_of_program(keep))
+        if keep.program is None or keep.retention != _NOTHING_ASKED:
+            self._left(ends, keep, self._wish_of(keep))
+
+    def _left(self, ends: Sequence[Node], keep: Keep, wish: Wish) -> None:
         asked_before = wish.asked
-        if wish is not PLAIN:
-            wish.asks(keep.retention, self._clock.now)
-            wish.request_id = keep.request_id
+        self._ask(wish, keep)
         for node in ends:
             if node.parent is not None:
                 self._merge(node, (*node.marks, Mark(wish, node.end)))
         places = self._nodes.get(wish)
         if places is None:  # nothing was asked, or nothing is left, or others asked for more
-            if self._sessions.get(wish.session or ("", "")) is wish:
-                del self._sessions[wish.session or ("", "")]
+            if wish.session is not None and self._sessions.get(wish.session) is wish:
+                self._end_session(wish.session)
             return
         new = [node for node in ends if node.id in places]
         for node in new:
@@ -66,22 +72,42 @@ class Wishes:
             self._note_due(wish)
         self._asked(wish, asked_before, new, keep)
 
+    def _ask(self, wish: Wish, keep: Keep) -> None:
+        """What the request asks that has just ended."""
+        if wish is PLAIN:
+            return
+        wish.request_id = keep.request_id
+        if wish.session is None or len(wish.session) == _OF_SESSION:
+            wish.asks(keep.retention, self._clock.now)
+        elif keep.program is not None and keep.program.expects_more:
+            wish.expects_more(keep, self._clock.now)
+        else:
+            wish.is_finished()
+
+    def end_program(self, tenant: str, program: str, branch: str | None) -> None:
+        """Nobody goes on from what a branch left; None: from what any of its branches left. Unknown ones do nothing."""
+        keys = list(self._branches.get((tenant, program), ())) if branch is None else [(tenant, program, branch)]
+        for key in keys:
+            wish = self._sessions.get(key)
+            if wish is not None:
+                wish.is_finished()
+                for node in list(self._nodes.get(wish, {}).values()):
+                    self._relist(node)
+
     def _note_due(self, wish: Wish) -> None:
         heappush(self._due, (wish.expires, wish.number, wish))
         if len(self._due) > 2 * len(self._nodes) + 64:
             self._due = [(one.expires, one.number, one) for one in self._nodes if one.expires < inf]
             heapify(self._due)
 
-    def _asked(self, wish: Wish, before: tuple[int, float, bool], new: Sequence[Node], keep: Keep) -> None:
+    def _asked(self, wish: Wish, before: Asked, new: Sequence[Node], keep: Keep) -> None:
         """A wish holds for new nodes. What it holds for already is looked at only where it changed."""
-        priority, expires, pin = before
         places = list(self._nodes[wish].values())
         if wish.pin:
-            self._hold(wish, new if pin else places, keep)
-        elif pin:
+            self._hold(wish, new if before.pin else places, keep)
+        elif before.pin:
             self._pins.let_all_go(wish)
-        less = wish.priority < priority or wish.expires < expires or (pin and not wish.pin)
-        for node in places if less else new:
+        for node in places if wish.asked.is_less_than(before) else new:
             self._relist(node)
 
     def _hold(self, wish: Wish, nodes: Iterable[Node], keep: Keep) -> None:
@@ -100,14 +126,35 @@ class Wishes:
         asked = keep.retention
         if asked == _NOTHING_ASKED:
             return PLAIN
-        session = None if asked.session is None else (keep.tenant, asked.session)
-        wish = None if session is None else self._sessions.get(session)
+        if asked.session is None:
+            return self._new_wish(None, keep)
+        return self._of_session((keep.tenant, asked.session), keep)
+
+    def _wish_of_program(self, keep: Keep) -> Wish:
+        """The wish of the branch that a request was a part of."""
+        assert keep.program is not None, "it is a program's"
+        key = keep.tenant, keep.program.id, keep.program.branch
+        self._branches.setdefault(key[:_OF_SESSION], {})[key] = None
+        return self._of_session(key, keep)
+
+    def _of_session(self, key: Key, keep: Keep) -> Wish:
+        wish = self._sessions.get(key)
         if wish is None:
-            self._num_wishes += 1
-            wish = Wish(self._num_wishes, session, keep.tenant)
-            if session is not None:
-                self._sessions[session] = wish
+            wish = self._sessions[key] = self._new_wish(key, keep)
         return wish
+
+    def _new_wish(self, key: Key | None, keep: Keep) -> Wish:
+        self._num_wishes += 1
+        return Wish(self._num_wishes, key, keep.tenant)
+
+    def _end_session(self, key: Key) -> None:
+        """Nothing is left that it counts for."""
+        del self._sessions[key]
+        if len(key) > _OF_SESSION:
+            branches = self._branches[key[:_OF_SESSION]]
+            del branches[key]
+            if not branches:
+                del self._branches[key[:_OF_SESSION]]
 
     # Where marks lie
 
@@ -140,7 +187,7 @@ class Wishes:
         if not nodes:
             del self._nodes[wish]
             if wish.session is not None:
-                del self._sessions[wish.session]
+                self._end_session(wish.session)
 
     def _move(self, node: Node, other: Node) -> None:
         """Marks of a node lie at another now, as far as they count there, and what is held for them goes with them."""

@@ -15,11 +15,12 @@ from collections.abc import Callable
 from heapq import heapify, heappop, heappush
 from math import inf
 
+from quire.cache.eviction.by_tenant import LeavesByTenant
 from quire.cache.eviction.chance import Chance, Features
 from quire.cache.eviction.duels import Duels
 from quire.cache.eviction.examples import Examples
 from quire.cache.eviction.keep import ORDINARY, priority_at
-from quire.cache.eviction.orders import Aside, LeastRecent, OrderedLeaves
+from quire.cache.eviction.orders import Aside, LeastRecent
 from quire.cache.eviction.uses import Clock
 from quire.cache.index import SYMBOL
 from quire.cache.radix_node import Node
@@ -56,7 +57,7 @@ class LeavesByWorth:
         self._turn: deque[Node] = deque()  # those looked at longest ago first; some have left
         self._in_turn: set[int] = set()
         self._aside = Aside()
-        self._by_age = OrderedLeaves(LeastRecent(clock))  # the same members
+        self._by_age = LeavesByTenant(LeastRecent(clock), clock)  # the same members
         self._victim: tuple[Node, int, int] | None = None  # the last one, its last use, and when it is compared again
 
     def __contains__(self, node: Node) -> bool:
@@ -82,6 +83,7 @@ class LeavesByWorth:
         """See Leaves."""
         if node.id in self._members:
             self._push(node, self._look(node))
+            self._by_age.renew(node)
 
     def num_at_once(self, leaf: Node) -> int:
         """See Leaves."""
@@ -117,8 +119,11 @@ class LeavesByWorth:
             return self._aside.pop()
         oldest = self._by_age.first()
         if oldest is not None and oldest is not best:
-            self.duels.begin(self._told_of_use(best), self._told_of_use(oldest), self.num_given_up)
-            if not self.duels.learnt_leads:
+            is_finished = self._by_age.is_finished(oldest)  # then there is nothing to be weighed
+            if not is_finished:
+                self.duels.begin(self._told_of_use(best), self._told_of_use(oldest), self.num_given_up)
+            if is_finished or not self.duels.learnt_leads:
+                self._by_age.instead(oldest)
                 best = oldest
         self._victim = best, best.tick, self.num_given_up + _MOST_AT_ONCE
         return self._take_out(best)

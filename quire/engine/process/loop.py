@@ -93,6 +93,8 @@ class EngineLoop:
                     self._engine.abort(request_id)
             case messages.Finish(seq_id, num_tokens):
                 self._engine.finish(seq_id, num_tokens)
+            case messages.EndProgram(tenant, program, branch):
+                self._engine.end_program(tenant, program, branch)
             case messages.Close():
                 self._closing = True
             case messages.Add(number) | messages.Explain(number) | messages.Flush(number) | messages.AskLearnt(number):

@@ -53,6 +53,14 @@ class Finish(Command, frozen=True, tag=True):
     num_tokens: int
 
 
+class EndProgram(Command, frozen=True, tag=True):
+    """Nobody goes on from what a branch of a program left; None: any of its branches."""
+
+    tenant: str
+    program: str
+    branch: str | None
+
+
 class Explain(Command, frozen=True, tag=True):
     """What became of these requests?"""
 
@@ -142,7 +150,7 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag=True):
     failure: Failure
 
 
-Commands = list[Begin | Add | Abort | Finish | Explain | Flush | AskLearnt | Close]
+Commands = list[Begin | Add | Abort | Finish | EndProgram | Explain | Flush | AskLearnt | Close]
 News = Batch | Pulse | Report | Loading | Ready | Refused
 
 _COMMANDS = codec.decoder(Commands)

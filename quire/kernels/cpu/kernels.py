@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from quire.config import KVGroup
+from quire.kernels import reference
 from quire.kernels.contract import Batch, Demands, Draws, Packed, Recorder, Rotation, Storage, Weight
 from quire.kernels.cpu import _C, blocks, likelihood, memory, paged, products, rowwise, sampling
 from quire.kernels.cpu.recording import Recording
@@ -18,6 +19,7 @@ class CpuKernels:
     """Kernels in C++. `strict`: bits do not depend on company, which forbids tile registers and split contexts."""
 
     NAME = "cpu"
+    RESIDENT = False
     SCRATCH_BYTES = 2**22  # of each thread
 
     def __init__(self, *, strict: bool) -> None:
@@ -125,6 +127,10 @@ class CpuKernels:
     def embed(self, ids: Tensor, weight: Weight, scale: float = 1.0) -> Tensor:
         """See `products`."""
         return products.embed(ids, weight, scale)
+
+    def route(self, logits: Tensor, k: int, *, normalise: bool) -> tuple[Tensor, Tensor]:
+        """By torch: it takes next to nothing beside the experts."""
+        return reference.route(logits, k, normalise=normalise)
 
     def experts(self, x: Tensor, ids: Tensor, weights: Tensor, up: Weight, down: Weight, activation: str) -> Tensor:
         """See `products`."""

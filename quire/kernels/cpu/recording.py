@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from quire.kernels.contract import Batch, NotRecordable, Storage
+from quire.kernels.contract import Batch, NotRecordable, Recorded, Storage
 from quire.kernels.cpu import _C, paged
 from quire.kernels.cpu.memory import Arena, taken_from
 
@@ -37,6 +37,11 @@ class Recording:
     def size(self, num_sequences: int) -> int | None:
         """See Recorder."""
         return num_sequences if num_sequences <= MAX_SEQUENCES else None
+
+    def takes(self, num_sequences: int, token_bytes: int, logit_bytes: int, scratch_bytes: int) -> Recorded:
+        """Nothing worth a line: all tapes share buffers of 64 tokens, and other steps have far more."""
+        del num_sequences, token_bytes, logit_bytes, scratch_bytes
+        return Recorded(0, "")
 
     def plan(self, batch: Batch, storage: Storage, width: int) -> paged.CpuPlan:
         """See Recorder."""

@@ -29,6 +29,7 @@ from quire.kernels.reference import (
     rest,
     room,
     rotation,
+    route,
     sample,
     unpack,
     use_threads,
@@ -36,9 +37,11 @@ from quire.kernels.reference import (
 )
 
 NAME = "invariant"
+RESIDENT = False
 
 __all__ = [
     "NAME",
+    "RESIDENT",
     "SCRATCH_BYTES",
     "activate",
     "add_rms_norm",
@@ -62,6 +65,7 @@ __all__ = [
     "rotary",
     "rotary_write",
     "rotation",
+    "route",
     "sample",
     "unpack",
     "use_threads",

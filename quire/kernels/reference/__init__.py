@@ -7,11 +7,12 @@ from quire.kernels.reference.blocks import allocate, copy_blocks, pack, unpack
 from quire.kernels.reference.likelihood import logprobs
 from quire.kernels.reference.paged import GATHERED_BYTES as SCRATCH_BYTES
 from quire.kernels.reference.paged import attention, plan, rotary_write, write_kv
-from quire.kernels.reference.products import embed, experts, gated_linear, linear, room, write_rows
+from quire.kernels.reference.products import embed, experts, gated_linear, linear, room, route, write_rows
 from quire.kernels.reference.rowwise import activate, add_rms_norm, gate, layer_norm, rms_norm, rotary, rotation
 from quire.kernels.reference.sampling import sample
 
 NAME = "reference"
+RESIDENT = False
 
 
 recorder: Recorder | None = None
@@ -34,6 +35,7 @@ def rest() -> None:
 
 __all__ = [
     "NAME",
+    "RESIDENT",
     "SCRATCH_BYTES",
     "activate",
     "add_rms_norm",
@@ -57,6 +59,7 @@ __all__ = [
     "rotary",
     "rotary_write",
     "rotation",
+    "route",
     "sample",
     "unpack",
     "use_threads",

@@ -44,6 +44,12 @@ def embed(ids: Tensor, weight: Weight, scale: float = 1.0) -> Tensor:
     return rows if scale == 1 else rows * scale
 
 
+def route(logits: Tensor, k: int, *, normalise: bool) -> tuple[Tensor, Tensor]:
+    """The experts of each token, and their weights."""
+    weights, ids = logits.float().softmax(-1).topk(k, -1)
+    return ids, weights / weights.sum(-1, keepdim=True) if normalise else weights
+
+
 def experts(x: Tensor, ids: Tensor, weights: Tensor, up: Weight, down: Weight, activation: str) -> Tensor:
     """The weighted sum of each token's experts, added up in the order of the experts' numbers."""
     ups, downs = plain(up), plain(down)

@@ -85,7 +85,7 @@ def attention(
         spans = (tiles, plan.begins, plan.starts, plan.stops)
         sizes = {"SHARED": shared, "KV_HEADS": storage.group.num_kv_heads, "HEAD_DIM": head_dim}
         attend[len(tiles), storage.group.num_kv_heads, splits](
-            *(q, *blocks[:4], *spans, plan.tables, out, partials, states),
+            *(q, *blocks[:4], *spans, plan.rows, plan.tables, out, partials, states),
             *(q.stride(0), plan.tables.stride(0), used, factor, cap),
             **sizes,
             BLOCK_SIZE=storage.block_size,

@@ -34,6 +34,65 @@ def _tanh(x):
     return tl.where(x < 0, -size, size)
 
 
+@triton.jit
+def _share(start, stop, KEYS: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr, LEAST: tl.constexpr):
+    """Of the keys that queries at [start, stop) see: the first one, and those that this program meets, [low, high)."""
+    begin = 0
+    if WINDOW:
+        begin = tl.maximum(start - WINDOW + 1, 0)
+    first_tile = begin // KEYS
+    low = first_tile * KEYS
+    high = stop
+    if SPLIT:
+        each = tl.maximum(tl.cdiv(tl.cdiv(stop, KEYS) - first_tile, tl.num_programs(2)), LEAST)
+        low += tl.program_id(2) * each * KEYS
+        high = tl.minimum(low + each * KEYS, stop)
+    return begin, low, high
+
+
+@triton.jit
+def _places(
+    table_ptr, first_key, begin, high, kv_head, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_STRIDE: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """A tile of keys: their positions, which are there, and where they and their scales lie.
+
+    What no query of the tile sees is not read: there may be no block, or NaN in it, and 0 * NaN is NaN.
+    """
+    key = first_key + tl.arange(0, KEYS)
+    wanted = (key >= begin) & (key < high)
+    block = tl.load(table_ptr + key // BLOCK_SIZE, mask=wanted, other=-1)
+    block_at = (block.to(tl.int64) * KV_HEADS + kv_head) * BLOCK_STRIDE
+    scale_at = (block_at + BLOCK_SIZE * HEAD_DIM) // 4 + key % BLOCK_SIZE
+    return key, block >= 0, block_at + (key % BLOCK_SIZE) * HEAD_DIM, scale_at
+
+
+@triton.jit
+def _scores(
+    q, k_ptrs, mask, scale_ptrs, key, held, position, factor, cap,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, QUANTIZED: tl.constexpr,
+):  # fmt: skip
+    """Of queries (ROWS,) and keys (KEYS,), to base 2: -inf for what a query does not see."""
+    k = tl.load(k_ptrs, mask=mask, other=0.0).to(q.dtype)
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * factor
+    if QUANTIZED:
+        scores *= tl.load(scale_ptrs, mask=held, other=0.0)[None, :]
+    if SOFTCAP:
+        scores = cap * _tanh(scores)
+    seen = key[None, :] <= position[:, None]
+    if WINDOW:
+        seen &= key[None, :] > position[:, None] - WINDOW
+    return tl.where(seen, scores, float("-inf"))
+
+
+@triton.jit
+def _weights(scores, largest):
+    """Exponentials of scores beside the largest so far, what is kept of the sums before, and that largest one."""
+    new = tl.maximum(largest, tl.max(scores, 1))
+    base = tl.where(new == float("-inf"), 0.0, new)  # of a row that has seen nothing: -inf - -inf is NaN
+    return tl.exp2(scores - base[:, None]), tl.exp2(largest - base), new
+
+
 @triton.jit(do_not_specialize=["table_width", "used"])
 def attend(
     q_ptr,  # (num_tokens, heads, HEAD_DIM), tokens q_stride apart
@@ -45,7 +104,8 @@ def attend(
     begins_ptr,
     starts_ptr,
     stops_ptr,
-    tables_ptr,  # (num_chunks, table_width)
+    rows_ptr,
+    tables_ptr,  # (num_tables, table_width)
     out_ptr,  # (num_tokens, heads, HEAD_DIM)
     partials_ptr,  # float32 (num_tiles, KV_HEADS, used, splits, HEAD_DIM), if SPLIT
     states_ptr,  # float32 (num_tiles, KV_HEADS, used, splits, 2): largest score, sum; the sum of an empty split is 0
@@ -76,26 +136,16 @@ def attend(
     kv_head = tl.program_id(1)
     chunk, token, start, stop = _span(tiles_ptr, begins_ptr, starts_ptr, stops_ptr, tile)
     stop = tl.minimum(stop, start + QUERIES)
-    begin = 0
-    if WINDOW:
-        begin = tl.maximum(start - WINDOW + 1, 0)
-    first_tile = begin // KEYS
-    low = first_tile * KEYS
-    high = stop
-
+    begin, low, high = _share(start, stop, KEYS, WINDOW, SPLIT, LEAST)
     row = tl.arange(0, ROWS)
     query = row // SHARED
     position = start + query
     real = position < stop
     state = ((tile * KV_HEADS + kv_head) * used + row) * tl.num_programs(2) + tl.program_id(2)
-    if SPLIT:
-        each = tl.maximum(tl.cdiv(tl.cdiv(stop, KEYS) - first_tile, tl.num_programs(2)), LEAST)
-        low += tl.program_id(2) * each * KEYS
-        high = tl.minimum(low + each * KEYS, stop)
-        if low >= high:
-            tl.store(states_ptr + 2 * state, float("-inf"), mask=real)
-            tl.store(states_ptr + 2 * state + 1, 0.0, mask=real)
-            return
+    if SPLIT and low >= high:
+        tl.store(states_ptr + 2 * state, float("-inf"), mask=real)
+        tl.store(states_ptr + 2 * state + 1, 0.0, mask=real)
+        return
 
     dim = tl.arange(0, DIM)
     inside = dim < HEAD_DIM
@@ -108,33 +158,18 @@ def attend(
     largest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     output = tl.zeros([ROWS, DIM], tl.float32)
+    table_ptr = tables_ptr + tl.load(rows_ptr + chunk).to(tl.int64) * table_width
     for first_key in tl.range(low, high, KEYS):
-        key = first_key + tl.arange(0, KEYS)
-        # What no query of the tile sees is not read: there may be no block, or NaN in it, and 0 * NaN is NaN.
-        wanted = (key >= begin) & (key < high)
-        block = tl.load(tables_ptr + chunk * table_width + key // BLOCK_SIZE, mask=wanted, other=-1)
-        held = block >= 0
-        block_at = (block.to(tl.int64) * KV_HEADS + kv_head) * BLOCK_STRIDE
-        at = (block_at + (key % BLOCK_SIZE) * HEAD_DIM)[:, None] + dim[None, :]
+        key, held, at, scale_at = _places(
+            table_ptr, first_key, begin, high, kv_head, KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, KEYS
+        )
+        at = at[:, None] + dim[None, :]
         mask = held[:, None] & inside[None, :]
-        scale_at = (block_at + BLOCK_SIZE * HEAD_DIM) // 4 + key % BLOCK_SIZE
-
-        k = tl.load(keys_ptr + at, mask=mask, other=0.0).to(q.dtype)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * factor
-        if QUANTIZED:
-            scores *= tl.load(key_scales_ptr + scale_at, mask=held, other=0.0)[None, :]
-        if SOFTCAP:
-            scores = cap * _tanh(scores)
-        seen = key[None, :] <= position[:, None]
-        if WINDOW:
-            seen &= key[None, :] > position[:, None] - WINDOW
-        scores = tl.where(seen, scores, float("-inf"))
-
-        new = tl.maximum(largest, tl.max(scores, 1))
-        base = tl.where(new == float("-inf"), 0.0, new)  # of a row that has seen nothing: -inf - -inf is NaN
-        kept = tl.exp2(largest - base)
-        weights = tl.exp2(scores - base[:, None])
-        largest = new
+        scores = _scores(
+            q, keys_ptr + at, mask, key_scales_ptr + scale_at, key, held, position, factor, cap,
+            WINDOW, SOFTCAP, QUANTIZED,
+        )  # fmt: skip
+        weights, kept, largest = _weights(scores, largest)
         total = total * kept + tl.sum(weights, 1)
         v = tl.load(values_ptr + at, mask=mask, other=0.0).to(WEIGHT)
         if QUANTIZED:

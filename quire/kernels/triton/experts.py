@@ -1,144 +1,131 @@
-"""Which token goes to which experts, and how their results come together. Nothing here waits for the device.
+"""Products of tokens with the weights of their experts. Nothing here waits for the device.
 
-The number of tiles has a bound that depends on shapes alone; those that are not needed are empty.
+Tiles gather their rows through the order of pairs, and their number has a bound that depends on shapes alone. Where
+tokens are many, the library's grouped product does what the gated half takes: it needs its rows beside one another,
+and sums that it rounds to their type, which gated products are anyway. Others are added up as float32.
 """
 
-from typing import NamedTuple
+import functools
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn import functional as F
 
-from quire.kernels.triton.launch import INTERPRETED, pow2
+from quire.kernels.contract import Weight
+from quire.kernels.reference.products import plain
+from quire.kernels.triton.launch import INTERPRETED
+from quire.kernels.triton.products import FEW, Tile, along_rows, product, tile_of
 from quire.kernels.triton.rounding import rounded
-from quire.kernels.triton.rowwise import BLOCK
+from quire.kernels.triton.routing import Routes, arrange, combine
+from quire.kernels.triton.rowwise import gate
 
-TILES = 16  # that one program describes
-
-
-class Routes(NamedTuple):
-    """Pairs of a token and an expert, in the order of experts, and cut into tiles of pairs with the same one.
-
-    A pair's number is its token's times k, and its place among that token's.
-    """
-
-    order: Tensor  # int64 (num_pairs,), pairs
-    tiles: Tensor  # int32 (3, num_tiles): the expert, the first pair in that order, and where its expert's pairs end
+_GROUPED = (9, 10)  # compute capabilities
+_ALIGNED = 8  # numbers of 16 bits: rows begin at multiples of 16 bytes
 
 
-@triton.jit
-def _before(sorted_ptr, experts, number, steps):
-    """How many of `number` sorted ids are below each of `experts`; found in so many halvings."""
-    low = experts * 0
-    high = low + number
-    for _ in range(steps):
-        middle = (low + high) // 2
-        searching = low < high
-        below = tl.load(sorted_ptr + middle, mask=searching, other=0) < experts
-        low = tl.where(searching & below, middle + 1, low)
-        high = tl.where(searching & (below == 0), middle, high)
-    return low
-
-
-@triton.jit(do_not_specialize=["num_pairs", "num_tiles", "steps"])
-def _cut(
-    sorted_ptr,  # (num_pairs,): ids
-    tiles_ptr,  # see `Routes`
-    num_pairs,
+@triton.jit(do_not_specialize=["num_tiles"])
+def _grouped(
+    x_ptr,
+    weight_ptr,  # (num_experts, N, K)
+    order_ptr,  # see `Routes`, as for tiles
+    tiles_ptr,
+    out_ptr,  # (num_pairs, N)
     num_tiles,
-    steps,
-    EXPERTS: tl.constexpr,
-    WIDTH: tl.constexpr,  # EXPERTS or more, a power of two
-    ROWS: tl.constexpr,  # of a tile
-    TILES: tl.constexpr,
-):
-    """TILES of the tiles that sorted ids are cut into. Those behind the last one are empty."""
-    experts = tl.arange(0, WIDTH)
-    begins = _before(sorted_ptr, experts, num_pairs, steps)
-    ends = _before(sorted_ptr, experts + 1, num_pairs, steps)
-    numbers = tl.where(experts < EXPERTS, tl.cdiv(ends - begins, ROWS), 0)
-    ends_of_tiles = tl.cumsum(numbers, 0)
-    tiles = tl.program_id(0) * TILES + tl.arange(0, TILES)
-    within = tiles[:, None] - (ends_of_tiles - numbers)[None, :]  # tiles of an expert before this one
-    is_of = (within >= 0) & (within < numbers[None, :])
-    expert = tl.sum(tl.where(is_of, experts[None, :], 0), 1)
-    first = tl.sum(tl.where(is_of, begins[None, :] + within * ROWS, 0), 1)
-    end = tl.sum(tl.where(is_of, ends[None, :], 0), 1)
-    inside = tiles < num_tiles
-    tl.store(tiles_ptr + tiles, expert, mask=inside)
-    tl.store(tiles_ptr + num_tiles + tiles, first, mask=inside)
-    tl.store(tiles_ptr + 2 * num_tiles + tiles, end, mask=inside)
-
-
-def route(ids: Tensor, num_experts: int, rows: int) -> Routes:
-    """Cut the pairs of ids (num_tokens, k) into tiles of so many rows. There is room for any distribution."""
-    num_pairs = ids.numel()
-    in_order, order = ids.flatten().sort(stable=True)
-    num_tiles = (num_pairs + min(num_experts, num_pairs) * (rows - 1)) // rows
-    tiles = torch.empty((3, num_tiles), dtype=torch.int32, device=ids.device)
-    _cut[(triton.cdiv(num_tiles, TILES),)](
-        in_order,
-        tiles,
-        num_pairs,
-        num_tiles,
-        num_pairs.bit_length(),
-        EXPERTS=num_experts,
-        WIDTH=pow2(num_experts),
-        ROWS=rows,
-        TILES=TILES,
-    )
-    return Routes(order, tiles)
-
-
-@triton.jit
-def _combine(
-    results_ptr,  # float32 (num_tokens, SLOTS, SIZE)
-    ids_ptr,  # (num_tokens, SLOTS), as for weights
-    weights_ptr,
-    out_ptr,  # (num_tokens, SIZE)
-    SIZE: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    STRIDE: tl.constexpr,
     SLOTS: tl.constexpr,
-    WIDTH: tl.constexpr,  # SLOTS or more, a power of two
-    PIECES: tl.constexpr,
-    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TERMS: tl.constexpr,
     UP: tl.constexpr,
 ):
-    """One of PIECES pieces of the weighted sum of a token's results, in the order of its experts' numbers."""
-    token = (tl.program_id(0) // PIECES).to(tl.int64)
-    columns = tl.program_id(0) % PIECES * BLOCK + tl.arange(0, BLOCK)
-    slots = tl.arange(0, WIDTH)
-    ids = tl.load(ids_ptr + token * SLOTS + slots, mask=slots < SLOTS, other=2**62)
-    # where two ids are the same one after all, still each place comes once
-    sooner = (ids[None, :] < ids[:, None]) | ((ids[None, :] == ids[:, None]) & (slots[None, :] < slots[:, None]))
-    ranks = tl.sum(sooner.to(tl.int32), 1)
-    total = tl.zeros((BLOCK,), tl.float32)
-    for rank in tl.static_range(SLOTS):
-        pair = token * SLOTS + tl.sum(tl.where(ranks == rank, slots, 0), 0)
-        result = tl.load(results_ptr + (pair * SIZE + columns), mask=columns < SIZE, other=0.0)
-        total += result * tl.load(weights_ptr + pair)
-    tl.store(out_ptr + (token * SIZE + columns), rounded(total, out_ptr.dtype.element_ty, UP), mask=columns < SIZE)
+    """One tile of rows times the weight (N, K) of its expert.
 
-
-def combine(results: Tensor, ids: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
-    """The weighted sum of each token's results, float32 (num_tokens * k, size), rounded once.
-
-    ids and weights (num_tokens, k), contiguous. It is added up in the order of the experts' numbers.
+    SLOTS above 0: x has a row for each token, SLOTS pairs share it, and results stand in the order of experts.
+    SLOTS 0: x has rows in the order of experts, and results stand in that of pairs.
     """
-    (num_tokens, slots), size = ids.shape, results.shape[1]
-    out = torch.empty((num_tokens, size), dtype=dtype, device=results.device)
-    block = min(BLOCK, pow2(size))
-    pieces = triton.cdiv(size, block)
-    _combine[(num_tokens * pieces,)](
-        results,
-        ids,
-        weights,
+    ACROSS: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
+    tile = tl.program_id(0) // ACROSS
+    expert = tl.load(tiles_ptr + tile).to(tl.int64)
+    first = tl.load(tiles_ptr + num_tiles + tile)
+    end = tl.load(tiles_ptr + 2 * num_tiles + tile)
+    if first >= end:
+        return
+    places = first + tl.arange(0, ROWS)
+    present = places < end
+    pairs = tl.load(order_ptr + places, mask=present, other=0)
+    sources = pairs // SLOTS if SLOTS else places
+    targets = places.to(tl.int64) if SLOTS else pairs
+    columns = tl.program_id(0) % ACROSS * COLUMNS + tl.arange(0, COLUMNS)
+    weight_ptr += expert * (N * K)
+    total = product(x_ptr, sources, present, weight_ptr, columns, N, K, STRIDE, ROWS, COLUMNS, TERMS, UP)
+    inside = present[:, None] & (columns < N)[None, :]
+    tl.store(
+        out_ptr + (targets[:, None] * N + columns[None, :]), rounded(total, out_ptr.dtype.element_ty, UP), mask=inside
+    )
+
+
+def _of_experts(x: Tensor, weight: Tensor, routes: Routes, slots: int, tile: Tile, dtype: torch.dtype) -> Tensor:
+    """The product of each pair with its expert's weight. slots: see `_grouped`."""
+    _, rows, columns = weight.shape
+    num_tiles = routes.tiles.shape[1]
+    out = torch.empty((len(routes.order), rows), dtype=dtype, device=x.device)
+    _grouped[(num_tiles * triton.cdiv(rows, tile.columns),)](
+        x,
+        weight.contiguous(),
+        routes.order,
+        routes.tiles,
         out,
-        SIZE=size,
+        num_tiles,
+        N=rows,
+        K=columns,
+        STRIDE=x.stride(0),
         SLOTS=slots,
-        WIDTH=pow2(slots),
-        PIECES=pieces,
-        BLOCK=block,
+        ROWS=tile.rows,
+        COLUMNS=tile.columns,
+        TERMS=tile.terms,
         UP=INTERPRETED,
+        num_stages=tile.num_stages,
     )
     return out
+
+
+def experts(
+    x: Tensor, ids: Tensor, weights: Tensor, up: Weight, down: Weight, activation: str, *, strict: bool
+) -> Tensor:
+    """The weighted sum of each token's experts, added up in the order of the experts' numbers.
+
+    x (num_tokens, hidden_size), ids int64 and weights float32 (num_tokens, k), up (num_experts, 2 * inner,
+    hidden_size), down (num_experts, hidden_size, inner). Gated products are rounded, those with `down` are not.
+    """
+    ups, downs, x = plain(up), plain(down), along_rows(x)
+    ids, weights = ids.contiguous(), weights.contiguous()
+    slots = ids.shape[1]
+    few = not strict and ids.numel() <= FEW * len(ups)
+    tile = tile_of(FEW, 64, x.dtype) if few else tile_of(64, 128, x.dtype)
+    routes = arrange(ids, len(ups), tile.rows)
+    if not (strict or few) and library_takes(x, ups):
+        rows = x.index_select(0, routes.order // slots)
+        inner = F.grouped_mm(rows, ups.transpose(1, 2), offs=routes.ends)
+    else:
+        inner = _of_experts(x, ups, routes, slots, tile, x.dtype)
+    results = _of_experts(gate(inner, activation), downs, routes, 0, tile, torch.float32)
+    return combine(results, ids, weights, x.dtype)
+
+
+def library_takes(x: Tensor, weight: Tensor) -> bool:
+    """Whether the library has a grouped product of x (num_tokens, K) with weight (num_experts, N, K), a good one.
+
+    Elsewhere than on these devices it computes one expert after another, and asks the device how many rows each has.
+    """
+    if x.dtype != torch.bfloat16 or any(size % _ALIGNED for size in weight.shape[1:]):
+        return False
+    return hasattr(F, "grouped_mm") and _has_grouped(x.device)
+
+
+@functools.cache
+def _has_grouped(device: torch.device) -> bool:
+    return INTERPRETED if device.type == "cpu" else torch.cuda.get_device_capability(device)[0] in _GROUPED

@@ -8,7 +8,7 @@ from torch import Tensor
 from quire.config import KVGroup
 from quire.kernels import reference
 from quire.kernels.contract import Batch, Demands, Draws, Packed, Recorder, Rotation, Storage, Weight
-from quire.kernels.triton import attention, blocks, likelihood, products, rowwise, sampling
+from quire.kernels.triton import attention, blocks, experts, likelihood, products, routing, rowwise, sampling
 from quire.kernels.triton import plan as planning
 from quire.kernels.triton.attention import SCRATCH_BYTES
 from quire.kernels.triton.blocks import TOKENS_TOGETHER
@@ -24,6 +24,7 @@ class TritonKernels:
     """Kernels in Triton. strict: bits do not depend on company, which forbids split contexts and the libraries."""
 
     NAME = "triton"
+    RESIDENT = True
     SCRATCH_BYTES = SCRATCH_BYTES  # partial results of split contexts
 
     def __init__(self, *, strict: bool) -> None:
@@ -128,9 +129,13 @@ class TritonKernels:
         """See `products`."""
         return products.embed(ids, weight, scale)
 
+    def route(self, logits: Tensor, k: int, *, normalise: bool) -> tuple[Tensor, Tensor]:
+        """See `routing`."""
+        return routing.route(logits, k, normalise=normalise)
+
     def experts(self, x: Tensor, ids: Tensor, weights: Tensor, up: Weight, down: Weight, activation: str) -> Tensor:
-        """See `products`."""
-        return products.experts(x, ids, weights, up, down, activation, strict=self._strict)
+        """See `experts`."""
+        return experts.experts(x, ids, weights, up, down, activation, strict=self._strict)
 
     def sample(self, logits: Tensor, draws: Draws) -> Tensor:
         """See `sampling`."""

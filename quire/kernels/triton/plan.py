@@ -1,6 +1,7 @@
 """A step as kernels read it: on the device, with fixed places, so that a recorded step can be refilled.
 
-It comes there by copies from pinned memory that nobody waits for.
+It comes there by copies from pinned memory that nobody waits for. Tables that are resident are not copied at all:
+kernels look a chunk's up in its row.
 """
 
 from dataclasses import dataclass, field
@@ -22,11 +23,13 @@ class TritonPlan:
     begins: Tensor  # (num_chunks + 1,): where a chunk's tokens begin, and behind the last ones
     starts: Tensor  # (num_chunks,): position of a chunk's first token
     stops: Tensor  # (num_chunks,): position behind its last one
-    tables: Tensor  # (num_chunks, width)
+    rows: Tensor  # (num_chunks,): which of the tables is a chunk's
+    tables: Tensor  # (num_tables, width)
     longest: int  # tokens of the longest chunk
     context: int  # the most positions that a query may see: `stops` of this step and of those it is refilled with
     lengths: np.ndarray  # int64 (num_chunks,): tokens of each chunk
     columns: Tensor  # where all of these but tables lie
+    resident: bool  # whether the tables are others', and a step says no more than whose they are
     tiles: dict[tuple[int, range], Tensor] = field(default_factory=dict)  # see `tiles_of`
 
     def tiles_of(self, queries: int, lengths: range | None = None) -> Tensor:
@@ -47,24 +50,31 @@ class TritonPlan:
 
 
 def plan(batch: Batch, storage: Storage, *, width: int | None = None) -> TritonPlan:
-    """Bring a step to the device. width: blocks of each table, for one that is refilled; default is the batch's own."""
+    """Bring a step to the device.
+
+    width: the most blocks that a chunk has in the steps that it is refilled with; none for a plan that is not.
+    """
     device = storage.data.device
     lengths = batch.stops - batch.starts
     arrays = _columns(batch)
     host, places = staged(arrays, device)
     columns = host.to(device, non_blocking=True) if device.type != "cpu" else host
-    num_chunks, known = batch.tables.shape
-    tables = torch.full((num_chunks, known if width is None else width), -1, dtype=torch.int32, device=device)
-    _write_tables(tables, batch.tables)
-    chunks, positions, begins, starts, stops = (
+    if batch.resident is None:
+        num_chunks, known = batch.tables.shape
+        tables = torch.full((num_chunks, known if width is None else width), -1, dtype=torch.int32, device=device)
+        _write_tables(tables, batch.tables)
+    else:
+        tables = batch.resident.tables
+    chunks, positions, begins, starts, stops, rows = (
         columns[place : place + len(array)] for place, array in zip(places, arrays, strict=True)
     )
     return TritonPlan(
-        *(chunks, positions, begins, starts, stops, tables),
+        *(chunks, positions, begins, starts, stops, rows, tables),
         longest=int(lengths.max()),
         context=int(batch.stops.max()) if width is None else width * storage.block_size,
         lengths=lengths,
         columns=columns,
+        resident=batch.resident is not None,
     )
 
 
@@ -76,6 +86,8 @@ def refill(plan: TritonPlan, batch: Batch) -> None:
     Raises ValueError where the step has another shape.
     """
     lengths = batch.stops - batch.starts
+    if (batch.resident is not None) != plan.resident:
+        raise ValueError("a plan keeps to tables of one kind: those of its steps, or resident ones")
     shape = (len(plan.starts), len(plan.chunks), plan.tables.shape[1])
     new = (len(lengths), int(lengths.sum()), batch.tables.shape[1])
     if new[:2] != shape[:2] or new[2] > shape[2]:
@@ -84,7 +96,8 @@ def refill(plan: TritonPlan, batch: Batch) -> None:
             f" {new[0]} chunks of {new[1]} tokens and {new[2]} blocks"
         )
     plan.columns.copy_(staged(_columns(batch), plan.columns.device)[0], non_blocking=True)
-    _write_tables(plan.tables, batch.tables)
+    if batch.resident is None:
+        _write_tables(plan.tables, batch.tables)
     plan.context = max(plan.context, int(batch.stops.max()))
     if not np.array_equal(lengths, plan.lengths):
         plan.lengths, plan.longest = lengths, int(lengths.max())
@@ -97,7 +110,8 @@ def _columns(batch: Batch) -> list[np.ndarray]:
     ends = np.cumsum(lengths)
     chunks = np.repeat(np.arange(len(lengths)), lengths)
     positions = np.arange(len(chunks)) + np.repeat(batch.stops - ends, lengths)
-    columns = (chunks, positions, np.concatenate(([0], ends)), batch.starts, batch.stops)
+    rows = np.arange(len(lengths)) if batch.resident is None else batch.resident.rows
+    columns = (chunks, positions, np.concatenate(([0], ends)), batch.starts, batch.stops, rows)
     return [column.astype(np.int32) for column in columns]
 
 

@@ -1,9 +1,9 @@
 """Products with weights, which stay as they are, and rows of them.
 
 Ordinary products are the library's. Strict ones have tiles of one shape, and each of their numbers one order of
-sums: whatever else is computed, and how much of it, changes no bit. Experts are always computed in tiles, whose
-number has a bound that depends on shapes alone, so that nothing waits for the device.
+sums: whatever else is computed, and how much of it, changes no bit.
 """
+# ruff: noqa: ANN201 -- Triton reads annotations
 
 from typing import NamedTuple
 
@@ -15,7 +15,6 @@ from torch.nn import functional as F
 
 from quire.kernels.contract import Weight
 from quire.kernels.reference.products import plain
-from quire.kernels.triton.experts import Routes, combine, route
 from quire.kernels.triton.launch import INTERPRETED, pow2
 from quire.kernels.triton.rounding import rounded
 from quire.kernels.triton.rowwise import BLOCK, floats, gate
@@ -24,7 +23,7 @@ TOGETHER = 8  # tiles of rows whose programs follow one another, so that they fi
 FEW = 16  # pairs of a token and an expert, for each expert: a short tile holds them
 
 
-class _Tile(NamedTuple):
+class Tile(NamedTuple):
     """Of a product: rows and columns that one program computes, and terms that it adds up at once."""
 
     rows: int
@@ -33,19 +32,19 @@ class _Tile(NamedTuple):
     num_stages: int
 
 
-def _tile(rows: int, columns: int, dtype: torch.dtype) -> _Tile:
+def tile_of(rows: int, columns: int, dtype: torch.dtype) -> Tile:
     """A tile of this shape for products of this type."""
     terms = 64 if rows > FEW else 128
-    return _Tile(rows, columns, terms // 2 if dtype == torch.float32 else terms, 4 if rows > FEW else 3)
+    return Tile(rows, columns, terms // 2 if dtype == torch.float32 else terms, 4 if rows > FEW else 3)
 
 
-def _along_rows(x: Tensor) -> Tensor:
+def along_rows(x: Tensor) -> Tensor:
     """x, a copy where its last axis is not contiguous."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 @triton.jit
-def _product(
+def product(
     x_ptr,
     sources,  # (ROWS,): which rows of x
     present,  # (ROWS,): whether there is one; it counts as zeros otherwise
@@ -101,7 +100,7 @@ def _linear(
     down, across = tl.swizzle2d(program // ACROSS, program % ACROSS, tl.cdiv(num_rows, ROWS), ACROSS, TOGETHER)
     rows = down * ROWS + tl.arange(0, ROWS)
     columns = across * COLUMNS + tl.arange(0, COLUMNS)
-    total = _product(x_ptr, rows, rows < num_rows, weight_ptr, columns, N, K, STRIDE, ROWS, COLUMNS, TERMS, UP)
+    total = product(x_ptr, rows, rows < num_rows, weight_ptr, columns, N, K, STRIDE, ROWS, COLUMNS, TERMS, UP)
     if bias_ptr is not None:
         total += floats(bias_ptr + columns, columns < N)[None, :]
     inside = (rows < num_rows)[:, None] & (columns < N)[None, :]
@@ -114,9 +113,9 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None, *, strict: bool) -> T
     weight = plain(weight)
     if not strict:
         return F.linear(x, weight, bias)
-    x, (num_rows, columns) = _along_rows(x), x.shape
+    x, (num_rows, columns) = along_rows(x), x.shape
     out = torch.empty((num_rows, len(weight)), dtype=x.dtype, device=x.device)
-    tile = _tile(64, 64, x.dtype)
+    tile = tile_of(64, 64, x.dtype)
     _linear[(triton.cdiv(num_rows, tile.rows) * triton.cdiv(len(weight), tile.columns),)](
         x,
         weight.contiguous(),
@@ -184,93 +183,3 @@ def embed(ids: Tensor, weight: Weight, scale: float = 1.0) -> Tensor:
         UP=INTERPRETED,
     )
     return out
-
-
-# ---- experts ----
-
-
-@triton.jit(do_not_specialize=["num_tiles"])
-def _grouped(
-    x_ptr,
-    weight_ptr,  # (num_experts, N, K)
-    order_ptr,  # see `Routes`, as for tiles
-    tiles_ptr,
-    out_ptr,  # (num_pairs, N)
-    num_tiles,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    STRIDE: tl.constexpr,
-    SLOTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    TERMS: tl.constexpr,
-    UP: tl.constexpr,
-):
-    """One tile of rows times the weight (N, K) of its expert.
-
-    SLOTS above 0: x has a row for each token, SLOTS pairs share it, and results stand in the order of experts.
-    SLOTS 0: x has rows in the order of experts, and results stand in that of pairs.
-    """
-    ACROSS: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
-    tile = tl.program_id(0) // ACROSS
-    expert = tl.load(tiles_ptr + tile).to(tl.int64)
-    first = tl.load(tiles_ptr + num_tiles + tile)
-    end = tl.load(tiles_ptr + 2 * num_tiles + tile)
-    if first >= end:
-        return
-    places = first + tl.arange(0, ROWS)
-    present = places < end
-    pairs = tl.load(order_ptr + places, mask=present, other=0)
-    sources = pairs // SLOTS if SLOTS else places
-    targets = places.to(tl.int64) if SLOTS else pairs
-    columns = tl.program_id(0) % ACROSS * COLUMNS + tl.arange(0, COLUMNS)
-    weight_ptr += expert * (N * K)
-    total = _product(x_ptr, sources, present, weight_ptr, columns, N, K, STRIDE, ROWS, COLUMNS, TERMS, UP)
-    inside = present[:, None] & (columns < N)[None, :]
-    tl.store(
-        out_ptr + (targets[:, None] * N + columns[None, :]), rounded(total, out_ptr.dtype.element_ty, UP), mask=inside
-    )
-
-
-def _of_experts(x: Tensor, weight: Tensor, routes: Routes, slots: int, tile: _Tile, dtype: torch.dtype) -> Tensor:
-    """The product of each pair with its expert's weight. slots: see `_grouped`."""
-    _, rows, columns = weight.shape
-    num_tiles = routes.tiles.shape[1]
-    out = torch.empty((len(routes.order), rows), dtype=dtype, device=x.device)
-    _grouped[(num_tiles * triton.cdiv(rows, tile.columns),)](
-        x,
-        weight.contiguous(),
-        routes.order,
-        routes.tiles,
-        out,
-        num_tiles,
-        N=rows,
-        K=columns,
-        STRIDE=x.stride(0),
-        SLOTS=slots,
-        ROWS=tile.rows,
-        COLUMNS=tile.columns,
-        TERMS=tile.terms,
-        UP=INTERPRETED,
-        num_stages=tile.num_stages,
-    )
-    return out
-
-
-def experts(
-    x: Tensor, ids: Tensor, weights: Tensor, up: Weight, down: Weight, activation: str, *, strict: bool
-) -> Tensor:
-    """The weighted sum of each token's experts, added up in the order of the experts' numbers.
-
-    x (num_tokens, hidden_size), ids int64 and weights float32 (num_tokens, k), up (num_experts, 2 * inner,
-    hidden_size), down (num_experts, hidden_size, inner). Gated products are rounded, those with `down` are not.
-    """
-    ups, downs, x = plain(up), plain(down), _along_rows(x)
-    ids, weights = ids.contiguous(), weights.contiguous()
-    slots = ids.shape[1]
-    few = not strict and ids.numel() <= FEW * len(ups)
-    tile = _tile(FEW, 64, x.dtype) if few else _tile(64, 128, x.dtype)
-    routes = route(ids, len(ups), tile.rows)
-    inner = gate(_of_experts(x, ups, routes, slots, tile, x.dtype), activation)
-    results = _of_experts(inner, downs, routes, 0, tile, torch.float32)
-    return combine(results, ids, weights, x.dtype)

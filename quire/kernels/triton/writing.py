@@ -47,7 +47,7 @@ def rotary_write(
     parts = -(-num_heads // together) + 2 * -(-num_kv_heads // together)
     _rotary_write[(num_tokens, parts)](
         *(q, k, v, cos, sin, turned, data, data.view(torch.float32) if in_8_bits else data),
-        *(plan.chunks, plan.positions, plan.stops, plan.tables),
+        *(plan.chunks, plan.positions, plan.stops, plan.rows, plan.tables),
         *(q.stride(0), k.stride(0), v.stride(0), data.stride(0), plan.tables.shape[1]),
         HEADS=together,
         NUM_HEADS=num_heads,
@@ -85,7 +85,7 @@ def _heads_together(x: Tensor) -> Tensor:
 @triton.jit(do_not_specialize=["width"])
 def _rotary_write(
     q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, turned_ptr, data_ptr, scales_ptr,
-    chunks_ptr, positions_ptr, stops_ptr, tables_ptr,
+    chunks_ptr, positions_ptr, stops_ptr, rows_ptr, tables_ptr,
     q_stride, k_stride, v_stride, values_stride, width,
     HEADS: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     HALF: tl.constexpr, PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
@@ -107,7 +107,8 @@ def _rotary_write(
     else:
         chunk = tl.load(chunks_ptr + token)
         position = tl.load(positions_ptr + token)
-        block = tl.load(tables_ptr + chunk * width + position // BLOCK_SIZE).to(tl.int64)
+        row = tl.load(rows_ptr + chunk).to(tl.int64)
+        block = tl.load(tables_ptr + row * width + position // BLOCK_SIZE).to(tl.int64)
         if block >= 0:
             left = tl.load(stops_ptr + chunk) - position
             if part < Q_PARTS + KV_PARTS:

@@ -5,22 +5,27 @@ from abc import abstractmethod
 from quire.sched.queue import Queue
 from quire.sched.queues.matches import Matches
 from quire.sched.queues.ranked import Ranked
+from quire.sched.queues.siblings import Siblings
 from quire.sched.sequence import Sequence
 
 _MOST_HEADS = 4  # that prove to be out of date, one after the other, in a step
 
 
 class ByMatch(Queue):
-    """Who comes back is first, by rank: its memory was taken for others. An order of those who are new follows."""
+    """Who comes back is first, by rank: its memory was taken for others.
+
+    Siblings of who was admitted last follow, then those who are new, in an order of theirs.
+    """
 
     def __init__(self, matches: Matches) -> None:
         self.matches = matches
         self._back = Ranked()
+        self._siblings = Siblings()
 
     @property
     def head(self) -> Sequence | None:
         """See Queue."""
-        return self._back.head or self.first()
+        return self._back.head or self._siblings.head or self.first()
 
     def __len__(self) -> int:
         return len(self._back) + len(self.matches)
@@ -34,6 +39,7 @@ class ByMatch(Queue):
             self._back.put(seq)
         else:
             self.matches.add(seq)
+            self._siblings.add(seq)
             self.enter(seq)
 
     def remove(self, seq: Sequence) -> None:
@@ -42,6 +48,7 @@ class ByMatch(Queue):
             self._back.remove(seq)
         else:
             self.leave(seq)
+            self._siblings.drop(seq)
             self.matches.drop(seq)
 
     def num_tokens_before(self, seq: Sequence) -> int:
@@ -65,6 +72,7 @@ class ByMatch(Queue):
         """See Queue."""
         del num_new
         self.matches.begun(seq)
+        self._siblings.admitted(seq)
         for other in self.matches.overdue():
             self.moved(other)
 

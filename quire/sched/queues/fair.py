@@ -7,10 +7,10 @@ from heapq import heapify, heappop, heappush, heapreplace
 from quire.sched.builder import Entry
 from quire.sched.queue import Queue
 from quire.sched.queues.ranked import Ranked
-from quire.sched.sequence import Sequence
+from quire.sched.sequence import Rank, Sequence
 
 PROMPT_WEIGHT, OUTPUT_WEIGHT = 1, 2  # what a token counts: one of a prompt that is computed, one that is generated
-Place = tuple[int, int, int, str]  # counter, last turn, head, tenant
+Place = tuple[int, int, Rank, str]  # counter, last turn, head, tenant
 MOST_TENANTS = 4096  # that are remembered while none of their sequences waits
 
 
@@ -135,4 +135,4 @@ class Fair(Queue):
             heapify(self._heap)
 
     def _place(self, tenant: str, head: Sequence) -> Place:
-        return self._counters[tenant], self._turns.get(tenant, 0), head.id, tenant
+        return self._counters[tenant], self._turns.get(tenant, 0), head.rank, tenant

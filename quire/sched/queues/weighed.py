@@ -4,22 +4,22 @@ from bisect import bisect_left, insort
 
 from quire.sched.queues.by_match import ByMatch
 from quire.sched.queues.matches import Matches
-from quire.sched.sequence import Sequence
+from quire.sched.sequence import Rank, Sequence
 
 
 class Weighed(ByMatch):
-    """By matched tokens + wait_weight x seconds waited, the most first; equals by arrival.
+    """By matched tokens + wait_weight x seconds waited, the most first; equals by arrival, as their programs began.
 
     With a weight of 0 that is the longest prefix first. As all wait equally fast, what counts does not change with
     time: matched tokens - wait_weight x time of arrival. So nobody is passed by one that came more than (longest
-    prompt / wait_weight) seconds later.
+    prompt / wait_weight) seconds later, as arrivals of programs count (sched/programs.py).
     """
 
     def __init__(self, matches: Matches, block_size: int, wait_weight: float) -> None:
         super().__init__(matches)
         self._block_size = block_size
         self._wait_weight = wait_weight
-        self._order: list[tuple[float, int, Sequence]] = []
+        self._order: list[tuple[float, Rank, Sequence]] = []
         self._places: dict[int, float] = {}  # where each stands: less is earlier
 
     def first(self) -> Sequence | None:
@@ -30,11 +30,11 @@ class Weighed(ByMatch):
         """See ByMatch."""
         place = self._place(seq)
         self._places[seq.id] = place
-        insort(self._order, (place, seq.id, seq))
+        insort(self._order, (place, seq.rank, seq))
 
     def leave(self, seq: Sequence) -> None:
         """See ByMatch."""
-        del self._order[bisect_left(self._order, (self._places.pop(seq.id), seq.id))]
+        del self._order[bisect_left(self._order, (self._places.pop(seq.id), seq.rank))]
 
     def moved(self, seq: Sequence) -> None:
         """See ByMatch."""
@@ -42,7 +42,7 @@ class Weighed(ByMatch):
             super().moved(seq)
 
     def _place(self, seq: Sequence) -> float:
-        return -score(self.matches.of(seq).num_blocks * self._block_size, -seq.since, self._wait_weight)
+        return -score(self.matches.of(seq).num_blocks * self._block_size, -seq.rank[1], self._wait_weight)
 
 
 def score(num_matched: int, waited: float, wait_weight: float) -> float:

@@ -36,6 +36,7 @@ _COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
     ("prompt_tokens", "Prompt tokens accepted.", lambda s: s.prompt_tokens),
     ("prompt_tokens_cached", "Prompt tokens whose KV was there.", lambda s: s.prefix_hit_tokens),
     ("generation_tokens", "Tokens generated.", lambda s: s.generation_tokens),
+    ("forced_tokens", "Of those, that a form left no choice about.", lambda s: s.forced_tokens),
     ("num_preemptions", "Sequences preempted.", lambda s: s.num_preemptions),
     ("prefix_cache_queries", "Prompt tokens looked up in the prefix index.", lambda s: s.prefix_query_tokens),
     ("prefix_cache_hits", "Those whose KV was there.", lambda s: s.prefix_hit_tokens),

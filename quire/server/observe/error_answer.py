@@ -18,6 +18,12 @@ class ErrorAnswer(Response):
         super().__init__(msgspec.json.encode(body), status, headers)
         self._object = body
 
+    @property
+    def param(self) -> str | None:
+        """The field that is wrong; None where it is none."""
+        error = self._object["error"]
+        return error["param"] if isinstance(error, dict) else None
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send it."""
         note_error(scope, self._object)

@@ -31,10 +31,12 @@ _WHOLE_REQUEST = (
     *(0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0),
     *(40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
+_CHECK = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 _COUNT = (1.0, 2.0, 5.0, 10.0, 20.0)
 
 _ENDS = ("stop", "length", "abort", "error")
 _REJECTIONS = ("queue_full", "deadline_unreachable", "rate_limit_exceeded")
+_CHECKS = ("ok", "bad", "slow")
 _CODE = re.compile(r"[a-z_]{1,64}\Z")
 
 
@@ -85,6 +87,8 @@ class Metrics:
         self._max_tokens = self._histogram(
             "request_params_max_tokens", "The parameter max_tokens, where it was given.", tokens
         )
+        self._checks = self._counter("grammar_checks", "Forms of outputs that were checked.", "result", _CHECKS)
+        self._check_seconds = self._histogram("grammar_check_seconds", "Of one such check.", _CHECK)
         self._lost = Counter("access_log_lines_lost", "Lines not written.", LABELS, registry=self._registry).labels(
             *self._names
         )
@@ -138,6 +142,11 @@ class Metrics:
             self._refused.labels(*self._names, reason).inc()
         if reason in _REJECTIONS:
             self._rejected.labels(*self._names, reason).inc()
+
+    def form_checked(self, result: str, seconds: float) -> None:
+        """A schema, pattern or grammar was checked: one of _CHECKS."""
+        self._checks.labels(*self._names, result).inc()
+        self._check_seconds.observe(seconds)
 
     def log_lines_lost(self, num_lines: int) -> None:
         """The access log could not write so many lines."""

@@ -1,0 +1,159 @@
+"""All that a GPU is needed for: `make gpu-check`.
+
+    python -m benchmarks.gpu.check [--run kernels models memory speed] [--dry-run] [--json FILE] [-- ARGUMENTS]
+
+kernels: every kernel against the reference, compiled. models: whole models against the CPU and transformers, recorded
+steps, rows on the device, blocks that go to the host and back. memory: a part of the kernels' tests watched by
+compute-sanitizer. speed: `benchmarks.gpu`, which takes what stands behind `--`. Each run has an end, all of them
+together less than 20 minutes, and each may be made alone. What was left out is said, with the reason. --dry-run: on a
+machine without a GPU, with the kernels in Triton's interpreter, in small; it says nothing about GPUs, but that
+everything would be run.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+TESTS = Path("tests") / "body"
+MODELS = tuple(TESTS / f"test_body_{name}.py" for name in ("triton_models", "resident", "swap"))
+WATCHED = TESTS / "test_body_triton_blocks.py"  # only the sanitizer sees what a kernel does outside; it is slow
+SECONDS = {"kernels": 240, "models": 150, "memory": 180, "speed": 600}  # that each run may take
+TOGETHER = min(6, os.cpu_count() or 1)  # files of tests: they wait for the compiler most of the time
+SLOWER = 4  # that the interpreter is, at most
+TOLD = 25  # last lines of what fails
+
+
+@dataclass(frozen=True)
+class Part:
+    """One command of a run."""
+
+    what: str
+    command: tuple[str, ...]
+    variables: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of it: "passed", "failed", "skipped"."""
+
+    run: str
+    what: str
+    result: str
+    why: str
+    seconds: float
+
+
+def parts(run: str, *, dry: bool, extra: Sequence[str]) -> list[Part] | str:
+    """The commands of a run, or why there are none."""
+    if run == "memory":
+        return "it needs a GPU" if dry else _watched()
+    if run == "speed":
+        tiny = ("--device", "cpu", "--tiny") if dry else ()
+        return [Part("benchmarks.gpu", (sys.executable, "-m", "benchmarks.gpu", *tiny, *extra), {})]
+    files = MODELS if run == "models" else kernel_files()
+    return [Part(file.name, _pytest(file), {}) for file in files]
+
+
+def kernel_files() -> list[Path]:
+    """All tests of Triton kernels that are not of whole models."""
+    found = sorted((ROOT / TESTS).glob("test_body_triton_*.py"))
+    return [file.relative_to(ROOT) for file in found if file.relative_to(ROOT) not in MODELS]
+
+
+def _pytest(file: Path) -> tuple[str, ...]:
+    return (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file))
+
+
+def _watched() -> list[Part] | str:
+    sanitizer = shutil.which("compute-sanitizer")
+    if sanitizer is None:
+        return "there is no compute-sanitizer: what kernels do outside of their memory is not seen"
+    watch = (sanitizer, "--tool", "memcheck", "--report-api-errors", "no", "--error-exitcode", "1")
+    return [Part(WATCHED.name, (*watch, *_pytest(WATCHED)), {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})]
+
+
+def make(run: str, found: Sequence[Part], seconds: float) -> list[Outcome]:
+    """Run the commands, several at once, until the time is over."""
+    deadline = time.monotonic() + seconds
+
+    def one(part: Part) -> Outcome:
+        begin = time.monotonic()
+        left = deadline - begin
+        if left <= 0:
+            return Outcome(run, part.what, "skipped", "no time left", 0.0)
+        shown = run == "speed"  # it has tables to show
+        try:
+            done = subprocess.run(
+                part.command,
+                cwd=ROOT,
+                env={**os.environ, **part.variables},
+                stdout=None if shown else subprocess.PIPE,
+                stderr=None if shown else subprocess.STDOUT,
+                text=True,
+                timeout=left,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return Outcome(run, part.what, "failed", f"it was ended after {left:.0f} s", left)
+        took = round(time.monotonic() - begin, 1)
+        lines = (done.stdout or "").strip().splitlines()
+        if done.returncode:
+            return Outcome(run, part.what, "failed", "\n".join(lines[-TOLD:]) or f"status {done.returncode}", took)
+        return Outcome(run, part.what, "passed", lines[-1] if lines else "", took)
+
+    with ThreadPoolExecutor(TOGETHER) as pool:
+        return list(pool.map(one, found))
+
+
+def has_gpu() -> bool:
+    """Asked in another process: what is run here may leave no trace on the device."""
+    command = [sys.executable, "-c", "import torch, sys; sys.exit(not torch.cuda.is_available())"]
+    return subprocess.run(command, check=False).returncode == 0
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="benchmarks.gpu.check", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--run", nargs="+", choices=list(SECONDS), default=list(SECONDS), metavar="RUN")
+    parser.add_argument("--dry-run", action="store_true", help="without a GPU, in small")
+    parser.add_argument("--json", type=Path, help="write what came of it here")
+    parser.add_argument("extra", nargs="*", help="arguments of benchmarks.gpu, behind --")
+    args = parser.parse_args(arguments)
+    if not args.dry_run and not has_gpu():
+        parser.error("torch finds no GPU here; --dry-run tries everything without one")
+    return args
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Make the runs, say what came of them, and return 1 where something failed."""
+    args = parse(arguments)
+    outcomes: list[Outcome] = []
+    for run in args.run:
+        print(f"{run}:", flush=True)
+        found = parts(run, dry=args.dry_run, extra=args.extra)
+        new = (
+            [Outcome(run, run, "skipped", found, 0.0)]
+            if isinstance(found, str)
+            else make(run, found, SECONDS[run] * (SLOWER if args.dry_run else 1))
+        )
+        for outcome in new:
+            print(f"  {outcome.result} {outcome.what}, {outcome.seconds:.0f} s: {outcome.why}", flush=True)
+        outcomes += new
+        if args.json:
+            args.json.write_text(json.dumps([asdict(each) for each in outcomes], indent=1))
+    counts = {result: sum(each.result == result for each in outcomes) for result in ("passed", "failed", "skipped")}
+    print(", ".join(f"{number} {result}" for result, number in counts.items()))
+    return int(counts["failed"] > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,83 @@
+"""Programs with hints against the same requests without: hits, prefill, and how long programs take.
+
+    python -m benchmarks.programs [--only KIND ...] [--count N] [--seeds N] [--live N] [--json FILE]
+
+The real scheduler and memory in virtual time; steps take 5 ms and 50 us for each token. Figures are means over seeds.
+--live N runs N programs of each kind in the language on the embedded model, too, all of them at once, with the hints
+that its interpreter gives by itself and without: those times are this machine's.
+"""
+
+import argparse
+import json
+import platform
+from pathlib import Path
+
+from benchmarks.programs.driver import Driver
+from benchmarks.programs.language import FUNCTIONS, live
+from benchmarks.programs.servers import Setup, Virtual
+from benchmarks.programs.workloads import starts
+
+LOADS = {  # programs a second, so that the cache is too small for all that are open
+    "tree of thought": 10.0,
+    "skeleton of thought": 10.0,
+    "self-consistency": 6.0,
+    "agent": 2.0,
+    "mixed": 9.0,
+    "tree of thought, light": 3.0,  # and where it is not
+}
+SETUPS = [Setup(policy, eviction) for policy in ("fcfs", "cache-aware") for eviction in ("lru", "cost")]
+UNBOUNDED = Setup(num_blocks=2**15)
+HINTS = ("plain", "order", "hints")
+LIVE_MEMORY = "28MiB"  # of which the embedded model leaves some 500 blocks
+
+Row = dict[str, float]
+
+
+def measured(load: str, setup: Setup, hints: str, *, count: int, seeds: int) -> Row:
+    """Means over seeds."""
+    kind = load.partition(",")[0]
+    each = (starts(kind, count, LOADS[load], seed) for seed in range(seeds))
+    rows = [Driver(Virtual(setup), hints).run(programs).row() for programs in each]
+    return {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]}
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--only", choices=list(LOADS), nargs="+", default=list(LOADS))
+    parser.add_argument("--count", type=int, default=160, help="programs of each run")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--live", type=int, default=0, metavar="N", help="programs of each kind on the embedded model")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    args = parser.parse_args()
+    figures: dict[str, dict[str, Row]] = {}
+    for load in args.only if args.seeds else ():
+        name = f"{load}, fcfs, a cache without bound"
+        figures[name] = {"plain": measured(load, UNBOUNDED, "plain", count=args.count, seeds=args.seeds)}
+        _print(name, figures[name])
+        for setup in SETUPS:
+            name = f"{load}, {setup.policy}, {setup.eviction}"
+            figures[name] = {hints: measured(load, setup, hints, count=args.count, seeds=args.seeds) for hints in HINTS}
+            _print(name, figures[name])
+    for kind in args.only if args.live else ():
+        if kind in FUNCTIONS:
+            rows = {
+                name: live(kind, hints=name == "hints", count=args.live, memory=LIVE_MEMORY)
+                for name in ("plain", "hints")
+            }
+            figures[f"live: {kind}"] = rows
+            _print(f"live: {kind}", rows)
+    if args.json:
+        about = {"machine": platform.machine(), "python": platform.python_version(), "rates": LOADS}
+        asked = {"count": args.count, "seeds": args.seeds, "live": args.live}
+        args.json.write_text(json.dumps({**about, **asked, "figures": figures}, indent=1))
+
+
+def _print(name: str, rows: dict[str, Row]) -> None:
+    for hints, row in rows.items():
+        told = "  ".join(f"{figure} {value:.4g}" for figure, value in row.items())
+        print(f"{name + ', ' + hints:<52}{told}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

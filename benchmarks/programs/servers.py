@@ -1,0 +1,98 @@
+"""What programs run on, and the scheduler and memory in virtual time. The embedded model is in live.py."""
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
+
+from benchmarks.policies.virtual import limits, memory, request, result_of
+from quire.cache.kv_cache import KVCache
+from quire.config import Eviction, Policy
+from quire.core.output import Output
+from quire.core.terms import Terms
+from quire.sched.scheduler import Scheduler
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """A server."""
+
+    policy: Policy = "fcfs"
+    eviction: Eviction = "lru"
+    num_blocks: int = 1024
+    num_rows: int = 32
+
+
+class Counted(NamedTuple):
+    """Since the start."""
+
+    num_prompt_tokens: int  # of requests, when they were first admitted
+    num_hit_tokens: int
+    num_computed_tokens: int  # by steps: prompts, what is generated, and what had to be computed again
+    num_preemptions: int
+
+
+class Server(Protocol):
+    """Times are seconds since the start."""
+
+    now: float
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has something to do."""
+
+    def add(self, name: str, prompt: list[int], num_output_tokens: int, terms: Terms) -> None:
+        """A request."""
+
+    def end_program(self, program: str, branch: str | None) -> None:
+        """A program, or a branch, is over."""
+
+    def step(self) -> list[Output]:
+        """Run one."""
+
+    def wait(self, until: float) -> None:
+        """There is nothing to do until then."""
+
+    def counted(self) -> Counted:
+        """What has been computed."""
+
+
+class Virtual:
+    """See Server. A step takes what a formula says."""
+
+    def __init__(self, setup: Setup) -> None:
+        config = limits(setup.policy, max_num_seqs=setup.num_rows, max_model_len=4096)
+        self.scheduler = Scheduler(config, KVCache(replace(memory(setup.num_blocks), eviction=setup.eviction)))
+        self.now = 0.0
+        self._num_computed = 0
+
+    @property
+    def has_work(self) -> bool:
+        """See Server."""
+        return self.scheduler.has_work
+
+    def add(self, name: str, prompt: list[int], num_output_tokens: int, terms: Terms) -> None:
+        """See Server."""
+        self.scheduler.add(request(name, prompt, num_output_tokens, terms=terms), self.now)
+
+    def end_program(self, program: str, branch: str | None) -> None:
+        """See Server."""
+        self.scheduler.end_program("", program, branch, self.now)
+
+    def step(self) -> list[Output]:
+        """See Server."""
+        step = self.scheduler.plan(self.now)
+        if step is None:
+            raise AssertionError("nothing can run, and somebody waits")
+        seconds = 5e-3 + 5e-5 * step.num_tokens
+        self.now += seconds
+        self._num_computed += step.num_tokens
+        return self.scheduler.commit(result_of(step, seconds), self.now)
+
+    def wait(self, until: float) -> None:
+        """See Server."""
+        self.now = until
+
+    def counted(self) -> Counted:
+        """See Server."""
+        accounts = self.scheduler.accounts
+        counts = accounts.num_query_tokens, accounts.num_hit_tokens
+        return Counted(*counts, self._num_computed, accounts.num_preemptions)

@@ -1,0 +1,144 @@
+"""Row C1: JSON records by the embedded model, with fast-forward, token by token, and unconstrained.
+
+The questions are those of the model's task `extract`: a sentence, and the keys that a record is to have. The schema
+names the keys in that order and the type of each. An answer is right where it is the record.
+"""
+
+import json
+import random
+import time
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from quire import LLM, SamplingParams, StructuredOutputsParams
+from tools.demo_model.exercises import extract
+
+RECORD = StructuredOutputsParams(
+    json={
+        "type": "object",
+        "properties": {
+            "customer": {"type": "string", "pattern": "^[A-Z][a-z]{3,8}$"},
+            "order_number": {"type": "string", "pattern": "^[0-9]{6}$"},
+            "status": {"enum": ["delivered", "on its way", "cancelled by the customer"]},
+            "payment_method": {"enum": ["credit card", "bank transfer", "cash on delivery"]},
+            "needs_an_answer": {"type": "boolean"},
+        },
+        "required": ["customer", "order_number", "status", "payment_method", "needs_an_answer"],
+        "additionalProperties": False,
+    },
+    disable_any_whitespace=True,
+)
+_TYPES = {"count": {"type": "integer"}}
+WAYS = ("unconstrained", "token by token", "fast-forward")
+
+
+def questions(count: int, seed: int) -> list[tuple[list[dict[str, str]], dict[str, Any]]]:
+    """Conversations that end with a question, and the record that answers it."""
+    rng = random.Random(seed)
+    asked = []
+    for _ in range(count):
+        messages = extract(rng).messages
+        asked.append(([dict(message) for message in messages[:-1]], json.loads(messages[-1]["content"])))
+    return asked
+
+
+def form(record: dict[str, Any], *, fast_forward: bool) -> StructuredOutputsParams:
+    """What the question says about the answer, and nothing of what it is."""
+    schema = {
+        "type": "object",
+        "properties": {key: _TYPES.get(key, {"type": "string"}) for key in record},
+        "required": list(record),
+        "additionalProperties": False,
+    }
+    return StructuredOutputsParams(json=schema, disable_any_whitespace=True, fast_forward=fast_forward)
+
+
+def measure(backend: str, count: int = 64, repeats: int = 3, seed: int = 1) -> dict[str, Any]:
+    """Each way in turn, several times: model steps, seconds, tokens, right answers, and equal ones."""
+    llm = LLM(dtype="float32", memory="512MiB", max_num_seqs=16, grammar_backend=backend, seed=seed)
+    asked = questions(count, seed)
+    conversations = [messages for messages, _ in asked]
+    rows: dict[str, Any] = {}
+    texts: dict[str, list[str]] = {}
+    for repeat in range(repeats + 1):  # the first warms up: the prompts are cached behind it, for all ways alike
+        for way in WAYS:
+            params = [_params(record, way) for _, record in asked]
+            steps, start = llm.get_metrics().num_steps, time.perf_counter()
+            outputs = llm.chat(conversations, params, use_tqdm=False)
+            seconds, steps = time.perf_counter() - start, llm.get_metrics().num_steps - steps
+            texts[way] = [output.outputs[0].text for output in outputs]
+            if repeat:
+                row = rows.setdefault(way, {"seconds": []})
+                row["seconds"].append(seconds)
+                row["steps"] = steps
+                row["tokens"] = sum(len(output.outputs[0].token_ids) for output in outputs)
+                row["forced"] = sum(output.outputs[0].num_forced_tokens for output in outputs)
+                row["right"] = sum(_is(text, record) for text, (_, record) in zip(texts[way], asked, strict=True))
+                row["valid"] = sum(
+                    _keys(text) == list(record) for text, (_, record) in zip(texts[way], asked, strict=True)
+                )
+    alone = _alone(llm, asked[: count // 4])
+    same = sum(a == b for a, b in zip(texts["token by token"], texts["fast-forward"], strict=True))
+    llm.close()
+    return {"questions": count, "ways": rows, "same_text": same, "steps_alone": alone}
+
+
+def measure_shape(
+    folder: Path, backend: str, batches: tuple[int, ...] = (1, 32), repeats: int = 5
+) -> list[dict[str, Any]]:
+    """Time and steps of records on random weights, token by token and with fast-forward, in turns."""
+    options = {"max_num_seqs": max(batches), "enable_prefix_caching": False}  # who comes second would find the prompts
+    llm = LLM(str(folder), dtype="bfloat16", memory="4GiB", grammar_backend=backend, **options)
+    rows = []
+    for batch in batches:
+        prompts = [{"prompt_token_ids": [1000 + 7 * i + 31 * j for j in range(64)]} for i in range(batch)]
+        seconds: dict[str, list[float]] = {way: [] for way in WAYS[1:]}
+        row: dict[str, Any] = {"batch": batch}
+        for repeat in range(repeats + 1):
+            for way in WAYS[1:]:
+                form = replace(RECORD, fast_forward=way == "fast-forward")
+                params = SamplingParams(temperature=1, seed=repeat, max_tokens=200, structured_outputs=form)
+                steps, start = llm.get_metrics().num_steps, time.perf_counter()
+                outputs = llm.generate(prompts, params, use_tqdm=False)
+                seconds[way].append(time.perf_counter() - start)
+                row[f"{way}: steps"] = llm.get_metrics().num_steps - steps
+                row[f"{way}: tokens"] = sum(len(output.outputs[0].token_ids) for output in outputs)
+        ratios = [a / b for a, b in zip(*(one[1:] for one in seconds.values()), strict=True)]
+        rows.append(
+            {**row, **{f"{way}: seconds": median(one[1:]) for way, one in seconds.items()}, "speedup": median(ratios)}
+        )
+    llm.close()
+    return rows
+
+
+def _alone(llm: LLM, asked: list[tuple[list[dict[str, str]], dict[str, Any]]]) -> dict[str, int]:
+    """Model steps of questions that are asked one after the other: what a single user waits for."""
+    steps = {}
+    for way in WAYS:
+        before = llm.get_metrics().num_steps
+        for messages, record in asked:
+            llm.chat(messages, _params(record, way), use_tqdm=False)
+        steps[way] = llm.get_metrics().num_steps - before
+    return steps
+
+
+def _params(record: dict[str, Any], way: str) -> SamplingParams:
+    asked = None if way == "unconstrained" else form(record, fast_forward=way == "fast-forward")
+    return SamplingParams(temperature=0, max_tokens=96, structured_outputs=asked)
+
+
+def _keys(text: str) -> list[str] | None:
+    try:
+        record = json.loads(text)
+    except ValueError:
+        return None
+    return list(record) if isinstance(record, dict) else None
+
+
+def _is(text: str, record: dict[str, Any]) -> bool:
+    try:
+        return bool(json.loads(text) == record)
+    except ValueError:
+        return False

@@ -1,0 +1,290 @@
+"""Grammars in EBNF, as llama.cpp (GBNF), xgrammar and SGLang write it (`root ::= ...`), turned into Lark.
+
+Rules that do not lead back to themselves become terminals, which are regular expressions; a grammar of such rules alone
+is one terminal. In other grammars llguidance lets a terminal take as much text as it can. Where that could be too much,
+there are no terminals but single characters, which takes longer.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Set
+from itertools import permutations
+
+from quire.errors import RequestError
+from quire.grammar.ebnf_nodes import LAST, Either, Name, Node, Ranges, Repeat, Sequence, Shapes, Text, TooLarge, leaves
+from quire.grammar.lark import MAX_RULES, check_length, check_stacked
+
+_MAX_NESTING = 24
+_MAX_REPEAT = 10_000
+
+_RULE = re.compile(r"^[ \t]*[A-Za-z_][\w.-]*\s*::=", re.MULTILINE)
+_TOKEN = re.compile(
+    r"""(?P<space>\s+|\#[^\n]*)
+    |(?P<rule>[A-Za-z_][\w.-]*\s*::=)
+    |(?P<name>[A-Za-z_][\w.-]*)
+    |(?P<text>"(?:[^"\\\n]|\\.)*")
+    |(?P<set>\[(?:[^\]\\\n]|\\.)*\])
+    |(?P<repeat>[*+?]|\{\s*\d*\s*(?:,\s*\d*\s*)?\})
+    |(?P<mark>[()|.])""",
+    re.VERBOSE,
+)
+_CHARACTER = re.compile(r"\\x([0-9a-fA-F]{2})|\\u([0-9a-fA-F]{4})|\\U([0-9a-fA-F]{8})|\\(.)|(.)", re.DOTALL)
+_ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "b": "\b"}
+
+
+def is_ebnf(text: str) -> bool:
+    """Whether a grammar is EBNF, and not Lark."""
+    return bool(_RULE.search(text))
+
+
+def ebnf_to_lark(text: str) -> str:
+    """The same grammar in Lark; it begins with the rule `root`. Raises RequestError that names the line."""
+    check_length(text)
+    rules = _Parser(text).rules()
+    if "root" not in rules:
+        raise RequestError("grammar: there is no rule root ::= ...", "grammar")
+    recursive = _recursive(rules)
+    is_apart = "root" not in recursive or _are_apart(rules, recursive)
+    names = {name: f"T{i}" if is_apart and name not in recursive else f"r{i}" for i, name in enumerate(rules)}
+    lines = [f"start: {names['root']}"]
+    lines += [f"{names[rule]}: {_written(body, names, is_apart=is_apart)}" for rule, body in rules.items()]
+    return "\n".join(lines) + "\n"
+
+
+class _Parser:
+    """Recursive descent over tokens. A rule ends where the next begins."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._tokens = list(self._split())
+        self._next = 0
+        self._deepest = 0  # level of parentheses in the rule
+
+    def rules(self) -> dict[str, Node]:
+        """Bodies by name."""
+        rules: dict[str, Node] = {}
+        num_levels = 0
+        while self._kind():
+            written = self._take("rule", "a rule: name ::= ...")
+            name = written.removesuffix("::=").strip()
+            if name in rules:
+                raise self._refuse(f"a second rule {name!r:.100}")
+            self._deepest = 0
+            rules[name] = self._either(0)
+            num_levels += 1 + self._deepest
+            if len(rules) > MAX_RULES:
+                raise self._refuse(f"more than {MAX_RULES} rules")
+        check_stacked(num_levels)
+        return rules
+
+    def _split(self) -> Iterator[tuple[str, str, int]]:
+        place = 0
+        while place < len(self._text):
+            found = _TOKEN.match(self._text, place)
+            if found is None:
+                raise self._refuse(f"unexpected {self._text[place : place + 20]!r}", place)
+            if found.lastgroup != "space":
+                yield str(found.lastgroup), found[0], place
+            place = found.end()
+
+    def _kind(self) -> str:
+        """Of the next token; "" at the end."""
+        return self._tokens[self._next][0] if self._next < len(self._tokens) else ""
+
+    def _mark(self) -> str:
+        return self._tokens[self._next][1] if self._kind() == "mark" else ""
+
+    def _take(self, kind: str, what: str) -> str:
+        if self._kind() != kind:
+            raise self._refuse(f"expected {what}")
+        self._next += 1
+        return self._tokens[self._next - 1][1]
+
+    def _refuse(self, why: str, place: int | None = None) -> RequestError:
+        if place is None:
+            place = self._tokens[self._next][2] if self._next < len(self._tokens) else len(self._text)
+        return RequestError(f"grammar, line {self._text.count(chr(10), 0, place) + 1}: {why}", "grammar")
+
+    def _either(self, depth: int) -> Node:
+        if depth > _MAX_NESTING:
+            raise self._refuse(f"parentheses are nested more than {_MAX_NESTING} levels deep")
+        self._deepest = max(self._deepest, depth)
+        options = [self._sequence(depth)]
+        while self._mark() == "|":
+            self._next += 1
+            options.append(self._sequence(depth))
+        return options[0] if len(options) == 1 else Either(tuple(options))
+
+    def _sequence(self, depth: int) -> Node:
+        parts: list[Node] = []
+        while self._kind() in ("name", "text", "set") or self._mark() in ("(", "."):
+            part = self._part(depth)
+            if self._kind() == "repeat":
+                self._deepest = max(self._deepest, depth + 1)
+                part = Repeat(part, self._how(self._take("repeat", "a repetition")))
+            parts.append(part)
+        return parts[0] if len(parts) == 1 else Sequence(tuple(parts))
+
+    def _part(self, depth: int) -> Node:
+        kind, written = self._tokens[self._next][:2]
+        self._next += 1
+        if kind == "name":
+            return Name(written)
+        if kind == "text":
+            characters = "".join(one for one, _ in self._characters(written[1:-1]))
+            return _literal(characters)
+        if kind == "set":
+            return self._set(written[1:-1])
+        if written == ".":
+            return Text("/(?s:.)/", (((0, LAST),),))
+        inner = self._either(depth + 1)
+        if self._take("mark", "')'") != ")":
+            raise self._refuse("expected ')'")
+        return inner
+
+    def _characters(self, written: str) -> list[tuple[str, bool]]:
+        """Each character, and whether it stood there as it is."""
+        found = []
+        for match in _CHARACTER.finditer(written):
+            number = match[1] or match[2] or match[3]
+            if number:
+                if not int(number, 16) <= 0x10FFFF or 0xD800 <= int(number, 16) < 0xE000:
+                    raise self._refuse(f"there is no character {match[0]}")
+                found.append((chr(int(number, 16)), False))
+            elif match[4]:
+                found.append((_ESCAPES.get(match[4], match[4]), False))
+            else:
+                found.append((match[5], True))
+        return found
+
+    def _set(self, written: str) -> Text:
+        negated = written.startswith("^")
+        characters = self._characters(written[negated:])
+        ranges: list[tuple[int, int]] = []
+        place = 0
+        while place < len(characters):
+            low = high = characters[place][0]
+            if place + 2 < len(characters) and characters[place + 1] == ("-", True):
+                high = characters[place + 2][0]
+                place += 2
+            if high < low:
+                raise self._refuse(f"the range {low}-{high} is empty")
+            ranges.append((ord(low), ord(high)))
+            place += 1
+        if not ranges:
+            raise self._refuse("a set has at least one character")
+        inner = "".join(rf"\u{{{low:x}}}-\u{{{high:x}}}" for low, high in ranges)
+        return Text(f"/[{'^' if negated else ''}{inner}]/", (_others(ranges) if negated else tuple(ranges),))
+
+    def _how(self, written: str) -> str:
+        if written in "*+?":
+            return written
+        bounds = [int(part) if part.strip() else None for part in written[1:-1].split(",")]
+        low, high = bounds[0] or 0, bounds[-1]
+        if max(low, high or 0) > _MAX_REPEAT or bounds == [None]:
+            raise self._refuse(f"repetitions are {{m}}, {{m,}} or {{m,n}} with at most {_MAX_REPEAT:,}")
+        if high is not None and high < low:
+            raise self._refuse(f"the repetition {written} is empty")
+        return f"{{{low},{'' if high is None else high}}}"
+
+
+def _literal(characters: str) -> Text:
+    return Text(json.dumps(characters, ensure_ascii=False), tuple(((ord(one), ord(one)),) for one in characters))
+
+
+def _others(ranges: list[tuple[int, int]]) -> Ranges:
+    """The characters that are in none of these."""
+    others, place = [], 0
+    for low, high in sorted(ranges):
+        if place < low:
+            others.append((place, low - 1))
+        place = max(place, high + 1)
+    return (*others, (place, LAST)) if place <= LAST else tuple(others)
+
+
+def _recursive(rules: Mapping[str, Node]) -> set[str]:
+    """The rules from which a rule can be reached that leads back to itself."""
+    users: dict[str, list[str]] = {name: [] for name in rules}
+    waiting: dict[str, int] = {}
+    for rule, body in rules.items():
+        used = {leaf.name for leaf in leaves(body) if isinstance(leaf, Name)}
+        for name in used:
+            if name not in rules:
+                raise RequestError(f"grammar: there is no rule {name!r:.100}", "grammar")
+            users[name].append(rule)
+        waiting[rule] = len(used)
+    ready = [rule for rule, count in waiting.items() if not count]
+    for rule in ready:  # grows: rules all of whose parts are known not to lead back
+        for user in users[rule]:
+            waiting[user] -= 1
+            if not waiting[user]:
+                ready.append(user)
+    return rules.keys() - set(ready)
+
+
+def _are_apart(rules: Mapping[str, Node], recursive: Set[str]) -> bool:
+    """Whether it is clear where each terminal within recursive rules ends, however much text it could take."""
+    try:
+        return _is_clear(rules, recursive, Shapes(rules))
+    except TooLarge:
+        return False
+
+
+def _is_clear(rules: Mapping[str, Node], recursive: Set[str], shapes: Shapes) -> bool:
+    behind = dict.fromkeys(recursive, 0)  # what can come behind a rule
+    terminals: dict[Node, int] = {}  # what can come behind a terminal
+    is_new = True
+    while is_new:
+        known = dict(behind), dict(terminals)
+        for rule in recursive:
+            _note_behind(rules[rule], behind[rule], shapes, behind, terminals)
+        is_new = known != (behind, terminals)
+    if any(shapes.more(one) & follows for one, follows in terminals.items()):
+        return False
+    for (one, follows), (other, _) in permutations(terminals.items(), 2):
+        shapes.look()
+        if shapes.first(one) & shapes.first(other) and shapes.any(other) & follows:
+            return False
+    return True
+
+
+def _note_behind(node: Node, follows: int, shapes: Shapes, behind: dict[str, int], terminals: dict[Node, int]) -> None:
+    """Note what comes behind the rules and terminals in a node. follows: what comes behind the node."""
+    shapes.look()
+    match node:
+        case Name(name) if name in behind:
+            behind[name] |= follows
+        case Text() | Name():
+            terminals[node] = terminals.get(node, 0) | follows
+        case Sequence(parts):
+            for part in reversed(parts):
+                _note_behind(part, follows, shapes, behind, terminals)
+                follows = shapes.first(part) | (follows if shapes.may_be_empty(part) else 0)
+        case Either(options):
+            for option in options:
+                _note_behind(option, follows, shapes, behind, terminals)
+        case Repeat(part, how):
+            again = 0 if how == "?" else shapes.first(part)
+            _note_behind(part, follows | again, shapes, behind, terminals)
+
+
+def _written(node: Node, names: Mapping[str, str], *, is_apart: bool) -> str:
+    """A node in Lark; where terminals are not apart, text is single characters."""
+    match node:
+        case Text(lark, sets):
+            if is_apart or len(sets) < 2:
+                return lark
+            return " ".join(_literal(one).lark for one in json.loads(lark))
+        case Name(name):
+            return names[name]
+        case Sequence(parts):
+            return " ".join(_grouped(part, names, is_apart=is_apart) for part in parts) or '""'
+        case Either(options):
+            return " | ".join(_written(option, names, is_apart=is_apart) for option in options)
+        case Repeat(part, how):
+            return f"({_written(part, names, is_apart=is_apart)}){how}"
+
+
+def _grouped(node: Node, names: Mapping[str, str], *, is_apart: bool) -> str:
+    written = _written(node, names, is_apart=is_apart)
+    return f"({written})" if isinstance(node, Either) else written

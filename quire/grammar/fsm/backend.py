@@ -1,0 +1,50 @@
+"""The fsm backend: patterns, choices and the regular part of JSON schema, each as the smallest automaton."""
+
+import json
+from functools import lru_cache
+
+from quire.errors import RequestError
+from quire.grammar.fsm.automaton import of_node, of_words
+from quire.grammar.fsm.dfa import Dfa
+from quire.grammar.fsm.matcher import FsmGrammar
+from quire.grammar.fsm.nfa import Nfa
+from quire.grammar.fsm.nodes import Node
+from quire.grammar.fsm.regex import parse
+from quire.grammar.fsm.schema import of_schema
+from quire.grammar.fsm.token_trie import TokenTrie
+from quire.grammar.fsm.tokens import TokenFsm
+from quire.grammar.vocabulary import Vocabulary
+from quire.structured import StructuredOutputsParams
+
+
+class FsmBackend:
+    """Compiles kinds regex, choice and json. Remembers the tries of the last vocabularies, nothing else."""
+
+    def __init__(self) -> None:
+        self._trie = lru_cache(maxsize=2)(TokenTrie)
+
+    def check(self, asked: StructuredOutputsParams) -> None:
+        """Raises RequestError for what is wrong, not regular, or large. What only the automaton shows, compile does."""
+        if asked.kind != "choice":
+            Nfa(_tree(asked), asked.kind)
+
+    def compile(self, asked: StructuredOutputsParams, vocabulary: Vocabulary) -> FsmGrammar:
+        """The automaton for this vocabulary. Raises RequestError."""
+        return FsmGrammar(TokenFsm(automaton(asked), self._trie(vocabulary), vocabulary))
+
+
+def automaton(asked: StructuredOutputsParams) -> Dfa:
+    """The smallest automaton of what was asked. Raises RequestError."""
+    if asked.kind == "choice":
+        return of_words(asked.choice or ())
+    return of_node(_tree(asked), asked.kind)
+
+
+def _tree(asked: StructuredOutputsParams) -> Node:
+    match asked.kind:
+        case "regex":
+            return parse(asked.text)
+        case "json":
+            whitespace = "" if asked.disable_any_whitespace else asked.whitespace_pattern
+            return of_schema(json.loads(asked.text), whitespace)
+    raise RequestError(f"the fsm backend has no {asked.kind}: use the llguidance backend", asked.kind)

@@ -1,0 +1,119 @@
+"""Trees to automata over bytes (after Thompson, 1968), built from the end, so that equal states are one."""
+
+from quire.grammar.fsm.limits import MAX_NFA_STATES, too_complex
+from quire.grammar.fsm.nodes import Chain, Chars, Choice, Listed, Node, Repeat, Words
+from quire.grammar.fsm.utf8 import byte_ranges
+from quire.grammar.fsm.words import Edges, word_graph
+
+ACCEPT = 0  # the state in which a text may end
+NOWHERE = 1  # from which no text ends
+
+Arc = tuple[int, int, int]  # first byte, last byte, target
+
+
+class Nfa:
+    """States are numbers. One has an arc, or others that may be taken for it. param: the field that errors name."""
+
+    def __init__(self, node: Node, param: str) -> None:
+        self.arcs: dict[int, Arc] = {}
+        self.splits: dict[int, tuple[int, ...]] = {ACCEPT: (), NOWHERE: ()}
+        self._param = param
+        self._num_states = 2
+        self._known_arcs: dict[Arc, int] = {}
+        self._known_splits: dict[tuple[int, ...], int] = {(): NOWHERE}
+        self._graphs: dict[tuple[str, ...], list[tuple[bool, Edges]]] = {}
+        self._built: dict[tuple[Node, int], int] = {}
+        self.start = self._build(node, ACCEPT)
+
+    def _build(self, node: Node, then: int) -> int:
+        """The state in which the node's language begins, where `then` is behind it."""
+        known = self._built.get((node, then))
+        if known is not None:
+            return known
+        match node:
+            case Chars(ranges):
+                state = self._chars(ranges, then)
+            case Words(words):
+                state = self._words(words, then)
+            case Chain(parts):
+                state = then
+                for part in reversed(parts):
+                    state = self._build(part, state)
+            case Choice(options):
+                state = self._split(*(self._build(option, then) for option in options))
+            case Repeat():
+                state = self._repeat(node, then)
+            case Listed(item, separator):
+                state, behind = self._new(), self._new()
+                self.splits[state] = (self._build(item, behind),)
+                self.splits[behind] = (self._build(separator, state), then)
+            case _:
+                raise AssertionError(f"{node} is gone when a pattern is parsed")
+        return self._built.setdefault((node, then), state)
+
+    def _chars(self, ranges: tuple[tuple[int, int], ...], then: int) -> int:
+        states = []
+        for low, high in ranges:
+            for spans in byte_ranges(low, high):
+                state = then
+                for first, last in reversed(spans):
+                    state = self._arc(first, last, state)
+                states.append(state)
+        return self._split(*states)
+
+    def _words(self, words: tuple[str, ...], then: int) -> int:
+        if len(words) == 1:
+            for byte in reversed(words[0].encode()):
+                then = self._arc(byte, byte, then)
+            return then
+        if words not in self._graphs:
+            self._graphs[words] = word_graph(word.encode() for word in words)
+        states: list[int] = []
+        for is_end, edges in self._graphs[words]:
+            arcs = [self._arc(byte, byte, states[node]) for byte, node in edges]
+            states.append(self._split(*arcs, *((then,) if is_end else ())))
+        return states[-1]
+
+    def _repeat(self, node: Repeat, then: int) -> int:
+        state = then
+        if node.most is None:
+            state = self._new()
+            again = self._build(node.inner, state)
+            self.splits[state] = (again, then)
+        for _ in range(0 if node.most is None else node.most - node.least):
+            before = self._split(self._build(node.inner, state), then)
+            if before == state:
+                break  # repeating nothing
+            state = before
+        for _ in range(node.least):
+            before = self._build(node.inner, state)
+            if before == state:
+                break
+            state = before
+        return state
+
+    def _arc(self, first: int, last: int, target: int) -> int:
+        if target == NOWHERE:
+            return NOWHERE
+        arc = (first, last, target)
+        state = self._known_arcs.get(arc)
+        if state is None:
+            state = self._known_arcs[arc] = self._new()
+            self.arcs[state] = arc
+        return state
+
+    def _split(self, *states: int) -> int:
+        different = tuple(dict.fromkeys(state for state in states if state != NOWHERE))
+        if len(different) == 1:
+            return different[0]
+        state = self._known_splits.get(different)
+        if state is None:
+            state = self._known_splits[different] = self._new()
+            self.splits[state] = different
+        return state
+
+    def _new(self) -> int:
+        self._num_states += 1
+        if self._num_states > MAX_NFA_STATES:
+            raise too_complex("states before they are put together", MAX_NFA_STATES, self._param)
+        return self._num_states - 1

@@ -1,0 +1,137 @@
+"""Regular languages over text, as a tree: what patterns and schemas are translated to. Knows no bytes.
+
+Nodes are compared by identity, so that a tree may share subtrees and an automaton is built once for each.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import groupby
+
+Ranges = tuple[tuple[int, int], ...]  # code points, both ends included; sorted, apart from each other
+
+SURROGATES = (0xD800, 0xDFFF)  # code points that no text has
+ALL: Ranges = ((0, 0xD7FF), (0xE000, 0x10FFFF))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chars:
+    """One character of a set. Nothing at all matches where the set is empty."""
+
+    ranges: Ranges
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Words:
+    """One of these texts."""
+
+    words: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chain:
+    """One part after another."""
+
+    parts: tuple["Node", ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Choice:
+    """One of the options."""
+
+    options: tuple["Node", ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Repeat:
+    """The inner node, `least` to `most` times; most None: without end."""
+
+    inner: "Node"
+    least: int
+    most: int | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Listed:
+    """The item once or more often, each time but the last followed by the separator. The item is built once."""
+
+    item: "Node"
+    separator: "Node"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Anchor:
+    """Nothing before, or behind. Only while a pattern is parsed: at: its position there."""
+
+    at: int
+    is_end: bool
+
+
+Node = Chars | Words | Chain | Choice | Repeat | Listed | Anchor
+
+EMPTY = Words(("",))
+
+
+def literal(text: str) -> Node:
+    """Just this text."""
+    return Words((text,))
+
+
+def chain(parts: Iterable[Node]) -> Node:
+    """One part after another; texts side by side become one."""
+    joined: list[Node] = []
+    for are_texts, run in groupby(parts, key=lambda part: isinstance(part, Words) and len(part.words) == 1):
+        if are_texts:
+            text = "".join(part.words[0] for part in run if isinstance(part, Words))
+            joined += [Words((text,))] if text else []
+        else:
+            joined += run
+    if not joined:
+        return EMPTY
+    return joined[0] if len(joined) == 1 else Chain(tuple(joined))
+
+
+def choice(options: Iterable[Node]) -> Node:
+    """One of the options; texts become one set of texts."""
+    words: dict[str, None] = {}
+    others: list[Node] = []
+    for option in options:
+        if isinstance(option, Words):
+            words.update(dict.fromkeys(option.words))
+        else:
+            others.append(option)
+    if words:
+        others.append(Words(tuple(words)))
+    return others[0] if len(others) == 1 else Choice(tuple(others))
+
+
+def optional(node: Node) -> Node:
+    """The node or nothing."""
+    return Repeat(node, 0, 1)
+
+
+def union(ranges: Iterable[tuple[int, int]]) -> Ranges:
+    """Sorted and merged, without surrogates."""
+    merged: list[tuple[int, int]] = []
+    for low, high in sorted(ranges):
+        if merged and low <= merged[-1][1] + 1:
+            merged[-1] = (merged[-1][0], max(high, merged[-1][1]))
+        else:
+            merged.append((low, high))
+    return tuple(
+        (low, high)
+        for first, last in merged
+        for low, high in ((first, min(last, SURROGATES[0] - 1)), (max(first, SURROGATES[1] + 1), last))
+        if low <= high
+    )
+
+
+def negation(ranges: Ranges) -> Ranges:
+    """All code points but these; `ranges` as `union` makes them."""
+    starts = [0, *(high + 1 for _, high in ranges)]
+    stops = [*(low - 1 for low, _ in ranges), 0x10FFFF]
+    return union((start, stop) for start, stop in zip(starts, stops, strict=True) if start <= stop)
+
+
+def intersection(one: Ranges, other: Ranges) -> Ranges:
+    """Code points in both."""
+    return union((max(a, c), min(b, d)) for a, b in one for c, d in other if max(a, c) <= min(b, d))

@@ -1,0 +1,179 @@
+"""The llguidance backend: an Earley parser over derivatives of regular expressions. It compiles in milliseconds.
+
+Text that has to come is written as the tokenizer writes it, and a mask within such text has that one token, so that an
+output is the same whether it is fast-forwarded or not.
+"""
+
+import threading
+from collections.abc import Sequence
+
+import llguidance
+import numpy as np
+
+from quire.errors import RequestError
+from quire.grammar.canonical import encode_within
+from quire.grammar.contract import Matcher
+from quire.grammar.follower import Follower, Masks
+from quire.grammar.guidance_grammar import grammar_of
+from quire.grammar.vocabulary import Vocabulary
+from quire.structured import StructuredOutputsParams
+
+# What one constraint may cost, on one core: a compilation up to about 0.1 s, and a mask up to about 20 ms. A grammar
+# that reads a text in many ways has more and more items in a row; of a schema, a row has some for each property.
+_MAX_ITEMS = 600
+_MAX_ITEMS_OF_SCHEMA = 3_000
+_MAX_VOCABULARIES = 4
+_MAX_MESSAGE = 300
+
+
+class GuidanceBackend:
+    """Constraints by llguidance. May be used by several threads at once."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._tokenizers: list[tuple[Vocabulary, _Tokens]] = []
+        self._bytes = llguidance.LLTokenizer("byte")
+
+    def check(self, asked: StructuredOutputsParams) -> None:
+        """Raises RequestError for a constraint that does not compile. It is compiled, over bytes in place of tokens."""
+        _compiled(asked, self._bytes)
+
+    def compile(self, asked: StructuredOutputsParams, vocabulary: Vocabulary) -> "GuidanceGrammar":
+        """A constraint over a vocabulary. Raises RequestError."""
+        tokens = self._tokens(vocabulary)
+        return GuidanceGrammar(_compiled(asked, tokens.tokenizer), tokens)
+
+    def _tokens(self, vocabulary: Vocabulary) -> "_Tokens":
+        """Made once for each vocabulary: that takes about a second for a hundred thousand tokens."""
+        with self._lock:
+            for known, tokens in self._tokenizers:
+                if known is vocabulary:
+                    return tokens
+            tokens = _Tokens(vocabulary)
+            self._tokenizers = [*self._tokenizers, (vocabulary, tokens)][-_MAX_VOCABULARIES:]
+            return tokens
+
+
+class GuidanceGrammar:
+    """See Grammar: a parser that has seen no token, which is copied for each sequence."""
+
+    def __init__(self, beginning: llguidance.LLMatcher, tokens: "_Tokens") -> None:
+        self._beginning = beginning
+        self._tokens = tokens
+
+    def start(self, *, fast_forward: bool) -> Matcher:
+        """See Grammar."""
+        parser = _GuidanceParser(self._beginning.deep_copy())
+        return Follower(parser, self._tokens.masks, fast_forward=fast_forward)
+
+
+class _Tokens:
+    """A vocabulary as llguidance knows it."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.masks = Masks(vocabulary)
+        wrapper = llguidance.TokenizerWrapper(_Wrapper(vocabulary))
+        self.tokenizer = llguidance.LLTokenizer(wrapper, eos_token=list(vocabulary.end_ids) or None)
+
+
+class _GuidanceParser:
+    """See Parser."""
+
+    def __init__(self, matcher: llguidance.LLMatcher) -> None:
+        self._matcher = matcher
+
+    def take(self, tokens: Sequence[int]) -> str:
+        """See Parser."""
+        ids = list(tokens)
+        num_taken = self._matcher.try_consume_tokens(ids)
+        if self._matcher.is_error():
+            return f"the constraint cannot be followed any further: {_plain(self._matcher.get_error())}"
+        return "" if num_taken == len(ids) else f"token {ids[num_taken]} does not fit the constraint"
+
+    def span(self) -> list[int]:
+        """See Parser."""
+        span = self._matcher.compute_ff_tokens()
+        ahead, more = self._matcher.deep_copy() if span else self._matcher, span
+        while more and ahead.try_consume_tokens(more) == len(more):
+            more = ahead.compute_ff_tokens()
+            span = span + more
+        return span
+
+    def may_end(self) -> bool:
+        """See Parser."""
+        return self._matcher.is_accepting()
+
+    def is_over(self) -> bool:
+        """See Parser."""
+        return self._matcher.is_stopped() and self._matcher.is_accepting()
+
+    def fill(self, words: np.ndarray) -> None:
+        """See Parser."""
+        words[:] = 0
+        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        if self._matcher.is_error():
+            words[:] = 0
+
+
+def _compiled(asked: StructuredOutputsParams, tokenizer: llguidance.LLTokenizer) -> llguidance.LLMatcher:
+    """A matcher that has seen no token. Raises RequestError."""
+    limits = llguidance.LLParserLimits(
+        max_items_in_row=_MAX_ITEMS_OF_SCHEMA if asked.kind == "json" else _MAX_ITEMS,
+        initial_lexer_fuel=200_000,
+        step_lexer_fuel=100_000,
+        step_max_items=300_000,
+        max_lexer_states=50_000,
+        max_grammar_size=60_000,
+        verbose_errors=False,
+    )
+    matcher = llguidance.LLMatcher(tokenizer, grammar_of(asked), log_level=0, limits=limits)
+    if not matcher.is_error():
+        # A limit that is exceeded at once, or a grammar that nothing fits, is known only when it is tried.
+        trial = matcher.deep_copy()
+        trial.consume_tokens(trial.compute_ff_tokens())
+        trial.compute_bitmask()
+        if not trial.is_error():
+            return matcher
+        matcher = trial
+    error = matcher.get_error()
+    if error.startswith("NoExtension"):
+        raise RequestError(f"nothing fits this {asked.kind}", asked.kind)
+    raise RequestError(f"{asked.kind} cannot be enforced: {_plain(error)}", asked.kind)
+
+
+def _plain(error: str) -> str:
+    """What llguidance says, without the state of its parser, and what to do where it names its own options."""
+    if error.startswith("oneOf constraints are not supported"):
+        return "the branches of a oneOf are not seen to exclude each other; use anyOf"
+    return error.partition("<non-verbose/>")[0].strip()[:_MAX_MESSAGE]
+
+
+class _Wrapper:
+    """A vocabulary with the attributes that llguidance asks a tokenizer for."""
+
+    bos_token_id = None
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.tokens = list(vocabulary.tokens)
+        no_text = (token for token, data in enumerate(self.tokens) if not data)
+        self.eos_token_id = vocabulary.end_ids[0] if vocabulary.end_ids else next(no_text, 0)  # some token has to be it
+        self.special_token_ids = sorted(token for token in vocabulary.special_ids if token < vocabulary.size)
+        self._vocabulary = vocabulary
+        self._ids = {data: token for token, data in enumerate(self.tokens) if data}
+        self._longest = max(map(len, self._ids), default=0)
+
+    def __call__(self, text: str) -> list[int]:
+        """The tokens of a text, which have just its bytes."""
+        return encode_within(text, self._vocabulary) or self._longest_first(text.encode())
+
+    def _longest_first(self, data: bytes) -> list[int]:
+        """Tokens of a text that the tokenizer reads as something else, such as the name of a special token."""
+        tokens, place = [], 0
+        while place < len(data):
+            ends = range(min(len(data), place + self._longest), place, -1)
+            end = next((end for end in ends if data[place:end] in self._ids), None)
+            if end is None:
+                return []
+            tokens.append(self._ids[data[place:end]])
+            place = end
+        return tokens

@@ -1,0 +1,138 @@
+"""Bounds on a JSON schema that a backend compiles, so that no schema can take long, or more stack than there is.
+
+A schema here is one that `json_schema` has read: references lead to "$defs" of the root.
+"""
+
+from collections.abc import Iterator, Mapping
+from decimal import Decimal
+from math import lcm
+
+from quire.errors import RequestError
+
+MAX_NODES = 2048  # schemas, and values within constants
+MAX_STACKED = 512  # levels of the root and of all definitions, one on top of the other
+MAX_WRITTEN_OUT = 4096  # nodes where references that have to be joined with something are written out
+MAX_MULTIPLE = 10_000  # of all multipleOf, in units of the last decimal
+
+_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
+_IN_PLACE = ("allOf", "anyOf", "oneOf")
+
+
+def check_bounds(root: bool | dict[str, object], param: str) -> None:  # noqa: FBT001 (a schema may be true or false)
+    """Raises RequestError for a schema that would take too long, or that nothing finite fits."""
+    if isinstance(root, bool):
+        return
+    definitions = root.get("$defs", {})
+    assert isinstance(definitions, dict)
+    schemas = [root, *definitions.values()]
+    if sum(map(_depth, schemas)) > MAX_STACKED:
+        raise RequestError(f"the schema's definitions are together more than {MAX_STACKED} levels deep", param)
+    if lcm(*(multiple for schema in schemas for multiple in _multiples(schema)), 1) > MAX_MULTIPLE:
+        why = f"a common multiple of at most {MAX_MULTIPLE:,}, counted in their last decimal"
+        raise RequestError(f"all multipleOf of a schema must have {why}", param)
+    sizes = _Sizes(definitions, param)
+    if sum(sizes.of(schema) for schema in schemas) > 4 * MAX_WRITTEN_OUT:
+        raise sizes.too_large()
+    _check_finite(root, definitions, param)
+
+
+def children(schema: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+    """The schemas within one, each with its keyword; not "$defs"."""
+    for key, value in schema.items():
+        if key in ("properties", "patternProperties") and isinstance(value, dict):
+            yield from ((key, one) for one in value.values())
+        elif key in _LISTS and isinstance(value, list):
+            yield from ((key, one) for one in value)
+        elif key in ("items", "additionalProperties"):
+            yield key, value
+
+
+def _depth(schema: object) -> int:
+    if not isinstance(schema, dict):
+        return 1
+    deepest = 0
+    for _, child in children(schema):
+        deepest = max(deepest, _depth(child))
+    return 1 + deepest
+
+
+def _multiples(schema: object) -> Iterator[int]:
+    """Each multipleOf without its point: 0.25 is 25. Whole ones are taken as they are."""
+    if isinstance(schema, dict):
+        if "multipleOf" in schema:
+            _, digits, exponent = Decimal(repr(schema["multipleOf"])).normalize().as_tuple()
+            assert isinstance(exponent, int)
+            yield int("".join(map(str, digits))) * 10 ** max(exponent, 0)
+        for _, child in children(schema):
+            yield from _multiples(child)
+
+
+class _Sizes:
+    """How large schemas are where references are written out: those that have to hold together with something else."""
+
+    def __init__(self, definitions: Mapping[str, object], param: str) -> None:
+        self._definitions = definitions
+        self._param = param
+        self._known: dict[str, int] = {}
+        self._open: set[str] = set()
+
+    def too_large(self) -> RequestError:
+        why = "write references beside which other keywords stand less often"
+        return RequestError(f"the schema is too large with its references written out; {why}", self._param)
+
+    def of(self, schema: object, *, is_joined: bool = False) -> int:
+        if not isinstance(schema, dict):
+            return 1
+        size = 1 + len(schema.get("enum", ()))
+        is_joined = is_joined or len(schema.keys() - {"$defs"}) > 1 or len(schema.get("allOf", ())) > 1
+        if "$ref" in schema and is_joined:
+            size += self._of_definition(schema["$ref"].removeprefix("#/$defs/"))
+        for key, child in children(schema):
+            size += self.of(child, is_joined=is_joined and key in _IN_PLACE)
+        if size > MAX_WRITTEN_OUT:
+            raise self.too_large()
+        return size
+
+    def _of_definition(self, name: str) -> int:
+        if name in self._open:
+            why = "other keywords stand beside a $ref that leads back to itself; leave one of the two out"
+            raise RequestError(f"the schema has no end: {why}", self._param)
+        if name not in self._known:
+            self._open.add(name)
+            self._known[name] = self.of(self._definitions[name], is_joined=True)
+            self._open.remove(name)
+        return self._known[name]
+
+
+def _check_finite(root: dict[str, object], definitions: Mapping[str, object], param: str) -> None:
+    """Every definition has to have an instance that ends."""
+    ending: set[str] = set()
+    while True:
+        more = {name for name, schema in definitions.items() if name not in ending and _can_end(schema, ending)}
+        if not more:
+            break
+        ending |= more
+    if len(ending) < len(definitions) or not _can_end(root, ending):
+        raise RequestError("nothing fits the schema: a $ref leads back to itself without an end", param)
+
+
+def _can_end(schema: object, ending: set[str]) -> bool:
+    """Whether something finite fits, as far as references and required parts tell."""
+    if not isinstance(schema, dict):
+        return True  # what fits nothing at all is found when it is compiled
+    if "$ref" in schema and schema["$ref"].removeprefix("#/$defs/") not in ending:
+        return False
+    for key in _IN_PLACE:
+        parts = [_can_end(part, ending) for part in schema.get(key, ())]
+        if parts and not (all(parts) if key == "allOf" else any(parts)):
+            return False
+    kinds = schema.get("type")
+    if kinds == "object":
+        properties = schema.get("properties", {})
+        return all(_can_end(properties.get(name, True), ending) for name in schema.get("required", ()))
+    if kinds == "array":
+        first = schema.get("prefixItems", [])
+        needed = schema.get("minItems", 0)
+        is_short = needed <= len(first) or _can_end(schema.get("items", True), ending)
+        return is_short and all(_can_end(item, ending) for item in first[:needed])
+    return True

@@ -1,0 +1,209 @@
+"""A JSON schema, read strictly: every keyword is enforced, is an annotation, or refuses the request.
+
+What comes out is a schema in one dialect (2020-12), without annotations, with formats as patterns and references to
+"$defs" alone: all that a backend has to know.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from urllib.parse import unquote
+
+from quire.errors import nearest
+from quire.grammar.json_bounds import check_bounds
+from quire.grammar.json_keywords import ANNOTATIONS, DIALECTS, ENFORCED, KNOWN, REFUSED
+from quire.grammar.json_values import MAX_PROPERTIES, VALUES, Out, Values, escaped
+
+Schema = bool | dict[str, object]
+
+_MAX_DEPTH = 96  # where branches of oneOf stand in for references
+
+
+def read_schema(text: str, param: str, *, closed: bool = False) -> Schema:
+    """A schema that says what the one in `text` says.
+
+    closed: objects have no properties but those that are named, where they do not say otherwise.
+    Raises RequestError that names the place of what cannot be enforced, is no schema, or is too large.
+    """
+    schema = _Reader(json.loads(text), Values(param), closed=closed).read()
+    check_bounds(schema, param)
+    return schema
+
+
+class _Reader:
+    def __init__(self, root: object, values: Values, *, closed: bool) -> None:
+        self._root = root
+        self._values = values
+        self._refusal = values.refusal
+        self._closed = closed
+        self._places: list[str] = []  # of definitions
+        self._names: dict[str, str] = {}  # place of a definition -> its name
+        self._inlined: list[str] = []  # places of references that are being written out
+
+    def read(self) -> Schema:
+        """The root, with the definitions that it leads to."""
+        self._check_dialect()
+        schema = self._schema(self._root, "#", 0)
+        definitions: dict[str, object] = {}
+        for place in self._places:  # grows: definitions lead to others
+            definitions[self._names[place]] = self._schema(self._find(place, place), place, 0)
+        if isinstance(schema, dict) and definitions:
+            schema["$defs"] = definitions
+        return schema
+
+    def _check_dialect(self) -> None:
+        dialect = self._root.get("$schema") if isinstance(self._root, dict) else None
+        if dialect is None:
+            return
+        if not isinstance(dialect, str) or dialect.rstrip("#").split("://")[-1] not in DIALECTS:
+            raise self._refusal("#/$schema", f"unknown dialect {dialect!r:.100}; use 2020-12 or leave it out")
+
+    def _schema(self, value: object, at: str, depth: int) -> Schema:
+        if isinstance(value, bool):
+            return value
+        if not isinstance(value, dict):
+            raise self._refusal(at, "a schema is an object, true or false")
+        if depth > _MAX_DEPTH:
+            raise self._refusal(at, "references are nested too deeply")
+        self._values.count(at)
+        out: Out = {}
+        for key, argument in value.items():
+            self._keyword(key, argument, f"{at}/{escaped(key)}", depth, out)
+        self._settle(value, at, out)
+        return out
+
+    def _keyword(self, key: str, argument: object, at: str, depth: int, out: Out) -> None:
+        if key in VALUES:
+            self._values.read(key, argument, at, out)
+        elif key in _SUBSCHEMAS:
+            _SUBSCHEMAS[key](self, key, argument, at, depth, out)
+        elif key in ("$id", "id") and at.count("/") > 1 and not str(argument).startswith("#"):
+            raise self._refusal(at, "a part of a schema cannot have a base of its own; leave it out")
+        elif key == "uniqueItems" and argument is False:
+            return
+        elif key in REFUSED:
+            raise self._refusal(at, f"{key!r} is not enforced: {REFUSED[key]}")
+        elif key not in ANNOTATIONS and not key.startswith("x-"):
+            raise self._refusal(at, f"unknown keyword {key!r:.100}{nearest(key, sorted(KNOWN))}")
+
+    def _one(self, key: str, argument: object, at: str, depth: int, out: Out) -> None:
+        out[key] = self._schema(argument, at, depth + 1)
+
+    def _several(self, key: str, argument: object, at: str, depth: int, out: Out) -> None:
+        if not isinstance(argument, list) or not argument:
+            raise self._refusal(at, f"{key} is a list of schemas, at least one")
+        read = self._branch if key == "oneOf" else self._schema
+        out[key] = [read(one, f"{at}/{index}", depth + 1) for index, one in enumerate(argument)]
+
+    def _branch(self, value: object, at: str, depth: int) -> Schema:
+        """A branch of oneOf. A reference is written out, so that branches can be told from each other."""
+        if not isinstance(value, dict) or value.keys() - ANNOTATIONS != {"$ref"}:
+            return self._schema(value, at, depth)
+        place = self._place(value["$ref"], f"{at}/$ref")
+        if place in self._inlined:
+            return self._schema(value, at, depth)
+        self._inlined.append(place)
+        schema = self._branch(self._find(place, at), place, depth + 1)
+        self._inlined.pop()
+        return schema
+
+    def _named(self, key: str, argument: object, at: str, depth: int, out: Out) -> None:
+        if not isinstance(argument, dict):
+            raise self._refusal(at, f"{key} is an object of schemas")
+        if len(argument) > MAX_PROPERTIES:
+            raise self._refusal(at, f"more than {MAX_PROPERTIES} properties")
+        schemas: dict[str, Schema] = {}
+        for name, one in argument.items():
+            place = f"{at}/{escaped(name)}"
+            if key == "properties":
+                self._values.text(name, place)
+                schemas[name] = self._schema(one, place, depth + 1)
+            else:
+                schemas[self._values.pattern(name, place)] = self._schema(one, place, depth + 1)
+        out[key] = schemas
+
+    def _items(self, key: str, argument: object, at: str, depth: int, out: Out) -> None:
+        if not isinstance(argument, list):
+            self._one(key, argument, at, depth, out)
+        elif argument:  # before 2020-12
+            self._several("prefixItems", argument, at, depth, out)
+
+    def _reference(self, key: str, argument: object, at: str, depth: int, out: Out) -> None:
+        place = self._place(argument, at)
+        if place not in self._names:
+            self._find(place, at)
+            self._names[place] = f"d{len(self._places)}"
+            self._places.append(place)
+        out[key] = f"#/$defs/{self._names[place]}"
+
+    def _place(self, reference: object, at: str) -> str:
+        """Where a reference leads, as a pointer."""
+        if not isinstance(reference, str):
+            raise self._refusal(at, "$ref is a string")
+        root = self._root if isinstance(self._root, dict) else {}
+        base = root.get("$id", root.get("id"))
+        if isinstance(base, str) and base and reference.startswith(base.rstrip("#") + "#"):
+            reference = reference[len(base.rstrip("#")) :]
+        if reference not in ("#", "#/") and not reference.startswith("#/"):
+            raise self._refusal(
+                at, f"only references within the schema, such as '#/$defs/name', not {reference!r:.100}"
+            )
+        return "#" if reference == "#/" else reference
+
+    def _find(self, place: str, at: str) -> object:
+        value: object = self._root
+        for step in place.split("/")[1:]:
+            name = unquote(step).replace("~1", "/").replace("~0", "~")
+            if isinstance(value, dict) and name in value:
+                value = value[name]
+            elif isinstance(value, list) and name.isdecimal() and len(name) < 9 and int(name) < len(value):
+                value = value[int(name)]
+            else:
+                raise self._refusal(at, f"there is nothing at {place!r:.100}")
+        return value
+
+    def _settle(self, value: Mapping[str, object], at: str, out: Out) -> None:
+        """What keywords mean together, and the names that they have in 2020-12."""
+        for side in ("Minimum", "Maximum"):
+            if out.get(f"exclusive{side}") is True:
+                bound = out.pop(side.lower(), None)
+                out.pop(f"exclusive{side}")
+                if bound is not None:
+                    out[f"exclusive{side}"] = bound
+        if "additionalItems" in out:
+            more = out.pop("additionalItems")
+            if isinstance(value.get("items"), list):
+                out["items"] = more
+        if "format" in out:
+            pattern = out.pop("format")
+            if "pattern" in out:
+                branches = out.get("allOf", [])
+                assert isinstance(branches, list)
+                out["allOf"] = [*branches, {"pattern": pattern}]
+            else:
+                out["pattern"] = pattern
+        if self._closed and {"properties", "patternProperties"} & out.keys():
+            out.setdefault("additionalProperties", False)
+        self._check_fewest(at, out)
+
+    def _check_fewest(self, at: str, out: Out) -> None:
+        """Free names may repeat, so that a number of them is no number of properties."""
+        fewest, required = out.get("minProperties", 0), out.get("required", [])
+        assert isinstance(fewest, int)
+        assert isinstance(required, list)
+        is_open = out.get("additionalProperties") is not False or out.get("patternProperties")
+        if is_open and fewest > len(required) + 1:
+            why = "more properties than are required by name, and one, are not enforced; require them by name"
+            raise self._refusal(f"{at}/minProperties", why)
+
+
+_SUBSCHEMAS: Mapping[str, Callable[[_Reader, str, object, str, int, Out], None]] = MappingProxyType(
+    {
+        "$ref": _Reader._reference,
+        "items": _Reader._items,
+        **dict.fromkeys(("additionalItems", "additionalProperties"), _Reader._one),
+        **dict.fromkeys(("properties", "patternProperties"), _Reader._named),
+        **dict.fromkeys(("allOf", "anyOf", "oneOf", "prefixItems"), _Reader._several),
+    }
+)
+assert VALUES.keys() | _SUBSCHEMAS.keys() == ENFORCED

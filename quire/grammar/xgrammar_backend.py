@@ -1,0 +1,236 @@
+"""The xgrammar backend, an optional extra: a pushdown automaton over bytes with masks that are made beforehand."""
+
+import importlib
+import json
+import threading
+from collections.abc import Mapping, Sequence, Set
+from typing import Any
+
+import numpy as np
+
+from quire.errors import ConfigError, RequestError
+from quire.grammar.canonical import forced_tokens
+from quire.grammar.contract import Matcher
+from quire.grammar.ebnf import ebnf_to_lark, is_ebnf
+from quire.grammar.follower import Follower, Masks
+from quire.grammar.json_bounds import children
+from quire.grammar.json_schema import read_schema
+from quire.grammar.vocabulary import Vocabulary
+from quire.structured import StructuredOutputsParams
+
+_MAX_VOCABULARIES = 4
+_MAX_WHITESPACE = 128
+_MAX_REGEX = 8192
+_MAX_MESSAGE = 300
+# Those of the keywords that xgrammar 0.2 enforces for every output; others it ignores, some of them with a warning.
+_ENFORCED = frozenset(
+    {
+        *("type", "enum", "const", "$ref", "$defs", "anyOf", "oneOf"),
+        *("properties", "additionalProperties", "required"),
+        *("items", "prefixItems", "minItems", "maxItems"),
+        *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"),
+    }
+)
+
+
+_ALONE = frozenset({"$ref", "const", "enum", "anyOf", "oneOf"})
+_TYPES = {"string": str, "integer": int, "boolean": bool}
+
+
+class XgrammarBackend:
+    """Constraints by xgrammar. May be used by several threads at once. Raises ConfigError where it is not installed."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._compilers: list[tuple[Vocabulary, _Compiler]] = []
+        self._bytes = Vocabulary([bytes([i]) for i in range(256)] + [b""], (256,), frozenset({256}), _no_tokens)
+
+    def check(self, asked: StructuredOutputsParams) -> None:
+        """Raises RequestError for a constraint that does not compile. It is compiled, over bytes in place of tokens."""
+        self.compile(asked, self._bytes)
+
+    def compile(self, asked: StructuredOutputsParams, vocabulary: Vocabulary) -> "XgrammarGrammar":
+        """A constraint over a vocabulary. Raises RequestError."""
+        with self._lock:
+            compiler = next((compiler for known, compiler in self._compilers if known is vocabulary), None)
+            if compiler is None:
+                compiler = _Compiler(vocabulary)
+                self._compilers = [*self._compilers, (vocabulary, compiler)][-_MAX_VOCABULARIES:]
+        return compiler.compile(asked)
+
+
+class XgrammarGrammar:
+    """See Grammar."""
+
+    def __init__(self, compiled: Any, vocabulary: Vocabulary, masks: Masks) -> None:  # noqa: ANN401 (no types without it)
+        self._compiled = compiled
+        self._vocabulary = vocabulary
+        self._masks = masks
+
+    def start(self, *, fast_forward: bool) -> Matcher:
+        """See Grammar."""
+        matcher = _module().GrammarMatcher(self._compiled, override_stop_tokens=list(self._vocabulary.end_ids))
+        parser = _XgrammarParser(matcher, self._vocabulary, self._masks)
+        return Follower(parser, self._masks, fast_forward=fast_forward)
+
+
+class _Compiler:
+    """Compiles for one vocabulary."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        xgrammar = _module()
+        self._vocabulary = vocabulary
+        self._masks = Masks(vocabulary)
+        known = xgrammar.TokenizerInfo(
+            list(vocabulary.tokens), vocab_size=vocabulary.size, stop_token_ids=list(vocabulary.end_ids)
+        )
+        self._compiler = xgrammar.GrammarCompiler(known, max_threads=1, cache_enabled=False)
+
+    def compile(self, asked: StructuredOutputsParams) -> XgrammarGrammar:
+        """Raises RequestError."""
+        try:
+            compiled = self._compiled(asked)
+        except RuntimeError as error:
+            # Its messages begin with a time and a place in its source.
+            message = str(error).partition(": ")[2].strip()[:_MAX_MESSAGE]
+            raise RequestError(f"{asked.kind} cannot be enforced: {message}", asked.kind) from error
+        grammar = XgrammarGrammar(compiled, self._vocabulary, self._masks)
+        words = np.zeros(self._vocabulary.num_words, np.uint32)
+        grammar.start(fast_forward=False).fill(words)
+        if not words.any():
+            raise RequestError(f"nothing fits this {asked.kind}", asked.kind)
+        return grammar
+
+    def _compiled(self, asked: StructuredOutputsParams) -> Any:  # noqa: ANN401
+        match asked.kind:
+            case "json":
+                return self._compiler.compile_json_schema(_schema(asked), **_whitespace(asked))
+            case "regex":
+                if len(asked.text) > _MAX_REGEX:
+                    raise RequestError(f"regex must have at most {_MAX_REGEX:,} characters", "regex")
+                return self._compiler.compile_regex(asked.text)
+            case "choice":
+                options = " | ".join(json.dumps(one, ensure_ascii=False) for one in json.loads(asked.text))
+                return self._compiler.compile_grammar(f"root ::= {options}\n")
+            case "grammar" if is_ebnf(asked.text):
+                ebnf_to_lark(asked.text)  # checks what is written
+                return self._compiler.compile_grammar(asked.text)
+        raise RequestError(f"the xgrammar backend takes no such {asked.kind}: use the llguidance backend", asked.kind)
+
+
+class _XgrammarParser:
+    """See Parser."""
+
+    def __init__(self, matcher: Any, vocabulary: Vocabulary, masks: Masks) -> None:  # noqa: ANN401
+        self._matcher = matcher
+        self._vocabulary = vocabulary
+        self._masks = masks
+
+    def take(self, tokens: Sequence[int]) -> str:
+        """See Parser."""
+        for token in tokens:
+            if not self._matcher.accept_token(token):
+                return f"token {token} does not fit the constraint"
+        return ""
+
+    def span(self) -> list[int]:
+        """See Parser."""
+        data = self._matcher.find_jump_forward_string().encode()
+        if not data:
+            return []
+        ahead = self._matcher.fork()
+        is_last = ahead.accept_string(data) and self._only_ends(ahead)
+        return forced_tokens(data, self._vocabulary, closed=is_last)
+
+    def may_end(self) -> bool:
+        """See Parser."""
+        return bool(self._matcher.is_completed())
+
+    def is_over(self) -> bool:
+        """See Parser."""
+        return self._only_ends(self._matcher)
+
+    def fill(self, words: np.ndarray) -> None:
+        """See Parser."""
+        words[:] = 0xFFFFFFFF
+        self._matcher.fill_next_token_bitmask(words.view(np.int32)[None])
+
+    def _only_ends(self, matcher: Any) -> bool:  # noqa: ANN401
+        if not matcher.is_completed():
+            return False
+        words = np.full(self._vocabulary.num_words, 0xFFFFFFFF, np.uint32)
+        matcher.fill_next_token_bitmask(words.view(np.int32)[None])
+        return not (words & self._masks.allowed & ~self._masks.ends).any()
+
+
+def _schema(asked: StructuredOutputsParams) -> str:
+    """A schema of what xgrammar enforces. Raises RequestError."""
+    schema = read_schema(asked.text, "json", closed=True)
+    if isinstance(schema, dict):
+        definitions = schema.get("$defs", {})
+        assert isinstance(definitions, dict)
+        for one in (schema, *definitions.values()):
+            _check(one)
+    return json.dumps(schema)
+
+
+def _check(schema: object) -> None:
+    """Refuse what xgrammar would ignore, in part or altogether."""
+    if not isinstance(schema, Mapping):
+        return
+    keys = schema.keys() - {"$defs"}
+    for key in keys - _ENFORCED:
+        raise _refusal(repr(key))
+    alone = keys & _ALONE
+    if alone and len(keys) > 1 and not _is_typed(schema):
+        raise _refusal(f"other keywords beside {min(alone)!r}")
+    if keys - alone and "type" not in keys:
+        raise _refusal(f"{min(keys - alone)!r} without a type")
+    if any(isinstance(value, float) for value in schema.get("enum", [schema.get("const")])):
+        raise _refusal("constants with a fraction")
+    for side in ("Minimum", "Maximum"):
+        bounds = [schema[key] for key in (side.lower(), f"exclusive{side}") if key in schema]
+        if len(bounds) > 1 or any(bound % 1 for bound in bounds):
+            raise _refusal("several bounds, and bounds with a fraction")
+    _check_object(schema, keys)
+    for _, child in children(schema):
+        _check(child)
+
+
+def _check_object(schema: Mapping[str, Any], keys: Set[str]) -> None:
+    if "properties" in keys and schema["additionalProperties"] is not False:
+        raise _refusal("additionalProperties beside properties")
+    for name in schema.get("required", ()):
+        if name not in schema.get("properties", {}):
+            raise _refusal(f"required {name!r:.100}, which is none of the properties")
+
+
+def _is_typed(schema: Mapping[str, Any]) -> bool:
+    """Whether there are constants and their type alone."""
+    kind = _TYPES.get(schema["type"]) if isinstance(schema.get("type"), str) else None
+    values = schema.get("enum", [schema.get("const")])
+    return kind is not None and len(schema.keys() - {"$defs"}) == 2 and all(type(value) is kind for value in values)
+
+
+def _refusal(what: str) -> RequestError:
+    return RequestError(f"the xgrammar backend does not enforce {what}: use the llguidance backend", "json")
+
+
+def _whitespace(asked: StructuredOutputsParams) -> dict[str, object]:
+    if asked.whitespace_pattern is not None and not asked.disable_any_whitespace:
+        raise RequestError("the xgrammar backend has no whitespace_pattern: leave it out", "whitespace_pattern")
+    if asked.disable_any_whitespace:
+        return {"any_whitespace": False, "separators": (", ", ": "), "strict_mode": False}
+    return {"any_whitespace": True, "max_whitespace_cnt": _MAX_WHITESPACE, "strict_mode": False}
+
+
+def _no_tokens(text: str) -> list[int]:
+    return []
+
+
+def _module() -> Any:  # noqa: ANN401
+    """Imported late: it imports torch, which the mind does without."""
+    try:
+        return importlib.import_module("xgrammar")
+    except ImportError as error:
+        raise ConfigError("the xgrammar backend needs a package: pip install quire[xgrammar]") from error

@@ -1,0 +1,231 @@
+"""Which token goes to which experts, and how their results come together. Nothing here waits for the device.
+
+Three launches route a step: one chooses experts and weighs them, one sorts pairs by experts (each program counts the
+pairs of those before its own, and then writes its own), one cuts them into tiles. The number of tiles has a bound that
+depends on shapes alone; those that are not needed are empty.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.triton.launch import INTERPRETED, pow2
+from quire.kernels.triton.rounding import rounded
+from quire.kernels.triton.rowwise import BLOCK, floats
+
+TILES = 16  # that one program describes
+SORTED = 4096  # pairs that a program sees at once
+_LEAST = tl.constexpr(-(2**63))
+
+
+class Routes(NamedTuple):
+    """Pairs of a token and an expert, in the order of experts, and cut into tiles of pairs with the same one.
+
+    A pair's number is its token's times k, and its place among that token's.
+    """
+
+    order: Tensor  # int32 (num_pairs,), pairs
+    ends: Tensor  # int32 (num_experts,): where each expert's pairs end in that order
+    tiles: Tensor  # int32 (3, num_tiles): the expert, the first pair in that order, and where its expert's pairs end
+
+
+@triton.jit
+def _choose(
+    logits_ptr,  # (num_tokens, EXPERTS), rows `stride` apart
+    ids_ptr,  # (num_tokens, SLOTS), as for weights
+    weights_ptr,
+    stride,
+    EXPERTS: tl.constexpr,
+    WIDTH: tl.constexpr,  # EXPERTS or more, a power of two
+    SLOTS: tl.constexpr,
+    PLACES: tl.constexpr,  # SLOTS or more, a power of two
+    NORMALISE: tl.constexpr,
+):
+    """One token's experts. NaN counts as the largest number, so that each row has SLOTS different ones."""
+    token = tl.program_id(0).to(tl.int64)
+    experts = tl.arange(0, WIDTH)
+    x = floats(logits_ptr + token * stride + experts, experts < EXPERTS)
+    x = tl.where(experts < EXPERTS, x, float("-inf"))
+    exponentials = tl.exp(x - tl.max(x, 0))
+    shares = tl.div_rn(exponentials, tl.sum(exponentials, 0) + tl.zeros_like(exponentials))
+    # the bits of a number above 0 rise with it, those of others fall; of equal numbers the first counts more
+    bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
+    bits = tl.where(x != x, 0x7FFFFFFF, tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits))
+    keys = (bits.to(tl.int64) << 32) | (WIDTH - 1 - experts)
+    keys = tl.where(experts < EXPERTS, keys, _LEAST)
+    slots = tl.arange(0, PLACES)
+    ids = tl.zeros_like(slots)
+    weights = ids.to(tl.float32)
+    for slot in tl.static_range(SLOTS):
+        best = keys == tl.max(keys, 0)
+        ids = tl.where(slots == slot, tl.sum(tl.where(best, experts, 0), 0), ids)
+        weights = tl.where(slots == slot, tl.sum(tl.where(best, shares, 0.0), 0), weights)
+        keys = tl.where(best, _LEAST, keys)
+    if NORMALISE:
+        weights = tl.div_rn(weights, tl.sum(weights, 0) + tl.zeros_like(weights))
+    at = token * SLOTS + slots
+    tl.store(ids_ptr + at, ids.to(tl.int64), mask=slots < SLOTS)
+    tl.store(weights_ptr + at, weights, mask=slots < SLOTS)
+
+
+def route(logits: Tensor, k: int, *, normalise: bool) -> tuple[Tensor, Tensor]:
+    """The k experts of each token with the largest logits, and their weights: see Kernels. Of equal ones the first."""
+    num_tokens, num_experts = logits.shape
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    ids = torch.empty((num_tokens, k), dtype=torch.int64, device=logits.device)
+    weights = torch.empty((num_tokens, k), dtype=torch.float32, device=logits.device)
+    if num_tokens:
+        _choose[(num_tokens,)](
+            logits,
+            ids,
+            weights,
+            logits.stride(0),
+            EXPERTS=num_experts,
+            WIDTH=pow2(num_experts),
+            SLOTS=k,
+            PLACES=pow2(k),
+            NORMALISE=normalise,
+            num_warps=1,
+        )
+    return ids, weights
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def _sort(
+    ids_ptr,  # (num_pairs,)
+    order_ptr,  # see `Routes`
+    ends_ptr,
+    num_pairs,
+    BLOCK: tl.constexpr,
+):
+    """One expert's pairs, in their order, behind those of experts with smaller numbers."""
+    expert = tl.program_id(0)
+    end = expert * 0
+    for first in range(0, num_pairs, BLOCK):
+        pairs = first + tl.arange(0, BLOCK)
+        ids = tl.load(ids_ptr + pairs, mask=pairs < num_pairs, other=expert)
+        end += tl.sum((ids < expert).to(tl.int32), 0)
+    for first in range(0, num_pairs, BLOCK):
+        pairs = first + tl.arange(0, BLOCK)
+        inside = pairs < num_pairs
+        mine = (tl.load(ids_ptr + pairs, mask=inside, other=0) == expert) & inside
+        places = end + tl.cumsum(mine.to(tl.int32), 0) - 1
+        tl.store(order_ptr + places, pairs, mask=mine)
+        end += tl.sum(mine.to(tl.int32), 0)
+    tl.store(ends_ptr + expert, end)
+
+
+@triton.jit(do_not_specialize=["num_tiles"])
+def _cut(
+    ends_ptr,  # see `Routes`, as for tiles
+    tiles_ptr,
+    num_tiles,
+    EXPERTS: tl.constexpr,
+    WIDTH: tl.constexpr,  # EXPERTS or more, a power of two
+    ROWS: tl.constexpr,  # of a tile
+    TILES: tl.constexpr,
+):
+    """TILES of the tiles that sorted pairs are cut into. Those behind the last one are empty."""
+    experts = tl.arange(0, WIDTH)
+    ends = tl.load(ends_ptr + experts, mask=experts < EXPERTS, other=0)
+    begins = tl.load(ends_ptr + experts - 1, mask=(experts > 0) & (experts < EXPERTS), other=0)
+    numbers = tl.cdiv(ends - begins, ROWS)
+    ends_of_tiles = tl.cumsum(numbers, 0)
+    tiles = tl.program_id(0) * TILES + tl.arange(0, TILES)
+    within = tiles[:, None] - (ends_of_tiles - numbers)[None, :]  # tiles of an expert before this one
+    is_of = (within >= 0) & (within < numbers[None, :])
+    expert = tl.sum(tl.where(is_of, experts[None, :], 0), 1)
+    first = tl.sum(tl.where(is_of, begins[None, :] + within * ROWS, 0), 1)
+    end = tl.sum(tl.where(is_of, ends[None, :], 0), 1)
+    inside = tiles < num_tiles
+    tl.store(tiles_ptr + tiles, expert, mask=inside)
+    tl.store(tiles_ptr + num_tiles + tiles, first, mask=inside)
+    tl.store(tiles_ptr + 2 * num_tiles + tiles, end, mask=inside)
+
+
+def arrange(ids: Tensor, num_experts: int, rows: int) -> Routes:
+    """Cut the pairs of ids (num_tokens, k), contiguous, into tiles of so many rows. There is room for any distribution.
+
+    Each id is one of the experts. Which pair comes before which depends on nothing but ids.
+    """
+    num_pairs = ids.numel()
+    order = torch.empty(num_pairs, dtype=torch.int32, device=ids.device)
+    ends = torch.empty(num_experts, dtype=torch.int32, device=ids.device)
+    num_tiles = (num_pairs + min(num_experts, num_pairs) * (rows - 1)) // rows
+    tiles = torch.empty((3, num_tiles), dtype=torch.int32, device=ids.device)
+    block = min(max(pow2(num_pairs), 16), SORTED)
+    _sort[(num_experts,)](
+        ids,
+        order,
+        ends,
+        num_pairs,
+        BLOCK=block,
+        num_warps=8 if block == SORTED else 4,
+    )
+    if num_tiles:
+        _cut[(triton.cdiv(num_tiles, TILES),)](
+            ends,
+            tiles,
+            num_tiles,
+            EXPERTS=num_experts,
+            WIDTH=pow2(num_experts),
+            ROWS=rows,
+            TILES=TILES,
+        )
+    return Routes(order, ends, tiles)
+
+
+@triton.jit
+def _combine(
+    results_ptr,  # float32 (num_tokens, SLOTS, SIZE)
+    ids_ptr,  # (num_tokens, SLOTS), as for weights
+    weights_ptr,
+    out_ptr,  # (num_tokens, SIZE)
+    SIZE: tl.constexpr,
+    SLOTS: tl.constexpr,
+    WIDTH: tl.constexpr,  # SLOTS or more, a power of two
+    PIECES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    UP: tl.constexpr,
+):
+    """One of PIECES pieces of the weighted sum of a token's results, in the order of its experts' numbers."""
+    token = (tl.program_id(0) // PIECES).to(tl.int64)
+    columns = tl.program_id(0) % PIECES * BLOCK + tl.arange(0, BLOCK)
+    slots = tl.arange(0, WIDTH)
+    ids = tl.load(ids_ptr + token * SLOTS + slots, mask=slots < SLOTS, other=2**62)
+    # where two ids are the same one after all, still each place comes once
+    sooner = (ids[None, :] < ids[:, None]) | ((ids[None, :] == ids[:, None]) & (slots[None, :] < slots[:, None]))
+    ranks = tl.sum(sooner.to(tl.int32), 1)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for rank in tl.static_range(SLOTS):
+        pair = token * SLOTS + tl.sum(tl.where(ranks == rank, slots, 0), 0)
+        result = tl.load(results_ptr + (pair * SIZE + columns), mask=columns < SIZE, other=0.0)
+        total += result * tl.load(weights_ptr + pair)
+    tl.store(out_ptr + (token * SIZE + columns), rounded(total, out_ptr.dtype.element_ty, UP), mask=columns < SIZE)
+
+
+def combine(results: Tensor, ids: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
+    """The weighted sum of each token's results, float32 (num_tokens * k, size), rounded once.
+
+    ids and weights (num_tokens, k), contiguous. It is added up in the order of the experts' numbers.
+    """
+    (num_tokens, slots), size = ids.shape, results.shape[1]
+    out = torch.empty((num_tokens, size), dtype=dtype, device=results.device)
+    block = min(BLOCK, pow2(size))
+    pieces = triton.cdiv(size, block)
+    _combine[(num_tokens * pieces,)](
+        results,
+        ids,
+        weights,
+        out,
+        SIZE=size,
+        SLOTS=slots,
+        WIDTH=pow2(slots),
+        PIECES=pieces,
+        BLOCK=block,
+        UP=INTERPRETED,
+    )
+    return out

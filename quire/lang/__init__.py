@@ -1,0 +1,74 @@
+"""quire.lang: programs of prompts and calls. `import quire.lang as sgl` runs what was written for SGLang's language.
+
+Importing it imports no torch: `Engine` and `Runtime` do when they are called. See docs/language.md.
+"""
+
+from quire.lang.api import (
+    assistant,
+    assistant_begin,
+    assistant_end,
+    gen,
+    gen_int,
+    gen_string,
+    image,
+    select,
+    separate_reasoning,
+    system,
+    system_begin,
+    system_end,
+    user,
+    user_begin,
+    user_end,
+    video,
+)
+from quire.lang.backends.openai import OpenAI
+from quire.lang.backends.server import RuntimeEndpoint
+from quire.lang.choices import (
+    ChoicesDecision,
+    ChoicesSamplingMethod,
+    greedy_token_selection,
+    token_length_normalized,
+    unconditional_likelihood_normalized,
+)
+from quire.lang.default import flush_cache, set_default_backend
+from quire.lang.errors import BackendClosed, Cancelled, GenerationFailed
+from quire.lang.function import Function, function
+from quire.lang.local import Engine, Runtime
+from quire.lang.state import ProgramState, ProgramStateGroup
+
+__all__ = [
+    "BackendClosed",
+    "Cancelled",
+    "ChoicesDecision",
+    "ChoicesSamplingMethod",
+    "Engine",
+    "Function",
+    "GenerationFailed",
+    "OpenAI",
+    "ProgramState",
+    "ProgramStateGroup",
+    "Runtime",
+    "RuntimeEndpoint",
+    "assistant",
+    "assistant_begin",
+    "assistant_end",
+    "flush_cache",
+    "function",
+    "gen",
+    "gen_int",
+    "gen_string",
+    "greedy_token_selection",
+    "image",
+    "select",
+    "separate_reasoning",
+    "set_default_backend",
+    "system",
+    "system_begin",
+    "system_end",
+    "token_length_normalized",
+    "unconditional_likelihood_normalized",
+    "user",
+    "user_begin",
+    "user_end",
+    "video",
+]

@@ -1,0 +1,215 @@
+"""EngineBackend: programs on an engine in this process, which runs on a thread of its own."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+from uuid import uuid4
+
+from quire.config import EngineOptions
+from quire.core.namespace import NO_NAMESPACE
+from quire.core.terms import Program, Terms
+from quire.engine.async_engine import AsyncEngine
+from quire.engine.build import Built, build
+from quire.engine.facts import facts_of
+from quire.engine.generations import generations
+from quire.engine.outputs import Delta
+from quire.engine.process.hosts import EngineThread
+from quire.engine.process.vitals import Health
+from quire.engine.prompts import TokenizedPrompt
+from quire.engine.text.tokenizer import Tokenizer
+from quire.engine.transcript import Transcript
+from quire.grammar.backends import check
+from quire.lang.backends.base import Backend, Piece, RoleTexts
+from quire.lang.backends.meta import entries_of, meta_of
+from quire.lang.backends.roles import TemplateRoles, plain_texts
+from quire.lang.choices import ChoicesDecision, ChoicesSamplingMethod, Entry, decide, num_shared
+from quire.lang.errors import GenerationFailed
+from quire.lang.params import GenParams
+from quire.lang.scene import Message, Prompt
+from quire.params import SamplingParams
+from quire.structured import StructuredOutputsParams
+
+log = logging.getLogger(__name__)
+
+_MOST_CHECKED = 1024  # forms
+_LONG = 2**14  # characters: tokenizing more than that would hold up what others wait for
+
+
+class EngineBackend(Backend):
+    """An engine that was built; it belongs to the backend from now on. hints: the scheduler is told of programs."""
+
+    def __init__(self, built: Built, *, hints: bool = True) -> None:
+        self._host = EngineThread(built.engine, facts_of(built))
+        self._host.launch()
+        super().__init__(hints=hints)
+        self._tokenizer = built.tokenizer
+        self._max_model_len = built.max_model_len
+        self._roles = TemplateRoles(self._render)
+        self._grammar_backend = built.options.grammar_backend
+        self._checked: set[StructuredOutputsParams] = set()
+        self._engine = AsyncEngine(self._host)
+        try:
+            self.loop.run(self._engine.start())
+        except BaseException:
+            self.close()
+            raise
+
+    def health(self) -> Health:
+        """Whether the engine answers, and its counters."""
+        return self._engine.health()
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self._tokenizer
+
+    async def pieces(
+        self, prompt: Prompt, params: GenParams, program: Program | None, *, stream: bool
+    ) -> AsyncGenerator[Piece]:
+        """What comes behind a prompt. Raises RequestError, EngineStopped, GenerationFailed."""
+        sampling = sampling_params(params)
+        if sampling.structured_outputs is not None:
+            await self._check(sampling.structured_outputs)
+        transcript = self._transcript(await self._encode(prompt.text), sampling)
+        texts = [""] * params.n
+        async for delta in self._deltas([transcript], program):
+            texts[delta.index] += delta.text
+            if stream or delta.finish_reason is not None:
+                text, texts[delta.index] = texts[delta.index], ""
+                yield Piece(text, meta_of(transcript, delta.index, params, self._tokenizer), delta.index)
+
+    async def select(
+        self, prompt: Prompt, choices: tuple[str, ...], method: ChoicesSamplingMethod, program: Program | None
+    ) -> ChoicesDecision:
+        """The choice that the method finds best. Raises RequestError, EngineStopped, GenerationFailed."""
+        before = await self._encode(prompt.text)
+        each = [await self._encode(prompt.text + choice) for choice in choices]
+        begins = [num_shared(before, ids) for ids in each]
+        scores = await self._score(each, begins, program)
+        alone = None
+        if method.requires_unconditional_logprobs:
+            own = [ids[begin:] for ids, begin in zip(each, begins, strict=True)]
+            alone = await self._score(own, [0] * len(own), None)
+        return decide(choices, method, scores, alone)
+
+    async def role_texts(self, roles: tuple[str, ...]) -> RoleTexts:
+        """As the model's chat template has them; of a model without one, plain ones."""
+        return await self._roles.texts(roles) if self._tokenizer.has_chat_template else plain_texts(roles)
+
+    async def prefetch(self, text: str, program: Program | None) -> None:
+        """Compute the KV of a text."""
+        transcript = self._transcript(await self._encode(text), SamplingParams(max_tokens=0))
+        async for _ in self._deltas([transcript], program):
+            pass
+
+    async def end_program(self, program: str, branch: str | None) -> None:
+        """Tell the engine, which then evicts what it has left first."""
+        self._engine.end_program(NO_NAMESPACE.tenant, program, branch)
+
+    async def flushed(self) -> None:
+        """Forget all KV that nobody uses."""
+        await self._engine.flush_cache()
+
+    async def ended(self) -> None:
+        """End the engine."""
+        try:
+            await self._engine.close()
+        except RuntimeError:  # Python is ending, and begins no thread that could wait
+            self._host.wait()
+
+    async def _score(
+        self, prompts: Sequence[list[int]], begins: Sequence[int], program: Program | None
+    ) -> list[list[Entry]]:
+        """The logprobs of each prompt's tokens from `begins` on. What comes before may be in the cache."""
+        transcripts = [
+            self._transcript(
+                ids, SamplingParams(max_tokens=0, prompt_logprobs=0, prompt_logprobs_start=max(begin - 1, 0))
+            )
+            for ids, begin in zip(prompts, begins, strict=True)
+        ]
+        async for _ in self._deltas(transcripts, program):
+            pass
+        return [
+            entries_of(ids[begin:], (transcript.prompt_logprobs or [])[begin:], self._tokenizer)
+            for ids, begin, transcript in zip(prompts, begins, transcripts, strict=True)
+        ]
+
+    def _transcript(self, ids: list[int], params: SamplingParams) -> Transcript:
+        (generation,) = generations([TokenizedPrompt(None, ids)], [params], self._tokenizer, self._max_model_len)
+        return Transcript(uuid4().hex, generation, self._tokenizer, now=time.monotonic())
+
+    async def _deltas(self, transcripts: Sequence[Transcript], program: Program | None) -> AsyncGenerator[Delta]:
+        """What the engine says, until all are finished; counted."""
+        by_id = {transcript.request_id: transcript for transcript in transcripts}
+        terms = Terms(program=program)
+        outputs = await self._engine.generate(
+            [one.generation.request(name, terms=terms) for name, one in by_id.items()]
+        )
+        self.stats.num_calls += 1
+        try:
+            while not all(transcript.finished for transcript in transcripts):
+                for output in await anext(outputs):
+                    delta = by_id[output.request_id].add(output, time.monotonic())
+                    if delta is None:
+                        continue
+                    if delta.stopped_after is not None:
+                        self._engine.finish(delta.request_id, delta.index, delta.stopped_after)
+                    if delta.finish_reason in ("error", "abort"):
+                        raise GenerationFailed(f"the engine could not go on: {delta.stop_reason}")
+                    yield delta
+        finally:
+            outputs.close()
+            for one in transcripts:
+                self.stats.count(len(one.prompt.ids), sum(one.num_output_tokens), one.num_cached_tokens)
+
+    async def _check(self, form: StructuredOutputsParams) -> None:
+        """Raises RequestError for a form that outputs cannot have. What was found fine is not looked at again."""
+        if form in self._checked:
+            return
+        await asyncio.to_thread(check, form, self._grammar_backend)
+        if len(self._checked) >= _MOST_CHECKED:
+            self._checked.clear()
+        self._checked.add(form)
+
+    async def _encode(self, text: str) -> list[int]:
+        """A text that begins as the tokenizer would begin it gets no second beginning."""
+        begin = self._tokenizer.special_tokens.get("bos_token", "")
+        special = not (begin and text.startswith(begin))
+        if len(text) < _LONG:
+            return self._tokenizer.encode(text, add_special_tokens=special)
+        return await asyncio.to_thread(self._tokenizer.encode, text, special)
+
+    async def _render(self, messages: list[Message], *, begun: bool) -> str:
+        return self._tokenizer.apply_chat_template(messages, None, begun)
+
+
+def open_engine(*, hints: bool = True, **options: Any) -> EngineBackend:  # noqa: ANN401  (EngineOptions checks them)
+    """Load a model. options: fields of EngineOptions. Raises ConfigError, ModelError."""
+    built = build(EngineOptions(**options), report=log.info, progress=lambda _done, _total: None)
+    return EngineBackend(built, hints=hints)
+
+
+def sampling_params(params: GenParams) -> SamplingParams:
+    """As the engine takes them. Raises RequestError."""
+    return SamplingParams(
+        n=params.n,
+        max_tokens=params.max_tokens,
+        min_tokens=params.min_tokens,
+        stop=params.stop,
+        stop_token_ids=params.stop_token_ids,
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        min_p=params.min_p,
+        seed=params.seed,
+        frequency_penalty=params.frequency_penalty,
+        presence_penalty=params.presence_penalty,
+        ignore_eos=params.ignore_eos,
+        logprobs=params.top_logprobs_num or 0 if params.return_logprob else None,
+        prompt_logprobs=(params.top_logprobs_num or 0) if params.tells_prompt else None,
+        prompt_logprobs_start=max(params.logprob_start_len or 0, 0),
+        regex=params.regex,
+        json_schema=params.json_schema,
+        ebnf=params.ebnf,
+    )

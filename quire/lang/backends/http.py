@@ -1,0 +1,159 @@
+"""Http: JSON and server-sent events to and from one server. Knows HTTP and its errors, no API."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+import httpx2
+
+from quire.errors import ConfigError, QuireError, RequestError
+from quire.lang.errors import GenerationFailed
+
+_TRIES = 6
+_WAIT = 1.0  # seconds before another try, where the server names none
+_LONGEST_WAIT = 30.0
+_BUSY = (429, 503)
+_CONNECTIONS = 1024
+_TIMEOUT = httpx2.Timeout(600.0, connect=10.0)  # seconds; an answer may wait for others
+
+
+class Http:
+    """One server. To be used on one event loop. verify: a file of certificates, False to check none.
+
+    Raises ConfigError for a file that is none.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        api_key: str | None,
+        *,
+        verify: str | bool | None = None,
+        transport: httpx2.AsyncBaseTransport | None = None,
+    ) -> None:
+        self.base_url = base_url.rstrip("/")
+        try:
+            self._client = httpx2.AsyncClient(
+                base_url=self.base_url,
+                headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"},
+                timeout=_TIMEOUT,
+                limits=httpx2.Limits(max_connections=_CONNECTIONS),
+                verify=True if verify is None else verify,
+                transport=transport,
+            )
+        except OSError as error:
+            raise ConfigError(f"verify must name a file of certificates, and {verify!r} is none: {error}") from error
+
+    async def get(self, path: str) -> Any:  # noqa: ANN401
+        """The JSON at a path. Raises as `post` does."""
+        return await self._json("GET", path, None)
+
+    async def post(self, path: str, body: Mapping[str, object]) -> Any:  # noqa: ANN401
+        """The JSON that is answered. Raises RequestError for what the server refuses, GenerationFailed otherwise."""
+        return await self._json("POST", path, body)
+
+    async def events(self, path: str, body: Mapping[str, object]) -> AsyncGenerator[Any]:
+        """The JSON of each event, until [DONE]. Raises as `post` does; GenerationFailed where that never comes."""
+        async with self._sent("POST", path, body) as response:
+            try:
+                async for line in response.aiter_lines():
+                    data = line.removeprefix("data:").strip() if line.startswith("data:") else ""
+                    if data == "[DONE]":
+                        return
+                    if data:
+                        event = _parsed(data)
+                        _check_event(event)
+                        yield event
+            except httpx2.HTTPError as error:
+                raise self._unreachable(error) from error
+        raise GenerationFailed(f"the answer of {self.base_url} was cut off: it ends without [DONE]")
+
+    async def close(self) -> None:
+        """Close its connections."""
+        await self._client.aclose()
+
+    async def _json(self, method: str, path: str, body: Mapping[str, object] | None) -> Any:  # noqa: ANN401
+        async with self._sent(method, path, body) as response:
+            try:
+                data = await response.aread()
+            except httpx2.HTTPError as error:
+                raise self._unreachable(error) from error
+        return _parsed(data.decode("utf-8", "replace"))
+
+    @asynccontextmanager
+    async def _sent(self, method: str, path: str, body: Mapping[str, object] | None) -> AsyncGenerator[httpx2.Response]:
+        """An answer that says yes; a busy server is asked again."""
+        for attempt in range(_TRIES):
+            request = self._client.build_request(method, path, json=body)
+            try:
+                response = await self._client.send(request, stream=True)
+            except httpx2.HTTPError as error:
+                raise self._unreachable(error) from error
+            try:
+                if response.status_code < 400:
+                    yield response
+                    return
+                said = (await response.aread()).decode("utf-8", "replace")
+                if response.status_code not in _BUSY or attempt == _TRIES - 1:
+                    raise _refusal(response.status_code, said)
+            finally:
+                await response.aclose()
+            await asyncio.sleep(_wait_of(response, attempt))
+
+    def _unreachable(self, error: httpx2.HTTPError) -> GenerationFailed:
+        return GenerationFailed(f"{self.base_url} does not answer: {error or type(error).__name__}")
+
+
+@contextmanager
+def understood() -> Iterator[None]:
+    """Around what reads an answer: raises GenerationFailed where that has another form."""
+    try:
+        yield
+    except QuireError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise GenerationFailed(f"the server's answer is not what its API says: {error!r:.200}") from error
+
+
+def _wait_of(response: httpx2.Response, attempt: int) -> float:
+    try:
+        wait = float(response.headers.get("retry-after", ""))
+    except ValueError:
+        wait = _WAIT * 2**attempt
+    return min(max(wait, 0.0), _LONGEST_WAIT)
+
+
+def _refusal(status: int, said: str) -> Exception:
+    """What the server says is wrong: with the request, or with itself."""
+    message, param = _told(said)
+    if status < 500 and status not in _BUSY:
+        return RequestError(f"the server refuses this with {status}: {message}", param)
+    return GenerationFailed(f"the server failed with {status}: {message}")
+
+
+def _told(said: str) -> tuple[str, str | None]:
+    try:
+        error = json.loads(said)
+    except ValueError:
+        return said[:500], None
+    if isinstance(error, dict) and isinstance(error.get("error"), dict):
+        error = error["error"]
+    if not isinstance(error, dict):
+        return said[:500], None
+    message = error.get("message", error.get("detail", said[:500]))
+    param = error.get("param")
+    return str(message), param if isinstance(param, str) else None
+
+
+def _check_event(event: object) -> None:
+    if isinstance(event, dict) and isinstance(event.get("error"), dict):
+        raise GenerationFailed(f"the server could not go on: {_told(json.dumps(event))[0]}")
+
+
+def _parsed(data: str) -> Any:  # noqa: ANN401
+    try:
+        return json.loads(data)
+    except ValueError as error:
+        raise GenerationFailed(f"the server answered with what is no JSON: {data[:200]!r}") from error

@@ -1,0 +1,75 @@
+"""What is told of a variable: SGLang's meta_info, made of what the engine says."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from quire.engine.outputs import CompletionOutput, LogprobRow
+from quire.engine.text.tokenizer import Tokenizer
+from quire.engine.transcript import Transcript
+from quire.lang.choices import Entry
+from quire.lang.params import GenParams
+
+
+def meta_of(transcript: Transcript, index: int, params: GenParams, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Of one sequence, as far as it is."""
+    output = transcript.sequence(index)
+    told: dict[str, Any] = {
+        "id": transcript.request_id,
+        "finish_reason": _finish_reason(output),
+        "prompt_tokens": len(transcript.prompt.ids),
+        "completion_tokens": len(output.token_ids),
+        "cached_tokens": transcript.num_cached_tokens,
+        "token_offsets": list(output.token_offsets),
+    }
+    if params.form is not None:
+        told["forced_tokens"] = output.num_forced_tokens
+    if params.return_logprob:
+        told |= _logprobs("output", output.token_ids, output.logprobs or [], params, tokenizer)
+    if params.tells_prompt:
+        start = max(params.logprob_start_len or 0, 0)
+        rows = (transcript.prompt_logprobs or [])[start:]
+        told |= _logprobs("input", transcript.prompt.ids[start : start + len(rows)], rows, params, tokenizer)
+    return told
+
+
+def entries_of(tokens: Sequence[int], rows: Sequence[LogprobRow | None], tokenizer: Tokenizer) -> list[Entry]:
+    """Logprob, token and text of each token."""
+    pairs = zip(tokens, rows, strict=True)
+    return [(None if row is None else row[token].logprob, token, tokenizer.token_text(token)) for token, row in pairs]
+
+
+def _logprobs(
+    kind: str,
+    tokens: Sequence[int],
+    rows: Sequence[LogprobRow | None],
+    params: GenParams,
+    tokenizer: Tokenizer,
+) -> dict[str, object]:
+    entries = entries_of(tokens[: len(rows)], rows, tokenizer)
+    told: dict[str, object] = {f"{kind}_token_logprobs": [_shown(entry, params) for entry in entries]}
+    if params.top_logprobs_num:
+        told[f"{kind}_top_logprobs"] = [_top(row, params, tokenizer) for row in rows]
+    return told
+
+
+def _top(row: LogprobRow | None, params: GenParams, tokenizer: Tokenizer) -> list[Entry] | None:
+    if row is None:
+        return None
+    likely = sorted(row, key=lambda token: (-row[token].logprob, token))[: params.top_logprobs_num]
+    return [_shown((row[token].logprob, token, tokenizer.token_text(token)), params) for token in likely]
+
+
+def _shown(entry: Entry, params: GenParams) -> Entry:
+    return entry if params.return_text_in_logprobs else (entry[0], entry[1], None)
+
+
+def _finish_reason(output: CompletionOutput) -> dict[str, object] | None:
+    match output.finish_reason:
+        case None:
+            return None
+        case "length":
+            return {"type": "length", "length": len(output.token_ids)}
+        case "stop":  # without a reason of its own it was an end token
+            last = output.token_ids[-1] if output.token_ids else None
+            return {"type": "stop", "matched": last if output.stop_reason is None else output.stop_reason}
+    return {"type": output.finish_reason}

@@ -1,0 +1,196 @@
+"""OpenAI: programs on any endpoint with OpenAI's API, completions or chat. Knows its bodies, no engine."""
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any
+
+from quire.core.terms import Program
+from quire.errors import RequestError
+from quire.lang.backends import openai_body
+from quire.lang.backends.base import Backend, Piece, RoleTexts
+from quire.lang.backends.http import Http, understood
+from quire.lang.backends.roles import plain_texts
+from quire.lang.choices import ChoicesDecision, ChoicesSamplingMethod, Entry, decide, num_shared
+from quire.lang.params import GenParams
+from quire.lang.scene import Prompt
+
+
+class OpenAI(Backend):
+    """An endpoint, such as https://host/v1.
+
+    model_name: None is the first that the endpoint lists. is_chat_model: chat in place of completions.
+    extensions: the endpoint knows vLLM's fields, as quire, vLLM and SGLang do: structured_outputs, top_k, min_p,
+    stop_token_ids, ignore_eos, and continue_final_message, without which gen must begin an assistant's turn.
+    Raises RequestError, GenerationFailed.
+    """
+
+    def __init__(
+        self,
+        model_name: str | None = None,
+        is_chat_model: bool | None = None,  # noqa: FBT001 (SGLang's signature)
+        *,
+        base_url: str = "https://api.openai.com/v1",
+        api_key: str | None = None,
+        extensions: bool = False,
+    ) -> None:
+        self._http = Http(base_url, api_key)
+        super().__init__(hints=False)
+        self.is_chat_model = True if is_chat_model is None else is_chat_model
+        self._extensions = extensions
+        try:
+            self.model_name = model_name or self._first_model()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def token_usage(self) -> Any:  # noqa: ANN401  (SGLang's name)
+        """prompt_tokens and completion_tokens of all calls."""
+        return self.stats
+
+    async def pieces(
+        self, prompt: Prompt, params: GenParams, program: Program | None, *, stream: bool
+    ) -> AsyncGenerator[Piece]:
+        """What comes behind a prompt. Raises RequestError, GenerationFailed."""
+        path, body = self._request(prompt, params)
+        self.stats.num_calls += 1
+        if stream:
+            async for piece in self._streamed(path, body):
+                yield piece
+            return
+        answer = await self._http.post(path, body)
+        with understood():
+            usage = self._count(answer.get("usage"))
+            pieces = [
+                Piece(
+                    openai_body.text_of(choice, "message"),
+                    openai_body.meta_of(answer, choice, usage, len(prompt.text)),
+                    int(choice.get("index", 0)),
+                )
+                for choice in answer["choices"]
+            ]
+        for piece in pieces:
+            yield piece
+
+    async def select(
+        self, prompt: Prompt, choices: tuple[str, ...], method: ChoicesSamplingMethod, program: Program | None
+    ) -> ChoicesDecision:
+        """The choice that the method finds best, of an endpoint that echoes prompts with logprobs.
+
+        In chat, which tells no logprobs of prompts: the one that the model writes if it may write nothing else.
+        Raises RequestError, GenerationFailed.
+        """
+        if self.is_chat_model:
+            return await self._written_choice(prompt, choices)
+        told = await self._echoes([prompt.text] if prompt.text else [], [prompt.text + choice for choice in choices])
+        before = [] if not prompt.text else told.pop(0)
+        (names,) = _named([before])
+        scores = [entries[num_shared(names, own) :] for entries, own in zip(told, _named(told), strict=True)]
+        alone = None
+        if method.requires_unconditional_logprobs:
+            alone = await self._echoes([], list(choices))
+            if _named(scores) != _named(alone):
+                raise RequestError(
+                    "this endpoint reads a choice by itself as other tokens than behind the prompt; use another method",
+                    "choices_method",
+                )
+        return decide(choices, method, scores, alone)
+
+    async def role_texts(self, roles: tuple[str, ...]) -> RoleTexts:
+        """Plain ones: what the model's template has, the endpoint knows."""
+        return plain_texts(roles)
+
+    async def ended(self) -> None:
+        """Close the connections."""
+        await self._http.close()
+
+    def _request(self, prompt: Prompt, params: GenParams) -> tuple[str, dict[str, object]]:
+        body = {"model": self.model_name, **openai_body.sampling(params, extensions=self._extensions)}
+        if not self.is_chat_model:
+            logprobs = openai_body.completion_logprobs(params)
+            return "/completions", {**body, "prompt": prompt.text, **logprobs}
+        return "/chat/completions", {**body, **self._conversation(prompt), **openai_body.chat_logprobs(params)}
+
+    def _conversation(self, prompt: Prompt) -> dict[str, object]:
+        messages: list[Mapping[str, str]] = list(prompt.messages)
+        if prompt.role != "assistant":
+            raise RequestError("of a chat endpoint, gen writes the assistant's turns; put it in assistant(...)")
+        if not prompt.turn:
+            return {"messages": messages}
+        if not self._extensions:
+            raise RequestError(
+                "of a chat endpoint, gen must begin the assistant's turn: let the program say nothing before it in "
+                "that turn, or write @function(num_api_spec_tokens=...), or OpenAI(..., extensions=True) where the "
+                "endpoint takes continue_final_message"
+            )
+        messages.append({"role": "assistant", "content": prompt.turn})
+        return {"messages": messages, "add_generation_prompt": False, "continue_final_message": True}
+
+    async def _streamed(self, path: str, body: dict[str, object]) -> AsyncGenerator[Piece]:
+        meta: dict[str, Any] = {}
+        asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
+        async for event in self._http.events(path, asked):
+            with understood():
+                usage = self._count(event.get("usage"))
+                choices = event.get("choices") or ()
+                told = [
+                    (openai_body.text_of(one, "delta"), openai_body.meta_of(event, one, {}, None)) for one in choices
+                ]
+            for text, one in told:
+                meta = {**one, "finish_reason": one["finish_reason"] or meta.get("finish_reason")}
+                yield Piece(text, meta)
+            if usage and not told:
+                yield Piece("", {**meta, **usage})
+
+    async def _written_choice(self, prompt: Prompt, choices: Sequence[str]) -> ChoicesDecision:
+        if not self._extensions:
+            raise RequestError(
+                "select needs logprobs of prompts, which chat does not tell, or OpenAI(..., extensions=True) where the "
+                "endpoint takes structured_outputs"
+            )
+        path, body = self._request(prompt, GenParams(temperature=0.0, max_tokens=256))
+        self.stats.num_calls += 1
+        answer = await self._http.post(path, {**body, "structured_outputs": {"choice": list(choices)}})
+        with understood():
+            self._count(answer.get("usage"))
+            written = openai_body.text_of(answer["choices"][0], "message")
+        if written not in choices:
+            raise RequestError(f"this endpoint does not keep to structured_outputs: it wrote {written!r:.100}")
+        return ChoicesDecision(written)
+
+    async def _echoes(self, before: list[str], texts: list[str]) -> list[list[Entry]]:
+        """Logprob and text of each token of each text, as the endpoint echoes them."""
+        asked = {"prompt": [*before, *texts], "echo": True, "logprobs": 0, "max_tokens": 0, "temperature": 0.0}
+        self.stats.num_calls += 1
+        try:
+            answer = await self._http.post("/completions", {"model": self.model_name, **asked})
+        except RequestError as error:
+            raise RequestError(
+                f"select needs an endpoint that echoes prompts with logprobs, and this one says: {error}", "choices"
+            ) from error
+        with understood():
+            self._count(answer.get("usage"))
+            choices = sorted(answer["choices"], key=lambda one: int(one.get("index", 0)))
+            told = [choice["logprobs"] for choice in choices]
+            return [
+                [(logprob, -1, text) for logprob, text in zip(one["token_logprobs"], one["tokens"], strict=True)]
+                for one in told
+            ]
+
+    def _first_model(self) -> str:
+        told = self.loop.run(self._http.get("/models"))
+        with understood():
+            return str(told["data"][0]["id"])
+
+    def _count(self, usage: Mapping[str, Any] | None) -> dict[str, Any]:
+        """As meta_info has it."""
+        if not usage:
+            return {}
+        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        prompt, completion = usage.get("prompt_tokens", 0), usage.get("completion_tokens", 0)
+        self.stats.count(prompt, completion, cached)
+        return {"prompt_tokens": prompt, "completion_tokens": completion, "cached_tokens": cached}
+
+
+def _named(told: Sequence[Sequence[Entry]]) -> list[list[str | None]]:
+    """Tokens by their texts: this API has no ids."""
+    return [[text for _, _, text in entries] for entries in told]

@@ -1,0 +1,220 @@
+"""RuntimeEndpoint: programs on a server of quire, by SGLang's native route. Knows its bodies, no engine."""
+
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from quire.core.terms import Program
+from quire.errors import QuireError
+from quire.lang.backends.base import Backend, Piece, RoleTexts
+from quire.lang.backends.http import Http, understood
+from quire.lang.backends.roles import TemplateRoles
+from quire.lang.choices import ChoicesDecision, ChoicesSamplingMethod, Entry, decide, num_shared
+from quire.lang.params import GenParams
+from quire.lang.scene import Message, Prompt
+
+_LOOK_BACK = 8  # tokens at a prompt's end that a choice may change; more are looked at where it changes these
+
+
+class RuntimeEndpoint(Backend):
+    """A server at `base_url`, which is asked for its model at once.
+
+    verify: a file of certificates, False to check none. hints: the scheduler is told of programs; needs a quire.
+    Raises RequestError, GenerationFailed.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        api_key: str | None = None,
+        *,
+        verify: str | bool | None = None,
+        hints: bool = True,
+    ) -> None:
+        self._http = Http(base_url, api_key, verify=verify)
+        super().__init__(hints=hints)
+        self._roles = TemplateRoles(self._render)
+        self._begin: str | None = None  # the text that the tokenizer begins with by itself
+        try:
+            told = self.loop.run(self._http.get("/v1/models"))
+            with understood():
+                self.model_info = dict(told["data"][0])
+        except BaseException:
+            self.close()
+            raise
+
+    def get_model_name(self) -> str:
+        """The served model."""
+        return str(self.model_info["id"])
+
+    def get_server_info(self) -> dict[str, Any]:
+        """The model and the server's figures."""
+        return {**self.model_info, **self.loop.run(self._http.get("/health"))}
+
+    async def pieces(
+        self, prompt: Prompt, params: GenParams, program: Program | None, *, stream: bool
+    ) -> AsyncGenerator[Piece]:
+        """What comes behind a prompt. Raises RequestError, GenerationFailed."""
+        body = {
+            "text": await self._sent_text(prompt.text),
+            "sampling_params": sampling_params(params),
+            **_report(params),
+            **self._hint(program),
+        }
+        self.stats.num_calls += 1
+        if not stream:
+            answer = await self._http.post("/generate", body)
+            with understood():
+                told = answer if isinstance(answer, list) else [answer]
+                pieces = [Piece(one["text"], dict(one["meta_info"]), index) for index, one in enumerate(told)]
+                self._count([piece.meta for piece in pieces])
+            for piece in pieces:
+                yield piece
+            return
+        length, meta = 0, {}
+        try:
+            async for event in self._http.events("/generate", {**body, "stream": True}):
+                with understood():
+                    text, meta = str(event["text"]), dict(event["meta_info"])
+                yield Piece(text[length:], meta)
+                length = len(text)
+        finally:
+            self._count([meta])
+
+    async def select(
+        self, prompt: Prompt, choices: tuple[str, ...], method: ChoicesSamplingMethod, program: Program | None
+    ) -> ChoicesDecision:
+        """The choice that the method finds best. Raises RequestError, GenerationFailed."""
+        text = await self._sent_text(prompt.text)
+        before = await self._tokens({"prompt": text})
+        scores = await self._score_behind(before, [text + choice for choice in choices], _LOOK_BACK, program)
+        alone = None
+        if method.requires_unconditional_logprobs:
+            own = [[entry[1] for entry in entries] for entries in scores]
+            alone = await self._scored({"input_ids": own}, [0] * len(own), None)
+        return decide(choices, method, scores, alone)
+
+    async def role_texts(self, roles: tuple[str, ...]) -> RoleTexts:
+        """As the model's chat template has them. Raises RequestError."""
+        return await self._roles.texts(roles)
+
+    async def prefetch(self, text: str, program: Program | None) -> None:
+        """Compute the KV of a text."""
+        body = {"text": await self._sent_text(text), "sampling_params": {"max_new_tokens": 0}}
+        await self._http.post("/generate", {**body, **self._hint(program)})
+
+    async def end_program(self, program: str, branch: str | None) -> None:
+        """Tell the server, whose engine then evicts what it has left first."""
+        named = {} if branch is None else {"branch": branch}
+        await self._http.post("/v1/programs/end", {"id": program, **named})
+
+    async def flushed(self) -> None:
+        """Forget all KV that nobody uses."""
+        await self._http.post("/flush_cache", {})
+
+    async def ended(self) -> None:
+        """Close the connections."""
+        await self._http.close()
+
+    async def _score_behind(
+        self, before: Sequence[int], texts: Sequence[str], look_back: int, program: Program | None
+    ) -> list[list[Entry]]:
+        """Of each text's tokens behind those that it shares with `before`.
+
+        The server says which tokens a text has, together with their logprobs, from a little before the prompt's end.
+        """
+        start = max(len(before) - look_back, 0)
+        told = await self._scored({"text": list(texts)}, [start] * len(texts), program)
+        shared = [num_shared(before[start:], [entry[1] for entry in entries]) for entries in told]
+        if start and not all(shared):
+            return await self._score_behind(before, texts, len(before), program)
+        return [entries[number:] for entries, number in zip(told, shared, strict=True)]
+
+    async def _scored(
+        self, prompts: dict[str, object], starts: Sequence[int], program: Program | None
+    ) -> list[list[Entry]]:
+        """Each prompt's tokens from `starts` on; the first of them has no logprob."""
+        body = {
+            **prompts,
+            "sampling_params": {"max_new_tokens": 0, "temperature": 0.0},
+            "return_logprob": True,
+            "return_text_in_logprobs": True,
+            "logprob_start_len": list(starts),
+            **self._hint(program),
+        }
+        self.stats.num_calls += 1
+        answer = await self._http.post("/generate", body)
+        with understood():
+            told = [one["meta_info"] for one in answer]
+            self._count(told)
+            return [[(entry[0], entry[1], entry[2]) for entry in one["input_token_logprobs"]] for one in told]
+
+    async def _render(self, messages: list[Message], *, begun: bool) -> str:
+        tokens = await self._tokens({"messages": messages, "add_generation_prompt": begun})
+        return await self._text(tokens)
+
+    async def _tokens(self, body: dict[str, object]) -> list[int]:
+        answer = await self._http.post("/tokenize", body)
+        with understood():
+            return list(answer["tokens"])
+
+    async def _text(self, tokens: Sequence[int]) -> str:
+        answer = await self._http.post("/detokenize", {"tokens": list(tokens)})
+        with understood():
+            return str(answer["prompt"])
+
+    async def _sent_text(self, text: str) -> str:
+        """Without the beginning that the server's tokenizer adds."""
+        if self._begin is None:
+            try:
+                self._begin = await self._text(await self._tokens({"prompt": ""}))
+            except QuireError:
+                self._begin = ""
+        return text.removeprefix(self._begin) if self._begin else text
+
+    def _hint(self, program: Program | None) -> dict[str, object]:
+        if program is None:
+            return {}
+        return {"program": {"id": program.id, "branch": program.branch, "expects_more": program.expects_more}}
+
+    def _count(self, told: Sequence[dict[str, Any]]) -> None:
+        """Of n sequences the prompt is one."""
+        first = told[0] if told else {}
+        same = [one for one in told if one.get("id") != first.get("id")]
+        for meta in [first, *same]:
+            self.stats.count(meta.get("prompt_tokens", 0), 0, meta.get("cached_tokens", 0))
+        self.stats.count(0, sum(meta.get("completion_tokens", 0) for meta in told))
+
+
+def sampling_params(params: GenParams) -> dict[str, object]:
+    """As /generate names them."""
+    asked: dict[str, object] = {
+        "max_new_tokens": params.max_tokens,
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k,
+        "min_p": params.min_p,
+        "frequency_penalty": params.frequency_penalty,
+        "presence_penalty": params.presence_penalty,
+        "n": params.n,
+        "min_new_tokens": params.min_tokens,
+        "stop": list(params.stop),
+        "stop_token_ids": list(params.stop_token_ids),
+        "ignore_eos": params.ignore_eos,
+        "sampling_seed": params.seed,
+        "regex": params.regex,
+        "json_schema": params.json_schema,
+        "ebnf": params.ebnf,
+    }
+    return {name: value for name, value in asked.items() if value is not None and value != []}
+
+
+def _report(params: GenParams) -> dict[str, object]:
+    if not params.return_logprob:
+        return {}
+    asked: dict[str, object] = {
+        "return_logprob": True,
+        "logprob_start_len": params.logprob_start_len,
+        "top_logprobs_num": params.top_logprobs_num,
+        "return_text_in_logprobs": params.return_text_in_logprobs,
+    }
+    return {name: value for name, value in asked.items() if value is not None}

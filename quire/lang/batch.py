@@ -1,0 +1,63 @@
+"""Many runs at a time, on a bounded pool of threads: programs may wait, and run whatever code they like there."""
+
+import contextvars
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from quire.errors import RequestError
+
+T = TypeVar("T")
+
+AUTO_THREADS = 96
+MAX_THREADS = 1024
+
+
+def run_all(
+    work: Sequence[Callable[[], T]], num_threads: int | str, give_up: Callable[[], None], *, shown: bool, name: str
+) -> Iterator[T]:
+    """The results, in order; those that are ready are given while others run. Raises the first error in that order.
+
+    num_threads: how many run at a time; "auto" is 96. give_up: called where something ends it early, so that what
+    has begun ends soon; nothing else is begun then. Raises RequestError.
+    """
+    threads = AUTO_THREADS if num_threads == "auto" else num_threads
+    if isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads <= MAX_THREADS:
+        raise RequestError(f"num_threads must be 'auto' or 1 to {MAX_THREADS}, not {num_threads!r}", "num_threads")
+    return _run_all(work, threads, give_up, shown=shown, name=name)
+
+
+def _run_all(
+    work: Sequence[Callable[[], T]], threads: int, give_up: Callable[[], None], *, shown: bool, name: str
+) -> Iterator[T]:
+    bar = Progress(
+        TextColumn(name),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        disable=not shown,
+    )
+    task = bar.add_task(name, total=len(work))
+    pool = ThreadPoolExecutor(max(1, min(threads, len(work))), thread_name_prefix="quire-program")
+    running: deque[Future[T]] = deque()
+    try:
+        with bar:
+            for one in work:
+                running.append(pool.submit(contextvars.copy_context().run, one))
+                if len(running) > 2 * threads:  # so that who iterates over many has few of them waiting
+                    yield running.popleft().result()
+                    bar.advance(task)
+            while running:
+                yield running.popleft().result()
+                bar.advance(task)
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        give_up()
+        raise
+    finally:
+        pool.shutdown()

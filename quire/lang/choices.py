@@ -1,0 +1,171 @@
+"""How `select` decides between choices, given the logprobs of their tokens. Knows numbers, no model.
+
+A method is called with SGLang's arguments, so that one written for SGLang can be handed over as it is.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Entry = tuple[float | None, int, str | None]  # logprob, token id, text
+
+
+@dataclass
+class ChoicesDecision:
+    """The choice that was made, and what led to it."""
+
+    decision: str
+    meta_info: dict[str, Any] = field(default_factory=dict)
+
+
+class ChoicesSamplingMethod(ABC):
+    """Decides between choices."""
+
+    @property
+    def requires_unconditional_logprobs(self) -> bool:
+        """Whether it needs the logprobs that the choices' tokens have without the prompt, too."""
+        return False
+
+    @abstractmethod
+    def __call__(
+        self,
+        *,
+        choices: list[str],
+        normalized_prompt_logprobs: list[float],
+        input_token_logprobs: list[list[Entry]],
+        output_token_logprobs: list[list[Entry]],
+        unconditional_token_logprobs: list[list[Entry]] | None = None,
+    ) -> ChoicesDecision:
+        """The decision. Each list has an entry per choice: mean logprob per token; the choice's tokens; nothing."""
+
+
+class TokenLengthNormalized(ChoicesSamplingMethod):
+    """The highest mean logprob per token; of equals, the first."""
+
+    def __call__(
+        self,
+        *,
+        choices: list[str],
+        normalized_prompt_logprobs: list[float],
+        input_token_logprobs: list[list[Entry]],
+        output_token_logprobs: list[list[Entry]],
+        unconditional_token_logprobs: list[list[Entry]] | None = None,
+    ) -> ChoicesDecision:
+        """The decision."""
+        about = _about(normalized_prompt_logprobs, input_token_logprobs, output_token_logprobs)
+        return ChoicesDecision(choices[_best(normalized_prompt_logprobs)], about)
+
+
+class GreedyTokenSelection(ChoicesSamplingMethod):
+    """Token by token, the choices stay whose token there is the most likely one.
+
+    A choice that has ended counts with its mean logprob, so that it can be compared with longer ones that begin
+    with it.
+    """
+
+    def __call__(
+        self,
+        *,
+        choices: list[str],
+        normalized_prompt_logprobs: list[float],
+        input_token_logprobs: list[list[Entry]],
+        output_token_logprobs: list[list[Entry]],
+        unconditional_token_logprobs: list[list[Entry]] | None = None,
+    ) -> ChoicesDecision:
+        """The decision."""
+        rows = [known(entries) for entries in input_token_logprobs]
+        length = max(map(len, rows))
+        matrix = [row + [mean(row)] * (length - len(row)) for row in rows]
+        left = list(range(len(choices)))
+        for place in range(length):
+            most = max(matrix[i][place] for i in left)
+            left = [i for i in left if matrix[i][place] == most]
+        about = _about(normalized_prompt_logprobs, input_token_logprobs, output_token_logprobs)
+        return ChoicesDecision(choices[left[0]], {**about, "greedy_logprob_matrix": matrix})
+
+
+class UnconditionalLikelihoodNormalized(ChoicesSamplingMethod):
+    """The highest mean of how much likelier the prompt makes each token than it is by itself.
+
+    The first token has no logprob by itself, and counts as it is.
+    """
+
+    @property
+    def requires_unconditional_logprobs(self) -> bool:
+        """It does."""
+        return True
+
+    def __call__(
+        self,
+        *,
+        choices: list[str],
+        normalized_prompt_logprobs: list[float],
+        input_token_logprobs: list[list[Entry]],
+        output_token_logprobs: list[list[Entry]],
+        unconditional_token_logprobs: list[list[Entry]] | None = None,
+    ) -> ChoicesDecision:
+        """The decision."""
+        if unconditional_token_logprobs is None:
+            raise ValueError("this method needs the logprobs of the choices by themselves")
+        gains = [
+            mean([(own[0] or 0.0) - (alone[0] or 0.0) for own, alone in zip(entries, by_itself, strict=True)])
+            for entries, by_itself in zip(input_token_logprobs, unconditional_token_logprobs, strict=True)
+        ]
+        about = _about(normalized_prompt_logprobs, input_token_logprobs, output_token_logprobs)
+        about["unconditional_token_logprobs"] = unconditional_token_logprobs
+        about["normalized_unconditional_prompt_logprobs"] = gains
+        return ChoicesDecision(choices[_best(gains)], about)
+
+
+token_length_normalized = TokenLengthNormalized()
+greedy_token_selection = GreedyTokenSelection()
+unconditional_likelihood_normalized = UnconditionalLikelihoodNormalized()
+
+
+def decide(
+    choices: Sequence[str],
+    method: ChoicesSamplingMethod,
+    scores: list[list[Entry]],
+    unconditional: list[list[Entry]] | None = None,
+) -> ChoicesDecision:
+    """What the method says. scores: of each choice's tokens behind the prompt. unconditional: by themselves."""
+    return method(
+        choices=list(choices),
+        normalized_prompt_logprobs=[mean(known(entries)) for entries in scores],
+        input_token_logprobs=scores,
+        output_token_logprobs=[[] for _ in choices],
+        unconditional_token_logprobs=unconditional,
+    )
+
+
+def num_shared(one: Sequence[object], other: Sequence[object]) -> int:
+    """The length of what both begin with.
+
+    Of a prompt's tokens and those of the prompt with a choice: what comes behind it is the choice's. That is one
+    token more than the choice where its beginning makes another token of the prompt's end.
+    """
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def known(entries: Sequence[Entry]) -> list[float]:
+    """The logprobs that there are: a text's very first token has none."""
+    return [entry[0] for entry in entries if entry[0] is not None]
+
+
+def mean(values: Sequence[float]) -> float:
+    """0 of none."""
+    return math.fsum(values) / len(values) if values else 0.0
+
+
+def _best(values: Sequence[float]) -> int:
+    return max(range(len(values)), key=values.__getitem__)
+
+
+def _about(normalized: list[float], tokens: list[list[Entry]], outputs: list[list[Entry]]) -> dict[str, Any]:
+    return {
+        "normalized_prompt_logprobs": normalized,
+        "input_token_logprobs": tokens,
+        "output_token_logprobs": outputs,
+    }

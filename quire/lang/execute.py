@@ -1,0 +1,207 @@
+"""Executor: what each operation does to a scene. Runs on the backend's loop; knows no threads and no queue."""
+
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from quire.core.terms import Program
+from quire.errors import RequestError
+from quire.lang import ir
+from quire.lang.backends.base import Backend, Piece
+from quire.lang.chat_turn import ChatTurn
+from quire.lang.errors import GenerationFailed
+from quire.lang.params import GenParams
+from quire.lang.scene import Cut, Scene
+from quire.lang.surplus import Surplus, Written, finish_type
+
+_END_OF_THOUGHT = "</think>"
+_BEGIN_OF_THOUGHT = "<think>"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What all streams of a run have in common."""
+
+    backend: Backend
+    defaults: GenParams
+    streaming: bool = False
+    num_api_spec_tokens: int | None = None
+
+
+class Executor:
+    """The operations of one stream.
+
+    program: says of the next call which program it is a part of. tell: called whenever there is more to be seen.
+    """
+
+    def __init__(
+        self, setting: Setting, scene: Scene, program: Callable[[], Program | None], tell: Callable[[], None]
+    ) -> None:
+        self.scene = scene
+        self.turn: ChatTurn | None = None  # of a chat endpoint, whose gens are known when it ends
+        self._setting = setting
+        self._backend = setting.backend
+        self._surplus = Surplus(setting.num_api_spec_tokens)
+        self._program = program
+        self._tell = tell
+
+    async def execute(self, op: ir.Expr) -> None:
+        """Do what it says. Raises what is wrong with it, and what goes wrong."""
+        scene = self.scene
+        match op:
+            case ir.Text(text):
+                self.fill(text)
+            case ir.Gen():
+                await self._gen(op)
+            case ir.Select():
+                await self._select(op)
+            case ir.RoleBegin(role):
+                await self._begin(role)
+            case ir.RoleEnd(role):
+                await self._end(role)
+            case ir.Assign(name, value):
+                scene.variables[name] = value
+            case ir.ScopeBegin(name):
+                scene.scopes.append((name, scene.length))
+            case ir.ScopeEnd(name):
+                scene.variables[name] = scene.end_scope(name)
+            case _:
+                raise RequestError(f"{type(op).__name__} is nothing that can be appended")
+
+    def fill(self, text: str) -> None:
+        """Text of the program itself."""
+        if self.turn is not None:
+            self.turn.fill(text)
+            return
+        self._surplus.fill(text)
+        self.scene.write(text)
+
+    # What the model writes
+
+    async def _gen(self, op: ir.Gen) -> None:
+        params = self._setting.defaults.changed(op.said)
+        params.check()
+        if self.turn is not None:
+            self.turn.gen(op.name, params)
+            return
+        if self._surplus.helps(params):
+            written = await self._surplus.generate(params, self._written)
+            self.scene.write(written.text)
+            self._keep(op.name, written.text, written.meta)
+            return
+        self._surplus.drop()
+        await self._generate(op.name, params)
+
+    async def _generate(self, name: str | None, params: GenParams) -> None:
+        """Piece by piece into the text, of n sequences the first."""
+        scene = self.scene
+        texts = [""] * params.n
+        streaming = self._setting.streaming and params.n == 1
+        async with aclosing(self._pieces(params, stream=streaming)) as pieces:
+            async for piece in pieces:
+                texts[piece.index] += piece.text
+                if piece.index == 0:
+                    scene.write(piece.text)
+                meta = piece.meta if piece.index == 0 else None
+                self._keep(name, texts[0] if params.n == 1 else texts, meta)
+                self._tell()
+        self._keep(name, texts[0] if params.n == 1 else texts, None)
+
+    async def _written(self, params: GenParams) -> Written:
+        """All of one sequence at once."""
+        text, meta = "", {}
+        async with aclosing(self._pieces(params, stream=False)) as pieces:
+            async for piece in pieces:
+                text, meta = text + piece.text, piece.meta
+        return Written(text, meta)
+
+    async def _pieces(self, params: GenParams, *, stream: bool) -> AsyncGenerator[Piece]:
+        """All that one call writes. Raises GenerationFailed where a sequence does not end as it should."""
+        told: dict[int, dict[str, object]] = {}
+        pieces = self._backend.pieces(self.scene.prompt(), params, self._program(), stream=stream)
+        async with aclosing(pieces):
+            async for piece in pieces:
+                if not 0 <= piece.index < params.n:
+                    raise GenerationFailed(f"more was written than the {params.n} that were asked for")
+                told[piece.index] = piece.meta
+                yield piece
+        for index in range(params.n):
+            check_end(told.get(index, {}))
+
+    async def _select(self, op: ir.Select) -> None:
+        if self.turn is not None:
+            raise RequestError("select is not possible in a turn that a chat endpoint writes as a whole")
+        decision = await self._backend.select(self.scene.prompt(), op.choices, op.method, self._program())
+        self.fill(decision.decision)
+        self._keep(op.name, decision.decision, decision.meta_info)
+
+    def _keep(self, name: str | None, value: object, meta: dict[str, object] | None) -> None:
+        if name is None:
+            return
+        self.scene.variables[name] = value
+        if meta is not None:
+            self.scene.meta[name] = meta
+        else:
+            self.scene.meta.setdefault(name, {})
+
+    def separate(self, name: str) -> None:
+        """Take the thought out of what the model wrote last. Raises RequestError where that is no text."""
+        if self.turn is not None:
+            raise RequestError("separate_reasoning is not possible in a turn that a chat endpoint writes as a whole")
+        scene = self.scene
+        said = scene.variables.get(name)
+        if not isinstance(said, str):
+            raise RequestError(f"separate_reasoning is about one text, and {name!r} is none")
+        thought, mark, answer = said.rpartition(_END_OF_THOUGHT)
+        scene.variables[f"{name}_reasoning_content"] = thought.strip().removeprefix(_BEGIN_OF_THOUGHT).strip()
+        answer = answer.lstrip() if mark else answer
+        scene.variables[name] = answer
+        length = len(said) - len(answer)
+        if length:
+            scene.cut(scene.length - len(said), length)  # it stands at the end
+            scene.cuts.append(Cut(name, 0, length))
+
+    # Turns
+
+    async def _begin(self, role: ir.Role) -> None:
+        scene = self.scene
+        if scene.role is not None:
+            raise RequestError(f"the {role}'s turn begins inside the {scene.role}'s; end that one first")
+        texts = await self._backend.role_texts(self._roles(role))
+        self.fill(texts.prefix)
+        scene.role, scene.turn_start = role, scene.length
+        spec = self._setting.num_api_spec_tokens
+        if role == "assistant" and spec is not None and self._backend.is_chat_model:
+            self.turn = ChatTurn(spec)
+
+    async def _end(self, role: ir.Role) -> None:
+        scene = self.scene
+        if scene.role != role:
+            raise RequestError(f"the {role}'s turn ends, and {scene.role or 'nobody'} speaks")
+        if self.turn is not None:
+            await self._end_chat_turn(self.turn)
+        texts = await self._backend.role_texts(self._roles(role))
+        content = scene.turn.lstrip()
+        scene.role = None
+        scene.messages.append({"role": role, "content": content})
+        self.fill(texts.suffix)
+
+    async def _end_chat_turn(self, turn: ChatTurn) -> None:
+        self.turn = None
+        for part in await turn.complete(self._written):
+            self.scene.write(part.text)
+            self._keep(part.name, part.text, part.meta)
+
+    def _roles(self, last: ir.Role) -> tuple[str, ...]:
+        return (*(message["role"] for message in self.scene.messages), last)
+
+
+def check_end(meta: Mapping[str, object]) -> None:
+    """Raises GenerationFailed where a sequence did not end, or ended with an error. meta: the last of it."""
+    reason = finish_type(meta)
+    if reason is None:
+        raise GenerationFailed("the answer was cut off: it ends, and nothing says why")
+    if reason in ("error", "abort"):
+        told = meta.get("finish_reason")
+        why = told.get("message") if isinstance(told, Mapping) else None
+        raise GenerationFailed(f"it could not be written to its end: {why or reason}")

@@ -1,0 +1,197 @@
+"""How tokens of a `gen` are chosen and when it ends: SGLang's names and defaults. Knows no backend."""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypedDict
+
+from quire.errors import RequestError, nearest
+from quire.params import is_unicode
+
+# After a number the model may write white space, which ends it: without that it could only go on with digits.
+_DTYPES: Mapping[object, tuple[str, tuple[str, ...]]] = {
+    int: (r"[-+]?[0-9]+[ \n]*", (" ", "\n")),
+    float: (r"[-+]?[0-9]*\.?[0-9]+[ \n]*", (" ", "\n")),
+    bool: (r"(True|False)", ()),
+    str: (r'"[^"\\\n]*"', ()),
+}
+_DTYPE_NAMES: Mapping[object, type] = {
+    **{kind.__name__: kind for kind in (int, float, bool, str)},
+    "string": str,
+}
+
+
+class Sampling(TypedDict, total=False):
+    """What may be said of a `gen`, and as defaults of a whole program. None says nothing."""
+
+    min_tokens: int | None
+    n: int | None
+    stop: str | list[str] | tuple[str, ...] | None
+    stop_token_ids: list[int] | tuple[int, ...] | None
+    stop_regex: None
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    min_p: float | None
+    frequency_penalty: float | None
+    presence_penalty: float | None
+    ignore_eos: bool | None
+    seed: int | None
+    return_logprob: bool | None
+    logprob_start_len: int | None
+    top_logprobs_num: int | None
+    return_text_in_logprobs: bool | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenParams:
+    """One `gen`, or the defaults of a program; with the defaults of SGLang's language.
+
+    dtype, regex, json_schema and ebnf: the form of the output; at most one. return_logprob and what follows it say
+    what the meta info of the variable tells.
+    """
+
+    max_tokens: int = 128
+    min_tokens: int = 0
+    n: int = 1
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    ignore_eos: bool = False
+    seed: int | None = None
+    return_logprob: bool = False
+    logprob_start_len: int | None = None
+    top_logprobs_num: int | None = None
+    return_text_in_logprobs: bool | None = None
+    regex: str | None = None
+    json_schema: str | None = None
+    ebnf: str | None = None
+
+    @property
+    def tells_prompt(self) -> bool:
+        """Whether the prompt's tokens are told of, too."""
+        return self.return_logprob and self.logprob_start_len is not None and self.logprob_start_len >= 0
+
+    @property
+    def form(self) -> tuple[str, str] | None:
+        """The form of the output as (regex, json_schema or ebnf, its text)."""
+        for name in _FORMS:
+            if (text := getattr(self, name)) is not None:
+                return name, text
+        return None
+
+    def check(self) -> None:
+        """Raises RequestError for what says something of logprobs that are not asked for."""
+        for name in ("logprob_start_len", "top_logprobs_num", "return_text_in_logprobs"):
+            if getattr(self, name) and not self.return_logprob:
+                raise RequestError(f"{name} needs return_logprob=True", name)
+
+    def changed(self, said: Mapping[str, Any]) -> "GenParams":
+        """With what a `gen` says itself."""
+        return replace(self, **said) if said else self
+
+
+_FORMS = ("regex", "json_schema", "ebnf")
+_NAMES = {field.name for field in fields(GenParams)}
+_SCHEMA = "json_schema"
+_WHOLE: tuple[Any, str] = (int, "a whole number")
+_NUMBER: tuple[Any, str] = (int | float, "a number")
+_SWITCH: tuple[Any, str] = (bool, "True or False")
+_TEXT: tuple[Any, str] = (str, "Unicode text")
+_TYPES: Mapping[str, tuple[Any, str]] = {
+    **dict.fromkeys(("max_tokens", "min_tokens", "n", "top_k", "seed"), _WHOLE),
+    **dict.fromkeys(("logprob_start_len", "top_logprobs_num"), _WHOLE),
+    **dict.fromkeys(("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty"), _NUMBER),
+    **dict.fromkeys(("ignore_eos", "return_logprob", "return_text_in_logprobs"), _SWITCH),
+    **dict.fromkeys(("regex", "ebnf"), _TEXT),
+}
+_LISTS: Mapping[str, tuple[Any, str]] = {"stop": _TEXT, "stop_token_ids": _WHOLE}
+_OTHER_NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
+
+
+def said_of(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What was said, checked by name and type and made plain: no None, dtype as a regex, lists as tuples.
+
+    Raises RequestError for an unknown name, for another type, for two forms and for what no backend can do. How large
+    values may be is checked by whoever computes them.
+    """
+    said: dict[str, Any] = {}
+    for name, value in given.items():
+        name = _OTHER_NAMES.get(name, name)
+        if value is None:
+            continue
+        if name == "stop_regex":
+            raise RequestError("stop_regex is not supported; use stop strings, or regex for the whole output", name)
+        if name not in _NAMES and name != "dtype":
+            raise RequestError(f"unknown parameter {name!r}{nearest(name, _NAMES)}", name)
+        said[name] = _plain(name, value)
+    forms = [name for name in ("dtype", *_FORMS) if name in said]
+    if len(forms) > 1:
+        raise RequestError(f"{' and '.join(forms)} both say what the output looks like; give one", forms[1])
+    if "dtype" in said:
+        said["regex"], ends = _form_of(said.pop("dtype"))
+        said["stop"] = (*said.get("stop", ()), *ends)
+    return said
+
+
+def _plain(name: str, value: Any) -> Any:  # noqa: ANN401  (as it was given)
+    if name in _LISTS:
+        kind, what = _LISTS[name]
+        given = tuple(value) if isinstance(value, list | tuple) else (value,)
+        if not all(_is_a(kind, one) for one in given):
+            raise RequestError(f"{name} must be {what}, or a list of such, not {value!r:.80}", name)
+        return given
+    if name == "json_schema":
+        return _schema(value)
+    kinds, what = _TYPES.get(name, (object, ""))
+    if not _is_a(kinds, value):
+        raise RequestError(f"{name} must be {what}, not {value!r:.80}", name)
+    if name == "regex":
+        _check_regex(value)
+    if name == "logprob_start_len" and value < -1:
+        raise RequestError("logprob_start_len must be a place in the prompt, or -1 to tell nothing of it", name)
+    return value
+
+
+def _is_a(kind: Any, value: object) -> bool:  # noqa: ANN401  (a type, or several)
+    """Whether it is one, true and false being no numbers, and texts being Unicode."""
+    if isinstance(value, bool) and kind is not bool:
+        return kind is object
+    return isinstance(value, kind) and (not isinstance(value, str) or is_unicode(value))
+
+
+def _schema(value: object) -> str:
+    """A schema as text. Raises RequestError for what is no JSON."""
+    if not isinstance(value, str | bool | Mapping):
+        hint = "; of a pydantic model give its model_json_schema()" if hasattr(value, "model_json_schema") else ""
+        raise RequestError(f"json_schema must be a JSON schema, as text or as a dict, not {value!r:.80}{hint}", _SCHEMA)
+    try:
+        text = value if isinstance(value, str) else json.dumps(value, allow_nan=False)
+        json.loads(text)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise RequestError(f"json_schema is no JSON: {error}", _SCHEMA) from error
+    if not is_unicode(text):
+        raise RequestError("json_schema must be Unicode text, without lone surrogates", _SCHEMA)
+    return text
+
+
+def _check_regex(pattern: str) -> None:
+    """What Python cannot read, no backend can: it is wrong where it is written, not when it runs."""
+    try:
+        re.compile(pattern)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise RequestError(f"regex is not a regular expression: {error}", "regex") from error
+
+
+def _form_of(dtype: object) -> tuple[str, tuple[str, ...]]:
+    """A regex, and the strings that end it."""
+    kind = _DTYPE_NAMES.get(dtype, dtype)
+    if kind not in _DTYPES:
+        raise RequestError(f"dtype must be int, float, str or bool, not {dtype!r:.80}", "dtype")
+    return _DTYPES[kind]

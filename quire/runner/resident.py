@@ -1,0 +1,131 @@
+"""Rows that are kept on the device: tokens and block tables, at fixed places, which grow by what steps append.
+
+A step brings no more than its delta, and which rows and positions it computes. What it sampled is written to its rows
+there, where the next step reads it, so nobody waits for the host to see it. All that happens in the order in which it
+was queued: a token that a later step brings replaces the one that was sampled before.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.config import CacheConfig
+from quire.core.step import Chunks, Step, Writes
+from quire.kernels.contract import Batch, Resident
+from quire.runner.inputs import Fed
+from quire.store.upload import upload_into, uploaded
+
+_ALIGNED = 4  # words: kernels are compiled for pointers to multiples of 16 bytes
+_NO_BLOCK = -1
+
+
+class ResidentInputs:
+    """See Inputs. One row more than there are sequences: it has no blocks, and fills up recorded steps."""
+
+    def __init__(self, cache: CacheConfig, max_num_seqs: int, max_model_len: int, device: torch.device) -> None:
+        num_rows, width = max_num_seqs + 1, -(-max_model_len // cache.block_size)
+        self.spare = max_num_seqs
+        self.stride = max_model_len + 1  # tokens of a row
+        sizes = [num_rows * self.stride, *([num_rows * width] * len(cache.groups))]
+        begins = np.cumsum([0, *(-(-size // _ALIGNED) * _ALIGNED for size in sizes)]).tolist()
+        self.words = torch.zeros(begins.pop(), dtype=torch.int32, device=device)  # tokens of all rows, then tables
+        self.tokens = self.words[: sizes[0]].view(num_rows, self.stride)
+        self.tables = [self.words[begin : begin + sizes[1]].view(num_rows, width) for begin in begins[1:]]
+        self._regions = list(zip(begins, [self.stride, *([width] * len(cache.groups))], strict=True))
+        self._device = device
+        self._forget()
+
+    def apply(self, step: Step) -> None:
+        """See Inputs."""
+        if step.reset:
+            self._forget()
+        delta = [
+            _scattered(writes, begin, width)
+            for writes, (begin, width) in zip((step.tokens, *step.blocks), self._regions, strict=True)
+            if len(writes.values)
+        ]
+        if not delta:
+            return
+        places, values = (np.concatenate(parts) for parts in zip(*delta, strict=True))
+        there = uploaded(np.concatenate((places.view(np.int32), values)), self._device)
+        self.words.index_copy_(0, there[: 2 * len(places)].view(torch.int64), there[2 * len(places) :])
+
+    def put(self, rows: np.ndarray, positions: np.ndarray, tokens: Tensor) -> None:
+        """See Inputs."""
+        places = uploaded(self._places(rows, positions), self._device)
+        self.words.index_copy_(0, places, tokens.clamp(min=0).to(torch.int32))
+
+    def of(self, chunks: Chunks) -> Fed:
+        """See Inputs."""
+        lengths = chunks.stops - chunks.starts
+        positions = np.arange(lengths.sum()) + np.repeat(chunks.stops - np.cumsum(lengths), lengths)
+        places = self._places(np.repeat(chunks.rows, lengths), positions)
+        there = uploaded(_paired(places, positions), self._device)[:, : len(places)]
+        return Fed(self.read(there[0]), there[1], self.batches(chunks.starts, chunks.stops, chunks.rows))
+
+    def fixed(self, size: int) -> "FixedResidentInputs":
+        """See Inputs."""
+        return FixedResidentInputs(self, size, self._device)
+
+    def read(self, places: Tensor) -> Tensor:
+        """Tokens, int64, at places among the words of all rows."""
+        return self.words.index_select(0, places).long()
+
+    def batches(self, starts: np.ndarray, stops: np.ndarray, rows: np.ndarray) -> list[Batch]:
+        """What each group's attention has to know: columns of one entry per chunk."""
+        starts, stops, rows = (column.astype(np.int64) for column in (starts, stops, rows))
+        nothing = np.empty((len(rows), 0), np.int64)
+        return [Batch(starts, stops, nothing, Resident(table, rows)) for table in self.tables]
+
+    def _places(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """Where tokens stand among the words of all rows, int64."""
+        places: np.ndarray = rows.astype(np.int64) * self.stride + positions
+        return places
+
+    def _forget(self) -> None:
+        """Empty all rows."""
+        self.words.zero_()
+        for table in self.tables:
+            table[self.spare].fill_(_NO_BLOCK)
+
+
+class FixedResidentInputs:
+    """Which rows and positions a recorded step computes. It looks tokens up itself, when it is played."""
+
+    def __init__(self, inputs: ResidentInputs, size: int, device: torch.device) -> None:
+        self._inputs = inputs
+        self._there = torch.zeros((2, size + size % 2), dtype=torch.int64, device=device)
+        self._places, self.positions = self._there[:, :size].unbind()
+
+    def token_ids(self) -> Tensor:
+        """See Fixed."""
+        return self._inputs.read(self._places)
+
+    def refill(self, chunks: Chunks) -> list[Batch]:
+        """See Fixed."""
+        more = (0, len(self.positions) - len(chunks))
+        rows = np.pad(chunks.rows.astype(np.int64), more, constant_values=self._inputs.spare)
+        starts = np.pad(chunks.starts.astype(np.int64), more)
+        upload_into(self._there, _paired(rows * self._inputs.stride + starts, starts))
+        return self._inputs.batches(starts, starts + 1, rows)
+
+
+def _paired(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """Two columns of int64 in a row each, of even length: kernels are compiled for pointers to 16 bytes."""
+    both = np.zeros((2, len(one) + len(one) % 2), np.int64)
+    both[0, : len(one)], both[1, : len(one)] = one, other
+    return both
+
+
+def _scattered(writes: Writes, begin: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """Places, int64, and values, int32, of spans in a table that begins at `begin`. Each place comes once.
+
+    Of several values for one place the last is taken, as where spans are written one after another.
+    """
+    ends = np.cumsum(writes.lengths, dtype=np.int64)
+    firsts = begin + writes.rows.astype(np.int64) * width + writes.starts - (ends - writes.lengths)
+    places = np.arange(len(writes.values)) + np.repeat(firsts, writes.lengths)
+    if len(np.unique(writes.rows)) == len(writes.rows):
+        return places, writes.values
+    places, last = np.unique(places[::-1], return_index=True)
+    return places, writes.values[::-1][last]

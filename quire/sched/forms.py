@@ -1,0 +1,100 @@
+"""Forms: what the constraints of running sequences say. Decides nothing; which tokens come next is a backend's answer.
+
+A request waits here until its constraint is compiled. Text that has to come is appended to a sequence as soon as it is
+known, and computed like a prompt's: one chunk, whose last position is sampled from. Where a step in flight samples a
+token that is known meanwhile, its result is not looked at.
+"""
+
+from collections.abc import Sequence as Listing
+
+import numpy as np
+
+from quire.core.request import Request
+from quire.core.step import ChunkOutput, Late, Step
+from quire.errors import RequestError
+from quire.grammar.contract import Constraints, Verdict
+from quire.sched.lives import Launched
+from quire.sched.rows import Rows
+from quire.sched.sequence import Sequence
+
+DEAD_END = "the constraint on the output allows nothing here: "
+_NO_TOKEN = "no token that it allows could be sampled; other parameters may forbid what it asks for"
+
+
+class Forms:
+    """Asks the constraints, and tells sequences what they say."""
+
+    def __init__(self, constraints: Constraints | None, rows: Rows) -> None:
+        self.constraints = constraints
+        self.compiling: dict[str, tuple[Request, float]] = {}  # whose constraint is being compiled, and since when
+        self._rows = rows
+        self._open: set[int] = set()  # sequences
+
+    def check(self, request: Request) -> None:
+        """Raises RequestError for a request that this scheduler cannot hold to its form."""
+        if not request.is_constrained:
+            return
+        if self.constraints is None:
+            raise RequestError(
+                "this engine cannot constrain outputs; leave structured_outputs out", "structured_outputs"
+            )
+        if request.beams is not None:
+            raise RequestError("a beam search takes no structured_outputs; leave one of them out", "structured_outputs")
+
+    def begin(self, seq: Sequence) -> tuple[str | None, str]:
+        """A sequence begins, or goes on behind known tokens: why it ends with what is forced, and what went wrong."""
+        assert self.constraints is not None, "checked when it came"
+        self._open.add(seq.id)
+        known = seq.tokens[len(seq.request.prompt) :]
+        kept, reason, error = self._obey(seq, self.constraints.begin(seq.id, seq.request, known))
+        seq.unsaid = kept
+        return reason, error
+
+    def advance(self, seq: Sequence, tokens: Listing[int]) -> tuple[list[int], str | None, str]:
+        """A sequence got tokens: those that are forced behind them, why it ends with these, and what went wrong."""
+        assert self.constraints is not None, "checked when it came"
+        verdict = self.constraints.advance(seq.id, tokens)
+        if len(seq.tokens) == seq.end:  # nothing more can come, and it may be complete
+            return [], "stop" if verdict.is_over and not verdict.forced else "length", ""
+        first = len(seq.tokens)
+        kept, reason, error = self._obey(seq, verdict)
+        if kept and seq.row >= 0:
+            self._rows.corrected.append((seq, first))
+        return kept, reason, error
+
+    def end(self, seq: Sequence) -> None:
+        """A sequence is over."""
+        if seq.id in self._open and self.constraints is not None:
+            self._open.discard(seq.id)
+            self.constraints.end(seq.id)
+
+    def late(self, step: Step, launched: Launched) -> Late:
+        """Masks of the rows of the newest step that sample what is not known yet."""
+        if not self._open:
+            return Late.nothing()
+        assert self.constraints is not None, "somebody is constrained"
+        samples = (step.chunks.outputs == ChunkOutput.SAMPLE).tolist()
+        asking = [
+            (row, seq.id)
+            for row, (seq, _, _, epoch, _), is_sampled in zip(
+                step.chunks.rows.tolist(), launched.entries, samples, strict=True
+            )
+            if is_sampled and seq.constrained and not (seq.finished or seq.num_foreseen) and seq.epoch == epoch
+        ]
+        if not asking:
+            return Late.nothing()
+        rows, seq_ids = zip(*asking, strict=True)
+        return Late(np.array(rows, np.int32), self.constraints.masks(seq_ids))
+
+    def _obey(self, seq: Sequence, verdict: Verdict) -> tuple[list[int], str | None, str]:
+        kept, reason = seq.force(verdict.forced) if verdict.forced else ([], None)
+        if verdict.is_over and reason != "stop" and len(kept) == len(verdict.forced):
+            reason = "stop"
+        if verdict.error and reason is None:
+            return kept, "error", DEAD_END + verdict.error
+        return kept, reason, ""
+
+
+def no_token(seq: Sequence, error: str) -> str:
+    """Why nothing was sampled, of a sequence that may be constrained."""
+    return DEAD_END + _NO_TOKEN if seq.constrained else error

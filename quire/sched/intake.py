@@ -1,0 +1,126 @@
+"""Intake: what a step's result means for its sequences: tokens they get, what is told about them, and how they end."""
+
+from quire.cache.kv_cache import KVCache
+from quire.core.output import Output
+from quire.core.step import StepResult
+from quire.cost.block_use import BlockUse
+from quire.sched.builder import Entry
+from quire.sched.forms import Forms, no_token
+from quire.sched.lives import Launched, Lives
+from quire.sched.queue_bound import QueueBound
+from quire.sched.results import NOTHING, Extras, News
+from quire.sched.searches import Searches
+from quire.sched.sequence import Sequence
+
+
+class Intake:
+    """Hands out the columns of a result, sequence by sequence."""
+
+    def __init__(
+        self, cache: KVCache, lives: Lives, searches: Searches, forms: Forms, block_use: BlockUse, bound: QueueBound
+    ) -> None:
+        self._cache = cache
+        self._lives = lives
+        self._searches = searches
+        self._forms = forms
+        self._block_use = block_use
+        self._bound = bound
+
+    def take(self, launched: Launched, result: StepResult, now: float) -> list[Output]:
+        """What there is to say after a step that was run."""
+        outputs = []
+        tokens, counts, extras, at = result.tokens.tolist(), result.counts.tolist(), Extras(result), 0
+        self._lives.queue.served(launched.entries, counts)
+        for entry, count in zip(launched.entries, counts, strict=True):
+            seq, _, stop, epoch, num_told = entry
+            news = extras.take(entry, at, count) if num_told or extras.has_logprobs else NOTHING
+            if not seq.finished and seq.epoch == epoch:
+                seq.suspect = False
+                self._wrote(seq, stop, now)
+                if seq.request.beams is not None:
+                    outputs += self._hear(seq, tokens[at : at + count], news, now)
+                elif count or num_told or seq.is_over:
+                    output = self._extend(entry, tokens[at : at + count], news, now)
+                    if output is not None:
+                        outputs.append(output)
+            at += count
+        return outputs
+
+    def note_length(self, seq: Sequence) -> None:
+        """A sequence came to its end."""
+        self._block_use.ended(len(seq.tokens))
+        self._bound.ended(seq)
+
+    def fail_search(self, seq: Sequence, error: str, now: float) -> list[Output]:
+        """A beam failed, and with it the search."""
+        request = seq.request
+        self._searches.drop(request.id)
+        self._lives.end_all(request.id, "error", now)
+        return [Output(request.id, i, seq.id, [], "error", error=error) for i in range(request.params.n)]
+
+    def _wrote(self, seq: Sequence, num_tokens: int, now: float) -> None:
+        """The KV of the first `num_tokens` positions is there, and stays unless the sequence is preempted."""
+        if seq.row < 0:
+            return
+        seq.num_written = num_tokens
+        if num_tokens >= seq.num_shared > 0:
+            self._lives.branch_held(seq, now)
+        if self._cache.windowed:
+            assert seq.table is not None
+            self._cache.trim(seq.table, num_tokens)
+
+    def _extend(self, entry: Entry, tokens: list[int], news: News, now: float) -> Output | None:
+        """What came of a chunk: append sampled tokens and what they force, and see whether the sequence ends.
+
+        None where it says nothing: what it sampled was known before.
+        """
+        seq, _, stop, _, num_told = entry
+        if num_told:
+            seq.num_told = min(stop, seq.to_tell)
+        kept, reason, error = seq.extend(tokens) if tokens else (tokens, None, "")
+        logprobs, scored, pooled = news
+        if logprobs is not None:
+            logprobs = logprobs.slice(0, len(kept)) if kept else None
+        total = seq.add_up(logprobs) if kept and seq.request.params.is_ranked else None
+        forced: list[int] = []
+        if seq.constrained and tokens:
+            kept, forced, reason, error = self._obey(seq, kept, reason, error)
+        if not (kept or reason or num_told or seq.is_over):
+            return None
+        if seq.told_end[0] is not None and seq.is_over:
+            (reason, error), kept, seq.unsaid = seq.told_end, seq.unsaid, []
+            forced = list(range(len(kept)))
+        begins = kept and len(kept) == seq.num_generated
+        queued = self._lives.accounts.queue_seconds(seq.request.id) if begins else None
+        if reason is None and not seq.samples and seq.is_over:
+            reason = "stop" if seq.pools else "length"
+        if reason is not None:
+            self.note_length(seq)
+            self._lives.end(seq, reason, now)
+        stop_token = kept[-1] if kept and reason == "stop" and kept[-1] in seq.stop_ids else None
+        about = (seq.request.id, seq.index, seq.id, kept, reason, stop_token)
+        return Output(*about, logprobs, scored, pooled, seq.num_cached or 0, total, error, queued, forced)
+
+    def _obey(
+        self, seq: Sequence, sampled: list[int], reason: str | None, error: str
+    ) -> tuple[list[int], list[int], str | None, str]:
+        """What a constraint makes of sampled tokens: all tokens to be told, indices of the forced ones, and the end."""
+        if reason == "error":
+            error = no_token(seq, error)
+        behind: list[int] = []
+        if sampled and reason in (None, "length"):
+            behind, reason, error = self._forms.advance(seq, sampled)
+        before, seq.unsaid = seq.unsaid if sampled or reason else [], [] if sampled or reason else seq.unsaid
+        told = before + sampled + behind
+        return told, [*range(len(before)), *range(len(before) + len(sampled), len(told))], reason, error
+
+    def _hear(self, seq: Sequence, tokens: list[int], news: News, now: float) -> list[Output]:
+        """What came of a chunk of a beam: its candidates, or nothing yet. The search may be over."""
+        if not tokens:
+            return []
+        if tokens[0] < 0 or news.logprobs is None:
+            return self.fail_search(seq, "no token could be chosen: the logits are not finite", now)
+        outputs = self._searches.hear(seq, news.logprobs, now)
+        if outputs:
+            self._lives.end_all(seq.request.id, "stop", now)
+        return outputs

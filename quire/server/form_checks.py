@@ -1,0 +1,175 @@
+"""FormChecks: whether a backend takes the form that a request asks for, told before anything is streamed.
+
+A check may take long, and a thread cannot be stopped. So checks have threads of their own; how many wait and how long
+is bounded; and what was found is kept, by content.
+"""
+
+import asyncio
+import hashlib
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from queue import SimpleQueue
+from threading import Thread
+from typing import Literal, NamedTuple
+
+from quire.engine.stacks import deep_stacks
+from quire.errors import EngineStopped, RequestError
+from quire.server.errors import Busy
+from quire.structured import StructuredOutputsParams
+
+log = logging.getLogger(__name__)
+
+NUM_THREADS = 2
+MAX_JOBS = 64  # that run or wait
+MAX_SECONDS = 5.0  # until a check begins, and until it ends
+MAX_KEPT = 4096  # verdicts
+_MAX_MESSAGE = 1000  # characters; a backend may quote all of a schema
+
+Check = Callable[[StructuredOutputsParams], None]  # raises RequestError
+Result = Literal["ok", "bad", "slow"]
+
+
+class Fault(NamedTuple):
+    """Why a form is refused."""
+
+    message: str
+    param: str
+
+
+@dataclass(eq=False, slots=True)
+class _Job:
+    """A check for all who ask for the same meanwhile."""
+
+    key: bytes
+    form: StructuredOutputsParams
+    loop: asyncio.AbstractEventLoop
+    began: asyncio.Future[float]  # when, by the loop's clock
+    ended: asyncio.Future[Fault | None]
+    num_waiting: int = 0
+
+
+class FormChecks:
+    """check: raises RequestError. tell(result, seconds): of each check that was made, not of what was known."""
+
+    def __init__(self, check: Check, tell: Callable[[Result, float], None]) -> None:
+        self._check = check
+        self._tell = tell
+        self._known: OrderedDict[bytes, Fault | None] = OrderedDict()
+        self._jobs: dict[bytes, _Job] = {}
+        self._queue: SimpleQueue[_Job | None] = SimpleQueue()
+        self._threads: list[Thread] = []
+        self._closed = False
+
+    async def check(self, form: StructuredOutputsParams) -> None:
+        """Raises RequestError for a form that cannot be had, Busy when too many wait, EngineStopped after `close`."""
+        key = _key(form)
+        if key in self._known:
+            self._known.move_to_end(key)
+            fault = self._known[key]
+        else:
+            fault = await self._found(key, form)
+        self._check_open()
+        if fault is not None:
+            raise RequestError(*fault)
+
+    def close(self) -> None:
+        """Who waits is refused. A thread whose check does not end does not keep the process."""
+        self._closed = True
+        for job in self._jobs.values():
+            self._begin(job)
+            self._settle(job, None)
+        for _ in self._threads:
+            self._queue.put(None)
+
+    async def _found(self, key: bytes, form: StructuredOutputsParams) -> Fault | None:
+        job = self._jobs.get(key) or self._ask(key, form)
+        job.num_waiting += 1
+        try:
+            async with asyncio.timeout(MAX_SECONDS):
+                began = await asyncio.shield(job.began)
+        except TimeoutError:  # because of others
+            raise Busy from None
+        finally:
+            job.num_waiting -= 1
+        try:
+            async with asyncio.timeout_at(began + MAX_SECONDS):
+                return await asyncio.shield(job.ended)
+        except TimeoutError:
+            if not job.ended.done():
+                self._tell("slow", MAX_SECONDS)
+                message = f"{form.kind} could not be checked within {MAX_SECONDS:g} s; make it smaller or simpler"
+                self._settle(job, Fault(message, form.kind))
+            return job.ended.result()
+
+    def _ask(self, key: bytes, form: StructuredOutputsParams) -> _Job:
+        self._check_open()
+        if len(self._jobs) >= MAX_JOBS:
+            raise Busy
+        while len(self._threads) < NUM_THREADS:
+            self._threads.append(Thread(target=self._work, name="quire-checks", daemon=True))
+            with deep_stacks():
+                self._threads[-1].start()
+        loop = asyncio.get_running_loop()
+        job = self._jobs[key] = _Job(key, form, loop, loop.create_future(), loop.create_future())
+        self._queue.put(job)
+        return job
+
+    def _work(self) -> None:
+        """On a thread: one job after another."""
+        while (job := self._queue.get()) is not None:
+            with suppress(RuntimeError):  # the loop may be closed already
+                if not job.num_waiting:
+                    job.loop.call_soon_threadsafe(self._drop, job)
+                    continue
+                job.loop.call_soon_threadsafe(self._begin, job)
+                start = time.perf_counter()
+                fault = self._fault(job.form)
+                job.loop.call_soon_threadsafe(self._end, job, fault, time.perf_counter() - start)
+
+    def _fault(self, form: StructuredOutputsParams) -> Fault | None:
+        try:
+            self._check(form)
+        except RequestError as error:
+            return Fault(str(error)[:_MAX_MESSAGE], error.param or form.kind)
+        except BaseException:  # a backend may also panic
+            log.exception("a %s could not be checked", form.kind)
+            return Fault(f"{form.kind} cannot be read by this server; change it", form.kind)
+        return None
+
+    def _drop(self, job: _Job) -> None:
+        if job.num_waiting:  # somebody asked meanwhile
+            self._queue.put(job)
+        else:
+            self._jobs.pop(job.key)
+
+    def _begin(self, job: _Job) -> None:
+        if not job.began.done():
+            job.began.set_result(job.loop.time())
+
+    def _end(self, job: _Job, fault: Fault | None, seconds: float) -> None:
+        self._jobs.pop(job.key)
+        if not job.ended.done():  # it was in time
+            self._tell("bad" if fault else "ok", seconds)
+        self._settle(job, fault)  # also where it was late: the next who asks is told the truth
+
+    def _settle(self, job: _Job, fault: Fault | None) -> None:
+        """What all who wait are told, and who asks for the same later."""
+        if not job.ended.done():
+            job.ended.set_result(fault)
+        self._known[job.key] = fault
+        if len(self._known) > MAX_KEPT:
+            self._known.popitem(last=False)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineStopped("the server is shutting down")
+
+
+def _key(form: StructuredOutputsParams) -> bytes:
+    """Of all that a check may look at. Texts may be long, and are not kept."""
+    asked = (form.kind, form.text, form.disable_any_whitespace, form.disable_additional_properties)
+    return hashlib.sha256(repr((*asked, form.whitespace_pattern)).encode()).digest()

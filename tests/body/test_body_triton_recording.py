@@ -1,0 +1,130 @@
+"""What graphs take, as arithmetic, and how one is captured, with a stand-in for the device."""
+
+from contextlib import contextmanager, nullcontext
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.config import EngineOptions
+from quire.engine.demand import demand_of, kv_groups
+from quire.kernels.contract import NotRecordable
+from quire.models.description import describe
+from quire.store.host import STAGED_BYTES
+
+pytest.importorskip("triton")
+from quire.kernels.triton import recording
+from quire.kernels.triton.kernels import TritonKernels
+
+
+@given(
+    most=st.integers(1, 1000), token=st.integers(1, 10**7), logits=st.integers(4, 10**6), scratch=st.integers(0, 10**8)
+)
+def test_the_line_covers_every_size_that_may_be_recorded(most, token, logits, scratch):
+    recorder = recording.Recording()
+    taken = recorder.takes(most, token, logits, scratch)
+    sizes = {recorder.size(number) for number in range(1, most + 1)} - {None}
+    results = {recorder.result_like(torch.empty(size, 3, device="meta")).shape[0]: size for size in sizes}
+    kept = sum(rows for (rows, _, _) in recorder._results) * logits
+    needed = len(sizes) * recording.GRAPH_BYTES + max(sizes) * (token + logits) + scratch + kept
+    assert set(results) == sizes
+    assert needed + recording.LIBRARY_BYTES <= taken.bytes
+    assert taken.bytes <= 3 * needed + recording.LIBRARY_BYTES, "and not without reason"
+    assert taken.reason.startswith(f"{len(sizes)} graphs of up to {max(sizes)} sequences")
+
+
+def test_results_of_neighbouring_sizes_lie_in_one_place():
+    recorder = recording.Recording()
+    seven, eight, nine = (recorder.result_like(torch.empty(rows, 5)) for rows in (7, 8, 9))
+    assert seven.data_ptr() == eight.data_ptr() != nine.data_ptr()
+    assert [x.shape for x in (seven, eight, nine)] == [(7, 5), (8, 5), (9, 5)]
+    assert recorder.result_like(torch.empty(8, 5, dtype=torch.float16)).dtype == torch.float16
+
+
+class Device:
+    """Stands in for torch.cuda: a graph is what was computed while it was captured, and replaying computes it again."""
+
+    def __init__(self, monkeypatch):
+        self.pools, self.captured, self.failure = [], [], None
+        device = self
+
+        class Stream:
+            def wait_stream(self, other):
+                assert isinstance(other, Stream)
+
+        class Graph:
+            def replay(self):
+                device.captured.append("replayed")
+
+            def pool(self):
+                return "pool"
+
+        @contextmanager
+        def capture(graph, pool):
+            device.pools.append(pool)
+            if device.failure:
+                raise device.failure
+            device.captured.append("captured")
+            yield
+
+        for name, value in {
+            "current_stream": Stream,
+            "Stream": Stream,
+            "stream": lambda stream: nullcontext(),
+            "set_stream": lambda stream: device.captured.append("stream set back"),
+            "CUDAGraph": Graph,
+            "graph": capture,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+
+
+def test_a_graph_is_warmed_up_captured_once_and_leaves_its_result_in_its_place(monkeypatch):
+    device, recorder, inputs, calls = Device(monkeypatch), recording.Recording(), torch.zeros(3, 2), []
+
+    def compute():
+        calls.append(len(device.captured))
+        return inputs + len(calls)
+
+    result, play = recorder.record(compute)
+    assert calls == [0, 0, 1], "two warm-ups, and one that is captured"
+    assert (result == 3).all()
+    play()
+    assert device.captured == ["captured", "replayed", "replayed"]
+    again, _ = recorder.record(lambda: inputs + 7)
+    assert again.data_ptr() == result.data_ptr()
+    assert device.pools == [None, "pool"], "the second shares the memory of the first"
+
+
+@pytest.mark.parametrize(
+    ("failure", "raised"),
+    [
+        (RuntimeError("operation not permitted when stream is capturing"), NotRecordable),
+        (torch.OutOfMemoryError("no memory"), torch.OutOfMemoryError),
+    ],
+)
+def test_what_cannot_be_captured_is_refused_and_memory_that_is_short_is_an_error(monkeypatch, failure, raised):
+    device, recorder = Device(monkeypatch), recording.Recording()
+    device.failure = failure
+    with pytest.raises(raised, match=str(failure)):
+        recorder.record(lambda: torch.zeros(1, 2))
+    assert device.captured == ["stream set back"]
+
+
+@pytest.mark.parametrize("most", [6, 300])
+def test_the_demand_of_a_model_counts_it(saved, most):
+    description = describe(saved("qwen3-gqa")[0])
+    groups = kv_groups(description.kv_layers)
+    kernels = TritonKernels(strict=False)
+    without, recorded = (
+        demand_of(description, EngineOptions(max_num_seqs=most), ("float32", "float32"), groups, kernels)
+        for kernels.recorder in (None, recording.Recording())
+    )
+    assert (without.recording_bytes, without.recording_reason) == (0, "")
+    sizes = (description.activations_per_token * 4, description.vocab_size * 4, kernels.SCRATCH_BYTES)
+    expected = recording.Recording().takes(most, *sizes)
+    assert (recorded.recording_bytes, recorded.recording_reason) == expected
+    assert (without.staging_bytes, recorded.staging_bytes) == (0, 0)
+    beside = demand_of(description, EngineOptions(), ("float32",) * 2, groups, kernels, swaps_beside=True)
+    assert beside.staging_bytes == 2 * STAGED_BYTES
+    assert expected.reason.startswith("4 graphs of up to 8 " if most == 6 else "22 graphs of up to 256 ")

@@ -1,0 +1,181 @@
+"""Constraints are compiled aside, kept by content, and given up after a while."""
+
+import threading
+import time
+
+import pytest
+
+from quire.engine import embedded, grammars
+from quire.engine.grammars import Grammars, vocabulary_of
+from quire.engine.stacks import STACK_BYTES
+from quire.engine.text.tokenizer import Tokenizer
+from quire.errors import RequestError
+from quire.grammar.vocabulary import Vocabulary
+from quire.structured import StructuredOutputsParams
+
+VOCABULARY = Vocabulary([b"a"] * 40, (0,), frozenset(), lambda text: [])
+
+
+class Site:
+    """Grammars whose backend does what a test says, and a clock."""
+
+    def __init__(self, monkeypatch, compiled):
+        self.now = 0.0
+        self.calls = []
+        self.vocabularies = 0
+
+        def compile_one(asked, vocabulary, backend):
+            self.calls.append(asked.text)
+            assert threading.current_thread().name.startswith("quire-grammar")
+            return compiled(asked)
+
+        monkeypatch.setattr(grammars, "compile_grammar", compile_one)
+        self.grammars = Grammars(self.vocabulary, 40, deadline=3.0, clock=lambda: self.now)
+
+    def vocabulary(self):
+        self.vocabularies += 1
+        return VOCABULARY
+
+    def told(self, most=200):
+        for _ in range(most):
+            found = self.grammars.finished()
+            if found:
+                return found
+            self.grammars.wait(0.02)
+        return []
+
+
+def regex(text, **others):
+    return StructuredOutputsParams(regex=text, **others)
+
+
+def test_a_constraint_is_compiled_once_for_all_who_ask_it(monkeypatch):
+    site = Site(monkeypatch, lambda asked: object())
+    for name in ("a", "b"):
+        site.grammars.submit(name, regex("x"))
+        assert site.told() == [(name, "")]
+    site.grammars.submit("c", regex("x", fast_forward=False))
+    site.grammars.submit("d", regex("y"))
+    assert sorted(site.told() + site.told()) == [("c", ""), ("d", "")]
+    assert sorted(site.calls) == ["x", "y"]
+    assert site.vocabularies == 1
+    site.grammars.close()
+
+
+def test_what_a_backend_says_against_a_constraint_is_told_and_its_accidents_too(monkeypatch):
+    def compiled(asked):
+        raise RequestError("no such thing") if asked.text == "bad" else ValueError("oh")
+
+    site = Site(monkeypatch, compiled)
+    site.grammars.submit("a", regex("bad"))
+    assert site.told() == [("a", "no such thing")]
+    site.grammars.submit("b", regex("worse"))
+    assert site.told() == [("b", "this form could not be compiled (ValueError); change it")]
+    site.grammars.close()
+
+
+def test_nobody_waits_longer_than_the_deadline(monkeypatch):
+    go_on = threading.Event()
+    site = Site(monkeypatch, lambda asked: go_on.wait(30) if asked.text == "slow" else object())
+    site.grammars.submit("a", regex("slow"))
+    site.grammars.submit("b", regex("fast"))
+    assert site.told() == [("b", "")]
+    site.now = 3.5
+    ((name, error),) = site.grammars.finished()
+    assert name == "a" and "longer than 3 s" in error
+    assert site.grammars.finished() == []
+    go_on.set()
+    site.grammars.close()
+
+
+def test_what_nobody_waits_for_any_more_is_not_begun_and_who_only_waited_for_others_may_come_again(monkeypatch):
+    go_on = threading.Event()
+    site = Site(monkeypatch, lambda asked: go_on.wait(30) if asked.text.startswith("slow") else object())
+    for i in range(grammars.NUM_THREADS):
+        site.grammars.submit(f"slow {i}", regex(f"slow {i}"))
+    for i in range(20):
+        site.grammars.submit(f"{i}", regex(f"slow as well {i}"))
+        site.grammars.forget(f"{i}")
+    site.grammars.submit("patient", regex("x"))
+    site.grammars.submit("late", regex("x"))
+    site.now = 2.0
+    assert site.grammars.finished() == []
+    site.grammars._jobs["late"] = site.grammars._jobs["late"]._replace(since=-2.0)
+    assert site.grammars.finished() == [("late", "too many forms are being compiled; try again later")]
+    go_on.set()
+    assert ("patient", "") in site.told() + site.told() + site.told()
+    assert not [text for text in site.calls if "as well" in text]
+    site.grammars.close()
+
+
+def test_long_forms_push_others_out(monkeypatch):
+    monkeypatch.setattr(grammars, "MAX_CHARACTERS", 100)
+    site = Site(monkeypatch, lambda asked: object())
+    for text in ("x", "y" * 80, "z" * 30, "x"):
+        site.grammars.submit(text, regex(text))
+        site.told()
+    assert [text[0] for text in site.calls] == ["x", "y", "z", "x"]
+    assert site.grammars._num_kept_characters == sum(len(asked.text) for asked in site.grammars._kept) <= 100
+    site.grammars.close()
+
+
+def test_two_first_requests_share_one_vocabulary(monkeypatch):
+    site = Site(monkeypatch, lambda asked: object())
+    slowly = site.grammars._make_vocabulary
+    site.grammars._make_vocabulary = lambda: (time.sleep(0.05), slowly())[1]
+    site.grammars.submit("a", regex("x"))
+    site.grammars.submit("b", regex("y"))
+    assert len(site.told()) + len(site.told()) >= 2
+    assert site.vocabularies == 1
+    site.grammars.close()
+
+
+def test_who_gives_up_is_told_nothing(monkeypatch):
+    site = Site(monkeypatch, lambda asked: object())
+    site.grammars.submit("a", regex("x"))
+    site.grammars.forget("a")
+    assert site.told(5) == []
+    site.grammars.close()
+
+
+def test_not_everything_is_kept(monkeypatch):
+    monkeypatch.setattr(grammars, "MAX_KEPT", 2)
+    site = Site(monkeypatch, lambda asked: object())
+    for text in ("x", "y", "z", "y", "x"):
+        site.grammars.submit(text, regex(text))
+        site.told()
+    assert site.calls == ["x", "y", "z", "x"]
+    site.grammars.close()
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer.from_folder(embedded.folder())
+
+
+def test_a_vocabulary_has_the_bytes_of_text_and_none_of_what_is_no_text(tokenizer):
+    vocabulary = vocabulary_of(tokenizer, 2100, (2, 0))
+    assert vocabulary.size == 2100 and vocabulary.num_words == 66
+    ids = tokenizer.encode("Grüße, Mira", add_special_tokens=False)
+    assert b"".join(vocabulary.tokens[token] for token in ids).decode() == "Grüße, Mira"
+    assert {0, 1, 2} <= vocabulary.special_ids
+    assert vocabulary.tokens[1] == vocabulary.tokens[2] == vocabulary.tokens[2099] == b""
+    assert vocabulary.encode("Grüße, Mira") == ids
+
+
+def test_compiling_has_a_stack_of_a_known_size_and_nobody_else_gets_it(monkeypatch):
+    before = threading.stack_size()
+    started = []
+    real = threading.Thread.start
+
+    def start(self):
+        started.append((self.name, threading.stack_size()))
+        real(self)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    site = Site(monkeypatch, lambda asked: object())
+    site.grammars.submit("a", regex("x"))
+    assert site.told() == [("a", "")]
+    site.grammars.close()
+    assert [size for name, size in started if name.startswith("quire-grammar")] == [STACK_BYTES]
+    assert threading.stack_size() == before

@@ -1,0 +1,40 @@
+"""An engine, and a server with another one, each made once; pretend backends, closed at the end of their test."""
+
+import pytest
+from lang_pretend import Pretend
+
+import quire.lang as sgl
+from quire.lang.backends.engine import EngineBackend
+from quire.server.app import make_app
+from tests.front.front_rig import run_app, service_of, small_engine
+
+
+@pytest.fixture(scope="session")
+def engine():
+    with EngineBackend(small_engine()) as backend:
+        yield backend
+
+
+@pytest.fixture(scope="session")
+def url():
+    with run_app(make_app(service_of(small_engine()))) as url:
+        yield url
+
+
+@pytest.fixture(scope="session")
+def endpoint(url):
+    with sgl.RuntimeEndpoint(url) as backend:
+        yield backend
+
+
+@pytest.fixture
+def pretend():
+    made = []
+
+    def make(*arguments, **options):
+        made.append(Pretend(*arguments, **options))
+        return made[-1]
+
+    yield make
+    for backend in made:
+        backend.close()

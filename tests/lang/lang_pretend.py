@@ -1,0 +1,71 @@
+"""A backend without a model: it writes what a function says, and records what it was asked."""
+
+import asyncio
+import re
+from dataclasses import dataclass, field
+
+from quire.lang.backends.base import Backend, Piece, RoleTexts
+from quire.lang.choices import ChoicesDecision
+
+ENDS = "."  # of a sentence that the pretend model writes
+
+
+@dataclass
+class Asked:
+    text: str
+    params: object
+    program: object
+    messages: tuple = ()
+
+
+@dataclass
+class Gate:
+    """Lets calls whose prompt ends with some text wait until it is opened."""
+
+    behind: str
+    opened: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Pretend(Backend):
+    """answer(prompt text, params) -> text, a list of n texts, or an exception to be raised."""
+
+    def __init__(self, answer=lambda text, params: " yes", *, hints=True, chat=False, gates=()):
+        super().__init__(hints=hints)
+        self.is_chat_model = chat
+        self.answer = answer
+        self.asked = []
+        self.ended_branches = []
+        self.gates = {gate: asyncio.Event() for gate in gates}
+        self.num_running = self.most_running = 0
+
+    def open(self, gate):
+        self.loop.call(self.gates[gate].set)
+
+    async def pieces(self, prompt, params, program, *, stream):
+        self.asked.append(Asked(prompt.text, params, program, prompt.messages))
+        self.num_running += 1
+        self.most_running = max(self.most_running, self.num_running)
+        try:
+            for gate, opened in self.gates.items():
+                if prompt.text.endswith(gate):
+                    await opened.wait()
+            await asyncio.sleep(0)
+            answer = self.answer(prompt.text, params)
+            if isinstance(answer, BaseException):
+                raise answer
+            for index, text in enumerate([answer] if isinstance(answer, str) else answer):
+                for piece in re.findall(r"\s*\S+", text) if stream else [text]:
+                    yield Piece(piece, {"finish_reason": {"type": "stop"}, "prompt": prompt.text}, index)
+                    await asyncio.sleep(0)
+        finally:
+            self.num_running -= 1
+
+    async def select(self, prompt, choices, method, program):
+        self.asked.append(Asked(prompt.text, choices, program))
+        return ChoicesDecision(max(choices, key=len), {"normalized_prompt_logprobs": [0.0] * len(choices)})
+
+    async def role_texts(self, roles):
+        return RoleTexts(f"<{roles[-1]}>", f"</{roles[-1]}>\n")
+
+    async def end_program(self, program, branch):
+        self.ended_branches.append((program, branch))

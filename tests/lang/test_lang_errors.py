@@ -1,0 +1,293 @@
+"""What goes wrong is told where it is read, and takes nothing else with it."""
+
+import asyncio
+import logging
+import signal
+import threading
+import time
+import traceback
+
+import pytest
+from lang_pretend import Pretend
+
+import quire.lang as sgl
+from quire.errors import RequestError
+from quire.lang.choices import token_length_normalized
+
+BOOM = RequestError("no such thing", "stop")
+
+
+def fails_at(mark):
+    return lambda text, params: BOOM if text.endswith(mark) else " yes"
+
+
+@sgl.function
+def two(s, mark="bad"):
+    s += "good" + sgl.gen("x")
+    s += mark + sgl.gen("y") + "behind" + sgl.gen("z")
+
+
+def test_a_failed_call_ends_its_state_and_is_raised_by_whoever_reads_what_it_left_unwritten(pretend, caplog):
+    state = two.run(backend=pretend(fails_at("bad")))
+    assert state.error() is BOOM
+    assert state["x"] == " yes"
+    for read in (lambda: state["y"], lambda: state["z"], state.text, state.messages, lambda: state["none"]):
+        with pytest.raises(RequestError, match="no such thing"):
+            read()
+    with pytest.raises(RequestError):
+        state.get_meta_info("y")
+    assert "no such thing" in caplog.text
+    state += "more" + sgl.gen("y")
+    assert state.error() is BOOM
+
+
+def test_a_function_that_stumbles_over_a_failed_call_raises_it(pretend):
+    @sgl.function
+    def program(s):
+        s += "bad" + sgl.gen("x")
+        s += s["x"]
+
+    with pytest.raises(RequestError, match="no such thing"):
+        program.run(backend=pretend(fails_at("bad")))
+
+
+def test_in_a_batch_a_failed_call_is_its_states_own_matter(pretend):
+    @sgl.function
+    def program(s, mark, reads):
+        s += mark + sgl.gen("x")
+        return s["x"] if reads else None
+
+    backend = pretend(fails_at("bad"))
+    entries = [("good", True), ("bad", True), ("bad", False), ("good", False)]
+    states = program.run_batch(entries, backend=backend)
+    assert [state.error() for state in states] == [None, BOOM, BOOM, None]
+    assert states[0].ret_value == " yes"
+
+
+def test_in_a_batch_the_functions_own_error_is_raised(pretend):
+    @sgl.function
+    def program(s, number):
+        s += sgl.gen("x")
+        return 1 // number
+
+    with pytest.raises(ZeroDivisionError):
+        program.run_batch([(1,), (0,), (2,)], backend=pretend())
+
+
+def test_a_users_error_keeps_its_traceback_and_gives_up_what_runs(pretend):
+    @sgl.function
+    def program(s):
+        s += "wait" + sgl.gen("x")
+        the_line_that_is_wrong = {}
+        return the_line_that_is_wrong["key"]
+
+    backend = pretend(gates=["wait"])
+    with pytest.raises(KeyError) as caught:
+        program.run(backend=backend)
+    assert "the_line_that_is_wrong" in "".join(traceback.format_exception(caught.value))
+    backend.loop.run(asyncio.sleep(0.01))
+    assert backend.num_running == 0
+
+
+def test_a_fork_that_fails_leaves_its_parent_until_they_are_joined(pretend):
+    @sgl.function
+    def program(s, joins):
+        s += "good" + sgl.gen("x")
+        forks = s.fork(2)
+        forks += ["bad" + sgl.gen("y"), "good" + sgl.gen("y")]
+        if joins:
+            forks.join()
+        s += "on" + sgl.gen("z")
+        return forks
+
+    backend = pretend(fails_at("bad"))
+    alone = program.run(joins=False, backend=backend)
+    assert alone.error() is None and alone["z"] == " yes"
+    assert [fork.error() for fork in alone.ret_value] == [BOOM, None]
+    joined = program.run(joins=True, backend=backend)
+    assert joined.error() is BOOM and joined["x"] == " yes"
+    for name in ("y", "z"):
+        with pytest.raises(RequestError):
+            joined[name]
+
+
+def test_forks_of_what_failed_fail_with_it(pretend):
+    @sgl.function
+    def program(s):
+        s += "bad" + sgl.gen("x")
+        early = s.fork(1)[0]
+        early += sgl.gen("y")
+        assert s.error() is BOOM
+        late = s.fork(1)[0]
+        late += sgl.gen("y")
+        return early.error(), late.error()
+
+    assert program.run(backend=pretend(fails_at("bad"))).ret_value == (BOOM, BOOM)
+
+
+def test_an_unknown_variable_is_a_key_error_that_names_the_nearest(pretend):
+    state = two.run(backend=pretend())
+    with pytest.raises(KeyError, match="did you mean 'x'"):
+        state["xx"]
+
+
+def test_a_closed_backend_says_so(pretend):
+    backend = pretend()
+    state = two.run(backend=backend)
+    backend.close()
+    backend.close()
+    with pytest.raises(sgl.BackendClosed):
+        two.run(backend=backend)
+    with pytest.raises(sgl.BackendClosed):
+        state += "more"
+    assert state["x"] == " yes"
+    with pytest.raises(sgl.BackendClosed):
+        backend.cache_prefix("text")
+
+
+def test_closing_a_backend_ends_what_runs_on_it(pretend):
+    @sgl.function
+    def program(s):
+        s += "wait" + sgl.gen("x")
+        threading.Thread(target=backend.close).start()
+        return s["x"]
+
+    backend = pretend(gates=["wait"])
+    with pytest.raises(sgl.BackendClosed):
+        program.run(backend=backend)
+
+
+def test_ctrl_c_ends_a_program_that_waits(pretend):
+    @sgl.function
+    def program(s):
+        s += "wait" + sgl.gen("x")
+        timer.start()
+        return s["x"]
+
+    backend = pretend(gates=["wait"])
+    main = threading.get_ident()
+    timer = threading.Timer(0.05, lambda: signal.pthread_kill(main, signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        program.run(backend=backend)
+    backend.loop.run(asyncio.sleep(0.01))
+    assert backend.num_running == 0
+
+
+def test_what_ends_a_batch_early_gives_up_the_others(pretend):
+    @sgl.function
+    def program(s, number):
+        s += "wait" + sgl.gen("x")
+        while not number and backend.num_running < 3:
+            time.sleep(0.001)
+        return s["x"] if number else 1 // number
+
+    backend = pretend(gates=["wait"])
+    with pytest.raises(ZeroDivisionError):
+        program.run_batch([(0,), (1,), (2,)], backend=backend)
+    states = sgl.function(lambda s, i: s.__iadd__(f"{i}" + sgl.gen("x"))).run_batch(
+        [(i,) for i in range(9)], generator_style=True, num_threads=1, backend=backend
+    )
+    next(states)
+    states.close()
+    assert len(backend.asked) < 3 + 9
+
+
+def test_a_hint_that_fails_changes_nothing(pretend):
+    class Forgetful(Pretend):
+        async def end_program(self, program, branch):
+            told.append(program)
+            raise sgl.GenerationFailed("no such route")
+
+    @sgl.function
+    def reads(s):
+        s += "a" + sgl.gen("x")
+        return s["x"]  # so that when it is written, more may come
+
+    told = []
+    with Forgetful() as backend:
+        state = reads.run(backend=backend)
+        while not told:
+            time.sleep(0.001)
+        state += "more"
+        assert state.error() is None and state.text().endswith("more")
+
+
+def test_a_coroutine_that_is_cancelled_gives_up_its_program(pretend):
+    backend = pretend(gates=["wait"])
+
+    @sgl.function
+    def program(s):
+        s += "wait" + sgl.gen("x")
+        return s["x"]
+
+    async def cancelled():
+        task = asyncio.ensure_future(program.arun(backend=backend))
+        while not backend.num_running:
+            await asyncio.sleep(0.001)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancelled())
+    backend.loop.run(asyncio.sleep(0.01))
+    assert backend.num_running == 0
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: sgl.gen("x", stop_regex="a"), "stop_regex"),
+        (lambda: sgl.gen("x", max_token=3), "did you mean 'max_tokens'"),
+        (lambda: sgl.gen("x", regex="("), "regular expression"),
+        (lambda: sgl.gen("x", regex="a", json_schema="{}"), "give one"),
+        (lambda: sgl.gen("x", dtype=list), "dtype must be"),
+        (lambda: sgl.select("x", []), "choices"),
+        (lambda: sgl.select("x", "ab"), "choices"),
+        (lambda: sgl.select("x", ["a", ""]), "choices"),
+        (lambda: sgl.select("x", ["a"], temperature=1), "temperature"),
+        (lambda: sgl.image("cat.png"), "reads text only"),
+        (lambda: sgl.video("cat.mp4", 3), "reads text only"),
+        (lambda: "a" + sgl.gen("x") + 3, "append text"),
+        (lambda: sgl.function(lambda: None), "first argument"),
+        (lambda: sgl.function(num_api_spec_tokens=0)(lambda s: None), "at least 1"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_where_it_is_written(make, message):
+    with pytest.raises(RequestError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("append", "message"),
+    [
+        (lambda s: s.__iadd__(None), "append text"),
+        (lambda s: s.fork(0), "at least 1"),
+        (lambda s: s.fork(2, position_ids_offset=[1]), "position_ids_offset"),
+        (lambda s: s.fork(2).__setitem__(0, s), "stay as they are"),
+    ],
+)
+def test_what_cannot_be_appended_is_refused_at_once(pretend, append, message):
+    with pytest.raises(RequestError, match=message):
+        sgl.function(append).run(backend=pretend())
+
+
+@pytest.mark.parametrize(
+    ("expr", "message"),
+    [
+        (sgl.user_begin() + sgl.assistant_begin(), "inside the user's"),
+        (sgl.user_end(), "nobody speaks"),
+        (sgl.user_begin() + sgl.system_end(), "user speaks"),
+    ],
+)
+def test_turns_that_do_not_fit_are_the_states_error(pretend, expr, message):
+    state = sgl.function(lambda s: s.__iadd__(expr)).run(backend=pretend())
+    assert isinstance(state.error(), RequestError) and message in str(state.error())
+
+
+def test_choices_of_a_gen_are_a_select():
+    assert sgl.gen("x", choices=["a", "b"]) == sgl.select("x", ["a", "b"], choices_method=token_length_normalized)
+
+
+@pytest.fixture(autouse=True)
+def warnings_of_streams(caplog):
+    caplog.set_level(logging.WARNING, "quire.lang")
