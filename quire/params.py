@@ -272,7 +272,7 @@ def _form(value: object) -> StructuredOutputsParams | None:
     """As parameters, or as a mapping with their fields."""
     if value is None or isinstance(value, StructuredOutputsParams):
         return value
-    if not isinstance(value, Mapping):
+    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
         raise RequestError("structured_outputs must be StructuredOutputsParams or a mapping", "structured_outputs")
     return StructuredOutputsParams(**value)
 

@@ -11,6 +11,7 @@ Kind = Literal["json", "regex", "choice", "grammar", "structural_tag"]
 
 MAX_CHARACTERS = 131_072  # of a schema, pattern, grammar or tag, and of all choices
 MAX_CHOICES = 4096
+MAX_LITERAL = 4096  # characters of one choice, or of one text in a schema or a grammar
 MAX_NESTING = 64  # of a schema or tag
 MAX_WHITESPACE = 256  # characters of a whitespace pattern
 _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
@@ -55,7 +56,8 @@ class StructuredOutputsParams:
             names = ", ".join(_KINDS)
             raise RequestError(f"give one of {names}, not {' and '.join(given) or 'none'}", "structured_outputs")
         for name in ("disable_any_whitespace", "disable_additional_properties", "fast_forward", "json_object"):
-            if not isinstance(getattr(self, name), bool | None):
+            value = getattr(self, name)
+            if not isinstance(value, bool) and not (value is None and name == "json_object"):
                 raise RequestError(f"{name} must be true or false", name)
         for name in ("regex", "grammar"):
             _check_text(name, getattr(self, name), MAX_CHARACTERS)
@@ -86,7 +88,9 @@ def _written(name: str, value: object) -> str:
     if isinstance(value, str):
         _check_text(name, value, MAX_CHARACTERS)
         try:
-            _check_depth(name, jsonlib.loads(value))
+            parsed = jsonlib.loads(value)
+            _check_depth(name, parsed)
+            check_unicode(name, jsonlib.dumps(parsed, ensure_ascii=False))
         except (ValueError, RecursionError) as error:
             if isinstance(error, RequestError):
                 raise
@@ -95,7 +99,10 @@ def _written(name: str, value: object) -> str:
     _check_depth(name, value)
     try:
         text = jsonlib.dumps(value, allow_nan=False)
+        check_unicode(name, jsonlib.dumps(value, ensure_ascii=False))
     except (TypeError, ValueError, RecursionError) as error:
+        if isinstance(error, RequestError):
+            raise
         raise RequestError(f"{name} cannot be written as JSON: {error}", name) from error
     _check_text(name, text, MAX_CHARACTERS)
     return text
@@ -121,7 +128,9 @@ def _choices(value: object) -> tuple[str, ...]:
     if not 0 < len(value) <= MAX_CHOICES or not all(value):
         raise RequestError(f"choice must have 1 to {MAX_CHOICES} strings, none of them empty", "choice")
     for one in value:
-        _check_text("choice", one, MAX_CHARACTERS)
+        if len(one) > MAX_LITERAL:
+            raise RequestError(f"one choice must have at most {MAX_LITERAL:,} characters, not {len(one):,}", "choice")
+        check_unicode("choice", one)
     if sum(map(len, value)) > MAX_CHARACTERS:
         raise RequestError(f"choice must have at most {MAX_CHARACTERS:,} characters together", "choice")
     return tuple(dict.fromkeys(value))
@@ -134,6 +143,11 @@ def _check_text(name: str, text: object, most: int) -> None:
         raise RequestError(f"{name} must be text, not {type(text).__name__}", name)
     if not 0 < len(text) <= most:
         raise RequestError(f"{name} must have 1 to {most:,} characters, not {len(text):,}", name)
+    check_unicode(name, text)
+
+
+def check_unicode(name: str, text: str) -> None:
+    """Raises RequestError for a text that cannot be written down. JSON can name half of a character by its escape."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

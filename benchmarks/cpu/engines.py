@@ -6,7 +6,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -78,6 +78,11 @@ class Running:
         if answer["num_tokens"] != wanted:
             raise self._error(f"{work.name}: outputs have {answer['num_tokens']} tokens, asked for were {wanted}")
         return Answer(answer["seconds"], answer["ttft"], answer.get("ttft_is", "of the run"))
+
+    def answer(self, queries: Sequence[Mapping[str, Any]]) -> tuple[float, list[int]]:
+        """Seconds and tokens of queries as drivers take them, whose outputs have the length that they have."""
+        found = self._ask({"name": "forms", "queries": list(queries)}, ("seconds", "num_tokens"))
+        return found["seconds"], found["num_tokens"]
 
     def memory(self) -> dict[str, Any]:
         """Resident bytes of all its processes, and whether that is PSS or RSS."""

@@ -1,7 +1,7 @@
 """What constraints cost and what fast-forward saves.
 
     python -m benchmarks.structured [--only masks jump throughput ablation] [--backends auto fsm xgrammar]
-        [--models FOLDER] [--json FILE] [--table FILE]
+        [--models FOLDER] [--peer vllm=VENV/bin/python] [--json FILE] [--table FILE]
 
 masks: compiling, and the time of a mask, by backend, form and vocabulary. jump: JSON records by the embedded model,
 with fast-forward, token by token and unconstrained (row C1). throughput: a batch of 32 on the shape of Qwen2.5-0.5B
@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.cpu.checkpoints import checkpoint
 from benchmarks.cpu.machine import describe
-from benchmarks.structured import ablation, jump, masks, throughput
+from benchmarks.structured import ablation, jump, masks, peers, throughput
 from quire.engine import embedded
 from quire.engine.grammars import vocabulary_of
 from quire.engine.text.tokenizer import Tokenizer
@@ -37,6 +37,7 @@ def main() -> None:
     parser.add_argument("--questions", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--models", type=Path, help="where checkpoints are kept")
+    parser.add_argument("--peer", metavar="NAME=PYTHON", help="records beside it, such as vllm=VENV/bin/python")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--table", type=Path)
     args = parser.parse_args()
@@ -50,6 +51,9 @@ def main() -> None:
         if "jump" in args.only:
             results["jump"] = jump.measure("auto", args.questions, args.repeats)
             results["jump_shape"] = jump.measure_shape(folder, "auto", repeats=args.repeats)
+        if args.peer:
+            name, _, python = args.peer.partition("=")
+            results["peers"] = peers.measure(folder, name, python, repeats=args.repeats)
         if "throughput" in args.only:
             results["throughput"] = throughput.measure(folder, args.backends, repeats=args.repeats)
     if "ablation" in args.only:
@@ -79,7 +83,7 @@ def _tables(results: dict[str, Any]) -> list[str]:
                 row["form"],
                 row["backend"],
                 row["vocabulary"],
-                *("refused" if "refused" in row else row[name] for name in names),
+                *(_found(row, name) for name in names),
             )
             for row in results["masks"]
         ]
@@ -96,8 +100,14 @@ def _tables(results: dict[str, Any]) -> list[str]:
     if "throughput" in results:
         names = ("backend", "form", "batch", "plain_tokens_per_second", "constrained_tokens_per_second", "ratio")
         tables.append(_table(names, [tuple(row[name] for name in names) for row in results["throughput"]]))
+    if "peers" in results:
+        tables.append(_of_rows(results["peers"]["rows"]))
     tables += [_of_rows(results[name]) for name in ("ablation", "speculation") if name in results]
     return tables
+
+
+def _found(row: dict[str, Any], name: str) -> object:
+    return "refused" if "refused" in row else row.get(name, "")
 
 
 def _of_rows(rows: Sequence[dict[str, Any]]) -> str:

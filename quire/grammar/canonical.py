@@ -3,6 +3,7 @@
 from bisect import bisect_right
 from functools import lru_cache
 
+from quire.grammar.bounds import num_common
 from quire.grammar.vocabulary import Vocabulary
 
 _ANCHOR = "\x02"  # stands before a text so that the text does not begin there; no token joins it with what follows
@@ -13,21 +14,24 @@ def forced_tokens(data: bytes, vocabulary: Vocabulary, *, closed: bool = False) 
     """The tokens with which a tokenizer writes these bytes within a text, whatever comes behind them.
 
     closed: nothing comes behind them. The tokens' bytes are a prefix of `data`; none, where it cannot be told. What
-    stands before the bytes is not looked at: the tokens begin where they begin.
+    stands before the bytes is not looked at: the tokens begin where they begin. Bytes that begin within a character
+    are no text, and have none.
 
     What comes behind can only take over bytes from the first place on where the rest of `data` is the beginning of a
     longer token. Wherever it does, the tokens before that place are those of the text up to there. So certain is what
     the tokenisations of `data` and of its parts up to each such place have in common.
     """
     text = _whole_characters(data)
-    whole = data[: len(text.encode())]
+    whole = text.encode()
+    if not data.startswith(whole):
+        return []
     found = encode_within(text, vocabulary)
     if closed and whole == data:
         return found
     places = [place for place in _straddling(data, vocabulary) if place < len(whole)]
     for place in places[:_MAX_STRADDLING]:
         part = encode_within(_whole_characters(whole[:place]), vocabulary)
-        found = found[: _num_common(found, part)]
+        found = found[: num_common(found, part)]
     return found
 
 
@@ -45,14 +49,15 @@ def encode_within(text: str, vocabulary: Vocabulary) -> list[int]:
 
 
 def _bytes_of(tokens: list[int], vocabulary: Vocabulary) -> bytes | None:
-    """None for tokens that are no text."""
-    if any(not vocabulary.tokens[token] or token in vocabulary.special_ids for token in tokens):
-        return None
+    """None for tokens that are no text, or that the model has no logits for."""
+    for token in tokens:
+        if token >= vocabulary.size or not vocabulary.tokens[token] or token in vocabulary.special_ids:
+            return None
     return b"".join(vocabulary.tokens[token] for token in tokens)
 
 
 def _whole_characters(data: bytes) -> str:
-    """The text that these bytes begin with, without the part of a character at their end; UTF-8 up to there."""
+    """The text of these bytes, without the parts of characters at their ends."""
     return data.decode("utf-8", errors="ignore")
 
 
@@ -73,7 +78,3 @@ def _sorted_tokens(vocabulary: Vocabulary) -> tuple[list[bytes], int]:
     """The texts of a vocabulary, sorted, and the length of the longest."""
     texts = sorted({text for token, text in enumerate(vocabulary.tokens) if token not in vocabulary.special_ids})
     return texts, max(map(len, texts), default=0)
-
-
-def _num_common(one: list[int], other: list[int]) -> int:
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

@@ -13,6 +13,7 @@ from itertools import permutations
 from quire.errors import RequestError
 from quire.grammar.ebnf_nodes import LAST, Either, Name, Node, Ranges, Repeat, Sequence, Shapes, Text, TooLarge, leaves
 from quire.grammar.lark import MAX_RULES, check_length, check_stacked
+from quire.structured import MAX_LITERAL
 
 _MAX_NESTING = 24
 _MAX_REPEAT = 10_000
@@ -83,6 +84,8 @@ class _Parser:
             found = _TOKEN.match(self._text, place)
             if found is None:
                 raise self._refuse(f"unexpected {self._text[place : place + 20]!r}", place)
+            if found.lastgroup == "text" and len(found[0]) > MAX_LITERAL:
+                raise self._refuse(f"a text must have at most {MAX_LITERAL:,} characters", place)
             if found.lastgroup != "space":
                 yield str(found.lastgroup), found[0], place
             place = found.end()

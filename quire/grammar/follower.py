@@ -5,6 +5,7 @@ from typing import Protocol
 
 import numpy as np
 
+from quire.grammar.bounds import MAX_FORCED, num_common, packed
 from quire.grammar.contract import Verdict
 from quire.grammar.vocabulary import Vocabulary
 
@@ -16,7 +17,7 @@ class Parser(Protocol):
         """These tokens came. What is wrong with them, "" where they fit."""
 
     def span(self) -> list[int]:
-        """The tokens that have to come now. They are not taken."""
+        """The tokens that have to come now, the first MAX_FORCED at least. They are not taken."""
 
     def may_end(self) -> bool:
         """Whether the text so far is complete."""
@@ -33,9 +34,10 @@ class Masks:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.end_ids = frozenset(vocabulary.end_ids)
-        text = {token for token, data in enumerate(vocabulary.tokens) if data} - vocabulary.special_ids
-        self.allowed = _words(text | self.end_ids, vocabulary)
-        self.ends = _words(self.end_ids, vocabulary)
+        ends = np.array([token in self.end_ids for token in range(vocabulary.size)], bool)
+        text = [bool(data) and token not in vocabulary.special_ids for token, data in enumerate(vocabulary.tokens)]
+        self.allowed = packed(ends | np.array(text, bool))
+        self.ends = packed(ends)
 
 
 class Follower:
@@ -55,7 +57,7 @@ class Follower:
         self._has_begun = True
         rest = list(tokens)
         while rest:
-            same = _num_same(span, rest)
+            same = num_common(span, rest)
             if same == len(rest):
                 break
             came = rest[: same + 1] if self._fast_forward else rest
@@ -77,7 +79,10 @@ class Follower:
             words &= self._masks.allowed
 
     def _span(self) -> list[int]:
-        return self._parser.span() if self._fast_forward and not self._error and not self._has_ended else []
+        """Of a longer one the rest is the next verdict's, behind the one token that the mask then allows."""
+        if not self._fast_forward or self._error or self._has_ended:
+            return []
+        return self._parser.span()[:MAX_FORCED]
 
     def _take(self, tokens: Sequence[int]) -> None:
         if self._error or self._has_ended or not tokens:
@@ -90,16 +95,3 @@ class Follower:
         if not self._error and len(text) < len(tokens):
             self._has_ended = self._parser.may_end()
             self._error = "" if self._has_ended else "the output ended before it was complete"
-
-
-def _num_same(one: Sequence[int], other: Sequence[int]) -> int:
-    """Length of the common prefix."""
-    differing = (place for place, (left, right) in enumerate(zip(one, other, strict=False)) if left != right)
-    return next(differing, min(len(one), len(other)))
-
-
-def _words(tokens: set[int] | frozenset[int], vocabulary: Vocabulary) -> np.ndarray:
-    """A mask of these tokens, as far as the vocabulary has them."""
-    bits = np.zeros(vocabulary.num_words * 32, np.uint8)
-    bits[[token for token in tokens if token < vocabulary.size]] = 1
-    return np.packbits(bits, bitorder="little").view("<u4").astype(np.uint32)

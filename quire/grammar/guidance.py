@@ -4,14 +4,14 @@ Text that has to come is written as the tokenizer writes it, and a mask within s
 output is the same whether it is fast-forwarded or not.
 """
 
-import threading
 from collections.abc import Sequence
 
 import llguidance
 import numpy as np
 
 from quire.errors import RequestError
-from quire.grammar.canonical import encode_within
+from quire.grammar.bounds import MAX_FORCED, MAX_MESSAGE, ByVocabulary
+from quire.grammar.canonical import encode_within, forced_tokens
 from quire.grammar.contract import Matcher
 from quire.grammar.follower import Follower, Masks
 from quire.grammar.guidance_grammar import grammar_of
@@ -22,16 +22,15 @@ from quire.structured import StructuredOutputsParams
 # that reads a text in many ways has more and more items in a row; of a schema, a row has some for each property.
 _MAX_ITEMS = 600
 _MAX_ITEMS_OF_SCHEMA = 3_000
-_MAX_VOCABULARIES = 4
-_MAX_MESSAGE = 300
+# Characters of text that has to come that are tokenised at once: llguidance gives all of it, for each mask.
+_MAX_TOKENISED = 512
 
 
 class GuidanceBackend:
     """Constraints by llguidance. May be used by several threads at once."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._tokenizers: list[tuple[Vocabulary, _Tokens]] = []
+        self._tokens = ByVocabulary(_Tokens)  # takes about a second for a hundred thousand tokens
         self._bytes = llguidance.LLTokenizer("byte")
 
     def check(self, asked: StructuredOutputsParams) -> None:
@@ -43,16 +42,6 @@ class GuidanceBackend:
         tokens = self._tokens(vocabulary)
         return GuidanceGrammar(_compiled(asked, tokens.tokenizer), tokens)
 
-    def _tokens(self, vocabulary: Vocabulary) -> "_Tokens":
-        """Made once for each vocabulary: that takes about a second for a hundred thousand tokens."""
-        with self._lock:
-            for known, tokens in self._tokenizers:
-                if known is vocabulary:
-                    return tokens
-            tokens = _Tokens(vocabulary)
-            self._tokenizers = [*self._tokenizers, (vocabulary, tokens)][-_MAX_VOCABULARIES:]
-            return tokens
-
 
 class GuidanceGrammar:
     """See Grammar: a parser that has seen no token, which is copied for each sequence."""
@@ -63,7 +52,7 @@ class GuidanceGrammar:
 
     def start(self, *, fast_forward: bool) -> Matcher:
         """See Grammar."""
-        parser = _GuidanceParser(self._beginning.deep_copy())
+        parser = _GuidanceParser(self._beginning.deep_copy(), self._tokens.num_words)
         return Follower(parser, self._tokens.masks, fast_forward=fast_forward)
 
 
@@ -72,15 +61,17 @@ class _Tokens:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.masks = Masks(vocabulary)
-        wrapper = llguidance.TokenizerWrapper(_Wrapper(vocabulary))
-        self.tokenizer = llguidance.LLTokenizer(wrapper, eos_token=list(vocabulary.end_ids) or None)
+        wrapper = _Wrapper(vocabulary)
+        self.num_words = -(-len(wrapper.tokens) // 32)
+        self.tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(wrapper), eos_token=wrapper.end_ids)
 
 
 class _GuidanceParser:
     """See Parser."""
 
-    def __init__(self, matcher: llguidance.LLMatcher) -> None:
+    def __init__(self, matcher: llguidance.LLMatcher, num_words: int) -> None:
         self._matcher = matcher
+        self._num_words = num_words
 
     def take(self, tokens: Sequence[int]) -> str:
         """See Parser."""
@@ -94,7 +85,7 @@ class _GuidanceParser:
         """See Parser."""
         span = self._matcher.compute_ff_tokens()
         ahead, more = self._matcher.deep_copy() if span else self._matcher, span
-        while more and ahead.try_consume_tokens(more) == len(more):
+        while more and len(span) < MAX_FORCED and ahead.try_consume_tokens(more) == len(more):
             more = ahead.compute_ff_tokens()
             span = span + more
         return span
@@ -109,10 +100,9 @@ class _GuidanceParser:
 
     def fill(self, words: np.ndarray) -> None:
         """See Parser."""
-        words[:] = 0
-        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
-        if self._matcher.is_error():
-            words[:] = 0
+        found = np.zeros(self._num_words, np.uint32)  # it may have one more token than the vocabulary
+        self._matcher.unsafe_compute_mask_ptr(found.ctypes.data, found.nbytes)
+        words[:] = 0 if self._matcher.is_error() else found[: len(words)]
 
 
 def _compiled(asked: StructuredOutputsParams, tokenizer: llguidance.LLTokenizer) -> llguidance.LLMatcher:
@@ -142,10 +132,12 @@ def _compiled(asked: StructuredOutputsParams, tokenizer: llguidance.LLTokenizer)
 
 
 def _plain(error: str) -> str:
-    """What llguidance says, without the state of its parser, and what to do where it names its own options."""
+    """What llguidance says, without its state, places in its source, and what to do where it names its own options."""
     if error.startswith("oneOf constraints are not supported"):
         return "the branches of a oneOf are not seen to exclude each other; use anyOf"
-    return error.partition("<non-verbose/>")[0].strip()[:_MAX_MESSAGE]
+    if "panic" in error or "Traceback" in error:
+        return "the backend failed"
+    return error.partition("<non-verbose/>")[0].strip()[:MAX_MESSAGE]
 
 
 class _Wrapper:
@@ -155,16 +147,22 @@ class _Wrapper:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.tokens = list(vocabulary.tokens)
-        no_text = (token for token, data in enumerate(self.tokens) if not data)
-        self.eos_token_id = vocabulary.end_ids[0] if vocabulary.end_ids else next(no_text, 0)  # some token has to be it
+        self.end_ids = [token for token in vocabulary.end_ids if token < vocabulary.size]
+        if not self.end_ids:  # some token has to be it, and none that is text
+            self.end_ids = [len(self.tokens)]
+            self.tokens.append(b"")
+        self.eos_token_id = self.end_ids[0]
         self.special_token_ids = sorted(token for token in vocabulary.special_ids if token < vocabulary.size)
         self._vocabulary = vocabulary
         self._ids = {data: token for token, data in enumerate(self.tokens) if data}
         self._longest = max(map(len, self._ids), default=0)
 
     def __call__(self, text: str) -> list[int]:
-        """The tokens of a text, which have just its bytes."""
-        return encode_within(text, self._vocabulary) or self._longest_first(text.encode())
+        """The tokens of a text, which have just its bytes. Of a long one those of its beginning."""
+        if len(text) <= _MAX_TOKENISED:
+            return encode_within(text, self._vocabulary) or self._longest_first(text.encode())
+        data = text[:_MAX_TOKENISED].encode()
+        return forced_tokens(data, self._vocabulary) or self._longest_first(data)
 
     def _longest_first(self, data: bytes) -> list[int]:
         """Tokens of a text that the tokenizer reads as something else, such as the name of a special token."""

@@ -6,6 +6,7 @@ import re
 import llguidance
 
 from quire.errors import RequestError
+from quire.grammar.bounds import checked_regex, options_of
 from quire.grammar.ebnf import ebnf_to_lark, is_ebnf
 from quire.grammar.json_schema import Schema, read_schema
 from quire.grammar.lark import checked_lark
@@ -14,7 +15,6 @@ from quire.structured import StructuredOutputsParams
 
 # White space between the tokens of JSON is bounded, so that a model cannot go on with it for ever.
 WHITESPACE = r"[ \n\r\t]{1,128}"
-_MAX_REGEX = 8192
 _SPACES = r" \n\r\t"
 _WHITESPACE_PATTERN = re.compile(r"(?: |\\[nrts]|\\x20|[\[\]()|?*+\n\r\t]|\(\?:|\{\d{1,4}(?:,\d{0,4})?\})*")
 
@@ -32,12 +32,9 @@ def grammar_of(asked: StructuredOutputsParams) -> str:
                 raise RequestError("nothing fits the schema false", "json")
             return str(llguidance.LLMatcher.grammar_from_json_schema(write(schema)))
         case "regex":
-            if len(asked.text) > _MAX_REGEX:
-                raise RequestError(f"regex must have at most {_MAX_REGEX:,} characters", "regex")
-            return str(llguidance.LLMatcher.grammar_from_regex(asked.text))
+            return str(llguidance.LLMatcher.grammar_from_regex(checked_regex(asked)))
         case "choice":
-            options = " | ".join(json.dumps(one, ensure_ascii=False) for one in json.loads(asked.text))
-            return _lark(f"start: CHOICE\nCHOICE: {options}\n")
+            return _lark(f"start: CHOICE\nCHOICE: {options_of(asked)}\n")
         case "grammar":
             return _lark(ebnf_to_lark(asked.text) if is_ebnf(asked.text) else checked_lark(asked.text, write))
         case "structural_tag":

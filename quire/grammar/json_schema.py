@@ -13,6 +13,7 @@ from quire.errors import nearest
 from quire.grammar.json_bounds import check_bounds
 from quire.grammar.json_keywords import ANNOTATIONS, DIALECTS, ENFORCED, KNOWN, REFUSED
 from quire.grammar.json_values import MAX_PROPERTIES, VALUES, Out, Values, escaped
+from quire.structured import check_unicode
 
 Schema = bool | dict[str, object]
 
@@ -25,7 +26,9 @@ def read_schema(text: str, param: str, *, closed: bool = False) -> Schema:
     closed: objects have no properties but those that are named, where they do not say otherwise.
     Raises RequestError that names the place of what cannot be enforced, is no schema, or is too large.
     """
-    schema = _Reader(json.loads(text), Values(param), closed=closed).read()
+    value = json.loads(text)
+    check_unicode(param, json.dumps(value, ensure_ascii=False))
+    schema = _Reader(value, Values(param), closed=closed).read()
     check_bounds(schema, param)
     return schema
 

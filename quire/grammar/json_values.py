@@ -9,6 +9,7 @@ from quire.grammar.json_bounds import MAX_NODES
 from quire.grammar.json_formats import FORMATS
 from quire.grammar.json_keywords import TYPES
 from quire.grammar.json_patterns import strict_pattern
+from quire.structured import MAX_LITERAL
 
 MAX_PROPERTIES = 512  # of one object
 _MAX_WHOLE = 2**53  # beyond it neighbouring whole numbers are the same float
@@ -55,7 +56,9 @@ class Values:
             raise self.refusal(at, f"pattern: {error}") from error
 
     def text(self, text: str, at: str) -> None:
-        """A name or a constant has to be one that is written in one way."""
+        """A name or a constant has to be one that is written in one way, and not too long."""
+        if len(text) > MAX_LITERAL:
+            raise self.refusal(at, f"a text must have at most {MAX_LITERAL:,} characters, not {len(text):,}")
         if _CONTROL.search(text):
             raise self.refusal(at, "control characters other than \\b, \\f, \\n, \\r and \\t are not written")
 

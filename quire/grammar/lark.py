@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from quire.errors import RequestError
 from quire.grammar.json_schema import Schema, read_schema
+from quire.structured import MAX_LITERAL
 
 MAX_GRAMMAR = 32_768  # characters
 MAX_RULES = 512
@@ -46,6 +47,8 @@ def checked_lark(text: str, write: Callable[[Schema], object]) -> str:
         kind, written = piece.lastgroup, piece[0]
         if kind == "special":
             raise _refuse(text, piece.start(), f"special tokens such as {written!r:.100} cannot come; write text")
+        if kind == "text" and len(written) > MAX_LITERAL:
+            raise _refuse(text, piece.start(), f"a text must have at most {MAX_LITERAL:,} characters")
         if kind == "directive":
             written, place = _directive(text, written, place, write)
         if kind == "other":

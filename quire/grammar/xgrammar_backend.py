@@ -2,13 +2,13 @@
 
 import importlib
 import json
-import threading
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
 
 from quire.errors import ConfigError, RequestError
+from quire.grammar.bounds import MAX_MESSAGE, ByVocabulary, checked_regex, options_of
 from quire.grammar.canonical import forced_tokens
 from quire.grammar.contract import Matcher
 from quire.grammar.ebnf import ebnf_to_lark, is_ebnf
@@ -18,10 +18,8 @@ from quire.grammar.json_schema import read_schema
 from quire.grammar.vocabulary import Vocabulary
 from quire.structured import StructuredOutputsParams
 
-_MAX_VOCABULARIES = 4
 _MAX_WHITESPACE = 128
-_MAX_REGEX = 8192
-_MAX_MESSAGE = 300
+_MAX_SPAN = 4096  # bytes that are tokenised at once
 # Those of the keywords that xgrammar 0.2 enforces for every output; others it ignores, some of them with a warning.
 _ENFORCED = frozenset(
     {
@@ -41,8 +39,7 @@ class XgrammarBackend:
     """Constraints by xgrammar. May be used by several threads at once. Raises ConfigError where it is not installed."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._compilers: list[tuple[Vocabulary, _Compiler]] = []
+        self._compiler = ByVocabulary(_Compiler)
         self._bytes = Vocabulary([bytes([i]) for i in range(256)] + [b""], (256,), frozenset({256}), _no_tokens)
 
     def check(self, asked: StructuredOutputsParams) -> None:
@@ -51,12 +48,7 @@ class XgrammarBackend:
 
     def compile(self, asked: StructuredOutputsParams, vocabulary: Vocabulary) -> "XgrammarGrammar":
         """A constraint over a vocabulary. Raises RequestError."""
-        with self._lock:
-            compiler = next((compiler for known, compiler in self._compilers if known is vocabulary), None)
-            if compiler is None:
-                compiler = _Compiler(vocabulary)
-                self._compilers = [*self._compilers, (vocabulary, compiler)][-_MAX_VOCABULARIES:]
-        return compiler.compile(asked)
+        return self._compiler(vocabulary).compile(asked)
 
 
 class XgrammarGrammar:
@@ -92,7 +84,7 @@ class _Compiler:
             compiled = self._compiled(asked)
         except RuntimeError as error:
             # Its messages begin with a time and a place in its source.
-            message = str(error).partition(": ")[2].strip()[:_MAX_MESSAGE]
+            message = str(error).partition(": ")[2].strip()[:MAX_MESSAGE]
             raise RequestError(f"{asked.kind} cannot be enforced: {message}", asked.kind) from error
         grammar = XgrammarGrammar(compiled, self._vocabulary, self._masks)
         words = np.zeros(self._vocabulary.num_words, np.uint32)
@@ -106,12 +98,9 @@ class _Compiler:
             case "json":
                 return self._compiler.compile_json_schema(_schema(asked), **_whitespace(asked))
             case "regex":
-                if len(asked.text) > _MAX_REGEX:
-                    raise RequestError(f"regex must have at most {_MAX_REGEX:,} characters", "regex")
-                return self._compiler.compile_regex(asked.text)
+                return self._compiler.compile_regex(checked_regex(asked))
             case "choice":
-                options = " | ".join(json.dumps(one, ensure_ascii=False) for one in json.loads(asked.text))
-                return self._compiler.compile_grammar(f"root ::= {options}\n")
+                return self._compiler.compile_grammar(f"root ::= {options_of(asked)}\n")
             case "grammar" if is_ebnf(asked.text):
                 ebnf_to_lark(asked.text)  # checks what is written
                 return self._compiler.compile_grammar(asked.text)
@@ -135,12 +124,15 @@ class _XgrammarParser:
 
     def span(self) -> list[int]:
         """See Parser."""
-        data = self._matcher.find_jump_forward_string().encode()
+        try:
+            data = self._matcher.find_jump_forward_string().encode()
+        except UnicodeError:  # within a character
+            return []
         if not data:
             return []
         ahead = self._matcher.fork()
-        is_last = ahead.accept_string(data) and self._only_ends(ahead)
-        return forced_tokens(data, self._vocabulary, closed=is_last)
+        is_last = len(data) <= _MAX_SPAN and ahead.accept_string(data) and self._only_ends(ahead)
+        return forced_tokens(data[:_MAX_SPAN], self._vocabulary, closed=is_last)
 
     def may_end(self) -> bool:
         """See Parser."""

@@ -10,6 +10,11 @@ from quire.lang.choices import ChoicesDecision
 ENDS = "."  # of a sentence that the pretend model writes
 
 
+def echo(text, params):
+    """An answer that is different for each prompt: the length, and what it ends with."""
+    return f"[{len(text)}{text[-1:]}]"
+
+
 @dataclass
 class Asked:
     text: str
@@ -55,7 +60,9 @@ class Pretend(Backend):
                 raise answer
             for index, text in enumerate([answer] if isinstance(answer, str) else answer):
                 for piece in re.findall(r"\s*\S+", text) if stream else [text]:
-                    yield Piece(piece, {"finish_reason": {"type": "stop"}, "prompt": prompt.text}, index)
+                    yield Piece(
+                        piece, {"finish_reason": {"type": "stop"}, "prompt": prompt.text, "index": index}, index
+                    )
                     await asyncio.sleep(0)
         finally:
             self.num_running -= 1

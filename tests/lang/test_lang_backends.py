@@ -102,6 +102,10 @@ def test_forms_are_kept_on_all_backends(engine, endpoint, completions):
         assert re.fullmatch("[0-9]{3}-[0-9]{2}", number["x"])
         value = program.run({"json_schema": schema}, temperature=0, backend=backend)
         assert json.loads(value["x"])["n"] in (7, 8)
+        if backend is engine:
+            forced = value.get_meta_info("x")["forced_tokens"]
+        elif backend is endpoint:
+            assert value.get_meta_info("x")["forced_tokens"] == forced
         whole = program.run({"dtype": int}, temperature=0, backend=backend)
         assert re.fullmatch("[-+]?[0-9]+", whole["x"].strip())
         bad = program.run({"json_schema": '{"type": "nonsense"}'}, backend=backend)
@@ -159,6 +163,22 @@ def test_api_speculation_writes_the_same_with_fewer_calls(completions):
     assert state.text() == expected.text()
     assert (state["two"], state["sum"]) == ("22+08: 2+8=10, 2+0+1=3, so 30", "30")
     assert completions.stats.num_calls - before == 1
+
+
+def test_api_speculation_needs_no_more_calls_where_the_text_is_streamed(completions):
+    @sgl.function(num_api_spec_tokens=100)
+    def program(s):
+        s += "How much is the rope?\nThe rope costs " + sgl.gen("one", max_tokens=3, stop="\n")
+        s += "\nB:" + sgl.gen("two", max_tokens=8, stop="\n")
+
+    calls = []
+    for stream in (False, True):
+        before = completions.token_usage.num_calls
+        state = program.run(temperature=0, stream=stream, backend=completions)
+        assert "".join(state.text_iter()) == state.text()
+        calls.append(completions.token_usage.num_calls - before)
+        assert state.get_meta_info("one")["finish_reason"] == {"type": "length", "length": 3}
+    assert calls == [2, 2]
 
 
 def test_api_speculation_writes_a_chat_turn_in_one_call(chats):

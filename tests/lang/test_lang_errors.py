@@ -27,6 +27,12 @@ def two(s, mark="bad"):
     s += mark + sgl.gen("y") + "behind" + sgl.gen("z")
 
 
+@sgl.function
+def reads(s):
+    s += "a" + sgl.gen("x")
+    return s["x"]  # so that when it is written, more may come
+
+
 def test_a_failed_call_ends_its_state_and_is_raised_by_whoever_reads_what_it_left_unwritten(pretend, caplog):
     state = two.run(backend=pretend(fails_at("bad")))
     assert state.error() is BOOM
@@ -145,6 +151,43 @@ def test_a_closed_backend_says_so(pretend):
         backend.cache_prefix("text")
 
 
+def test_what_is_done_stays_as_it_is_when_the_backend_closes():
+    class Slow(Pretend):
+        async def end_program(self, program, branch):
+            told.append(program)
+            await asyncio.Event().wait()
+
+    told = []
+    with Slow() as backend:
+        state = reads.run(backend=backend)
+        while not told:
+            time.sleep(0.001)
+    assert (state.error(), state.text(), state["x"]) == (None, "a yes", " yes")
+
+
+def test_a_function_may_close_its_backend_once_it_has_read_all(pretend):
+    @sgl.function
+    def program(s):
+        s += "a" + sgl.gen("x")
+        s["x"]
+        backend.shutdown()
+
+    backend = pretend()
+    state = program.run(backend=backend)
+    assert (state.error(), state.text()) == (None, "a yes")
+
+
+def test_a_closed_backend_has_no_threads():
+    before = set(threading.enumerate())
+    with Pretend() as backend:
+        backend.loop.run(asyncio.to_thread(time.sleep, 0))
+        asyncio.run(reads.arun(backend=backend))
+    with pytest.raises(sgl.BackendClosed):
+        asyncio.run(reads.arun(backend=backend))
+    backend.programs.shutdown()
+    assert set(threading.enumerate()) == before
+
+
 def test_closing_a_backend_ends_what_runs_on_it(pretend):
     @sgl.function
     def program(s):
@@ -198,11 +241,6 @@ def test_a_hint_that_fails_changes_nothing(pretend):
             told.append(program)
             raise sgl.GenerationFailed("no such route")
 
-    @sgl.function
-    def reads(s):
-        s += "a" + sgl.gen("x")
-        return s["x"]  # so that when it is written, more may come
-
     told = []
     with Forgetful() as backend:
         state = reads.run(backend=backend)
@@ -241,6 +279,23 @@ def test_a_coroutine_that_is_cancelled_gives_up_its_program(pretend):
         (lambda: sgl.gen("x", regex="("), "regular expression"),
         (lambda: sgl.gen("x", regex="a", json_schema="{}"), "give one"),
         (lambda: sgl.gen("x", dtype=list), "dtype must be"),
+        (lambda: sgl.gen("x", regex=b"a"), "regex must be Unicode text"),
+        (lambda: sgl.gen("x", regex="a\ud800"), "regex must be Unicode text"),
+        (lambda: sgl.gen("x", stop=["a", 5]), "stop must be"),
+        (lambda: sgl.gen("x", stop_token_ids="a"), "stop_token_ids must be"),
+        (lambda: sgl.gen("x", n="2"), "n must be a whole number"),
+        (lambda: sgl.gen("x", n=True), "n must be a whole number"),
+        (lambda: sgl.gen("x", temperature="hot"), "temperature must be a number"),
+        (lambda: sgl.gen("x", ignore_eos=1), "ignore_eos must be True or False"),
+        (lambda: sgl.gen("x", logprob_start_len=-5), "logprob_start_len"),
+        (lambda: sgl.gen("x", json_schema="{"), "no JSON"),
+        (lambda: sgl.gen("x", json_schema=dict), "must be a JSON schema"),
+        (lambda: sgl.gen("x", json_schema={"const": float("nan")}), "no JSON"),
+        (lambda: "a\ud800" + sgl.gen("x"), "Unicode"),
+        (lambda: sgl.gen("x", choices=[]), "choices"),
+        (lambda: sgl.gen("x", choices=["a"], regex="a"), "give one"),
+        (lambda: sgl.select("x", ["\ud800"]), "Unicode"),
+        (lambda: sgl.select("x", ["a"], choices_method="mean"), "ChoicesSamplingMethod"),
         (lambda: sgl.select("x", []), "choices"),
         (lambda: sgl.select("x", "ab"), "choices"),
         (lambda: sgl.select("x", ["a", ""]), "choices"),
@@ -262,6 +317,7 @@ def test_what_makes_no_sense_is_refused_where_it_is_written(make, message):
     [
         (lambda s: s.__iadd__(None), "append text"),
         (lambda s: s.fork(0), "at least 1"),
+        (lambda s: s.fork(2).__iadd__(["one"]), "2 forks"),
         (lambda s: s.fork(2, position_ids_offset=[1]), "position_ids_offset"),
         (lambda s: s.fork(2).__setitem__(0, s), "stay as they are"),
     ],
@@ -276,10 +332,11 @@ def test_what_cannot_be_appended_is_refused_at_once(pretend, append, message):
     [
         (sgl.user_begin() + sgl.assistant_begin(), "inside the user's"),
         (sgl.user_end(), "nobody speaks"),
+        (sgl.gen("x", top_logprobs_num=2), "needs return_logprob=True"),
         (sgl.user_begin() + sgl.system_end(), "user speaks"),
     ],
 )
-def test_turns_that_do_not_fit_are_the_states_error(pretend, expr, message):
+def test_what_does_not_fit_where_it_stands_is_the_states_error(pretend, expr, message):
     state = sgl.function(lambda s: s.__iadd__(expr)).run(backend=pretend())
     assert isinstance(state.error(), RequestError) and message in str(state.error())
 

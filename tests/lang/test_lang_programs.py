@@ -1,6 +1,5 @@
 """Programs mean what they say, whatever order the loop finds to do them in."""
 
-import asyncio
 import subprocess
 import sys
 import threading
@@ -9,15 +8,10 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lang_pretend import Pretend
+from lang_pretend import Pretend, echo
 
 import quire.lang as sgl
 from quire.errors import ConfigError, RequestError
-
-
-def echo(text, params):
-    """Different for each prompt: the length, and what it ends with."""
-    return f"[{len(text)}{text[-1:]}]"
 
 
 @sgl.function
@@ -105,13 +99,35 @@ def test_a_scope_is_a_variable(pretend):
     assert program.run(backend=pretend())["all"] == "b yes"
 
 
+def test_of_scopes_with_one_name_the_inner_ends_first(pretend):
+    @sgl.function
+    def program(s):
+        with s.var_scope("all"):
+            s += "a"
+            with s.var_scope("all"):
+                s += "b"
+            assert s["all"] == "b"
+
+    assert program.run(backend=pretend())["all"] == "ab"
+
+
+def test_turns_that_are_appended_already_add_up_to_nothing_more(pretend):
+    @sgl.function
+    def program(s):
+        s += s.user("a") + s.assistant("b")
+        s += s.user("c") + sgl.assistant("d")
+
+    assert [one["content"] for one in program.run(backend=pretend()).messages()] == ["a", "b", "c", "d"]
+
+
 def test_several_sequences_are_a_list_and_the_first_is_the_text(pretend):
     @sgl.function
     def program(s):
-        s += sgl.gen("x", n=2) + "!"
+        s += "a" + sgl.gen("x", n=2) + "!"
 
     state = program.run(backend=pretend(lambda text, params: ["one", "two"]))
-    assert (state["x"], state.text()) == (["one", "two"], "one!")
+    assert (state["x"], state.text()) == (["one", "two"], "aone!")
+    assert state.get_meta_info("x")["index"] == 0
 
 
 def test_reasoning_is_taken_out_of_an_answer(pretend):
@@ -122,6 +138,15 @@ def test_reasoning_is_taken_out_of_an_answer(pretend):
     state = program.run(backend=pretend(lambda text, params: "<think>\nwhy\n</think>\n\n42"))
     assert (state["x"], state["x_reasoning_content"]) == ("42", "why")
     assert state.text() == "<assistant>42</assistant>\n."
+
+
+def test_reasoning_is_taken_out_where_it_stands(pretend):
+    @sgl.function
+    def program(s):
+        s += sgl.separate_reasoning(sgl.gen("x") + " and " + sgl.gen("y") + "!")
+
+    state = program.run(backend=pretend(lambda text, params: f"<think>why</think>{len(text)}"))
+    assert (state.text(), state["x"], state["y_reasoning_content"]) == ("0 and 6!", "0", "why")
 
 
 def test_a_fork_begins_where_it_was_made(pretend):
@@ -232,49 +257,6 @@ def test_meta_info_can_be_waited_for_a_while(pretend):
 
     backend = pretend(gates=["wait"])
     assert program.run(backend=backend).error() is None
-
-
-@pytest.mark.parametrize("num_threads", ["auto", 1, 3])
-def test_a_batch_has_its_states_in_order(pretend, num_threads):
-    backend = pretend(echo)
-    names = [f"{'n' * i}" for i in range(12)]
-    states = greet.run_batch([{"name": name} for name in names], num_threads=num_threads, backend=backend)
-    assert [state.text() for state in states] == [greet.run(name, backend=backend).text() for name in names]
-    assert greet.run_batch([], backend=backend) == []
-
-
-def test_a_batch_takes_lists_of_arguments_and_refuses_what_does_not_fit(pretend):
-    backend = pretend(echo)
-    (state,) = greet.run_batch([("Ann", "Hi")], backend=backend)
-    assert state.text().startswith("Hi Ann")
-    for wrong in ([()], [("a", "b", "c")], ["Ann"]):
-        with pytest.raises(RequestError, match="name, greeting"):
-            greet.run_batch(wrong, backend=backend)
-    with pytest.raises(RequestError, match="num_threads"):
-        greet.run_batch([("Ann",)], num_threads=0, backend=backend)
-
-
-def test_a_batch_can_be_iterated_over_while_it_runs(pretend):
-    backend = pretend(echo)
-    states = greet.run_batch([(str(i),) for i in range(50)], generator_style=True, num_threads=2, backend=backend)
-    assert next(states).text().startswith("Hello 0")
-    assert len(backend.asked) < 40
-    assert len(list(states)) == 49
-
-
-def test_num_threads_bounds_how_many_programs_run(pretend):
-    backend = pretend(echo)
-    greet.run_batch([(str(i),) for i in range(20)], num_threads=2, backend=backend)
-    assert backend.most_running <= 2
-
-
-def test_coroutines_run_programs_too(pretend):
-    backend = pretend(echo)
-
-    async def both():
-        return await asyncio.gather(greet.arun("Ann", backend=backend), greet.arun(name="Bob", backend=backend))
-
-    assert [state.text() for state in asyncio.run(both())] == ["Hello Ann[9n].[14.]", "Hello Bob[9b].[14.]"]
 
 
 def test_the_default_backend_is_taken_where_none_is_given(pretend):

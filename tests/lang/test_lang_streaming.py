@@ -3,9 +3,11 @@
 import asyncio
 
 import pytest
+from lang_pretend import Pretend
 
 import quire.lang as sgl
 from quire.errors import RequestError
+from quire.lang.backends.base import Piece
 
 WORDS = " one two three"
 
@@ -36,6 +38,43 @@ def test_a_variable_comes_in_pieces_and_ends_with_its_gen(pretend):
     assert list(state.var_iter("x")) == [WORDS]
     backend.open("B")
     assert "".join(state.text_iter("y")) == WORDS
+
+
+def test_a_thought_that_is_taken_out_takes_nothing_with_it():
+    class Thinking(Pretend):
+        async def pieces(self, prompt, params, program, *, stream):
+            yield Piece("<think>a thought</think>", {})
+            await read.wait()
+            yield Piece("\n\n42", {"finish_reason": {"type": "stop"}})
+
+    @sgl.function
+    def thinks(s):
+        s += "A" + sgl.separate_reasoning(sgl.gen("x")) + " is what I think of it."
+
+    for name, behind in ((None, " is what I think of it."), ("x", "")):
+        read = asyncio.Event()
+        with Thinking() as backend:
+            state = thinks.run(stream=True, backend=backend)
+            pieces = state.text_iter(name)
+            seen = ""
+            while "</think>" not in seen:
+                seen += next(pieces)
+            backend.loop.call(read.set)
+            assert "".join(pieces).lstrip() == "42" + behind
+            assert state.text() == "A42 is what I think of it."
+
+
+def test_a_list_of_sequences_comes_as_a_whole(pretend):
+    @sgl.function
+    def several(s):
+        s += sgl.gen("x", n=2)
+
+    async def read(state):
+        return [piece async for piece in state.text_async_iter("x")]
+
+    for stream in (True, False):
+        state = several.run(stream=stream, backend=pretend(lambda text, params: [WORDS, "other"]))
+        assert list(state.text_iter("x")) == asyncio.run(read(state)) == [[WORDS, "other"]]
 
 
 def test_without_stream_there_is_one_piece(pretend):

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from quire.errors import ConfigError, RequestError
 from quire.grammar.backends import check, compile
+from quire.grammar.bounds import MAX_FORCED
 from quire.grammar.vocabulary import Vocabulary
 from quire.structured import StructuredOutputsParams as Asked
 
@@ -257,6 +258,78 @@ def test_tokenizers_that_write_a_text_differently_at_its_beginning_are_no_troubl
     odd = Vocabulary(BYTES.tokens, (END,), frozenset({END}), with_space)
     matcher = compile(Asked(regex="hello (you|me)"), odd).start(fast_forward=True)
     assert bytes(matcher.advance([]).forced) == b"hello "
+
+
+@pytest.mark.parametrize("backend", ["llguidance", "fsm"])
+def test_a_tokenizer_may_have_more_tokens_than_the_model(backend):
+    small = vocabulary(1000)
+    text = "a Tuesday and so on it went"
+    assert max(encode(text)) > small.size
+    matcher = compile(Asked(choice=(text,)), small, backend).start(fast_forward=True)
+    verdict = matcher.advance([])
+    tokens = list(verdict.forced)
+    while not verdict.is_over:
+        tokens.append(allowed(matcher, small)[-1])
+        verdict = matcher.advance(tokens[-1:])
+        tokens += verdict.forced
+    assert not verdict.error
+    assert text_of(tokens, small) == text.encode()
+
+
+def test_what_a_backend_says_when_it_breaks_is_not_shown():
+    def broken(text: str) -> list[int]:
+        raise OSError("/a/place")
+
+    odd = Vocabulary(BYTES.tokens, (END,), frozenset({END}), broken)
+    with pytest.raises(RequestError) as caught:
+        compile(Asked(choice=("hello",)), odd)
+    assert str(caught.value) == "choice cannot be enforced: the backend failed"
+
+
+@pytest.mark.parametrize("backend", ["llguidance", "fsm"])
+@pytest.mark.parametrize("end_ids", [(), (5000,)])
+def test_a_vocabulary_of_text_alone_has_no_end_among_its_tokens(backend, end_ids):
+    bare = Vocabulary([bytes([i]) for i in range(256)], end_ids, frozenset(), lambda text: list(text.encode()))
+    matcher = compile(Asked(regex=r"[a-c]{1,2}"), bare, backend).start(fast_forward=True)
+    assert not matcher.advance(b"a").error
+    assert allowed(matcher, bare) == [*b"abc"]
+    assert matcher.advance(b"b").is_over
+    assert allowed(matcher, bare) == []
+    zeros = compile(Asked(regex=r"\x00+a?"), bare, backend).start(fast_forward=False)
+    assert not zeros.advance([0]).error
+    assert allowed(zeros, bare) == [0, *b"a"]
+
+
+WORDS = "lorem ipsum dolor sit amet " * 150
+LONG = [
+    Asked(choice=(WORDS,)),
+    Asked(json={"prefixItems": [{"const": WORDS}] * 3, "minItems": 3, "type": "array"}, disable_any_whitespace=True),
+    Asked(grammar=f'root ::= ("{WORDS}")' + "{3}"),
+]
+
+
+@pytest.mark.parametrize("asked", LONG, ids=lambda asked: asked.kind)
+def test_a_verdict_forces_so_much_and_no_more_and_the_rest_comes_one_way(asked):
+    known = vocabulary()
+    grammar = compile(asked, known)
+    matcher, plain = grammar.start(fast_forward=True), grammar.start(fast_forward=False)
+    verdict, tokens, ends = matcher.advance([]), [], [0]
+    plain.advance([])
+    while len(ends) < 4:
+        assert len(verdict.forced) == MAX_FORCED
+        tokens += verdict.forced
+        (sampled,) = allowed(matcher, known)
+        verdict = matcher.advance([sampled])
+        tokens.append(sampled)
+        ends.append(len(tokens))
+    for place, token in enumerate(tokens[:1100]):
+        if place % 40 == 0 or place in range(500, 530):
+            assert allowed(plain, known) == [token]
+        assert not plain.advance([token]).error
+    for place in (0, 1, 511, 512, 513, 514, 1025, 1026, 1027):
+        told = grammar.start(fast_forward=True).advance(tokens[:place])
+        stop = next(end for end in ends[1:] if end > place) - 1
+        assert told.forced == tokens[place:stop]
 
 
 def test_one_vocabulary_and_one_grammar_serve_several_threads():

@@ -10,6 +10,7 @@ from quire.errors import RequestError
 from quire.grammar.backends import check
 from quire.grammar.json_formats import FORMATS
 from quire.grammar.json_keywords import ANNOTATIONS, ENFORCED, REFUSED
+from quire.params import SamplingParams
 from quire.structured import StructuredOutputsParams as Asked
 
 
@@ -39,6 +40,8 @@ def test_annotations_change_nothing(keyword):
 @pytest.mark.parametrize(
     ("schema", "why"),
     [
+        ({"const": "x" * 4097}, "#/const: a text must have at most 4,096 characters"),
+        ({"enum": [["a", {"x" * 4097: 1}]]}, "#/enum/0/1: a text must have at most 4,096 characters"),
         ({"proprties": {}}, "#/proprties: unknown keyword 'proprties' (did you mean 'properties'?)"),
         ({"items": {"type": "strng"}}, "#/items/type: unknown type 'strng' (did you mean 'string'?)"),
         ({"x": {}, "anyOf": [{}, 5]}, "unknown keyword 'x'"),
@@ -87,6 +90,19 @@ def test_a_schema_is_refused_with_its_place_and_a_reason(schema, why):
         ({"regex": "(?=a)b"}, "look-around"),
         ({"regex": "a" * 8193}, "at most 8,192 characters"),
         ({"grammar": "start: ("}, "Expected token"),
+        ({"grammar": 'start: "' + "x" * 4097 + '"'}, "line 1: a text must have at most 4,096 characters"),
+        ({"grammar": 'root ::= "' + "x" * 4097 + '"'}, "line 1: a text must have at most 4,096 characters"),
+        ({"choice": ["a", "x" * 4097]}, "one choice must have at most 4,096 characters"),
+        ({"json": {"const": "\ud800"}}, "not valid Unicode"),
+        ({"json": '{"const": "\\ud800"}'}, "not valid Unicode"),
+        ({"json": '{"properties": {"a\\ud800": {"type": "x"}}}'}, "not valid Unicode"),
+        ({"json": {"$ref": "#/a/\ud800"}}, "not valid Unicode"),
+        ({"grammar": 'start: %json {"const": "\\ud800"}'}, "not valid Unicode"),
+        ({"structural_tag": '{"triggers": ["\\ud800"]}'}, "not valid Unicode"),
+        *(
+            ({"regex": "a", name: None}, f"{name} must be true or false")
+            for name in ("fast_forward", "disable_any_whitespace", "disable_additional_properties")
+        ),
         ({"grammar": "start: <|im_end|>"}, "grammar, line 1: special tokens such as '<|im_end|>' cannot come"),
         ({"grammar": 'start: "a"\n<[1]>'}, "grammar, line 2"),
         ({"grammar": 'start: %json {"not": {}}'}, "schema at #/not: 'not' is not enforced"),
@@ -117,6 +133,11 @@ def test_a_schema_is_refused_with_its_place_and_a_reason(schema, why):
 )
 def test_other_constraints_are_refused_with_a_reason(asked, why):
     assert why in refusal(**asked)
+
+
+def test_fields_of_a_form_have_names():
+    with pytest.raises(RequestError, match="structured_outputs must be"):
+        SamplingParams(structured_outputs={1: 2})
 
 
 def chain(length: int) -> dict:

@@ -18,7 +18,7 @@ from quire.grammar.json_keywords import ENFORCED
 from quire.structured import StructuredOutputsParams
 
 SCHEMAS = list(by_keyword())
-NUM_AT_RANDOM = 300
+NUM_AT_RANDOM = 200
 
 
 def faults(schema: object, data: bytes) -> Iterator[str]:

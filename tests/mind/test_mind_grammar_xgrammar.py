@@ -10,6 +10,8 @@ from test_mind_grammar_schemas import faults
 
 from quire.errors import ConfigError, RequestError
 from quire.grammar.backends import check, compile
+from quire.grammar.follower import Masks
+from quire.grammar.xgrammar_backend import _XgrammarParser
 from quire.structured import StructuredOutputsParams as Asked
 
 IS_THERE = importlib.util.find_spec("xgrammar") is not None
@@ -20,6 +22,18 @@ needs_xgrammar = pytest.mark.skipif(not IS_THERE, reason="xgrammar is an optiona
 def test_without_the_package_its_name_is_in_the_error():
     with pytest.raises(ConfigError, match=r"pip install quire\[xgrammar\]"):
         check(Asked(regex="a"), "xgrammar")
+
+
+class WithinACharacter:
+    """A matcher of xgrammar whose text cannot be handed over."""
+
+    def find_jump_forward_string(self) -> str:
+        return b"\xe6".decode()
+
+
+def test_text_that_xgrammar_cannot_hand_over_is_not_forced():
+    parser = _XgrammarParser(WithinACharacter(), vocabulary(), Masks(vocabulary()))
+    assert parser.span() == []
 
 
 @needs_xgrammar

@@ -2,7 +2,8 @@
 
 The runner starts `python NAME_driver.py SETTINGS` and first sends queries to warm up with. The driver loads, answers
 {"ready": seconds, ...}, and from then on answers each {"name": ..., "queries": [{"prompt": ids, "out": n}]} with
-{"seconds": ..., "ttft": ..., "num_tokens": [of each query]}, and {"memory": true} with {"bytes": ..., "kind": ...}.
+{"seconds": ..., "ttft": ..., "num_tokens": [of each query]}, and {"memory": true} with {"bytes": ..., "kind": ...}. A
+query may have a "form", a JSON schema, and then has a "seed".
 Between the two it waits blocked for its next line, and ends with the last one. What the engine prints goes to the
 error stream.
 """

@@ -3,7 +3,11 @@
 from protocol import Driven, Queries, Result, drive
 
 import quire
-from quire import LLM, SamplingParams  # before torch: quire says how long OpenMP's threads may spin
+from quire import (
+    LLM,
+    SamplingParams,
+    StructuredOutputsParams,
+)  # before torch: quire says how long OpenMP's threads may spin
 
 import torch  # isort: skip
 
@@ -21,7 +25,7 @@ def load(settings: dict) -> Driven:
     )
 
     def run(queries: Queries) -> Result:
-        params = [SamplingParams(temperature=0, max_tokens=query["out"], ignore_eos=True) for query in queries]
+        params = [_params(query) for query in queries]
         outputs = llm.generate([query["prompt"] for query in queries], params, use_tqdm=False)
         times = outputs[0].metrics
         assert times.first_token_time is not None
@@ -29,6 +33,14 @@ def load(settings: dict) -> Driven:
 
     kernels = next(" ".join(line.split()) for line in lines if line.startswith("kernels"))
     return Driven(run, quire.__version__, torch.get_num_threads(), [kernels])
+
+
+def _params(query: dict) -> SamplingParams:
+    """Greedy and of that length; or, where the query has a JSON schema, drawn, and as long as it is."""
+    if "form" not in query:
+        return SamplingParams(temperature=0, max_tokens=query["out"], ignore_eos=True)
+    form = StructuredOutputsParams(json=query["form"], disable_any_whitespace=True)
+    return SamplingParams(temperature=1, seed=query["seed"], max_tokens=query["out"], structured_outputs=form)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import os
 import vllm
 from protocol import Driven, Queries, Result, drive
 from vllm import LLM, SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
 
 
 def load(settings: dict) -> Driven:
@@ -20,12 +21,20 @@ def load(settings: dict) -> Driven:
     )
 
     def run(queries: Queries) -> Result:
-        params = [SamplingParams(temperature=0, max_tokens=query["out"], ignore_eos=True) for query in queries]
+        params = [_params(query) for query in queries]
         prompts = [{"prompt_token_ids": query["prompt"]} for query in queries]
         outputs = llm.generate(prompts, params, use_tqdm=False)
         return [len(output.outputs[0].token_ids) for output in outputs], None
 
     return Driven(run, vllm.__version__, len(os.sched_getaffinity(0)), ["prefix caching"])
+
+
+def _params(query: dict) -> SamplingParams:
+    """Greedy and of that length; or, where the query has a JSON schema, drawn, and as long as it is."""
+    if "form" not in query:
+        return SamplingParams(temperature=0, max_tokens=query["out"], ignore_eos=True)
+    form = StructuredOutputsParams(json=query["form"], disable_any_whitespace=True)
+    return SamplingParams(temperature=1, seed=query["seed"], max_tokens=query["out"], structured_outputs=form)
 
 
 if __name__ == "__main__":

@@ -22,11 +22,18 @@ def of_regex(pattern: str) -> Dfa:
 
 def of_node(node: Node, param: str) -> Dfa:
     """The automaton of a tree. Raises RequestError about the field `param` where it is too large, or has no text."""
-    states = Determinized(Nfa(node, param), param)
+    states = states_of(node, param)
     found = minimize(states.rows, states.accepts, states.classes)
-    if found is None:
-        raise RequestError(f"no text matches the {param}", param)
+    assert found is not None, "a text matches"
     return found
+
+
+def states_of(node: Node, param: str) -> Determinized:
+    """The automaton before it is made small, which refuses all that `of_node` does."""
+    states = Determinized(Nfa(node, param), param)
+    if not any(states.accepts):
+        raise RequestError(f"no text matches the {param}", param)
+    return states
 
 
 def of_words(words: Iterable[str]) -> Dfa:

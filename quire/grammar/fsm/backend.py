@@ -1,13 +1,12 @@
 """The fsm backend: patterns, choices and the regular part of JSON schema, each as the smallest automaton."""
 
 import json
-from functools import lru_cache
 
 from quire.errors import RequestError
-from quire.grammar.fsm.automaton import of_node, of_words
+from quire.grammar.bounds import ByVocabulary, checked_regex
+from quire.grammar.fsm.automaton import of_node, of_words, states_of
 from quire.grammar.fsm.dfa import Dfa
 from quire.grammar.fsm.matcher import FsmGrammar
-from quire.grammar.fsm.nfa import Nfa
 from quire.grammar.fsm.nodes import Node
 from quire.grammar.fsm.regex import parse
 from quire.grammar.fsm.schema import of_schema
@@ -21,12 +20,14 @@ class FsmBackend:
     """Compiles kinds regex, choice and json. Remembers the tries of the last vocabularies, nothing else."""
 
     def __init__(self) -> None:
-        self._trie = lru_cache(maxsize=2)(TokenTrie)
+        self._trie = ByVocabulary(TokenTrie)
 
     def check(self, asked: StructuredOutputsParams) -> None:
-        """Raises RequestError for what is wrong, not regular, or large. What only the automaton shows, compile does."""
-        if asked.kind != "choice":
-            Nfa(_tree(asked), asked.kind)
+        """Raises RequestError for what is wrong, not regular, or too large: all that `compile` refuses."""
+        if asked.kind == "choice":
+            automaton(asked)
+        else:
+            states_of(_tree(asked), asked.kind)
 
     def compile(self, asked: StructuredOutputsParams, vocabulary: Vocabulary) -> FsmGrammar:
         """The automaton for this vocabulary. Raises RequestError."""
@@ -43,7 +44,7 @@ def automaton(asked: StructuredOutputsParams) -> Dfa:
 def _tree(asked: StructuredOutputsParams) -> Node:
     match asked.kind:
         case "regex":
-            return parse(asked.text)
+            return parse(checked_regex(asked))
         case "json":
             whitespace = "" if asked.disable_any_whitespace else asked.whitespace_pattern
             return of_schema(json.loads(asked.text), whitespace)

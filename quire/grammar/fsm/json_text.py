@@ -65,12 +65,7 @@ def written(node: Node) -> Node:
 
 def dumped(value: object) -> str:
     """A value without lists and mappings as JSON; characters as they are, where that is possible."""
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # half a character, which JSON can only name
-        return json.dumps(value)
-    return text
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
 def integers(least: float | None, most: float | None) -> Node:

@@ -5,8 +5,9 @@ from quire.errors import RequestError
 MAX_NESTING = 64  # groups within groups
 MAX_RANGES = 4096  # of one character class
 MAX_NFA_STATES = 50_000
+MAX_PARTS = 60_000  # of a tree, as often as each is built
 MAX_DFA_STATES = 20_000
-MAX_EFFORT = 2_000_000  # NFA states looked at while states are put together: about a second
+MAX_EFFORT = 1_500_000  # NFA states looked at while states are put together: about a quarter of a second
 MAX_ENTRIES = 8_000_000  # of a transition table: 32 MB
 MAX_MASK_BYTES = 8 << 20  # of the token masks that one grammar remembers
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from quire.grammar.contract import Verdict
+from quire.grammar.fsm.dfa import DEAD
 from quire.grammar.fsm.tokens import TokenFsm
 
 
@@ -41,10 +42,12 @@ class FsmMatcher:
         told, self._told = self._told, ()
         for token in told:
             self._state = self._fsm.after(self._state, token)
+        if not self._error and self._state == DEAD:
+            self._error = "forced text does not fit the grammar"
         if not self._error and not self._has_ended and self._fsm.is_stuck(self._state):
             self._error = "no token of the model can write what the grammar needs next"
         is_over = not self._error and (self._has_ended or self._fsm.is_last(self._state))
-        return Verdict(forced=list(told), is_over=is_over, error=self._error)
+        return Verdict(forced=[] if self._error else list(told), is_over=is_over, error=self._error)
 
     def fill(self, words: np.ndarray) -> None:
         """See Matcher."""
@@ -64,7 +67,7 @@ class FsmMatcher:
             self._has_ended = True
             return
         state = fsm.after(self._state, token)
-        if state < 0 or self._has_ended:
+        if state == DEAD or self._has_ended:
             self._error = f"token {token} does not fit the grammar where it came"
             self._told = ()
             return

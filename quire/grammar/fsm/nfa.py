@@ -1,6 +1,6 @@
 """Trees to automata over bytes (after Thompson, 1968), built from the end, so that equal states are one."""
 
-from quire.grammar.fsm.limits import MAX_NFA_STATES, too_complex
+from quire.grammar.fsm.limits import MAX_NFA_STATES, MAX_PARTS, too_complex
 from quire.grammar.fsm.nodes import Chain, Chars, Choice, Listed, Node, Repeat, Words
 from quire.grammar.fsm.utf8 import byte_ranges
 from quire.grammar.fsm.words import Edges, word_graph
@@ -19,6 +19,7 @@ class Nfa:
         self.splits: dict[int, tuple[int, ...]] = {ACCEPT: (), NOWHERE: ()}
         self._param = param
         self._num_states = 2
+        self._num_parts = 0
         self._known_arcs: dict[Arc, int] = {}
         self._known_splits: dict[tuple[int, ...], int] = {(): NOWHERE}
         self._graphs: dict[tuple[str, ...], list[tuple[bool, Edges]]] = {}
@@ -30,6 +31,9 @@ class Nfa:
         known = self._built.get((node, then))
         if known is not None:
             return known
+        self._num_parts += 1
+        if self._num_parts > MAX_PARTS:
+            raise too_complex("parts", MAX_PARTS, self._param)
         match node:
             case Chars(ranges):
                 state = self._chars(ranges, then)

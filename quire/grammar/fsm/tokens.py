@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from quire.grammar.bounds import MAX_FORCED, packed
 from quire.grammar.canonical import forced_tokens
 from quire.grammar.fsm.compress import compress
 from quire.grammar.fsm.dfa import DEAD, Dfa
@@ -23,10 +24,10 @@ class TokenFsm:
         self._trie = trie
         self._vocabulary = vocabulary
         self._compressed = compress(dfa)
-        self._ends = frozenset(vocabulary.end_ids)
+        self._ends = frozenset(token for token in vocabulary.end_ids if token < vocabulary.size)
         self._can_write_all = _used_bytes(dfa) <= trie.single
         self._live = None if self._can_write_all else _live(dfa, trie)
-        self.end_mask = self._packed(self._with_ends(np.zeros(vocabulary.size, bool)))
+        self.end_mask = packed(self._with_ends(np.zeros(vocabulary.size, bool)))
         self.mask = Recent(self._mask, max(1, MAX_MASK_BYTES // (4 * vocabulary.num_words)))
         self.forced = Recent(self._forced, _MAX_SPANS)
 
@@ -57,26 +58,19 @@ class TokenFsm:
         """uint32 (num_words,): the tokens that may come, ends among them where the text may end."""
         ends = self._trie.ends(self._dfa, state)
         allowed = ends != DEAD if self._live is None else self._live[ends]
-        return self._packed(self._with_ends(allowed) if self.accepts(state) else allowed)
+        return packed(self._with_ends(allowed) if self.accepts(state) else allowed)
 
     def _with_ends(self, allowed: np.ndarray) -> np.ndarray:
         allowed[list(self._ends)] = True
         return allowed
 
-    def _packed(self, allowed: np.ndarray) -> np.ndarray:
-        bits = np.zeros(32 * self._vocabulary.num_words, bool)
-        bits[: len(allowed)] = allowed
-        words = np.packbits(bits, bitorder="little").view("<u4").astype(np.uint32)
-        words.flags.writeable = False
-        return words
-
     def _forced(self, state: int) -> tuple[int, ...]:
-        """The tokens that have to come."""
+        """The tokens that have to come, MAX_FORCED of them at most."""
         data, behind = self._compressed.span(state)
         if not data:
             return ()
         closed = len(data) <= _MAX_SPAN and self.is_last(behind)
-        return tuple(forced_tokens(data[:_MAX_SPAN], self._vocabulary, closed=closed))
+        return tuple(forced_tokens(data[:_MAX_SPAN], self._vocabulary, closed=closed)[:MAX_FORCED])
 
 
 def _used_bytes(dfa: Dfa) -> set[int]:

@@ -95,7 +95,10 @@ class Backend(ABC):  # what it may leave out does nothing
     def pieces(
         self, prompt: Prompt, params: GenParams, program: Program | None, *, stream: bool
     ) -> AsyncGenerator[Piece]:
-        """What comes behind a prompt, piece by piece; or, without `stream`, in whatever pieces cost least."""
+        """What comes behind a prompt, piece by piece; or, without `stream`, in whatever pieces cost least.
+
+        The last meta of each sequence has a finish_reason.
+        """
 
     @abstractmethod
     async def select(

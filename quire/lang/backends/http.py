@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import ssl
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
@@ -40,7 +41,7 @@ class Http:
                 headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"},
                 timeout=_TIMEOUT,
                 limits=httpx2.Limits(max_connections=_CONNECTIONS),
-                verify=True if verify is None else verify,
+                verify=_context(verify=verify),
                 transport=transport,
             )
         except OSError as error:
@@ -104,6 +105,12 @@ class Http:
 
     def _unreachable(self, error: httpx2.HTTPError) -> GenerationFailed:
         return GenerationFailed(f"{self.base_url} does not answer: {error or type(error).__name__}")
+
+
+def _context(*, verify: str | bool | None) -> ssl.SSLContext | bool:
+    if isinstance(verify, str):
+        return ssl.create_default_context(cafile=verify)
+    return True if verify is None else verify
 
 
 @contextmanager

@@ -1,0 +1,101 @@
+"""What a server answers is taken only where it is whole and as its API says."""
+
+import json
+import threading
+import time
+from functools import partial
+
+import httpx2
+import pytest
+
+import quire.lang as sgl
+from quire.errors import ConfigError
+from quire.lang.backends.http import Http
+
+
+@sgl.function
+def program(s):
+    s += "a" + sgl.gen("x")
+
+
+def native(reason):
+    return {"text": "part", "meta_info": {"finish_reason": reason and {"type": reason, "message": "why not"}}}
+
+
+def completion(reason):
+    return {"choices": [{"index": 0, "text": "part", "finish_reason": reason, "stop_reason": "why not"}]}
+
+
+APIS = {
+    "server": (native, [], lambda: sgl.RuntimeEndpoint("http://server")),
+    "openai": (completion, {"choices": []}, lambda: sgl.OpenAI(None, is_chat_model=False, base_url="http://server")),
+}
+
+
+def run(monkeypatch, api, answer, *, stream, end="data: [DONE]\n\n"):
+    """The state of a program on a server that answers this, whatever it is asked to write."""
+
+    def told(request):
+        if request.method == "GET":
+            return httpx2.Response(200, json={"data": [{"id": "m"}]})
+        if "tokenize" in request.url.path:
+            return httpx2.Response(200, json={"tokens": [], "prompt": ""})
+        if not json.loads(request.content).get("stream"):
+            return httpx2.Response(200, json=answer)
+        return httpx2.Response(200, text=f"data: {json.dumps(answer)}\n\n{end}")
+
+    transport = httpx2.MockTransport(told)
+    monkeypatch.setattr(f"quire.lang.backends.{api}.Http", partial(Http, transport=transport))
+    with APIS[api][2]() as backend:
+        state = program.run(stream=stream, backend=backend)
+        while stream and "x" not in state:
+            time.sleep(0.001)
+        state.sync()
+        return state
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("api", APIS)
+def test_an_answer_that_is_fine_is_taken(monkeypatch, api, stream):
+    state = run(monkeypatch, api, APIS[api][0]("stop"), stream=stream)
+    assert (state.error(), state.text()) == (None, "apart")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("api", APIS)
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("error", "why not"),
+        ("abort", "why not"),
+        (None, "cut off"),
+        *((fault, "cut off|not what its") for fault in ("form", "nothing")),
+    ],
+)
+def test_one_that_is_not_is_a_failure(monkeypatch, api, stream, fault, message):
+    good, nothing, _ = APIS[api]
+    answer = {"form": {"foo": 1}, "nothing": nothing}.get(fault) if fault in ("form", "nothing") else good(fault)
+    state = run(monkeypatch, api, answer, stream=stream)
+    with pytest.raises(sgl.GenerationFailed, match=message):
+        raise state.error()
+    with pytest.raises(sgl.GenerationFailed):
+        state["x"]
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_a_stream_that_only_stops_is_a_failure(monkeypatch, api):
+    state = run(monkeypatch, api, APIS[api][0]("stop"), stream=True, end="")
+    with pytest.raises(sgl.GenerationFailed, match="without"):
+        raise state.error()
+
+
+def test_a_file_that_is_not_there_is_named_and_no_thread_is_left():
+    before = threading.active_count()
+    with pytest.raises(ConfigError, match=r"none\.pem"):
+        sgl.RuntimeEndpoint("http://server", verify="/none.pem")
+    assert threading.active_count() == before
+
+
+def test_a_server_tells_of_itself(endpoint):
+    told = endpoint.get_server_info()
+    assert told["id"] == endpoint.get_model_name() and "requests_running" in told
