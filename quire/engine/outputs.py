@@ -34,6 +34,19 @@ class CompletionOutput(msgspec.Struct):
     stop_reason: str | int | None = None
     token_offsets: list[int] = []  # per token: characters of text that were complete before it
     num_forced_tokens: int = 0  # of token_ids, that a constraint forced
+    end_token: int | None = None  # the end or stop token that ended it, the last of token_ids
+
+    @property
+    def finish_info(self) -> dict[str, object] | None:
+        """Why it ended, as SGLang's meta_info tells it; None while it goes on. What was matched is none of a form's."""
+        match self.finish_reason:
+            case None:
+                return None
+            case "length":
+                return {"type": "length", "length": len(self.token_ids)}
+            case "stop":
+                return {"type": "stop", "matched": self.end_token if self.stop_reason is None else self.stop_reason}
+        return {"type": self.finish_reason, **({} if self.stop_reason is None else {"message": self.stop_reason})}
 
 
 class RequestMetrics(msgspec.Struct):

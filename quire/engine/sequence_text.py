@@ -52,6 +52,7 @@ class SequenceText:
         if self._stops.matched is not None:
             reason, cause = "stop", self._stops.matched
         result = self.result
+        result.end_token = output.stop_token if self._stops.matched is None else None
         result.token_ids += tokens
         result.token_offsets += offsets
         result.num_forced_tokens += sum(place < len(tokens) for place in output.forced)

@@ -164,7 +164,7 @@ class GenerateAnswer:
         metrics = transcript.metrics
         about: dict[str, object] = {
             "id": report.rid,
-            "finish_reason": _finish_reason(output),
+            "finish_reason": output.finish_info,
             "prompt_tokens": len(transcript.prompt.ids),
             "completion_tokens": len(output.token_ids),
             "cached_tokens": transcript.num_cached_tokens,
@@ -184,15 +184,3 @@ class GenerateAnswer:
         if key not in self._of_outputs:
             self._of_outputs[key] = OutputEntries(self._entries, report)
         return {**self._of_prompts[place], **self._of_outputs[key].upto(output)}
-
-
-def _finish_reason(output: CompletionOutput) -> dict[str, object] | None:
-    match output.finish_reason:
-        case None:
-            return None
-        case "length":
-            return {"type": "length", "length": len(output.token_ids)}
-        case "stop":  # without a reason of its own it was an end token, or the form's last one
-            last = output.token_ids[-1] if output.token_ids else None
-            return {"type": "stop", "matched": last if output.stop_reason is None else output.stop_reason}
-    return {"type": output.finish_reason, **({} if output.stop_reason is None else {"message": output.stop_reason})}

@@ -190,3 +190,11 @@ def test_the_names_of_others_are_understood():
     assert SamplingParams(ebnf='root ::= "a"').structured_outputs.text == 'root ::= "a"'
     with pytest.raises(RequestError, match="another name"):
         SamplingParams(regex="a", json_schema={})
+
+
+def test_what_ended_a_form_is_told_only_where_it_was_a_token(llm):
+    form = StructuredOutputsParams(regex="[a-z]{3}\\.")
+    (over,) = llm.generate("One day", SamplingParams(seed=1, structured_outputs=form), use_tqdm=False)
+    assert over.outputs[0].finish_info == {"type": "stop", "matched": None}
+    (ended,) = llm.chat(ASKED, SamplingParams(temperature=0, max_tokens=60), use_tqdm=False)
+    assert ended.outputs[0].finish_info == {"type": "stop", "matched": ended.outputs[0].token_ids[-1]}

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from quire.engine.outputs import CompletionOutput, LogprobRow
+from quire.engine.outputs import LogprobRow
 from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.transcript import Transcript
 from quire.lang.choices import Entry
@@ -15,7 +15,7 @@ def meta_of(transcript: Transcript, index: int, params: GenParams, tokenizer: To
     output = transcript.sequence(index)
     told: dict[str, Any] = {
         "id": transcript.request_id,
-        "finish_reason": _finish_reason(output),
+        "finish_reason": output.finish_info,
         "prompt_tokens": len(transcript.prompt.ids),
         "completion_tokens": len(output.token_ids),
         "cached_tokens": transcript.num_cached_tokens,
@@ -61,15 +61,3 @@ def _top(row: LogprobRow | None, params: GenParams, tokenizer: Tokenizer) -> lis
 
 def _shown(entry: Entry, params: GenParams) -> Entry:
     return entry if params.return_text_in_logprobs else (entry[0], entry[1], None)
-
-
-def _finish_reason(output: CompletionOutput) -> dict[str, object] | None:
-    match output.finish_reason:
-        case None:
-            return None
-        case "length":
-            return {"type": "length", "length": len(output.token_ids)}
-        case "stop":  # without a reason of its own it was an end token
-            last = output.token_ids[-1] if output.token_ids else None
-            return {"type": "stop", "matched": last if output.stop_reason is None else output.stop_reason}
-    return {"type": output.finish_reason}
