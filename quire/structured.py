@@ -53,8 +53,10 @@ class StructuredOutputsParams:
             object.__setattr__(self, "choice", _choices(self.choice))
         given = [name for name in _KINDS if getattr(self, name) is not None]
         if len(given) != 1:
-            names = ", ".join(_KINDS)
-            raise RequestError(f"give one of {names}, not {' and '.join(given) or 'none'}", "structured_outputs")
+            given_ones = " and ".join(given) or "none"
+            raise RequestError(
+                f"give one form (json, regex, choice, grammar, ...), not {given_ones}", "structured_outputs"
+            )
         for name in ("disable_any_whitespace", "disable_additional_properties", "fast_forward", "json_object"):
             value = getattr(self, name)
             if not isinstance(value, bool) and not (value is None and name == "json_object"):

@@ -80,8 +80,9 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that wait for a row and blocks."""
-        return len(self._lives.sequences) - len(self._lives.rows.running) + len(self._forms.compiling)
+        """Sequences that wait for a row and blocks, or for their constraint to be compiled."""
+        compiling = sum(request.num_open for request, _ in self._forms.compiling.values())
+        return len(self._lives.sequences) - len(self._lives.rows.running) + compiling
 
     @property
     def is_compiling(self) -> bool:

@@ -22,7 +22,7 @@ from quire.cli import app as cli
 from quire.config import EngineOptions
 from quire.errors import ConfigError
 from quire.server import batch as batches
-from quire.server import batch_lines
+from quire.server import batch_lines, slow_refusals
 from quire.server.batch import Batch, BatchStopped, run_batch
 from quire.server.batch_output import Output
 
@@ -140,6 +140,19 @@ BAD = [
     (task("good 1"), "good 1", "duplicate_custom_id"),
     (b"x" * 5000, None, "line_too_long"),
 ]
+
+
+def test_many_bad_forms_in_a_file_are_told_at_once(here, monkeypatch):
+    slept = []
+
+    async def sleep(seconds):
+        slept.append(seconds)
+
+    monkeypatch.setattr(slow_refusals, "EACH", slow_refusals.FREE)
+    monkeypatch.setattr(slow_refusals, "sleep", sleep)
+    came = here(*(task(f"{i}", {"prompt": STORY, "regex": "a("}) for i in range(4)))
+    assert [result["response"]["status_code"] for result in came] == [400] * 4
+    assert slept == []
 
 
 def test_a_bad_line_is_told_and_nothing_else_is_lost(tmp_path, monkeypatch):

@@ -2,14 +2,17 @@
 
 import threading
 import time
+from importlib.util import find_spec
 
 import pytest
 
+from quire.config import EngineOptions
 from quire.engine import embedded, grammars
+from quire.engine.build import build
 from quire.engine.grammars import Grammars, vocabulary_of
 from quire.engine.stacks import STACK_BYTES
 from quire.engine.text.tokenizer import Tokenizer
-from quire.errors import RequestError
+from quire.errors import ConfigError, RequestError
 from quire.grammar.vocabulary import Vocabulary
 from quire.structured import StructuredOutputsParams
 
@@ -179,3 +182,13 @@ def test_compiling_has_a_stack_of_a_known_size_and_nobody_else_gets_it(monkeypat
     site.grammars.close()
     assert [size for name, size in started if name.startswith("quire-grammar")] == [STACK_BYTES]
     assert threading.stack_size() == before
+
+
+def test_end_tokens_that_the_model_has_no_logits_for_are_left_out(tokenizer):
+    assert vocabulary_of(tokenizer, 2048, (2, 5000, -1)).end_ids == (2,)
+
+
+@pytest.mark.skipif(find_spec("xgrammar") is not None, reason="the package is there")
+def test_a_backend_that_is_not_installed_is_told_before_anything_is_loaded():
+    with pytest.raises(ConfigError, match=r"pip install quire\[xgrammar\]"):
+        build(EngineOptions(grammar_backend="xgrammar"), report=lambda line: None, progress=pytest.fail)
