@@ -1,11 +1,20 @@
-# One command each: serve, test, check, check-native, gpu-check, bench, bench-prefix, bench-cpu, chaos, soak, fuzz, flood, demo-model, clean. CI calls the same ones (.ci/run).
+# One command each: serve, test, check, try-wheel, try-pythons, check-native, gpu-check, bench, bench-prefix, bench-cpu, chaos, soak, fuzz, flood, demo-model, clean. CI calls the same ones (.ci/run).
 
 PYTHON ?= python3
+# Which torch: the package index's, which on Linux is the build for CUDA; or, with TORCH=cpu, the build for CPUs from torch's own index.
+TORCH :=
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
-.PHONY: serve test check check-native gpu-check bench bench-prefix bench-cpu chaos soak fuzz flood demo-model clean
+TORCH_VERSION = $(shell sed -n 's/^torch==//p' constraints.txt)
+TORCH_STAMP = $(if $(TORCH),$(VENV)/.torch-$(TORCH))
+TORCH_NOTE = $(if $(TORCH),,; torch from the package index: on Linux its build for CUDA, 4.8 GB in all. TORCH=cpu takes 1.1 GB)
+ifneq ($(filter-out cpu,$(TORCH)),)
+$(error TORCH=$(TORCH) is not known: TORCH=cpu takes torch's build for CPUs, without it torch comes from the package index)
+endif
+
+.PHONY: serve test check try-wheel try-pythons check-native gpu-check bench bench-prefix bench-cpu chaos soak fuzz flood demo-model clean
 
 serve: $(VENV)/.installed  ## serve the embedded model; ARGS="MODEL --port 8001" goes to `quire serve`
 	@$(BIN)/quire serve $(ARGS)
@@ -18,6 +27,17 @@ check: $(VENV)/.installed-dev  ## style, types, layers
 	@$(BIN)/ruff format --check --quiet .
 	@$(BIN)/mypy
 	@$(BIN)/python -m pytest -q tests/test_layers.py tests/test_tree.py
+
+try-wheel:  ## build the wheel, install it in an empty environment, and generate from it in an empty folder
+	@rm -rf build/lib build/bdist* build/wheel && mkdir -p build/wheel/empty
+	@$(PYTHON) -m venv build/wheel/venv
+	@build/wheel/venv/bin/python -m pip --quiet --disable-pip-version-check wheel --no-deps --wheel-dir build/wheel .
+	@build/wheel/venv/bin/python -m pip --quiet --disable-pip-version-check install -c constraints.txt build/wheel/quire-*.whl
+	@cd build/wheel/empty && ../venv/bin/python -c "import quire; from quire.kernels.cpu import EXTENSION; assert '/wheel/venv/' in quire.__file__ and EXTENSION is None, (quire.__file__, EXTENSION)"
+	@cd build/wheel/empty && ../venv/bin/quire generate --temperature 0 --max-tokens 12 "One Tuesday Mira went to the" > answer && cat answer && test -s answer
+
+try-pythons:  ## README's two commands in a fresh clone, on each Python found; ARGS="--pythons 3.12 --no-tests --json FILE"
+	@$(PYTHON) benchmarks/installation.py $(ARGS)
 
 # A copy of quire whose kernels are compiled with the sanitizers of GCC for addresses and undefined behaviour.
 NATIVE := build/native
@@ -63,15 +83,23 @@ clean:
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamps say which set was installed; a change of either file installs again.
-$(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
-	@echo "installing quire (first time: a few minutes)"
+$(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python $(TORCH_STAMP)
+	@echo "installing quire (first time: a few minutes)$(TORCH_NOTE)"
 	@$(PIP) install -c constraints.txt -e .
+	@$(SAY_TORCH)
 	@touch $@
 
-$(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
-	@echo "installing quire with its development tools (first time: a few minutes)"
+$(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python $(TORCH_STAMP)
+	@echo "installing quire with its development tools (first time: a few minutes)$(TORCH_NOTE)"
 	@$(PIP) install -c constraints.txt -e '.[dev]'
+	@$(SAY_TORCH)
 	@touch $(VENV)/.installed $@
+
+SAY_TORCH = $(BIN)/python -c "from importlib.metadata import version; print('installed, with torch', version('torch'))"
+$(VENV)/.torch-cpu: constraints.txt | $(BIN)/python
+	@echo "installing torch $(TORCH_VERSION) for CPUs from torch's own index"
+	@$(PIP) install --no-deps --index-url https://download.pytorch.org/whl/cpu 'torch==$(TORCH_VERSION)+cpu' || { echo "torch's build for CPUs could not be installed: pip's message above says why. Is download.pytorch.org reachable from here? Without TORCH=cpu torch comes from the package index: on Linux that is the build for CUDA, which runs on CPUs too but takes 4.8 GB in place of 1.1 GB." >&2; exit 1; }
+	@touch $@
 
 $(BIN)/python:
 	@$(PYTHON) -m venv $(VENV)

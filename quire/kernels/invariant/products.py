@@ -1,39 +1,18 @@
-"""Products with weights, in tiles of one shape."""
+"""Products with weights, whose sums are exact and so have no order: see `quire.kernels.exact.product`."""
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from quire.kernels.contract import Weight
+from quire.kernels.exact import product
 from quire.kernels.invariant.rowwise import gate
 from quire.kernels.reference.products import plain
 
-ROWS = 16  # of a tile; the last one is filled up with anything
-TERMS = 256  # that one product adds up; with more, libraries were seen to share out a sum by threads
-
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-    """x (num_rows, in) times weight (out, in), plus bias (out,).
-
-    Partial sums of short types are rounded before they are added in float32: where there are many, that is
-    about as much error as the rounding at the end.
-    """
-    weight = plain(weight)
-    out = x.new_empty(len(x), len(weight))
-    tile = x.new_zeros(ROWS, x.shape[1])
-    for first in range(0, len(x), ROWS):
-        rows = min(ROWS, len(x) - first)
-        tile[:rows] = x[first : first + rows]
-        out[first : first + rows] = _tile(tile, weight, bias)[:rows]
-    return out
-
-
-def _tile(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x (ROWS, in) -> float32 (ROWS, out)."""
-    total = F.linear(x[:, :TERMS], weight[:, :TERMS]).float()
-    for first in range(TERMS, x.shape[1], TERMS):
-        total += F.linear(x[:, first : first + TERMS], weight[:, first : first + TERMS])
-    return total if bias is None else total + bias
+    """x (num_rows, in) times weight (out, in), plus bias (out,)."""
+    out = product(x, plain(weight))
+    return (out if bias is None else out + bias).to(x.dtype)
 
 
 def gated_linear(x: Tensor, weight: Weight, bias: Tensor | None, activation: str) -> Tensor:

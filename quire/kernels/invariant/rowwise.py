@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels import reference
-from quire.kernels.exact import by_vectors, tree_sum
+from quire.kernels.exact import by_vectors, exact_sum
 
 
 def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -25,7 +25,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Root mean square normalisation."""
     wide = x.float()
-    mean = tree_sum(wide * wide) / x.shape[-1]
+    mean = _mean(wide * wide)
     return (wide / (mean + eps).sqrt() * weight).to(x.dtype)
 
 
@@ -38,10 +38,15 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """Layer normalisation over the last axis."""
     wide = x.float()
-    centred = wide - tree_sum(wide) / x.shape[-1]
-    variance = tree_sum(centred * centred) / x.shape[-1]
+    centred = wide - _mean(wide)
+    variance = _mean(centred * centred)
     normed = centred / (variance + eps).sqrt() * weight
     return (normed if bias is None else normed + bias).to(x.dtype)
+
+
+def _mean(x: Tensor) -> Tensor:
+    """Over the last axis, which is kept: float32."""
+    return (exact_sum(x) / x.shape[-1]).float()
 
 
 def activate(x: Tensor, activation: str) -> Tensor:

@@ -1,10 +1,11 @@
-"""Paged attention in tiles of queries and splits of keys that are always the same.
+"""Paged attention in splits of keys that are always the same, with products whose sums are exact.
 
-A tile is QUERIES consecutive positions of a chunk, a split the KEYS positions from a multiple of KEYS on,
-whichever blocks they lie in. A tile meets the splits that its queries see in turn, with one product of one
-shape for each, and keeps a running maximum and sum (Milakov and Gimelshein, Online normalizer calculation
-for softmax, 2018). A split of which a query sees nothing leaves that query as it was, so it does not matter
-which others share its tile. All in float32, whatever the types of queries and keys.
+A split is the KEYS positions from a multiple of KEYS on, whichever blocks they lie in. Queries meet the splits that
+they see in turn and keep a running maximum and sum (Milakov and Gimelshein, Online normalizer calculation for
+softmax, 2018). A split of which a query sees nothing leaves that query as it was. Sums of products are exact, as in
+`exact.product`, in fixed point below the largest number of the query, or of the key, alone. So neither the tile in
+which a query is computed nor its neighbours matter, and tiles have the size that is fastest. Scores and their
+exponentials are float32, whatever the types of queries and keys.
 """
 
 from collections.abc import Iterator
@@ -16,13 +17,13 @@ import torch
 from torch import Tensor
 
 from quire.kernels.contract import Batch, Rotation, Storage
-from quire.kernels.exact import by_vectors, tree_sum
+from quire.kernels.exact import LEFT_BITS, RIGHT_BITS, TERMS, by_vectors, fixed_point, row_power, sum_bits
 from quire.kernels.invariant.rowwise import rotary
 from quire.kernels.reference.quantized import numbers, stored
 
-QUERIES = 4  # positions of a tile, of which the last may stand for several
-KEYS = 256  # positions of a split: few enough terms for a sum that is not shared out, see `products`
-SCRATCH_BYTES = 2**27  # of the tiles that are computed together, unless one alone takes more
+QUERIES = 32  # positions of a tile, of which the last may stand for several; 1 where a chunk has no other
+KEYS = TERMS  # positions of a split: as many as one sum can have
+SCRATCH_BYTES = 2**24  # of the tiles that are computed together, unless one alone takes more
 _LOWEST = torch.finfo(torch.float32).min
 
 
@@ -32,8 +33,8 @@ class Tiles(NamedTuple):
     chunks: np.ndarray  # int64 (num_tiles,)
     begins: np.ndarray  # int64 (num_tiles,): first split that some query sees
     ends: np.ndarray  # int64 (num_tiles,): behind the last one
-    tokens: np.ndarray  # int64 (num_tiles, QUERIES): among those of the step
-    positions: np.ndarray  # int64 (num_tiles, QUERIES)
+    tokens: np.ndarray  # int64 (num_tiles, queries): among those of the step
+    positions: np.ndarray  # int64 (num_tiles, queries)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,11 +48,11 @@ class InvariantPlan:
 
 
 class State(NamedTuple):
-    """What queries know of the keys they have met, float32 (num_tiles, num_kv_heads, rows, 1 or head_dim)."""
+    """What queries know of the keys they have met, (num_tiles, num_kv_heads, rows, 1 or head_dim)."""
 
-    largest: Tensor
-    total: Tensor  # of exponentials
-    output: Tensor  # values weighed by exponentials
+    largest: Tensor  # float32
+    total: Tensor  # float64: of exponentials
+    output: Tensor  # float64: values weighed by exponentials
 
 
 def plan(batch: Batch, storage: Storage) -> InvariantPlan:
@@ -69,25 +70,30 @@ def plan(batch: Batch, storage: Storage) -> InvariantPlan:
         _tensor(slots, device),
         _tensor(slots[positions % storage.block_size == 0] // storage.block_size, device),
         _tensor(keys, device),
-        list(_groups(_tiles(batch, storage.group.window), storage)),
+        [some for tiles in _tiles(batch, storage.group.window) for some in _groups(tiles, storage)],
     )
 
 
-def _tiles(batch: Batch, window: int) -> Tiles:
+def _tiles(batch: Batch, window: int) -> Iterator[Tiles]:
+    """Chunks of one position in tiles of one, the others in tiles of QUERIES."""
     lengths = batch.stops - batch.starts
-    numbers = -(-lengths // QUERIES)
-    chunks = np.repeat(np.arange(len(lengths)), numbers)
-    offsets = QUERIES * (np.arange(len(chunks)) - np.repeat(np.cumsum(numbers) - numbers, numbers))
-    places = np.minimum(offsets[:, None] + np.arange(QUERIES), lengths[chunks, None] - 1)  # within the chunk
-    tokens = (np.cumsum(lengths) - lengths)[chunks, None] + places
-    positions = batch.starts[chunks, None] + places
-    first_seen = np.maximum(positions[:, 0] - window + 1, 0) if window else np.zeros(len(chunks), np.int64)
-    return Tiles(chunks, first_seen // KEYS, positions[:, -1] // KEYS + 1, tokens, positions)
+    for queries, chunks in ((1, np.flatnonzero(lengths == 1)), (QUERIES, np.flatnonzero(lengths > 1))):
+        if not len(chunks):
+            continue
+        numbers = -(-lengths[chunks] // queries)
+        offsets = queries * (np.arange(numbers.sum()) - np.repeat(np.cumsum(numbers) - numbers, numbers))
+        chunks = np.repeat(chunks, numbers)
+        places = np.minimum(offsets[:, None] + np.arange(queries), lengths[chunks, None] - 1)  # within the chunk
+        tokens = (np.cumsum(lengths) - lengths)[chunks, None] + places
+        positions = batch.starts[chunks, None] + places
+        first_seen = np.maximum(positions[:, 0] - window + 1, 0) if window else np.zeros(len(chunks), np.int64)
+        yield Tiles(chunks, first_seen // KEYS, positions[:, -1] // KEYS + 1, tokens, positions)
 
 
 def _groups(tiles: Tiles, storage: Storage) -> Iterator[Tiles]:
     """Tiles in portions that keep to SCRATCH_BYTES, with an allowance for heads that share keys."""
-    per_tile = 32 * KEYS * storage.group.num_kv_heads * max(storage.group.head_dim, 16 * QUERIES)
+    group = storage.group
+    per_tile = 32 * KEYS * group.num_kv_heads * max(2 * group.head_dim, 16 * tiles.tokens.shape[1])
     at_once = max(1, SCRATCH_BYTES // per_tile)
     for first in range(0, len(tiles.chunks), at_once):
         yield Tiles(*(column[first : first + at_once] for column in tiles))
@@ -123,39 +129,45 @@ def attention(
     out = torch.empty_like(q)
     for tiles in plan.tiles:
         tokens = _tensor(tiles.tokens, q.device)
-        queries = q[tokens].view(len(tokens), QUERIES, num_kv_heads, -1, head_dim).transpose(1, 2).flatten(2, 3)
-        queries = queries.float() * scale  # (num_tiles, num_kv_heads, QUERIES * query heads of each, head_dim)
+        queries = q[tokens].view(*tokens.shape, num_kv_heads, -1, head_dim).transpose(1, 2).flatten(2, 3)
+        queries = queries.float() * scale  # (num_tiles, num_kv_heads, queries * query heads of each, head_dim)
         found = _attend(queries, storage, layer, plan, tiles, softcap)
-        found = found.view(len(tokens), num_kv_heads, QUERIES, -1, head_dim).transpose(1, 2)
+        found = found.view(len(tokens), num_kv_heads, tokens.shape[1], -1, head_dim).transpose(1, 2)
         out[tokens] = found.reshape(*tokens.shape, num_heads, head_dim).to(q.dtype)
     return out.flatten(1)
 
 
 def _attend(q: Tensor, storage: Storage, layer: int, plan: InvariantPlan, tiles: Tiles, softcap: float) -> Tensor:
-    """q (num_tiles, num_kv_heads, rows, head_dim) -> the same shape."""
+    """q (num_tiles, num_kv_heads, rows, head_dim) -> the same shape, float64."""
     group = storage.group
     positions = _tensor(tiles.positions, q.device)
     chunks = _tensor(tiles.chunks, q.device)
-    state = State(q.new_full((*q.shape[:3], 1), _LOWEST), q.new_zeros(*q.shape[:3], 1), torch.zeros_like(q))
+    wide = torch.zeros_like(q, dtype=torch.float64)
+    state = State(q.new_full((*q.shape[:3], 1), _LOWEST), wide[..., :1].clone(), wide)
+    shared = q.shape[2] // positions.shape[1]
     for split in range(int(tiles.begins.min()), int(tiles.ends.max())):
-        seeing = _tensor(np.flatnonzero((tiles.begins <= split) & (split < tiles.ends)), q.device)
-        keys = torch.arange(split * KEYS, (split + 1) * KEYS, device=q.device)
-        seen = _seen(keys, positions[seeing], group.window)  # (num seeing, QUERIES, KEYS)
-        slots = plan.keys[chunks[seeing], split * KEYS : (split + 1) * KEYS]
+        which = (tiles.begins <= split) & (split < tiles.ends)
+        if not which.any():
+            continue
+        seeing = slice(None) if which.all() else _tensor(np.flatnonzero(which), q.device)
+        stop = min((split + 1) * KEYS, int(tiles.positions[which, -1].max()) + 1)  # behind the last key that is seen
+        keys = torch.arange(split * KEYS, stop, device=q.device)
+        seen = _seen(keys, positions[seeing], group.window)  # (num seeing, queries, KEYS)
+        slots = plan.keys[chunks[seeing], split * KEYS : stop]
         k, v = (_gather(blocks, slots, group.dtype) for blocks in storage.data[layer])
-        v.masked_fill_(~seen.any(1)[:, None, :, None], 0)  # what nobody sees may be anything, NaN too
-        scores = _products(q[seeing], k.mT)
+        scores = _scores(q[seeing], k)
         if softcap:
             scores = by_vectors(torch.tanh, scores / softcap) * softcap
-        scores.masked_fill_(~seen.repeat_interleave(q.shape[2] // QUERIES, 1).unsqueeze(1), -torch.inf)
-        met = _meet(State(*(part[seeing] for part in state)), scores, v)
+        seen = seen.repeat_interleave(shared, 1).unsqueeze(1)  # (num seeing, 1, rows, KEYS)
+        scores.masked_fill_(~seen, -torch.inf)
+        met = _meet(State(*(part[seeing] for part in state)), scores, v, seen)
         for part, new in zip(state, met, strict=True):
             part[seeing] = new
     return state.output / state.total
 
 
 def _seen(keys: Tensor, positions: Tensor, window: int) -> Tensor:
-    """Whether queries at positions (num_tiles, QUERIES) see keys (KEYS,)."""
+    """Whether queries at positions (num_tiles, queries) see keys (KEYS,)."""
     ages = positions.unsqueeze(-1) - keys
     return (ages >= 0) & (ages < window) if window else ages >= 0
 
@@ -166,21 +178,39 @@ def _gather(blocks: Tensor, slots: Tensor, dtype: str) -> Tensor:
     return numbers(found.transpose(1, 2).contiguous(), dtype).float()
 
 
-def _products(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b for each tile alone, so that their number changes no shape."""
-    out = a.new_empty(*a.shape[:3], b.shape[-1])
-    for left, right, target in zip(a, b, out, strict=True):
-        torch.bmm(left, right, out=target)
-    return out
+def _scores(q: Tensor, k: Tensor) -> Tensor:
+    """Products of queries (..., rows, head_dim) with keys (..., KEYS, head_dim), float32 (..., rows, KEYS)."""
+    total: Tensor | None = None
+    for first in range(0, q.shape[-1], TERMS):
+        left, right = (x[..., first : first + TERMS] for x in (q, k))
+        part = fixed_point(left, row_power(left), LEFT_BITS) @ fixed_point(right, row_power(right), RIGHT_BITS).mT
+        total = part if total is None else total + part
+    assert total is not None
+    return total.float()
 
 
-def _meet(state: State, scores: Tensor, v: Tensor) -> State:
+def _meet(state: State, scores: Tensor, v: Tensor, seen: Tensor) -> State:
     """The state after a split. scores (num_tiles, num_kv_heads, rows, KEYS): -inf where a key is not seen."""
     largest = torch.maximum(state.largest, scores.amax(-1, keepdim=True))
     kept = by_vectors(torch.exp, state.largest - largest)
     weights = by_vectors(torch.exp, scores - largest)
-    return State(
-        largest,
-        state.total * kept + tree_sum(weights),
-        state.output * kept + _products(weights, v),
-    )
+    output = state.output * kept + _weighted_sums(weights, v, seen)
+    return State(largest, state.total * kept + fixed_point(weights, 1.0, sum_bits(KEYS)).sum(-1, keepdim=True), output)
+
+
+def _weighted_sums(weights: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+    """weights (..., rows, KEYS) times v (..., KEYS, head_dim), float64.
+
+    Each value is in fixed point below its own largest number, by which its weights are multiplied instead.
+    """
+    powers = row_power(v)
+    v = fixed_point(v, powers, RIGHT_BITS).div_(powers)
+    unusable = powers.isinf()  # a number of the value is not finite: see below
+    spoiled = bool(unusable.any())
+    if spoiled:
+        v, powers = v.masked_fill_(unusable, 0), powers.masked_fill(unusable, 0)
+    weights = weights * powers.mT
+    found = fixed_point(weights, row_power(weights), LEFT_BITS) @ v
+    if spoiled:  # a query that sees such a value is NaN; what nobody sees may be anything
+        found.masked_fill_((unusable.mT & seen).any(-1, keepdim=True), torch.nan)
+    return found

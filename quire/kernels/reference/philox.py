@@ -7,6 +7,8 @@ in int64, whose products wrap modulo 2^64 as the method wants.
 import torch
 from torch import Tensor
 
+from quire.kernels.exact import by_vectors
+
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
@@ -44,4 +46,4 @@ def exponential(words: Tensor) -> Tensor:
     upper = words >= 2**31
     distance = torch.where(upper, _MASK - words, words)  # from the nearer end
     share = (distance.float() + 0.5) * 2.0**-32
-    return -torch.where(upper, torch.log1p(-share), torch.log(share))
+    return -torch.where(upper, by_vectors(torch.log1p, -share), by_vectors(torch.log, share))

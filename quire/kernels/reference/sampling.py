@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.contract import Draws, Purpose
+from quire.kernels.exact import by_vectors
 from quire.kernels.reference.edits import changes, edited
 from quire.kernels.reference.philox import exponential, philox
 
@@ -90,4 +91,4 @@ def gumbel(draws: Draws, rows: np.ndarray, like: Tensor) -> Tensor:
     counter = (column(draws.positions), column(draws.sample_indices), purpose, quads)
     key = (column(draws.seeds & np.uint64(0xFFFFFFFF)), column(draws.seeds >> np.uint64(32)))
     words = torch.stack(philox(counter, key), -1).flatten(1)[:, :vocab_size]
-    return -exponential(words).log()
+    return -by_vectors(torch.log, exponential(words))

@@ -1,0 +1,134 @@
+"""README's two commands as a newcomer runs them: in a fresh clone, on each Python that is found here.
+
+    python benchmarks/installation.py [--pythons 3.11,3.12,3.13] [--no-tests] [--json FILE]
+
+`make serve` until a chat is answered, then `make test`: seconds of each, the size of the environment and the torch that
+pip chose. The clone is of the last commit. Runs with the standard library alone.
+"""
+
+import argparse
+import json
+import os
+import platform
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+PYTHONS = ("3.11", "3.12", "3.13")
+
+
+def interpreter(version: str) -> str | None:
+    """An interpreter of that version: on the path, or among those of pyenv."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
+    candidates = [shutil.which(f"python{version}"), *sorted(map(str, pyenv.glob(f"versions/{version}.*/bin/python")))]
+    ask = "import sys; print('%d.%d' % sys.version_info[:2])"
+    for path in filter(None, candidates):
+        done = subprocess.run([path, "-c", ask], capture_output=True, text=True, check=False)
+        if done.stdout.strip() == version:
+            return path
+    return None
+
+
+def serve_and_ask(clone: Path, python: str) -> dict[str, Any]:
+    """Seconds from `make serve` to the first answer, and what it says."""
+    start = time.perf_counter()
+    command = ["make", "serve", f"PYTHON={python}", "ARGS=--port 0"]
+    with subprocess.Popen(
+        command, cwd=clone, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    ) as server:
+        assert server.stdout is not None
+        said = []
+        url = None
+        for line in server.stdout:
+            said.append(line)
+            if found := re.search(r"http://127\.0\.0\.1:\d+", line):
+                url = found[0]
+                break
+        if url is None:
+            raise SystemExit(f"make serve failed on {python}:\n{''.join(said)}")
+        body = {"temperature": 0, "messages": [{"role": "user", "content": "Who are you?"}]}
+        request = urllib.request.Request(
+            f"{url}/v1/chat/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+        )
+        with urllib.request.urlopen(request) as response:
+            answer = json.load(response)["choices"][0]["message"]["content"]
+        seconds = time.perf_counter() - start
+        os.killpg(server.pid, signal.SIGTERM)
+    return {"seconds_to_first_answer": round(seconds, 1), "answer": answer}
+
+
+def gigabytes(folder: Path) -> float:
+    """What the files of a folder take on the disk."""
+    done = subprocess.run(["du", "-sk", str(folder)], capture_output=True, text=True, check=True)
+    return round(int(done.stdout.split()[0]) * 1024 / 1e9, 2)
+
+
+def test(clone: Path, python: str) -> dict[str, Any]:
+    """The last line of `make test`, its exit status and its seconds."""
+    start = time.perf_counter()
+    done = subprocess.run(["make", "test", f"PYTHON={python}"], cwd=clone, capture_output=True, text=True, check=False)
+    lines = done.stdout.splitlines()
+    failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+    return {
+        "exit": done.returncode,
+        "seconds": round(time.perf_counter() - start),
+        "summary": next((line for line in reversed(lines) if " passed" in line), done.stderr[-2000:]),
+        "failed": failed,
+    }
+
+
+def attempt(version: str, *, tests: bool) -> dict[str, Any]:
+    """All of it on one Python."""
+    python = interpreter(version)
+    if python is None:
+        return {"found": False}
+    with tempfile.TemporaryDirectory(prefix=f"quire-{version}-") as folder:
+        clone = Path(folder) / "quire"
+        subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
+        result: dict[str, Any] = {"found": True, **serve_and_ask(clone, python)}
+        ask = "import platform, importlib.metadata as m; print(platform.python_version(), m.version('torch'))"
+        done = subprocess.run([str(clone / ".venv/bin/python"), "-c", ask], capture_output=True, text=True, check=True)
+        result["python"], result["torch"] = done.stdout.split()
+        result["environment_gb"] = gigabytes(clone / ".venv")
+        if tests:
+            result["tests"] = test(clone, python)
+    return result
+
+
+def main() -> None:
+    """Try, print and write down."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--pythons", default=",".join(PYTHONS))
+    parser.add_argument("--no-tests", action="store_true")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    report: dict[str, Any] = {"commit": commit.stdout.strip(), "machine": _cpu(), "pythons": {}}
+    for version in options.pythons.split(","):
+        report["pythons"][version] = attempt(version, tests=not options.no_tests)
+        print(version, json.dumps(report["pythons"][version], indent=1), flush=True)
+        if options.json:
+            options.json.write_text(json.dumps(report, indent=1) + "\n")
+    results = report["pythons"].values()
+    if not all(one["found"] and one.get("tests", {}).get("exit", 0) == 0 for one in results):
+        sys.exit("some Python was not found, or its tests failed: see above")
+
+
+def _cpu() -> str:
+    info = Path("/proc/cpuinfo")
+    names = re.findall(r"model name\s*: (.*)", info.read_text()) if info.exists() else []
+    return f"{len(names)} x {names[0]}" if names else platform.processor() or platform.machine()
+
+
+if __name__ == "__main__":
+    main()
