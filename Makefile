@@ -1,4 +1,4 @@
-# One command each: serve, test, check, try-wheel, try-pythons, check-native, gpu-check, bench, bench-prefix, bench-cpu, chaos, soak, fuzz, flood, demo-model, clean. CI calls the same ones (.ci/run).
+# One command each: serve, test, test-build, corpus-check, check, try-wheel, try-pythons, check-native, gpu-check, bench, bench-prefix, bench-cpu, chaos, soak, fuzz, flood, demo-model, clean. CI calls the same ones (.ci/run).
 
 PYTHON ?= python3
 # Which torch: the package index's, which on Linux is the build for CUDA; or, with TORCH=cpu, the build for CPUs from torch's own index.
@@ -14,7 +14,7 @@ ifneq ($(filter-out cpu,$(TORCH)),)
 $(error TORCH=$(TORCH) is not known: TORCH=cpu takes torch's build for CPUs, without it torch comes from the package index)
 endif
 
-.PHONY: serve test check try-wheel try-pythons check-native gpu-check bench bench-prefix bench-cpu chaos soak fuzz flood demo-model clean
+.PHONY: serve test test-build corpus-check check try-wheel try-pythons check-native gpu-check bench bench-prefix bench-cpu chaos soak fuzz flood demo-model clean
 
 serve: $(VENV)/.installed  ## serve the embedded model; ARGS="MODEL --port 8001" goes to `quire serve`
 	@$(BIN)/quire serve $(ARGS)
@@ -38,6 +38,15 @@ try-wheel:  ## build the wheel, install it in an empty environment, and generate
 
 try-pythons:  ## README's two commands in a fresh clone, on each Python found; ARGS="--pythons 3.12 --no-tests --json FILE"
 	@$(PYTHON) benchmarks/installation.py $(ARGS)
+
+test-build: $(VENV)/.installed-dev  ## the tests of the last commit with CPU kernels for one instruction set alone; BUILD=avx2
+	@rm -rf build/only && git clone --quiet . build/only
+	@cd build/only && QUIRE_BUILDS=$(BUILD) $(CURDIR)/$(BIN)/python setup.py -q build_ext --inplace
+	@cd build/only && PYTHONPATH=$$PWD $(CURDIR)/$(BIN)/python -c "from quire.kernels.cpu import _C; print('builds:', _C.builds())"
+	@cd build/only && PYTHONPATH=$$PWD $(CURDIR)/$(BIN)/python -m pytest -n auto --dist loadfile $(ARGS)
+
+corpus-check: $(VENV)/.installed-dev  ## schedules, greedy outputs and HTTP responses beside those that were recorded
+	@$(BIN)/python -m pytest tests/test_corpus.py $(ARGS)
 
 # A copy of quire whose kernels are compiled with the sanitizers of GCC for addresses and undefined behaviour.
 NATIVE := build/native

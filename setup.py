@@ -27,6 +27,8 @@ X86_BUILDS = {  # the fastest first
     "generic": (),
 }
 BUILDS = X86_BUILDS if platform.machine() in ("x86_64", "AMD64") else {"generic": ()}
+if only := os.environ.get("QUIRE_BUILDS"):  # for tests: names of some of them
+    BUILDS = {name: BUILDS[name] for name in only.split(",")}
 WIDE_MOVES = ("-mmove-max=256", "-mstore-max=256")  # or GCC moves vectors of two registers piece by piece
 FLAGS = (
     *("-O3", "-g0", "-std=c++17", "-fopenmp", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math"),
