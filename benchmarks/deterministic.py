@@ -1,10 +1,11 @@
 """CPU seconds of deterministic requests, beside ordinary ones and beside another version of quire.
 
-    python -m benchmarks.deterministic [--kernels reference,cpu] [--model FOLDER] [--dtype auto] [--threads 2]
-        [--repeat 5] [--beside CHECKOUT] [--json FILE]
+    python -m benchmarks.deterministic [--cases embedded:auto:reference,0.5b:bfloat16:reference] [--repeat 5]
+        [--threads 1] [--beside CHECKOUT] [--models FOLDER] [--json FILE]
 
-CHECKOUT is a folder that holds another version of the package; the two versions run in processes of their own and take
-turns. Figures are CPU seconds (user and system), not elapsed ones, and of each the least of all rounds.
+A case is a shape (embedded, or one of benchmarks.cpu.checkpoints), a dtype and a kernel module. CHECKOUT is a folder
+that holds another version of the package; the versions run in processes of their own and take turns. Figures are CPU
+seconds (user and system), not elapsed ones, and of each the least of all rounds.
 """
 
 import argparse
@@ -12,51 +13,59 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-WORKLOADS = {  # requests, prompt tokens, output tokens
+ROOT = Path(__file__).resolve().parents[1]
+CASES = "embedded:auto:reference,embedded:auto:cpu"
+EMBEDDED = {  # requests, prompt tokens, output tokens
     "decode, 1 request": (1, 16, 64),
     "decode, 8 requests": (8, 16, 64),
     "decode behind 1024 tokens": (1, 1024, 32),
     "prefill of 1024 tokens": (1, 1024, 1),
     "prefill of 16 x 64 tokens": (16, 64, 1),
 }
+LARGER = {
+    "decode, 1 request": (1, 16, 8),
+    "decode, 8 requests": (8, 16, 8),
+    "prefill of 256 tokens": (1, 256, 1),
+}
 
 
-def measure(options: argparse.Namespace) -> dict[str, float]:
+def measure(folder: str, dtype: str, kernels: str, threads: int) -> dict[str, float]:
     """CPU seconds of each workload, deterministic and ordinary, by the version of quire that is imported here."""
     from quire import LLM, SamplingParams  # noqa: PLC0415  (the version that this process was started for)
 
     llm = LLM(
-        options.model,
-        kernels=options.kernels,
-        dtype=options.dtype,
-        threads=options.threads,
+        folder or None,
+        kernels=kernels,
+        dtype=dtype,
+        threads=threads,
         enable_prefix_caching=False,
         max_model_len=2048,
         max_num_seqs=16,
     )
     found: dict[str, float] = {}
-    for name, (num_requests, prompt_length, num_tokens) in WORKLOADS.items():
+    for name, (num_requests, prompt_length, num_tokens) in (LARGER if folder else EMBEDDED).items():
         prompts = [
             {"prompt_token_ids": [(7 * row + 3 * i) % 900 + 300 for i in range(prompt_length)]}
             for row in range(num_requests)
         ]
-        for deterministic in (True, False):
-            params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, deterministic=deterministic)
+        for suffix in ("", ", ordinary"):
+            params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, deterministic=not suffix)
             llm.generate(prompts, params)
             start = time.process_time()
             llm.generate(prompts, params)
-            found[name if deterministic else f"{name}, ordinary"] = time.process_time() - start
+            found[name + suffix] = time.process_time() - start
     llm.close()
     return found
 
 
-def in_process(checkout: Path, arguments: list[str]) -> dict[str, float]:
+def in_process(checkout: Path, case: list[str]) -> dict[str, float]:
     """`measure` in a process that imports quire from `checkout`."""
-    command = [sys.executable, str(Path(__file__).resolve()), "--once", *arguments]
+    command = [sys.executable, str(Path(__file__).resolve()), "--once", *case]
     environment = {**os.environ, "PYTHONPATH": str(checkout)}
     done = subprocess.run(command, env=environment, cwd=checkout, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -65,49 +74,56 @@ def in_process(checkout: Path, arguments: list[str]) -> dict[str, float]:
     return result
 
 
-def compare(options: argparse.Namespace, kernels: str) -> dict[str, Any]:
-    """The least CPU seconds of each workload and version, and the ratio of the versions."""
-    here = Path(__file__).resolve().parent.parent
-    arguments = ["--kernels", kernels, "--dtype", options.dtype, "--threads", str(options.threads)]
-    arguments += ["--model", str(options.model.resolve())] if options.model else []
-    checkouts = {"here": here} | ({"beside": options.beside.resolve()} if options.beside else {})
-    rounds: dict[str, list[dict[str, float]]] = {name: [] for name in checkouts}
-    for _ in range(options.repeat):
-        for name, checkout in checkouts.items():
-            rounds[name].append(in_process(checkout, arguments))
-    least = {name: {work: min(one[work] for one in some) for work in some[0]} for name, some in rounds.items()}
+def compare(name: str, case: list[str], checkouts: dict[str, Path], repeat: int) -> dict[str, Any]:
+    """The least CPU seconds of each workload by version, and the ratio of the versions."""
+    rounds: dict[str, list[dict[str, float]]] = {version: [] for version in checkouts}
+    for _ in range(repeat):
+        for version, checkout in checkouts.items():
+            rounds[version].append(in_process(checkout, case))
+    least = {version: {work: min(one[work] for one in some) for work in some[0]} for version, some in rounds.items()}
     ratios = {}
     for work, seconds in least["here"].items():
-        other = least.get("beside", {}).get(work)
-        ratios[work] = None if other is None else seconds / other
-        print(
-            f"{kernels:10} {work:40} {seconds:8.3f} s" + (f"  {seconds / other:5.2f} of {other:.3f} s" if other else "")
-        )
+        line = f"{name:26} {work:36} {seconds:8.3f} s"
+        if "beside" in least:
+            ratios[work] = round(seconds / least["beside"][work], 2)
+            line += f" {ratios[work]:6.2f} of {least['beside'][work]:.3f} s"
+        print(line, flush=True)
     return {"cpu_seconds": least, "ratios": ratios}
+
+
+def commit_of(checkout: Path) -> str:
+    """The commit that is checked out there."""
+    command = ["git", "describe", "--always", "--dirty"]
+    return subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--kernels", default="reference,cpu")
-    parser.add_argument("--model", type=Path)
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--cases", default=CASES)
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--beside", type=Path)
+    parser.add_argument("--models", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--once", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--once", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.once:
-        print(json.dumps(measure(options)))
+        folder, dtype, kernels, threads = options.once
+        print(json.dumps(measure(folder, dtype, kernels, int(threads))))
         return
-    from benchmarks.cpu.machine import describe  # noqa: PLC0415  (a process that measures does not need it)
+    from benchmarks.cpu.checkpoints import checkpoint  # noqa: PLC0415  (not for a process that measures)
+    from benchmarks.cpu.machine import describe  # noqa: PLC0415
 
-    machine = describe()
-    results = {kernels: compare(options, kernels) for kernels in options.kernels.split(",")}
-    if options.json:
-        report = {"machine": machine, "model": str(options.model or "embedded"), "dtype": options.dtype, **results}
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    checkouts = {"here": ROOT} | ({"beside": options.beside.resolve()} if options.beside else {})
+    report: dict[str, Any] = {"machine": describe() | {"threads": options.threads}}
+    report["commits"] = {version: commit_of(checkout) for version, checkout in checkouts.items()}
+    for name in options.cases.split(","):
+        shape, dtype, kernels = name.split(":")
+        folder = "" if shape == "embedded" else str(checkpoint(shape, options.models).resolve())
+        report[name] = compare(name, [folder, dtype, kernels, str(options.threads)], checkouts, options.repeat)
+        if options.json:
+            options.json.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -152,13 +152,13 @@ def _attend(q: Tensor, storage: Storage, layer: int, plan: InvariantPlan, tiles:
         seeing = slice(None) if which.all() else _tensor(np.flatnonzero(which), q.device)
         stop = min((split + 1) * KEYS, int(tiles.positions[which, -1].max()) + 1)  # behind the last key that is seen
         keys = torch.arange(split * KEYS, stop, device=q.device)
-        seen = _seen(keys, positions[seeing], group.window)  # (num seeing, queries, KEYS)
+        seen = _seen(keys, positions[seeing], group.window)  # (num seeing, queries, num_keys)
         slots = plan.keys[chunks[seeing], split * KEYS : stop]
         k, v = (_gather(blocks, slots, group.dtype) for blocks in storage.data[layer])
         scores = _scores(q[seeing], k)
         if softcap:
             scores = by_vectors(torch.tanh, scores / softcap) * softcap
-        seen = seen.repeat_interleave(shared, 1).unsqueeze(1)  # (num seeing, 1, rows, KEYS)
+        seen = seen.repeat_interleave(shared, 1).unsqueeze(1)  # (num seeing, 1, rows, num_keys)
         scores.masked_fill_(~seen, -torch.inf)
         met = _meet(State(*(part[seeing] for part in state)), scores, v, seen)
         for part, new in zip(state, met, strict=True):
@@ -167,19 +167,19 @@ def _attend(q: Tensor, storage: Storage, layer: int, plan: InvariantPlan, tiles:
 
 
 def _seen(keys: Tensor, positions: Tensor, window: int) -> Tensor:
-    """Whether queries at positions (num_tiles, queries) see keys (KEYS,)."""
+    """Whether queries at positions (num_tiles, queries) see keys (num_keys,)."""
     ages = positions.unsqueeze(-1) - keys
     return (ages >= 0) & (ages < window) if window else ages >= 0
 
 
 def _gather(blocks: Tensor, slots: Tensor, dtype: str) -> Tensor:
-    """Slots (num_tiles, KEYS) of blocks, float32 (num_tiles, num_kv_heads, KEYS, head_dim)."""
+    """Slots (num_tiles, num_keys) of blocks, float32 (num_tiles, num_kv_heads, num_keys, head_dim)."""
     found = blocks.flatten(0, 1).index_select(0, slots.flatten()).view(*slots.shape, *blocks.shape[2:])
     return numbers(found.transpose(1, 2).contiguous(), dtype).float()
 
 
 def _scores(q: Tensor, k: Tensor) -> Tensor:
-    """Products of queries (..., rows, head_dim) with keys (..., KEYS, head_dim), float32 (..., rows, KEYS)."""
+    """Products of queries (..., rows, head_dim) with keys (..., num_keys, head_dim), float32 (..., rows, num_keys)."""
     total: Tensor | None = None
     for first in range(0, q.shape[-1], TERMS):
         left, right = (x[..., first : first + TERMS] for x in (q, k))
@@ -190,7 +190,7 @@ def _scores(q: Tensor, k: Tensor) -> Tensor:
 
 
 def _meet(state: State, scores: Tensor, v: Tensor, seen: Tensor) -> State:
-    """The state after a split. scores (num_tiles, num_kv_heads, rows, KEYS): -inf where a key is not seen."""
+    """The state after a split. scores (num_tiles, num_kv_heads, rows, num_keys): -inf where a key is not seen."""
     largest = torch.maximum(state.largest, scores.amax(-1, keepdim=True))
     kept = by_vectors(torch.exp, state.largest - largest)
     weights = by_vectors(torch.exp, scores - largest)
@@ -199,7 +199,7 @@ def _meet(state: State, scores: Tensor, v: Tensor, seen: Tensor) -> State:
 
 
 def _weighted_sums(weights: Tensor, v: Tensor, seen: Tensor) -> Tensor:
-    """weights (..., rows, KEYS) times v (..., KEYS, head_dim), float64.
+    """weights (..., rows, num_keys) times v (..., num_keys, head_dim), float64; num_keys is KEYS at most.
 
     Each value is in fixed point below its own largest number, by which its weights are multiplied instead.
     """
