@@ -200,7 +200,15 @@ def test_closing_a_backend_ends_what_runs_on_it(pretend):
         program.run(backend=backend)
 
 
-def test_ctrl_c_ends_a_program_that_waits(pretend):
+@pytest.fixture
+def interruptible():
+    """Ctrl-C raises KeyboardInterrupt, also where the suite was started by a shell in the background, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_ends_a_program_that_waits(pretend, interruptible):
     @sgl.function
     def program(s):
         s += "wait" + sgl.gen("x")
