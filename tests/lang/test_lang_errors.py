@@ -202,7 +202,7 @@ def test_closing_a_backend_ends_what_runs_on_it(pretend):
 
 @pytest.fixture
 def interruptible():
-    """Ctrl-C raises KeyboardInterrupt, also where the suite was started by a shell in the background, which ignores it."""
+    """Ctrl-C raises KeyboardInterrupt, also where a shell started the suite in the background: there it is ignored."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
