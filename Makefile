@@ -8,8 +8,12 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
 TORCH_VERSION = $(shell sed -n 's/^torch==//p' constraints.txt)
-TORCH_STAMP = $(if $(TORCH),$(VENV)/.torch-$(TORCH))
-TORCH_NOTE = $(if $(TORCH),,; torch from the package index: on Linux its build for CUDA, 4.8 GB in all. TORCH=cpu takes 1.1 GB)
+CPU_TORCH = --no-deps --index-url https://download.pytorch.org/whl/cpu 'torch==$(TORCH_VERSION)+cpu'
+TORCH_STAMP = $(if $(TORCH),$(VENV)/.torch-cpu)
+TORCH_NOTE = $(if $(TORCH)$(wildcard $(VENV)/.torch-cpu),; torch for CPUs from its own index,; torch from the package index: on Linux its build for CUDA, 5.1 GB in all. TORCH=cpu takes 1.1 GB)
+ifeq ($(TORCH) $(shell uname -s),cpu Darwin)
+$(error TORCH=cpu is for Linux: for macOS the package index has no other build than the one for CPUs. Leave TORCH=cpu out)
+endif
 ifneq ($(filter-out cpu,$(TORCH)),)
 $(error TORCH=$(TORCH) is not known: TORCH=cpu takes torch's build for CPUs, without it torch comes from the package index)
 endif
@@ -28,11 +32,13 @@ check: $(VENV)/.installed-dev  ## style, types, layers
 	@$(BIN)/mypy
 	@$(BIN)/python -m pytest -q tests/test_layers.py tests/test_tree.py
 
+WHEEL_PIP = build/wheel/venv/bin/python -m pip --quiet --disable-pip-version-check
 try-wheel:  ## build the wheel, install it in an empty environment, and generate from it in an empty folder
-	@rm -rf build/lib build/bdist* build/wheel && mkdir -p build/wheel/empty
+	@rm -rf build/lib* build/temp* build/bdist* build/wheel && mkdir -p build/wheel/empty
 	@$(PYTHON) -m venv build/wheel/venv
-	@build/wheel/venv/bin/python -m pip --quiet --disable-pip-version-check wheel --no-deps --wheel-dir build/wheel .
-	@build/wheel/venv/bin/python -m pip --quiet --disable-pip-version-check install -c constraints.txt build/wheel/quire-*.whl
+	@$(WHEEL_PIP) wheel --no-deps --wheel-dir build/wheel .
+	@$(if $(TORCH),$(WHEEL_PIP) install $(CPU_TORCH))
+	@$(WHEEL_PIP) install -c constraints.txt build/wheel/quire-*.whl
 	@cd build/wheel/empty && ../venv/bin/python -c "import quire; from quire.kernels.cpu import EXTENSION; assert '/wheel/venv/' in quire.__file__ and EXTENSION is None, (quire.__file__, EXTENSION)"
 	@cd build/wheel/empty && ../venv/bin/quire generate --temperature 0 --max-tokens 12 "One Tuesday Mira went to the" > answer && cat answer && test -s answer
 
@@ -41,9 +47,9 @@ try-pythons:  ## README's two commands in a fresh clone, on each Python found; A
 
 test-build: $(VENV)/.installed-dev  ## the tests of the last commit with CPU kernels for one instruction set alone; BUILD=avx2
 	@rm -rf build/only && git clone --quiet . build/only
-	@cd build/only && QUIRE_BUILDS=$(BUILD) $(CURDIR)/$(BIN)/python setup.py -q build_ext --inplace
-	@cd build/only && PYTHONPATH=$$PWD $(CURDIR)/$(BIN)/python -c "from quire.kernels.cpu import _C; print('builds:', _C.builds())"
-	@cd build/only && PYTHONPATH=$$PWD $(CURDIR)/$(BIN)/python -m pytest -n auto --dist loadfile $(ARGS)
+	@cd build/only && QUIRE_BUILDS=$(BUILD) $(abspath $(BIN))/python setup.py -q build_ext --inplace
+	@cd build/only && PYTHONPATH=$$PWD $(abspath $(BIN))/python -c "from quire.kernels.cpu import _C; print('builds:', _C.builds())"
+	@cd build/only && PYTHONPATH=$$PWD $(abspath $(BIN))/python -m pytest -n auto --dist loadfile $(ARGS)
 
 corpus-check: $(VENV)/.installed-dev  ## schedules, greedy outputs and HTTP responses beside those that were recorded
 	@$(BIN)/python -m pytest tests/test_corpus.py $(ARGS)
@@ -106,8 +112,9 @@ $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python $(TORCH_S
 
 SAY_TORCH = $(BIN)/python -c "from importlib.metadata import version; print('installed, with torch', version('torch'))"
 $(VENV)/.torch-cpu: constraints.txt | $(BIN)/python
+	@if [ -e $(VENV)/.installed ] && [ ! -e $@ ]; then echo "$(VENV) has torch from the package index. Run make clean first, then again with TORCH=cpu." >&2; exit 1; fi
 	@echo "installing torch $(TORCH_VERSION) for CPUs from torch's own index"
-	@$(PIP) install --no-deps --index-url https://download.pytorch.org/whl/cpu 'torch==$(TORCH_VERSION)+cpu' || { echo "torch's build for CPUs could not be installed: pip's message above says why. Is download.pytorch.org reachable from here? Without TORCH=cpu torch comes from the package index: on Linux that is the build for CUDA, which runs on CPUs too but takes 4.8 GB in place of 1.1 GB." >&2; exit 1; }
+	@$(PIP) install $(CPU_TORCH) || { echo "torch's build for CPUs could not be installed: pip's message above says why. Is download.pytorch.org reachable from here? Without TORCH=cpu torch comes from the package index: on Linux that is the build for CUDA, which runs on CPUs too, and the environment takes 5.1 GB in place of 1.1 GB." >&2; exit 1; }
 	@touch $@
 
 $(BIN)/python:

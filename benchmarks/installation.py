@@ -18,11 +18,13 @@ import sys
 import tempfile
 import time
 import urllib.request
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTHONS = ("3.11", "3.12", "3.13")
+INHERITED = ("MAKEFLAGS", "MAKEOVERRIDES", "MFLAGS", "VENV", "ARGS", "TORCH")
 
 
 def interpreter(version: str) -> str | None:
@@ -41,9 +43,12 @@ def serve_and_ask(clone: Path, python: str) -> dict[str, Any]:
     """Seconds from `make serve` to the first answer, and what it says."""
     start = time.perf_counter()
     command = ["make", "serve", f"PYTHON={python}", "ARGS=--port 0"]
-    with subprocess.Popen(
-        command, cwd=clone, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    ) as server:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with (
+        subprocess.Popen(command, cwd=clone, env=_environment(), start_new_session=True, **pipes) as server,
+        ExitStack() as at_the_end,
+    ):
+        at_the_end.callback(_end, server.pid)
         assert server.stdout is not None
         said = []
         url = None
@@ -58,11 +63,20 @@ def serve_and_ask(clone: Path, python: str) -> dict[str, Any]:
         request = urllib.request.Request(
             f"{url}/v1/chat/completions", json.dumps(body).encode(), {"content-type": "application/json"}
         )
-        with urllib.request.urlopen(request) as response:
+        with urllib.request.urlopen(request, timeout=60) as response:
             answer = json.load(response)["choices"][0]["message"]["content"]
         seconds = time.perf_counter() - start
-        os.killpg(server.pid, signal.SIGTERM)
     return {"seconds_to_first_answer": round(seconds, 1), "answer": answer}
+
+
+def _environment() -> dict[str, str]:
+    """Without what a make that runs this would hand on to the make that is tried."""
+    return {name: value for name, value in os.environ.items() if name not in INHERITED}
+
+
+def _end(group: int) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGTERM)
 
 
 def gigabytes(folder: Path) -> float:
@@ -74,7 +88,8 @@ def gigabytes(folder: Path) -> float:
 def test(clone: Path, python: str) -> dict[str, Any]:
     """The last line of `make test`, its exit status and its seconds."""
     start = time.perf_counter()
-    done = subprocess.run(["make", "test", f"PYTHON={python}"], cwd=clone, capture_output=True, text=True, check=False)
+    command = ["make", "test", f"PYTHON={python}"]
+    done = subprocess.run(command, cwd=clone, env=_environment(), capture_output=True, text=True, check=False)
     lines = done.stdout.splitlines()
     failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
     return {

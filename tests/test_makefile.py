@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+INHERITED = ("MAKEFLAGS", "MAKEOVERRIDES", "MFLAGS", "VENV", "ARGS")  # from the make that runs the tests
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 
 def make(*arguments, env=None):
-    inherited = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKEOVERRIDES")}
+    inherited = {name: value for name, value in os.environ.items() if name not in INHERITED}
     return subprocess.run(
         ["make", *arguments],
         cwd=ROOT,
@@ -41,13 +42,30 @@ def test_torch_for_cpus_is_taken_from_its_own_index_before_quire_is_installed(ta
 def test_without_a_choice_torch_comes_from_the_package_index_and_its_size_is_said(target, tmp_path):
     printed = make("--dry-run", target, f"VENV={tmp_path}/venv", env={"TORCH": "cpu"}).stdout  # no variable chooses
     assert CPU_INDEX not in printed
-    assert "its build for CUDA, 4.8 GB in all. TORCH=cpu takes 1.1 GB" in printed
+    assert "its build for CUDA, 5.1 GB in all. TORCH=cpu takes 1.1 GB" in printed
 
 
 def test_other_choices_are_refused():
     done = make("serve", "TORCH=cuda")
     assert done.returncode == 2
     assert "TORCH=cuda is not known: TORCH=cpu takes torch's build for CPUs" in done.stderr
+
+
+def test_another_build_of_torch_is_not_replaced_silently(tmp_path):
+    venv = tmp_path / "venv"
+    (venv / "bin").mkdir(parents=True)
+    for name in ("bin/python", ".installed", ".installed-dev"):
+        (venv / name).touch()
+    done = make(f"{venv}/.torch-cpu", "TORCH=cpu", f"VENV={venv}")
+    assert done.returncode == 2
+    assert "has torch from the package index. Run make clean first, then again with TORCH=cpu." in done.stderr
+
+
+def test_a_choice_of_torch_is_remembered(tmp_path):
+    (tmp_path / ".torch-cpu").touch()
+    printed = make("--dry-run", "test", f"VENV={tmp_path}").stdout
+    assert "torch for CPUs from its own index" in printed
+    assert "CUDA" not in printed
 
 
 def test_an_index_that_cannot_be_reached_is_explained(tmp_path):

@@ -52,39 +52,43 @@ def _fill_up(x: Tensor, number: int) -> Tensor:
     return F.pad(x, (0, number)) if number else x
 
 
-def product(x: Tensor, weight: Tensor) -> Tensor:
-    """x (num_rows, in) times weight (out, in), float64 (num_rows, out): a row's bits depend on no other row.
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype = torch.float64) -> Tensor:
+    """x (num_rows, in) times weight (out, in), plus bias (out,): a row's bits depend on no other row.
 
-    Both sides are rounded to fixed point: x to LEFT_BITS bits below the largest of TERMS numbers of its row, the weight
-    to RIGHT_BITS below the largest of all. Then every product and every sum of TERMS products is exact in float64, in
-    whichever order a library adds them up, so that neither the place of a row, nor the shape, nor the number of threads
-    matters. The sums of TERMS products are added in an order that depends on their number alone. The idea is that of
-    Ozaki et al., Error-free transformations of matrix multiplication, 2012, with one slice of each matrix. A row with
-    a number that is not finite is NaN.
+    Both sides are rounded to fixed point, x to LEFT_BITS and the weight to RIGHT_BITS below the largest of TERMS
+    numbers of a row. Then every product and every sum of TERMS products is exact in float64, in whichever order a
+    library adds them up, so that neither the place of a row, nor the shape, nor the number of threads matters. The
+    sums of TERMS products are added in an order that depends on their number alone, and rounded once, to `dtype`. The
+    idea is that of Ozaki et al., Error-free transformations of matrix multiplication, 2012, with one slice of each
+    matrix.
+
+    The error is at most 2**-LEFT_BITS times the largest |x| of TERMS numbers times the sum of |weight|, and the same
+    with both sides exchanged. A row with a number that is not finite is NaN.
     """
     num_sums = -(-x.shape[1] // TERMS)
     at_once = max(128, _NUMBERS // (num_sums * TERMS))
     rows = max(16, _SUMS // (num_sums * at_once))
-    power = power_above(torch.stack(torch.aminmax(weight)).abs().amax())
-    return torch.cat([_product(some, weight, power, at_once) for some in torch.split(x, rows)])
+    out = x.new_empty(len(x), len(weight), dtype=dtype)
+    for first in range(0, len(x), rows):
+        _product(x[first : first + rows], weight, bias, at_once, out[first : first + rows])
+    return out
 
 
-def _product(x: Tensor, weight: Tensor, power: Tensor, at_once: int) -> Tensor:
-    """See `product`. power: above all numbers of the weight, of which `at_once` rows are brought into fixed point."""
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, at_once: int, out: Tensor) -> None:
+    """See `product`. at_once: rows of the weight that are brought into fixed point together."""
     num_rows, columns = x.shape
     num_sums = -(-columns // TERMS)
     left = _fill_up(x, num_sums * TERMS - columns).reshape(num_rows, num_sums, TERMS)
     left = fixed_point(left, row_power(left), LEFT_BITS).transpose(0, 1)  # (num_sums, num_rows, TERMS)
-    magic = _magic(power, RIGHT_BITS)
     right = x.new_empty(min(at_once, len(weight)), num_sums * TERMS, dtype=torch.float64)
     right[:, columns:] = 0
-    out = x.new_empty(num_rows, len(weight), dtype=torch.float64)
     for start in range(0, len(weight), at_once):
         part = weight[start : start + at_once]
         right[: len(part), :columns].copy_(part)
-        rounded = right[: len(part)].add_(magic).sub_(magic).view(len(part), num_sums, TERMS)
-        out[:, start : start + at_once] = _added(torch.bmm(left, rounded.permute(1, 2, 0)))
-    return out
+        wide = right[: len(part)].view(len(part), num_sums, TERMS)
+        magic = _magic(row_power(wide), RIGHT_BITS)
+        sums = _added(torch.bmm(left, wide.add_(magic).sub_(magic).permute(1, 2, 0)))
+        out[:, start : start + at_once] = sums if bias is None else sums + bias[start : start + at_once]
 
 
 def _added(parts: Tensor) -> Tensor:
@@ -99,7 +103,7 @@ def _added(parts: Tensor) -> Tensor:
 def fixed_point(x: Tensor, power: Tensor | float, bits: int) -> Tensor:
     """x as float64, each number rounded to a multiple of power * 2**-bits. None may be above power, a power of 2."""
     magic = _magic(power, bits)
-    return x.double().add_(magic).sub_(magic)
+    return x.to(torch.float64, copy=True).add_(magic).sub_(magic)
 
 
 def row_power(x: Tensor) -> Tensor:

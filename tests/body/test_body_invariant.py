@@ -140,24 +140,60 @@ def test_products_take_parts_of_larger_tensors(columns):
     assert torch.equal(invariant.linear(x, weight), invariant.linear(x.contiguous(), weight.contiguous()))
 
 
+def by_fractions(x, weight):
+    """The product of what both sides are rounded to, in rational numbers."""
+    left, right = fixed_point(x, row_power(x), LEFT_BITS), fixed_point(weight, row_power(weight), RIGHT_BITS)
+    return [
+        [float(sum(Fraction(a) * Fraction(b) for a, b in zip(row, other, strict=True))) for other in right.tolist()]
+        for row in left.tolist()
+    ]
+
+
 @pytest.mark.parametrize("columns", [1, 7, 100, TERMS])
 @pytest.mark.parametrize("exponents", [0, 30])
 def test_sums_of_products_are_exact(columns, exponents):
     random = np.random.default_rng(columns)
     scales = torch.from_numpy(2.0 ** random.integers(-exponents, exponents + 1, (2, 5, columns))).float()
     x, weight = randn(5, columns) * scales[0], randn(5, columns, seed=1) * scales[1]
-    power = row_power(weight).amax()
-    left, right = fixed_point(x, row_power(x), LEFT_BITS), fixed_point(weight, power, RIGHT_BITS)
-    expected = [
-        [float(sum(Fraction(a) * Fraction(b) for a, b in zip(row, other, strict=True))) for other in right.tolist()]
-        for row in left.tolist()
-    ]
-    assert product(x, weight).tolist() == expected
+    assert product(x, weight).tolist() == by_fractions(x, weight)
 
 
 def test_the_largest_sums_are_exact():
     largest = torch.full((3, TERMS), 2.0 - 2.0**-23)  # rounded up, to a power of 2
     assert torch.equal(product(largest, largest), torch.full((3, 3), 4.0 * TERMS, dtype=torch.float64))
+
+
+def test_sums_that_need_every_bit_are_exact():
+    """With two bits more the sums would not fit, and with one more the last addition would round."""
+    random = torch.Generator().manual_seed(0)
+    x, weight = (2 - torch.randint(8, (16, TERMS), generator=random) * 2.0**-23 for _ in range(2))
+    assert product(x, weight).tolist() == by_fractions(x, weight)
+    assert LEFT_BITS + RIGHT_BITS + math.log2(TERMS) <= 53
+
+
+def test_outliers_of_one_row_of_a_weight_do_not_coarsen_the_others():
+    x, weight = randn(5, 300), randn(8, 300, seed=1) / 50
+    weight[3, 7] = 1e4
+    weight[5, 100] = torch.nan
+    found, exact = invariant.linear(x, weight).double(), x.double() @ weight.double().T
+    others = [0, 1, 2, 4, 6, 7]
+    torch.testing.assert_close(found[:, others], exact[:, others], rtol=1e-5, atol=1e-6)
+    assert found[:, 5].isnan().all()
+
+
+@pytest.mark.parametrize("rows", [300, 3000])
+def test_products_in_portions_of_rows_are_those_of_one_row(rows, monkeypatch):
+    x, weight, bias = randn(rows, 520), randn(33, 520, seed=1), randn(33, seed=2)
+    expected = invariant.linear(x, weight, bias)
+    monkeypatch.setattr("quire.kernels.exact._SUMS", 1)
+    monkeypatch.setattr("quire.kernels.exact._NUMBERS", 1)
+    assert torch.equal(invariant.linear(x, weight, bias), expected)
+
+
+def test_norms_of_large_numbers_are_finite():
+    x = torch.tensor([[1e20, -3e19, 5.0], [1e-30, 2e-30, 0.0]])
+    found = invariant.rms_norm(x, torch.ones(3), 1e-6)
+    torch.testing.assert_close(found, reference.rms_norm(x, torch.ones(3), 1e-6))
 
 
 @pytest.mark.parametrize("power", [-126, -149, 0, 126])
@@ -313,15 +349,17 @@ def test_a_value_that_is_not_finite_spoils_only_queries_that_see_it(place):
     assert torch.equal(found[place:, 2:], expected[place:, 2:])
 
 
-def test_scratch_is_bounded():
-    sequences = Sequences(3, [900], kv_heads=4, shared=4, dim=128, block_size=16)
-    plan = invariant.plan(Batch(np.array([0]), np.array([900]), sequences.tables), sequences.storage)
-    tiles = max(len(some.chunks) for some in plan.tiles)
-    rows = tiled.QUERIES * 4
+@pytest.mark.parametrize("shared", [1, 4, 64])
+def test_scratch_is_bounded(shared):
+    sequences = Sequences(3, [9000], kv_heads=4, shared=1, dim=128, block_size=16)
+    plan = invariant.plan(Batch(np.array([0]), np.array([9000]), sequences.tables), sequences.storage)
+    (tiles,) = plan.tiles
+    some = [len(part.chunks) for part in tiled.portions(tiles, sequences.group, shared)]
     # keys and values, scores and their exponentials: as float32 and float64, and once more in fixed point
-    one = 4 * tiled.KEYS * (2 * 12 * 128 + 2 * 12 * rows)
-    assert len(plan.tiles) > 1
-    assert tiles * one <= tiled.SCRATCH_BYTES
+    one = 4 * tiled.KEYS * (2 * 12 * 128 + 2 * 12 * tiled.QUERIES * shared)
+    assert sum(some) == len(tiles.chunks)
+    assert len(some) > 1
+    assert max(some) == 1 or max(some) * one <= tiled.SCRATCH_BYTES
 
 
 def test_blocks_are_the_reference_s():

@@ -7,6 +7,9 @@ from quire.engine import embedded
 
 
 def shipped_files() -> list[Path]:
+    """What git tracks; without a repository, such as in an unpacked archive, what is not hidden."""
     folder = embedded.folder()
-    listed = subprocess.run(["git", "ls-files"], cwd=folder, capture_output=True, text=True, check=True)
-    return [folder / name for name in listed.stdout.splitlines()]
+    listed = subprocess.run(["git", "ls-files"], cwd=folder, capture_output=True, text=True, check=False)
+    if listed.returncode == 0 and listed.stdout:
+        return [folder / name for name in listed.stdout.splitlines()]
+    return [path for path in folder.iterdir() if not path.name.startswith(".")]

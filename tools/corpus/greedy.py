@@ -26,7 +26,7 @@ CHATS = (
 
 
 def record() -> Iterator[dict[str, Any]]:
-    """Token ids of each prompt and chat, and of a beam search, by kernel module."""
+    """Token ids of each prompt and chat, by kernel module."""
     for kernels in ("reference",) if EXTENSION else ("reference", "cpu"):
         llm = LLM(kernels=kernels, dtype="float32", max_num_seqs=4)
         params = SamplingParams(temperature=0, max_tokens=40)

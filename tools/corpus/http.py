@@ -15,8 +15,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-MASKED = {"id", "created", "request_id", "seconds", "queue_seconds", "e2e_latency"}
+MASKED = {"created", "request_id", "seconds", "queue_seconds", "e2e_latency"}
 JOINED = {"content", "text"}  # of the events of a stream
+DRAWN = re.compile(r"[0-9a-f]{8}")  # in an id: it is drawn for each answer
 COUNTED = {"output_ids", "completion_tokens", "total_tokens", "token_ids"}  # what grows from event to event
 _TOLERANCE = 1e-3
 _USER = [{"role": "user", "content": "Who are you?"}]
@@ -179,8 +180,11 @@ def _joined(events: list[Any]) -> dict[str, Any]:
         if not shapes or shapes[-1] != shape:
             shapes.append(shape)
     last = [event for event in events if event != "[DONE]"][-1]
-    cumulative = isinstance(last, dict) and "text" in last  # SGLang's events have the whole text
-    return {"text": texts[-1] if cumulative else "".join(texts), "last": last, "shapes": shapes}
+    if (
+        isinstance(last, dict) and "text" in last
+    ):  # SGLang's events have the whole text, and as many tokens as there are
+        return {"text": texts[-1], "last": last}
+    return {"text": "".join(texts), "last": last, "shapes": shapes}
 
 
 def _shape(value: Any, texts: list[str]) -> Any:  # noqa: ANN401
@@ -210,10 +214,14 @@ def same(recorded: Any, found: Any) -> bool:  # noqa: ANN401
     return type(recorded) is type(found) and bool(recorded == found)
 
 
+def _is_drawn(key: str, value: Any) -> bool:  # noqa: ANN401
+    return key in MASKED or (key == "id" and isinstance(value, str) and bool(DRAWN.search(value)))
+
+
 def _masked(value: Any) -> Any:  # noqa: ANN401
     match value:
         case dict():
-            return {key: "masked" if key in MASKED else _masked(one) for key, one in value.items()}
+            return {key: "masked" if _is_drawn(key, one) else _masked(one) for key, one in value.items()}
         case list():
             return [_masked(one) for one in value]
         case float():

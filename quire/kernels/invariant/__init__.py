@@ -5,13 +5,15 @@ on other tokens, not on their number, not on how a sequence is cut into chunks, 
 threads. What makes a result depend on company, and what is done here instead:
 
 - A product of matrices adds up in an order that the library picks by shape, threads and the place of a row.
-  Here both sides are rounded to fixed point first, so that all sums are exact and their order does not
-  matter (`exact.product`). The same goes for attention (`tiled`) and for sums over an axis (`exact.exact_sum`).
+  Here both sides are rounded to fixed point first, so that sums of up to 256 products are exact and their
+  order does not matter (`exact.product`). The same goes for attention (`tiled`) and for norms
+  (`exact.exact_sum`).
 - Exponentials and their kin differ between the body and the tail of a vector loop, so they see nothing
   but whole vectors (`exact.by_vectors`). Sums, products, quotients and roots are correctly rounded anywhere.
 
-Of the libraries this asks for IEEE 754 in float64 products, which may be fused or not, and for elementwise
-functions that treat all numbers of whole vectors alike.
+Of the libraries this asks for IEEE 754 in float64 products, which may be fused or not, for elementwise
+functions that treat all numbers of whole vectors alike, and for softmax and sums over a row (`route`,
+`sample`, `logprobs` of the reference) that treat each row alike.
 """
 
 from quire.kernels.invariant.products import experts, gated_linear, linear

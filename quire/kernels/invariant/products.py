@@ -11,8 +11,7 @@ from quire.kernels.reference.products import plain
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """x (num_rows, in) times weight (out, in), plus bias (out,)."""
-    out = product(x, plain(weight))
-    return (out if bias is None else out + bias).to(x.dtype)
+    return product(x, plain(weight), bias, x.dtype)
 
 
 def gated_linear(x: Tensor, weight: Weight, bias: Tensor | None, activation: str) -> Tensor:

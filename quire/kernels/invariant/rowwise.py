@@ -25,7 +25,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Root mean square normalisation."""
     wide = x.float()
-    mean = _mean(wide * wide)
+    mean = _mean(wide.double().square_())
     return (wide / (mean + eps).sqrt() * weight).to(x.dtype)
 
 
@@ -39,7 +39,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
     """Layer normalisation over the last axis."""
     wide = x.float()
     centred = wide - _mean(wide)
-    variance = _mean(centred * centred)
+    variance = _mean(centred.double().square_())
     normed = centred / (variance + eps).sqrt() * weight
     return (normed if bias is None else normed + bias).to(x.dtype)
 

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.config import KVGroup
 from quire.kernels.contract import Batch, Rotation, Storage
 from quire.kernels.exact import LEFT_BITS, RIGHT_BITS, TERMS, by_vectors, fixed_point, row_power, sum_bits
 from quire.kernels.invariant.rowwise import rotary
@@ -28,7 +29,7 @@ _LOWEST = torch.finfo(torch.float32).min
 
 
 class Tiles(NamedTuple):
-    """Tiles that are computed together, one array per field."""
+    """Tiles with as many queries each, one array per field."""
 
     chunks: np.ndarray  # int64 (num_tiles,)
     begins: np.ndarray  # int64 (num_tiles,): first split that some query sees
@@ -70,7 +71,7 @@ def plan(batch: Batch, storage: Storage) -> InvariantPlan:
         _tensor(slots, device),
         _tensor(slots[positions % storage.block_size == 0] // storage.block_size, device),
         _tensor(keys, device),
-        [some for tiles in _tiles(batch, storage.group.window) for some in _groups(tiles, storage)],
+        list(_tiles(batch, storage.group.window)),
     )
 
 
@@ -90,10 +91,10 @@ def _tiles(batch: Batch, window: int) -> Iterator[Tiles]:
         yield Tiles(chunks, first_seen // KEYS, positions[:, -1] // KEYS + 1, tokens, positions)
 
 
-def _groups(tiles: Tiles, storage: Storage) -> Iterator[Tiles]:
-    """Tiles in portions that keep to SCRATCH_BYTES, with an allowance for heads that share keys."""
-    group = storage.group
-    per_tile = 32 * KEYS * group.num_kv_heads * max(2 * group.head_dim, 16 * tiles.tokens.shape[1])
+def portions(tiles: Tiles, group: KVGroup, shared: int) -> Iterator[Tiles]:
+    """Tiles in portions that keep to SCRATCH_BYTES. shared: query heads of each KV head."""
+    rows = tiles.tokens.shape[1] * shared
+    per_tile = 32 * KEYS * group.num_kv_heads * (group.head_dim + rows)
     at_once = max(1, SCRATCH_BYTES // per_tile)
     for first in range(0, len(tiles.chunks), at_once):
         yield Tiles(*(column[first : first + at_once] for column in tiles))
@@ -127,7 +128,8 @@ def attention(
     num_heads, head_dim = q.shape[1:]
     num_kv_heads = storage.group.num_kv_heads
     out = torch.empty_like(q)
-    for tiles in plan.tiles:
+    shared = num_heads // num_kv_heads
+    for tiles in (some for every in plan.tiles for some in portions(every, storage.group, shared)):
         tokens = _tensor(tiles.tokens, q.device)
         queries = q[tokens].view(*tokens.shape, num_kv_heads, -1, head_dim).transpose(1, 2).flatten(2, 3)
         queries = queries.float() * scale  # (num_tiles, num_kv_heads, queries * query heads of each, head_dim)
