@@ -13,6 +13,8 @@ from types import ModuleType
 
 _WITHOUT_TORCH = ("quire.sched.journal", "tokenizers", "jinja2", "rich.progress")  # but needed with it
 
+_FROZEN_BY_PYTHON = 1000  # more objects than an interpreter freezes of its own: 375 in Python 3.12, none in 3.11
+
 
 def import_with_torch(name: str) -> ModuleType:
     """Import a module that imports torch.
@@ -43,7 +45,7 @@ def collector_at_rest() -> Iterator[None]:
     try:
         yield
     finally:
-        if not gc.get_freeze_count():  # what somebody froze stays so
+        if gc.get_freeze_count() < _FROZEN_BY_PYTHON:  # what somebody froze stays so
             gc.freeze()
             gc.unfreeze()  # into the oldest generation
         if collects:

@@ -1,7 +1,9 @@
-"""BodyLimit: no request body is longer than this, or slower. Knows ASGI messages only."""
+"""BodyLimit: no request body is longer than this, or slower, or nested deeper. Knows ASGI messages only."""
 
 import asyncio
+import re
 
+import numpy as np
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -11,6 +13,10 @@ from quire.server.errors import BodyLate
 MAX_BODY = 16 * 2**20  # bytes
 BODY_SECONDS = 20.0  # for any body, and
 BYTES_PER_SECOND = 2**16  # more for a long one
+MAX_NESTING = 512  # of JSON: what a parser takes differs between versions of Python
+
+
+_ESCAPE = re.compile(rb"\\.", re.DOTALL)
 
 
 class BodyLimit:
@@ -39,6 +45,7 @@ class _Counted:
         self._num_bytes = 0
         self._begun: float | None = None
         self._whole = False
+        self._nesting = Nesting()
 
     async def receive(self) -> Message:
         """As ASGI's. Raises HTTPException."""
@@ -50,8 +57,11 @@ class _Counted:
                 message = await self._receive()
         except TimeoutError:
             raise BodyLate(BODY_SECONDS) from None
-        self._num_bytes += len(message.get("body", b""))
+        body = message.get("body", b"")
+        self._num_bytes += len(body)
         self._check()
+        if self._nesting.depth_after(body) > MAX_NESTING:
+            raise HTTPException(400, f"the body's JSON is nested more than {MAX_NESTING} levels deep; send it flatter")
         self._whole = not message.get("more_body", False)
         return message
 
@@ -63,3 +73,28 @@ class _Counted:
     def _check(self) -> None:
         if max(self._promised, self._num_bytes) > self._limit:
             raise HTTPException(413, f"the body is longer than {self._limit} bytes; send less", {"connection": "close"})
+
+
+class Nesting:
+    """How deep the brackets of a JSON text are nested, of which pieces come one after the other."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._in_string = False
+        self._escaping = False  # the last byte was a backslash that escapes the next one
+
+    def depth_after(self, piece: bytes) -> int:
+        """The greatest depth within the piece, in time linear in its length."""
+        if self._escaping and piece:
+            piece = b" " + piece[1:]
+        plain = _ESCAPE.sub(b"  ", piece)
+        self._escaping = plain.endswith(b"\\") if piece else self._escaping
+        symbols = np.frombuffer(plain, np.uint8)
+        quotes = np.cumsum(symbols == ord('"')) + self._in_string
+        opening = (symbols == ord("[")) | (symbols == ord("{"))
+        closing = (symbols == ord("]")) | (symbols == ord("}"))
+        outside = quotes % 2 == 0
+        depths = self._depth + np.cumsum(opening.astype(np.int64) * outside - closing.astype(np.int64) * outside)
+        if len(symbols):
+            self._in_string, self._depth = bool(quotes[-1] % 2), int(depths[-1])
+        return int(depths.max(initial=self._depth))

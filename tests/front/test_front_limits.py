@@ -4,8 +4,11 @@ Heads, slow bodies and what is no HTTP: test_front_connection.py. What a templat
 """
 
 import json
+from itertools import pairwise
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from quire.core.terms import MAX_SECONDS, MAX_SESSION
 from quire.engine.text.messages import MAX_DEPTH, MAX_MESSAGES
@@ -22,7 +25,7 @@ from quire.params import (
     MAX_TEMPERATURE,
     MAX_TOKENS,
 )
-from quire.server.body_limit import MAX_BODY
+from quire.server.body_limit import MAX_BODY, MAX_NESTING, Nesting
 from quire.server.explain import MAX_ID
 from quire.server.field_types import MAX_PROMPT_TOKENS, MAX_PROMPTS, MAX_SALT
 from quire.server.limits import MAX_CHOICES, MAX_TOLD
@@ -169,6 +172,37 @@ def test_the_depth_of_json_is_bounded(http, field, depth):
     answer = http.post(COMPLETIONS, content=body, headers=JSON)
     assert answer.status_code == 400
     assert answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(("depth", "status"), [(MAX_NESTING - 1, 200), (MAX_NESTING, 400)])
+def test_the_bound_of_depth_is_the_same_on_every_python(http, depth, status):
+    body = f'{{"prompt": "a", "max_tokens": 1, "metadata": {"[" * depth}{"]" * depth}}}'
+    answer = http.post(COMPLETIONS, content=body, headers=JSON)
+    assert answer.status_code == status, answer.text
+
+
+@pytest.mark.parametrize("text", ["[" * 2000, '"' * 1000 + "{" * 2000, "\\" * 999 + "[" * 2000, '\\"[' * 2000])
+def test_brackets_in_texts_are_not_nested(http, text):
+    answer = post(http, COMPLETIONS, {"prompt": "a", "max_tokens": 1, "metadata": {"a": text}})
+    assert answer.status_code == 200, answer.text
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    value=st.recursive(
+        st.text('[]{}"\\a') | st.integers(), lambda inner: st.lists(inner) | st.dictionaries(st.text('[]{}"\\'), inner)
+    ),
+    data=st.data(),
+)
+def test_nesting_is_that_of_the_value_however_its_text_is_cut(value, data):
+    def depth(one):
+        inner = one.values() if isinstance(one, dict) else one if isinstance(one, list) else None
+        return 0 if inner is None else 1 + max(map(depth, inner), default=0)
+
+    text = json.dumps(value).encode()
+    cuts = [0, *sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=5))), len(text)]
+    nesting = Nesting()
+    assert max(nesting.depth_after(text[a:b]) for a, b in pairwise(cuts)) == depth(value)
 
 
 @pytest.mark.parametrize("length", [MAX_ID, MAX_ID + 1, 30_000])
