@@ -4,7 +4,8 @@ What they rest on: sums, products and quotients of floats are correctly rounded 
 of torch gives equal bits for equal numbers in whole vectors (`by_vectors`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -15,8 +16,11 @@ AT_ONCE = 2**14  # numbers, few enough for one thread: threads share out a tenso
 TERMS = 256  # of one exact sum: 2**8
 LEFT_BITS = 22  # of the numbers on the left of a product, as fixed point
 RIGHT_BITS = 53 - 8 - LEFT_BITS  # on the right: a float64 holds every partial sum of TERMS products, exactly
-_NUMBERS = 2**18  # of a weight that are brought into float64 together, so that they stay in a cache
+_NUMBERS = 2**17  # of a weight that are brought into float64 together, so that they stay in a cache
 _SUMS = 2**22  # of products that are written down together
+_BITS: Mapping[torch.dtype, torch.dtype] = MappingProxyType(
+    {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32, torch.float64: torch.int64}
+)
 _EXPONENT = 0x7FF << 52  # of the bits of a float64
 _TINY = 2.0**-200  # below every float32 and above the least float64, by far
 
@@ -55,18 +59,18 @@ def _fill_up(x: Tensor, number: int) -> Tensor:
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype = torch.float64) -> Tensor:
     """x (num_rows, in) times weight (out, in), plus bias (out,): a row's bits depend on no other row.
 
-    Both sides are rounded to fixed point, x to LEFT_BITS and the weight to RIGHT_BITS below the largest of TERMS
-    numbers of a row. Then every product and every sum of TERMS products is exact in float64, in whichever order a
-    library adds them up, so that neither the place of a row, nor the shape, nor the number of threads matters. The
-    sums of TERMS products are added in an order that depends on their number alone, and rounded once, to `dtype`. The
-    idea is that of Ozaki et al., Error-free transformations of matrix multiplication, 2012, with one slice of each
-    matrix.
+    Both sides are rounded to fixed point: x to LEFT_BITS below the largest of TERMS numbers of a row, the weight to
+    RIGHT_BITS below the largest of a row. Then every product and every sum of TERMS products is exact in float64, in
+    whichever order a library adds them up, so that neither the place of a row, nor the shape, nor the number of threads
+    matters. The sums of TERMS products are added in an order that depends on their number alone, and rounded once, to
+    `dtype`. The idea is that of Ozaki et al., Error-free transformations of matrix multiplication, 2012, with one slice
+    of each matrix.
 
-    The error is at most 2**-LEFT_BITS times the largest |x| of TERMS numbers times the sum of |weight|, and the same
-    with both sides exchanged. A row with a number that is not finite is NaN.
+    The error is at most 2**-LEFT_BITS times the sum of |weight|, each times the largest |x| of its TERMS, and
+    2**-RIGHT_BITS times the sum of |x| times the largest |weight|. A row with a number that is not finite is NaN.
     """
     num_sums = -(-x.shape[1] // TERMS)
-    at_once = max(128, _NUMBERS // (num_sums * TERMS))
+    at_once = max(64, _NUMBERS // (num_sums * TERMS))
     rows = max(16, _SUMS // (num_sums * at_once))
     out = x.new_empty(len(x), len(weight), dtype=dtype)
     for first in range(0, len(x), rows):
@@ -84,10 +88,10 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, at_once: int, out: 
     right[:, columns:] = 0
     for start in range(0, len(weight), at_once):
         part = weight[start : start + at_once]
+        magic = _magic(row_power(part), RIGHT_BITS)
         right[: len(part), :columns].copy_(part)
-        wide = right[: len(part)].view(len(part), num_sums, TERMS)
-        magic = _magic(row_power(wide), RIGHT_BITS)
-        sums = _added(torch.bmm(left, wide.add_(magic).sub_(magic).permute(1, 2, 0)))
+        rounded = right[: len(part)].add_(magic).sub_(magic).view(len(part), num_sums, TERMS)
+        sums = _added(torch.bmm(left, rounded.permute(1, 2, 0)))
         out[:, start : start + at_once] = sums if bias is None else sums + bias[start : start + at_once]
 
 
@@ -108,7 +112,9 @@ def fixed_point(x: Tensor, power: Tensor | float, bits: int) -> Tensor:
 
 def row_power(x: Tensor) -> Tensor:
     """The least power of 2 above all numbers of a row, which is the last axis: float64 (..., 1)."""
-    return power_above(x.abs().amax(-1, keepdim=True))
+    kind = _BITS[x.dtype]
+    magnitudes = x.view(kind) & torch.iinfo(kind).max  # as integers they rank as they do as floats, and NaN above all
+    return power_above(magnitudes.amax(-1, keepdim=True).view(x.dtype))
 
 
 def power_above(x: Tensor) -> Tensor:
