@@ -128,13 +128,15 @@ def main() -> None:
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    report: dict[str, Any] = {"commit": commit.stdout.strip(), "machine": _cpu(), "pythons": {}}
+    report: dict[str, Any] = {"machine": _cpu(), "pythons": {}}
+    if options.json and options.json.exists():  # Pythons that are not tried again stay as they are
+        report["pythons"] = json.loads(options.json.read_text())["pythons"]
     for version in options.pythons.split(","):
-        report["pythons"][version] = attempt(version, tests=not options.no_tests)
+        report["pythons"][version] = {"commit": commit.stdout.strip(), **attempt(version, tests=not options.no_tests)}
         print(version, json.dumps(report["pythons"][version], indent=1), flush=True)
         if options.json:
             options.json.write_text(json.dumps(report, indent=1) + "\n")
-    results = report["pythons"].values()
+    results = [report["pythons"][version] for version in options.pythons.split(",")]
     if not all(one["found"] and one.get("tests", {}).get("exit", 0) == 0 for one in results):
         sys.exit("some Python was not found, or its tests failed: see above")
 
