@@ -213,6 +213,6 @@ def _weighted_sums(weights: Tensor, v: Tensor, seen: Tensor) -> Tensor:
         v, powers = v.masked_fill_(unusable, 0), powers.masked_fill(unusable, 0)
     weights = weights * powers.mT
     found = fixed_point(weights, row_power(weights), LEFT_BITS) @ v
-    if spoiled:  # a query that sees such a value is NaN; what nobody sees may be anything
+    if spoiled:  # a query that sees such a value is NaN; a value that no query sees may be anything
         found.masked_fill_((unusable.mT & seen).any(-1, keepdim=True), torch.nan)
     return found
