@@ -20,7 +20,7 @@ class LoopThread:
         self._thread = threading.Thread(target=self._run, name="quire-lang", daemon=True)
         self._closed = False
         self._lock = threading.Lock()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._thread.start()
 
     def call(self, function: Callable[..., object], *arguments: object) -> None:
@@ -32,8 +32,7 @@ class LoopThread:
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Let it run. To be called on the loop."""
         task = self._loop.create_task(work)
-        self._tasks.add(task)  # the loop itself does not keep it
-        task.add_done_callback(self._tasks.discard)
+        self._keep(task)  # the loop itself does not
         return task
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
@@ -42,7 +41,7 @@ class LoopThread:
             if self._closed:
                 work.close()
             self._check_open()
-            result: Future[T] = asyncio.run_coroutine_threadsafe(work, self._loop)
+            result: Future[T] = asyncio.run_coroutine_threadsafe(self._kept(work), self._loop)
         try:
             return result.result()
         except CancelledError as error:
@@ -73,11 +72,36 @@ class LoopThread:
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
 
+    async def _kept(self, work: Coroutine[Any, Any, T]) -> T:
+        self._keep(asyncio.current_task())
+        return await work
+
+    def _keep(self, task: asyncio.Task[Any] | None) -> None:
+        if task is not None:
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
     async def _end(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
+        await asyncio.gather(*self._cancelled(), return_exceptions=True)
         await last()
+        await self._end_generators()
         with suppress(RuntimeError):  # Python is ending, and begins no thread that could wait for the others
             await self._loop.shutdown_default_executor()
+
+    def _cancelled(self) -> list[asyncio.Task[Any]]:
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        return tasks
+
+    async def _end_generators(self) -> None:
+        """Close the generators that were left before their ends.
+
+        asyncio closes each in a task of its own. A task that is cancelled before its first step closes nothing.
+        """
+        await self._loop.shutdown_asyncgens()
+        await asyncio.sleep(0)
+        while others := asyncio.all_tasks() - {asyncio.current_task()}:
+            self._cancelled()
+            await asyncio.gather(*others, return_exceptions=True)
+            await asyncio.sleep(0)

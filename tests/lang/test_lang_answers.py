@@ -1,9 +1,12 @@
 """What a server answers is taken only where it is whole and as its API says."""
 
+import asyncio
 import json
 import threading
 import time
+from contextlib import contextmanager
 from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx2
 import pytest
@@ -11,6 +14,7 @@ import pytest
 import quire.lang as sgl
 from quire.errors import ConfigError
 from quire.lang.backends.http import Http
+from quire.lang.loop import LoopThread
 
 
 @sgl.function
@@ -99,3 +103,85 @@ def test_a_file_that_is_not_there_is_named_and_no_thread_is_left():
 def test_a_server_tells_of_itself(endpoint):
     told = endpoint.get_server_info()
     assert told["id"] == endpoint.get_model_name() and "requests_running" in told
+
+
+@contextmanager
+def http_server(rest):
+    """The base URL of a server that streams one event and [DONE], and ends once `rest` is set; its connections."""
+    connections = set()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self):
+            connections.add(self.client_address)
+            self.rfile.read(int(self.headers["content-length"]))
+            self.send_response(200)
+            self.send_header("transfer-encoding", "chunked")
+            self.end_headers()
+            for text in ('data: {"a": 1}\n\n', "data: [DONE]\n\n"):
+                self.wfile.write(b"%x\r\n%s\r\n" % (len(text), text.encode()))
+            self.wfile.flush()
+            if rest.wait(10):
+                self.wfile.write(b"0\r\n\r\n")
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}", connections
+        finally:
+            rest.set()
+            server.shutdown()
+
+
+async def events_of(url, number):
+    http = Http(url, None)
+    try:
+        return [[event async for event in http.events("/", {})] for _ in range(number)]
+    finally:
+        await http.close()
+
+
+def test_streams_that_end_share_one_connection():
+    ended = threading.Event()
+    ended.set()
+    with http_server(ended) as (url, connections):
+        assert asyncio.run(events_of(url, 3)) == [[{"a": 1}]] * 3
+        assert len(connections) == 1
+
+
+def test_a_server_that_does_not_end_its_stream_is_left(monkeypatch):
+    monkeypatch.setattr("quire.lang.backends.http._LONGEST_END", 0.05)
+    with http_server(threading.Event()) as (url, connections):
+        assert asyncio.run(events_of(url, 2)) == [[{"a": 1}]] * 2
+        assert len(connections) == 2
+
+
+def test_a_loop_that_is_closed_has_ended_generators_that_were_left():
+    ended = []
+
+    async def numbers(depth):
+        try:
+            if depth:
+                async for number in numbers(depth - 1):
+                    yield number
+            while True:
+                yield 1
+        finally:
+            await asyncio.sleep(0)
+            ended.append(depth)
+
+    async def first():
+        async for number in numbers(3):
+            return number
+
+    async def nothing():
+        pass
+
+    loop = LoopThread()
+    assert loop.run(first()) == 1
+    loop.close(nothing)
+    assert sorted(ended) == [0, 1, 2, 3]

@@ -3,8 +3,8 @@
 import asyncio
 import json
 import ssl
-from collections.abc import AsyncGenerator, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any
 
 import httpx2
@@ -15,6 +15,7 @@ from quire.lang.errors import GenerationFailed
 _TRIES = 6
 _WAIT = 1.0  # seconds before another try, where the server names none
 _LONGEST_WAIT = 30.0
+_LONGEST_END = 1.0  # seconds from [DONE] to the end of the stream
 _BUSY = (429, 503)
 _CONNECTIONS = 1024
 _TIMEOUT = httpx2.Timeout(600.0, connect=10.0)  # seconds; an answer may wait for others
@@ -58,10 +59,12 @@ class Http:
     async def events(self, path: str, body: Mapping[str, object]) -> AsyncGenerator[Any]:
         """The JSON of each event, until [DONE]. Raises as `post` does; GenerationFailed where that never comes."""
         async with self._sent("POST", path, body) as response:
+            lines = response.aiter_lines()
             try:
-                async for line in response.aiter_lines():
+                async for line in lines:
                     data = line.removeprefix("data:").strip() if line.startswith("data:") else ""
                     if data == "[DONE]":
+                        await _read_to_end(lines)
                         return
                     if data:
                         event = _parsed(data)
@@ -105,6 +108,14 @@ class Http:
 
     def _unreachable(self, error: httpx2.HTTPError) -> GenerationFailed:
         return GenerationFailed(f"{self.base_url} does not answer: {error or type(error).__name__}")
+
+
+async def _read_to_end(lines: AsyncIterator[str]) -> None:
+    """A connection that was read to its end is kept for the next request; a server that does not end is left."""
+    with suppress(TimeoutError, httpx2.HTTPError):
+        async with asyncio.timeout(_LONGEST_END):
+            async for _ in lines:
+                pass
 
 
 def _context(*, verify: str | bool | None) -> ssl.SSLContext | bool:

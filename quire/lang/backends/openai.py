@@ -1,6 +1,7 @@
 """OpenAI: programs on any endpoint with OpenAI's API, completions or chat. Knows its bodies, no engine."""
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
 from typing import Any
 
 from quire.core.terms import Program
@@ -54,8 +55,9 @@ class OpenAI(Backend):
         path, body = self._request(prompt, params)
         self.stats.num_calls += 1
         if stream:
-            async for piece in self._streamed(path, body):
-                yield piece
+            async with aclosing(self._streamed(path, body)) as streamed:
+                async for piece in streamed:
+                    yield piece
             return
         answer = await self._http.post(path, body)
         with understood():
@@ -128,18 +130,20 @@ class OpenAI(Backend):
     async def _streamed(self, path: str, body: dict[str, object]) -> AsyncGenerator[Piece]:
         meta: dict[str, Any] = {}
         asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
-        async for event in self._http.events(path, asked):
-            with understood():
-                usage = self._count(event.get("usage"))
-                choices = event.get("choices") or ()
-                told = [
-                    (openai_body.text_of(one, "delta"), openai_body.meta_of(event, one, {}, None)) for one in choices
-                ]
-            for text, one in told:
-                meta = {**one, "finish_reason": one["finish_reason"] or meta.get("finish_reason")}
-                yield Piece(text, meta)
-            if usage and not told:
-                yield Piece("", {**meta, **usage})
+        async with aclosing(self._http.events(path, asked)) as events:
+            async for event in events:
+                with understood():
+                    usage = self._count(event.get("usage"))
+                    choices = event.get("choices") or ()
+                    told = [
+                        (openai_body.text_of(one, "delta"), openai_body.meta_of(event, one, {}, None))
+                        for one in choices
+                    ]
+                for text, one in told:
+                    meta = {**one, "finish_reason": one["finish_reason"] or meta.get("finish_reason")}
+                    yield Piece(text, meta)
+                if usage and not told:
+                    yield Piece("", {**meta, **usage})
 
     async def _written_choice(self, prompt: Prompt, choices: Sequence[str]) -> ChoicesDecision:
         if not self._extensions:

@@ -1,6 +1,7 @@
 """RuntimeEndpoint: programs on a server of quire, by SGLang's native route. Knows its bodies, no engine."""
 
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from typing import Any
 
 from quire.core.terms import Program
@@ -72,11 +73,12 @@ class RuntimeEndpoint(Backend):
             return
         length, meta = 0, {}
         try:
-            async for event in self._http.events("/generate", {**body, "stream": True}):
-                with understood():
-                    text, meta = str(event["text"]), dict(event["meta_info"])
-                yield Piece(text[length:], meta)
-                length = len(text)
+            async with aclosing(self._http.events("/generate", {**body, "stream": True})) as events:
+                async for event in events:
+                    with understood():
+                        text, meta = str(event["text"]), dict(event["meta_info"])
+                    yield Piece(text[length:], meta)
+                    length = len(text)
         finally:
             self._count([meta])
 
