@@ -49,6 +49,7 @@ async def _chaos(server: Server, num_streams: int, num_kills: int, seed: int, ma
         disturbed, took = await running
         longest = max(longest, took)
         answers += zip(undisturbed, disturbed, strict=True)
+    held = await asyncio.to_thread(server.held)  # waits until the last engine serves
     health = await asyncio.to_thread(server.health)
     return Chaos(
         len(answers),
@@ -58,7 +59,7 @@ async def _chaos(server: Server, num_streams: int, num_kills: int, seed: int, ma
         round(seconds, 2),
         round(longest, 2),
         int(health["engine_restarts"]),  # type: ignore[call-overload]  # a number
-        await asyncio.to_thread(server.held),
+        held,
     )
 
 

@@ -24,17 +24,22 @@ class Server:
     def __init__(self, process: "subprocess.Popen[str]", url: str) -> None:
         self.process = process
         self.url = url
+        self._killed: int | None = None  # the last engine's process that was killed
 
     def engine_pid(self) -> int | None:
         """The engine's process; None while there is none."""
         return engine_of(self.process.pid)
 
     def kill_engine(self) -> bool:
-        """SIGKILL; whether there was an engine that served."""
+        """Send SIGKILL to the engine's process. Returns whether an engine was serving.
+
+        The server may not have noticed yet that the last one is dead: that one is not killed again.
+        """
         pid = self.engine_pid()
-        if pid is None or self.health()["status"] != "ok":
+        if pid in (None, self._killed) or self.health()["status"] != "ok":
             return False
         os.kill(pid, signal.SIGKILL)
+        self._killed = pid
         return True
 
     def health(self) -> dict[str, object]:
