@@ -16,24 +16,15 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 ORDER = (
-    *("errors", "config", "structured", "params", "core", "cost", "cache", "grammar", "draft", "sched"),  # mind
-    *(
-        "early",
-        "kernels",
-        "quant",
-        "parallel",
-        "layers",
-        "lora",
-        "models",
-        "sample",
-        "speculate",
-        "store",
-        "runner",
-    ),  # body
-    *("engine", "lang", "planner", "cluster", "server"),  # whole
+    *("errors", "config", "structured", "params", "core", "cost", "cache", "grammar", "draft"),
+    *("sched", "scheduler"),  # mind
+    *("early", "preload", "kernels", "layers", "quant", "parallel", "lora", "models", "sample", "sampling"),
+    *("speculate", "store", "kv_store", "runner"),  # body
+    *("tokenizer", "hub", "structured_outputs", "engine", "startup", "llm", "supervisor"),
+    *("lang", "planner", "cluster", "server"),  # whole
     *("quire", "cli"),  # quire/__init__.py offers names of the folders before it
 )
-FIRST_FLOOR = ORDER[: ORDER.index("sched") + 1]
+FIRST_FLOOR = ORDER[: ORDER.index("scheduler") + 1]
 
 # Imports that may hide inside a function: (file, function) -> why.
 LAZY = {

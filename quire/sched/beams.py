@@ -6,7 +6,6 @@ model's own logprobs; hypotheses that ended are compared by their score, which i
 not. Knows no scheduler, no cache and no text.
 """
 
-from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -87,10 +86,10 @@ class Hypothesis(NamedTuple):
 
 
 def select(
-    live: Sequence[float],
+    live: list[float],
     ids: np.ndarray,
     logprobs: np.ndarray,
-    finished: Sequence[float],
+    finished: list[float],
     rules: Rules,
     num_tokens: int,
 ) -> Selection:
@@ -139,7 +138,7 @@ def _most_likely(cumulative: np.ndarray, allowed: np.ndarray, most: int) -> list
     return [divmod(place, width) for place in order.tolist()]
 
 
-def _is_over(best: float, scores: Sequence[float], rules: Rules, num_tokens: int) -> bool:
+def _is_over(best: float, scores: list[float], rules: Rules, num_tokens: int) -> bool:
     """best: cumulative logprob of the best live beam. scores: of the hypotheses that are kept, best first."""
     if len(scores) < rules.width:
         return False
@@ -179,7 +178,7 @@ class Search:
         self.hypotheses: list[Hypothesis] = []  # best first; of equals the earlier one
         self.is_over = False
 
-    def advance(self, outputs: Sequence[Sequence[int]], ids: np.ndarray, logprobs: np.ndarray) -> Selection:
+    def advance(self, outputs: list[list[int]], ids: np.ndarray, logprobs: np.ndarray) -> Selection:
         """Take in a step. outputs: the generated tokens of each live beam; ids and logprobs: as in `select`."""
         self.num_tokens += 1
         finished = [one.score for one in self.hypotheses]

@@ -15,7 +15,7 @@ from quire.server.cors import Cors
 from quire.server.document import describe_api
 from quire.server.drain import Drain, DrainGate
 from quire.server.embeddings import embedding_routes
-from quire.server.errors import install
+from quire.server.error_handlers import install
 from quire.server.explain import explain_routes
 from quire.server.gate import Gate
 from quire.server.keys import Keys

@@ -62,12 +62,12 @@ class Body(BaseModel):
     def _refuse_what_is_not_supported(self) -> Self:
         for name in self._neutral.keys() & self.model_fields_set:
             value = getattr(self, name)
-            if value is not None and not any(_same(value, neutral) for neutral in self._neutral[name]):
+            if value is not None and not any(is_same(value, neutral) for neutral in self._neutral[name]):
                 raise PydanticCustomError("not_supported", "{name} is not supported yet", {"name": name})
         return self
 
 
-def _same(value: object, neutral: JsonValue) -> bool:
+def is_same(value: object, neutral: JsonValue) -> bool:
     """Equal, where 0 is not false."""
     return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
 

@@ -8,15 +8,12 @@ from math import ceil
 from typing import ClassVar
 from uuid import uuid4
 
-from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
-from quire.engine.embeddings import EmbeddingFailed
 from quire.errors import ContextLengthExceeded, DeadlineUnreachable, EngineStopped, ModelError, QueueFull, RequestError
 from quire.server.observe.error_answer import ErrorAnswer
 from quire.server.quota import RateLimited
-from quire.server.slow_refusals import SlowRefusals
 
 log = logging.getLogger(__name__)
 
@@ -241,22 +238,6 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
         )
         param = error.param if error.param is None else names.get(error.param, error.param)
         raise type(error)(message, param) from error
-
-
-def install(app: FastAPI, refusals: SlowRefusals | None) -> None:
-    """Let the app answer every exception with an error object. refusals: hold back those about an output's form."""
-
-    async def answer(request: Request, error: Exception) -> Response:
-        response = response_to(error)
-        if refusals is not None:
-            await refusals.wait(request, error, response.param)
-        return response
-
-    known = (RequestError, ModelError, EngineStopped, SequenceFailed, EmbeddingFailed, RequestValidationError)
-    for kind in (*known, UnicodeEncodeError, RateLimited):
-        app.add_exception_handler(kind, answer)
-    app.add_exception_handler(HTTPException, answer)
-    app.add_exception_handler(Exception, answer)
 
 
 def _telling_problem(problems: Sequence[dict[str, object]]) -> tuple[str, str | None, str | None]:

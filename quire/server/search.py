@@ -12,7 +12,7 @@ from quire.core.request import Beams
 from quire.errors import RequestError
 from quire.params import BeamSearchParams, SamplingParams
 from quire.sched.beams import plan_beams
-from quire.server.body import Body, about
+from quire.server.body import Body, about, is_same
 from quire.server.errors import renamed
 
 # What a beam search has no use for -> the values that ask for nothing. Null is one of them for every field.
@@ -57,7 +57,7 @@ class SearchBody(Body):
             return params
         for name, values in _NEUTRAL.items():
             given = getattr(self, name, None)
-            if given is not None and not any(_same(given, value) for value in values):
+            if given is not None and not any(is_same(given, value) for value in values):
                 raise RequestError(f"{name} does not go with use_beam_search; leave it out", name)
         return replace(params, best_of=None, temperature=0.0)
 
@@ -79,8 +79,3 @@ class SearchBody(Body):
             )
             num_stop_ids = len(params.stop_token_ids)
             return plan_beams(search, vocab_size=vocab_size, num_end_tokens=num_end_tokens, num_stop_ids=num_stop_ids)
-
-
-def _same(given: object, value: JsonValue) -> bool:
-    """Equal, where 0 is not false."""
-    return given == value and isinstance(given, bool) == isinstance(value, bool)

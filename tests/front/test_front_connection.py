@@ -22,7 +22,7 @@ from quire.server import body_limit, connection
 from quire.server import serve as serving
 from quire.server.body_limit import MAX_BODY, BodyLimit
 from quire.server.connection import MAX_HEAD
-from quire.server.errors import install
+from quire.server.error_handlers import install
 from quire.server.options import ServerOptions
 from quire.server.tls import check_certificate
 

@@ -1,0 +1,27 @@
+"""Exception handlers of the app: every exception becomes an error object."""
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+
+from quire.engine.embeddings import EmbeddingFailed
+from quire.errors import EngineStopped, ModelError, RequestError
+from quire.server.errors import SequenceFailed, response_to
+from quire.server.quota import RateLimited
+from quire.server.slow_refusals import SlowRefusals
+
+
+def install(app: FastAPI, refusals: SlowRefusals | None) -> None:
+    """Let the app answer every exception with an error object. refusals: hold back those about an output's form."""
+
+    async def answer(request: Request, error: Exception) -> Response:
+        response = response_to(error)
+        if refusals is not None:
+            await refusals.wait(request, error, response.param)
+        return response
+
+    known = (RequestError, ModelError, EngineStopped, SequenceFailed, EmbeddingFailed, RequestValidationError)
+    for kind in (*known, UnicodeEncodeError, RateLimited):
+        app.add_exception_handler(kind, answer)
+    app.add_exception_handler(HTTPException, answer)
+    app.add_exception_handler(Exception, answer)
