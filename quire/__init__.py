@@ -20,7 +20,7 @@ _HOMES = {
     "SamplingParams": "quire.params",
     "BeamSearchParams": "quire.params",
     "StructuredOutputsParams": "quire.structured",
-    "Retention": "quire.core.terms",
+    "Retention": "quire.core.scheduling_params",
     "RequestOutput": "quire.engine.outputs",
     "CompletionOutput": "quire.engine.outputs",
     "BeamSearchOutput": "quire.engine.outputs",

@@ -1,4 +1,4 @@
-from quire.core.terms import Retention as Retention
+from quire.core.scheduling_params import Retention as Retention
 from quire.engine.doctor import examine as examine
 from quire.engine.llm import LLM as LLM
 from quire.engine.outputs import BeamSearchOutput as BeamSearchOutput

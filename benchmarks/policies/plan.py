@@ -7,7 +7,7 @@ from typing import get_args
 from benchmarks.policies.virtual import limits, memory, request, result_of
 from quire.cache.kv_cache import KVCache
 from quire.config import Policy
-from quire.core.terms import Terms
+from quire.core.scheduling_params import Terms
 from quire.sched.scheduler import Scheduler
 
 NUM_RUNNING, NUM_WAITING = 256, 1000

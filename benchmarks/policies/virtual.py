@@ -10,8 +10,8 @@ from quire.cache.kv_cache import KVCache
 from quire.config import CacheConfig, KVGroup, SchedulerConfig
 from quire.core.namespace import Namespace
 from quire.core.request import Request
+from quire.core.scheduling_params import Terms
 from quire.core.step import ChunkOutput, Step, StepResult
-from quire.core.terms import Terms
 from quire.errors import RequestError
 from quire.params import SamplingParams
 from quire.sched.scheduler import Scheduler

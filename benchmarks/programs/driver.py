@@ -7,8 +7,8 @@ from heapq import heappop, heappush
 from benchmarks.programs.servers import Counted, Server
 from benchmarks.programs.workloads import QUESTION, Call, Program, Start, Tokens, Turn
 from quire.core.output import Output
-from quire.core.terms import Program as Hint
-from quire.core.terms import Terms
+from quire.core.scheduling_params import Program as Hint
+from quire.core.scheduling_params import Terms
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ from benchmarks.policies.virtual import limits, memory, request, result_of
 from quire.cache.kv_cache import KVCache
 from quire.config import Eviction, Policy
 from quire.core.output import Output
-from quire.core.terms import Terms
+from quire.core.scheduling_params import Terms
 from quire.sched.scheduler import Scheduler
 
 

@@ -6,8 +6,8 @@ from typing import Literal
 import msgspec
 
 from quire.core.namespace import Namespace
+from quire.core.scheduling_params import Terms
 from quire.core.step import Pooling
-from quire.core.terms import Terms
 from quire.errors import ContextLengthExceeded, RequestError
 from quire.params import SamplingParams
 

@@ -7,8 +7,8 @@ import numpy as np
 
 from quire.core.namespace import NO_NAMESPACE, Namespace
 from quire.core.output import Output
+from quire.core.scheduling_params import NO_TERMS, Terms
 from quire.core.step import Pooling
-from quire.core.terms import NO_TERMS, Terms
 from quire.engine.generations import Generation, part_id
 from quire.errors import QuireError, RequestError
 

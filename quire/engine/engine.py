@@ -17,9 +17,9 @@ from quire.core.namespace import NO_NAMESPACE, Namespace
 from quire.core.output import Output
 from quire.core.request import Beams, Known, Request, check_known, resolve
 from quire.core.runner import Runner
+from quire.core.scheduling_params import NO_TERMS, Terms
 from quire.core.seeds import nth_seed
 from quire.core.step import Pooling, Step, StepResult
-from quire.core.terms import NO_TERMS, Terms
 from quire.cost.block_use import BlockFigures
 from quire.cost.costs import CostFigures
 from quire.engine.grammars import Compiler

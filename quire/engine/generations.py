@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 from quire.core.namespace import NO_NAMESPACE, Namespace
 from quire.core.request import Beams, Known, check_length
+from quire.core.scheduling_params import NO_TERMS, Terms
 from quire.core.step import Pooling
-from quire.core.terms import NO_TERMS, Terms
 from quire.engine.prompts import TokenizedPrompt
 from quire.engine.text.bad_words import bad_word_tokens
 from quire.engine.text.tokenizer import Tokenizer

@@ -12,11 +12,11 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
+from quire.core.constraint import Constraints, Grammar
 from quire.engine.stacks import deep_stacks
 from quire.engine.text.tokenizer import Tokenizer
 from quire.errors import RequestError
 from quire.grammar.backends import compile as compile_grammar
-from quire.grammar.contract import Constraints, Grammar
 from quire.grammar.matchers import Matchers
 from quire.grammar.vocabulary import Vocabulary
 from quire.structured import StructuredOutputsParams

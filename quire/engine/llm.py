@@ -11,7 +11,7 @@ from quire.config import EngineOptions
 from quire.core.namespace import NO_NAMESPACE
 from quire.core.output import Output
 from quire.core.request import Beams
-from quire.core.terms import NO_TERMS, Terms
+from quire.core.scheduling_params import NO_TERMS, Terms
 from quire.engine.build import build
 from quire.engine.embeddings import PooledBatch, pooling_of
 from quire.engine.engine import Engine, EngineStats

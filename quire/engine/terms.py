@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from quire.config import EngineOptions
-from quire.core.terms import Program, Retention, Terms
+from quire.core.scheduling_params import Program, Retention, Terms
 from quire.errors import RequestError, nearest
 
 _BY_PRIORITY = ("priority", "cost")  # orders of eviction

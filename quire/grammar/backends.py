@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Protocol
 
+from quire.core.constraint import Grammar
 from quire.errors import ConfigError, nearest
-from quire.grammar.contract import Grammar
 from quire.grammar.fsm.backend import FsmBackend
 from quire.grammar.guidance import GuidanceBackend
 from quire.grammar.vocabulary import Vocabulary

@@ -5,8 +5,8 @@ from typing import Protocol
 
 import numpy as np
 
+from quire.core.constraint import Verdict
 from quire.grammar.bounds import MAX_FORCED, num_common, packed
-from quire.grammar.contract import Verdict
 from quire.grammar.vocabulary import Vocabulary
 
 

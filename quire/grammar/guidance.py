@@ -9,10 +9,10 @@ from collections.abc import Sequence
 import llguidance
 import numpy as np
 
+from quire.core.constraint import Matcher
 from quire.errors import RequestError
 from quire.grammar.bounds import MAX_FORCED, MAX_MESSAGE, ByVocabulary
 from quire.grammar.canonical import encode_within, forced_tokens
-from quire.grammar.contract import Matcher
 from quire.grammar.follower import Follower, Masks
 from quire.grammar.guidance_grammar import grammar_of
 from quire.grammar.vocabulary import Vocabulary

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from quire.core.constraint import Grammar, Matcher, Verdict
 from quire.core.request import Request
-from quire.grammar.contract import Grammar, Matcher, Verdict
 
 log = logging.getLogger(__name__)
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from quire.core.constraint import Matcher
 from quire.errors import ConfigError, RequestError
 from quire.grammar.bounds import MAX_MESSAGE, ByVocabulary, checked_regex, options_of
 from quire.grammar.canonical import forced_tokens
-from quire.grammar.contract import Matcher
 from quire.grammar.ebnf import ebnf_to_lark, is_ebnf
 from quire.grammar.follower import Follower, Masks
 from quire.grammar.json_bounds import children

@@ -4,7 +4,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from quire.core.terms import Program
+from quire.core.scheduling_params import Program
 from quire.errors import RequestError
 from quire.lang import ir
 from quire.lang.backends.base import Backend, Piece

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from quire.core.terms import Program
+from quire.core.scheduling_params import Program
 from quire.errors import QuireError, RequestError, nearest
 from quire.lang import ir
 from quire.lang.changes import Changes

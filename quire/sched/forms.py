@@ -9,10 +9,10 @@ from collections.abc import Sequence as Listing
 
 import numpy as np
 
+from quire.core.constraint import Constraints, Verdict
 from quire.core.request import Request
 from quire.core.step import ChunkOutput, Late, Step
 from quire.errors import RequestError
-from quire.grammar.contract import Constraints, Verdict
 from quire.sched.lives import Launched
 from quire.sched.rows import Rows
 from quire.sched.sequence import Sequence

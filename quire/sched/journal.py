@@ -19,12 +19,12 @@ import msgspec
 from quire.cache.kv_cache import KVCache
 from quire.config import CacheConfig, SchedulerConfig
 from quire.core import codec, step
+from quire.core.constraint import Constraints, Verdict
 from quire.core.output import Output
 from quire.core.request import Request
 from quire.core.step import Step, StepResult
 from quire.cost.costs import Calibration
 from quire.errors import QuireError, RequestError
-from quire.grammar.contract import Constraints, Verdict
 from quire.sched.recorded import Heard, Recorded
 from quire.sched.scheduler import Scheduler
 

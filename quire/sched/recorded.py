@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from quire.core.constraint import OPEN, Constraints, Verdict
 from quire.core.request import Request
-from quire.grammar.contract import OPEN, Constraints, Verdict
 
 
 class Heard:

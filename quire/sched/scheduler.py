@@ -22,6 +22,7 @@ from quire.cache.index import Cause
 from quire.cache.kv_cache import KVCache
 from quire.cache.swapping import bytes_swapped
 from quire.config import SchedulerConfig
+from quire.core.constraint import Constraints
 from quire.core.explanation import Explanation
 from quire.core.output import NO_SEQUENCE, Output
 from quire.core.request import Request
@@ -29,7 +30,6 @@ from quire.core.step import Late, Step, StepResult
 from quire.cost.block_use import BlockUse
 from quire.cost.costs import Calibration, Costs
 from quire.errors import ConfigError, DeadlineUnreachable, QueueFull, RequestError
-from quire.grammar.contract import Constraints
 from quire.sched.builder import StepBuilder
 from quire.sched.deadlines import Deadlines
 from quire.sched.filling import Filling

@@ -9,7 +9,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from quire.core.terms import MAX_PROGRAM_TTL, MAX_SECONDS, MAX_SESSION
+from quire.core.scheduling_params import MAX_PROGRAM_TTL, MAX_SECONDS, MAX_SESSION
 from quire.params import (
     MAX_BAD_WORDS,
     MAX_LENGTH_PENALTY,

@@ -3,7 +3,7 @@
 from fastapi import APIRouter, Request
 from pydantic import Field
 
-from quire.core.terms import Program
+from quire.core.scheduling_params import Program
 from quire.errors import RequestError
 from quire.server.body import Body, about
 from quire.server.gate import caller_of

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from quire.core.explanation import Explanation
 from quire.core.namespace import Namespace
 from quire.core.request import Beams, check_length
-from quire.core.terms import NO_TERMS, Terms
+from quire.core.scheduling_params import NO_TERMS, Terms
 from quire.engine.async_engine import AsyncEngine
 from quire.engine.facts import Facts
 from quire.engine.generations import Generation, generations, part_id

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from quire.config import EngineOptions
-from quire.core.terms import Retention, Terms
+from quire.core.scheduling_params import Retention, Terms
 from quire.engine.terms import make_terms
 from quire.server.body import Body, about
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.core.terms import MAX_SECONDS, MAX_SESSION
+from quire.core.scheduling_params import MAX_SECONDS, MAX_SESSION
 from quire.engine.text.messages import MAX_DEPTH, MAX_MESSAGES
 from quire.params import (
     MAX_BAD_CHARACTERS,

@@ -15,8 +15,8 @@ from quire.core.explanation import Explanation, Miss, Preemption
 from quire.core.namespace import Namespace
 from quire.core.output import Output
 from quire.core.request import Beams, Known
+from quire.core.scheduling_params import MAX_PROGRAM_TTL, Program, Retention, Terms
 from quire.core.step import Logprobs, Pooling
-from quire.core.terms import MAX_PROGRAM_TTL, Program, Retention, Terms
 from quire.cost.block_use import BlockFigures
 from quire.cost.costs import CostFigures
 from quire.engine.engine import EngineStats, Learnt

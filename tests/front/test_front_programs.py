@@ -5,7 +5,7 @@ from front_rig import STORY
 from front_site import GENERATING, refused
 
 from quire import SamplingParams
-from quire.core.terms import Program, Terms
+from quire.core.scheduling_params import Program, Terms
 from quire.engine.generations import NewRequest
 from quire.engine.process import messages
 from quire.engine.process.frames import Frames

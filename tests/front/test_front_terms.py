@@ -9,7 +9,7 @@ from front_site import GENERATING
 
 from quire import SamplingParams
 from quire.config import EngineOptions
-from quire.core.terms import Retention, Terms
+from quire.core.scheduling_params import Retention, Terms
 from quire.engine.generations import NewRequest
 from quire.engine.terms import make_terms, terms_each
 from quire.errors import RequestError

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import tokenizers
 
+from quire.core.constraint import Grammar, Matcher
 from quire.engine.text.tokenizer_bytes import TokenBytes
-from quire.grammar.contract import Grammar, Matcher
 from quire.grammar.vocabulary import Vocabulary
 
 _FILE = Path(__file__).resolve().parents[2] / "quire" / "assets" / "demo_model" / "tokenizer.json"

@@ -8,8 +8,8 @@ from quire.cache.kv_cache import KVCache
 from quire.config import CacheConfig, KVGroup, SchedulerConfig
 from quire.core.namespace import Namespace
 from quire.core.output import Output
+from quire.core.scheduling_params import NO_TERMS
 from quire.core.step import Pooling
-from quire.core.terms import NO_TERMS
 from quire.engine.engine import Engine
 from quire.params import SamplingParams
 from quire.runner.scripted import ScriptedRunner

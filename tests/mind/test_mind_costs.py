@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from rig import Rig
 
 from quire.core import codec
+from quire.core.scheduling_params import Retention, Terms
 from quire.core.step import StepResult
-from quire.core.terms import Retention, Terms
 from quire.cost.block_advice import CANDIDATES, advise
 from quire.cost.block_use import BlockUse
 from quire.cost.costs import Calibration, CopySample, Costs, DecodeSample, PrefillSample

@@ -10,7 +10,7 @@ from rig import Rig
 from quire.core.events import Evicted, PinsRefused, PinsYielded, Refused
 from quire.core.explanation import Explanation
 from quire.core.namespace import Namespace
-from quire.core.terms import Retention, Terms
+from quire.core.scheduling_params import Retention, Terms
 from quire.errors import DeadlineUnreachable, QueueFull
 from quire.sched import accounts
 

@@ -13,7 +13,7 @@ from quire.cache.index import Cause
 from quire.cache.kv_cache import KVCache
 from quire.config import CacheConfig
 from quire.core.namespace import Namespace
-from quire.core.terms import Retention
+from quire.core.scheduling_params import Retention
 from quire.errors import ConfigError
 
 NS = Namespace("tenant")

@@ -12,7 +12,7 @@ from quire.cache.index import NO_REASON, Cause, Reason
 from quire.cache.kv_cache import KVCache
 from quire.core.events import Evicted, PinsRefused, PinsYielded
 from quire.core.namespace import Namespace
-from quire.core.terms import Retention, Terms
+from quire.core.scheduling_params import Retention, Terms
 from quire.params import BeamSearchParams
 from quire.sched.beams import plan_beams
 

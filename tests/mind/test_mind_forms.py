@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rig import VOCAB, Rig
 
+from quire.core.constraint import Verdict
 from quire.core.request import Beams, Known, Request
-from quire.core.terms import Terms
+from quire.core.scheduling_params import Terms
 from quire.engine.engine import Engine
 from quire.errors import QueueFull, RequestError
-from quire.grammar.contract import Verdict
 from quire.grammar.matchers import Matchers
 from quire.params import SamplingParams
 from quire.runner.scripted import attend, key_after, token_after

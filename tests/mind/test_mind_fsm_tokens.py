@@ -10,9 +10,9 @@ from fsm_rig import allowed, demo_vocabulary, patterns, samples, small_vocabular
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.core.constraint import Verdict
 from quire.errors import RequestError
 from quire.grammar.canonical import forced_tokens
-from quire.grammar.contract import Verdict
 from quire.grammar.fsm import tokens as token_automata
 from quire.grammar.fsm.automaton import of_regex
 from quire.grammar.fsm.backend import FsmBackend

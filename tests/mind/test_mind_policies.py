@@ -16,7 +16,7 @@ from benchmarks.policies.virtual import Arrival, Server, limits, memory, request
 from quire.cache.matching import Matching
 from quire.config import Policy
 from quire.core.namespace import Namespace
-from quire.core.terms import Terms
+from quire.core.scheduling_params import Terms
 from quire.errors import ConfigError
 from quire.params import SamplingParams
 from quire.runner.scripted import script

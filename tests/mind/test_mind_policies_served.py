@@ -12,7 +12,7 @@ from benchmarks.policies.fair import Load, arrivals, harm
 from benchmarks.policies.virtual import Arrival, Server, limits, memory, request, result_of
 from quire.core.events import Finished, Preempted
 from quire.core.namespace import Namespace
-from quire.core.terms import Terms
+from quire.core.scheduling_params import Terms
 from quire.cost.costs import Calibration, DecodeSample, PrefillSample
 from quire.errors import DeadlineUnreachable, RequestError
 from quire.params import SamplingParams

@@ -15,7 +15,7 @@ from benchmarks.programs.workloads import starts
 from quire.cache.index import symbols
 from quire.cache.kv_cache import KVCache
 from quire.core.namespace import Namespace
-from quire.core.terms import MAX_PROGRAM_TTL, Program, Terms
+from quire.core.scheduling_params import MAX_PROGRAM_TTL, Program, Terms
 from quire.errors import RequestError
 from quire.runner.scripted import script
 from quire.sched import journal

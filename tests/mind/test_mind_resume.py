@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from rig import VOCAB, Rig
 
 from quire.core.request import Beams, Known
+from quire.core.scheduling_params import Terms
 from quire.core.step import Pooling
-from quire.core.terms import Terms
 from quire.errors import DeadlineUnreachable, RequestError
 from quire.params import SamplingParams
 from quire.runner.scripted import script

@@ -19,8 +19,8 @@ from quire.core import codec
 from quire.core.namespace import Namespace
 from quire.core.output import Output
 from quire.core.request import Beams
+from quire.core.scheduling_params import Program, Retention, Terms
 from quire.core.step import Pooling
-from quire.core.terms import Program, Retention, Terms
 from quire.engine.engine import Engine
 from quire.errors import RequestError
 from quire.params import SamplingParams

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from math import inf
 from typing import NamedTuple
 
-from quire.core.terms import Program, Retention
+from quire.core.scheduling_params import Program, Retention
 
 ORDINARY = 50  # the priority of what nothing was asked for
 _MOST_MARKS = 4  # of a node

@@ -20,7 +20,7 @@ from quire.cache.eviction.uses import Clock
 from quire.cache.pool import BlockPool
 from quire.cache.radix_node import Node
 from quire.core.events import Event, PinsRefused, PinsYielded
-from quire.core.terms import Retention
+from quire.core.scheduling_params import Retention
 
 MOST_PLACES = 256  # where marks of one session lie
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from quire.grammar.contract import Verdict
+from quire.core.constraint import Verdict
 from quire.grammar.fsm.dfa import DEAD
 from quire.grammar.fsm.tokens import TokenFsm
 

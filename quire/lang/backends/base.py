@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
-from quire.core.terms import Program
+from quire.core.scheduling_params import Program
 from quire.errors import RequestError
 from quire.lang.batch import AUTO_THREADS
 from quire.lang.choices import ChoicesDecision, ChoicesSamplingMethod

@@ -9,7 +9,7 @@ from uuid import uuid4
 
 from quire.config import EngineOptions
 from quire.core.namespace import NO_NAMESPACE
-from quire.core.terms import Program, Terms
+from quire.core.scheduling_params import Program, Terms
 from quire.engine.async_engine import AsyncEngine
 from quire.engine.build import Built, build
 from quire.engine.facts import facts_of

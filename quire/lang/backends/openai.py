@@ -4,7 +4,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
-from quire.core.terms import Program
+from quire.core.scheduling_params import Program
 from quire.errors import RequestError
 from quire.lang.backends import openai_body
 from quire.lang.backends.base import Backend, Piece, RoleTexts
