@@ -23,7 +23,7 @@ import torch
 from benchmarks.cpu.machine import describe
 from quire.config import CacheConfig, EngineOptions
 from quire.core.step import Move
-from quire.cost.costs import Costs
+from quire.cost.step_time import Costs
 from quire.engine.build import build, prepare
 from quire.engine.engine import Engine
 from quire.params import SamplingParams

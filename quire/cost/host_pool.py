@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from quire.cost.memory import Line, MemoryPlan, parse_memory, size
+from quire.cost.memory_plan import Line, MemoryPlan, parse_memory, size
 from quire.errors import ConfigError
 
 DEFAULT = 4 * 2**30  # bytes beside a device with memory of its own

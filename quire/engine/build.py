@@ -11,7 +11,7 @@ import torch
 from quire.cache.kv_cache import KVCache
 from quire.config import CacheConfig, DType, EngineOptions, KVDType, SchedulerConfig, check_options
 from quire.cost.host_pool import DEFAULT, HostPool, plan_host_pool
-from quire.cost.memory import MemoryPlan, plan_memory
+from quire.cost.memory_plan import MemoryPlan, plan_memory
 from quire.engine import embedded
 from quire.engine.calibration import measure
 from quire.engine.demand import cache_of, demand_of, kv_groups

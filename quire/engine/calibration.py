@@ -13,7 +13,7 @@ from typing import NamedTuple
 from quire.config import CacheConfig, SchedulerConfig
 from quire.core.runner import Runner
 from quire.core.step import ChunkOutput, Chunks, Late, Move, Opens, Step, StepResult, Writes
-from quire.cost.costs import Calibration, CopySample, DecodeSample, PrefillSample
+from quire.cost.step_time import Calibration, CopySample, DecodeSample, PrefillSample
 
 log = logging.getLogger(__name__)
 

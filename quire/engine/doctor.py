@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 
 from quire.config import EngineOptions
-from quire.cost.block_advice import CANDIDATES
-from quire.cost.memory import size
+from quire.cost.block_size import CANDIDATES
+from quire.cost.memory_plan import size
 from quire.engine.build import prepare
 from quire.engine.lookup import lookup_seconds
 from quire.engine.machine import available_memory, cpu_description, gpu_description, pick_device

@@ -21,7 +21,7 @@ from quire.core.scheduling_params import NO_TERMS, Terms
 from quire.core.seeds import nth_seed
 from quire.core.step import Pooling, Step, StepResult
 from quire.cost.block_use import BlockFigures
-from quire.cost.costs import CostFigures
+from quire.cost.step_time import CostFigures
 from quire.engine.grammars import Compiler
 from quire.engine.step_sizes import StepSizes
 from quire.errors import RequestError

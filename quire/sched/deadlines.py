@@ -10,7 +10,7 @@ from heapq import heapify, heappop, heappush
 from quire.cache.kv_cache import KVCache
 from quire.config import SchedulerConfig
 from quire.core.request import Request
-from quire.cost.costs import Costs
+from quire.cost.step_time import Costs
 from quire.errors import DeadlineUnreachable
 from quire.sched.lives import Lives
 from quire.sched.queues.choose import class_of

@@ -23,7 +23,7 @@ from quire.core.constraint import Constraints, Verdict
 from quire.core.output import Output
 from quire.core.request import Request
 from quire.core.step import Step, StepResult
-from quire.cost.costs import Calibration
+from quire.cost.step_time import Calibration
 from quire.errors import QuireError, RequestError
 from quire.sched.recorded import Heard, Recorded
 from quire.sched.scheduler import Scheduler

@@ -13,7 +13,7 @@ from quire.cache.kv_cache import KVCache
 from quire.config import SchedulerConfig
 from quire.core.request import Request
 from quire.core.scheduling_params import Retention
-from quire.cost.costs import Costs
+from quire.cost.step_time import Costs
 from quire.sched.accounts import Accounts
 from quire.sched.builder import Entry
 from quire.sched.caution import Caution

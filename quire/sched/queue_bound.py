@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from quire.cache.kv_cache import KVCache
 from quire.config import SchedulerConfig
 from quire.core.request import Request
-from quire.cost.costs import Costs
 from quire.cost.lengths import Lengths
-from quire.cost.turns import Line, Machine, Turn, Turns, Work
+from quire.cost.queue_wait import Line, Machine, Turn, Turns, Work
+from quire.cost.step_time import Costs
 from quire.errors import QueueFull
 from quire.sched.lives import Lives
 from quire.sched.sequence import Sequence

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from quire.cost.block_advice import CANDIDATES, advise
+from quire.cost.block_size import CANDIDATES, advise
 from quire.cost.block_use import BlockFigures
 from quire.engine.lookup import lookup_seconds
 from quire.errors import EngineStopped

@@ -7,9 +7,9 @@ import pytest
 from front_site import GENERATING
 
 from quire.core.output import Output
-from quire.cost.block_advice import CANDIDATES
+from quire.cost.block_size import CANDIDATES
 from quire.cost.block_use import BlockUse
-from quire.cost.costs import Costs
+from quire.cost.step_time import Costs
 from quire.engine import async_engine
 from quire.engine.async_engine import AsyncEngine
 from quire.engine.engine import EngineStats, Learnt

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from benchmarks.workloads import sharegpt_lengths
 from quire.config import CacheConfig, KVGroup
-from quire.cost.memory import Demand, KVDemand, parse_memory, plan_memory, size
+from quire.cost.memory_plan import Demand, KVDemand, parse_memory, plan_memory, size
 from quire.cost.pace import Pace
 from quire.errors import ConfigError
 

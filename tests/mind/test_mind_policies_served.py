@@ -13,7 +13,7 @@ from benchmarks.policies.virtual import Arrival, Server, limits, memory, request
 from quire.core.events import Finished, Preempted
 from quire.core.namespace import Namespace
 from quire.core.scheduling_params import Terms
-from quire.cost.costs import Calibration, DecodeSample, PrefillSample
+from quire.cost.step_time import Calibration, DecodeSample, PrefillSample
 from quire.errors import DeadlineUnreachable, RequestError
 from quire.params import SamplingParams
 from quire.runner.scripted import script

@@ -10,7 +10,7 @@ from rig import VOCAB, Rig
 from benchmarks.retry import LOADS, Load, Site, measure
 from quire.config import ConfigError, EngineOptions, SchedulerConfig, with_bounded_queue
 from quire.core.request import Known
-from quire.cost.turns import Line, Machine, Turn, Turns, Work
+from quire.cost.queue_wait import Line, Machine, Turn, Turns, Work
 from quire.errors import QueueFull
 from quire.params import SamplingParams
 from quire.sched.queue_bound import MOST_TOLD

@@ -11,7 +11,7 @@ from quire.cache.kv_cache import KVCache
 from quire.cli import app
 from quire.config import CacheConfig, EngineOptions, KVGroup, SchedulerConfig
 from quire.core.step import StepResult
-from quire.cost.costs import Costs
+from quire.cost.step_time import Costs
 from quire.engine.build import build
 from quire.engine.calibration import measure
 from quire.engine.engine import Engine
