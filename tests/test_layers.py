@@ -171,14 +171,14 @@ def test_importing_the_whole_first_floor_does_not_import_torch():
 @pytest.mark.parametrize(
     ("path", "source"),
     [
-        ("quire/cache/pool.py", "from quire.sched import scheduler"),
-        ("quire/cache/pool.py", "from quire import sched"),
-        ("quire/cache/pool.py", "import quire.sched.scheduler as s"),
-        ("quire/cache/pool.py", "from ..sched import scheduler"),
-        ("quire/cache/pool.py", "from .. import sched"),
-        ("quire/cache/pool.py", "import quire"),
-        ("quire/cache/pool.py", "from quire import LLM"),
-        ("quire/cache/pool.py", "def f():\n    from quire.engine.llm import LLM"),
+        ("quire/cache/block_pool.py", "from quire.sched import scheduler"),
+        ("quire/cache/block_pool.py", "from quire import sched"),
+        ("quire/cache/block_pool.py", "import quire.sched.scheduler as s"),
+        ("quire/cache/block_pool.py", "from ..sched import scheduler"),
+        ("quire/cache/block_pool.py", "from .. import sched"),
+        ("quire/cache/block_pool.py", "import quire"),
+        ("quire/cache/block_pool.py", "from quire import LLM"),
+        ("quire/cache/block_pool.py", "def f():\n    from quire.engine.llm import LLM"),
         ("quire/errors.py", "from quire.params import SamplingParams"),
         ("quire/server/app.py", "from quire import LLM"),
         ("quire/__init__.py", "from quire import cli"),
@@ -194,7 +194,7 @@ def test_layer_faults_sees_an_upward_import(path, source):
     [
         (
             "quire/sched/scheduler.py",
-            "from quire.cache.pool import Pool\nfrom .queue import Queue\nfrom ..core import step",
+            "from quire.cache.block_pool import Pool\nfrom .queue import Queue\nfrom ..core import step",
         ),
         ("quire/cli.py", "import quire\nfrom quire.server import app\nfrom quire import LLM, errors"),
         ("quire/__init__.py", "from quire.engine.llm import LLM"),
@@ -238,4 +238,4 @@ def test_torch_faults_sees_torch_on_the_first_floor_only():
     assert len(list(torch_faults("from torch.nn import Module", "quire/sched/scheduler.py"))) == 1
     assert len(list(torch_faults("def f():\n    import torch", "quire/params.py"))) == 1
     assert list(torch_faults("import torch", "quire/kernels/reference.py")) == []
-    assert list(torch_faults("import torchlike, numpy", "quire/cache/pool.py")) == []
+    assert list(torch_faults("import torchlike, numpy", "quire/cache/block_pool.py")) == []

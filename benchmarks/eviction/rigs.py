@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.eviction.traces import Ask
-from quire.cache.eviction.keep import Keep
-from quire.cache.index import Cause
 from quire.cache.kv_cache import KVCache
+from quire.cache.prefix.index import Cause
+from quire.cache.retention import Keep
 from quire.config import CacheConfig, Eviction, KVGroup
 from quire.core.namespace import Namespace
 

@@ -9,8 +9,8 @@ from typing import Any
 from benchmarks import mind
 from benchmarks.prefix.rigs import BLOCK_SIZE, INDEXES, VerbClock, cache_config
 from benchmarks.prefix.rows import Note, Row, Section
-from quire.cache.index import Cause
 from quire.cache.kv_cache import KVCache
+from quire.cache.prefix.index import Cause
 from quire.config import PrefixIndexKind
 from quire.core.namespace import Namespace
 

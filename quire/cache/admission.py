@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from quire.cache.index import NOTHING_FOUND, Cause, Found
-from quire.cache.pool import BlockPool
-from quire.cache.table import ABSENT, BlockTable
+from quire.cache.block_pool import BlockPool
+from quire.cache.block_table import ABSENT, BlockTable
+from quire.cache.prefix.index import NOTHING_FOUND, Cause, Found
 from quire.config import CacheConfig
 from quire.core.explanation import Miss
 

@@ -3,11 +3,11 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
+from quire.cache.block_pool import BlockPool
+from quire.cache.block_table import ABSENT, BlockTable
 from quire.cache.copies import Copies
 from quire.cache.in_flight import InFlight
-from quire.cache.index import PrefixIndex
-from quire.cache.pool import BlockPool
-from quire.cache.table import ABSENT, BlockTable
+from quire.cache.prefix.index import PrefixIndex
 
 
 class Audit:

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 
 from quire.cache.admission import Admission, Room, fitting
-from quire.cache.index import NOTHING_FOUND, Cause, Found
-from quire.cache.swapping import Swapping
-from quire.cache.table import ABSENT, BlockTable
-from quire.cache.tables import Tables
+from quire.cache.block_table import ABSENT, BlockTable
+from quire.cache.block_tables import Tables
+from quire.cache.prefix.index import NOTHING_FOUND, Cause, Found
+from quire.cache.swap_planner import Swapping
 from quire.core.namespace import Namespace
 
 

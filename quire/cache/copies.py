@@ -9,7 +9,7 @@ their blocks, and where the step fails they are not made again.
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 
-from quire.cache.pool import BlockPool
+from quire.cache.block_pool import BlockPool
 from quire.core.step import Move
 
 

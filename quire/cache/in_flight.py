@@ -3,8 +3,8 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from quire.cache.pool import BlockPool
-from quire.cache.table import ABSENT, BlockTable
+from quire.cache.block_pool import BlockPool
+from quire.cache.block_table import ABSENT, BlockTable
 
 
 class InFlight:

@@ -16,12 +16,12 @@ from types import MappingProxyType
 from quire.cache.admission import Admission, Room
 from quire.cache.audit import Audit, sharing
 from quire.cache.beginnings import Beginnings
-from quire.cache.eviction.keep import ANYHOW, Keep
-from quire.cache.eviction.worth import Seconds
-from quire.cache.index import Cause, GivenUp, PrefixIndex
-from quire.cache.swapping import Swapping
-from quire.cache.table import BlockTable
-from quire.cache.tables import NOBODY, Tables
+from quire.cache.block_table import BlockTable
+from quire.cache.block_tables import NOBODY, Tables
+from quire.cache.prefix.eviction_by_cost import Seconds
+from quire.cache.prefix.index import Cause, GivenUp, PrefixIndex
+from quire.cache.retention import ANYHOW, Keep
+from quire.cache.swap_planner import Swapping
 from quire.config import CacheConfig
 from quire.core.events import Event
 from quire.core.namespace import NO_NAMESPACE, Namespace

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import msgspec
 
 from quire.cache.admission import Admission
-from quire.cache.eviction.keep import Keep
-from quire.cache.index import Cause
 from quire.cache.kv_cache import KVCache
+from quire.cache.prefix.index import Cause
+from quire.cache.retention import Keep
 from quire.config import SchedulerConfig
 from quire.core.request import Request
 from quire.core.scheduling_params import Retention

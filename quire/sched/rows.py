@@ -2,8 +2,8 @@
 
 from bisect import insort
 
+from quire.cache.block_table import BlockTable
 from quire.cache.kv_cache import KVCache
-from quire.cache.table import BlockTable
 from quire.sched.queue import RANK
 from quire.sched.sequence import Sequence
 

@@ -18,9 +18,9 @@ sequences are then tried one to a step, and one that fails again, alone, ends wi
 
 from collections import deque
 
-from quire.cache.index import Cause
 from quire.cache.kv_cache import KVCache
-from quire.cache.swapping import bytes_swapped
+from quire.cache.prefix.index import Cause
+from quire.cache.swap_planner import bytes_swapped
 from quire.config import SchedulerConfig
 from quire.core.constraint import Constraints
 from quire.core.explanation import Explanation

@@ -1,6 +1,6 @@
 """A sequence: the tokens known so far, how many of them have KV, and where it stands."""
 
-from quire.cache.table import BlockTable
+from quire.cache.block_table import BlockTable
 from quire.core.output import NO_TOKEN
 from quire.core.request import Known, Request
 from quire.core.step import Logprobs, Pooling

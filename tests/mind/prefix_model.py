@@ -9,9 +9,9 @@ from random import Random
 
 from rig import cache_config
 
-from quire.cache.index import Cause
+from quire.cache.block_table import ABSENT, BlockTable
 from quire.cache.kv_cache import KVCache
-from quire.cache.table import ABSENT, BlockTable
+from quire.cache.prefix.index import Cause
 from quire.config import CacheConfig
 from quire.core.namespace import Namespace
 

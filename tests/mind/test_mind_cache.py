@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from rig import cache_config
 
+from quire.cache.block_pool import BlockPool
+from quire.cache.block_table import ABSENT
 from quire.cache.kv_cache import KVCache
-from quire.cache.pool import BlockPool
-from quire.cache.table import ABSENT
 from quire.config import blocks_alone
 from quire.core.step import Move
 

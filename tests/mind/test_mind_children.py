@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from quire.cache import children
-from quire.cache.children import Children
+from quire.cache.prefix import children
+from quire.cache.prefix.children import Children
 
 
 @pytest.mark.parametrize("most", [1, 2, 7, 512])

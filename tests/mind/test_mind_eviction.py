@@ -6,11 +6,11 @@ from time import perf_counter
 import pytest
 from prefix_model import Model, radix_config
 
-from quire.cache.eviction.keep import ANYHOW, ORDINARY, Keep
-from quire.cache.eviction.orders import LeastFrequent, LeastRecent, LeastWanted, OrderedLeaves
-from quire.cache.eviction.uses import Clock
-from quire.cache.index import Cause
 from quire.cache.kv_cache import KVCache
+from quire.cache.prefix.eviction import LeastFrequent, LeastRecent, LeastWanted, OrderedLeaves
+from quire.cache.prefix.index import Cause
+from quire.cache.prefix.uses import Clock
+from quire.cache.retention import ANYHOW, ORDINARY, Keep
 from quire.config import CacheConfig
 from quire.core.namespace import Namespace
 from quire.core.scheduling_params import Retention

@@ -9,11 +9,11 @@ from benchmarks.eviction.belady import optimum, paths
 from benchmarks.eviction.compare import cells
 from benchmarks.eviction.rigs import cache_of, longest, run
 from benchmarks.eviction.traces import TRACES, Ask, trace
-from quire.cache.eviction.chance import Chance
-from quire.cache.eviction.duels import Duels
-from quire.cache.eviction.examples import _MOST_OPEN, Examples
-from quire.cache.eviction.worth import seconds_by_default
-from quire.cache.index import SYMBOL
+from quire.cache.prefix.chance import Chance
+from quire.cache.prefix.duels import Duels
+from quire.cache.prefix.eviction_by_cost import seconds_by_default
+from quire.cache.prefix.examples import _MOST_OPEN, Examples
+from quire.cache.prefix.index import SYMBOL
 
 
 def leaf_of(memory: Memory):

@@ -7,9 +7,9 @@ import pytest
 from rig import Rig
 from test_mind_eviction import POLICIES, Memory
 
-from quire.cache.eviction.wishes import MOST_PLACES
-from quire.cache.index import NO_REASON, Cause, Reason
 from quire.cache.kv_cache import KVCache
+from quire.cache.prefix.index import NO_REASON, Cause, Reason
+from quire.cache.prefix.retention_marks import MOST_PLACES
 from quire.core.events import Evicted, PinsRefused, PinsYielded
 from quire.core.namespace import Namespace
 from quire.core.scheduling_params import Retention, Terms

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field, replace
 import pytest
 from rig import cache_config
 
-from quire.cache.hashed import HashIndex
-from quire.cache.index import NOTHING_FOUND, Cause
+from quire.cache.block_pool import BlockPool
+from quire.cache.block_table import ABSENT, BlockTable
 from quire.cache.kv_cache import KVCache
-from quire.cache.pool import BlockPool
-from quire.cache.table import ABSENT, BlockTable
+from quire.cache.prefix.hash_index import HashIndex
+from quire.cache.prefix.index import NOTHING_FOUND, Cause
 from quire.core.namespace import Namespace
 
 PUBLIC = (0, 1, 0, 0, 1, 1, 0, 1, 0, 1)

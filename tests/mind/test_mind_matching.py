@@ -7,8 +7,8 @@ import pytest
 from test_mind_eviction import NS, Memory
 
 from benchmarks.policies.virtual import request
-from quire.cache import matching
-from quire.cache.matching import Match, Matching
+from quire.cache import incremental_match
+from quire.cache.incremental_match import Match, Matching
 from quire.sched.queues.depth_first import DepthFirst
 from quire.sched.sequence import Sequence
 
@@ -63,7 +63,7 @@ def test_a_match_kept_over_runs_and_evictions_is_the_one_that_a_search_finds(pub
 
 
 def test_what_differs_early_is_not_compared_to_its_end(monkeypatch):
-    packed, pack = [], matching.symbols
+    packed, pack = [], incremental_match.symbols
 
     def counted(tokens):
         packed.append(len(tokens))
@@ -71,7 +71,7 @@ def test_what_differs_early_is_not_compared_to_its_end(monkeypatch):
 
     memory, prompt = Memory(num_blocks=3000, block_size=2), blocks(1, *[3] * 2000)
     memory.run(blocks(1, *[2] * 2000))
-    monkeypatch.setattr(matching, "symbols", counted)
+    monkeypatch.setattr(incremental_match, "symbols", counted)
     assert renewed(memory, Match(), prompt) == 1
     assert sum(packed) <= 100
     memory.run(blocks(1, *[3] * 900))

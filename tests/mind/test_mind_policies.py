@@ -13,7 +13,7 @@ from rig import VOCAB, Rig
 from benchmarks.policies.order import best, best_of_all_orders, crossover, few_shot, served, small_case
 from benchmarks.policies.plan import loaded
 from benchmarks.policies.virtual import Arrival, Server, limits, memory, request, result_of
-from quire.cache.matching import Matching
+from quire.cache.incremental_match import Matching
 from quire.config import Policy
 from quire.core.namespace import Namespace
 from quire.core.scheduling_params import Terms

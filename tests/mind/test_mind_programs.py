@@ -12,8 +12,8 @@ from benchmarks.policies.virtual import limits, memory, request, result_of
 from benchmarks.programs.driver import Driver
 from benchmarks.programs.servers import Setup, Virtual
 from benchmarks.programs.workloads import starts
-from quire.cache.index import symbols
 from quire.cache.kv_cache import KVCache
+from quire.cache.prefix.index import symbols
 from quire.core.namespace import Namespace
 from quire.core.scheduling_params import MAX_PROGRAM_TTL, Program, Terms
 from quire.errors import RequestError

@@ -5,9 +5,9 @@ from time import perf_counter
 import pytest
 from prefix_model import radix_config
 
-from quire.cache.index import Cause
 from quire.cache.kv_cache import KVCache
-from quire.cache.radix_node import LeastRecent, Node
+from quire.cache.prefix.index import Cause
+from quire.cache.prefix.radix_node import LeastRecent, Node
 from quire.core.namespace import Namespace
 
 NS = Namespace("tenant")

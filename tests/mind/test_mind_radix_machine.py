@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from prefix_model import PUBLIC_TOKEN, Model, radix_config
 
 from quire.cache.in_flight import InFlight
-from quire.cache.index import Cause
+from quire.cache.prefix.index import Cause
 
 SEEDS = st.integers(0, 2**20).map(Random)
 SIZES = st.sampled_from((1, 4, 8))

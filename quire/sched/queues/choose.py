@@ -1,7 +1,7 @@
 """The queue for each policy."""
 
+from quire.cache.incremental_match import Matching
 from quire.cache.kv_cache import KVCache
-from quire.cache.matching import Matching
 from quire.config import SchedulerConfig
 from quire.errors import ConfigError
 from quire.sched.queue import Queue

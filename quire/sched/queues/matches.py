@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from quire.cache.matching import Match, Matching
+from quire.cache.incremental_match import Match, Matching
 from quire.sched.sequence import Sequence
 
 MOST_LOOKED_AT = 48  # sequences, in a step

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from struct import pack
 from typing import NamedTuple, Protocol
 
-from quire.cache.eviction.wishes import Wishes
-from quire.cache.table import BlockTable
+from quire.cache.block_table import BlockTable
+from quire.cache.prefix.retention_marks import Wishes
 from quire.core.explanation import Miss
 from quire.core.namespace import Namespace
 

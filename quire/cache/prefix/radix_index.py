@@ -15,17 +15,17 @@ In a group with a window a match ends where the blocks that its next query sees 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from quire.cache.eviction.choose import leaves_in_order
-from quire.cache.eviction.uses import Clock
-from quire.cache.eviction.wishes import Wishes
-from quire.cache.eviction.worth import Seconds, seconds_by_default
-from quire.cache.forest import Forest, place_of
-from quire.cache.index import SYMBOL, Added, Cause, Found, Reason, num_common, symbols
-from quire.cache.pool import BlockPool
-from quire.cache.public import PublicPrefixes
-from quire.cache.radix_node import Node
-from quire.cache.radix_search import Place, RadixSearch, climb
-from quire.cache.table import ABSENT, BlockTable
+from quire.cache.block_pool import BlockPool
+from quire.cache.block_table import ABSENT, BlockTable
+from quire.cache.prefix.choose import leaves_in_order
+from quire.cache.prefix.eviction_by_cost import Seconds, seconds_by_default
+from quire.cache.prefix.index import SYMBOL, Added, Cause, Found, Reason, num_common, symbols
+from quire.cache.prefix.public import PublicPrefixes
+from quire.cache.prefix.radix_node import Node
+from quire.cache.prefix.radix_search import Place, RadixSearch, climb
+from quire.cache.prefix.radix_tree import Forest, place_of
+from quire.cache.prefix.retention_marks import Wishes
+from quire.cache.prefix.uses import Clock
 from quire.config import CacheConfig
 from quire.core.explanation import Miss
 from quire.core.namespace import Namespace

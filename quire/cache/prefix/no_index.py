@@ -3,8 +3,8 @@
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 
-from quire.cache.index import NO_REASON, NOTHING_FOUND, Added, Cause, Found, Reason
-from quire.cache.table import BlockTable
+from quire.cache.block_table import BlockTable
+from quire.cache.prefix.index import NO_REASON, NOTHING_FOUND, Added, Cause, Found, Reason
 from quire.core.explanation import Miss
 from quire.core.namespace import Namespace
 

@@ -6,9 +6,9 @@ from itertools import islice
 from sys import maxsize
 from typing import Any
 
-from quire.cache.children import Children
-from quire.cache.eviction.keep import Mark
-from quire.cache.eviction.uses import Part, Uses, joined, parts_before
+from quire.cache.prefix.children import Children
+from quire.cache.prefix.uses import Part, Uses, joined, parts_before
+from quire.cache.retention import Mark
 
 
 class Node:

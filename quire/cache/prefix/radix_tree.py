@@ -7,16 +7,16 @@ table ends at it or the child is a tail; a leaf ends with a block; tables end at
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 
-from quire.cache.eviction.keep import Keep
-from quire.cache.eviction.orders import Leaves
-from quire.cache.eviction.uses import Clock
-from quire.cache.eviction.wishes import Wishes
-from quire.cache.forest_faults import faults
-from quire.cache.index import NO_REASON, SYMBOL, Cause, Reason
-from quire.cache.lost import Lost
-from quire.cache.pool import BlockPool
-from quire.cache.radix_node import LeastRecent, Node
-from quire.cache.table import ABSENT, BlockTable
+from quire.cache.block_pool import BlockPool
+from quire.cache.block_table import ABSENT, BlockTable
+from quire.cache.prefix.eviction import Leaves
+from quire.cache.prefix.forest_faults import faults
+from quire.cache.prefix.index import NO_REASON, SYMBOL, Cause, Reason
+from quire.cache.prefix.lost import Lost
+from quire.cache.prefix.radix_node import LeastRecent, Node
+from quire.cache.prefix.retention_marks import Wishes
+from quire.cache.prefix.uses import Clock
+from quire.cache.retention import Keep
 from quire.core.namespace import Namespace
 
 RootKey = tuple[Namespace, bytes]

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from quire.cache.radix_node import Node
-from quire.cache.table import ABSENT
+from quire.cache.block_table import ABSENT
+from quire.cache.prefix.radix_node import Node
 
 
 def faults(node: Node, size: int) -> Iterator[str]:

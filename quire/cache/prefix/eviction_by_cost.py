@@ -15,15 +15,15 @@ from collections.abc import Callable
 from heapq import heapify, heappop, heappush
 from math import inf
 
-from quire.cache.eviction.by_tenant import LeavesByTenant
-from quire.cache.eviction.chance import Chance, Features
-from quire.cache.eviction.duels import Duels
-from quire.cache.eviction.examples import Examples
-from quire.cache.eviction.keep import ORDINARY, priority_at
-from quire.cache.eviction.orders import Aside, LeastRecent
-from quire.cache.eviction.uses import Clock
-from quire.cache.index import SYMBOL
-from quire.cache.radix_node import Node
+from quire.cache.prefix.by_tenant import LeavesByTenant
+from quire.cache.prefix.chance import Chance, Features
+from quire.cache.prefix.duels import Duels
+from quire.cache.prefix.eviction import Aside, LeastRecent
+from quire.cache.prefix.examples import Examples
+from quire.cache.prefix.index import SYMBOL
+from quire.cache.prefix.radix_node import Node
+from quire.cache.prefix.uses import Clock
+from quire.cache.retention import ORDINARY, priority_at
 
 _REFRESHED, _COMPARED = 6, 3  # leaves looked at for each that is given up: longest ago, and of the least value
 _MOST_AT_ONCE = 16  # blocks that are given up of a leaf before it is compared again

@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from quire.cache.pool import BlockPool, Pools
-from quire.cache.table import ABSENT
+from quire.cache.block_pool import BlockPool, Pools
+from quire.cache.block_table import ABSENT
 from quire.config import CacheConfig
 
 Place = tuple[int, int]  # a group, and a block of it

@@ -3,16 +3,16 @@
 from collections.abc import Sequence
 from sys import maxsize
 
+from quire.cache.block_pool import BlockPool, Pools
+from quire.cache.block_table import ABSENT, BlockTable
 from quire.cache.copies import Copies
-from quire.cache.eviction.worth import Seconds, seconds_by_default
-from quire.cache.hashed import HashIndex
+from quire.cache.host_pool import SwapSpace
 from quire.cache.in_flight import InFlight
-from quire.cache.index import NOTHING_FOUND, Cause, GivenUp, PrefixIndex
-from quire.cache.no_index import NoIndex
-from quire.cache.pool import BlockPool, Pools
-from quire.cache.radix import RadixTree
-from quire.cache.swap import SwapSpace
-from quire.cache.table import ABSENT, BlockTable
+from quire.cache.prefix.eviction_by_cost import Seconds, seconds_by_default
+from quire.cache.prefix.hash_index import HashIndex
+from quire.cache.prefix.index import NOTHING_FOUND, Cause, GivenUp, PrefixIndex
+from quire.cache.prefix.no_index import NoIndex
+from quire.cache.prefix.radix_index import RadixTree
 from quire.config import CacheConfig
 
 NOBODY = Cause()

@@ -3,7 +3,7 @@
 from collections import OrderedDict
 from typing import NamedTuple
 
-from quire.cache.index import Cause, num_common
+from quire.cache.prefix.index import Cause, num_common
 
 MOST_PLACES = 4096
 MOST_AT_A_PLACE = 8

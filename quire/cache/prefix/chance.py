@@ -4,8 +4,8 @@ from collections import OrderedDict
 from math import exp, log2
 from typing import NamedTuple
 
-from quire.cache.eviction.uses import Uses
-from quire.cache.radix_node import Node
+from quire.cache.prefix.radix_node import Node
+from quire.cache.prefix.uses import Uses
 
 _MOST_TENANTS = 1024
 _AGE_RATE, _RATE = 0.05, 0.02  # of learning: the age says most, the others only how leaves of one age differ

@@ -14,11 +14,11 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from heapq import heapify, heappop, heappush
 from math import inf
 
-from quire.cache.eviction.keep import PLAIN, Asked, Keep, Key, Mark, Wish, merged
-from quire.cache.eviction.pins import Pins
-from quire.cache.eviction.uses import Clock
-from quire.cache.pool import BlockPool
-from quire.cache.radix_node import Node
+from quire.cache.block_pool import BlockPool
+from quire.cache.prefix.pins import Pins
+from quire.cache.prefix.radix_node import Node
+from quire.cache.prefix.uses import Clock
+from quire.cache.retention import PLAIN, Asked, Keep, Key, Mark, Wish, merged
 from quire.core.events import Event, PinsRefused, PinsYielded
 from quire.core.scheduling_params import Retention
 

@@ -4,11 +4,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import NamedTuple
 
-from quire.cache.forest import Forest, RootKey
-from quire.cache.index import SYMBOL, Found, num_common, symbols
-from quire.cache.public import PublicPrefixes
-from quire.cache.radix_node import Node
-from quire.cache.table import ABSENT
+from quire.cache.block_table import ABSENT
+from quire.cache.prefix.index import SYMBOL, Found, num_common, symbols
+from quire.cache.prefix.public import PublicPrefixes
+from quire.cache.prefix.radix_node import Node
+from quire.cache.prefix.radix_tree import Forest, RootKey
 from quire.config import CacheConfig
 from quire.core.explanation import Miss, MissReason
 from quire.core.namespace import Namespace

@@ -6,10 +6,10 @@ that is another leaf than the one whose turn it was, the two change places: a te
 without programs. But what finished branches left goes before all else.
 """
 
-from quire.cache.eviction.keep import NO_STAGE, Stage, stage_at
-from quire.cache.eviction.orders import Aside, Order, OrderedLeaves
-from quire.cache.eviction.uses import Clock
-from quire.cache.radix_node import Node
+from quire.cache.prefix.eviction import Aside, Order, OrderedLeaves
+from quire.cache.prefix.radix_node import Node
+from quire.cache.prefix.uses import Clock
+from quire.cache.retention import NO_STAGE, Stage, stage_at
 
 Standing = tuple[int, ...]
 

@@ -9,12 +9,12 @@ another one, each changes without the other, and so it is searched from the begi
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quire.cache.forest import Forest
-from quire.cache.index import SYMBOL, PrefixIndex, num_common, symbols
 from quire.cache.kv_cache import KVCache
-from quire.cache.public import PublicPrefixes
-from quire.cache.radix import RadixTree
-from quire.cache.radix_node import Node
+from quire.cache.prefix.index import SYMBOL, PrefixIndex, num_common, symbols
+from quire.cache.prefix.public import PublicPrefixes
+from quire.cache.prefix.radix_index import RadixTree
+from quire.cache.prefix.radix_node import Node
+from quire.cache.prefix.radix_tree import Forest
 from quire.core.namespace import Namespace
 
 _PIECE = 32  # blocks that are compared at once

@@ -7,10 +7,10 @@ planned. A Move from the host is complete when its Step is collected: nothing ma
 from collections.abc import Iterator, Mapping, Sequence
 
 from quire.cache.admission import Admission, Room, is_room
-from quire.cache.index import Found
-from quire.cache.swap import Place, Record
-from quire.cache.table import ABSENT, BlockTable
-from quire.cache.tables import Tables
+from quire.cache.block_table import ABSENT, BlockTable
+from quire.cache.block_tables import Tables
+from quire.cache.host_pool import Place, Record
+from quire.cache.prefix.index import Found
 from quire.config import CacheConfig
 from quire.core.step import Move
 

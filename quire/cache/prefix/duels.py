@@ -6,7 +6,7 @@ give up. So each order is judged by what it would have done, and recency rules u
 
 from collections import deque
 
-from quire.cache.radix_node import Node
+from quire.cache.prefix.radix_node import Node
 
 _MOST_OPEN = 1024
 _FORGET = 1 - 1 / 128  # weight that outcomes keep when the next one comes

@@ -2,8 +2,8 @@
 
 from collections import deque
 
-from quire.cache.eviction.chance import Chance, Features
-from quire.cache.radix_node import Node
+from quire.cache.prefix.chance import Chance, Features
+from quire.cache.prefix.radix_node import Node
 
 _MOST_OPEN = 2048
 

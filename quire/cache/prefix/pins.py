@@ -8,10 +8,10 @@ it. So nothing that is idle ever lies before something pinned, and what is idle 
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 
-from quire.cache.eviction.keep import Wish
-from quire.cache.pool import BlockPool
-from quire.cache.radix_node import Node
-from quire.cache.table import ABSENT
+from quire.cache.block_pool import BlockPool
+from quire.cache.block_table import ABSENT
+from quire.cache.prefix.radix_node import Node
+from quire.cache.retention import Wish
 
 MOST_PINNED = 0.5  # share of each pool's blocks
 MOST_OF_TENANT = 0.25  # of one with a name. The nameless tenant of a server without keys has all that there is

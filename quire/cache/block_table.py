@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from sys import maxsize
 
-from quire.cache.eviction.keep import ANYHOW
+from quire.cache.retention import ANYHOW
 from quire.core.namespace import Namespace
 
 ABSENT = -1  # in place of a block that lies wholly before its group's window

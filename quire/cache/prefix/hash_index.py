@@ -21,11 +21,11 @@ from itertools import islice
 
 import msgspec
 
-from quire.cache.eviction.wishes import Wishes
-from quire.cache.index import NO_REASON, SYMBOL, Added, Cause, Found, Reason, symbols
-from quire.cache.pool import BlockPool
-from quire.cache.public import PublicPrefixes
-from quire.cache.table import ABSENT, BlockTable
+from quire.cache.block_pool import BlockPool
+from quire.cache.block_table import ABSENT, BlockTable
+from quire.cache.prefix.index import NO_REASON, SYMBOL, Added, Cause, Found, Reason, symbols
+from quire.cache.prefix.public import PublicPrefixes
+from quire.cache.prefix.retention_marks import Wishes
 from quire.config import CacheConfig
 from quire.core.explanation import Miss, MissReason
 from quire.core.namespace import Namespace

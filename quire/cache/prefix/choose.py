@@ -2,10 +2,10 @@
 
 from collections.abc import Callable
 
-from quire.cache.eviction.by_tenant import LeavesByTenant
-from quire.cache.eviction.orders import LeastFrequent, LeastRecent, LeastWanted, Leaves, Order, OrderedLeaves
-from quire.cache.eviction.uses import Clock
-from quire.cache.eviction.worth import LeavesByWorth, Seconds
+from quire.cache.prefix.by_tenant import LeavesByTenant
+from quire.cache.prefix.eviction import LeastFrequent, LeastRecent, LeastWanted, Leaves, Order, OrderedLeaves
+from quire.cache.prefix.eviction_by_cost import LeavesByWorth, Seconds
+from quire.cache.prefix.uses import Clock
 from quire.config import CacheConfig
 
 _ORDERS: dict[str, Callable[[Clock], Order]] = {"lru": LeastRecent, "lfu": LeastFrequent}
