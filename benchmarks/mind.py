@@ -21,7 +21,7 @@ from quire.config import CacheConfig, KVGroup, PrefixIndexKind, SchedulerConfig
 from quire.core.request import Request
 from quire.core.step import StepResult
 from quire.params import SamplingParams
-from quire.sched.scheduler import Scheduler
+from quire.scheduler.scheduler import Scheduler
 
 PROMPT = 64
 BLOCK_SIZE = 16

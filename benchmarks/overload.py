@@ -21,7 +21,7 @@ from quire.config import CacheConfig, KVGroup, PreemptionMode, PrefixIndexKind, 
 from quire.core.request import Request
 from quire.core.step import ChunkOutput, Step, StepResult
 from quire.params import SamplingParams
-from quire.sched.scheduler import Scheduler
+from quire.scheduler.scheduler import Scheduler
 
 SECONDS_PER_STEP, SECONDS_PER_TOKEN = 0.02, 0.0002
 BLOCK_SIZE = 16

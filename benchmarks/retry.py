@@ -30,7 +30,7 @@ from quire.core.request import Request
 from quire.core.step import ChunkOutput, Step, StepResult
 from quire.errors import QueueFull
 from quire.params import SamplingParams
-from quire.sched.scheduler import Scheduler
+from quire.scheduler.scheduler import Scheduler
 
 SECONDS_PER_STEP, SECONDS_PER_TOKEN, LUCK = 0.02, 0.0002, 0.15  # LUCK: standard deviation of the logarithm
 EOS = 2

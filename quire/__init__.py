@@ -1,7 +1,7 @@
 """quire: an LLM serving engine.
 
 `from quire import LLM, SamplingParams` is what most programs need. These names are looked up when
-they are first asked for, which is the one lazy import in quire: the mind (`quire.core`, `quire.sched`,
+they are first asked for, which is the one lazy import in quire: the mind (`quire.core`, `quire.scheduler`,
 ...) and `quire --help` must not wait for torch, and both import this file. Their types are in
 `__init__.pyi`.
 """

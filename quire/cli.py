@@ -22,7 +22,7 @@ import quire
 from quire.config import MODEL_HELP, EngineOptions, Help
 from quire.errors import QuireError, RequestError
 from quire.params import SamplingParams
-from quire.sched.journal import replay_file
+from quire.scheduler.journal import replay_file
 from quire.server.keys import MAX_PER_MINUTE, Role, add_key, new_key
 from quire.server.options import ServerOptions
 

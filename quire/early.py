@@ -11,7 +11,7 @@ from pathlib import Path
 from threading import Thread
 from types import ModuleType
 
-_WITHOUT_TORCH = ("quire.sched.journal", "tokenizers", "jinja2", "rich.progress")  # but needed with it
+_WITHOUT_TORCH = ("quire.scheduler.journal", "tokenizers", "jinja2", "rich.progress")  # but needed with it
 
 _FROZEN_BY_PYTHON = 1000  # more objects than an interpreter freezes of its own: 375 in Python 3.12, none in 3.11
 

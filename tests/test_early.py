@@ -19,7 +19,7 @@ class Watch:
         found.append(name)
 sys.meta_path.insert(0, Watch())
 from quire import LLM
-assert found.index("quire.sched.journal") < found.index("torch._C") < found.index("quire.kernels.contract")
+assert found.index("quire.scheduler.journal") < found.index("torch._C") < found.index("quire.kernels.contract")
 torch = sys.modules["torch"]
 assert torch.ones(3, 3).matmul(torch.ones(3)).tolist() == [3, 3, 3]
 assert gc.isenabled()

@@ -162,7 +162,7 @@ def test_every_exception_is_still_needed():
 def test_importing_the_whole_first_floor_does_not_import_torch():
     modules = [Path(path).with_suffix("").parts for _, path in sources()]
     names = [".".join(parts).removesuffix(".__init__") for parts in modules if parts[1] in FIRST_FLOOR]
-    assert "quire.sched" in names
+    assert "quire.scheduler" in names
     script = "import sys\nfor name in sys.argv[1:]: __import__(name)\nassert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", script, *names], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
@@ -171,9 +171,9 @@ def test_importing_the_whole_first_floor_does_not_import_torch():
 @pytest.mark.parametrize(
     ("path", "source"),
     [
-        ("quire/cache/block_pool.py", "from quire.sched import scheduler"),
+        ("quire/cache/block_pool.py", "from quire.scheduler import scheduler"),
         ("quire/cache/block_pool.py", "from quire import sched"),
-        ("quire/cache/block_pool.py", "import quire.sched.scheduler as s"),
+        ("quire/cache/block_pool.py", "import quire.scheduler.scheduler as s"),
         ("quire/cache/block_pool.py", "from ..sched import scheduler"),
         ("quire/cache/block_pool.py", "from .. import sched"),
         ("quire/cache/block_pool.py", "import quire"),
@@ -193,7 +193,7 @@ def test_layer_faults_sees_an_upward_import(path, source):
     ("path", "source"),
     [
         (
-            "quire/sched/scheduler.py",
+            "quire/scheduler/scheduler.py",
             "from quire.cache.block_pool import Pool\nfrom .queue import Queue\nfrom ..core import step",
         ),
         ("quire/cli.py", "import quire\nfrom quire.server import app\nfrom quire import LLM, errors"),
@@ -235,7 +235,7 @@ def test_hidden_faults_lets_open_and_listed_imports_pass():
 
 
 def test_torch_faults_sees_torch_on_the_first_floor_only():
-    assert len(list(torch_faults("from torch.nn import Module", "quire/sched/scheduler.py"))) == 1
+    assert len(list(torch_faults("from torch.nn import Module", "quire/scheduler/scheduler.py"))) == 1
     assert len(list(torch_faults("def f():\n    import torch", "quire/params.py"))) == 1
     assert list(torch_faults("import torch", "quire/kernels/reference.py")) == []
     assert list(torch_faults("import torchlike, numpy", "quire/cache/block_pool.py")) == []

@@ -21,8 +21,8 @@ from quire.core.step import Step
 from quire.engine.engine import Engine
 from quire.params import SamplingParams
 from quire.runner.scripted import ScriptedRunner
-from quire.sched import journal
-from quire.sched.journal import JournalledScheduler
+from quire.scheduler import journal
+from quire.scheduler.journal import JournalledScheduler
 
 CELL = 6  # pixels, both ways
 LEFT, TOP, GAP, CHART = 64, 34, 26, 90

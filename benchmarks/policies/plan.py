@@ -8,7 +8,7 @@ from benchmarks.policies.virtual import limits, memory, request, result_of
 from quire.cache.kv_cache import KVCache
 from quire.config import Policy
 from quire.core.scheduling_params import Terms
-from quire.sched.scheduler import Scheduler
+from quire.scheduler.scheduler import Scheduler
 
 NUM_RUNNING, NUM_WAITING = 256, 1000
 PROMPT = 64

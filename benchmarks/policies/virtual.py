@@ -14,7 +14,7 @@ from quire.core.scheduling_params import Terms
 from quire.core.step import ChunkOutput, Step, StepResult
 from quire.errors import RequestError
 from quire.params import SamplingParams
-from quire.sched.scheduler import Scheduler
+from quire.scheduler.scheduler import Scheduler
 
 VOCAB = 32000
 

@@ -9,7 +9,7 @@ from benchmarks.workloads import FIRST_TOKEN, Query, capped_median
 from quire.cache.kv_cache import KVCache
 from quire.config import PrefixIndexKind
 from quire.params import BeamSearchParams
-from quire.sched.beams import plan_beams
+from quire.scheduler.beam_search import plan_beams
 from tools.demo_model.stories import tell
 
 WIDTHS = (2, 4, 6)

@@ -18,7 +18,7 @@ from quire.engine.text.tokenizer import Tokenizer
 from quire.params import SamplingParams
 from quire.runner.scripted import ScriptedRunner
 from quire.runner.torch_runner import TorchRunner
-from quire.sched.scheduler import Scheduler
+from quire.scheduler.scheduler import Scheduler
 
 INDEXES: tuple[PrefixIndexKind, ...] = ("none", "hash", "radix")
 BLOCK_SIZE = 16

@@ -8,7 +8,7 @@ from quire.cache.kv_cache import KVCache
 from quire.config import Eviction, Policy
 from quire.core.output import Output
 from quire.core.scheduling_params import Terms
-from quire.sched.scheduler import Scheduler
+from quire.scheduler.scheduler import Scheduler
 
 
 @dataclass(frozen=True, slots=True)

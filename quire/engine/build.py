@@ -31,8 +31,8 @@ from quire.kernels.contract import Demands
 from quire.kernels.reference.quantized import LARGEST
 from quire.models.model import Progress
 from quire.runner.torch_runner import TorchRunner
-from quire.sched.journal import JournalledScheduler
-from quire.sched.scheduler import Scheduler
+from quire.scheduler.journal import JournalledScheduler
+from quire.scheduler.scheduler import Scheduler
 from quire.structured import StructuredOutputsParams
 
 _SHARES = {"cpu": 0.5, "cuda": 0.9}  # of the memory available: a host is shared with others, a GPU is not

@@ -26,7 +26,7 @@ from quire.engine.grammars import Compiler
 from quire.engine.step_sizes import StepSizes
 from quire.errors import RequestError
 from quire.params import SamplingParams, is_unicode
-from quire.sched.scheduler import Scheduler
+from quire.scheduler.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 _COMPILE_SECONDS = 0.005  # how long a step that has nothing to do waits for a constraint

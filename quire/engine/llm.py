@@ -34,7 +34,7 @@ from quire.engine.transcript import Transcript
 from quire.errors import RequestError
 from quire.grammar.backends import check as check_form
 from quire.params import BeamSearchParams, SamplingParams
-from quire.sched.beams import plan_beams
+from quire.scheduler.beam_search import plan_beams
 
 log = logging.getLogger(__name__)
 

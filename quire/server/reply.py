@@ -11,7 +11,7 @@ from quire.engine.process.stream import Stream
 from quire.engine.transcript import Transcript
 from quire.errors import EngineStopped, RequestError
 from quire.params import SamplingParams
-from quire.sched.forms import DEAD_END
+from quire.scheduler.constraints import DEAD_END
 from quire.server.errors import DeadlineMissed, SequenceFailed
 from quire.server.observe.metrics import Metrics
 from quire.server.observe.record import Told

@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 from quire.core.request import Beams
 from quire.errors import RequestError
 from quire.params import BeamSearchParams, SamplingParams
-from quire.sched.beams import plan_beams
+from quire.scheduler.beam_search import plan_beams
 from quire.server.body import Body, about, is_same
 from quire.server.errors import renamed
 

@@ -13,8 +13,8 @@ from quire.core.step import Pooling
 from quire.engine.engine import Engine
 from quire.params import SamplingParams
 from quire.runner.scripted import ScriptedRunner
-from quire.sched import journal
-from quire.sched.journal import JournalledScheduler
+from quire.scheduler import journal
+from quire.scheduler.journal import JournalledScheduler
 
 VOCAB = 50
 ANYBODY = Namespace()

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from quire.core.request import Beams, Request
 from quire.errors import RequestError
 from quire.params import BeamSearchParams
-from quire.sched.beams import Rules, Search, plan_beams, select
+from quire.scheduler.beam_search import Rules, Search, plan_beams, select
 
 PENALTIES = (-1.0, 0.0, 0.5, 1.0, 2.0)
 STOPPING = (True, False, "never")

@@ -8,7 +8,7 @@ from rig import Rig
 
 from benchmarks import overload
 from quire.core.events import AdmissionSlowed
-from quire.sched.caution import Caution
+from quire.scheduler.admission_watermark import Caution
 
 CALM = 300  # steps after which something is taken back
 

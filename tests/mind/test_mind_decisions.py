@@ -12,7 +12,7 @@ from quire.core.explanation import Explanation
 from quire.core.namespace import Namespace
 from quire.core.scheduling_params import Retention, Terms
 from quire.errors import DeadlineUnreachable, QueueFull
-from quire.sched import accounts
+from quire.scheduler import request_stats
 
 
 def told(rig: Rig, request_id: str) -> Explanation:
@@ -71,7 +71,7 @@ def test_a_request_that_finds_the_queue_full_is_explained_with_when_there_is_roo
 
 
 def test_of_refused_requests_the_latest_are_remembered_and_nothing_else_of_them(monkeypatch):
-    monkeypatch.setattr(accounts, "MOST_ENDED", 30)
+    monkeypatch.setattr(request_stats, "MOST_ENDED", 30)
     rig = Rig(num_blocks=256, max_model_len=900)
     busy(rig)
     for i in range(100):
@@ -143,7 +143,7 @@ def test_an_eviction_tells_its_reason_where_the_blocks_were_of_the_same_tenant()
 
 
 def test_one_that_evicts_for_long_is_told_its_first_evictions_and_their_number(monkeypatch):
-    monkeypatch.setattr(accounts, "MOST_EVICTIONS", 2)
+    monkeypatch.setattr(request_stats, "MOST_EVICTIONS", 2)
     rig = Rig(num_blocks=16, max_model_len=64, prefix_index="radix")
     rig.add("before", list(range(40)), max_tokens=9)
     rig.run()

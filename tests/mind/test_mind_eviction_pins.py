@@ -14,7 +14,7 @@ from quire.core.events import Evicted, PinsRefused, PinsYielded
 from quire.core.namespace import Namespace
 from quire.core.scheduling_params import Retention, Terms
 from quire.params import BeamSearchParams
-from quire.sched.beams import plan_beams
+from quire.scheduler.beam_search import plan_beams
 
 
 @pytest.mark.parametrize("eviction", POLICIES)

@@ -14,9 +14,9 @@ from quire.core.step import Chunk, ChunkOutput, Chunks, Writes
 from quire.errors import RequestError
 from quire.params import SamplingParams
 from quire.runner.scripted import script
-from quire.sched import journal
-from quire.sched.families import Families
-from quire.sched.lives import Lives
+from quire.scheduler import journal
+from quire.scheduler.families import Families
+from quire.scheduler.lifecycle import Lives
 
 
 def recorded() -> Rig:

@@ -9,8 +9,8 @@ from test_mind_eviction import NS, Memory
 from benchmarks.policies.virtual import request
 from quire.cache import incremental_match
 from quire.cache.incremental_match import Match, Matching
-from quire.sched.queues.depth_first import DepthFirst
-from quire.sched.sequence import Sequence
+from quire.scheduler.queue.dfs_weight import DepthFirst
+from quire.scheduler.sequence import Sequence
 
 
 def blocks(*numbers: int) -> list[int]:

@@ -20,10 +20,10 @@ from quire.core.scheduling_params import Terms
 from quire.errors import ConfigError
 from quire.params import SamplingParams
 from quire.runner.scripted import script
-from quire.sched.queues import matches
-from quire.sched.queues.ranked import Ranked
-from quire.sched.queues.weighed import score
-from quire.sched.sequence import Sequence
+from quire.scheduler.queue import matches
+from quire.scheduler.queue.fcfs import Ranked
+from quire.scheduler.queue.weighed import score
+from quire.scheduler.sequence import Sequence
 
 POLICIES = get_args(Policy)
 BLOCK = 4

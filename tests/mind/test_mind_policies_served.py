@@ -17,10 +17,10 @@ from quire.cost.step_time import Calibration, DecodeSample, PrefillSample
 from quire.errors import DeadlineUnreachable, RequestError
 from quire.params import SamplingParams
 from quire.runner.scripted import script
-from quire.sched.queues import fair
-from quire.sched.queues.fair import OUTPUT_WEIGHT, PROMPT_WEIGHT, Fair
-from quire.sched.sequence import Sequence
-from quire.sched.shares import split
+from quire.scheduler.budget_sharing import split
+from quire.scheduler.queue import fair
+from quire.scheduler.queue.fair import OUTPUT_WEIGHT, PROMPT_WEIGHT, Fair
+from quire.scheduler.sequence import Sequence
 
 
 def sequence(number: int, tenant: str, num_tokens: int = 4) -> Sequence:

@@ -11,8 +11,8 @@ from quire.core.request import Beams
 from quire.core.step import Step
 from quire.errors import RequestError
 from quire.runner.scripted import attend, key_after, logprobs_after, script
-from quire.sched import accounts
-from quire.sched.beams import Rules, Search
+from quire.scheduler import request_stats
+from quire.scheduler.beam_search import Rules, Search
 
 BOTH = pytest.mark.parametrize("steps_in_flight", [1, 2])
 INDEXES = pytest.mark.parametrize("prefix_index", ["radix", "hash"])
@@ -268,8 +268,8 @@ def test_an_explanation_says_what_became_of_a_request():
 
 
 def test_explanations_of_ended_requests_are_bounded(monkeypatch):
-    monkeypatch.setattr(accounts, "MOST_ENDED", 30)
-    monkeypatch.setattr(accounts, "MOST_ENDED_OF_ALL", 50)
+    monkeypatch.setattr(request_stats, "MOST_ENDED", 30)
+    monkeypatch.setattr(request_stats, "MOST_ENDED_OF_ALL", 50)
     rig = Rig(prefix_index="radix")
 
     def serve(tenant: str, count: int) -> None:

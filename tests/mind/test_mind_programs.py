@@ -18,10 +18,10 @@ from quire.core.namespace import Namespace
 from quire.core.scheduling_params import MAX_PROGRAM_TTL, Program, Terms
 from quire.errors import RequestError
 from quire.runner.scripted import script
-from quire.sched import journal
-from quire.sched.programs import LEAD, MOST_PROGRAMS, Programs
-from quire.sched.queues.siblings import MOST_TOGETHER
-from quire.sched.scheduler import Scheduler
+from quire.scheduler import journal
+from quire.scheduler.programs import LEAD, MOST_PROGRAMS, Programs
+from quire.scheduler.queue.siblings import MOST_TOGETHER
+from quire.scheduler.scheduler import Scheduler
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from quire.core.request import Known
 from quire.cost.queue_wait import Line, Machine, Turn, Turns, Work
 from quire.errors import QueueFull
 from quire.params import SamplingParams
-from quire.sched.queue_bound import MOST_TOLD
+from quire.scheduler.queue_limit import MOST_TOLD
 
 
 def prompt(length: int, salt: int = 0) -> list[int]:

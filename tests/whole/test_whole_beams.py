@@ -14,7 +14,7 @@ from quire.engine.build import build
 from quire.engine.facts import facts_of
 from quire.engine.process.hosts import EngineThread
 from quire.params import BeamSearchParams
-from quire.sched.beams import Rules, Search
+from quire.scheduler.beam_search import Rules, Search
 from quire.server.app import make_app
 from quire.server.service import Service
 

@@ -19,8 +19,8 @@ from quire.engine.lookup import lookup_seconds
 from quire.errors import ConfigError
 from quire.runner.scripted import ScriptedRunner, script
 from quire.runner.torch_runner import TorchRunner
-from quire.sched import journal
-from quire.sched.journal import JournalledScheduler
+from quire.scheduler import journal
+from quire.scheduler.journal import JournalledScheduler
 from quire.server import launch
 
 VOCAB = 50

@@ -16,7 +16,7 @@ from quire.models.description import describe
 from quire.models.loading import load
 from quire.params import SamplingParams
 from quire.runner.torch_runner import TorchRunner
-from quire.sched.scheduler import Scheduler
+from quire.scheduler.scheduler import Scheduler
 
 MODULES = {"reference": reference}
 try:

@@ -25,8 +25,8 @@ from quire.engine.engine import Engine
 from quire.errors import RequestError
 from quire.params import SamplingParams
 from quire.runner.scripted import ScriptedRunner
-from quire.sched import journal
-from quire.sched.journal import JournalledScheduler
+from quire.scheduler import journal
+from quire.scheduler.journal import JournalledScheduler
 
 NUM_SCHEDULES = 500
 VOCAB_SIZE = 50

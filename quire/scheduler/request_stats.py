@@ -28,9 +28,9 @@ from quire.core.events import (
 from quire.core.explanation import Eviction, Explanation, Miss, Preemption, Refusal
 from quire.core.request import Request
 from quire.errors import DeadlineUnreachable, QueueFull
-from quire.sched.sequence import Sequence
-from quire.sched.waits import WaitCause, Waits
-from quire.sched.ways import Way
+from quire.scheduler.preemption import Way
+from quire.scheduler.sequence import Sequence
+from quire.scheduler.waits import WaitCause, Waits
 
 MOST_EVENTS = 4096
 MOST_ENDED = 4096  # of a tenant

@@ -30,15 +30,15 @@ from quire.core.step import Late, Step, StepResult
 from quire.cost.block_use import BlockUse
 from quire.cost.step_time import Calibration, Costs
 from quire.errors import ConfigError, DeadlineUnreachable, QueueFull, RequestError
-from quire.sched.builder import StepBuilder
-from quire.sched.deadlines import Deadlines
-from quire.sched.filling import Filling
-from quire.sched.forms import Forms
-from quire.sched.intake import Intake
-from quire.sched.lives import Launched, Lives
-from quire.sched.queue_bound import QueueBound
-from quire.sched.searches import Searches, check_search
-from quire.sched.sequence import Sequence
+from quire.scheduler.batch import Filling
+from quire.scheduler.constraints import Forms
+from quire.scheduler.deadlines import Deadlines
+from quire.scheduler.lifecycle import Launched, Lives
+from quire.scheduler.output_processing import Intake
+from quire.scheduler.queue_limit import QueueBound
+from quire.scheduler.searches import Searches, check_search
+from quire.scheduler.sequence import Sequence
+from quire.scheduler.step_builder import StepBuilder
 
 _STEPS_PER_SAMPLE = 16  # of how full tables are
 

@@ -2,11 +2,11 @@
 
 from abc import abstractmethod
 
-from quire.sched.queue import Queue
-from quire.sched.queues.matches import Matches
-from quire.sched.queues.ranked import Ranked
-from quire.sched.queues.siblings import Siblings
-from quire.sched.sequence import Sequence
+from quire.scheduler.queue.fcfs import Ranked
+from quire.scheduler.queue.matches import Matches
+from quire.scheduler.queue.siblings import Siblings
+from quire.scheduler.queue.waiting_queue import Queue
+from quire.scheduler.sequence import Sequence
 
 _MOST_HEADS = 4  # that prove to be out of date, one after the other, in a step
 

@@ -14,16 +14,16 @@ from quire.config import SchedulerConfig
 from quire.core.request import Request
 from quire.core.scheduling_params import Retention
 from quire.cost.step_time import Costs
-from quire.sched.accounts import Accounts
-from quire.sched.builder import Entry
-from quire.sched.caution import Caution
-from quire.sched.families import Families
-from quire.sched.newcomers import Newcomers
-from quire.sched.programs import Programs, program_of
-from quire.sched.queues.choose import class_of, new_queue
-from quire.sched.rows import Rows
-from quire.sched.sequence import Sequence
-from quire.sched.ways import NOTHING_LOST, VOID, Way, Ways
+from quire.scheduler.admission_watermark import Caution
+from quire.scheduler.families import Families
+from quire.scheduler.newcomers import Newcomers
+from quire.scheduler.preemption import NOTHING_LOST, VOID, Way, Ways
+from quire.scheduler.programs import Programs, program_of
+from quire.scheduler.queue.select import class_of, new_queue
+from quire.scheduler.request_stats import Accounts
+from quire.scheduler.rows import Rows
+from quire.scheduler.sequence import Sequence
+from quire.scheduler.step_builder import Entry
 
 
 @dataclass(frozen=True, slots=True)

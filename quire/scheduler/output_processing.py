@@ -4,13 +4,13 @@ from quire.cache.kv_cache import KVCache
 from quire.core.output import Output
 from quire.core.step import StepResult
 from quire.cost.block_use import BlockUse
-from quire.sched.builder import Entry
-from quire.sched.forms import Forms, no_token
-from quire.sched.lives import Launched, Lives
-from quire.sched.queue_bound import QueueBound
-from quire.sched.results import NOTHING, Extras, News
-from quire.sched.searches import Searches
-from quire.sched.sequence import Sequence
+from quire.scheduler.constraints import Forms, no_token
+from quire.scheduler.lifecycle import Launched, Lives
+from quire.scheduler.queue_limit import QueueBound
+from quire.scheduler.results import NOTHING, Extras, News
+from quire.scheduler.searches import Searches
+from quire.scheduler.sequence import Sequence
+from quire.scheduler.step_builder import Entry
 
 
 class Intake:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from quire.core.step import Logprobs, StepResult
-from quire.sched.builder import Entry
+from quire.scheduler.step_builder import Entry
 
 
 class News(NamedTuple):

@@ -1,7 +1,7 @@
 """Families: the n sequences of each request, of which one computes the prompt for all."""
 
-from quire.sched.queue import Queue
-from quire.sched.sequence import Sequence
+from quire.scheduler.queue.waiting_queue import Queue
+from quire.scheduler.sequence import Sequence
 
 
 class Families:

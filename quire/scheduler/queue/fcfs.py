@@ -2,8 +2,8 @@
 
 from bisect import bisect_left, insort
 
-from quire.sched.queue import RANK, Queue
-from quire.sched.sequence import Sequence
+from quire.scheduler.queue.waiting_queue import RANK, Queue
+from quire.scheduler.sequence import Sequence
 
 
 class Ranked(Queue):

@@ -4,10 +4,10 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import pairwise
 
-from quire.sched.queues.by_match import ByMatch
-from quire.sched.queues.matches import Matches
-from quire.sched.queues.ranked import Ranked
-from quire.sched.sequence import Sequence
+from quire.scheduler.queue.fcfs import Ranked
+from quire.scheduler.queue.matches import Matches
+from quire.scheduler.queue.prefix_aware import ByMatch
+from quire.scheduler.sequence import Sequence
 
 
 @dataclass(slots=True)

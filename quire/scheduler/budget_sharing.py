@@ -10,9 +10,9 @@ from collections.abc import Sequence as Listing
 from typing import NamedTuple
 
 from quire.config import Policy
-from quire.sched.queue import Queue
-from quire.sched.queues.fair import PROMPT_WEIGHT, Fair
-from quire.sched.sequence import Sequence
+from quire.scheduler.queue.fair import PROMPT_WEIGHT, Fair
+from quire.scheduler.queue.waiting_queue import Queue
+from quire.scheduler.sequence import Sequence
 
 Party = str | int  # a tenant, or a class
 

@@ -4,10 +4,10 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from heapq import heapify, heappop, heappush, heapreplace
 
-from quire.sched.builder import Entry
-from quire.sched.queue import Queue
-from quire.sched.queues.ranked import Ranked
-from quire.sched.sequence import Rank, Sequence
+from quire.scheduler.queue.fcfs import Ranked
+from quire.scheduler.queue.waiting_queue import Queue
+from quire.scheduler.sequence import Rank, Sequence
+from quire.scheduler.step_builder import Entry
 
 PROMPT_WEIGHT, OUTPUT_WEIGHT = 1, 2  # what a token counts: one of a prompt that is computed, one that is generated
 Place = tuple[int, int, Rank, str]  # counter, last turn, head, tenant

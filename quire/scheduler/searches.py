@@ -16,9 +16,9 @@ from quire.core.output import Output
 from quire.core.request import Request
 from quire.core.step import Logprobs
 from quire.errors import RequestError
-from quire.sched.beams import Beam, Hypothesis, Rules, Search
-from quire.sched.lives import Lives, ask_nothing
-from quire.sched.sequence import Sequence
+from quire.scheduler.beam_search import Beam, Hypothesis, Rules, Search
+from quire.scheduler.lifecycle import Lives, ask_nothing
+from quire.scheduler.sequence import Sequence
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from quire.cache.incremental_match import Match, Matching
-from quire.sched.sequence import Sequence
+from quire.scheduler.sequence import Sequence
 
 MOST_LOOKED_AT = 48  # sequences, in a step
 MOST_BLOCKS = 1024  # that are compared in a step

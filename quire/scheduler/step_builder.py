@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Listing
 
 from quire.core.step import Chunks, ListKind, Lists, Move, Opens, Step, Writes
-from quire.sched.sequence import Sequence
+from quire.scheduler.sequence import Sequence
 
 TokenList = tuple[int, ListKind, Mapping[int, float] | Listing[int]]
 

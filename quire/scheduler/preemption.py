@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 from quire.cache.kv_cache import KVCache
 from quire.config import PreemptionMode
 from quire.cost.step_time import Costs
-from quire.sched.sequence import Sequence
+from quire.scheduler.sequence import Sequence
 
 
 class Way(NamedTuple):

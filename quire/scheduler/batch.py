@@ -4,10 +4,10 @@ from quire.cache.kv_cache import KVCache
 from quire.config import SchedulerConfig
 from quire.core.step import ChunkOutput
 from quire.cost.pace import Pace
-from quire.sched.builder import StepBuilder
-from quire.sched.lives import Lives, cause_of, keep_of
-from quire.sched.sequence import Sequence
-from quire.sched.shares import SHARINGS, Shares
+from quire.scheduler.budget_sharing import SHARINGS, Shares
+from quire.scheduler.lifecycle import Lives, cause_of, keep_of
+from quire.scheduler.sequence import Sequence
+from quire.scheduler.step_builder import StepBuilder
 
 _NONE, _SAMPLE, _POOL = int(ChunkOutput.NONE), int(ChunkOutput.SAMPLE), int(ChunkOutput.POOL)
 

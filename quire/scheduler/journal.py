@@ -25,8 +25,8 @@ from quire.core.request import Request
 from quire.core.step import Step, StepResult
 from quire.cost.step_time import Calibration
 from quire.errors import QuireError, RequestError
-from quire.sched.recorded import Heard, Recorded
-from quire.sched.scheduler import Scheduler
+from quire.scheduler.recorded import Heard, Recorded
+from quire.scheduler.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 

@@ -2,9 +2,9 @@
 
 from bisect import bisect_left, insort
 
-from quire.sched.queues.by_match import ByMatch
-from quire.sched.queues.matches import Matches
-from quire.sched.sequence import Rank, Sequence
+from quire.scheduler.queue.matches import Matches
+from quire.scheduler.queue.prefix_aware import ByMatch
+from quire.scheduler.sequence import Rank, Sequence
 
 
 class Weighed(ByMatch):
@@ -12,7 +12,7 @@ class Weighed(ByMatch):
 
     With a weight of 0 that is the longest prefix first. As all wait equally fast, what counts does not change with
     time: matched tokens - wait_weight x time of arrival. So nobody is passed by one that came more than (longest
-    prompt / wait_weight) seconds later, as arrivals of programs count (sched/programs.py).
+    prompt / wait_weight) seconds later, as arrivals of programs count (scheduler/programs.py).
     """
 
     def __init__(self, matches: Matches, block_size: int, wait_weight: float) -> None:

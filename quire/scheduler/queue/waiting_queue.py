@@ -4,8 +4,8 @@ from collections.abc import Iterable
 from operator import attrgetter
 from typing import Protocol
 
-from quire.sched.builder import Entry
-from quire.sched.sequence import Sequence
+from quire.scheduler.sequence import Sequence
+from quire.scheduler.step_builder import Entry
 
 RANK = attrgetter("rank")
 

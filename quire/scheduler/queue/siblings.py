@@ -1,7 +1,7 @@
 """Siblings: waiting requests of one program, which follow each other. Knows no order but arrival."""
 
-from quire.sched.programs import program_of
-from quire.sched.sequence import Sequence
+from quire.scheduler.programs import program_of
+from quire.scheduler.sequence import Sequence
 
 MOST_TOGETHER = 32  # sequences in a row; then the order says again who is next
 

@@ -4,7 +4,7 @@ from quire.cache.block_table import BlockTable
 from quire.core.output import NO_TOKEN
 from quire.core.request import Known, Request
 from quire.core.step import Logprobs, Pooling
-from quire.sched.programs import Place
+from quire.scheduler.programs import Place
 
 _NOTHING_KNOWN = Known()
 

@@ -13,9 +13,9 @@ from quire.core.constraint import Constraints, Verdict
 from quire.core.request import Request
 from quire.core.step import ChunkOutput, Late, Step
 from quire.errors import RequestError
-from quire.sched.lives import Launched
-from quire.sched.rows import Rows
-from quire.sched.sequence import Sequence
+from quire.scheduler.lifecycle import Launched
+from quire.scheduler.rows import Rows
+from quire.scheduler.sequence import Sequence
 
 DEAD_END = "the constraint on the output allows nothing here: "
 _NO_TOKEN = "no token that it allows could be sampled; other parameters may forbid what it asks for"

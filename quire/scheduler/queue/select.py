@@ -4,12 +4,12 @@ from quire.cache.incremental_match import Matching
 from quire.cache.kv_cache import KVCache
 from quire.config import SchedulerConfig
 from quire.errors import ConfigError
-from quire.sched.queue import Queue
-from quire.sched.queues.depth_first import DepthFirst
-from quire.sched.queues.fair import Fair
-from quire.sched.queues.matches import Matches
-from quire.sched.queues.ranked import Ranked
-from quire.sched.queues.weighed import Weighed
+from quire.scheduler.queue.dfs_weight import DepthFirst
+from quire.scheduler.queue.fair import Fair
+from quire.scheduler.queue.fcfs import Ranked
+from quire.scheduler.queue.matches import Matches
+from quire.scheduler.queue.waiting_queue import Queue
+from quire.scheduler.queue.weighed import Weighed
 
 # What a tenant that was away may be owed: the tokens of so many steps. With less, a burst of a tenant that uses a
 # quarter of the machine waits for its turn behind a flood (docs/policies.md).

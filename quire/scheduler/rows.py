@@ -4,8 +4,8 @@ from bisect import insort
 
 from quire.cache.block_table import BlockTable
 from quire.cache.kv_cache import KVCache
-from quire.sched.queue import RANK
-from quire.sched.sequence import Sequence
+from quire.scheduler.queue.waiting_queue import RANK
+from quire.scheduler.sequence import Sequence
 
 
 class Rows:

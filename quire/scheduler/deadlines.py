@@ -12,9 +12,9 @@ from quire.config import SchedulerConfig
 from quire.core.request import Request
 from quire.cost.step_time import Costs
 from quire.errors import DeadlineUnreachable
-from quire.sched.lives import Lives
-from quire.sched.queues.choose import class_of
-from quire.sched.sequence import Sequence
+from quire.scheduler.lifecycle import Lives
+from quire.scheduler.queue.select import class_of
+from quire.scheduler.sequence import Sequence
 
 _ENOUGH = 32  # requests that were admitted, until their share of tokens found says something about those who wait
 

@@ -13,8 +13,8 @@ from quire.cost.lengths import Lengths
 from quire.cost.queue_wait import Line, Machine, Turn, Turns, Work
 from quire.cost.step_time import Costs
 from quire.errors import QueueFull
-from quire.sched.lives import Lives
-from quire.sched.sequence import Sequence
+from quire.scheduler.lifecycle import Lives
+from quire.scheduler.sequence import Sequence
 
 MOST_TOLD = 512  # that are expected to come: a flood does not make the line longer for ever
 _UNKNOWN = 1.0  # seconds, where nothing is known of what steps take
