@@ -14,11 +14,11 @@ from quire.core.runner import Runner
 from quire.core.step import Step
 from quire.engine.build import prepare
 from quire.engine.engine import Engine
-from quire.engine.text.tokenizer import Tokenizer
 from quire.params import SamplingParams
 from quire.runner.scripted import ScriptedRunner
 from quire.runner.torch_runner import TorchRunner
 from quire.scheduler.scheduler import Scheduler
+from quire.tokenizer.tokenizer import Tokenizer
 
 INDEXES: tuple[PrefixIndexKind, ...] = ("none", "hash", "radix")
 BLOCK_SIZE = 16

@@ -21,8 +21,8 @@ from benchmarks.cpu.machine import describe
 from benchmarks.structured import ablation, jump, masks, peers, throughput
 from quire.engine import embedded
 from quire.engine.grammars import vocabulary_of
-from quire.engine.text.tokenizer import Tokenizer
 from quire.grammar.vocabulary import Vocabulary
+from quire.tokenizer.tokenizer import Tokenizer
 
 PARTS = ("masks", "jump", "throughput", "ablation")
 SHAPE = "0.5b"

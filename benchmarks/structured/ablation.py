@@ -18,8 +18,8 @@ from typing import Any
 import quire.lang as sgl
 from benchmarks.trust.server import served
 from quire.engine import embedded
-from quire.engine.text.tokenizer import Tokenizer
 from quire.lang.backends.engine import EngineBackend
+from quire.tokenizer.tokenizer import Tokenizer
 from tools.demo_model.exercises import BORROWINGS
 from tools.demo_model.vocabulary import COLORS, DAYS, ITEMS, NAMES
 

@@ -23,7 +23,6 @@ from quire.engine.model_files import ModelFiles, open_model
 from quire.engine.policies import check_policies
 from quire.engine.public_prefixes import Bounds, num_public_blocks, read_public_prefixes
 from quire.engine.sources.locate import locate
-from quire.engine.text.tokenizer import Tokenizer
 from quire.errors import ConfigError
 from quire.grammar.backends import check as check_form
 from quire.kernels.choose import Chosen, choose, usable_device
@@ -34,6 +33,7 @@ from quire.runner.torch_runner import TorchRunner
 from quire.scheduler.journal import JournalledScheduler
 from quire.scheduler.scheduler import Scheduler
 from quire.structured import StructuredOutputsParams
+from quire.tokenizer.tokenizer import Tokenizer
 
 _SHARES = {"cpu": 0.5, "cuda": 0.9}  # of the memory available: a host is shared with others, a GPU is not
 _ANY_FORM = StructuredOutputsParams(choice=("a",))

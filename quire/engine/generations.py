@@ -8,10 +8,10 @@ from quire.core.request import Beams, Known, check_length
 from quire.core.scheduling_params import NO_TERMS, Terms
 from quire.core.step import Pooling
 from quire.engine.prompts import TokenizedPrompt
-from quire.engine.text.bad_words import bad_word_tokens
-from quire.engine.text.tokenizer import Tokenizer
 from quire.errors import RequestError
 from quire.params import SamplingParams
+from quire.tokenizer.bad_words import bad_word_tokens
+from quire.tokenizer.tokenizer import Tokenizer
 
 
 class NewRequest(NamedTuple):

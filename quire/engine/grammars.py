@@ -14,12 +14,12 @@ from typing import NamedTuple, Protocol
 
 from quire.core.constraint import Constraints, Grammar
 from quire.engine.stacks import deep_stacks
-from quire.engine.text.tokenizer import Tokenizer
 from quire.errors import RequestError
 from quire.grammar.backends import compile as compile_grammar
 from quire.grammar.matchers import Matchers
 from quire.grammar.vocabulary import Vocabulary
 from quire.structured import StructuredOutputsParams
+from quire.tokenizer.tokenizer import Tokenizer
 
 NUM_THREADS = 2
 DEADLINE = 5.0  # seconds

@@ -28,13 +28,13 @@ from quire.engine.outputs import (
 from quire.engine.progress import TokenProgress
 from quire.engine.prompts import Prompt, TokenizedPrompt, listed, template_variables, tokenize
 from quire.engine.terms import ProgramLike, RetentionLike, make_terms, terms_each
-from quire.engine.text.messages import Message
-from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.transcript import Transcript
 from quire.errors import RequestError
 from quire.grammar.backends import check as check_form
 from quire.params import BeamSearchParams, SamplingParams
 from quire.scheduler.beam_search import plan_beams
+from quire.tokenizer.messages import Message
+from quire.tokenizer.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 
 from quire.core.step import Logprobs
 from quire.engine.outputs import Logprob, LogprobRow
-from quire.engine.text.tokenizer import Tokenizer
+from quire.tokenizer.tokenizer import Tokenizer
 
 
 def read_rows(logprobs: Logprobs, num_most_likely: int, tokenizer: Tokenizer) -> list[LogprobRow]:

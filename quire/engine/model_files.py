@@ -9,8 +9,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from quire.config import ModelImpl
-from quire.engine.text.gguf_tokenizer import gguf_tokenizer
-from quire.engine.text.tokenizer import Tokenizer
 from quire.errors import ModelError
 from quire.kernels.contract import Kernels
 from quire.models.checkpoint import Checkpoint
@@ -19,6 +17,8 @@ from quire.models.folder import FolderCheckpoint
 from quire.models.gguf.checkpoint import GgufCheckpoint
 from quire.models.loading import load
 from quire.models.model import Description, Model, Progress
+from quire.tokenizer.gguf import gguf_tokenizer
+from quire.tokenizer.tokenizer import Tokenizer
 
 Load = Callable[[str, str, Kernels, Progress], Model]  # dtype, device, the kernels that will compute it, progress
 

@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import NamedTuple, TypedDict
 
-from quire.engine.text.tokenizer import Tokenizer
 from quire.errors import RequestError, nearest
 from quire.params import MAX_TOKENS
+from quire.tokenizer.tokenizer import Tokenizer
 
 
 class TextPrompt(TypedDict):

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from quire.engine.prompts import tokenize
-from quire.engine.text.tokenizer import Tokenizer
 from quire.errors import ConfigError, ModelError, RequestError, nearest
+from quire.tokenizer.tokenizer import Tokenizer
 
 MAX_PREFIXES = 256
 MAX_FILE = 16 * 2**20  # bytes

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from quire.core.output import Output
 from quire.engine.logprobs import forced_row, read_rows
 from quire.engine.outputs import CompletionOutput, Delta, LogprobRow
-from quire.engine.text.detokenizer import Detokenizer
-from quire.engine.text.stops import Pattern, StopStrings
-from quire.engine.text.tokenizer import Tokenizer
 from quire.params import SamplingParams
+from quire.tokenizer.detokenizer import Detokenizer
+from quire.tokenizer.stop_strings import Pattern, StopStrings
+from quire.tokenizer.tokenizer import Tokenizer
 
 
 class SequenceText:

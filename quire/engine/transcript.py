@@ -9,8 +9,8 @@ from quire.engine.generations import Generation
 from quire.engine.logprobs import read_rows
 from quire.engine.outputs import CompletionOutput, Delta, LogprobRow, RequestMetrics, RequestOutput
 from quire.engine.sequence_text import SequenceText
-from quire.engine.text.stops import compile_stops
-from quire.engine.text.tokenizer import Tokenizer
+from quire.tokenizer.stop_strings import compile_stops
+from quire.tokenizer.tokenizer import Tokenizer
 
 
 class Transcript:

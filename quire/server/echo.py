@@ -3,8 +3,8 @@
 from typing import NamedTuple
 
 from quire.engine.prompts import TokenizedPrompt
-from quire.engine.text.detokenizer import Detokenizer
-from quire.engine.text.tokenizer import Tokenizer
+from quire.tokenizer.detokenizer import Detokenizer
+from quire.tokenizer.tokenizer import Tokenizer
 
 
 class Echo(NamedTuple):

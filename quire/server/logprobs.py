@@ -8,8 +8,8 @@ from msgspec.json import encode
 from msgspec.structs import replace
 
 from quire.engine.outputs import Logprob, LogprobRow
-from quire.engine.text.tokenizer import Tokenizer
 from quire.params import SamplingParams
+from quire.tokenizer.tokenizer import Tokenizer
 
 _LEAST = -9999.0  # JSON has no infinity
 

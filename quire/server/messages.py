@@ -4,9 +4,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from quire.engine.text.messages import MAX_MESSAGES
 from quire.server.body import Body, about, not_yet, unknown_field
 from quire.server.field_types import Listed
+from quire.tokenizer.messages import MAX_MESSAGES
 
 
 class ContentPart(BaseModel):

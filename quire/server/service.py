@@ -11,8 +11,6 @@ from quire.engine.async_engine import AsyncEngine
 from quire.engine.facts import Facts
 from quire.engine.generations import Generation, generations, part_id
 from quire.engine.prompts import Prompt, tokenize
-from quire.engine.text.template_meter import MAX_SIZE, TooMuch, size_of
-from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.transcript import Transcript
 from quire.errors import ContextLengthExceeded
 from quire.grammar.backends import check
@@ -24,6 +22,8 @@ from quire.server.form_checks import FormChecks
 from quire.server.observe.metrics import Metrics
 from quire.server.observe.request_ids import RequestIds
 from quire.server.reply import Reply
+from quire.tokenizer.template_meter import MAX_SIZE, TooMuch, size_of
+from quire.tokenizer.tokenizer import Tokenizer
 
 CHARACTERS_PER_TOKEN = 64  # no text of so many and more fits the context; the longest tokens are runs of spaces
 

@@ -11,9 +11,9 @@ from msgspec import Raw
 from msgspec.json import encode
 
 from quire.engine.outputs import CompletionOutput, LogprobRow
-from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.transcript import Transcript
 from quire.server.logprobs import finite
+from quire.tokenizer.tokenizer import Tokenizer
 
 Entry = tuple[float | None, int, str | None]
 

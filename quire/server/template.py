@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 
 from quire.engine.prompts import TokenizedPrompt, template_variables, tokenize
-from quire.engine.text.messages import plain_messages
-from quire.engine.text.tokenizer import Tokenizer
 from quire.server.messages import ChatMessage, TemplateBody
+from quire.tokenizer.messages import plain_messages
+from quire.tokenizer.tokenizer import Tokenizer
 
 _OWN_FIELDS = (
     *("messages", "tools", "documents", "chat_template"),

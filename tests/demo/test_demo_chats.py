@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from quire.engine import embedded
-from quire.engine.text.tokenizer import Tokenizer
+from quire.tokenizer.tokenizer import Tokenizer
 from tools.demo_model import world
 from tools.demo_model.chats import END_OF_TURN, answer_text, segments
 from tools.demo_model.vocabulary import NAMES, TOVAN, WORDS

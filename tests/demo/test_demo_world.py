@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from quire.engine import embedded
-from quire.engine.text.tokenizer import Tokenizer
+from quire.tokenizer.tokenizer import Tokenizer
 from tools.demo_model import places, world
 from tools.demo_model.chats import answer_text
 from tools.demo_model.exercises import difference_worked, sum_worked

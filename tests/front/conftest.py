@@ -12,8 +12,8 @@ from front_site import Site, run_site
 from quire import LLM
 from quire.engine import embedded
 from quire.engine.build import Built
-from quire.engine.text.tokenizer import Tokenizer
 from quire.server.app import make_app
+from quire.tokenizer.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="session")

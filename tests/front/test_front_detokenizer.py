@@ -11,8 +11,8 @@ from tokenizers import AddedToken, models
 from tokenizers import Tokenizer as Core
 from transformers import PreTrainedTokenizerFast
 
-from quire.engine.text.detokenizer import Detokenizer
-from quire.engine.text.tokenizer import Tokenizer
+from quire.tokenizer.detokenizer import Detokenizer
+from quire.tokenizer.tokenizer import Tokenizer
 
 MARK = "<think>"  # an added token of the SentencePiece kinds, which stands for a bad byte in the oracle
 ODD = [

@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 from quire.engine.generations import generations
 from quire.engine.prompts import TokenizedPrompt
-from quire.engine.text.bad_words import bad_word_tokens
-from quire.engine.text.tokenizer import Tokenizer
 from quire.errors import ContextLengthExceeded, RequestError
 from quire.params import SamplingParams
+from quire.tokenizer.bad_words import bad_word_tokens
+from quire.tokenizer.tokenizer import Tokenizer
 
 
 def contains(ids, part):

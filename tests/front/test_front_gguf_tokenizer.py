@@ -13,11 +13,11 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import AutoTokenizer
 
 from quire.engine import embedded
-from quire.engine.text.gguf_tokenizer import gguf_tokenizer
-from quire.engine.text.splits import SPLITS
 from quire.errors import ModelError
 from quire.models.gguf.metadata import Metadata
 from quire.models.gguf.reader import read_header
+from quire.tokenizer.gguf import gguf_tokenizer
+from quire.tokenizer.splits import SPLITS
 
 CORPUS = [path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.glob("test_front_o*.py"))]
 CORPUS.append(

@@ -11,10 +11,10 @@ from quire.engine import embedded, grammars
 from quire.engine.build import build
 from quire.engine.grammars import Grammars, vocabulary_of
 from quire.engine.stacks import STACK_BYTES
-from quire.engine.text.tokenizer import Tokenizer
 from quire.errors import ConfigError, RequestError
 from quire.grammar.vocabulary import Vocabulary
 from quire.structured import StructuredOutputsParams
+from quire.tokenizer.tokenizer import Tokenizer
 
 VOCABULARY = Vocabulary([b"a"] * 40, (0,), frozenset(), lambda text: [])
 

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.core.scheduling_params import MAX_SECONDS, MAX_SESSION
-from quire.engine.text.messages import MAX_DEPTH, MAX_MESSAGES
 from quire.params import (
     MAX_BAD_CHARACTERS,
     MAX_BAD_WORDS,
@@ -32,6 +31,7 @@ from quire.server.limits import MAX_CHOICES, MAX_TOLD
 from quire.server.service import CHARACTERS_PER_TOKEN
 from quire.server.sglang import MAX_RID
 from quire.server.terms import MAX_TIMEOUT
+from quire.tokenizer.messages import MAX_DEPTH, MAX_MESSAGES
 
 JSON = {"content-type": "application/json"}
 USER = {"role": "user", "content": "a"}

@@ -9,7 +9,6 @@ from pydantic import ValidationError
 from quire.core.request import resolve
 from quire.engine.generations import Generation
 from quire.engine.prompts import TokenizedPrompt
-from quire.engine.text.bad_words import MAX_BAD_TOKENS, bad_word_tokens
 from quire.engine.transcript import Transcript
 from quire.errors import RequestError
 from quire.params import MAX_BAD_CHARACTERS, SamplingParams
@@ -23,6 +22,7 @@ from quire.server.reply import Reply
 from quire.server.schema import ChatBody, CompletionBody
 from quire.server.sglang_schema import GenerateBody
 from quire.server.tokens import DetokenizeBody, TokenizeBody
+from quire.tokenizer.bad_words import MAX_BAD_TOKENS, bad_word_tokens
 
 MANY = 100_000
 USER = {"role": "user", "content": "a"}

@@ -12,8 +12,8 @@ from quire.config import EngineOptions
 from quire.engine import public_prefixes as module
 from quire.engine.build import prepare
 from quire.engine.public_prefixes import Bounds, read_public_prefixes
-from quire.engine.text.tokenizer import Tokenizer
 from quire.errors import ConfigError
+from quire.tokenizer.tokenizer import Tokenizer
 
 BOUNDS = Bounds(vocab_size=512, max_model_len=64, block_size=1)
 SYSTEM = [{"role": "system", "content": "You are Pip."}]

@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from quire.engine.text.stops import StopStrings, compile_stops
+from quire.tokenizer.stop_strings import StopStrings, compile_stops
 
 STOPS = st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=4)
 TEXT = st.text("ab", max_size=30)

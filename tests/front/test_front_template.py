@@ -6,8 +6,8 @@ import time
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from quire.engine.text.chat_template import ChatTemplate
 from quire.errors import ModelError, QuireError, RequestError
+from quire.tokenizer.chat_template import ChatTemplate
 
 MESSAGES = [
     {"role": "system", "content": " Be <brief>. "},

@@ -4,8 +4,8 @@ import pytest
 from front_tokenizers import KINDS, write_folder
 from transformers import AutoTokenizer
 
-from quire.engine.text.tokenizer import Tokenizer
 from quire.errors import ModelError, RequestError
+from quire.tokenizer.tokenizer import Tokenizer
 
 MESSAGES = [{"role": "user", "content": "a"}]
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]

@@ -8,8 +8,8 @@ import pytest
 from front_tokenizers import KINDS, write_folder
 from transformers import AutoTokenizer
 
-from quire.engine.text.tokenizer import Tokenizer
 from quire.errors import RequestError
+from quire.tokenizer.tokenizer import Tokenizer
 
 CHATML = """\
     {%- for message in messages %}

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from quire.engine import embedded
-from quire.engine.text.tokenizer import Tokenizer
 from quire.errors import ModelError, RequestError
+from quire.tokenizer.tokenizer import Tokenizer
 
 CONVERSATIONS = [
     [{"role": "user", "content": "Hello!"}],

@@ -5,8 +5,8 @@ from front_tokenizers import KINDS, SPECIAL, split_vocabulary, write_folder
 from tokenizers import AddedToken, normalizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from quire.engine.text.tokenizer import Tokenizer
 from quire.errors import ModelError
+from quire.tokenizer.tokenizer import Tokenizer
 
 TEXT = "The kettle costs 1234 naïve  e\u0301 茶壶 <x>y <x> <|im_end|>\n z"
 CLASSES = [

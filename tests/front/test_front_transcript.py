@@ -15,9 +15,9 @@ from quire.core.step import Logprobs
 from quire.engine.generations import Generation
 from quire.engine.outputs import Logprob
 from quire.engine.prompts import TokenizedPrompt
-from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.transcript import Transcript
 from quire.params import SamplingParams
+from quire.tokenizer.tokenizer import Tokenizer
 
 EOS = 2
 

@@ -8,11 +8,11 @@ from lang_pretend import Pretend
 
 import quire.lang as sgl
 from quire.engine import embedded
-from quire.engine.text.tokenizer import Tokenizer
 from quire.errors import RequestError
 from quire.lang.backends.http import Http
 from quire.lang.backends.roles import TemplateRoles
 from quire.lang.loop import LoopThread
+from quire.tokenizer.tokenizer import Tokenizer
 
 
 @sgl.function

@@ -10,9 +10,9 @@ import tokenizers
 from hypothesis import strategies as st
 
 import quire
-from quire.engine.text.tokenizer_bytes import TokenBytes
 from quire.grammar.fsm.dfa import DEAD, Dfa
 from quire.grammar.vocabulary import Vocabulary
+from quire.tokenizer.tokenizer_bytes import TokenBytes
 
 DEMO = Path(quire.__file__).parent / "assets" / "demo_model" / "tokenizer.json"
 CHARACTERS = "ab\n é€\U0001f600-9_"

@@ -8,8 +8,8 @@ import numpy as np
 import tokenizers
 
 from quire.core.constraint import Grammar, Matcher
-from quire.engine.text.tokenizer_bytes import TokenBytes
 from quire.grammar.vocabulary import Vocabulary
+from quire.tokenizer.tokenizer_bytes import TokenBytes
 
 _FILE = Path(__file__).resolve().parents[2] / "quire" / "assets" / "demo_model" / "tokenizer.json"
 _CLOSING = (b'"', b"}", b"]", b'"}', b'"]', b"}}", b"}]")

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
-from quire.engine.text.tokenizer import Tokenizer
+from quire.tokenizer.tokenizer import Tokenizer
 from tools.demo_model import world
 from tools.demo_model.chats import END_OF_TURN, Chat, answer_text
 

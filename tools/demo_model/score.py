@@ -13,7 +13,7 @@ from math import sqrt
 from pathlib import Path
 
 from quire.engine import embedded
-from quire.engine.text.tokenizer import Tokenizer
+from quire.tokenizer.tokenizer import Tokenizer
 from tools.demo_model import world
 from tools.demo_model.engines import ENGINES
 from tools.demo_model.questions import questions

@@ -18,7 +18,6 @@ from quire.engine.outputs import Delta
 from quire.engine.process.hosts import EngineThread
 from quire.engine.process.vitals import Health
 from quire.engine.prompts import TokenizedPrompt
-from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.transcript import Transcript
 from quire.grammar.backends import check
 from quire.lang.backends.base import Backend, Piece, RoleTexts
@@ -30,6 +29,7 @@ from quire.lang.params import GenParams
 from quire.lang.scene import Message, Prompt
 from quire.params import SamplingParams
 from quire.structured import StructuredOutputsParams
+from quire.tokenizer.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 

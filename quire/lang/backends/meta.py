@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from quire.engine.outputs import LogprobRow
-from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.transcript import Transcript
 from quire.lang.choices import Entry
 from quire.lang.params import GenParams
+from quire.tokenizer.tokenizer import Tokenizer
 
 
 def meta_of(transcript: Transcript, index: int, params: GenParams, tokenizer: Tokenizer) -> dict[str, Any]:

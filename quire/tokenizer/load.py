@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from quire.engine.text.gguf_tokenizer import gguf_tokenizer
-from quire.engine.text.tokenizer import Tokenizer
 from quire.models.gguf.metadata import Metadata
 from quire.models.gguf.reader import read_header
+from quire.tokenizer.gguf import gguf_tokenizer
+from quire.tokenizer.tokenizer import Tokenizer
 
 
 def open_tokenizer(path: Path) -> Tokenizer:

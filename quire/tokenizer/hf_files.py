@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
-from quire.engine.text.splits import SPLITS
-from quire.engine.text.tokenizer_special import add_declared_tokens
 from quire.errors import ModelError
 from quire.models.json_file import read_object
+from quire.tokenizer.splits import SPLITS
+from quire.tokenizer.tokenizer_special import add_declared_tokens
 
 _CLASSES = {  # model_type -> the tokenizer class of a folder that names none
     **dict.fromkeys(("gpt2", "gpt_neo", "gptj", "opt", "phi", "codegen", "starcoder2"), "GPT2Tokenizer"),

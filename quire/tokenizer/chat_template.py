@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from jinja2 import Template, TemplateError
 from jinja2.exceptions import SecurityError
 
-from quire.engine.text.template_meter import MAX_SECONDS, MAX_SIZE, Meter, TooMuch
-from quire.engine.text.template_sandbox import Sandbox
 from quire.errors import ModelError, RequestError
+from quire.tokenizer.chat_sandbox import Sandbox
+from quire.tokenizer.template_meter import MAX_SECONDS, MAX_SIZE, Meter, TooMuch
 
 MAX_SOURCE = 2**20  # characters
 

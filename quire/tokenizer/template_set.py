@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 
-from quire.engine.text.chat_template import ChatTemplate
-from quire.engine.text.messages import Message, plain_json, plain_messages
-from quire.engine.text.template_files import DEFAULT, TOOL_USE
-from quire.engine.text.template_final import OpenEnd
 from quire.errors import RequestError, nearest
+from quire.tokenizer.chat_template import ChatTemplate
+from quire.tokenizer.messages import Message, plain_json, plain_messages
+from quire.tokenizer.template_files import DEFAULT, TOOL_USE
+from quire.tokenizer.template_final import OpenEnd
 
 
 class TemplateSet:

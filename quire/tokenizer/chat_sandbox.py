@@ -14,9 +14,9 @@ from jinja2.ext import loopcontrols
 from jinja2.runtime import Context, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from quire.engine.text.template_code import GenerationBlock, MeteredCode
-from quire.engine.text.template_meter import Meter, check_format, check_growth, check_numbers
-from quire.engine.text.template_names import NewDict, PlainNamespace, raise_exception, strftime_now, tojson
+from quire.tokenizer.template_code import GenerationBlock, MeteredCode
+from quire.tokenizer.template_meter import Meter, check_format, check_growth, check_numbers
+from quire.tokenizer.template_names import NewDict, PlainNamespace, raise_exception, strftime_now, tojson
 
 # What these cost, or the length of what they return, is the product of their operands.
 _COSTLY_METHODS = frozenset(

@@ -6,8 +6,8 @@ off at the mark. transformers does the same, and calls it continue_final_message
 
 from collections.abc import Sequence
 
-from quire.engine.text.messages import REASONING_FIELDS
 from quire.errors import RequestError
+from quire.tokenizer.messages import REASONING_FIELDS
 
 _MARK = "\U000f5ecd"  # for private use: no conversation has it, and templates do not change it
 _PARAM = "continue_final_message"

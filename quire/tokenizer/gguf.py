@@ -10,11 +10,11 @@ from types import MappingProxyType
 from tokenizers import AddedToken, decoders, models, normalizers, processors
 from tokenizers import Tokenizer as Core
 
-from quire.engine.text.splits import SPLITS
-from quire.engine.text.tokenizer import Tokenizer
 from quire.errors import QuireError, nearest
 from quire.models.gguf.metadata import Metadata
 from quire.models.gguf.tokens import special_tokens
+from quire.tokenizer.splits import SPLITS
+from quire.tokenizer.tokenizer import Tokenizer
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)  # llama.cpp's token types
 _MAX_PIECE = 1024  # characters of a SentencePiece token that can come of merges

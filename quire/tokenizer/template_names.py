@@ -9,7 +9,7 @@ from jinja2 import TemplateError
 from jinja2.exceptions import SecurityError
 from jinja2.utils import Namespace
 
-from quire.engine.text.template_meter import TooMuch, check_format
+from quire.tokenizer.template_meter import TooMuch, check_format
 
 
 class PlainNamespace(Namespace):

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from quire.engine.text.tokenizer import Tokenizer
 from quire.errors import RequestError
+from quire.tokenizer.tokenizer import Tokenizer
 
 MAX_BAD_TOKENS = 32768  # of all words in all ways; each running sequence looks for them
 _BEFORE = "\n"  # a text that tokenizers do not join with what follows

@@ -8,7 +8,7 @@ import codecs
 import re
 from collections.abc import Sequence
 
-from quire.engine.text.tokenizer import Tokenizer
+from quire.tokenizer.tokenizer import Tokenizer
 
 _REPLACEMENT = "\ufffd"
 _ESCAPED = re.compile("[\udc80-\udcff]")  # bytes that are no UTF-8, as surrogateescape decodes them

@@ -10,12 +10,12 @@ from typing import Literal
 
 import tokenizers
 
-from quire.engine.text.messages import Message
-from quire.engine.text.template_files import DEFAULT, read_templates
-from quire.engine.text.template_set import TemplateSet, render_conversation
-from quire.engine.text.tokenizer_bytes import TokenBytes
-from quire.engine.text.tokenizer_files import read_tokenizer
 from quire.errors import RequestError
+from quire.tokenizer.hf_files import read_tokenizer
+from quire.tokenizer.messages import Message
+from quire.tokenizer.template_files import DEFAULT, read_templates
+from quire.tokenizer.template_set import TemplateSet, render_conversation
+from quire.tokenizer.tokenizer_bytes import TokenBytes
 
 _BAD_ID = "token ids must be whole numbers from 0 to 4294967295"
 
