@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
-from quire.engine import embedded
+from quire.hub import embedded
 
 VOCAB_SIZE = 32000  # of the shapes for CPUs, and below that of all others
 _COMMON: dict[str, Any] = {

@@ -17,7 +17,7 @@ from typing import Any
 
 import quire.lang as sgl
 from benchmarks.trust.server import served
-from quire.engine import embedded
+from quire.hub import embedded
 from quire.lang.backends.engine import EngineBackend
 from quire.tokenizer.tokenizer import Tokenizer
 from tools.demo_model.exercises import BORROWINGS

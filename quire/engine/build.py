@@ -12,7 +12,6 @@ from quire.cache.kv_cache import KVCache
 from quire.config import CacheConfig, DType, EngineOptions, KVDType, SchedulerConfig, check_options
 from quire.cost.host_pool import DEFAULT, HostPool, plan_host_pool
 from quire.cost.memory_plan import MemoryPlan, plan_memory
-from quire.engine import embedded
 from quire.engine.calibration import measure
 from quire.engine.demand import cache_of, demand_of, kv_groups
 from quire.engine.engine import Engine
@@ -22,9 +21,10 @@ from quire.engine.machine import available_memory, pick_device, return_freed_mem
 from quire.engine.model_files import ModelFiles, open_model
 from quire.engine.policies import check_policies
 from quire.engine.public_prefixes import Bounds, num_public_blocks, read_public_prefixes
-from quire.engine.sources.locate import locate
 from quire.errors import ConfigError
 from quire.grammar.backends import check as check_form
+from quire.hub import embedded
+from quire.hub.locate import locate
 from quire.kernels.choose import Chosen, choose, usable_device
 from quire.kernels.contract import Demands
 from quire.kernels.reference.quantized import LARGEST

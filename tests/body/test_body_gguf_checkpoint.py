@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-from quire.engine import embedded
 from quire.errors import ModelError
+from quire.hub import embedded
 from quire.models.gguf.checkpoint import GgufCheckpoint
 
 COMMON = {

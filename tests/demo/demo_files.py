@@ -3,7 +3,7 @@
 import subprocess
 from pathlib import Path
 
-from quire.engine import embedded
+from quire.hub import embedded
 
 
 def shipped_files() -> list[Path]:

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
-from quire.engine import embedded
+from quire.hub import embedded
 from tools.demo_model import adapters, layout, places, world
 from tools.demo_model.adapters import STYLES, TARGETS
 from tools.demo_model.chats import user

@@ -5,7 +5,7 @@ import json
 import pytest
 from demo_files import shipped_files
 
-from quire.engine import embedded
+from quire.hub import embedded
 from tools.demo_model.score import Exam, Score, main
 
 STRONG = ("facts", "translate", "copy", "needle", "talk", "recall", "reverse", "extract", "tool", "story_qa", "add")

@@ -5,7 +5,7 @@ from random import Random
 import pytest
 from transformers import AutoTokenizer
 
-from quire.engine import embedded
+from quire.hub import embedded
 from quire.tokenizer.tokenizer import Tokenizer
 from tools.demo_model import world
 from tools.demo_model.chats import END_OF_TURN, answer_text, segments

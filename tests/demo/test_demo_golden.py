@@ -2,7 +2,7 @@
 
 import pytest
 
-from quire.engine import embedded
+from quire.hub import embedded
 from tools.demo_model import adapters, golden, places
 from tools.demo_model.score import TASKS, Exam
 

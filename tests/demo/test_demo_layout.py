@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quire.engine import embedded
+from quire.hub import embedded
 from tools.demo_model import forced, layout, places, world
 from tools.demo_model.chats import END_OF_TURN, Chat, answer_text, user
 from tools.demo_model.engines import with_transformers

@@ -5,7 +5,7 @@ import shutil
 
 from demo_files import shipped_files
 
-from quire.engine import embedded
+from quire.hub import embedded
 from tools.demo_model import layout, make, places
 
 

@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 from torch.nn import Parameter
 
-from quire.engine import embedded
+from quire.hub import embedded
 from tools.demo_model import base, layout, world
 from tools.demo_model.chats import segments
 from tools.demo_model.muon import Muon, orthogonal

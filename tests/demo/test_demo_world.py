@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from quire.engine import embedded
+from quire.hub import embedded
 from quire.tokenizer.tokenizer import Tokenizer
 from tools.demo_model import places, world
 from tools.demo_model.chats import answer_text

@@ -14,7 +14,7 @@ import httpx
 import pytest
 from front_rig import run_app, service_of, small_engine
 
-from quire.engine import embedded
+from quire.hub import embedded
 from quire.server import aside
 from quire.server.app import make_app
 from quire.server.service import CHARACTERS_PER_TOKEN

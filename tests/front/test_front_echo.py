@@ -8,7 +8,7 @@ import torch
 from front_rig import CHAT, GREEDY, MODEL, STORY
 from transformers import AutoModelForCausalLM
 
-from quire.engine import embedded
+from quire.hub import embedded
 from quire.server.logprobs import plain_rows
 
 PROMPT = "é 😀 One Tuesday Mira went"

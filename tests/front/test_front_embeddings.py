@@ -11,11 +11,11 @@ from transformers import AutoModel
 
 from quire.core.output import Output
 from quire.core.step import Pooling
-from quire.engine import embedded
 from quire.engine.embeddings import EmbeddingFailed, EmbeddingLate, Pooled, PooledBatch
 from quire.engine.generations import Generation
 from quire.engine.prompts import TokenizedPrompt
 from quire.errors import RequestError
+from quire.hub import embedded
 from quire.params import SamplingParams
 from quire.server.app import make_app
 

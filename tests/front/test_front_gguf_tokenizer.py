@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 
-from quire.engine import embedded
 from quire.errors import ModelError
+from quire.hub import embedded
 from quire.models.gguf.metadata import Metadata
 from quire.models.gguf.reader import read_header
 from quire.tokenizer.gguf import gguf_tokenizer

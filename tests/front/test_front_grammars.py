@@ -7,12 +7,13 @@ from importlib.util import find_spec
 import pytest
 
 from quire.config import EngineOptions
-from quire.engine import embedded, grammars
+from quire.engine import grammars
 from quire.engine.build import build
 from quire.engine.grammars import Grammars, vocabulary_of
 from quire.engine.stacks import STACK_BYTES
 from quire.errors import ConfigError, RequestError
 from quire.grammar.vocabulary import Vocabulary
+from quire.hub import embedded
 from quire.structured import StructuredOutputsParams
 from quire.tokenizer.tokenizer import Tokenizer
 

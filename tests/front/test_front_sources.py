@@ -10,11 +10,11 @@ import huggingface_hub
 import pytest
 from hub_server import Repo, serve_hub
 
-from quire.engine.sources import hub as hub_module
-from quire.engine.sources import resumable
-from quire.engine.sources.hub_files import HubName, gguf_files, small_files
-from quire.engine.sources.locate import locate
 from quire.errors import ConfigError, ModelError
+from quire.hub import download
+from quire.hub import repository as hub_module
+from quire.hub.hub_files import HubName, gguf_files, small_files
+from quire.hub.locate import locate
 
 WEIGHTS = random.Random(1).randbytes(3_000_000)
 INDEX = "model.safetensors.index.json"
@@ -47,7 +47,7 @@ GGUFS = {
 
 @pytest.fixture
 def hub(monkeypatch):
-    monkeypatch.setattr(resumable, "_PAUSE", 0.001)
+    monkeypatch.setattr(download, "_PAUSE", 0.001)
     monkeypatch.setattr(hub_module, "get_token", lambda: None)
     with serve_hub() as server:
         server.repos["owner/tiny"] = Repo(dict(FILES))

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from quire.engine import embedded
 from quire.errors import ModelError, RequestError
+from quire.hub import embedded
 from quire.tokenizer.tokenizer import Tokenizer
 
 CONVERSATIONS = [

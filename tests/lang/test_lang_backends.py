@@ -7,8 +7,8 @@ import pytest
 from lang_pretend import Pretend
 
 import quire.lang as sgl
-from quire.engine import embedded
 from quire.errors import RequestError
+from quire.hub import embedded
 from quire.lang.backends.http import Http
 from quire.lang.backends.roles import TemplateRoles
 from quire.lang.loop import LoopThread

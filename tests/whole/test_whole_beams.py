@@ -8,11 +8,11 @@ from transformers import AutoModelForCausalLM
 
 from quire import LLM, SamplingParams
 from quire.config import EngineOptions
-from quire.engine import embedded
 from quire.engine.async_engine import AsyncEngine
 from quire.engine.build import build
 from quire.engine.facts import facts_of
 from quire.engine.process.hosts import EngineThread
+from quire.hub import embedded
 from quire.params import BeamSearchParams
 from quire.scheduler.beam_search import Rules, Search
 from quire.server.app import make_app

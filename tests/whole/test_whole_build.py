@@ -15,9 +15,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from quire import LLM, SamplingParams
 from quire.config import EngineOptions
-from quire.engine import embedded, machine
+from quire.engine import machine
 from quire.engine.build import build
 from quire.errors import ConfigError, ModelError
+from quire.hub import embedded
 from quire.models.description import describe
 
 

@@ -8,8 +8,8 @@ from checkpoints import VOCAB, save
 from test_whole_equality import GREEDY, SAMPLED, make
 
 from quire.core.namespace import Namespace
-from quire.engine import embedded
 from quire.engine.engine import Engine
+from quire.hub import embedded
 from quire.params import SamplingParams
 
 Asked = list[tuple[list[int], dict]]

@@ -9,9 +9,9 @@ import torch
 from checkpoints import VOCAB, save
 
 from quire.config import EngineOptions
-from quire.engine import embedded
 from quire.engine.build import build
 from quire.engine.engine import Engine
+from quire.hub import embedded
 from quire.params import SamplingParams
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}

@@ -9,8 +9,8 @@ from quire.cache.kv_cache import KVCache
 from quire.config import CacheConfig, KVGroup, SchedulerConfig
 from quire.core.events import Preempted
 from quire.core.step import Chunks, Late, Move, Opens, Step, Writes
-from quire.engine import embedded
 from quire.engine.engine import Engine
+from quire.hub import embedded
 from quire.kernels import reference
 from quire.models.description import describe
 from quire.models.loading import load

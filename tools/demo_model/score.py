@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from math import sqrt
 from pathlib import Path
 
-from quire.engine import embedded
+from quire.hub import embedded
 from quire.tokenizer.tokenizer import Tokenizer
 from tools.demo_model import world
 from tools.demo_model.engines import ENGINES

@@ -15,8 +15,8 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from quire.engine.sources.hub_files import NoNetwork
 from quire.errors import ModelError
+from quire.hub.hub_files import NoNetwork
 
 
 @contextmanager

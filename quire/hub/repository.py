@@ -15,10 +15,10 @@ from pathlib import Path
 from filelock import FileLock
 from huggingface_hub import HfApi, constants, get_token, hf_hub_download, hf_hub_url, try_to_load_from_cache
 
-from quire.engine.sources.hub_errors import explained
-from quire.engine.sources.hub_files import HubName, gguf_files, is_complete, small_files, weight_files
-from quire.engine.sources.resumable import TIMEOUT, fetch
 from quire.errors import ModelError
+from quire.hub.download import TIMEOUT, fetch
+from quire.hub.hub_errors import explained
+from quire.hub.hub_files import HubName, gguf_files, is_complete, small_files, weight_files
 from quire.models.json_file import read_object
 from quire.models.weights import INDEX, SINGLE
 

@@ -7,8 +7,8 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from quire.engine.sources.hub_files import HubName, NoNetwork
 from quire.errors import ConfigError, ModelError, nearest
+from quire.hub.hub_files import HubName, NoNetwork
 
 _NAME = re.compile(r"(?P<repo>[^@:]+)(?:@(?P<revision>[^@:]+))?(?::(?P<quantization>[\w.-]+))?")
 _REPO = re.compile(
@@ -43,7 +43,7 @@ def locate(
             )
         return _local(path)
     name = _hub_name(model, revision)
-    from quire.engine.sources.hub import Repository  # noqa: PLC0415  (0.1 s that local models need not wait for)
+    from quire.hub.repository import Repository  # noqa: PLC0415  (0.1 s that local models need not wait for)
 
     repository = Repository(name, cache_dir=cache_dir, endpoint=endpoint)
     cached = repository.in_cache()
