@@ -9,11 +9,9 @@ from pathlib import Path
 import pytest
 
 from quire.errors import RequestError
-from quire.grammar.fsm.__main__ import main
 from quire.grammar.fsm.automaton import of_regex
 from quire.grammar.fsm.compress import compress
-from quire.grammar.fsm.layout import RADIUS, Arrow, Box, place
-from quire.grammar.fsm.picture import byte_arrows, draw, edge_arrows, one_of
+from tools.draw_automaton import RADIUS, Arrow, Box, byte_arrows, draw, edge_arrows, main, one_of, place
 
 ROOT = Path(__file__).resolve().parents[2]
 PATTERN = r'\{"name": "(Ann|Bob)", "age": [0-9]{1,2}\}'
@@ -28,7 +26,7 @@ PATTERNS = [
 
 
 def test_the_picture_in_docs_is_what_the_command_makes(tmp_path):
-    command = [sys.executable, "-m", "quire.grammar.fsm", PATTERN, "--out", str(tmp_path / "fsm.svg")]
+    command = [sys.executable, "-m", "tools.draw_automaton", PATTERN, "--out", str(tmp_path / "fsm.svg")]
     subprocess.run(command, check=True, cwd=ROOT, timeout=60)
     assert (tmp_path / "fsm.svg").read_text() == (ROOT / "docs" / "fsm.svg").read_text()
 
