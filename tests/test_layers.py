@@ -32,7 +32,7 @@ LAZY = {
     ("quire/early.py", "import_with_torch"): "what is imported, and in which order, is what it is for",
     ("quire/engine/model_files.py", "_backend"): "transformers is an optional extra, and slow to import",
     ("quire/hub/locate.py", "locate"): "huggingface_hub takes a tenth of a second, for downloads alone",
-    ("quire/grammar/xgrammar_backend.py", "_module"): "xgrammar is an optional extra, and imports torch",
+    ("quire/structured_outputs/xgrammar.py", "_module"): "xgrammar is an optional extra, and imports torch",
     ("quire/kernels/choose.py", "_triton"): "triton is an optional package, and slow to import",
     ("quire/server/observe/observers.py", "_tracing"): "OpenTelemetry is an optional extra, and slow to import",
 }

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from quire.errors import RequestError
-from quire.grammar.fsm.automaton import of_regex
-from quire.grammar.fsm.compress import CompressedFsm, compress
-from quire.grammar.fsm.dfa import DEAD, Dfa
+from quire.structured_outputs.fsm.compress import CompressedFsm, compress
+from quire.structured_outputs.fsm.construct import of_regex
+from quire.structured_outputs.fsm.dfa import DEAD, Dfa
 
 RADIUS = 10.0
 CHARACTER = 7.3  # width of one in a label

@@ -19,9 +19,9 @@ from typing import Any
 from benchmarks.cpu.checkpoints import checkpoint
 from benchmarks.cpu.machine import describe
 from benchmarks.structured import ablation, jump, masks, peers, throughput
-from quire.engine.grammars import vocabulary_of
-from quire.grammar.vocabulary import Vocabulary
 from quire.hub import embedded
+from quire.structured_outputs.compile import vocabulary_of
+from quire.structured_outputs.vocabulary import Vocabulary
 from quire.tokenizer.tokenizer import Tokenizer
 
 PARTS = ("masks", "jump", "throughput", "ablation")

@@ -9,9 +9,9 @@ import numpy as np
 
 from benchmarks.structured.forms import FORMS
 from quire.errors import QuireError
-from quire.grammar.backends import compile as compile_grammar
-from quire.grammar.vocabulary import Vocabulary
 from quire.structured import StructuredOutputsParams
+from quire.structured_outputs.backends import compile as compile_grammar
+from quire.structured_outputs.vocabulary import Vocabulary
 
 WALKS = 20
 _WARM = StructuredOutputsParams(choice=("a", "b"))

@@ -16,13 +16,11 @@ from quire.engine.calibration import measure
 from quire.engine.demand import cache_of, demand_of, kv_groups
 from quire.engine.engine import Engine
 from quire.engine.facts import Facts
-from quire.engine.grammars import Grammars, vocabulary_of
 from quire.engine.machine import available_memory, pick_device, return_freed_memory
 from quire.engine.model_files import ModelFiles, open_model
 from quire.engine.policies import check_policies
 from quire.engine.public_prefixes import Bounds, num_public_blocks, read_public_prefixes
 from quire.errors import ConfigError
-from quire.grammar.backends import check as check_form
 from quire.hub import embedded
 from quire.hub.locate import locate
 from quire.kernels.choose import Chosen, choose, usable_device
@@ -33,6 +31,8 @@ from quire.runner.torch_runner import TorchRunner
 from quire.scheduler.journal import JournalledScheduler
 from quire.scheduler.scheduler import Scheduler
 from quire.structured import StructuredOutputsParams
+from quire.structured_outputs.backends import check as check_form
+from quire.structured_outputs.compile import Grammars, vocabulary_of
 from quire.tokenizer.tokenizer import Tokenizer
 
 _SHARES = {"cpu": 0.5, "cuda": 0.9}  # of the memory available: a host is shared with others, a GPU is not

@@ -22,11 +22,11 @@ from quire.core.seeds import nth_seed
 from quire.core.step import Pooling, Step, StepResult
 from quire.cost.block_use import BlockFigures
 from quire.cost.step_time import CostFigures
-from quire.engine.grammars import Compiler
 from quire.engine.step_sizes import StepSizes
 from quire.errors import RequestError
 from quire.params import SamplingParams, is_unicode
 from quire.scheduler.scheduler import Scheduler
+from quire.structured_outputs.compile import Compiler
 
 log = logging.getLogger(__name__)
 _COMPILE_SECONDS = 0.005  # how long a step that has nothing to do waits for a constraint

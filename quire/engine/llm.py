@@ -30,9 +30,9 @@ from quire.engine.prompts import Prompt, TokenizedPrompt, listed, template_varia
 from quire.engine.terms import ProgramLike, RetentionLike, make_terms, terms_each
 from quire.engine.transcript import Transcript
 from quire.errors import RequestError
-from quire.grammar.backends import check as check_form
 from quire.params import BeamSearchParams, SamplingParams
 from quire.scheduler.beam_search import plan_beams
+from quire.structured_outputs.backends import check as check_form
 from quire.tokenizer.messages import Message
 from quire.tokenizer.tokenizer import Tokenizer
 

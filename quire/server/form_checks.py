@@ -16,10 +16,10 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Literal, NamedTuple
 
-from quire.engine.stacks import deep_stacks
 from quire.errors import EngineStopped, RequestError
 from quire.server.errors import Busy
 from quire.structured import StructuredOutputsParams
+from quire.structured_outputs.stacks import deep_stacks
 
 log = logging.getLogger(__name__)
 

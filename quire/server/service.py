@@ -13,7 +13,6 @@ from quire.engine.generations import Generation, generations, part_id
 from quire.engine.prompts import Prompt, tokenize
 from quire.engine.transcript import Transcript
 from quire.errors import ContextLengthExceeded
-from quire.grammar.backends import check
 from quire.params import SamplingParams
 from quire.server.aside import Aside
 from quire.server.errors import UnknownModel
@@ -22,6 +21,7 @@ from quire.server.form_checks import FormChecks
 from quire.server.observe.metrics import Metrics
 from quire.server.observe.request_ids import RequestIds
 from quire.server.reply import Reply
+from quire.structured_outputs.backends import check
 from quire.tokenizer.template_meter import MAX_SIZE, TooMuch, size_of
 from quire.tokenizer.tokenizer import Tokenizer
 

@@ -7,14 +7,14 @@ from importlib.util import find_spec
 import pytest
 
 from quire.config import EngineOptions
-from quire.engine import grammars
 from quire.engine.build import build
-from quire.engine.grammars import Grammars, vocabulary_of
-from quire.engine.stacks import STACK_BYTES
 from quire.errors import ConfigError, RequestError
-from quire.grammar.vocabulary import Vocabulary
 from quire.hub import embedded
 from quire.structured import StructuredOutputsParams
+from quire.structured_outputs import compile
+from quire.structured_outputs.compile import Grammars, vocabulary_of
+from quire.structured_outputs.stacks import STACK_BYTES
+from quire.structured_outputs.vocabulary import Vocabulary
 from quire.tokenizer.tokenizer import Tokenizer
 
 VOCABULARY = Vocabulary([b"a"] * 40, (0,), frozenset(), lambda text: [])
@@ -33,7 +33,7 @@ class Site:
             assert threading.current_thread().name.startswith("quire-grammar")
             return compiled(asked)
 
-        monkeypatch.setattr(grammars, "compile_grammar", compile_one)
+        monkeypatch.setattr(compile, "compile_grammar", compile_one)
         self.grammars = Grammars(self.vocabulary, 40, deadline=3.0, clock=lambda: self.now)
 
     def vocabulary(self):
@@ -95,7 +95,7 @@ def test_nobody_waits_longer_than_the_deadline(monkeypatch):
 def test_what_nobody_waits_for_any_more_is_not_begun_and_who_only_waited_for_others_may_come_again(monkeypatch):
     go_on = threading.Event()
     site = Site(monkeypatch, lambda asked: go_on.wait(30) if asked.text.startswith("slow") else object())
-    for i in range(grammars.NUM_THREADS):
+    for i in range(compile.NUM_THREADS):
         site.grammars.submit(f"slow {i}", regex(f"slow {i}"))
     for i in range(20):
         site.grammars.submit(f"{i}", regex(f"slow as well {i}"))
@@ -113,7 +113,7 @@ def test_what_nobody_waits_for_any_more_is_not_begun_and_who_only_waited_for_oth
 
 
 def test_long_forms_push_others_out(monkeypatch):
-    monkeypatch.setattr(grammars, "MAX_CHARACTERS", 100)
+    monkeypatch.setattr(compile, "MAX_CHARACTERS", 100)
     site = Site(monkeypatch, lambda asked: object())
     for text in ("x", "y" * 80, "z" * 30, "x"):
         site.grammars.submit(text, regex(text))
@@ -143,7 +143,7 @@ def test_who_gives_up_is_told_nothing(monkeypatch):
 
 
 def test_not_everything_is_kept(monkeypatch):
-    monkeypatch.setattr(grammars, "MAX_KEPT", 2)
+    monkeypatch.setattr(compile, "MAX_KEPT", 2)
     site = Site(monkeypatch, lambda asked: object())
     for text in ("x", "y", "z", "y", "x"):
         site.grammars.submit(text, regex(text))

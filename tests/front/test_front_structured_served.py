@@ -11,8 +11,8 @@ from jsonschema import validate
 from pydantic import BaseModel
 from test_front_metrics import Page
 
-from quire.engine import grammars
 from quire.errors import RequestError
+from quire.structured_outputs import compile
 
 ASKED = [{"role": "user", "content": "Faye took 18 white ladders on Thursday.\nJSON keys: name, count, color"}]
 SCHEMA = {
@@ -212,7 +212,7 @@ def test_what_only_the_engine_finds_out_is_refused_too(monkeypatch, path):
     def refuse(*_args):
         raise RequestError("this vocabulary has no letters")
 
-    monkeypatch.setattr(grammars, "compile_grammar", refuse)
+    monkeypatch.setattr(compile, "compile_grammar", refuse)
     form = {"sampling_params": {"regex": "[0-9]"}, "text": STORY} if path == "/generate" else {"regex": "[0-9]"}
     with run_site() as site:
         answer = site.post(None, path, **ROUTES.get(path, {}), **form)

@@ -10,8 +10,8 @@ import tokenizers
 from hypothesis import strategies as st
 
 import quire
-from quire.grammar.fsm.dfa import DEAD, Dfa
-from quire.grammar.vocabulary import Vocabulary
+from quire.structured_outputs.fsm.dfa import DEAD, Dfa
+from quire.structured_outputs.vocabulary import Vocabulary
 from quire.tokenizer.tokenizer_bytes import TokenBytes
 
 DEMO = Path(quire.__file__).parent / "assets" / "demo_model" / "tokenizer.json"

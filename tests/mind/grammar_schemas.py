@@ -3,7 +3,7 @@
 import random
 from collections.abc import Iterator
 
-from quire.grammar.json_formats import FORMATS
+from quire.structured_outputs.json_schema.json_formats import FORMATS
 
 Schema = dict[str, object]
 

@@ -8,7 +8,7 @@ import numpy as np
 import tokenizers
 
 from quire.core.constraint import Grammar, Matcher
-from quire.grammar.vocabulary import Vocabulary
+from quire.structured_outputs.vocabulary import Vocabulary
 from quire.tokenizer.tokenizer_bytes import TokenBytes
 
 _FILE = Path(__file__).resolve().parents[2] / "quire" / "assets" / "demo_model" / "tokenizer.json"

@@ -13,9 +13,9 @@ from quire.core.request import Beams, Known, Request
 from quire.core.scheduling_params import Terms
 from quire.engine.engine import Engine
 from quire.errors import QueueFull, RequestError
-from quire.grammar.matchers import Matchers
 from quire.params import SamplingParams
 from quire.runner.scripted import attend, key_after, token_after
+from quire.structured_outputs.matchers import Matchers
 
 FORM = {"regex": "any"}
 

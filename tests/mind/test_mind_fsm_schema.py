@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.errors import RequestError
-from quire.grammar.fsm.automaton import of_node
-from quire.grammar.fsm.backend import FsmBackend, automaton
-from quire.grammar.fsm.dfa import Dfa
-from quire.grammar.fsm.json_text import integers
 from quire.structured import StructuredOutputsParams
+from quire.structured_outputs.fsm.backend import FsmBackend, automaton
+from quire.structured_outputs.fsm.construct import of_node
+from quire.structured_outputs.fsm.dfa import Dfa
+from quire.structured_outputs.fsm.json_text import integers
 
 
 def compiled(schema: object, **options: object) -> Dfa:

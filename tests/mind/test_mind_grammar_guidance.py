@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.errors import ConfigError, RequestError
-from quire.grammar.backends import check, compile
-from quire.grammar.bounds import MAX_FORCED
-from quire.grammar.vocabulary import Vocabulary
 from quire.structured import StructuredOutputsParams as Asked
+from quire.structured_outputs.backends import check, compile
+from quire.structured_outputs.limits import MAX_FORCED
+from quire.structured_outputs.vocabulary import Vocabulary
 
 RECORD = {
     "type": "object",

@@ -7,11 +7,11 @@ import pytest
 from grammar_schemas import INTEGER, STRING
 
 from quire.errors import RequestError
-from quire.grammar.backends import check
-from quire.grammar.json_formats import FORMATS
-from quire.grammar.json_keywords import ANNOTATIONS, ENFORCED, REFUSED
 from quire.params import SamplingParams
 from quire.structured import StructuredOutputsParams as Asked
+from quire.structured_outputs.backends import check
+from quire.structured_outputs.json_schema.json_formats import FORMATS
+from quire.structured_outputs.json_schema.json_keywords import ANNOTATIONS, ENFORCED, REFUSED
 
 
 def refusal(**asked: object) -> str:

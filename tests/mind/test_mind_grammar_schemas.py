@@ -13,9 +13,9 @@ from grammar_schemas import at_random, by_keyword
 from grammar_vocabulary import text_of, vocabulary, walk
 
 from quire.errors import RequestError
-from quire.grammar.backends import compile
-from quire.grammar.json_keywords import ENFORCED
 from quire.structured import StructuredOutputsParams
+from quire.structured_outputs.backends import compile
+from quire.structured_outputs.json_schema.json_keywords import ENFORCED
 
 SCHEMAS = list(by_keyword())
 NUM_AT_RANDOM = 200

@@ -9,10 +9,10 @@ from grammar_vocabulary import allowed, encode, text_of, vocabulary, walk
 from test_mind_grammar_schemas import faults
 
 from quire.errors import ConfigError, RequestError
-from quire.grammar.backends import check, compile
-from quire.grammar.follower import Masks
-from quire.grammar.xgrammar_backend import _XgrammarParser
 from quire.structured import StructuredOutputsParams as Asked
+from quire.structured_outputs.backends import check, compile
+from quire.structured_outputs.library_matcher import Masks
+from quire.structured_outputs.xgrammar import _XgrammarParser
 
 IS_THERE = importlib.util.find_spec("xgrammar") is not None
 needs_xgrammar = pytest.mark.skipif(not IS_THERE, reason="xgrammar is an optional extra")

@@ -19,7 +19,6 @@ from quire.engine.process.hosts import EngineThread
 from quire.engine.process.vitals import Health
 from quire.engine.prompts import TokenizedPrompt
 from quire.engine.transcript import Transcript
-from quire.grammar.backends import check
 from quire.lang.backends.base import Backend, Piece, RoleTexts
 from quire.lang.backends.meta import entries_of, meta_of
 from quire.lang.backends.roles import TemplateRoles, plain_texts
@@ -29,6 +28,7 @@ from quire.lang.params import GenParams
 from quire.lang.scene import Message, Prompt
 from quire.params import SamplingParams
 from quire.structured import StructuredOutputsParams
+from quire.structured_outputs.backends import check
 from quire.tokenizer.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)

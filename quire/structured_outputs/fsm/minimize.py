@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from quire.grammar.fsm.dfa import DEAD, Dfa, Rows, assemble
+from quire.structured_outputs.fsm.dfa import DEAD, Dfa, Rows, assemble
 
 
 def minimize(rows: Rows, accepts: Sequence[bool], classes: np.ndarray) -> Dfa | None:

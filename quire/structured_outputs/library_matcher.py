@@ -6,8 +6,8 @@ from typing import Protocol
 import numpy as np
 
 from quire.core.constraint import Verdict
-from quire.grammar.bounds import MAX_FORCED, num_common, packed
-from quire.grammar.vocabulary import Vocabulary
+from quire.structured_outputs.limits import MAX_FORCED, num_common, packed
+from quire.structured_outputs.vocabulary import Vocabulary
 
 
 class Parser(Protocol):

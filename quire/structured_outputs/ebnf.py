@@ -11,9 +11,21 @@ from collections.abc import Iterator, Mapping, Set
 from itertools import permutations
 
 from quire.errors import RequestError
-from quire.grammar.ebnf_nodes import LAST, Either, Name, Node, Ranges, Repeat, Sequence, Shapes, Text, TooLarge, leaves
-from quire.grammar.lark import MAX_RULES, check_length, check_stacked
 from quire.structured import MAX_LITERAL
+from quire.structured_outputs.ebnf_nodes import (
+    LAST,
+    Either,
+    Name,
+    Node,
+    Ranges,
+    Repeat,
+    Sequence,
+    Shapes,
+    Text,
+    TooLarge,
+    leaves,
+)
+from quire.structured_outputs.lark import MAX_RULES, check_length, check_stacked
 
 _MAX_NESTING = 24
 _MAX_REPEAT = 10_000

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from quire.grammar.fsm.dfa import DEAD, Dfa
-from quire.grammar.fsm.utf8 import byte_ranges
+from quire.structured_outputs.fsm.dfa import DEAD, Dfa
+from quire.structured_outputs.fsm.utf8 import byte_ranges
 
 _NOT_ASCII = [span for low, high in ((0x80, 0xD7FF), (0xE000, 0x10FFFF)) for span in byte_ranges(low, high)]
 _MANY = 64  # of 128 characters lead elsewhere: a state without much text

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from quire.errors import RequestError
-from quire.grammar.json_schema import Schema, read_schema
 from quire.structured import StructuredOutputsParams
+from quire.structured_outputs.json_schema.reader import Schema, read_schema
 
 _PARAM = "structural_tag"
 _MAX_TAGS = 256

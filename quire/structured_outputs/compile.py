@@ -13,12 +13,12 @@ from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 from quire.core.constraint import Constraints, Grammar
-from quire.engine.stacks import deep_stacks
 from quire.errors import RequestError
-from quire.grammar.backends import compile as compile_grammar
-from quire.grammar.matchers import Matchers
-from quire.grammar.vocabulary import Vocabulary
 from quire.structured import StructuredOutputsParams
+from quire.structured_outputs.backends import compile as compile_grammar
+from quire.structured_outputs.matchers import Matchers
+from quire.structured_outputs.stacks import deep_stacks
+from quire.structured_outputs.vocabulary import Vocabulary
 from quire.tokenizer.tokenizer import Tokenizer
 
 NUM_THREADS = 2

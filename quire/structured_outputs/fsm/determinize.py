@@ -5,9 +5,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from quire.grammar.fsm.dfa import DEAD
-from quire.grammar.fsm.limits import MAX_DFA_STATES, MAX_EFFORT, too_complex
-from quire.grammar.fsm.nfa import ACCEPT, Nfa
+from quire.structured_outputs.fsm.dfa import DEAD
+from quire.structured_outputs.fsm.limits import MAX_DFA_STATES, MAX_EFFORT, too_complex
+from quire.structured_outputs.fsm.nfa import ACCEPT, Nfa
 
 States = frozenset[int]  # of an Nfa: those with arcs, and ACCEPT
 

@@ -1,7 +1,7 @@
 """Anchors of a pattern that has to match as a whole: at its ends they say nothing, elsewhere they are refused."""
 
-from quire.grammar.fsm.nodes import EMPTY, Anchor, Chain, Choice, Node, Repeat, chain, choice
-from quire.grammar.fsm.reading import Reader
+from quire.structured_outputs.fsm.nodes import EMPTY, Anchor, Chain, Choice, Node, Repeat, chain, choice
+from quire.structured_outputs.fsm.reading import Reader
 
 
 def without_anchors(node: Node, reader: Reader, *, first: bool = True, last: bool = True) -> Node:

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from quire.core.constraint import Verdict
-from quire.grammar.fsm.dfa import DEAD
-from quire.grammar.fsm.tokens import TokenFsm
+from quire.structured_outputs.fsm.dfa import DEAD
+from quire.structured_outputs.fsm.token_masks import TokenFsm
 
 
 class FsmGrammar:

@@ -9,8 +9,8 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from quire.errors import RequestError
-from quire.grammar.vocabulary import Vocabulary
 from quire.structured import StructuredOutputsParams
+from quire.structured_outputs.vocabulary import Vocabulary
 
 MAX_REGEX = 8192  # characters
 MAX_FORCED = 512  # tokens that one verdict forces

@@ -2,14 +2,14 @@
 
 import numpy as np
 
-from quire.grammar.bounds import MAX_FORCED, packed
-from quire.grammar.canonical import forced_tokens
-from quire.grammar.fsm.compress import compress
-from quire.grammar.fsm.dfa import DEAD, Dfa
-from quire.grammar.fsm.limits import MAX_MASK_BYTES
-from quire.grammar.fsm.recent import Recent
-from quire.grammar.fsm.token_trie import TokenTrie
-from quire.grammar.vocabulary import Vocabulary
+from quire.structured_outputs.forced_tokens import forced_tokens
+from quire.structured_outputs.fsm.compress import compress
+from quire.structured_outputs.fsm.dfa import DEAD, Dfa
+from quire.structured_outputs.fsm.limits import MAX_MASK_BYTES
+from quire.structured_outputs.fsm.recent import Recent
+from quire.structured_outputs.fsm.token_trie import TokenTrie
+from quire.structured_outputs.limits import MAX_FORCED, packed
+from quire.structured_outputs.vocabulary import Vocabulary
 
 _MAX_SPAN = 4096  # bytes that are tokenised at once
 _MAX_SPANS = 1024  # that are remembered

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 from quire.errors import RequestError
-from quire.grammar.fsm.apart import are_apart, type_of
-from quire.grammar.fsm.formats import FORMATS
-from quire.grammar.fsm.json_text import (
+from quire.structured_outputs.fsm.apart import are_apart, type_of
+from quire.structured_outputs.fsm.formats import FORMATS
+from quire.structured_outputs.fsm.json_text import (
     ANY,
     CHARACTER,
     INTEGER,
@@ -23,9 +23,9 @@ from quire.grammar.fsm.json_text import (
     separated,
     written,
 )
-from quire.grammar.fsm.limits import MAX_NESTING, too_complex
-from quire.grammar.fsm.nodes import EMPTY, Chars, Listed, Node, Repeat, chain, choice, literal, optional
-from quire.grammar.fsm.regex import parse, parse_search
+from quire.structured_outputs.fsm.limits import MAX_NESTING, too_complex
+from quire.structured_outputs.fsm.nodes import EMPTY, Chars, Listed, Node, Repeat, chain, choice, literal, optional
+from quire.structured_outputs.fsm.regex import parse, parse_search
 
 Schema = dict[str, Any]
 

@@ -9,14 +9,14 @@ import numpy as np
 
 from quire.core.constraint import Matcher
 from quire.errors import ConfigError, RequestError
-from quire.grammar.bounds import MAX_MESSAGE, ByVocabulary, checked_regex, options_of
-from quire.grammar.canonical import forced_tokens
-from quire.grammar.ebnf import ebnf_to_lark, is_ebnf
-from quire.grammar.follower import Follower, Masks
-from quire.grammar.json_bounds import children
-from quire.grammar.json_schema import read_schema
-from quire.grammar.vocabulary import Vocabulary
 from quire.structured import StructuredOutputsParams
+from quire.structured_outputs.ebnf import ebnf_to_lark, is_ebnf
+from quire.structured_outputs.forced_tokens import forced_tokens
+from quire.structured_outputs.json_schema.bounds import children
+from quire.structured_outputs.json_schema.reader import read_schema
+from quire.structured_outputs.library_matcher import Follower, Masks
+from quire.structured_outputs.limits import MAX_MESSAGE, ByVocabulary, checked_regex, options_of
+from quire.structured_outputs.vocabulary import Vocabulary
 
 _MAX_WHITESPACE = 128
 _MAX_SPAN = 4096  # bytes that are tokenised at once

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from quire.grammar.fsm.dfa import DEAD, Dfa
+from quire.structured_outputs.fsm.dfa import DEAD, Dfa
 
 
 class Edge(NamedTuple):

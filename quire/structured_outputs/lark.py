@@ -9,8 +9,8 @@ import re
 from collections.abc import Callable
 
 from quire.errors import RequestError
-from quire.grammar.json_schema import Schema, read_schema
 from quire.structured import MAX_LITERAL
+from quire.structured_outputs.json_schema.reader import Schema, read_schema
 
 MAX_GRAMMAR = 32_768  # characters
 MAX_RULES = 512

@@ -6,11 +6,11 @@ Greedy and lazy repetition are the same language. Anchors may stand where they s
 import re
 
 from quire.errors import RequestError
-from quire.grammar.fsm.anchors import without_anchors
-from quire.grammar.fsm.charsets import NO_NEWLINE, bracket, escape
-from quire.grammar.fsm.limits import MAX_NESTING, too_complex
-from quire.grammar.fsm.nodes import Anchor, Chain, Chars, Choice, Node, Repeat, chain, choice, literal
-from quire.grammar.fsm.reading import Reader
+from quire.structured_outputs.fsm.anchors import without_anchors
+from quire.structured_outputs.fsm.charsets import NO_NEWLINE, bracket, escape
+from quire.structured_outputs.fsm.limits import MAX_NESTING, too_complex
+from quire.structured_outputs.fsm.nodes import Anchor, Chain, Chars, Choice, Node, Repeat, chain, choice, literal
+from quire.structured_outputs.fsm.reading import Reader
 
 _COUNTS = re.compile(r"([0-9]*)(?:(,)([0-9]*))?\}")
 _MAX_COUNT = 10**6  # beyond what an automaton may have

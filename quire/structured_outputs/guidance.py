@@ -11,12 +11,12 @@ import numpy as np
 
 from quire.core.constraint import Matcher
 from quire.errors import RequestError
-from quire.grammar.bounds import MAX_FORCED, MAX_MESSAGE, ByVocabulary
-from quire.grammar.canonical import encode_within, forced_tokens
-from quire.grammar.follower import Follower, Masks
-from quire.grammar.guidance_grammar import grammar_of
-from quire.grammar.vocabulary import Vocabulary
 from quire.structured import StructuredOutputsParams
+from quire.structured_outputs.forced_tokens import encode_within, forced_tokens
+from quire.structured_outputs.guidance_grammar import grammar_of
+from quire.structured_outputs.library_matcher import Follower, Masks
+from quire.structured_outputs.limits import MAX_FORCED, MAX_MESSAGE, ByVocabulary
+from quire.structured_outputs.vocabulary import Vocabulary
 
 # What one constraint may cost, on one core: a compilation up to about 0.1 s, and a mask up to about 20 ms. A grammar
 # that reads a text in many ways has more and more items in a row; of a schema, a row has some for each property.

@@ -3,9 +3,9 @@ r"""Character classes of patterns: escapes and what stands in brackets. ASCII: \
 So it is in JSON schemas, and automata over UTF-8 stay small.
 """
 
-from quire.grammar.fsm.limits import MAX_RANGES, too_complex
-from quire.grammar.fsm.nodes import Ranges, negation, union
-from quire.grammar.fsm.reading import Reader
+from quire.structured_outputs.fsm.limits import MAX_RANGES, too_complex
+from quire.structured_outputs.fsm.nodes import Ranges, negation, union
+from quire.structured_outputs.fsm.reading import Reader
 
 DIGITS = union([(0x30, 0x39)])
 WORD = union([(0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A)])

@@ -6,12 +6,12 @@ import re
 import llguidance
 
 from quire.errors import RequestError
-from quire.grammar.bounds import checked_regex, options_of
-from quire.grammar.ebnf import ebnf_to_lark, is_ebnf
-from quire.grammar.json_schema import Schema, read_schema
-from quire.grammar.lark import checked_lark
-from quire.grammar.structural_tags import read_tags, tags_to_lark
 from quire.structured import StructuredOutputsParams
+from quire.structured_outputs.ebnf import ebnf_to_lark, is_ebnf
+from quire.structured_outputs.json_schema.reader import Schema, read_schema
+from quire.structured_outputs.lark import checked_lark
+from quire.structured_outputs.limits import checked_regex, options_of
+from quire.structured_outputs.structural_tags import read_tags, tags_to_lark
 
 # White space between the tokens of JSON is bounded, so that a model cannot go on with it for ever.
 WHITESPACE = r"[ \n\r\t]{1,128}"

@@ -4,9 +4,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from quire.grammar.fsm.dfa import DEAD, Dfa
-from quire.grammar.fsm.plain_tokens import PlainTokens
-from quire.grammar.vocabulary import Vocabulary
+from quire.structured_outputs.fsm.dfa import DEAD, Dfa
+from quire.structured_outputs.fsm.plain_tokens import PlainTokens
+from quire.structured_outputs.vocabulary import Vocabulary
 
 _FEW = 4  # where less than one in so many nodes of a level can be reached, only those are walked
 

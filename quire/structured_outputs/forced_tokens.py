@@ -3,8 +3,8 @@
 from bisect import bisect_right
 from functools import lru_cache
 
-from quire.grammar.bounds import num_common
-from quire.grammar.vocabulary import Vocabulary
+from quire.structured_outputs.limits import num_common
+from quire.structured_outputs.vocabulary import Vocabulary
 
 _ANCHOR = "\x02"  # stands before a text so that the text does not begin there; no token joins it with what follows
 _MAX_STRADDLING = 8  # places from which a later token may reach beyond the text, each tried by a tokenisation

@@ -6,11 +6,11 @@ from typing import Protocol
 
 from quire.core.constraint import Grammar
 from quire.errors import ConfigError, nearest
-from quire.grammar.fsm.backend import FsmBackend
-from quire.grammar.guidance import GuidanceBackend
-from quire.grammar.vocabulary import Vocabulary
-from quire.grammar.xgrammar_backend import XgrammarBackend
 from quire.structured import StructuredOutputsParams
+from quire.structured_outputs.fsm.backend import FsmBackend
+from quire.structured_outputs.guidance import GuidanceBackend
+from quire.structured_outputs.vocabulary import Vocabulary
+from quire.structured_outputs.xgrammar import XgrammarBackend
 
 
 class Backend(Protocol):

@@ -5,14 +5,14 @@ from collections.abc import Iterable
 import numpy as np
 
 from quire.errors import RequestError
-from quire.grammar.fsm.determinize import Determinized
-from quire.grammar.fsm.dfa import DEAD, Dfa
-from quire.grammar.fsm.limits import MAX_ENTRIES, too_complex
-from quire.grammar.fsm.minimize import minimize
-from quire.grammar.fsm.nfa import Nfa
-from quire.grammar.fsm.nodes import Node
-from quire.grammar.fsm.regex import parse
-from quire.grammar.fsm.words import word_graph
+from quire.structured_outputs.fsm.determinize import Determinized
+from quire.structured_outputs.fsm.dfa import DEAD, Dfa
+from quire.structured_outputs.fsm.limits import MAX_ENTRIES, too_complex
+from quire.structured_outputs.fsm.minimize import minimize
+from quire.structured_outputs.fsm.nfa import Nfa
+from quire.structured_outputs.fsm.nodes import Node
+from quire.structured_outputs.fsm.regex import parse
+from quire.structured_outputs.fsm.words import word_graph
 
 
 def of_regex(pattern: str) -> Dfa:

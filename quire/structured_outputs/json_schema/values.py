@@ -5,11 +5,11 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from quire.errors import RequestError, nearest
-from quire.grammar.json_bounds import MAX_NODES
-from quire.grammar.json_formats import FORMATS
-from quire.grammar.json_keywords import TYPES
-from quire.grammar.json_patterns import strict_pattern
 from quire.structured import MAX_LITERAL
+from quire.structured_outputs.json_schema.bounds import MAX_NODES
+from quire.structured_outputs.json_schema.json_formats import FORMATS
+from quire.structured_outputs.json_schema.json_keywords import TYPES
+from quire.structured_outputs.json_schema.json_patterns import strict_pattern
 
 MAX_PROPERTIES = 512  # of one object
 _MAX_WHOLE = 2**53  # beyond it neighbouring whole numbers are the same float

@@ -10,10 +10,10 @@ from types import MappingProxyType
 from urllib.parse import unquote
 
 from quire.errors import nearest
-from quire.grammar.json_bounds import check_bounds
-from quire.grammar.json_keywords import ANNOTATIONS, DIALECTS, ENFORCED, KNOWN, REFUSED
-from quire.grammar.json_values import MAX_PROPERTIES, VALUES, Out, Values, escaped
 from quire.structured import check_unicode
+from quire.structured_outputs.json_schema.bounds import check_bounds
+from quire.structured_outputs.json_schema.json_keywords import ANNOTATIONS, DIALECTS, ENFORCED, KNOWN, REFUSED
+from quire.structured_outputs.json_schema.values import MAX_PROPERTIES, VALUES, Out, Values, escaped
 
 Schema = bool | dict[str, object]
 

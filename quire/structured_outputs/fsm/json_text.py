@@ -4,7 +4,7 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 
-from quire.grammar.fsm.nodes import (
+from quire.structured_outputs.fsm.nodes import (
     ALL,
     EMPTY,
     Chain,

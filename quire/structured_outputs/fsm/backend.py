@@ -3,17 +3,17 @@
 import json
 
 from quire.errors import RequestError
-from quire.grammar.bounds import ByVocabulary, checked_regex
-from quire.grammar.fsm.automaton import of_node, of_words, states_of
-from quire.grammar.fsm.dfa import Dfa
-from quire.grammar.fsm.matcher import FsmGrammar
-from quire.grammar.fsm.nodes import Node
-from quire.grammar.fsm.regex import parse
-from quire.grammar.fsm.schema import of_schema
-from quire.grammar.fsm.token_trie import TokenTrie
-from quire.grammar.fsm.tokens import TokenFsm
-from quire.grammar.vocabulary import Vocabulary
 from quire.structured import StructuredOutputsParams
+from quire.structured_outputs.fsm.construct import of_node, of_words, states_of
+from quire.structured_outputs.fsm.dfa import Dfa
+from quire.structured_outputs.fsm.json_schema import of_schema
+from quire.structured_outputs.fsm.matcher import FsmGrammar
+from quire.structured_outputs.fsm.nodes import Node
+from quire.structured_outputs.fsm.regex import parse
+from quire.structured_outputs.fsm.token_masks import TokenFsm
+from quire.structured_outputs.fsm.token_trie import TokenTrie
+from quire.structured_outputs.limits import ByVocabulary, checked_regex
+from quire.structured_outputs.vocabulary import Vocabulary
 
 
 class FsmBackend:

@@ -1,9 +1,9 @@
 """Trees to automata over bytes (after Thompson, 1968), built from the end, so that equal states are one."""
 
-from quire.grammar.fsm.limits import MAX_NFA_STATES, MAX_PARTS, too_complex
-from quire.grammar.fsm.nodes import Chain, Chars, Choice, Listed, Node, Repeat, Words
-from quire.grammar.fsm.utf8 import byte_ranges
-from quire.grammar.fsm.words import Edges, word_graph
+from quire.structured_outputs.fsm.limits import MAX_NFA_STATES, MAX_PARTS, too_complex
+from quire.structured_outputs.fsm.nodes import Chain, Chars, Choice, Listed, Node, Repeat, Words
+from quire.structured_outputs.fsm.utf8 import byte_ranges
+from quire.structured_outputs.fsm.words import Edges, word_graph
 
 ACCEPT = 0  # the state in which a text may end
 NOWHERE = 1  # from which no text ends
