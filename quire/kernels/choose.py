@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from quire.errors import ConfigError, nearest
-from quire.kernels import invariant, reference
+from quire.kernels import deterministic, reference
 from quire.kernels.contract import Demands, Kernels
 from quire.kernels.cpu import EXTENSION
 from quire.kernels.cpu.kernels import CpuKernels, description
@@ -42,7 +42,7 @@ def _triton() -> Candidate:
 
 
 def _reference() -> Candidate:
-    return Candidate(reference, invariant, "plain torch")
+    return Candidate(reference, deterministic, "plain torch")
 
 
 # The fastest first. Each engine gets modules of its own: they may keep memory.

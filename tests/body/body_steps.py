@@ -7,7 +7,7 @@ import numpy as np
 
 from quire.config import CacheConfig, KVGroup
 from quire.core.step import ChunkOutput, Chunks, Late, ListKind, Lists, Move, Opens, Pooling, Step, StepResult, Writes
-from quire.kernels import invariant, reference
+from quire.kernels import deterministic, reference
 from quire.kernels.contract import Kernels
 from quire.models.decoder import Decoder
 from quire.models.description import describe
@@ -38,7 +38,7 @@ class Driver:
     """A runner and what a scheduler would remember of its rows. Blocks are scattered and never given back."""
 
     def __init__(self, model, *, rows=8, max_model_len=256, num_blocks=600, block_size=4, num_groups=1, ticks=None,
-                 kernels=reference, strict=invariant):  # fmt: skip
+                 kernels=reference, strict=deterministic):  # fmt: skip
         self.cache = cache_for(model, num_blocks, block_size, num_groups)
         clock = {} if ticks is None else {"clock": iter(ticks).__next__}
         self.runner = TorchRunner(

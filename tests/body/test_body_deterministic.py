@@ -5,7 +5,7 @@ import pytest
 import torch
 from body_steps import GREEDY, Driver, Wish, load_model
 
-from quire.kernels import invariant, reference
+from quire.kernels import deterministic, reference
 from quire.params import SamplingParams
 
 LENGTHS = (5, 33, 1, 18, 61)
@@ -172,5 +172,5 @@ def test_steps_without_deterministic_sequences_never_meet_the_invariant_kernels(
     model = load_model(saved("qwen3-gqa")[0])
     expected = Driver(model).generate(prompts, 4)
     assert Driver(model, strict=Untouchable()).generate(prompts, 4) == expected
-    assert Driver(model, kernels=invariant, strict=None).generate(prompts, 4) == expected
+    assert Driver(model, kernels=deterministic, strict=None).generate(prompts, 4) == expected
     assert Driver(model, kernels=reference, strict=reference).generate(prompts, 4) == expected

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.config import KVGroup
-from quire.kernels import invariant, reference
+from quire.kernels import deterministic, reference
 from quire.kernels.contract import ACTIVATIONS, Batch
+from quire.kernels.deterministic import tiled
 from quire.kernels.exact import LEFT_BITS, RIGHT_BITS, TERMS, by_vectors, exact_sum, fixed_point, product, row_power
-from quire.kernels.invariant import tiled
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 0.06, torch.float16: 8e-3}
@@ -83,7 +83,7 @@ NAMES = list(rowwise(6, torch.float32))
 def test_rows_equal_the_reference(name, dtype):
     x = randn(21, 366, dtype=dtype)
     function = rowwise(366, dtype)[name]
-    found, expected = function(invariant, x), function(reference, x)
+    found, expected = function(deterministic, x), function(reference, x)
     assert found.dtype == expected.dtype
     torch.testing.assert_close(found.float(), expected.float(), rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
 
@@ -94,12 +94,12 @@ def test_rows_have_the_same_bits_alone_in_any_order_and_by_any_number_of_threads
     for width in (6, 366, 1410):
         x = randn(39, width, dtype=dtype)
         function = rowwise(width, dtype)[name]
-        expected = alone(lambda row, function=function: function(invariant, row), x)
+        expected = alone(lambda row, function=function: function(deterministic, row), x)
         order = torch.randperm(39, generator=torch.Generator().manual_seed(8))
         for number in (1, 2, 3):
             threads(number)
-            assert torch.equal(function(invariant, x), expected)
-            assert torch.equal(function(invariant, x[order]), expected[order])
+            assert torch.equal(function(deterministic, x), expected)
+            assert torch.equal(function(deterministic, x[order]), expected[order])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -108,13 +108,13 @@ def test_products_have_the_same_bits_beside_any_neighbours(size, dtype, threads)
     inputs, outputs = size
     weight = randn(outputs, inputs, seed=1, dtype=dtype) / math.sqrt(inputs)
     x = randn(16, inputs, dtype=dtype)
-    expected = invariant.linear(x, weight)
+    expected = deterministic.linear(x, weight)
     for number in (1, 2, 4, 8):
         threads(number)
         for place in range(16):
             neighbours = torch.full((16, inputs), 4e3 * place, dtype=dtype)
             neighbours[15 - place] = x[place]
-            assert torch.equal(invariant.linear(neighbours, weight)[15 - place], expected[place])
+            assert torch.equal(deterministic.linear(neighbours, weight)[15 - place], expected[place])
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])
@@ -128,16 +128,16 @@ def test_products_of_odd_sizes_have_the_same_bits_in_any_order_and_in_a_padded_t
         padded[3:48:3] = x[:15]
         for outputs in ODD:
             weight = randn(outputs, inputs, seed=outputs)
-            expected = invariant.linear(x, weight)
-            assert torch.equal(invariant.linear(x[order], weight), expected[order]), (inputs, outputs)
-            assert torch.equal(invariant.linear(padded, weight)[3:48:3], expected[:15]), (inputs, outputs)
-            assert torch.equal(invariant.linear(x[7:8], weight), expected[7:8]), (inputs, outputs)
+            expected = deterministic.linear(x, weight)
+            assert torch.equal(deterministic.linear(x[order], weight), expected[order]), (inputs, outputs)
+            assert torch.equal(deterministic.linear(padded, weight)[3:48:3], expected[:15]), (inputs, outputs)
+            assert torch.equal(deterministic.linear(x[7:8], weight), expected[7:8]), (inputs, outputs)
 
 
 @pytest.mark.parametrize("columns", [255, 512])
 def test_products_take_parts_of_larger_tensors(columns):
     x, weight = randn(5, columns + 3)[:, 2:-1], randn(9, 2 * columns, seed=1)[:, ::2]
-    assert torch.equal(invariant.linear(x, weight), invariant.linear(x.contiguous(), weight.contiguous()))
+    assert torch.equal(deterministic.linear(x, weight), deterministic.linear(x.contiguous(), weight.contiguous()))
 
 
 def by_fractions(x, weight):
@@ -175,7 +175,7 @@ def test_outliers_of_one_row_of_a_weight_do_not_coarsen_the_others():
     x, weight = randn(5, 300), randn(8, 300, seed=1) / 50
     weight[3, 7] = 1e4
     weight[5, 100] = torch.nan
-    found, exact = invariant.linear(x, weight).double(), x.double() @ weight.double().T
+    found, exact = deterministic.linear(x, weight).double(), x.double() @ weight.double().T
     others = [0, 1, 2, 4, 6, 7]
     torch.testing.assert_close(found[:, others], exact[:, others], rtol=1e-5, atol=1e-6)
     assert found[:, 5].isnan().all()
@@ -184,15 +184,15 @@ def test_outliers_of_one_row_of_a_weight_do_not_coarsen_the_others():
 @pytest.mark.parametrize("rows", [300, 3000])
 def test_products_in_portions_of_rows_are_those_of_one_row(rows, monkeypatch):
     x, weight, bias = randn(rows, 520), randn(33, 520, seed=1), randn(33, seed=2)
-    expected = invariant.linear(x, weight, bias)
+    expected = deterministic.linear(x, weight, bias)
     monkeypatch.setattr("quire.kernels.exact._SUMS", 1)
     monkeypatch.setattr("quire.kernels.exact._NUMBERS", 1)
-    assert torch.equal(invariant.linear(x, weight, bias), expected)
+    assert torch.equal(deterministic.linear(x, weight, bias), expected)
 
 
 def test_norms_of_large_numbers_are_finite():
     x = torch.tensor([[1e20, -3e19, 5.0], [1e-30, 2e-30, 0.0]])
-    found = invariant.rms_norm(x, torch.ones(3), 1e-6)
+    found = deterministic.rms_norm(x, torch.ones(3), 1e-6)
     torch.testing.assert_close(found, reference.rms_norm(x, torch.ones(3), 1e-6))
 
 
@@ -207,7 +207,7 @@ def test_numbers_of_any_size_are_rounded_near_their_own(power):
 def test_one_row_of_nan_stays_alone():
     x = randn(20, 300)
     x[3] = torch.nan
-    out = invariant.linear(x, randn(5, 300, seed=1))
+    out = deterministic.linear(x, randn(5, 300, seed=1))
     assert out[3].isnan().all()
     assert out[torch.arange(20) != 3].isfinite().all()
 
@@ -261,7 +261,7 @@ class Sequences:
         self.q = [randn(stop, kv_heads * shared, dim, seed=seed + i, dtype=dtype) for i, stop in enumerate(stops)]
         self.kv = [randn(2, stop, kv_heads, dim, seed=seed + 100 + i, dtype=dtype) for i, stop in enumerate(stops)]
 
-    def attend(self, spans, softcap=0.0, kernels=invariant):
+    def attend(self, spans, softcap=0.0, kernels=deterministic):
         """One step over (sequence, start, stop) spans; the outputs of each."""
         rows, starts, stops = (np.array(column, np.int64) for column in zip(*spans, strict=True))
         tables = self.tables[rows].copy()
@@ -352,7 +352,7 @@ def test_a_value_that_is_not_finite_spoils_only_queries_that_see_it(place):
 @pytest.mark.parametrize("shared", [1, 4, 64])
 def test_scratch_is_bounded(shared):
     sequences = Sequences(3, [9000], kv_heads=4, shared=1, dim=128, block_size=16)
-    plan = invariant.plan(Batch(np.array([0]), np.array([9000]), sequences.tables), sequences.storage)
+    plan = deterministic.plan(Batch(np.array([0]), np.array([9000]), sequences.tables), sequences.storage)
     (tiles,) = plan.tiles
     some = [len(part.chunks) for part in tiled.portions(tiles, sequences.group, shared)]
     # keys and values, scores and their exponentials: as float32 and float64, and once more in fixed point
@@ -364,8 +364,8 @@ def test_scratch_is_bounded(shared):
 
 def test_blocks_are_the_reference_s():
     group = KVGroup((0, 1), "full", 2, 8, "float32", 5, 1)
-    assert invariant.allocate is reference.allocate
-    storage = invariant.allocate(group, 4, torch.device("cpu"))
+    assert deterministic.allocate is reference.allocate
+    storage = deterministic.allocate(group, 4, torch.device("cpu"))
     storage.data.copy_(randn(*storage.data.shape))
     blocks = torch.tensor([4, 1])
-    assert torch.equal(invariant.pack(storage, blocks), reference.pack(storage, blocks))
+    assert torch.equal(deterministic.pack(storage, blocks), reference.pack(storage, blocks))

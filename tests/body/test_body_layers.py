@@ -7,7 +7,7 @@ import torch
 
 from quire.errors import ConfigError
 from quire.kernels import choose as choose_module
-from quire.kernels import invariant, reference
+from quire.kernels import deterministic, reference
 from quire.kernels.choose import Candidate, choose, refusal, usable_device
 from quire.kernels.contract import ACTIVATIONS, Demands
 from quire.kernels.cpu import EXTENSION
@@ -179,10 +179,10 @@ def cpu():
 
 
 def test_the_reference_is_chosen_by_its_name_and_for_what_nothing_else_can():
-    assert choose("reference", demands()) == (reference, invariant, "reference (plain torch): asked for by name")
+    assert choose("reference", demands()) == (reference, deterministic, "reference (plain torch): asked for by name")
     for wish in ({"dtype": "float16"}, {"kv_dtype": "int8"}, {"block_size": 8}, {"head_dims": (64, 512)}):
         chosen = choose("auto", demands(**wish))
-        assert chosen[:2] == (reference, invariant)
+        assert chosen[:2] == (reference, deterministic)
         assert chosen.reason.startswith("reference (plain torch): the fastest that runs on cpu; not cpu: ")
 
 
@@ -245,7 +245,7 @@ def test_a_gpu_without_triton_gets_the_reference_with_the_reason_and_the_name_is
     monkeypatch.setattr(choose_module, "find_spec", lambda name: None)
     gpu = demands(device="cuda")
     chosen = choose("auto", gpu)
-    assert chosen[:2] == (reference, invariant)
+    assert chosen[:2] == (reference, deterministic)
     assert "the fastest that runs on cuda; not cpu: " in chosen.reason
     assert chosen.reason.endswith("; not triton: the package triton is not installed")
     with pytest.raises(ConfigError, match="no kernels for float32 on cuda; tried triton: the package triton is not"):
@@ -273,13 +273,13 @@ class Unfit:
 
 
 def test_refusals_are_told(monkeypatch):
-    modules = {"unfit": module(Unfit()), "reference": module(reference, invariant)}
+    modules = {"unfit": module(Unfit()), "reference": module(reference, deterministic)}
     monkeypatch.setattr(choose_module, "MODULES", modules)
     why = "unfit: needs a quantum device, not cpu"
     with pytest.raises(ConfigError, match=f"no kernels for float32 on cpu; tried {why}$"):
         choose("unfit", demands())
     chosen = choose("auto", demands())
-    assert chosen[:2] == (reference, invariant)
+    assert chosen[:2] == (reference, deterministic)
     assert chosen.reason == f"reference (of a test): the fastest that runs on cpu; not {why}"
     monkeypatch.setattr(choose_module, "MODULES", {"unfit": module(Unfit()), "other": module(Unfit())})
     with pytest.raises(ConfigError, match=r"tried unfit: needs .*, not cpu; other: needs .*, not cpu$"):

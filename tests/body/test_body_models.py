@@ -10,7 +10,7 @@ import torch
 from body_model import Sequences, generate, logits_of
 from transformers import AutoModelForCausalLM
 
-from quire.kernels import invariant
+from quire.kernels import deterministic
 from quire.models.decoder import Decoder
 from quire.models.description import describe
 from quire.models.families import FAMILIES
@@ -126,11 +126,11 @@ def test_with_invariant_kernels_logits_have_the_same_bits_in_any_company(saved, 
     model = load(description, dtype="float32")
     assert model.row_invariant
     prompts = [prompt_of(length) for length in (21, 6, 1)]
-    together = Sequences(description, model, [21, 6, 1], kernels=invariant)
+    together = Sequences(description, model, [21, 6, 1], kernels=deterministic)
     parts = [together.logits([(0, 0, prompts[0][:4])])]
     found = together.logits([(1, 0, prompts[1]), (0, 4, prompts[0][4:]), (2, 0, prompts[2])]).split([6, 17, 1])
     for prompt, logits in zip(prompts, [torch.cat([*parts, found[1]]), found[0], found[2]], strict=True):
-        alone = Sequences(description, model, [len(prompt)], kernels=invariant)
+        alone = Sequences(description, model, [len(prompt)], kernels=deterministic)
         one_by_one = [alone.logits([(0, place, [token])]) for place, token in enumerate(prompt)]
         assert torch.equal(torch.cat(one_by_one), logits)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from quire.config import KVGroup
-from quire.kernels import invariant, reference
+from quire.kernels import deterministic, reference
 from quire.kernels.contract import Batch
 from quire.kernels.reference.quantized import LARGEST, dequantized, quantized
 
@@ -40,7 +40,7 @@ def test_zeros_stay_zeros_and_one_bad_head_spoils_no_other(dtype):
     assert torch.equal(dequantized(torch.zeros(4, 12, dtype=torch.uint8), dtype), torch.zeros(4, 8))
 
 
-@pytest.mark.parametrize("module", [reference, invariant])
+@pytest.mark.parametrize("module", [reference, deterministic])
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("window", [0, 9])
 def test_attention_sees_the_numbers_that_are_left(module, dtype, window):

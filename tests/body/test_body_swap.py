@@ -9,7 +9,7 @@ from triton_device import DEVICE
 
 from quire.config import CacheConfig, KVGroup
 from quire.core.step import Move
-from quire.kernels import invariant, reference
+from quire.kernels import deterministic, reference
 from quire.store import host
 from quire.store.device import DeviceStore
 from quire.store.host import PlainPool, StreamedPool, _runs, _sorted, host_blocks
@@ -20,7 +20,7 @@ NUM_BLOCKS, NUM_HOST_BLOCKS = 6, 4
 def modules():
     """Kernel modules that can be had here, with where they keep their blocks."""
     found = [pytest.param((reference, torch.device("cpu")), id="reference")]
-    found.append(pytest.param((invariant, torch.device("cpu")), id="invariant"))
+    found.append(pytest.param((deterministic, torch.device("cpu")), id="invariant"))
     try:
         from quire.kernels.cpu import blocks as cpu  # noqa: PLC0415  (perhaps not built)
 

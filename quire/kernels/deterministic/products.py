@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from quire.kernels.contract import Weight
+from quire.kernels.deterministic.rowwise import gate
 from quire.kernels.exact import product
-from quire.kernels.invariant.rowwise import gate
 from quire.kernels.reference.products import plain
 
 

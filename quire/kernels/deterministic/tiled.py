@@ -18,8 +18,8 @@ from torch import Tensor
 
 from quire.config import KVGroup
 from quire.kernels.contract import Batch, Rotation, Storage
+from quire.kernels.deterministic.rowwise import rotary
 from quire.kernels.exact import LEFT_BITS, RIGHT_BITS, TERMS, by_vectors, fixed_point, row_power, sum_bits
-from quire.kernels.invariant.rowwise import rotary
 from quire.kernels.reference.quantized import numbers, stored
 
 QUERIES = 32  # positions of a tile, of which the last may stand for several; 1 where a chunk has no other

@@ -16,9 +16,9 @@ functions that treat all numbers of whole vectors alike, and for softmax and sum
 `sample`, `logprobs` of the reference) that treat each row alike.
 """
 
-from quire.kernels.invariant.products import experts, gated_linear, linear
-from quire.kernels.invariant.rowwise import activate, add_rms_norm, gate, layer_norm, rms_norm, rotary
-from quire.kernels.invariant.tiled import SCRATCH_BYTES, attention, plan, rotary_write, write_kv
+from quire.kernels.deterministic.products import experts, gated_linear, linear
+from quire.kernels.deterministic.rowwise import activate, add_rms_norm, gate, layer_norm, rms_norm, rotary
+from quire.kernels.deterministic.tiled import SCRATCH_BYTES, attention, plan, rotary_write, write_kv
 from quire.kernels.reference import (
     allocate,
     copy_blocks,
