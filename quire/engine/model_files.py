@@ -71,7 +71,7 @@ def _own(checkpoint: Checkpoint, tokenizer: Tokenizer, max_model_len: int | None
 
 
 def _backend(checkpoint: Checkpoint, tokenizer: Tokenizer, reason: str) -> ModelFiles:
-    from quire.models.backend import describe_backend, load_backend  # noqa: PLC0415  (needs an optional extra)
+    from quire.models.transformers import describe_backend, load_backend  # noqa: PLC0415  (needs an optional extra)
 
     description = describe_backend(checkpoint)
 

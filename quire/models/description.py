@@ -16,14 +16,14 @@ from quire.errors import ModelError, nearest
 from quire.kernels.contract import DTYPES
 from quire.models.checkpoint import Checkpoint
 from quire.models.config import DecoderConfig
+from quire.models.config_fields import Fields
+from quire.models.config_reader import decoder_config
 from quire.models.families import FAMILIES
-from quire.models.fields import Fields
 from quire.models.folder import FolderCheckpoint
 from quire.models.model import KVLayer
 from quire.models.names import Names
-from quire.models.placements import Placement, placements
-from quire.models.reading import decoder_config
 from quire.models.text_part import INNER, TextPart
+from quire.models.weight_map import Placement, placements
 from quire.models.wishes import compute_dtype, sampling_defaults, token_ids
 
 

@@ -9,9 +9,9 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from quire.models.config import DecoderConfig
-from quire.models.fields import choice, flag, integer, number
+from quire.models.config_fields import choice, flag, integer, number
 from quire.models.names import Names
-from quire.models.ropes import RopeRule
+from quire.models.rope_config import RopeRule
 
 
 @dataclass(frozen=True, slots=True)

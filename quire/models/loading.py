@@ -11,7 +11,7 @@ from quire.kernels.contract import DTYPES, Kernels, Packed, Weight
 from quire.models.decoder import Decoder
 from quire.models.description import ModelDescription
 from quire.models.model import Progress
-from quire.models.placements import Placement
+from quire.models.weight_map import Placement
 
 
 def load(

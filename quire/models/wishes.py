@@ -8,7 +8,7 @@ from typing import Any
 from quire.errors import ModelError, RequestError
 from quire.kernels.contract import DTYPES
 from quire.models.checkpoint import Checkpoint
-from quire.models.fields import Fields
+from quire.models.config_fields import Fields
 from quire.params import SamplingParams
 
 _QUANTIZED = re.compile(r"(float|F)[468](_|$)|u?int\d|[IU]\d")  # as torch and safetensors call such types

@@ -10,10 +10,10 @@ from quire.config import KVGroup
 from quire.kernels import reference
 from quire.kernels.contract import Batch
 from quire.layers.attend import PagedAttend, Scores
-from quire.models.backend import describe_backend, load_backend
 from quire.models.families import FAMILIES
 from quire.models.folder import FolderCheckpoint
 from quire.models.model import KVLayer
+from quire.models.transformers import describe_backend, load_backend
 
 NUM_TOKENS = 32
 LENGTHS = (1, 13, 30)

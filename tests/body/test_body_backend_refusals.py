@@ -14,9 +14,9 @@ from test_body_backend import UNKNOWN, loaded, prompt_of, save
 
 from quire.errors import ModelError
 from quire.kernels import reference
-from quire.models.backend import describe_backend, load_backend
-from quire.models.backend.loading import check_tokens_apart
 from quire.models.folder import FolderCheckpoint
+from quire.models.transformers import describe_backend, load_backend
+from quire.models.transformers.loading import check_tokens_apart
 
 MLA = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 24}
 DENSE = {"first_k_dense_replace": 3, "num_key_value_heads": 4}

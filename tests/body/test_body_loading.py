@@ -12,7 +12,7 @@ from quire.errors import ModelError
 from quire.kernels.contract import Packed
 from quire.models.description import describe
 from quire.models.loading import load, put
-from quire.models.placements import Placement
+from quire.models.weight_map import Placement
 
 
 @pytest.fixture

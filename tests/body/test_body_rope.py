@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from quire.models.fields import Fields
-from quire.models.ropes import Context, RopeRule, read_ropes
+from quire.models.config_fields import Fields
+from quire.models.rope_config import Context, RopeRule, read_ropes
 
 TRAINED = 8192
 FACTORS = st.floats(1.0, 60.0, allow_nan=False)

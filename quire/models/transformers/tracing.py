@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from quire.errors import ModelError
-from quire.models.backend.attention import Call, Hides, Traits, hides
-from quire.models.backend.halves import Halves
+from quire.models.transformers.attention import Call, Hides, Traits, hides
+from quire.models.transformers.split_model import Halves
 
 _NUM_TOKENS = 3
 _SIGHT = 2**17  # positions, of those that a mask is tried on

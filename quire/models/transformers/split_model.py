@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from quire.errors import ModelError
-from quire.models.backend.attention import Line, Listener
+from quire.models.transformers.attention import Line, Listener
 
 
 class _Outputs(MoeModelOutputWithPast):

@@ -3,8 +3,8 @@
 Importing this package needs transformers (the extra `hf`), so nobody does unless the backend is wanted.
 """
 
-from quire.models.backend.description import BackendDescription, describe_backend
-from quire.models.backend.loading import load_backend
-from quire.models.backend.model import BackendModel
+from quire.models.transformers.description import BackendDescription, describe_backend
+from quire.models.transformers.loading import load_backend
+from quire.models.transformers.model import BackendModel
 
 __all__ = ["BackendDescription", "BackendModel", "describe_backend", "load_backend"]

@@ -11,9 +11,9 @@ from types import MappingProxyType
 from quire.layers.attend import Scores
 from quire.layers.rope import Rope
 from quire.models.config import DecoderConfig, LayerConfig
+from quire.models.config_fields import Fields
 from quire.models.family import Family, WindowRule
-from quire.models.fields import Fields
-from quire.models.ropes import Context, Ropes, read_ropes
+from quire.models.rope_config import Context, Ropes, read_ropes
 
 _MOST_HEAD_DIM = 1024
 

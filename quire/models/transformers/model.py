@@ -8,9 +8,9 @@ from torch import Tensor
 from quire.errors import ModelError
 from quire.kernels.contract import Kernels
 from quire.layers.attend import Attend, Scores
-from quire.models.backend.attention import Call
-from quire.models.backend.halves import Halves
-from quire.models.backend.tracing import Layer
+from quire.models.transformers.attention import Call
+from quire.models.transformers.split_model import Halves
+from quire.models.transformers.tracing import Layer
 
 
 class BackendModel:

@@ -5,12 +5,12 @@ from torch import Tensor
 
 from quire.errors import ModelError
 from quire.kernels.contract import Rotation
-from quire.models.backend.attention import SERVED
-from quire.models.backend.construction import Read, Reading, construct
-from quire.models.backend.description import BackendDescription
-from quire.models.backend.halves import Halves
-from quire.models.backend.model import BackendModel
 from quire.models.model import Progress
+from quire.models.transformers.attention import SERVED
+from quire.models.transformers.construction import Read, Reading, construct
+from quire.models.transformers.description import BackendDescription
+from quire.models.transformers.model import BackendModel
+from quire.models.transformers.split_model import Halves
 
 _ORDER = (5, 2, 7, 0, 3, 6, 1, 4)  # no token stays where it was, nor beside the same one
 _TOLERANCE = {torch.float32: 1e-3}  # of the difference of two results, in their norm; rounding may grow with depth

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from quire.layers.rope import Llama3Scaling, Rope, YarnScaling
-from quire.models.fields import Fields, integer, number
+from quire.models.config_fields import Fields, integer, number
 
 _MOST_POSITIONS = 2**31 - 1
 

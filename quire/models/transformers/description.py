@@ -14,13 +14,13 @@ from torch import nn
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from quire.kernels.contract import DTYPES
-from quire.models.backend.attention import TRACED
-from quire.models.backend.construction import Shape, construct, quiet
-from quire.models.backend.halves import Halves
-from quire.models.backend.tracing import Layer, trace
 from quire.models.checkpoint import Checkpoint
-from quire.models.fields import Fields
+from quire.models.config_fields import Fields
 from quire.models.model import KVLayer
+from quire.models.transformers.attention import TRACED
+from quire.models.transformers.construction import Shape, construct, quiet
+from quire.models.transformers.split_model import Halves
+from quire.models.transformers.tracing import Layer, trace
 from quire.models.wishes import compute_dtype, sampling_defaults, token_ids
 
 _LEFT_OUT = (  # that say what code should run, from where
