@@ -26,8 +26,8 @@ from quire.core.step import Move
 from quire.cost.step_time import Costs
 from quire.engine.build import build, prepare
 from quire.engine.engine import Engine
+from quire.kv_store.device import DeviceStore
 from quire.params import SamplingParams
-from quire.store.device import DeviceStore
 
 PCIE = 25e9  # bytes a second each way, "effective", of document 001
 

@@ -9,8 +9,8 @@ from quire.cost.memory_plan import Demand, KVDemand, MemoryPlan
 from quire.kernels.contract import DTYPES, Kernels, Recorded
 from quire.kernels.reference.quantized import kept_as, read_bytes
 from quire.kernels.reference.sampling import LOGITS_AT_ONCE
+from quire.kv_store.host import STAGED_BYTES
 from quire.models.model import Description, KVLayer
-from quire.store.host import STAGED_BYTES
 
 _LOGIT_COPIES = 4  # of all rows: in the model's type, in float32, with edits, and as they are handed over
 _SAMPLING_BYTES = 50  # for each logit that is sampled from at once: filtered, sorted, summed, random numbers

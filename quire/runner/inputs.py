@@ -12,9 +12,9 @@ from torch import Tensor
 
 from quire.core.step import Chunks, Step
 from quire.kernels.contract import Batch
+from quire.kv_store.upload import uploaded
 from quire.runner.latest import Latest
 from quire.runner.rows import Rows
-from quire.store.upload import uploaded
 
 
 class Fed(NamedTuple):

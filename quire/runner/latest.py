@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.store.upload import uploaded
+from quire.kv_store.upload import uploaded
 
 
 class Latest:

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from quire.core.step import ChunkOutput, Chunks
 from quire.kernels.contract import Kernels, Storage
+from quire.kv_store.upload import uploaded
 from quire.layers.attend import PagedAttend
 from quire.models.model import Model
 from quire.runner.inputs import Inputs
 from quire.runner.recordings import Recordings
 from quire.runner.rows import Rows
-from quire.store.upload import uploaded
 
 
 @dataclass(frozen=True, slots=True, eq=False)

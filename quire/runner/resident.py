@@ -12,8 +12,8 @@ from torch import Tensor
 from quire.config import CacheConfig
 from quire.core.step import Chunks, Step, Writes
 from quire.kernels.contract import Batch, Resident
+from quire.kv_store.upload import upload_into, uploaded
 from quire.runner.inputs import Fed
-from quire.store.upload import upload_into, uploaded
 
 _ALIGNED = 4  # words: kernels are compiled for pointers to multiples of 16 bytes
 _NO_BLOCK = -1

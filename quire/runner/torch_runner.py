@@ -16,6 +16,8 @@ from torch import Tensor
 from quire.config import CacheConfig
 from quire.core.step import ChunkOutput, Chunks, Late, Logprobs, Step, StepResult
 from quire.kernels.contract import Kernels
+from quire.kv_store.device import DeviceStore
+from quire.kv_store.upload import uploaded
 from quire.models.model import Model
 from quire.runner import wanted
 from quire.runner.inputs import HostInputs, Inputs
@@ -23,8 +25,6 @@ from quire.runner.passes import Hidden, Passes
 from quire.runner.resident import ResidentInputs
 from quire.runner.rows import Rows
 from quire.sample.logprobs import report
-from quire.store.device import DeviceStore
-from quire.store.upload import uploaded
 
 
 @dataclass(frozen=True, slots=True, eq=False)

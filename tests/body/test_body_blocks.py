@@ -10,7 +10,7 @@ from quire.config import CacheConfig, KVGroup
 from quire.core.step import Move
 from quire.kernels import reference
 from quire.kernels.contract import Batch
-from quire.store.device import DeviceStore
+from quire.kv_store.device import DeviceStore
 
 CPU = torch.device("cpu")
 GROUP = KVGroup((0, 1), "full", 2, 4, "float32", 6, 1)

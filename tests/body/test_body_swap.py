@@ -10,9 +10,9 @@ from triton_device import DEVICE
 from quire.config import CacheConfig, KVGroup
 from quire.core.step import Move
 from quire.kernels import deterministic, reference
-from quire.store import host
-from quire.store.device import DeviceStore
-from quire.store.host import PlainPool, StreamedPool, _runs, _sorted, host_blocks
+from quire.kv_store import host
+from quire.kv_store.device import DeviceStore
+from quire.kv_store.host import PlainPool, StreamedPool, _runs, _sorted, host_blocks
 
 NUM_BLOCKS, NUM_HOST_BLOCKS = 6, 4
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.contract import Storage
-from quire.store.upload import uploaded
+from quire.kv_store.upload import uploaded
 
 STAGED_BYTES = 2**27  # of device memory: blocks that are gathered at once, or came from the host and go to their places
 

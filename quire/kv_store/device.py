@@ -12,8 +12,8 @@ import torch
 from quire.config import CacheConfig
 from quire.core.step import Move
 from quire.kernels.contract import Kernels, Storage
-from quire.store.host import Ending, HostPool, PlainPool, StreamedPool
-from quire.store.upload import uploaded
+from quire.kv_store.host import Ending, HostPool, PlainPool, StreamedPool
+from quire.kv_store.upload import uploaded
 
 _WAYS = (("device", "device"), ("device", "host"), ("host", "device"))
 
