@@ -8,7 +8,7 @@ import numpy as np
 from quire.config import CacheConfig
 from quire.core.step import Chunks, Late, Step, Writes
 from quire.kernels.contract import Batch, Draws
-from quire.sample.columns import SamplingColumns
+from quire.sampling.metadata import SamplingColumns
 
 _NONE = -1  # no position
 

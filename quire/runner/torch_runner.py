@@ -24,7 +24,7 @@ from quire.runner.inputs import HostInputs, Inputs
 from quire.runner.passes import Hidden, Passes
 from quire.runner.resident import ResidentInputs
 from quire.runner.rows import Rows
-from quire.sample.logprobs import report
+from quire.sampling.logprobs import report
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from quire.core.step import Late
 from quire.params import SamplingParams
-from quire.sample.bad_words import BadWords
-from quire.sample.columns import SamplingColumns
+from quire.sampling.bad_words import BadWords
+from quire.sampling.metadata import SamplingColumns
 
 VOCAB = 40
 ROWS = 6

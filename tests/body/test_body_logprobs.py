@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.kernels import reference
-from quire.sample import logprobs
-from quire.sample.logprobs import report
+from quire.sampling import logprobs
+from quire.sampling.logprobs import report
 
 
 def exact(row):

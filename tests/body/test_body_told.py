@@ -9,7 +9,7 @@ from body_steps import GREEDY, Driver, Wish, load_model
 
 from quire.core.step import ChunkOutput, Logprobs, Pooling
 from quire.params import SamplingParams
-from quire.sample import logprobs
+from quire.sampling import logprobs
 
 NONE, SAMPLE, POOL = (int(output) for output in (ChunkOutput.NONE, ChunkOutput.SAMPLE, ChunkOutput.POOL))
 CUTS = [(33,), (1, 32), (10, 20, 3), (1,) * 33, (16, 16, 1)]

@@ -4,7 +4,7 @@ import numpy as np
 
 from quire.core.step import Late, Opens
 from quire.kernels.contract import Draws, History
-from quire.sample.lists import TokenLists
+from quire.sampling.lists import TokenLists
 
 _COLUMNS: dict[str, type[np.generic]] = {
     "seeds": np.uint64,

@@ -11,7 +11,7 @@ import numpy as np
 
 from quire.core.step import Late, ListKind, Opens
 from quire.kernels.contract import Edits, Masks
-from quire.sample.bad_words import BadWords
+from quire.sampling.bad_words import BadWords
 
 
 class TokenLists:
