@@ -20,7 +20,7 @@ from quire.config import CacheConfig, KVGroup, SchedulerConfig
 from quire.core.step import Step
 from quire.engine.engine import Engine
 from quire.params import SamplingParams
-from quire.runner.scripted import ScriptedRunner
+from quire.runner.scripted_runner import ScriptedRunner
 from quire.scheduler import journal
 from quire.scheduler.journal import JournalledScheduler
 

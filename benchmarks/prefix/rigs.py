@@ -15,8 +15,8 @@ from quire.core.step import Step
 from quire.engine.build import prepare
 from quire.engine.engine import Engine
 from quire.params import SamplingParams
-from quire.runner.scripted import ScriptedRunner
-from quire.runner.torch_runner import TorchRunner
+from quire.runner.model_runner import TorchRunner
+from quire.runner.scripted_runner import ScriptedRunner
 from quire.scheduler.scheduler import Scheduler
 from quire.tokenizer.tokenizer import Tokenizer
 

@@ -27,7 +27,7 @@ from quire.kernels.choose import Chosen, choose, usable_device
 from quire.kernels.contract import Demands
 from quire.kernels.reference.quantized import LARGEST
 from quire.models.model import Progress
-from quire.runner.torch_runner import TorchRunner
+from quire.runner.model_runner import TorchRunner
 from quire.scheduler.journal import JournalledScheduler
 from quire.scheduler.scheduler import Scheduler
 from quire.structured import StructuredOutputsParams

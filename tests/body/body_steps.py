@@ -13,7 +13,7 @@ from quire.models.decoder import Decoder
 from quire.models.description import describe
 from quire.models.loading import load
 from quire.params import SamplingParams
-from quire.runner.torch_runner import TorchRunner
+from quire.runner.model_runner import TorchRunner
 
 GREEDY = SamplingParams(temperature=0.0)
 

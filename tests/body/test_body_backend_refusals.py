@@ -241,7 +241,7 @@ def test_they_are_noticed_in_short_types_too(tmp_path, sabotage):
 
 
 def test_nobody_imports_transformers_who_does_not_want_the_backend():
-    script = "import sys, quire.models.loading, quire.runner.torch_runner\nassert 'transformers' not in sys.modules"
+    script = "import sys, quire.models.loading, quire.runner.model_runner\nassert 'transformers' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 

@@ -9,8 +9,8 @@ from triton_device import DEVICE
 
 from quire.config import CacheConfig, KVGroup
 from quire.core.step import Chunks, Opens, Step, Writes
+from quire.runner.device_inputs import ResidentInputs
 from quire.runner.inputs import HostInputs
-from quire.runner.resident import ResidentInputs
 from quire.runner.rows import Rows
 
 CPU = torch.device("cpu")
@@ -182,7 +182,9 @@ def test_the_last_of_several_values_counts():
 def test_a_step_without_a_delta_touches_nothing(monkeypatch):
     both = Both()
     both.step(opened=[0], tokens=[(0, 0, [5])], blocks=[[(0, 0, [3])], [(0, 0, [4])]])
-    monkeypatch.setattr("quire.runner.resident.uploaded", lambda array, device: pytest.fail("something was uploaded"))
+    monkeypatch.setattr(
+        "quire.runner.device_inputs.uploaded", lambda array, device: pytest.fail("something was uploaded")
+    )
     both.step()
 
 

@@ -10,7 +10,7 @@ import msgspec
 
 from quire.engine import build as building
 from quire.engine.process.child import run
-from quire.runner.torch_runner import TorchRunner
+from quire.runner.model_runner import TorchRunner
 
 POISON = 2040  # a token
 SECONDS_PER_TOKEN = 0.0015

@@ -12,7 +12,7 @@ from quire.core.scheduling_params import NO_TERMS
 from quire.core.step import Pooling
 from quire.engine.engine import Engine
 from quire.params import SamplingParams
-from quire.runner.scripted import ScriptedRunner
+from quire.runner.scripted_runner import ScriptedRunner
 from quire.scheduler import journal
 from quire.scheduler.journal import JournalledScheduler
 

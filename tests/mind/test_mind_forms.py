@@ -14,7 +14,7 @@ from quire.core.scheduling_params import Terms
 from quire.engine.engine import Engine
 from quire.errors import QueueFull, RequestError
 from quire.params import SamplingParams
-from quire.runner.scripted import attend, key_after, token_after
+from quire.runner.scripted_runner import attend, key_after, token_after
 from quire.structured_outputs.matchers import Matchers
 
 FORM = {"regex": "any"}

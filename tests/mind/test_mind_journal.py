@@ -13,7 +13,7 @@ from quire.core.request import Request
 from quire.core.step import Chunk, ChunkOutput, Chunks, Writes
 from quire.errors import RequestError
 from quire.params import SamplingParams
-from quire.runner.scripted import script
+from quire.runner.scripted_runner import script
 from quire.scheduler import journal
 from quire.scheduler.families import Families
 from quire.scheduler.lifecycle import Lives

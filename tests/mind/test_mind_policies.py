@@ -19,7 +19,7 @@ from quire.core.namespace import Namespace
 from quire.core.scheduling_params import Terms
 from quire.errors import ConfigError
 from quire.params import SamplingParams
-from quire.runner.scripted import script
+from quire.runner.scripted_runner import script
 from quire.scheduler.queue import matches
 from quire.scheduler.queue.fcfs import Ranked
 from quire.scheduler.queue.weighed import score

@@ -16,7 +16,7 @@ from quire.core.scheduling_params import Terms
 from quire.cost.step_time import Calibration, DecodeSample, PrefillSample
 from quire.errors import DeadlineUnreachable, RequestError
 from quire.params import SamplingParams
-from quire.runner.scripted import script
+from quire.runner.scripted_runner import script
 from quire.scheduler.budget_sharing import split
 from quire.scheduler.queue import fair
 from quire.scheduler.queue.fair import OUTPUT_WEIGHT, PROMPT_WEIGHT, Fair

@@ -10,7 +10,7 @@ from quire.core.namespace import Namespace
 from quire.core.request import Beams
 from quire.core.step import Step
 from quire.errors import RequestError
-from quire.runner.scripted import attend, key_after, logprobs_after, script
+from quire.runner.scripted_runner import attend, key_after, logprobs_after, script
 from quire.scheduler import request_stats
 from quire.scheduler.beam_search import Rules, Search
 

@@ -17,7 +17,7 @@ from quire.cache.prefix.index import symbols
 from quire.core.namespace import Namespace
 from quire.core.scheduling_params import MAX_PROGRAM_TTL, Program, Terms
 from quire.errors import RequestError
-from quire.runner.scripted import script
+from quire.runner.scripted_runner import script
 from quire.scheduler import journal
 from quire.scheduler.programs import LEAD, MOST_PROGRAMS, Programs
 from quire.scheduler.queue.siblings import MOST_TOGETHER

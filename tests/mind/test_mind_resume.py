@@ -12,7 +12,7 @@ from quire.core.scheduling_params import Terms
 from quire.core.step import Pooling
 from quire.errors import DeadlineUnreachable, RequestError
 from quire.params import SamplingParams
-from quire.runner.scripted import script
+from quire.runner.scripted_runner import script
 
 
 def prompt(length: int, salt: int = 0) -> list[int]:

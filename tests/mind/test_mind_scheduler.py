@@ -11,7 +11,7 @@ from rig import VOCAB, Rig, cache_config
 from quire.config import blocks_alone
 from quire.core.step import ListKind, Pooling, StepResult
 from quire.errors import ConfigError, RequestError
-from quire.runner.scripted import script
+from quire.runner.scripted_runner import script
 
 
 def prompt(length: int, salt: int = 0) -> list[int]:

@@ -13,7 +13,7 @@ from quire.core.events import Preempted
 from quire.core.namespace import NO_NAMESPACE
 from quire.core.request import Beams
 from quire.core.step import Move, Step
-from quire.runner.scripted import script
+from quire.runner.scripted_runner import script
 
 BOTH = pytest.mark.parametrize("steps_in_flight", [1, 2])
 INDEXES = pytest.mark.parametrize("prefix_index", ["none", "hash", "radix"])

@@ -17,8 +17,8 @@ from quire.engine.calibration import measure
 from quire.engine.engine import Engine
 from quire.engine.lookup import lookup_seconds
 from quire.errors import ConfigError
-from quire.runner.scripted import ScriptedRunner, script
-from quire.runner.torch_runner import TorchRunner
+from quire.runner.model_runner import TorchRunner
+from quire.runner.scripted_runner import ScriptedRunner, script
 from quire.scheduler import journal
 from quire.scheduler.journal import JournalledScheduler
 from quire.server import launch

@@ -15,7 +15,7 @@ from quire.kernels import reference
 from quire.models.description import describe
 from quire.models.loading import load
 from quire.params import SamplingParams
-from quire.runner.torch_runner import TorchRunner
+from quire.runner.model_runner import TorchRunner
 from quire.scheduler.scheduler import Scheduler
 
 MODULES = {"reference": reference}

@@ -20,9 +20,9 @@ from quire.kv_store.device import DeviceStore
 from quire.kv_store.upload import uploaded
 from quire.models.model import Model
 from quire.runner import wanted
+from quire.runner.device_inputs import ResidentInputs
+from quire.runner.forward import Hidden, Passes
 from quire.runner.inputs import HostInputs, Inputs
-from quire.runner.passes import Hidden, Passes
-from quire.runner.resident import ResidentInputs
 from quire.runner.rows import Rows
 from quire.sampling.logprobs import report
 

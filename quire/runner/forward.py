@@ -16,8 +16,8 @@ from quire.kernels.contract import Kernels, Storage
 from quire.kv_store.upload import uploaded
 from quire.layers.attend import PagedAttend
 from quire.models.model import Model
+from quire.runner.captured_steps import Recordings
 from quire.runner.inputs import Inputs
-from quire.runner.recordings import Recordings
 from quire.runner.rows import Rows
 
 
