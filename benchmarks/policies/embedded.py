@@ -11,8 +11,8 @@ from quire.config import EngineOptions, Policy
 from quire.core.namespace import Namespace
 from quire.engine.build import build
 from quire.engine.engine import Engine
-from quire.engine.garbage import Garbage
 from quire.params import SamplingParams
+from quire.supervisor.garbage import Garbage
 
 MAX_NUM_SEQS = 16
 STEP_TOKENS = 256

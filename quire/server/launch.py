@@ -6,9 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from quire.config import EngineOptions, with_bounded_queue
-from quire.engine.async_engine import AsyncEngine
-from quire.engine.process.hosts import EngineProcess
 from quire.server.service import Service
+from quire.supervisor.async_engine import AsyncEngine
+from quire.supervisor.launcher import EngineProcess
 from quire.tokenizer.load import open_tokenizer
 
 CALIBRATION_SECONDS = 1.0  # at most; a small model needs less

@@ -7,7 +7,6 @@ from itertools import accumulate
 
 from quire.core.output import NO_SEQUENCE, NO_TOKEN, Output
 from quire.engine.outputs import Delta
-from quire.engine.process.stream import Stream
 from quire.engine.transcript import Transcript
 from quire.errors import EngineStopped, RequestError
 from quire.params import SamplingParams
@@ -16,6 +15,7 @@ from quire.server.errors import DeadlineMissed, SequenceFailed
 from quire.server.observe.metrics import Metrics
 from quire.server.observe.record import Told
 from quire.server.observe.told import ended_of, told_of
+from quire.supervisor.stream import Stream
 
 
 class Reply:

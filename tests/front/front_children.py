@@ -9,8 +9,8 @@ import time
 import msgspec
 
 from quire.engine import build as building
-from quire.engine.process.child import run
 from quire.runner.model_runner import TorchRunner
+from quire.supervisor.engine_main import run
 
 POISON = 2040  # a token
 SECONDS_PER_TOKEN = 0.0015

@@ -7,12 +7,12 @@ import threading
 
 from quire.config import CacheConfig, EngineOptions, KVGroup
 from quire.core.output import Output
-from quire.engine.async_engine import AsyncEngine
 from quire.engine.engine import EngineStats
 from quire.engine.facts import Facts
 from quire.engine.generations import NewRequest
-from quire.engine.process.loop import EngineLoop
 from quire.params import SamplingParams
+from quire.supervisor.async_engine import AsyncEngine
+from quire.supervisor.engine_loop import EngineLoop
 
 FACTS = Facts(
     model_name="pretended",

@@ -10,15 +10,15 @@ from front_pretend import FACTS
 
 from quire.core.explanation import Explanation
 from quire.core.output import Output
-from quire.engine.async_engine import AsyncEngine
 from quire.engine.engine import EngineStats
 from quire.engine.generations import NewRequest
-from quire.engine.process import vitals
-from quire.engine.process.hosts import EngineThread
-from quire.engine.process.loop import PULSE_SECONDS
-from quire.engine.process.vitals import FAILED_STEPS
 from quire.errors import EngineStopped, RequestError
 from quire.params import SamplingParams
+from quire.supervisor import health
+from quire.supervisor.async_engine import AsyncEngine
+from quire.supervisor.engine_loop import PULSE_SECONDS
+from quire.supervisor.health import FAILED_STEPS
+from quire.supervisor.launcher import EngineThread
 
 
 class PretendEngine:
@@ -167,7 +167,7 @@ def test_several_requests_on_one_stream_come_all_or_not_at_all():
 
 
 def test_a_long_batch_is_no_stall(monkeypatch):
-    monkeypatch.setattr(vitals, "STALL_SECONDS", 0.8)
+    monkeypatch.setattr(health, "STALL_SECONDS", 0.8)
 
     async def scenario(pretend, engine):
         add, seen = pretend.add, []
@@ -251,7 +251,7 @@ def test_a_failure_reaches_a_caller_who_is_still_queueing():
 
 
 def test_a_stall_is_seen(monkeypatch):
-    monkeypatch.setattr(vitals, "STALL_SECONDS", 0.3)
+    monkeypatch.setattr(health, "STALL_SECONDS", 0.3)
 
     async def scenario(pretend, engine):
         assert engine.health().problem == ""

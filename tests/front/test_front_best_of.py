@@ -12,12 +12,12 @@ from msgspec.structs import replace
 from quire import LLM, SamplingParams
 from quire.core.output import Output
 from quire.core.step import Logprobs
-from quire.engine.async_engine import Stream
 from quire.engine.generations import Generation
 from quire.engine.prompts import TokenizedPrompt
 from quire.engine.transcript import Transcript
 from quire.errors import RequestError
 from quire.server.reply import Reply
+from quire.supervisor.async_engine import Stream
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 

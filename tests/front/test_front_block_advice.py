@@ -10,13 +10,13 @@ from quire.core.output import Output
 from quire.cost.block_size import CANDIDATES
 from quire.cost.block_use import BlockUse
 from quire.cost.step_time import Costs
-from quire.engine import async_engine
-from quire.engine.async_engine import AsyncEngine
 from quire.engine.engine import EngineStats, Learnt
 from quire.engine.facts import facts_of
-from quire.engine.process.hosts import EngineThread
 from quire.errors import DeadlineUnreachable
 from quire.server import block_advice
+from quire.supervisor import async_engine
+from quire.supervisor.async_engine import AsyncEngine
+from quire.supervisor.launcher import EngineThread
 
 
 def test_costs_and_block_sizes_of_the_requests_so_far(keyless, monkeypatch):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from quire.engine.garbage import Garbage
+from quire.supervisor.garbage import Garbage
 
 
 class Clock:

@@ -5,8 +5,8 @@ import asyncio
 import pytest
 from front_pretend import Death, PretendEngine, heard, request, run
 
-from quire.engine.process import frames
 from quire.errors import RequestError
+from quire.supervisor import frames
 
 
 def test_streams_go_on_over_many_deaths():

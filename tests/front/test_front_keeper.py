@@ -9,10 +9,10 @@ import pytest
 from front_pretend import Death, Host, PretendEngine, heard, request, run
 
 from quire.engine.generations import NewRequest
-from quire.engine.process.questions import Questions
-from quire.engine.process.vitals import Vitals
 from quire.errors import EngineStopped, RequestError
 from quire.params import SamplingParams
+from quire.supervisor.health import Vitals
+from quire.supervisor.pending_calls import Questions
 
 
 def first_dies(number, step, _rows):
@@ -36,7 +36,7 @@ def test_a_system_that_has_no_memory_for_a_process_is_asked_again(monkeypatch):
         assert (await heard(stream, ["a"]))[0] == {"a": list(range(1, 11))}
         assert (host.num_launched, host.num_refused) == (2, 2)
 
-    monkeypatch.setattr("quire.engine.process.keeper.PAUSE", 0.01)
+    monkeypatch.setattr("quire.supervisor.keeper.PAUSE", 0.01)
     run(scenario, host=Short(first_dies))
 
 
@@ -80,7 +80,7 @@ def test_an_engine_that_does_not_end_is_killed(monkeypatch, dies_first):
         await engine.close()
         assert host.killed.is_set()
 
-    monkeypatch.setattr("quire.engine.process.keeper._END_SECONDS", 0.05)
+    monkeypatch.setattr("quire.supervisor.keeper._END_SECONDS", 0.05)
     run(scenario, host=Hung(first_dies))
 
 
@@ -141,8 +141,8 @@ def test_the_watchdog_ends_the_engine_that_stalled_and_not_the_next_one(monkeypa
         await asyncio.sleep(0.2)
         assert (host.dumped, host.killed, engine.health().state) == ([1], [], "ok")
 
-    monkeypatch.setattr("quire.engine.async_engine.WATCH_SECONDS", 0.05)
-    monkeypatch.setattr("quire.engine.async_engine._LAST_WORDS", 0.1)
+    monkeypatch.setattr("quire.supervisor.async_engine.WATCH_SECONDS", 0.05)
+    monkeypatch.setattr("quire.supervisor.async_engine._LAST_WORDS", 0.1)
     run(scenario, host=Dying(lambda *_: ()), watchdog=1.0)
 
 

@@ -12,8 +12,8 @@ from quire.core.output import Output
 from quire.core.request import Beams
 from quire.core.step import Logprobs, Pooling
 from quire.engine.generations import NewRequest
-from quire.engine.process.ledger import Ledger
 from quire.params import SamplingParams
+from quire.supervisor.open_requests import Ledger
 
 HIDDEN = 3
 

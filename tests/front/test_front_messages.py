@@ -22,10 +22,6 @@ from quire.cost.step_time import CostFigures
 from quire.engine.engine import EngineStats, Learnt
 from quire.engine.facts import Facts
 from quire.engine.generations import NewRequest
-from quire.engine.process import frames as framing
-from quire.engine.process import messages
-from quire.engine.process.frames import BadFrame, Frames
-from quire.engine.process.messages import Answer, Batch, Failure, Launched
 from quire.errors import (
     ConfigError,
     ContextLengthExceeded,
@@ -39,6 +35,10 @@ from quire.errors import (
 from quire.models.description import UnknownArchitecture
 from quire.params import NUMBERS, SamplingParams
 from quire.structured import StructuredOutputsParams
+from quire.supervisor import frames as framing
+from quire.supervisor import protocol
+from quire.supervisor.frames import BadFrame, Frames
+from quire.supervisor.protocol import Answer, Batch, Failure, Launched
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 IDS = st.lists(st.integers(0, 2**31 - 1), max_size=4)
@@ -170,15 +170,15 @@ def options():
 def commands():
     number = st.integers(0, 2**31)
     return st.one_of(
-        one_of_fields(messages.Begin, options=options()),
-        one_of_fields(messages.Add, number=number, requests=st.lists(new_requests(), max_size=2)),
-        one_of_fields(messages.Abort, request_ids=st.lists(TEXT, max_size=3)),
-        one_of_fields(messages.Finish, seq_id=COUNT, num_tokens=COUNT),
-        one_of_fields(messages.EndProgram, tenant=TEXT, program=TEXT, branch=optional(TEXT)),
-        one_of_fields(messages.Explain, number=number, request_ids=st.lists(TEXT, max_size=3)),
-        one_of_fields(messages.Flush, number=number),
-        one_of_fields(messages.AskLearnt, number=number),
-        one_of_fields(messages.Close),
+        one_of_fields(protocol.Begin, options=options()),
+        one_of_fields(protocol.Add, number=number, requests=st.lists(new_requests(), max_size=2)),
+        one_of_fields(protocol.Abort, request_ids=st.lists(TEXT, max_size=3)),
+        one_of_fields(protocol.Finish, seq_id=COUNT, num_tokens=COUNT),
+        one_of_fields(protocol.EndProgram, tenant=TEXT, program=TEXT, branch=optional(TEXT)),
+        one_of_fields(protocol.Explain, number=number, request_ids=st.lists(TEXT, max_size=3)),
+        one_of_fields(protocol.Flush, number=number),
+        one_of_fields(protocol.AskLearnt, number=number),
+        one_of_fields(protocol.Close),
     )
 
 
@@ -259,11 +259,11 @@ def news():
     )
     return st.one_of(
         batch,
-        one_of_fields(messages.Pulse, turned=NUMBER),
-        one_of_fields(messages.Report, line=TEXT),
-        one_of_fields(messages.Loading, done=COUNT, total=COUNT),
-        one_of_fields(messages.Ready, facts=st.just(FACTS)),
-        one_of_fields(messages.Refused, failure=st.just(FAILURE)),
+        one_of_fields(protocol.Pulse, turned=NUMBER),
+        one_of_fields(protocol.Report, line=TEXT),
+        one_of_fields(protocol.Loading, done=COUNT, total=COUNT),
+        one_of_fields(protocol.Ready, facts=st.just(FACTS)),
+        one_of_fields(protocol.Refused, failure=st.just(FAILURE)),
     )
 
 
@@ -287,13 +287,13 @@ def assert_same(a, b):
 
 def carried(message):
     """What is inside of the frame."""
-    (inside,) = Frames().feed(messages.packed(message))
+    (inside,) = Frames().feed(protocol.packed(message))
     return inside
 
 
 def test_every_kind_of_message_is_tried_here():
-    assert set(messages.Commands.__args__[0].__args__) == set(messages.Command.__subclasses__())
-    assert {cls.__name__ for cls in messages.News.__args__} == {
+    assert set(protocol.Commands.__args__[0].__args__) == set(protocol.Command.__subclasses__())
+    assert {cls.__name__ for cls in protocol.News.__args__} == {
         *("Batch", "Pulse", "Report", "Loading", "Ready", "Refused")
     }
 
@@ -301,27 +301,27 @@ def test_every_kind_of_message_is_tried_here():
 @given(sent=st.lists(commands(), max_size=3))
 @settings(max_examples=60)
 def test_commands_come_as_they_were_sent(sent):
-    assert_same(messages.commands_of(carried(sent)), sent)
+    assert_same(protocol.commands_of(carried(sent)), sent)
 
 
 @given(sent=news())
 @settings(max_examples=100)
 def test_news_come_as_they_were_sent(sent):
-    assert_same(messages.news_of(carried(sent)), sent)
+    assert_same(protocol.news_of(carried(sent)), sent)
 
 
 @pytest.mark.parametrize("seed", [-(2**63), -1, 2**63, 2**64 - 1])
 def test_seeds_of_64_bits_travel(seed):
-    sent = messages.Add(1, [NewRequest("a", [1], SamplingParams(seed=seed))])
-    assert messages.commands_of(carried([sent]))[0].requests[0].params.seed == seed
+    sent = protocol.Add(1, [NewRequest("a", [1], SamplingParams(seed=seed))])
+    assert protocol.commands_of(carried([sent]))[0].requests[0].params.seed == seed
 
 
 def test_what_cannot_be_written_is_refused_where_it_is_sent(monkeypatch):
     with pytest.raises(BadFrame, match="surrogate"):
-        messages.packed([messages.Abort(["\ud800"])])
+        protocol.packed([protocol.Abort(["\ud800"])])
     monkeypatch.setattr(framing, "MAX_FRAME", 100)
     with pytest.raises(BadFrame, match="longer than the 100"):
-        messages.packed([messages.Abort(["a" * 100])])
+        protocol.packed([protocol.Abort(["a" * 100])])
 
 
 # Damage
@@ -330,7 +330,7 @@ LOGPROBS = Logprobs(np.ones((2, 1), np.int32), np.ones((2, 1), np.float32), np.o
 OUTPUT = Output(
     "a", 0, 1, [1, 2], "stop", 3, LOGPROBS, None, np.ones(3, np.float32), 4, -1.0, "why", 0.5,
 )  # fmt: skip
-ADD = messages.Add(
+ADD = protocol.Add(
     1,
     [
         NewRequest(
@@ -343,15 +343,15 @@ ADD = messages.Add(
 WHOLE = [
     carried(message)
     for message in (
-        [messages.Begin(EngineOptions()), messages.Abort(["a"]), messages.Finish(1, 2), messages.Explain(1, ["a"])],
-        [ADD, messages.Flush(2), messages.AskLearnt(3), messages.Close()],
+        [protocol.Begin(EngineOptions()), protocol.Abort(["a"]), protocol.Finish(1, 2), protocol.Explain(1, ["a"])],
+        [ADD, protocol.Flush(2), protocol.AskLearnt(3), protocol.Close()],
         Batch([OUTPUT], [Answer(1, LEARNT), Answer(2, [EXPLANATION], FAILURE)], 3, Launched(["a"], [4], 0.5),
               EngineStats.nothing()),
-        messages.Pulse(1.0),
-        messages.Ready(FACTS),
-        messages.Refused(FAILURE),
-        messages.Loading(1, 2),
-        messages.Report("line"),
+        protocol.Pulse(1.0),
+        protocol.Ready(FACTS),
+        protocol.Refused(FAILURE),
+        protocol.Loading(1, 2),
+        protocol.Report("line"),
     )
 ]  # fmt: skip
 
@@ -359,7 +359,7 @@ WHOLE = [
 def read_either_way(data):
     """As the engine does and as the front end does: each is read, or refused as a bad frame and nothing else."""
     read = 0
-    for reader in (messages.commands_of, messages.news_of):
+    for reader in (protocol.commands_of, protocol.news_of):
         try:
             reader(data)
             read += 1
@@ -441,20 +441,20 @@ def test_values_out_of_bounds_do_not_pass_the_engines_door(wrong):
     request = ["a", [1], {**fine, **wrong}]
     data = msgspec.msgpack.encode([{"type": "Add", "number": 1, "requests": [request]}])
     if "unknown" in wrong:
-        assert messages.commands_of(data)[0].requests[0].params == ADD.requests[0].params
+        assert protocol.commands_of(data)[0].requests[0].params == ADD.requests[0].params
         return
     with pytest.raises(BadFrame, match="cannot be read"):
-        messages.commands_of(data)
+        protocol.commands_of(data)
 
 
 # Errors
 
 
 def returned(error):
-    (answer,) = messages.news_of(
-        carried(Batch([], [Answer(1, failure=messages.failure_of(error))], 0, None, EngineStats.nothing()))
+    (answer,) = protocol.news_of(
+        carried(Batch([], [Answer(1, failure=protocol.failure_of(error))], 0, None, EngineStats.nothing()))
     ).answers
-    return messages.error_of(answer.failure)
+    return protocol.error_of(answer.failure)
 
 
 @pytest.mark.parametrize(
@@ -496,5 +496,5 @@ def test_other_errors_come_as_bugs_with_their_name(error):
 
 
 def test_a_failure_that_lacks_its_numbers_is_still_an_error():
-    assert "DeadlineUnreachable" in str(messages.error_of(Failure("DeadlineUnreachable", "late")))
-    assert "QueueFull" in str(messages.error_of(Failure("QueueFull", "full", None, [1.0, 2.0])))
+    assert "DeadlineUnreachable" in str(protocol.error_of(Failure("DeadlineUnreachable", "late")))
+    assert "QueueFull" in str(protocol.error_of(Failure("QueueFull", "full", None, [1.0, 2.0])))

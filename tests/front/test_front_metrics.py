@@ -10,12 +10,12 @@ from quire.config import CacheConfig, KVGroup
 from quire.core.explanation import Explanation
 from quire.engine.engine import EngineStats
 from quire.engine.outputs import RequestMetrics
-from quire.engine.process.vitals import Health
 from quire.engine.step_sizes import BOUNDS, StepSizes
 from quire.params import SamplingParams
 from quire.server.observe.metrics import Ended, Metrics
 from quire.server.observe.record import Record
 from quire.server.options import ServerOptions
+from quire.supervisor.health import Health
 
 CACHE = CacheConfig(16, (KVGroup((0,), "full", 1, 8, "float32", 10, 1024),))
 PLAIN = {"model_name", "engine"}

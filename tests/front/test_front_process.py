@@ -15,11 +15,11 @@ import pytest
 
 from quire.config import EngineOptions
 from quire.core.step import Pooling
-from quire.engine.async_engine import AsyncEngine
 from quire.engine.generations import NewRequest
-from quire.engine.process.hosts import EngineProcess
 from quire.errors import ConfigError, EngineStopped
 from quire.params import SamplingParams
+from quire.supervisor.async_engine import AsyncEngine
+from quire.supervisor.launcher import EngineProcess
 
 OPTIONS = EngineOptions(memory="256MiB", dtype="float32", max_num_seqs=32, max_model_len=512, threads=1)
 PROGRAM = str(Path(front_children.__file__))
@@ -243,7 +243,7 @@ def test_an_engine_that_dies_while_it_starts_is_given_up():
 
 
 def test_an_engine_that_cannot_be_started_again_fails_what_is_open(monkeypatch):
-    monkeypatch.setattr("quire.engine.process.keeper.PAUSE", 0.01)
+    monkeypatch.setattr("quire.supervisor.keeper.PAUSE", 0.01)
 
     async def work():
         async with running() as engine:

@@ -7,10 +7,10 @@ from front_site import GENERATING, refused
 from quire import SamplingParams
 from quire.core.scheduling_params import Program, Terms
 from quire.engine.generations import NewRequest
-from quire.engine.process import messages
-from quire.engine.process.frames import Frames
-from quire.engine.process.ledger import Ledger
 from quire.errors import RequestError
+from quire.supervisor import protocol
+from quire.supervisor.frames import Frames
+from quire.supervisor.open_requests import Ledger
 
 WHOLE = {"id": "run-1", "branch": "a/b", "expects_more": False, "ttl": 5}
 END = "/v1/programs/end"
@@ -95,9 +95,9 @@ def test_an_end_that_cannot_be_is_refused_by_name(keyless, body, param):
 
 
 def test_an_end_travels_as_it_is_and_a_restart_knows_the_program():
-    end = messages.EndProgram("ann", "p", None)
-    (frame,) = Frames().feed(messages.packed([end]))
-    assert messages.commands_of(frame) == [end]
+    end = protocol.EndProgram("ann", "p", None)
+    (frame,) = Frames().feed(protocol.packed([end]))
+    assert protocol.commands_of(frame) == [end]
     ledger = Ledger()
     terms = Terms(program=Program(**WHOLE))
     ledger.add([NewRequest("a", [1, 2], SamplingParams(seed=1), terms=terms)])

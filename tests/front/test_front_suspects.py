@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.engine.process.suspects import ALONE, Suspects
+from quire.supervisor.crash_isolation import ALONE, Suspects
 
 PARTS = 8  # that a group of suspects is split into
 MAX_ROWS = 64

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.engine.engine import EngineStats
-from quire.engine.process.loop import IDLE_SECONDS, PULSE_SECONDS
-from quire.engine.process.vitals import STALL_SECONDS, Tally, Vitals
+from quire.supervisor.engine_loop import IDLE_SECONDS, PULSE_SECONDS
+from quire.supervisor.health import STALL_SECONDS, Tally, Vitals
 
 WATCHED = 0.25  # seconds between two looks
 

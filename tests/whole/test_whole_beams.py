@@ -8,15 +8,15 @@ from transformers import AutoModelForCausalLM
 
 from quire import LLM, SamplingParams
 from quire.config import EngineOptions
-from quire.engine.async_engine import AsyncEngine
 from quire.engine.build import build
 from quire.engine.facts import facts_of
-from quire.engine.process.hosts import EngineThread
 from quire.hub import embedded
 from quire.params import BeamSearchParams
 from quire.scheduler.beam_search import Rules, Search
 from quire.server.app import make_app
 from quire.server.service import Service
+from quire.supervisor.async_engine import AsyncEngine
+from quire.supervisor.launcher import EngineThread
 
 SMALL = {"dtype": "float32", "memory": "400MiB", "max_num_seqs": 16, "max_model_len": 512}
 PROMPTS = ["One Tuesday Mira went", "Hello! Who are", "The kettle"]

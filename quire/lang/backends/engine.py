@@ -10,13 +10,10 @@ from uuid import uuid4
 from quire.config import EngineOptions
 from quire.core.namespace import NO_NAMESPACE
 from quire.core.scheduling_params import Program, Terms
-from quire.engine.async_engine import AsyncEngine
 from quire.engine.build import Built, build
 from quire.engine.facts import facts_of
 from quire.engine.generations import generations
 from quire.engine.outputs import Delta
-from quire.engine.process.hosts import EngineThread
-from quire.engine.process.vitals import Health
 from quire.engine.prompts import TokenizedPrompt
 from quire.engine.transcript import Transcript
 from quire.lang.backends.base import Backend, Piece, RoleTexts
@@ -29,6 +26,9 @@ from quire.lang.scene import Message, Prompt
 from quire.params import SamplingParams
 from quire.structured import StructuredOutputsParams
 from quire.structured_outputs.backends import check
+from quire.supervisor.async_engine import AsyncEngine
+from quire.supervisor.health import Health
+from quire.supervisor.launcher import EngineThread
 from quire.tokenizer.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)

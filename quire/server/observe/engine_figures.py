@@ -8,8 +8,8 @@ from prometheus_client.registry import Collector
 
 from quire.config import CacheConfig
 from quire.engine.engine import EngineStats
-from quire.engine.process.vitals import Health, State
 from quire.engine.step_sizes import BOUNDS
+from quire.supervisor.health import Health, State
 
 LABELS = ("model_name", "engine")
 ENGINE = "0"  # there is one

@@ -13,10 +13,10 @@ from prometheus_client.registry import Collector
 
 from quire.config import CacheConfig
 from quire.engine.outputs import RequestMetrics
-from quire.engine.process.vitals import Health
 from quire.params import SamplingParams
 from quire.server.observe.engine_figures import ENGINE, LABELS, EngineFigures
 from quire.server.observe.record import Record
+from quire.supervisor.health import Health
 
 # upper bounds of buckets, seconds; vLLM's, and some below, as small models are faster than those
 _FIRST_TOKEN = (

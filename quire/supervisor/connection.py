@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from quire.engine.process import messages
-from quire.engine.process.frames import BadFrame, Frames
-from quire.engine.process.messages import News
+from quire.supervisor import protocol
+from quire.supervisor.frames import BadFrame, Frames
+from quire.supervisor.protocol import News
 
 
 class Connection(asyncio.Protocol):
@@ -22,7 +22,7 @@ class Connection(asyncio.Protocol):
 
     def send(self, command: Any) -> None:  # noqa: ANN401  (one of Commands)
         """Send a command, with all others of this turn of the event loop. Raises BadFrame for one that cannot be."""
-        message = messages.packed([command])  # each alone: together they may be longer than one may be
+        message = protocol.packed([command])  # each alone: together they may be longer than one may be
         if not self._unsent:
             asyncio.get_running_loop().call_soon(self._flush)
         self._unsent.append(message)
@@ -47,7 +47,7 @@ class Connection(asyncio.Protocol):
         try:
             for message in self._frames.feed(data):
                 self.heard.set()
-                self._hear(messages.news_of(message))
+                self._hear(protocol.news_of(message))
         except BadFrame as error:
             assert self._transport is not None
             self._transport.abort()

@@ -4,8 +4,8 @@ import asyncio
 import logging
 from typing import Any
 
-from quire.engine.process.hosts import Host
 from quire.errors import QuireError
+from quire.supervisor.launcher import Host
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""The engine's process: `python -m quire.engine.process FILE`, where FILE is the number of an open socket."""
+"""The engine's process: `python -m quire.supervisor FILE`, where FILE is the number of an open socket."""
 
 import socket
 import sys
@@ -6,6 +6,6 @@ import sys
 from quire.early import import_with_torch
 
 if __name__ == "__main__":
-    run = import_with_torch("quire.engine.process.child").run
+    run = import_with_torch("quire.supervisor.engine_main").run
     with socket.socket(fileno=int(sys.argv[1])) as connection:
         run(connection)

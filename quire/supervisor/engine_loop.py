@@ -15,10 +15,10 @@ from collections import deque
 from quire.core.explanation import Explanation
 from quire.core.output import Output
 from quire.engine.engine import Engine, Learnt
-from quire.engine.garbage import Garbage
-from quire.engine.process import messages
-from quire.engine.process.frames import BadFrame, Frames
-from quire.engine.process.messages import Answer, Batch, Command, Launched, News, Pulse
+from quire.supervisor import protocol
+from quire.supervisor.frames import BadFrame, Frames
+from quire.supervisor.garbage import Garbage
+from quire.supervisor.protocol import Answer, Batch, Command, Launched, News, Pulse
 
 log = logging.getLogger(__name__)
 
@@ -88,34 +88,34 @@ class EngineLoop:
 
     def _carry_out(self, command: Command) -> None:
         match command:
-            case messages.Abort(request_ids):
+            case protocol.Abort(request_ids):
                 for request_id in request_ids:
                     self._engine.abort(request_id)
-            case messages.Finish(seq_id, num_tokens):
+            case protocol.Finish(seq_id, num_tokens):
                 self._engine.finish(seq_id, num_tokens)
-            case messages.EndProgram(tenant, program, branch):
+            case protocol.EndProgram(tenant, program, branch):
                 self._engine.end_program(tenant, program, branch)
-            case messages.Close():
+            case protocol.Close():
                 self._closing = True
-            case messages.Add(number) | messages.Explain(number) | messages.Flush(number) | messages.AskLearnt(number):
+            case protocol.Add(number) | protocol.Explain(number) | protocol.Flush(number) | protocol.AskLearnt(number):
                 try:
                     self._answers.append(Answer(number, self._answer(command)))
                 except Exception as error:  # whatever is wrong with a question is told to the one who asked it
-                    self._answers.append(Answer(number, failure=messages.failure_of(error)))
+                    self._answers.append(Answer(number, failure=protocol.failure_of(error)))
 
     def _answer(self, command: Command) -> int | Learnt | list[Explanation] | None:
         match command:
-            case messages.Add():
+            case protocol.Add():
                 self._add(command)
                 return None
-            case messages.Explain():
+            case protocol.Explain():
                 found = map(self._engine.explain, command.request_ids)
                 return [one for one in found if one is not None]
-            case messages.Flush():
+            case protocol.Flush():
                 return self._engine.flush_cache()
         return self._engine.learnt()
 
-    def _add(self, command: messages.Add) -> None:
+    def _add(self, command: protocol.Add) -> None:
         for i, request in enumerate(command.requests):
             self._turned = time.monotonic()  # many requests with long lists take their time
             try:
@@ -143,7 +143,7 @@ class EngineLoop:
     def _send(self, news: News) -> None:
         try:
             with self._sending:
-                self._connection.sendall(messages.packed(news))
+                self._connection.sendall(protocol.packed(news))
         except OSError:  # nobody is left to hear it
             self._closing = True
 
@@ -154,7 +154,7 @@ class EngineLoop:
         try:
             while data := self._connection.recv(_AT_ONCE):
                 for message in frames.feed(data):
-                    commands = messages.commands_of(message)
+                    commands = protocol.commands_of(message)
                     with self._wake:
                         self._commands += commands
                         self._wake.notify()

@@ -1,4 +1,4 @@
-"""What the engine's process does, which `python -m quire.engine.process` starts.
+"""What the engine's process does, which `python -m quire.supervisor` starts.
 
 It builds the engine that it is told to, runs it, and ends with whoever started it.
 """
@@ -10,13 +10,13 @@ from collections.abc import Callable
 
 from quire.engine.build import Built, build
 from quire.engine.facts import facts_of
-from quire.engine.garbage import Garbage
-from quire.engine.process import messages
-from quire.engine.process.frames import BadFrame, received
-from quire.engine.process.hosts import DUMP_SIGNAL
-from quire.engine.process.loop import EngineLoop
-from quire.engine.process.messages import Begin, Loading, News, Ready, Refused, Report
 from quire.errors import QuireError
+from quire.supervisor import protocol
+from quire.supervisor.engine_loop import EngineLoop
+from quire.supervisor.frames import BadFrame, received
+from quire.supervisor.garbage import Garbage
+from quire.supervisor.launcher import DUMP_SIGNAL
+from quire.supervisor.protocol import Begin, Loading, News, Ready, Refused, Report
 
 _LOADING_STEPS = 100  # how often is told how much is loaded
 
@@ -29,12 +29,12 @@ def run(connection: socket.socket, build: Callable[..., Built] = build) -> None:
         signal.signal(number, signal.SIG_IGN)  # whoever started it says when to end, and is told by the system if not
 
     def say(news: News) -> None:
-        connection.sendall(messages.packed(news))
+        connection.sendall(protocol.packed(news))
 
     try:
         built = build(_begin(connection).options, report=lambda line: say(Report(line)), progress=_Loads(say))
     except QuireError as error:
-        say(Refused(messages.failure_of(error)))
+        say(Refused(protocol.failure_of(error)))
         return
     say(Ready(facts_of(built)))
     EngineLoop(built.engine, connection, Garbage()).run()
@@ -58,7 +58,7 @@ def _begin(connection: socket.socket) -> Begin:
     message = received(connection)
     if message is None:
         raise SystemExit  # whoever started it has gone
-    match messages.commands_of(message):
+    match protocol.commands_of(message):
         case [Begin() as begin]:
             return begin
     raise BadFrame("something else came before the engine was there")

@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Container
 
-from quire.engine.process.messages import Launched
+from quire.supervisor.protocol import Launched
 
 
 class StepsInFlight:

@@ -17,16 +17,16 @@ from typing import Protocol
 from quire.config import EngineOptions
 from quire.engine.engine import Engine
 from quire.engine.facts import Facts
-from quire.engine.process import messages
-from quire.engine.process.frames import received
-from quire.engine.process.loop import EngineLoop
-from quire.engine.process.messages import Begin, News
 from quire.errors import EngineStopped
+from quire.supervisor import protocol
+from quire.supervisor.engine_loop import EngineLoop
+from quire.supervisor.frames import received
+from quire.supervisor.protocol import Begin, News
 
 log = logging.getLogger(__name__)
 
 DUMP_SIGNAL = signal.SIGUSR1  # upon which an engine process writes the stacks of its threads
-_PROGRAM = ("-m", "quire.engine.process")
+_PROGRAM = ("-m", "quire.supervisor")
 _SIGNALS = {one.value: one.name for one in signal.Signals}  # most real-time signals have no name
 
 
@@ -88,7 +88,7 @@ class EngineProcess:
             )
         try:
             with suppress(ConnectionError):  # it has died, as will be seen
-                self.connection.sendall(messages.packed([Begin(self._next_options())]))
+                self.connection.sendall(protocol.packed([Begin(self._next_options())]))
             self.facts = self._until_ready()
         except BaseException:
             self.connection.close()
@@ -119,7 +119,7 @@ class EngineProcess:
 
     def _until_ready(self) -> Facts:
         while (message := self._receive()) is not None:
-            facts = self._hear(messages.news_of(message))
+            facts = self._hear(protocol.news_of(message))
             if facts is not None:
                 return facts  # what comes behind it is for whoever uses the connection then
         self.connection.close()
@@ -134,13 +134,13 @@ class EngineProcess:
     def _hear(self, news: News) -> Facts | None:
         """The facts, once they come. Raises what the engine process says is wrong."""
         match news:
-            case messages.Ready(facts):
+            case protocol.Ready(facts):
                 return facts
-            case messages.Refused(failure):
-                raise messages.error_of(failure)
-            case messages.Report(line) if self._num_starts == 0:
+            case protocol.Refused(failure):
+                raise protocol.error_of(failure)
+            case protocol.Report(line) if self._num_starts == 0:
                 self._report(line)
-            case messages.Loading(done, total) if self._num_starts == 0:
+            case protocol.Loading(done, total) if self._num_starts == 0:
                 self._progress(done, total)
         return None
 

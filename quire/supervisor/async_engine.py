@@ -17,21 +17,21 @@ from quire.core.output import Output
 from quire.core.seeds import nth_seed
 from quire.engine.engine import EngineStats, Learnt
 from quire.engine.generations import NewRequest
-from quire.engine.process import messages
-from quire.engine.process.connection import Connection
-from quire.engine.process.frames import BadFrame
-from quire.engine.process.given_up import GivenUp
-from quire.engine.process.hosts import Host
-from quire.engine.process.keeper import Keeper
-from quire.engine.process.ledger import Ledger
-from quire.engine.process.messages import Answer, Batch, News
-from quire.engine.process.questions import Questions
-from quire.engine.process.steps import StepsInFlight
-from quire.engine.process.stream import Stream
-from quire.engine.process.suspects import Suspects
-from quire.engine.process.vitals import FAILED_STEPS, STALL_SECONDS, Health, State, Tally, Vitals
 from quire.errors import EngineStopped, QueueFull, RequestError
 from quire.params import is_unicode
+from quire.supervisor import protocol
+from quire.supervisor.connection import Connection
+from quire.supervisor.crash_isolation import Suspects
+from quire.supervisor.frames import BadFrame
+from quire.supervisor.given_up import GivenUp
+from quire.supervisor.health import FAILED_STEPS, STALL_SECONDS, Health, State, Tally, Vitals
+from quire.supervisor.keeper import Keeper
+from quire.supervisor.launcher import Host
+from quire.supervisor.open_requests import Ledger
+from quire.supervisor.pending_calls import Questions
+from quire.supervisor.protocol import Answer, Batch, News
+from quire.supervisor.steps import StepsInFlight
+from quire.supervisor.stream import Stream
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ class AsyncEngine:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._connection is not None:
-            self._connection.send(messages.Close())
+            self._connection.send(protocol.Close())
             self._connection.close()
             self._connection = None
             await self._keeper.ended()
@@ -105,7 +105,7 @@ class AsyncEngine:
         stream = Stream(partial(self._give_up, ids))
         self._streams.update(dict.fromkeys(ids, stream))
         try:
-            await self._ask(lambda number: messages.Add(number, requests), requests)
+            await self._ask(lambda number: protocol.Add(number, requests), requests)
         except BaseException:  # also when the caller is cancelled
             stream.close()
             raise
@@ -115,32 +115,32 @@ class AsyncEngine:
         """A stop string ended this sequence after `num_tokens` output tokens."""
         seq_id = self._ledger.finish(request_id, index, num_tokens)
         if seq_id is not None:
-            self._send(messages.Finish(seq_id, num_tokens))
+            self._send(protocol.Finish(seq_id, num_tokens))
         elif request_id not in self._ledger:  # an engine that has said nothing of it may know it all the same
-            self._send(messages.Abort([request_id]))
+            self._send(protocol.Abort([request_id]))
         self._look_at(request_id)
 
     def end_program(self, tenant: str, program: str, branch: str | None = None) -> None:
         """Nobody goes on from what a branch of a program left; None: any of its branches. An engine that is not there
         has nothing to forget.
         """
-        self._send(messages.EndProgram(tenant, program, branch))
+        self._send(protocol.EndProgram(tenant, program, branch))
 
     async def explain(self, request_ids: Iterable[str]) -> list[Explanation]:
         """What became of these requests; those that are unknown or were long ago are left out. Raises EngineStopped."""
         ids = list(request_ids)
-        found: list[Explanation] = await self._ask(lambda number: messages.Explain(number, ids))
+        found: list[Explanation] = await self._ask(lambda number: protocol.Explain(number, ids))
         return found
 
     async def flush_cache(self) -> int:
         """Forget all KV that no running request holds; the number of blocks that are free now. Raises EngineStopped."""
-        freed: int = await self._ask(messages.Flush)
+        freed: int = await self._ask(protocol.Flush)
         return freed
 
     async def learnt(self) -> Learnt | None:
         """What the engine has learnt of its costs and blocks; None where it does not answer at once."""
         try:
-            learnt: Learnt = await asyncio.wait_for(self._ask(messages.AskLearnt), STALL_SECONDS)
+            learnt: Learnt = await asyncio.wait_for(self._ask(protocol.AskLearnt), STALL_SECONDS)
         except (EngineStopped, TimeoutError):
             return None
         return learnt
@@ -176,7 +176,7 @@ class AsyncEngine:
         for request_id in known:
             self._ledger.drop(request_id)
         if known:  # one that has ended is unknown to the engine, which does nothing
-            self._send(messages.Abort(known))
+            self._send(protocol.Abort(known))
         for request_id in known:
             self._look_at(request_id)
 
@@ -223,7 +223,7 @@ class AsyncEngine:
         if question is None or question.answer.done():  # whoever asked has gone, and has taken it back
             return
         if answer.failure is not None:
-            question.answer.set_exception(messages.error_of(answer.failure))
+            question.answer.set_exception(protocol.error_of(answer.failure))
             return
         self._resumed.update(request.request_id for request in question.requests)
         self._ledger.add(question.requests)
@@ -254,7 +254,7 @@ class AsyncEngine:
 
     def _resubmit(self, request_id: str) -> None:
         request = self._ledger.resume(request_id)
-        _, question = self._questions.put(lambda number: messages.Add(number, [request]), lasts=False)
+        _, question = self._questions.put(lambda number: protocol.Add(number, [request]), lasts=False)
         question.answer.add_done_callback(partial(self._resubmitted, request_id))
 
     def _resubmitted(self, request_id: str, answer: "asyncio.Future[Any]") -> None:
@@ -272,7 +272,7 @@ class AsyncEngine:
         match news:
             case Batch():
                 self._take(news, now)
-            case messages.Pulse(turned):
+            case protocol.Pulse(turned):
                 self._vitals.pulse(turned, now)
 
     def _take(self, batch: Batch, now: float) -> None:
@@ -291,7 +291,7 @@ class AsyncEngine:
     def _deliver(self, output: Output) -> None:
         told, stopped_after = self._ledger.take(output)
         if stopped_after is not None:
-            self._send(messages.Finish(output.seq_id, stopped_after))
+            self._send(protocol.Finish(output.seq_id, stopped_after))
         stream = self._streams.get(output.request_id)
         if told is not None and stream is not None:
             stream.put(told)

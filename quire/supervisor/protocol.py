@@ -11,7 +11,6 @@ from quire.core.output import Output
 from quire.engine.engine import EngineStats, Learnt
 from quire.engine.facts import Facts
 from quire.engine.generations import NewRequest
-from quire.engine.process.frames import BadFrame, frame
 from quire.errors import (
     ConfigError,
     ContextLengthExceeded,
@@ -21,6 +20,7 @@ from quire.errors import (
     QuireError,
     RequestError,
 )
+from quire.supervisor.frames import BadFrame, frame
 
 
 class Command(msgspec.Struct, frozen=True, tag=True):
