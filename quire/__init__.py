@@ -16,7 +16,7 @@ __version__ = "0.1.0"
 os.environ.setdefault("GOMP_SPINCOUNT", "4000")  # some 200 us
 
 _HOMES = {
-    "LLM": "quire.engine.llm",
+    "LLM": "quire.llm",
     "SamplingParams": "quire.params",
     "BeamSearchParams": "quire.params",
     "StructuredOutputsParams": "quire.structured",
@@ -31,7 +31,7 @@ _HOMES = {
     "run_batch": "quire.server.batch",
     "serve": "quire.server.serve",
 }
-_WITH_TORCH = ("quire.engine.llm", "quire.engine.doctor")
+_WITH_TORCH = ("quire.llm", "quire.engine.doctor")
 __all__ = ["__version__", *_HOMES]
 
 
@@ -40,7 +40,7 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module 'quire' has no attribute {name!r}")
     home = _HOMES[name]
     if home in _WITH_TORCH:
-        from quire.early import import_with_torch  # noqa: PLC0415  (`quire --help` waits for nothing that it can do without)
+        from quire.preload import import_with_torch  # noqa: PLC0415  (`quire --help` waits for nothing that it can do without)
 
         return getattr(import_with_torch(home), name)
     return getattr(import_module(home), name)

@@ -1,12 +1,12 @@
 from quire.core.scheduling_params import Retention as Retention
 from quire.engine.doctor import examine as examine
-from quire.engine.llm import LLM as LLM
 from quire.engine.outputs import BeamSearchOutput as BeamSearchOutput
 from quire.engine.outputs import BeamSearchSequence as BeamSearchSequence
 from quire.engine.outputs import CompletionOutput as CompletionOutput
 from quire.engine.outputs import EmbeddingOutput as EmbeddingOutput
 from quire.engine.outputs import EmbeddingRequestOutput as EmbeddingRequestOutput
 from quire.engine.outputs import RequestOutput as RequestOutput
+from quire.llm import LLM as LLM
 from quire.params import BeamSearchParams as BeamSearchParams
 from quire.params import SamplingParams as SamplingParams
 from quire.server.batch import run_batch as run_batch

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from quire.early import collector_at_rest, import_with_torch
+from quire.preload import collector_at_rest, import_with_torch
 
 SCRIPT = """
 import gc, sys

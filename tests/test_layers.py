@@ -29,7 +29,7 @@ FIRST_FLOOR = ORDER[: ORDER.index("scheduler") + 1]
 # Imports that may hide inside a function: (file, function) -> why.
 LAZY = {
     ("quire/__init__.py", "__getattr__"): "importing quire for its version or its scheduler must not import torch",
-    ("quire/early.py", "import_with_torch"): "what is imported, and in which order, is what it is for",
+    ("quire/preload.py", "import_with_torch"): "what is imported, and in which order, is what it is for",
     ("quire/engine/model_files.py", "_backend"): "transformers is an optional extra, and slow to import",
     ("quire/hub/locate.py", "locate"): "huggingface_hub takes a tenth of a second, for downloads alone",
     ("quire/structured_outputs/xgrammar.py", "_module"): "xgrammar is an optional extra, and imports torch",
@@ -178,7 +178,7 @@ def test_importing_the_whole_first_floor_does_not_import_torch():
         ("quire/cache/block_pool.py", "from .. import sched"),
         ("quire/cache/block_pool.py", "import quire"),
         ("quire/cache/block_pool.py", "from quire import LLM"),
-        ("quire/cache/block_pool.py", "def f():\n    from quire.engine.llm import LLM"),
+        ("quire/cache/block_pool.py", "def f():\n    from quire.llm import LLM"),
         ("quire/errors.py", "from quire.params import SamplingParams"),
         ("quire/server/app.py", "from quire import LLM"),
         ("quire/__init__.py", "from quire import cli"),
@@ -197,7 +197,7 @@ def test_layer_faults_sees_an_upward_import(path, source):
             "from quire.cache.block_pool import Pool\nfrom .queue import Queue\nfrom ..core import step",
         ),
         ("quire/cli.py", "import quire\nfrom quire.server import app\nfrom quire import LLM, errors"),
-        ("quire/__init__.py", "from quire.engine.llm import LLM"),
+        ("quire/__init__.py", "from quire.llm import LLM"),
         ("quire/server/app.py", "from quire import __version__, engine"),
         ("quire/core/__init__.py", "from .step import Step\nfrom quire.errors import QuireError"),
         ("quire/runner/local.py", "import torch, quirelike.engine"),

@@ -3,9 +3,9 @@
 from os import PathLike, fspath
 from typing import cast
 
-from quire.early import import_with_torch
 from quire.errors import ConfigError
 from quire.lang.backends.base import Backend
+from quire.preload import import_with_torch
 
 
 def Engine(

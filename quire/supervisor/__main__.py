@@ -3,7 +3,7 @@
 import socket
 import sys
 
-from quire.early import import_with_torch
+from quire.preload import import_with_torch
 
 if __name__ == "__main__":
     run = import_with_torch("quire.supervisor.engine_main").run

@@ -138,7 +138,7 @@ def test_a_container_is_not_charged_for_cached_files(tmp_path, monkeypatch):
 
 def test_offline_steps_may_take_longer_than_those_of_a_server(monkeypatch):
     options = []
-    monkeypatch.setattr("quire.engine.llm.build", lambda chosen, **_: options.append(chosen) or build(chosen, **_))
+    monkeypatch.setattr("quire.llm.build", lambda chosen, **_: options.append(chosen) or build(chosen, **_))
     LLM(memory="64MiB")
     LLM(memory="64MiB", step_seconds=0.25)
     assert [chosen.step_seconds for chosen in options] == [2.0, 0.25]

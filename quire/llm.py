@@ -25,12 +25,12 @@ from quire.engine.outputs import (
     EmbeddingRequestOutput,
     RequestOutput,
 )
-from quire.engine.progress import TokenProgress
 from quire.engine.prompts import Prompt, TokenizedPrompt, listed, template_variables, tokenize
 from quire.engine.terms import ProgramLike, RetentionLike, make_terms, terms_each
 from quire.engine.transcript import Transcript
 from quire.errors import RequestError
 from quire.params import BeamSearchParams, SamplingParams
+from quire.progress import TokenProgress
 from quire.scheduler.beam_search import plan_beams
 from quire.structured_outputs.backends import check as check_form
 from quire.tokenizer.messages import Message
