@@ -23,10 +23,10 @@ from unittest.mock import patch
 from benchmarks.cpu.checkpoints import SHAPES, VOCAB_SIZE, checkpoint, weight_bytes
 from benchmarks.cpu.machine import describe
 from quire.config import EngineOptions
-from quire.engine.build import build
 from quire.engine.engine import Engine
 from quire.kernels.cpu import _C, kernels
 from quire.params import SamplingParams
+from quire.startup.build import build
 
 STEPS = 20  # that are measured
 _KERNELS = [name for name in dir(_C) if not name.startswith("_")]

@@ -24,10 +24,10 @@ from benchmarks.cpu.machine import describe
 from quire.config import CacheConfig, EngineOptions
 from quire.core.step import Move
 from quire.cost.step_time import Costs
-from quire.engine.build import build, prepare
 from quire.engine.engine import Engine
 from quire.kv_store.device import DeviceStore
 from quire.params import SamplingParams
+from quire.startup.build import build, prepare
 
 PCIE = 25e9  # bytes a second each way, "effective", of document 001
 

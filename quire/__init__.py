@@ -27,11 +27,11 @@ _HOMES = {
     "BeamSearchSequence": "quire.engine.outputs",
     "EmbeddingRequestOutput": "quire.engine.outputs",
     "EmbeddingOutput": "quire.engine.outputs",
-    "examine": "quire.engine.doctor",
+    "examine": "quire.startup.doctor",
     "run_batch": "quire.server.batch",
     "serve": "quire.server.serve",
 }
-_WITH_TORCH = ("quire.llm", "quire.engine.doctor")
+_WITH_TORCH = ("quire.llm", "quire.startup.doctor")
 __all__ = ["__version__", *_HOMES]
 
 

@@ -1,5 +1,4 @@
 from quire.core.scheduling_params import Retention as Retention
-from quire.engine.doctor import examine as examine
 from quire.engine.outputs import BeamSearchOutput as BeamSearchOutput
 from quire.engine.outputs import BeamSearchSequence as BeamSearchSequence
 from quire.engine.outputs import CompletionOutput as CompletionOutput
@@ -11,6 +10,7 @@ from quire.params import BeamSearchParams as BeamSearchParams
 from quire.params import SamplingParams as SamplingParams
 from quire.server.batch import run_batch as run_batch
 from quire.server.serve import serve as serve
+from quire.startup.doctor import examine as examine
 from quire.structured import StructuredOutputsParams as StructuredOutputsParams
 
 __version__: str

@@ -12,7 +12,6 @@ from quire.core.namespace import NO_NAMESPACE
 from quire.core.output import Output
 from quire.core.request import Beams
 from quire.core.scheduling_params import NO_TERMS, Terms
-from quire.engine.build import build
 from quire.engine.embeddings import PooledBatch, pooling_of
 from quire.engine.engine import Engine, EngineStats
 from quire.engine.generations import NewRequest, generations
@@ -32,6 +31,7 @@ from quire.errors import RequestError
 from quire.params import BeamSearchParams, SamplingParams
 from quire.progress import TokenProgress
 from quire.scheduler.beam_search import plan_beams
+from quire.startup.build import build
 from quire.structured_outputs.backends import check as check_form
 from quire.tokenizer.messages import Message
 from quire.tokenizer.tokenizer import Tokenizer

@@ -13,7 +13,7 @@ from benchmarks.cpu.gguf_file import gguf_file
 from benchmarks.cpu.machine import matmul_rate, read_rate
 from benchmarks.cpu.turns import Turns, figures
 from benchmarks.workloads import Query, Workload, workload
-from quire.engine.model_files import open_model
+from quire.startup.model_loading import open_model
 
 PROTOCOL = Path(__file__).resolve().parents[1] / "benchmarks/cpu/drivers"
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from quire.engine.machine import cpu_description
+from quire.startup.hardware import cpu_description
 
 _READ_BYTES = 2**30  # more than any cache holds
 _MATRIX = 2048

@@ -10,7 +10,7 @@ import torch
 from benchmarks.gpu import clock
 from benchmarks.gpu.part import Part
 from benchmarks.gpu.processes import Settings
-from quire.engine.machine import cpu_description
+from quire.startup.hardware import cpu_description
 
 MATRIX = 8192
 

@@ -26,11 +26,11 @@ from benchmarks.gpu.part import Part
 from benchmarks.gpu.processes import Settings
 from quire.config import EngineOptions
 from quire.core.output import Output
-from quire.engine.build import build
 from quire.engine.engine import Engine
 from quire.kernels.triton import kernels
 from quire.kernels.triton.recording import Recording
 from quire.params import SamplingParams
+from quire.startup.build import build
 
 REPLAYS = 32
 PROFILED = 8  # steps

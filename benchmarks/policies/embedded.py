@@ -9,9 +9,9 @@ from typing import Literal, NamedTuple
 from benchmarks.policies.fair import Load, arrivals
 from quire.config import EngineOptions, Policy
 from quire.core.namespace import Namespace
-from quire.engine.build import build
 from quire.engine.engine import Engine
 from quire.params import SamplingParams
+from quire.startup.build import build
 from quire.supervisor.garbage import Garbage
 
 MAX_NUM_SEQS = 16

@@ -12,12 +12,12 @@ from quire.config import CacheConfig, EngineOptions, KVGroup, PrefixIndexKind, S
 from quire.core.request import Beams
 from quire.core.runner import Runner
 from quire.core.step import Step
-from quire.engine.build import prepare
 from quire.engine.engine import Engine
 from quire.params import SamplingParams
 from quire.runner.model_runner import TorchRunner
 from quire.runner.scripted_runner import ScriptedRunner
 from quire.scheduler.scheduler import Scheduler
+from quire.startup.build import prepare
 from quire.tokenizer.tokenizer import Tokenizer
 
 INDEXES: tuple[PrefixIndexKind, ...] = ("none", "hash", "radix")

@@ -4,10 +4,10 @@ import msgspec
 
 from quire.cost.block_size import CANDIDATES, advise
 from quire.cost.block_use import BlockFigures
-from quire.engine.lookup import lookup_seconds
 from quire.errors import EngineStopped
 from quire.server.errors import Busy
 from quire.server.service import Service
+from quire.startup.lookup import lookup_seconds
 
 _LONGEST = 1024  # tokens of a prompt that is looked up: the time grows with the length, and nobody should wait for it
 

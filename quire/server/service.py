@@ -7,7 +7,6 @@ from quire.core.explanation import Explanation
 from quire.core.namespace import Namespace
 from quire.core.request import Beams, check_length
 from quire.core.scheduling_params import NO_TERMS, Terms
-from quire.engine.facts import Facts
 from quire.engine.generations import Generation, generations, part_id
 from quire.engine.prompts import Prompt, tokenize
 from quire.engine.transcript import Transcript
@@ -20,6 +19,7 @@ from quire.server.form_checks import FormChecks
 from quire.server.observe.metrics import Metrics
 from quire.server.observe.request_ids import RequestIds
 from quire.server.reply import Reply
+from quire.startup.facts import Facts
 from quire.structured_outputs.backends import check
 from quire.supervisor.async_engine import AsyncEngine
 from quire.tokenizer.template_meter import MAX_SIZE, TooMuch, size_of

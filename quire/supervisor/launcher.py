@@ -16,8 +16,8 @@ from typing import Protocol
 
 from quire.config import EngineOptions
 from quire.engine.engine import Engine
-from quire.engine.facts import Facts
 from quire.errors import EngineStopped
+from quire.startup.facts import Facts
 from quire.supervisor import protocol
 from quire.supervisor.engine_loop import EngineLoop
 from quire.supervisor.frames import received

@@ -9,7 +9,6 @@ from quire.core import codec
 from quire.core.explanation import Explanation
 from quire.core.output import Output
 from quire.engine.engine import EngineStats, Learnt
-from quire.engine.facts import Facts
 from quire.engine.generations import NewRequest
 from quire.errors import (
     ConfigError,
@@ -20,6 +19,7 @@ from quire.errors import (
     QuireError,
     RequestError,
 )
+from quire.startup.facts import Facts
 from quire.supervisor.frames import BadFrame, frame
 
 

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.config import EngineOptions
-from quire.engine.demand import demand_of, kv_groups
 from quire.kernels.contract import NotRecordable
 from quire.kv_store.host import STAGED_BYTES
 from quire.models.description import describe
+from quire.startup.memory_demand import demand_of, kv_groups
 
 pytest.importorskip("triton")
 from quire.kernels.triton import recording

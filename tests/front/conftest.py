@@ -10,9 +10,9 @@ from front_rig import STORY, run_app, service_of, small_engine
 from front_site import Site, run_site
 
 from quire import LLM
-from quire.engine.build import Built
 from quire.hub import embedded
 from quire.server.app import make_app
+from quire.startup.build import Built
 from quire.tokenizer.tokenizer import Tokenizer
 
 

@@ -8,8 +8,8 @@ import time
 
 import msgspec
 
-from quire.engine import build as building
 from quire.runner.model_runner import TorchRunner
+from quire.startup import build as building
 from quire.supervisor.engine_main import run
 
 POISON = 2040  # a token

@@ -8,9 +8,9 @@ import threading
 from quire.config import CacheConfig, EngineOptions, KVGroup
 from quire.core.output import Output
 from quire.engine.engine import EngineStats
-from quire.engine.facts import Facts
 from quire.engine.generations import NewRequest
 from quire.params import SamplingParams
+from quire.startup.facts import Facts
 from quire.supervisor.async_engine import AsyncEngine
 from quire.supervisor.engine_loop import EngineLoop
 

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import uvicorn
 
 from quire.config import EngineOptions
-from quire.engine.build import Built, build
-from quire.engine.facts import facts_of
 from quire.server.connection import http_config
 from quire.server.options import ServerOptions
 from quire.server.service import Service
+from quire.startup.build import Built, build
+from quire.startup.facts import facts_of
 from quire.supervisor.async_engine import AsyncEngine
 from quire.supervisor.launcher import EngineThread
 

@@ -7,9 +7,9 @@ from importlib.util import find_spec
 import pytest
 
 from quire.config import EngineOptions
-from quire.engine.build import build
 from quire.errors import ConfigError, RequestError
 from quire.hub import embedded
+from quire.startup.build import build
 from quire.structured import StructuredOutputsParams
 from quire.structured_outputs import compile
 from quire.structured_outputs.compile import Grammars, vocabulary_of

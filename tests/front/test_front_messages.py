@@ -20,7 +20,6 @@ from quire.core.step import Logprobs, Pooling
 from quire.cost.block_use import BlockFigures
 from quire.cost.step_time import CostFigures
 from quire.engine.engine import EngineStats, Learnt
-from quire.engine.facts import Facts
 from quire.engine.generations import NewRequest
 from quire.errors import (
     ConfigError,
@@ -34,6 +33,7 @@ from quire.errors import (
 )
 from quire.models.description import UnknownArchitecture
 from quire.params import NUMBERS, SamplingParams
+from quire.startup.facts import Facts
 from quire.structured import StructuredOutputsParams
 from quire.supervisor import frames as framing
 from quire.supervisor import protocol

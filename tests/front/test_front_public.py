@@ -10,9 +10,9 @@ from front_tokenizers import KINDS
 
 from quire.config import EngineOptions
 from quire.engine import public_prefixes as module
-from quire.engine.build import prepare
 from quire.engine.public_prefixes import Bounds, read_public_prefixes
 from quire.errors import ConfigError
+from quire.startup.build import prepare
 from quire.tokenizer.tokenizer import Tokenizer
 
 BOUNDS = Bounds(vocab_size=512, max_model_len=64, block_size=1)

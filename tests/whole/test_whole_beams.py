@@ -8,13 +8,13 @@ from transformers import AutoModelForCausalLM
 
 from quire import LLM, SamplingParams
 from quire.config import EngineOptions
-from quire.engine.build import build
-from quire.engine.facts import facts_of
 from quire.hub import embedded
 from quire.params import BeamSearchParams
 from quire.scheduler.beam_search import Rules, Search
 from quire.server.app import make_app
 from quire.server.service import Service
+from quire.startup.build import build
+from quire.startup.facts import facts_of
 from quire.supervisor.async_engine import AsyncEngine
 from quire.supervisor.launcher import EngineThread
 

@@ -15,11 +15,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from quire import LLM, SamplingParams
 from quire.config import EngineOptions
-from quire.engine import machine
-from quire.engine.build import build
 from quire.errors import ConfigError, ModelError
 from quire.hub import embedded
 from quire.models.description import describe
+from quire.startup import hardware
+from quire.startup.build import build
 
 
 def attempt(**options):
@@ -127,13 +127,13 @@ def test_a_sharded_checkpoint_is_the_same_model(tmp_path):
 
 
 def test_a_container_is_not_charged_for_cached_files(tmp_path, monkeypatch):
-    monkeypatch.setattr(machine, "_CGROUP", tmp_path)
+    monkeypatch.setattr(hardware, "_CGROUP", tmp_path)
     (tmp_path / "memory.max").write_text("16000000\n")
     (tmp_path / "memory.current").write_text("15000000\n")
     (tmp_path / "memory.stat").write_text("anon 900000\ninactive_file 14000000\n")
-    assert machine.available_memory("cpu") == 15_000_000
+    assert hardware.available_memory("cpu") == 15_000_000
     (tmp_path / "memory.max").write_text("max\n")
-    assert machine.available_memory("cpu") > 15_000_000
+    assert hardware.available_memory("cpu") > 15_000_000
 
 
 def test_offline_steps_may_take_longer_than_those_of_a_server(monkeypatch):
@@ -187,6 +187,6 @@ def test_memory_that_was_freed_goes_back_to_the_system():
     for piece in pieces[:-1]:  # the last one holds the end of the heap where it is
         libc.free(piece)
     before = resident()
-    machine.return_freed_memory()
+    hardware.return_freed_memory()
     assert before - resident() > 60_000_000
     libc.free(pieces[-1])

@@ -12,16 +12,16 @@ from quire.cli import app
 from quire.config import CacheConfig, EngineOptions, KVGroup, SchedulerConfig
 from quire.core.step import StepResult
 from quire.cost.step_time import Costs
-from quire.engine.build import build
-from quire.engine.calibration import measure
 from quire.engine.engine import Engine
-from quire.engine.lookup import lookup_seconds
 from quire.errors import ConfigError
 from quire.runner.model_runner import TorchRunner
 from quire.runner.scripted_runner import ScriptedRunner, script
 from quire.scheduler import journal
 from quire.scheduler.journal import JournalledScheduler
 from quire.server import launch
+from quire.startup.build import build
+from quire.startup.calibration import measure
+from quire.startup.lookup import lookup_seconds
 
 VOCAB = 50
 SMALL = {"dtype": "float32", "memory": "300MiB", "max_num_seqs": 4}

@@ -9,10 +9,10 @@ import torch
 from checkpoints import VOCAB, save
 
 from quire.config import EngineOptions
-from quire.engine.build import build
 from quire.engine.engine import Engine
 from quire.hub import embedded
 from quire.params import SamplingParams
+from quire.startup.build import build
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 SAMPLED = {"temperature": 0.9, "top_p": 0.95, "top_k": 50, "min_p": 0.01, "seed": 7, "ignore_eos": True}

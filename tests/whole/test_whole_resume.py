@@ -4,9 +4,9 @@ import pytest
 
 from quire.config import EngineOptions
 from quire.core.request import Known
-from quire.engine.build import build
 from quire.engine.engine import Engine
 from quire.params import SamplingParams
+from quire.startup.build import build
 
 PROMPT = [[5 + (11 * i + 3 * salt) % 1900 for i in range(length)] for salt, length in enumerate((3, 40, 17, 70, 9, 33))]
 ENDS = tuple(range(200, 1200))  # any of these ends a sequence, so that min_tokens has something to forbid

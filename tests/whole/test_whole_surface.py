@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 from quire import LLM, SamplingParams
 from quire.cli import app
 from quire.config import EngineOptions
-from quire.engine.doctor import examine
 from quire.engine.engine import Engine
 from quire.errors import ModelError, RequestError
 from quire.hub import embedded
+from quire.startup.doctor import examine
 
 SMALL = {"dtype": "float32", "memory": "400MiB", "max_num_seqs": 16}
 PROMPT = [(7 * i + 3) % VOCAB for i in range(61)]

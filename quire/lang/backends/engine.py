@@ -10,8 +10,6 @@ from uuid import uuid4
 from quire.config import EngineOptions
 from quire.core.namespace import NO_NAMESPACE
 from quire.core.scheduling_params import Program, Terms
-from quire.engine.build import Built, build
-from quire.engine.facts import facts_of
 from quire.engine.generations import generations
 from quire.engine.outputs import Delta
 from quire.engine.prompts import TokenizedPrompt
@@ -24,6 +22,8 @@ from quire.lang.errors import GenerationFailed
 from quire.lang.params import GenParams
 from quire.lang.scene import Message, Prompt
 from quire.params import SamplingParams
+from quire.startup.build import Built, build
+from quire.startup.facts import facts_of
 from quire.structured import StructuredOutputsParams
 from quire.structured_outputs.backends import check
 from quire.supervisor.async_engine import AsyncEngine

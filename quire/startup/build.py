@@ -12,13 +12,7 @@ from quire.cache.kv_cache import KVCache
 from quire.config import CacheConfig, DType, EngineOptions, KVDType, SchedulerConfig, check_options
 from quire.cost.host_pool import DEFAULT, HostPool, plan_host_pool
 from quire.cost.memory_plan import MemoryPlan, plan_memory
-from quire.engine.calibration import measure
-from quire.engine.demand import cache_of, demand_of, kv_groups
 from quire.engine.engine import Engine
-from quire.engine.facts import Facts
-from quire.engine.machine import available_memory, pick_device, return_freed_memory
-from quire.engine.model_files import ModelFiles, open_model
-from quire.engine.policies import check_policies
 from quire.engine.public_prefixes import Bounds, num_public_blocks, read_public_prefixes
 from quire.errors import ConfigError
 from quire.hub import embedded
@@ -30,6 +24,12 @@ from quire.models.model import Progress
 from quire.runner.model_runner import TorchRunner
 from quire.scheduler.journal import JournalledScheduler
 from quire.scheduler.scheduler import Scheduler
+from quire.startup.calibration import measure
+from quire.startup.facts import Facts
+from quire.startup.hardware import available_memory, pick_device, return_freed_memory
+from quire.startup.memory_demand import cache_of, demand_of, kv_groups
+from quire.startup.model_loading import ModelFiles, open_model
+from quire.startup.policies import check_policies
 from quire.structured import StructuredOutputsParams
 from quire.structured_outputs.backends import check as check_form
 from quire.structured_outputs.compile import Grammars, vocabulary_of
