@@ -15,6 +15,8 @@ from quire.core.scheduling_params import NO_TERMS, Terms
 from quire.engine.embeddings import PooledBatch, pooling_of
 from quire.engine.engine import Engine, EngineStats
 from quire.engine.generations import NewRequest, generations
+from quire.engine.inputs import Prompt, TokenizedPrompt, listed, template_variables, tokenize
+from quire.engine.output_text import Transcript
 from quire.engine.outputs import (
     BeamSearchOutput,
     BeamSearchSequence,
@@ -24,9 +26,7 @@ from quire.engine.outputs import (
     EmbeddingRequestOutput,
     RequestOutput,
 )
-from quire.engine.prompts import Prompt, TokenizedPrompt, listed, template_variables, tokenize
 from quire.engine.terms import ProgramLike, RetentionLike, make_terms, terms_each
-from quire.engine.transcript import Transcript
 from quire.errors import RequestError
 from quire.params import BeamSearchParams, SamplingParams
 from quire.progress import TokenProgress

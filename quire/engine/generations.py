@@ -7,7 +7,7 @@ from quire.core.namespace import NO_NAMESPACE, Namespace
 from quire.core.request import Beams, Known, check_length
 from quire.core.scheduling_params import NO_TERMS, Terms
 from quire.core.step import Pooling
-from quire.engine.prompts import TokenizedPrompt
+from quire.engine.inputs import TokenizedPrompt
 from quire.errors import RequestError
 from quire.params import SamplingParams
 from quire.tokenizer.bad_words import bad_word_tokens

@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator
 from fastapi import APIRouter, Request, Response
 
 from quire.engine.generations import Generation, generations
+from quire.engine.output_text import Transcript
 from quire.engine.outputs import CompletionOutput, Delta
-from quire.engine.transcript import Transcript
 from quire.params import SamplingParams
 from quire.server.errors import renamed
 from quire.server.gate import caller_of

@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from fastapi import APIRouter, Request, Response
 
 from quire.engine.generations import Generation
+from quire.engine.inputs import listed
 from quire.engine.outputs import CompletionOutput, Delta
-from quire.engine.prompts import listed
 from quire.params import SamplingParams
 from quire.server.echo import Echo, echo_of
 from quire.server.errors import renamed

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from quire.engine.prompts import TokenizedPrompt
+from quire.engine.inputs import TokenizedPrompt
 from quire.tokenizer.detokenizer import Detokenizer
 from quire.tokenizer.tokenizer import Tokenizer
 

@@ -14,8 +14,8 @@ from pydantic import Field
 
 from quire.engine.embeddings import EmbeddingFailed, EmbeddingLate, PooledBatch, pooling_of
 from quire.engine.generations import Generation
+from quire.engine.inputs import listed
 from quire.engine.outputs import RequestMetrics
-from quire.engine.prompts import listed
 from quire.errors import EngineStopped, RequestError
 from quire.params import SamplingParams
 from quire.server.body import about, without_effect

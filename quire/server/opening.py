@@ -9,7 +9,7 @@ from typing import NamedTuple
 from msgspec import Raw
 from msgspec.json import encode
 
-from quire.engine.transcript import Transcript
+from quire.engine.output_text import Transcript
 from quire.server.echo import Echo
 from quire.server.logprobs import LogprobFormat, plain_rows
 from quire.server.schema import CompletionBody

@@ -9,7 +9,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from quire import __version__
 from quire.config import CacheConfig
 from quire.engine.engine import EngineStats
-from quire.engine.public_prefixes import num_public_blocks
+from quire.engine.shared_prefixes import num_public_blocks
 from quire.server.block_advice import Advisor
 from quire.server.gate import operators_only, own_pages_only
 from quire.server.service import Service

@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from itertools import accumulate
 
 from quire.core.output import NO_SEQUENCE, NO_TOKEN, Output
+from quire.engine.output_text import Transcript
 from quire.engine.outputs import Delta
-from quire.engine.transcript import Transcript
 from quire.errors import EngineStopped, RequestError
 from quire.params import SamplingParams
 from quire.scheduler.constraints import DEAD_END

@@ -8,8 +8,8 @@ from quire.core.namespace import Namespace
 from quire.core.request import Beams, check_length
 from quire.core.scheduling_params import NO_TERMS, Terms
 from quire.engine.generations import Generation, generations, part_id
-from quire.engine.prompts import Prompt, tokenize
-from quire.engine.transcript import Transcript
+from quire.engine.inputs import Prompt, tokenize
+from quire.engine.output_text import Transcript
 from quire.errors import ContextLengthExceeded
 from quire.params import SamplingParams
 from quire.server.aside import Aside

@@ -8,9 +8,9 @@ from uuid import uuid4
 from fastapi import APIRouter, Request, Response
 from msgspec import Raw
 
+from quire.engine.inputs import listed
+from quire.engine.output_text import Transcript
 from quire.engine.outputs import CompletionOutput
-from quire.engine.prompts import listed
-from quire.engine.transcript import Transcript
 from quire.errors import RequestError
 from quire.params import SamplingParams, is_unicode
 from quire.server.errors import renamed

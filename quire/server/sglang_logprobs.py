@@ -10,8 +10,8 @@ from typing import NamedTuple
 from msgspec import Raw
 from msgspec.json import encode
 
+from quire.engine.output_text import Transcript
 from quire.engine.outputs import CompletionOutput, LogprobRow
-from quire.engine.transcript import Transcript
 from quire.server.logprobs import finite
 from quire.tokenizer.tokenizer import Tokenizer
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from quire.engine.prompts import TokenizedPrompt, template_variables, tokenize
+from quire.engine.inputs import TokenizedPrompt, template_variables, tokenize
 from quire.server.messages import ChatMessage, TemplateBody
 from quire.tokenizer.messages import plain_messages
 from quire.tokenizer.tokenizer import Tokenizer

@@ -13,7 +13,7 @@ from quire.config import CacheConfig, DType, EngineOptions, KVDType, SchedulerCo
 from quire.cost.host_pool import DEFAULT, HostPool, plan_host_pool
 from quire.cost.memory_plan import MemoryPlan, plan_memory
 from quire.engine.engine import Engine
-from quire.engine.public_prefixes import Bounds, num_public_blocks, read_public_prefixes
+from quire.engine.shared_prefixes import Bounds, num_public_blocks, read_public_prefixes
 from quire.errors import ConfigError
 from quire.hub import embedded
 from quire.hub.locate import locate

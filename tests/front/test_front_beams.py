@@ -6,9 +6,9 @@ from front_rig import CHAT, STORY
 from quire.core.output import Output
 from quire.core.request import Beams
 from quire.engine.generations import Generation, NewRequest
+from quire.engine.inputs import TokenizedPrompt
+from quire.engine.output_text import Transcript
 from quire.engine.outputs import BeamSearchOutput
-from quire.engine.prompts import TokenizedPrompt
-from quire.engine.transcript import Transcript
 from quire.errors import RequestError
 from quire.params import BeamSearchParams, SamplingParams
 from quire.server.schema import ChatBody, CompletionBody

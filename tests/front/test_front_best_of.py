@@ -13,8 +13,8 @@ from quire import LLM, SamplingParams
 from quire.core.output import Output
 from quire.core.step import Logprobs
 from quire.engine.generations import Generation
-from quire.engine.prompts import TokenizedPrompt
-from quire.engine.transcript import Transcript
+from quire.engine.inputs import TokenizedPrompt
+from quire.engine.output_text import Transcript
 from quire.errors import RequestError
 from quire.server.reply import Reply
 from quire.supervisor.async_engine import Stream

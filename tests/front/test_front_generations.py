@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.engine.generations import generations
-from quire.engine.prompts import TokenizedPrompt
+from quire.engine.inputs import TokenizedPrompt
 from quire.errors import ContextLengthExceeded, RequestError
 from quire.params import SamplingParams
 from quire.tokenizer.bad_words import bad_word_tokens

@@ -8,8 +8,8 @@ from pydantic import ValidationError
 
 from quire.core.request import resolve
 from quire.engine.generations import Generation
-from quire.engine.prompts import TokenizedPrompt
-from quire.engine.transcript import Transcript
+from quire.engine.inputs import TokenizedPrompt
+from quire.engine.output_text import Transcript
 from quire.errors import RequestError
 from quire.params import MAX_BAD_CHARACTERS, SamplingParams
 from quire.server import opening

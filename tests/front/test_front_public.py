@@ -9,8 +9,8 @@ from front_rig import CHAT
 from front_tokenizers import KINDS
 
 from quire.config import EngineOptions
-from quire.engine import public_prefixes as module
-from quire.engine.public_prefixes import Bounds, read_public_prefixes
+from quire.engine import shared_prefixes as module
+from quire.engine.shared_prefixes import Bounds, read_public_prefixes
 from quire.errors import ConfigError
 from quire.startup.build import prepare
 from quire.tokenizer.tokenizer import Tokenizer

@@ -13,9 +13,9 @@ from tokenizers.models import WordLevel
 from quire.core.output import Output
 from quire.core.step import Logprobs
 from quire.engine.generations import Generation
+from quire.engine.inputs import TokenizedPrompt
+from quire.engine.output_text import Transcript
 from quire.engine.outputs import Logprob
-from quire.engine.prompts import TokenizedPrompt
-from quire.engine.transcript import Transcript
 from quire.params import SamplingParams
 from quire.tokenizer.tokenizer import Tokenizer
 

@@ -11,9 +11,9 @@ from quire.config import EngineOptions
 from quire.core.namespace import NO_NAMESPACE
 from quire.core.scheduling_params import Program, Terms
 from quire.engine.generations import generations
+from quire.engine.inputs import TokenizedPrompt
+from quire.engine.output_text import Transcript
 from quire.engine.outputs import Delta
-from quire.engine.prompts import TokenizedPrompt
-from quire.engine.transcript import Transcript
 from quire.lang.backends.base import Backend, Piece, RoleTexts
 from quire.lang.backends.meta import entries_of, meta_of
 from quire.lang.backends.roles import TemplateRoles, plain_texts

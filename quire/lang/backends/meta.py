@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+from quire.engine.output_text import Transcript
 from quire.engine.outputs import LogprobRow
-from quire.engine.transcript import Transcript
 from quire.lang.choices import Entry
 from quire.lang.params import GenParams
 from quire.tokenizer.tokenizer import Tokenizer

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
+from quire.engine.output_text import Transcript
 from quire.engine.outputs import RequestMetrics
-from quire.engine.transcript import Transcript
 from quire.server.observe.metrics import Ended
 from quire.server.observe.record import Told
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from quire.engine.prompts import tokenize
+from quire.engine.inputs import tokenize
 from quire.errors import ConfigError, ModelError, RequestError, nearest
 from quire.tokenizer.tokenizer import Tokenizer
 
