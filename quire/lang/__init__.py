@@ -23,18 +23,18 @@ from quire.lang.api import (
 )
 from quire.lang.backends.openai import OpenAI
 from quire.lang.backends.server import RuntimeEndpoint
-from quire.lang.choices import (
+from quire.lang.default import flush_cache, set_default_backend
+from quire.lang.errors import BackendClosed, Cancelled, GenerationFailed
+from quire.lang.function import Function, function
+from quire.lang.local import Engine, Runtime
+from quire.lang.program_state import ProgramState, ProgramStateGroup
+from quire.lang.select import (
     ChoicesDecision,
     ChoicesSamplingMethod,
     greedy_token_selection,
     token_length_normalized,
     unconditional_likelihood_normalized,
 )
-from quire.lang.default import flush_cache, set_default_backend
-from quire.lang.errors import BackendClosed, Cancelled, GenerationFailed
-from quire.lang.function import Function, function
-from quire.lang.local import Engine, Runtime
-from quire.lang.state import ProgramState, ProgramStateGroup
 
 __all__ = [
     "BackendClosed",

@@ -4,9 +4,9 @@ from collections.abc import Sequence as Several
 from typing import Literal, Unpack
 
 from quire.errors import RequestError
-from quire.lang.choices import ChoicesSamplingMethod, token_length_normalized
-from quire.lang.ir import Expr, Gen, Reasoning, Role, RoleBegin, RoleEnd, Select, Sequence, expression
+from quire.lang.expressions import Expr, Gen, Reasoning, Role, RoleBegin, RoleEnd, Select, Sequence, expression
 from quire.lang.params import Sampling, said_of
+from quire.lang.select import ChoicesSamplingMethod, token_length_normalized
 from quire.params import is_unicode
 
 DType = type | Literal["int", "float", "str", "string", "bool"]

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from quire.errors import RequestError
+from quire.lang.api_speculation import Written, first_stop
 from quire.lang.errors import GenerationFailed
 from quire.lang.params import GenParams
-from quire.lang.surplus import Written, first_stop
 
 _TRIES = 3  # where tokens are drawn: another try may fit
 

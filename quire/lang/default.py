@@ -1,7 +1,7 @@
 """The backend of programs that are run without one. SGLang's `set_default_backend`."""
 
 from quire.errors import ConfigError
-from quire.lang.backends.base import Backend
+from quire.lang.backends.backend import Backend
 
 
 class _Default:

@@ -11,14 +11,14 @@ from functools import partial
 from typing import Any, Unpack, overload
 
 from quire.errors import RequestError, nearest
-from quire.lang.backends.base import Backend
+from quire.lang.backends.backend import Backend
 from quire.lang.batch import run_all
 from quire.lang.default import backend_or_default
 from quire.lang.errors import BackendClosed, Cancelled
-from quire.lang.execute import Setting
+from quire.lang.interpreter import Setting
 from quire.lang.params import GenParams, Sampling, said_of
+from quire.lang.program_state import ProgramState
 from quire.lang.run import Run
-from quire.lang.state import ProgramState
 
 ProgramFunction = Callable[..., object]
 

@@ -4,7 +4,7 @@ from os import PathLike, fspath
 from typing import cast
 
 from quire.errors import ConfigError
-from quire.lang.backends.base import Backend
+from quire.lang.backends.backend import Backend
 from quire.preload import import_with_torch
 
 

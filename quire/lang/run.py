@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from itertools import count
 from uuid import uuid4
 
-from quire.lang.execute import Setting
+from quire.lang.interpreter import Setting
 from quire.lang.stream import Stream
 
 

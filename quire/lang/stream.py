@@ -15,12 +15,12 @@ from typing import Any
 
 from quire.core.scheduling_params import Program
 from quire.errors import QuireError, RequestError, nearest
-from quire.lang import ir
+from quire.lang import expressions
 from quire.lang.changes import Changes
 from quire.lang.errors import BackendClosed
-from quire.lang.execute import Executor, Setting
-from quire.lang.ir import Expr
-from quire.lang.scene import Scene
+from quire.lang.expressions import Expr
+from quire.lang.interpreter import Executor, Setting
+from quire.lang.state_text import Scene
 
 log = logging.getLogger(__name__)
 
@@ -193,7 +193,7 @@ class Stream:
                 await _all_done(children)
                 for child, _ in children:
                     self._executor.fill(child.scene.text[child.scene.fork_start :])
-            case ir.Reasoning(name):
+            case expressions.Reasoning(name):
                 with self.changes:  # whoever reads the text sees it before or after
                     self._executor.separate(name)
             case _:

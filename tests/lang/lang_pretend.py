@@ -4,8 +4,8 @@ import asyncio
 import re
 from dataclasses import dataclass, field
 
-from quire.lang.backends.base import Backend, Piece, RoleTexts
-from quire.lang.choices import ChoicesDecision
+from quire.lang.backends.backend import Backend, Piece, RoleTexts
+from quire.lang.select import ChoicesDecision
 
 ENDS = "."  # of a sentence that the pretend model writes
 

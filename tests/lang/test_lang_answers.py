@@ -14,7 +14,7 @@ import pytest
 import quire.lang as sgl
 from quire.errors import ConfigError
 from quire.lang.backends.http import Http
-from quire.lang.loop import LoopThread
+from quire.lang.event_loop import LoopThread
 
 
 @sgl.function

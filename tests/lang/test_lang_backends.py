@@ -11,7 +11,7 @@ from quire.errors import RequestError
 from quire.hub import embedded
 from quire.lang.backends.http import Http
 from quire.lang.backends.roles import TemplateRoles
-from quire.lang.loop import LoopThread
+from quire.lang.event_loop import LoopThread
 from quire.tokenizer.tokenizer import Tokenizer
 
 

@@ -12,7 +12,7 @@ from lang_pretend import Pretend
 
 import quire.lang as sgl
 from quire.errors import RequestError
-from quire.lang.choices import token_length_normalized
+from quire.lang.select import token_length_normalized
 
 BOOM = RequestError("no such thing", "stop")
 

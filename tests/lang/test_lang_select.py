@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import quire.lang as sgl
 from quire.errors import RequestError
-from quire.lang.choices import decide, num_shared
+from quire.lang.select import decide, num_shared
 
 ASKED = "<|im_start|>user\nHow much is the lantern?<|im_end|>\n<|im_start|>assistant\n"
 PROMPTS = [

@@ -10,8 +10,8 @@ from lang_pretend import Pretend
 
 import quire.lang as sgl
 from quire.errors import RequestError
+from quire.lang.api_speculation import Surplus, Written, first_stop
 from quire.lang.params import GenParams
-from quire.lang.surplus import Surplus, Written, first_stop
 
 ALPHABET = "ab\n;"
 END = "$"

@@ -7,7 +7,7 @@ from lang_pretend import Pretend
 
 import quire.lang as sgl
 from quire.errors import RequestError
-from quire.lang.backends.base import Piece
+from quire.lang.backends.backend import Piece
 
 WORDS = " one two three"
 

@@ -14,13 +14,13 @@ from quire.engine.generations import generations
 from quire.engine.inputs import TokenizedPrompt
 from quire.engine.output_text import Transcript
 from quire.engine.outputs import Delta
-from quire.lang.backends.base import Backend, Piece, RoleTexts
+from quire.lang.backends.backend import Backend, Piece, RoleTexts
 from quire.lang.backends.meta import entries_of, meta_of
 from quire.lang.backends.roles import TemplateRoles, plain_texts
-from quire.lang.choices import ChoicesDecision, ChoicesSamplingMethod, Entry, decide, num_shared
 from quire.lang.errors import GenerationFailed
 from quire.lang.params import GenParams
-from quire.lang.scene import Message, Prompt
+from quire.lang.select import ChoicesDecision, ChoicesSamplingMethod, Entry, decide, num_shared
+from quire.lang.state_text import Message, Prompt
 from quire.params import SamplingParams
 from quire.startup.build import Built, build
 from quire.startup.facts import facts_of

@@ -5,8 +5,8 @@ from typing import Any
 
 from quire.engine.output_text import Transcript
 from quire.engine.outputs import LogprobRow
-from quire.lang.choices import Entry
 from quire.lang.params import GenParams
+from quire.lang.select import Entry
 from quire.tokenizer.tokenizer import Tokenizer
 
 

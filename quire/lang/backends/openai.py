@@ -7,12 +7,12 @@ from typing import Any
 from quire.core.scheduling_params import Program
 from quire.errors import RequestError
 from quire.lang.backends import openai_body
-from quire.lang.backends.base import Backend, Piece, RoleTexts
+from quire.lang.backends.backend import Backend, Piece, RoleTexts
 from quire.lang.backends.http import Http, understood
 from quire.lang.backends.roles import plain_texts
-from quire.lang.choices import ChoicesDecision, ChoicesSamplingMethod, Entry, decide, num_shared
 from quire.lang.params import GenParams
-from quire.lang.scene import Prompt
+from quire.lang.select import ChoicesDecision, ChoicesSamplingMethod, Entry, decide, num_shared
+from quire.lang.state_text import Prompt
 
 
 class OpenAI(Backend):

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from quire.errors import QuireError, RequestError
-from quire.lang.backends.base import RoleTexts
-from quire.lang.scene import Message
+from quire.lang.backends.backend import RoleTexts
+from quire.lang.state_text import Message
 
 
 class Render(Protocol):

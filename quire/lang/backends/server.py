@@ -6,12 +6,12 @@ from typing import Any
 
 from quire.core.scheduling_params import Program
 from quire.errors import QuireError
-from quire.lang.backends.base import Backend, Piece, RoleTexts
+from quire.lang.backends.backend import Backend, Piece, RoleTexts
 from quire.lang.backends.http import Http, understood
 from quire.lang.backends.roles import TemplateRoles
-from quire.lang.choices import ChoicesDecision, ChoicesSamplingMethod, Entry, decide, num_shared
 from quire.lang.params import GenParams
-from quire.lang.scene import Message, Prompt
+from quire.lang.select import ChoicesDecision, ChoicesSamplingMethod, Entry, decide, num_shared
+from quire.lang.state_text import Message, Prompt
 
 _LOOK_BACK = 8  # tokens at a prompt's end that a choice may change; more are looked at where it changes these
 

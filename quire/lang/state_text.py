@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from quire.lang.ir import Role
+from quire.lang.expressions import Role
 
 Message = dict[str, str]  # role, content
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from quire.errors import RequestError
-from quire.lang.choices import ChoicesSamplingMethod
+from quire.lang.select import ChoicesSamplingMethod
 from quire.params import is_unicode
 
 Role = Literal["system", "user", "assistant"]

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 from quire.core.scheduling_params import Program
 from quire.errors import RequestError
-from quire.lang import ir
-from quire.lang.backends.base import Backend, Piece
+from quire.lang import expressions
+from quire.lang.api_speculation import Surplus, Written, finish_type
+from quire.lang.backends.backend import Backend, Piece
 from quire.lang.chat_turn import ChatTurn
 from quire.lang.errors import GenerationFailed
 from quire.lang.params import GenParams
-from quire.lang.scene import Cut, Scene
-from quire.lang.surplus import Surplus, Written, finish_type
+from quire.lang.state_text import Cut, Scene
 
 _END_OF_THOUGHT = "</think>"
 _BEGIN_OF_THOUGHT = "<think>"
@@ -45,25 +45,25 @@ class Executor:
         self._program = program
         self._tell = tell
 
-    async def execute(self, op: ir.Expr) -> None:
+    async def execute(self, op: expressions.Expr) -> None:
         """Do what it says. Raises what is wrong with it, and what goes wrong."""
         scene = self.scene
         match op:
-            case ir.Text(text):
+            case expressions.Text(text):
                 self.fill(text)
-            case ir.Gen():
+            case expressions.Gen():
                 await self._gen(op)
-            case ir.Select():
+            case expressions.Select():
                 await self._select(op)
-            case ir.RoleBegin(role):
+            case expressions.RoleBegin(role):
                 await self._begin(role)
-            case ir.RoleEnd(role):
+            case expressions.RoleEnd(role):
                 await self._end(role)
-            case ir.Assign(name, value):
+            case expressions.Assign(name, value):
                 scene.variables[name] = value
-            case ir.ScopeBegin(name):
+            case expressions.ScopeBegin(name):
                 scene.scopes.append((name, scene.length))
-            case ir.ScopeEnd(name):
+            case expressions.ScopeEnd(name):
                 scene.variables[name] = scene.end_scope(name)
             case _:
                 raise RequestError(f"{type(op).__name__} is nothing that can be appended")
@@ -78,7 +78,7 @@ class Executor:
 
     # What the model writes
 
-    async def _gen(self, op: ir.Gen) -> None:
+    async def _gen(self, op: expressions.Gen) -> None:
         params = self._setting.defaults.changed(op.said)
         params.check()
         if self.turn is not None:
@@ -128,7 +128,7 @@ class Executor:
         for index in range(params.n):
             check_end(told.get(index, {}))
 
-    async def _select(self, op: ir.Select) -> None:
+    async def _select(self, op: expressions.Select) -> None:
         if self.turn is not None:
             raise RequestError("select is not possible in a turn that a chat endpoint writes as a whole")
         decision = await self._backend.select(self.scene.prompt(), op.choices, op.method, self._program())
@@ -163,7 +163,7 @@ class Executor:
 
     # Turns
 
-    async def _begin(self, role: ir.Role) -> None:
+    async def _begin(self, role: expressions.Role) -> None:
         scene = self.scene
         if scene.role is not None:
             raise RequestError(f"the {role}'s turn begins inside the {scene.role}'s; end that one first")
@@ -174,7 +174,7 @@ class Executor:
         if role == "assistant" and spec is not None and self._backend.is_chat_model:
             self.turn = ChatTurn(spec)
 
-    async def _end(self, role: ir.Role) -> None:
+    async def _end(self, role: expressions.Role) -> None:
         scene = self.scene
         if scene.role != role:
             raise RequestError(f"the {role}'s turn ends, and {scene.role or 'nobody'} speaks")
@@ -192,7 +192,7 @@ class Executor:
             self.scene.write(part.text)
             self._keep(part.name, part.text, part.meta)
 
-    def _roles(self, last: ir.Role) -> tuple[str, ...]:
+    def _roles(self, last: expressions.Role) -> tuple[str, ...]:
         return (*(message["role"] for message in self.scene.messages), last)
 
 

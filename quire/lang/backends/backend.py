@@ -11,10 +11,10 @@ from typing import Any, NamedTuple, Self
 from quire.core.scheduling_params import Program
 from quire.errors import RequestError
 from quire.lang.batch import AUTO_THREADS
-from quire.lang.choices import ChoicesDecision, ChoicesSamplingMethod
-from quire.lang.loop import LoopThread
+from quire.lang.event_loop import LoopThread
 from quire.lang.params import GenParams
-from quire.lang.scene import Prompt
+from quire.lang.select import ChoicesDecision, ChoicesSamplingMethod
+from quire.lang.state_text import Prompt
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, overload
 
 from quire.errors import RequestError
-from quire.lang import ir
+from quire.lang import expressions
 from quire.lang.api import role
 from quire.lang.growing import GrowingText
 from quire.lang.run import Run
@@ -30,39 +30,39 @@ class ProgramState:
     # Appending
 
     def __iadd__(self, other: object) -> "ProgramState":
-        self._stream.submit(ir.expression(other))
+        self._stream.submit(expressions.expression(other))
         return self
 
     @overload
     def system(self, expr: None = None) -> AbstractContextManager[None]: ...
     @overload
-    def system(self, expr: object) -> ir.Expr: ...
-    def system(self, expr: object = None) -> ir.Expr | AbstractContextManager[None]:
+    def system(self, expr: object) -> expressions.Expr: ...
+    def system(self, expr: object = None) -> expressions.Expr | AbstractContextManager[None]:
         """Append a turn of the system; without an expression, what is appended inside of `with`."""
         return self._turn("system", expr)
 
     @overload
     def user(self, expr: None = None) -> AbstractContextManager[None]: ...
     @overload
-    def user(self, expr: object) -> ir.Expr: ...
-    def user(self, expr: object = None) -> ir.Expr | AbstractContextManager[None]:
+    def user(self, expr: object) -> expressions.Expr: ...
+    def user(self, expr: object = None) -> expressions.Expr | AbstractContextManager[None]:
         """Append a turn of the user; without an expression, what is appended inside of `with`."""
         return self._turn("user", expr)
 
     @overload
     def assistant(self, expr: None = None) -> AbstractContextManager[None]: ...
     @overload
-    def assistant(self, expr: object) -> ir.Expr: ...
-    def assistant(self, expr: object = None) -> ir.Expr | AbstractContextManager[None]:
+    def assistant(self, expr: object) -> expressions.Expr: ...
+    def assistant(self, expr: object = None) -> expressions.Expr | AbstractContextManager[None]:
         """Append a turn of the assistant; without an expression, what is appended inside of `with`."""
         return self._turn("assistant", expr)
 
     @contextmanager
     def var_scope(self, name: str) -> Iterator[None]:
         """All that is appended inside of `with` is also the variable `name`."""
-        self._stream.submit(ir.ScopeBegin(name))
+        self._stream.submit(expressions.ScopeBegin(name))
         yield
-        self._stream.submit(ir.ScopeEnd(name))
+        self._stream.submit(expressions.ScopeEnd(name))
 
     def fork(self, size: int = 1, position_ids_offset: object = None) -> "ProgramStateGroup":
         """States that go on from here by themselves. position_ids_offset: must be None. Raises RequestError."""
@@ -110,7 +110,7 @@ class ProgramState:
 
     def set_var(self, name: str, value: object) -> None:
         """Set a variable; forks that begin later have it."""
-        self._stream.submit(ir.Assign(name, value))
+        self._stream.submit(expressions.Assign(name, value))
 
     def get_meta_info(self, name: str, timeout: float | None = None) -> dict[str, Any] | None:
         """What the backend said of a variable. timeout: seconds, after which TimeoutError is raised."""
@@ -175,17 +175,17 @@ class ProgramState:
         if self._stream.error is not None:
             raise self._stream.error
 
-    def _turn(self, name: ir.Role, expr: object) -> ir.Expr | AbstractContextManager[None]:
+    def _turn(self, name: expressions.Role, expr: object) -> expressions.Expr | AbstractContextManager[None]:
         if expr is None:
             return self._turn_scope(name)
         self._stream.submit(role(name, expr))
-        return ir.Sequence(())  # so that `s += s.user(...)` means the same as `s.user(...)`
+        return expressions.Sequence(())  # so that `s += s.user(...)` means the same as `s.user(...)`
 
     @contextmanager
-    def _turn_scope(self, name: ir.Role) -> Iterator[None]:
-        self._stream.submit(ir.RoleBegin(name))
+    def _turn_scope(self, name: expressions.Role) -> Iterator[None]:
+        self._stream.submit(expressions.RoleBegin(name))
         yield
-        self._stream.submit(ir.RoleEnd(name))
+        self._stream.submit(expressions.RoleEnd(name))
 
 
 class ProgramStateGroup:
