@@ -28,7 +28,7 @@ _HOMES = {
     "EmbeddingRequestOutput": "quire.engine.outputs",
     "EmbeddingOutput": "quire.engine.outputs",
     "examine": "quire.startup.doctor",
-    "run_batch": "quire.server.batch",
+    "run_batch": "quire.server.batch.run",
     "serve": "quire.server.serve",
 }
 _WITH_TORCH = ("quire.llm", "quire.startup.doctor")

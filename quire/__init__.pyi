@@ -8,7 +8,7 @@ from quire.engine.outputs import RequestOutput as RequestOutput
 from quire.llm import LLM as LLM
 from quire.params import BeamSearchParams as BeamSearchParams
 from quire.params import SamplingParams as SamplingParams
-from quire.server.batch import run_batch as run_batch
+from quire.server.batch.run import run_batch as run_batch
 from quire.server.serve import serve as serve
 from quire.startup.doctor import examine as examine
 from quire.structured import StructuredOutputsParams as StructuredOutputsParams

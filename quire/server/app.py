@@ -8,29 +8,29 @@ from fastapi import FastAPI, Response
 from starlette.requests import Request
 
 from quire import __version__
-from quire.server.body_limit import BodyLimit
-from quire.server.chat import chat_routes
-from quire.server.completions import completion_routes
-from quire.server.cors import Cors
-from quire.server.document import describe_api
-from quire.server.drain import Drain, DrainGate
-from quire.server.embeddings import embedding_routes
+from quire.server.api.native.admin import operator_routes
+from quire.server.api.native.explain import explain_routes
+from quire.server.api.native.health import operation_routes
+from quire.server.api.native.programs import program_routes
+from quire.server.api.native.tokenize import token_routes
+from quire.server.api.openai.chat import chat_routes
+from quire.server.api.openai.completions import completion_routes
+from quire.server.api.openai.embeddings import embedding_routes
+from quire.server.api.sglang.routes import generate_routes
 from quire.server.error_handlers import install
-from quire.server.explain import explain_routes
-from quire.server.gate import Gate
-from quire.server.keys import Keys
-from quire.server.observe.observers import Observers
-from quire.server.observe.watch import Watch
-from quire.server.operations import operation_routes
-from quire.server.operators import operator_routes
+from quire.server.middleware.auth import Gate
+from quire.server.middleware.body_limit import BodyLimit
+from quire.server.middleware.cors import Cors
+from quire.server.middleware.drain import Drain, DrainGate
+from quire.server.middleware.keys import Keys
+from quire.server.middleware.rate_limit import RateLimit
+from quire.server.middleware.tarpit import SlowRefusals
+from quire.server.observability.middleware import Watch
+from quire.server.observability.observers import Observers
+from quire.server.openapi import describe_api
 from quire.server.options import ServerOptions
-from quire.server.programs import program_routes
-from quire.server.rate_limit import RateLimit
 from quire.server.service import Service
-from quire.server.sglang import generate_routes
-from quire.server.slow_refusals import SlowRefusals
 from quire.server.sse import ClientGone
-from quire.server.tokens import token_routes
 
 DEFAULTS = ServerOptions()
 _CLIENT_GONE = 499  # nginx's number; nobody receives it

@@ -7,8 +7,8 @@ from starlette.exceptions import HTTPException
 from quire.engine.embeddings import EmbeddingFailed
 from quire.errors import EngineStopped, ModelError, RequestError
 from quire.server.errors import SequenceFailed, response_to
-from quire.server.quota import RateLimited
-from quire.server.slow_refusals import SlowRefusals
+from quire.server.middleware.quota import RateLimited
+from quire.server.middleware.tarpit import SlowRefusals
 
 
 def install(app: FastAPI, refusals: SlowRefusals | None) -> None:

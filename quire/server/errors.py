@@ -12,8 +12,8 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from quire.errors import ContextLengthExceeded, DeadlineUnreachable, EngineStopped, ModelError, QueueFull, RequestError
-from quire.server.observe.error_answer import ErrorAnswer
-from quire.server.quota import RateLimited
+from quire.server.middleware.quota import RateLimited
+from quire.server.observability.error_answer import ErrorAnswer
 
 log = logging.getLogger(__name__)
 

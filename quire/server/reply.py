@@ -12,9 +12,9 @@ from quire.errors import EngineStopped, RequestError
 from quire.params import SamplingParams
 from quire.scheduler.constraints import DEAD_END
 from quire.server.errors import DeadlineMissed, SequenceFailed
-from quire.server.observe.metrics import Metrics
-from quire.server.observe.record import Told
-from quire.server.observe.told import ended_of, told_of
+from quire.server.observability.metrics import Metrics
+from quire.server.observability.request_record import Told
+from quire.server.told import ended_of, told_of
 from quire.supervisor.stream import Stream
 
 

@@ -7,8 +7,8 @@ import msgspec
 from fastapi import Request, Response
 
 from quire.engine.outputs import Delta
-from quire.server.gate import caller_of
-from quire.server.observe.record import record_of
+from quire.server.middleware.auth import caller_of
+from quire.server.observability.request_record import record_of
 from quire.server.reply import Reply
 from quire.server.sse import EventStream, while_connected
 from quire.server.time_limit import TimeLimit

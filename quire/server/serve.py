@@ -8,12 +8,12 @@ from collections.abc import Callable
 from quire.config import EngineOptions
 from quire.errors import ConfigError
 from quire.server.app import make_app
-from quire.server.connection import http_config
-from quire.server.drain import Drain
-from quire.server.graceful import GracefulServer
-from quire.server.keys import Keys, read_keys
 from quire.server.launch import launched
-from quire.server.observe.observers import check_observers
+from quire.server.middleware.drain import Drain
+from quire.server.middleware.graceful import GracefulServer
+from quire.server.middleware.http_protocol import http_config
+from quire.server.middleware.keys import Keys, read_keys
+from quire.server.observability.observers import check_observers
 from quire.server.options import ServerOptions
 from quire.server.tls import check_certificate
 

@@ -10,7 +10,7 @@ from fastapi import Response
 from starlette.types import Receive, Scope, Send
 
 from quire.server.errors import describe
-from quire.server.observe.error_answer import note_error
+from quire.server.observability.error_answer import note_error
 
 T = TypeVar("T")
 

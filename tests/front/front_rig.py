@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import uvicorn
 
 from quire.config import EngineOptions
-from quire.server.connection import http_config
+from quire.server.middleware.http_protocol import http_config
 from quire.server.options import ServerOptions
 from quire.server.service import Service
 from quire.startup.build import Built, build

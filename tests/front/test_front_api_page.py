@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from quire.server.embeddings import EmbeddingBody
-from quire.server.messages import ChatMessage
-from quire.server.programs import EndProgramBody
-from quire.server.schema import ChatBody, CompletionBody, SamplingBody, StreamOptions
-from quire.server.sglang_schema import GenerateBody, GenerateParams
-from quire.server.structured import JsonSchema, ResponseFormat, StructuredOutputs
-from quire.server.terms import ProgramBody, RetentionBody
-from quire.server.tokens import DetokenizeBody, TokenizeBody
+from quire.server.api.native.programs import EndProgramBody
+from quire.server.api.native.tokenize import DetokenizeBody, TokenizeBody
+from quire.server.api.openai.embeddings import EmbeddingBody
+from quire.server.api.openai.messages import ChatMessage
+from quire.server.api.openai.schema import ChatBody, CompletionBody, SamplingBody, StreamOptions
+from quire.server.api.sglang.schema import GenerateBody, GenerateParams
+from quire.server.api.structured import JsonSchema, ResponseFormat, StructuredOutputs
+from quire.server.api.terms import ProgramBody, RetentionBody
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "api.md").read_text()
 SECTIONS = {part.split("\n", 1)[0]: part for part in PAGE.split("\n## ")}

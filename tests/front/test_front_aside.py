@@ -15,7 +15,7 @@ import pytest
 from front_rig import run_app, service_of, small_engine
 
 from quire.hub import embedded
-from quire.server import aside
+from quire.server import thread_pool
 from quire.server.app import make_app
 from quire.server.service import CHARACTERS_PER_TOKEN
 
@@ -57,7 +57,7 @@ class SlowTokenizer:
 
 
 def test_a_tokenizer_that_hangs_delays_nobody_else(monkeypatch):
-    monkeypatch.setattr(aside, "MAX_JOBS", aside.NUM_THREADS + 1)
+    monkeypatch.setattr(thread_pool, "MAX_JOBS", thread_pool.NUM_THREADS + 1)
     built = small_engine()
     slow = SlowTokenizer(built.tokenizer)
     with run_app(make_app(service_of(dataclasses.replace(built, tokenizer=slow)))) as url, ThreadPoolExecutor() as pool:
@@ -65,9 +65,9 @@ def test_a_tokenizer_that_hangs_delays_nobody_else(monkeypatch):
             with a_stream_that_goes_on(url):
                 ask = [
                     pool.submit(httpx.post, f"{url}/v1/chat/completions", json=CHAT, timeout=30)
-                    for _ in range(aside.NUM_THREADS + 4)
+                    for _ in range(thread_pool.NUM_THREADS + 4)
                 ]
-                assert all(slow.entered.acquire(timeout=20) for _ in range(aside.NUM_THREADS))
+                assert all(slow.entered.acquire(timeout=20) for _ in range(thread_pool.NUM_THREADS))
                 assert httpx.get(f"{url}/live").status_code == httpx.get(f"{url}/health").status_code == 200
         finally:
             slow.gate.set()
@@ -85,11 +85,11 @@ def test_of_requests_that_were_given_up_nothing_waits_for_a_thread():
             raise AssertionError("nobody wants it")
 
     async def run():
-        threads, gate = aside.Aside(), threading.Event()
-        busy = [asyncio.ensure_future(threads.run(lambda: gate.wait(30))) for _ in range(aside.NUM_THREADS)]
+        threads, gate = thread_pool.Aside(), threading.Event()
+        busy = [asyncio.ensure_future(threads.run(lambda: gate.wait(30))) for _ in range(thread_pool.NUM_THREADS)]
         await asyncio.sleep(0)
         bodies = weakref.WeakSet()
-        for _ in range(2 * aside.MAX_JOBS):
+        for _ in range(2 * thread_pool.MAX_JOBS):
             body = Body()
             bodies.add(body)
             with pytest.raises(TimeoutError):
@@ -99,7 +99,7 @@ def test_of_requests_that_were_given_up_nothing_waits_for_a_thread():
         gc.collect()
         left = len(bodies)
         gate.set()
-        assert await asyncio.gather(*busy) == [True] * aside.NUM_THREADS
+        assert await asyncio.gather(*busy) == [True] * thread_pool.NUM_THREADS
         threads.close()
         return left
 

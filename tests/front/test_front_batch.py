@@ -21,10 +21,11 @@ from typer.testing import CliRunner
 from quire.cli import app as cli
 from quire.config import EngineOptions
 from quire.errors import ConfigError
-from quire.server import batch as batches
-from quire.server import batch_lines, slow_refusals
-from quire.server.batch import Batch, BatchStopped, run_batch
-from quire.server.batch_output import Output
+from quire.server.batch import file_format
+from quire.server.batch import run as batches
+from quire.server.batch.batch_output import Output
+from quire.server.batch.run import Batch, BatchStopped, run_batch
+from quire.server.middleware import tarpit
 
 SHORT = {"max_tokens": 6, "temperature": 0}
 QUIET = {"report": lambda line: None, "progress": lambda done, total: None}
@@ -148,15 +149,15 @@ def test_many_bad_forms_in_a_file_are_told_at_once(here, monkeypatch):
     async def sleep(seconds):
         slept.append(seconds)
 
-    monkeypatch.setattr(slow_refusals, "EACH", slow_refusals.FREE)
-    monkeypatch.setattr(slow_refusals, "sleep", sleep)
+    monkeypatch.setattr(tarpit, "EACH", tarpit.FREE)
+    monkeypatch.setattr(tarpit, "sleep", sleep)
     came = here(*(task(f"{i}", {"prompt": STORY, "regex": "a("}) for i in range(4)))
     assert [result["response"]["status_code"] for result in came] == [400] * 4
     assert slept == []
 
 
 def test_a_bad_line_is_told_and_nothing_else_is_lost(tmp_path, monkeypatch):
-    monkeypatch.setattr(batch_lines, "MAX_LINE", 4000)
+    monkeypatch.setattr(file_format, "MAX_LINE", 4000)
     deep = b"[" * 3000
     bad = [(deep if isinstance(line, bytes) and len(line) > 9000 else line, *rest) for line, *rest in BAD]
     lines = [b"\xef\xbb\xbf" + written(task("good 1")).strip(), b"", b" \t"]

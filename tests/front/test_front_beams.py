@@ -11,7 +11,7 @@ from quire.engine.output_text import Transcript
 from quire.engine.outputs import BeamSearchOutput
 from quire.errors import RequestError
 from quire.params import BeamSearchParams, SamplingParams
-from quire.server.schema import ChatBody, CompletionBody
+from quire.server.api.openai.schema import ChatBody, CompletionBody
 
 EOS = 2
 ROUTES = {"/v1/completions": {"prompt": STORY}, "/v1/chat/completions": {"messages": CHAT}}

@@ -18,11 +18,11 @@ from starlette.responses import PlainTextResponse
 
 from quire.config import EngineOptions
 from quire.errors import ConfigError
-from quire.server import body_limit, connection
 from quire.server import serve as serving
-from quire.server.body_limit import MAX_BODY, BodyLimit
-from quire.server.connection import MAX_HEAD
 from quire.server.error_handlers import install
+from quire.server.middleware import body_limit, http_protocol
+from quire.server.middleware.body_limit import MAX_BODY, BodyLimit
+from quire.server.middleware.http_protocol import MAX_HEAD
 from quire.server.options import ServerOptions
 from quire.server.tls import check_certificate
 
@@ -46,7 +46,7 @@ def echo_app(middleware=BodyLimit):
 
 @pytest.fixture
 def url(monkeypatch):
-    monkeypatch.setattr(connection, "HEAD_SECONDS", SLOW)
+    monkeypatch.setattr(http_protocol, "HEAD_SECONDS", SLOW)
     monkeypatch.setattr(body_limit, "BODY_SECONDS", SLOW)
     with run_app(echo_app()) as url:
         yield url
@@ -134,7 +134,7 @@ def test_what_takes_long_to_answer_is_not_hurried(url):
 
 
 def test_who_goes_on_sending_after_the_answer_is_cut_off(monkeypatch):
-    monkeypatch.setattr(connection, "HEAD_SECONDS", SLOW)
+    monkeypatch.setattr(http_protocol, "HEAD_SECONDS", SLOW)
 
     class Refuse:
         def __init__(self, app):

@@ -6,8 +6,8 @@ import httpx
 import pytest
 from front_rig import CHAT, STORY, run_app, service_of, small_engine
 
+from quire.server.api.request_params import with_limit
 from quire.server.app import make_app
-from quire.server.body import with_limit
 
 ROUTES = {
     "/v1/completions": {"prompt": STORY, "ignore_eos": True},

@@ -17,11 +17,11 @@ from front_rig import STORY, service_of, small_engine
 from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse, StreamingResponse
 
-from quire.server import graceful
 from quire.server.app import make_app
-from quire.server.connection import http_config
-from quire.server.drain import Drain, DrainGate
-from quire.server.graceful import GracefulServer
+from quire.server.middleware import graceful
+from quire.server.middleware.drain import Drain, DrainGate
+from quire.server.middleware.graceful import GracefulServer
+from quire.server.middleware.http_protocol import http_config
 
 PIECES = 20
 PAUSE = 0.02  # seconds between two pieces of a stream

@@ -9,7 +9,7 @@ from front_rig import CHAT, GREEDY, MODEL, STORY
 from transformers import AutoModelForCausalLM
 
 from quire.hub import embedded
-from quire.server.logprobs import plain_rows
+from quire.server.api.openai.logprobs import plain_rows
 
 PROMPT = "é 😀 One Tuesday Mira went"
 

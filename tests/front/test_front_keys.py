@@ -16,11 +16,11 @@ from quire.cli import app, main
 from quire.config import EngineOptions
 from quire.core.namespace import Namespace
 from quire.errors import ConfigError
-from quire.server import keys as module
 from quire.server import serve as serving
-from quire.server.keys import MAX_KEYS, Caller, Keys, add_key, new_key, read_keys
+from quire.server.middleware import keys as module
+from quire.server.middleware.keys import MAX_KEYS, Caller, Keys, add_key, new_key, read_keys
+from quire.server.middleware.quota import Quota
 from quire.server.options import ServerOptions
-from quire.server.quota import Quota
 
 
 def entry(key, tenant="acme", **more):

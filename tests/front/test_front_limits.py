@@ -24,13 +24,13 @@ from quire.params import (
     MAX_TEMPERATURE,
     MAX_TOKENS,
 )
-from quire.server.body_limit import MAX_BODY, MAX_NESTING, Nesting
-from quire.server.explain import MAX_ID
-from quire.server.field_types import MAX_PROMPT_TOKENS, MAX_PROMPTS, MAX_SALT
-from quire.server.limits import MAX_CHOICES, MAX_TOLD
+from quire.server.api.field_types import MAX_PROMPT_TOKENS, MAX_PROMPTS, MAX_SALT
+from quire.server.api.limits import MAX_CHOICES, MAX_TOLD
+from quire.server.api.native.explain import MAX_ID
+from quire.server.api.sglang.routes import MAX_RID
+from quire.server.api.terms import MAX_TIMEOUT
+from quire.server.middleware.body_limit import MAX_BODY, MAX_NESTING, Nesting
 from quire.server.service import CHARACTERS_PER_TOKEN
-from quire.server.sglang import MAX_RID
-from quire.server.terms import MAX_TIMEOUT
 from quire.tokenizer.messages import MAX_DEPTH, MAX_MESSAGES
 
 JSON = {"content-type": "application/json"}

@@ -12,8 +12,8 @@ from quire.engine.engine import EngineStats
 from quire.engine.outputs import RequestMetrics
 from quire.engine.step_sizes import BOUNDS, StepSizes
 from quire.params import SamplingParams
-from quire.server.observe.metrics import Ended, Metrics
-from quire.server.observe.record import Record
+from quire.server.observability.metrics import Ended, Metrics
+from quire.server.observability.request_record import Record
 from quire.server.options import ServerOptions
 from quire.supervisor.health import Health
 

@@ -12,16 +12,16 @@ from quire.engine.inputs import TokenizedPrompt
 from quire.engine.output_text import Transcript
 from quire.errors import RequestError
 from quire.params import MAX_BAD_CHARACTERS, SamplingParams
-from quire.server import opening
-from quire.server.embeddings import EmbeddingBody
-from quire.server.field_types import MAX_PROMPT_TOKENS, MAX_PROMPTS
-from quire.server.limits import MAX_CHOICES, MAX_TOLD, check_choices, check_told
-from quire.server.logprobs import LogprobFormat
-from quire.server.opening import Openings
+from quire.server.api.field_types import MAX_PROMPT_TOKENS, MAX_PROMPTS
+from quire.server.api.limits import MAX_CHOICES, MAX_TOLD, check_choices, check_told
+from quire.server.api.native.tokenize import DetokenizeBody, TokenizeBody
+from quire.server.api.openai import opening
+from quire.server.api.openai.embeddings import EmbeddingBody
+from quire.server.api.openai.logprobs import LogprobFormat
+from quire.server.api.openai.opening import Openings
+from quire.server.api.openai.schema import ChatBody, CompletionBody
+from quire.server.api.sglang.schema import GenerateBody
 from quire.server.reply import Reply
-from quire.server.schema import ChatBody, CompletionBody
-from quire.server.sglang_schema import GenerateBody
-from quire.server.tokens import DetokenizeBody, TokenizeBody
 from quire.tokenizer.bad_words import MAX_BAD_TOKENS, bad_word_tokens
 
 MANY = 100_000

@@ -11,7 +11,7 @@ from front_rig import run_app, service_of, small_engine
 
 from quire.core.output import Output
 from quire.server.app import make_app
-from quire.server.observe.metrics import Metrics
+from quire.server.observability.metrics import Metrics
 
 LONG = {"prompt": "One Tuesday", "max_tokens": 400, "ignore_eos": True, "temperature": 0}
 DEADLINE = 30  # seconds for what takes milliseconds

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.server import quota as module
-from quire.server.quota import MINUTE, UNLIMITED, Bucket, Quota, RateLimited
+from quire.server.middleware import quota as module
+from quire.server.middleware.quota import MINUTE, UNLIMITED, Bucket, Quota, RateLimited
 
 SECOND = 10**9
 

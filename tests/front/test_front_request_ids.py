@@ -9,9 +9,9 @@ from front_site import GENERATING
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.server.observe import request_ids
-from quire.server.observe.record import Record, note
-from quire.server.observe.request_ids import RequestIds, accepted
+from quire.server.observability import request_ids
+from quire.server.observability.request_ids import RequestIds, accepted
+from quire.server.observability.request_record import Record, note
 from quire.server.sse import DONE
 
 OWN = re.compile(r"[0-9a-f]{32}")

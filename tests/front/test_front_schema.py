@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from benchmarks.schema_fuzz import fuzz, left
 from quire.params import SamplingParams
-from quire.server.document import EXAMPLES
+from quire.server.openapi import EXAMPLES
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 import pytest
 
 from quire.errors import EngineStopped, RequestError
-from quire.server import form_checks
+from quire.server import grammar_check
 from quire.server.errors import Busy
-from quire.server.form_checks import FormChecks
+from quire.server.grammar_check import FormChecks
 from quire.structured import StructuredOutputsParams
 
 
@@ -32,7 +32,7 @@ class Backend:
 
     def tell(self, result, seconds):
         self.told.append(result)
-        assert 0 <= seconds <= form_checks.MAX_SECONDS
+        assert 0 <= seconds <= grammar_check.MAX_SECONDS
 
 
 @contextmanager
@@ -81,7 +81,7 @@ def test_what_was_found_is_known_by_content():
 
 
 def test_no_more_is_kept_than_a_bound(monkeypatch):
-    monkeypatch.setattr(form_checks, "MAX_KEPT", 2)
+    monkeypatch.setattr(grammar_check, "MAX_KEPT", 2)
 
     async def work(_backend, checks):
         for text in ("a", "b", "a", "c", "a", "b"):  # the oldest one goes, by use
@@ -103,7 +103,7 @@ def test_those_who_ask_for_the_same_at_once_share_a_check():
 
 
 def test_a_check_that_takes_too_long_is_refused_and_known(monkeypatch):
-    monkeypatch.setattr(form_checks, "MAX_SECONDS", 0.1)
+    monkeypatch.setattr(grammar_check, "MAX_SECONDS", 0.1)
 
     async def work(backend, checks):
         for _ in range(3):
@@ -120,12 +120,12 @@ def test_a_check_that_takes_too_long_is_refused_and_known(monkeypatch):
 
 
 def test_who_waits_for_threads_that_are_stuck_is_asked_to_come_back(monkeypatch):
-    monkeypatch.setattr(form_checks, "MAX_SECONDS", 0.1)
-    monkeypatch.setattr(form_checks, "MAX_JOBS", form_checks.NUM_THREADS + 1)
+    monkeypatch.setattr(grammar_check, "MAX_SECONDS", 0.1)
+    monkeypatch.setattr(grammar_check, "MAX_JOBS", grammar_check.NUM_THREADS + 1)
 
     async def work(backend, checks):
-        stuck = [asyncio.ensure_future(checks.check(regex(f"slow {i}"))) for i in range(form_checks.NUM_THREADS)]
-        await until(lambda: len(backend.checked) == form_checks.NUM_THREADS)
+        stuck = [asyncio.ensure_future(checks.check(regex(f"slow {i}"))) for i in range(grammar_check.NUM_THREADS)]
+        await until(lambda: len(backend.checked) == grammar_check.NUM_THREADS)
         waits = asyncio.ensure_future(checks.check(regex("waits")))
         await asyncio.sleep(0)
         with pytest.raises(Busy):
@@ -138,14 +138,14 @@ def test_who_waits_for_threads_that_are_stuck_is_asked_to_come_back(monkeypatch)
         assert "waits" not in backend.checked
         await checks.check(regex("waits"))
 
-    assert run(work).told == ["slow"] * form_checks.NUM_THREADS + ["ok"]
+    assert run(work).told == ["slow"] * grammar_check.NUM_THREADS + ["ok"]
 
 
 def test_a_backend_that_panics_refuses_one_form_only(caplog):
     async def work(_backend, checks):
         with pytest.raises(RequestError, match="regex cannot be read"):
             await checks.check(regex("panic"))
-        for i in range(form_checks.NUM_THREADS):
+        for i in range(grammar_check.NUM_THREADS):
             await checks.check(regex(f"good {i}"))
 
     assert run(work).told == ["bad", "ok", "ok"]
@@ -154,8 +154,8 @@ def test_a_backend_that_panics_refuses_one_form_only(caplog):
 
 def test_after_the_end_nobody_waits():
     async def work(backend, checks):
-        asking = [asyncio.ensure_future(checks.check(regex(f"slow {i}"))) for i in range(form_checks.NUM_THREADS + 1)]
-        await until(lambda: len(backend.checked) == form_checks.NUM_THREADS)
+        asking = [asyncio.ensure_future(checks.check(regex(f"slow {i}"))) for i in range(grammar_check.NUM_THREADS + 1)]
+        await until(lambda: len(backend.checked) == grammar_check.NUM_THREADS)
         checks.close()
         assert {type(one) for one in await asyncio.gather(*asking, return_exceptions=True)} == {EngineStopped}
         with pytest.raises(EngineStopped):

@@ -6,9 +6,9 @@ import pytest
 from front_rig import CHAT, STORY
 
 from quire.errors import RequestError
+from quire.server.api.openai.schema import ChatBody, CompletionBody
+from quire.server.api.sglang.schema import ROUTE_NAMES, GenerateParams
 from quire.server.errors import renamed
-from quire.server.schema import ChatBody, CompletionBody
-from quire.server.sglang_schema import ROUTE_NAMES, GenerateParams
 from quire.structured import MAX_CHARACTERS, MAX_NESTING, StructuredOutputsParams
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}

@@ -9,7 +9,7 @@ from front_site import run_site
 
 from benchmarks.structured import flood as floods
 from benchmarks.structured.flood import REFUSED, Traffic, bad_forms, flood, normal
-from quire.server import slow_refusals
+from quire.server.middleware import tarpit
 
 SECONDS = 1.5
 
@@ -31,7 +31,7 @@ def test_each_kind_is_refused(site, name):
 
 
 def test_streams_beside_a_flood_have_no_error(monkeypatch):
-    monkeypatch.setattr(slow_refusals, "MAX_SECONDS", 0.05)  # or the flood is thin
+    monkeypatch.setattr(tarpit, "MAX_SECONDS", 0.05)  # or the flood is thin
     answers, traffic = [], Traffic()
     with run_site() as site:
         attack = threading.Thread(target=lambda: answers.append(flood(site.url, SECONDS, 8)))

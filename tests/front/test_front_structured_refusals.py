@@ -8,10 +8,10 @@ from front_site import MANY, run_site
 from starlette.datastructures import Headers
 
 from quire.errors import RequestError
-from quire.server import slow_refusals
-from quire.server.keys import ANYBODY, Caller
-from quire.server.quota import MINUTE
-from quire.server.slow_refusals import EACH, FREE, MAX_SECONDS, SlowRefusals
+from quire.server.middleware import tarpit
+from quire.server.middleware.keys import ANYBODY, Caller
+from quire.server.middleware.quota import MINUTE
+from quire.server.middleware.tarpit import EACH, FREE, MAX_SECONDS, SlowRefusals
 
 TWO_FORMS = {"regex": "a", "ebnf": "b"}
 
@@ -86,7 +86,7 @@ def noting(monkeypatch):
     async def sleep(seconds):
         slept.append(seconds)
 
-    monkeypatch.setattr(slow_refusals, "sleep", sleep)
+    monkeypatch.setattr(tarpit, "sleep", sleep)
     return slept
 
 
@@ -100,7 +100,7 @@ def run(refusals, monkeypatch, request, param, times=2):
 
 @pytest.mark.parametrize(("bound", "most"), [("MAX_WAITING", 2), ("MAX_HELD", 2 * FREE)])
 def test_no_more_answers_wait_than_a_bound_and_they_hold_nothing_of_the_body(refusals, monkeypatch, bound, most):
-    monkeypatch.setattr(slow_refusals, bound, most)
+    monkeypatch.setattr(tarpit, bound, most)
     bodies = []
 
     def fail(body):
@@ -129,7 +129,7 @@ def test_no_more_answers_wait_than_a_bound_and_they_hold_nothing_of_the_body(ref
 
 
 def test_a_server_holds_back_refusals_only(monkeypatch):
-    monkeypatch.setattr(slow_refusals, "EACH", FREE)
+    monkeypatch.setattr(tarpit, "EACH", FREE)
     slept = noting(monkeypatch)
     with run_site("ann", "root") as site:
 

@@ -12,8 +12,8 @@ from starlette.requests import Request
 from quire.core.namespace import Namespace
 from quire.server.app import make_app
 from quire.server.errors import Unauthenticated
-from quire.server.gate import OPEN, Gate, caller_of, operators_only
-from quire.server.keys import Keys, new_key
+from quire.server.middleware.auth import OPEN, Gate, caller_of, operators_only
+from quire.server.middleware.keys import Keys, new_key
 
 OPERATORS = {"/metrics", "/flush_cache", "/get_server_info"}
 

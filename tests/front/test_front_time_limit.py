@@ -11,8 +11,8 @@ from front_rig import CHAT, STORY
 from starlette.requests import Request
 
 from quire.server.errors import TimedOut
-from quire.server.keys import ANYBODY
-from quire.server.observe.record import Record, note
+from quire.server.middleware.keys import ANYBODY
+from quire.server.observability.request_record import Record, note
 from quire.server.respond import respond
 from quire.server.time_limit import TimeLimit
 

@@ -15,8 +15,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 from quire.errors import ConfigError
-from quire.server.observe import observers, tracing
-from quire.server.observe.observers import check_observers
+from quire.server.observability import observers, tracing
+from quire.server.observability.observers import check_observers
 from quire.server.options import ServerOptions
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -135,7 +135,7 @@ def test_nobody_waits_for_a_collector_that_is_not_there(monkeypatch):
 
 
 def test_a_missing_extra_is_named(monkeypatch):
-    for name in [name for name in sys.modules if name.startswith("quire.server.observe.tracing")]:
+    for name in [name for name in sys.modules if name.startswith("quire.server.observability.tracing")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http", None)
     with pytest.raises(ConfigError, match=r"quire\[otel\]"):

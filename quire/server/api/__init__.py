@@ -1,0 +1,1 @@
+"""HTTP dialects, one package each: routes, request bodies and responses."""

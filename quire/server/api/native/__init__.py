@@ -1,0 +1,1 @@
+"""quire's own routes: tokenize, health, administration, explanations, programs."""

@@ -1,0 +1,99 @@
+"""Routes for those who run the server: figures about all tenants together, and the cache's contents thrown away."""
+
+from dataclasses import asdict
+
+import msgspec
+from fastapi import APIRouter, Depends, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from quire import __version__
+from quire.config import CacheConfig
+from quire.engine.engine import EngineStats
+from quire.engine.shared_prefixes import num_public_blocks
+from quire.server.api.native.block_advice import Advisor
+from quire.server.middleware.auth import operators_only, own_pages_only
+from quire.server.service import Service
+
+
+def operator_routes(service: Service, metrics_prefix: str) -> APIRouter:
+    """The routes that need the role admin where there are keys."""
+    router = APIRouter(tags=["Operations"], dependencies=[Depends(operators_only)])
+    advisor = Advisor(service)
+
+    @router.get("/metrics", response_model=None)
+    async def metrics() -> Response:
+        """Figures for Prometheus."""
+        return Response(service.metrics.page(metrics_prefix), headers={"content-type": CONTENT_TYPE_LATEST})
+
+    @router.get("/get_server_info", response_model=None)
+    async def get_server_info() -> Response:
+        """What this server is, how it was set up, what work costs it, and how its cache does."""
+        info = {**_server_info(service), **await advisor.figures()}
+        return Response(msgspec.json.encode(info), media_type="application/json")
+
+    @router.get("/flush_cache", dependencies=[Depends(own_pages_only)])
+    @router.post("/flush_cache", dependencies=[Depends(own_pages_only)])
+    async def flush_cache() -> dict[str, int]:
+        """Forget all KV that no running request holds."""
+        return {"freed_blocks": await service.engine.flush_cache()}
+
+    return router
+
+
+def _server_info(service: Service) -> dict[str, object]:
+    stats = service.engine.health().stats
+    return {
+        "version": __version__,
+        "model": service.model_name,
+        "max_model_len": service.max_model_len,
+        "options": asdict(service.options),
+        **_memory(service.cache),
+        "cache": _cache_figures(stats),
+        "swap": {
+            "host_blocks_used": stats.host_blocks_used,
+            "host_blocks_total": stats.host_blocks_total,
+            "blocks_swapped_out": stats.num_swapped_out_blocks,
+            "blocks_swapped_in": stats.num_swapped_in_blocks,
+        },
+        "requests_running": stats.num_running,
+        "requests_waiting": stats.num_waiting,
+    }
+
+
+def _memory(cache: CacheConfig) -> dict[str, object]:
+    groups = [
+        {
+            "kind": group.kind,
+            "window": group.window,
+            "num_layers": len(group.layers),
+            "dtype": group.dtype,
+            "num_blocks": group.num_blocks,
+            "bytes_per_block": group.bytes_per_block,
+            "num_host_blocks": group.num_host_blocks,
+        }
+        for group in cache.groups
+    ]
+    return {
+        "block_size": cache.block_size,
+        "kv_groups": groups,
+        "prefix_index": cache.prefix_index,
+        "eviction": cache.eviction,
+        "public_prefixes": {
+            "count": len(cache.public_prefixes),
+            "blocks": num_public_blocks(cache.public_prefixes, cache.block_size),
+        },
+    }
+
+
+def _cache_figures(stats: EngineStats) -> dict[str, float]:
+    """Blocks of all KV groups; tokens of prompts."""
+    return {
+        "kv_blocks_cached": stats.kv_blocks_cached,
+        "kv_blocks_used": stats.kv_blocks_used,
+        "kv_blocks_total": stats.kv_blocks_total,
+        "kv_blocks_evicted": stats.kv_blocks_evicted,
+        "prefix_query_tokens": stats.prefix_query_tokens,
+        "prefix_hit_tokens": stats.prefix_hit_tokens,
+        "prefix_hit_rate": stats.prefix_hit_tokens / max(1, stats.prefix_query_tokens),
+        "kv_tokens_copied": stats.kv_tokens_copied,
+    }

@@ -1,0 +1,75 @@
+"""Routes that generate nothing and that any caller may ask: models, liveness, readiness, health."""
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+
+from quire.server.middleware.auth import caller_of
+from quire.server.middleware.drain import Drain
+from quire.server.service import Service
+
+
+def operation_routes(service: Service, drain: Drain) -> APIRouter:
+    """The routes that generate nothing. drain: once it has begun, the server is not ready."""
+    router = APIRouter(tags=["Operations"])
+
+    @router.get("/v1/models", tags=["OpenAI"])
+    async def models() -> dict[str, object]:
+        """The models that requests may name."""
+        return {"object": "list", "data": [_model(service)]}
+
+    @router.get("/v1/models/{name:path}", tags=["OpenAI"])
+    async def model(name: str) -> dict[str, object]:
+        """One model."""
+        service.check_model(name)
+        return _model(service)
+
+    @router.get("/live")
+    async def live() -> dict[str, str]:
+        """200 as long as this process answers at all."""
+        return {"status": "ok"}
+
+    @router.get("/ready", response_model=None)
+    async def ready() -> Response:
+        """200 when requests can be served, 503 otherwise."""
+        return _health(service, drain, with_figures=False)
+
+    @router.get("/health", response_model=None)
+    async def health(request: Request) -> Response:
+        """200 when the engine moves, 503 when it has stopped or stalled, or the server is about to end; with figures
+        for those who run it.
+        """
+        return _health(service, drain, with_figures=caller_of(request).is_admin)
+
+    return router
+
+
+def _model(service: Service) -> dict[str, object]:
+    return {
+        "id": service.model_name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "quire",
+        "max_model_len": service.max_model_len,
+    }
+
+
+def _health(service: Service, drain: Drain, *, with_figures: bool) -> Response:
+    """Figures are about all tenants together; also how long ago the engine moved tells how busy it is."""
+    health = service.engine.health()
+    problem = health.problem or ("draining" if drain.begun else "")
+    body: dict[str, object] = {"status": problem or "ok"}
+    if with_figures:
+        body |= {
+            "heartbeat_age_seconds": round(health.heartbeat_age, 3),
+            "requests_running": health.stats.num_running,
+            "requests_waiting": health.stats.num_waiting,
+            "kv_blocks_used": health.stats.kv_blocks_used,
+            "kv_blocks_total": health.stats.kv_blocks_total,
+            "steps": health.stats.num_steps,
+            "failed_steps": health.stats.failed_steps,
+            "last_step_seconds": health.stats.last_step_seconds,
+            "predicted_step_seconds": health.predicted_step_seconds,
+            "engine": health.state,
+            "engine_restarts": health.num_restarts,
+        }
+    return Response(msgspec.json.encode(body), 503 if problem else 200, media_type="application/json")

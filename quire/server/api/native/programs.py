@@ -1,0 +1,40 @@
+"""/v1/programs/end: a program, or one branch of it, goes on no more. What a program is, is the engine's business."""
+
+from fastapi import APIRouter, Request
+from pydantic import Field
+
+from quire.core.scheduling_params import Program
+from quire.errors import RequestError
+from quire.server.api.request_params import Body, about
+from quire.server.middleware.auth import caller_of
+from quire.server.service import Service
+
+_PREFIX = "program."  # of what is a field's field in other bodies
+
+
+class EndProgramBody(Body):
+    """POST /v1/programs/end."""
+
+    id: str = Field(description="The program's id, as its requests gave it.")
+    branch: str | None = about("The branch that is over; the whole program by default.")
+
+
+def program_routes(service: Service) -> APIRouter:
+    """The route of programs."""
+    router = APIRouter(tags=["Programs"])
+
+    @router.post("/v1/programs/end")
+    async def end(body: EndProgramBody, request: Request) -> dict[str, str | None]:
+        """Nobody goes on from what a program, or one branch of it, has left in the cache: it is given up first.
+
+        An id that is unknown, or another tenant's, changes nothing and is answered alike.
+        """
+        try:
+            program = Program(id=body.id, branch=body.branch or "")
+        except RequestError as error:
+            raise RequestError(str(error).removeprefix(_PREFIX), str(error.param).removeprefix(_PREFIX)) from error
+        branch = None if body.branch is None else program.branch
+        service.engine.end_program(caller_of(request).tenant, program.id, branch)
+        return {"object": "program.ended", "id": program.id, "branch": branch}
+
+    return router

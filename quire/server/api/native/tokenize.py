@@ -1,0 +1,77 @@
+"""/tokenize and /detokenize, with vLLM's bodies: text to token ids and back, nothing generated."""
+
+from fastapi import APIRouter, Response
+from msgspec.json import encode
+from pydantic import Field
+
+from quire.errors import RequestError
+from quire.server.api.field_types import TokenIds
+from quire.server.api.openai.messages import Messages, TemplateBody
+from quire.server.api.openai.template import spoken, tokenize_conversation
+from quire.server.api.request_params import Body, about
+from quire.server.service import Service
+
+_OF_MESSAGES = [name for name in TemplateBody.model_fields if name not in ("add_special_tokens", "tool_choice")]
+
+
+class TokenizeBody(TemplateBody):
+    """POST /tokenize: a text, or a conversation as chat would write it."""
+
+    model: str | None = about("The served model; /v1/models lists it.")
+    prompt: str | None = about("A text.")
+    messages: Messages | None = about("A conversation, in place of a text.")
+    return_token_strs: bool | None = about("Add each token as the vocabulary writes it.")
+
+
+class DetokenizeBody(Body):
+    """POST /detokenize."""
+
+    model: str | None = about("The served model; /v1/models lists it.")
+    tokens: TokenIds = Field(description="Token ids.")
+
+
+def token_routes(service: Service) -> APIRouter:
+    """The routes of the tokenizer."""
+    router = APIRouter(tags=["Tokens"])
+
+    @router.post("/tokenize", response_model=None)
+    async def tokenize(body: TokenizeBody) -> Response:
+        """The ids that a text or a conversation becomes."""
+        service.check_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise RequestError("give either a prompt or messages", "prompt")
+        return await service.aside.run(lambda: _json(_tokenized(body, service)))
+
+    @router.post("/detokenize", response_model=None)
+    async def detokenize(body: DetokenizeBody) -> Response:
+        """The text of token ids, special tokens included."""
+        service.check_model(body.model)
+        return await service.aside.run(lambda: _json({"prompt": _text(body.tokens, service)}))
+
+    return router
+
+
+def _tokenized(body: TokenizeBody, service: Service) -> dict[str, object]:
+    if body.prompt is None:
+        messages = spoken(body.messages or ())
+        service.check_size([messages, body.tools, body.documents, body.chat_template_kwargs], "messages")
+        ids = tokenize_conversation(messages, body, service.tokenizer).ids
+    else:
+        for name in _OF_MESSAGES:
+            if getattr(body, name) is not None:
+                raise RequestError(f"{name} is about messages; leave it out with a prompt", name)
+        service.check_size(body.prompt, "prompt")
+        ids = service.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
+    pieces = service.tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
+    return {"count": len(ids), "max_model_len": service.max_model_len, "tokens": ids, "token_strs": pieces}
+
+
+def _text(tokens: list[int], service: Service) -> str:
+    for token in (min(tokens, default=0), max(tokens, default=0)):
+        if not 0 <= token < service.vocab_size:
+            raise RequestError(f"token id {token} is outside the vocabulary (0 to {service.vocab_size - 1})", "tokens")
+    return service.tokenizer.decode(tokens)
+
+
+def _json(value: object) -> Response:
+    return Response(encode(value), media_type="application/json")

@@ -1,0 +1,134 @@
+"""/v1/chat/completions: a conversation in, the next turn out. Knows OpenAI's format; the work is the service's."""
+
+import time
+from collections.abc import AsyncIterator
+
+from fastapi import APIRouter, Request, Response
+
+from quire.engine.generations import Generation, generations
+from quire.engine.output_text import Transcript
+from quire.engine.outputs import CompletionOutput, Delta
+from quire.params import SamplingParams
+from quire.server.api.limits import check_told, num_prompt_tokens
+from quire.server.api.openai.logprobs import LogprobFormat, plain_rows
+from quire.server.api.openai.schema import ChatBody
+from quire.server.api.openai.template import begun_answer, spoken, tokenize_conversation
+from quire.server.api.openai.usage import UsageFormat
+from quire.server.errors import renamed
+from quire.server.middleware.auth import caller_of
+from quire.server.middleware.keys import Caller
+from quire.server.reply import Reply
+from quire.server.respond import respond, shows
+from quire.server.service import Service
+from quire.server.sse import DONE, event
+from quire.server.time_limit import TimeLimit
+
+
+def chat_routes(service: Service) -> APIRouter:
+    """The route of chat completions."""
+    router = APIRouter(tags=["OpenAI"])
+
+    @router.post("/v1/chat/completions", response_model=None)
+    async def chat_completions(body: ChatBody, request: Request) -> Response:
+        """Answer a conversation."""
+        limit, id = TimeLimit(body.timeout), service.request_ids.make("chatcmpl", request)
+        answer, reply = await limit.of(_start(service, body, caller_of(request), id))
+        return await respond(request, answer, reply, limit, stream=bool(body.stream))
+
+    return router
+
+
+async def _start(service: Service, body: ChatBody, caller: Caller, id: str) -> tuple["ChatAnswer", Reply]:
+    service.check_model(body.model)
+    with renamed(body.engine_names()):
+        params = body.sampling_params(service.sampling_defaults)
+        beams = body.beams(params, vocab_size=service.vocab_size, num_end_tokens=service.num_end_tokens)
+        asked, beginning = await service.aside.run(lambda: _read(service, body, params))
+        check_told(asked, ids=bool(body.return_token_ids), choices=False)
+        answer = ChatAnswer(id, service, body, params, beginning)
+        namespace, terms = caller.namespace(body.cache_salt), body.terms(service.options)
+        with caller.quota.spending(num_prompt_tokens(asked)):
+            return answer, await service.start(answer.id, asked, namespace, beams, terms)
+
+
+def _read(service: Service, body: ChatBody, params: SamplingParams) -> tuple[list[Generation], str]:
+    """The conversation as the engine takes it, and the echo that the answer begins with."""
+    messages = spoken(body.messages)
+    service.check_size([messages, body.tools, body.documents, body.chat_template_kwargs], "messages")
+    prompt = tokenize_conversation(messages, body, service.tokenizer)
+    asked = generations([prompt], [params], service.tokenizer, service.max_model_len)
+    return asked, begun_answer(messages) if body.echo else ""
+
+
+class ChatAnswer:
+    """OpenAI's chat.completion objects for one request."""
+
+    def __init__(self, id: str, service: Service, body: ChatBody, params: SamplingParams, beginning: str) -> None:
+        self.id = id
+        self._head = {"id": self.id, "created": int(time.time()), "model": service.model_name}
+        self._with_ids = bool(body.return_token_ids)
+        self._logprobs = LogprobFormat(params, service.tokenizer, as_token_ids=bool(body.return_tokens_as_token_ids))
+        self._usage = UsageFormat(body.stream_options)
+        self._beginning = beginning
+
+    def whole(self, reply: Reply) -> dict[str, object]:
+        """Everything at once."""
+        (transcript,) = reply.transcripts
+        choices = [
+            self._choice(
+                sequence.index,
+                {"message": {"role": "assistant", "content": self._beginning + sequence.text, "refusal": None}},
+                sequence,
+            )
+            for sequence in transcript.result().outputs
+        ]
+        head = {**self._head, "object": "chat.completion", **self._about_prompt(transcript)}
+        return {**head, "choices": choices, "usage": reply.usage()}
+
+    async def events(self, reply: Reply) -> AsyncIterator[bytes]:
+        """Server-sent events while the sequences grow; the first of each choice names the role."""
+        (transcript,) = reply.transcripts
+        head = {**self._head, "object": "chat.completion.chunk"}
+        for index in range(reply.num_choices):
+            choice = self._choice(index, {"delta": {"role": "assistant", "content": self._beginning}}, None)
+            yield event({**head, "choices": [choice], **self._usage.of_chunk(reply)})
+        about_prompt = True  # whether it is still to be told
+        async for deltas in reply.deltas():
+            chunks = []
+            for delta in deltas:
+                if shows(delta, ids=self._with_ids):
+                    first = self._about_prompt(transcript) if about_prompt else {}
+                    about_prompt = False
+                    choice = self._choice(delta.index, {"delta": _added(delta)}, delta)
+                    chunks.append(event({**head, **first, "choices": [choice], **self._usage.of_chunk(reply)}))
+            yield b"".join(chunks)
+        for usage in self._usage.at_end(reply):
+            yield event({**head, "choices": [], "usage": usage})
+        yield DONE
+
+    def _about_prompt(self, transcript: Transcript) -> dict[str, object]:
+        """What was asked about the prompt: once, as there is one."""
+        fields: dict[str, object] = {}
+        if transcript.prompt_logprobs is not None:
+            fields["prompt_logprobs"] = plain_rows(transcript.prompt_logprobs)
+        if self._with_ids:
+            fields["prompt_token_ids"] = transcript.prompt.ids
+        return fields
+
+    def _choice(
+        self, index: int, content: dict[str, object], part: CompletionOutput | Delta | None
+    ) -> dict[str, object]:
+        """A sequence, a part of it, or None for nothing yet."""
+        ids = {"token_ids": part.token_ids} if part and self._with_ids else {}
+        return {
+            "index": index,
+            **content,
+            "logprobs": self._logprobs.chat(part.logprobs) if part else None,
+            "finish_reason": part.finish_reason if part else None,
+            "stop_reason": part.stop_reason if part else None,
+            **ids,
+        }
+
+
+def _added(delta: Delta) -> dict[str, str]:
+    return {"content": delta.text} if delta.text or delta.logprobs else {}

@@ -1,0 +1,140 @@
+"""/v1/completions: prompts in, text out. Knows OpenAI's format; the work is the service's."""
+
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+
+from fastapi import APIRouter, Request, Response
+
+from quire.engine.generations import Generation
+from quire.engine.inputs import listed
+from quire.engine.outputs import CompletionOutput, Delta
+from quire.params import SamplingParams
+from quire.server.api.limits import check_choices, check_told, num_prompt_tokens
+from quire.server.api.openai.echo import Echo, echo_of
+from quire.server.api.openai.logprobs import LogprobFormat
+from quire.server.api.openai.opening import Opening, Openings
+from quire.server.api.openai.schema import CompletionBody
+from quire.server.api.openai.usage import UsageFormat
+from quire.server.errors import renamed
+from quire.server.middleware.auth import caller_of
+from quire.server.middleware.keys import Caller
+from quire.server.reply import Reply
+from quire.server.respond import respond, shows
+from quire.server.service import Service
+from quire.server.sse import DONE, event
+from quire.server.time_limit import TimeLimit
+
+
+def completion_routes(service: Service) -> APIRouter:
+    """The route of text completions."""
+    router = APIRouter(tags=["OpenAI"])
+
+    @router.post("/v1/completions", response_model=None)
+    async def completions(body: CompletionBody, request: Request) -> Response:
+        """Continue a prompt, or each of several."""
+        limit, id = TimeLimit(body.timeout), service.request_ids.make("cmpl", request)
+        answer, reply = await limit.of(_start(service, body, caller_of(request), id))
+        return await respond(request, answer, reply, limit, stream=bool(body.stream))
+
+    return router
+
+
+async def _start(service: Service, body: CompletionBody, caller: Caller, id: str) -> tuple["CompletionAnswer", Reply]:
+    service.check_model(body.model)
+    with renamed({**body.search_names(), **body.form_names()}):
+        params = body.sampling_params(service.sampling_defaults)
+        beams = body.beams(params, vocab_size=service.vocab_size, num_end_tokens=service.num_end_tokens)
+        prompts = listed(body.prompt)
+        each = [params] * len(prompts)
+        check_choices(each, width=beams.width if beams else 1)
+        asked = await service.tokenize(prompts, each, add_special_tokens=body.add_special_tokens)
+        check_told(asked, ids=bool(body.return_token_ids or body.echo))
+        answer = CompletionAnswer(id, service, body, params, await _echoes(service, body, asked))
+        namespace, terms = caller.namespace(body.cache_salt), body.terms(service.options)
+        with caller.quota.spending(num_prompt_tokens(asked)):
+            return answer, await service.start(answer.id, asked, namespace, beams, terms)
+
+
+async def _echoes(service: Service, body: CompletionBody, asked: Sequence[Generation]) -> list[Echo] | None:
+    if not body.echo:
+        return None
+
+    def work() -> list[Echo]:
+        return [
+            echo_of(each.prompt, service.tokenizer, skip_special_tokens=each.params.skip_special_tokens)
+            for each in asked
+        ]
+
+    return await service.aside.run(work)
+
+
+class CompletionAnswer:
+    """OpenAI's text_completion objects for one request."""
+
+    def __init__(
+        self, id: str, service: Service, body: CompletionBody, params: SamplingParams, echoes: Sequence[Echo] | None
+    ) -> None:
+        self.id = id
+        self._head = {
+            "id": self.id,
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": service.model_name,
+        }
+        self._with_ids = bool(body.return_token_ids)
+        self._logprobs = LogprobFormat(params, service.tokenizer, as_token_ids=bool(body.return_tokens_as_token_ids))
+        self._usage = UsageFormat(body.stream_options)
+        self._openings = Openings(body, self._logprobs, echoes)
+
+    def whole(self, reply: Reply) -> dict[str, object]:
+        """Everything at once."""
+        choices: list[dict[str, object]] = []
+        for place, transcript in enumerate(reply.transcripts):
+            for output in transcript.result().outputs:
+                choices.append(self._choice(len(choices), output, place, self._openings.of(place, transcript)))
+        return {**self._head, "choices": choices, "usage": reply.usage()}
+
+    async def events(self, reply: Reply) -> AsyncIterator[bytes]:
+        """Server-sent events while the sequences grow."""
+        begun: set[int] = set()
+        async for deltas in reply.deltas():
+            chunks = []
+            for delta in deltas:
+                index, place = reply.choice(delta), reply.place(delta)
+                begins = index not in begun
+                if shows(delta, ids=self._with_ids) or (begins and self._openings.wanted):
+                    begun.add(index)
+                    opening = self._openings.of(place, reply.transcripts[place]) if begins else None
+                    choice = self._choice(index, delta, place, opening)
+                    chunks.append(event({**self._head, "choices": [choice], **self._usage.of_chunk(reply)}))
+            yield b"".join(chunks)
+        for usage in self._usage.at_end(reply):
+            yield event({**self._head, "choices": [], "usage": usage})
+        yield DONE
+
+    def _choice(
+        self, index: int, part: CompletionOutput | Delta, place: int, opening: Opening | None
+    ) -> dict[str, object]:
+        """A sequence, or a part of it; `opening` where it is the first part."""
+        ids = {"token_ids": part.token_ids} if self._with_ids else {}
+        return {
+            "index": index,
+            "text": opening.text + part.text if opening else part.text,
+            "logprobs": self._lists(part, place, opening),
+            "finish_reason": part.finish_reason,
+            "stop_reason": part.stop_reason,
+            **ids,
+            **(opening.fields if opening else {}),
+        }
+
+    def _lists(
+        self, part: CompletionOutput | Delta, place: int, opening: Opening | None
+    ) -> Mapping[str, Sequence[object]] | None:
+        """Of the prompt where it is told, then of the part; None where there is no token of either."""
+        begun = opening.lists if opening else None
+        if not part.logprobs:
+            return begun
+        before = self._openings.num_characters(place)
+        offsets = [before + offset for offset in part.token_offsets]
+        lists = self._logprobs.completion(part.token_ids, part.logprobs, offsets)
+        return {name: [*begun[name], *values] for name, values in lists.items()} if begun else lists

@@ -1,0 +1,139 @@
+"""/v1/embeddings: prompts in, vectors out. Knows OpenAI's format; the vectors are the engine's."""
+
+import base64
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Literal
+
+import msgspec
+import numpy as np
+from fastapi import APIRouter, Request, Response
+from pydantic import Field
+
+from quire.engine.embeddings import EmbeddingFailed, EmbeddingLate, PooledBatch, pooling_of
+from quire.engine.generations import Generation
+from quire.engine.inputs import listed
+from quire.engine.outputs import RequestMetrics
+from quire.errors import EngineStopped, RequestError
+from quire.params import SamplingParams
+from quire.server.api.field_types import MAX_PROMPTS, Prompts, Salt
+from quire.server.api.limits import num_prompt_tokens
+from quire.server.api.request_params import about, without_effect
+from quire.server.api.terms import TermsBody
+from quire.server.errors import DeadlineMissed, renamed
+from quire.server.middleware.auth import caller_of
+from quire.server.observability.metrics import Ended
+from quire.server.observability.request_record import Told, record_of
+from quire.server.service import Service
+from quire.server.sse import while_connected
+from quire.server.time_limit import TimeLimit
+
+
+class EmbeddingBody(TermsBody):
+    """POST /v1/embeddings."""
+
+    input: Prompts = Field(description="A text, token ids, or a list of several of either.")
+    model: str | None = about("The served model; /v1/models lists it.")
+    encoding_format: Literal["float", "base64"] | None = about(
+        "How vectors are written: numbers (the default), or base64 of little-endian float32."
+    )
+    dimensions: int | None = about("Accepted when it is the size of the model's vectors.")
+    pooling: str | None = about("Of the last layer's states: that of the last token ('last'), or their 'mean'.")
+    normalize: bool | None = about("Scale vectors to length 1; true by default.")
+    truncate_prompt_tokens: int | None = about("Keep that many tokens at the input's end; -1: as many as fit.")
+    add_special_tokens: bool | None = about("Let the tokenizer add begin and end tokens to a text; true by default.")
+    cache_salt: Salt | None = about("Share cached tokens only with requests of the same salt (1 to 256 characters).")
+    user: object = without_effect()
+
+
+def embedding_routes(service: Service) -> APIRouter:
+    """The route of embeddings."""
+    router = APIRouter(tags=["OpenAI"])
+
+    @router.post("/v1/embeddings", response_model=None)
+    async def embeddings(body: EmbeddingBody, request: Request) -> Response:
+        """The vector of a text, or of each of several."""
+        service.check_model(body.model)
+        pooling = pooling_of(body.pooling or "last")
+        if body.dimensions not in (None, service.hidden_size):
+            raise RequestError(
+                f"dimensions other than the model's {service.hidden_size} are not supported", "dimensions"
+            )
+        with renamed({"prompt": "input"}):
+            limit, caller = TimeLimit(body.timeout), caller_of(request)
+            asked = await limit.of(_tokenize(service, body))
+            id = service.request_ids.make("embd", request)
+            batch = PooledBatch(asked, pooling, caller.namespace(body.cache_salt), body.terms(service.options), id)
+            record_of(request).told = partial(_told, batch)
+            cost = num_prompt_tokens(asked)
+            work = partial(_embed, service, batch, caller.quota.spending(cost))
+            await limit.of(while_connected(request.receive, work))
+        vectors = [one.vector(normalized=body.normalize is not False) for one in batch]
+        answer = _answer(service, vectors, sum(len(one.prompt_token_ids) for one in batch), body.encoding_format)
+        return Response(msgspec.json.encode(answer), media_type="application/json")
+
+    return router
+
+
+async def _tokenize(service: Service, body: EmbeddingBody) -> list[Generation]:
+    prompts = listed(body.input)
+    if not 1 <= len(prompts) <= MAX_PROMPTS:
+        raise RequestError(f"input must be 1 to {MAX_PROMPTS} texts or lists of token ids", "input")
+    params = SamplingParams(max_tokens=0, truncate_prompt_tokens=body.truncate_prompt_tokens)
+    return await service.tokenize(prompts, [params] * len(prompts), add_special_tokens=body.add_special_tokens)
+
+
+async def _embed(service: Service, batch: PooledBatch, spending: AbstractContextManager[None]) -> None:
+    """Compute all of them. spending: counts them once they are accepted.
+
+    Raises RequestError, RateLimited, DeadlineMissed, EmbeddingFailed, EngineStopped.
+    """
+    metrics = RequestMetrics(time.monotonic())
+    with spending:
+        stream = await service.engine.generate(batch.requests)
+    unfinished = "abort"
+    try:
+        while not batch.finished:
+            for output in await anext(stream):
+                batch.add(output)
+    except EmbeddingLate as late:
+        raise DeadlineMissed(late) from late
+    except (EngineStopped, EmbeddingFailed):
+        unfinished = "error"
+        raise
+    finally:
+        stream.close()
+        for one in batch:
+            service.metrics.sequence_ended(one.finish_reason or unfinished)
+            service.metrics.request_ended(
+                Ended(metrics, len(one.prompt_token_ids), one.num_cached_tokens), time.monotonic()
+            )
+
+
+def _told(batch: PooledBatch, content: bool) -> Told:  # noqa: FBT001
+    """For the request's record; vectors are not told."""
+    return Told(
+        num_prompt_tokens=sum(len(one.prompt_token_ids) for one in batch),
+        num_output_tokens=0,
+        num_cached_tokens=sum(one.num_cached_tokens for one in batch),
+        finish_reasons=[one.finish_reason or "abort" for one in batch],
+        prompts=tuple(one.prompt_token_ids for one in batch) if content else (),
+    )
+
+
+def _answer(
+    service: Service, vectors: Sequence[np.ndarray], num_tokens: int, encoding: str | None
+) -> dict[str, object]:
+    written = [_base64(vector) if encoding == "base64" else vector.tolist() for vector in vectors]
+    return {
+        "object": "list",
+        "data": [{"object": "embedding", "index": i, "embedding": vector} for i, vector in enumerate(written)],
+        "model": service.model_name,
+        "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+    }
+
+
+def _base64(vector: np.ndarray) -> str:
+    return base64.b64encode(vector.astype("<f4").tobytes()).decode()

@@ -1,0 +1,186 @@
+"""/generate: SGLang's native route. Knows its format; the work is the service's."""
+
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import TypeVar
+from uuid import uuid4
+
+from fastapi import APIRouter, Request, Response
+from msgspec import Raw
+
+from quire.engine.inputs import listed
+from quire.engine.output_text import Transcript
+from quire.engine.outputs import CompletionOutput
+from quire.errors import RequestError
+from quire.params import SamplingParams, is_unicode
+from quire.server.api.limits import check_choices, check_told, num_prompt_tokens
+from quire.server.api.sglang.logprobs import EntryFormat, OutputEntries, Report
+from quire.server.api.sglang.schema import ROUTE_NAMES, GenerateBody, GenerateParams
+from quire.server.errors import renamed
+from quire.server.middleware.auth import caller_of
+from quire.server.middleware.keys import Caller
+from quire.server.reply import Reply
+from quire.server.respond import respond, shows
+from quire.server.service import Service
+from quire.server.sse import DONE, event
+from quire.server.time_limit import TimeLimit
+
+T = TypeVar("T")
+
+MAX_RID = 256  # characters; every event repeats it
+
+
+def generate_routes(service: Service) -> APIRouter:
+    """The route of SGLang."""
+    router = APIRouter(tags=["SGLang"])
+
+    @router.post("/generate", response_model=None)
+    async def generate(body: GenerateBody, request: Request) -> Response:
+        """Continue a prompt, or each of several."""
+        limit, id = TimeLimit(body.timeout), service.request_ids.make("generate", request)
+        answer, reply = await limit.of(_start(service, body, caller_of(request), id))
+        return await respond(request, answer, reply, limit, stream=bool(body.stream))
+
+    return router
+
+
+async def _start(service: Service, body: GenerateBody, caller: Caller, id: str) -> tuple["GenerateAnswer", Reply]:
+    if (body.text is None) == (body.input_ids is None):
+        raise RequestError("give either text or input_ids", "text")
+    given = body.text if body.input_ids is None else body.input_ids
+    with renamed({**ROUTE_NAMES, "prompt": "input_ids" if body.text is None else "text"}):
+        prompts = listed([] if given is None else given)
+        reports = _reports(body, len(prompts))
+        params = _params(body, reports, service)
+        check_choices(params)
+        alone = prompts != given and params[0].n == 1 and not isinstance(body.sampling_params, list)
+        entries = EntryFormat(service.tokenizer, with_text=bool(body.return_text_in_logprobs))
+        answer = GenerateAnswer(id, reports, entries, alone=alone)
+        asked = await service.tokenize(prompts, params)
+        check_told(asked, ids=False)
+        namespace, terms = caller.namespace(body.salt()), body.terms(service.options)
+        with caller.quota.spending(num_prompt_tokens(asked)):
+            return answer, await service.start(answer.id, asked, namespace, terms=terms)
+
+
+def _reports(body: GenerateBody, count: int) -> list[Report]:
+    """What to tell about each prompt. Raises RequestError."""
+    if isinstance(body.rid, str) and count != 1:
+        raise RequestError(f"rid must be a list of {count} ids", "rid")
+    asked = body.token_ids_logprob or []
+    ids = [one for one in asked if isinstance(one, int)]
+    lists = [one for one in asked if isinstance(one, list)]
+    reports = [
+        Report(*values)
+        for values in zip(
+            [uuid4().hex for _ in range(count)] if body.rid is None else _each("rid", body.rid, count),
+            _each("return_logprob", body.return_logprob or False, count),
+            _each("logprob_start_len", -1 if body.logprob_start_len is None else body.logprob_start_len, count),
+            _each("top_logprobs_num", body.top_logprobs_num or 0, count),
+            _one_each("token_ids_logprob", lists or [ids] * count, count),
+            strict=True,
+        )
+    ]
+    if body.return_text_in_logprobs and not any(report.logprobs for report in reports):
+        raise RequestError("return_text_in_logprobs needs return_logprob to be true", "return_text_in_logprobs")
+    for report in reports:
+        if not 0 < len(report.rid) <= MAX_RID or not is_unicode(report.rid):
+            raise RequestError(f"rid must have 1 to {MAX_RID} valid Unicode characters", "rid")
+        if report.start < -1:
+            raise RequestError("logprob_start_len must be at least -1", "logprob_start_len")
+        if not report.logprobs and (report.start >= 0 or report.num_top or report.token_ids):
+            raise RequestError("what is to be told about logprobs needs return_logprob to be true", "return_logprob")
+        if report.start >= 0 and report.token_ids:
+            raise RequestError(
+                "token_ids_logprob is not supported for the prompt yet; leave out logprob_start_len",
+                "token_ids_logprob",
+            )
+    return reports
+
+
+def _params(body: GenerateBody, reports: Sequence[Report], service: Service) -> list[SamplingParams]:
+    given = _each("sampling_params", body.sampling_params or GenerateParams(), len(reports))
+    return [
+        one.make_params(
+            service.sampling_defaults,
+            logprobs=report.num_top if report.logprobs else None,
+            prompt_logprobs=report.num_top if report.start >= 0 else None,
+            prompt_logprobs_start=max(report.start, 0),
+            logprob_token_ids=tuple(report.token_ids),
+        )
+        for one, report in zip(given, reports, strict=True)
+    ]
+
+
+def _each(name: str, value: T | list[T], count: int) -> list[T]:
+    """One for each prompt: a list as it is, anything else for all."""
+    return _one_each(name, value, count) if isinstance(value, list) else [value] * count
+
+
+def _one_each(name: str, values: list[T], count: int) -> list[T]:
+    if len(values) != count:
+        raise RequestError(f"{name} must have one entry for each of the {count} prompts, not {len(values)}", name)
+    return values
+
+
+class GenerateAnswer:
+    """SGLang's objects for one request: one alone, or a list of them for a batch or n > 1.
+
+    They have the ids that the caller gave them; `request_id` is the server's own.
+    """
+
+    def __init__(self, request_id: str, reports: Sequence[Report], entries: EntryFormat, *, alone: bool) -> None:
+        self.id = request_id
+        self._reports = reports
+        self._entries = entries
+        self._alone = alone
+        self._of_prompts: dict[int, dict[str, Raw]] = {}  # by place
+        self._of_outputs: dict[tuple[int, int], OutputEntries] = {}  # by place and index
+
+    def whole(self, reply: Reply) -> object:
+        """Everything at once."""
+        objects = [
+            self._object(place, transcript, index)
+            for place, transcript in enumerate(reply.transcripts)
+            for index in range(transcript.params.n)
+        ]
+        return objects[0] if self._alone else objects
+
+    async def events(self, reply: Reply) -> AsyncIterator[bytes]:
+        """Server-sent events, each with all that a sequence has so far."""
+        async for deltas in reply.deltas():
+            newest = {reply.choice(delta): delta for delta in deltas if shows(delta, ids=True)}
+            events = []
+            for choice, delta in newest.items():
+                place = reply.place(delta)
+                value = self._object(place, reply.transcripts[place], delta.index)
+                events.append(event(value if self._alone else {**value, "index": choice}))
+            yield b"".join(events)
+        yield DONE
+
+    def _object(self, place: int, transcript: Transcript, index: int) -> dict[str, object]:
+        report = self._reports[place]
+        output = transcript.sequence(index)
+        metrics = transcript.metrics
+        about: dict[str, object] = {
+            "id": report.rid,
+            "finish_reason": output.finish_info,
+            "prompt_tokens": len(transcript.prompt.ids),
+            "completion_tokens": len(output.token_ids),
+            "cached_tokens": transcript.num_cached_tokens,
+            "e2e_latency": (metrics.finished_time or time.monotonic()) - metrics.arrival_time,
+        }
+        if transcript.params.structured_outputs is not None:
+            about["forced_tokens"] = output.num_forced_tokens
+        if report.logprobs:
+            about |= self._logprobs(place, transcript, output)
+        return {"text": output.text, "output_ids": output.token_ids, "meta_info": about}
+
+    def _logprobs(self, place: int, transcript: Transcript, output: CompletionOutput) -> Mapping[str, object]:
+        report = self._reports[place]
+        if place not in self._of_prompts:
+            self._of_prompts[place] = self._entries.of_prompt(report, transcript)
+        key = (place, output.index)
+        if key not in self._of_outputs:
+            self._of_outputs[key] = OutputEntries(self._entries, report)
+        return {**self._of_prompts[place], **self._of_outputs[key].upto(output)}

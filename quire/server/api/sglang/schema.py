@@ -1,0 +1,106 @@
+"""The body of SGLang's /generate. Knows its names and defaults, and what the engine calls them."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from quire.errors import RequestError
+from quire.params import SamplingParams
+from quire.server.api.field_types import Biases, Listed, PerPrompt, Salt, TokenIds
+from quire.server.api.request_params import Body, about, not_yet, with_limit
+from quire.server.api.structured import Schema, Tag, two_forms
+from quire.server.api.terms import TermsBody
+from quire.structured import StructuredOutputsParams
+
+ROUTE_NAMES = MappingProxyType(  # the engine's name -> the route's, for error messages
+    {
+        "prompt": "text",
+        "max_tokens": "max_new_tokens",
+        "min_tokens": "min_new_tokens",
+        "seed": "sampling_seed",
+        "include_stop_str_in_output": "no_stop_trim",
+        "logprobs": "top_logprobs_num",
+        "prompt_logprobs": "top_logprobs_num",
+        "logprob_token_ids": "token_ids_logprob",
+        "json": "json_schema",
+        "grammar": "ebnf",
+    }
+)
+_FORMS = MappingProxyType(  # the route's name -> what StructuredOutputsParams calls it
+    {"json_schema": "json", "regex": "regex", "ebnf": "grammar", "structural_tag": "structural_tag"}
+)
+_OUTPUT_TOKENS = 128  # SGLang's limit where a request names none
+
+
+class GenerateParams(Body):
+    """`sampling_params` of /generate."""
+
+    n: int | None = about("Sequences to generate for each prompt.")
+    max_new_tokens: int | None = about("Tokens to generate at most; 128 by default.")
+    min_new_tokens: int | None = about("No end before this many tokens.")
+    temperature: float | None = about("0 is greedy; 1 by default.")
+    top_p: float | None = about("Sample from the most likely tokens with this total.")
+    top_k: int | None = about("Sample from this many tokens; -1: from all.")
+    min_p: float | None = about("Least probability, as a share of the most likely one's.")
+    frequency_penalty: float | None = about("Lowers the logits of tokens each time they are in the output.")
+    presence_penalty: float | None = about("Lowers the logits of tokens that are in the output.")
+    repetition_penalty: float | None = about("Divides the logits of tokens in the prompt or output; 1 is none.")
+    logit_bias: Biases | None = about("Token id -> what is added to its logit.")
+    sampling_seed: int | None = about("Same seed, same output.")
+    stop: str | Listed[str] | None = about("Strings that end the output; not part of it.")
+    stop_token_ids: Listed[int] | None = about("Tokens that end the output.")
+    ignore_eos: bool | None = about("Go on after the model's end token.")
+    no_stop_trim: bool | None = about("What ended the output is part of its text.")
+    skip_special_tokens: bool | None = about("Special tokens are not text; true by default.")
+    spaces_between_special_tokens: bool | None = about("Keep the spaces that a tokenizer puts there; true by default.")
+    json_schema: Schema | None = about("The output is JSON that this schema allows.")
+    regex: str | None = about("The output matches this pattern.")
+    ebnf: str | None = about("The output is what this grammar allows, as EBNF or Lark.")
+    structural_tag: Tag | None = about("The output is text in which what stands between tags has a form.")
+    stop_regex: Any = not_yet()
+
+    def make_params(self, defaults: Mapping[str, object], **report: object) -> SamplingParams:
+        """As the engine takes them; `defaults` for what is left out. Raises RequestError."""
+        theirs = {theirs: ours for ours, theirs in ROUTE_NAMES.items()}
+        given = {
+            theirs.get(name, name): value
+            for name in self.model_fields_set
+            if name not in _FORMS and (value := getattr(self, name)) is not None
+        }
+        given["structured_outputs"] = self._form()
+        return SamplingParams(**{**with_limit(defaults, _OUTPUT_TOKENS), **given, **report})
+
+    def _form(self) -> StructuredOutputsParams | None:
+        forms = {name: value for name in _FORMS if (value := getattr(self, name)) is not None}
+        if len(forms) > 1:
+            raise two_forms(list(forms))
+        return StructuredOutputsParams(**{_FORMS[name]: value for name, value in forms.items()}) if forms else None
+
+
+class GenerateBody(TermsBody):
+    """POST /generate. What is a list has one entry for each prompt."""
+
+    text: str | PerPrompt[str] | None = about("A prompt, or several.")
+    input_ids: TokenIds | PerPrompt[TokenIds] | None = about("The same as token ids, in place of text.")
+    sampling_params: GenerateParams | PerPrompt[GenerateParams] | None = None
+    stream: bool | None = about("Send all that is known so far as an event, each time there is more.")
+    return_logprob: bool | PerPrompt[bool] | None = about("Report the logprob of each token.")
+    logprob_start_len: int | PerPrompt[int] | None = about(
+        "Of the prompt's, too, from this token on; -1, the default: none."
+    )
+    top_logprobs_num: int | PerPrompt[int] | None = about("With each, this many of the most likely ones.")
+    token_ids_logprob: Listed[int] | PerPrompt[Listed[int]] | None = about("With each of the output, these.")
+    return_text_in_logprobs: bool | None = about("Tokens in logprobs with their text, in place of null.")
+    rid: str | PerPrompt[str] | None = about("The id that the answer will have.")
+    cache_salt: Salt | None = about("Share cached tokens only with requests of the same salt (1 to 256 characters).")
+    extra_key: Salt | None = about("Another name for cache_salt.")
+    image_data: Any = not_yet()
+    input_embeds: Any = not_yet()
+    lora_path: Any = not_yet()
+    return_hidden_states: Any = not_yet(False)  # noqa: FBT003 (a value of the field)
+
+    def salt(self) -> str | None:
+        """What narrows the namespace. Raises RequestError for two different ones."""
+        if None not in (self.cache_salt, self.extra_key) and self.cache_salt != self.extra_key:
+            raise RequestError("extra_key is another name for cache_salt; give one of them", "extra_key")
+        return self.cache_salt or self.extra_key

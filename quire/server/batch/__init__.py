@@ -1,0 +1,1 @@
+"""Batch files: OpenAI's batch format, run offline."""

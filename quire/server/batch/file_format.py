@@ -1,0 +1,128 @@
+"""The lines of OpenAI's batch files: requests in, results out. Knows their format; asks and writes nothing."""
+
+import codecs
+from collections.abc import Iterator
+from typing import Annotated, BinaryIO, Literal, NamedTuple, get_args
+from uuid import uuid4
+
+import msgspec
+from msgspec import Meta
+
+from quire.server.batch.in_process_client import Answer
+from quire.server.middleware.body_limit import MAX_BODY
+
+MAX_LINE = MAX_BODY + 2**16  # bytes
+
+Url = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings"]
+CustomId = Annotated[str, Meta(min_length=1, max_length=512)]
+
+
+class Task(NamedTuple):
+    """A request. number: of its line, from 1. body: JSON as it was given."""
+
+    number: int
+    custom_id: str
+    url: str
+    body: bytes
+
+
+class BadLine(NamedTuple):
+    """A line that is no request, and why. custom_id: None where it could not be read."""
+
+    number: int
+    custom_id: str | None
+    code: str
+    message: str
+
+
+class _Line(msgspec.Struct, forbid_unknown_fields=True):
+    custom_id: CustomId
+    method: Literal["POST"]
+    url: Url
+    body: msgspec.Raw
+
+
+class _Named(msgspec.Struct):
+    custom_id: CustomId | None = None
+
+
+class _Streamed(msgspec.Struct):
+    stream: object = None
+
+
+class _Told(msgspec.Struct):
+    """What a bad line has in place of an answer."""
+
+    line: int | None = None
+
+
+class Known(msgspec.Struct):
+    """What matters of a line of results when a batch goes on."""
+
+    custom_id: str | None
+    error: _Told | None
+
+
+_SHOWN = ", ".join(get_args(Url))
+_LINES = msgspec.json.Decoder(_Line)
+_NAMES = msgspec.json.Decoder(_Named)
+_STREAMED = msgspec.json.Decoder(_Streamed)
+KNOWN = msgspec.json.Decoder(Known)
+
+
+def read_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """Number and text of all lines that are not blank. Of a line beyond MAX_LINE comes one byte more than that."""
+    number = 0
+    while line := file.readline(MAX_LINE + 1):
+        number += 1
+        rest = line
+        while not rest.endswith(b"\n") and (rest := file.readline(2**20)):
+            pass
+        text = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+        if not text.isspace() and text:
+            yield number, text
+
+
+def parse(number: int, line: bytes) -> Task | BadLine:
+    """What a line asks for."""
+    if len(line) > MAX_LINE:
+        return BadLine(number, None, "line_too_long", f"the line is longer than {MAX_LINE} bytes; send less in it")
+    try:
+        found = _LINES.decode(line)
+        body = bytes(found.body)
+        streamed = body.startswith(b"{") and _STREAMED.decode(body).stream not in (None, False)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        message = f"no request of a batch ({error}); it needs custom_id, method (POST), url (one of {_SHOWN}) and body"
+        return BadLine(number, _name(line), "invalid_line", message)
+    if streamed:
+        return BadLine(number, found.custom_id, "invalid_line", "results of a batch are whole; leave out stream")
+    return Task(number, found.custom_id, found.url, body)
+
+
+def duplicate(found: Task | BadLine) -> BadLine:
+    """A line whose custom_id an earlier one has."""
+    message = f"the custom_id {found.custom_id!r} is that of an earlier line; each line needs one of its own"
+    return BadLine(found.number, found.custom_id, "duplicate_custom_id", message)
+
+
+def result(found: Task | BadLine, answer: Answer | None) -> bytes:
+    """A line of results, with its end. answer: None for a bad line."""
+    id = f"batch_req_{uuid4().hex}"
+    record: dict[str, object] = {"id": id, "custom_id": found.custom_id, "response": None, "error": None}
+    if isinstance(found, BadLine):
+        record["error"] = {"code": found.code, "message": found.message, "line": found.number}
+    elif answer is not None:
+        body = msgspec.Raw(msgspec.json.format(answer.body, indent=-1))  # which has no newlines
+        record["response"] = {
+            "status_code": answer.status,
+            "request_id": answer.headers.get("x-request-id", id),
+            "body": body,
+        }
+    return msgspec.json.encode(record) + b"\n"
+
+
+def _name(line: bytes) -> str | None:
+    try:
+        return _NAMES.decode(line).custom_id
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None

@@ -1,0 +1,1 @@
+"""ASGI middleware: what is checked and bounded before a route runs."""

@@ -1,0 +1,158 @@
+"""The access log: one line of JSON for each request, when it has ended. Knows records; no prompts unless asked.
+
+Lines are written by a thread of its own, each in one write at the end of the file (O_APPEND). Before it writes, the
+thread looks whether the file at its path is still the same one, and opens it anew if not: whoever rotates the log may
+rename it, or cut it, and tells nobody.
+"""
+
+import logging
+import os
+import queue
+import threading
+from collections.abc import Callable
+from datetime import UTC, datetime
+
+import msgspec
+
+from quire.errors import ConfigError
+from quire.server.observability.request_record import Record
+
+log = logging.getLogger(__name__)
+
+MOST_LINES = 10_000  # that wait to be written; where the disk is slower than the server, more are left out
+MOST_BYTES = 64 * 2**20  # of them together: with prompts, a line is as long as those
+CLOSE_SECONDS = 2.0  # at most, for lines that are still to be written
+_MODE = 0o640
+_STDOUT = 1
+
+
+class AccessLog:
+    """A sink of records. path: "-" is stdout. lost(num_lines) hears of lines that could not be written.
+
+    with_content: prompts and what was generated are written, too.
+    Raises ConfigError for a file that cannot be written to. Later the log may fail, as disks do, and nothing else does.
+    """
+
+    def __init__(self, path: str, lost: Callable[[int], None], *, with_content: bool = False) -> None:
+        self._lost = lost
+        self._path = None if path == "-" else path
+        self._with_content = with_content
+        self._failing = False
+        self._num_given = self._num_taken = 0  # bytes; each is written by one thread only
+        self._file = _first(path)
+        self._lines: queue.Queue[bytes | None] = queue.Queue(MOST_LINES)
+        self._thread = threading.Thread(target=self._run, name="quire-access-log", daemon=True)
+        self._thread.start()
+
+    def __call__(self, record: Record) -> None:
+        """A request has ended."""
+        line = msgspec.json.encode(line_of(record, with_content=self._with_content)) + b"\n"
+        waiting = self._num_given - self._num_taken
+        try:
+            if waiting and waiting + len(line) > MOST_BYTES:
+                raise queue.Full
+            self._lines.put_nowait(line)
+            self._num_given += len(line)
+        except queue.Full:
+            self._lost(1)
+
+    def close(self) -> None:
+        """Write what waits. Nothing may be logged after it."""
+        try:
+            self._lines.put(None, timeout=CLOSE_SECONDS)
+        except queue.Full:
+            return
+        self._thread.join(CLOSE_SECONDS)
+        if self._path is not None and not self._thread.is_alive() and self._file >= 0:
+            os.close(self._file)
+
+    # From here on: the thread.
+
+    def _run(self) -> None:
+        while (line := self._lines.get()) is not None:
+            lines = [line]
+            last = False
+            while not (self._lines.empty() or last):
+                more = self._lines.get()
+                last = more is None
+                lines += [] if more is None else [more]
+            self._write(lines)
+            self._num_taken += sum(map(len, lines))
+            if last:
+                return
+
+    def _write(self, lines: list[bytes]) -> None:
+        try:
+            self._follow()
+            data = b"".join(lines)
+            while data:
+                data = data[os.write(self._file, data) :]
+            self._failing = False
+        except OSError as error:
+            self._lost(len(lines))
+            if not self._failing:  # once, until it works again
+                log.error("the access log cannot be written: %s", error)
+            self._failing = True
+
+    def _follow(self) -> None:
+        """Open the file anew if another one is at its path, or none."""
+        if self._path is None:
+            return
+        if self._file >= 0:
+            try:
+                there, ours = os.stat(self._path), os.fstat(self._file)
+                if (there.st_dev, there.st_ino) == (ours.st_dev, ours.st_ino):
+                    return
+            except FileNotFoundError:
+                pass
+            os.close(self._file)
+            self._file = -1
+        self._file = _open(self._path)
+
+
+def check_path(path: str) -> None:
+    """Make the file, if there is none. Raises ConfigError as AccessLog does."""
+    file = _first(path)
+    if file != _STDOUT:
+        os.close(file)
+
+
+def line_of(record: Record, *, with_content: bool) -> dict[str, object]:
+    """What the log says about a request. Seconds are rounded to microseconds; null is what there was not."""
+    told = record.told(with_content) if record.told else None
+    first = None if record.first_byte is None else record.first_byte - record.began
+    client = record.scope.get("client")
+    line: dict[str, object] = {
+        "time": datetime.fromtimestamp(record.at, UTC).isoformat(timespec="milliseconds"),
+        "request_id": record.id,
+        "answer_id": record.answer_id,
+        "tenant": record.tenant,
+        "client": client[0] if client else None,
+        "method": record.method,
+        "route": record.route,
+        "status": record.status,
+        "error": record.error,
+        "complete": record.complete,
+        "bytes": record.num_bytes,
+        "seconds": round(record.seconds, 6),
+        "first_byte_seconds": None if first is None else round(first, 6),
+        "model": record.model,
+        "prompt_tokens": told and told.num_prompt_tokens,
+        "completion_tokens": told and told.num_output_tokens,
+        "cached_tokens": told and told.num_cached_tokens,
+        "finish_reasons": told and told.finish_reasons,
+    }
+    if with_content and told:
+        line |= {"prompts": told.prompts, "outputs": told.outputs}
+    return line
+
+
+def _first(path: str) -> int:
+    try:
+        return _STDOUT if path == "-" else _open(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the access log {path} cannot be written ({error}); name another file") from error
+
+
+def _open(path: str) -> int:
+    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, _MODE)

@@ -1,0 +1,136 @@
+"""Tracing: one OpenTelemetry span for each request. Needs the extra `otel`; knows records and gen_ai.* attributes.
+
+Spans are made when requests have ended, of what their records say, so that tracing costs nothing while tokens come.
+What the SDK would take from the environment is given to it here; only headers for the collector, which are secrets,
+are left to OTEL_EXPORTER_OTLP_HEADERS.
+"""
+
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+import requests
+from opentelemetry.exporter.otlp.proto.http import Compression
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import SpanLimits, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
+from opentelemetry.sdk.trace.sampling import ALWAYS_ON, ParentBased
+from opentelemetry.trace import SpanKind, Status, StatusCode
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from opentelemetry.util.types import AttributeValue
+from starlette.datastructures import Headers
+
+from quire import __version__
+from quire.errors import ConfigError
+from quire.server.observability.request_record import Record, Told
+
+SERVICE = "quire"
+_TRACES = "/v1/traces"  # OTLP's path
+_PROBES = frozenset({"/live", "/ready", "/health", "/metrics"})  # asked all the time, by machines
+_MOST_WAITING = 2048  # spans; more are dropped
+_BATCH = 512
+_DELAY = 1.0  # seconds that spans are gathered
+_TIMEOUT = 5.0  # seconds for one batch
+_CLOSE_SECONDS = 5.0
+
+
+class Tracing:
+    """A sink of records. exporter: where spans go, from a thread of its own."""
+
+    def __init__(self, exporter: SpanExporter) -> None:
+        limits = SpanLimits(max_span_attributes=64, max_events=8, max_links=8, max_span_attribute_length=512)
+        resource = Resource({"service.name": SERVICE, "service.version": __version__})
+        sampler = ParentBased(ALWAYS_ON)
+        self._provider = TracerProvider(sampler, resource, shutdown_on_exit=False, span_limits=limits)
+        self._provider.add_span_processor(
+            BatchSpanProcessor(exporter, _MOST_WAITING, _DELAY * 1e3, _BATCH, _TIMEOUT * 1e3)
+        )
+        self._tracer = self._provider.get_tracer(SERVICE, __version__)
+        self._context = TraceContextTextMapPropagator()
+
+    def __call__(self, record: Record) -> None:
+        """A request has ended. A caller's `traceparent` says whose child it is, and whether it is wanted."""
+        if record.route in _PROBES:
+            return
+        headers = Headers(scope=record.scope)
+        carrier = {name: headers[name] for name in ("traceparent", "tracestate") if name in headers}
+        told = record.told(False) if record.told else None  # noqa: FBT003
+        span = self._tracer.start_span(
+            _name(record),
+            self._context.extract(carrier),
+            SpanKind.SERVER,
+            {name: value for name, value in _attributes(record, told) if value is not None},
+            start_time=round(record.at * 1e9),
+        )
+        if record.status >= 500 or not record.status:
+            span.set_status(Status(StatusCode.ERROR))
+        span.end(round((record.at + record.seconds) * 1e9))
+
+    def close(self) -> None:
+        """Send what waits, if somebody takes it."""
+        self._provider.force_flush(round(_CLOSE_SECONDS * 1e3))
+        self._provider.shutdown()
+
+
+def otlp_exporter(endpoint: str) -> SpanExporter:
+    """Sends spans to a collector. Raises ConfigError."""
+    session = requests.Session()
+    session.trust_env = False  # no proxy, no .netrc
+    return OTLPSpanExporter(url_of(endpoint), timeout=_TIMEOUT, compression=Compression.Gzip, session=session)
+
+
+def url_of(endpoint: str) -> str:
+    """Where spans are sent: OTLP's path is added to a URL that has none. Raises ConfigError for what is no URL."""
+    try:
+        parts = urlsplit(endpoint)
+        good = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
+    except ValueError:
+        good = False
+    if not good:
+        raise ConfigError(f"otlp_endpoint must be a URL such as http://127.0.0.1:4318, not {endpoint!r:.200}")
+    return endpoint.rstrip("/") + _TRACES if parts.path in ("", "/") else endpoint
+
+
+def _name(record: Record) -> str:
+    """As the conventions have it: what was asked and of which model, or how HTTP would call it."""
+    return f"{record.operation} {record.model}" if record.operation else f"{record.method} {record.route or ''}".strip()
+
+
+def _attributes(record: Record, told: Told | None) -> Iterator[tuple[str, AttributeValue | None]]:
+    client = record.scope.get("client")
+    yield "http.request.method", record.method
+    yield "http.route", record.route
+    yield "http.response.status_code", record.status or None
+    yield "client.address", client[0] if client else None
+    yield "error.type", record.error if record.status >= 400 else None
+    yield "quire.request_id", record.id
+    yield "quire.tenant", record.tenant or None
+    if record.operation:
+        yield "gen_ai.operation.name", record.operation
+        yield "gen_ai.provider.name", SERVICE
+        yield "gen_ai.request.model", record.model
+        yield "gen_ai.response.id", record.answer_id
+    if told is not None:
+        yield "gen_ai.response.model", record.model
+        yield "gen_ai.response.finish_reasons", told.finish_reasons
+        yield "gen_ai.usage.input_tokens", told.num_prompt_tokens
+        yield "gen_ai.usage.output_tokens", told.num_output_tokens
+        yield "gen_ai.usage.cache_read.input_tokens", told.num_cached_tokens
+        yield "gen_ai.latency.time_to_first_token", told.first_token_seconds
+        yield "gen_ai.latency.time_in_queue", told.queue_seconds
+        yield "gen_ai.latency.e2e", record.seconds
+        yield from _parameters(told)
+
+
+def _parameters(told: Told) -> Iterator[tuple[str, AttributeValue | None]]:
+    params = told.params
+    if params is None:
+        return
+    yield "gen_ai.request.choice.count", params.n
+    yield "gen_ai.request.max_tokens", params.max_tokens
+    yield "gen_ai.request.temperature", params.temperature
+    yield "gen_ai.request.top_p", params.top_p
+    yield "gen_ai.request.top_k", params.top_k if params.top_k > 0 else None
+    yield "gen_ai.request.frequency_penalty", params.frequency_penalty
+    yield "gen_ai.request.presence_penalty", params.presence_penalty
+    yield "gen_ai.request.seed", params.seed

@@ -1,0 +1,216 @@
+"""Document: what the OpenAPI page tells beyond names and types: bounds, errors, keys. Knows OpenAPI, and bounds.
+
+Bodies are read by pydantic, which knows types; values are checked by SamplingParams and Terms, which routes share with
+the offline interface. So their bounds are written here into what pydantic says.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI
+
+from quire.core.scheduling_params import MAX_PROGRAM_TTL, MAX_SECONDS, MAX_SESSION
+from quire.params import (
+    MAX_BAD_WORDS,
+    MAX_LENGTH_PENALTY,
+    MAX_LISTED_TOKENS,
+    MAX_LOGPROB_IDS,
+    MAX_STOP_LENGTH,
+    MAX_STOPS,
+    NUMBERS,
+)
+from quire.server.api.request_params import NEUTRAL
+from quire.server.middleware.auth import OPEN
+from quire.server.service import Service
+from quire.structured import MAX_CHARACTERS, MAX_WHITESPACE
+
+Keywords = Mapping[str, object]  # of JSON Schema
+Limits = Mapping[str, Keywords]  # by JSON type: of a field, and of what is in its list
+
+
+def _numbers() -> dict[str, Limits]:
+    limits: dict[str, Limits] = {}
+    for name, (_, low, high) in NUMBERS.items():
+        above = name in ("top_p", "repetition_penalty")  # 0 is not allowed
+        bounds: Keywords = {"exclusiveMinimum" if above else "minimum": low, "maximum": high}
+        limits[name] = {"integer": bounds, "number": bounds}
+    limits["truncate_prompt_tokens"] = {"integer": {**limits["truncate_prompt_tokens"]["integer"], "not": {"const": 0}}}
+    for name, ours in _OTHER_NAMES.items():
+        limits[name] = limits[ours]
+    return limits
+
+
+_OTHER_NAMES = {  # what routes call numbers -> what the engine does
+    **{"max_completion_tokens": "max_tokens", "top_logprobs": "logprobs"},
+    **{"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"},
+    "top_logprobs_num": "logprobs",
+}
+_TEXT: Keywords = {"minLength": 1, "maxLength": MAX_STOP_LENGTH}
+_TOKENS = (
+    *("prompt", "input", "input_ids", "tokens", "stop_token_ids", "allowed_token_ids"),
+    *("logprob_token_ids", "token_ids_logprob"),
+)
+_FORMS = (
+    *("json", "regex", "grammar", "structural_tag", "schema", "json_schema", "ebnf"),
+    *("guided_json", "guided_regex", "guided_grammar"),
+)
+_SECONDS: Keywords = {"exclusiveMinimum": 0, "maximum": MAX_SECONDS}
+
+LIMITS: Mapping[str, Limits] = {
+    **_numbers(),
+    "stop": {"string": _TEXT, "array": {"maxItems": MAX_STOPS}},
+    "bad_words": {"string": _TEXT, "array": {"maxItems": MAX_BAD_WORDS}},
+    "stop_token_ids": {"array": {"maxItems": MAX_STOPS}},
+    "allowed_token_ids": {"array": {"minItems": 1, "maxItems": MAX_LISTED_TOKENS}},
+    "logprob_token_ids": {"array": {"maxItems": MAX_LOGPROB_IDS}},
+    "logit_bias": {
+        "object": {
+            "propertyNames": {"pattern": "^[0-9]+$"},
+            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+            "maxProperties": MAX_LISTED_TOKENS,
+        }
+    },
+    **{name: {"string": {"minLength": 1, "maxLength": MAX_CHARACTERS}} for name in _FORMS},
+    **{name: {"string": {"minLength": 1}, "array": {"minItems": 1}} for name in ("choice", "guided_choice")},
+    "whitespace_pattern": {"string": {"minLength": 1, "maxLength": MAX_WHITESPACE}},
+    "length_penalty": {"number": {"minimum": -MAX_LENGTH_PENALTY, "maximum": MAX_LENGTH_PENALTY}},
+    "early_stopping": {"string": {"const": "never"}},
+    "deadline": {"number": _SECONDS},
+    "ttl": {"number": {"minimum": 0, "maximum": MAX_SECONDS}},
+    "session": {"string": {"minLength": 1, "maxLength": MAX_SESSION}},
+    "messages": {"array": {"minItems": 1}},
+    **{name: {"string": {"minLength": 1}, "array": {"minItems": 1}} for name in ("prompt", "input", "input_ids")},
+    "text": {"array": {"minItems": 1}},
+    "pooling": {"string": {"enum": ["last", "mean"]}},
+    "logprob_start_len": {"integer": {"minimum": -1}},
+}
+_ID: Limits = {"string": {"minLength": 1, "maxLength": MAX_SESSION}}
+_BRANCH: Limits = {"string": {"maxLength": MAX_SESSION}}
+_OWN: Mapping[str, Mapping[str, Limits]] = {  # of a schema whose fields have names that others have, too
+    "RetentionBody": {"priority": {"integer": {"minimum": 0, "maximum": 100}}},
+    "ProgramBody": {"id": _ID, "branch": _BRANCH, "ttl": {"number": {"minimum": 0, "maximum": MAX_PROGRAM_TTL}}},
+    "EndProgramBody": {"id": _ID, "branch": _BRANCH},
+}
+
+_HELLO = {"role": "user", "content": "Hello! Who are you?"}
+_STORY = "One Tuesday Mira went"
+_NAMED = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 8}}, "required": ["name"]}
+_BY_SCHEMA = {"type": "json_schema", "json_schema": {"name": "named", "schema": _NAMED}}
+EXAMPLES: Mapping[str, Mapping[str, Mapping[str, object]]] = {
+    "/v1/completions": {
+        "greedy": {"value": {"prompt": _STORY, "max_tokens": 16, "temperature": 0, "stop": ["."]}},
+        "form": {"value": {"prompt": _STORY, "structured_outputs": {"choice": [" home", " away"]}}},
+        "several": {"value": {"prompt": [_STORY, "Hello"], "n": 2, "seed": 1, "max_tokens": 8, "logprobs": 2}},
+        "beams": {"value": {"prompt": _STORY, "use_beam_search": True, "n": 2, "max_tokens": 8, "length_penalty": 0.5}},
+    },
+    "/v1/chat/completions": {
+        "whole": {"value": {"messages": [_HELLO], "max_tokens": 16, "temperature": 0.7, "top_p": 0.9}},
+        "streamed": {"value": {"messages": [_HELLO], "max_tokens": 8, "stream": True}},
+        "form": {"value": {"messages": [_HELLO], "max_tokens": 40, "response_format": _BY_SCHEMA}},
+        "logprobs": {"value": {"messages": [_HELLO], "max_tokens": 4, "logprobs": True, "top_logprobs": 2}},
+    },
+    "/v1/embeddings": {"vectors": {"value": {"input": [_STORY, "Hello"], "encoding_format": "base64"}}},
+    "/generate": {
+        "one": {"value": {"text": _STORY, "sampling_params": {"max_new_tokens": 8, "temperature": 0}}},
+        "form": {"value": {"text": _STORY, "sampling_params": {"max_new_tokens": 8, "regex": " [a-z]{3}"}}},
+    },
+    "/tokenize": {"text": {"value": {"prompt": _STORY}}, "chat": {"value": {"messages": [_HELLO]}}},
+    "/detokenize": {"text": {"value": {"tokens": [67, 68, 69]}}},
+    "/v1/programs/end": {"branch": {"value": {"id": "run-1", "branch": "1"}}, "whole": {"value": {"id": "run-1"}}},
+}
+
+ERROR: Keywords = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"], "description": "The field that is wrong."},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+_STATUS: Keywords = {"type": "object", "required": ["status"], "properties": {"status": {"type": "string"}}}
+
+
+def describe_api(app: FastAPI, service: Service, *, with_keys: bool) -> None:
+    """Let the app's OpenAPI document say all of it. with_keys: whether requests need one."""
+    token: Keywords = {"minimum": 0, "maximum": service.vocab_size - 1}
+    tokens: dict[str, Limits] = {name: {**LIMITS.get(name, {}), "integer": token} for name in _TOKENS}
+    limits: Mapping[str, Limits] = {**LIMITS, **tokens, "model": {"string": {"const": service.model_name}}}
+    plain = app.openapi
+    done: dict[str, Any] = {}
+
+    def openapi() -> dict[str, Any]:
+        if not done:
+            done.update(_told(plain(), limits, with_keys=with_keys))
+        return done
+
+    app.openapi = openapi  # type: ignore[method-assign]  # how FastAPI has it done
+
+
+def _told(document: dict[str, Any], limits: Mapping[str, Limits], *, with_keys: bool) -> dict[str, Any]:
+    parts = document["components"]
+    schemas = parts["schemas"]
+    for name in ("HTTPValidationError", "ValidationError"):  # FastAPI's own, which no route of this app answers
+        schemas.pop(name, None)
+    for name, schema in schemas.items():
+        for field, value in schema["properties"].items():
+            _narrow(value, _OWN.get(name, {}).get(field) or limits.get(field, {}))
+    schemas["Error"] = ERROR
+    if with_keys:
+        parts["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    for path, operations in document["paths"].items():
+        for operation in operations.values():
+            if path in EXAMPLES:
+                operation["requestBody"]["content"]["application/json"]["examples"] = EXAMPLES[path]
+            operation["responses"] = _responses(path, operation["responses"]["200"], _has_stream(operation, schemas))
+            if with_keys and path not in OPEN:
+                operation["security"] = [{"key": []}]
+    return document
+
+
+def _narrow(schema: dict[str, Any], limits: Limits, *, in_list: bool = False) -> None:
+    """Add the limits to a field's schema, in place."""
+    if NEUTRAL in schema:
+        schema["enum"] = [None, *schema[NEUTRAL]]
+    for branch in schema.get("anyOf", ()):
+        _narrow(branch, limits, in_list=in_list)
+    kind = str(schema.get("type"))
+    if not (in_list and kind == "array"):
+        schema.update(limits.get(kind, {}))
+    if kind == "array":
+        _narrow(schema["items"], limits, in_list=True)
+
+
+def _has_stream(operation: Mapping[str, Any], schemas: Mapping[str, Any]) -> bool:
+    if "requestBody" not in operation:
+        return False
+    name = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
+    return "stream" in schemas[name]["properties"]
+
+
+def _responses(path: str, good: Mapping[str, Any], streams: bool) -> dict[str, object]:  # noqa: FBT001 (a fact)
+    content: Mapping[str, object] = good["content"]
+    if streams:
+        content = {**content, "text/event-stream": {"schema": {}}}
+    if path == "/metrics":
+        content = {"text/plain": {"schema": {"type": "string"}}}
+    problem = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    health = {"application/json": {"schema": _STATUS}}
+    return {
+        "200": {**good, "content": content},
+        "4XX": {
+            "description": "The request cannot be served as it is; the error says what to change.",
+            "content": problem,
+        },
+        "503": {
+            "description": "Not now: the server begins or ends, or its engine does not answer.",
+            "content": health if path in ("/ready", "/health") else problem,
+        },
+    }
