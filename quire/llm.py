@@ -8,9 +8,8 @@ from os import PathLike, fspath
 from uuid import uuid4
 
 from quire.config import EngineOptions
-from quire.core.namespace import NO_NAMESPACE
 from quire.core.output import Output
-from quire.core.request import Beams
+from quire.core.request import NO_NAMESPACE, Beams
 from quire.core.scheduling_params import NO_TERMS, Terms
 from quire.engine.embeddings import PooledBatch, pooling_of
 from quire.engine.engine import Engine, EngineStats

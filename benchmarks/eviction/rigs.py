@@ -8,7 +8,7 @@ from quire.cache.kv_cache import KVCache
 from quire.cache.prefix.index import Cause
 from quire.cache.retention import Keep
 from quire.config import CacheConfig, Eviction, KVGroup
-from quire.core.namespace import Namespace
+from quire.core.request import Namespace
 
 BLOCK_SIZE = 16
 

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 from benchmarks.policies.fair import Load, arrivals
 from quire.config import EngineOptions, Policy
-from quire.core.namespace import Namespace
+from quire.core.request import Namespace
 from quire.engine.engine import Engine
 from quire.params import SamplingParams
 from quire.startup.build import build

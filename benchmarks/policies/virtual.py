@@ -8,8 +8,7 @@ import numpy as np
 
 from quire.cache.kv_cache import KVCache
 from quire.config import CacheConfig, KVGroup, SchedulerConfig
-from quire.core.namespace import Namespace
-from quire.core.request import Request
+from quire.core.request import Namespace, Request
 from quire.core.scheduling_params import Terms
 from quire.core.step import ChunkOutput, Step, StepResult
 from quire.errors import RequestError

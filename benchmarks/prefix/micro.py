@@ -12,7 +12,7 @@ from benchmarks.prefix.rows import Note, Row, Section
 from quire.cache.kv_cache import KVCache
 from quire.cache.prefix.index import Cause
 from quire.config import PrefixIndexKind
-from quire.core.namespace import Namespace
+from quire.core.request import Namespace
 
 NAMESPACE = Namespace("tenant")
 PROMPT = 2000  # tokens

@@ -7,7 +7,7 @@ from quire.cache.block_table import ABSENT, BlockTable
 from quire.cache.block_tables import Tables
 from quire.cache.prefix.index import NOTHING_FOUND, Cause, Found
 from quire.cache.swap_planner import Swapping
-from quire.core.namespace import Namespace
+from quire.core.request import Namespace
 
 
 class Beginnings:

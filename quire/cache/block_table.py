@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from sys import maxsize
 
 from quire.cache.retention import ANYHOW
-from quire.core.namespace import Namespace
+from quire.core.request import Namespace
 
 ABSENT = -1  # in place of a block that lies wholly before its group's window
 

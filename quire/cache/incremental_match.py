@@ -15,7 +15,7 @@ from quire.cache.prefix.public import PublicPrefixes
 from quire.cache.prefix.radix_index import RadixTree
 from quire.cache.prefix.radix_node import Node
 from quire.cache.prefix.radix_tree import Forest
-from quire.core.namespace import Namespace
+from quire.core.request import Namespace
 
 _PIECE = 32  # blocks that are compared at once
 

@@ -24,7 +24,7 @@ from quire.cache.retention import ANYHOW, Keep
 from quire.cache.swap_planner import Swapping
 from quire.config import CacheConfig
 from quire.core.events import Event
-from quire.core.namespace import NO_NAMESPACE, Namespace
+from quire.core.request import NO_NAMESPACE, Namespace
 from quire.core.step import Move
 
 

@@ -5,11 +5,26 @@ from typing import Literal
 
 import msgspec
 
-from quire.core.namespace import Namespace
 from quire.core.scheduling_params import Terms
 from quire.core.step import Pooling
 from quire.errors import ContextLengthExceeded, RequestError
 from quire.params import SamplingParams
+
+
+class Namespace(msgspec.Struct, frozen=True):
+    """A root key of the prefix index: KV computed under one is never read under another.
+
+    tenant: derived by the server from the credential, never from the body. salt: `cache_salt` of the body, which
+    narrows it. deterministic: KV of deterministic requests is computed by other kernels and has other bits.
+    """
+
+    tenant: str = ""
+    salt: str = ""
+    adapter: str = ""
+    deterministic: bool = False
+
+
+NO_NAMESPACE = Namespace()  # that of the one tenant of a server without keys, and of offline use
 
 
 class Beams(msgspec.Struct, frozen=True, kw_only=True):
@@ -153,3 +168,19 @@ def check_length(num_tokens: int, params: SamplingParams, max_model_len: int) ->
             "prompt, set truncate_prompt_tokens, or raise max_model_len",
             "prompt",
         )
+
+
+_WORD = 2**64 - 1
+
+
+def nth_seed(seed: int, n: int) -> int:
+    """That of the n-th request of an engine with this seed, 0 to 2^64 - 1; consecutive ones share nothing."""
+    return _mix(_mix(seed) + n)
+
+
+def _mix(number: int) -> int:
+    """SplitMix64 (Steele, Lea and Flood, 2014)."""
+    z = (number * 0x9E3779B97F4A7C15) & _WORD
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _WORD
+    return z ^ (z >> 31)

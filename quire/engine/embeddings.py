@@ -5,8 +5,8 @@ from uuid import uuid4
 
 import numpy as np
 
-from quire.core.namespace import NO_NAMESPACE, Namespace
 from quire.core.output import Output
+from quire.core.request import NO_NAMESPACE, Namespace
 from quire.core.scheduling_params import NO_TERMS, Terms
 from quire.core.step import Pooling
 from quire.engine.generations import Generation, part_id

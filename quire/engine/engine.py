@@ -13,12 +13,10 @@ from typing import ClassVar, Self
 import msgspec
 
 from quire.core.explanation import Explanation
-from quire.core.namespace import NO_NAMESPACE, Namespace
 from quire.core.output import Output
-from quire.core.request import Beams, Known, Request, check_known, resolve
+from quire.core.request import NO_NAMESPACE, Beams, Known, Namespace, Request, check_known, nth_seed, resolve
 from quire.core.runner import Runner
 from quire.core.scheduling_params import NO_TERMS, Terms
-from quire.core.seeds import nth_seed
 from quire.core.step import Pooling, Step, StepResult
 from quire.cost.block_use import BlockFigures
 from quire.cost.step_time import CostFigures

@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from quire.core.namespace import NO_NAMESPACE, Namespace
-from quire.core.request import Beams, Known, check_length
+from quire.core.request import NO_NAMESPACE, Beams, Known, Namespace, check_length
 from quire.core.scheduling_params import NO_TERMS, Terms
 from quire.core.step import Pooling
 from quire.engine.inputs import TokenizedPrompt

@@ -4,8 +4,7 @@ import time
 from collections.abc import Sequence
 
 from quire.core.explanation import Explanation
-from quire.core.namespace import Namespace
-from quire.core.request import Beams, check_length
+from quire.core.request import Beams, Namespace, check_length
 from quire.core.scheduling_params import NO_TERMS, Terms
 from quire.engine.generations import Generation, generations, part_id
 from quire.engine.inputs import Prompt, tokenize

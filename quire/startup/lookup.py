@@ -5,7 +5,7 @@ from time import perf_counter
 
 from quire.cache.kv_cache import KVCache
 from quire.config import CacheConfig, KVGroup, PrefixIndexKind
-from quire.core.namespace import NO_NAMESPACE
+from quire.core.request import NO_NAMESPACE
 
 _PROMPTS = 32  # in the index, of which many begin alike
 _SHARED = 8  # of them begin alike, in their first half

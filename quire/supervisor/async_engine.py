@@ -14,7 +14,7 @@ from typing import Any
 
 from quire.core.explanation import Explanation
 from quire.core.output import Output
-from quire.core.seeds import nth_seed
+from quire.core.request import nth_seed
 from quire.engine.engine import EngineStats, Learnt
 from quire.engine.generations import NewRequest
 from quire.errors import EngineStopped, QueueFull, RequestError

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from quire.cli import app, main
 from quire.config import EngineOptions
-from quire.core.namespace import Namespace
+from quire.core.request import Namespace
 from quire.errors import ConfigError
 from quire.server import serve as serving
 from quire.server.middleware import keys as module

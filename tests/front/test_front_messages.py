@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from quire.config import CacheConfig, EngineOptions, KVGroup
 from quire.core.explanation import Explanation, Miss, Preemption
-from quire.core.namespace import Namespace
 from quire.core.output import Output
-from quire.core.request import Beams, Known
+from quire.core.request import Beams, Known, Namespace
 from quire.core.scheduling_params import MAX_PROGRAM_TTL, Program, Retention, Terms
 from quire.core.step import Logprobs, Pooling
 from quire.cost.block_use import BlockFigures

@@ -6,7 +6,7 @@ import dataclasses
 import pytest
 from front_rig import service_of, small_engine
 
-from quire.core.namespace import Namespace
+from quire.core.request import Namespace
 from quire.params import SamplingParams
 
 

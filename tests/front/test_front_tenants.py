@@ -9,7 +9,7 @@ from front_rig import run_app, service_of, small_engine
 from front_site import GENERATING, refused
 from starlette.requests import Request
 
-from quire.core.namespace import Namespace
+from quire.core.request import Namespace
 from quire.server.app import make_app
 from quire.server.errors import Unauthenticated
 from quire.server.middleware.auth import OPEN, Gate, caller_of, operators_only

@@ -13,7 +13,7 @@ from quire.cache.block_table import ABSENT, BlockTable
 from quire.cache.kv_cache import KVCache
 from quire.cache.prefix.index import Cause
 from quire.config import CacheConfig
-from quire.core.namespace import Namespace
+from quire.core.request import Namespace
 
 RUBBISH = -1
 NAMESPACES = (Namespace("a"), Namespace("a", "salt"), Namespace("b"), Namespace("a", "", "lora"))

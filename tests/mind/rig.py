@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from quire.cache.kv_cache import KVCache
 from quire.config import CacheConfig, KVGroup, SchedulerConfig
-from quire.core.namespace import Namespace
 from quire.core.output import Output
+from quire.core.request import Namespace
 from quire.core.scheduling_params import NO_TERMS
 from quire.core.step import Pooling
 from quire.engine.engine import Engine

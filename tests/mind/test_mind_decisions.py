@@ -9,7 +9,7 @@ from rig import Rig
 
 from quire.core.events import Evicted, PinsRefused, PinsYielded, Refused
 from quire.core.explanation import Explanation
-from quire.core.namespace import Namespace
+from quire.core.request import Namespace
 from quire.core.scheduling_params import Retention, Terms
 from quire.errors import DeadlineUnreachable, QueueFull
 from quire.scheduler import request_stats

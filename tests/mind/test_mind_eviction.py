@@ -12,7 +12,7 @@ from quire.cache.prefix.index import Cause
 from quire.cache.prefix.uses import Clock
 from quire.cache.retention import ANYHOW, ORDINARY, Keep
 from quire.config import CacheConfig
-from quire.core.namespace import Namespace
+from quire.core.request import Namespace
 from quire.core.scheduling_params import Retention
 from quire.errors import ConfigError
 

@@ -11,7 +11,7 @@ from quire.cache.kv_cache import KVCache
 from quire.cache.prefix.index import NO_REASON, Cause, Reason
 from quire.cache.prefix.retention_marks import MOST_PLACES
 from quire.core.events import Evicted, PinsRefused, PinsYielded
-from quire.core.namespace import Namespace
+from quire.core.request import Namespace
 from quire.core.scheduling_params import Retention, Terms
 from quire.params import BeamSearchParams
 from quire.scheduler.beam_search import plan_beams

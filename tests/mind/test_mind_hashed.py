@@ -11,7 +11,7 @@ from quire.cache.block_table import ABSENT, BlockTable
 from quire.cache.kv_cache import KVCache
 from quire.cache.prefix.hash_index import HashIndex
 from quire.cache.prefix.index import NOTHING_FOUND, Cause
-from quire.core.namespace import Namespace
+from quire.core.request import Namespace
 
 PUBLIC = (0, 1, 0, 0, 1, 1, 0, 1, 0, 1)
 NAMESPACES = [Namespace("a"), Namespace("a", "salt"), Namespace("b")]

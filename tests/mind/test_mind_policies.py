@@ -15,7 +15,7 @@ from benchmarks.policies.plan import loaded
 from benchmarks.policies.virtual import Arrival, Server, limits, memory, request, result_of
 from quire.cache.incremental_match import Matching
 from quire.config import Policy
-from quire.core.namespace import Namespace
+from quire.core.request import Namespace
 from quire.core.scheduling_params import Terms
 from quire.errors import ConfigError
 from quire.params import SamplingParams

@@ -11,7 +11,7 @@ from rig import VOCAB, Rig
 from benchmarks.policies.fair import Load, arrivals, harm
 from benchmarks.policies.virtual import Arrival, Server, limits, memory, request, result_of
 from quire.core.events import Finished, Preempted
-from quire.core.namespace import Namespace
+from quire.core.request import Namespace
 from quire.core.scheduling_params import Terms
 from quire.cost.step_time import Calibration, DecodeSample, PrefillSample
 from quire.errors import DeadlineUnreachable, RequestError

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from rig import VOCAB, Rig
 
-from quire.core.namespace import Namespace
-from quire.core.request import Beams
+from quire.core.request import Beams, Namespace
 from quire.core.step import Step
 from quire.errors import RequestError
 from quire.runner.scripted_runner import attend, key_after, logprobs_after, script

@@ -14,7 +14,7 @@ from benchmarks.programs.servers import Setup, Virtual
 from benchmarks.programs.workloads import starts
 from quire.cache.kv_cache import KVCache
 from quire.cache.prefix.index import symbols
-from quire.core.namespace import Namespace
+from quire.core.request import Namespace
 from quire.core.scheduling_params import MAX_PROGRAM_TTL, Program, Terms
 from quire.errors import RequestError
 from quire.runner.scripted_runner import script

@@ -8,7 +8,7 @@ from prefix_model import radix_config
 from quire.cache.kv_cache import KVCache
 from quire.cache.prefix.index import Cause
 from quire.cache.prefix.radix_node import LeastRecent, Node
-from quire.core.namespace import Namespace
+from quire.core.request import Namespace
 
 NS = Namespace("tenant")
 NOBODY = Cause()

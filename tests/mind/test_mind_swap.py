@@ -10,8 +10,7 @@ from rig import VOCAB, Rig, cache_config
 
 from quire.cache.kv_cache import KVCache
 from quire.core.events import Preempted
-from quire.core.namespace import NO_NAMESPACE
-from quire.core.request import Beams
+from quire.core.request import NO_NAMESPACE, Beams
 from quire.core.step import Move, Step
 from quire.runner.scripted_runner import script
 

@@ -7,7 +7,7 @@ import pytest
 from checkpoints import VOCAB, save
 from test_whole_equality import GREEDY, SAMPLED, make
 
-from quire.core.namespace import Namespace
+from quire.core.request import Namespace
 from quire.engine.engine import Engine
 from quire.hub import embedded
 from quire.params import SamplingParams

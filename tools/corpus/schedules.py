@@ -16,9 +16,8 @@ import msgspec
 from quire.cache.kv_cache import KVCache
 from quire.config import CacheConfig, Eviction, KVGroup, Policy, PreemptionMode, SchedulerConfig
 from quire.core import codec
-from quire.core.namespace import Namespace
 from quire.core.output import Output
-from quire.core.request import Beams
+from quire.core.request import Beams, Namespace
 from quire.core.scheduling_params import Program, Retention, Terms
 from quire.core.step import Pooling
 from quire.engine.engine import Engine

@@ -28,7 +28,7 @@ from quire.cache.prefix.public import PublicPrefixes
 from quire.cache.prefix.retention_marks import Wishes
 from quire.config import CacheConfig
 from quire.core.explanation import Miss, MissReason
-from quire.core.namespace import Namespace
+from quire.core.request import Namespace
 
 _MOST_LOST = 16384
 _MOST_TENANTS = 4096

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 from quire.cache.block_table import BlockTable
 from quire.cache.prefix.retention_marks import Wishes
 from quire.core.explanation import Miss
-from quire.core.namespace import Namespace
+from quire.core.request import Namespace
 
 SYMBOL = 8  # bytes of a token in keys: 64 bit, so that content that is not text can enter by its hash
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 from quire.cache.block_table import BlockTable
 from quire.cache.prefix.index import NO_REASON, NOTHING_FOUND, Added, Cause, Found, Reason
 from quire.core.explanation import Miss
-from quire.core.namespace import Namespace
+from quire.core.request import Namespace
 
 
 class NoIndex:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from quire.cache.prefix.index import SYMBOL, num_common, symbols
-from quire.core.namespace import Namespace
+from quire.core.request import Namespace
 
 _TENANT = "\0public"  # no credential leads to it
 

@@ -28,7 +28,7 @@ from quire.cache.prefix.retention_marks import Wishes
 from quire.cache.prefix.uses import Clock
 from quire.config import CacheConfig
 from quire.core.explanation import Miss
-from quire.core.namespace import Namespace
+from quire.core.request import Namespace
 
 
 class RadixTree:

@@ -11,7 +11,7 @@ from quire.cache.prefix.radix_node import Node
 from quire.cache.prefix.radix_tree import Forest, RootKey
 from quire.config import CacheConfig
 from quire.core.explanation import Miss, MissReason
-from quire.core.namespace import Namespace
+from quire.core.request import Namespace
 
 _MOST_ROOTS_SEARCHED = 16
 

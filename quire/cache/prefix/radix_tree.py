@@ -17,7 +17,7 @@ from quire.cache.prefix.radix_node import LeastRecent, Node
 from quire.cache.prefix.retention_marks import Wishes
 from quire.cache.prefix.uses import Clock
 from quire.cache.retention import Keep
-from quire.core.namespace import Namespace
+from quire.core.request import Namespace
 
 RootKey = tuple[Namespace, bytes]
 

@@ -8,7 +8,7 @@ from typing import Any
 from uuid import uuid4
 
 from quire.config import EngineOptions
-from quire.core.namespace import NO_NAMESPACE
+from quire.core.request import NO_NAMESPACE
 from quire.core.scheduling_params import Program, Terms
 from quire.engine.generations import generations
 from quire.engine.inputs import TokenizedPrompt

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from quire.core.namespace import Namespace
+from quire.core.request import Namespace
 from quire.errors import ConfigError
 from quire.server.middleware.quota import UNLIMITED, Quota
 
