@@ -18,7 +18,7 @@ from quire.core.request import NO_NAMESPACE, Beams, Known, Namespace, Request, c
 from quire.core.runner import Runner
 from quire.core.scheduling_params import NO_TERMS, Terms
 from quire.core.step import Pooling, Step, StepResult
-from quire.cost.block_use import BlockFigures
+from quire.cost.block_size import BlockFigures
 from quire.cost.step_time import CostFigures
 from quire.engine.step_sizes import StepSizes
 from quire.errors import RequestError

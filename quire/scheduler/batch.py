@@ -3,7 +3,7 @@
 from quire.cache.kv_cache import KVCache
 from quire.config import SchedulerConfig
 from quire.core.step import ChunkOutput
-from quire.cost.pace import Pace
+from quire.cost.step_time import Pace
 from quire.scheduler.budget_sharing import SHARINGS, Shares
 from quire.scheduler.lifecycle import Lives, cause_of, keep_of
 from quire.scheduler.sequence import Sequence

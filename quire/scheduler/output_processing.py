@@ -3,7 +3,7 @@
 from quire.cache.kv_cache import KVCache
 from quire.core.output import Output
 from quire.core.step import StepResult
-from quire.cost.block_use import BlockUse
+from quire.cost.block_size import BlockUse
 from quire.scheduler.constraints import Forms, no_token
 from quire.scheduler.lifecycle import Launched, Lives
 from quire.scheduler.queue_limit import QueueBound

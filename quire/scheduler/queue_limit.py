@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from quire.cache.kv_cache import KVCache
 from quire.config import SchedulerConfig
 from quire.core.request import Request
-from quire.cost.lengths import Lengths
-from quire.cost.queue_wait import Line, Machine, Turn, Turns, Work
+from quire.cost.queue_wait import Lengths, Line, Machine, Turn, Turns, Work
 from quire.cost.step_time import Costs
 from quire.errors import QueueFull
 from quire.scheduler.lifecycle import Lives

@@ -27,7 +27,7 @@ from quire.core.explanation import Explanation
 from quire.core.output import NO_SEQUENCE, Output
 from quire.core.request import Request
 from quire.core.step import Late, Step, StepResult
-from quire.cost.block_use import BlockUse
+from quire.cost.block_size import BlockUse
 from quire.cost.step_time import Calibration, Costs
 from quire.errors import ConfigError, DeadlineUnreachable, QueueFull, RequestError
 from quire.scheduler.batch import Filling

@@ -10,8 +10,7 @@ import torch
 
 from quire.cache.kv_cache import KVCache
 from quire.config import CacheConfig, DType, EngineOptions, KVDType, SchedulerConfig, check_options
-from quire.cost.host_pool import DEFAULT, HostPool, plan_host_pool
-from quire.cost.memory_plan import MemoryPlan, plan_memory
+from quire.cost.memory_plan import DEFAULT, HostPool, MemoryPlan, plan_host_pool, plan_memory
 from quire.engine.engine import Engine
 from quire.engine.shared_prefixes import Bounds, num_public_blocks, read_public_prefixes
 from quire.errors import ConfigError

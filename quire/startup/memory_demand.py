@@ -4,8 +4,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from quire.config import CacheConfig, EngineOptions, KVGroup
-from quire.cost.host_pool import HostPool
-from quire.cost.memory_plan import Demand, KVDemand, MemoryPlan
+from quire.cost.memory_plan import Demand, HostPool, KVDemand, MemoryPlan
 from quire.kernels.contract import DTYPES, Kernels, Recorded
 from quire.kernels.reference.quantized import kept_as, read_bytes
 from quire.kernels.reference.sampling import LOGITS_AT_ONCE

@@ -3,7 +3,7 @@
 from math import inf
 
 from quire.config import EngineOptions
-from quire.cost.host_pool import parse_swap_space
+from quire.cost.memory_plan import parse_swap_space
 from quire.errors import ConfigError
 
 _BY_PREFIX = ("lpm", "dfs-weight", "cache-aware")  # policies that ask the prefix index

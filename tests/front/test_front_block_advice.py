@@ -7,8 +7,7 @@ import pytest
 from front_site import GENERATING
 
 from quire.core.output import Output
-from quire.cost.block_size import CANDIDATES
-from quire.cost.block_use import BlockUse
+from quire.cost.block_size import CANDIDATES, BlockUse
 from quire.cost.step_time import Costs
 from quire.engine.engine import EngineStats, Learnt
 from quire.errors import DeadlineUnreachable

@@ -16,7 +16,7 @@ from quire.core.output import Output
 from quire.core.request import Beams, Known, Namespace
 from quire.core.scheduling_params import MAX_PROGRAM_TTL, Program, Retention, Terms
 from quire.core.step import Logprobs, Pooling
-from quire.cost.block_use import BlockFigures
+from quire.cost.block_size import BlockFigures
 from quire.cost.step_time import CostFigures
 from quire.engine.engine import EngineStats, Learnt
 from quire.engine.generations import NewRequest

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from benchmarks.workloads import sharegpt_lengths
 from quire.config import CacheConfig, KVGroup
 from quire.cost.memory_plan import Demand, KVDemand, parse_memory, plan_memory, size
-from quire.cost.pace import Pace
+from quire.cost.step_time import Pace
 from quire.errors import ConfigError
 
 GIB = 2**30

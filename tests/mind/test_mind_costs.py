@@ -12,12 +12,9 @@ from rig import Rig
 from quire.core import codec
 from quire.core.scheduling_params import Retention, Terms
 from quire.core.step import StepResult
-from quire.cost.block_size import CANDIDATES, advise
-from quire.cost.block_use import BlockUse
-from quire.cost.host_pool import parse_swap_space, plan_host_pool
-from quire.cost.memory_plan import Demand, KVDemand, plan_memory
-from quire.cost.prefill import Prefill, num_pairs
-from quire.cost.step_time import Calibration, CopySample, Costs, DecodeSample, PrefillSample
+from quire.cost.block_size import CANDIDATES, BlockUse, advise
+from quire.cost.memory_plan import Demand, KVDemand, parse_swap_space, plan_host_pool, plan_memory
+from quire.cost.step_time import Calibration, CopySample, Costs, DecodeSample, Prefill, PrefillSample, num_pairs
 from quire.errors import ConfigError, RequestError
 
 MIB, GIB = 2**20, 2**30

@@ -2,8 +2,7 @@
 
 import msgspec
 
-from quire.cost.block_size import CANDIDATES, advise
-from quire.cost.block_use import BlockFigures
+from quire.cost.block_size import CANDIDATES, BlockFigures, advise
 from quire.errors import EngineStopped
 from quire.server.errors import Busy
 from quire.server.service import Service
