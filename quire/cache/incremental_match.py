@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from quire.cache.kv_cache import KVCache
-from quire.cache.prefix.index import SYMBOL, PrefixIndex, num_common, symbols
-from quire.cache.prefix.public import PublicPrefixes
+from quire.cache.prefix.index import SYMBOL, PrefixIndex, PublicPrefixes, num_common, symbols
 from quire.cache.prefix.radix_index import RadixTree
 from quire.cache.prefix.radix_node import Node
 from quire.cache.prefix.radix_tree import Forest

@@ -6,9 +6,8 @@ planned. A Move from the host is complete when its Step is collected: nothing ma
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from quire.cache.admission import Admission, Room, is_room
 from quire.cache.block_table import ABSENT, BlockTable
-from quire.cache.block_tables import Tables
+from quire.cache.block_tables import Admission, Room, Tables, is_room
 from quire.cache.host_pool import Place, Record
 from quire.cache.prefix.index import Found
 from quire.config import CacheConfig

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from quire.cache.admission import Admission
+from quire.cache.block_tables import Admission
 from quire.cache.kv_cache import KVCache
 from quire.cache.prefix.index import Cause
 from quire.cache.retention import Keep

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from msgspec import structs
 
-from quire.cache.admission import Admission
+from quire.cache.block_tables import Admission
 from quire.cache.kv_cache import KVCache
 from quire.core.events import (
     AdmissionSlowed,

@@ -4,13 +4,13 @@ import random
 
 import pytest
 
-from quire.cache.prefix import children
-from quire.cache.prefix.children import Children
+from quire.cache.prefix import radix_node
+from quire.cache.prefix.radix_node import Children
 
 
 @pytest.mark.parametrize("most", [1, 2, 7, 512])
 def test_children_are_a_sorted_map(monkeypatch, most):
-    monkeypatch.setattr(children, "MOST_IN_A_RUN", most)
+    monkeypatch.setattr(radix_node, "MOST_IN_A_RUN", most)
     rng = random.Random(most)
     ours: Children[int] = Children()
     model: dict[bytes, int] = {}

@@ -9,7 +9,7 @@ from prefix_model import Model, radix_config
 from quire.cache.kv_cache import KVCache
 from quire.cache.prefix.eviction import LeastFrequent, LeastRecent, LeastWanted, OrderedLeaves
 from quire.cache.prefix.index import Cause
-from quire.cache.prefix.uses import Clock
+from quire.cache.prefix.radix_node import Clock
 from quire.cache.retention import ANYHOW, ORDINARY, Keep
 from quire.config import CacheConfig
 from quire.core.request import Namespace

@@ -9,10 +9,7 @@ from benchmarks.eviction.belady import optimum, paths
 from benchmarks.eviction.compare import cells
 from benchmarks.eviction.rigs import cache_of, longest, run
 from benchmarks.eviction.traces import TRACES, Ask, trace
-from quire.cache.prefix.chance import Chance
-from quire.cache.prefix.duels import Duels
-from quire.cache.prefix.eviction_by_cost import seconds_by_default
-from quire.cache.prefix.examples import _MOST_OPEN, Examples
+from quire.cache.prefix.eviction_by_cost import _MAX_OPEN_EXAMPLES, Chance, Duels, Examples, seconds_by_default
 from quire.cache.prefix.index import SYMBOL
 
 
@@ -53,13 +50,13 @@ def test_open_examples_are_bounded_and_all_are_closed_in_time():
         leaf.example = None
         examples.take(leaf, features, "a", time // 1000)
         examples.take(leaf, features, "a", time // 1000 + 1)
-    assert len(examples) <= 2 * _MOST_OPEN
+    assert len(examples) <= 2 * _MAX_OPEN_EXAMPLES
     for time in range(50_000):
         leaf.example = None
         examples.take(leaf, features, "a", 100 + time)
         if leaf.example is not None:
             examples.left(leaf, time)
-    assert len(examples._gone) <= 2 * _MOST_OPEN
+    assert len(examples._gone) <= 2 * _MAX_OPEN_EXAMPLES
     learnt = chance.num_learnt
     examples.expire(10**9)
     assert len(examples) == 0 == len(examples._gone)

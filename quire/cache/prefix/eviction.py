@@ -7,8 +7,7 @@ heap looks again when a leaf comes up. Where it may have fallen the heap is told
 from heapq import heapify, heappop, heappush
 from typing import Protocol
 
-from quire.cache.prefix.radix_node import Node
-from quire.cache.prefix.uses import Clock
+from quire.cache.prefix.radix_node import Clock, Node
 from quire.cache.retention import priority_at
 
 _MOST_RETURNED = 2  # leaves that were in use and are looked at again, in a call of `evict`

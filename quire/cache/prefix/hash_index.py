@@ -23,8 +23,7 @@ import msgspec
 
 from quire.cache.block_pool import BlockPool
 from quire.cache.block_table import ABSENT, BlockTable
-from quire.cache.prefix.index import NO_REASON, SYMBOL, Added, Cause, Found, Reason, symbols
-from quire.cache.prefix.public import PublicPrefixes
+from quire.cache.prefix.index import NO_REASON, SYMBOL, Added, Cause, Found, PublicPrefixes, Reason, symbols
 from quire.cache.prefix.retention_marks import Wishes
 from quire.config import CacheConfig
 from quire.core.explanation import Miss, MissReason

@@ -137,3 +137,83 @@ def num_common(left: bytes, right: bytes) -> int:
         return length // SYMBOL
     different = int.from_bytes(left[:length], "little") ^ int.from_bytes(right[:length], "little")
     return ((different & -different).bit_length() - 1) // (8 * SYMBOL)
+
+
+class NoIndex:
+    """See PrefixIndex."""
+
+    num_evicted = 0
+    wishes = None
+
+    def take_reason(self) -> Reason:
+        """Nothing is evicted."""
+        return NO_REASON
+
+    def find(self, namespace: Namespace, tokens: Sequence[int]) -> Found:
+        """Nothing."""
+        del namespace, tokens
+        return NOTHING_FOUND
+
+    def why(self, namespace: Namespace, tokens: Sequence[int], found: Found, reusable: int) -> Miss:
+        """Because nothing is kept."""
+        del namespace, found, reusable
+        return Miss(0, tokens[0], "off")
+
+    def enter(self, table: BlockTable, found: Found) -> None:
+        """Nothing to do."""
+
+    def follow(self, parent: BlockTable, child: BlockTable) -> None:
+        """Nothing to do."""
+
+    def add(self, table: BlockTable, num_blocks: int, num_written: int) -> Added:
+        """Nothing is taken in."""
+        del table, num_blocks, num_written
+        return Added()
+
+    def leave(self, table: BlockTable, num_tokens: int) -> list[int]:
+        """Nothing is taken in."""
+        del table, num_tokens
+        return []
+
+    def evict(self, group: int, count: int, cause: Cause) -> int:
+        """There is nothing."""
+        del group, count, cause
+        return 0
+
+    def void(self, blocks: Collection[int], tables: Iterable[BlockTable]) -> None:
+        """There is nothing."""
+
+    def owners(self, group: int) -> Counter[int]:
+        """None."""
+        del group
+        return Counter()
+
+    def knows(self, table: BlockTable) -> bool:
+        """Nothing is known, and nothing need be."""
+        del table
+        return True
+
+    def check(self) -> list[str]:
+        """Nothing can be wrong."""
+        return []
+
+
+_TENANT = "\0public"  # no credential leads to it
+
+
+class PublicPrefixes:
+    """A prompt's leading whole blocks are public as far as it agrees with one of the prefixes."""
+
+    def __init__(self, prefixes: Sequence[Sequence[int]], block_bytes: int) -> None:
+        """block_bytes: of a block's key."""
+        self.longest = max(map(len, prefixes), default=0)  # tokens; 0: there are none
+        self._prefixes = [symbols(prefix) for prefix in prefixes]
+        self._size = block_bytes
+
+    def num_blocks(self, prompt: bytes) -> int:
+        """Leading blocks that hold nothing but a public prefix."""
+        return max((num_common(prefix, prompt) * SYMBOL // self._size for prefix in self._prefixes), default=0)
+
+    def root_key(self, namespace: Namespace) -> tuple[Namespace, bytes]:
+        """Where their KV is kept: one place for each adapter and kind of kernels."""
+        return Namespace(_TENANT, "", namespace.adapter, namespace.deterministic), b""

@@ -1,14 +1,171 @@
 """The nodes of the radix tree and the order in which they are given up. Knows keys and blocks, no tables."""
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import islice
 from sys import maxsize
-from typing import Any
+from typing import Any, Generic, NamedTuple, TypeVar
 
-from quire.cache.prefix.children import Children
-from quire.cache.prefix.uses import Part, Uses, joined, parts_before
 from quire.cache.retention import Mark
+
+V = TypeVar("V")
+
+MOST_IN_A_RUN = 512
+
+
+class Children(Generic[V]):
+    """A sorted map from bytes. A lookup is two bisections; a change moves at most MOST_IN_A_RUN entries."""
+
+    __slots__ = ("_firsts", "_keys", "_values")
+
+    def __init__(self) -> None:
+        self._firsts: list[bytes] = [b""]  # the first key of each run
+        self._keys: list[list[bytes]] = [[]]
+        self._values: list[list[V]] = [[]]
+
+    def __len__(self) -> int:
+        return sum(map(len, self._keys))
+
+    def __bool__(self) -> bool:
+        return bool(self._keys[0])
+
+    def __iter__(self) -> Iterator[V]:
+        for values in self._values:
+            yield from values
+
+    def __reversed__(self) -> Iterator[V]:
+        for values in reversed(self._values):
+            yield from reversed(values)
+
+    @property
+    def keys(self) -> list[bytes]:
+        """All of them, in order."""
+        return [key for run in self._keys for key in run]
+
+    @property
+    def only(self) -> V | None:
+        """The only value there is; None where there are none or more."""
+        return self._values[0][0] if len(self._keys) == 1 and len(self._keys[0]) == 1 else None
+
+    def get(self, key: bytes) -> V | None:
+        """The value of a key."""
+        run = max(0, bisect_right(self._firsts, key) - 1) if len(self._firsts) > 1 else 0
+        keys = self._keys[run]
+        i = bisect_left(keys, key)
+        return self._values[run][i] if i < len(keys) and keys[i] == key else None
+
+    def before(self, key: bytes) -> Iterator[V]:
+        """Values whose keys come before `key`, nearest first."""
+        run, i = self._place(key)
+        yield from reversed(self._values[run][:i])
+        for values in reversed(self._values[:run]):
+            yield from reversed(values)
+
+    def since(self, key: bytes) -> Iterator[V]:
+        """Values whose keys are `key` or come behind it, in order."""
+        run, i = self._place(key)
+        yield from self._values[run][i:]
+        for values in self._values[run + 1 :]:
+            yield from values
+
+    def add(self, key: bytes, value: V) -> None:
+        """A new key."""
+        run, i = self._place(key)
+        keys, values = self._keys[run], self._values[run]
+        keys.insert(i, key)
+        values.insert(i, value)
+        self._firsts[run] = keys[0]
+        if len(keys) > MOST_IN_A_RUN:
+            half = len(keys) // 2
+            self._firsts.insert(run + 1, keys[half])
+            self._keys.insert(run + 1, keys[half:])
+            self._values.insert(run + 1, values[half:])
+            del keys[half:], values[half:]
+
+    def put(self, key: bytes, value: V) -> None:
+        """Another value for a key that there is."""
+        run, i = self._place(key)
+        self._values[run][i] = value
+
+    def remove(self, key: bytes) -> None:
+        """A key that there is goes."""
+        run, i = self._place(key)
+        del self._keys[run][i], self._values[run][i]
+        if self._keys[run]:
+            self._firsts[run] = self._keys[run][0]
+        elif len(self._keys) > 1:
+            del self._firsts[run], self._keys[run], self._values[run]
+
+    def _place(self, key: bytes) -> tuple[int, int]:
+        """The run of a key, and its place there."""
+        run = max(0, bisect_right(self._firsts, key) - 1) if len(self._firsts) > 1 else 0
+        return run, bisect_left(self._keys[run], key)
+
+
+_MOST_PARTS = 4
+
+
+class Clock:
+    """Both are told: nothing here reads a clock."""
+
+    __slots__ = ("now", "tick")
+
+    def __init__(self) -> None:
+        self.now = 0.0  # seconds of the engine's clock
+        self.tick = 0  # uses of the cache
+
+
+class Uses:
+    """Of a part of a path that one sequence computed, and of the place where it ends."""
+
+    __slots__ = ("gap", "hits", "left", "level", "num_begun", "num_came_back", "turns")
+
+    def __init__(self, turns: int = 0, gap: int = 0) -> None:
+        self.turns = turns  # how often the path was continued, one part behind the other
+        self.gap = gap  # ticks between its last use and the one before; 0: there was none
+        self.hits = 0  # sequences that began with it
+        self.level = 0  # see LeastFrequent
+        self.left = False  # whether a sequence ended here: what comes next is another part
+        self.num_begun = 0  # parts that were computed behind it
+        self.num_came_back = 0  # uses of these
+
+    @property
+    def is_place(self) -> bool:
+        """Whether somebody ended here or began with it: what is computed next is another part."""
+        return self.left or self.hits > 0
+
+    def followed(self) -> "Uses":
+        """Of a part that begins where this one ends."""
+        self.num_begun += 1
+        return Uses(self.turns + self.left, self.gap)
+
+    def divided(self) -> "Uses":
+        """Of the beginning of this part, as another path leaves it there: whoever used the end used that, too."""
+        uses = Uses(self.turns, self.gap)
+        uses.hits, uses.level = self.hits, self.level
+        uses.num_begun, uses.num_came_back = 1, self.hits
+        return uses
+
+
+class Part(NamedTuple):
+    """Uses of an earlier part of a node's run, which ends `reach` blocks from the beginning."""
+
+    reach: int
+    uses: Uses
+
+
+def parts_before(parts: tuple[Part, ...], uses: Uses, end: int) -> tuple[tuple[Part, ...], Uses]:
+    """Of a run that ends at `end` from now on: its earlier parts, and the uses of the last one."""
+    for i, part in enumerate(parts):
+        if end <= part.reach:
+            return parts[:i], part.uses
+    return parts, uses
+
+
+def joined(upper: tuple[Part, ...], reach: int, uses: Uses, lower: tuple[Part, ...]) -> tuple[Part, ...]:
+    """Parts of two runs that become one, the upper of which ends at `reach`. The last ones matter first."""
+    return (*upper, Part(reach, uses), *lower)[-_MOST_PARTS:]
 
 
 class Node:

@@ -4,20 +4,88 @@ Invariants, which `check` verifies: children are sorted and begin differently; a
 table ends at it or the child is a tail; a leaf ends with a block; tables end at nodes, and hold the blocks on the way.
 """
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
 
 from quire.cache.block_pool import BlockPool
 from quire.cache.block_table import ABSENT, BlockTable
 from quire.cache.prefix.eviction import Leaves
-from quire.cache.prefix.forest_faults import faults
-from quire.cache.prefix.index import NO_REASON, SYMBOL, Cause, Reason
-from quire.cache.prefix.lost import Lost
-from quire.cache.prefix.radix_node import LeastRecent, Node
+from quire.cache.prefix.index import NO_REASON, SYMBOL, Cause, Reason, num_common
+from quire.cache.prefix.radix_node import Clock, LeastRecent, Node
 from quire.cache.prefix.retention_marks import Wishes
-from quire.cache.prefix.uses import Clock
 from quire.cache.retention import Keep
 from quire.core.request import Namespace
+
+
+def faults(node: Node, size: int) -> Iterator[str]:
+    """Complaints about a node. size: bytes of a block's key."""
+    keys = [child.edge[:size] for child in node.children]
+    if keys != node.children.keys or keys != sorted(set(keys)):
+        yield "its children are not in order"
+    if any(child.parent is not node for child in node.children):
+        yield "a child has another parent"
+    if len({len(blocks) for blocks in node.blocks}) != 1 or -(-len(node.edge) // size) != len(node.blocks[0]):
+        yield "its tokens and blocks do not fit"
+    if node.parent is None:
+        if not node.children and not node.writers:
+            yield "a root of nothing"
+    else:
+        yield from _inner_faults(node, size)
+    for table in node.writers:
+        if table.place is not node or table.num_indexed != node.end:
+            yield f"a table of {table.num_indexed} indexed blocks does not end there"
+        for group, blocks in enumerate(table.blocks):
+            pairs = zip(node.path_blocks(group), blocks[node.root.end : node.end], strict=False)
+            if any(ours != theirs and ABSENT not in (ours, theirs) for ours, theirs in pairs):
+                yield f"a table that ends there has other blocks of group {group}"
+
+
+def _inner_faults(node: Node, size: int) -> Iterator[str]:
+    assert node.parent is not None, "not a root"
+    if node.start != node.parent.end:
+        yield "it does not begin where its parent ends"
+    if len(node.edge) % size and (node.children or node.writers or len(node.blocks[0]) > 1):
+        yield "something follows a tail"
+    only = node.children.only
+    if not node.writers and only is not None and len(only.edge) >= size:
+        yield "it should be merged with its only child"
+    if not node.children and not node.writers and all(blocks[-1] == ABSENT for blocks in node.blocks):
+        yield "a leaf that ends without a block"
+
+
+MOST_PLACES = 4096
+MOST_AT_A_PLACE = 8
+
+
+class LostBlock(NamedTuple):
+    """The first block that was given up at some place."""
+
+    key: bytes  # its tokens
+    cause: Cause
+
+
+class Lost:
+    """The latest evictions, by what came before the first block that was lost: a place, and the tokens before it."""
+
+    def __init__(self) -> None:
+        self._places: OrderedDict[tuple[object, int], list[LostBlock]] = OrderedDict()
+
+    def note(self, place: object, before: bytes, key: bytes, cause: Cause) -> None:
+        """The block `key` was evicted."""
+        known = (place, hash(before))
+        lost = self._places.setdefault(known, [])
+        lost.append(LostBlock(key, cause))
+        del lost[:-MOST_AT_A_PLACE]
+        self._places.move_to_end(known)
+        if len(self._places) > MOST_PLACES:
+            self._places.popitem(last=False)
+
+    def find(self, place: object, before: bytes, rest: bytes, num_found: int) -> Cause | None:
+        """Why more than `num_found` tokens of `rest`, are not there."""
+        lost = self._places.get((place, hash(before)), ())
+        return next((one.cause for one in reversed(lost) if num_common(one.key, rest) > num_found), None)
+
 
 RootKey = tuple[Namespace, bytes]
 
