@@ -11,7 +11,7 @@ from itertools import permutations
 from random import Random
 
 from benchmarks.policies.virtual import Arrival, Server, limits, memory, request
-from quire.scheduler.queue.weighed import score
+from quire.scheduler.queue.prefix_aware import score
 
 POLICIES = ("fcfs", "lpm", "dfs-weight", "cache-aware")  # the others are fcfs where there is one tenant and class
 FIRST_TOKEN = 16

@@ -13,8 +13,7 @@ from quire.core.constraint import Constraints, Verdict
 from quire.core.request import Request
 from quire.core.step import ChunkOutput, Late, Step
 from quire.errors import RequestError
-from quire.scheduler.lifecycle import Launched
-from quire.scheduler.rows import Rows
+from quire.scheduler.lifecycle import Launched, Rows
 from quire.scheduler.sequence import Sequence
 
 DEAD_END = "the constraint on the output allows nothing here: "

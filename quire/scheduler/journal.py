@@ -9,24 +9,79 @@ flushed before each step is handed out, so that the step that kills the process 
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
+import numpy as np
 
 from quire.cache.kv_cache import KVCache
 from quire.config import CacheConfig, SchedulerConfig
 from quire.core import codec, step
-from quire.core.constraint import Constraints, Verdict
+from quire.core.constraint import OPEN, Constraints, Verdict
 from quire.core.output import Output
 from quire.core.request import Request
 from quire.core.step import Step, StepResult
 from quire.cost.step_time import Calibration
 from quire.errors import QuireError, RequestError
-from quire.scheduler.recorded import Heard, Recorded
 from quire.scheduler.scheduler import Scheduler
+
+
+class Heard:
+    """Constraints whose verdicts are written down as they are given."""
+
+    def __init__(self, constraints: Constraints, heard: list[Verdict]) -> None:
+        self._constraints = constraints
+        self._heard = heard
+
+    def begin(self, seq_id: int, request: Request, known: Sequence[int]) -> Verdict:
+        """See Constraints."""
+        return self._note(self._constraints.begin(seq_id, request, known))
+
+    def advance(self, seq_id: int, tokens: Sequence[int]) -> Verdict:
+        """See Constraints."""
+        return self._note(self._constraints.advance(seq_id, tokens))
+
+    def end(self, seq_id: int) -> None:
+        """See Constraints."""
+        self._constraints.end(seq_id)
+
+    def masks(self, seq_ids: Sequence[int]) -> np.ndarray:
+        """See Constraints. Masks are for the body alone, and are not written down."""
+        return self._constraints.masks(seq_ids)
+
+    def _note(self, verdict: Verdict) -> Verdict:
+        self._heard.append(verdict)
+        return verdict
+
+
+class Recorded:
+    """Constraints that answer what is in `verdicts`, in that order; where nothing is left, that all is open."""
+
+    def __init__(self) -> None:
+        self.verdicts: deque[Verdict] = deque()
+
+    def begin(self, seq_id: int, request: Request, known: Sequence[int]) -> Verdict:
+        """See Constraints."""
+        return self._next()
+
+    def advance(self, seq_id: int, tokens: Sequence[int]) -> Verdict:
+        """See Constraints."""
+        return self._next()
+
+    def end(self, seq_id: int) -> None:
+        """See Constraints."""
+
+    def masks(self, seq_ids: Sequence[int]) -> np.ndarray:
+        """Nobody samples in a replay."""
+        return np.zeros((len(seq_ids), 0), np.uint32)
+
+    def _next(self) -> Verdict:
+        return self.verdicts.popleft() if self.verdicts else OPEN
+
 
 log = logging.getLogger(__name__)
 

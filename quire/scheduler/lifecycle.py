@@ -1,11 +1,13 @@
 """Lives: which sequences there are, and how each comes to wait, to run, and to end. Plans nothing."""
 
+from bisect import insort
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
 
+from quire.cache.block_table import BlockTable
 from quire.cache.block_tables import Admission
 from quire.cache.kv_cache import KVCache
 from quire.cache.prefix.index import Cause
@@ -15,15 +17,156 @@ from quire.core.request import Request
 from quire.core.scheduling_params import Retention
 from quire.cost.step_time import Costs
 from quire.scheduler.admission_watermark import Caution
-from quire.scheduler.families import Families
-from quire.scheduler.newcomers import Newcomers
 from quire.scheduler.preemption import NOTHING_LOST, VOID, Way, Ways
-from quire.scheduler.programs import Programs, program_of
 from quire.scheduler.queue.select import class_of, new_queue
+from quire.scheduler.queue.waiting_queue import RANK, Queue
 from quire.scheduler.request_stats import Accounts
-from quire.scheduler.rows import Rows
-from quire.scheduler.sequence import Sequence
+from quire.scheduler.sequence import Programs, Sequence, program_of
 from quire.scheduler.step_builder import Entry
+
+
+class Families:
+    """Unfinished sequences by request.
+
+    The first of a family queues; the others are held, in nobody's way, until the KV of what they share is there.
+    """
+
+    def __init__(self, queue: Queue) -> None:
+        self._queue = queue
+        self._members: dict[str, list[Sequence]] = {}
+        self._held: dict[str, list[Sequence]] = {}
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._members
+
+    def members(self, request_id: str) -> list[Sequence]:
+        """Those that have not ended; none of an unknown request."""
+        return list(self._members.get(request_id, ()))
+
+    def add(self, request_id: str, sequences: list[Sequence]) -> list[Sequence]:
+        """A request arrives: queue those that have to compute its prompt, which it returns, and hold the others."""
+        self._members[request_id] = list(sequences)
+        held_back = sequences[0].num_shared or sequences[0].request.beams
+        num_first = 1 if held_back else len(sequences)
+        for seq in sequences[:num_first]:
+            self._queue.put(seq)
+        if sequences[num_first:]:
+            self._held[request_id] = sequences[num_first:]
+        return sequences[:num_first]
+
+    def hold(self, seq: Sequence) -> None:
+        """One that has no part for now."""
+        self._held.setdefault(seq.request.id, []).append(seq)
+
+    def release(self, request_id: str) -> list[Sequence]:
+        """Those that were held, and are no longer."""
+        return [seq for seq in self._held.pop(request_id, ()) if not seq.finished] if self._held else []
+
+    def donor(self, seq: Sequence) -> Sequence | None:
+        """A relative that runs and has the KV of what they share."""
+        if not seq.num_shared or seq.swapped:
+            return None
+        relatives = self._members[seq.request.id]
+        return next((one for one in relatives if one.has_written(seq.num_shared)), None)
+
+    def remove(self, seq: Sequence) -> Sequence | None:
+        """A sequence has ended. If the others still waited for it, the next takes its part, and is returned."""
+        request_id = seq.request.id
+        relatives = self._members[request_id]
+        relatives.remove(seq)
+        if not relatives:
+            del self._members[request_id]
+        held = self.release(request_id)
+        if not held:
+            return None
+        self._queue.put(held[0])
+        if held[1:]:
+            self._held[request_id] = held[1:]
+        return held[0]
+
+
+class Rows:
+    """`running` is sorted by rank; `unmet` are those of it that the runner has not met, or knows wrongly."""
+
+    def __init__(self, num_rows: int, cache: KVCache) -> None:
+        self.running: list[Sequence] = []
+        self.unmet: list[Sequence] = []
+        self.corrected: list[tuple[Sequence, int]] = []  # from this position on its tokens are not what the runner has
+        self._cache = cache
+        self._free = list(range(num_rows))[::-1]
+
+    @property
+    def has_free(self) -> bool:
+        """Whether one more sequence could run."""
+        return bool(self._free)
+
+    def take(self, seq: Sequence, table: BlockTable, num_computed: int) -> None:
+        """A sequence that waited has a block table and gets a row."""
+        seq.row = self._free.pop()
+        insort(self.running, seq, key=RANK)
+        self.hold(seq, table, num_computed)
+
+    def hold(self, seq: Sequence, table: BlockTable, num_computed: int) -> None:
+        """A sequence goes on with this table, of which so many positions are computed."""
+        seq.table = table
+        seq.num_computed = seq.num_written = num_computed
+
+    def meet(self, seq: Sequence) -> None:
+        """The runner has to be told all that a running sequence's row holds."""
+        if seq not in self.unmet:
+            self.unmet.append(seq)
+
+    def told(self) -> None:
+        """A step is planned that tells the runner what it did not know."""
+        self.unmet.clear()
+        self.corrected.clear()
+
+    def give_up(self, seq: Sequence, num_valid: int) -> None:
+        """A sequence's row and blocks are free as soon as no step in flight needs them.
+
+        num_valid: leading positions whose KV is what its tokens say; it may be found again.
+        """
+        self.running.remove(seq)
+        self.unmet = [one for one in self.unmet if one is not seq]
+        self.corrected = [one for one in self.corrected if one[0] is not seq]
+        self._cache.release(seq.id, num_valid)
+        self._free.append(seq.row)
+        seq.row, seq.table, seq.arriving = -1, None, -1
+
+    def slots(self) -> tuple[int, int]:
+        """Of the tables of group 0: how many slots they have, and how many of them hold a known token."""
+        slots = tokens = 0
+        for seq in self.running:
+            table = seq.table
+            assert table is not None, "it runs"
+            num_slots = len(table.blocks[0]) * self._cache.block_size
+            gone = table.firsts[0] * self._cache.block_size  # behind the window
+            slots += num_slots - gone
+            tokens += min(num_slots, len(seq.tokens)) - gone
+        return slots, tokens
+
+
+class Newcomers:
+    """Requests of which no sequence has had a row yet, and the tokens of their prompts."""
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+        self._tokens: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._tokens
+
+    def add(self, request: Request) -> None:
+        """One comes."""
+        self._tokens[request.id] = len(request.prompt)
+        self.num_tokens += len(request.prompt)
+
+    def drop(self, request_id: str) -> None:
+        """One begins, or has ended; it may have begun before."""
+        self.num_tokens -= self._tokens.pop(request_id, 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,12 +31,12 @@ from quire.cost.block_size import BlockUse
 from quire.cost.step_time import Calibration, Costs
 from quire.errors import ConfigError, DeadlineUnreachable, QueueFull, RequestError
 from quire.scheduler.batch import Filling
+from quire.scheduler.beam_search import Searches, check_search
 from quire.scheduler.constraints import Forms
 from quire.scheduler.deadlines import Deadlines
 from quire.scheduler.lifecycle import Launched, Lives
 from quire.scheduler.output_processing import Intake
 from quire.scheduler.queue_limit import QueueBound
-from quire.scheduler.searches import Searches, check_search
 from quire.scheduler.sequence import Sequence
 from quire.scheduler.step_builder import StepBuilder
 

@@ -15,8 +15,7 @@ from quire.errors import RequestError
 from quire.params import SamplingParams
 from quire.runner.scripted_runner import script
 from quire.scheduler import journal
-from quire.scheduler.families import Families
-from quire.scheduler.lifecycle import Lives
+from quire.scheduler.lifecycle import Families, Lives
 
 
 def recorded() -> Rig:

@@ -20,9 +20,9 @@ from quire.core.scheduling_params import Terms
 from quire.errors import ConfigError
 from quire.params import SamplingParams
 from quire.runner.scripted_runner import script
-from quire.scheduler.queue import matches
+from quire.scheduler.queue import prefix_aware
 from quire.scheduler.queue.fcfs import Ranked
-from quire.scheduler.queue.weighed import score
+from quire.scheduler.queue.prefix_aware import score
 from quire.scheduler.sequence import Sequence
 
 POLICIES = get_args(Policy)
@@ -132,7 +132,7 @@ def test_a_match_that_goes_on_from_where_it_was_is_the_one_that_a_search_finds(d
     server = Server(limits(max_num_seqs=2, max_num_batched_tokens=12, max_model_len=48), config, lambda n: 0.01)
     scheduler, matching = server.scheduler, Matching(server.scheduler.cache)
     asked = [(Namespace(str(i % 2)), prompt) for i, prompt in enumerate(data.draw(st.lists(prompts(), min_size=1)))]
-    kept = [matches.Match() for _ in asked]
+    kept = [prefix_aware.Match() for _ in asked]
     for i, prompt in enumerate(data.draw(st.lists(prompts(), min_size=1, max_size=12))):
         scheduler.add(request(str(i), prompt, 3, tenant=str(i % 2)), 0.0)
         for _ in range(data.draw(st.integers(0, 4))):
@@ -305,8 +305,8 @@ def test_a_step_looks_at_a_bounded_number_of_waiting_sequences(policy, monkeypat
     for i in range(40):
         looked.clear()
         step = scheduler.plan(100.0 + i)
-        assert 0 < looked["sequences"] <= matches.MOST_LOOKED_AT + 4
-        assert looked["blocks"] <= matches.MOST_BLOCKS + 64
+        assert 0 < looked["sequences"] <= prefix_aware.MOST_LOOKED_AT + 4
+        assert looked["blocks"] <= prefix_aware.MOST_BLOCKS + 64
         if i == 20:
             scheduler.abort(scheduler._lives.rows.running[0].request.id, 100.0)  # somebody else may begin
         scheduler.commit(result_of(step, 0.01), 100.0 + i)

@@ -19,9 +19,9 @@ from quire.core.scheduling_params import MAX_PROGRAM_TTL, Program, Terms
 from quire.errors import RequestError
 from quire.runner.scripted_runner import script
 from quire.scheduler import journal
-from quire.scheduler.programs import LEAD, MOST_PROGRAMS, Programs
-from quire.scheduler.queue.siblings import MOST_TOGETHER
+from quire.scheduler.queue.prefix_aware import MOST_TOGETHER
 from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.sequence import LEAD, MOST_PROGRAMS, Programs
 
 
 @pytest.mark.parametrize(

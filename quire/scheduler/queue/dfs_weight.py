@@ -5,8 +5,7 @@ from heapq import heapify, heappop, heappush
 from itertools import pairwise
 
 from quire.scheduler.queue.fcfs import Ranked
-from quire.scheduler.queue.matches import Matches
-from quire.scheduler.queue.prefix_aware import ByMatch
+from quire.scheduler.queue.prefix_aware import ByMatch, Matches
 from quire.scheduler.sequence import Sequence
 
 

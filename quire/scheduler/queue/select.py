@@ -7,9 +7,8 @@ from quire.errors import ConfigError
 from quire.scheduler.queue.dfs_weight import DepthFirst
 from quire.scheduler.queue.fair import Fair
 from quire.scheduler.queue.fcfs import Ranked
-from quire.scheduler.queue.matches import Matches
+from quire.scheduler.queue.prefix_aware import Matches, Weighed
 from quire.scheduler.queue.waiting_queue import Queue
-from quire.scheduler.queue.weighed import Weighed
 
 # What a tenant that was away may be owed: the tokens of so many steps. With less, a burst of a tenant that uses a
 # quarter of the machine waits for its turn behind a flood (docs/policies.md).
