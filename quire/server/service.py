@@ -21,7 +21,7 @@ from quire.server.thread_pool import Aside
 from quire.startup.facts import Facts
 from quire.structured_outputs.backends import check
 from quire.supervisor.async_engine import AsyncEngine
-from quire.tokenizer.template_meter import MAX_SIZE, TooMuch, size_of
+from quire.tokenizer.chat_sandbox import MAX_SIZE, TooMuch, size_of
 from quire.tokenizer.tokenizer import Tokenizer
 
 CHARACTERS_PER_TOKEN = 64  # no text of so many and more fits the context; the longest tokens are runs of spaces

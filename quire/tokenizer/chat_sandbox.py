@@ -5,18 +5,219 @@ compiled code passes each loop's items, each literal, each concatenation and eac
 environment, as it already does with calls, filters and operators.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+import json
+import re
+import time
+from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, Sequence, ValuesView
+from datetime import datetime
 from functools import wraps
 from typing import Any
 
+from jinja2 import TemplateError, nodes
+from jinja2.compiler import CodeGenerator, Frame
 from jinja2.exceptions import SecurityError
-from jinja2.ext import loopcontrols
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
 from jinja2.runtime import Context, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 
-from quire.tokenizer.template_code import GenerationBlock, MeteredCode
-from quire.tokenizer.template_meter import Meter, check_format, check_growth, check_numbers
-from quire.tokenizer.template_names import NewDict, PlainNamespace, raise_exception, strftime_now, tojson
+
+class MeteredCode(CodeGenerator):
+    """The environment has to offer `counted` (items of loops), `measured` (literals) and `joined` (`~`)."""
+
+    def visit_For(self, node: nodes.For, frame: Frame) -> None:
+        """A loop draws its items from `counted`."""
+        counted = nodes.EnvironmentAttribute("counted", lineno=node.lineno)
+        node.iter = nodes.Call(counted, [node.iter], [], None, None, lineno=node.lineno)
+        super().visit_For(node, frame)
+
+    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
+        """`a ~ b`."""
+        self.write("environment.joined((")
+        for part in node.nodes:
+            self.visit(part, frame)
+            self.write(", ")
+        self.write("))")
+
+    def visit_List(self, node: nodes.List, frame: Frame) -> None:
+        """`[a, b]`."""
+        self.write("environment.measured(")
+        super().visit_List(node, frame)
+        self.write(")")
+
+    def visit_Tuple(self, node: nodes.Tuple, frame: Frame) -> None:
+        """`(a, b)`, unless it is a target of assignment."""
+        if node.ctx != "load":
+            super().visit_Tuple(node, frame)
+            return
+        self.write("environment.measured(")
+        super().visit_Tuple(node, frame)
+        self.write(")")
+
+    def visit_Dict(self, node: nodes.Dict, frame: Frame) -> None:
+        """`{a: b}`."""
+        self.write("environment.measured(")
+        super().visit_Dict(node, frame)
+        self.write(")")
+
+
+class GenerationBlock(Extension):
+    """`{% generation %}...{% endgeneration %}` marks what an assistant said, for training; here it is only its body."""
+
+    tags = {"generation"}  # noqa: RUF012 (Jinja's)
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        """The body of the block."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+MAX_SECONDS = 2.0  # of this thread's processor time, for one rendering
+MAX_SIZE = 2**23  # characters in one value
+MAX_TOTAL = 2**27  # characters in all values together
+MAX_WORK = 2**26  # length of a text times what may be put into it
+ITEM_SIZE = 8  # what a number, a key or an empty list counts, in characters
+_WIDE_FIELD = re.compile(r"\d{4}")
+_CONTAINERS = (list, tuple, set, frozenset, KeysView, ValuesView, ItemsView)
+
+
+class TooMuch(Exception):
+    """A template spent more than it may."""
+
+
+class Meter:
+    """What is left for one rendering."""
+
+    def __init__(self, seconds: float = MAX_SECONDS) -> None:
+        self._deadline = time.thread_time() + seconds
+        self._total = 0
+
+    def step(self) -> None:
+        """Count one operation."""
+        if time.thread_time() > self._deadline:
+            raise TooMuch("it takes too long")
+
+    def measure(self, value: object) -> int:
+        """Characters that `value` holds, counted into the total."""
+        size = size_of(value)
+        self._total += size
+        if self._total > MAX_TOTAL:
+            raise TooMuch("it makes too much text")
+        return size
+
+    def count(self, items: Iterator[object]) -> Iterator[object]:
+        """The same items, each a step and measured."""
+        for item in items:
+            self.step()
+            self.measure(item)
+            yield item
+
+
+def size_of(value: object) -> int:
+    """Characters of a value of strings, numbers, lists and mappings; stops counting at MAX_SIZE."""
+    if isinstance(value, str):
+        stack, size = [], len(value)
+    else:
+        stack, size = [value], 0
+    while stack and size <= MAX_SIZE:
+        item = stack.pop()
+        size += ITEM_SIZE
+        if isinstance(item, str | bytes):
+            size += len(item)
+        elif isinstance(item, int):
+            size += item.bit_length()
+        elif isinstance(item, Mapping):
+            stack += item.keys()
+            stack += item.values()
+        elif isinstance(item, _CONTAINERS):
+            stack += item
+        elif isinstance(item, range):
+            size += ITEM_SIZE * len(item)
+    if size > MAX_SIZE:
+        raise TooMuch(f"it makes a value of more than {MAX_SIZE} characters")
+    return size
+
+
+def check_growth(value: object, operands: Sequence[object]) -> None:
+    """Refuse an operation whose result could be as long as `value` times the longest of `operands`."""
+    longest = max([abs(o) if isinstance(o, int) else size_of(o) for o in operands], default=1)
+    if max(1, size_of(value)) * longest > MAX_WORK:
+        raise TooMuch("it makes a text grow too much at once")
+
+
+def check_format(text: str, operands: Sequence[object]) -> None:
+    """Refuse a format string with wide fields, or with too much to put into them."""
+    if _WIDE_FIELD.search(text):
+        raise TooMuch("it formats a field of a thousand characters or more")
+    check_growth(text, operands)
+
+
+def check_numbers(operator: str, left: object, right: object) -> None:
+    """Refuse products and powers of whole numbers with thousands of digits."""
+    if isinstance(left, int) and isinstance(right, int):
+        bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
+        if bits > MAX_SIZE // 1024:
+            raise TooMuch("it makes a number with thousands of digits")
+
+
+class PlainNamespace(Namespace):
+    """A namespace that cannot pose as another object: no names with underscores, no content in its repr."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 (as dict)
+        values = dict(*args, **kwargs)
+        for name in values:
+            _check_name(name)
+        super().__init__(values)
+
+    def __setitem__(self, name: str, value: object) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+    def __repr__(self) -> str:
+        return "<namespace>"
+
+
+def _check_name(name: object) -> None:
+    if not isinstance(name, str) or name.startswith("_"):
+        raise SecurityError(f"a namespace cannot hold {name!r:.80}")
+
+
+class NewDict:
+    """`dict(...)` and `dict.fromkeys(...)`, without the other attributes of the class."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:  # noqa: ANN401 (as dict)
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, keys: Iterable[object], value: object = None) -> dict[Any, Any]:
+        """A dict with these keys."""
+        return dict.fromkeys(keys, value)
+
+
+def tojson(
+    value: object,
+    ensure_ascii: bool = False,  # noqa: FBT001, FBT002 (the field's signature)
+    indent: int | None = None,
+    separators: Sequence[str] | None = None,
+    sort_keys: bool = False,  # noqa: FBT001, FBT002
+) -> str:
+    """JSON without HTML escapes: prompts are no web pages."""
+    if indent is not None and not 0 <= indent <= 16:
+        raise TooMuch("it indents JSON by more than 16 spaces")
+    marks = None if separators is None else (str(separators[0])[:16], str(separators[1])[:16])
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=marks, sort_keys=sort_keys)
+
+
+def raise_exception(message: object) -> None:
+    """How a template refuses messages."""
+    raise TemplateError(str(message))
+
+
+def strftime_now(pattern: str) -> str:
+    """The local date and time."""
+    check_format(pattern, ())
+    return datetime.now().strftime(pattern)
+
 
 # What these cost, or the length of what they return, is the product of their operands.
 _COSTLY_METHODS = frozenset(

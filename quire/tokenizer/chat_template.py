@@ -5,14 +5,17 @@ loops, grows or reaches for what it should not have ends in an error.
 """
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from jinja2 import Template, TemplateError
 from jinja2.exceptions import SecurityError
 
-from quire.errors import ModelError, RequestError
-from quire.tokenizer.chat_sandbox import Sandbox
-from quire.tokenizer.template_meter import MAX_SECONDS, MAX_SIZE, Meter, TooMuch
+from quire.errors import ModelError, RequestError, nearest
+from quire.models.json_file import read_object
+from quire.tokenizer.chat_sandbox import MAX_SECONDS, MAX_SIZE, Meter, Sandbox, TooMuch
+from quire.tokenizer.messages import REASONING_FIELDS, Message, plain_json, plain_messages
 
 MAX_SOURCE = 2**20  # characters
 
@@ -70,3 +73,158 @@ def _collect(template: Template, variables: Mapping[str, object]) -> str:
 
 def _reason(error: Exception) -> str:
     return f"{error}"[:500] or type(error).__name__
+
+
+DEFAULT = "default"
+TOOL_USE = "tool_use"
+
+
+def read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Name -> source; the one for ordinary conversations is "default". Raises ModelError.
+
+    config: the contents of tokenizer_config.json.
+    """
+    files = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    if (folder / "chat_template.jinja").is_file():
+        files[DEFAULT] = folder / "chat_template.jinja"
+    found = {name: _read(path) for name, path in files.items()}
+    if DEFAULT not in found:
+        found = {**_named(config.get("chat_template"), "tokenizer_config.json"), **found}
+    older = folder / "chat_template.json"
+    if not found and older.is_file():
+        return _named(read_object(older).get("chat_template"), older.name)
+    return found
+
+
+def _named(templates: object, file: str) -> dict[str, str]:
+    """The value of `chat_template`: nothing, a source, or named ones as a list or an object."""
+    if not templates:
+        return {}
+    if isinstance(templates, str):
+        return {DEFAULT: templates}
+    pairs: list[tuple[object, object]] = []
+    if isinstance(templates, Mapping):
+        pairs = list(templates.items())
+    elif isinstance(templates, list) and all(isinstance(entry, Mapping) for entry in templates):
+        pairs = [(entry.get("name"), entry.get("template")) for entry in templates]
+    named = {name: source for name, source in pairs if isinstance(name, str) and isinstance(source, str)}
+    if named and len(named) == len(pairs):
+        return named
+    raise ModelError(f"chat_template in {file} must be a string or a list of named ones")
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (ValueError, OSError) as error:
+        raise ModelError(f"{path} is not UTF-8 text, or cannot be read; download it again") from error
+
+
+_MARK = "\U000f5ecd"  # for private use: no conversation has it, and templates do not change it
+_PARAM = "continue_final_message"
+
+
+class OpenEnd:
+    """The last message of a conversation, open at its end.
+
+    field: which text of it is continued, "content" or, for instance, "reasoning_content".
+    Raises RequestError where the message has no such text.
+    """
+
+    def __init__(self, messages: Sequence[dict[str, object]], field: str = "content") -> None:
+        last = messages[-1]
+        text = last.get(field)
+        if not isinstance(text, str):
+            raise RequestError(f"{_PARAM} needs a last message with {field}", _PARAM)
+        copies = REASONING_FIELDS if field in REASONING_FIELDS else (field,)
+        marked = {name: f"{text}{_MARK} " for name in copies if last.get(name) == text}
+        self.messages = [*messages[:-1], {**last, **marked}]
+        self._text = text.strip()
+
+    def cut(self, rendered: str) -> str:
+        """The text up to the end of the last message. White space before a mark that lost its own is not kept."""
+        end = rendered.rfind(_MARK)
+        if end < 0 or self._text not in rendered:
+            raise RequestError("the model's chat template does not show the last message as it is", _PARAM)
+        trimmed = rendered[end + len(_MARK) : end + len(_MARK) + 1] != " "
+        return rendered[:end].rstrip() if trimmed else rendered[:end]
+
+
+class TemplateSet:
+    """Compiled templates by name. Raises ModelError for a source that does not compile.
+
+    sources: "default", "tool_use" or any other name -> Jinja source.
+    """
+
+    def __init__(self, sources: Mapping[str, str]) -> None:
+        self._templates = {name: ChatTemplate(source) for name, source in sources.items()}
+
+    def __bool__(self) -> bool:
+        return bool(self._templates)
+
+    def choose(self, name: str | None, *, has_tools: bool) -> ChatTemplate:
+        """The template of that name; without one, "tool_use" for tools where there is one, else "default".
+
+        Raises RequestError where there is none.
+        """
+        templates = self._templates
+        if not templates:
+            raise RequestError(
+                "this model has no chat template; use completions with a prompt, or add chat_template.jinja "
+                "to the model's folder",
+                "messages",
+            )
+        if name is None:
+            name = TOOL_USE if has_tools and TOOL_USE in templates else DEFAULT
+        if not isinstance(name, str) or name not in templates:
+            known = ", ".join(sorted(templates))
+            raise RequestError(
+                f"the model has no chat template {name!r:.80}{nearest(str(name), templates)}; it has: {known}",
+                "chat_template",
+            )
+        return templates[name]
+
+
+def render_conversation(
+    template: ChatTemplate,
+    messages: Sequence[Message],
+    variables: Mapping[str, object],
+    *,
+    tools: Sequence[Mapping[str, object]] | None,
+    documents: Sequence[Mapping[str, object]] | None,
+    add_generation_prompt: bool | None,
+    continue_final_message: bool | str,
+) -> str:
+    """A conversation as text. The arguments are those of `Tokenizer.apply_chat_template`, which explains them."""
+    if not isinstance(continue_final_message, bool | str):
+        raise RequestError("continue_final_message must be true, false or a field's name", "continue_final_message")
+    if add_generation_prompt and continue_final_message:
+        raise RequestError(
+            "continue_final_message goes on with the last message, and add_generation_prompt begins a new one; "
+            "set one of them to false",
+            "continue_final_message",
+        )
+    plain = plain_messages(messages)
+    end = None
+    if continue_final_message:
+        end = OpenEnd(plain, "content" if continue_final_message is True else continue_final_message)
+        plain = end.messages
+    rendered = template.render(
+        {
+            **{name: plain_json(value, "chat_template_kwargs") for name, value in variables.items()},
+            "messages": plain,
+            "tools": _objects(tools, "tools"),
+            "documents": _objects(documents, "documents"),
+            "add_generation_prompt": end is None if add_generation_prompt is None else add_generation_prompt,
+        }
+    )
+    return rendered if end is None else end.cut(rendered)
+
+
+def _objects(values: Sequence[Mapping[str, object]] | None, name: str) -> object:
+    """A plain copy of a list of objects; None for an empty one, which templates would take for some."""
+    if not values:
+        return None
+    if not isinstance(values, list | tuple) or not all(isinstance(value, Mapping) for value in values):
+        raise RequestError(f"{name} must be a list of objects", name)
+    return plain_json(list(values), name)

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as Core
 from quire.errors import QuireError, nearest
 from quire.models.gguf.metadata import Metadata
 from quire.models.gguf.tokens import special_tokens
-from quire.tokenizer.splits import SPLITS
+from quire.tokenizer.hf_files import SPLITS
 from quire.tokenizer.tokenizer import Tokenizer
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)  # llama.cpp's token types

@@ -8,18 +8,147 @@ trained with, and the two differ only where the class is a misnomer, or where th
 puts a space after a special token, as Llama 2's own code does.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import tokenizers
-from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from quire.errors import ModelError
 from quire.models.json_file import read_object
-from quire.tokenizer.splits import SPLITS
-from quire.tokenizer.tokenizer_special import add_declared_tokens
+
+_STANDARD_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+
+
+def add_declared_tokens(
+    core: tokenizers.Tokenizer, config: Mapping[str, Any], special_map: Mapping[str, Any], added: Mapping[str, Any]
+) -> dict[str, str]:
+    """Add to `core` what it lacks, and return the named tokens: "eos_token" -> text.
+
+    The mappings are the contents of tokenizer_config.json, special_tokens_map.json and added_tokens.json.
+    Raises ModelError for a token that is none.
+    """
+    listed = config.get("added_tokens_decoder")
+    fields = config if listed is not None else {**config, **special_map}
+    extra = fields.get("extra_special_tokens") or fields.get("additional_special_tokens") or []
+    named = _named(fields)
+    if isinstance(extra, Mapping):  # these have names, too
+        named |= {str(name): _token(value, special=True) for name, value in extra.items()}
+        extra = []
+    if not isinstance(extra, list):
+        raise ModelError("the extra special tokens of a folder must be a list, or an object of named ones")
+    special = [*named.values(), *(_token(value, special=True) for value in extra)]
+    if listed is None:
+        _add(core, (*_older(added, special), *special))
+    else:
+        _add(core, special, _listed(listed, special))
+    return {name: token.content for name, token in named.items()}
+
+
+def _add(core: tokenizers.Tokenizer, missing: Iterable[AddedToken], exact: Iterable[AddedToken] = ()) -> None:
+    """Add tokens that are `missing`, and those of `exact` that are missing or have other flags."""
+    have = core.get_added_tokens_decoder().values()
+    flags = {_flags(token) for token in have}
+    new = {token.content: token for token in exact if _flags(token) not in flags}
+    known = {token.content for token in have} | new.keys()
+    for token in missing:
+        if token.content not in known:
+            new.setdefault(token.content, token)
+    core.add_tokens(list(new.values()))
+
+
+def _named(fields: Mapping[str, Any]) -> dict[str, AddedToken]:
+    names = [name for name in _STANDARD_NAMES if fields.get(name) is not None]
+    own = (name for name in fields if name.endswith("_token") and name not in _STANDARD_NAMES)
+    names += [name for name in own if isinstance(fields[name], str) or _is_token(fields[name])]
+    return {name: _token(fields[name], special=True) for name in names}
+
+
+def _listed(listed: object, special: Iterable[AddedToken]) -> list[AddedToken]:
+    """The added_tokens_decoder of tokenizer_config.json: id -> token, with its flags."""
+    contents = {token.content for token in special}
+    if not isinstance(listed, Mapping) or not all(_is_token(value) for value in listed.values()):
+        raise ModelError("added_tokens_decoder in tokenizer_config.json must list tokens by their ids")
+    ordered = [listed[key] for key in sorted(listed, key=_id)]
+    return [_token(value, special=value["content"] in contents or value.get("special") is True) for value in ordered]
+
+
+def _older(added: Mapping[str, Any], special: Iterable[AddedToken]) -> list[AddedToken]:
+    """The contents of an added_tokens.json: text -> id."""
+    contents = {token.content for token in special}
+    return [AddedToken(text, special=text in contents) for text in sorted(added, key=lambda text: _id(added[text]))]
+
+
+def _id(value: object) -> int:
+    if isinstance(value, int) or (isinstance(value, str) and value.isdecimal()):
+        return int(value)
+    raise ModelError(f"the id of an added token must be a whole number, not {value!r:.80}")
+
+
+def _is_token(value: object) -> bool:
+    return isinstance(value, Mapping) and isinstance(value.get("content"), str)
+
+
+def _token(value: object, *, special: bool) -> AddedToken:
+    if isinstance(value, str):
+        return AddedToken(value, special=special)
+    if isinstance(value, Mapping) and _is_token(value):
+        flags = {name: value[name] for name in _FLAGS if isinstance(value.get(name), bool)}
+        return AddedToken(value["content"], **{**flags, "special": special})
+    raise ModelError(f"a special token must be a string, or an object with its content, not {value!r:.80}")
+
+
+def _flags(token: AddedToken) -> tuple[object, ...]:
+    return (token.content, *(getattr(token, name) for name in _FLAGS))
+
+
+@dataclass(frozen=True, slots=True)
+class SplitRule:
+    """Regular expressions applied one after another; matches and what is between them become words."""
+
+    patterns: tuple[str, ...]
+    ignore_merges: bool = False  # a word that is a token is taken whole
+    add_bos: bool = False  # where the file does not say
+    nfc: bool = False  # text is brought into Unicode's composed form first
+
+    def pre_tokenizer(self) -> pre_tokenizers.PreTokenizer:
+        """As the `tokenizers` library has it."""
+        splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in self.patterns]
+        return pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+
+
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_WORDS = rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|%s| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
+_THREE_DIGITS = _WORDS % r"\p{N}{1,3}"
+_ONE_DIGIT = _WORDS % r"\p{N}"
+
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_BEFORE = r"[^\r\n\p{L}\p{N}]?"
+_SYMBOLS = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
+_CASED = f"{_BEFORE}{_UPPER}*{_LOWER}+%s|{_BEFORE}{_UPPER}+{_LOWER}*%s"
+_TEKKEN = rf"{_CASED % ('', '')}|\p{{N}}|{_SYMBOLS}|{_SPACES}"
+_GPT4O = rf"{_CASED % (_CONTRACTION + '?', _CONTRACTION + '?')}|\p{{N}}{{1,3}}|{_SYMBOLS}|{_SPACES}"
+
+_RULES = (
+    ("default", SplitRule((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"))),
+    ("gpt-2 phi-2 mpt olmo jais roberta-bpe gigachat", SplitRule((_GPT2,))),
+    ("starcoder refact command-r smollm codeshell exaone minerva-7b", SplitRule((r"\p{N}", _GPT2))),
+    ("falcon", SplitRule((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]"))),
+    ("llama-bpe llama3 llama-v3 falcon3", SplitRule((_THREE_DIGITS,), ignore_merges=True, add_bos=True)),
+    ("dbrx smaug-bpe chatglm-bpe", SplitRule((_THREE_DIGITS,))),
+    ("qwen2", SplitRule((_ONE_DIGIT,), nfc=True)),
+    ("stablelm2 megrez deepseek-r1-qwen", SplitRule((_ONE_DIGIT,))),
+    ("tekken", SplitRule((_TEKKEN,), ignore_merges=True, add_bos=True)),
+    ("gpt-4o", SplitRule((_GPT4O,))),
+)
+SPLITS: Mapping[str, SplitRule] = MappingProxyType({name: rule for names, rule in _RULES for name in names.split()})
+
 
 _CLASSES = {  # model_type -> the tokenizer class of a folder that names none
     **dict.fromkeys(("gpt2", "gpt_neo", "gptj", "opt", "phi", "codegen", "starcoder2"), "GPT2Tokenizer"),

@@ -4,6 +4,7 @@ It wraps the `tokenizers` library; the files it is made from are read by `tokeni
 `template_files`.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
@@ -11,11 +12,73 @@ from typing import Literal
 import tokenizers
 
 from quire.errors import RequestError
+from quire.tokenizer.chat_template import DEFAULT, TemplateSet, read_templates, render_conversation
 from quire.tokenizer.hf_files import read_tokenizer
 from quire.tokenizer.messages import Message
-from quire.tokenizer.template_files import DEFAULT, read_templates
-from quire.tokenizer.template_set import TemplateSet, render_conversation
-from quire.tokenizer.tokenizer_bytes import TokenBytes
+
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # how SentencePiece writes a byte that is no piece of its own
+
+
+class TokenBytes:
+    """Bytes of tokens, remembered for each token that was asked for.
+
+    errors: how `bytes.decode` has to treat what is no UTF-8, to do as the core does: "replace" puts one
+    U+FFFD for the beginning of a character, "surrogateescape" makes it possible to put one for each byte.
+    """
+
+    def __init__(self, core: tokenizers.Tokenizer) -> None:
+        self._core = core
+        byte_level = core.decoder is not None and core.decoder.decode(["aĠb"]) == "a b"
+        self._alphabet = byte_level_alphabet() if byte_level else None
+        self._inside: dict[int, bytes] = {}
+        self.errors: Literal["replace", "surrogateescape"] = "replace" if byte_level else "surrogateescape"
+
+    def inside(self, token: int) -> bytes:
+        """What the token adds to a text that has begun; nothing for an id without a token."""
+        known = self._inside.get(token)
+        if known is not None:
+            return known
+        piece = self._core.id_to_token(token)
+        if piece is None:
+            return b""  # and not remembered: there is no end of such ids
+        return self._inside.setdefault(token, self._of_piece(piece, token))
+
+    def first(self, token: int) -> bytes:
+        """What the token adds to an empty text."""
+        inside = self.inside(token)
+        if self._alphabet is not None or not _is_text(inside):
+            return inside
+        return self._text([token]).encode()
+
+    def _of_piece(self, piece: str, token: int) -> bytes:
+        if self._alphabet is not None:
+            alphabet = self._alphabet
+            return bytes(alphabet[char] for char in piece) if alphabet.keys() >= set(piece) else piece.encode()
+        byte = _BYTE.fullmatch(piece)
+        alone = self._text([token])
+        if byte is not None and alone != piece:
+            return bytes.fromhex(byte[1])
+        return self._text([token, token])[len(alone) :].encode()
+
+    def _text(self, tokens: list[int]) -> str:
+        return str(self._core.decode(tokens, skip_special_tokens=False))
+
+
+def byte_level_alphabet() -> dict[str, int]:
+    """The characters that byte-level BPE writes for bytes: printable Latin-1 as itself, the rest from U+0100 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = (byte for byte in range(256) if byte not in printable)
+    alphabet = {chr(byte): byte for byte in printable}
+    return alphabet | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+def _is_text(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
 
 _BAD_ID = "token ids must be whole numbers from 0 to 4294967295"
 
@@ -172,3 +235,29 @@ class Tokenizer:
     def _special_id(self, name: str) -> int | None:
         text = self.special_tokens.get(name)
         return None if text is None else self._core.token_to_id(text)
+
+
+MAX_BAD_TOKENS = 32768  # of all words in all ways; each running sequence looks for them
+_BEFORE = "\n"  # a text that tokenizers do not join with what follows
+
+
+def bad_word_tokens(words: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:
+    """The tokens of each word at the beginning of a text, behind a space, and behind something else.
+
+    They differ: a tokenizer may have a token for a word with its space, and may put a space before a whole text.
+    Each sequence comes once. Raises RequestError for more than MAX_BAD_TOKENS tokens.
+    """
+    if not words:
+        return []
+    before = tokenizer.encode(_BEFORE, add_special_tokens=False)
+    sequences: dict[tuple[int, ...], None] = {}
+    for word in words:
+        bare = word.lstrip() or word
+        for text in (bare, f" {bare}"):
+            sequences[tuple(tokenizer.encode(text, add_special_tokens=False))] = None
+        inside = tokenizer.encode(_BEFORE + bare, add_special_tokens=False)
+        if inside[: len(before)] == before:
+            sequences[tuple(inside[len(before) :])] = None
+    if (count := sum(map(len, sequences))) > MAX_BAD_TOKENS:
+        raise RequestError(f"bad_words have {count:,} tokens; give fewer, up to {MAX_BAD_TOKENS:,} tokens", "bad_words")
+    return [list(sequence) for sequence in sequences if sequence]

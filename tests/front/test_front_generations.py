@@ -9,8 +9,7 @@ from quire.engine.generations import generations
 from quire.engine.inputs import TokenizedPrompt
 from quire.errors import ContextLengthExceeded, RequestError
 from quire.params import SamplingParams
-from quire.tokenizer.bad_words import bad_word_tokens
-from quire.tokenizer.tokenizer import Tokenizer
+from quire.tokenizer.tokenizer import Tokenizer, bad_word_tokens
 
 
 def contains(ids, part):

@@ -17,7 +17,7 @@ from quire.hub import embedded
 from quire.models.gguf.metadata import Metadata
 from quire.models.gguf.reader import read_header
 from quire.tokenizer.gguf import gguf_tokenizer
-from quire.tokenizer.splits import SPLITS
+from quire.tokenizer.hf_files import SPLITS
 
 CORPUS = [path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.glob("test_front_o*.py"))]
 CORPUS.append(

@@ -22,7 +22,7 @@ from quire.server.api.openai.opening import Openings
 from quire.server.api.openai.schema import ChatBody, CompletionBody
 from quire.server.api.sglang.schema import GenerateBody
 from quire.server.reply import Reply
-from quire.tokenizer.bad_words import MAX_BAD_TOKENS, bad_word_tokens
+from quire.tokenizer.tokenizer import MAX_BAD_TOKENS, bad_word_tokens
 
 MANY = 100_000
 USER = {"role": "user", "content": "a"}

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import quire
 from quire.structured_outputs.fsm.dfa import DEAD, Dfa
 from quire.structured_outputs.vocabulary import Vocabulary
-from quire.tokenizer.tokenizer_bytes import TokenBytes
+from quire.tokenizer.tokenizer import TokenBytes
 
 DEMO = Path(quire.__file__).parent / "assets" / "demo_model" / "tokenizer.json"
 CHARACTERS = "ab\n é€\U0001f600-9_"

@@ -9,7 +9,7 @@ import tokenizers
 
 from quire.core.constraint import Grammar, Matcher
 from quire.structured_outputs.vocabulary import Vocabulary
-from quire.tokenizer.tokenizer_bytes import TokenBytes
+from quire.tokenizer.tokenizer import TokenBytes
 
 _FILE = Path(__file__).resolve().parents[2] / "quire" / "assets" / "demo_model" / "tokenizer.json"
 _CLOSING = (b'"', b"}", b"]", b'"}', b'"]', b"}}", b"}]")
