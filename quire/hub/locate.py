@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from quire.errors import ConfigError, ModelError, nearest
-from quire.hub.hub_files import HubName, NoNetwork
+from quire.hub.repository import HubName, NoNetwork
 
 _NAME = re.compile(r"(?P<repo>[^@:]+)(?:@(?P<revision>[^@:]+))?(?::(?P<quantization>[\w.-]+))?")
 _REPO = re.compile(

@@ -5,22 +5,157 @@ each commit, and under refs/ the commit that a branch stood at. A ref is written
 branch never leads to half a model.
 """
 
+import errno
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 
+import httpx2
 from filelock import FileLock
 from huggingface_hub import HfApi, constants, get_token, hf_hub_download, hf_hub_url, try_to_load_from_cache
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
 
-from quire.errors import ModelError
+from quire.errors import ModelError, nearest
 from quire.hub.download import TIMEOUT, fetch
-from quire.hub.hub_errors import explained
-from quire.hub.hub_files import HubName, gguf_files, is_complete, small_files, weight_files
 from quire.models.json_file import read_object
 from quire.models.weights import INDEX, SINGLE
+
+_NEEDED = ("*.json", "*.jinja", "merges.txt", "vocab.txt", "additional_chat_templates/*.jinja")
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+_SHARD = re.compile(r"-\d{5}-of-(\d{5})(?=\.gguf$)")
+
+
+class NoNetwork(Exception):
+    """The Hub did not answer. (Here, since other errors bring libraries that a local model does without.)"""
+
+
+@dataclass(frozen=True, slots=True)
+class HubName:
+    """A model as its id names it, and what in its repository is meant."""
+
+    repo: str  # "owner/name", or a name without an owner
+    revision: str | None = None  # branch, tag or commit
+    quantization: str | None = None  # of a GGUF file: "Q4_K_M"
+    file: str | None = None  # path of a GGUF file
+
+    def __str__(self) -> str:
+        at = f"@{self.revision}" if self.revision else ""
+        inside = f":{self.quantization}" if self.quantization else f" ({self.file})" if self.file else ""
+        return f"{self.repo}{at}{inside}"
+
+
+def gguf_files(name: HubName, names: Iterable[str]) -> list[str]:
+    """The GGUF file that is meant, or all shards of it, in order; nothing where a folder of safetensors is.
+
+    Raises ModelError that lists what there is.
+    """
+    sets: dict[str, list[str]] = {}
+    for path in sorted(names):
+        if path.endswith(".gguf") and not path.rpartition("/")[2].startswith("mmproj"):
+            sets.setdefault(_SHARD.sub("", path), []).append(path)
+    if name.file is not None:
+        whole = _SHARD.sub("", name.file)
+        if name.file not in sets.get(whole, ()):
+            raise ModelError(f"{name.repo} has no file {name.file}{nearest(name.file, sets)}; {_there_are(sets)}")
+        return sets[whole]
+    if name.quantization is not None:
+        wanted = re.compile(rf"(?<![^\W_]){re.escape(name.quantization)}(?!\w)", re.IGNORECASE)
+        fitting = [whole for whole in sets if wanted.search(whole)]
+        if len(fitting) != 1:
+            found = f"several files called {name.quantization}" if fitting else f"no GGUF file {name.quantization}"
+            raise ModelError(f"{name.repo} has {found}; {_there_are(fitting or sets)}")
+        return sets[fitting[0]]
+    return []
+
+
+def is_complete(shards: list[str]) -> bool:
+    """Whether these are all shards of a GGUF file, or it is one by itself."""
+    count = _SHARD.search(shards[0])
+    return count is None or len(shards) == int(count[1])
+
+
+def small_files(name: HubName, names: Iterable[str]) -> list[str]:
+    """Configuration, tokenizer and templates, and the index of the weights.
+
+    Raises ModelError where there are no weights that quire reads, saying what there is instead.
+    """
+    listing = sorted(names)
+    if SINGLE not in listing and INDEX not in listing:
+        ggufs = {_SHARD.sub("", path) for path in listing if path.endswith(".gguf")}
+        if ggufs:
+            raise ModelError(
+                f"{name.repo} has its weights as GGUF; choose a file, as in {name.repo}:Q4_K_M; {_there_are(ggufs)}"
+            )
+        pickles = [path for path in listing if path.endswith(_PICKLES)]
+        if pickles:
+            raise ModelError(
+                f"{name.repo} has weights only as pickles ({pickles[0]}), which can run code; quire reads safetensors "
+                f"and GGUF. Look for a converted copy: another repository, or a pull request's revision (@refs/pr/1)"
+            )
+        raise ModelError(f"{name.repo} has no weights: neither {SINGLE} nor {INDEX}")
+    if "config.json" not in listing:
+        raise ModelError(f"{name.repo} has no config.json, so it is not a model that quire can run")
+    return [path for path in listing if any(fnmatch(path, pattern) and path.count("/") == pattern.count("/")
+                                            for pattern in _NEEDED)]  # fmt: skip
+
+
+def weight_files(names: Iterable[str], indexed: Iterable[str]) -> list[str]:
+    """The safetensors of a repository: one file, or those that its index names. `indexed`: names from the index."""
+    listing = set(names)
+    return [SINGLE] if SINGLE in listing else sorted(listing & set(indexed))
+
+
+def _there_are(sets: Iterable[str]) -> str:
+    names = sorted(sets)
+    more = f" and {len(names) - 12} more" if len(names) > 12 else ""
+    return f"there are {', '.join(names[:12])}{more}" if names else "there is none at all"
+
+
+@contextmanager
+def explained(repo: str, revision: str, cache: Path) -> Iterator[None]:
+    """Around work with a repository at a revision that writes to `cache`. Raises ModelError, and NoNetwork."""
+    try:
+        yield
+    except RevisionNotFoundError as error:
+        raise ModelError(f"{repo} has no revision {revision!r}; give a branch, a tag or a commit") from error
+    except GatedRepoError as error:
+        raise ModelError(
+            f"{repo} is gated: accept its terms on its page while logged in, "
+            f"then set HF_TOKEN to a token of that account"
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise ModelError(
+            f"there is no model {repo!r} on the Hub, or it is private; check the spelling, "
+            f"or set HF_TOKEN to a token that may read it"
+        ) from error
+    except (HfHubHTTPError, httpx2.HTTPStatusError) as error:
+        raise ModelError(_refusal(repo, error.response.status_code)) from error
+    except (httpx2.RequestError, OfflineModeIsEnabled, LocalEntryNotFoundError) as error:
+        raise NoNetwork(f"{error}" or type(error).__name__) from error
+    except OSError as error:
+        what = "the disk is full" if error.errno == errno.ENOSPC else f"{error}"
+        raise ModelError(f"{repo} cannot be written to {cache}: {what}; make room, or name another folder") from error
+
+
+def _refusal(repo: str, status: int) -> str:
+    if status in (401, 403):
+        return f"the Hub refused {repo} (status {status}); set HF_TOKEN to a token that may read it, or unset a bad one"
+    if status == 429:
+        return "the Hub is limiting requests (status 429); wait a few minutes, or set HF_TOKEN"
+    return f"the Hub failed with status {status} for {repo}; try again later"
+
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")

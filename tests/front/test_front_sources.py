@@ -13,8 +13,8 @@ from hub_server import Repo, serve_hub
 from quire.errors import ConfigError, ModelError
 from quire.hub import download
 from quire.hub import repository as hub_module
-from quire.hub.hub_files import HubName, gguf_files, small_files
 from quire.hub.locate import locate
+from quire.hub.repository import HubName, gguf_files, small_files
 
 WEIGHTS = random.Random(1).randbytes(3_000_000)
 INDEX = "model.safetensors.index.json"
