@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from quire.errors import RequestError
-from quire.structured_outputs.fsm.compress import CompressedFsm, compress
 from quire.structured_outputs.fsm.construct import of_regex
-from quire.structured_outputs.fsm.dfa import DEAD, Dfa
+from quire.structured_outputs.fsm.dfa import DEAD, CompressedFsm, Dfa, compress
 
 RADIUS = 10.0
 CHARACTER = 7.3  # width of one in a label

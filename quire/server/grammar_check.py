@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 from quire.errors import EngineStopped, RequestError
 from quire.server.errors import Busy
 from quire.structured import StructuredOutputsParams
-from quire.structured_outputs.stacks import deep_stacks
+from quire.structured_outputs.compile import deep_stacks
 
 log = logging.getLogger(__name__)
 

@@ -7,8 +7,9 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
@@ -17,9 +18,24 @@ from quire.errors import RequestError
 from quire.structured import StructuredOutputsParams
 from quire.structured_outputs.backends import compile as compile_grammar
 from quire.structured_outputs.matchers import Matchers
-from quire.structured_outputs.stacks import deep_stacks
 from quire.structured_outputs.vocabulary import Vocabulary
 from quire.tokenizer.tokenizer import Tokenizer
+
+STACK_BYTES = 16 * 2**20  # twice what the bounds of constraints were tried with
+
+_SETTING = threading.Lock()
+
+
+@contextmanager
+def deep_stacks() -> Iterator[None]:
+    """Threads that are started meanwhile have such a stack, whatever the system's limit is."""
+    with _SETTING:
+        before = threading.stack_size(STACK_BYTES)
+        try:
+            yield
+        finally:
+            threading.stack_size(before)
+
 
 NUM_THREADS = 2
 DEADLINE = 5.0  # seconds

@@ -12,8 +12,7 @@ from quire.hub import embedded
 from quire.startup.build import build
 from quire.structured import StructuredOutputsParams
 from quire.structured_outputs import compile
-from quire.structured_outputs.compile import Grammars, vocabulary_of
-from quire.structured_outputs.stacks import STACK_BYTES
+from quire.structured_outputs.compile import STACK_BYTES, Grammars, vocabulary_of
 from quire.structured_outputs.vocabulary import Vocabulary
 from quire.tokenizer.tokenizer import Tokenizer
 

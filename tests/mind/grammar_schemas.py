@@ -3,7 +3,7 @@
 import random
 from collections.abc import Iterator
 
-from quire.structured_outputs.json_schema.json_formats import FORMATS
+from quire.structured_outputs.json_schema.values import FORMATS
 
 Schema = dict[str, object]
 

@@ -10,12 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.errors import RequestError
-from quire.structured_outputs.fsm.compress import compress
-from quire.structured_outputs.fsm.construct import of_node, of_regex, of_words
-from quire.structured_outputs.fsm.dfa import DEAD, Dfa
-from quire.structured_outputs.fsm.minimize import minimize
+from quire.structured_outputs.fsm.construct import minimize, of_node, of_regex, of_words
+from quire.structured_outputs.fsm.dfa import DEAD, Dfa, compress
+from quire.structured_outputs.fsm.nfa import byte_ranges
 from quire.structured_outputs.fsm.nodes import ALL, Chars, intersection, negation, union
-from quire.structured_outputs.fsm.utf8 import byte_ranges
 
 
 def oracle(pattern: str, text: str) -> bool:

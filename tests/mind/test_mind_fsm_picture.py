@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from quire.errors import RequestError
-from quire.structured_outputs.fsm.compress import compress
 from quire.structured_outputs.fsm.construct import of_regex
+from quire.structured_outputs.fsm.dfa import compress
 from tools.draw_automaton import RADIUS, Arrow, Box, byte_arrows, draw, edge_arrows, main, one_of, place
 
 ROOT = Path(__file__).resolve().parents[2]

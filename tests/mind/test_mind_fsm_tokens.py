@@ -15,13 +15,10 @@ from quire.errors import RequestError
 from quire.structured import StructuredOutputsParams
 from quire.structured_outputs.forced_tokens import forced_tokens
 from quire.structured_outputs.fsm import token_masks as token_automata
-from quire.structured_outputs.fsm.backend import FsmBackend
+from quire.structured_outputs.fsm.backend import FsmBackend, FsmGrammar, FsmMatcher
 from quire.structured_outputs.fsm.construct import of_regex
 from quire.structured_outputs.fsm.dfa import DEAD, Dfa
-from quire.structured_outputs.fsm.matcher import FsmGrammar, FsmMatcher
-from quire.structured_outputs.fsm.recent import Recent
-from quire.structured_outputs.fsm.token_masks import TokenFsm
-from quire.structured_outputs.fsm.token_trie import TokenTrie
+from quire.structured_outputs.fsm.token_masks import Recent, TokenFsm, TokenTrie
 from quire.structured_outputs.vocabulary import Vocabulary
 
 RECORD = r'\{"name": "(Ann|Bob|Wilhelmina)", "likes": \["[a-z]{1,5}"(, "[a-z]{1,5}")*\], "text": "[^"\\]*"\}'

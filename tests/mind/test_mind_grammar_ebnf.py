@@ -8,7 +8,7 @@ from grammar_vocabulary import allowed, text_of, vocabulary, walk
 from quire.structured import StructuredOutputsParams as Asked
 from quire.structured_outputs.backends import compile
 from quire.structured_outputs.ebnf import ebnf_to_lark, is_ebnf
-from quire.structured_outputs.json_schema.json_formats import FORMATS
+from quire.structured_outputs.json_schema.values import FORMATS
 from quire.structured_outputs.vocabulary import Vocabulary
 
 BYTES = Vocabulary([bytes([i]) for i in range(256)] + [b""], (256,), frozenset({256}), lambda text: list(text.encode()))

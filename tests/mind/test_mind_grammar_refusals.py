@@ -10,8 +10,8 @@ from quire.errors import RequestError
 from quire.params import SamplingParams
 from quire.structured import StructuredOutputsParams as Asked
 from quire.structured_outputs.backends import check
-from quire.structured_outputs.json_schema.json_formats import FORMATS
-from quire.structured_outputs.json_schema.json_keywords import ANNOTATIONS, ENFORCED, REFUSED
+from quire.structured_outputs.json_schema.bounds import ANNOTATIONS, ENFORCED, REFUSED
+from quire.structured_outputs.json_schema.values import FORMATS
 
 
 def refusal(**asked: object) -> str:

@@ -15,7 +15,7 @@ from grammar_vocabulary import text_of, vocabulary, walk
 from quire.errors import RequestError
 from quire.structured import StructuredOutputsParams
 from quire.structured_outputs.backends import compile
-from quire.structured_outputs.json_schema.json_keywords import ENFORCED
+from quire.structured_outputs.json_schema.bounds import ENFORCED
 
 SCHEMAS = list(by_keyword())
 NUM_AT_RANDOM = 200

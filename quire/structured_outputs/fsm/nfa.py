@@ -1,9 +1,87 @@
 """Trees to automata over bytes (after Thompson, 1968), built from the end, so that equal states are one."""
 
-from quire.structured_outputs.fsm.limits import MAX_NFA_STATES, MAX_PARTS, too_complex
-from quire.structured_outputs.fsm.nodes import Chain, Chars, Choice, Listed, Node, Repeat, Words
-from quire.structured_outputs.fsm.utf8 import byte_ranges
-from quire.structured_outputs.fsm.words import Edges, word_graph
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from quire.structured_outputs.fsm.nodes import (
+    MAX_NFA_STATES,
+    MAX_PARTS,
+    Chain,
+    Chars,
+    Choice,
+    Listed,
+    Node,
+    Repeat,
+    Words,
+    too_complex,
+)
+
+Span = tuple[int, int]  # bytes, both ends included
+
+_LENGTHS = ((0x7F, 1), (0x7FF, 2), (0xFFFF, 3), (0x10FFFF, 4))  # the last code point of each number of bytes
+
+
+def byte_ranges(low: int, high: int) -> Iterator[tuple[Span, ...]]:
+    """Sequences of byte ranges that together are the UTF-8 of low to high; no surrogates in between."""
+    start = 0
+    for last, length in _LENGTHS:
+        if max(low, start) <= min(high, last):
+            yield from _of_length(max(low, start), min(high, last), length - 1)
+        start = last + 1
+
+
+def _of_length(low: int, high: int, num_more: int) -> Iterator[tuple[Span, ...]]:
+    """Splits where the continuation bytes do not run through all values, so that each byte has one range."""
+    for i in range(1, num_more + 1):
+        rest = (1 << 6 * i) - 1
+        if low >> 6 * i != high >> 6 * i:
+            if low & rest:
+                yield from _of_length(low, low | rest, num_more)
+                yield from _of_length((low | rest) + 1, high, num_more)
+                return
+            if high & rest != rest:
+                yield from _of_length(low, (high & ~rest) - 1, num_more)
+                yield from _of_length(high & ~rest, high, num_more)
+                return
+    yield tuple(zip(chr(low).encode(), chr(high).encode(), strict=True))
+
+
+Edges = tuple[tuple[int, int], ...]  # (byte, node), sorted
+
+
+@dataclass(slots=True)
+class _Open:
+    """A node of the word that was added last: more edges may come."""
+
+    is_end: bool = False
+    edges: list[tuple[int, int]] = field(default_factory=list)
+
+
+def word_graph(words: Iterable[bytes]) -> list[tuple[bool, Edges]]:
+    """Nodes as (whether a word ends here, edges). Edges lead to nodes that come before; the last node is the first."""
+    nodes: dict[tuple[bool, Edges], int] = {}
+    path = [_Open()]  # of the last word, one node for each byte and one more
+    last = b""
+
+    def close(length: int) -> None:
+        """No word that shares more than `length` bytes comes any more: the nodes beyond are like others, or new."""
+        while len(path) > length + 1:
+            done = path.pop()
+            node = nodes.setdefault((done.is_end, tuple(done.edges)), len(nodes))
+            path[-1].edges.append((last[len(path) - 1], node))
+
+    for word in sorted(set(words)):
+        shared = next(
+            (i for i, (a, b) in enumerate(zip(last, word, strict=False)) if a != b), min(len(last), len(word))
+        )
+        close(shared)
+        path += (_Open() for _ in range(len(word) - shared))
+        path[-1].is_end = True
+        last = word
+    close(0)
+    root = path[0]
+    return [*nodes, (root.is_end, tuple(root.edges))]
+
 
 ACCEPT = 0  # the state in which a text may end
 NOWHERE = 1  # from which no text ends

@@ -11,8 +11,7 @@ from urllib.parse import unquote
 
 from quire.errors import nearest
 from quire.structured import check_unicode
-from quire.structured_outputs.json_schema.bounds import check_bounds
-from quire.structured_outputs.json_schema.json_keywords import ANNOTATIONS, DIALECTS, ENFORCED, KNOWN, REFUSED
+from quire.structured_outputs.json_schema.bounds import ANNOTATIONS, DIALECTS, ENFORCED, KNOWN, REFUSED, check_bounds
 from quire.structured_outputs.json_schema.values import MAX_PROPERTIES, VALUES, Out, Values, escaped
 
 Schema = bool | dict[str, object]
