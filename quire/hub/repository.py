@@ -29,8 +29,7 @@ from huggingface_hub.errors import (
 
 from quire.errors import ModelError, nearest
 from quire.hub.download import TIMEOUT, fetch
-from quire.models.json_file import read_object
-from quire.models.weights import INDEX, SINGLE
+from quire.models.checkpoint import INDEX, SINGLE, read_object
 
 _NEEDED = ("*.json", "*.jinja", "merges.txt", "vocab.txt", "additional_chat_templates/*.jinja")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")

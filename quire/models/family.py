@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
-from quire.models.config import DecoderConfig
+from quire.models.config import DecoderConfig, Names
 from quire.models.config_fields import choice, flag, integer, number
-from quire.models.names import Names
 from quire.models.rope_config import RopeRule
 
 

@@ -3,9 +3,9 @@
 from dataclasses import replace
 from typing import Any
 
+from quire.models.config import Names
 from quire.models.config_fields import choice, flag, integer, number
 from quire.models.family import ACTIVATIONS, LLAMA, MOST_PARTS, WindowRule, like
-from quire.models.names import Names
 from quire.models.rope_config import RopeRule
 
 _GPT = like(

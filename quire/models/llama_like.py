@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 from quire.layers.experts import ExpertsConfig
+from quire.models.config import Names
 from quire.models.config_fields import choice, flag, integer, integers, number
 from quire.models.family import ACTIVATIONS, LLAMA, MOST_PARTS, WindowRule, like
-from quire.models.names import Names
 from quire.models.rope_config import RopeRule
 
 _WINDOW = integer("sliding_window", default=4096, null=0, least=0)

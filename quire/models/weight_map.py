@@ -7,8 +7,7 @@ weights of experts two for all of them; their tensors are written into slices.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from quire.models.config import DecoderConfig
-from quire.models.names import Names
+from quire.models.config import DecoderConfig, Names
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,8 @@ from pathlib import Path
 from quire.config import ModelImpl
 from quire.errors import ModelError
 from quire.kernels.contract import Kernels
-from quire.models.checkpoint import Checkpoint
+from quire.models.checkpoint import Checkpoint, FolderCheckpoint
 from quire.models.description import UnknownArchitecture, describe
-from quire.models.folder import FolderCheckpoint
 from quire.models.gguf.checkpoint import GgufCheckpoint
 from quire.models.loading import load
 from quire.models.model import Description, Model, Progress

@@ -11,8 +11,8 @@ from tokenizers import AddedToken, decoders, models, normalizers, processors
 from tokenizers import Tokenizer as Core
 
 from quire.errors import QuireError, nearest
-from quire.models.gguf.metadata import Metadata
-from quire.models.gguf.tokens import special_tokens
+from quire.models.gguf.checkpoint import special_tokens
+from quire.models.gguf.reader import Metadata
 from quire.tokenizer.hf_files import SPLITS
 from quire.tokenizer.tokenizer import Tokenizer
 

@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from quire.models.gguf.metadata import Metadata
-from quire.models.gguf.reader import read_header
+from quire.models.gguf.reader import Metadata, read_header
 from quire.tokenizer.gguf import gguf_tokenizer
 from quire.tokenizer.tokenizer import Tokenizer
 

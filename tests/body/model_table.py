@@ -4,7 +4,7 @@ from pathlib import Path
 
 import checkpoints
 
-from quire.models.families import FAMILIES
+from quire.models.description import FAMILIES
 from quire.models.text_part import INNER
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"

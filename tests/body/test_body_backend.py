@@ -10,8 +10,8 @@ from quire.config import KVGroup
 from quire.kernels import reference
 from quire.kernels.contract import Batch
 from quire.layers.attend import PagedAttend, Scores
-from quire.models.families import FAMILIES
-from quire.models.folder import FolderCheckpoint
+from quire.models.checkpoint import FolderCheckpoint
+from quire.models.description import FAMILIES
 from quire.models.model import KVLayer
 from quire.models.transformers import describe_backend, load_backend
 

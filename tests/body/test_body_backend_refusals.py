@@ -14,7 +14,7 @@ from test_body_backend import UNKNOWN, loaded, prompt_of, save
 
 from quire.errors import ModelError
 from quire.kernels import reference
-from quire.models.folder import FolderCheckpoint
+from quire.models.checkpoint import FolderCheckpoint
 from quire.models.transformers import describe_backend, load_backend
 from quire.models.transformers.loading import check_tokens_apart
 

@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from quire.models.gguf.dequantize import dequantize
-from quire.models.gguf.tensor_types import REFUSED, TENSOR_TYPES
+from quire.models.gguf.quants import REFUSED, TENSOR_TYPES, dequantize
 
 QUANTIZED = {number: kind for number, kind in TENSOR_TYPES.items() if kind.decode is not None}
 QUANTIZABLE = [2, 3, 6, 7, 8]  # those that the package can make, not only read

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.errors import ModelError
-from quire.models.gguf import bytes_in
+from quire.models.gguf import reader
 from quire.models.gguf.checkpoint import GgufCheckpoint
 from quire.models.gguf.reader import read_header
 
@@ -181,7 +181,7 @@ def test_tensors_that_are_not_there(tmp_path, entries, message):
 
 
 def test_a_header_of_endless_values_ends(tmp_path, monkeypatch):
-    monkeypatch.setattr(bytes_in, "MAX_VALUES", 1000)
+    monkeypatch.setattr(reader, "MAX_VALUES", 1000)
     pieces = text(b"k"), struct.pack("<IIQ", 9, 8, 1001), bytes(8 * 1001)  # empty strings
     (tmp_path / "model.gguf").write_bytes(header_of(*pieces, pairs=1))
     with pytest.raises(ModelError, match="more than 1000 values"):
@@ -189,7 +189,7 @@ def test_a_header_of_endless_values_ends(tmp_path, monkeypatch):
 
 
 def test_a_header_does_not_go_on_through_the_whole_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(bytes_in, "MAX_HEADER", 1000)
+    monkeypatch.setattr(reader, "MAX_HEADER", 1000)
     (tmp_path / "model.gguf").write_bytes(header_of(text(b"k"), struct.pack("<I", 8), text(bytes(1000)), pairs=1))
     with pytest.raises(ModelError, match="1000 bytes of text cannot fit"):
         read_header(tmp_path / "model.gguf")

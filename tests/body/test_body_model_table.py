@@ -3,7 +3,7 @@
 import checkpoints
 import model_table
 
-from quire.models.families import FAMILIES
+from quire.models.description import FAMILIES
 from quire.models.text_part import INNER
 
 

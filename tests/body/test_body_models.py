@@ -12,8 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from quire.kernels import deterministic
 from quire.models.decoder import Decoder
-from quire.models.description import describe
-from quire.models.families import FAMILIES
+from quire.models.description import FAMILIES, describe
 from quire.models.loading import load
 
 EMBEDDED = Path(__file__).parents[2] / "quire" / "assets" / "demo_model"

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from quire.kernels.contract import Packed
+from quire.models.checkpoint import FolderCheckpoint
 from quire.models.description import describe
-from quire.models.folder import FolderCheckpoint
 from quire.models.gguf.checkpoint import GgufCheckpoint
 from quire.models.loading import load
 

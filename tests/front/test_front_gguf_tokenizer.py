@@ -14,8 +14,7 @@ from transformers import AutoTokenizer
 
 from quire.errors import ModelError
 from quire.hub import embedded
-from quire.models.gguf.metadata import Metadata
-from quire.models.gguf.reader import read_header
+from quire.models.gguf.reader import Metadata, read_header
 from quire.tokenizer.gguf import gguf_tokenizer
 from quire.tokenizer.hf_files import SPLITS
 

@@ -4,10 +4,15 @@ Each layout names the fields of a block, each function decodes blocks of that la
 operations is that of ggml's reference, so that results agree bit for bit.
 """
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 Blocks = NDArray[np.void]  # of one of the layouts below
 Codes = NDArray[np.uint8]
@@ -59,3 +64,129 @@ def _five_bits(blocks: Blocks) -> Codes:
     """Nibbles, each with its fifth bit from a mask."""
     fifth = np.unpackbits(blocks["high"], axis=1, bitorder="little")
     return _nibbles(blocks["codes"]) | fifth << np.uint8(4)
+
+
+Q2_K = np.dtype([("groups", "u1", 16), ("codes", "u1", 64), ("scale", "<f2"), ("low", "<f2")])
+Q3_K = np.dtype([("mask", "u1", 32), ("codes", "u1", 64), ("groups", "u1", 12), ("scale", "<f2")])
+Q4_K = np.dtype([("scale", "<f2"), ("low", "<f2"), ("groups", "u1", 12), ("codes", "u1", 128)])
+Q5_K = np.dtype([("scale", "<f2"), ("low", "<f2"), ("groups", "u1", 12), ("high", "u1", 32), ("codes", "u1", 128)])
+Q6_K = np.dtype([("codes", "u1", 128), ("high", "u1", 64), ("groups", "i1", 16), ("scale", "<f2")])
+
+
+def q2_k(blocks: Blocks) -> Numbers:
+    """16 groups of 16 numbers of 2 bits, each with a scale and a low of 4 bits."""
+    scales = _scaled(blocks["scale"], blocks["groups"] & 15)
+    lows = _scaled(blocks["low"], blocks["groups"] >> 4)
+    codes = _fields(blocks["codes"].reshape(-1, 2, 32), 2).reshape(-1, 16, 16)
+    return (scales * codes - lows).reshape(-1, 256)
+
+
+def q3_k(blocks: Blocks) -> Numbers:
+    """16 groups of 16 numbers of 3 bits with a sign, each with a scale of 6 bits."""
+    packed = blocks["groups"]
+    groups = np.concatenate([packed[:, :8] & 15, packed[:, :8] >> 4], axis=1) | _fields(packed[:, 8:], 2) << 4
+    scales = _scaled(blocks["scale"], groups.astype(np.int8) - np.int8(32))
+    codes = _fields(blocks["codes"].reshape(-1, 2, 32), 2).reshape(-1, 16, 16)
+    absent = (_fields(blocks["mask"], 1) ^ 1).reshape(-1, 16, 16)  # a bit of the mask that is not set takes 4 off
+    return (scales * (codes.astype(np.int8) - (absent << 2).astype(np.int8))).reshape(-1, 256)
+
+
+def q4_k(blocks: Blocks) -> Numbers:
+    """8 groups of 32 numbers of 4 bits, each with a scale and a low of 6 bits."""
+    scales, lows = _six_bits(blocks)
+    codes = _fields(blocks["codes"].reshape(-1, 4, 32), 4).reshape(-1, 8, 32)
+    return (scales * codes - lows).reshape(-1, 256)
+
+
+def q5_k(blocks: Blocks) -> Numbers:
+    """As q4_k, with a fifth bit."""
+    scales, lows = _six_bits(blocks)
+    codes = _fields(blocks["codes"].reshape(-1, 4, 32), 4).reshape(-1, 8, 32)
+    codes |= _fields(blocks["high"], 1).reshape(-1, 8, 32) << 4
+    return (scales * codes - lows).reshape(-1, 256)
+
+
+def q6_k(blocks: Blocks) -> Numbers:
+    """16 groups of 16 numbers of 6 bits, 32 means zero, each group with a scale of 8 bits."""
+    codes = _fields(blocks["codes"].reshape(-1, 2, 64), 4) | _fields(blocks["high"].reshape(-1, 2, 32), 2) << 4
+    centred = codes.reshape(-1, 16, 16).astype(np.int8) - np.int8(32)
+    return (_scaled(blocks["scale"], blocks["groups"]) * centred).reshape(-1, 256)
+
+
+def _scaled(scale: NDArray[np.float16], groups: NDArray[np.integer[Any]]) -> Numbers:
+    """One factor for each group, from the block's: (blocks, groups, 1)."""
+    return (scale.astype(np.float32)[:, None] * groups)[:, :, None]
+
+
+def _fields(packed: Codes, bits: int) -> Codes:
+    """The lowest `bits` of every byte of a row, then the next higher ones, ...: (..., 8 / bits * bytes)."""
+    shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
+    fields = (packed[..., None, :] >> shifts) & np.uint8((1 << bits) - 1)
+    return fields.reshape(*packed.shape[:-1], -1)
+
+
+def _six_bits(blocks: Blocks) -> tuple[Numbers, Numbers]:
+    """Scales and lows of 8 groups: the first 4 of each plain, the high bits of the others above them."""
+    first, second, rest = (blocks["groups"][:, i : i + 4] for i in (0, 4, 8))
+    scales = np.concatenate([first & 63, rest & 15 | first >> 2 & 48], axis=1)
+    lows = np.concatenate([second & 63, rest >> 4 | second >> 2 & 48], axis=1)
+    return _scaled(blocks["scale"], scales), _scaled(blocks["low"], lows)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorType:
+    """Numbers in blocks of equal size; a row of a tensor is a whole number of blocks."""
+
+    name: str
+    block_size: int  # numbers
+    layout: np.dtype  # of one block
+    decode: Callable[[np.ndarray], np.ndarray] | None  # (blocks,) -> (blocks, block_size) float32; None: as stored
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block."""
+        return self.layout.itemsize
+
+
+TENSOR_TYPES: Mapping[int, TensorType] = MappingProxyType(
+    {
+        0: TensorType("F32", 1, np.dtype("<f4"), None),
+        1: TensorType("F16", 1, np.dtype("<f2"), None),
+        30: TensorType("BF16", 1, np.dtype("<i2"), None),  # its bits: numpy has no such type
+        2: TensorType("Q4_0", 32, Q4_0, q4_0),
+        3: TensorType("Q4_1", 32, Q4_1, q4_1),
+        6: TensorType("Q5_0", 32, Q5_0, q5_0),
+        7: TensorType("Q5_1", 32, Q5_1, q5_1),
+        8: TensorType("Q8_0", 32, Q8_0, q8_0),
+        10: TensorType("Q2_K", 256, Q2_K, q2_k),
+        11: TensorType("Q3_K", 256, Q3_K, q3_k),
+        12: TensorType("Q4_K", 256, Q4_K, q4_k),
+        13: TensorType("Q5_K", 256, Q5_K, q5_k),
+        14: TensorType("Q6_K", 256, Q6_K, q6_k),
+    }
+)
+
+REFUSED: Mapping[int, str] = MappingProxyType(
+    {
+        **{9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 34: "TQ1_0", 35: "TQ2_0"},
+        **{16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S"},
+        **{23: "IQ4_XS", 29: "IQ1_M", 39: "MXFP4", 40: "NVFP4"},
+    }
+)
+
+
+_CHUNK = 1 << 16  # numbers decoded at a time, so that what is between stays in a processor's cache
+
+
+def dequantize(data: np.ndarray, kind: TensorType, shape: tuple[int, ...]) -> Tensor:
+    """The numbers in `data` (bytes): F16 and BF16 as they are, F32 and quantized ones as float32."""
+    blocks = data.view(kind.layout)
+    if kind.decode is None:
+        plain = torch.from_numpy(blocks.copy())  # a copy, because the file is mapped read-only
+        return (plain.view(torch.bfloat16) if kind.name == "BF16" else plain).view(shape)
+    numbers = np.empty((len(blocks), kind.block_size), np.float32)
+    step = _CHUNK // kind.block_size
+    with np.errstate(over="ignore", invalid="ignore"):  # a scale that is no number gives numbers that are none
+        for start in range(0, len(blocks), step):
+            numbers[start : start + step] = kind.decode(blocks[start : start + step])
+    return torch.from_numpy(numbers).view(shape)

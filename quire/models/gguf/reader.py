@@ -5,15 +5,106 @@ Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 an
 
 import math
 import re
+import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
 from quire.errors import ModelError
-from quire.models.gguf.bytes_in import BytesIn, Value
-from quire.models.gguf.tensor_types import REFUSED, TENSOR_TYPES, TensorType
+from quire.models.gguf.quants import REFUSED, TENSOR_TYPES, TensorType
+
+MAX_HEADER = 1 << 29  # bytes; the largest vocabularies take 16 MiB
+MAX_VALUES = 1 << 24  # strings and scalars; the largest vocabularies have under a million
+
+Scalar = int | float | bool | str
+Value = Scalar | list[str] | np.ndarray
+
+_STRING, _ARRAY = 8, 9
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_DTYPES = {
+    kind: np.dtype(name)
+    for kind, name in zip(
+        (0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12),
+        ("u1", "i1", "<u2", "<i2", "<u4", "<i4", "<f4", "u1", "<u8", "<i8", "<f8"),
+        strict=True,
+    )
+}
+
+
+class BytesIn:
+    """A position in a mapped file. All methods raise ModelError where the file does not hold what they ask."""
+
+    def __init__(self, data: mmap, path: Path) -> None:
+        self._data = data
+        self._path = path
+        self._end = min(len(data), MAX_HEADER)
+        self._values = 0
+        self.position = 0
+
+    def error(self, message: str) -> ModelError:
+        """An error that says which file it is about and what to do."""
+        return ModelError(f"{self._path} is damaged or no GGUF file ({message}); download it again")
+
+    def count(self, what: str, smallest: int) -> int:
+        """A number of things of at least `smallest` bytes each, all of which have to follow."""
+        value = self.unsigned("Q")
+        if value * smallest > self._end - self.position:
+            raise self.error(f"{value} {what} cannot fit into what is left of it")
+        return value
+
+    def unsigned(self, code: str) -> int:
+        """One unsigned integer; code: struct's letter for its width."""
+        return int(self._scalar(code))
+
+    def text(self) -> str:
+        """A string: its length in bytes, then UTF-8."""
+        size = self.count("bytes of text", 1)
+        start = self._take(size)
+        try:
+            return self._data[start : start + size].decode()
+        except UnicodeDecodeError as error:
+            raise self.error(f"text at byte {start} is not UTF-8") from error
+
+    def value(self, kind: int) -> Value:
+        """A metadata value of one of GGUF's kinds. Numeric arrays are views of the file."""
+        if kind == _STRING:
+            return self.text()
+        if kind == _ARRAY:
+            return self._array(self.unsigned("I"))
+        if kind not in _SCALARS:
+            raise self.error(f"metadata of unknown kind {kind} at byte {self.position}")
+        value = self._scalar(_SCALARS[kind])
+        # a float32 is meant as its shortest decimal: 1e-06, not 9.99999997e-07
+        return float(str(np.float32(value))) if kind == 6 else value
+
+    def _array(self, kind: int) -> Value:
+        if kind == _STRING:
+            return [self.text() for _ in range(self.count("strings", 8))]
+        if kind not in _DTYPES:
+            raise self.error(f"an array of kind {kind} at byte {self.position}; arrays hold numbers or strings")
+        dtype = _DTYPES[kind]
+        count = self.count("array items", dtype.itemsize)
+        return np.frombuffer(self._data, dtype, count, self._take(count * dtype.itemsize))
+
+    def _scalar(self, code: str) -> int | float | bool:
+        value: int | float | bool = struct.unpack_from(f"<{code}", self._data, self._take(struct.calcsize(code)))[0]
+        return value
+
+    def _take(self, size: int) -> int:
+        """Where the next `size` bytes start, having gone past them."""
+        self._values += 1
+        if size > self._end - self.position:
+            raise self.error(f"it ends, or its header does, within a value at byte {self.position}")
+        if self._values > MAX_VALUES:
+            raise self.error(f"its header has more than {MAX_VALUES} values")
+        start = self.position
+        self.position += size
+        return start
+
 
 _MAGIC = int.from_bytes(b"GGUF", "little")
 _MAX_DIMENSIONS = 4
@@ -161,3 +252,93 @@ def _describe(source: BytesIn) -> tuple[str, tuple[int, ...], int, int]:
     if 0 in shape:
         raise source.error(f"{name:.80} is empty")
     return name, shape, source.unsigned("I"), source.unsigned("Q")
+
+
+T = TypeVar("T", int, float)
+_MOST = 2**31 - 1  # no size or count of a model is larger
+
+
+class Metadata:
+    """All keys of one file. A key that begins with a dot is prefixed with the architecture: ".block_count".
+
+    Raises ModelError, naming the key, for a value that is missing or of another type.
+    """
+
+    def __init__(self, values: Mapping[str, Value], place: Path) -> None:
+        self._values = values
+        self.place = place
+        self.architecture = self.text("general.architecture")
+
+    def error(self, message: str) -> ModelError:
+        """An error that says which file it is about."""
+        return ModelError(f"{self.place}: {message}")
+
+    def has(self, key: str) -> bool:
+        """Whether the file has this key."""
+        return self._name(key) in self._values
+
+    def text(self, key: str, default: str | None = None) -> str:
+        """A string."""
+        value = self._get(key, default)
+        if not isinstance(value, str):
+            raise self._wrong(key, "text", value)
+        return value
+
+    def flag(self, key: str, *, default: bool) -> bool:
+        """True or false."""
+        value = self._get(key, default)
+        if not isinstance(value, bool):
+            raise self._wrong(key, "true or false", value)
+        return value
+
+    def number(self, key: str, default: int | None = None, *, least: int = 0) -> int:
+        """A whole number from `least` to 2**31 - 1. One that is given for each layer has to be the same for all."""
+        value = self._one(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= _MOST:
+            raise self._wrong(key, f"a whole number from {least} to {_MOST}", value)
+        return value
+
+    def real(self, key: str, default: float | None = None) -> float:
+        """A number."""
+        value = self._one(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise self._wrong(key, "a number", value)
+        return float(value)
+
+    def texts(self, key: str) -> list[str]:
+        """A list of strings; empty where there is none."""
+        value = self._values.get(self._name(key), [])
+        if not isinstance(value, list):
+            raise self._wrong(key, "a list of strings", value)
+        return value
+
+    def numbers(self, key: str, kind: type[T], length: int) -> list[T]:
+        """A list of `length` numbers, each made a `kind`; empty where the file has none."""
+        value = self._values.get(self._name(key))
+        if value is None:
+            return []
+        if not isinstance(value, np.ndarray) or len(value) != length:
+            raise self._wrong(key, f"a list of {length} numbers", value)
+        return [kind(item) for item in value.tolist()]
+
+    def _name(self, key: str) -> str:
+        return self.architecture + key if key.startswith(".") else key
+
+    def _get(self, key: str, default: Value | None) -> Value:
+        value = self._values.get(self._name(key), default)
+        if value is None:
+            raise self.error(f"{self._name(key)} is missing; the file is incomplete, get another one")
+        return value
+
+    def _one(self, key: str, default: float | None) -> Value:
+        value = self._get(key, default)
+        if not isinstance(value, np.ndarray):
+            return value
+        if len(value) == 0 or (value != value[0]).any():
+            raise self.error(f"{self._name(key)} differs between layers, which is not supported")
+        one: int | float = value[0].item()
+        return one
+
+    def _wrong(self, key: str, kind: str, value: object) -> ModelError:
+        shown = f"a list of {len(value)}" if isinstance(value, list | np.ndarray) else f"{value!r:.80}"
+        return self.error(f"{self._name(key)} must be {kind}, not {shown}")

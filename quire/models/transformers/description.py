@@ -16,12 +16,12 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrained
 from quire.kernels.contract import DTYPES
 from quire.models.checkpoint import Checkpoint
 from quire.models.config_fields import Fields
+from quire.models.description import compute_dtype, sampling_defaults, token_ids
 from quire.models.model import KVLayer
 from quire.models.transformers.attention import TRACED
 from quire.models.transformers.construction import Shape, construct, quiet
 from quire.models.transformers.split_model import Halves
 from quire.models.transformers.tracing import Layer, trace
-from quire.models.wishes import compute_dtype, sampling_defaults, token_ids
 
 _LEFT_OUT = (  # that say what code should run, from where
     *("auto_map", "attn_implementation", "experts_implementation", "fusion_config", "distributed_config"),
