@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from quire.core.step import Late
 from quire.params import SamplingParams
-from quire.sampling.bad_words import BadWords
-from quire.sampling.metadata import SamplingColumns
+from quire.sampling.metadata import BadWords, SamplingColumns
 
 VOCAB = 40
 ROWS = 6
