@@ -14,17 +14,74 @@ import torch
 from torch import Tensor
 
 from quire.config import CacheConfig
-from quire.core.step import ChunkOutput, Chunks, Late, Logprobs, Step, StepResult
+from quire.core.step import ChunkOutput, Chunks, Late, Logprobs, Pooling, Step, StepResult
 from quire.kernels.contract import Kernels
 from quire.kv_store.device import DeviceStore
 from quire.kv_store.upload import uploaded
 from quire.models.model import Model
-from quire.runner import wanted
 from quire.runner.device_inputs import ResidentInputs
 from quire.runner.forward import Hidden, Passes
 from quire.runner.inputs import HostInputs, Inputs
 from quire.runner.rows import Rows
 from quire.sampling.logprobs import report
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scored:
+    """Tokens of the step whose logits say how likely the prompt's next tokens were, chunk after chunk."""
+
+    tokens: np.ndarray  # int64: among all of the step
+    next_tokens: np.ndarray  # int32
+    num_logprobs: np.ndarray  # int32
+
+
+def check_supported(chunks: Chunks) -> None:
+    """Raise ValueError for chunks that cannot be run."""
+    if chunks.num_drafts.any():
+        raise ValueError("this runner cannot verify drafts")
+    lengths = chunks.stops - chunks.starts
+    if (lengths < 1).any() or (chunks.num_logits > lengths).any():
+        raise ValueError("each chunk needs at least one position, and one for each of its logits")
+    if (chunks.num_logits[chunks.outputs == ChunkOutput.SAMPLE] < 1).any():
+        raise ValueError("a chunk that samples needs logits at its last position")
+
+
+def end_positions(chunks: Chunks) -> np.ndarray:
+    """Index behind the last token of each chunk, among all tokens of the step, int64."""
+    return np.cumsum(chunks.stops - chunks.starts, dtype=np.int64)
+
+
+def scored_positions(chunks: Chunks, rows: Rows) -> Scored:
+    """In rows that ask for it: all positions with logits that nothing is sampled from."""
+    columns = rows.sampling
+    asking = (columns["num_prompt_logprobs"][chunks.rows] >= 0) & (chunks.outputs != ChunkOutput.POOL)
+    counts = np.where(asking, chunks.num_logits - (chunks.outputs == ChunkOutput.SAMPLE), 0)
+    within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    of_row = np.repeat(chunks.rows, counts)
+    return Scored(
+        within + np.repeat(end_positions(chunks) - chunks.num_logits, counts),
+        rows.tokens(of_row, within + np.repeat(chunks.stops - chunks.num_logits, counts) + 1),
+        columns["num_prompt_logprobs"][of_row],
+    )
+
+
+def pooled_states(states: Tensor, chunks: Chunks, rows: Rows) -> np.ndarray | None:
+    """One float32 row for each chunk that pools, from the states (num_tokens, hidden_size) of the step.
+
+    That of the chunk's last position, or the sum of those of its last `num_logits` positions. None when no
+    chunk pools. Raises ValueError for a chunk whose row does not say how.
+    """
+    pooling = np.flatnonzero(chunks.outputs == ChunkOutput.POOL)
+    if not len(pooling):
+        return None
+    kinds = rows.poolings[chunks.rows[pooling]]
+    found = []
+    for end, length, kind in zip(end_positions(chunks)[pooling], chunks.num_logits[pooling], kinds, strict=True):
+        if kind == Pooling.NONE:
+            raise ValueError("a chunk is to be pooled whose sequence does not pool")
+        first = end - (1 if kind == Pooling.LAST else length)
+        found.append(states[first:end].float().sum(0).cpu().numpy())
+    return np.stack(found)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,7 +158,7 @@ class TorchRunner:
         if step.reset:
             self._sampled.clear()  # of steps that failed on their way back
             self._store.forget()
-        wanted.check(step.chunks)
+        check_supported(step.chunks)
         self._rows.apply(step)
         self._inputs.apply(step)
         self._store.execute(step.id, step.moves)
@@ -153,19 +210,19 @@ class TorchRunner:
         if logits is not None:
             return Launched(step.id, began, chunks, logits, None, None)
         hidden = self._passes.hidden(self._rows, chunks)
-        last = wanted.ends(chunks)[chunks.outputs == ChunkOutput.SAMPLE] - 1
+        last = end_positions(chunks)[chunks.outputs == ChunkOutput.SAMPLE] - 1
         return Launched(
             step.id,
             began,
             chunks,
             self._passes.logits(hidden, last),
             self._score(hidden, chunks),
-            wanted.pooled(hidden.states, chunks, self._rows),
+            pooled_states(hidden.states, chunks, self._rows),
         )
 
     def _score(self, hidden: Hidden, chunks: Chunks) -> Logprobs | None:
         """How likely the next tokens of prompts were, where that was asked."""
-        scored = wanted.scored(chunks, self._rows)
+        scored = scored_positions(chunks, self._rows)
 
         def logits_of(some: np.ndarray) -> Tensor:
             return self._passes.logits(hidden, scored.tokens[some])
