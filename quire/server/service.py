@@ -18,7 +18,7 @@ from quire.server.observability.metrics import Metrics
 from quire.server.observability.request_ids import RequestIds
 from quire.server.reply import Reply
 from quire.server.thread_pool import Aside
-from quire.startup.facts import Facts
+from quire.startup.build import Facts
 from quire.structured_outputs.backends import check
 from quire.supervisor.async_engine import AsyncEngine
 from quire.tokenizer.chat_sandbox import MAX_SIZE, TooMuch, size_of

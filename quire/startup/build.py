@@ -1,7 +1,8 @@
 """From options to a running engine: resolve, plan the memory, say so, and only then load."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from math import inf
 from pathlib import Path
 from types import MappingProxyType
 from typing import cast
@@ -10,7 +11,7 @@ import torch
 
 from quire.cache.kv_cache import KVCache
 from quire.config import CacheConfig, DType, EngineOptions, KVDType, SchedulerConfig, check_options
-from quire.cost.memory_plan import DEFAULT, HostPool, MemoryPlan, plan_host_pool, plan_memory
+from quire.cost.memory_plan import DEFAULT, HostPool, MemoryPlan, parse_swap_space, plan_host_pool, plan_memory
 from quire.engine.engine import Engine
 from quire.engine.shared_prefixes import Bounds, num_public_blocks, read_public_prefixes
 from quire.errors import ConfigError
@@ -24,15 +25,65 @@ from quire.runner.model_runner import TorchRunner
 from quire.scheduler.journal import JournalledScheduler
 from quire.scheduler.scheduler import Scheduler
 from quire.startup.calibration import measure
-from quire.startup.facts import Facts
 from quire.startup.hardware import available_memory, pick_device, return_freed_memory
 from quire.startup.memory_demand import cache_of, demand_of, kv_groups
 from quire.startup.model_loading import ModelFiles, open_model
-from quire.startup.policies import check_policies
 from quire.structured import StructuredOutputsParams
 from quire.structured_outputs.backends import check as check_form
 from quire.structured_outputs.compile import Grammars, vocabulary_of
 from quire.tokenizer.tokenizer import Tokenizer
+
+_BY_PREFIX = ("lpm", "dfs-weight", "cache-aware")  # policies that ask the prefix index
+_LONGEST_CALIBRATION = 600.0  # seconds
+
+
+def check_policies(options: EngineOptions) -> None:
+    """Raises ConfigError for options that have no meaning beside the others, and says what to change."""
+    if options.policy in _BY_PREFIX and not options.enable_prefix_caching:
+        raise ConfigError(
+            f"policy {options.policy!r} orders requests by what the prefix cache has of them; do not turn off "
+            "enable_prefix_caching, or choose another policy"
+        )
+    if options.wait_weight is not None:
+        if options.policy != "cache-aware":
+            raise ConfigError(f"wait_weight is of policy 'cache-aware'; policy {options.policy!r} does not use it")
+        if not 0 <= options.wait_weight < inf:
+            raise ConfigError(f"wait_weight must be at least 0 and finite, not {options.wait_weight}")
+    if options.eviction != "lru" and (not options.enable_prefix_caching or options.prefix_index != "radix"):
+        instead = "do not turn off enable_prefix_caching" if not options.enable_prefix_caching else "use the radix one"
+        raise ConfigError(f"eviction {options.eviction!r} needs the radix prefix index; {instead}, or leave it at lru")
+    _check_preemption(options)
+    if options.calibration is not None and not 0 <= options.calibration <= _LONGEST_CALIBRATION:
+        raise ConfigError(f"calibration must be 0 to {_LONGEST_CALIBRATION:.0f} seconds, not {options.calibration}")
+
+
+def _check_preemption(options: EngineOptions) -> None:
+    asked = options.swap_space is not None and parse_swap_space(options.swap_space) > 0
+    if options.preemption == "recompute" and asked:
+        raise ConfigError(
+            f"swap_space={options.swap_space} is of no use with preemption 'recompute'; leave out one of them"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """One model, and the engine that runs it, as it was set up."""
+
+    model_name: str
+    path: str  # of the model's files: a folder, or a .gguf file
+    max_model_len: int
+    vocab_size: int
+    num_end_tokens: int  # tokens of the model that end a sequence
+    hidden_size: int
+    sampling_defaults: Mapping[str, float | int]  # for what a request leaves out
+    options: EngineOptions  # as they were resolved
+    cache: CacheConfig
+
+
+def facts_of(built: Facts) -> Facts:
+    """The facts alone, of what also has an engine."""
+    return Facts(**{field.name: getattr(built, field.name) for field in fields(Facts)})
+
 
 _SHARES = {"cpu": 0.5, "cuda": 0.9}  # of the memory available: a host is shared with others, a GPU is not
 _ANY_FORM = StructuredOutputsParams(choice=("a",))

@@ -18,8 +18,8 @@ from quire.kernels.choose import MODULES, choose, refusal, usable_device
 from quire.kernels.contract import Demands
 from quire.models.model import Progress
 from quire.startup.build import prepare
+from quire.startup.calibration import lookup_seconds
 from quire.startup.hardware import available_memory, cpu_description, gpu_description, pick_device
-from quire.startup.lookup import lookup_seconds
 
 _REQUIRED = ("quire", "torch", "numpy", "safetensors", "tokenizers", "jinja2", "msgspec", "huggingface_hub", "fastapi")
 _USUAL_DTYPE, _USUAL_HEAD_DIM = "bfloat16", 64  # what kernels are asked about where no model is known yet

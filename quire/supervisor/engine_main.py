@@ -9,8 +9,7 @@ import socket
 from collections.abc import Callable
 
 from quire.errors import QuireError
-from quire.startup.build import Built, build
-from quire.startup.facts import facts_of
+from quire.startup.build import Built, build, facts_of
 from quire.supervisor import protocol
 from quire.supervisor.engine_loop import EngineLoop
 from quire.supervisor.frames import BadFrame, received

@@ -17,7 +17,7 @@ from typing import Protocol
 from quire.config import EngineOptions
 from quire.engine.engine import Engine
 from quire.errors import EngineStopped
-from quire.startup.facts import Facts
+from quire.startup.build import Facts
 from quire.supervisor import protocol
 from quire.supervisor.engine_loop import EngineLoop
 from quire.supervisor.frames import received

@@ -19,7 +19,7 @@ from quire.errors import (
     QuireError,
     RequestError,
 )
-from quire.startup.facts import Facts
+from quire.startup.build import Facts
 from quire.supervisor.frames import BadFrame, frame
 
 

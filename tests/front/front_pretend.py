@@ -10,7 +10,7 @@ from quire.core.output import Output
 from quire.engine.engine import EngineStats
 from quire.engine.generations import NewRequest
 from quire.params import SamplingParams
-from quire.startup.facts import Facts
+from quire.startup.build import Facts
 from quire.supervisor.async_engine import AsyncEngine
 from quire.supervisor.engine_loop import EngineLoop
 

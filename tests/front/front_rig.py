@@ -11,8 +11,7 @@ from quire.config import EngineOptions
 from quire.server.middleware.http_protocol import http_config
 from quire.server.options import ServerOptions
 from quire.server.service import Service
-from quire.startup.build import Built, build
-from quire.startup.facts import facts_of
+from quire.startup.build import Built, build, facts_of
 from quire.supervisor.async_engine import AsyncEngine
 from quire.supervisor.launcher import EngineThread
 

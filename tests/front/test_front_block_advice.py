@@ -12,7 +12,7 @@ from quire.cost.step_time import Costs
 from quire.engine.engine import EngineStats, Learnt
 from quire.errors import DeadlineUnreachable
 from quire.server.api.native import block_advice
-from quire.startup.facts import facts_of
+from quire.startup.build import facts_of
 from quire.supervisor import async_engine
 from quire.supervisor.async_engine import AsyncEngine
 from quire.supervisor.launcher import EngineThread

@@ -32,7 +32,7 @@ from quire.errors import (
 )
 from quire.models.description import UnknownArchitecture
 from quire.params import NUMBERS, SamplingParams
-from quire.startup.facts import Facts
+from quire.startup.build import Facts
 from quire.structured import StructuredOutputsParams
 from quire.supervisor import frames as framing
 from quire.supervisor import protocol

@@ -13,8 +13,7 @@ from quire.params import BeamSearchParams
 from quire.scheduler.beam_search import Rules, Search
 from quire.server.app import make_app
 from quire.server.service import Service
-from quire.startup.build import build
-from quire.startup.facts import facts_of
+from quire.startup.build import build, facts_of
 from quire.supervisor.async_engine import AsyncEngine
 from quire.supervisor.launcher import EngineThread
 

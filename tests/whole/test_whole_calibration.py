@@ -20,8 +20,7 @@ from quire.scheduler import journal
 from quire.scheduler.journal import JournalledScheduler
 from quire.server import launch
 from quire.startup.build import build
-from quire.startup.calibration import measure
-from quire.startup.lookup import lookup_seconds
+from quire.startup.calibration import lookup_seconds, measure
 
 VOCAB = 50
 SMALL = {"dtype": "float32", "memory": "300MiB", "max_num_seqs": 4}

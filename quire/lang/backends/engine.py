@@ -22,8 +22,7 @@ from quire.lang.params import GenParams
 from quire.lang.select import ChoicesDecision, ChoicesSamplingMethod, Entry, decide, num_shared
 from quire.lang.state_text import Message, Prompt
 from quire.params import SamplingParams
-from quire.startup.build import Built, build
-from quire.startup.facts import facts_of
+from quire.startup.build import Built, build, facts_of
 from quire.structured import StructuredOutputsParams
 from quire.structured_outputs.backends import check
 from quire.supervisor.async_engine import AsyncEngine

@@ -6,7 +6,7 @@ from quire.cost.block_size import CANDIDATES, BlockFigures, advise
 from quire.errors import EngineStopped
 from quire.server.errors import Busy
 from quire.server.service import Service
-from quire.startup.lookup import lookup_seconds
+from quire.startup.calibration import lookup_seconds
 
 _LONGEST = 1024  # tokens of a prompt that is looked up: the time grows with the length, and nobody should wait for it
 
