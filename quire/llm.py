@@ -13,8 +13,19 @@ from quire.core.request import NO_NAMESPACE, Beams
 from quire.core.scheduling_params import NO_TERMS, Terms
 from quire.engine.embeddings import PooledBatch, pooling_of
 from quire.engine.engine import Engine, EngineStats
-from quire.engine.generations import NewRequest, generations
-from quire.engine.inputs import Prompt, TokenizedPrompt, listed, template_variables, tokenize
+from quire.engine.inputs import (
+    NewRequest,
+    ProgramLike,
+    Prompt,
+    RetentionLike,
+    TokenizedPrompt,
+    generations,
+    listed,
+    make_terms,
+    template_variables,
+    terms_each,
+    tokenize,
+)
 from quire.engine.output_text import Transcript
 from quire.engine.outputs import (
     BeamSearchOutput,
@@ -25,7 +36,6 @@ from quire.engine.outputs import (
     EmbeddingRequestOutput,
     RequestOutput,
 )
-from quire.engine.terms import ProgramLike, RetentionLike, make_terms, terms_each
 from quire.errors import RequestError
 from quire.params import BeamSearchParams, SamplingParams
 from quire.progress import TokenProgress

@@ -9,7 +9,7 @@ from quire.core.output import Output
 from quire.core.request import NO_NAMESPACE, Namespace
 from quire.core.scheduling_params import NO_TERMS, Terms
 from quire.core.step import Pooling
-from quire.engine.generations import Generation, part_id
+from quire.engine.inputs import Generation, part_id
 from quire.errors import QuireError, RequestError
 
 _POOLINGS = {"last": Pooling.LAST, "mean": Pooling.MEAN}

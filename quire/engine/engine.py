@@ -6,6 +6,7 @@ fails alone ends with the error.
 
 import logging
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import ClassVar, Self
@@ -20,11 +21,31 @@ from quire.core.scheduling_params import NO_TERMS, Terms
 from quire.core.step import Pooling, Step, StepResult
 from quire.cost.block_size import BlockFigures
 from quire.cost.step_time import CostFigures
-from quire.engine.step_sizes import StepSizes
 from quire.errors import RequestError
 from quire.params import SamplingParams, is_unicode
 from quire.scheduler.scheduler import Scheduler
 from quire.structured_outputs.compile import Compiler
+
+BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # tokens; vLLM's
+
+
+class StepSizes:
+    """Counts of steps, by the smallest of BOUNDS that is not below their tokens; the last one is of larger steps."""
+
+    def __init__(self) -> None:
+        self.num_tokens = 0  # of all steps
+        self._counts = [0] * (len(BOUNDS) + 1)
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """(len(BOUNDS) + 1,): each step is in one of them."""
+        return tuple(self._counts)
+
+    def add(self, num_tokens: int) -> None:
+        """A step computes so many tokens."""
+        self.num_tokens += num_tokens
+        self._counts[bisect_left(BOUNDS, num_tokens)] += 1
+
 
 log = logging.getLogger(__name__)
 _COMPILE_SECONDS = 0.005  # how long a step that has nothing to do waits for a constraint

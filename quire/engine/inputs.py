@@ -2,11 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from numbers import Integral
-from typing import NamedTuple, TypedDict
+from typing import Any, NamedTuple, TypedDict, TypeVar
 
+from quire.config import EngineOptions
+from quire.core.request import NO_NAMESPACE, Beams, Known, Namespace, check_length
+from quire.core.scheduling_params import NO_TERMS, Program, Retention, Terms
+from quire.core.step import Pooling
 from quire.errors import RequestError, nearest
-from quire.params import MAX_TOKENS
-from quire.tokenizer.tokenizer import Tokenizer
+from quire.params import MAX_TOKENS, SamplingParams
+from quire.tokenizer.tokenizer import Tokenizer, bad_word_tokens
 
 
 class TextPrompt(TypedDict):
@@ -96,3 +100,174 @@ def _token_ids(prompt: Sequence[int]) -> list[int]:
 
 def _is_token(item: object) -> bool:
     return type(item) is int or (isinstance(item, Integral) and not isinstance(item, bool))  # also numpy's
+
+
+class NewRequest(NamedTuple):
+    """A request of token ids: what `Engine.add` takes.
+
+    known, resumed: of one that an engine before this one has accepted.
+    """
+
+    request_id: str
+    prompt: list[int]
+    params: SamplingParams
+    bad_words: Sequence[Sequence[int]] = ()
+    pooling: Pooling = Pooling.NONE
+    namespace: Namespace = NO_NAMESPACE
+    beams: Beams | None = None
+    terms: Terms = NO_TERMS
+    known: Sequence[Known] = ()
+    resumed: bool = False
+
+
+class Generation(NamedTuple):
+    """One prompt, cut to the length that was asked for, with the parameters and the tokens of their bad words."""
+
+    prompt: TokenizedPrompt
+    params: SamplingParams
+    bad_words: Sequence[Sequence[int]] = ()
+
+    def request(
+        self,
+        request_id: str,
+        pooling: Pooling = Pooling.NONE,
+        namespace: Namespace = NO_NAMESPACE,
+        beams: Beams | None = None,
+        terms: Terms = NO_TERMS,
+    ) -> NewRequest:
+        """As the engine takes it. namespace: whose cached tokens it may use. beams: search, in place of sampling."""
+        return NewRequest(request_id, self.prompt.ids, self.params, self.bad_words, pooling, namespace, beams, terms)
+
+
+def part_id(request_id: str, place: int) -> str:
+    """What the engine calls one of the prompts of a request."""
+    return f"{request_id}-{place}"
+
+
+def generations(
+    prompts: Sequence[TokenizedPrompt], params: Sequence[SamplingParams], tokenizer: Tokenizer, max_model_len: int
+) -> list[Generation]:
+    """One for each prompt and its parameters.
+
+    Raises RequestError for bad words or a truncation that cannot be, ContextLengthExceeded for a prompt that does
+    not fit.
+    """
+    made: list[Generation] = []
+    for prompt, one in zip(prompts, params, strict=True):
+        same = made and one is made[-1].params  # as in a batch of prompts
+        bad_words = made[-1].bad_words if same else bad_word_tokens(one.bad_words, tokenizer)
+        kept = _truncate(prompt, one, tokenizer, max_model_len)
+        check_length(len(kept.ids), one, max_model_len)
+        made.append(Generation(kept, one, bad_words))
+    return made
+
+
+def _truncate(
+    prompt: TokenizedPrompt, params: SamplingParams, tokenizer: Tokenizer, max_model_len: int
+) -> TokenizedPrompt:
+    """The last tokens of a prompt, as many as `truncate_prompt_tokens` says; its text is then what is left."""
+    if params.truncate_prompt_tokens is None:
+        return prompt
+    length = params.truncate_prompt_tokens
+    if length == -1:
+        length = max_model_len - (1 if params.max_tokens is None else params.max_tokens)
+        if length < 1:
+            raise RequestError(
+                f"max_tokens ({params.max_tokens}) leaves nothing of this model's context of {max_model_len} tokens to "
+                "the prompt, which truncate_prompt_tokens -1 cuts to what is left; lower max_tokens",
+                "max_tokens",
+            )
+    if len(prompt.ids) <= length:
+        return prompt
+    ids = prompt.ids[-length:]
+    return TokenizedPrompt(None if prompt.text is None else tokenizer.decode(ids), ids)
+
+
+_BY_PRIORITY = ("priority", "cost")  # orders of eviction
+
+RetentionLike = Retention | Mapping[str, object]  # a mapping has fields of Retention
+ProgramLike = Program | Mapping[str, object]  # and of Program
+T = TypeVar("T", Retention, Program)
+
+
+def make_terms(
+    options: EngineOptions,
+    priority: int | None = None,
+    deadline: float | None = None,
+    retention: RetentionLike | None = None,
+    program: ProgramLike | None = None,
+) -> Terms:
+    """What one request asks for; None asks for nothing. options: of the engine. Raises RequestError.
+
+    A priority or a pin that would change nothing is refused: whoever gives it counts on it. A program never is.
+    """
+    terms = Terms(
+        priority=0 if priority is None else priority,
+        deadline=deadline,
+        retention=Retention() if retention is None else _made("retention", Retention, retention),
+        program=None if program is None else _made("program", Program, program),
+    )
+    if terms.priority and options.policy != "priority":
+        raise RequestError(
+            f"priority {terms.priority} needs the policy 'priority', and this engine runs {options.policy!r}; leave it "
+            "out, or start the engine with policy='priority' (--policy priority)",
+            "priority",
+        )
+    _check_heeded(terms.retention, options)
+    return terms
+
+
+def _check_heeded(asked: Retention, options: EngineOptions) -> None:
+    has_tree = options.enable_prefix_caching and options.prefix_index == "radix"
+    if asked.pin and not has_tree:
+        kind = f"the {options.prefix_index} one" if options.enable_prefix_caching else "no prefix cache"
+        raise RequestError(
+            f"retention.pin needs the radix prefix index, and this engine has {kind}; leave it out, or start the "
+            "engine with prefix_index='radix' (--prefix-index radix) and enable_prefix_caching",
+            "retention.pin",
+        )
+    if asked.priority != Retention().priority and not (has_tree and options.eviction in _BY_PRIORITY):
+        raise RequestError(
+            f"retention.priority {asked.priority} needs eviction 'priority' or 'cost', and this engine evicts by "
+            f"{options.eviction!r}; leave it out, or start the engine with eviction='priority' (--eviction priority)",
+            "retention.priority",
+        )
+
+
+def terms_each(
+    count: int,
+    options: EngineOptions,
+    *,
+    priority: int | Sequence[int] | None,
+    deadline: float | Sequence[float | None] | None,
+    retention: RetentionLike | Sequence[RetentionLike | None] | None,
+    program: ProgramLike | Sequence[ProgramLike | None] | None = None,
+) -> list[Terms]:
+    """Of `count` prompts: a value is for all of them, a list has one for each. Raises RequestError."""
+    names = {"priority": priority, "deadline": deadline, "retention": retention, "program": program}
+    columns = [_each(name, value, count) for name, value in names.items()]
+    return [make_terms(options, *values) for values in zip(*columns, strict=True)]
+
+
+def _made(name: str, kind: type[T], given: T | Mapping[str, object]) -> T:
+    """Terms of one kind, checked by name and, when they are made, by value."""
+    if isinstance(given, kind):
+        return given
+    if not isinstance(given, Mapping):
+        raise RequestError(f"{name} must be {kind.__name__}(...) or a mapping, not {type(given).__name__}", name)
+    for field in given:
+        if field not in kind.__struct_fields__:
+            hint = nearest(str(field), kind.__struct_fields__)
+            raise RequestError(f"{name} has no field {field!r:.80}{hint}", name)
+    if kind is Program and "id" not in given:
+        raise RequestError("program needs an id, which all requests of one run have in common", "program.id")
+    return kind(**given)  # type: ignore[arg-type]  # checked by name here, and by value when it is made
+
+
+def _each(name: str, value: object, count: int) -> list[Any]:
+    """One for each prompt; what is wrong in them is found when they are used."""
+    if not isinstance(value, list | tuple):
+        return [value] * count
+    if len(value) != count:
+        raise RequestError(f"{count} prompts need as many values of {name}, not {len(value)}", name)
+    return list(value)

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from quire.core.explanation import Explanation
 from quire.core.request import Beams, Namespace, check_length
 from quire.core.scheduling_params import NO_TERMS, Terms
-from quire.engine.generations import Generation, generations, part_id
-from quire.engine.inputs import Prompt, tokenize
+from quire.engine.inputs import Generation, Prompt, generations, part_id, tokenize
 from quire.engine.output_text import Transcript
 from quire.errors import ContextLengthExceeded
 from quire.params import SamplingParams

@@ -16,7 +16,7 @@ from quire.core.explanation import Explanation
 from quire.core.output import Output
 from quire.core.request import nth_seed
 from quire.engine.engine import EngineStats, Learnt
-from quire.engine.generations import NewRequest
+from quire.engine.inputs import NewRequest
 from quire.errors import EngineStopped, QueueFull, RequestError
 from quire.params import is_unicode
 from quire.supervisor import protocol

@@ -3,7 +3,7 @@
 from hashlib import sha256
 
 from quire.core import codec
-from quire.engine.generations import NewRequest
+from quire.engine.inputs import NewRequest
 
 _REMEMBERED = 256  # the newest
 

@@ -12,7 +12,7 @@ import numpy as np
 from quire.core.output import Output
 from quire.core.request import Known
 from quire.core.step import Logprobs, Pooling
-from quire.engine.generations import NewRequest
+from quire.engine.inputs import NewRequest
 
 
 class _Sequence:

@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from quire.engine.generations import NewRequest
+from quire.engine.inputs import NewRequest
 
 DEATHS = 3  # of engines that were asked this and nothing else, and never did anything
 

@@ -9,7 +9,7 @@ from quire.core import codec
 from quire.core.explanation import Explanation
 from quire.core.output import Output
 from quire.engine.engine import EngineStats, Learnt
-from quire.engine.generations import NewRequest
+from quire.engine.inputs import NewRequest
 from quire.errors import (
     ConfigError,
     ContextLengthExceeded,

@@ -8,7 +8,7 @@ import threading
 from quire.config import CacheConfig, EngineOptions, KVGroup
 from quire.core.output import Output
 from quire.engine.engine import EngineStats
-from quire.engine.generations import NewRequest
+from quire.engine.inputs import NewRequest
 from quire.params import SamplingParams
 from quire.startup.build import Facts
 from quire.supervisor.async_engine import AsyncEngine

@@ -9,7 +9,7 @@ import httpx
 import msgspec
 from front_rig import CHAT, DEFAULTS, run_app, service_of, small_engine
 
-from quire.engine.generations import NewRequest
+from quire.engine.inputs import NewRequest
 from quire.server.app import make_app
 from quire.server.middleware.keys import Keys, new_key
 from quire.server.options import ServerOptions

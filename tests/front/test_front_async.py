@@ -11,7 +11,7 @@ from front_pretend import FACTS
 from quire.core.explanation import Explanation
 from quire.core.output import Output
 from quire.engine.engine import EngineStats
-from quire.engine.generations import NewRequest
+from quire.engine.inputs import NewRequest
 from quire.errors import EngineStopped, RequestError
 from quire.params import SamplingParams
 from quire.supervisor import health

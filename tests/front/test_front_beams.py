@@ -5,8 +5,7 @@ from front_rig import CHAT, STORY
 
 from quire.core.output import Output
 from quire.core.request import Beams
-from quire.engine.generations import Generation, NewRequest
-from quire.engine.inputs import TokenizedPrompt
+from quire.engine.inputs import Generation, NewRequest, TokenizedPrompt
 from quire.engine.output_text import Transcript
 from quire.engine.outputs import BeamSearchOutput
 from quire.errors import RequestError

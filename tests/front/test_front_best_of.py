@@ -12,8 +12,7 @@ from msgspec.structs import replace
 from quire import LLM, SamplingParams
 from quire.core.output import Output
 from quire.core.step import Logprobs
-from quire.engine.generations import Generation
-from quire.engine.inputs import TokenizedPrompt
+from quire.engine.inputs import Generation, TokenizedPrompt
 from quire.engine.output_text import Transcript
 from quire.errors import RequestError
 from quire.server.reply import Reply

@@ -12,8 +12,7 @@ from transformers import AutoModel
 from quire.core.output import Output
 from quire.core.step import Pooling
 from quire.engine.embeddings import EmbeddingFailed, EmbeddingLate, Pooled, PooledBatch
-from quire.engine.generations import Generation
-from quire.engine.inputs import TokenizedPrompt
+from quire.engine.inputs import Generation, TokenizedPrompt
 from quire.errors import RequestError
 from quire.hub import embedded
 from quire.params import SamplingParams

@@ -5,8 +5,7 @@ from front_tokenizers import KINDS
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.engine.generations import generations
-from quire.engine.inputs import TokenizedPrompt
+from quire.engine.inputs import TokenizedPrompt, generations
 from quire.errors import ContextLengthExceeded, RequestError
 from quire.params import SamplingParams
 from quire.tokenizer.tokenizer import Tokenizer, bad_word_tokens

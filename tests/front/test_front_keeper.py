@@ -8,7 +8,7 @@ import time
 import pytest
 from front_pretend import Death, Host, PretendEngine, heard, request, run
 
-from quire.engine.generations import NewRequest
+from quire.engine.inputs import NewRequest
 from quire.errors import EngineStopped, RequestError
 from quire.params import SamplingParams
 from quire.supervisor.health import Vitals

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from quire.core.output import Output
 from quire.core.request import Beams
 from quire.core.step import Logprobs, Pooling
-from quire.engine.generations import NewRequest
+from quire.engine.inputs import NewRequest
 from quire.params import SamplingParams
 from quire.supervisor.open_requests import Ledger
 

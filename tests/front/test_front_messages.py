@@ -19,7 +19,7 @@ from quire.core.step import Logprobs, Pooling
 from quire.cost.block_size import BlockFigures
 from quire.cost.step_time import CostFigures
 from quire.engine.engine import EngineStats, Learnt
-from quire.engine.generations import NewRequest
+from quire.engine.inputs import NewRequest
 from quire.errors import (
     ConfigError,
     ContextLengthExceeded,

@@ -8,9 +8,8 @@ from test_front_operations import wait_until
 
 from quire.config import CacheConfig, KVGroup
 from quire.core.explanation import Explanation
-from quire.engine.engine import EngineStats
+from quire.engine.engine import BOUNDS, EngineStats, StepSizes
 from quire.engine.outputs import RequestMetrics
-from quire.engine.step_sizes import BOUNDS, StepSizes
 from quire.params import SamplingParams
 from quire.server.observability.metrics import Ended, Metrics
 from quire.server.observability.request_record import Record

@@ -7,8 +7,7 @@ from front_rig import STORY
 from pydantic import ValidationError
 
 from quire.core.request import resolve
-from quire.engine.generations import Generation
-from quire.engine.inputs import TokenizedPrompt
+from quire.engine.inputs import Generation, TokenizedPrompt
 from quire.engine.output_text import Transcript
 from quire.errors import RequestError
 from quire.params import MAX_BAD_CHARACTERS, SamplingParams

@@ -15,7 +15,7 @@ import pytest
 
 from quire.config import EngineOptions
 from quire.core.step import Pooling
-from quire.engine.generations import NewRequest
+from quire.engine.inputs import NewRequest
 from quire.errors import ConfigError, EngineStopped
 from quire.params import SamplingParams
 from quire.supervisor.async_engine import AsyncEngine

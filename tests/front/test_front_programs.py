@@ -6,7 +6,7 @@ from front_site import GENERATING, refused
 
 from quire import SamplingParams
 from quire.core.scheduling_params import Program, Terms
-from quire.engine.generations import NewRequest
+from quire.engine.inputs import NewRequest
 from quire.errors import RequestError
 from quire.supervisor import protocol
 from quire.supervisor.frames import Frames

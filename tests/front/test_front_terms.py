@@ -10,8 +10,7 @@ from front_site import GENERATING
 from quire import SamplingParams
 from quire.config import EngineOptions
 from quire.core.scheduling_params import Retention, Terms
-from quire.engine.generations import NewRequest
-from quire.engine.terms import make_terms, terms_each
+from quire.engine.inputs import NewRequest, make_terms, terms_each
 from quire.errors import RequestError
 from quire.server.app import make_app
 

@@ -12,8 +12,7 @@ from tokenizers.models import WordLevel
 
 from quire.core.output import Output
 from quire.core.step import Logprobs
-from quire.engine.generations import Generation
-from quire.engine.inputs import TokenizedPrompt
+from quire.engine.inputs import Generation, TokenizedPrompt
 from quire.engine.output_text import Transcript
 from quire.engine.outputs import Logprob
 from quire.params import SamplingParams

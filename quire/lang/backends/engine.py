@@ -10,8 +10,7 @@ from uuid import uuid4
 from quire.config import EngineOptions
 from quire.core.request import NO_NAMESPACE
 from quire.core.scheduling_params import Program, Terms
-from quire.engine.generations import generations
-from quire.engine.inputs import TokenizedPrompt
+from quire.engine.inputs import TokenizedPrompt, generations
 from quire.engine.output_text import Transcript
 from quire.engine.outputs import Delta
 from quire.lang.backends.backend import Backend, Piece, RoleTexts

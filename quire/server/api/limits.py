@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from quire.engine.generations import Generation
+from quire.engine.inputs import Generation
 from quire.errors import RequestError
 from quire.params import SamplingParams
 

@@ -6,7 +6,7 @@ from pydantic import Field
 
 from quire.config import EngineOptions
 from quire.core.scheduling_params import Retention, Terms
-from quire.engine.terms import make_terms
+from quire.engine.inputs import make_terms
 from quire.server.api.request_params import Body, about
 
 MAX_TIMEOUT = 86_400.0  # seconds

@@ -7,8 +7,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from quire.config import CacheConfig
-from quire.engine.engine import EngineStats
-from quire.engine.step_sizes import BOUNDS
+from quire.engine.engine import BOUNDS, EngineStats
 from quire.supervisor.health import Health, State
 
 LABELS = ("model_name", "engine")

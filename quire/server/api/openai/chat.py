@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 
 from fastapi import APIRouter, Request, Response
 
-from quire.engine.generations import Generation, generations
+from quire.engine.inputs import Generation, generations
 from quire.engine.output_text import Transcript
 from quire.engine.outputs import CompletionOutput, Delta
 from quire.params import SamplingParams

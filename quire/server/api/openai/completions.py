@@ -5,8 +5,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 
 from fastapi import APIRouter, Request, Response
 
-from quire.engine.generations import Generation
-from quire.engine.inputs import listed
+from quire.engine.inputs import Generation, listed
 from quire.engine.outputs import CompletionOutput, Delta
 from quire.params import SamplingParams
 from quire.server.api.limits import check_choices, check_told, num_prompt_tokens

@@ -13,8 +13,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
 from quire.engine.embeddings import EmbeddingFailed, EmbeddingLate, PooledBatch, pooling_of
-from quire.engine.generations import Generation
-from quire.engine.inputs import listed
+from quire.engine.inputs import Generation, listed
 from quire.engine.outputs import RequestMetrics
 from quire.errors import EngineStopped, RequestError
 from quire.params import SamplingParams
