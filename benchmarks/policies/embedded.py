@@ -12,7 +12,7 @@ from quire.core.request import Namespace
 from quire.engine.engine import Engine
 from quire.params import SamplingParams
 from quire.startup.build import build
-from quire.supervisor.garbage import Garbage
+from quire.supervisor.engine_loop import Garbage
 
 MAX_NUM_SEQS = 16
 STEP_TOKENS = 256

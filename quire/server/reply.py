@@ -15,7 +15,7 @@ from quire.server.errors import DeadlineMissed, SequenceFailed
 from quire.server.observability.metrics import Metrics
 from quire.server.observability.request_record import Told
 from quire.server.told import ended_of, told_of
-from quire.supervisor.stream import Stream
+from quire.supervisor.async_engine import Stream
 
 
 class Reply:

@@ -10,28 +10,59 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 from quire.core.explanation import Explanation
 from quire.core.output import Output
 from quire.core.request import nth_seed
 from quire.engine.engine import EngineStats, Learnt
 from quire.engine.inputs import NewRequest
-from quire.errors import EngineStopped, QueueFull, RequestError
+from quire.errors import EngineStopped, QueueFull, QuireError, RequestError
 from quire.params import is_unicode
 from quire.supervisor import protocol
 from quire.supervisor.connection import Connection
-from quire.supervisor.crash_isolation import Suspects
-from quire.supervisor.frames import BadFrame
-from quire.supervisor.given_up import GivenUp
+from quire.supervisor.crash_isolation import GivenUp, Suspects
 from quire.supervisor.health import FAILED_STEPS, STALL_SECONDS, Health, State, Tally, Vitals
-from quire.supervisor.keeper import Keeper
-from quire.supervisor.launcher import Host
-from quire.supervisor.open_requests import Ledger
+from quire.supervisor.launcher import Host, Keeper
+from quire.supervisor.open_requests import Ledger, StepsInFlight
 from quire.supervisor.pending_calls import Questions
-from quire.supervisor.protocol import Answer, Batch, News
-from quire.supervisor.steps import StepsInFlight
-from quire.supervisor.stream import Stream
+from quire.supervisor.protocol import Answer, BadFrame, Batch, News
+
+
+class Stream:
+    """What the engine says about some requests, step by step. Close it, finished or not."""
+
+    def __init__(self, close: Callable[[], None]) -> None:
+        self.close = close
+        self._outputs: list[Output] = []
+        self._error: QuireError | None = None
+        self._ready = asyncio.Event()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> list[Output]:
+        """All that is new. Raises EngineStopped when nothing more can come; otherwise it never ends by itself."""
+        await self._ready.wait()
+        self._ready.clear()
+        if self._error is not None and not self._outputs:
+            self._ready.set()
+            raise self._error
+        outputs, self._outputs = self._outputs, []
+        if self._error is not None:
+            self._ready.set()
+        return outputs
+
+    def put(self, output: Output) -> None:
+        """Called on the event loop."""
+        self._outputs.append(output)
+        self._ready.set()
+
+    def fail(self, error: QuireError) -> None:
+        """Called on the event loop."""
+        self._error = error
+        self._ready.set()
+
 
 log = logging.getLogger(__name__)
 

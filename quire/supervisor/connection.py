@@ -5,8 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from quire.supervisor import protocol
-from quire.supervisor.frames import BadFrame, Frames
-from quire.supervisor.protocol import News
+from quire.supervisor.protocol import BadFrame, Frames, News
 
 
 class Connection(asyncio.Protocol):

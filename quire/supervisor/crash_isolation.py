@@ -8,6 +8,10 @@ somebody who is alone and comes no further that many times only if it never runs
 """
 
 from collections.abc import Iterable, Mapping
+from hashlib import sha256
+
+from quire.core import codec
+from quire.engine.inputs import NewRequest
 
 ALONE = 3  # deaths
 _TOGETHER = 2  # deaths that make a suspect
@@ -74,3 +78,28 @@ def _parts(names: Iterable[str]) -> list[list[str]]:
     names = list(names)
     size = -(-len(names) // _PARTS)
     return [names[i : i + size] for i in range(0, len(names), size)]
+
+
+_REMEMBERED = 256  # the newest
+
+
+class GivenUp:
+    """What was asked by requests that are not tried again, whoever asks it."""
+
+    def __init__(self) -> None:
+        self._contents: dict[bytes, None] = {}
+
+    def __contains__(self, request: NewRequest) -> bool:
+        return bool(self._contents) and _content(request) in self._contents
+
+    def add(self, request: NewRequest) -> None:
+        """One more."""
+        self._contents[_content(request)] = None
+        if len(self._contents) > _REMEMBERED:
+            del self._contents[next(iter(self._contents))]
+
+
+def _content(request: NewRequest) -> bytes:
+    """A digest of what is asked, and not of who asks, when, or what is known of the answer."""
+    asked = request._replace(request_id="", params=request.params.changed(seed=None), known=(), resumed=False)
+    return sha256(codec.encode(asked)).digest()

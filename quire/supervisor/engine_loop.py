@@ -6,19 +6,49 @@ step that begins now, which whoever reads it must know about before it begins: i
 """
 
 import contextlib
+import gc
 import logging
 import socket
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 
 from quire.core.explanation import Explanation
 from quire.core.output import Output
 from quire.engine.engine import Engine, Learnt
 from quire.supervisor import protocol
-from quire.supervisor.frames import BadFrame, Frames
-from quire.supervisor.garbage import Garbage
-from quire.supervisor.protocol import Answer, Batch, Command, Launched, News, Pulse
+from quire.supervisor.protocol import Answer, BadFrame, Batch, Command, Frames, Launched, News, Pulse
+
+_NEVER = 2**31 - 1
+_IDLE_SHARE = 1 / 100  # of the time that full collections may take while there is nothing else to do
+_BUSY_SHARE = 1 / 2000  # the same while requests wait for them
+_BUSY_SECONDS = 300.0  # that there are at least between those: the last one may say little of a queue that has grown
+
+
+class Garbage:
+    """Full collections of this process, from now on. There can be one of it."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """What lives now stays: it is not searched any more."""
+        self._clock = clock
+        self._took = 0.0  # seconds, what the last full collection
+        gc.collect()
+        gc.freeze()
+        young, middle, _ = gc.get_threshold()
+        gc.set_threshold(young, middle, _NEVER)
+        self._ended = clock()
+
+    def look(self, *, idle: bool) -> None:
+        """Search now, if it is time to. idle: whether nobody waits."""
+        begin = self._clock()
+        pause = self._took / _IDLE_SHARE if idle else max(self._took / _BUSY_SHARE, _BUSY_SECONDS)
+        if begin - self._ended < pause or not gc.get_count()[2]:
+            return
+        gc.collect()
+        self._ended = self._clock()
+        self._took = self._ended - begin
+
 
 log = logging.getLogger(__name__)
 

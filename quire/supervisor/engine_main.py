@@ -11,11 +11,9 @@ from collections.abc import Callable
 from quire.errors import QuireError
 from quire.startup.build import Built, build, facts_of
 from quire.supervisor import protocol
-from quire.supervisor.engine_loop import EngineLoop
-from quire.supervisor.frames import BadFrame, received
-from quire.supervisor.garbage import Garbage
+from quire.supervisor.engine_loop import EngineLoop, Garbage
 from quire.supervisor.launcher import DUMP_SIGNAL
-from quire.supervisor.protocol import Begin, Loading, News, Ready, Refused, Report
+from quire.supervisor.protocol import BadFrame, Begin, Loading, News, Ready, Refused, Report, received
 
 _LOADING_STEPS = 100  # how often is told how much is loaded
 

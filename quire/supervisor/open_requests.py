@@ -4,7 +4,8 @@ It is all that is needed to go on with another engine: that one gets every open 
 were delivered as known ones, and what it says is delivered as if nothing had happened.
 """
 
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Container, Iterable, Iterator
 
 import msgspec
 import numpy as np
@@ -13,6 +14,7 @@ from quire.core.output import Output
 from quire.core.request import Known
 from quire.core.step import Logprobs, Pooling
 from quire.engine.inputs import NewRequest
+from quire.supervisor.protocol import Launched
 
 
 class _Sequence:
@@ -149,3 +151,38 @@ def _pool(entry: _Entry, output: Output, pooled: np.ndarray) -> Output:
     more = entry.pooled is not None and entry.request.pooling is Pooling.MEAN
     entry.pooled = entry.pooled + pooled if more else pooled
     return msgspec.structs.replace(output, pooled=None if output.finish_reason is None else entry.pooled)
+
+
+class StepsInFlight:
+    """Those of one engine. Positions are the furthest of a request's sequences."""
+
+    def __init__(self) -> None:
+        self.num_committed = 0
+        self._steps: deque[dict[str, int]] = deque()
+        self._names: list[str] = []  # requests of the newest, by row
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def launched(self, step: Launched) -> None:
+        """A step begins."""
+        self._names = self._names if step.names is None else step.names
+        rows: dict[str, int] = {}
+        for name, position in zip(self._names, step.positions, strict=True):
+            rows[name] = max(position, rows.get(name, 0))
+        self._steps.append(rows)
+
+    def committed(self, num_steps: int) -> list[dict[str, int]]:
+        """So many are committed by now: those that were not before."""
+        new = min(num_steps - self.num_committed, len(self._steps))
+        self.num_committed = num_steps
+        return [self._steps.popleft() for _ in range(new)]
+
+    def at_death(self, known: Container[str]) -> tuple[dict[str, int], int]:
+        """Requests of the steps that were not committed, as far as they are known; how many others there were."""
+        rows: dict[str, int] = {}
+        for step in self._steps:
+            for name, position in step.items():
+                rows[name] = max(position, rows.get(name, 0))
+        open_ones = {name: position for name, position in rows.items() if name in known}
+        return open_ones, len(rows) - len(open_ones)

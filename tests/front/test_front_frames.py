@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.supervisor.frames import MAX_FRAME, BadFrame, Frames, frame, received
+from quire.supervisor.protocol import MAX_FRAME, BadFrame, Frames, frame, received
 
 
 @given(sent=st.lists(st.binary(max_size=300), max_size=6), cuts=st.lists(st.integers(0, 2000), max_size=8))

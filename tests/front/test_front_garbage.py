@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from quire.supervisor.garbage import Garbage
+from quire.supervisor.engine_loop import Garbage
 
 
 class Clock:

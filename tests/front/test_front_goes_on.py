@@ -6,7 +6,7 @@ import pytest
 from front_pretend import Death, PretendEngine, heard, request, run
 
 from quire.errors import RequestError
-from quire.supervisor import frames
+from quire.supervisor import protocol
 
 
 def test_streams_go_on_over_many_deaths():
@@ -72,7 +72,7 @@ def test_nothing_is_left_of_requests_that_are_over():
 
 def test_more_than_a_message_may_be_is_refused_and_everybody_else_goes_on(monkeypatch):
     async def scenario(host, engine):
-        monkeypatch.setattr(frames, "MAX_FRAME", 2000)
+        monkeypatch.setattr(protocol, "MAX_FRAME", 2000)
         first = await engine.generate([request("a", 500)])
         with pytest.raises(RequestError, match="longer than the 2,000"):
             await engine.generate([request(f"long{i}", 5) for i in range(100)])
@@ -90,7 +90,7 @@ def test_all_that_is_open_may_be_more_than_one_message_holds(monkeypatch):
         return ()
 
     async def scenario(host, engine):
-        monkeypatch.setattr(frames, "MAX_FRAME", 6000)
+        monkeypatch.setattr(protocol, "MAX_FRAME", 6000)
         names = [f"r{i}" for i in range(20)]
         streams = await asyncio.gather(*(engine.generate([request(name, 400)]) for name in names))
         for name, stream in zip(names, streams, strict=True):

@@ -36,7 +36,7 @@ def test_a_system_that_has_no_memory_for_a_process_is_asked_again(monkeypatch):
         assert (await heard(stream, ["a"]))[0] == {"a": list(range(1, 11))}
         assert (host.num_launched, host.num_refused) == (2, 2)
 
-    monkeypatch.setattr("quire.supervisor.keeper.PAUSE", 0.01)
+    monkeypatch.setattr("quire.supervisor.launcher.PAUSE", 0.01)
     run(scenario, host=Short(first_dies))
 
 
@@ -80,7 +80,7 @@ def test_an_engine_that_does_not_end_is_killed(monkeypatch, dies_first):
         await engine.close()
         assert host.killed.is_set()
 
-    monkeypatch.setattr("quire.supervisor.keeper._END_SECONDS", 0.05)
+    monkeypatch.setattr("quire.supervisor.launcher._END_SECONDS", 0.05)
     run(scenario, host=Hung(first_dies))
 
 

@@ -34,10 +34,9 @@ from quire.models.description import UnknownArchitecture
 from quire.params import NUMBERS, SamplingParams
 from quire.startup.build import Facts
 from quire.structured import StructuredOutputsParams
-from quire.supervisor import frames as framing
 from quire.supervisor import protocol
-from quire.supervisor.frames import BadFrame, Frames
-from quire.supervisor.protocol import Answer, Batch, Failure, Launched
+from quire.supervisor import protocol as framing
+from quire.supervisor.protocol import Answer, BadFrame, Batch, Failure, Frames, Launched
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 IDS = st.lists(st.integers(0, 2**31 - 1), max_size=4)

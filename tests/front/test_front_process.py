@@ -243,7 +243,7 @@ def test_an_engine_that_dies_while_it_starts_is_given_up():
 
 
 def test_an_engine_that_cannot_be_started_again_fails_what_is_open(monkeypatch):
-    monkeypatch.setattr("quire.supervisor.keeper.PAUSE", 0.01)
+    monkeypatch.setattr("quire.supervisor.launcher.PAUSE", 0.01)
 
     async def work():
         async with running() as engine:

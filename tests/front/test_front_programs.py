@@ -9,8 +9,8 @@ from quire.core.scheduling_params import Program, Terms
 from quire.engine.inputs import NewRequest
 from quire.errors import RequestError
 from quire.supervisor import protocol
-from quire.supervisor.frames import Frames
 from quire.supervisor.open_requests import Ledger
+from quire.supervisor.protocol import Frames
 
 WHOLE = {"id": "run-1", "branch": "a/b", "expects_more": False, "ttl": 5}
 END = "/v1/programs/end"
