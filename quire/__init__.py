@@ -19,7 +19,7 @@ _HOMES = {
     "LLM": "quire.llm",
     "SamplingParams": "quire.params",
     "BeamSearchParams": "quire.params",
-    "StructuredOutputsParams": "quire.structured",
+    "StructuredOutputsParams": "quire.params",
     "Retention": "quire.core.scheduling_params",
     "RequestOutput": "quire.engine.outputs",
     "CompletionOutput": "quire.engine.outputs",

@@ -8,9 +8,9 @@ from quire.engine.outputs import RequestOutput as RequestOutput
 from quire.llm import LLM as LLM
 from quire.params import BeamSearchParams as BeamSearchParams
 from quire.params import SamplingParams as SamplingParams
+from quire.params import StructuredOutputsParams as StructuredOutputsParams
 from quire.server.batch.run import run_batch as run_batch
 from quire.server.serve import serve as serve
 from quire.startup.doctor import examine as examine
-from quire.structured import StructuredOutputsParams as StructuredOutputsParams
 
 __version__: str

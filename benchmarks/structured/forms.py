@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from quire.structured import StructuredOutputsParams
+from quire.params import StructuredOutputsParams
 
 _PERSON = {
     "type": "object",

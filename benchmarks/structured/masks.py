@@ -9,7 +9,7 @@ import numpy as np
 
 from benchmarks.structured.forms import FORMS
 from quire.errors import QuireError
-from quire.structured import StructuredOutputsParams
+from quire.params import StructuredOutputsParams
 from quire.structured_outputs.backends import compile as compile_grammar
 from quire.structured_outputs.vocabulary import Vocabulary
 

@@ -17,8 +17,8 @@ from threading import Thread
 from typing import Literal, NamedTuple
 
 from quire.errors import EngineStopped, RequestError
+from quire.params import StructuredOutputsParams
 from quire.server.errors import Busy
-from quire.structured import StructuredOutputsParams
 from quire.structured_outputs.compile import deep_stacks
 
 log = logging.getLogger(__name__)

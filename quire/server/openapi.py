@@ -12,17 +12,18 @@ from fastapi import FastAPI
 from quire.core.scheduling_params import MAX_PROGRAM_TTL, MAX_SECONDS, MAX_SESSION
 from quire.params import (
     MAX_BAD_WORDS,
+    MAX_CHARACTERS,
     MAX_LENGTH_PENALTY,
     MAX_LISTED_TOKENS,
     MAX_LOGPROB_IDS,
     MAX_STOP_LENGTH,
     MAX_STOPS,
+    MAX_WHITESPACE,
     NUMBERS,
 )
 from quire.server.api.request_params import NEUTRAL
 from quire.server.middleware.auth import OPEN
 from quire.server.service import Service
-from quire.structured import MAX_CHARACTERS, MAX_WHITESPACE
 
 Keywords = Mapping[str, object]  # of JSON Schema
 Limits = Mapping[str, Keywords]  # by JSON type: of a field, and of what is in its list

@@ -21,6 +21,7 @@ from quire.kernels.choose import Chosen, choose, usable_device
 from quire.kernels.contract import Demands
 from quire.kernels.reference.quantized import LARGEST
 from quire.models.model import Progress
+from quire.params import StructuredOutputsParams
 from quire.runner.model_runner import TorchRunner
 from quire.scheduler.journal import JournalledScheduler
 from quire.scheduler.scheduler import Scheduler
@@ -28,7 +29,6 @@ from quire.startup.calibration import measure
 from quire.startup.hardware import available_memory, pick_device, return_freed_memory
 from quire.startup.memory_demand import cache_of, demand_of, kv_groups
 from quire.startup.model_loading import ModelFiles, open_model
-from quire.structured import StructuredOutputsParams
 from quire.structured_outputs.backends import check as check_form
 from quire.structured_outputs.compile import Grammars, vocabulary_of
 from quire.tokenizer.tokenizer import Tokenizer

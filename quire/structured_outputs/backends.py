@@ -6,7 +6,7 @@ from typing import Protocol
 
 from quire.core.constraint import Grammar
 from quire.errors import ConfigError, nearest
-from quire.structured import StructuredOutputsParams
+from quire.params import StructuredOutputsParams
 from quire.structured_outputs.fsm.backend import FsmBackend
 from quire.structured_outputs.guidance import GuidanceBackend
 from quire.structured_outputs.vocabulary import Vocabulary

@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 
 from quire.core.constraint import Constraints, Grammar
 from quire.errors import RequestError
-from quire.structured import StructuredOutputsParams
+from quire.params import StructuredOutputsParams
 from quire.structured_outputs.backends import compile as compile_grammar
 from quire.structured_outputs.matchers import Matchers
 from quire.structured_outputs.vocabulary import Vocabulary

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import permutations
 
 from quire.errors import RequestError
-from quire.structured import MAX_LITERAL
+from quire.params import MAX_LITERAL
 from quire.structured_outputs.lark import MAX_RULES, check_length, check_stacked
 
 Ranges = tuple[tuple[int, int], ...]  # code points, first and last

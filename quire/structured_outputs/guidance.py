@@ -13,7 +13,7 @@ import numpy as np
 
 from quire.core.constraint import Matcher
 from quire.errors import RequestError
-from quire.structured import StructuredOutputsParams
+from quire.params import StructuredOutputsParams
 from quire.structured_outputs.ebnf import ebnf_to_lark, is_ebnf
 from quire.structured_outputs.forced_tokens import encode_within, forced_tokens
 from quire.structured_outputs.json_schema.reader import Schema, read_schema

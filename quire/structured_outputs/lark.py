@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from quire.errors import RequestError
-from quire.structured import MAX_LITERAL, StructuredOutputsParams
+from quire.params import MAX_LITERAL, StructuredOutputsParams
 from quire.structured_outputs.json_schema.reader import Schema, read_schema
 
 MAX_GRAMMAR = 32_768  # characters

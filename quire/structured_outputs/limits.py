@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from quire.errors import RequestError
-from quire.structured import StructuredOutputsParams
+from quire.params import StructuredOutputsParams
 from quire.structured_outputs.vocabulary import Vocabulary
 
 MAX_REGEX = 8192  # characters

@@ -9,8 +9,8 @@ import pytest
 from quire.config import EngineOptions
 from quire.errors import ConfigError, RequestError
 from quire.hub import embedded
+from quire.params import StructuredOutputsParams
 from quire.startup.build import build
-from quire.structured import StructuredOutputsParams
 from quire.structured_outputs import compile
 from quire.structured_outputs.compile import STACK_BYTES, Grammars, vocabulary_of
 from quire.structured_outputs.vocabulary import Vocabulary

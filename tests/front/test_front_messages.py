@@ -31,9 +31,8 @@ from quire.errors import (
     RequestError,
 )
 from quire.models.description import UnknownArchitecture
-from quire.params import NUMBERS, SamplingParams
+from quire.params import NUMBERS, SamplingParams, StructuredOutputsParams
 from quire.startup.build import Facts
-from quire.structured import StructuredOutputsParams
 from quire.supervisor import protocol
 from quire.supervisor import protocol as framing
 from quire.supervisor.protocol import Answer, BadFrame, Batch, Failure, Frames, Launched

@@ -7,10 +7,10 @@ from contextlib import contextmanager
 import pytest
 
 from quire.errors import EngineStopped, RequestError
+from quire.params import StructuredOutputsParams
 from quire.server import grammar_check
 from quire.server.errors import Busy
 from quire.server.grammar_check import FormChecks
-from quire.structured import StructuredOutputsParams
 
 
 class Backend:

@@ -6,10 +6,10 @@ import pytest
 from front_rig import CHAT, STORY
 
 from quire.errors import RequestError
+from quire.params import MAX_CHARACTERS, MAX_NESTING, StructuredOutputsParams
 from quire.server.api.openai.schema import ChatBody, CompletionBody
 from quire.server.api.sglang.schema import ROUTE_NAMES, GenerateParams
 from quire.server.errors import renamed
-from quire.structured import MAX_CHARACTERS, MAX_NESTING, StructuredOutputsParams
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 TAG = {"type": "structural_tag", "format": {"type": "any_text"}}

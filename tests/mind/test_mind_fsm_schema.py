@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.errors import RequestError
-from quire.structured import StructuredOutputsParams
+from quire.params import StructuredOutputsParams
 from quire.structured_outputs.fsm.backend import FsmBackend, automaton
 from quire.structured_outputs.fsm.construct import of_node
 from quire.structured_outputs.fsm.dfa import Dfa

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from quire.core.constraint import Verdict
 from quire.errors import RequestError
-from quire.structured import StructuredOutputsParams
+from quire.params import StructuredOutputsParams
 from quire.structured_outputs.forced_tokens import forced_tokens
 from quire.structured_outputs.fsm import token_masks as token_automata
 from quire.structured_outputs.fsm.backend import FsmBackend, FsmGrammar, FsmMatcher

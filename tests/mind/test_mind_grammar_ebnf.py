@@ -5,7 +5,7 @@ import random
 import pytest
 from grammar_vocabulary import allowed, text_of, vocabulary, walk
 
-from quire.structured import StructuredOutputsParams as Asked
+from quire.params import StructuredOutputsParams as Asked
 from quire.structured_outputs.backends import compile
 from quire.structured_outputs.ebnf import ebnf_to_lark, is_ebnf
 from quire.structured_outputs.json_schema.values import FORMATS

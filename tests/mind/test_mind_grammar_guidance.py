@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.errors import ConfigError, RequestError
-from quire.structured import StructuredOutputsParams as Asked
+from quire.params import StructuredOutputsParams as Asked
 from quire.structured_outputs.backends import check, compile
 from quire.structured_outputs.limits import MAX_FORCED
 from quire.structured_outputs.vocabulary import Vocabulary

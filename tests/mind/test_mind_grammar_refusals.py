@@ -8,7 +8,7 @@ from grammar_schemas import INTEGER, STRING
 
 from quire.errors import RequestError
 from quire.params import SamplingParams
-from quire.structured import StructuredOutputsParams as Asked
+from quire.params import StructuredOutputsParams as Asked
 from quire.structured_outputs.backends import check
 from quire.structured_outputs.json_schema.bounds import ANNOTATIONS, ENFORCED, REFUSED
 from quire.structured_outputs.json_schema.values import FORMATS

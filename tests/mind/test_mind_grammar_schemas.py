@@ -13,7 +13,7 @@ from grammar_schemas import at_random, by_keyword
 from grammar_vocabulary import text_of, vocabulary, walk
 
 from quire.errors import RequestError
-from quire.structured import StructuredOutputsParams
+from quire.params import StructuredOutputsParams
 from quire.structured_outputs.backends import compile
 from quire.structured_outputs.json_schema.bounds import ENFORCED
 

@@ -9,7 +9,7 @@ from grammar_vocabulary import allowed, encode, text_of, vocabulary, walk
 from test_mind_grammar_schemas import faults
 
 from quire.errors import ConfigError, RequestError
-from quire.structured import StructuredOutputsParams as Asked
+from quire.params import StructuredOutputsParams as Asked
 from quire.structured_outputs.backends import check, compile
 from quire.structured_outputs.library_matcher import Masks
 from quire.structured_outputs.xgrammar import _XgrammarParser

@@ -20,9 +20,8 @@ from quire.lang.errors import GenerationFailed
 from quire.lang.params import GenParams
 from quire.lang.select import ChoicesDecision, ChoicesSamplingMethod, Entry, decide, num_shared
 from quire.lang.state_text import Message, Prompt
-from quire.params import SamplingParams
+from quire.params import SamplingParams, StructuredOutputsParams
 from quire.startup.build import Built, build, facts_of
-from quire.structured import StructuredOutputsParams
 from quire.structured_outputs.backends import check
 from quire.supervisor.async_engine import AsyncEngine
 from quire.supervisor.health import Health

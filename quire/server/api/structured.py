@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from quire.errors import RequestError
+from quire.params import MAX_CHOICES, StructuredOutputsParams
 from quire.server.api.field_types import PerPrompt
 from quire.server.api.request_params import Body, about, without_effect
-from quire.structured import MAX_CHOICES, StructuredOutputsParams
 
 MAX_NAME = 256  # characters of a schema's name
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from quire.core.constraint import Verdict
 from quire.errors import RequestError
-from quire.structured import StructuredOutputsParams
+from quire.params import StructuredOutputsParams
 from quire.structured_outputs.fsm.construct import of_node, of_words, states_of
 from quire.structured_outputs.fsm.dfa import DEAD, Dfa
 from quire.structured_outputs.fsm.json_schema import of_schema

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from urllib.parse import unquote
 
 from quire.errors import nearest
-from quire.structured import check_unicode
+from quire.params import check_unicode
 from quire.structured_outputs.json_schema.bounds import ANNOTATIONS, DIALECTS, ENFORCED, KNOWN, REFUSED, check_bounds
 from quire.structured_outputs.json_schema.values import MAX_PROPERTIES, VALUES, Out, Values, escaped
 

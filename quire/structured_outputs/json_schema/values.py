@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from quire.errors import RequestError, nearest
-from quire.structured import MAX_LITERAL
+from quire.params import MAX_LITERAL
 from quire.structured_outputs.json_schema.bounds import MAX_NODES, TYPES
 
 # RFC 3339, with real calendar days: the 29th of February only in leap years; no year 0000.

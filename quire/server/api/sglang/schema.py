@@ -5,12 +5,11 @@ from types import MappingProxyType
 from typing import Any
 
 from quire.errors import RequestError
-from quire.params import SamplingParams
+from quire.params import SamplingParams, StructuredOutputsParams
 from quire.server.api.field_types import Biases, Listed, PerPrompt, Salt, TokenIds
 from quire.server.api.request_params import Body, about, not_yet, with_limit
 from quire.server.api.structured import Schema, Tag, two_forms
 from quire.server.api.terms import TermsBody
-from quire.structured import StructuredOutputsParams
 
 ROUTE_NAMES = MappingProxyType(  # the engine's name -> the route's, for error messages
     {
