@@ -23,9 +23,8 @@ from quire.lang.api import (
 )
 from quire.lang.backends.openai import OpenAI
 from quire.lang.backends.server import RuntimeEndpoint
-from quire.lang.default import flush_cache, set_default_backend
 from quire.lang.errors import BackendClosed, Cancelled, GenerationFailed
-from quire.lang.function import Function, function
+from quire.lang.function import Function, flush_cache, function, set_default_backend
 from quire.lang.local import Engine, Runtime
 from quire.lang.program_state import ProgramState, ProgramStateGroup
 from quire.lang.select import (

@@ -10,15 +10,37 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Unpack, overload
 
-from quire.errors import RequestError, nearest
+from quire.errors import ConfigError, RequestError, nearest
 from quire.lang.backends.backend import Backend
 from quire.lang.batch import run_all
-from quire.lang.default import backend_or_default
 from quire.lang.errors import BackendClosed, Cancelled
 from quire.lang.interpreter import Setting
 from quire.lang.params import GenParams, Sampling, said_of
 from quire.lang.program_state import ProgramState
-from quire.lang.run import Run
+from quire.lang.stream import Run
+
+
+class _Default:
+    backend: Backend | None = None
+
+
+def set_default_backend(backend: Backend | None) -> None:
+    """What programs run on that name no backend."""
+    _Default.backend = backend
+
+
+def backend_or_default(backend: Backend | None) -> Backend:
+    """The one that was given, or else the default. Raises ConfigError where there is none."""
+    found = backend or _Default.backend
+    if found is None:
+        raise ConfigError("there is no backend: give backend=..., or call set_default_backend(...) first")
+    return found
+
+
+def flush_cache(backend: Backend | None = None) -> None:
+    """Let a backend forget all KV that nobody uses. Raises ConfigError, RequestError."""
+    backend_or_default(backend).flush_cache()
+
 
 ProgramFunction = Callable[..., object]
 

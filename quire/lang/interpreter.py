@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from quire.core.scheduling_params import Program
 from quire.errors import RequestError
 from quire.lang import expressions
-from quire.lang.api_speculation import Surplus, Written, finish_type
+from quire.lang.api_speculation import ChatTurn, Surplus, Written, finish_type
 from quire.lang.backends.backend import Backend, Piece
-from quire.lang.chat_turn import ChatTurn
 from quire.lang.errors import GenerationFailed
 from quire.lang.params import GenParams
 from quire.lang.state_text import Cut, Scene

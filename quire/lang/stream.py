@@ -7,20 +7,74 @@ A fork is an operation of its parent, so that it begins with what the parent has
 
 import asyncio
 import logging
+import threading
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
+from types import TracebackType
 from typing import Any
+from uuid import uuid4
 
 from quire.core.scheduling_params import Program
 from quire.errors import QuireError, RequestError, nearest
 from quire.lang import expressions
-from quire.lang.changes import Changes
 from quire.lang.errors import BackendClosed
 from quire.lang.expressions import Expr
 from quire.lang.interpreter import Executor, Setting
 from quire.lang.state_text import Scene
+
+
+class Changes:
+    """A lock around what changes, and a bell for those who wait: `with changes: change it; changes.tell()`."""
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._bells: list[Callable[[], None]] = []
+
+    def __enter__(self) -> None:
+        self._condition.acquire()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._condition.release()
+
+    def tell(self) -> None:
+        """Something has changed."""
+        with self._condition:
+            self._condition.notify_all()
+            for bell in self._bells:
+                bell()
+
+    def wait(self, is_so: Callable[[], bool], timeout: float | None = None) -> bool:
+        """Wait until `is_so()`, which is asked under the lock; False after `timeout` seconds."""
+        with self._condition:
+            return self._condition.wait_for(is_so, timeout)
+
+    async def until(self, is_so: Callable[[], bool]) -> None:
+        """The same, on any event loop."""
+        loop, event = asyncio.get_running_loop(), asyncio.Event()
+
+        def bell() -> None:
+            with suppress(RuntimeError):  # that loop has ended, and with it whoever waited there
+                loop.call_soon_threadsafe(event.set)
+
+        with self._condition:
+            self._bells.append(bell)
+        try:
+            while True:
+                event.clear()
+                with self._condition:
+                    if is_so():
+                        return
+                await event.wait()
+        finally:
+            with self._condition:
+                self._bells.remove(bell)
+
 
 log = logging.getLogger(__name__)
 
@@ -301,3 +355,50 @@ class Append(Expr):
 async def _all_done(children: Branches) -> None:
     for child, number in children:
         await child.done(number)
+
+
+class Run:
+    """owner: the thread on which the program's function runs; None once it is over.
+
+    failed_by_itself: it was stopped by an error of one of its streams, and not by its function's code.
+    """
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self.id = uuid4().hex
+        self.owner: int | None = None
+        self.failed_by_itself = False
+        self._branches = count(1)
+        self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
+        self._lock = threading.Lock()
+        self.trunk = Stream(setting, self.id)
+        self._streams.add(self.trunk)
+
+    def fork(self, names: Iterable[str]) -> Stream:
+        """A stream that begins when it is released. names: variables that it will have then."""
+        stream = Stream(self.setting, self.id, str(next(self._branches)), held=True, names=names)
+        with self._lock:
+            self._streams.add(stream)
+        return stream
+
+    def end(self) -> None:
+        """The function is over: no stream gets more from it."""
+        self.owner = None
+        for stream in self._all():
+            stream.end()
+
+    def sync(self) -> None:
+        """Wait until all that was appended is done."""
+        for stream in self._all():
+            stream.sync()
+
+    def stop(self, error: BaseException) -> None:
+        """Give up all that is not done, because of an error, which the trunk then has."""
+        self.failed_by_itself = any(stream.error is error for stream in self._all())
+        for stream in self._all():
+            stream.fail(error)
+        self.trunk.fail(error, though_done=True)
+
+    def _all(self) -> list[Stream]:
+        with self._lock:
+            return list(self._streams)

@@ -1,18 +1,105 @@
 """OpenAI: programs on any endpoint with OpenAI's API, completions or chat. Knows its bodies, no engine."""
 
+import json
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
 from quire.core.scheduling_params import Program
 from quire.errors import RequestError
-from quire.lang.backends import openai_body
 from quire.lang.backends.backend import Backend, Piece, RoleTexts
 from quire.lang.backends.http import Http, understood
 from quire.lang.backends.roles import plain_texts
 from quire.lang.params import GenParams
 from quire.lang.select import ChoicesDecision, ChoicesSamplingMethod, Entry, decide, num_shared
 from quire.lang.state_text import Prompt
+
+_PLAIN = GenParams()
+
+
+def sampling(params: GenParams, *, extensions: bool) -> dict[str, object]:
+    """How tokens are chosen and when it ends. Raises RequestError for what the endpoint does not know."""
+    asked: dict[str, object] = {
+        "max_tokens": params.max_tokens,
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+    }
+    for name in ("frequency_penalty", "presence_penalty", "n", "seed"):
+        if getattr(params, name) != getattr(_PLAIN, name):
+            asked[name] = getattr(params, name)
+    if params.stop:
+        asked["stop"] = list(params.stop)
+    return {**asked, **_extra(params, extensions=extensions), **_form(params, extensions=extensions)}
+
+
+def completion_logprobs(params: GenParams) -> dict[str, object]:
+    """What completions tell of tokens."""
+    return {"logprobs": params.top_logprobs_num or 0} if params.return_logprob else {}
+
+
+def chat_logprobs(params: GenParams) -> dict[str, object]:
+    """What chat tells of tokens."""
+    if not params.return_logprob:
+        return {}
+    return {"logprobs": True, **({"top_logprobs": params.top_logprobs_num} if params.top_logprobs_num else {})}
+
+
+def text_of(choice: Mapping[str, Any], part: str) -> str:
+    """Of a completion, or of a chat's message or delta."""
+    if "text" in choice:
+        return choice["text"] or ""
+    return (choice.get(part) or {}).get("content") or ""
+
+
+def meta_of(
+    answer: Mapping[str, Any], choice: Mapping[str, Any], usage: Mapping[str, Any], prompt_length: int | None
+) -> dict[str, Any]:
+    """As SGLang tells it. prompt_length: of a whole completion; characters."""
+    reason = choice.get("finish_reason")
+    why = {"type": reason} if reason else None
+    if reason in ("error", "abort"):
+        why = {"type": reason, "message": choice.get("stop_reason")}
+    meta = {"id": answer.get("id"), "finish_reason": why, **usage}
+    logprobs = choice.get("logprobs")
+    if logprobs:
+        meta["logprobs"] = logprobs
+    if prompt_length is not None and logprobs and logprobs.get("text_offset"):
+        meta["token_offsets"] = _relative(logprobs["text_offset"])
+    return meta
+
+
+def _relative(offsets: list[int]) -> list[int]:
+    """From the output's beginning: some endpoints count from the prompt's."""
+    return [offset - offsets[0] for offset in offsets]
+
+
+def _extra(params: GenParams, *, extensions: bool) -> dict[str, object]:
+    names = ("top_k", "min_p", "stop_token_ids", "ignore_eos", "min_tokens")
+    said = [name for name in names if getattr(params, name) != getattr(_PLAIN, name)]
+    if said and not extensions:
+        raise RequestError(
+            f"OpenAI's API has no {', '.join(said)}; leave it out, or make OpenAI(..., extensions=True) where the "
+            "endpoint knows vLLM's fields",
+            said[0],
+        )
+    values = {name: getattr(params, name) for name in said}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+
+def _form(params: GenParams, *, extensions: bool) -> dict[str, object]:
+    if params.form is None:
+        return {}
+    kind, text = params.form
+    if kind == "json_schema":
+        schema = {"name": "output", "schema": json.loads(text), "strict": True}
+        return {"response_format": {"type": "json_schema", "json_schema": schema}}
+    if not extensions:
+        raise RequestError(
+            f"OpenAI's API has no {kind}; use json_schema, or make OpenAI(..., extensions=True) where the endpoint "
+            "knows vLLM's structured_outputs",
+            kind,
+        )
+    return {"structured_outputs": {"regex" if kind == "regex" else "grammar": text}}
 
 
 class OpenAI(Backend):
@@ -64,8 +151,8 @@ class OpenAI(Backend):
             usage = self._count(answer.get("usage"))
             pieces = [
                 Piece(
-                    openai_body.text_of(choice, "message"),
-                    openai_body.meta_of(answer, choice, usage, len(prompt.text)),
+                    text_of(choice, "message"),
+                    meta_of(answer, choice, usage, len(prompt.text)),
                     int(choice.get("index", 0)),
                 )
                 for choice in answer["choices"]
@@ -106,11 +193,11 @@ class OpenAI(Backend):
         await self._http.close()
 
     def _request(self, prompt: Prompt, params: GenParams) -> tuple[str, dict[str, object]]:
-        body = {"model": self.model_name, **openai_body.sampling(params, extensions=self._extensions)}
+        body = {"model": self.model_name, **sampling(params, extensions=self._extensions)}
         if not self.is_chat_model:
-            logprobs = openai_body.completion_logprobs(params)
+            logprobs = completion_logprobs(params)
             return "/completions", {**body, "prompt": prompt.text, **logprobs}
-        return "/chat/completions", {**body, **self._conversation(prompt), **openai_body.chat_logprobs(params)}
+        return "/chat/completions", {**body, **self._conversation(prompt), **chat_logprobs(params)}
 
     def _conversation(self, prompt: Prompt) -> dict[str, object]:
         messages: list[Mapping[str, str]] = list(prompt.messages)
@@ -135,10 +222,7 @@ class OpenAI(Backend):
                 with understood():
                     usage = self._count(event.get("usage"))
                     choices = event.get("choices") or ()
-                    told = [
-                        (openai_body.text_of(one, "delta"), openai_body.meta_of(event, one, {}, None))
-                        for one in choices
-                    ]
+                    told = [(text_of(one, "delta"), meta_of(event, one, {}, None)) for one in choices]
                 for text, one in told:
                     meta = {**one, "finish_reason": one["finish_reason"] or meta.get("finish_reason")}
                     yield Piece(text, meta)
@@ -156,7 +240,7 @@ class OpenAI(Backend):
         answer = await self._http.post(path, {**body, "structured_outputs": {"choice": list(choices)}})
         with understood():
             self._count(answer.get("usage"))
-            written = openai_body.text_of(answer["choices"][0], "message")
+            written = text_of(answer["choices"][0], "message")
         if written not in choices:
             raise RequestError(f"this endpoint does not keep to structured_outputs: it wrote {written!r:.100}")
         return ChoicesDecision(written)
