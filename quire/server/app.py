@@ -18,15 +18,13 @@ from quire.server.api.openai.completions import completion_routes
 from quire.server.api.openai.embeddings import embedding_routes
 from quire.server.api.sglang.routes import generate_routes
 from quire.server.error_handlers import install
-from quire.server.middleware.auth import Gate
+from quire.server.middleware.auth import Gate, Keys
 from quire.server.middleware.body_limit import BodyLimit
 from quire.server.middleware.cors import Cors
 from quire.server.middleware.drain import Drain, DrainGate
-from quire.server.middleware.keys import Keys
 from quire.server.middleware.rate_limit import RateLimit
 from quire.server.middleware.tarpit import SlowRefusals
-from quire.server.observability.middleware import Watch
-from quire.server.observability.observers import Observers
+from quire.server.observability.middleware import Observers, Watch
 from quire.server.openapi import describe_api
 from quire.server.options import ServerOptions
 from quire.server.service import Service

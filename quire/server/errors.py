@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 
 from quire.errors import ContextLengthExceeded, DeadlineUnreachable, EngineStopped, ModelError, QueueFull, RequestError
 from quire.server.middleware.quota import RateLimited
-from quire.server.observability.error_answer import ErrorAnswer
+from quire.server.observability.request_record import ErrorAnswer
 
 log = logging.getLogger(__name__)
 

@@ -4,18 +4,54 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from itertools import accumulate
+from typing import Protocol
+
+import msgspec
+from fastapi import Request, Response
 
 from quire.core.output import NO_SEQUENCE, NO_TOKEN, Output
 from quire.engine.output_text import Transcript
-from quire.engine.outputs import Delta
+from quire.engine.outputs import Delta, RequestMetrics
 from quire.errors import EngineStopped, RequestError
 from quire.params import SamplingParams
 from quire.scheduler.constraints import DEAD_END
 from quire.server.errors import DeadlineMissed, SequenceFailed
-from quire.server.observability.metrics import Metrics
-from quire.server.observability.request_record import Told
-from quire.server.told import ended_of, told_of
+from quire.server.middleware.auth import caller_of
+from quire.server.observability.metrics import Ended, Metrics
+from quire.server.observability.request_record import Told, record_of
+from quire.server.sse import EventStream, TimeLimit, while_connected
 from quire.supervisor.async_engine import Stream
+
+
+def told_of(transcripts: Sequence[Transcript], finish_reasons: list[str], *, content: bool) -> Told:
+    """Of a reply's transcripts. content: whether prompts and what was generated are wanted, too."""
+    first = transcripts[0].metrics
+    return Told(
+        num_prompt_tokens=sum(len(one.prompt.ids) for one in transcripts),
+        num_output_tokens=sum(sum(one.num_output_tokens) for one in transcripts),
+        num_cached_tokens=sum(one.num_cached_tokens for one in transcripts),
+        finish_reasons=finish_reasons,
+        params=transcripts[0].params,
+        queue_seconds=first.queue_seconds,
+        first_token_seconds=_first_token_seconds(first),
+        prompts=tuple(one.prompt.text or one.prompt.ids for one in transcripts) if content else (),
+        outputs=tuple(output.text for one in transcripts for output in one.result().outputs) if content else (),
+    )
+
+
+def ended_of(transcript: Transcript) -> Ended:
+    """The same of one prompt, for metrics."""
+    return Ended(
+        transcript.metrics,
+        len(transcript.prompt.ids),
+        transcript.num_cached_tokens,
+        transcript.num_output_tokens,
+        transcript.params,
+    )
+
+
+def _first_token_seconds(metrics: RequestMetrics) -> float | None:
+    return None if metrics.first_token_time is None else metrics.first_token_time - metrics.arrival_time
 
 
 class Reply:
@@ -163,3 +199,33 @@ def _failure(delta: Delta, params: SamplingParams) -> Exception:
             "allowed_token_ids" if params.allowed_token_ids is not None else "bad_words",
         )
     return SequenceFailed(reason)
+
+
+class Answer(Protocol):
+    """One request's objects in some format. id: the request's."""
+
+    id: str
+
+    def whole(self, reply: Reply) -> object:
+        """Everything at once, when all sequences have ended."""
+
+    def events(self, reply: Reply) -> AsyncIterator[bytes]:
+        """Server-sent events while the sequences grow."""
+
+
+async def respond(request: Request, answer: Answer, reply: Reply, limit: TimeLimit, *, stream: bool) -> Response:
+    """The response; `reply` is closed at its end. Raises ClientGone, SequenceFailed, EngineStopped, TimedOut."""
+    record_of(request).told = reply.told
+    reply.charge(caller_of(request).quota.spend)
+    if stream:
+        return EventStream(limit.each(answer.events(reply)), reply.close)
+    try:
+        await limit.of(while_connected(request.receive, reply.end))
+    finally:
+        reply.close()
+    return Response(msgspec.json.encode(answer.whole(reply)), media_type="application/json")
+
+
+def shows(delta: Delta, *, ids: bool) -> bool:
+    """Whether a client sees anything of a delta. ids: whether it asked for those of tokens."""
+    return bool(delta.text or delta.logprobs or delta.finish_reason or (ids and delta.token_ids))

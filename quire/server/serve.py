@@ -3,19 +3,83 @@
 import gc
 import ipaddress
 import socket
-from collections.abc import Callable
+import ssl
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 
-from quire.config import EngineOptions
+from quire.config import EngineOptions, with_bounded_queue
 from quire.errors import ConfigError
 from quire.server.app import make_app
-from quire.server.launch import launched
-from quire.server.middleware.drain import Drain
-from quire.server.middleware.graceful import GracefulServer
+from quire.server.middleware.auth import Keys, read_keys
+from quire.server.middleware.drain import Drain, GracefulServer
 from quire.server.middleware.http_protocol import http_config
-from quire.server.middleware.keys import Keys, read_keys
-from quire.server.observability.observers import check_observers
+from quire.server.observability.middleware import check_observers
 from quire.server.options import ServerOptions
-from quire.server.tls import check_certificate
+from quire.server.service import Service
+from quire.supervisor.async_engine import AsyncEngine
+from quire.supervisor.launcher import EngineProcess
+from quire.tokenizer.load import open_tokenizer
+
+CALIBRATION_SECONDS = 1.0  # at most; a small model needs less
+
+
+@contextmanager
+def launched(
+    options: EngineOptions,
+    model_name: str | None = None,
+    *,
+    watchdog: float = 0.0,
+    report: Callable[[str], None],
+    progress: Callable[[int, int], None],
+) -> Iterator[Service]:
+    """A service whose engine runs in a process of its own, and is ready; at the end that process is gone.
+
+    watchdog: seconds after which a stalled engine is started anew. Raises ConfigError, ModelError, EngineStopped.
+    """
+    host = EngineProcess(for_a_server(options), report=report, progress=progress)
+    host.launch()
+    try:
+        tokenizer = open_tokenizer(Path(host.facts.path))
+        yield Service(host.facts, tokenizer, AsyncEngine(host, watchdog=watchdog), model_name)
+    finally:
+        host.kill()
+        host.wait()
+
+
+def for_a_server(options: EngineOptions) -> EngineOptions:
+    """A server takes the time to learn its costs before requests come, and its queue is bounded, unless told not to."""
+    if options.calibration is None:
+        options = replace(options, calibration=CALIBRATION_SECONDS)
+    return with_bounded_queue(options)
+
+
+def check_certificate(certfile: str | None, keyfile: str | None) -> None:
+    """Raises ConfigError that names the option, for files that are not there or do not belong together."""
+    if certfile is None:
+        if keyfile is not None:
+            raise ConfigError("ssl_keyfile needs ssl_certfile, the certificate that the key belongs to")
+        return
+    for option, path in (("ssl_certfile", certfile), ("ssl_keyfile", keyfile)):
+        if path is not None:
+            _check_readable(option, path)
+    try:
+        # without a password, OpenSSL would ask the terminal for one
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certfile, keyfile, password="")
+    except (ssl.SSLError, ValueError) as error:
+        raise ConfigError(
+            f"ssl_certfile {certfile} with ssl_keyfile {keyfile or certfile} cannot be used ({error}); they must be "
+            "PEM files, belong together, and the key must not be encrypted"
+        ) from error
+
+
+def _check_readable(option: str, path: str) -> None:
+    try:
+        with Path(path).open("rb"):
+            pass
+    except OSError as error:
+        raise ConfigError(f"{option}: {path} cannot be read: {error.strerror}") from error
 
 
 def serve(

@@ -10,11 +10,11 @@ from quire.engine.inputs import Generation, Prompt, generations, part_id, tokeni
 from quire.engine.output_text import Transcript
 from quire.errors import ContextLengthExceeded
 from quire.params import SamplingParams
-from quire.server.api.field_types import MAX_PROMPTS
+from quire.server.api.request_params import MAX_PROMPTS
 from quire.server.errors import UnknownModel
 from quire.server.grammar_check import FormChecks
 from quire.server.observability.metrics import Metrics
-from quire.server.observability.request_ids import RequestIds
+from quire.server.observability.request_record import RequestIds
 from quire.server.reply import Reply
 from quire.server.thread_pool import Aside
 from quire.startup.build import Facts

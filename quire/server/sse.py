@@ -3,14 +3,15 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
 from functools import partial
+from types import TracebackType
 from typing import TypeVar
 
 import msgspec
 from fastapi import Response
 from starlette.types import Receive, Scope, Send
 
-from quire.server.errors import describe
-from quire.server.observability.error_answer import note_error
+from quire.server.errors import TimedOut, describe
+from quire.server.observability.request_record import note_error
 
 T = TypeVar("T")
 
@@ -85,3 +86,51 @@ class EventStream(Response):
 async def _disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+class TimeLimit:
+    """An async context, to be entered as often as needed. Raises TimedOut when the time is over. None: no limit."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self._seconds = seconds
+        self._end = None if seconds is None else asyncio.get_running_loop().time() + seconds
+        self._timeout: asyncio.Timeout
+
+    async def __aenter__(self) -> None:
+        if self._end is not None and asyncio.get_running_loop().time() >= self._end:
+            raise self._error()
+        self._timeout = asyncio.timeout_at(self._end)
+        await self._timeout.__aenter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            await self._timeout.__aexit__(kind, error, traceback)
+        except TimeoutError:
+            raise self._error() from error
+
+    async def of(self, work: Coroutine[object, object, T]) -> T:
+        """What `work` returns."""
+        try:
+            async with self:
+                return await work
+        finally:
+            work.close()  # where there was no time to begin
+
+    async def each(self, items: AsyncIterator[T]) -> AsyncIterator[T]:
+        """The items, as long as there is time. Time in which nobody asks for the next one counts, too."""
+        if self._end is None:
+            async for item in items:
+                yield item
+            return
+        while True:
+            try:
+                async with self:
+                    item = await anext(items)
+            except StopAsyncIteration:
+                return
+            yield item
+
+    def _error(self) -> TimedOut:
+        return TimedOut(f"the request took longer than its timeout of {self._seconds:g} s; allow more, or ask for less")

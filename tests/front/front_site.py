@@ -11,7 +11,7 @@ from front_rig import CHAT, DEFAULTS, run_app, service_of, small_engine
 
 from quire.engine.inputs import NewRequest
 from quire.server.app import make_app
-from quire.server.middleware.keys import Keys, new_key
+from quire.server.middleware.auth import Keys, new_key
 from quire.server.options import ServerOptions
 
 MANY = {"n": 1, "max_tokens": 1}

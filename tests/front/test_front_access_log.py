@@ -13,7 +13,7 @@ from front_site import run_site
 from quire.errors import ConfigError
 from quire.server.observability import access_log
 from quire.server.observability.access_log import AccessLog, line_of
-from quire.server.observability.observers import check_observers
+from quire.server.observability.middleware import check_observers
 from quire.server.observability.request_record import Record
 from quire.server.options import ServerOptions
 

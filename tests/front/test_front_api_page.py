@@ -8,11 +8,9 @@ import pytest
 from quire.server.api.native.programs import EndProgramBody
 from quire.server.api.native.tokenize import DetokenizeBody, TokenizeBody
 from quire.server.api.openai.embeddings import EmbeddingBody
-from quire.server.api.openai.messages import ChatMessage
-from quire.server.api.openai.schema import ChatBody, CompletionBody, SamplingBody, StreamOptions
+from quire.server.api.openai.schema import ChatBody, ChatMessage, CompletionBody, SamplingBody, StreamOptions
+from quire.server.api.request_params import JsonSchema, ProgramBody, ResponseFormat, RetentionBody, StructuredOutputs
 from quire.server.api.sglang.schema import GenerateBody, GenerateParams
-from quire.server.api.structured import JsonSchema, ResponseFormat, StructuredOutputs
-from quire.server.api.terms import ProgramBody, RetentionBody
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "api.md").read_text()
 SECTIONS = {part.split("\n", 1)[0]: part for part in PAGE.split("\n## ")}

@@ -23,8 +23,7 @@ from quire.config import EngineOptions
 from quire.errors import ConfigError
 from quire.server.batch import file_format
 from quire.server.batch import run as batches
-from quire.server.batch.batch_output import Output
-from quire.server.batch.run import Batch, BatchStopped, run_batch
+from quire.server.batch.run import Batch, BatchStopped, Output, run_batch
 from quire.server.middleware import tarpit
 
 SHORT = {"max_tokens": 6, "temperature": 0}

@@ -11,7 +11,7 @@ from quire.cost.block_size import CANDIDATES, BlockUse
 from quire.cost.step_time import Costs
 from quire.engine.engine import EngineStats, Learnt
 from quire.errors import DeadlineUnreachable
-from quire.server.api.native import block_advice
+from quire.server.api.native import admin
 from quire.startup.build import facts_of
 from quire.supervisor import async_engine
 from quire.supervisor.async_engine import AsyncEngine
@@ -20,8 +20,8 @@ from quire.supervisor.launcher import EngineThread
 
 def test_costs_and_block_sizes_of_the_requests_so_far(keyless, monkeypatch):
     measured = []
-    real = block_advice.lookup_seconds
-    monkeypatch.setattr(block_advice, "lookup_seconds", lambda *what: measured.append(what) or real(*what))
+    real = admin.lookup_seconds
+    monkeypatch.setattr(admin, "lookup_seconds", lambda *what: measured.append(what) or real(*what))
     body = {"prompt": [[5] * 40] * 8, "n": 4, "max_tokens": 24, "ignore_eos": True}
     assert keyless.post(None, "/v1/completions", **body).status_code == 200
     info = keyless.ask(None, "GET", "/get_server_info").json()

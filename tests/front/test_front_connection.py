@@ -24,7 +24,7 @@ from quire.server.middleware import body_limit, http_protocol
 from quire.server.middleware.body_limit import MAX_BODY, BodyLimit
 from quire.server.middleware.http_protocol import MAX_HEAD
 from quire.server.options import ServerOptions
-from quire.server.tls import check_certificate
+from quire.server.serve import check_certificate
 
 POST = b"POST / HTTP/1.1\r\nhost: x\r\n"
 SLOW = 0.2  # seconds that heads and bodies have here

@@ -18,9 +18,8 @@ from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse, StreamingResponse
 
 from quire.server.app import make_app
-from quire.server.middleware import graceful
-from quire.server.middleware.drain import Drain, DrainGate
-from quire.server.middleware.graceful import GracefulServer
+from quire.server.middleware import drain
+from quire.server.middleware.drain import Drain, DrainGate, GracefulServer
 from quire.server.middleware.http_protocol import http_config
 
 PIECES = 20
@@ -165,7 +164,7 @@ def test_the_time_ends_and_a_second_signal_ends_it_at_once(streams, grace, num_s
 
 
 def test_who_reads_nothing_holds_nobody_up(streams, monkeypatch):
-    monkeypatch.setattr(graceful, "LAST_WORDS", 0.2)
+    monkeypatch.setattr(drain, "LAST_WORDS", 0.2)
 
     async def flood(_request):
         async def pieces():
@@ -187,7 +186,7 @@ def test_who_reads_nothing_holds_nobody_up(streams, monkeypatch):
 
 
 def test_who_sends_no_more_holds_nobody_up(streams, monkeypatch):
-    monkeypatch.setattr(graceful, "LAST_WORDS", 0.2)
+    monkeypatch.setattr(drain, "LAST_WORDS", 0.2)
     with (
         running(streams.app, streams.drain, streams.close, 0.1) as one,
         socket.create_connection(("127.0.0.1", one.port), timeout=10) as stuck,

@@ -17,8 +17,8 @@ from quire.config import EngineOptions
 from quire.core.request import Namespace
 from quire.errors import ConfigError
 from quire.server import serve as serving
-from quire.server.middleware import keys as module
-from quire.server.middleware.keys import MAX_KEYS, Caller, Keys, add_key, new_key, read_keys
+from quire.server.middleware import auth as module
+from quire.server.middleware.auth import MAX_KEYS, Caller, Keys, add_key, new_key, read_keys
 from quire.server.middleware.quota import Quota
 from quire.server.options import ServerOptions
 

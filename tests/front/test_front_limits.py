@@ -24,11 +24,10 @@ from quire.params import (
     MAX_TEMPERATURE,
     MAX_TOKENS,
 )
-from quire.server.api.field_types import MAX_PROMPT_TOKENS, MAX_PROMPTS, MAX_SALT
 from quire.server.api.limits import MAX_CHOICES, MAX_TOLD
 from quire.server.api.native.explain import MAX_ID
+from quire.server.api.request_params import MAX_PROMPT_TOKENS, MAX_PROMPTS, MAX_SALT, MAX_TIMEOUT
 from quire.server.api.sglang.routes import MAX_RID
-from quire.server.api.terms import MAX_TIMEOUT
 from quire.server.middleware.body_limit import MAX_BODY, MAX_NESTING, Nesting
 from quire.server.service import CHARACTERS_PER_TOKEN
 from quire.tokenizer.messages import MAX_DEPTH, MAX_MESSAGES

@@ -11,14 +11,14 @@ from quire.engine.inputs import Generation, TokenizedPrompt
 from quire.engine.output_text import Transcript
 from quire.errors import RequestError
 from quire.params import MAX_BAD_CHARACTERS, SamplingParams
-from quire.server.api.field_types import MAX_PROMPT_TOKENS, MAX_PROMPTS
 from quire.server.api.limits import MAX_CHOICES, MAX_TOLD, check_choices, check_told
 from quire.server.api.native.tokenize import DetokenizeBody, TokenizeBody
-from quire.server.api.openai import opening
+from quire.server.api.openai import completions
+from quire.server.api.openai.completions import Openings
 from quire.server.api.openai.embeddings import EmbeddingBody
 from quire.server.api.openai.logprobs import LogprobFormat
-from quire.server.api.openai.opening import Openings
 from quire.server.api.openai.schema import ChatBody, CompletionBody
+from quire.server.api.request_params import MAX_PROMPT_TOKENS, MAX_PROMPTS
 from quire.server.api.sglang.schema import GenerateBody
 from quire.server.reply import Reply
 from quire.tokenizer.tokenizer import MAX_BAD_TOKENS, bad_word_tokens
@@ -164,8 +164,8 @@ def test_rows_of_a_prompt_are_written_once(tokenizer, monkeypatch):
     params = SamplingParams(prompt_logprobs=0, logprobs=0)
     transcript = Transcript("r", Generation(TokenizedPrompt(None, [67]), params), tokenizer, now=0)
     calls = []
-    monkeypatch.setattr(opening, "plain_rows", lambda rows: calls.append(rows))
-    echo = opening.Echo("a", [0])
+    monkeypatch.setattr(completions, "plain_rows", lambda rows: calls.append(rows))
+    echo = completions.Echo("a", [0])
     openings = Openings(body, LogprobFormat(params, tokenizer), [echo])
     assert openings.of(0, transcript) is openings.of(0, transcript)
     assert len(calls) == 1

@@ -10,7 +10,7 @@ from front_rig import run_app, service_of, small_engine
 from quire.errors import ConfigError, QueueFull
 from quire.server.app import make_app
 from quire.server.errors import response_to
-from quire.server.middleware.keys import Keys, new_key
+from quire.server.middleware.auth import Keys, new_key
 from quire.server.options import ServerOptions
 
 ORIGIN = "https://chat.example"

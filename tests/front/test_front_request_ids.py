@@ -9,9 +9,8 @@ from front_site import GENERATING
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.server.observability import request_ids
-from quire.server.observability.request_ids import RequestIds, accepted
-from quire.server.observability.request_record import Record, note
+from quire.server.observability import request_record
+from quire.server.observability.request_record import Record, RequestIds, accepted, note
 from quire.server.sse import DONE
 
 OWN = re.compile(r"[0-9a-f]{32}")
@@ -96,7 +95,7 @@ def test_the_same_id_many_times_at_once(site):
 
 
 def test_ids_of_long_ago_are_forgotten(monkeypatch):
-    monkeypatch.setattr(request_ids, "MOST_KNOWN", 2)
+    monkeypatch.setattr(request_record, "MOST_KNOWN", 2)
     ids = RequestIds("m")
 
     class Asked:

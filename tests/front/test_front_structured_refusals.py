@@ -9,7 +9,7 @@ from starlette.datastructures import Headers
 
 from quire.errors import RequestError
 from quire.server.middleware import tarpit
-from quire.server.middleware.keys import ANYBODY, Caller
+from quire.server.middleware.auth import ANYBODY, Caller
 from quire.server.middleware.quota import MINUTE
 from quire.server.middleware.tarpit import EACH, FREE, MAX_SECONDS, SlowRefusals
 

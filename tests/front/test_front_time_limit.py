@@ -11,10 +11,10 @@ from front_rig import CHAT, STORY
 from starlette.requests import Request
 
 from quire.server.errors import TimedOut
-from quire.server.middleware.keys import ANYBODY
+from quire.server.middleware.auth import ANYBODY
 from quire.server.observability.request_record import Record, note
-from quire.server.respond import respond
-from quire.server.time_limit import TimeLimit
+from quire.server.reply import respond
+from quire.server.sse import TimeLimit
 
 LONG = {
     "/v1/completions": {"prompt": STORY, "max_tokens": 480, "ignore_eos": True, "n": 4},

@@ -15,8 +15,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 from quire.errors import ConfigError
-from quire.server.observability import observers, tracing
-from quire.server.observability.observers import check_observers
+from quire.server.observability import middleware, tracing
+from quire.server.observability.middleware import check_observers
 from quire.server.options import ServerOptions
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -143,7 +143,7 @@ def test_a_missing_extra_is_named(monkeypatch):
 
 
 def test_without_an_endpoint_the_extra_is_not_needed(monkeypatch):
-    monkeypatch.setattr(observers, "import_module", lambda name: pytest.fail(f"{name} was imported"))
+    monkeypatch.setattr(middleware, "import_module", lambda name: pytest.fail(f"{name} was imported"))
     check_observers(ServerOptions())
 
 

@@ -18,7 +18,7 @@ from quire.runner.model_runner import TorchRunner
 from quire.runner.scripted_runner import ScriptedRunner, script
 from quire.scheduler import journal
 from quire.scheduler.journal import JournalledScheduler
-from quire.server import launch
+from quire.server import serve
 from quire.startup.build import build
 from quire.startup.calibration import lookup_seconds, measure
 
@@ -45,7 +45,7 @@ class Timed:
     def clock(self):
         return self.now
 
-    def launch(self, step):
+    def serve(self, step):
         self.steps.append(step)
         if self._fails(step):
             raise RuntimeError("out of memory")
@@ -201,12 +201,12 @@ def test_copies_to_the_host_are_measured_and_leave_nothing_there():
 
 
 def test_a_calibration_that_fails_is_told_and_requests_are_served(monkeypatch):
-    launch = TorchRunner.launch
+    serve = TorchRunner.launch
 
     def failing(self, step):
         if step.id < 0:
             raise RuntimeError("a kernel")
-        launch(self, step)
+        serve(self, step)
 
     monkeypatch.setattr(TorchRunner, "launch", failing)
     told = []
@@ -217,8 +217,8 @@ def test_a_calibration_that_fails_is_told_and_requests_are_served(monkeypatch):
 
 
 def test_a_server_calibrates_unless_it_is_told_not_to():
-    assert launch.for_a_server(EngineOptions()).calibration == launch.CALIBRATION_SECONDS == 1.0
-    assert launch.for_a_server(EngineOptions(calibration=0.0)).calibration == 0.0
+    assert serve.for_a_server(EngineOptions()).calibration == serve.CALIBRATION_SECONDS == 1.0
+    assert serve.for_a_server(EngineOptions(calibration=0.0)).calibration == 0.0
 
 
 # Options

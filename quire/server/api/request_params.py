@@ -1,12 +1,31 @@
 """Body: JSON objects whose fields are all known. Knows pydantic and how a field says what becomes of it."""
 
-from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, Self
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    JsonValue,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
-from quire.errors import nearest
+from quire.config import EngineOptions
+from quire.core.request import Beams
+from quire.core.scheduling_params import Retention, Terms
+from quire.engine.inputs import make_terms
+from quire.errors import RequestError, nearest
+from quire.params import MAX_CHOICES, MAX_LISTED_TOKENS, BeamSearchParams, SamplingParams, StructuredOutputsParams
+from quire.scheduler.beam_search import plan_beams
+from quire.server.errors import renamed
 
 NEUTRAL = "x-neutral-values"
 
@@ -83,3 +102,292 @@ def with_limit(defaults: Mapping[str, object], limit: int) -> Mapping[str, objec
     """A route's own max_tokens, unless the model recommends less. No model knows what a route is for."""
     recommended = defaults.get("max_tokens")
     return {**defaults, "max_tokens": min(limit, recommended) if isinstance(recommended, int) else limit}
+
+
+T = TypeVar("T")
+
+MAX_PROMPTS = 2048  # of embeddings; other routes take fewer
+MAX_PROMPT_TOKENS = 2**20  # in one body, whatever is truncated later
+MAX_SALT = 256  # characters
+
+Listed = Annotated[list[T], Field(fail_fast=True, max_length=MAX_LISTED_TOKENS)]
+PerPrompt = Annotated[list[T], Field(fail_fast=True, max_length=MAX_PROMPTS)]
+TokenIds = Annotated[list[int], Field(fail_fast=True, max_length=MAX_PROMPT_TOKENS)]
+
+
+def _one_problem(value: object, read: ValidatorFunctionWrapHandler) -> object:
+    if isinstance(value, list) and len(value) > MAX_PROMPTS and not isinstance(value[0], int):
+        raise PydanticCustomError("too_many", f"has {len(value):,} prompts, more than {MAX_PROMPTS:,}")
+    try:
+        return read(value)
+    except ValidationError as error:
+        if any(problem["type"] == "too_long" for problem in error.errors(include_input=False, include_url=False)):
+            raise PydanticCustomError("too_many", f"has more than {MAX_PROMPT_TOKENS:,} token ids") from None
+        raise PydanticCustomError("prompts_type", "must be a text, token ids, or a list of either") from None
+
+
+def _numbers_only(value: object) -> object:
+    if isinstance(value, dict):
+        if len(value) > MAX_LISTED_TOKENS:
+            raise PydanticCustomError("too_many", f"has more than {MAX_LISTED_TOKENS:,} token ids")
+        for bias in value.values():
+            if type(bias) is not float and type(bias) is not int:
+                raise PydanticCustomError("bias_type", "must map token ids to numbers")
+    return value
+
+
+Salt = Annotated[str, Field(min_length=1, max_length=MAX_SALT)]
+Prompts = Annotated[str | PerPrompt[str] | TokenIds | PerPrompt[TokenIds], WrapValidator(_one_problem)]
+Biases = Annotated[dict[str, float], BeforeValidator(_numbers_only)]
+
+
+# What a beam search has no use for -> the values that ask for nothing. Null is one of them for every field.
+_NEUTRAL: Mapping[str, tuple[JsonValue, ...]] = MappingProxyType(
+    {
+        **{"temperature": (0, 1), "top_p": (1,), "top_k": (0, -1), "min_p": (0,), "deterministic": (False,)},
+        **{"presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,)},
+        **{"logit_bias": ({},), "allowed_token_ids": (), "bad_words": ([],), "stop": ([],)},
+        **{"seed": (), "stream": (False,), "logprobs": (False,), "logprob_token_ids": ([],), "prompt_logprobs": ()},
+    }
+)
+
+
+def _one_of_three(value: object) -> object:
+    if not isinstance(value, bool) and value != "never":
+        raise PydanticCustomError("early_stopping", "must be true, false or 'never'")
+    return value
+
+
+Stopping = Annotated[bool | Literal["never"], BeforeValidator(_one_of_three)]
+
+
+class SearchBody(Body):
+    """The part of a body that says how the best sequences are found."""
+
+    best_of: int | None = about("Completions: generate so many for each prompt, and return the n best (n to 128).")
+    use_beam_search: bool | None = about("Search for the most likely sequences in place of sampling.")
+    length_penalty: float | None = about(
+        "Of a beam search: above 0 it favours long sequences (-10 to 10); 1 by default."
+    )
+    early_stopping: Stopping | None = about("Of a beam search: whether to end it before it is certain.")
+
+    def searched(self, params: SamplingParams) -> SamplingParams:
+        """`params` as they are for a beam search, where one is asked for.
+
+        Raises RequestError for a field that has no meaning beside the others.
+        """
+        if not self.use_beam_search:
+            for name, neutral in (("length_penalty", 1), ("early_stopping", False)):
+                if getattr(self, name) not in (None, neutral):
+                    raise RequestError(f"{name} needs use_beam_search to be true", name)
+            return params
+        for name, values in _NEUTRAL.items():
+            given = getattr(self, name, None)
+            if given is not None and not any(is_same(given, value) for value in values):
+                raise RequestError(f"{name} does not go with use_beam_search; leave it out", name)
+        return replace(params, best_of=None, temperature=0.0)
+
+    def search_names(self) -> Mapping[str, str]:
+        """What the engine calls a beam search's width -> the field that says it here."""
+        return {"beam_width": "n" if self.best_of is None else "best_of"} if self.use_beam_search else {}
+
+    def beams(self, params: SamplingParams, *, vocab_size: int, num_end_tokens: int) -> Beams | None:
+        """The beam search that is asked for, as wide as best_of or n. Raises RequestError."""
+        if not self.use_beam_search:
+            return None
+        with renamed(self.search_names()):
+            search = BeamSearchParams(
+                beam_width=self.best_of or params.n,
+                max_tokens=params.max_tokens,
+                ignore_eos=params.ignore_eos,
+                length_penalty=1.0 if self.length_penalty is None else self.length_penalty,
+                early_stopping=self.early_stopping or False,
+            )
+            num_stop_ids = len(params.stop_token_ids)
+            return plan_beams(search, vocab_size=vocab_size, num_end_tokens=num_end_tokens, num_stop_ids=num_stop_ids)
+
+
+MAX_NAME = 256  # characters of a schema's name
+
+Schema = str | bool | dict[str, Any]
+Tag = str | dict[str, Any]
+Choices = Annotated[list[str], Field(fail_fast=True, max_length=MAX_CHOICES)]
+
+_FORMAT = "response_format"
+_KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+_OTHER_NAMES = MappingProxyType(  # fields of vLLM's past and of SGLang -> what StructuredOutputsParams calls them
+    {
+        **{"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"},
+        **{"json_schema": "json", "regex": "regex", "ebnf": "grammar"},
+    }
+)
+
+FORM_FIELDS = frozenset({"response_format", "structured_outputs", "structural_tag", *_OTHER_NAMES})
+
+
+class JsonSchema(Body):
+    """`json_schema` of a response_format."""
+
+    name: Annotated[str, Field(max_length=MAX_NAME)]
+    description: Any = without_effect()
+    schema_: Schema | None = about("What the output has to be like; needed.", alias="schema")
+    strict: bool | None = about("Accepted either way: the output always has this form.")
+
+
+class ResponseFormat(Body):
+    """OpenAI's `response_format`, with vLLM's structural tags."""
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: JsonSchema | None = about("With the type json_schema.")
+    format: dict[str, Any] | None = about("With the type structural_tag; no backend takes it yet.")
+    structures: PerPrompt[dict[str, Any]] | None = about(
+        "With the type structural_tag: begin, schema and end of each tag."
+    )
+    triggers: PerPrompt[str] | None = about("With structures: texts at which a tag may begin.")
+
+    def form(self) -> Mapping[str, object]:
+        """As StructuredOutputsParams takes it; nothing for text. Raises RequestError."""
+        beside = {"json_schema": ("json_schema",), "structural_tag": ("format", "structures", "triggers")}
+        own = {name: value for name in beside.get(self.type, ()) if (value := getattr(self, name)) is not None}
+        for name in self.model_fields_set - {"type", *own}:
+            if getattr(self, name) is not None:
+                raise RequestError(f"response_format of type {self.type} has no {name}; leave it out", _FORMAT)
+        match self.type:
+            case "text":
+                return {}
+            case "json_object":
+                return {"json_object": True}
+            case "structural_tag":
+                return {"structural_tag": {"type": self.type, **own}}
+        if self.json_schema is None or self.json_schema.schema_ is None:
+            raise RequestError("response_format of type json_schema needs a json_schema with a schema", _FORMAT)
+        return {"json": self.json_schema.schema_}
+
+
+class StructuredOutputs(Body):
+    """vLLM's `structured_outputs`: one form, and how it is kept."""
+
+    json_: Schema | None = about("A JSON schema.", alias="json")
+    regex: str | None = about("A pattern for the whole output.")
+    choice: Choices | None = about("The output is one of these texts.")
+    grammar: str | None = about("A grammar as Lark or EBNF.")
+    json_object: bool | None = about("Any JSON object.")
+    structural_tag: Tag | None = about("Text in which what stands between tags has a form.")
+    disable_any_whitespace: bool | None = about("One space behind each comma and colon of JSON, and no other.")
+    disable_additional_properties: bool | None = about("No properties but those that the schema names.")
+    whitespace_pattern: str | None = about("What may stand between the tokens of JSON.")
+    fast_forward: bool | None = about("Text that has to come is not generated token by token; true by default.")
+
+    def form(self) -> Mapping[str, object]:
+        """As StructuredOutputsParams takes it."""
+        given = {_plain(name): getattr(self, name) for name in self.model_fields_set}
+        if given.get("json_object") is False:
+            given.pop("json_object")
+        return {name: value for name, value in given.items() if value is not None}
+
+
+class FormBody(Body):
+    """The part of a body that says what form the output has."""
+
+    response_format: ResponseFormat | None = about("The form of the output: text, any JSON object, a JSON schema.")
+    structured_outputs: StructuredOutputs | None = about("The form of the output, as vLLM has it.")
+    json_schema: Schema | None = about("structured_outputs.json, as SGLang has it.")
+    regex: str | None = about("structured_outputs.regex, as SGLang has it.")
+    ebnf: str | None = about("structured_outputs.grammar, as SGLang has it.")
+    guided_json: Schema | None = about("structured_outputs.json, as vLLM had it.")
+    guided_regex: str | None = about("structured_outputs.regex, as vLLM had it.")
+    guided_choice: Choices | None = about("structured_outputs.choice, as vLLM had it.")
+    guided_grammar: str | None = about("structured_outputs.grammar, as vLLM had it.")
+
+    def form(self) -> StructuredOutputsParams | None:
+        """What is asked for, whatever it is called. Raises RequestError for two forms and for one out of bounds, which
+        is called as StructuredOutputsParams calls it.
+        """
+        forms = dict(self._forms())
+        if len(forms) > 1:
+            raise two_forms(list(forms))
+        options = {} if self.structured_outputs is None else self.structured_outputs.form()
+        if not forms and self.structured_outputs is None:
+            return None
+        asked = next(iter(forms.values()), {})
+        return StructuredOutputsParams(**{**options, **asked})  # type: ignore[arg-type]  # checked by name
+
+    def form_field(self) -> str | None:
+        """The field that asks for a form; None where nothing does."""
+        return next((name for name, _ in self._forms()), None)
+
+    def form_names(self) -> Mapping[str, str]:
+        """What StructuredOutputsParams calls its fields -> the field of this body."""
+        names = {name: f"structured_outputs.{name}" for name in map(_plain, StructuredOutputs.model_fields)}
+        for field, form in self._forms():
+            if field != "structured_outputs":
+                names |= dict.fromkeys(form, field)
+        return names
+
+    def _forms(self) -> Iterator[tuple[str, Mapping[str, object]]]:
+        """By field. What is only an option is no form."""
+        if self.response_format is not None and (form := self.response_format.form()):
+            yield _FORMAT, form
+        if self.structured_outputs is not None:
+            form = self.structured_outputs.form()
+            if not form.keys().isdisjoint(_KINDS):
+                yield "structured_outputs", form
+        for field, kind in _OTHER_NAMES.items():
+            if (value := getattr(self, field)) is not None:
+                yield field, {kind: value}
+
+
+def two_forms(fields: Sequence[str]) -> RequestError:
+    """What to raise where several fields ask for a form."""
+    return RequestError(f"{' and '.join(fields)} each ask for a form of the output; give one", fields[1])
+
+
+def _plain(name: str) -> str:
+    """Of a field whose name pydantic has another use for."""
+    return name.rstrip("_")
+
+
+MAX_TIMEOUT = 86_400.0  # seconds
+Timeout = Annotated[float, Field(gt=0, le=MAX_TIMEOUT, allow_inf_nan=False)]
+
+
+class RetentionBody(Body):
+    """What becomes of the KV that a request leaves behind."""
+
+    priority: int | None = about(
+        "0 to 100; what has less is given up first. Other than 50 needs --eviction priority or cost."
+    )
+    ttl: float | None = about("Seconds after the end of the request for which this holds; null: for ever.")
+    pin: bool | None = about("Not to be given up at all, within bounds (docs/eviction.md); false by default.")
+    session: str | None = about("A conversation (1 to 256 characters), whose latest request decides for all of it.")
+
+
+class ProgramBody(Body):
+    """The program that a request is a part of (docs/programs.md)."""
+
+    id: str = Field(description="Of one run of the program (1 to 256 characters); its requests are served together.")
+    branch: str | None = about("One line of it; the trunk by default.")
+    expects_more: bool | None = about("Whether another request goes on from what this one leaves; true by default.")
+    ttl: float | None = about("Seconds after the end of the request for which that is expected, up to 600; 60.")
+
+
+class TermsBody(Body):
+    """The part of a body that says what the scheduler and the memory are asked for."""
+
+    priority: int | None = about("Less runs earlier; 0 by default. Other values need a server with --policy priority.")
+    deadline: float | None = about("Seconds within which the whole answer is of use; refused where it cannot be met.")
+    timeout: Timeout | None = about("Seconds after which the request is given up: with 408, or a stream with an error.")
+    retention: RetentionBody | None = about("How long the KV of this request is worth keeping.")
+    program: ProgramBody | None = about("The program that this request is a part of: a hint, never refused.")
+
+    def terms(self, options: EngineOptions) -> Terms:
+        """As the engine takes them. Raises RequestError."""
+        retention = Retention(**_given(self.retention))
+        program = _given(self.program) or None
+        return make_terms(options, self.priority, self.deadline, retention, program)
+
+
+def _given(body: Body | None) -> dict[str, Any]:
+    """The fields that were given a value."""
+    fields = () if body is None else body.model_fields_set
+    return {name: value for name in fields if (value := getattr(body, name)) is not None}

@@ -7,7 +7,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.server.errors import response_to
-from quire.server.middleware.keys import Caller
+from quire.server.middleware.auth import Caller
 from quire.server.middleware.quota import Quota, RateLimited
 
 _FREE = frozenset({"GET", "HEAD", "OPTIONS"})

@@ -11,7 +11,7 @@ from traceback import clear_frames
 
 from starlette.requests import Request
 
-from quire.server.api.structured import FORM_FIELDS
+from quire.server.api.request_params import FORM_FIELDS
 from quire.server.middleware.quota import Bucket
 
 FREE = 2**20  # bytes a minute of bodies that were refused, of one tenant; what goes beyond waits

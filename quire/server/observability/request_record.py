@@ -1,11 +1,16 @@
 """Record: what is known of one HTTP request. Routes fill it in while they answer; sinks read it at the end."""
 
-from collections.abc import Callable
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
+from uuid import uuid4
 
+import msgspec
 from starlette.requests import Request
-from starlette.types import Scope
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from quire.params import SamplingParams
 
@@ -95,3 +100,84 @@ def record_of(request: Request) -> Record:
     record = find(request.scope)
     assert record is not None, "the app watches all requests"
     return record
+
+
+HEADER = "x-request-id"
+MAX_LENGTH = 128  # characters
+MOST_KNOWN = 16384
+_SAFE = re.compile(rf"[A-Za-z0-9._:/=+@-]{{1,{MAX_LENGTH}}}\Z")  # as ids of proxies, tracers and clients have
+_SALT_LENGTH = 12
+_OPERATIONS = {  # by kind of answer, as OpenTelemetry calls them
+    "chatcmpl": "chat",
+    "cmpl": "text_completion",
+    "generate": "text_completion",
+    "embd": "embeddings",
+}
+
+
+def accepted(given: str | None) -> str | None:
+    """A client's id as it is; None for one that is too long, or could do harm in a log."""
+    return given if given is not None and _SAFE.match(given) else None
+
+
+def new_id() -> str:
+    """32 hex digits, at random."""
+    return uuid4().hex
+
+
+class RequestIds:
+    """Makes the ids of answers, and knows which of them belongs to the id that a client chose.
+
+    The engine's requests must not share an id, whatever clients send: two that send the same one get different
+    answers' ids. Of the same one the latest is known, by tenant: nobody's id is in another's way.
+    """
+
+    def __init__(self, model_name: str) -> None:
+        self._model_name = model_name
+        self._answers: OrderedDict[tuple[str, str], str] = OrderedDict()  # by tenant and the id that was given
+
+    def make(self, kind: str, request: Request) -> str:
+        """The id of the answer to a request, such as cmpl-..., noted in its record."""
+        record = record_of(request)
+        record.model, record.operation = self._model_name, _OPERATIONS[kind]
+        unique = record.own if record.given is None else f"{record.given}-{record.own[:_SALT_LENGTH]}"
+        record.answer_id = f"{kind}-{unique}"
+        if record.given is not None:
+            key = (record.tenant or "", record.given)
+            self._answers[key] = record.answer_id
+            self._answers.move_to_end(key)
+            if len(self._answers) > MOST_KNOWN:
+                self._answers.popitem(last=False)
+        return record.answer_id
+
+    def answer_id(self, tenant: str, id: str) -> str:
+        """The answer's id for one that this tenant chose; any other as it is."""
+        return self._answers.get((tenant, id), id)
+
+
+class ErrorAnswer(Response):
+    """OpenAI's error object. body: as `error_object` makes it."""
+
+    media_type = "application/json"
+
+    def __init__(self, status: int, body: Mapping[str, object], headers: Mapping[str, str] | None) -> None:
+        super().__init__(msgspec.json.encode(body), status, headers)
+        self._object = body
+
+    @property
+    def param(self) -> str | None:
+        """The field that is wrong; None where it is none."""
+        error = self._object["error"]
+        return error["param"] if isinstance(error, dict) else None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it."""
+        note_error(scope, self._object)
+        await super().__call__(scope, receive, send)
+
+
+def note_error(scope: Scope, body: Mapping[str, object]) -> None:
+    """Let the record of a request know the code in its error object, or its type where it has none."""
+    record, error = find(scope), body["error"]
+    if record is not None and isinstance(error, dict):
+        record.error = error["code"] or error["type"]

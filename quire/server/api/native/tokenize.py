@@ -5,10 +5,9 @@ from msgspec.json import encode
 from pydantic import Field
 
 from quire.errors import RequestError
-from quire.server.api.field_types import TokenIds
-from quire.server.api.openai.messages import Messages, TemplateBody
-from quire.server.api.openai.template import spoken, tokenize_conversation
-from quire.server.api.request_params import Body, about
+from quire.server.api.openai.chat import spoken, tokenize_conversation
+from quire.server.api.openai.schema import Messages, TemplateBody
+from quire.server.api.request_params import Body, TokenIds, about
 from quire.server.service import Service
 
 _OF_MESSAGES = [name for name in TemplateBody.model_fields if name not in ("add_special_tokens", "tool_choice")]

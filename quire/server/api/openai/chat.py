@@ -1,27 +1,63 @@
 """/v1/chat/completions: a conversation in, the next turn out. Knows OpenAI's format; the work is the service's."""
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 
 from fastapi import APIRouter, Request, Response
 
-from quire.engine.inputs import Generation, generations
+from quire.engine.inputs import Generation, TokenizedPrompt, generations, template_variables, tokenize
 from quire.engine.output_text import Transcript
 from quire.engine.outputs import CompletionOutput, Delta
 from quire.params import SamplingParams
 from quire.server.api.limits import check_told, num_prompt_tokens
-from quire.server.api.openai.logprobs import LogprobFormat, plain_rows
-from quire.server.api.openai.schema import ChatBody
-from quire.server.api.openai.template import begun_answer, spoken, tokenize_conversation
-from quire.server.api.openai.usage import UsageFormat
+from quire.server.api.openai.logprobs import LogprobFormat, UsageFormat, plain_rows
+from quire.server.api.openai.schema import ChatBody, ChatMessage, TemplateBody
 from quire.server.errors import renamed
-from quire.server.middleware.auth import caller_of
-from quire.server.middleware.keys import Caller
-from quire.server.reply import Reply
-from quire.server.respond import respond, shows
+from quire.server.middleware.auth import Caller, caller_of
+from quire.server.reply import Reply, respond, shows
 from quire.server.service import Service
-from quire.server.sse import DONE, event
-from quire.server.time_limit import TimeLimit
+from quire.server.sse import DONE, TimeLimit, event
+from quire.tokenizer.messages import plain_messages
+from quire.tokenizer.tokenizer import Tokenizer
+
+_OWN_FIELDS = (
+    *("messages", "tools", "documents", "chat_template"),
+    *("add_generation_prompt", "continue_final_message"),
+)
+
+
+def spoken(messages: Sequence[ChatMessage]) -> list[dict[str, object]]:
+    """The messages as chat templates know them."""
+    plain = [message.model_dump(exclude_none=True) for message in messages]
+    for message in plain:
+        if message["role"] == "developer":  # OpenAI's newer name, which few templates know
+            message["role"] = "system"
+    return plain
+
+
+def begun_answer(messages: Sequence[Mapping[str, object]]) -> str:
+    """What the assistant has said already in its last turn, where the conversation ends with that."""
+    if not messages or messages[-1]["role"] != "assistant":
+        return ""
+    return str(plain_messages(messages[-1:])[0]["content"] or "")
+
+
+def tokenize_conversation(
+    messages: Sequence[Mapping[str, object]], body: TemplateBody, tokenizer: Tokenizer
+) -> TokenizedPrompt:
+    """The conversation as the model's chat template writes it. Raises RequestError, ModelError."""
+    effort = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
+    variables = template_variables(body.chat_template_kwargs, (*_OWN_FIELDS, *effort))
+    text = tokenizer.apply_chat_template(
+        messages,
+        None if body.tool_choice == "none" else body.tools,
+        body.add_generation_prompt,
+        continue_final_message=bool(body.continue_final_message),
+        documents=body.documents,
+        chat_template=body.chat_template,
+        **(variables | effort),
+    )
+    return tokenize(text, tokenizer, add_special_tokens=bool(body.add_special_tokens))
 
 
 def chat_routes(service: Service) -> APIRouter:

@@ -2,26 +2,101 @@
 
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import NamedTuple
 
 from fastapi import APIRouter, Request, Response
+from msgspec import Raw
+from msgspec.json import encode
 
-from quire.engine.inputs import Generation, listed
+from quire.engine.inputs import Generation, TokenizedPrompt, listed
+from quire.engine.output_text import Transcript
 from quire.engine.outputs import CompletionOutput, Delta
 from quire.params import SamplingParams
 from quire.server.api.limits import check_choices, check_told, num_prompt_tokens
-from quire.server.api.openai.echo import Echo, echo_of
-from quire.server.api.openai.logprobs import LogprobFormat
-from quire.server.api.openai.opening import Opening, Openings
+from quire.server.api.openai.logprobs import LogprobFormat, UsageFormat, plain_rows
 from quire.server.api.openai.schema import CompletionBody
-from quire.server.api.openai.usage import UsageFormat
 from quire.server.errors import renamed
-from quire.server.middleware.auth import caller_of
-from quire.server.middleware.keys import Caller
-from quire.server.reply import Reply
-from quire.server.respond import respond, shows
+from quire.server.middleware.auth import Caller, caller_of
+from quire.server.reply import Reply, respond, shows
 from quire.server.service import Service
-from quire.server.sse import DONE, event
-from quire.server.time_limit import TimeLimit
+from quire.server.sse import DONE, TimeLimit, event
+from quire.tokenizer.detokenizer import Detokenizer
+from quire.tokenizer.tokenizer import Tokenizer
+
+
+class Echo(NamedTuple):
+    """A prompt's text, and for each of its tokens the number of characters that are complete before it."""
+
+    text: str
+    offsets: list[int]
+
+
+def echo_of(prompt: TokenizedPrompt, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> Echo:
+    """The text as the caller wrote it; for a prompt of ids, what they decode to.
+
+    Offsets are those of the decoded text. Should a tokenizer write a text differently from how it was given,
+    none lies beyond its end.
+    """
+    if prompt.text is None:
+        return _decoded(prompt.ids, tokenizer, skip_special_tokens=skip_special_tokens)
+    ways = [_decoded(prompt.ids, tokenizer, skip_special_tokens=skip) for skip in (False, True)]
+    fitting = next((echo for echo in ways if echo.text == prompt.text), ways[-1])
+    return Echo(prompt.text, [min(offset, len(prompt.text)) for offset in fitting.offsets])
+
+
+def _decoded(ids: list[int], tokenizer: Tokenizer, *, skip_special_tokens: bool) -> Echo:
+    detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
+    text, offsets = "", []
+    for token in ids:
+        offsets.append(len(text))
+        text += detokenizer.add(token)
+    return Echo(text + detokenizer.close(), offsets)
+
+
+class Opening(NamedTuple):
+    """One prompt's part of its choices.
+
+    text: the echo. lists: what the choice's `logprobs` begin with; None for nothing. fields: others of the choice.
+    """
+
+    text: str
+    lists: Mapping[str, Sequence[object]] | None
+    fields: Mapping[str, object]
+
+
+class Openings:
+    """Those of one request. echoes: of each prompt, where they are wanted."""
+
+    def __init__(self, body: CompletionBody, logprobs: LogprobFormat, echoes: Sequence[Echo] | None) -> None:
+        self._with_ids = bool(body.return_token_ids)
+        self._with_rows = body.prompt_logprobs is not None
+        self._with_lists = body.logprobs is not None
+        self._logprobs = logprobs
+        self._echoes = echoes
+        self._written: dict[int, Opening] = {}
+        self.wanted = bool(echoes) or self._with_ids or self._with_rows
+
+    def num_characters(self, place: int) -> int:
+        """Of the text that comes before the output of this prompt."""
+        return len(self._echoes[place].text) if self._echoes else 0
+
+    def of(self, place: int, transcript: Transcript) -> Opening:
+        """That of a prompt which is computed."""
+        if place not in self._written:
+            self._written[place] = self._write(place, transcript)
+        return self._written[place]
+
+    def _write(self, place: int, transcript: Transcript) -> Opening:
+        rows, ids = transcript.prompt_logprobs, transcript.prompt.ids
+        lists, fields = None, {}
+        if self._echoes and self._with_lists and rows is not None:
+            lists = self._logprobs.completion(ids, rows, self._echoes[place].offsets)
+            lists["top_logprobs"] = [Raw(encode(row)) for row in lists["top_logprobs"]]
+        if self._with_rows and rows is not None:
+            fields["prompt_logprobs"] = plain_rows(rows)
+        if self._with_ids:
+            fields["prompt_token_ids"] = Raw(encode(ids))
+        return Opening(self._echoes[place].text if self._echoes else "", lists, fields)
 
 
 def completion_routes(service: Service) -> APIRouter:

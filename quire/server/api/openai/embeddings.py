@@ -17,17 +17,14 @@ from quire.engine.inputs import Generation, listed
 from quire.engine.outputs import RequestMetrics
 from quire.errors import EngineStopped, RequestError
 from quire.params import SamplingParams
-from quire.server.api.field_types import MAX_PROMPTS, Prompts, Salt
 from quire.server.api.limits import num_prompt_tokens
-from quire.server.api.request_params import about, without_effect
-from quire.server.api.terms import TermsBody
+from quire.server.api.request_params import MAX_PROMPTS, Prompts, Salt, TermsBody, about, without_effect
 from quire.server.errors import DeadlineMissed, renamed
 from quire.server.middleware.auth import caller_of
 from quire.server.observability.metrics import Ended
 from quire.server.observability.request_record import Told, record_of
 from quire.server.service import Service
-from quire.server.sse import while_connected
-from quire.server.time_limit import TimeLimit
+from quire.server.sse import TimeLimit, while_connected
 
 
 class EmbeddingBody(TermsBody):

@@ -9,6 +9,8 @@ from msgspec.structs import replace
 
 from quire.engine.outputs import Logprob, LogprobRow
 from quire.params import SamplingParams
+from quire.server.api.openai.schema import StreamOptions
+from quire.server.reply import Reply
 from quire.tokenizer.tokenizer import Tokenizer
 
 _LEAST = -9999.0  # JSON has no infinity
@@ -106,3 +108,21 @@ def _finite_row(row: LogprobRow) -> LogprobRow:
     if all(math.isfinite(logprob.logprob) for logprob in row.values()):
         return row
     return {token: replace(logprob, logprob=finite(logprob.logprob)) for token, logprob in row.items()}
+
+
+class UsageFormat:
+    """What `stream_options` say."""
+
+    def __init__(self, options: StreamOptions | None) -> None:
+        self._wanted = options is not None and bool(options.include_usage)
+        self._always = self._wanted and options is not None and bool(options.continuous_usage_stats)
+
+    def of_chunk(self, reply: Reply) -> dict[str, object]:
+        """The fields about usage of a chunk with choices."""
+        if not self._wanted:
+            return {}
+        return {"usage": reply.usage() if self._always else None}
+
+    def at_end(self, reply: Reply) -> list[dict[str, object]]:
+        """The usage of the chunk without choices, where one is wanted."""
+        return [reply.usage()] if self._wanted else []

@@ -1,18 +1,76 @@
 """Request bodies of completions and chat. Knows names, types and defaults; bounds are SamplingParams' business."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from quire.errors import RequestError
 from quire.params import SamplingParams
-from quire.server.api.field_types import Biases, Listed, Prompts, Salt
-from quire.server.api.openai.messages import Messages, TemplateBody
-from quire.server.api.request_params import Body, about, not_yet, with_limit, without_effect
-from quire.server.api.search import SearchBody
-from quire.server.api.structured import FormBody
-from quire.server.api.terms import TermsBody
+from quire.server.api.request_params import (
+    Biases,
+    Body,
+    FormBody,
+    Listed,
+    Prompts,
+    Salt,
+    SearchBody,
+    TermsBody,
+    about,
+    not_yet,
+    unknown_field,
+    with_limit,
+    without_effect,
+)
+from quire.tokenizer.messages import MAX_MESSAGES
+
+
+class ContentPart(BaseModel):
+    """A piece of a message. Only text is supported yet."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    type: str
+    text: str | None = None
+
+    @model_validator(mode="after")
+    def _know_all_fields_of_a_text(self) -> Self:
+        for name in self.model_extra if self.text is not None and self.model_extra else ():
+            raise unknown_field(name, type(self).model_fields)
+        return self
+
+
+class ChatMessage(Body):
+    """One turn of a conversation, also as an answer of this server sends it back."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | Listed[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: Listed[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    refusal: str | None = None
+    annotations: Any = not_yet([])
+    audio: Any = not_yet()
+    function_call: Any = not_yet()
+
+
+Messages = Annotated[list[ChatMessage], Field(fail_fast=True, max_length=MAX_MESSAGES)]
+
+
+class TemplateBody(Body):
+    """How a conversation becomes a prompt."""
+
+    tools: Listed[dict[str, Any]] | None = about("Passed to the model's chat template.")
+    documents: Listed[dict[str, Any]] | None = about("Passed to the model's chat template.")
+    chat_template_kwargs: dict[str, Any] | None = about("Switches of the chat template, such as enable_thinking.")
+    add_generation_prompt: bool | None = about("Begin the assistant's turn; true by default.")
+    continue_final_message: bool | None = about("Go on with the last message in place of a new turn.")
+    add_special_tokens: bool | None = about("Let the tokenizer add begin and end tokens; false by default.")
+    tool_choice: Any = not_yet("auto", "none")
+    reasoning_effort: str | None = about("Passed to the model's chat template.")
+    chat_template: str | None = about("Name of one of the model's own templates.")
+
 
 _PASSED_ON = (
     *("n", "best_of", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "deterministic"),

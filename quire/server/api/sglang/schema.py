@@ -6,10 +6,21 @@ from typing import Any
 
 from quire.errors import RequestError
 from quire.params import SamplingParams, StructuredOutputsParams
-from quire.server.api.field_types import Biases, Listed, PerPrompt, Salt, TokenIds
-from quire.server.api.request_params import Body, about, not_yet, with_limit
-from quire.server.api.structured import Schema, Tag, two_forms
-from quire.server.api.terms import TermsBody
+from quire.server.api.request_params import (
+    Biases,
+    Body,
+    Listed,
+    PerPrompt,
+    Salt,
+    Schema,
+    Tag,
+    TermsBody,
+    TokenIds,
+    about,
+    not_yet,
+    two_forms,
+    with_limit,
+)
 
 ROUTE_NAMES = MappingProxyType(  # the engine's name -> the route's, for error messages
     {
