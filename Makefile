@@ -23,14 +23,14 @@ endif
 serve: $(VENV)/.installed  ## serve the embedded model; ARGS="MODEL --port 8001" goes to `quire serve`
 	@$(BIN)/quire serve $(ARGS)
 
-test: $(VENV)/.installed-dev  ## ARGS="tests/demo -x" goes to pytest
+test: $(VENV)/.installed-dev  ## ARGS="tests/demo_model -x" goes to pytest
 	@$(BIN)/python -m pytest -n auto --dist loadfile $(ARGS)
 
 check: $(VENV)/.installed-dev  ## style, types, layers
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --check --quiet .
 	@$(BIN)/mypy
-	@$(BIN)/python -m pytest -q tests/test_layers.py tests/test_tree.py
+	@$(BIN)/python -m pytest -q tests/repository/test_import_layers.py tests/repository/test_source_rules.py
 
 WHEEL_PIP = build/wheel/venv/bin/python -m pip --quiet --disable-pip-version-check
 try-wheel:  ## build the wheel, install it in an empty environment, and generate from it in an empty folder
@@ -52,7 +52,7 @@ test-build: $(VENV)/.installed-dev  ## the tests of the last commit with CPU ker
 	@cd build/only && PYTHONPATH=$$PWD $(abspath $(BIN))/python -m pytest -n auto --dist loadfile $(ARGS)
 
 corpus-check: $(VENV)/.installed-dev  ## schedules, greedy outputs and HTTP responses beside those that were recorded
-	@$(BIN)/python -m pytest tests/test_corpus.py $(ARGS)
+	@$(BIN)/python -m pytest tests/repository/test_corpus_replay.py $(ARGS)
 
 # A copy of quire whose kernels are compiled with the sanitizers of GCC for addresses and undefined behaviour.
 NATIVE := build/native
@@ -64,7 +64,7 @@ check-native: $(VENV)/.installed-dev  ## the tests of the CPU kernels, watched b
 	@QUIRE_CXXFLAGS="$(SANITIZERS)" $(BIN)/python setup.py -q build_ext --build-temp $(NATIVE)/temp --build-lib $(NATIVE)
 	@ls $(NATIVE)/quire/kernels/cpu/_C*.so
 	@LD_PRELOAD="$(RUNTIMES)" ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 $(BIN)/python -m pytest --capture=sys \
-		-o pythonpath="$(NATIVE) tests/body" --hypothesis-profile native tests/body/test_body_cpu_*.py tests/body/test_body_packed_loading.py $(ARGS)
+		-o pythonpath="$(NATIVE) tests/rigs tests/kernels/reference tests/runner" --hypothesis-profile native tests/kernels/cpu $(ARGS)
 
 gpu-check:  ## on a machine with a GPU; PYTHON has torch for CUDA and quire's dependencies; ARGS="--run speed", "--dry-run"
 	@$(PYTHON) -m benchmarks.gpu.check $(ARGS)

@@ -3,8 +3,8 @@
     python -m tools.pins        # after a change of constraints.txt: writes tests/assets/pins.json
 
 Only metadata is fetched, of the wheels that the package index has for Linux on x86-64. A local folder of wheels that
-pip is configured with is left out, so that torch is the index's. `tests/test_pins.py` compares the pins
-with the record.
+pip is configured with is left out, so that torch is the index's. `tests/repository/test_dependency_pins.py` compares
+the pins with the record.
 """
 
 import json

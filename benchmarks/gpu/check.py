@@ -23,9 +23,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-TESTS = Path("tests") / "body"
-MODELS = tuple(TESTS / f"test_body_{name}.py" for name in ("triton_models", "resident", "swap"))
-WATCHED = TESTS / "test_body_triton_blocks.py"  # only the sanitizer sees what a kernel does outside; it is slow
+TESTS = Path("tests") / "kernels" / "triton"
+MODELS = (
+    TESTS / "test_triton_models.py",
+    Path("tests") / "runner" / "test_device_inputs.py",
+    Path("tests") / "kv_store" / "test_host_kv_store.py",
+)
+WATCHED = TESTS / "test_triton_kv_blocks.py"  # only the sanitizer sees what a kernel does outside; it is slow
 SECONDS = {"kernels": 240, "models": 150, "memory": 180, "speed": 600}  # that each run may take
 TOGETHER = min(6, os.cpu_count() or 1)  # files of tests: they wait for the compiler most of the time
 SLOWER = 4  # that the interpreter is, at most
@@ -65,7 +69,7 @@ def parts(run: str, *, dry: bool, extra: Sequence[str]) -> list[Part] | str:
 
 def kernel_files() -> list[Path]:
     """All tests of Triton kernels that are not of whole models."""
-    found = sorted((ROOT / TESTS).glob("test_body_triton_*.py"))
+    found = sorted((ROOT / TESTS).glob("test_triton_*.py"))
     return [file.relative_to(ROOT) for file in found if file.relative_to(ROOT) not in MODELS]
 
 

@@ -1,12 +1,12 @@
 """An engine, and a server with another one, each made once; pretend backends, closed at the end of their test."""
 
 import pytest
-from lang_pretend import Pretend
+from embedded_model_server import run_app, service_of, small_engine
+from fake_lang_backend import Pretend
 
 import quire.lang as sgl
 from quire.lang.backends.engine import EngineBackend
 from quire.server.app import make_app
-from tests.front.front_rig import run_app, service_of, small_engine
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from lang_pretend import Pretend
+from fake_lang_backend import Pretend
 
 import quire.lang as sgl
 from quire.errors import RequestError

@@ -8,7 +8,7 @@ import time
 import traceback
 
 import pytest
-from lang_pretend import Pretend
+from fake_lang_backend import Pretend
 
 import quire.lang as sgl
 from quire.errors import RequestError

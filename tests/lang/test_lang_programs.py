@@ -6,9 +6,9 @@ import threading
 import time
 
 import pytest
+from fake_lang_backend import Pretend, echo
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lang_pretend import Pretend, echo
 
 import quire.lang as sgl
 from quire.errors import ConfigError, RequestError

@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from lang_pretend import Pretend
+from fake_lang_backend import Pretend
 
 import quire.lang as sgl
 from quire.errors import RequestError

@@ -1,0 +1,198 @@
+"""benchmarks/cpu: everything is measured at tiny sizes, and an engine that does not do its work is found out."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.cpu.__main__ import main, parse
+from benchmarks.cpu.checkpoints import checkpoint
+from benchmarks.cpu.engines import Answer, Engine, EngineError, start
+from benchmarks.cpu.gguf_file import gguf_file
+from benchmarks.cpu.machine import matmul_rate, read_rate
+from benchmarks.cpu.turns import Turns, figures
+from benchmarks.workloads import Query, Workload, workload
+from quire.startup.model_loading import open_model
+
+PROTOCOL = Path(__file__).resolve().parents[2] / "benchmarks/cpu/drivers"
+
+HONEST = f"""
+import sys, time
+sys.path.insert(0, {str(PROTOCOL)!r})
+from protocol import Driven, drive
+
+def load(settings):
+    print("noise of the engine")
+    return Driven(lambda queries: ([query["out"] for query in queries], LIE), "1", 1)
+"""
+
+
+def fake(folder: Path, source: str, name: str = "fake") -> Engine:
+    script = folder / f"{name}.py"
+    script.write_text(source)
+    return Engine(name, sys.executable, folder, driver=script)
+
+
+def honest(folder: Path, name: str = "fake") -> Engine:
+    return fake(folder, HONEST.replace("LIE", "None") + "\ndrive(load)", name)
+
+
+def small(name: str, seed: int) -> Workload:
+    return Workload(name, seed, [Query([1, 2, 3], 4), Query([5 + seed], 2)])
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    folder = tmp_path_factory.mktemp("cpu")
+    arguments = [
+        "--shapes",
+        "tiny",
+        "--workloads",
+        "W1,W3",
+        "--repeat",
+        "1",
+        "--peer",
+        f"transformers={sys.executable}",
+    ]
+    main([*arguments, "--json", str(folder / "figures.json"), "--table", str(folder / "table.md")])
+    return {**json.loads((folder / "figures.json").read_text()), "table": (folder / "table.md").read_text()}
+
+
+def test_quire_and_a_peer_are_measured_on_the_same_work(results):
+    part = results["shapes"]["tiny"]
+    assert set(part["engines"]) == {"quire", "transformers"}
+    for name in ("W1", "W3"):
+        work, done = workload(name), part["workloads"][name]
+        assert done["num_output_tokens"] == work.num_output_tokens
+        assert done["num_prompt_tokens"] == work.num_prompt_tokens
+        ours, theirs = (done["figures"][engine] for engine in ("quire", "transformers"))
+        assert set(ours) == set(theirs) == set(done["ratios"]["transformers"])
+        ratio = ours["output tok/s"]["median"] / theirs["output tok/s"]["median"]
+        assert done["ratios"]["transformers"]["output tok/s"]["median"] == pytest.approx(ratio)
+    assert part["workloads"]["W1"]["figures"]["quire"]["decode tok/s"]["min"] > 0
+
+
+def test_each_engine_says_what_it_is_and_what_it_takes(results):
+    part = results["shapes"]["tiny"]
+    for facts in part["engines"].values():
+        assert facts["version"] and facts["threads"] >= 1
+        assert 0 < facts["cold_start_seconds"] < 60
+        assert facts["memory"]["bytes"] > part["weight_bytes"] > 1e6
+        assert facts["memory"]["kind"] in ("PSS", "RSS")
+    assert any(note.startswith("kernels ") for note in part["engines"]["quire"]["notes"])
+
+
+def test_http_is_measured_beside_the_same_queries_in_process(results):
+    done = results["http"]["workloads"]["64 streams"]
+    assert done["num_queries"] == 64 and done["num_output_tokens"] == 64 * 64
+    rates = {engine: done["figures"][engine]["output tok/s"]["median"] for engine in ("http", "quire")}
+    assert done["ratios"]["quire"]["output tok/s"]["median"] == pytest.approx(rates["http"] / rates["quire"])
+
+
+def test_the_table_has_every_figure(results):
+    for what in ("W1 decode tok/s", "W1 first token s", "W3 wall s", "64 streams output tok/s"):
+        assert f"| {what} | " in results["table"]
+    assert "quire / transformers" in results["table"]
+    assert results["machine"]["read_gb_per_second"] > 0 and results["machine"]["bf16_matmul_gflops"] > 0
+
+
+def test_figures_of_a_stream_leave_the_first_token_out():
+    one = Workload("x", 0, [Query([1] * 10, 11)])
+    assert figures(one, Answer(3.0, 1.0, "")) == {
+        "decode tok/s": 5.0,
+        "output tok/s": pytest.approx(11 / 3),
+        "first token s": 1.0,
+    }
+    assert figures(Workload("x", 0, [Query([1] * 10, 1)]), Answer(2.0, 2.0, "")) == {"prompt tok/s": 5.0}
+    assert figures(small("x", 0), Answer(3.0, None, "")) == {"output tok/s": 2.0, "wall s": 3.0}
+
+
+def test_rates_of_the_machine_are_positive():
+    assert read_rate(2**20) > 0 and matmul_rate(32) > 0
+
+
+def test_turns_go_round_and_back(tmp_path):
+    engines = [honest(tmp_path, "a"), honest(tmp_path, "b")]
+    ticks: list[str] = []
+    turns = Turns(engines, ["x", "y"], repeat=2, make=small)
+    turns.side_by_side(ticks.append)
+    assert ticks == ["a x", "b x", "b x", "a x", "a y", "b y", "b y", "a y"] and turns.num_turns == len(ticks)
+    assert len(turns.report()["workloads"]["y"]["ratios"]["b"]["wall s"]["values"]) == 2
+
+
+def test_engines_that_run_alone_are_started_for_each_round(tmp_path):
+    ticks: list[str] = []
+    turns = Turns([honest(tmp_path, "a"), honest(tmp_path, "b")], ["x", "y"], repeat=2, make=small)
+    turns.alone(ticks.append)
+    assert ticks == ["a x", "a y", "b x", "b y", "b x", "b y", "a x", "a y"]
+    assert len(turns.report()["engines"]["a"]["cold_starts"]) == 2
+
+
+def test_the_first_token_of_an_engine_that_does_not_say_takes_a_run_of_its_own(tmp_path):
+    with start(honest(tmp_path)) as running:
+        answer = running.run(Workload("one", 0, [Query([1, 2], 3)]))
+        assert answer.ttft is not None and "another run" in answer.ttft_is
+        assert running.run(small("two", 0)).ttft is None
+
+
+def test_an_output_of_the_wrong_length_is_an_error(tmp_path):
+    source = HONEST.replace('query["out"] for', 'min(query["out"], 3) for').replace("LIE", "0.1")
+    with start(fake(tmp_path, source + "\ndrive(load)")) as running, pytest.raises(EngineError) as caught:
+        running.run(small("x", 0))
+    assert "x: outputs have [3, 2] tokens, asked for were [4, 2]" in str(caught.value)
+    assert "noise of the engine" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        ("input(); print('hello')", "answered 'hello', which is no JSON object"),
+        ("input(); print(5)", "answered '5', which is no JSON object"),
+        ("input(); print('{}')", "lacks ready, version, threads"),
+        ("raise SystemError('no such kernel')", "no such kernel"),
+        ("import os; input(); os._exit(3)", "ended without an answer, with status 3"),
+        ("import os; os.close(0); import time; time.sleep(0.3)", "ended"),
+    ],
+)
+def test_an_engine_that_does_not_keep_to_the_protocol_is_an_error(tmp_path, source, problem):
+    with pytest.raises(EngineError) as caught:
+        start(fake(tmp_path, source))
+    assert str(caught.value).startswith("fake ") and problem in str(caught.value)
+
+
+def test_memory_counts_what_the_engine_started(tmp_path):
+    child = "import sys; held = bytes(range(250)) * 400_000; print(len(held), flush=True); sys.stdin.read()"
+    parent = f"""
+import subprocess
+child = subprocess.Popen([sys.executable, "-c", {child!r}], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+child.stdout.readline()
+drive(load)
+child.communicate()
+"""
+    with start(fake(tmp_path, HONEST.replace("LIE", "0.1") + parent)) as running:
+        assert 1e8 < running.memory()["bytes"] < 3e8
+
+
+@pytest.mark.parametrize("kind", ["BF16", "F16"])
+def test_a_gguf_file_holds_the_model_of_its_checkpoint(tmp_path, kind):
+    folder = checkpoint("tiny", tmp_path)
+    ours, theirs = (
+        open_model(path, "quire", max_model_len=None).description for path in (folder, gguf_file(folder, kind))
+    )
+    assert theirs.num_parameters == ours.num_parameters
+    assert (theirs.kv_layers, theirs.vocab_size) == (ours.kv_layers, ours.vocab_size)
+
+
+@pytest.mark.parametrize("arguments", [["--peer", "vllm"], ["--peer", "nobody=x"], ["--peer", "vllm=/no"]])
+def test_a_peer_is_a_known_name_and_an_interpreter(arguments, capsys):
+    with pytest.raises(SystemExit):
+        parse(arguments)
+    assert "argument --peer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["--shapes", "2b"], ["--workloads", "W1,W9"], ["--repeat", "0"]])
+def test_unknown_shapes_and_workloads_are_refused(arguments, capsys):
+    with pytest.raises(SystemExit):
+        parse(arguments)
+    assert arguments[0] in capsys.readouterr().err

@@ -1,0 +1,201 @@
+"""Eviction by worth: what is learnt and how much of it is kept, that it pays, and the optimum to measure it by."""
+
+from random import Random
+
+import pytest
+from test_eviction_policies import Memory
+
+from benchmarks.eviction.belady import optimum, paths
+from benchmarks.eviction.compare import cells
+from benchmarks.eviction.rigs import cache_of, longest, run
+from benchmarks.eviction.traces import TRACES, Ask, trace
+from quire.cache.prefix.eviction_by_cost import _MAX_OPEN_EXAMPLES, Chance, Duels, Examples, seconds_by_default
+from quire.cache.prefix.index import SYMBOL
+
+
+def leaf_of(memory: Memory):
+    return memory.leaves[0]
+
+
+def test_before_anything_is_learnt_what_is_older_is_worth_less():
+    memory = Memory("cost")
+    memory.run([1, 2, 3])
+    chance = Chance(SYMBOL)
+    tick = memory.kv.index.forest.clock.tick
+    values = [chance.of(chance.features(leaf_of(memory), tick + age, "tenant")) for age in (0, 1, 5, 50, 5000)]
+    assert values == sorted(values, reverse=True)
+    assert values[0] > 2 * values[-1]
+
+
+def test_a_chance_becomes_what_it_is_shown():
+    memory, chance, rng = Memory("cost"), Chance(SYMBOL), Random(1)
+    memory.run([1, 2, 3])
+    leaf, tick = leaf_of(memory), memory.kv.index.forest.clock.tick
+    for _ in range(3000):
+        chance.learn(chance.features(leaf, tick + 3, "a"), "a", came_back=rng.random() < 0.1)
+        chance.learn(chance.features(leaf, tick + 300, "b"), "b", came_back=rng.random() < 0.7)
+    assert abs(chance.of(chance.features(leaf, tick + 3, "a")) - 0.1) < 0.08
+    assert abs(chance.of(chance.features(leaf, tick + 300, "b")) - 0.7) < 0.12
+    for _ in range(20_000):
+        chance.learn(chance.features(leaf, tick + 3, "a"), "a", came_back=False)
+    assert max(map(abs, chance.weights)) <= 16, "and it can still learn better"
+
+
+def test_open_examples_are_bounded_and_all_are_closed_in_time():
+    memory, chance = Memory("cost"), Chance(SYMBOL)
+    memory.run([1, 2, 3])
+    leaf, examples = leaf_of(memory), Examples(chance, 10)
+    features = chance.features(leaf, 9, "a")
+    for time in range(20_000):
+        leaf.example = None
+        examples.take(leaf, features, "a", time // 1000)
+        examples.take(leaf, features, "a", time // 1000 + 1)
+    assert len(examples) <= 2 * _MAX_OPEN_EXAMPLES
+    for time in range(50_000):
+        leaf.example = None
+        examples.take(leaf, features, "a", 100 + time)
+        if leaf.example is not None:
+            examples.left(leaf, time)
+    assert len(examples._gone) <= 2 * _MAX_OPEN_EXAMPLES
+    learnt = chance.num_learnt
+    examples.expire(10**9)
+    assert len(examples) == 0 == len(examples._gone)
+    assert chance.num_learnt > learnt
+
+
+def test_what_was_evicted_and_is_asked_for_again_is_an_example_that_came_back():
+    memory = Memory("cost", num_blocks=12)
+    order = memory.kv.index.forest.leaves
+    shown = []
+    order.chance.learn = lambda features, tenant, *, came_back: shown.append(came_back)
+    memory.run([1, 2, 3, 4])
+    memory.run([9] * 4)
+    memory.evict(8)
+    assert len(order.examples) == 2
+    memory.run([1, 2, 3, 4, 5])
+    assert shown == [True]
+    memory.run([9] * 3)
+    assert shown == [True], "all but the last block of the other was asked for"
+
+
+def test_what_takes_longer_to_compute_is_kept_longer():
+    memory = Memory("cost")
+    memory.kv.index.forest.leaves.duels.balance = 100.0
+    memory.kv.predict_with(lambda num_tokens, num_before: num_tokens * (1.0 if num_before < 4 else 50.0))
+    memory.run([1] * 9)
+    memory.run([2] * 4)
+    memory.evict(4)
+    assert (memory.has([1] * 9), memory.has([2] * 5)) == (9, 0), "the older one, whose end is dear"
+    assert 0 < seconds_by_default(16, 0) < seconds_by_default(16, 10_000)
+
+
+def test_the_reason_of_an_eviction_multiplies_to_its_worth():
+    memory = Memory("cost")
+    memory.run([1] * 9, priority=60)
+    memory.evict(1)
+    why = memory.kv.index.take_reason().numbers
+    assert why["worth"] == pytest.approx(2 * why["seconds"] * why["chance"] / why["bytes"])
+    assert (why["age"], why["hits"]) == (0, 0)
+
+
+def test_recency_rules_until_the_learnt_order_has_won_and_again_when_it_has_lost():
+    memory, duels = Memory("cost"), Duels(10)
+    for i in range(40):
+        memory.run([i, i])
+    for time, (learnt, oldest) in enumerate([(30, 1), (31, 2)]):
+        duels.begin(memory.leaves[learnt], memory.leaves[oldest], time)
+        assert not duels.learnt_leads
+        duels.used(memory.leaves[oldest])
+    assert duels.learnt_leads, "twice the oldest leaf was asked for, and the other was not"
+    duels.begin(memory.leaves[33], memory.leaves[4], 4)
+    duels.left(memory.leaves[33], 77)
+    duels.wanted(77)
+    assert not duels.learnt_leads, "it had been evicted, and was asked for"
+    before = duels.balance
+    duels.begin(memory.leaves[5], memory.leaves[6], 5)
+    duels.begin(memory.leaves[7], memory.leaves[8], 16)
+    duels.used(memory.leaves[6])
+    assert duels.balance == before, "too late to count"
+    assert not duels.any_gone
+
+
+def test_the_order_in_force_decides_between_the_oldest_and_the_least_valuable():
+    for balance, goes in ((-9.0, [1, 2, 3]), (9.0, [7, 8, 9])):
+        memory = Memory("cost")
+        order = memory.kv.index.forest.leaves
+        memory.run([1, 2, 3])
+        memory.run([7, 8, 9])
+        order.chance.of = lambda features, order=order: 0.9 if features.share else 0.1  # the older one
+        order.duels.balance = balance
+        memory.evict(3)
+        assert memory.has(goes) == 0
+        assert memory.kv.pools.num_idle == 3
+
+
+@pytest.mark.parametrize(("name", "share", "most"), [("chat-tree", 0.1, 0), ("agent", 0.1, 2), ("rag", 0.1, -8)])
+def test_cost_computes_less_again_than_lru(name, share, most):
+    """Few requests to learn from: the benchmark has more, and more seeds."""
+    (cell,) = cells(name, 0, 800, (share,), ("lru", "cost"))
+    assert cell.against("cost", "lru") < most
+
+
+def test_cost_is_hardly_worse_where_nothing_can_be_known():
+    for name in ("few-shot", "uniform", "scan"):
+        (cell,) = cells(name, 0, 500, (0.15,), ("lru", "cost"))
+        assert cell.against("cost", "lru") <= 2, name
+
+
+def test_a_trace_gives_the_same_evictions_twice():
+    asks = trace("tenants", 3, 250)
+    outcomes = [run(asks, cache_of(3 * longest(asks), "cost")) for _ in range(2)]
+    assert outcomes[0] == outcomes[1]
+    assert outcomes[0].num_evicted > 0
+
+
+@pytest.mark.parametrize("name", TRACES)
+def test_a_trace_is_the_same_for_the_same_seed(name):
+    assert trace(name, 1, 40) == trace(name, 1, 40) != trace(name, 2, 40)
+
+
+# The optimum
+
+
+def brute_force(blocks, wanted, num_blocks: int) -> int:
+    """The most that any choice of leaves finds."""
+
+    def best(number: int, held: frozenset) -> int:
+        if number == len(blocks):
+            return 0
+        path = blocks[number]
+        found = 0
+        while found < wanted[number] and path[found] in held:
+            found += 1
+        return found + max(best(number + 1, left) for left in shrink(held | set(path), frozenset(path)))
+
+    def shrink(held: frozenset, own: frozenset) -> set:
+        if len(held) <= num_blocks:
+            return {held}
+        inner = {path[i] for path in blocks for i in range(len(path) - 1) if path[i + 1] in held}
+        return {left for block in held - own - inner for left in shrink(held - {block}, own)}
+
+    return best(0, frozenset())
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_optimum_is_what_brute_force_finds(seed):
+    rng = Random(seed)
+    asks = []
+    for _ in range(7):
+        prompt = [rng.randrange(2) for _ in range(rng.randint(2, 4))]
+        asks.append(Ask(prompt, [rng.randrange(2)] * rng.randrange(2), 0.0))
+    blocks, wanted = paths(asks, 1)
+    for num_blocks in (5, 6, 8):
+        assert optimum(blocks, wanted, num_blocks) == brute_force(blocks, wanted, num_blocks)
+    assert optimum(blocks, wanted, 6, lambda depth: 1.0 + depth) <= optimum(blocks, wanted, 6)
+
+
+@pytest.mark.parametrize("name", ["chat-tree", "rag"])
+def test_no_order_finds_more_whole_blocks_than_the_optimum(name):
+    (cell,) = cells(name, 1, 250, (0.2,), ("lru", "lfu", "cost"))
+    assert all(lost >= 0 for lost in cell.num_whole_lost.values())
+    assert cell.num_whole_lost["lru"] > 0

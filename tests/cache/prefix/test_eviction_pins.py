@@ -1,0 +1,324 @@
+"""Pins, sessions and times to live: what they hold, how much of it, when they end, and that nobody waits for ever."""
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+from scripted_engine import Rig
+from test_eviction_policies import POLICIES, Memory
+
+from quire.cache.kv_cache import KVCache
+from quire.cache.prefix.index import NO_REASON, Cause, Reason
+from quire.cache.prefix.retention_marks import MOST_PLACES
+from quire.core.events import Evicted, PinsRefused, PinsYielded
+from quire.core.request import Namespace
+from quire.core.scheduling_params import Retention, Terms
+from quire.params import BeamSearchParams
+from quire.scheduler.beam_search import plan_beams
+
+
+@pytest.mark.parametrize("eviction", POLICIES)
+def test_a_pin_holds_until_it_expires_and_no_longer(eviction):
+    memory = Memory(eviction)
+    memory.run([1, 1, 1], pin=True, ttl=10.0)
+    memory.run([2, 2, 2], now=1.0)
+    assert memory.kv.num_pinned == 3
+    assert memory.kv.pools.num_idle == 3, "nobody plans with what is pinned"
+    assert memory.evict(6, now=9.0) == 3
+    assert memory.has([1, 1, 1]) == 3
+    assert memory.evict(6, now=10.5) == 3
+    assert memory.kv.num_pinned == 0
+
+
+def test_a_pin_without_end_holds_until_a_flush():
+    memory = Memory()
+    memory.run([1, 1, 1], pin=True)
+    assert memory.evict(3, now=1e9) == 0
+    assert memory.kv.flush() == 3
+
+
+def test_pins_hold_no_more_than_half_of_the_blocks_and_say_so():
+    memory = Memory(num_blocks=20)
+    memory.run([1] * 6, pin=True, tenant="")
+    memory.run([2] * 6, pin=True, tenant="")
+    assert memory.kv.num_pinned == 10
+    (event,) = memory.kv.take_events()
+    assert isinstance(event, PinsRefused)
+    assert (event.request_id, event.num_blocks, event.num_pinned) == ("2", 2, 4)
+    memory.evict(20)
+    found = [memory.kv.index.find(Namespace(), [i] * 6).num_tokens for i in (1, 2)]
+    assert found == [6, 4], "its begin is what is of use"
+    assert memory.kv.take_events() == []
+
+
+def test_blocks_that_two_pins_share_count_once_and_stay_for_the_last_one():
+    memory = Memory()
+    memory.run([1, 1, 2, 2], pin=True, ttl=5.0)
+    memory.run([1, 1, 3, 3], pin=True, ttl=9.0)
+    assert memory.kv.num_pinned == 6
+    memory.evict(9, now=6.0)
+    assert (memory.has([1, 1, 2, 2]), memory.has([1, 1, 3, 3])) == (2, 4)
+    assert memory.kv.num_pinned == 4
+
+
+def test_a_pin_survives_what_is_computed_behind_it_and_whoever_uses_it():
+    memory = Memory(block_size=2)
+    memory.run([1, 1, 2, 2, 3], pin=True, ttl=50.0)
+    memory.run([1, 1, 2, 2, 3, 4, 5, 6], now=1.0)
+    memory.run([1, 1, 2, 9], now=2.0)
+    memory.evict(9, now=3.0)
+    assert memory.has([1, 1, 2, 2, 3, 4]) == 4, "whole blocks"
+    assert memory.evict(9, now=51.0) == 2
+
+
+def test_the_latest_request_of_a_session_can_end_its_pin():
+    memory = Memory(block_size=2)
+    memory.run([1] * 6, pin=True, session="s")
+    memory.run([*[1] * 6, *[2] * 6], now=1.0, pin=True, session="s")
+    assert memory.kv.num_pinned == 6
+    memory.run([*[1] * 6, *[2] * 6, 3, 3], now=2.0, session="s")
+    assert memory.kv.num_pinned == 0
+    assert memory.evict(9, now=3.0) == 7
+
+
+def test_the_ttl_of_a_session_begins_with_the_end_of_its_latest_request():
+    memory = Memory()
+    memory.run([1, 1, 1], pin=True, ttl=10.0, session="s")
+    memory.run([1, 1, 1, 2], now=8.0, pin=True, ttl=10.0, session="s")
+    memory.evict(9, now=12.0)
+    assert memory.has([1, 1, 1, 2]) == 4
+    assert memory.evict(9, now=18.5) == 4
+
+
+def test_many_pins_of_one_prompt_cost_no_more_than_a_few():
+    memory = Memory()
+    for i in range(50):
+        memory.run([1, 1, 1], now=float(i), pin=True, ttl=100.0 - i)
+    wishes = memory.kv.index.forest.wishes
+    assert len(wishes._nodes) <= 4
+    assert memory.kv.num_pinned == 3
+    assert memory.evict(3, now=90.0) == 0
+    assert memory.evict(3, now=100.5) == 3
+
+
+def test_pins_yield_to_a_sequence_that_would_wait_for_ever_the_weakest_first():
+    memory = Memory(num_blocks=20)
+    memory.run([1] * 5, pin=True, ttl=100.0)
+    memory.run([2] * 5, pin=True, ttl=50.0, tenant="other")
+    assert memory.begin([3] * 14, spare=[0]) is None, "others run: it can wait"
+    assert memory.kv.num_pinned == 10
+    assert memory.begin([3] * 14) is not None
+    (event,) = memory.kv.take_events()
+    assert isinstance(event, PinsYielded)
+    assert event.num_blocks == 5
+    assert (memory.has([1] * 5), memory.kv.num_pinned) == (5, 5)
+
+
+def test_a_failed_step_ends_the_pins_of_what_it_did_not_write():
+    memory = Memory()
+    memory.begin([1, 1, 1], pin=True)
+    memory.end(1)
+    memory.begin([2, 2])
+    memory.kv.index.forest.void({node.blocks[0][0] for node in memory.leaves})
+    assert memory.kv.num_pinned == 0
+    assert memory.kv.check() == []
+
+
+def with_windows(*windows: int, num_blocks: tuple[int, ...]) -> Memory:
+    memory = Memory(windows=windows)
+    groups = zip(memory.kv.config.groups, num_blocks, strict=True)
+    groups = tuple(replace(group, num_blocks=number) for group, number in groups)
+    memory.kv = KVCache(replace(memory.kv.config, groups=groups))
+    return memory
+
+
+def test_where_one_group_may_pin_no_more_none_does_and_what_is_idle_can_be_evicted():
+    memory = with_windows(0, 7, num_blocks=(40, 80))
+    memory.run([1] * 36, pin=True, tenant="")
+    assert [len(memory.kv.index.wishes.pinned(group)) for group in (0, 1)] == [20, 20]
+    assert memory.kv.pools[0].num_idle == 16
+    assert memory.evict(16) == 16
+    assert memory.begin([2] * 20) is not None
+
+
+def test_a_check_finds_idle_blocks_that_a_pin_behind_them_keeps():
+    memory = with_windows(0, 7, num_blocks=(40, 80))
+    memory.run([1] * 9)
+    (leaf,) = memory.leaves
+    memory.kv.pools[1].hold(leaf.blocks[1][-1])
+    memory.kv.index.wishes.pinned(1)[leaf.blocks[1][-1]] += 1
+    assert any("idle blocks of groups [0, 0]" in wrong for wrong in memory.kv.check())
+
+
+def test_a_tenant_with_a_name_pins_half_of_what_may_be_pinned():
+    memory = Memory(num_blocks=100)
+    for number, tenant in enumerate("abc"):
+        memory.run([number] * 30, pin=True, tenant=tenant, now=float(number))
+    refused = memory.kv.take_events()
+    assert [(one.num_pinned, one.num_blocks) for one in refused] == [(25, 5), (25, 5), (0, 30)]
+    assert memory.kv.num_pinned == 50
+    memory.kv.index.wishes.yield_one()
+    memory.run([4] * 30, pin=True, tenant="c")
+    assert memory.kv.num_pinned == 50
+
+
+@pytest.mark.parametrize("eviction", POLICIES)
+def test_the_end_of_a_request_takes_no_longer_the_more_its_session_left(eviction):
+    memory = Memory(eviction, num_blocks=1000)
+    wishes, relisted, held = memory.kv.index.wishes, [], []
+    relist, hold = wishes._relist, wishes._pins.hold
+    wishes._relist = lambda node: (relisted.append(node), relist(node))
+    wishes._pins.hold = lambda wish, node: (held.append(node), hold(wish, node))[1]
+    for number in range(300):
+        relisted.clear()
+        held.clear()
+        memory.run([1000, number], now=float(number), pin=True, ttl=50.0 + number, session="s", tenant="")
+        assert len(relisted) <= 2
+        assert len(held) == 1
+    assert memory.kv.num_pinned == 1 + MOST_PLACES, "the latest, and what they have in common"
+    assert memory.kv.pools.num_idle == 300 - MOST_PLACES
+    memory.run([1000, 300], now=300.0, session="s", ttl=1.0, tenant="")
+    assert memory.kv.num_pinned == 0
+    memory.kv.at(302.0)
+    assert memory.evict(500, now=302.0) == 302
+
+
+def test_a_pin_of_what_a_window_has_passed_ends_as_any_other():
+    memory = with_windows(3, num_blocks=(12,))
+    memory.run([1] * 3, pin=True, ttl=1.0)
+    admission = memory.begin([2] * 6, pin=True, ttl=2.0)
+    memory.kv.trim(admission.table, 6)
+    assert memory.evict(9) == 4
+    memory.end(2)
+    assert memory.kv.num_pinned == 3
+    memory.kv.at(1.5)
+    assert memory.kv.num_pinned == 0
+    memory.kv.at(2.5)
+    assert not memory.kv.index.wishes._nodes
+    assert memory.kv.check() == []
+
+
+def test_the_reason_is_that_of_the_first_block_since_it_was_asked_for():
+    memory = Memory(windows=(0, 7))
+    for number in range(4):
+        memory.run([number])
+    memory.evict(1)
+    memory.evict(1)
+    tick = memory.kv.index.forest.clock.tick
+    assert memory.kv.index.take_reason() == Reason({"age": tick - 2}, "tenant")
+    assert memory.kv.index.take_reason() == NO_REASON
+    assert memory.kv.index.evict(1, 1, Cause()) == 1
+    assert memory.kv.index.take_reason() == Reason({"age": tick - 6}, "tenant"), "of a group with a window, too"
+
+
+def test_a_try_to_begin_that_fails_leaves_nothing_in_the_table(monkeypatch):
+    memory = Memory(num_blocks=20)
+    memory.run([1] * 5, pin=True, tenant="tenant")
+    grow, tries = memory.kv._parts.grow, []
+
+    def fail_once(table, *args, **options):
+        tries.append(len(table.blocks[0]))
+        return None if len(tries) == 1 else grow(table, *args, **options)
+
+    monkeypatch.setattr(memory.kv._parts, "grow", fail_once)
+    admission = memory.begin([1] * 5 + [2] * 3)
+    assert tries == [5, 5]
+    assert len(admission.table.blocks[0]) == 8
+    assert memory.kv.check() == []
+
+
+# With the scheduler
+
+
+def rig_with(eviction: str, **options) -> Rig:
+    return Rig(prefix_index="radix", eviction=eviction, **({"num_blocks": 24, "steps_in_flight": 2} | options))
+
+
+def talk(rig: Rig, num_requests: int) -> None:
+    """Chats that go on, with wishes of all kinds, in a pool that is too small."""
+    rng, contexts = Random(1), [[i] * 6 for i in range(4)]
+    for number in range(num_requests):
+        which = rng.randrange(4)
+        prompt = contexts[which][-36:] + [rng.randrange(50) for _ in range(rng.randint(1, 6))]
+        wish = Retention(
+            priority=rng.choice((10, 50, 90)),
+            ttl=rng.choice((None, 0.01, 1.0)),
+            pin=rng.random() < 0.4,
+            session=rng.choice((None, f"chat {which}")),
+        )
+        rig.add(str(number), prompt, max_tokens=rng.randint(1, 9), n=rng.choice((1, 1, 2)), terms=Terms(retention=wish))
+        for _ in range(rng.randint(0, 6)):
+            rig.step()
+        contexts[which] = prompt
+    most = 5000
+    while rig.engine.has_work:
+        rig.step()
+        most -= 1
+        assert most > 0, "somebody waits for ever"
+
+
+@pytest.mark.parametrize("eviction", POLICIES)
+def test_wishes_change_no_token_and_a_journal_replays(eviction):
+    plain, rig = rig_with("lru", num_blocks=400, max_model_len=96), rig_with(eviction)
+    talk(plain, 60)
+    talk(rig, 60)
+    assert rig.tokens == plain.tokens
+    assert rig.reasons == plain.reasons
+    assert rig.cache.num_evicted > 0 == plain.cache.num_evicted
+    assert rig.scheduler.check() == []
+    report = rig.replay()
+    assert report.difference == ""
+    assert report.num_steps > 50
+    events = list(rig.scheduler.accounts.events)
+    evicted = [event for event in events if isinstance(event, Evicted)]
+    assert evicted
+    assert all(event.policy == eviction and "age" in event.reason for event in evicted)
+    assert any(isinstance(event, (PinsRefused, PinsYielded)) for event in events)
+    assert not rig.scheduler.leaks
+    rig.scheduler.flush(rig.now)
+    assert rig.cache.pools.num_free == rig.cache.pools.num_blocks
+
+
+def test_a_request_as_long_as_the_pool_runs_beside_pins():
+    rig = rig_with("lru", num_blocks=24, max_model_len=96)
+    rig.add("pinned", list(range(40)), max_tokens=4, terms=Terms(retention=Retention(pin=True)))
+    rig.run()
+    assert rig.cache.num_pinned == 10
+    rig.add("long", [7] * 60, max_tokens=30)
+    rig.run()
+    assert rig.reasons["long", 0] == "length"
+    assert any(isinstance(event, PinsYielded) for event in rig.scheduler.accounts.events)
+
+
+def test_a_request_that_is_preempted_asks_for_nothing_before_it_ends():
+    rig = rig_with("lru", num_blocks=64, steps_in_flight=1)
+    rig.add("a", list(range(20)), max_tokens=9, terms=Terms(retention=Retention(pin=True, ttl=5.0)))
+    while not rig.tokens.get(("a", 0)):
+        rig.step()
+    lives, wishes = rig.scheduler._lives, rig.cache.index.wishes
+    while rig.engine.stats().num_running and any(lives.is_in_flight(seq) for seq in lives.rows.running):
+        rig.step()
+    lives.preempt(lives.rows.running[0], "a test", rig.now)
+    preempted_at = rig.now
+    assert (rig.cache.num_pinned, len(wishes._nodes)) == (0, 0)
+    rig.run()
+    assert rig.cache.num_pinned > 0
+    (wish,) = wishes._nodes
+    assert wish.expires > preempted_at + 5.0
+
+
+def test_beams_that_end_before_their_request_pin_nothing():
+    rig = rig_with("lru", num_blocks=64, steps_in_flight=1)
+    params = BeamSearchParams(beam_width=4, max_tokens=12)
+    beams = plan_beams(params, vocab_size=50, num_end_tokens=1)
+    terms = Terms(retention=Retention(pin=True))
+    rig.add("a", list(range(9)), max_tokens=12, n=4, beams=beams, terms=terms)
+    while len(rig.scheduler._lives.rows.running) < 4:
+        rig.step()
+    for _ in range(4):
+        rig.step()
+        assert rig.reasons or not rig.cache.num_pinned
+    rig.scheduler._searches._park(rig.scheduler._lives.rows.running[-1])
+    assert (rig.cache.num_pinned, len(rig.cache.index.wishes._nodes)) == (0, 0)
+    rig.abort("a")
+    assert rig.cache.num_pinned > 0

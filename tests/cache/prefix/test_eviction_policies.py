@@ -1,0 +1,293 @@
+"""Orders of eviction: each against a scan of all leaves of a tree that lives; what is asked for counts; it is cheap."""
+
+from random import Random
+from time import perf_counter
+
+import pytest
+from prefix_cache_model import Model, radix_config
+
+from quire.cache.kv_cache import KVCache
+from quire.cache.prefix.eviction import LeastFrequent, LeastRecent, LeastWanted, OrderedLeaves
+from quire.cache.prefix.index import Cause
+from quire.cache.prefix.radix_node import Clock
+from quire.cache.retention import ANYHOW, ORDINARY, Keep
+from quire.config import CacheConfig
+from quire.core.request import Namespace
+from quire.core.scheduling_params import Retention
+from quire.errors import ConfigError
+
+NS = Namespace("tenant")
+POLICIES = ("lru", "lfu", "priority", "cost")
+
+
+class Memory:
+    """A KVCache in which each sequence computes all its tokens in one step and leaves them."""
+
+    def __init__(self, eviction="lru", num_blocks=100, block_size=1, **options) -> None:
+        config = radix_config(num_blocks, block_size, **options)
+        self.kv = KVCache(CacheConfig(block_size, config.groups, "radix", config.public_prefixes, eviction))
+        self.num_seqs = 0
+
+    def begin(self, tokens, *, now=0.0, tenant="tenant", spare=None, program=None, age=0, **retention):
+        self.num_seqs += 1
+        self.kv.at(now)
+        admission = self.kv.admit(
+            self.num_seqs,
+            list(tokens),
+            Namespace(tenant),
+            reusable=len(tokens) - 1,
+            limit=len(tokens),
+            most=len(tokens),
+            spare=spare,
+            cause=Cause(now, str(self.num_seqs), tenant),
+            keep=Keep(Retention(**retention), str(self.num_seqs), tenant, len(tokens), program, age),
+        )
+        if admission is None:
+            return None
+        admission.table.launched = admission.num_tokens
+        self.kv.record(admission.table, admission.num_tokens, len(tokens))
+        self.kv.launched(self.num_seqs)
+        self.kv.collected(self.num_seqs)
+        admission.table.launched = len(tokens)
+        return admission
+
+    def end(self, seq_id: int, *, now=0.0) -> None:
+        self.kv.at(now)
+        self.kv.release(seq_id, len(self.kv.tables[seq_id].tokens))
+        assert self.kv.check() == []
+
+    def run(self, tokens, *, now=0.0, **options):
+        admission = self.begin(tokens, now=now, **options)
+        if admission is not None:
+            self.end(self.num_seqs, now=now)
+        return admission
+
+    def evict(self, count: int, *, now=0.0) -> int:
+        freed = self.kv.index.evict(0, count, Cause(now))
+        assert self.kv.check() == []
+        return freed
+
+    def has(self, tokens) -> int:
+        return self.kv.index.find(NS, list(tokens)).num_tokens
+
+    @property
+    def leaves(self):
+        return [node for node in self.kv.index.forest.nodes() if node.is_free]
+
+
+def standing_by_hand(eviction: str, leaf, clock: Clock) -> tuple:
+    """What the documentation says of a leaf, written down a second time."""
+    if eviction == "lru":
+        return (leaf.tick,)
+    if eviction == "lfu":
+        return (leaf.uses.level, leaf.tick)
+    wishes = [mark.wish for mark in leaf.marks if mark.reach >= leaf.end and mark.wish.expires > clock.now]
+    return (max((wish.priority for wish in wishes), default=ORDINARY), leaf.tick)
+
+
+@pytest.mark.parametrize("eviction", ["lru", "lfu", "priority"])
+@pytest.mark.parametrize("seed", range(3))
+def test_what_is_evicted_is_what_a_scan_of_all_leaves_finds(eviction, seed):
+    rng, memory, now, compared = Random(seed), Memory(eviction, num_blocks=400, block_size=2), 0.0, 0
+    stems = [[rng.randrange(5) for _ in range(rng.randint(2, 12))] for _ in range(6)]
+    forest = memory.kv.index.forest
+    for _ in range(250):
+        now += rng.random()
+        stem = rng.choice(stems)
+        tokens = stem[: rng.randint(1, len(stem))] + [rng.randrange(5) for _ in range(rng.randint(1, 9))]
+        if rng.random() < 0.2:
+            stems[rng.randrange(6)] = tokens[:20]
+        wish = {"priority": rng.choice((50, 50, 10, 90)), "ttl": rng.choice((None, 3.0, 10.0))}
+        wish["session"] = rng.choice((None, None, "a", "b"))
+        memory.run(tokens, now=now, **wish)
+        for _ in range(rng.choice((0, 0, 1, 4))):
+            forest.wishes.at(now)
+            least = min(memory.leaves, key=lambda leaf: (*standing_by_hand(eviction, leaf, forest.clock), leaf.id))
+            before, key = least.end, least.path
+            size = len(key)
+            assert memory.evict(1, now=now) == 1
+            assert least.is_gone or least.end == before - 1, f"{least.id} was to go"
+            assert len(least.path) < size or least.is_gone or least.parent is None
+            compared += 1
+            if not memory.leaves:
+                break
+    assert compared > 150
+
+
+def test_lfu_keeps_what_is_asked_for_often_and_forgets_it_in_time():
+    memory = Memory("lfu")
+    for last in range(5):
+        memory.run([1, 2, 3, 10 + last])
+    memory.run([4, 5, 6])
+    memory.evict(8)
+    assert memory.has([1, 2, 3, 0]) == 3, "it has hits; the other, used later, has none"
+    assert memory.has([4, 5, 6]) == 0
+    for round_ in range(12):
+        stem = [100 + round_, 7]
+        for last in range(3):
+            memory.run([*stem, last, 8])
+        memory.evict(8)
+    assert memory.has([1, 2, 3, 0]) == 0, "others rose above it"
+
+
+def test_priority_counts_before_recency_and_ends_with_its_ttl():
+    memory = Memory("priority")
+    memory.run([1, 1, 1], priority=90, ttl=10.0)
+    memory.run([2, 2, 2], now=1.0)
+    memory.run([3, 3, 3], now=2.0, priority=10, ttl=10.0)
+    memory.evict(3, now=3.0)
+    assert (memory.has([1, 1, 1]), memory.has([2, 2, 2]), memory.has([3, 3, 3])) == (3, 3, 0)
+    memory.evict(3, now=4.0)
+    assert (memory.has([1, 1, 1]), memory.has([2, 2, 2])) == (3, 0)
+    memory.run([2, 2, 2], now=5.0)
+    memory.evict(3, now=20.0)
+    assert (memory.has([1, 1, 1]), memory.has([2, 2, 2])) == (0, 3), "after the ttl only recency is left"
+
+
+def test_low_priority_goes_first_only_while_nobody_else_has_left_the_same():
+    memory = Memory("priority")
+    memory.run([1, 1, 1, 1], priority=0)
+    memory.run([2, 2, 2, 2], now=1.0)
+    memory.run([1, 1, 1, 1], now=2.0)
+    memory.evict(4, now=3.0)
+    assert (memory.has([1, 1, 1, 1]), memory.has([2, 2, 2, 2])) == (4, 0)
+
+
+def test_what_is_asked_for_a_leaf_counts_for_what_comes_before_it():
+    memory = Memory("priority")
+    memory.run([1, 1, 1, 2, 2, 2])
+    memory.run([1, 1, 1, 3, 3, 3], now=1.0, priority=80)
+    memory.run([4, 4, 4], now=2.0)
+    memory.evict(6, now=3.0)
+    assert (memory.has([1, 1, 1, 3, 3, 3]), memory.has([4, 4, 4])) == (6, 0)
+    memory.run([4, 4, 4], now=4.0, priority=79)
+    memory.evict(5, now=5.0)
+    assert memory.has([1, 1, 1, 3, 3, 3]) == 4, "its end goes first, and its begin is worth as much"
+
+
+def test_the_latest_request_of_a_session_speaks_for_all_of_it():
+    memory = Memory("priority")
+    memory.run([1, 1, 1], priority=90, session="s")
+    memory.run([2, 2, 2], now=1.0)
+    memory.run([3, 3, 3], now=2.0, priority=10, session="s")
+    memory.evict(6, now=3.0)
+    assert (memory.has([1, 1, 1]), memory.has([2, 2, 2])) == (0, 3)
+    assert not memory.kv.index.forest.wishes._sessions, "nothing is left of it"
+    memory.run([1, 1, 1], now=4.0, priority=10, session="s")
+    memory.run([9, 9, 9], now=5.0, priority=90, session="s", tenant="other")
+    memory.evict(3, now=6.0)
+    assert (memory.has([1, 1, 1]), memory.has([2, 2, 2])) == (0, 3), "another tenant's session is another one"
+
+
+@pytest.mark.parametrize("eviction", POLICIES)
+def test_all_that_is_idle_can_be_evicted_at_once(eviction):
+    memory, rng = Memory(eviction, num_blocks=300, block_size=4), Random(5)
+    for _ in range(40):
+        memory.run([rng.randrange(2) for _ in range(rng.randint(1, 40))])
+    memory.begin([7] * 30)
+    idle = memory.kv.pools.num_idle
+    assert memory.evict(1000) == idle > 50
+    assert memory.kv.pools.num_idle == 0
+
+
+@pytest.mark.parametrize("eviction", POLICIES)
+def test_a_leaf_in_use_is_passed_over_and_found_again_when_it_is_idle(eviction):
+    memory = Memory(eviction)
+    memory.begin([1, 1, 1])
+    memory.run([2, 2, 2])
+    assert memory.evict(4) == 3
+    assert memory.evict(1) == 0
+    memory.end(1)
+    assert memory.evict(9) == 3
+
+
+@pytest.mark.parametrize("eviction", ["lfu", "priority", "cost"])
+def test_an_order_that_needs_the_tree_is_refused_without_it(eviction):
+    config = radix_config(8, 4)
+    for index in ("hash", "none"):
+        with pytest.raises(ConfigError, match="radix"):
+            CacheConfig(4, config.groups, index, (), eviction)
+    CacheConfig(4, config.groups, "hash", (), "lru")
+
+
+def seconds_per_eviction(eviction: str, num_leaves: int) -> float:
+    memory = Memory(eviction, num_blocks=2 * num_leaves + 10)
+    for i in range(num_leaves):
+        memory.begin([i % 997, i])
+        memory.kv.release(i + 1, 2)
+    times = []
+    for _ in range(300):
+        begin = perf_counter()
+        assert memory.kv.index.evict(0, 1, Cause()) == 1
+        times.append(perf_counter() - begin)
+    return sorted(times)[150]
+
+
+@pytest.mark.parametrize("eviction", ["lfu", "priority", "cost"])
+def test_evicting_one_block_takes_hardly_longer_among_sixteen_times_the_leaves(eviction):
+    assert seconds_per_eviction(eviction, 8_000) < 4 * seconds_per_eviction(eviction, 500), "linear would be 16 times"
+
+
+@pytest.mark.parametrize("order", [LeastRecent, LeastFrequent, LeastWanted])
+def test_a_heap_of_leaves_keeps_no_more_than_it_needs(order):
+    memory = Memory(num_blocks=10)
+    memory.run([1, 2, 3])
+    (node,) = memory.leaves
+    leaves = OrderedLeaves(order(Clock()))
+    for _ in range(10_000):
+        leaves.add(node)
+        leaves.renew(node)
+        leaves.discard(node)
+    leaves.add(node)
+    for _ in range(10_000):
+        leaves.renew(node)
+    assert len(leaves) == 1
+    assert len(leaves._heap) <= 70
+    assert leaves.pop() is node
+    assert leaves.pop() is None
+
+
+@pytest.mark.parametrize("eviction", ["lfu", "priority", "cost"])
+def test_reuse_is_right_and_nothing_leaks_with_every_order(eviction):
+    """The memory's own model, with random wishes: 6 000 operations on pools that are too small, steps that fail."""
+    rng = Random(eviction)
+    for block_size, windows in ((4, (0,)), (1, (0,)), (4, (0, 6))):
+        config = radix_config(70 // block_size + 8, block_size, windows)
+        model = Model(CacheConfig(block_size, config.groups, "radix", (), eviction))
+        churn(model, rng, 2000)
+        assert model.num_admitted > 40
+
+
+def churn(model: Model, rng: Random, num_operations: int) -> None:
+    now = 0.0
+    for number in range(num_operations):
+        now += rng.random()
+        model.cache.at(now)
+        kind = rng.random()
+        if kind < 0.25:
+            if len(model.live) < 6:
+                model.arrive(rng)
+        elif kind < 0.6:
+            if len(model.in_flight) < 2:
+                model.plan(rng, fails=rng.random() < 0.08)
+        elif kind < 0.9:
+            if model.in_flight:
+                model.collect()
+        elif model.running():
+            seq = rng.choice(model.running())
+            wish = Retention(
+                priority=rng.choice((20, 50, 80)),
+                ttl=rng.choice((None, 2.0, 30.0)),
+                pin=rng.random() < 0.3,
+                session=rng.choice((None, "a", "b")),
+            )
+            seq.table.keep = Keep(wish, str(seq.id), seq.namespace.tenant, len(seq.tokens))
+            (model.preempt, model.end, lambda one: model.branch(rng, one), lambda one: model.fork(rng, one))[
+                rng.randrange(4)
+            ](seq)
+        if number % 25 == 0:
+            model.check()
+    for seq in model.running():
+        seq.table.keep = ANYHOW
+    model.cache.index.wishes.end_pins()
+    model.wind_up()

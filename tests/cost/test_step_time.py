@@ -1,0 +1,392 @@
+"""What computing and copying cost, learnt from samples; block use and the advice that follows; the host pool."""
+
+import random
+from math import inf, isfinite
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scripted_engine import Rig
+
+from quire.core import codec
+from quire.core.scheduling_params import Retention, Terms
+from quire.core.step import StepResult
+from quire.cost.block_size import CANDIDATES, BlockUse, advise
+from quire.cost.memory_plan import Demand, KVDemand, parse_swap_space, plan_host_pool, plan_memory
+from quire.cost.step_time import Calibration, CopySample, Costs, DecodeSample, Prefill, PrefillSample, num_pairs
+from quire.errors import ConfigError, RequestError
+
+MIB, GIB = 2**20, 2**30
+
+
+def seconds_of(num_tokens, pairs):
+    return 2e-3 + 1e-5 * num_tokens + 3e-9 * pairs
+
+
+def chunks(rng, count):
+    for _ in range(count):
+        num_tokens = rng.choice((16, 64, 256, 700, 2048))
+        yield num_tokens, num_pairs(num_tokens, rng.choice((0, 0, 512, 4096, 30_000)))
+
+
+def test_pairs_are_tokens_and_what_they_attend_to():
+    for num_tokens, num_before in ((1, 0), (1, 7), (5, 0), (5, 11)):
+        assert num_pairs(num_tokens, num_before) == sum(num_before + i + 1 for i in range(num_tokens))
+
+
+def test_what_steps_cost_is_found_exactly_where_nothing_disturbs():
+    prefill, rng = Prefill(), random.Random(1)
+    for num_tokens, pairs in chunks(rng, 60):
+        prefill.observe(num_tokens, pairs, seconds_of(num_tokens, pairs))
+    found = (prefill.fixed, prefill.per_token, prefill.per_pair)
+    assert found == pytest.approx((2e-3, 1e-5, 3e-9), rel=1e-6)
+
+
+def test_noise_of_a_fifth_leaves_predictions_within_a_tenth():
+    prefill, rng = Prefill(), random.Random(2)
+    for num_tokens, pairs in chunks(rng, 300):
+        prefill.observe(num_tokens, pairs, seconds_of(num_tokens, pairs) * rng.uniform(0.8, 1.2))
+    for num_tokens, before in ((2048, 0), (2048, 30_000), (700, 4096)):
+        pairs = num_pairs(num_tokens, before)
+        assert prefill.seconds(num_tokens, pairs) == pytest.approx(seconds_of(num_tokens, pairs), rel=0.1)
+
+
+def test_the_fit_is_that_of_numpy():
+    rng, kept = random.Random(3), []
+    prefill = Prefill()
+    for num_tokens, pairs in chunks(rng, 40):
+        seconds = seconds_of(num_tokens, pairs) * rng.uniform(0.97, 1.03)
+        prefill.observe(num_tokens, pairs, seconds)
+        kept = [(row, weight * 0.98) for row, weight in kept] + [((num_tokens, pairs, 1.0, seconds), 1.0)]
+    rows = np.array([np.array(row) * weight**0.5 for row, weight in kept])
+    scale = np.abs(rows[:, :3]).max(axis=0)
+    expected = np.linalg.lstsq(rows[:, :3] / scale, rows[:, 3], rcond=None)[0] / scale
+    assert (expected > 0).all()
+    assert (prefill.per_token, prefill.per_pair, prefill.fixed) == pytest.approx(tuple(expected), rel=1e-6)
+
+
+steps = st.tuples(st.integers(1, 10**6), st.integers(0, 10**6), st.floats(1e-9, 1e6))
+
+
+@given(st.lists(steps, max_size=40))
+def test_no_coefficient_is_ever_negative_nor_without_bounds(seen):
+    prefill = Prefill()
+    for num_tokens, before, seconds in seen:
+        prefill.observe(num_tokens, num_pairs(num_tokens, before), seconds)
+        found = (prefill.fixed, prefill.per_token, prefill.per_pair)
+        assert all(isfinite(value) and value >= 0 for value in found)
+    if prefill.num_steps:
+        assert prefill.seconds(10**6, num_pairs(10**6, 10**6)) > 0
+
+
+def test_of_steps_that_were_all_alike_tokens_carry_everything():
+    prefill = Prefill()
+    for _ in range(5):
+        prefill.observe(100, num_pairs(100, 0), 0.5)
+    assert (prefill.per_token, prefill.per_pair, prefill.fixed) == (pytest.approx(0.005), 0.0, 0.0)
+
+
+def test_one_step_of_a_machine_that_slept_spoils_little_and_a_slower_machine_is_believed():
+    prefill, rng = Prefill(), random.Random(4)
+    for num_tokens, pairs in chunks(rng, 60):
+        prefill.observe(num_tokens, pairs, seconds_of(num_tokens, pairs))
+    pairs = num_pairs(700, 0)
+    prefill.observe(700, pairs, 3600.0)
+    assert prefill.seconds(700, pairs) < 4 * seconds_of(700, pairs)
+    for num_tokens, more in chunks(rng, 200):
+        prefill.observe(num_tokens, more, 20 * seconds_of(num_tokens, more))
+    assert prefill.seconds(700, pairs) == pytest.approx(20 * seconds_of(700, pairs), rel=0.05)
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, 1e7, inf, float("nan")])
+def test_durations_that_cannot_be_teach_nothing(seconds):
+    costs = Costs()
+    costs.observe_step(10, seconds, num_pairs(10, 0))
+    costs.observe_step(10, seconds)
+    costs.observe_copies(100, seconds, 100, seconds)
+    assert costs.recompute_seconds(1000) == costs.step_seconds == 0.0
+    assert costs.copy_seconds(100) == (inf, inf)
+    assert str(costs) == "nothing is known yet"
+
+
+def test_a_step_without_tokens_teaches_nothing():
+    costs = Costs()
+    costs.observe_step(0, 1.0)
+    assert (costs.pace.per_token, costs.step_seconds) == (0.0, 0.0)
+
+
+def test_nothing_is_known_at_first():
+    costs = Costs()
+    assert costs.recompute_seconds(100) == costs.first_token_seconds(1000, 100) == costs.output_seconds(50) == 0.0
+    assert costs.copy_seconds(1) == (inf, inf)
+    figures = costs.figures()
+    assert (figures.prompt_seconds_per_token, figures.seconds_per_byte_out) == (0.0, None)
+
+
+def calibration():
+    sizes = ((16, 0), (64, 0), (256, 0), (1024, 0), (1024, 1024), (64, 1984), (1024, 2048))
+    return Calibration(
+        prefill=[PrefillSample(n, before, seconds_of(n, num_pairs(n, before))) for n, before in sizes],
+        decode=[DecodeSample(1, 4e-3), DecodeSample(16, 6e-3)],
+        copies=[CopySample(2**20, 1e-3, 2e-3), CopySample(2**23, 8e-3, 16e-3)],
+    )
+
+
+def test_a_calibration_teaches_all_of_it():
+    costs = Costs()
+    costs.calibrate(calibration())
+    assert costs.recompute_seconds(1000, 500) == pytest.approx(1e-5 * 1000 + 3e-9 * num_pairs(1000, 500), rel=1e-6)
+    alone = 2e-3 + 1e-5 * 3000 + 3e-9 * num_pairs(1000, 0)
+    assert costs.first_token_seconds(2000, 1000) == pytest.approx(alone, rel=1e-6)
+    assert 100 * 4e-3 < costs.output_seconds(100) < 100 * 6e-3
+    assert costs.copy_seconds(2**20) == (pytest.approx(1e-3), pytest.approx(2e-3))
+    assert costs.pace.per_token > 0
+    assert "copies 1.05 GB/s to the host, 0.524 GB/s from it" in str(costs)
+
+
+def test_a_longer_context_makes_tokens_dearer():
+    costs = Costs()
+    costs.calibrate(calibration())
+    halves = costs.recompute_seconds(500), costs.recompute_seconds(500, 500)
+    assert sum(halves) == pytest.approx(costs.recompute_seconds(1000))
+    assert halves[0] < halves[1]
+
+
+def test_copies_of_late_weigh_most():
+    costs = Costs()
+    for seconds in [1.0] * 5 + [3.0] * 50:
+        costs.observe_copies(10**6, seconds, 0, 0.0)
+    out, back = costs.copy_seconds(10**6)
+    assert out == pytest.approx(3.0, rel=0.01)
+    assert back == inf
+
+
+# In the scheduler
+
+
+def test_steps_that_compute_prompts_and_steps_that_generate_are_told_apart():
+    rig = Rig(num_blocks=64, max_num_batched_tokens=16)
+    rig.add("a", list(range(40)), max_tokens=12)
+    rig.run()
+    sizes = rig.scheduler.sizes
+    assert rig.scheduler.costs.prefill.num_steps == sum(size > 1 for size in sizes) >= 3
+    assert rig.scheduler.costs.step_seconds > 0
+
+
+def test_a_calibrated_scheduler_replays_and_keeps_its_first_step_short():
+    rig = Rig(num_blocks=512, max_num_batched_tokens=2048, step_seconds=5e-3)
+    rig.scheduler.calibrate(calibration())
+    rig.add("a", [i % 40 for i in range(1500)], max_tokens=5)
+    rig.step()
+    assert 1 < rig.scheduler.sizes[0] < 400  # 2 ms and 10 us a token, and half of the time at least
+    rig.scheduler.calibrate(calibration())  # between steps: the runner's rows are made again
+    rig.run()
+    assert rig.replay().difference == ""
+    plain = Rig(num_blocks=512, max_num_batched_tokens=2048)
+    plain.add("a", [i % 40 for i in range(1500)], max_tokens=5)
+    plain.run()
+    assert rig.tokens == plain.tokens
+    assert plain.scheduler.sizes[0] == 1500
+
+
+def test_no_calibration_while_a_step_is_in_flight():
+    rig = Rig()
+    rig.add("a", [1, 2, 3])
+    step = rig.scheduler.plan(0.0)
+    with pytest.raises(ValueError, match="in flight"):
+        rig.scheduler.calibrate(calibration())
+    rig.scheduler.commit(StepResult.failed(step.id, "never run"), 0.0)
+    assert rig.replay().difference == ""
+
+
+def test_a_calibration_survives_its_bytes():
+    assert codec.decode(codec.encode(calibration()), Calibration) == calibration()
+
+
+# Blocks
+
+
+lengths = st.lists(st.integers(1, 5000), min_size=1, max_size=60)
+
+
+@given(lengths, st.sampled_from([1, 2, 8, 16, 64, 128, 256]))
+def test_predicted_waste_is_exact_where_the_size_divides_256(seen, block_size):
+    use = BlockUse(16)
+    for length in seen:
+        use.ended(length)
+    slots = sum(-(-length // block_size) * block_size for length in seen)
+    assert use.figures().predicted_waste(block_size) == pytest.approx(1 - sum(seen) / slots)
+
+
+def test_predicted_waste_of_other_sizes_is_half_a_block_each():
+    use = BlockUse(16)
+    for length in (100, 200):
+        use.ended(length)
+    assert use.figures().predicted_waste(24) == pytest.approx(23 / (300 + 23))
+
+
+def test_measured_waste_is_that_of_the_tables():
+    """One sequence whose tables are looked at from outside, at the steps that the scheduler looks at them."""
+    rig = Rig(num_blocks=64, block_size=4, max_num_batched_tokens=32)
+    rig.add("a", [1, 2, 3], max_tokens=100)
+    empty = slots = 0
+    while rig.engine.has_work:
+        step_id = rig.engine.stats().num_steps
+        tables = {seq_id: len(table.blocks[0]) for seq_id, table in rig.cache.tables.items()}
+        known = 3 + len(rig.tokens.get(("a", 0), []))
+        rig.step()
+        if step_id and step_id % 16 == 0:
+            have = max(max(tables.values()), -(-known // 4)) * 4
+            empty, slots = empty + have - known, slots + have
+    figures = rig.scheduler.block_use.figures()
+    assert figures.num_ended == 1
+    assert figures.num_tokens == 103
+    assert figures.internal_waste == pytest.approx(empty / slots, abs=0.03)
+    assert 0 < figures.internal_waste < 0.5
+
+
+def figures_of(lengths, block_size=16):
+    use = BlockUse(block_size)
+    for length in lengths:
+        use.ended(length)
+    use.sample(1000, 900)
+    return use.figures()
+
+
+def test_short_sequences_in_large_blocks_get_smaller_ones():
+    rng = random.Random(5)
+    lookup = {size: 4e-6 + 1e-4 / size for size in CANDIDATES}
+    advice = advise(figures_of([rng.randrange(20, 60) for _ in range(200)], 128), lookup, 0.01)
+    assert advice.recommended == 8
+    assert advice.internal_waste == pytest.approx(0.1)
+    assert "128 tokens" in advice.reason
+    assert "8 tokens" in advice.reason
+
+
+def test_long_sequences_whose_lookups_take_long_get_larger_ones():
+    rng = random.Random(6)
+    lookup = {size: 0.02 / size for size in CANDIDATES}  # 2.5 ms with blocks of 8, of prompts that take 20 ms
+    advice = advise(figures_of([rng.randrange(8000, 16000) for _ in range(200)], 8), lookup, 0.02)
+    assert advice.recommended > 8
+    assert advice.lookup_us == pytest.approx(2500)
+
+
+def test_what_saves_nothing_to_speak_of_is_left_as_it_is():
+    rng = random.Random(7)
+    lookup = dict.fromkeys(CANDIDATES, 1e-5)
+    advice = advise(figures_of([rng.randrange(2000, 4000) for _ in range(200)]), lookup, 0.05)
+    assert advice.recommended == advice.current == 16
+    assert "no other size" in advice.reason
+
+
+def test_few_sequences_say_nothing():
+    advice = advise(figures_of([20] * 5, 128), {}, 0.0)
+    assert advice.recommended == 128
+    assert "only 5 sequences" in advice.reason
+    assert advice.lookup_us is None
+    empty = advise(BlockUse(24).figures(), {}, 0.0)
+    assert (empty.recommended, empty.internal_waste) == (24, 0.0)
+    assert 24 in [one.block_size for one in empty.candidates]
+
+
+def test_an_index_of_whole_blocks_computes_half_a_block_again():
+    rng = random.Random(8)
+    seen = figures_of([rng.randrange(300, 600) for _ in range(200)], 64)
+    lookup = {size: 1e-6 for size in CANDIDATES}
+    exact, whole = (advise(seen, lookup, 0.1, whole_blocks=way) for way in (False, True))
+    assert whole.recommended <= exact.recommended <= 16
+
+
+# The host pool
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("4", 4 * GIB), ("0.5", GIB // 2), ("0", 0), ("4GiB", 4 * GIB), ("500MB", 5e8), ("8192", 8192)]
+)
+def test_swap_space_is_read_as_people_write_it(text, value):
+    assert parse_swap_space(text) == value
+
+
+@pytest.mark.parametrize("text", ["", "lots", "-1", "4 apples", "nan"])
+def test_other_swap_spaces_are_refused(text):
+    with pytest.raises(ConfigError, match="swap_space must be bytes"):
+        parse_swap_space(text)
+
+
+def memory_plan(*windows):
+    demand = Demand(
+        weight_bytes=GIB,
+        weight_reason="",
+        kv=tuple(KVDemand(12288, window, "") for window in windows),
+        block_size=16,
+        model_max_len=8192,
+        max_model_len=None,
+        max_num_seqs=8,
+        max_num_batched_tokens=1024,
+        workspace_bytes_per_token=40_000,
+        workspace_bytes_per_seq=500_000,
+        scratch_bytes=10_000_000,
+    )
+    return plan_memory(demand, available=8 * GIB, default_share=0.5, limit=None)
+
+
+@pytest.mark.parametrize("windows", [(0,), (0, 1024)])
+def test_a_host_pool_is_divided_as_the_device_is_and_takes_no_more_than_asked(windows):
+    plan = memory_plan(*windows)
+    pool = plan_host_pool(plan, asked="1GiB", default=0, available=4 * GIB)
+    block = 12288 * 16
+    assert GIB - len(windows) * block < pool.line.bytes == sum(pool.num_blocks) * block <= GIB
+    for host, device in zip(pool.num_blocks, plan.num_blocks, strict=True):
+        assert host / device == pytest.approx(GIB / (block * sum(plan.num_blocks)), rel=0.02)
+    assert "swap_space=1GiB; no part of memory" in str(pool.line)
+
+
+def test_a_host_pool_by_default_takes_a_part_of_the_host_at_most():
+    plan = memory_plan(0)
+    pool = plan_host_pool(plan, asked=None, default=4 * GIB, available=4 * GIB)
+    assert GIB - 12288 * 16 < pool.line.bytes <= GIB
+    assert plan_host_pool(plan, asked=None, default=0, available=4 * GIB) == ((0,), None)
+    assert plan_host_pool(plan, asked=None, default=4 * GIB, available=MIB // 4) == ((0,), None)
+    assert plan_host_pool(plan, asked="0", default=4 * GIB, available=4 * GIB) == ((0,), None)
+
+
+def test_a_host_pool_that_cannot_be_is_refused():
+    with pytest.raises(ConfigError, match=r"more than the 4\.00 GiB of host memory"):
+        plan_host_pool(memory_plan(0), asked="5GiB", default=0, available=4 * GIB)
+    with pytest.raises(ConfigError, match="holds no block"):
+        plan_host_pool(memory_plan(0), asked="1000B", default=0, available=4 * GIB)
+
+
+# Terms
+
+
+@pytest.mark.parametrize(
+    ("make", "field"),
+    [
+        (lambda: Terms(priority=2**31), "priority"),
+        (lambda: Terms(priority=True), "priority"),
+        (lambda: Terms(priority=1.5), "priority"),
+        (lambda: Terms(deadline=0), "deadline"),
+        (lambda: Terms(deadline=float("nan")), "deadline"),
+        (lambda: Terms(deadline=10**400), "deadline"),
+        (lambda: Terms(deadline="soon"), "deadline"),
+        (lambda: Retention(priority=101), "retention.priority"),
+        (lambda: Retention(priority=-1), "retention.priority"),
+        (lambda: Retention(ttl=-0.1), "retention.ttl"),
+        (lambda: Retention(ttl=inf), "retention.ttl"),
+        (lambda: Retention(pin=1), "retention.pin"),
+        (lambda: Retention(session=""), "retention.session"),
+        (lambda: Retention(session="x" * 257), "retention.session"),
+        (lambda: Retention(session="\ud800"), "retention.session"),
+    ],
+)
+def test_terms_out_of_bounds_name_their_field(make, field):
+    with pytest.raises(RequestError, match=f"^{field} must be") as refused:
+        make()
+    assert refused.value.param == field
+
+
+def test_terms_survive_their_bytes():
+    terms = Terms(priority=-3, deadline=2.5, retention=Retention(priority=90, ttl=0.0, pin=True, session="a"))
+    assert codec.decode(codec.encode(terms), Terms) == terms

@@ -1,0 +1,70 @@
+"""Can a tenant tell from its own answers' times what another has cached? Measured at a real server, from outside.
+
+In each trial the victim sends a prompt, or another of the same length; then the observer sends the prompt and
+takes the time of its answer. AUC is the chance that an answer to a cached prompt is the faster one: 0.5 tells nothing.
+"""
+
+import random
+import time
+from collections.abc import Callable, Iterator
+
+import httpx
+import numpy as np
+import pytest
+from multi_tenant_server import run_site
+
+TRIALS = 2000
+CONTROLS = 200
+LENGTH = 96  # tokens
+
+
+@pytest.fixture(scope="module")
+def site():
+    with run_site("victim", "observer") as site:
+        yield site
+
+
+def trials(count: int, asks: Callable[[str, list[int]], float], *, victim: str) -> float:
+    """The AUC of `count` trials."""
+    rng = random.Random(count)
+    times: dict[bool, list[float]] = {True: [], False: []}
+    for i in range(count + 10):
+        prompt = [rng.randrange(3, 2048) for _ in range(LENGTH)]
+        other = [rng.randrange(3, 2048) for _ in range(LENGTH)]
+        cached = bool(rng.getrandbits(1))
+        asks(victim, prompt if cached else other)
+        seconds = asks("observer", prompt)
+        if i >= 10:  # the first ones warm up
+            times[cached].append(seconds)
+    cached_times, other_times = (np.array(times[kind]) for kind in (True, False))
+    faster = (cached_times[:, None] < other_times).mean() + (cached_times[:, None] == other_times).mean() / 2
+    return float(faster)
+
+
+@pytest.fixture(scope="module")
+def asks(site) -> Iterator[Callable[[str, list[int]], float]]:
+    clients = {
+        name: httpx.Client(base_url=site.url, headers={"authorization": f"Bearer {key}"}, timeout=60)
+        for name, key in site.keys.items()
+    }
+
+    def ask(who: str, prompt: list[int]) -> float:
+        begin = time.perf_counter()
+        answer = clients[who].post("/v1/completions", json={"prompt": prompt, "max_tokens": 1, "temperature": 0})
+        seconds = time.perf_counter() - begin
+        assert answer.status_code == 200
+        return seconds
+
+    yield ask
+    for client in clients.values():
+        client.close()
+
+
+def test_an_observer_of_its_own_cache_can_tell(asks):
+    assert trials(CONTROLS, asks, victim="observer") > 0.9, "else the other test could not fail"
+
+
+def test_an_observer_of_another_tenant_cannot(asks):
+    auc = trials(TRIALS, asks, victim="victim")
+    print(f"AUC {auc:.3f} over {TRIALS} trials")
+    assert 0.45 <= auc <= 0.55

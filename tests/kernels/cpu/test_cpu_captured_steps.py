@@ -1,0 +1,432 @@
+"""Steps that are played from tapes: to the bit what they are without, in whatever order they come."""
+
+import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from model_runner_driver import GREEDY, Driver, Wish, copy_move, load_model
+
+from quire import LLM
+from quire.core.step import Writes
+from quire.kernels.contract import NotRecordable
+from quire.params import SamplingParams
+
+_C = pytest.importorskip("quire.kernels.cpu._C", reason="the CPU kernels are not built", exc_type=ImportError)
+memory = pytest.importorskip("quire.kernels.cpu.memory")
+kernels_module = pytest.importorskip("quire.kernels.cpu.kernels")
+rowwise = pytest.importorskip("quire.kernels.cpu.rowwise")
+
+ROWS = 8
+BLOCK = 16
+RECORDED = ["qwen3-gqa", "llama-gqa-tied", "llama-mqa-biases", "phi3", "mistral-window"]
+COMPUTED = ["gemma2", "gpt2", "opt-post-norm", "qwen3-moe", "falcon-40b", "granite"]  # something of each is plain torch
+
+
+class Watched(kernels_module.CpuKernels):
+    """Keeps the logits that tokens are chosen from."""
+
+    def __init__(self, *, recorded):
+        super().__init__(strict=False)
+        self.logits = []
+        if not recorded:
+            self.recorder = None
+
+    def sample(self, logits, draws):
+        self.logits.append(logits.clone())
+        return super().sample(logits, draws)
+
+
+@pytest.fixture
+def played(monkeypatch):
+    """Counts the steps that come from tapes."""
+    counts, play = [], _C.play
+
+    def counting(tape):
+        counts.append(1)
+        play(tape)
+
+    monkeypatch.setattr(_C, "play", counting)
+    return counts
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request):
+    """Of a kernel's team."""
+    _C.set_threads(request.param)
+    yield request.param
+    _C.set_threads(1)
+
+
+def driver_of(folder, *, recorded, dtype="float32", **options):
+    kernels = Watched(recorded=recorded)
+    model = load_model(folder, dtype, kernels)
+    options = {"rows": ROWS, "block_size": BLOCK, **options}
+    return Driver(model, kernels=kernels, strict=kernels_module.CpuKernels(strict=True), **options), kernels
+
+
+class Script:
+    """Rows that come, decode in changing company, lose their blocks, and find them elsewhere."""
+
+    def __init__(self, driver, seed, params=GREEDY):
+        self.driver, self.params = driver, params
+        self.random = np.random.default_rng(seed)
+        self.known, self.done, self.tokens = {}, {}, []
+
+    def run(self, num_steps):
+        """The tokens of all steps."""
+        for _ in range(num_steps):
+            ready = [row for row, known in self.known.items() if self.done[row] == len(known) - 1]
+            if not ready or self.random.random() < 0.2:
+                self._step(ready[: self.random.integers(0, 3)], self._comers())
+            else:
+                some = self.random.permutation(ready)[: self.random.integers(1, len(ready) + 1)].tolist()
+                self._step(some, [])
+                if self.random.random() < 0.2:
+                    self._move(some[0])
+        return self.tokens
+
+    def _comers(self):
+        """Rows that compute a prompt, or what they knew when they were preempted."""
+        rows = self.random.permutation(ROWS)[: self.random.integers(1, 4)].tolist()
+        for row in rows:
+            preempted = row in self.known and len(self.known[row]) < 150 and self.random.random() < 0.7
+            if not preempted:
+                self.known[row] = self.random.integers(3, 301, self.random.integers(1, 60)).tolist()
+            self.done[row] = 0
+        return rows
+
+    def _step(self, decoding, comers):
+        rows = [*(row for row in decoding if row not in comers), *comers]
+        chunks = [(row, self.done[row], len(self.known[row])) for row in rows]
+        params = Wish(self.params)
+        opening = {
+            "opens": [(row, params) for row in comers],
+            "tokens": [(row, 0, list(self.known[row])) for row in comers],
+        }
+        result = self.driver.run(chunks, **opening)
+        self.tokens.append(result.tokens.tolist())
+        for (row, _, stop), token in zip(chunks, result.tokens.tolist(), strict=True):
+            self.done[row] = stop
+            self.known[row].append(token)
+
+    def _move(self, row):
+        """A row's block goes elsewhere, and what it leaves is spoilt."""
+        driver = self.driver
+        writes, moves = [], []
+        for group, tables in enumerate(driver.tables[row]):
+            place = int(self.random.integers(len(tables)))
+            old, new = tables[place], driver.free[group].pop()
+            tables[place] = new
+            writes.append(Writes.of([(row, place, [new])]))
+            moves.append(copy_move(group, [(old, new)], BLOCK))
+        driver.run([], blocks=writes, moves=moves)
+        spare = driver.free[0].pop()
+        driver.run([], moves=[copy_move(group, [(spare, old)], 0) for group in range(len(writes))])
+
+
+def assert_alike(one, other):
+    assert len(one) == len(other)
+    for found, expected in zip(one, other, strict=True):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", RECORDED)
+def test_recorded_steps_have_the_bits_of_others(saved, played, kind, dtype):
+    """They run while batches change, prompts come between, rows are preempted and blocks move."""
+    folder = saved(kind)[0]
+    found, watched = driver_of(folder, recorded=True, dtype=dtype)
+    tokens = Script(found, 1).run(120)
+    assert len(played) > 60
+    del played[:]
+    expected, plain = driver_of(folder, recorded=False, dtype=dtype)
+    assert Script(expected, 1).run(120) == tokens
+    assert_alike(watched.logits, plain.logits)
+    assert not played
+
+
+@pytest.mark.parametrize("options", [{"block_size": 32}, {"num_groups": 2}, {"max_model_len": 249}])
+def test_the_layout_of_memory_changes_nothing(saved, played, threads, options):
+    del threads
+    folder = saved("qwen3-gqa")[0]
+    found, watched = driver_of(folder, recorded=True, **options)
+    expected, plain = driver_of(folder, recorded=False, **options)
+    sampled = SamplingParams(temperature=0.9, seed=5, logprobs=3, frequency_penalty=0.4)
+    assert Script(found, 2, sampled).run(60) == Script(expected, 2, sampled).run(60)
+    assert_alike(watched.logits, plain.logits)
+    assert len(played) > 20
+
+
+@pytest.mark.parametrize("kind", COMPUTED)
+def test_models_that_need_torch_are_not_recorded_and_still_right(saved, played, kind):
+    folder = saved(kind)[0]
+    found, watched = driver_of(folder, recorded=True)
+    expected, plain = driver_of(folder, recorded=False)
+    assert Script(found, 3).run(40) == Script(expected, 3).run(40)
+    assert_alike(watched.logits, plain.logits)
+    assert not played
+
+
+def test_prompts_that_were_generated_are_those_of_the_reference(saved, played):
+    folder = saved("qwen3-gqa")[0]
+    prompts = [np.random.default_rng(n).integers(3, 301, n).tolist() for n in (5, 33, 1, 18)]
+    driver, _ = driver_of(folder, recorded=True)
+    assert driver.generate(prompts, 40) == Driver(load_model(folder)).generate(prompts, 40)
+    assert len(played) == 38  # all but the prompts and the first of its size
+
+
+def test_deterministic_sequences_are_not_recorded(saved, played):
+    folder = saved("qwen3-gqa")[0]
+    driver, _ = driver_of(folder, recorded=True)
+    wishes = [GREEDY, SamplingParams(temperature=0.0, deterministic=True)]
+    driver.generate([[5, 6, 7], [8, 9]], 6, wishes)
+    assert not played
+    assert driver.generate([[5, 6, 7], [8, 9]], 6) == Driver(load_model(folder)).generate([[5, 6, 7], [8, 9]], 6)
+    assert len(played) == 4
+
+
+def test_large_steps_are_computed_without(saved, played):
+    driver, _ = driver_of(saved("qwen3-gqa")[0], recorded=True, rows=70)
+    prompts = [[3 + n, 5] for n in range(65)]
+    assert driver.generate(prompts, 4) == Driver(load_model(saved("qwen3-gqa")[0]), rows=70).generate(prompts, 4)
+    assert not played
+    driver.generate(prompts[:64], 4)
+    assert len(played) == 2
+
+
+def test_two_runners_at_the_same_time_do_not_disturb_each_other(saved, threads):
+    del threads
+    folder = saved("qwen3-gqa")[0]
+    expected = [Script(driver_of(folder, recorded=True)[0], seed).run(60) for seed in (4, 5)]
+    drivers = [driver_of(folder, recorded=True)[0] for _ in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(2):
+            found = pool.map(lambda driver, seed: Script(driver, seed).run(60), drivers, (4, 5))
+            assert list(found) == expected
+
+
+def test_a_tape_computes_again_from_what_its_inputs_are_now():
+    kernels = kernels_module.CpuKernels(strict=False)
+    x, weight = torch.randn(3, 20), torch.randn(20)
+    result, play = kernels.recorder.record(lambda: kernels.activate(kernels.rms_norm(x, weight, 1e-6), "silu"))
+    for _ in range(3):
+        assert torch.equal(result, kernels.activate(kernels.rms_norm(x, weight, 1e-6), "silu"))
+        x.copy_(torch.randn(3, 20))
+        play()
+    before = result.clone()
+    x.zero_()
+    assert torch.equal(result, before)  # until it is played
+
+
+@pytest.mark.parametrize(
+    ("names", "compute"),
+    [
+        ("mul", lambda x: x * 2),
+        ("add", lambda x: x[:1] + x[1:]),
+        ("clone|contiguous", lambda x: x.t().contiguous()),
+        ("zeros", lambda x: torch.zeros(3)),
+        ("cat", lambda x: torch.cat((x, x))),
+        ("to|_to_copy", lambda x: x.bfloat16()),
+        ("copy_", lambda x: torch.empty(2, 3).copy_(x)),
+        ("item|_local_scalar_dense", lambda x: torch.empty(int(x[0, 0]))),
+        ("pad|constant_pad_nd", lambda x: torch.nn.functional.pad(x, (0, 1))),
+        ("linear|mm|t", lambda x: torch.nn.functional.linear(x, x)),
+    ],
+)
+@pytest.mark.parametrize("inference", [False, True])
+def test_what_torch_computes_cannot_be_recorded_and_is_named(names, compute, inference):
+    kernels = kernels_module.CpuKernels(strict=False)
+    with torch.inference_mode(inference):
+        x = torch.ones(2, 3)
+        with pytest.raises(NotRecordable, match=rf"^({names}) is computed by torch$"):
+            kernels.recorder.record(lambda: kernels.activate(compute(x), "relu"))
+
+
+def test_views_and_empty_tensors_can_be_recorded():
+    kernels = kernels_module.CpuKernels(strict=False)
+    x = torch.randn(4, 6)
+
+    def compute():
+        first, second = kernels.activate(x, "silu").view(4, 2, 3).unbind(1)
+        half = torch.empty(2, 4, 3).select(0, 1)
+        half_like = torch.empty_like(half), x.new_empty(4, 3)
+        assert {part.dtype for part in (half, *half_like)} == {torch.float32}
+        assert all(part.shape == (4, 3) for part in half_like)
+        return rowwise.gate(torch.as_strided(first, (4, 6), (6, 1)), "relu") if second is not None else first
+
+    result, play = kernels.recorder.record(compute)
+    x.neg_()
+    play()
+    assert torch.equal(result, rowwise.gate(kernels.activate(x, "silu"), "relu"))
+
+
+def test_an_exception_leaves_no_tape_behind(saved):
+    kernels = kernels_module.CpuKernels(strict=False)
+    x = torch.randn(2, 3)
+
+    def fail():
+        kernels.activate(x, "silu")
+        raise KeyError("broken")
+
+    def twice():
+        return kernels.recorder.record(lambda: x)[0]
+
+    for compute, error in ((fail, KeyError), (lambda: x + 1, NotRecordable), (twice, RuntimeError)):
+        with pytest.raises(error):
+            kernels.recorder.record(compute)
+        with pytest.raises(RuntimeError, match="no tape is being recorded"):
+            _C.stop()
+        assert torch.equal(torch.empty(3).fill_(1), torch.ones(3))  # torch is itself again
+    result, play = kernels.recorder.record(lambda: kernels.activate(x, "silu"))
+    x.neg_()
+    play()
+    assert torch.equal(result, kernels.activate(x, "silu"))
+
+
+def test_a_step_that_fails_while_it_is_recorded_can_be_recorded_later(saved, played):
+    driver, kernels = driver_of(saved("qwen3-gqa")[0], recorded=True)
+    prompts = [[5, 6, 7], [8, 9]]
+    opening = {"opens": [(0, GREEDY), (1, GREEDY)], "tokens": [(0, 0, prompts[0]), (1, 0, prompts[1])]}
+    first = driver.run([(0, 0, 3), (1, 0, 2)], **opening).tokens.tolist()
+    norm = kernels.rms_norm
+    kernels.rms_norm = None
+    with pytest.raises(TypeError):
+        driver.run([(0, 3, 4), (1, 2, 3)])
+    kernels.rms_norm = norm
+    found = [driver.run([(0, 3 + step, 4 + step), (1, 2 + step, 3 + step)]).tokens.tolist() for step in range(5)]
+    expected = Driver(load_model(saved("qwen3-gqa")[0])).generate(prompts, 6)
+    assert [list(tokens) for tokens in zip(first, *found, strict=True)] == expected
+    assert len(played) == 4
+
+
+# ---- memory ----
+
+
+@settings(max_examples=40)
+@given(st.lists(st.tuples(st.integers(0, 3000), st.sampled_from(["take", "view", "drop"])), max_size=60), st.booleans())
+def test_no_buffer_is_given_to_two_live_tensors(actions, keeps):
+    arena = memory.Arena(keeps=keeps)
+    alive = []  # (tensor, the number that it is full of)
+    for number, (size, action) in enumerate(actions):
+        if action == "take" or not alive:
+            x = arena.empty((size, 2), torch.float32)
+            assert x.shape == (size, 2)
+            assert x.data_ptr() % 64 == 0 or not size
+            x.fill_(number)
+            alive.append((x, number))
+        elif action == "view":  # the tensor itself goes, a part of it stays
+            x, value = alive.pop(size % len(alive))
+            alive.append((x[len(x) // 2 :].T, value))
+        else:
+            alive.pop(size % len(alive))
+        for x, value in alive:
+            assert (x == value).all()
+
+
+def test_a_buffer_is_used_again_when_its_tensor_is_gone():
+    arena = memory.Arena(keeps=True)
+    addresses = set()
+    for size in range(70, 129):
+        x = arena.empty((size,), torch.uint8)
+        addresses.add(x.data_ptr())
+        del x
+    assert len(addresses) == 1
+    kept = arena.empty((1000,), torch.uint8)
+    assert kept[10:].data_ptr() - 10 == kept.data_ptr()
+    assert arena.empty((1000,), torch.uint8).data_ptr() != kept.data_ptr()
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_buffers_that_became_too_small_are_given_back_unless_tapes_know_them(keeps):
+    arena = memory.Arena(keeps=keeps)
+    held = arena.empty((20_000,), torch.uint8)
+    addresses = {arena.empty((size,), torch.uint8).data_ptr() for size in (5000, 40_000, 100_000)}
+    assert len(addresses) == 3
+    arena.empty((1_000_000,), torch.uint8)
+    known = {address for address in arena._buffers if address in addresses}
+    assert known == (addresses if keeps else set())
+    held.fill_(1)
+    assert held.data_ptr() in arena._buffers
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="the system does not tell")
+@pytest.mark.parametrize("huge", [True, False])
+def test_whole_pages_of_weights_are_huge_where_the_system_has_them(huge):
+    tensor = memory.pages(5 * 2**20, huge=huge)
+    mapped, flags = {}, ""
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) (....)", line):
+            mapped = {"begin": int(found[1], 16), "end": int(found[2], 16), "rights": found[3]}
+        elif line.startswith("VmFlags:") and mapped["begin"] <= tensor.data_ptr() < mapped["end"]:
+            flags = line.split()
+            break
+    assert mapped["rights"] == "rw-p", "shared memory has no huge pages"
+    assert ("hg" in flags) == (huge and Path("/sys/kernel/mm/transparent_hugepage").exists())
+    if huge:
+        assert tensor.data_ptr() % 2**21 == 0
+        assert mapped["end"] - tensor.data_ptr() == 2 * 2**21, "a page that is needed in part is not taken whole"
+
+
+@pytest.fixture
+def given_out(monkeypatch):
+    """address -> bytes of the buffers that arenas gave out."""
+    buffers, empty = {}, memory.Arena.empty
+
+    def counting(self, shape, dtype):
+        x = empty(self, shape, dtype)
+        buffers[x.data_ptr()] = max(buffers.get(x.data_ptr(), 0), x.nbytes)
+        return x
+
+    monkeypatch.setattr(memory.Arena, "empty", counting)
+    return buffers
+
+
+def test_all_sizes_of_a_step_together_take_little_more_than_the_largest(saved, given_out):
+    folder = saved("qwen3-gqa")[0]
+    prompts = [[3 + n, 5] for n in range(64)]
+
+    def bytes_for(sizes):
+        given_out.clear()
+        driver, _ = driver_of(folder, recorded=True, rows=64)
+        driver.generate(prompts, 1)
+        for size in sizes:
+            driver.run([(row, 2, 3) for row in range(size)])
+        return sum(given_out.values())
+
+    assert bytes_for(range(1, 65)) < 3 * bytes_for([64])
+
+
+def test_recording_again_takes_no_more_memory(given_out):
+    kernels = kernels_module.CpuKernels(strict=False)
+    x, weight = torch.randn(9, 40), torch.randn(40)
+
+    def compute():
+        y = x
+        for _ in range(5):
+            y, _ = kernels.add_rms_norm(y, x, weight, 1e-6)
+        return y
+
+    kernels.recorder.record(compute)
+    after_one = dict(given_out)
+    for _ in range(20):
+        kernels.recorder.record(compute)
+    assert given_out.keys() == after_one.keys()
+    assert len(given_out) <= 4
+
+
+def test_an_engine_that_has_nothing_to_do_keeps_no_large_buffers(monkeypatch):
+    llm = LLM(kernels="cpu", memory="256MiB", dtype="float32", max_model_len=1100)
+    arena = memory.Arena(keeps=False)
+    monkeypatch.setattr(memory._thread, "arena", arena)
+    sizes = []
+    rest = memory.rest
+    monkeypatch.setattr(memory, "rest", lambda: (sizes.append([size for size, _ in arena._free]), rest()))
+    llm.generate([[5] * 1024], SamplingParams(max_tokens=1), use_tqdm=False)
+    assert max(sizes[-1]) >= 2**21, "what the prompt was computed in"
+    assert arena._free and max(size for size, _ in arena._free) < 2**21
+    assert set(arena._buffers) == {address for _, address in arena._free}

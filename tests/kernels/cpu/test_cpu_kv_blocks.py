@@ -1,0 +1,262 @@
+"""Blocks of the CPU kernels hold what those of the reference hold, for every build and number of threads."""
+
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+from cpu_kernel_builds import each_with, in_use
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.config import KVGroup
+from quire.kernels import reference
+
+_C = pytest.importorskip("quire.kernels.cpu._C", reason="the CPU kernels are not built", exc_type=ImportError)
+cpu = pytest.importorskip("quire.kernels.cpu.blocks")
+memory = pytest.importorskip("quire.kernels.cpu.memory")
+
+CPU = torch.device("cpu")
+NAMES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+SEEDS = st.integers(0, 2**32 - 1)
+NUM_BLOCKS = 7
+
+
+@pytest.fixture(scope="module", params=each_with(1, 2))
+def build(request):
+    with in_use(request.param) as threads:
+        yield threads
+
+
+pytestmark = pytest.mark.usefixtures("build")
+drawn = settings(deadline=None, max_examples=15)
+
+
+def test_new_memory_is_poisoned_here():
+    assert memory.empty((3, 5), torch.float32).isnan().all()
+    assert torch.empty(3, 5).isnan().all()
+
+
+@st.composite
+def groups(draw):
+    """A group of one to three layers, and its block_size."""
+    layers, heads = draw(st.integers(1, 3)), draw(st.integers(1, 4))
+    head_dim = draw(st.sampled_from([2, 8, 20, 64, 80, 96, 128]))
+    dtype = draw(st.sampled_from(sorted(NAMES)))
+    return KVGroup(tuple(range(layers)), "full", heads, head_dim, dtype, NUM_BLOCKS, 1), draw(
+        st.sampled_from([16, 32, 48])
+    )
+
+
+class Pair:
+    """A storage of each module, with the same bytes in both. All of them are random, some NaN."""
+
+    def __init__(self, group, block_size, seed):
+        self.group, self.block_size = group, block_size
+        self.random = torch.Generator().manual_seed(seed)
+        self.dtype = NAMES[group.dtype]
+        self.fast, self.slow = cpu.allocate(group, block_size, CPU), reference.allocate(group, block_size, CPU)
+        canonical = self.normal(*self.slow.data.shape)
+        canonical[self.normal(*canonical.shape) > 2] = torch.nan
+        cpu.unpack(self.fast, torch.arange(NUM_BLOCKS), canonical)
+        reference.unpack(self.slow, torch.arange(NUM_BLOCKS), canonical)
+
+    def normal(self, *shape, dtype=None):
+        return torch.randn(shape, generator=self.random).to(dtype or self.dtype)
+
+    def number(self, low, high):
+        return int(torch.randint(low, high + 1, (), generator=self.random))
+
+    def check(self):
+        """The same bits everywhere, and zeros behind each head."""
+        blocks = torch.arange(NUM_BLOCKS)
+        fast, slow = cpu.pack(self.fast, blocks), reference.pack(self.slow, blocks)
+        assert fast.shape == slow.shape
+        assert torch.equal(fast.nan_to_num(123), slow.nan_to_num(123))
+        assert zeros_behind_heads(self.fast)
+
+    def step(self):
+        """Slots of some sequences, each in blocks of its own, and the blocks that are begun."""
+        blocks = torch.randperm(NUM_BLOCKS, generator=self.random).tolist()
+        slots = []
+        while blocks and (not slots or self.number(0, 3)):
+            start = self.number(0, self.block_size - 1)
+            taken = [blocks.pop() for _ in range(min(len(blocks), self.number(1, 3)))]
+            places = [block * self.block_size + i for block in taken for i in range(self.block_size)]
+            slots += places[start : len(places) - self.number(0, self.block_size - 1)] or [places[start]]
+        slots = torch.tensor(slots)
+        return slots, slots[slots % self.block_size == 0] // self.block_size
+
+    def store(self, layer, k, v, slots, begun):
+        """What `reference.write_kv` does."""
+        self.slow.data[layer][:, begun] = 0
+        self.slow.data[layer].flatten(1, 2)[:, slots] = torch.stack((k, v)).to(self.dtype)
+
+
+def zeros_behind_heads(storage):
+    """Whether what fills heads up is zero, seen by the documented layout."""
+    group, depth = storage.group, cpu.padded(storage.group.head_dim)
+    keys, values = storage.data[:, 0], storage.data[:, 1]
+    terms = 2 if storage.data.dtype == torch.bfloat16 else 1
+    keys = keys.unflatten(-1, (depth // terms, 16, terms)).transpose(-1, -2).flatten(-3, -2)
+    values = values.unflatten(-1, (16 // terms, depth, terms))
+    return not keys[..., group.head_dim :, :].any() and not values[..., group.head_dim :, :].any()
+
+
+def qkv(pair, num_tokens, heads, dtype):
+    """Queries, keys and values that are views into one product."""
+    kv_heads = pair.group.num_kv_heads
+    product = pair.normal(num_tokens, heads + 2 * kv_heads, pair.group.head_dim, dtype=dtype)
+    return product.tensor_split((heads, heads + kv_heads), 1)
+
+
+@drawn
+@given(groups(), SEEDS, st.sampled_from(sorted(NAMES)))
+def test_tokens_are_stored_as_in_the_reference(group, seed, name):
+    pair = Pair(*group, seed)
+    for layer in range(len(pair.group.layers)):
+        slots, begun = pair.step()
+        _, k, v = qkv(pair, len(slots), 1, NAMES[name])
+        cpu.write_kv(pair.fast, layer, k, v, slots)
+        pair.store(layer, k, v, slots, begun)
+        pair.check()
+
+
+@drawn
+@given(groups(), SEEDS, st.sampled_from(sorted(NAMES)), st.floats(0, 1))
+def test_rotated_tokens_are_those_of_rotary_stored(group, seed, name, share):
+    pair, other = Pair(*group, seed), Pair(*group, seed)
+    slots, begun = pair.step()
+    q, k, v = qkv(pair, len(slots), pair.number(1, 5), NAMES[name])
+    angles = pair.normal(len(slots), max(1, int(share * q.shape[2] / 2)), dtype=torch.float32)
+    before = k.clone()
+    rotation = angles.cos(), angles.sin()
+    turned = cpu.rotary_write(pair.fast, 0, q, k, v, rotation, slots)
+    assert torch.equal(k, before)
+    also_turned = cpu.rotary_write(other.fast, 0, k, k, v, rotation, slots)  # in the place of queries: the same bits
+    expected = reference.rotary(q.float(), k.float(), *rotation)
+    for result, wanted, x in zip((turned, also_turned), expected, (q, k), strict=True):
+        rounding = 2**-8 if result.dtype == torch.bfloat16 else 1e-5
+        torch.testing.assert_close(result.float(), wanted, rtol=rounding, atol=1e-6)
+        assert torch.equal(result[..., 2 * angles.shape[1] :], x[..., 2 * angles.shape[1] :])
+    pair.store(0, also_turned, v, slots, begun)
+    pair.check()
+
+
+@drawn
+@given(groups(), SEEDS)
+def test_without_a_rotation_tokens_are_only_stored(group, seed):
+    pair = Pair(*group, seed)
+    slots, begun = pair.step()
+    q, k, v = qkv(pair, len(slots), 2, pair.dtype)
+    assert cpu.rotary_write(pair.fast, 0, q, k, v, None, slots) is q
+    pair.store(0, k, v, slots, begun)
+    pair.check()
+
+
+@drawn
+@given(groups(), SEEDS)
+def test_a_token_is_stored_alike_alone_and_in_company(group, seed):
+    one, other = Pair(*group, seed), Pair(*group, seed)
+    slots, _ = one.step()
+    q, k, v = qkv(one, len(slots), 3, one.dtype)
+    angles = one.normal(len(slots), one.group.head_dim // 2, dtype=torch.float32)
+    cos, sin = angles.cos(), angles.sin()
+    together = cpu.rotary_write(one.fast, 0, q, k, v, (cos, sin), slots)
+    for i in range(len(slots)):
+        at = slice(i, i + 1)
+        turned = cpu.rotary_write(other.fast, 0, q[at], k[at], v[at], (cos[at], sin[at]), slots[at])
+        assert torch.equal(turned, together[at])
+    assert torch.equal(one.fast.data.nan_to_num(123), other.fast.data.nan_to_num(123))
+
+
+@drawn
+@given(groups(), SEEDS)
+def test_pack_and_unpack_are_those_of_the_reference(group, seed):
+    pair = Pair(*group, seed)
+    pair.check()
+    blocks = torch.randperm(NUM_BLOCKS, generator=pair.random)[: pair.number(1, NUM_BLOCKS)]
+    canonical = cpu.pack(pair.fast, blocks)
+    assert torch.equal(canonical.nan_to_num(123), reference.pack(pair.slow, blocks).nan_to_num(123))
+    moved = canonical.flip(2)
+    cpu.unpack(pair.fast, blocks, moved)
+    reference.unpack(pair.slow, blocks, moved)
+    pair.check()
+
+
+@drawn
+@given(groups(), SEEDS, st.booleans())
+def test_copies_are_those_of_the_reference(group, seed, overlapping):
+    pair = Pair(*group, seed)
+    order = torch.randperm(NUM_BLOCKS, generator=pair.random)
+    pairs = torch.stack((order[:3], order.roll(1)[:3] if overlapping else order[3:6]), 1)
+    for num_tokens in (pair.number(0, pair.block_size), pair.block_size, 16):
+        cpu.copy_blocks(pair.fast, pairs, num_tokens)
+        reference.copy_blocks(pair.slow, pairs, num_tokens)
+        pair.check()
+
+
+def small(dtype="float32"):
+    return KVGroup((0, 1), "full", 2, 20, dtype, 3, 1)
+
+
+def test_slots_outside_of_the_blocks_are_passed_over():
+    storage = cpu.allocate(small(), 16, CPU)
+    k = torch.ones(4, 2, 20)
+    cpu.write_kv(storage, 0, k, k, torch.tensor([-1, 48, 5, 2**40]))
+    expected = torch.zeros(2, 2, 3, 16, 2, 20)
+    expected[0, :, 0, 5] = 1
+    assert torch.equal(cpu.pack(storage, torch.arange(3)), expected)
+
+
+@pytest.mark.parametrize("dtype", sorted(NAMES))
+def test_blocks_start_as_zeros_in_lines_of_the_cache(dtype):
+    storage = cpu.allocate(small(dtype=dtype), 32, CPU)
+    assert storage.data.dtype == NAMES[dtype]
+    assert storage.data.shape == (2, 2, 3, 2, 2, 16 * 32)
+    assert storage.data.data_ptr() % 64 == 0
+    assert not storage.data.any()
+    assert not cpu.pack(storage, torch.arange(3)).any()
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs to see its own memory")
+def test_memory_is_taken_when_written_and_given_back():
+    def resident():
+        gc.collect()
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+    before = resident()
+    storage = cpu.allocate(KVGroup((0, 1), "full", 8, 128, "float32", 4096, 1), 16, CPU)
+    assert storage.data.nbytes == 2**30
+    assert resident() - before < 2**24
+    cpu.write_kv(storage, 1, torch.ones(1, 8, 128), torch.ones(1, 8, 128), torch.tensor([100]))
+    assert resident() - before < 2**25
+    storage.data.flatten()[: 2**26] = 1
+    assert resident() - before > 2**27
+    del storage
+    assert resident() - before < 2**24
+
+
+def test_what_does_not_fit_is_refused():
+    storage, k = cpu.allocate(small(), 16, CPU), torch.ones(2, 2, 20)
+    slots = torch.arange(2)
+    with pytest.raises(ValueError, match="multiple of 16"):
+        cpu.allocate(small(), 24, CPU)
+    with pytest.raises(ValueError, match="float16"):
+        cpu.allocate(small(dtype="float16"), 16, CPU)
+    with pytest.raises(ValueError, match="meta"):
+        cpu.allocate(small(), 16, torch.device("meta"))
+    with pytest.raises(ValueError, match="cannot hold"):
+        cpu.write_kv(storage, 0, k[..., :8], k[..., :8], slots)
+    with pytest.raises(ValueError, match="do not go together"):
+        cpu.write_kv(storage, 0, k, k[:1], slots)
+    with pytest.raises(ValueError, match="do not go together"):
+        cpu.rotary_write(storage, 0, k, k, k, (torch.ones(1, 10), torch.ones(1, 10)), slots)
+    with pytest.raises(IndexError, match="layer 2"):
+        cpu.write_kv(storage, 2, k, k, slots)
+    with pytest.raises(IndexError, match="not among 3"):
+        cpu.pack(storage, torch.tensor([3]))
+    with pytest.raises(IndexError, match="not among 3"):
+        cpu.copy_blocks(storage, torch.tensor([[0, -1]]), 16)
+    with pytest.raises(ValueError, match="does not fit"):
+        cpu.unpack(storage, torch.arange(2), torch.ones(2, 2, 3, 16, 2, 20))

@@ -1,0 +1,286 @@
+"""Products with packed weights by the CPU kernels, beside float64, for every build and number of threads."""
+
+import pytest
+import torch
+from cpu_kernel_builds import each_with, in_use
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.kernels import reference
+from quire.kernels.contract import ACTIVATIONS
+
+_C = pytest.importorskip("quire.kernels.cpu._C", reason="the CPU kernels are not built", exc_type=ImportError)
+cpu = pytest.importorskip("quire.kernels.cpu.products")
+
+DTYPES = st.sampled_from((torch.float32, torch.bfloat16))
+COUNTS = (*range(1, 10), 16, 17, 33, 64, 100, 300)  # few, in registers, in tiles, in blocks
+ROWS = st.sampled_from(COUNTS)
+SIZES = st.sampled_from([1, 2, 3, 15, 16, 17, 31, 32, 33, 47, 48, 64, 65, 100, 130])
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+@pytest.fixture(scope="module", params=each_with(1, 2, 3))
+def build(request):
+    with in_use(request.param) as threads:
+        yield threads
+
+
+pytestmark = pytest.mark.usefixtures("build")
+drawn = settings(max_examples=8)
+
+
+def normal(seed, *shape, dtype=torch.float32):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def weight_of(seed, *shape, dtype):
+    """Products with it are about as large as what they are products of."""
+    return normal(seed, *shape, dtype=torch.float32).div(shape[-1] ** 0.5).to(dtype)
+
+
+def rounding(dtype):
+    """What one rounding changes at most, in parts of a number."""
+    return 2**-8 if dtype == torch.bfloat16 else 2**-24
+
+
+def assert_near(found, expected, error):
+    """Whether a result is `expected` (float64), but for `error` and one rounding to its own type."""
+    assert found.shape == expected.shape
+    distance = (found.double() - expected).abs()
+    assert (distance <= error + 1.01 * rounding(found.dtype) * expected.abs()).all(), distance.max()
+
+
+def exact(x, weight, bias=None):
+    """A product in float64, and a bound for the error of one whose terms are added up in float32, one by one."""
+    x, weight = x.double(), weight.double()
+    bias = torch.zeros(len(weight), dtype=torch.float64) if bias is None else bias.double()
+    return x @ weight.T + bias, (x.shape[1] + 2) * 2**-23 * (x.abs() @ weight.abs().T + bias.abs())
+
+
+def assert_gated(found, x, weight, bias, activation):
+    """Whether `found` is the gated product: gates and what they gate are rounded before they meet."""
+    (gates, gated), (near_gates, near_gated) = (both.chunk(2, 1) for both in exact(x, weight, bias))
+    each = near_gates + 1.01 * rounding(found.dtype) * gates.abs()
+    shares = [reference.activate(gates + shift, activation) for shift in (-each, 0, each)]
+    error = torch.maximum(*((shares[1] - other).abs() for other in shares[::2])) + 2e-6 * shares[1].abs() + 1e-7
+    each_gated = near_gated + 1.01 * rounding(found.dtype) * gated.abs()
+    assert_near(found, shares[1] * gated, error * (gated.abs() + each_gated) + shares[1].abs() * each_gated)
+
+
+@drawn
+@given(SEEDS, ROWS, SIZES, SIZES, DTYPES, st.booleans(), st.booleans(), st.booleans())
+def test_products_are_those_of_float64(seed, rows, n, k, dtype, biased, strict, halved):
+    n *= 1 + halved
+    x, weight = normal(seed, rows, k, dtype=dtype), weight_of(seed + 1, n, k, dtype=dtype)
+    bias = normal(seed + 2, n, dtype=dtype) if biased else None
+    packed = cpu.pack_weight(weight, 1 + halved)
+    found = cpu.linear(x, packed, bias, strict=strict)
+    assert found.dtype == dtype
+    assert_near(found, *exact(x, weight, bias))
+    assert_near(cpu.linear(x, weight, bias, strict=strict), *exact(x, weight, bias))
+
+
+@drawn
+@given(SEEDS, ROWS, SIZES, SIZES, DTYPES, st.booleans(), st.booleans(), st.sampled_from(ACTIVATIONS))
+def test_gated_products_are_those_of_float64(seed, rows, n, k, dtype, biased, strict, activation):
+    x, weight = normal(seed, rows, k, dtype=dtype), weight_of(seed + 1, 2 * n, k, dtype=dtype)
+    bias = normal(seed + 2, 2 * n, dtype=dtype) if biased else None
+    found = cpu.gated_linear(x, cpu.pack_weight(weight, 2), bias, activation, strict=strict)
+    assert found.dtype == dtype
+    assert_gated(found, x, weight, bias, activation)
+    assert_gated(cpu.gated_linear(x, weight, bias, activation, strict=strict), x, weight, bias, activation)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("n", "k"), [(17, 33), (100, 96)])
+def test_every_number_of_rows_is_computed(n, k, dtype):
+    weight, bias = weight_of(1, 2 * n, k, dtype=dtype), normal(2, 2 * n, dtype=dtype)
+    plain, gates = cpu.pack_weight(weight), cpu.pack_weight(weight, 2)
+    for rows in COUNTS:
+        x = normal(rows, rows, k, dtype=dtype)
+        for strict in (False, True):
+            assert_near(cpu.linear(x, plain, bias, strict=strict), *exact(x, weight, bias))
+            assert_gated(cpu.gated_linear(x, gates, bias, "silu", strict=strict), x, weight, bias, "silu")
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize(("rows", "n", "k"), [(300, 70, 4096), (420, 100, 64), (1000, 40, 130), (257, 17, 2080)])
+def test_many_rows_go_block_by_block(rows, n, k, strict):
+    x, weight = normal(0, rows, k, dtype=torch.bfloat16), weight_of(1, 2 * n, k, dtype=torch.bfloat16)
+    bias = normal(2, 2 * n, dtype=torch.bfloat16)
+    assert_near(cpu.linear(x, cpu.pack_weight(weight), bias, strict=strict), *exact(x, weight, bias))
+    found = cpu.gated_linear(x, cpu.pack_weight(weight, 2), bias, "silu", strict=strict)
+    assert_gated(found, x, weight, bias, "silu")
+
+
+def test_no_rows_give_no_rows():
+    for dtype in (torch.float32, torch.bfloat16):
+        weight = weight_of(1, 40, 64, dtype=dtype)
+        x = torch.empty(0, 64, dtype=dtype)
+        assert cpu.linear(x, cpu.pack_weight(weight), None, strict=False).shape == (0, 40)
+        assert cpu.gated_linear(x, cpu.pack_weight(weight, 2), None, "silu", strict=False).shape == (0, 20)
+        assert cpu.embed(torch.empty(0, dtype=torch.int64), cpu.pack_weight(weight)).shape == (0, 64)
+
+
+@drawn
+@given(SEEDS, SIZES, SIZES, DTYPES, st.integers(1, 3))
+def test_a_packed_weight_can_be_read_back(seed, rows, size, dtype, number):
+    weight = normal(seed, number, rows, size, dtype=dtype)
+    kept = weight.clone()
+    packed = cpu.pack_weight(weight)
+    every = torch.arange(rows)
+    for one, part in zip(weight, [packed[index] for index in range(number)], strict=True):
+        assert torch.equal(cpu.embed(every, part), one)
+        assert torch.equal(cpu.embed(every, cpu.pack_weight(one.clone())), one)
+        assert torch.equal(cpu.embed(every, cpu.pack_weight(one.T.contiguous().T)), one)
+    assert torch.equal(weight, kept)
+
+
+@drawn
+@given(SEEDS, st.integers(1, 40), SIZES, DTYPES, st.sampled_from([1.0, 0.3, 45.25]), st.booleans())
+def test_embeddings_are_rows_times_a_factor_and_zeros_for_others(seed, count, size, dtype, scale, packed):
+    weight = normal(seed, 19, size, dtype=dtype)
+    ids = torch.randint(-3, 23, (2 * count,), generator=torch.Generator().manual_seed(seed))[::2]
+    inside = (ids >= 0) & (ids < 19)
+    expected = torch.where(inside[:, None], weight[ids.clamp(0, 18)] * scale, torch.zeros((), dtype=dtype))
+    assert torch.equal(cpu.embed(ids, cpu.pack_weight(weight) if packed else weight, scale), expected)
+
+
+@drawn
+@given(SEEDS, st.integers(1, 40), SIZES, SIZES, DTYPES, st.booleans(), st.booleans(), st.sampled_from(ACTIVATIONS))
+def test_experts_are_those_of_float64(seed, num_tokens, hidden, inner, dtype, packed, strict, activation):
+    num_experts, each = 5, 2
+    x = normal(seed, num_tokens, hidden, dtype=dtype)
+    up = weight_of(seed + 1, num_experts, 2 * inner, hidden, dtype=dtype)
+    down = weight_of(seed + 2, num_experts, hidden, inner, dtype=dtype)
+    order = torch.rand(num_tokens, num_experts - 1, generator=torch.Generator().manual_seed(seed)).argsort(1)
+    ids = order[:, :each]  # nobody wants the last expert
+    weights = normal(seed + 3, num_tokens, each).softmax(1)
+    packs = (cpu.pack_weight(up, 2), cpu.pack_weight(down)) if packed else (up, down)
+    found = cpu.experts(x, ids, weights, *packs, activation, strict=strict)
+    assert found.dtype == dtype
+    expected = reference.experts(x.double(), ids, weights.double(), up.double(), down.double(), activation)
+    error = 3e-2 if dtype == torch.bfloat16 else 1e-5  # gated products are rounded on their way
+    assert (found.double() - expected).abs().max() <= error * (1 + expected.abs().max())
+
+
+@drawn
+@given(SEEDS, SIZES, SIZES, DTYPES, st.integers(1, 40))
+def test_one_of_several_weights_is_as_if_it_was_packed_alone(seed, n, k, dtype, rows):
+    weights, x = weight_of(seed, 3, 2 * n, k, dtype=dtype), normal(seed + 1, rows, k, dtype=dtype)
+    plain, gates = cpu.pack_weight(weights), cpu.pack_weight(weights, 2)
+    for index in (0, 2, -1):
+        alone = cpu.linear(x, cpu.pack_weight(weights[index]), None, strict=False)
+        assert torch.equal(cpu.linear(x, plain[index], None, strict=False), alone)
+        gated = cpu.gated_linear(x, cpu.pack_weight(weights[index], 2), None, "silu", strict=False)
+        assert torch.equal(cpu.gated_linear(x, gates[index], None, "silu", strict=False), gated)
+
+
+@drawn
+@given(SEEDS, ROWS, SIZES, SIZES, DTYPES, st.integers(0, 3), st.integers(0, 3))
+def test_rows_may_be_a_view_into_a_wider_tensor(seed, rows, n, k, dtype, before, behind):
+    x, weight = normal(seed, rows, k, dtype=dtype), weight_of(seed + 1, 2 * n, k, dtype=dtype)
+    wide = torch.full((rows, before + k + behind), torch.nan, dtype=dtype)
+    wide[:, before : before + k] = x
+    for view in (wide[:, before : before + k], x.T.contiguous().T):
+        for strict in (False, True):
+            found = cpu.linear(view, cpu.pack_weight(weight), None, strict=strict)
+            assert torch.equal(found, cpu.linear(x, cpu.pack_weight(weight), None, strict=strict))
+            found = cpu.gated_linear(view, cpu.pack_weight(weight, 2), None, "gelu", strict=strict)
+            assert torch.equal(found, cpu.gated_linear(x, cpu.pack_weight(weight, 2), None, "gelu", strict=strict))
+
+
+@drawn
+@given(SEEDS, ROWS, SIZES, DTYPES, st.booleans(), st.sampled_from([torch.nan, torch.inf, -torch.inf]), st.data())
+def test_what_is_not_finite_stays_in_its_row(seed, rows, k, dtype, strict, value, data):
+    n = data.draw(SIZES)
+    x, weight = normal(seed, rows, k, dtype=dtype), weight_of(seed + 1, 2 * n, k, dtype=dtype)
+    row, column = data.draw(st.integers(0, rows - 1)), data.draw(st.integers(0, k - 1))
+    spoilt = x.clone()
+    spoilt[row, column] = value
+    others = torch.arange(rows) != row
+    plain, gates = cpu.pack_weight(weight), cpu.pack_weight(weight, 2)
+    for product in (
+        lambda x: cpu.linear(x, plain, None, strict=strict),
+        lambda x: cpu.gated_linear(x, gates, None, "silu", strict=strict),
+    ):
+        found = product(spoilt)
+        assert torch.equal(found[others], product(x)[others])
+    assert not cpu.linear(spoilt, plain, None, strict=strict)[row].isfinite().any()
+
+
+@drawn
+@given(SEEDS, ROWS, SIZES, SIZES, DTYPES, st.sampled_from(ACTIVATIONS), st.data())
+def test_strict_products_have_the_same_bits_alone_and_in_any_company(build, seed, rows, n, k, dtype, activation, data):
+    x, weight = normal(seed, rows, k, dtype=dtype), weight_of(seed + 1, 2 * n, k, dtype=dtype)
+    bias = normal(seed + 2, 2 * n, dtype=dtype)
+    up, gates = cpu.pack_weight(weight), cpu.pack_weight(weight, 2)
+    start = data.draw(st.integers(0, rows - 1))
+    stop = data.draw(st.integers(start + 1, rows))
+    for product in (
+        lambda x: cpu.linear(x, up, bias, strict=True),
+        lambda x: cpu.linear(x, gates, bias, strict=True),
+        lambda x: cpu.gated_linear(x, gates, bias, activation, strict=True),
+    ):
+        together = product(x)
+        assert torch.equal(product(x[start:stop].clone()), together[start:stop])
+        assert torch.equal(product(x[start : start + 1].clone()), together[start : start + 1])
+        _C.set_threads(5 - build)
+        elsewhere = product(x)
+        _C.set_threads(build)
+        assert torch.equal(elsewhere, together)
+
+
+@drawn
+@given(SEEDS, st.integers(2, 40), DTYPES, st.data())
+def test_strict_experts_have_the_same_bits_alone_and_in_any_company(seed, num_tokens, dtype, data):
+    x = normal(seed, num_tokens, 48, dtype=dtype)
+    up = cpu.pack_weight(weight_of(seed + 1, 4, 66, 48, dtype=dtype), 2)
+    down = cpu.pack_weight(weight_of(seed + 2, 4, 48, 33, dtype=dtype))
+    ids = torch.rand(num_tokens, 4, generator=torch.Generator().manual_seed(seed)).argsort(1)[:, :2]
+    weights = normal(seed + 3, num_tokens, 2).softmax(1)
+    one = slice(start := data.draw(st.integers(0, num_tokens - 1)), start + 1)
+    together = cpu.experts(x, ids, weights, up, down, "silu", strict=True)
+    assert torch.equal(cpu.experts(x[one], ids[one], weights[one], up, down, "silu", strict=True), together[one])
+
+
+def test_what_does_not_go_together_is_refused():
+    x, weight = torch.zeros(2, 8), torch.zeros(6, 8)
+    packed, gates, several = cpu.pack_weight(weight), cpu.pack_weight(weight, 2), cpu.pack_weight(torch.zeros(3, 6, 8))
+    with pytest.raises(TypeError, match="float16"):
+        cpu.pack_weight(weight.half())
+    with pytest.raises(ValueError, match="6 rows cannot be cut into 4 parts"):
+        cpu.pack_weight(weight, 4)
+    for wrong in (torch.zeros(2, 7), x.bfloat16(), x.double(), torch.zeros(8), torch.zeros(1, 2, 8)):
+        for product in (
+            lambda x: cpu.linear(x, packed, None, strict=False),
+            lambda x: cpu.linear(x, gates, None, strict=False),
+            lambda x: cpu.gated_linear(x, gates, None, "silu", strict=False),
+        ):
+            with pytest.raises(ValueError, match="does not go with a weight"):
+                product(wrong)
+    for wrong in (torch.zeros(5), torch.zeros(7), torch.zeros(1, 6), torch.zeros(6).bfloat16()):
+        with pytest.raises(ValueError, match="bias"):
+            cpu.linear(x, packed, wrong, strict=False)
+        with pytest.raises(ValueError, match="bias"):
+            cpu.linear(x, gates, wrong, strict=False)
+        with pytest.raises(ValueError, match="bias"):
+            cpu.gated_linear(x, gates, wrong, "silu", strict=False)
+    with pytest.raises(ValueError, match="2 parts"):
+        cpu.gated_linear(x, packed, None, "silu", strict=False)
+    for product in (cpu.linear, lambda x, weight, bias, strict: cpu.embed(torch.tensor([0]), weight)):
+        with pytest.raises(ValueError, match="several weights"):
+            product(x, several, None, strict=False)
+    with pytest.raises(ValueError, match="2 parts"):
+        cpu.embed(torch.tensor([0]), gates)
+    for some in (weight, packed):
+        with pytest.raises(TypeError, match="int32"):
+            cpu.embed(torch.tensor([0], dtype=torch.int32), some)
+
+
+def test_a_bias_may_be_a_view():
+    x, weight = normal(0, 3, 8), normal(1, 6, 8)
+    bias = normal(2, 12)
+    for parts in (1, 2):
+        found = cpu.linear(x, cpu.pack_weight(weight, parts), bias[::2], strict=False)
+        assert_near(found, *exact(x, weight, bias[::2]))

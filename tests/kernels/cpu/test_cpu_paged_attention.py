@@ -1,0 +1,282 @@
+"""Paged attention of the CPU kernels against loops in float64, over scattered blocks in poisoned storage."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from cpu_kernel_builds import EVERY, in_use
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_reference_paged_attention import naive
+
+from quire.config import KVGroup
+from quire.kernels.contract import DTYPES, Batch, Storage
+
+_C = pytest.importorskip("quire.kernels.cpu._C")
+paged = pytest.importorskip("quire.kernels.cpu.paged")
+
+NOWHERE = 2**40  # a block that does not exist
+TOLERANCES = {"float32": 3e-5, "bfloat16": 0.03}
+
+
+@pytest.fixture(params=EVERY)
+def build(request):
+    with in_use(f"{request.param}-1"):
+        yield request.param
+
+
+def laid_out(tokens, dtype, block_size):
+    """(block_size, head_dim) float32 -> keys and values of a block as the kernels lay them out, filled up by zeros."""
+    padded = -(-tokens.shape[1] // 16) * 16
+    parts = np.zeros((block_size // 16, 16, padded), np.float32)
+    parts[:, :, : tokens.shape[1]] = tokens.reshape(-1, 16, tokens.shape[1])
+    if dtype == "float32":
+        return parts.transpose(0, 2, 1), parts
+    keys = parts.reshape(-1, 16, padded // 2, 2).transpose(0, 2, 1, 3)
+    return keys, parts.reshape(-1, 8, 2, padded).transpose(0, 1, 3, 2)
+
+
+class Case:
+    """Sequences with known keys and values in blocks, everything else NaN, and the queries of some positions."""
+
+    def __init__(
+        self, seed, spans, *, kv_heads=2, shared=2, dim=64, block_size=16, dtype="bfloat16", window=0, strict=False
+    ):
+        random = np.random.default_rng(seed)
+        self.random, self.spans, self.window, self.dtype, self.block_size = random, spans, window, dtype, block_size
+        self.strict, self.shared = strict, shared
+        needed = [-(-stop // block_size) for _, stop in spans]
+        group = KVGroup((0, 1), "window" if window else "full", kv_heads, dim, dtype, sum(needed) + 3, 1, window)
+        padded = -(-dim // 16) * 16
+        data = torch.full(
+            (2, 2, group.num_blocks, kv_heads, block_size // 16, 16 * padded), torch.nan, dtype=DTYPES[dtype]
+        )
+        self.storage = Storage(group, block_size, data)
+        ids = random.permutation(group.num_blocks)
+        self.tables = np.full((len(spans), max(needed) + 2), NOWHERE)
+        self.kv, self.q = [], []
+        before = 0
+        for i, (start, stop) in enumerate(spans):
+            self.tables[i, : needed[i]] = ids[before:][: needed[i]]
+            before += needed[i]
+            self.kv.append(self.draw(2, stop, kv_heads, dim))
+            self.q.append(self.draw(stop - start, kv_heads * shared, dim))
+            self.store(i)
+            lost = max(0, start - window + 1) // block_size if window else 0
+            self.tables[i, :lost] = -1
+
+    def draw(self, *shape):
+        return torch.from_numpy(self.random.standard_normal(shape)).to(DTYPES[self.dtype])
+
+    def store(self, i):
+        """Put what its window has not left of the i-th sequence into layer 1, with numbers behind the last token."""
+        start, stop = self.spans[i]
+        size, lost = self.block_size, max(0, start - self.window + 1) if self.window else 0
+        for place in range(lost // size, -(-stop // size)):
+            some = self.kv[i][:, place * size : (place + 1) * size].float().numpy()
+            block = np.full((2, size, *some.shape[2:]), 1e30, np.float32)
+            block[:, : some.shape[1]] = some
+            for head in range(some.shape[2]):
+                keys, _ = laid_out(block[0, :, head], self.dtype, size)
+                _, values = laid_out(block[1, :, head], self.dtype, size)
+                target = self.storage.data[1, :, self.tables[i, place], head]
+                target[0] = torch.from_numpy(keys.reshape(target[0].shape)).to(target.dtype)
+                target[1] = torch.from_numpy(values.reshape(target[1].shape)).to(target.dtype)
+
+    def batch(self):
+        starts, stops = (np.array(column, np.int64) for column in zip(*self.spans, strict=True))
+        return Batch(starts, stops, self.tables)
+
+    def run(self, plan=None, softcap=0.0, scale=0.2):
+        """The output of all chunks, with queries inside of a wider product."""
+        plan = paged.plan(self.batch(), self.storage, strict=self.strict) if plan is None else plan
+        q = torch.cat(self.q)
+        product = torch.full((len(q), q.shape[1] * q.shape[2] + 7), torch.nan, dtype=q.dtype)
+        product[:, 3:-4] = q.flatten(1)
+        return paged.attention(self.storage, 1, product[:, 3:-4].view_as(q), plan, scale, softcap)
+
+    def expected(self, softcap=0.0, scale=0.2):
+        return np.concatenate(
+            [
+                naive(q.double().numpy(), *kv.double().numpy(), start, scale, self.window, softcap)
+                for q, kv, (start, _) in zip(self.q, self.kv, self.spans, strict=True)
+            ]
+        )
+
+    def check(self, plan=None, softcap=0.0):
+        out = self.run(plan, softcap)
+        assert out.dtype == DTYPES[self.dtype]
+        np.testing.assert_allclose(out.float().numpy(), self.expected(softcap), atol=TOLERANCES[self.dtype], rtol=0.01)
+
+
+span = st.tuples(
+    st.one_of(st.integers(0, 40), st.integers(0, 700)), st.one_of(st.integers(1, 3), st.integers(1, 90))
+).map(lambda pair: (pair[0], sum(pair)))
+shapes = st.fixed_dictionaries(
+    {
+        "kv_heads": st.sampled_from([1, 2, 3]),
+        "shared": st.sampled_from([1, 2, 5, 7]),
+        "dim": st.sampled_from([8, 32, 64, 80, 96, 128, 256]),
+        "block_size": st.sampled_from([16, 32, 64]),
+        "dtype": st.sampled_from(["float32", "bfloat16", "bfloat16"]),
+        "window": st.sampled_from([0, 0, 1, 7, 40, 300]),
+        "strict": st.booleans(),
+    }
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    spans=st.lists(span, min_size=1, max_size=4),
+    shape=shapes,
+    softcap=st.sampled_from([0.0, 0.0, 0.7]),
+    threads=st.sampled_from([1, 2, 3]),
+    name=st.sampled_from(_C.builds()),
+)
+def test_mixed_chunks_equal_loops_over_positions(seed, spans, shape, softcap, threads, name):
+    _C.use(name)
+    _C.set_threads(threads)
+    try:
+        Case(seed, spans, **shape).check(softcap=softcap)
+    finally:
+        _C.use(_C.builds()[0])
+        _C.set_threads(1)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("window", [0, 100, 1500])
+def test_long_chunks_beside_decode_rows(build, dtype, window):
+    _C.set_threads(2)
+    spans = [(0, 300), (1299, 1300), (40, 340), (0, 1), (3071, 3072), (1000, 1100)]
+    Case(1, spans, dtype=dtype, window=window, shared=7, kv_heads=1, dim=32).check()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("growth", [0.01, 100])
+def test_scores_that_grow_or_shrink_along_the_sequence(build, dtype, growth):
+    case = Case(13, [(900, 960), (999, 1000)], dtype=dtype, shared=5)
+    for i, kv in enumerate(case.kv):
+        kv[0] *= 0.2 * growth ** torch.linspace(-0.5, 0.5, kv.shape[1])[:, None, None]
+        case.store(i)
+    case.check()
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_long_contexts_are_split_among_threads(build, dtype, threads):
+    _C.set_threads(threads)
+    Case(2, [(4999, 5000)], dtype=dtype, kv_heads=1, dim=16).check()
+    Case(3, [(4000, 4003), (7, 8)], dtype=dtype, kv_heads=1, shared=7, window=3333).check()
+
+
+def test_splitting_stops_where_the_scratch_ends(build):
+    _C.set_threads(3)
+    case = Case(4, [(2999, 3000)] * 3, kv_heads=2)
+    plan = paged.plan(case.batch(), case.storage)
+    for rows in (0, 3, 9, 17):
+        short = paged.CpuPlan(
+            plan.starts, plan.stops, plan.tables, plan.slots, plan.scratch[:rows].clone(), plan.block_size, strict=False
+        )
+        case.check(short)
+
+
+def test_a_plan_is_refilled_in_place_and_played_again(build):
+    _C.set_threads(2)
+    first, second = (Case(seed, spans) for seed, spans in [(5, [(0, 40), (30, 31)]), (6, [(1200, 1201), (700, 740)])])
+    blocks = first.storage.group.num_blocks + second.storage.group.num_blocks
+    group = KVGroup((0, 1), "full", 2, 64, "bfloat16", blocks, 1)
+    both = Storage(group, 16, torch.cat([first.storage.data, second.storage.data], 2).clone())
+    second.tables[second.tables != NOWHERE] += first.storage.group.num_blocks
+    plan = paged.plan(first.batch(), both, width=200)
+    addresses = [x.data_ptr() for x in (plan.starts, plan.stops, plan.tables, plan.slots, plan.scratch)]
+    q, out = torch.cat(first.q), torch.empty(41, 256, dtype=torch.bfloat16)
+    _C.record()
+    try:
+        _C.attention(*paged.arguments(both, 1, q, out, plan, 0.2, 0.0))
+    finally:
+        tape = _C.stop()
+    np.testing.assert_allclose(out.float(), first.expected(), atol=0.03)
+    paged.refill(plan, second.batch())
+    assert addresses == [x.data_ptr() for x in (plan.starts, plan.stops, plan.tables, plan.slots, plan.scratch)]
+    q.copy_(torch.cat(second.q))
+    out.fill_(torch.nan)
+    _C.play(tape)
+    np.testing.assert_allclose(out.float(), second.expected(), atol=0.03)
+
+
+def test_a_plan_refuses_another_shape():
+    case = Case(7, [(0, 4), (0, 2)])
+    plan = paged.plan(case.batch(), case.storage)
+    for batch in (Case(8, [(0, 6)]).batch(), Case(8, [(0, 4), (0, 3)]).batch(), Case(8, [(0, 4), (98, 100)]).batch()):
+        with pytest.raises(ValueError, match="a plan for 2 chunks of 6 tokens"):
+            paged.refill(plan, batch)
+
+
+def test_slots_are_where_the_tables_say(build):
+    case = Case(9, [(14, 70), (33, 34), (0, 16)], block_size=32)
+    plan = paged.plan(case.batch(), case.storage)
+    expected = [
+        case.tables[i, p // 32] * 32 + p % 32 for i, (start, stop) in enumerate(case.spans) for p in range(start, stop)
+    ]
+    assert plan.slots.tolist() == expected
+
+
+def strict_rows(spans, threads, *, company, window, dtype, seed=10):
+    """Outputs of the positions of one sequence, cut into chunks at `spans`, beside other sequences."""
+    whole = Case(seed, [(0, spans[-1])], window=window, dtype=dtype, shared=3, strict=True, dim=32)
+    outputs = []
+    for start, stop in pairwise(spans):
+        case = Case(seed, [(0, spans[-1])], window=window, dtype=dtype, shared=3, strict=True, dim=32)
+        others = [(5, 9), (600, 601), (0, 77)] if company else []
+        others_case = Case(seed + 1, others or [(0, 1)], window=window, dtype=dtype, shared=3, strict=True, dim=32)
+        blocks = case.storage.group.num_blocks
+        data = torch.cat([case.storage.data, others_case.storage.data], 2)
+        group = KVGroup((0, 1), "window" if window else "full", 2, 32, dtype, data.shape[2], 1, window)
+        storage = Storage(group, 16, data)
+        tables = np.full((1 + len(others), max(case.tables.shape[1], others_case.tables.shape[1])), NOWHERE)
+        tables[0, : case.tables.shape[1]] = case.tables[0]
+        lost = max(0, start - window + 1) // 16 if window else 0
+        tables[0, :lost] = -1
+        tables[1:, : others_case.tables.shape[1]] = others_case.tables[: len(others)] + blocks
+        all_spans = np.array([(start, stop), *others])
+        q = torch.cat([whole.q[0][start:stop], *others_case.q[: len(others)]])
+        plan = paged.plan(Batch(all_spans[:, 0].copy(), all_spans[:, 1].copy(), tables), storage, strict=True)
+        _C.set_threads(threads)
+        outputs.append(paged.attention(storage, 1, q, plan, 0.2)[: stop - start])
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("window", [0, 90])
+def test_strict_rows_depend_on_their_own_sequence_only(build, dtype, window):
+    options = {"window": window, "dtype": dtype}
+    whole = strict_rows([0, 700], 1, company=False, **options)
+    one_by_one = [0, 100, *range(101, 112), 299, 300, 555, 699, 700]
+    assert torch.equal(whole, strict_rows(one_by_one, 2, company=True, **options))
+    assert torch.equal(whole, strict_rows([0, 128, 401, 700], 3, company=True, **options))
+
+
+def test_nan_of_one_sequence_stays_there_and_is_seen(build):
+    case = Case(11, [(7, 8), (7, 8), (2, 11)])
+    case.kv[1][:, 3] = torch.nan
+    case.store(1)
+    out = case.run()
+    assert out[1].isnan().all()
+    assert out[[0, 2, 3, 4]].isfinite().all()
+
+
+def test_contiguous_blocks_give_the_same(build):
+    case = Case(12, [(700, 800)], block_size=32)
+    table = case.tables[0]
+    needed = -(-800 // 32)
+    order = torch.from_numpy(table[:needed].astype(np.int64))
+    case.storage.data[:, :, :needed] = case.storage.data[:, :, order].clone()
+    table[:needed] = np.arange(needed)
+    paged_out = case.run()
+    plan = paged.plan(case.batch(), case.storage)
+    plan.tables[:, 1:] = NOWHERE
+    out = torch.full_like(paged_out, torch.nan)
+    _C.attention_contiguous(*paged.arguments(case.storage, 1, torch.cat(case.q), out, plan, 0.2, 0.0))
+    assert torch.equal(out, paged_out)

@@ -1,0 +1,180 @@
+"""The small operations of the CPU kernels, beside the reference, for every build and number of threads."""
+
+import numpy as np
+import pytest
+import torch
+from cpu_kernel_builds import each_with, in_use
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.kernels import reference
+from quire.kernels.contract import ACTIVATIONS
+
+_C = pytest.importorskip("quire.kernels.cpu._C", reason="the CPU kernels are not built", exc_type=ImportError)
+cpu = pytest.importorskip("quire.kernels.cpu.rowwise")
+
+DTYPES = (torch.float32, torch.bfloat16)
+WIDTHS = st.one_of(st.integers(1, 200), st.sampled_from([512, 1000, 3000]))
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+@pytest.fixture(scope="module", params=each_with(1, 2))
+def build(request):
+    with in_use(request.param) as threads:
+        yield threads
+
+
+pytestmark = pytest.mark.usefixtures("build")
+drawn = settings(deadline=None, max_examples=10)
+
+
+def normal(seed, *shape, dtype=torch.float32):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def close(result, expected, atol=1e-6):
+    """Whether a result agrees with one computed in float32: to one rounding of its own type."""
+    assert result.shape == expected.shape
+    assert expected.dtype == torch.float32
+    rtol = 2**-8 if result.dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(result.float(), expected, rtol=rtol, atol=atol)
+
+
+def heads_of_product(x):
+    """The same numbers as views into a wider product: (num_tokens, heads, head_dim) with gaps between tokens."""
+    wide = torch.full((x.shape[0], x.shape[1] + 3, x.shape[2]), torch.nan, dtype=x.dtype)
+    wide[:, 2:-1] = x
+    return wide[:, 2:-1]
+
+
+@drawn
+@given(SEEDS, st.integers(1, 40), WIDTHS, st.sampled_from(DTYPES), st.booleans())
+def test_rms_norm_is_that_of_the_reference(seed, rows, size, dtype, wide_weight):
+    x, weight = (
+        normal(seed, rows, size, dtype=dtype),
+        normal(seed + 1, size, dtype=torch.float32 if wide_weight else dtype),
+    )
+    expected = reference.rms_norm(x.float(), weight.float(), 1e-5)
+    close(cpu.rms_norm(x, weight, 1e-5), expected)
+    assert torch.equal(cpu.rms_norm(x.view(rows, 1, size), weight, 1e-5)[:, 0], cpu.rms_norm(x, weight, 1e-5))
+
+
+@drawn
+@given(SEEDS, st.integers(1, 40), st.integers(1, 5), WIDTHS, st.sampled_from(DTYPES))
+def test_norms_take_heads_that_are_views_into_a_product(seed, rows, heads, size, dtype):
+    x, weight = normal(seed, rows, heads, size, dtype=dtype), normal(seed + 1, heads, size, dtype=dtype)
+    view = heads_of_product(x)
+    assert torch.equal(cpu.rms_norm(view, weight[0], 1e-5), cpu.rms_norm(x, weight[0], 1e-5))
+    assert torch.equal(cpu.layer_norm(view, weight, None, 1e-5), cpu.layer_norm(x, weight, None, 1e-5))
+    expected = reference.layer_norm(x.float(), weight.float(), weight.flip(0).float(), 1e-5)
+    close(cpu.layer_norm(view, weight, weight.flip(0), 1e-5), expected, atol=1e-5)
+
+
+@drawn
+@given(SEEDS, st.integers(1, 40), WIDTHS, st.sampled_from(DTYPES), st.booleans())
+def test_the_sum_is_rounded_before_it_is_normalised(seed, rows, size, dtype, wide_weight):
+    x, residual = normal(seed, rows, size, dtype=dtype), 30 * normal(seed + 1, rows, size, dtype=dtype)
+    weight = normal(seed + 2, size, dtype=torch.float32 if wide_weight else dtype)
+    before = x.clone(), residual.clone()
+    normed, total = cpu.add_rms_norm(x, residual, weight, 1e-6)
+    assert torch.equal(total, x + residual)
+    assert torch.equal(normed, cpu.rms_norm(total, weight, 1e-6))
+    assert torch.equal(x, before[0])
+    assert torch.equal(residual, before[1])
+
+
+@drawn
+@given(SEEDS, st.integers(1, 40), WIDTHS, st.sampled_from(DTYPES), st.booleans())
+def test_layer_norm_is_that_of_the_reference(seed, rows, size, dtype, biased):
+    x, weight = 3 + normal(seed, rows, size, dtype=dtype), normal(seed + 1, size, dtype=dtype)
+    bias = normal(seed + 2, size, dtype=dtype) if biased else None
+    expected = reference.layer_norm(x.float(), weight.float(), None if bias is None else bias.float(), 1e-5)
+    close(cpu.layer_norm(x, weight, bias, 1e-5), expected, atol=2e-5 if size > 2 else 2e-3)
+
+
+@drawn
+@given(SEEDS, st.integers(1, 20), WIDTHS, st.sampled_from(DTYPES), st.sampled_from(ACTIVATIONS))
+def test_activations_and_gates_are_those_of_the_reference(seed, rows, size, dtype, activation):
+    x = 4 * normal(seed, rows, 2 * size, dtype=dtype)
+    close(cpu.activate(x, activation), reference.activate(x.double(), activation).float())
+    close(cpu.gate(x, activation), reference.gate(x.double(), activation).float())
+    strided = torch.cat((x, x), 1)[:, : 2 * size]
+    assert torch.equal(cpu.gate(strided, activation), cpu.gate(x, activation))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations_are_precise_far_out_and_near_zero(activation):
+    x = torch.cat((torch.linspace(-12, 12, 4001), torch.logspace(-20, 0, 500), -torch.logspace(-20, 0, 500)))
+    exact = reference.activate(x.double(), activation).float()
+    torch.testing.assert_close(cpu.activate(x, activation), exact, rtol=5e-6, atol=1e-14)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_nan_stays_nan(activation, dtype):
+    x = torch.zeros(50, dtype=dtype)
+    x[[3, 49]] = torch.nan
+    assert cpu.activate(x, activation).isnan().nonzero().flatten().tolist() == [3, 49]
+
+
+@drawn
+@given(SEEDS, st.integers(1, 40), st.integers(1, 70), st.sampled_from([1.0, 1.37]))
+def test_rotations_are_those_of_exact_cosines(seed, rows, half, magnitude):
+    random = np.random.default_rng(seed)
+    positions = random.integers(0, 10 ** random.integers(1, 7), rows)
+    frequencies = (10.0 ** -random.uniform(0, 6, half)).astype(np.float32)
+    frequencies[0] = 1
+    angles = (positions.astype(np.float32)[:, None] * frequencies).astype(np.float64)
+    cos, sin = cpu.rotation(torch.from_numpy(positions), torch.from_numpy(frequencies), magnitude)
+    assert cos.dtype == sin.dtype == torch.float32
+    assert np.abs(cos.numpy() - magnitude * np.cos(angles)).max() < 1e-7
+    assert np.abs(sin.numpy() - magnitude * np.sin(angles)).max() < 1e-7
+
+
+@drawn
+@given(SEEDS, st.integers(1, 40), WIDTHS, st.sampled_from(DTYPES), st.sampled_from([1.0, 0.3, 45.25]))
+def test_embeddings_are_rows_times_a_factor(seed, count, size, dtype, scale):
+    weight = normal(seed, 11, size, dtype=dtype)
+    ids = torch.randint(0, 11, (count,), generator=torch.Generator().manual_seed(seed))
+    assert torch.equal(cpu.embed(ids, weight, scale), weight[ids] * scale)
+
+
+def test_ids_without_a_row_give_zeros():
+    weight = normal(0, 3, 20)
+    result = cpu.embed(torch.tensor([2, -1, 3]), weight)
+    assert torch.equal(result, torch.stack((weight[2], torch.zeros(20), torch.zeros(20))))
+
+
+@drawn
+@given(SEEDS, st.integers(2, 40), WIDTHS, st.sampled_from(DTYPES), st.data())
+def test_a_row_has_the_same_bits_alone_and_in_company(seed, rows, size, dtype, data):
+    x, weight = 4 * normal(seed, rows, 2 * size, dtype=dtype), normal(seed + 1, 2 * size, dtype=dtype)
+    one = data.draw(st.integers(0, rows - 1))
+    activation = data.draw(st.sampled_from(ACTIVATIONS))
+    functions = [
+        lambda x: cpu.rms_norm(x, weight, 1e-5),
+        lambda x: cpu.add_rms_norm(x, x.flip(1), weight, 1e-5)[0],
+        lambda x: cpu.layer_norm(x, weight, weight, 1e-5),
+        lambda x: cpu.gate(x, activation),
+        lambda x: cpu.activate(x, activation),
+        lambda x: cpu.rotation((1e4 * x[:, 0].abs()).long(), weight.float().abs(), 1.0)[0],
+    ]
+    for function in functions:
+        assert torch.equal(function(x)[one : one + 1], function(x[one : one + 1].clone()))
+
+
+@drawn
+@given(SEEDS, st.integers(1, 100), st.integers(0, 40), st.sampled_from(DTYPES), st.sampled_from(ACTIVATIONS))
+def test_a_number_has_the_same_bits_wherever_it_stands(seed, size, before, dtype, activation):
+    x = 4 * normal(seed, size, dtype=dtype)
+    moved = torch.cat((torch.ones(before, dtype=dtype), x))
+    assert torch.equal(cpu.activate(moved, activation)[before:], cpu.activate(x, activation))
+    cos, _ = cpu.rotation(torch.tensor([12345]), moved.float().abs(), 1.0)
+    assert torch.equal(cos[:, before:], cpu.rotation(torch.tensor([12345]), x.float().abs(), 1.0)[0])
+
+
+def test_what_does_not_go_together_is_refused():
+    with pytest.raises(TypeError, match="float16"):
+        cpu.activate(torch.zeros(3, dtype=torch.float16), "silu")
+    with pytest.raises(ValueError, match="do not go together"):
+        cpu.add_rms_norm(torch.zeros(2, 3), torch.zeros(3, 3), torch.ones(3), 1e-5)

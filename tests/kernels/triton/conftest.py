@@ -1,0 +1,32 @@
+"""Products of one order where kernels are interpreted."""
+
+import importlib.util
+
+import numpy as np
+import pytest
+
+
+class Numpy:
+    """numpy, but products add their terms in the order of their numbers.
+
+    Triton's interpreter multiplies tiles by numpy's matmul. OpenBLAS may give a row other bits at another place in its
+    tile (it does on AMD Zen 5), which tensor cores do not.
+    """
+
+    def __getattr__(self, name):
+        return getattr(np, name)
+
+    def matmul(self, a, b, dtype):
+        return (a.astype(dtype)[..., :, :, None] * b.astype(dtype)[..., None, :, :]).sum(axis=-2)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interpreted_products_have_one_order():
+    if importlib.util.find_spec("triton") is None:
+        yield
+        return
+    from triton.runtime import interpreter  # noqa: PLC0415  (an optional package)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "np", Numpy())
+        yield

@@ -1,0 +1,34 @@
+"""Every Triton kernel becomes machine code for a Hopper GPU, at a real model's sizes. That takes no GPU."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+import quire.kernels.triton
+
+ROOT = Path(__file__).resolve().parents[3]
+FOLDER = Path(quire.kernels.triton.__file__).parent
+LAUNCH = re.compile(r"^ +(?:\w+ = )?(\w+)\[[^\n]*\]\($", re.MULTILINE)
+
+
+def test_all_kernels_compile(tmp_path):
+    rigs = ROOT / "tests" / "rigs"
+    paths = os.pathsep.join([str(ROOT), str(rigs)])
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    script = subprocess.run(
+        [sys.executable, str(rigs / "compile_triton_kernels.py")],
+        env=environment | {"PYTHONPATH": paths, "TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert script.returncode == 0, script.stderr[-3000:]
+    launched = {name for file in FOLDER.glob("*.py") for name in LAUNCH.findall(file.read_text())}
+    assert len(launched) > 15
+    assert launched <= set(script.stdout.split())

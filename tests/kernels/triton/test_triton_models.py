@@ -1,0 +1,133 @@
+"""Whole models on the Triton kernels: the tokens of the reference and of transformers, both on the CPU.
+
+In company, in recorded steps (graphs, where there is a GPU), with 8-bit KV.
+"""
+
+import numpy as np
+import pytest
+import torch
+from model_runner_driver import GREEDY, Driver, load_model
+from triton_device import DEVICE
+
+from quire import LLM, SamplingParams
+from quire.kernels.contract import Demands, NotRecordable
+
+pytest.importorskip("triton")
+kernels_module = pytest.importorskip("quire.kernels.triton.kernels")
+recording = pytest.importorskip("quire.kernels.triton.recording")
+
+BLOCK = 16
+LENGTHS = (3, 18, 1)
+FAMILIES = ("qwen3-gqa", "gemma2", "gpt2", "qwen3-moe", "mistral-window")
+PINNED = SamplingParams(temperature=0.8, top_k=50, seed=11, deterministic=True)
+
+
+class Replaying(recording.Recording):
+    """Plays a step by computing it once more: on a CPU there are no graphs. Everything else is as on a GPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = []
+
+    def record(self, compute):
+        if DEVICE.type == "cuda":
+            result, play = super().record(compute)
+        else:
+            result = compute()
+        self.sizes.append(len(result))
+        return result, play if DEVICE.type == "cuda" else lambda: result.copy_(compute())
+
+
+def driver(folder, *, recorder=None):
+    model = load_model(folder, device=str(DEVICE))
+    kernels, strict = (kernels_module.TritonKernels(strict=strict) for strict in (False, True))
+    kernels.recorder = recorder
+    return Driver(model, block_size=BLOCK, num_blocks=40, kernels=kernels, strict=strict)
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    random = np.random.default_rng(6)
+    return [random.integers(3, 301, length).tolist() for length in LENGTHS]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_are_those_of_the_reference(saved, prompts, family):
+    expected = Driver(load_model(saved(family)[0]), block_size=BLOCK).generate(prompts, 2)
+    assert driver(saved(family)[0]).generate(prompts, 2, cut=12) == expected
+
+
+@pytest.mark.parametrize("family", ["qwen3-gqa", "mixtral"])
+def test_greedy_tokens_are_those_of_transformers(saved, prompts, family):
+    folder, theirs = saved(family)
+    options = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    recorder = Replaying()
+    for prompt, found in zip(prompts, driver(folder, recorder=recorder).generate(prompts, 3), strict=True):
+        ids = torch.tensor([prompt])
+        whole = theirs.generate(ids, attention_mask=torch.ones_like(ids), **options)
+        assert found == whole[0, len(prompt) :].tolist()
+    assert recorder.sizes == [4]
+
+
+def test_deterministic_sequences_do_not_depend_on_company_and_cuts(saved, prompts):
+    folder = saved("qwen3-gqa")[0]
+    alone = driver(folder).generate(prompts[1:2], 2, PINNED)
+    among = driver(folder).generate(prompts, 2, [GREEDY, PINNED, GREEDY], cut=10)
+    assert among[1] == alone[0]
+
+
+def test_recorded_steps_are_filled_up_and_give_the_same_tokens(saved, prompts):
+    folder, recorder = saved("qwen3-gqa")[0], Replaying()
+    expected = Driver(load_model(folder), block_size=BLOCK).generate(prompts, 3)
+    assert driver(folder, recorder=recorder).generate(prompts, 3) == expected
+    assert recorder.sizes == [4], "three sequences are a step of four, recorded once"
+
+
+def test_what_cannot_be_recorded_runs_as_before(saved, prompts):
+    class Refusing(recording.Recording):
+        def record(self, compute):
+            raise NotRecordable("something waits for the device")
+
+    folder = saved("qwen3-gqa")[0]
+    expected = Driver(load_model(folder), block_size=BLOCK).generate(prompts[:1], 3)
+    assert driver(folder, recorder=Refusing()).generate(prompts[:1], 3) == expected
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8", "int8"])
+def test_the_embedded_model_answers_as_the_reference_does(kv_cache_dtype):
+    greedy = SamplingParams(temperature=0, max_tokens=3)
+    question = [{"role": "user", "content": "What is 2 plus 3?"}]
+    texts = []
+    for kernels, device in (("triton", str(DEVICE)), ("reference", "cpu")):
+        lines = []
+        llm = LLM(kernels=kernels, device=device, kv_cache_dtype=kv_cache_dtype, memory="1GiB", report=lines.append)
+        texts.append(llm.chat(question, greedy)[0].outputs[0].token_ids)
+        assert any(line.startswith(f"kernels    {kernels}") for line in lines)
+    assert texts[0] == texts[1]
+    assert len(texts[0]) > 0
+
+
+def test_ladder_sizes_hold_what_they_are_asked_for():
+    sizes = recording.Recording()
+    for number in range(1, recording.LADDER[-1] + 1):
+        assert number <= sizes.size(number) <= max(2 * number, 4)
+    assert sizes.size(recording.LADDER[-1] + 1) is None
+
+
+@pytest.mark.parametrize(
+    ("wish", "capability", "why"),
+    [
+        ({"kv_dtype": "fp8_e4m3"}, (8, 0), "fp8 needs compute capability 8.9, and this device has 8.0"),
+        ({"kv_dtype": "fp8_e4m3"}, (9, 0), None),
+        ({"kv_dtype": "int8"}, (8, 0), None),
+        ({"device": torch.device("cuda", 1)}, (9, 0), "it runs on the current device, cuda:0, not on cuda:1"),
+        ({"block_size": 24}, (9, 0), "block_size 24 is no multiple of 16"),
+        ({"head_dims": (64, 512)}, (9, 0), "heads of 512 are larger than 256"),
+    ],
+)
+def test_what_a_device_cannot_do_is_refused_before_anything_is_loaded(monkeypatch, wish, capability, why):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+    usual = {"device": torch.device("cuda"), "dtype": "bfloat16", "kv_dtype": "bfloat16", "block_size": 16}
+    demands = Demands(**{**usual, "head_dims": (128,), **wish})
+    assert kernels_module.TritonKernels(strict=True).refusal(demands) == why

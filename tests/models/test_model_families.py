@@ -1,0 +1,140 @@
+"""Every family against transformers: logits, greedy tokens of mixed batches, short types; single files and shards."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import random_checkpoints as checkpoints
+import torch
+from paged_model_forward import Sequences, generate, logits_of
+from transformers import AutoModelForCausalLM
+
+from quire.kernels import deterministic
+from quire.models.decoder import Decoder
+from quire.models.description import FAMILIES, describe
+from quire.models.loading import load
+
+EMBEDDED = Path(__file__).parents[2] / "quire" / "assets" / "demo_model"
+LENGTHS = (1, 5, 16, 17, 31, 33, 48, 70)
+NUM_TOKENS = 64
+
+# whose positions depend on the longest sequence: here no longer than the context of training
+SERVED = {"llama-dynamic": 96}
+
+
+@torch.inference_mode()
+def theirs_of(model, prompt):
+    """Logits of transformers at every position."""
+    return model(torch.tensor([prompt])).logits[0].float()
+
+
+def prompt_of(length, vocab_size=checkpoints.VOCAB):
+    return np.random.default_rng(length).integers(0, vocab_size, length).tolist()
+
+
+def assert_alike(found, expected, share):
+    assert found.shape == expected.shape
+    assert (found - expected).abs().max() < share * (expected.max() - expected.min())
+
+
+def test_every_family_has_a_variant():
+    tested = {checkpoints.architecture(kind) for kind in checkpoints.EVERY}
+    assert tested == set(FAMILIES)
+
+
+@pytest.mark.parametrize("kind", checkpoints.EVERY)
+def test_logits_equal_transformers(saved, kind):
+    folder, theirs = saved(kind)
+    prompt = prompt_of(75)
+    found = logits_of(folder, prompt, cut=13, max_model_len=SERVED.get(kind))
+    assert_alike(found, theirs_of(theirs, prompt), 1e-5)
+
+
+@pytest.mark.parametrize("kind", checkpoints.EVERY)
+def test_greedy_tokens_of_a_mixed_batch_equal_transformers(saved, kind):
+    """Tokens are greedy if each is the arg max of transformers' logits behind the tokens before it."""
+    folder, theirs = saved(kind)
+    limit = SERVED.get(kind)
+    prompts = [prompt_of(length if limit is None else min(length, limit - NUM_TOKENS)) for length in LENGTHS]
+    found = generate(folder, prompts, NUM_TOKENS, cut=20, max_model_len=limit)
+    for prompt, tokens in zip(prompts, found, strict=True):
+        logits = theirs_of(theirs, prompt + tokens)
+        assert tokens == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("kind", checkpoints.EVERY)
+def test_bfloat16_from_shards_is_no_further_from_the_truth_than_transformers(tmp_path, kind):
+    """The truth: the same weights in float32. Where its best two logits differ by more than rounding, tokens agree."""
+    model = checkpoints.save(tmp_path, kind, shard="40KB", dtype=torch.bfloat16)
+    assert len({stored.file for stored in describe(tmp_path).checkpoint.tensors.values()}) > 3
+    prompt = prompt_of(60)
+    rounded = theirs_of(model, prompt)
+    truth = theirs_of(model.float(), prompt)
+    found = logits_of(tmp_path, prompt, cut=25, dtype="bfloat16", max_model_len=SERVED.get(kind))
+    assert (found - truth).abs().median() < 1.2 * (rounded - truth).abs().median()
+    best = truth.topk(2).values
+    wide = best[:, 0] - best[:, 1] > 2 * torch.maximum((rounded - truth).abs().amax(-1), (found - truth).abs().median())
+    assert wide.float().mean() > 0.3
+    assert torch.equal(found[wide].argmax(-1), truth[wide].argmax(-1))
+
+
+@pytest.mark.parametrize("kind", ["llama-mqa-biases", "qwen3-tied", "gemma3", "falcon-40b", "qwen2-moe"])
+def test_float16_comes_near(saved, kind):
+    folder, theirs = saved(kind)
+    prompt = prompt_of(40)
+    found, expected = logits_of(folder, prompt, cut=15, dtype="float16"), theirs_of(theirs, prompt)
+    assert found.isfinite().all()
+    assert (found - expected).std() < 0.01 * expected.std()
+
+
+def test_the_embedded_model_equals_transformers():
+    theirs = AutoModelForCausalLM.from_pretrained(EMBEDDED, dtype=torch.float32).eval()
+    prompt = prompt_of(300, 2048)
+    assert_alike(logits_of(EMBEDDED, prompt, cut=128), theirs_of(theirs, prompt), 2e-5)
+
+
+@pytest.mark.parametrize("kind", ["qwen3-tied", "gemma3"])
+def test_a_far_position_is_rotated_as_in_transformers(saved, kind):
+    folder, theirs = saved(kind)
+    prompt = prompt_of(500)
+    assert_alike(logits_of(folder, prompt, cut=256)[-5:], theirs_of(theirs, prompt)[-5:], 1e-4)
+
+
+@pytest.mark.parametrize(("limit", "length"), [(None, 192), (150, 150), (96, 60), (96, 96)])
+def test_dynamic_ntk_is_that_of_the_longest_sequence(saved, limit, length):
+    folder, _ = saved("llama-dynamic")
+    theirs = AutoModelForCausalLM.from_pretrained(folder).eval()  # a new one: it remembers its longest sequence
+    prompt = prompt_of(length)
+    assert_alike(logits_of(folder, prompt, cut=50, max_model_len=limit), theirs_of(theirs, prompt), 1e-5)
+
+
+def test_longrope_uses_short_factors_up_to_the_context_of_training(saved):
+    folder, theirs = saved("phi3-longrope")
+    short, long = prompt_of(32), prompt_of(33)
+    assert_alike(logits_of(folder, short, max_model_len=32), theirs_of(theirs, short), 1e-5)
+    assert_alike(logits_of(folder, long, max_model_len=33), theirs_of(theirs, long), 1e-5)
+    wrong = logits_of(folder, short, max_model_len=33) - theirs_of(theirs, short)
+    assert wrong.abs().max() > 0.01  # they are not the same
+
+
+@pytest.mark.parametrize("kind", checkpoints.EVERY)
+def test_with_invariant_kernels_logits_have_the_same_bits_in_any_company(saved, kind):
+    """`row_invariant`: nothing that the decoder does itself depends on other tokens."""
+    description = describe(saved(kind)[0])
+    model = load(description, dtype="float32")
+    assert model.row_invariant
+    prompts = [prompt_of(length) for length in (21, 6, 1)]
+    together = Sequences(description, model, [21, 6, 1], kernels=deterministic)
+    parts = [together.logits([(0, 0, prompts[0][:4])])]
+    found = together.logits([(1, 0, prompts[1]), (0, 4, prompts[0][4:]), (2, 0, prompts[2])]).split([6, 17, 1])
+    for prompt, logits in zip(prompts, [torch.cat([*parts, found[1]]), found[0], found[2]], strict=True):
+        alone = Sequences(description, model, [len(prompt)], kernels=deterministic)
+        one_by_one = [alone.logits([(0, place, [token])]) for place, token in enumerate(prompt)]
+        assert torch.equal(torch.cat(one_by_one), logits)
+
+
+def test_the_scale_of_embeddings_is_rounded_as_in_training(saved):
+    config = replace(describe(saved("gemma")[0]).config, embed_scale=3072**0.5)
+    assert Decoder(config, torch.bfloat16).embed_scale == 55.5
+    assert Decoder(config, torch.float32).embed_scale == pytest.approx(55.4256, abs=1e-4)

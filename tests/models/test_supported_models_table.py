@@ -1,0 +1,20 @@
+"""docs/models.md lists the families and the variants that the tests run."""
+
+import random_checkpoints as checkpoints
+import supported_models_table as model_table
+
+from quire.models.description import FAMILIES
+from quire.models.text_part import INNER
+
+
+def test_the_table_is_current():
+    text = model_table.DOCUMENT.read_text(encoding="utf-8")
+    assert model_table.inserted(text) == text, "run python tests/rigs/supported_models_table.py"
+
+
+def test_every_family_and_every_variant_is_in_it():
+    table = model_table.table()
+    assert set(model_table.MODELS) == set(FAMILIES)
+    assert set(model_table.SEEING) == set(INNER)
+    for kind in checkpoints.EVERY:
+        assert f" {kind}," in table or f" {kind} |" in table

@@ -1,0 +1,242 @@
+"""The backend against transformers itself: greedy tokens of mixed batches, logits, what it says about a model."""
+
+import numpy as np
+import pytest
+import random_checkpoints as checkpoints
+import torch
+import transformers
+
+from quire.config import KVGroup
+from quire.kernels import reference
+from quire.kernels.contract import Batch
+from quire.layers.attend import PagedAttend, Scores
+from quire.models.checkpoint import FolderCheckpoint
+from quire.models.description import FAMILIES
+from quire.models.model import KVLayer
+from quire.models.transformers import describe_backend, load_backend
+
+NUM_TOKENS = 32
+LENGTHS = (1, 13, 30)
+SHAPE = {**checkpoints.SHAPE, "num_key_value_heads": 2, "max_position_embeddings": 256}
+WINDOW = {"sliding_window": 9, "num_hidden_layers": 4}
+ALTERNATING = {**WINDOW, "layer_types": ["sliding_attention", "full_attention"] * 2}
+
+# what quire does not describe itself: name -> (name in transformers, what differs from SHAPE)
+UNKNOWN = {
+    "glm": ("Glm", {"head_dim": 32}),
+    "olmo": ("Olmo", {"clip_qkv": 0.9}),
+    "smollm3": ("SmolLM3", {"num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0]}),
+    "exaone4": ("Exaone4", WINDOW),
+    "cohere2": ("Cohere2", ALTERNATING),
+    "olmo3": ("Olmo3", {**ALTERNATING, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
+    "vaultgemma": ("VaultGemma", {**ALTERNATING, "head_dim": 24, "query_pre_attn_scalar": 50}),
+    "nemotron": ("Nemotron", {}),
+    "helium": ("Helium", {"head_dim": 16}),
+    "seed-oss": ("SeedOss", {"head_dim": 24}),
+    "hunyuan": ("HunYuanDenseV1", {"head_dim": 16}),
+    "diffllama": ("DiffLlama", {}),  # attends twice in each layer
+    "olmoe": ("Olmoe", checkpoints.EXPERTS),  # experts lie one by one in the file, fused in the model
+    "granite-moe": ("GraniteMoe", {"num_local_experts": 4, "num_experts_per_tok": 2, "logits_scaling": 4.0}),
+}
+KNOWN = ("llama-3", "gemma2", "gemma3", "qwen2-upper-window", "gpt2-scaled-by-layer", "mixtral-window")
+
+
+def save(folder, family, dtype=torch.float32, **values):
+    """A random model of transformers, written to a folder; every parameter counts."""
+    torch.manual_seed(sum(map(ord, family)))
+    config = getattr(transformers, f"{family}Config")(**{**SHAPE, **values})
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            is_norm = "norm" in name and "Gemma" not in family
+            parameter.normal_(std=0.3 if parameter.dim() == 1 else 0.12).add_(float(is_norm))
+    model = model.to(dtype)
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory, saved):
+    """kind -> (folder, the transformers model), made once."""
+    found = {}
+
+    def get(kind):
+        if kind in KNOWN:
+            return saved(kind)
+        if kind not in found:
+            family, values = UNKNOWN[kind]
+            folder = tmp_path_factory.mktemp(kind)
+            found[kind] = (folder, save(folder, family, **values))
+        return found[kind]
+
+    return get
+
+
+def loaded(folder, dtype="float32", **options):
+    description = describe_backend(FolderCheckpoint(folder))
+    return description, load_backend(description, dtype=dtype, **options)
+
+
+class Paged:
+    """Several sequences with scattered blocks, in one KV group for each kind of layer."""
+
+    def __init__(self, description, model, lengths, dtype="float32", block_size=4):
+        self.model = model
+        width = -(-max(lengths) // block_size)
+        kinds = list(dict.fromkeys(description.kv_layers))
+        storages = [self._allocate(description, kind, width * len(lengths), dtype, block_size) for kind in kinds]
+        for storage in storages:
+            storage.data.fill_(torch.nan)
+        random = np.random.default_rng(0)
+        self.tables = [random.permutation(width * len(lengths)).reshape(len(lengths), width) for _ in kinds]
+        self.attend = PagedAttend(reference, storages, model.scores)
+
+    @staticmethod
+    def _allocate(description, kind, num_blocks, dtype, block_size):
+        layers = tuple(index for index, layer in enumerate(description.kv_layers) if layer == kind)
+        name = "window" if kind.window else "full"
+        group = KVGroup(layers, name, kind.num_kv_heads, kind.head_dim, dtype, num_blocks, 1, kind.window)
+        return reference.allocate(group, block_size, torch.device("cpu"))
+
+    @torch.inference_mode()
+    def logits(self, chunks):
+        """chunks: (sequence, start, token ids). Per chunk, logits at all of its positions."""
+        rows, starts, tokens = zip(*chunks, strict=True)
+        lengths = [len(some) for some in tokens]
+        stops = np.array(starts) + lengths
+        self.attend.plan([Batch(np.array(starts), stops, table[list(rows)]) for table in self.tables])
+        positions = torch.cat([torch.arange(a, b) for a, b in zip(starts, stops, strict=True)])
+        ids = torch.tensor([token for some in tokens for token in some])
+        hidden = self.model.forward(ids, positions, self.attend, reference)
+        return self.model.logits(hidden, reference).float().split(lengths)
+
+
+def generate(paged, prompts, cut):
+    """Greedy tokens of all prompts, in steps that mix chunks of prompts with decoding."""
+    known, done = [list(prompt) for prompt in prompts], [0] * len(prompts)
+    targets = [len(prompt) + NUM_TOKENS for prompt in prompts]
+    while rows := [row for row, target in enumerate(targets) if len(known[row]) < target]:
+        chunks = [(row, done[row], known[row][done[row] : done[row] + cut]) for row in rows]
+        for (row, start, tokens), logits in zip(chunks, paged.logits(chunks), strict=True):
+            done[row] = start + len(tokens)
+            if done[row] == len(known[row]):
+                known[row].append(int(logits[-1].argmax()))
+    return [tokens[len(prompt) :] for tokens, prompt in zip(known, prompts, strict=True)]
+
+
+def prompt_of(length):
+    return np.random.default_rng(length).integers(3, checkpoints.VOCAB, length).tolist()
+
+
+def theirs(model, prompt):
+    ids = torch.tensor([prompt])
+    options = {"max_new_tokens": NUM_TOKENS, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    return model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :].tolist()
+
+
+def test_there_are_kinds_that_quire_does_not_describe():
+    assert len({f"{family}ForCausalLM" for family, _ in UNKNOWN.values()} - set(FAMILIES)) >= 5
+    assert {checkpoints.architecture(kind) for kind in KNOWN} <= set(FAMILIES)
+
+
+@pytest.mark.parametrize("kind", [*UNKNOWN, *KNOWN])
+def test_greedy_tokens_of_a_mixed_batch_equal_generate(made, kind):
+    folder, model = made(kind)
+    description, backend = loaded(folder)
+    prompts = [prompt_of(length) for length in LENGTHS]
+    found = generate(Paged(description, backend, [length + NUM_TOKENS for length in LENGTHS]), prompts, cut=8)
+    assert found == [theirs(model, prompt) for prompt in prompts]
+
+
+@pytest.mark.parametrize("kind", [*UNKNOWN, *KNOWN])
+def test_logits_at_all_positions_equal_transformers(made, kind):
+    folder, model = made(kind)
+    prompts = [prompt_of(length) for length in (21, 40, 62)]
+    paged = Paged(*loaded(folder), [62] * 3)
+    found = [[] for _ in prompts]
+    for start in range(0, 62, 21):
+        chunks = [(row, start, prompt[start : start + 21]) for row, prompt in enumerate(prompts) if start < len(prompt)]
+        for (row, _, _), logits in zip(chunks, paged.logits(chunks), strict=True):
+            found[row].append(logits)
+    for prompt, parts in zip(prompts, found, strict=True):
+        with torch.inference_mode():
+            expected = model(torch.tensor([prompt])).logits[0]
+        assert (torch.cat(parts) - expected).abs().max() < 2e-6 * (expected.max() - expected.min())
+
+
+@pytest.mark.parametrize("kind", ["exaone4", "vaultgemma", "diffllama", "olmoe"])
+def test_bfloat16_is_as_near_to_float32_as_transformers_is(tmp_path, kind):
+    family, values = UNKNOWN[kind]
+    model = save(tmp_path, family, torch.bfloat16, **values)
+    prompt = prompt_of(40)
+    with torch.inference_mode():
+        rounded = model(torch.tensor([prompt])).logits[0].float()
+        truth = model.float()(torch.tensor([prompt])).logits[0]
+    description, backend = loaded(tmp_path, "bfloat16")
+    assert description.dtype == "bfloat16"
+    (found,) = Paged(description, backend, [40], "bfloat16").logits([(0, 0, prompt)])
+    assert (found - truth).abs().median() < 1.3 * (rounded - truth).abs().median()
+
+
+def test_shards_and_a_tied_head(tmp_path):
+    values = {**SHAPE, "head_dim": 16, "tie_word_embeddings": True}
+    model = transformers.GlmForCausalLM(transformers.GlmConfig(**values)).eval()
+    model.save_pretrained(tmp_path, max_shard_size="60KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    description, backend = loaded(tmp_path)
+    assert description.num_parameters == model.num_parameters()
+    (found,) = Paged(description, backend, [20]).logits([(0, 0, prompt_of(20))])
+    assert torch.allclose(found, model(torch.tensor([prompt_of(20)])).logits[0], atol=1e-5)
+
+
+def test_what_a_description_says(made):
+    folder, model = made("vaultgemma")
+    description, backend = loaded(folder)
+    assert (description.vocab_size, description.hidden_size, description.max_positions) == (checkpoints.VOCAB, 64, 256)
+    assert description.kv_layers == tuple(KVLayer(2, 24, window) for window in (9, 0, 9, 0))
+    assert list(backend.scores) == [Scores(50**-0.5, 50.0)] * 4
+    assert description.num_parameters == model.num_parameters()
+    assert description.weight_bytes("bfloat16") == 2 * model.num_parameters()
+    assert (description.dtype, description.eos_token_ids) == ("float32", (2,))
+    assert 4 * 64 + 3 * 96 + 3 * 4 * 24 <= description.activations_per_token < 2000
+    assert not backend.row_invariant
+    assert (backend.vocab_size, backend.device) == (checkpoints.VOCAB, torch.device("cpu"))
+
+
+def test_layers_scale_scores_as_they_were_built(made):
+    _, backend = loaded(made("gpt2-scaled-by-layer")[0])
+    assert [scores.scale for scores in backend.scores] == pytest.approx([1 / 4, 1 / 8, 1 / 12])
+
+
+def test_a_layer_that_attends_twice_keeps_keys_and_values_twice(made):
+    description, _ = loaded(made("diffllama")[0])
+    assert len(description.kv_layers) == 2 * SHAPE["num_hidden_layers"]
+
+
+def test_experts_of_a_token_count_as_activations(made):
+    description, _ = loaded(made("olmoe")[0])
+    alone, _ = loaded(made("olmo")[0])
+    assert description.activations_per_token - alone.activations_per_token == 3 * (2 * 2 * 96 - 96)
+
+
+def test_long_rope_ends_where_it_would_change_all_sequences_of_a_batch(saved):
+    folder, model = saved("phi3-longrope")
+    description, backend = loaded(folder)
+    assert description.max_positions == 32
+    (found,) = Paged(description, backend, [32]).logits([(0, 0, prompt_of(32))])
+    expected = model(torch.tensor([prompt_of(32)])).logits[0]
+    assert torch.allclose(found, expected, atol=1e-4)
+
+
+def test_nothing_is_read_to_describe_and_loading_reports_progress(made):
+    checkpoint = FolderCheckpoint(made("olmoe")[0])
+    read = checkpoint.read
+    checkpoint.read = None  # not to be called
+    description = describe_backend(checkpoint)
+    checkpoint.read = read
+    seen = []
+    load_backend(description, dtype="float32", progress=lambda done, total: seen.append((done, total)))
+    total = sum(stored.num_bytes for stored in checkpoint.tensors.values())
+    assert [done for done, _ in seen] == sorted({done for done, _ in seen})
+    assert (seen[0], seen[-1]) == ((0, total), (total, total))
+    assert len(seen) == len(checkpoint.tensors) + 1

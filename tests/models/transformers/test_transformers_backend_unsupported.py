@@ -1,0 +1,254 @@
+"""What the backend does not run is refused by name, and what would be computed otherwise than described is noticed."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from test_transformers_backend import UNKNOWN, loaded, prompt_of, save
+
+from quire.errors import ModelError
+from quire.kernels import reference
+from quire.models.checkpoint import FolderCheckpoint
+from quire.models.transformers import describe_backend, load_backend
+from quire.models.transformers.loading import check_tokens_apart
+
+MLA = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 24}
+DENSE = {"first_k_dense_replace": 3, "num_key_value_heads": 4}
+
+# only config.json is looked at: name -> (class in transformers, fields, what the message says)
+BY_CONFIG = {
+    "encoder": ("T5ForConditionalGeneration", {"model_type": "t5"}, "no decoder"),
+    "bart": ("BartForCausalLM", {"model_type": "bart"}, "it has an encoder"),
+    "bloom": ("BloomForCausalLM", {"model_type": "bloom"}, "does not support transformers' attention interface"),
+    "state": ("RwkvForCausalLM", {"model_type": "rwkv"}, "it keeps a state"),
+    "mamba": ("MambaForCausalLM", {"model_type": "mamba"}, "of type linear_attention"),
+    "conv": ("Lfm2ForCausalLM", {"model_type": "lfm2", "full_attn_idxs": [1, 3]}, "of type conv"),
+    "linear": ("MiniMaxForCausalLM", {"model_type": "minimax"}, "of type linear_attention"),
+    "chunked": ("Llama4ForCausalLM", {"model_type": "llama4_text"}, "of type chunked_attention"),
+    "cross": ("GPT2LMHeadModel", {"model_type": "gpt2", "add_cross_attention": True}, "another model's outputs"),
+    "vision": ("FuyuForCausalLM", {"model_type": "fuyu"}, "parts beside its decoder"),
+    "quantized": (
+        "OlmoForCausalLM",
+        {"model_type": "olmo", "quantization_config": {"quant_method": "gptq"}},
+        "quantized",
+    ),
+    "dynamic": (
+        "OlmoForCausalLM",
+        {"model_type": "olmo", "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+        "rope of type dynamic",
+    ),
+    "classifier": ("LlamaForSequenceClassification", {"model_type": "llama"}, "no decoder that transformers knows"),
+    "unknown": ("Foo", {"model_type": "foo"}, "no model of type 'foo'"),
+    "no type": ("Foo", {}, "no model of type ''"),
+    "own code": ("Foo", {"model_type": "foo", "auto_map": {"AutoModel": "foo.Foo"}}, "code from its own folder"),
+    "bad field": ("OlmoForCausalLM", {"model_type": "olmo", "hidden_size": "wide"}, "does not accept"),
+    "deep": ("GlmForCausalLM", {"model_type": "glm", "num_attention_heads": 0}, "cannot build|does not accept"),
+}
+
+# the attention is looked at: name -> (name in transformers, fields, what the message says)
+BY_ATTENTION = {
+    "sinks": ("GptOss", {"num_local_experts": 4, "head_dim": 16}, "'s_aux', attention sinks"),
+    "latent": ("DeepseekV3", {**MLA, **DENSE}, "16, 16 and 24 numbers"),
+    "own mask": ("Doge", {}, "a mask of its own"),
+    "unclear window": ("Olmoe", {"sliding_window": 7}, "mentions a window of 7 positions, but its mask has none"),
+    "both ways": ("Gemma2", {"is_causal": False, "head_dim": 16}, "neither causal nor a sliding window"),
+    "without numbers": ("JetMoe", {"kv_channels": 16}, "without weights it stops"),
+}
+
+
+class OnlyConfig:
+    """A Checkpoint without tensors."""
+
+    def __init__(self, architecture, fields):
+        self.place = Path("nowhere")
+        self.config = {"architectures": [architecture], **fields}
+        self.generation_config = self.tensors = {}
+
+
+@pytest.mark.parametrize("name", BY_CONFIG)
+def test_what_config_json_tells_is_refused_by_name(name):
+    architecture, fields, message = BY_CONFIG[name]
+    with pytest.raises(ModelError, match=message):
+        describe_backend(OnlyConfig(architecture, fields))
+
+
+@pytest.mark.parametrize("name", BY_ATTENTION)
+def test_attention_that_quire_does_not_have_is_refused_before_weights_are_read(tmp_path, name):
+    family, values, message = BY_ATTENTION[name]
+    save(tmp_path, family, **values)
+    checkpoint = FolderCheckpoint(tmp_path)
+    checkpoint.read = None
+    with pytest.raises(ModelError, match=message):
+        describe_backend(checkpoint)
+
+
+def edit(folder, change):
+    """Change the tensors of a single-file checkpoint."""
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("model.norm.weight"), "lacks 1 tensors of its GlmForCausalLM: expected model.norm.weight"),
+        (lambda t: t.update(more=torch.zeros(3)), "1 tensors that its GlmForCausalLM has no place for: found more"),
+        (
+            lambda t: t.update({"model.norm.weight": torch.ones(7)}),
+            r"model.norm.weight: expected shape \(64,\), found \(7,\)",
+        ),
+    ],
+)
+def test_tensors_are_compared_before_they_are_read(tmp_path, change, message):
+    save(tmp_path, "Glm", head_dim=32)
+    edit(tmp_path, change)
+    checkpoint = FolderCheckpoint(tmp_path)
+    checkpoint.read = None
+    with pytest.raises(ModelError, match=message):
+        describe_backend(checkpoint)
+
+
+def test_integers_are_refused_before_they_are_read(tmp_path):
+    save(tmp_path, "Glm", head_dim=32)
+    edit(tmp_path, lambda t: t.update({"model.norm.weight": torch.ones(64, dtype=torch.int8)}))
+    checkpoint = FolderCheckpoint(tmp_path)
+    checkpoint.read = None
+    with pytest.raises(ModelError, match=r"model.norm.weight: expected a floating point type, found I8"):
+        load_backend(describe_backend(checkpoint), dtype="float32")
+
+
+def test_what_the_checkpoint_says_about_a_damaged_tensor_comes_through(tmp_path):
+    save(tmp_path, "Glm", head_dim=32)
+    checkpoint = FolderCheckpoint(tmp_path)
+    description = describe_backend(checkpoint)
+
+    def read(names):
+        raise ModelError(f"{names[0]} is damaged")
+
+    checkpoint.read = read
+    with pytest.raises(ModelError, match=r"^[a-z._0-9]+ is damaged$"):
+        load_backend(description, dtype="float32")
+
+
+def test_code_that_config_json_names_is_not_run_for_a_model_that_transformers_has(tmp_path):
+    save(tmp_path, "Glm", head_dim=32)
+    path = tmp_path / "config.json"
+    named = {"auto_map": {"AutoModelForCausalLM": "evil.Evil"}, "attn_implementation": "somebody/kernels"}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **named}))
+    (tmp_path / "evil.py").write_text("raise SystemExit")
+    description, _ = loaded(tmp_path)
+    assert description.architecture == "GlmForCausalLM"
+
+
+# --- what is noticed when a loaded model runs ---
+
+
+@pytest.fixture
+def running(tmp_path):
+    """A loaded model with windows, and its inner model of transformers."""
+    family, values = UNKNOWN["cohere2"]
+    save(tmp_path, family, **values)
+    description, backend = loaded(tmp_path)
+    return description, backend, backend._halves.model
+
+
+def values_alone(layer, q, k, v):
+    return v.repeat_interleave(q.shape[1] // k.shape[1], 1).flatten(1)
+
+
+def run(backend):
+    ids = torch.tensor(prompt_of(5))
+    return backend.forward(ids, torch.arange(5), values_alone, reference)
+
+
+@pytest.mark.parametrize(("name", "value"), [("scaling", 0.2), ("sliding_window", 10), ("sliding_window", None)])
+def test_another_scale_or_window_than_described_is_noticed(running, name, value):
+    _, backend, model = running
+    assert run(backend).isfinite().all()
+    setattr(model.model.layers[2].self_attn, name, value)
+    with pytest.raises(ModelError, match="Cohere2Attention, layer 2, attends with"):
+        run(backend)
+
+
+def test_another_number_of_layers_than_described_is_noticed(running, tmp_path):
+    description, backend, model = running
+    fewer = replace(description, layers=description.layers[:-1])
+    with pytest.raises(ModelError, match="once more in a pass than the 3 times"):
+        load_backend(fewer, dtype="float32")
+    del model.model.layers[-1]
+    with pytest.raises(ModelError, match="attended 3 times in a pass; 4 were described"):
+        run(backend)
+
+
+def test_attention_outside_of_a_pass_is_an_error(running):
+    _, _, model = running
+    with pytest.raises(ValueError, match="nobody listens"):
+        model(torch.tensor([[1, 2, 3]]))
+
+
+def test_a_mask_at_run_time_is_noticed(running):
+    _, backend, model = running
+    inner = model.model.layers[0].self_attn
+    inner.register_forward_pre_hook(
+        lambda module, args, options: (args, {**options, "attention_mask": torch.zeros(1, 1, 5, 5)}), with_kwargs=True
+    )
+    with pytest.raises(ModelError, match="layer 0, attends with a mask of its own"):
+        run(backend)
+
+
+def average_over_neighbours(module, inputs, output):
+    return output.cumsum(1) / torch.arange(1, output.shape[1] + 1)[:, None]
+
+
+def forget_positions(module, args, options):
+    ids = options["input_ids"]
+    return args, {**options, "position_ids": torch.arange(ids.shape[1])[None]}
+
+
+def test_tokens_that_depend_on_neighbours_are_noticed(running):
+    description, backend, model = running
+    check_tokens_apart(backend, description.max_positions, "Cohere2")
+    model.model.layers[1].mlp.register_forward_hook(average_over_neighbours)
+    with pytest.raises(ModelError, match="depend on their neighbours"):
+        check_tokens_apart(backend, description.max_positions, "Cohere2")
+
+
+def test_positions_that_are_not_those_given_are_noticed(running):
+    description, backend, model = running
+    model.model.register_forward_pre_hook(forget_positions, with_kwargs=True)
+    with pytest.raises(ModelError, match="their positions on the order of a batch"):
+        check_tokens_apart(backend, description.max_positions, "Cohere2")
+
+
+@pytest.mark.parametrize("sabotage", [average_over_neighbours, forget_positions])
+def test_they_are_noticed_in_short_types_too(tmp_path, sabotage):
+    save(tmp_path, "Glm", head_dim=32)
+    description, backend = loaded(tmp_path, "bfloat16")
+    model = backend._halves.model
+    if sabotage is forget_positions:
+        model.model.register_forward_pre_hook(sabotage, with_kwargs=True)
+    else:
+        model.model.layers[1].mlp.register_forward_hook(sabotage)
+    with pytest.raises(ModelError, match="cannot be run"):
+        check_tokens_apart(backend, description.max_positions, "Glm")
+
+
+def test_nobody_imports_transformers_who_does_not_want_the_backend():
+    script = "import sys, quire.models.loading, quire.runner.model_runner\nassert 'transformers' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_transformers_may_print_again_afterwards(tmp_path):
+    logging = transformers.utils.logging
+    before = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    with pytest.raises(ModelError):
+        describe_backend(OnlyConfig("OlmoForCausalLM", {"model_type": "olmo", "hidden_size": "wide"}))
+    assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == before

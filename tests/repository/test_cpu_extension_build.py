@@ -1,0 +1,114 @@
+"""How the CPU kernels are built: builds share no code, and where nothing can be compiled quire goes on without."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+BUILT = ROOT / "build"  # by an installation in place
+SOURCES = ROOT / "quire" / "kernels" / "cpu" / "csrc"
+GLOBAL = frozenset("ABCDGRSTVWiuvw")  # letters of nm for symbols that other object files may mean, too
+
+
+def build(temporary, library, **variables):
+    """Runs setup.py, with nothing written beside `temporary` and `library`."""
+    command = [sys.executable, "setup.py", "build_ext", "--build-temp", str(temporary), "--build-lib", str(library)]
+    return subprocess.run(
+        command, cwd=ROOT, env={**os.environ, **variables}, capture_output=True, text=True, check=False
+    )
+
+
+def object_files(folder):
+    """Of single builds: those of one instruction set each, in kernels/<its name>."""
+    return list(folder.glob("**/kernels/*/quire/kernels/cpu/csrc/*.o"))
+
+
+@pytest.fixture(scope="module")
+def objects(tmp_path_factory):
+    """Those of the last installation, or new ones where there are none or sources have changed since."""
+    newest = max(path.stat().st_mtime for path in SOURCES.iterdir())
+    found = [path for folder in BUILT.glob("temp*") for path in object_files(folder)]
+    if found and min(path.stat().st_mtime for path in found) > newest:
+        return found
+    if shutil.which(os.environ.get("CXX", "c++")) is None:
+        pytest.skip("there is no C++ compiler")
+    folder = tmp_path_factory.mktemp("native")
+    # as little as possible is inlined, so that what might be shared is seen
+    done = build(folder / "temp", folder / "lib", QUIRE_CXXFLAGS="-O1 -fno-inline-functions-called-once")
+    assert list((folder / "lib").glob("**/_C*.so")), done.stderr[-3000:]
+    return object_files(folder)
+
+
+def shared_symbols(listing, isa):
+    """Symbols, in the output of `nm -C`, that are defined for other object files too, outside of quire::<isa>."""
+    for line in listing.splitlines():
+        _, kind, name = line.split(maxsplit=2)
+        if kind in GLOBAL and not name.startswith((f"quire::{isa}::", f"vtable for quire::{isa}::")):
+            yield name
+
+
+def test_builds_share_no_code(objects):
+    """Else the linker might keep, for all machines, what was compiled for the newest."""
+    nm = shutil.which("nm")
+    if nm is None:
+        pytest.skip("there is no nm")
+    isas = set()
+    for path in objects:
+        isa = path.parents[4].name
+        isas.add(isa)
+        listing = subprocess.run([nm, "-C", "--defined-only", path], capture_output=True, text=True, check=True).stdout
+        assert list(shared_symbols(listing, isa)) == [], path
+    assert "generic" in isas
+
+
+def test_a_shared_symbol_would_be_seen():
+    listing = (
+        "0000000000000000 T quire::avx2::linear(quire::Arg const*, quire::Team const&)\n"
+        "0000000000000000 W quire::Team::share(long, long, long*, long*) const\n"
+        "0000000000000010 t quire::helper(int)\n"
+        "0000000000000000 u std::vector<int, std::allocator<int> >::_S_max\n"
+        "0000000000000000 V quire::table\n"
+    )
+    shared = list(shared_symbols(listing, "avx2"))
+    assert [name.split("(")[0] for name in shared] == [
+        "quire::Team::share",
+        "std::vector<int, std::allocator<int> >::_S_max",
+        "quire::table",
+    ]
+    assert len(list(shared_symbols(listing, "amx"))) == 4
+
+
+def test_without_a_compiler_quire_is_built_without_the_extension(tmp_path):
+    done = build(tmp_path / "temp", tmp_path / "lib", CXX="/bin/false", CC="/bin/false")
+    assert done.returncode == 0, done.stderr
+    assert "building extension" in done.stdout + done.stderr
+    assert not list(tmp_path.glob("**/*.so"))
+
+
+WITHOUT = """
+import sys
+sys.modules["quire.kernels.cpu._C"] = None  # as if there was no such file
+import torch
+from quire.errors import ConfigError
+from quire.kernels.choose import choose
+from quire.kernels.contract import Demands
+demands = Demands(torch.device("cpu"), "float32", "float32", 16, (32,))
+print(choose("auto", demands).reason)
+try:
+    choose("cpu", demands)
+except ConfigError as error:
+    print(error)
+"""
+
+
+def test_without_the_extension_plain_torch_is_chosen_and_the_reason_told():
+    done = subprocess.run([sys.executable, "-c", WITHOUT], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    auto, named = done.stdout.splitlines()
+    assert auto.startswith("reference (plain torch): the fastest that runs on cpu; not cpu: its extension cannot be lo")
+    assert named.startswith("no kernels for float32 on cpu; tried cpu: its extension cannot be loaded (")
+    assert named.endswith("install a C++ compiler and quire once more")

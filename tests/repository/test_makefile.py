@@ -1,0 +1,77 @@
+"""What the Makefile runs: which torch it installs, and what it says where that fails."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+INHERITED = ("MAKEFLAGS", "MAKEOVERRIDES", "MFLAGS", "VENV", "ARGS")  # from the make that runs the tests
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+
+
+def make(*arguments, env=None):
+    inherited = {name: value for name, value in os.environ.items() if name not in INHERITED}
+    return subprocess.run(
+        ["make", *arguments],
+        cwd=ROOT,
+        env={**inherited, **(env or {})},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def pinned_torch():
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    return next(line.removeprefix("torch==") for line in lines if line.startswith("torch=="))
+
+
+@pytest.mark.parametrize("target", ["serve", "test"])
+def test_torch_for_cpus_is_taken_from_its_own_index_before_quire_is_installed(target, tmp_path):
+    printed = make("--dry-run", target, "TORCH=cpu", f"VENV={tmp_path}/venv").stdout
+    installs = [line for line in printed.splitlines() if " pip " in line and " install " in line]
+    assert f"install --no-deps --{'index'}-url {CPU_INDEX} 'torch=={pinned_torch()}+cpu'" in installs[0]
+    assert "-c constraints.txt -e" in installs[1]
+    assert len(installs) == 2
+
+
+@pytest.mark.parametrize("target", ["serve", "test"])
+def test_without_a_choice_torch_comes_from_the_package_index_and_its_size_is_said(target, tmp_path):
+    printed = make("--dry-run", target, f"VENV={tmp_path}/venv", env={"TORCH": "cpu"}).stdout  # no variable chooses
+    assert CPU_INDEX not in printed
+    assert "its build for CUDA, 5.1 GB in all. TORCH=cpu takes 1.1 GB" in printed
+
+
+def test_other_choices_are_refused():
+    done = make("serve", "TORCH=cuda")
+    assert done.returncode == 2
+    assert "TORCH=cuda is not known: TORCH=cpu takes torch's build for CPUs" in done.stderr
+
+
+def test_another_build_of_torch_is_not_replaced_silently(tmp_path):
+    venv = tmp_path / "venv"
+    (venv / "bin").mkdir(parents=True)
+    for name in ("bin/python", ".installed", ".installed-dev"):
+        (venv / name).touch()
+    done = make(f"{venv}/.torch-cpu", "TORCH=cpu", f"VENV={venv}")
+    assert done.returncode == 2
+    assert "has torch from the package index. Run make clean first, then again with TORCH=cpu." in done.stderr
+
+
+def test_a_choice_of_torch_is_remembered(tmp_path):
+    (tmp_path / ".torch-cpu").touch()
+    printed = make("--dry-run", "test", f"VENV={tmp_path}").stdout
+    assert "torch for CPUs from its own index" in printed
+    assert "CUDA" not in printed
+
+
+def test_an_index_that_cannot_be_reached_is_explained(tmp_path):
+    nowhere = {"PIP_PROXY": "http://127.0.0.1:9", "PIP_RETRIES": "0", "PIP_FIND_LINKS": str(tmp_path)}
+    venv = tmp_path / "venv"
+    done = make(f"{venv}/.torch-cpu", "TORCH=cpu", f"VENV={venv}", env=nowhere)
+    assert done.returncode == 2
+    assert "Is download.pytorch.org reachable from here? Without TORCH=cpu torch comes from" in done.stderr
+    assert not (venv / ".torch-cpu").exists()

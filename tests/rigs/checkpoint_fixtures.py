@@ -1,0 +1,19 @@
+"""Checkpoints that several test files read and none may change."""
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory):
+    """kind -> (folder, the transformers model), made once."""
+    import random_checkpoints as checkpoints  # noqa: PLC0415  (it imports transformers)
+
+    made = {}
+
+    def get(kind):
+        if kind not in made:
+            folder = tmp_path_factory.mktemp(kind)
+            made[kind] = (folder, checkpoints.save(folder, kind))
+        return made[kind]
+
+    return get

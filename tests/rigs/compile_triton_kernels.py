@@ -1,0 +1,114 @@
+"""Compiles the Triton kernels for a GPU that is not there: every launch stops once its kernel is machine code.
+
+A script: it plays steps on CPU tensors, at the sizes of a real model and in each type of keys and values, and prints
+the names of the kernels that it compiled. What they compute is not looked at: tests in the interpreter do that.
+"""
+
+import sys
+from collections import Counter
+
+import numpy as np
+import torch
+from sampling_metadata_builders import draws, mask
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from quire.config import KVGroup
+from quire.kernels.contract import ACTIVATIONS, Batch
+from quire.kernels.triton.kernels import TritonKernels
+
+COMPUTE_CAPABILITY = 90
+HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
+HIDDEN, INNER, VOCAB_SIZE = 4096, 1024, 128256
+LENGTHS = (1, 1, 3, 200)  # of chunks: decoding, verification, a prompt
+CONTEXT = 9000
+compiled: Counter[str] = Counter()
+
+
+class NoDevice:
+    """Says what Triton asks of a device before it launches anything."""
+
+    def get_current_target(self):
+        return GPUTarget("cuda", COMPUTE_CAPABILITY, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+
+def compile_only(self, *args, grid, warmup, **options):
+    """In place of JITFunction.run."""
+    kernel = _run(self, *args, grid=grid, warmup=True, **options)
+    assert kernel.asm["cubin"]
+    compiled[self.__name__] += 1
+    return kernel
+
+
+_run, JITFunction.run = JITFunction.run, compile_only
+
+
+def step(kernels, dtype, kv_dtype, window=0, softcap=0.0, lengths=LENGTHS):
+    """What a layer does with keys and values, and moves of blocks."""
+    group = KVGroup((0,), "window" if window else "full", KV_HEADS, HEAD_DIM, kv_dtype, 600, 1, window)
+    storage = kernels.allocate(group, 16, torch.device("cpu"))
+    stops = np.full(len(lengths), CONTEXT)
+    tables = np.tile(np.arange(-(-CONTEXT // 16)), (len(lengths), 1))
+    plan = kernels.plan(Batch(stops - np.array(lengths), stops, tables), storage)
+    q, k, v = (torch.zeros(sum(lengths), heads, HEAD_DIM, dtype=dtype) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    rotation = kernels.rotation(torch.arange(len(q)), torch.ones(HEAD_DIM // 2), 1.0)
+    q = kernels.rotary_write(storage, 0, q, k, v, rotation, plan)
+    kernels.attention(storage, 0, q, plan, HEAD_DIM**-0.5, softcap)
+    kernels.copy_blocks(storage, torch.tensor([[0, 1], [2, 3]]), 7)
+
+
+def rows(kernels, dtype):
+    """Norms, products, experts."""
+    for number in (1, 300):
+        x = torch.zeros(number, HIDDEN, dtype=dtype)
+        weight = torch.ones(HIDDEN, dtype=dtype)
+        kernels.rms_norm(x, weight, 1e-6)
+        kernels.rms_norm(x.view(number, -1, HEAD_DIM), weight[:HEAD_DIM], 1e-6)
+        kernels.add_rms_norm(x, x, weight, 1e-6)
+        kernels.layer_norm(x, weight, weight, 1e-5)
+        kernels.linear(x, torch.zeros(640, HIDDEN, dtype=dtype), weight[:640])
+        kernels.embed(torch.arange(number), torch.zeros(1000, HIDDEN, dtype=dtype))
+        ids, _ = kernels.route(torch.zeros(number, 4, dtype=dtype), 2, normalise=True)
+        up, down = torch.zeros(4, 2 * INNER, HIDDEN, dtype=dtype), torch.zeros(4, HIDDEN, INNER, dtype=dtype)
+        kernels.experts(x, ids, torch.ones(number, 2), up, down, "silu")
+    for activation in ACTIVATIONS:
+        kernels.activate(x, activation)
+        kernels.gated_linear(x[:1], torch.zeros(256, HIDDEN, dtype=dtype), None, activation)
+
+
+def tokens(kernels, dtype):
+    """Sampling with everything that a request can ask for, and with nothing; logprobs."""
+    logits = torch.zeros(3, VOCAB_SIZE, dtype=dtype)
+    kernels.sample(logits, draws(3, temperatures=0.0))
+    asked = {"temperatures": 0.7, "top_ps": 0.9, "top_ks": 50, "min_ps": 0.01, "repetition": 1.1, "presence": 0.5}
+    entries = {"edits": [(0, 5, 1.5)], "history": [(1, 7, True), (1, 9, False)]}
+    kernels.sample(logits, draws(3, **asked, masked=[2], masks=mask([{1, 2}], VOCAB_SIZE), **entries))
+    kernels.logprobs(logits, torch.zeros(3, 2, dtype=torch.int64), 5)
+
+
+def main() -> None:
+    """Compile everything that one set of arguments of the command line names, or all."""
+    driver.set_active(NoDevice())
+    ordinary, strict = (TritonKernels(strict=strict) for strict in (False, True))
+    for kv_dtype in ("bfloat16", "fp8_e4m3", "int8"):
+        step(ordinary, torch.bfloat16, kv_dtype)
+    step(ordinary, torch.bfloat16, "bfloat16", window=1000, softcap=30.0)
+    step(ordinary, torch.float32, "float32")
+    step(ordinary, torch.float16, "float16", lengths=(1, 1))
+    step(strict, torch.bfloat16, "bfloat16")
+    for kernels in (ordinary, strict):
+        rows(kernels, torch.bfloat16)
+    tokens(ordinary, torch.bfloat16)
+    tokens(ordinary, torch.float32)
+    print(*sorted(compiled))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

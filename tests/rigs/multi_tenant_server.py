@@ -1,0 +1,93 @@
+"""A server with keys, and one without, whose engine notes whose requests it gets."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import httpx
+import msgspec
+from embedded_model_server import CHAT, DEFAULTS, run_app, service_of, small_engine
+
+from quire.engine.inputs import NewRequest
+from quire.server.app import make_app
+from quire.server.middleware.auth import Keys, new_key
+from quire.server.options import ServerOptions
+
+MANY = {"n": 1, "max_tokens": 1}
+GENERATING = {
+    "/v1/completions": {"prompt": "Hello", **MANY},
+    "/v1/chat/completions": {"messages": CHAT, **MANY},
+    "/v1/embeddings": {"input": "Hello"},
+    "/generate": {"text": "Hello", "sampling_params": {"max_new_tokens": 1}},
+}
+
+
+class Noting:
+    """The engine, with notes of whose requests it got and on what terms, and explanations and figures known here."""
+
+    def __init__(self, engine):
+        self._engine = engine
+        self.namespaces = {}
+        self.terms = {}
+        self.explanations = {}
+        self.figures = {}
+        self.freed = None  # what the engine itself says
+        self.asked = []
+
+    def __getattr__(self, name):
+        return getattr(self._engine, name)
+
+    def add(self, *request):
+        asked = NewRequest(*request)
+        self.namespaces[asked.request_id] = asked.namespace
+        self.terms[asked.request_id] = asked.terms
+        self._engine.add(*request)
+
+    def explain(self, request_id):
+        self.asked.append(request_id)
+        return self.explanations.get(request_id) or self._engine.explain(request_id)
+
+    def flush_cache(self):
+        if isinstance(self.freed, Exception):
+            raise self.freed
+        return self._engine.flush_cache() if self.freed is None else self.freed
+
+    def stats(self):
+        return msgspec.structs.replace(self._engine.stats(), **self.figures)
+
+
+@dataclass
+class Site:
+    """A server with three keys."""
+
+    app: object
+    url: str
+    engine: Noting
+    keys: dict[str, str]
+
+    def ask(self, who, method, path, **more):
+        headers = {} if who is None else {"authorization": f"Bearer {self.keys[who]}"}
+        headers["content-type"] = "application/json"
+        return httpx.request(method, self.url + path, headers=headers, timeout=60, **more)
+
+    def post(self, who, path, **body):
+        return self.ask(who, "POST", path, content=json.dumps(body))  # which also writes an unpaired surrogate
+
+
+@contextmanager
+def run_site(*names: str, options: ServerOptions = DEFAULTS) -> Iterator[Site]:
+    """Serve with a key for each tenant of these names, of which "root" is an admin; without names without keys."""
+    built = small_engine()
+    engine = Noting(built.engine)
+    made = {name: new_key(name, "admin" if name == "root" else "user") for name in names}
+    keys = Keys([entry for _, entry in made.values()]) if made else None
+    app = make_app(service_of(replace(built, engine=engine)), keys, options)
+    with run_app(app) as url:
+        yield Site(app, url, engine, {name: key for name, (key, _) in made.items()})
+
+
+def refused(answer, status, code):
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["type"]) == (status, code, "invalid_request_error")
+    return error

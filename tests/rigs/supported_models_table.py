@@ -1,0 +1,64 @@
+"""The table of families in docs/models.md, from the variants that the tests run.
+
+`python tests/rigs/supported_models_table.py` writes it.
+"""
+
+from pathlib import Path
+
+import random_checkpoints as checkpoints
+
+from quire.models.description import FAMILIES
+from quire.models.text_part import INNER
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
+BEGIN, END = "<!-- made by tests/rigs/supported_models_table.py -->\n", "<!-- end of table -->\n"
+
+MODELS = {
+    "LlamaForCausalLM": "Llama 2, 3, 3.1, 3.2, 3.3 and what has its shape: Yi, DeepSeek LLM, SmolLM 2, TinyLlama",
+    "MistralForCausalLM": "Mistral 7B, Nemo, Small",
+    "Qwen2ForCausalLM": "Qwen 1.5, 2, 2.5, QwQ",
+    "Qwen3ForCausalLM": "Qwen 3",
+    "GemmaForCausalLM": "Gemma",
+    "Gemma2ForCausalLM": "Gemma 2",
+    "Gemma3ForCausalLM": "Gemma 3 (text)",
+    "Phi3ForCausalLM": "Phi-3, Phi-3.5, Phi-4, Phi-4 mini",
+    "Olmo2ForCausalLM": "OLMo 2",
+    "GraniteForCausalLM": "Granite 3",
+    "MixtralForCausalLM": "Mixtral 8x7B, 8x22B",
+    "Qwen2MoeForCausalLM": "Qwen 1.5 MoE, Qwen 2 57B-A14B",
+    "Qwen3MoeForCausalLM": "Qwen 3 30B-A3B, 235B-A22B",
+    "GPT2LMHeadModel": "GPT-2, DistilGPT-2",
+    "OPTForCausalLM": "OPT, 350M too",
+    "GPTNeoXForCausalLM": "Pythia, GPT-NeoX 20B, RedPajama-INCITE",
+    "FalconForCausalLM": "Falcon 7B, 40B, 180B, Falcon 2 11B",
+    "PhiForCausalLM": "Phi-1, 1.5, 2",
+    "Starcoder2ForCausalLM": "StarCoder 2",
+    "StableLmForCausalLM": "StableLM 3B, StableLM 2",
+    "CohereForCausalLM": "Command R, Command R+, Aya 23",
+}
+SEEING = {
+    "Gemma3ForConditionalGeneration": "Gemma 3 4B, 12B, 27B",
+    "Mistral3ForConditionalGeneration": "Mistral Small 3.1, 3.2",
+}
+
+
+def table() -> str:
+    """One row per architecture: what config.json calls it, models of that kind, and the variants that are tested."""
+    rows = ["| architecture | such as | variants tested |", "|---|---|---|"]
+    for architecture in FAMILIES:
+        kinds = [kind for kind in checkpoints.EVERY if checkpoints.architecture(kind) == architecture]
+        rows.append(f"| `{architecture}` | {MODELS[architecture]} | {', '.join(kinds)} |")
+    for architecture in INNER:
+        rows.append(f"| `{architecture}` | {SEEING[architecture]} | text part |")
+    return "\n".join(rows) + "\n"
+
+
+def inserted(text: str) -> str:
+    """The document with the table as it is now."""
+    before, rest = text.split(BEGIN)
+    _, after = rest.split(END)
+    return before + BEGIN + table() + END + after
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(inserted(DOCUMENT.read_text(encoding="utf-8")), encoding="utf-8")

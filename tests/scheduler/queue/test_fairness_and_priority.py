@@ -1,0 +1,489 @@
+"""Fairness between tenants, classes that make way, and deadlines."""
+
+from collections import Counter, defaultdict
+from itertools import count
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scripted_engine import VOCAB, Rig
+
+from benchmarks.policies.fair import Load, arrivals, harm
+from benchmarks.policies.virtual import Arrival, Server, limits, memory, request, result_of
+from quire.core.events import Finished, Preempted
+from quire.core.request import Namespace
+from quire.core.scheduling_params import Terms
+from quire.cost.step_time import Calibration, DecodeSample, PrefillSample
+from quire.errors import DeadlineUnreachable, RequestError
+from quire.params import SamplingParams
+from quire.runner.scripted_runner import script
+from quire.scheduler.budget_sharing import split
+from quire.scheduler.queue import fair
+from quire.scheduler.queue.fair import OUTPUT_WEIGHT, PROMPT_WEIGHT, Fair
+from quire.scheduler.sequence import Sequence
+
+
+def sequence(number: int, tenant: str, num_tokens: int = 4) -> Sequence:
+    return Sequence(number, request(str(number), [number] * num_tokens, 4, tenant=tenant), 0, 0.0)
+
+
+# Fair
+
+
+def test_the_tenant_that_was_served_least_is_next():
+    queue = Fair()
+    for i, tenant in enumerate("aaabbc"):
+        queue.put(sequence(i, tenant))
+    order = []
+    while (head := queue.head) is not None:
+        queue.remove(head)
+        order.append(head.request.namespace.tenant)
+        queue.admitted(head, {"a": 40, "b": 25, "c": 90}[order[-1]])
+    assert order == ["a", "b", "c", "b", "a", "a"]
+    assert [queue.counter(tenant) for tenant in "abc"] == [120, 50, 90]
+
+
+def test_generated_tokens_count_twice():
+    queue = Fair()
+    one, other = sequence(0, "a"), sequence(1, "b")
+    queue.served([(one, 0, 4, 0, 0), (other, 0, 4, 0, 0), (one, 4, 5, 0, 0)], [1, 0, 1])
+    assert (queue.counter("a"), queue.counter("b")) == (2 * OUTPUT_WEIGHT, 0)
+
+
+def test_who_was_away_earns_nothing_meanwhile_and_keeps_its_debts():
+    queue = Fair()
+    queue.put(sequence(0, "busy"))
+    queue.put(sequence(1, "busy"))
+    queue.remove(queue.head)
+    queue.admitted(sequence(0, "busy"), 500)
+    queue.put(away := sequence(2, "away"))
+    assert queue.counter("away") == 500
+    assert queue.head is away  # they are equal, and its turn was longer ago
+    queue.remove(away)
+    queue.admitted(away, 10)
+    busy = queue.head
+    queue.remove(busy)
+    queue.admitted(busy, 100)
+    queue.put(sequence(3, "new"))  # nobody waits: as much as who was admitted last
+    assert queue.counter("new") == 600
+    queue.served([(away, 0, 1, 0, 0)], [200])
+    queue.put(sequence(4, "away"))
+    assert queue.counter("away") == 510 + 200 * OUTPUT_WEIGHT
+
+
+@given(st.lists(st.tuples(st.sampled_from("abcd"), st.sampled_from(["put", "pop", "drop"]), st.integers(0, 50))))
+def test_the_next_tenant_is_the_one_that_looking_at_all_would_find(actions):
+    queue, waiting, numbers, turns = Fair(), [], count(), {}
+    for tenant, what, tokens in actions:
+        if what == "put":
+            seq = sequence(next(numbers), tenant)
+            queue.put(seq)
+            waiting.append(seq)
+        elif waiting and what == "pop":
+            head = queue.head
+            queue.remove(head)
+            waiting.remove(head)
+            queue.admitted(head, tokens)
+            turns[head.request.namespace.tenant] = 1 + next(numbers)
+        elif waiting:
+            gone = waiting.pop(tokens % len(waiting))
+            queue.remove(gone)
+            queue.served([(gone, 0, 1, 0, 0)], [tokens])
+        heads = {}
+        for seq in sorted(waiting, key=lambda one: one.rank):
+            heads.setdefault(seq.request.namespace.tenant, seq)
+        order = [(queue.counter(tenant), turns.get(tenant, 0), seq.id, seq) for tenant, seq in heads.items()]
+        assert queue.head is (min(order)[-1] if order else None)
+        assert len(queue) == len(waiting)
+
+
+def test_few_tenants_are_remembered_and_those_who_wait_always(monkeypatch):
+    monkeypatch.setattr(fair, "MOST_TENANTS", 10)
+    queue = Fair()
+    stays = sequence(0, "stays")
+    queue.put(stays)
+    for i in range(1, 200):
+        seq = sequence(i, f"tenant {i}")
+        queue.put(seq)
+        queue.remove(seq)
+        queue.admitted(seq, i)
+    assert len(queue._counters) <= 11
+    assert len(queue._heap) < 200
+    assert queue.head is stays
+
+
+@given(st.integers(0, 2**32))
+@settings(max_examples=8)
+def test_two_tenants_that_always_have_work_are_served_alike(seed):
+    """VTC's bound: they differ by less than twice what a batch, or the longest prompt, counts."""
+    server = Server(limits("fair", max_num_seqs=6, max_num_batched_tokens=64), memory(400), lambda n: 0.01)
+    queue, lengths = server.scheduler._lives.queue, {"a": (20, 5), "b": (100, 40)}
+    for i in range(60):
+        tenant = "ab"[(seed >> i % 16) % 2]
+        num_prompt, num_output = lengths[tenant]
+        server.add(Arrival(0.0, request(f"{i}", [seed % 1000 + i] * num_prompt, num_output, tenant=tenant)))
+    most = 2 * max(PROMPT_WEIGHT * 100, OUTPUT_WEIGHT * 6 * 140)
+    while queue._lines.keys() == {"a", "b"}:
+        assert abs(queue.counter("a") - queue.counter("b")) <= most
+        server.step()
+
+
+def test_a_flood_hardly_moves_another_tenant_and_with_first_come_first_served_it_does():
+    assert harm("fair", seconds=12.0, seeds=[3])["moved"] < 0.2
+    assert harm("fcfs", seconds=12.0, seeds=[3])["moved"] > 10
+
+
+def first_step_of(policy: str) -> int:
+    """The step in which a short prompt is answered that comes while another tenant's long ones are computed."""
+    server = Server(limits(policy, max_num_batched_tokens=128, max_model_len=4096), memory(2000), lambda n: 0.01)
+    for i in range(4):
+        server.scheduler.add(request(f"long-{i}", [i] * 3000, 4, tenant="long"), 0.0)
+    for step in range(200):
+        if step == 3:
+            server.scheduler.add(request("short", [9] * 60, 4, tenant="short"), 0.0)
+        planned = server.scheduler.plan(0.0)
+        outputs = server.scheduler.commit(result_of(planned, 0.01), 0.0)
+        if any(output.request_id == "short" for output in outputs):
+            return step - 2
+    raise AssertionError("it is never answered")
+
+
+def test_long_prompts_of_one_tenant_leave_tokens_of_each_step_to_others():
+    assert first_step_of("fair") == 1
+    assert first_step_of("fcfs") > 20
+
+
+@given(
+    st.dictionaries(st.sampled_from("abcde"), st.integers(0, 40), min_size=1),
+    st.integers(0, 100),
+    st.permutations("abcde"),
+    st.sampled_from([0.0, 0.25, 1.0]),
+)
+def test_tokens_go_to_those_before_and_everybody_gets_a_part(wanted, total, order, least):
+    shares = split(wanted, total, {party: order.index(party) for party in wanted}, least)
+    assert shares.keys() == wanted.keys()
+    assert sum(shares.values()) == min(total, sum(wanted.values()))
+    part = int(total * least / len(wanted))
+    for party, share in shares.items():
+        assert min(wanted[party], part) <= share <= wanted[party]
+        if share < wanted[party]:
+            assert all(shares[other] <= part for other in wanted if order.index(other) > order.index(party))
+
+
+# Priority
+
+
+def add(rig: Rig, request_id: str, length: int, priority: int, num_output: int = 8, n: int = 1) -> list[int]:
+    prompt = [(int(request_id) * 11 + i) % VOCAB for i in range(length)]
+    params = SamplingParams(temperature=0.0, max_tokens=num_output, n=n)
+    rig.engine.add(request_id, prompt, params, terms=Terms(priority=priority))
+    return prompt
+
+
+def running(rig: Rig) -> list[str]:
+    return [seq.request.id for seq in rig.scheduler._lives.rows.running]
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+def test_a_better_class_takes_the_row_of_the_worst_that_came_last(steps_in_flight):
+    rig = Rig(policy="priority", max_num_seqs=3, steps_in_flight=steps_in_flight)
+    asked = {str(i): add(rig, str(i), 6, priority) for i, priority in enumerate((1, 2, 2, 2))}
+    for _ in range(3):
+        rig.step()
+    assert running(rig) == ["0", "1", "2"]
+    asked["4"] = add(rig, "4", 6, 0)
+    rig.step()
+    rig.step()
+    assert running(rig) == ["4", "0", "1"]
+    asked["5"] = add(rig, "5", 6, 2)
+    rig.run()
+    preempted = [one for one in rig.scheduler.accounts.events if isinstance(one, Preempted)]
+    assert [one.request_id for one in preempted] == ["2"]
+    assert preempted[0].reason == "a better class waits"
+    assert all(rig.tokens[name, 0] == script(prompt, 8, VOCAB) for name, prompt in asked.items())
+    assert rig.replay().difference == ""
+
+
+def test_a_better_class_takes_the_memory_of_a_worse_one_and_never_that_of_its_own():
+    for other, takes in ((1, True), (0, False)):
+        rig = Rig(policy="priority", num_blocks=16, max_model_len=64, watermark=0.0)
+        asked = {"0": add(rig, "0", 40, other, 12)}
+        rig.step()
+        rig.step()
+        asked["1"] = add(rig, "1", 40, 0, 4)
+        for _ in range(4):
+            rig.step()
+        assert running(rig) == (["1"] if takes else ["0"])
+        rig.run()
+        assert bool(rig.engine.stats().num_preemptions) == takes
+        assert rig.tokens["0", 0] == script(asked["0"], 12, VOCAB)
+        assert rig.tokens["1", 0] == script(asked["1"], 4, VOCAB)
+
+
+def test_a_better_class_gets_the_tokens_of_a_step_before_prompts_of_worse_ones():
+    rig = Rig(policy="priority", num_blocks=256, max_num_batched_tokens=32, max_model_len=512)
+    for i in range(3):
+        add(rig, str(i), 300, 5)
+    rig.step()
+    add(rig, "9", 20, 0)
+    rig.step()
+    assert len(rig.tokens["9", 0]) == 1
+
+
+@given(data=st.data())
+@settings(max_examples=20)
+def test_nobody_waits_while_a_worse_class_runs_for_long(data):
+    rig = Rig(policy="priority", num_blocks=24, max_num_seqs=3, max_model_len=60, prefix_index="radix", watermark=0.0)
+    asked, held = {}, defaultdict(int)
+    for i in range(data.draw(st.integers(2, 8))):
+        length, num_output = data.draw(st.integers(1, 30)), data.draw(st.integers(1, 20))
+        asked[str(i)] = (add(rig, str(i), length, data.draw(st.integers(0, 3)), num_output), num_output)
+        for _ in range(data.draw(st.integers(0, 5))):
+            rig.step()
+            head, ran = rig.scheduler._lives.queue.head, rig.scheduler._lives.rows.running
+            assert ran == sorted(ran, key=lambda seq: seq.rank)
+            waits = head is not None and ran and ran[-1].rank[0] > head.rank[0]
+            held[head.id if waits else None] += 1
+    held.pop(None, None)
+    assert max(held.values(), default=0) <= 8
+    rig.run()
+    for name, (prompt, num_output) in asked.items():
+        assert rig.tokens[name, 0] == script(prompt, num_output, VOCAB)
+    assert rig.replay().difference == ""
+
+
+# Deadlines
+
+
+def paced(rig: Rig) -> None:
+    """The rig knows how fast it is: about 1 ms a step and 0.1 ms a token, times 0.5 to 2."""
+    for i in range(12):
+        rig.add(f"warm {i}", [1 + i] * (10 + 15 * (i % 3)), max_tokens=6)
+    rig.run()
+
+
+def busy(rig: Rig) -> None:
+    """Somebody runs, who takes no time worth mentioning: nothing is refused while nobody does."""
+    rig.add("busy", [3], max_tokens=60)
+    rig.step()
+
+
+def ask(rig: Rig, request_id: str, length: int, num_output: int, deadline: float, **params) -> None:
+    params = SamplingParams(**({"temperature": 0.0, "max_tokens": num_output} | params))
+    rig.engine.add(request_id, [7] * length, params, terms=Terms(deadline=deadline))
+
+
+def test_what_cannot_be_in_time_is_refused_at_once_and_says_what_was_predicted():
+    rig = Rig(num_blocks=256, max_model_len=900)
+    paced(rig)
+    busy(rig)
+    with pytest.raises(DeadlineUnreachable, match=r"deadline is 0\.05 s away.*lower max_tokens") as caught:
+        ask(rig, "late", 800, 90, 0.05)
+    assert isinstance(caught.value, RequestError)
+    assert caught.value.param == "deadline"
+    assert caught.value.asked == 0.05
+    assert 0.05 < caught.value.predicted < 0.5
+    assert len(rig.scheduler._lives.sequences) == 1
+    assert rig.scheduler.explain("late", 0.0).state == "refused"
+    ask(rig, "late", 800, 90, 5.0)
+    rig.run()
+    assert rig.reasons["late", 0] == "length"
+    assert rig.replay().difference == ""
+
+
+def test_nothing_is_refused_while_nothing_is_known():
+    rig = Rig(num_blocks=256, max_model_len=900)
+    ask(rig, "early", 800, 90, 1e-6)
+    assert rig.engine.has_work
+
+
+def test_what_may_end_early_is_refused_only_for_what_it_certainly_takes():
+    rig = Rig(num_blocks=256, max_model_len=900)
+    paced(rig)
+    busy(rig)
+    with pytest.raises(DeadlineUnreachable):
+        ask(rig, "all", 4, 800, 0.1)
+    ask(rig, "some", 4, 800, 0.1, stop=("x",))
+    with pytest.raises(DeadlineUnreachable):
+        ask(rig, "least", 4, 800, 0.1, stop=("x",), min_tokens=700)
+    rig.run()
+
+
+def outcome(policy: str, priority: int, deadline: float, num_seen: int = 33) -> str:
+    """Of a short prompt, while one of 800 tokens runs and 9 such wait, all of another tenant; 80 ms or so each."""
+    rig = Rig(policy=policy, num_blocks=1024, max_model_len=900, max_num_seqs=1, prefix_index="radix")
+    for i in range(num_seen):
+        rig.add(f"warm {i}", [i] * (10 + 15 * (i % 3)), max_tokens=1)
+    rig.run()
+    for i in range(10):
+        prompt = [(i + 2) * (j + 1) % VOCAB for j in range(800)]
+        rig.engine.add(f"{i}", prompt, SamplingParams(max_tokens=2), namespace=Namespace("other"))
+    rig.step()
+    try:
+        terms = Terms(deadline=deadline, priority=priority)
+        rig.engine.add("late", [7] * 20, SamplingParams(max_tokens=1), terms=terms)
+    except DeadlineUnreachable:
+        return "refused"
+    return "taken"
+
+
+def test_those_before_it_count_where_it_is_certain_that_they_come_first():
+    asked = [("fcfs", 0), ("priority", 0), ("priority", -1), ("fair", 0), ("lpm", 0)]
+    waiting = {one: outcome(*one, deadline=0.3) for one in asked}
+    assert waiting == dict(zip(asked, ["refused", "refused", "taken", "taken", "taken"], strict=True))
+    running = {one: outcome(*one, deadline=0.03) for one in asked}
+    assert running == dict(zip(asked, ["refused", "refused", "taken", "taken", "refused"], strict=True))
+    assert outcome("fcfs", 0, deadline=0.3, num_seen=20) == "taken"  # who waits may have everything in common
+
+
+def test_while_nothing_runs_a_wrong_forecast_refuses_nothing_and_is_put_right():
+    rig = Rig(num_blocks=256, max_model_len=100, prefix_index="none")
+    rig.scheduler.calibrate(Calibration([PrefillSample(20, 0, 50.0)], [DecodeSample(1, 50.0)]))
+    busy(rig)
+    with pytest.raises(DeadlineUnreachable):
+        ask(rig, "refused", 20, 4, 1.0)
+    rig.run()
+    for i in range(60):
+        ask(rig, f"first {i}", 20, 4, 1.0)
+        ask(rig, f"second {i}", 20, 4, 1.0)  # of the same body, say: if it was refused the first was given up
+        rig.run()
+    assert {rig.reasons[f"first {i}", 0] for i in range(60)} == {"length"}
+    assert rig.reasons["second 0", 0] == "abort"
+    assert rig.reasons["second 59", 0] == "length"
+    rig.add("busy again", [3], max_tokens=60)
+    rig.step()
+    ask(rig, "taken", 20, 4, 1.0)
+    rig.run()
+    assert rig.reasons["taken", 0] == "length"
+    assert rig.replay().difference == ""
+
+
+def test_one_that_came_alone_ends_when_its_deadline_has_passed():
+    rig = Rig()
+    ask(rig, "late", 10, 4, 0.01)
+    rig.now += 1.0
+    rig.run()
+    assert rig.reasons == {("late", 0): "abort"}
+
+
+def test_of_requests_that_ended_no_deadline_is_remembered_for_long():
+    rig = Rig(prefix_index="none", max_num_seqs=4)
+    rig.add("goes on", [1], max_tokens=60)
+    for i in range(300):
+        ask(rig, str(i), 2, 1, 1e6)
+        rig.abort(str(i))
+    assert len(rig.scheduler._deadlines._due) <= 70
+    ask(rig, "kept", 2, 1, 1e6)
+    rig.run()
+    assert rig.reasons == {("goes on", 0): "length", ("kept", 0): "length"}
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+def test_who_waits_past_its_deadline_ends_and_who_runs_goes_on(steps_in_flight):
+    rig = Rig(max_num_seqs=1, num_blocks=64, steps_in_flight=steps_in_flight)
+    ask(rig, "runs", 10, 30, 0.01)
+    rig.step()
+    ask(rig, "waits", 10, 4, 0.01, n=2)
+    ask(rig, "patient", 10, 4, 1e6)
+    rig.run()
+    assert rig.now > 0.02
+    assert rig.reasons == {
+        ("runs", 0): "length",
+        ("waits", 0): "abort",
+        ("waits", 1): "abort",
+        ("patient", 0): "length",
+    }
+    assert rig.errors["waits", 1] == "it waited too long to meet its deadline of 0.01 s"
+    ended = {one.request_id: one.reason for one in rig.scheduler.accounts.events if isinstance(one, Finished)}
+    assert ended == {"runs": "length", "waits": "deadline", "patient": "length"}
+    assert rig.replay().difference == ""
+
+
+def test_who_is_preempted_past_its_deadline_does_not_come_back():
+    rig = Rig(policy="priority", max_num_seqs=1)
+    ask(rig, "slow", 10, 30, 0.005)
+    for _ in range(15):
+        rig.step()
+    assert rig.now > 0.005
+    add(rig, "0", 10, -1)
+    rig.run()
+    assert rig.reasons == {("slow", 0): "abort", ("0", 0): "length"}
+    assert rig.replay().difference == ""
+
+
+def test_an_id_that_is_used_again_is_not_ended_for_the_deadline_of_the_one_before():
+    rig = Rig(max_num_seqs=1)
+    ask(rig, "runs", 10, 30, 1e6)
+    rig.step()
+    ask(rig, "again", 10, 4, 0.01)
+    rig.abort("again")
+    rig.add("again", [3] * 10, max_tokens=4)
+    rig.run()
+    assert rig.reasons["again", 0] == "length"
+
+
+def test_arrivals_that_are_refused_leave_no_trace_in_virtual_time():
+    server = Server(limits("fcfs", max_num_seqs=4), memory(400), lambda n: 5e-3 + 1e-4 * n)
+    arrivals = [Arrival(i / 200, request(f"{i}", [i] * 200, 20, terms=Terms(deadline=2.0))) for i in range(600)]
+    outcomes = server.run(arrivals)
+    assert server.refused
+    late = [one for one in outcomes.values() if one.reason == "length" and one.ended - one.arrived > 2.5]
+    assert not late
+    reasons = Counter(one.reason for one in outcomes.values())
+    assert reasons["length"] > 20
+    assert reasons["abort"] > 20
+    assert server.scheduler.check() == []
+
+
+def test_a_family_gives_way_only_where_its_tenant_keeps_as_many_rows():
+    rig = Rig(num_blocks=200, max_num_seqs=9, policy="fair")
+    rig.add("large", [1] * 8, n=8, seed=1, temperature=1.0, max_tokens=40, namespace=Namespace("a"))
+    for _ in range(4):
+        rig.step()
+    for i in range(12):
+        rig.add(f"small{i}", [2 + i] * 8, max_tokens=6, namespace=Namespace("b"))
+    rig.run()
+    assert rig.scheduler.accounts.num_preemptions == 0, "b has a row, and a would have none"
+    rig.add("large again", [3] * 8, n=9, seed=1, temperature=1.0, max_tokens=40, namespace=Namespace("a"))
+    for _ in range(4):
+        rig.step()
+    rig.add("small", [40] * 8, max_tokens=6, namespace=Namespace("b"))
+    rig.run()
+    assert rig.scheduler.accounts.num_preemptions == 9, "b had none"
+
+
+def test_a_tenant_that_was_served_less_takes_more_than_half_of_the_rows_and_one_that_was_not_does_not():
+    def rows_of_quiet(served: int) -> int:
+        rig = Rig(num_blocks=400, max_num_seqs=4, max_num_batched_tokens=64, policy="fair")
+        for i in range(8):
+            rig.add(f"loud{i}", [2 + i] * 8, max_tokens=60, namespace=Namespace("loud"))
+        for _ in range(10):
+            rig.step()
+        queue = rig.scheduler._lives.queue
+        for i in range(4):
+            rig.add(f"quiet{i}", [20 + i] * 8, max_tokens=40, namespace=Namespace("quiet"))
+            queue._note("quiet", served)
+            for _ in range(3):
+                rig.step()
+        count = sum(name.startswith("quiet") for name in running(rig))
+        rig.run()
+        return count
+
+    assert rows_of_quiet(0) > 2
+    assert rows_of_quiet(10_000) <= 2
+
+
+def test_a_burst_of_a_tenant_that_uses_less_than_its_share_does_not_wait_behind_a_flood():
+    """Steps take longer the more sequences they have, and there are few rows: 99 of 100 are admitted at once."""
+    seconds, num_seqs = 5.0, 16
+    server = Server(
+        limits("fair", max_num_seqs=num_seqs, max_num_batched_tokens=256),
+        memory(2048),
+        lambda num_tokens: 3e-3 + 35e-6 * num_tokens,
+    )
+    loads = {"quiet": Load(18.0, num_prompt=160, num_output=32), "loud": Load(200.0, num_prompt=160, num_output=32)}
+    server.run(arrivals(loads, seconds, 1), seconds)
+    told = [server.scheduler.explain(name, server.now) for name in server.outcomes if name.startswith("quiet")]
+    waits = sorted((one.admitted or server.now) - one.arrived for one in told if one is not None)
+    assert len(waits) > 60
+    assert waits[int(0.99 * len(waits))] < 0.03

@@ -1,0 +1,328 @@
+"""Orders of the queue against orders made from scratch, and what comes out whatever the order."""
+
+from collections import Counter
+from itertools import pairwise
+from random import Random
+from typing import get_args
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scripted_engine import VOCAB, Rig
+
+from benchmarks.policies.order import best, best_of_all_orders, crossover, few_shot, served, small_case
+from benchmarks.policies.plan import loaded
+from benchmarks.policies.virtual import Arrival, Server, limits, memory, request, result_of
+from quire.cache.incremental_match import Matching
+from quire.config import Policy
+from quire.core.request import Namespace
+from quire.core.scheduling_params import Terms
+from quire.errors import ConfigError
+from quire.params import SamplingParams
+from quire.runner.scripted_runner import script
+from quire.scheduler.queue import prefix_aware
+from quire.scheduler.queue.fcfs import Ranked
+from quire.scheduler.queue.prefix_aware import score
+from quire.scheduler.sequence import Sequence
+
+POLICIES = get_args(Policy)
+BLOCK = 4
+CHAIN = [list(range(10 * i, 10 * i + BLOCK)) for i in range(3)]  # blocks that prompts are made of
+
+
+def prompts(most_blocks: int = 4):
+    """Prompts that begin alike as often as not, and end anywhere."""
+    stem = st.lists(st.sampled_from(CHAIN), min_size=0, max_size=most_blocks)
+    rest = st.lists(st.integers(900, 903), min_size=1, max_size=BLOCK)
+    return st.builds(lambda blocks, tail: [token for block in blocks for token in block] + tail, stem, rest)
+
+
+def test_waiting_outweighs_a_longer_match_from_357_tokens_a_second_on():
+    assert crossover((1800, 50), (0.1, 5.0)) == pytest.approx(357.14, abs=0.01)
+    matched, waited = (1800, 50), (0.1, 5.0)
+    assert [score(m, w, 500) for m, w in zip(matched, waited, strict=True)] == [1850, 2550]
+    for weight, first in ((0, 0), (100, 0), (356, 0), (358, 1), (500, 1), (1e12, 1)):
+        scores = [score(m, w, weight) for m, w in zip(matched, waited, strict=True)]
+        assert scores.index(max(scores)) == first
+
+
+@given(st.lists(st.tuples(st.integers(-2, 2), st.booleans()), min_size=1, max_size=30), st.randoms())
+def test_ranks_are_kept_as_if_sorted_anew(items, rng):
+    queue = Ranked()
+    inside: list[Sequence] = []
+    for i, (of_class, leaves) in enumerate(items):
+        seq = Sequence(i, request(str(i), [1] * (i + 1), 1), 0, 0.0, of_class)
+        queue.put(seq)
+        inside.append(seq)
+        if leaves:
+            gone = inside.pop(rng.randrange(len(inside)))
+            queue.remove(gone)
+            assert gone not in queue
+        inside.sort(key=lambda one: one.rank)
+        assert len(queue) == len(inside)
+        assert queue.head is (inside[0] if inside else None)
+        assert all(one in queue for one in inside)
+        probe = Sequence(99, request("probe", [1], 1), 0, 0.0, of_class)
+        assert queue.num_tokens_before(probe) == sum(len(one.tokens) for one in inside if one.rank[0] <= of_class)
+
+
+def num_matched(scheduler, seq) -> int:
+    found = scheduler.cache.index.find(seq.request.namespace, seq.tokens[: seq.reusable])
+    return len(found.blocks[0]) if found.blocks else 0
+
+
+def deepest(scheduler, waiting) -> Sequence:
+    """Depth first, heaviest subtree first, from what the tree itself says about each."""
+    paths = {}
+    for seq in waiting:
+        found = scheduler.cache.index.find(seq.request.namespace, seq.tokens[: seq.reusable])
+        node = found.place[-1].node if found.place else None
+        path = []
+        while node is not None:
+            path.append(node.id)
+            node = node.parent
+        paths[seq] = tuple(reversed(path))
+    weights = Counter(path[: i + 1] for path in paths.values() for i in range(len(path)))
+    top: tuple[int, ...] = ()
+    while below := [path for path in weights if path[:-1] == top]:
+        top = max(below, key=lambda path: (weights[path], -path[-1]))
+    return min((seq for seq in waiting if paths[seq] == top), key=lambda seq: seq.rank)
+
+
+def expected_head(scheduler, policy, weight) -> Sequence | None:
+    queued = [seq for seq in scheduler._lives.sequences.values() if seq in scheduler._lives.queue]
+    back = [seq for seq in queued if seq.has_begun]
+    if back or not queued:
+        return min(back, key=lambda seq: seq.rank, default=None)
+    if policy == "dfs-weight":
+        return deepest(scheduler, queued)
+    return min(queued, key=lambda seq: (-BLOCK * num_matched(scheduler, seq) + weight * seq.since, seq.id))
+
+
+@pytest.mark.parametrize("policy", ["lpm", "cache-aware", "dfs-weight"])
+@given(data=st.data())
+@settings(max_examples=40)
+def test_the_head_is_the_one_that_sorting_everybody_anew_would_find(policy, data):
+    weight = data.draw(st.sampled_from([0.5, 4.0, 100.0])) if policy == "cache-aware" else 0.0
+    config = limits(policy, max_num_seqs=2, max_num_batched_tokens=16, max_model_len=48, wait_weight=weight)
+    server = Server(config, memory(data.draw(st.integers(12, 30)), BLOCK), lambda n: 0.01 * n)
+    scheduler = server.scheduler
+    scheduler._lives.queue.matches._most = 10**6
+    for i, prompt in enumerate(data.draw(st.lists(prompts(), min_size=2, max_size=14))):
+        scheduler.add(request(str(i), prompt, data.draw(st.integers(1, 6))), float(i) / 8)
+        for _ in range(data.draw(st.integers(0, 3))):
+            if (step := scheduler.plan(server.now)) is not None:
+                scheduler.commit(result_of(step, 0.01), server.now)
+        if data.draw(st.integers(0, 5)) == 0:
+            scheduler.abort(str(data.draw(st.integers(0, i))), server.now)
+        scheduler._lives.queue.refresh()
+        assert scheduler._lives.queue.head is expected_head(scheduler, policy, weight)
+    while scheduler.has_work:
+        scheduler._lives.queue.refresh()
+        assert scheduler._lives.queue.head is expected_head(scheduler, policy, weight)
+        scheduler.commit(result_of(scheduler.plan(server.now), 0.01), server.now)
+
+
+@given(data=st.data())
+@settings(max_examples=60)
+def test_a_match_that_goes_on_from_where_it_was_is_the_one_that_a_search_finds(data):
+    public = (tuple(CHAIN[0] + CHAIN[1] + CHAIN[0]),) if data.draw(st.booleans()) else ()
+    config = memory(16, BLOCK)
+    config = type(config)(config.block_size, config.groups, "radix", public)
+    server = Server(limits(max_num_seqs=2, max_num_batched_tokens=12, max_model_len=48), config, lambda n: 0.01)
+    scheduler, matching = server.scheduler, Matching(server.scheduler.cache)
+    asked = [(Namespace(str(i % 2)), prompt) for i, prompt in enumerate(data.draw(st.lists(prompts(), min_size=1)))]
+    kept = [prefix_aware.Match() for _ in asked]
+    for i, prompt in enumerate(data.draw(st.lists(prompts(), min_size=1, max_size=12))):
+        scheduler.add(request(str(i), prompt, 3, tenant=str(i % 2)), 0.0)
+        for _ in range(data.draw(st.integers(0, 4))):
+            if (step := scheduler.plan(0.0)) is not None:
+                scheduler.commit(result_of(step, 0.01), 0.0)
+        if data.draw(st.integers(0, 6)) == 0:
+            scheduler.flush(0.0)
+        for match, (namespace, prompt) in zip(kept, asked, strict=True):
+            if data.draw(st.booleans()):
+                matching.renew(match, namespace, prompt, len(prompt) - 1)
+                found = scheduler.cache.index.find(namespace, prompt[:-1])
+                assert match.num_blocks == (len(found.blocks[0]) if found.blocks else 0)
+
+
+@pytest.mark.parametrize("prefix_index", ["hash", "none"])
+def test_policies_that_match_work_with_every_index(prefix_index):
+    for policy in ("lpm", "cache-aware"):
+        server = Server(limits(policy, max_num_seqs=2), memory(128, 16, prefix_index), lambda n: 0.01)
+        arrivals = [Arrival(0.0, request(str(i), [i % 3] * 40 + [i], 4)) for i in range(9)]
+        outcomes = server.run(arrivals)
+        assert {one.reason for one in outcomes.values()} == {"length"}
+        assert (server.scheduler.accounts.num_hit_tokens > 0) == (prefix_index == "hash")
+
+
+def test_going_through_the_tree_needs_a_tree():
+    with pytest.raises(ConfigError, match="prefix_index 'radix'"):
+        Server(limits("dfs-weight"), memory(128, 16, "hash"), lambda n: 0.01)
+
+
+# What comes out
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@given(data=st.data())
+@settings(max_examples=12)
+def test_tokens_do_not_depend_on_the_policy_and_everything_replays(policy, data):
+    rig = Rig(
+        policy=policy,
+        num_blocks=data.draw(st.integers(10, 24)),
+        prefix_index="radix",
+        max_num_seqs=data.draw(st.integers(1, 5)),
+        max_num_batched_tokens=data.draw(st.integers(5, 40)),
+        max_model_len=40,
+        wait_weight=data.draw(st.sampled_from([0.0, 10.0, 1e4])),
+        steps_in_flight=data.draw(st.sampled_from([1, 2])),
+        watermark=0.0,
+    )
+    asked = {}
+    for i in range(data.draw(st.integers(1, 10))):
+        prompt = [token % VOCAB for token in data.draw(prompts())]
+        params = {"max_tokens": data.draw(st.integers(1, 16)), "n": data.draw(st.sampled_from([1, 1, 1, 2]))}
+        terms = Terms(priority=data.draw(st.integers(-1, 1)))
+        tenant = Namespace(data.draw(st.sampled_from(["a", "b", "c"])))
+        rig.engine.add(str(i), prompt, SamplingParams(temperature=0.0, **params), namespace=tenant, terms=terms)
+        asked[str(i)] = (prompt, params)
+        for _ in range(data.draw(st.integers(0, 4))):
+            rig.step()
+        if data.draw(st.integers(0, 9)) == 0:
+            gone = str(data.draw(st.integers(0, i)))
+            rig.abort(gone)
+            asked.pop(gone, None)
+    rig.run()
+    for request_id, (prompt, params) in asked.items():
+        for index in range(params["n"]):
+            assert rig.tokens[request_id, index] == script(prompt, params["max_tokens"], VOCAB)
+    assert len(rig.scheduler._lives.queue) == 0
+    assert rig.replay().difference == ""
+
+
+def hot_and_cold(policy: str, **options: object) -> float:
+    """Seconds that a prompt nobody shares waits while prompts that share come faster than they can be served."""
+    server = Server(limits(policy, max_num_seqs=4, **options), memory(512), lambda n: 0.01)
+    hot = [7] * 160
+    arrivals = [Arrival(i / 100, request(f"hot-{i}", [*hot, i], 8, tenant="hot")) for i in range(1000)]
+    arrivals.insert(50, Arrival(0.5, request("cold", list(range(100, 160)), 8, tenant="cold")))
+    return server.run(arrivals, until=12.0)["cold"].wait
+
+
+def test_who_shares_nothing_starves_by_longest_prefix_and_by_no_order_that_heeds_waiting():
+    assert hot_and_cold("lpm") > 11
+    assert hot_and_cold("dfs-weight") > 11
+    assert hot_and_cold("fcfs") < 2
+    assert hot_and_cold("cache-aware", wait_weight=100.0) < 2 + 160 / 100 + 2
+    assert hot_and_cold("cache-aware", wait_weight=1000.0) < 2 + 160 / 1000 + 1
+    assert hot_and_cold("fair") < 0.2
+
+
+def test_an_explanation_says_the_policy_the_place_and_who_passed():
+    server = Server(limits("lpm", max_num_seqs=1), memory(128), lambda n: 0.01)
+    arrivals = [Arrival(0.0, request(str(i), [i % 2] * 32 + [i], 4)) for i in range(6)]
+    server.run(arrivals)
+    told = [server.scheduler.explain(str(i), server.now) for i in range(6)]
+    assert {one.policy for one in told} == {"lpm"}
+    assert [one.place for one in told] == list(range(6))
+    assert [one.num_passed_by for one in told] == [0, 2, 0, 1, 0, 0]  # 0 2 4 begin alike, then 1 3 5
+
+
+def test_an_explanation_counts_those_of_its_own_tenant():
+    server = Server(limits("lpm", max_num_seqs=1), memory(128), lambda n: 0.01)
+    arrivals = [Arrival(0.0, request("other", [3] * 30, 4, tenant="other"))]
+    for i in range(6):
+        arrivals.append(Arrival(0.0, request(str(i), [i % 2] * 32 + [i], 4)))
+        arrivals.append(Arrival(0.0, request(f"other {i}", [i % 2] * 32 + [i], 4, tenant="other")))
+    server.run(arrivals)
+    told = [server.scheduler.explain(str(i), server.now) for i in range(6)]
+    assert [one.place for one in told] == list(range(6))
+    assert [one.num_passed_by for one in told] == [0, 2, 0, 1, 0, 0]
+    assert server.scheduler.accounts._tenants == {}
+
+
+@given(data=st.data())
+@settings(max_examples=15)
+def test_places_are_those_that_counting_the_queue_would_find(data):
+    rig = Rig(num_blocks=12, max_num_seqs=3, max_num_batched_tokens=12, max_model_len=40, watermark=0.0)
+    for i in range(data.draw(st.integers(1, 10))):
+        tenant, lives = Namespace(data.draw(st.sampled_from("ab"))), rig.scheduler._lives
+        queued = [one for one in lives.sequences.values() if one in lives.queue and one.request.namespace == tenant]
+        params = SamplingParams(max_tokens=data.draw(st.integers(1, 16)), n=data.draw(st.sampled_from([1, 3])))
+        rig.engine.add(str(i), [i] * data.draw(st.integers(1, 20)), params, namespace=tenant)
+        assert rig.scheduler.explain(str(i), rig.now).place == len(queued)
+        if data.draw(st.integers(0, 5)) == 0:
+            rig.abort(str(data.draw(st.integers(0, i))))
+        for _ in range(data.draw(st.integers(0, 6))):
+            rig.step()
+    rig.run()
+    assert rig.scheduler.accounts._tenants == {}
+
+
+# How good orders are
+
+
+def test_orders_that_heed_the_cache_reach_96_percent_of_the_best_order_on_small_cases():
+    best_found, found = 0, Counter()
+    for seed in range(8):
+        prompts = small_case(Random(seed), 5, BLOCK)
+        options = {"num_blocks": 6, "block_size": BLOCK}
+        brute = best_of_all_orders(prompts, **options).num_found
+        assert brute <= best(prompts).num_found
+        best_found += brute
+        for policy in ("lpm", "cache-aware", "dfs-weight"):
+            found[policy] += served(prompts, policy, max_num_seqs=1, **options).num_found
+    assert min(found.values()) >= 0.96 * best_found, (found, best_found)
+
+
+@pytest.mark.parametrize("policy", ["lpm", "cache-aware", "dfs-weight"])
+def test_orders_that_heed_the_cache_reach_96_percent_of_the_best_order_on_few_shot_prompts(policy):
+    prompts = few_shot(Random(0), 12, 10)
+    bound = best(prompts)
+    options = {"num_blocks": 200, "block_size": 16, "num_output_tokens": 8, "max_num_seqs": 8}
+    assert served(prompts, policy, **options).rate >= 0.96 * bound.rate
+    assert served(prompts, "fcfs", **options).rate < 0.9 * bound.rate
+
+
+# What deciding costs
+
+
+@pytest.mark.parametrize("policy", ["lpm", "cache-aware", "dfs-weight"])
+def test_a_step_looks_at_a_bounded_number_of_waiting_sequences(policy, monkeypatch):
+    looked = Counter()
+    renew = Matching.renew
+
+    def counted(self, *args):
+        cost = renew(self, *args)
+        looked["sequences"] += 1
+        looked["blocks"] += cost
+        return cost
+
+    monkeypatch.setattr(Matching, "renew", counted)
+    scheduler = loaded(policy, 8, 1500, 40)
+    for i in range(40):
+        looked.clear()
+        step = scheduler.plan(100.0 + i)
+        assert 0 < looked["sequences"] <= prefix_aware.MOST_LOOKED_AT + 4
+        assert looked["blocks"] <= prefix_aware.MOST_BLOCKS + 64
+        if i == 20:
+            scheduler.abort(scheduler._lives.rows.running[0].request.id, 100.0)  # somebody else may begin
+        scheduler.commit(result_of(step, 0.01), 100.0 + i)
+    assert scheduler.num_waiting == 1499
+
+
+def test_in_turn_everybody_is_looked_at_again():
+    server = Server(limits("lpm", max_num_seqs=1, max_model_len=4096), memory(600), lambda n: 0.01)
+    scheduler = server.scheduler
+    scheduler.add(request("first", [1], 2000), 0.0)
+    for i in range(300):
+        scheduler.add(request(str(i), [i] * 40, 1), 0.0)
+    seen = [{} for _ in range(16)]
+    for one in seen:
+        step = scheduler.plan(0.0)
+        scheduler.commit(result_of(step, 0.01), 0.0)
+        one.update(dict.fromkeys(list(scheduler._lives.queue.matches._waiting)[-25:]))
+    assert all(before != after for before, after in pairwise(seen))
+    assert len(set().union(*seen)) >= 300

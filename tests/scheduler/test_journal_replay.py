@@ -1,0 +1,175 @@
+"""Journals replay, differences are printed, damaged files are refused; steps survive their bytes."""
+
+import io
+
+import numpy as np
+import pytest
+from scripted_engine import VOCAB, Rig
+
+from quire.cache.kv_cache import KVCache
+from quire.core import step as steps
+from quire.core.codec import decode
+from quire.core.request import Request
+from quire.core.step import Chunk, ChunkOutput, Chunks, Writes
+from quire.errors import RequestError
+from quire.params import SamplingParams
+from quire.runner.scripted_runner import script
+from quire.scheduler import journal
+from quire.scheduler.lifecycle import Families, Lives
+
+
+def recorded() -> Rig:
+    rig = Rig(num_blocks=16, watermark=0.0, seed=3)
+    for i in range(4):
+        rig.add(str(i), list(range(20 + i)), max_tokens=20)
+    rig.step()
+    rig.engine.abort("2")
+    rig.run()
+    return rig
+
+
+def test_a_replay_is_the_same():
+    report = recorded().replay()
+    assert report.difference == ""
+    assert report.num_steps > 20
+
+
+def test_a_replay_by_another_scheduler_prints_the_first_difference(monkeypatch):
+    rig = recorded()
+    monkeypatch.setattr(Lives, "preempt", lambda self, seq, reason, now: self.end(seq, "error", now))
+    report = rig.replay()
+    assert 0 < report.num_steps < rig.engine.stats().num_steps
+    assert "recorded:\nstep" in report.difference
+    assert "replayed:\nstep" in report.difference
+
+
+def test_a_journal_cut_off_in_the_middle_replays_up_to_there():
+    data = recorded().file.getvalue()
+    whole = journal.replay(journal.read(io.BytesIO(data)))
+    part = journal.replay(journal.read(io.BytesIO(data[: len(data) // 2])))
+    assert part.difference == ""
+    assert 0 < part.num_steps < whole.num_steps
+
+
+@pytest.mark.parametrize("data", [b"", b"\x05\x00\x00\x00hello", b"not a journal at all, but long enough"])
+def test_other_files_are_refused(data):
+    with pytest.raises(journal.JournalError, match="not a quire journal"):
+        journal.replay(journal.read(io.BytesIO(data)))
+
+
+def test_a_refused_request_is_refused_again():
+    rig = Rig()
+    rig.add("a", [1, 2, 3])
+    with pytest.raises(RequestError, match="in use"):
+        rig.add("a", [1, 2, 3])
+    rig.run()
+    assert rig.replay().difference == ""
+
+
+def test_a_request_that_is_not_refused_again_is_a_difference(monkeypatch):
+    rig = Rig()
+    rig.add("a", [1, 2, 3])
+    with pytest.raises(RequestError, match="in use"):
+        rig.add("a", [1, 2, 3])
+    rig.run()
+    monkeypatch.setattr(Families, "__contains__", lambda self, request_id: False)
+    assert "recorded:\nrefused: request id 'a' is in use" in rig.replay().difference
+
+
+def test_closing_the_engine_closes_the_journal():
+    rig = recorded()
+    rig.engine.close()
+    assert rig.file.closed
+
+
+def test_damaged_journals_are_refused_or_differ_but_never_crash():
+    data = bytearray(recorded().file.getvalue())
+    outcomes = set()
+    for place in range(5, len(data), 97):
+        damaged = bytes(data[:place]) + bytes([data[place] ^ 0xFF]) + bytes(data[place + 1 :])
+        try:
+            outcomes.add(bool(journal.replay(journal.read(io.BytesIO(damaged))).difference))
+        except journal.JournalError:
+            outcomes.add("refused")
+    assert {True, "refused"} <= outcomes
+
+
+def test_the_step_that_kills_the_process_is_in_the_journal(tmp_path):
+    file = (tmp_path / "journal").open("wb")
+    rig = Rig()
+    scheduler = journal.JournalledScheduler(rig.config, KVCache(rig.cache.config), file)
+    params = SamplingParams(max_tokens=3, seed=1)
+    scheduler.add(Request(id="a", prompt=[1, 2, 3], params=params), 0.0)
+    step = scheduler.plan(0.5)
+    with (tmp_path / "journal").open("rb") as found:  # nothing was closed, as after SIGKILL
+        *_, add, plan = journal.read(found)
+    file.close()
+    assert add.request.id == "a"
+    assert plan.step == steps.to_bytes(step)
+
+
+def test_a_full_disk_ends_the_journal_and_nothing_else(caplog):
+    rig = Rig()
+    rig.add("a", [1, 2, 3], max_tokens=4)
+    rig.step()
+    kept = rig.file.tell()
+
+    def full(data):
+        raise OSError(28, "No space left on device")
+
+    rig.file.write = full
+    rig.run()
+    del rig.file.write
+    assert rig.tokens["a", 0] == script([1, 2, 3], 4, VOCAB)
+    assert [record.getMessage() for record in caplog.records] == [
+        "the journal ends here: [Errno 28] No space left on device"
+    ]
+    assert rig.file.tell() == kept
+    assert rig.replay().difference == ""
+    rig.engine.close()
+    assert rig.file.closed
+
+
+def test_what_cannot_be_written_down_is_not_taken_in():
+    rig = Rig()
+    with pytest.raises(RequestError, match="valid Unicode"):
+        rig.add("a\ud800", [1, 2, 3])
+    assert not rig.scheduler.has_work
+    with pytest.raises(RequestError, match="valid Unicode"):
+        SamplingParams(stop=["\ud800"])
+
+
+def test_another_format_is_refused():
+    rig = Rig()
+    rig.file.seek(0)
+    rig.file.truncate()
+    rig.scheduler._write(journal.Header(99, rig.config, rig.cache.config))
+    with pytest.raises(journal.JournalError, match="format 99 is not supported"):
+        rig.replay()
+
+
+def test_steps_survive_their_bytes_and_print_readably():
+    rig = Rig()
+    rig.add("a", [1, 2, 3, 4, 5], max_tokens=3)
+    step = rig.scheduler.plan(0.0)
+    data = steps.to_bytes(step)
+    again = steps.from_bytes(data)
+    assert steps.to_bytes(again) == data
+    assert list(again.chunks) == [Chunk(0, 0, 0, 5, 0, 1, ChunkOutput.SAMPLE)]
+    assert str(again) == "step 0: 1 chunks, 5 tokens, reset\n  open row 0 seq 0\n  row 0 seq 0 [0:5) -> sample"
+
+
+def test_arrays_of_objects_cannot_be_smuggled_in():
+    rig = Rig()
+    rig.add("a", [1], max_tokens=1)
+    data = steps.to_bytes(rig.scheduler.plan(0.0)).replace(b"<i4", b"|O8")
+    with pytest.raises(Exception, match="not allowed"):
+        decode(data, steps.Step)
+
+
+def test_writes_land_where_they_say():
+    table = np.zeros((3, 6), np.int32)
+    Writes.of([(0, 2, [7, 8]), (2, 0, [9]), (1, 3, [])]).apply(table)
+    assert table.tolist() == [[0, 0, 7, 8, 0, 0], [0] * 6, [9, 0, 0, 0, 0, 0]]
+    Writes.of([]).apply(table)
+    assert len(Chunks.of([])) == 0

@@ -1,0 +1,430 @@
+"""Constraints in the scheduler: forced text enters as chunks, whatever else happens, and a replay needs no grammar."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scripted_engine import VOCAB, Rig
+
+from quire.core.constraint import Verdict
+from quire.core.request import Beams, Known, Request
+from quire.core.scheduling_params import Terms
+from quire.engine.engine import Engine
+from quire.errors import QueueFull, RequestError
+from quire.params import SamplingParams
+from quire.runner.scripted_runner import attend, key_after, token_after
+from quire.structured_outputs.matchers import Matchers
+
+FORM = {"regex": "any"}
+
+
+@dataclass
+class Whims:
+    """Constraints that force, end and fail by a digest of the output so far: a function of the tokens alone."""
+
+    often: int = 3  # one in so many states forces something; 0: none
+    longest: int = 7
+    ends_after: int = 10_000  # tokens of output
+    fails_after: int = 10_000
+
+    def __post_init__(self):
+        self.outputs: dict[int, list[int]] = {}
+        self.asked: list[list[int]] = []
+
+    def verdict(self, output: list[int]) -> Verdict:
+        """What follows these tokens, which end with one that was sampled (or are none)."""
+        if len(output) >= self.fails_after:
+            return Verdict(error="a whim")
+        digest = sum((i + 1) * (token + 3) for i, token in enumerate(output)) * 7919 % 1009
+        forces = self.often and digest % self.often == 0
+        forced = [(digest + 31 * i) % VOCAB for i in range(digest % self.longest + 1)] if forces else []
+        return Verdict(forced, is_over=len(output) + len(forced) >= self.ends_after)
+
+    def begin(self, seq_id, request, known):
+        self.outputs[seq_id] = list(known)
+        return self.follow(seq_id)
+
+    def advance(self, seq_id, tokens):
+        self.outputs[seq_id] += tokens
+        return self.follow(seq_id)
+
+    def follow(self, seq_id):
+        verdict = self.verdict(self.outputs[seq_id])
+        self.outputs[seq_id] += verdict.forced
+        return verdict
+
+    def end(self, seq_id):
+        self.outputs.pop(seq_id)
+
+    def masks(self, seq_ids):
+        self.asked.append(list(seq_ids))
+        assert all(seq_id in self.outputs for seq_id in seq_ids)
+        return np.zeros((len(seq_ids), 2), np.uint32)
+
+
+class Slow:
+    """A compiler that takes so many steps for each request."""
+
+    def __init__(self, constraints, steps=0, errors=()):
+        self.constraints = constraints
+        self.steps = steps
+        self.errors = dict(errors)
+        self.left: dict[str, int] = {}
+
+    def submit(self, request_id, asked):
+        self.left[request_id] = self.steps
+
+    def finished(self):
+        done = [name for name, left in self.left.items() if left == 0]
+        self.left = {name: left - 1 for name, left in self.left.items() if left}
+        return [(name, self.errors.get(name, "")) for name in done]
+
+    def forget(self, request_id):
+        self.left.pop(request_id, None)
+
+    def wait(self, seconds):
+        pass
+
+    def close(self):
+        pass
+
+
+class FormRig(Rig):
+    """A rig whose requests are constrained by whims."""
+
+    def __init__(self, whims, *, compile_steps=0, errors=(), **options):
+        super().__init__(**options)
+        self.whims = whims
+        self.forced: dict[tuple[str, int], list[int]] = {}
+        scheduler = type(self.scheduler)(self.config, self.cache, self.file_again(), whims)
+        runner = self.engine._runner
+        compiler = Slow(whims, compile_steps, errors)
+        self.scheduler = scheduler
+        self.engine = Engine(scheduler, runner, vocab_size=VOCAB, compiler=compiler, clock=self.clock)
+
+    def file_again(self):
+        self.file.seek(0)
+        self.file.truncate()
+        return self.file
+
+    def step(self):
+        outputs = super().step()
+        for output in outputs:
+            key = (output.request_id, output.index)
+            first = len(self.tokens[key]) - len(output.token_ids)
+            self.forced.setdefault(key, []).extend(first + place for place in output.forced)
+        return outputs
+
+    def run(self, most=10_000):
+        super().run(most)
+        assert self.whims.outputs == {}, "constraints of sequences that are over"
+
+
+def expected(prompt, whims, max_tokens):
+    """Token by token, without steps: output, places of forced tokens, why it ends."""
+    output, forced, sampled = [], [], False
+    while True:
+        verdict = whims.verdict(output)
+        for token in verdict.forced:
+            if len(output) == max_tokens:
+                return output, forced, "length"
+            forced.append(len(output))
+            output.append(token)
+        if verdict.error:
+            return output, forced, "error" if len(output) < max_tokens or not sampled else "length"
+        if verdict.is_over:
+            return output, forced, "stop"
+        if len(output) == max_tokens:
+            return output, forced, "length"
+        keys = [0]
+        for token in prompt + output:
+            keys.append(key_after(keys[-1], token))
+        output.append(token_after(attend(np.array(keys[1:])), VOCAB))
+        sampled = True
+
+
+def prompt_of(length, salt=0):
+    return [(7 * i + salt) % VOCAB for i in range(length)]
+
+
+def check(rig, key, prompt, max_tokens):
+    tokens, forced, reason = expected(prompt, rig.whims, max_tokens)
+    assert rig.tokens.get(key, []) == tokens
+    assert rig.forced.get(key, []) == forced
+    assert rig.reasons[key] == reason
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    st.data(),
+    st.integers(1, 2),
+    st.sampled_from([12, 20, 64]),
+    st.sampled_from([4, 9, 32]),
+    st.sampled_from(["none", "radix", "hash"]),
+    st.integers(0, 2),
+)
+def test_forced_text_is_the_same_whatever_happens_to_a_sequence(data, in_flight, blocks, budget, index, compile_steps):
+    whims = Whims(
+        often=data.draw(st.sampled_from([1, 2, 4])),
+        longest=data.draw(st.sampled_from([1, 3, 12])),
+        ends_after=data.draw(st.sampled_from([1, 9, 10_000])),
+        fails_after=data.draw(st.sampled_from([7, 10_000, 10_000])),
+    )
+    failing = data.draw(st.sets(st.integers(0, 40), max_size=1))
+    rig = FormRig(
+        whims,
+        compile_steps=compile_steps,
+        num_blocks=blocks,
+        max_num_batched_tokens=budget,
+        max_num_seqs=4,
+        steps_in_flight=in_flight,
+        prefix_index=index,
+        fails=lambda step: step.id in failing,
+    )
+    asked = {}
+    for i in range(data.draw(st.integers(1, 5))):
+        prompt = prompt_of(data.draw(st.integers(1, 17)), data.draw(st.integers(0, 2)))
+        n, max_tokens = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 24))
+        form = FORM if data.draw(st.booleans()) or i == 0 else None
+        asked[str(i)] = (prompt, max_tokens, n, form)
+        rig.add(str(i), prompt, max_tokens=max_tokens, n=n, structured_outputs=form)
+        for _ in range(data.draw(st.integers(0, 4))):
+            if rig.engine.has_work:
+                rig.step()
+    rig.run()
+    nothing = Whims(often=0)
+    for name, (prompt, max_tokens, n, form) in asked.items():
+        for index in range(n):
+            if form is None:
+                assert rig.tokens[name, index] == expected(prompt, nothing, max_tokens)[0]
+            else:
+                check(rig, (name, index), prompt, max_tokens)
+    assert rig.replay().difference == ""
+
+
+def test_forced_text_saves_steps():
+    plain, forced = FormRig(Whims(often=0)), FormRig(Whims(often=1, longest=8))
+    for rig in (plain, forced):
+        rig.add("a", prompt_of(5), max_tokens=40, structured_outputs=FORM)
+        rig.run()
+    assert len(forced.tokens["a", 0]) == len(plain.tokens["a", 0]) == 40
+    assert forced.engine.stats().num_steps < plain.engine.stats().num_steps / 2
+    assert forced.engine.stats().forced_tokens == len(forced.forced["a", 0]) > 20
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_no_mask_is_asked_for_what_is_known_already(in_flight):
+    rig = FormRig(Whims(often=1, longest=5), steps_in_flight=in_flight)
+    rig.add("a", prompt_of(5), max_tokens=40, structured_outputs=FORM)
+    rig.add("b", prompt_of(5), max_tokens=40)
+    rig.run()
+    sampled = len(rig.tokens["a", 0]) - len(rig.forced["a", 0])
+    assert len(rig.whims.asked) <= sampled + 1, "of one row, and once for each token that is sampled"
+
+
+def test_a_constraint_that_cannot_be_compiled_ends_its_request_alone():
+    rig = FormRig(Whims(), compile_steps=2, errors={"bad": "no such thing"})
+    rig.add("bad", prompt_of(3), n=2, structured_outputs=FORM)
+    rig.add("good", prompt_of(3), structured_outputs=FORM)
+    rig.run()
+    assert [rig.reasons["bad", i] for i in range(2)] == ["error", "error"]
+    assert rig.errors["bad", 0] == "no such thing"
+    check(rig, ("good", 0), prompt_of(3), 8)
+    assert rig.replay().difference == ""
+
+
+def test_a_request_may_be_given_up_while_its_constraint_is_compiled():
+    rig = FormRig(Whims(), compile_steps=3)
+    rig.add("a", prompt_of(3), structured_outputs=FORM)
+    with pytest.raises(RequestError, match="in use"):
+        rig.add("a", prompt_of(3))
+    rig.step()
+    rig.abort("a")
+    assert not rig.engine.has_work
+    rig.add("a", prompt_of(3), structured_outputs=FORM)
+    rig.run()
+    check(rig, ("a", 0), prompt_of(3), 8)
+
+
+def test_a_dead_end_says_why():
+    rig = FormRig(Whims(fails_after=5))
+    rig.add("a", prompt_of(3), max_tokens=20, structured_outputs=FORM)
+    rig.run()
+    assert rig.reasons["a", 0] == "error"
+    assert rig.errors["a", 0] == "the constraint on the output allows nothing here: a whim"
+
+
+def test_nothing_is_computed_where_all_is_forced():
+    rig = FormRig(Whims(often=1, longest=1, ends_after=1))
+    rig.add("a", prompt_of(3), n=2, structured_outputs=FORM)
+    rig.run()
+    assert rig.reasons["a", 0] == rig.reasons["a", 1] == "stop"
+    assert rig.engine.stats().num_steps == 0
+    assert rig.forced["a", 0] == [0]
+
+
+def test_a_stop_token_that_is_forced_ends_the_sequence():
+    whims = Whims(often=1, longest=9)
+    tokens, forced, _ = expected(prompt_of(3), whims, 30)
+    place = forced[len(forced) // 2]
+    stop = tokens[place]
+    rig = FormRig(whims)
+    rig.add("a", prompt_of(3), max_tokens=30, stop_token_ids=(stop,), structured_outputs=FORM)
+    rig.run()
+    assert rig.tokens["a", 0] == tokens[: tokens.index(stop) + 1]
+    assert rig.reasons["a", 0] == "stop"
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 40), st.sampled_from([1, 2]), st.integers(1, 3))
+def test_a_request_goes_on_in_another_engine_as_if_nothing_had_happened(killed_after, in_flight, n):
+    whims, prompt = Whims(often=2), prompt_of(6)
+    rig = FormRig(whims, steps_in_flight=in_flight)
+    rig.add("a", prompt, n=n, max_tokens=30, structured_outputs=FORM)
+    for _ in range(killed_after):
+        if rig.engine.has_work:
+            rig.step()
+    known = tuple(Known(rig.tokens.get(("a", i), []), ("a", i) in rig.reasons) for i in range(n))
+    other = FormRig(Whims(often=2), steps_in_flight=in_flight)
+    params = SamplingParams(temperature=0, n=n, max_tokens=30, structured_outputs=FORM, seed=0)
+    other.engine.add("a", prompt, params, known=known if any(one.token_ids for one in known) else ())
+    other.run()
+    for i in range(n):
+        assert known[i].token_ids + other.tokens.get(("a", i), []) == expected(prompt, whims, 30)[0]
+
+
+def test_what_cannot_be_constrained_is_refused():
+    plain = Rig()
+    with pytest.raises(RequestError, match="cannot constrain outputs"):
+        plain.add("a", prompt_of(3), structured_outputs=FORM)
+    rig = FormRig(Whims())
+    beams = Beams(width=2, num_candidates=4, length_penalty=1.0, early_stopping=False)
+    with pytest.raises(RequestError, match="beam search"):
+        rig.add(
+            "a",
+            prompt_of(3),
+            structured_outputs=FORM,
+            beams=beams,
+        )
+    rig.add("a", prompt_of(3), max_tokens=0, structured_outputs=FORM)
+    rig.run()
+    assert rig.tokens["a", 0] == []
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_what_is_asked_about_a_prompt_is_told_though_all_of_the_output_is_forced(in_flight):
+    prompt = prompt_of(9)
+    rig = FormRig(Whims(often=1, longest=1, ends_after=1), max_num_batched_tokens=8, steps_in_flight=in_flight)
+    rig.add("a", prompt, n=2, prompt_logprobs=0, structured_outputs=FORM)
+    rig.run()
+    assert rig.scored["a"] == [(prompt[i], i) for i in range(1, 9)]
+    assert rig.reasons["a", 0] == rig.reasons["a", 1] == "stop"
+    assert rig.tokens["a", 0] == rig.tokens["a", 1] == expected(prompt, rig.whims, 8)[0]
+    assert rig.forced["a", 0] == rig.forced["a", 1] == [0]
+    assert rig.replay().difference == ""
+
+
+def test_the_queue_is_bounded_also_while_constraints_are_compiled():
+    rig = FormRig(Whims(), compile_steps=4, max_queued_requests=2)
+    for name in ("a", "b"):
+        rig.add(name, prompt_of(3), structured_outputs=FORM)
+    with pytest.raises(QueueFull):
+        rig.add("c", prompt_of(3), structured_outputs=FORM)
+    rig.abort("b")
+    rig.add("c", prompt_of(3), structured_outputs=FORM)
+    rig.run()
+    assert set(rig.reasons) == {("a", 0), ("c", 0)}
+    rig.add("d", prompt_of(3))
+    rig.run()
+
+
+def test_compiling_counts_for_a_deadline():
+    rig = FormRig(Whims(), compile_steps=2)
+    rig.add("a", prompt_of(3), structured_outputs=FORM, terms=Terms(deadline=1.0))
+    rig.now += 100
+    rig.run()
+    assert rig.reasons["a", 0] == "abort" and "deadline" in rig.errors["a", 0]
+
+
+def test_known_tokens_before_a_limit_are_followed_by_what_is_forced():
+    rig = FormRig(Whims(often=1, longest=9))
+    params = SamplingParams(temperature=0, max_tokens=3, structured_outputs=FORM, seed=0)
+    rig.engine.add("a", prompt_of(3), params, known=(Known([7]),))
+    rig.run()
+    forced = rig.whims.verdict([7]).forced
+    assert rig.tokens["a", 0] == forced[:2] and len(forced) >= 2
+    assert rig.reasons["a", 0] == "length"
+
+
+def test_a_scheduler_without_constraints_refuses_the_same_when_it_is_run_again():
+    rig = Rig()
+    with pytest.raises(RequestError, match="cannot constrain outputs"):
+        rig.add("a", prompt_of(3), structured_outputs=FORM)
+    rig.add("b", prompt_of(3))
+    rig.run()
+    assert rig.replay().difference == ""
+
+
+def test_an_end_token_that_is_ignored_ends_no_form_before_the_least_length():
+    rig = FormRig(Whims(often=0))
+    rig.engine._eos_token_ids = (4,)
+    rig.add("a", prompt_of(3), ignore_eos=True, min_tokens=3, structured_outputs=FORM)
+    rig.add("b", prompt_of(3), ignore_eos=True, min_tokens=3)
+    seen = []
+    rig.engine.on_launch = lambda step: seen.append(
+        [(row, kind, ids.tolist()) for row, kind, ids, _ in step.opens.lists]
+    )
+    rig.step()
+    assert [[ids for _, _, ids in lists] for lists in seen] == [[[4]]]
+    rig.run()
+
+
+class Broken:
+    """A grammar whose matchers raise, some of them only later."""
+
+    def __init__(self, after):
+        self.after = after
+
+    def start(self, *, fast_forward):
+        return self
+
+    def advance(self, tokens):
+        self.after -= 1
+        if self.after < 0:
+            raise IndexError("oh")
+        return Verdict()
+
+    def fill(self, words):
+        raise IndexError("oh")
+
+
+@pytest.mark.parametrize("after", [0, 2])
+def test_a_backend_that_raises_ends_its_own_sequence_alone(after):
+    matchers = Matchers(2)
+    rig = FormRig(matchers)
+    matchers.expect("a", Broken(after))
+    rig.add("a", prompt_of(3), structured_outputs=FORM)
+    rig.add("b", prompt_of(3))
+    while rig.engine.has_work:
+        rig.step()
+    assert rig.reasons["a", 0] == "error" and "the backend failed (IndexError)" in rig.errors["a", 0]
+    assert rig.reasons["b", 0] == "length"
+    assert not matchers.masks([]).any() and not matchers._matchers and not matchers._waiting
+
+
+def test_who_compares_sequences_gets_them_token_by_token():
+    asked = []
+
+    class Listening:
+        def start(self, *, fast_forward):
+            asked.append(fast_forward)
+            return Broken(9)
+
+    matchers = Matchers(2)
+    for i, params in enumerate(({}, {"best_of": 2}, {"logit_bias": {1: 2.0}}, {"bad_words": ["a"]})):
+        matchers.expect(str(i), Listening())
+        made = SamplingParams(max_tokens=4, seed=1, structured_outputs=FORM, **params)
+        matchers.begin(i, Request(id=str(i), prompt=[1], params=made), [])
+    assert asked == [True, False, False, False]

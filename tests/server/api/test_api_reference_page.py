@@ -1,0 +1,64 @@
+"""docs/api.md names every route, and every field of its body in its own section."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from quire.server.api.native.programs import EndProgramBody
+from quire.server.api.native.tokenize import DetokenizeBody, TokenizeBody
+from quire.server.api.openai.embeddings import EmbeddingBody
+from quire.server.api.openai.schema import ChatBody, ChatMessage, CompletionBody, SamplingBody, StreamOptions
+from quire.server.api.request_params import JsonSchema, ProgramBody, ResponseFormat, RetentionBody, StructuredOutputs
+from quire.server.api.sglang.schema import GenerateBody, GenerateParams
+
+PAGE = (Path(__file__).resolve().parents[3] / "docs" / "api.md").read_text()
+SECTIONS = {part.split("\n", 1)[0]: part for part in PAGE.split("\n## ")}
+COMMON = "`/v1/completions` and `/v1/chat/completions`"
+BODIES = {
+    SamplingBody: [COMMON],
+    StreamOptions: [COMMON],
+    ResponseFormat: [COMMON],
+    JsonSchema: [COMMON],
+    StructuredOutputs: [COMMON],
+    CompletionBody: [COMMON, "`/v1/completions`"],
+    ChatBody: [COMMON, "`/v1/chat/completions`"],
+    ChatMessage: ["`/v1/chat/completions`"],
+    EmbeddingBody: ["`/v1/embeddings`"],
+    TokenizeBody: ["`/tokenize` and `/detokenize`"],
+    DetokenizeBody: ["`/tokenize` and `/detokenize`"],
+    GenerateBody: ["`/generate`"],
+    GenerateParams: ["`/generate`"],
+    RetentionBody: [COMMON],
+    ProgramBody: [COMMON],
+    EndProgramBody: ["`/v1/programs/end`"],
+}
+
+
+def missing(body, text):
+    names = [field.alias or name for name, field in body.model_fields.items()]
+    return [name for name in names if f"`{name}`" not in text]
+
+
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+def test_every_field_is_named_in_the_section_of_its_route(body):
+    assert not missing(body, "".join(SECTIONS[name] for name in BODIES[body]))
+
+
+def test_a_missing_field_would_be_seen():
+    assert "suffix" in missing(CompletionBody, SECTIONS[COMMON])
+
+
+def test_every_route_is_named_and_every_body_known(http):
+    schema = http.get("/openapi.json").json()
+    assert [path for path in schema["paths"] if f"`{path.replace(':path', '')}`" not in PAGE] == []
+    bodies = {body.__name__ for body in BODIES}
+    assert {name for name in schema["components"]["schemas"] if re.search(r"Body$|Params$|Options$", name)} <= bodies
+
+
+def test_codes_and_types_of_errors_are_named():
+    errors = (Path(__file__).resolve().parents[3] / "quire" / "server" / "errors.py").read_text()
+    named = set(re.findall(r'"([a-z]+(?:_[a-z]+)+)"', errors))
+    words = {name for name in named if name.endswith(("_error", "_parameter", "_exceeded", "_found", "_unavailable"))}
+    assert words
+    assert {name for name in words if f"`{name}`" not in PAGE} == set()

@@ -1,0 +1,180 @@
+"""Each field that a request may have: its effect, beside the offline interface, or its refusal."""
+
+import dataclasses
+
+import pytest
+from embedded_model_server import CHAT, GREEDY, MODEL, STORY
+
+from quire import SamplingParams
+
+ROUTES = {"/v1/completions": {"prompt": STORY}, "/v1/chat/completions": {"messages": CHAT}}
+OF_FOUR = {"temperature": 1.0, "seed": 4, "allowed_token_ids": [67, 68, 69, 70]}  # says everything more than once
+WILD = {"temperature": 5.0, "seed": 4}
+END = "<|im_end|>"
+
+# field -> (what the request has beside it, its value); None: made of the first token of the plain output
+CHANGES = {
+    "presence_penalty": (OF_FOUR, -2.0),
+    "frequency_penalty": (OF_FOUR, 2.0),
+    "repetition_penalty": ({}, 4.0),
+    "logit_bias": ({}, None),
+    "allowed_token_ids": ({}, [67, 68, 69]),
+    "bad_words": ({}, None),
+    "stop": ({}, ["e"]),
+    "stop_token_ids": ({}, None),
+    "include_stop_str_in_output": ({"stop": ["e"]}, True),
+    "truncate_prompt_tokens": ({}, 2),
+    "top_k": (WILD, 1),
+    "top_p": (WILD, 0.01),
+    "min_p": (WILD, 1.0),
+    "temperature": (WILD, 0.3),
+    "seed": (WILD, 9),
+    "max_tokens": ({}, 3),
+}
+
+
+@pytest.fixture(params=ROUTES)
+def ask(request, http):
+    """Sends fields to one of the routes and returns the text."""
+
+    def ask(**fields):
+        answer = http.post(request.param, json={**ROUTES[request.param], **GREEDY, **fields})
+        assert answer.status_code == 200, answer.text
+        choice = answer.json()["choices"][0]
+        return choice.get("text", choice.get("message", {}).get("content")), answer.json()
+
+    ask.route = request.param
+    return ask
+
+
+@pytest.fixture
+def expect(ask, llm):
+    """What the offline interface makes of the same."""
+
+    def expect(**fields):
+        params = dataclasses.replace(llm.get_default_sampling_params(), **{**GREEDY, **fields})
+        (result,) = llm.generate(STORY, params) if ask.route == "/v1/completions" else llm.chat(CHAT, params)
+        return result
+
+    return expect
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_field_changes_the_output_as_it_does_offline(ask, expect, llm, name):
+    beside, value = CHANGES[name]
+    plain = expect(**beside).outputs[0]
+    first = plain.token_ids[0]
+    word = llm.get_tokenizer().token_text(first)
+    value = {"logit_bias": {str(first): -100}, "stop_token_ids": [first], "bad_words": [word]}.get(name, value)
+    changed = expect(**{**beside, name: value}).outputs[0].text
+    assert ask(**{**beside, name: value})[0] == changed != plain.text
+    assert ask(**beside)[0] == plain.text
+
+
+def test_min_tokens_and_ignore_eos(http, llm):
+    (plain,) = llm.chat(CHAT, SamplingParams(temperature=0, max_tokens=100))
+    length = len(plain.outputs[0].token_ids)
+    assert plain.outputs[0].finish_reason == "stop"
+    for field in ({"min_tokens": length + 5}, {"ignore_eos": True}):
+        body = {"messages": CHAT, "temperature": 0, "max_tokens": length + 5, **field}
+        answer = http.post("/v1/chat/completions", json=body).json()
+        assert answer["usage"]["completion_tokens"] == length + 5
+        assert answer["choices"][0]["message"]["content"].startswith(plain.outputs[0].text)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_special_tokens_and_what_ended_the_output_are_text_where_asked_for(client, llm, stream):
+    def ask(**fields):
+        answer = client.chat.completions.create(
+            model=MODEL, messages=CHAT, temperature=0, max_tokens=100, stream=stream, extra_body=fields
+        )
+        parts = [part.choices[0] for part in (answer if stream else [answer])]
+        return "".join((part.delta if stream else part.message).content or "" for part in parts)
+
+    plain = ask()
+    assert END not in plain
+    assert ask(skip_special_tokens=False) == ask(include_stop_str_in_output=True) == plain
+    assert ask(skip_special_tokens=False, include_stop_str_in_output=True) == plain + END
+    shown = ask(skip_special_tokens=False, ignore_eos=True)
+    assert shown.startswith(plain + END)
+    assert END not in ask(ignore_eos=True)
+
+
+def test_deterministic_and_spaces_are_passed_on(ask):
+    plain = ask()[0]
+    assert ask(deterministic=True)[0] == plain
+    assert ask(spaces_between_special_tokens=False)[0] == plain  # byte-level tokenizers put none there
+
+
+@pytest.mark.parametrize("length", [3, -1])
+def test_a_truncated_prompt_is_counted_as_it_is_kept(http, llm, length):
+    ids = llm.get_tokenizer().encode("the kettle " * 300)
+    body = {"prompt": ids, "max_tokens": 12, "truncate_prompt_tokens": length, "temperature": 0, "ignore_eos": True}
+    answer = http.post("/v1/completions", json=body).json()
+    kept = 3 if length == 3 else 512 - 12
+    assert answer["usage"]["prompt_tokens"] == kept
+    whole = http.post("/v1/completions", json={**body, "prompt": ids[-kept:], "truncate_prompt_tokens": None}).json()
+    assert answer["choices"][0]["text"] == whole["choices"][0]["text"]
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_ids_are_added_where_asked_for(http, offline, llm, path):
+    body = {**ROUTES[path], **GREEDY, "n": 2, "return_token_ids": True}
+    answer = http.post(path, json=body).json()
+    params = SamplingParams(**GREEDY, n=2)
+    (expected,) = llm.generate(STORY, params) if path == "/v1/completions" else llm.chat(CHAT, params)
+    assert [choice["token_ids"] for choice in answer["choices"]] == [o.token_ids for o in expected.outputs]
+    prompts = [choice["prompt_token_ids"] for choice in answer["choices"]] if "prompt" in body else (
+        [answer["prompt_token_ids"]]
+    )  # fmt: skip
+    assert all(ids == expected.prompt_token_ids for ids in prompts)
+    assert "token_ids" not in http.post(path, json={**body, "return_token_ids": None}).json()["choices"][0]
+
+
+WITHOUT_EFFECT = {
+    **{"user": "a", "metadata": {"a": "b"}, "store": True, "service_tier": "auto", "prompt_cache_key": "a"},
+    **{"prompt_cache_options": {"ttl": "30m"}, "prompt_cache_retention": "24h", "safety_identifier": "a"},
+    **{"use_beam_search": False, "length_penalty": 1.0, "early_stopping": False, "best_of": 1},
+    **{"priority": 0, "deadline": None, "retention": {}, "structured_outputs": None, "cache_salt": None},
+    **{"response_format": {"type": "text"}, "prompt_logprobs": None, "logit_bias": {}, "stop": [], "top_p": None},
+}
+FOR_CHAT = {
+    **{"parallel_tool_calls": True, "modalities": ["text"], "functions": [], "function_call": "auto", "audio": None},
+    **{"tool_choice": "auto", "verbosity": "medium", "prediction": {"type": "content", "content": "a"}},
+    **{"moderation": None, "web_search_options": None, "documents": [], "chat_template": None},
+}
+FOR_COMPLETIONS = {"suffix": "", "echo": False}
+REFUSED_IN_CHAT = {
+    **{
+        "tool_choice": "required",
+        "functions": [{"name": "f"}],
+        "function_call": {"name": "f"},
+        "audio": {"voice": "x"},
+    },
+    **{"modalities": ["text", "audio"], "parallel_tool_calls": False, "web_search_options": {}, "verbosity": "low"},
+    **{"moderation": {"model": "m"}},
+}
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_fields_that_ask_for_nothing_change_nothing(http, path):
+    fields = {**WITHOUT_EFFECT, **(FOR_COMPLETIONS if path == "/v1/completions" else FOR_CHAT)}
+    body = {**ROUTES[path], **GREEDY}
+
+    def content(answer):
+        assert answer.status_code == 200, answer.text
+        choice = answer.json()["choices"][0]
+        return choice.get("text") or choice["message"]["content"]
+
+    assert content(http.post(path, json={**body, **fields})) == content(http.post(path, json=body))
+
+
+@pytest.mark.parametrize("name", [*REFUSED_IN_CHAT, "suffix"])
+def test_what_is_not_supported_is_refused_by_name(http, name):
+    value = {**REFUSED_IN_CHAT, "suffix": "the end"}[name]
+    path = "/v1/completions" if name == "suffix" else "/v1/chat/completions"
+    answer = http.post(path, json={**ROUTES[path], "max_tokens": 1, name: value})
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert (error["param"], error["code"]) == (name, "unsupported_parameter")
+    assert "not supported yet" in error["message"]

@@ -1,0 +1,179 @@
+"""Priority, deadline and retention: as the engine gets them over HTTP and offline, and what is refused."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from embedded_model_server import CHAT, STORY, run_app, service_of, small_engine
+from multi_tenant_server import GENERATING
+
+from quire import SamplingParams
+from quire.config import EngineOptions
+from quire.core.scheduling_params import Retention, Terms
+from quire.engine.inputs import NewRequest, make_terms, terms_each
+from quire.errors import RequestError
+from quire.server.app import make_app
+
+KEPT = {"ttl": 60, "pin": True, "session": "a talk"}
+OPTIONS = EngineOptions()
+ONE = SamplingParams(max_tokens=1)
+
+
+def terms_of(site, answer):
+    assert answer.status_code == 200, answer.text
+    return site.engine.terms[f"{answer.headers['x-request-id']}-0"]
+
+
+@pytest.mark.parametrize("path", GENERATING)
+def test_terms_reach_the_engine(keyless, path):
+    asked = {"deadline": 1000, "retention": KEPT, "priority": 0}
+    expected = Terms(deadline=1000, retention=Retention(**KEPT))
+    assert terms_of(keyless, keyless.post(None, path, **GENERATING[path], **asked)) == expected
+    partly = {"retention": {"ttl": 5.5, "pin": None}}
+    expected = Terms(retention=Retention(ttl=5.5))
+    assert terms_of(keyless, keyless.post(None, path, **GENERATING[path], **partly)) == expected
+    nothing = {"deadline": None, "retention": None, "priority": None}
+    assert terms_of(keyless, keyless.post(None, path, **GENERATING[path], **nothing)) == Terms()
+
+
+REFUSED = [
+    ({"deadline": 0}, "deadline", "invalid_value"),
+    ({"deadline": -1.5}, "deadline", "invalid_value"),
+    ({"deadline": 1e10}, "deadline", "invalid_value"),
+    ({"deadline": "soon"}, "deadline", "invalid_type"),
+    ({"deadline": True}, "deadline", "invalid_type"),
+    ({"priority": 1.5}, "priority", None),
+    ({"priority": "high"}, "priority", "invalid_type"),
+    ({"priority": 10**30}, "priority", None),
+    ({"retention": "long"}, "retention", None),
+    ({"retention": {"priority": 101}}, "retention.priority", "invalid_value"),
+    ({"retention": {"priority": -1}}, "retention.priority", "invalid_value"),
+    ({"retention": {"ttl": -1}}, "retention.ttl", "invalid_value"),
+    ({"retention": {"pin": "yes"}}, "retention.pin", "invalid_type"),
+    ({"retention": {"session": ""}}, "retention.session", "invalid_value"),
+    ({"retention": {"session": "x" * 257}}, "retention.session", "invalid_value"),
+    ({"retention": {"ttll": 5}}, "retention.ttll", "unknown_parameter"),
+]
+
+
+@pytest.mark.parametrize("path", GENERATING)
+def test_values_out_of_bounds_and_unknown_names_are_refused(keyless, path):
+    for fields, param, code in REFUSED:
+        answer = keyless.post(None, path, **GENERATING[path], **fields)
+        assert answer.status_code == 400, (fields, answer.text)
+        error = answer.json()["error"]
+        found = error["param"] if code != "unknown_parameter" else "retention.ttll"
+        assert found == param, (fields, error)
+        assert code in (None, error["code"]), (fields, error)
+        assert param.split(".")[-1] in error["message"]
+    whole = json.dumps(GENERATING[path])[:-1] + ', "deadline": 1e999}'
+    answer = keyless.ask(None, "POST", path, content=whole)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "deadline"
+
+
+def test_a_priority_that_nobody_heeds_is_refused_and_one_that_is_heeded_is_not(keyless):
+    body = {**GENERATING["/v1/completions"], "priority": -3}
+    error = keyless.post(None, "/v1/completions", **body).json()["error"]
+    assert error["param"] == "priority"
+    assert "--policy priority" in error["message"]
+    for path, body in GENERATING.items():
+        error = keyless.post(None, path, **body, retention={"priority": 51}).json()["error"]
+        assert error["param"] == "retention.priority"
+        assert "--eviction priority" in error["message"]
+
+
+def test_a_server_that_heeds_priorities_takes_them(http):
+    built = small_engine()
+    service = service_of(replace(built, options=replace(built.options, policy="priority", eviction="priority")))
+    with run_app(make_app(service)) as url:
+        for priority in (-5, 5):
+            answer = http.post(f"{url}/v1/completions", json={**GENERATING["/v1/completions"], "priority": priority})
+            assert answer.status_code == 200
+            kept = {"retention": {"priority": 50 + priority}}
+            answer = http.post(f"{url}/generate", json={**GENERATING["/generate"], **kept})
+            assert answer.status_code == 200
+
+
+# Offline
+
+
+@pytest.fixture
+def noted(llm, monkeypatch):
+    """Terms of the requests that the engine gets, in their order."""
+    seen = []
+    add = llm._engine.add
+
+    def noting(*request):
+        seen.append(NewRequest(*request).terms)
+        add(*request)
+
+    monkeypatch.setattr(llm._engine, "add", noting)
+    return seen
+
+
+def test_terms_of_all_prompts_or_of_each(llm, noted, monkeypatch):
+    monkeypatch.setattr(llm, "_options", EngineOptions(policy="priority", eviction="cost"))
+    llm.generate([STORY, STORY], ONE, priority=2, deadline=[50, None], retention=KEPT)
+    llm.generate([STORY, STORY], ONE, priority=[1, 3], retention=[Retention(ttl=3.0, priority=9), None])
+    llm.chat([CHAT, CHAT], ONE, priority=[7, -7], deadline=100.0)
+    llm.generate(STORY, ONE)
+    kept = Retention(**KEPT)
+    assert noted == [
+        Terms(priority=2, deadline=50, retention=kept),
+        Terms(priority=2, retention=kept),
+        Terms(priority=1, retention=Retention(ttl=3.0, priority=9)),
+        Terms(priority=3),
+        Terms(priority=7, deadline=100.0),
+        Terms(priority=-7, deadline=100.0),
+        Terms(),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"priority": [1, 2, 3]}, "2 prompts need as many values of priority, not 3"),
+        ({"deadline": [1.0]}, "2 prompts need as many values of deadline, not 1"),
+        ({"priority": 1}, "needs the policy 'priority', and this engine runs 'fcfs'"),
+        ({"priority": "high"}, "priority must be a whole number"),
+        ({"retention": {"priority": 90}}, "evicts by 'lru'; leave it out, or .*--eviction priority"),
+        ({"retention": 5}, "retention must be Retention"),
+        ({"retention": {"tll": 5}}, r"retention has no field 'tll' \(did you mean 'ttl'\?\)"),
+        ({"retention": [{"ttl": 1}, {"ttl": -1}]}, "retention.ttl must be"),
+    ],
+)
+def test_terms_that_cannot_be_are_refused_before_anything_runs(llm, noted, fields, message):
+    with pytest.raises(RequestError, match=message):
+        llm.generate([STORY, STORY], ONE, **fields)
+    assert noted == []
+
+
+def test_terms_are_made_without_a_model():
+    assert make_terms(OPTIONS) == Terms()
+    assert terms_each(0, OPTIONS, priority=None, deadline=None, retention=None) == []
+    assert make_terms(EngineOptions(policy="priority"), 4, 2.0, {"pin": True}) == Terms(
+        priority=4, deadline=2.0, retention=Retention(pin=True)
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "priority", "pin"),
+    [
+        ({}, False, True),
+        ({"eviction": "lfu"}, False, True),
+        ({"eviction": "priority"}, True, True),
+        ({"eviction": "cost"}, True, True),
+        ({"prefix_index": "hash"}, False, False),
+        ({"enable_prefix_caching": False}, False, False),
+    ],
+)
+def test_what_an_engine_would_not_heed_is_refused(options, priority, pin):
+    options = EngineOptions(**options)
+    for retention, heeded in (({"priority": 60}, priority), ({"pin": True}, pin), ({"priority": 50, "ttl": 1}, True)):
+        if heeded:
+            assert make_terms(options, retention=retention).retention == Retention(**retention)
+        else:
+            with pytest.raises(RequestError, match="leave it out, or start the engine with") as caught:
+                make_terms(options, retention=retention)
+            assert caught.value.param == f"retention.{next(iter(retention))}"

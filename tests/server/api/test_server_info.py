@@ -1,0 +1,127 @@
+"""What /get_server_info says about costs and block sizes, and deadlines that are refused or missed over HTTP."""
+
+import asyncio
+import threading
+
+import pytest
+from multi_tenant_server import GENERATING
+
+from quire.core.output import Output
+from quire.cost.block_size import CANDIDATES, BlockUse
+from quire.cost.step_time import Costs
+from quire.engine.engine import EngineStats, Learnt
+from quire.errors import DeadlineUnreachable
+from quire.server.api.native import admin
+from quire.startup.build import facts_of
+from quire.supervisor import async_engine
+from quire.supervisor.async_engine import AsyncEngine
+from quire.supervisor.launcher import EngineThread
+
+
+def test_costs_and_block_sizes_of_the_requests_so_far(keyless, monkeypatch):
+    measured = []
+    real = admin.lookup_seconds
+    monkeypatch.setattr(admin, "lookup_seconds", lambda *what: measured.append(what) or real(*what))
+    body = {"prompt": [[5] * 40] * 8, "n": 4, "max_tokens": 24, "ignore_eos": True}
+    assert keyless.post(None, "/v1/completions", **body).status_code == 200
+    info = keyless.ask(None, "GET", "/get_server_info").json()
+    costs, advice = info["costs"], info["block_size_advice"]
+    assert costs["prompt_seconds_per_token"] > 0
+    assert costs["step_seconds"] > 0
+    assert costs["seconds_per_byte_out"] is None
+    assert advice["current"] == 16
+    assert 0 < advice["internal_waste"] < 0.5
+    assert advice["lookup_us"] > 0
+    assert advice["reason"]
+    assert {one["block_size"] for one in advice["candidates"]} == set(CANDIDATES)
+    for one in advice["candidates"]:
+        assert set(one) == {"block_size", "predicted_waste", "half_block_waste", "lookup_us", "lookup_share"}
+        assert 0 <= one["predicted_waste"] < 1
+    wastes = [one["half_block_waste"] for one in advice["candidates"]]
+    assert wastes == sorted(wastes)
+    assert advice["recommended"] in {*CANDIDATES}
+    again = keyless.ask(None, "GET", "/get_server_info").json()["block_size_advice"]
+    assert again["lookup_us"] == advice["lookup_us"]
+    ((kind, sizes, length),) = measured
+    assert (kind, list(sizes)) == ("radix", list(CANDIDATES))
+    assert length == advice["lookup_tokens"] > 1
+
+
+class Stuck:
+    """An engine that does nothing until it is let go."""
+
+    def __init__(self):
+        self.go = threading.Event()
+        self.has_work = True
+
+    def step(self):
+        self.go.wait(20)
+        return []
+
+    def stats(self):
+        return EngineStats.nothing()
+
+    def learnt(self):
+        return Learnt(Costs().figures(), BlockUse(16).figures())
+
+    def close(self):
+        pass
+
+
+def test_an_engine_that_does_not_answer_tells_nothing(monkeypatch, served):
+    facts = facts_of(served.built)
+    monkeypatch.setattr(async_engine, "STALL_SECONDS", 0.05)
+
+    async def main():
+        stuck = Stuck()
+        host = EngineThread(stuck, facts)
+        host.launch()
+        engine = AsyncEngine(host)
+        assert await engine.learnt() is None  # not started
+        await engine.start()
+        assert await engine.learnt() is None
+        stuck.has_work = False
+        stuck.go.set()
+        assert (await engine.learnt()).blocks.block_size == 16
+        await engine.close()
+        assert await engine.learnt() is None
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("path", GENERATING)
+def test_a_deadline_that_cannot_be_met_is_a_429_that_says_when_to_come_again(keyless, monkeypatch, path):
+    def refuse(*_request):
+        raise DeadlineUnreachable(7.2, 2.5)
+
+    monkeypatch.setattr(keyless.engine, "add", refuse, raising=False)
+    answer = keyless.post(None, path, **GENERATING[path], deadline=2.5)
+    assert answer.status_code == 429
+    assert answer.headers["retry-after"] == "5"
+    error = answer.json()["error"]
+    assert (error["type"], error["param"], error["code"]) == ("rate_limit_error", "deadline", "deadline_unreachable")
+    assert "predicted to take 7.2 s" in error["message"]
+
+
+@pytest.mark.parametrize(("num_before", "status"), [(0, 429), (2, 200)])
+def test_a_deadline_that_is_missed_on_the_way(keyless, monkeypatch, num_before, status):
+    """The engine gives a request up, before or after its first tokens."""
+    step = keyless.engine._engine.step
+
+    def missing():
+        outputs = step()
+        return [_given_up(output, num_before) for output in outputs]
+
+    monkeypatch.setattr(keyless.engine, "step", missing, raising=False)
+    answer = keyless.post(None, "/v1/completions", prompt="Hello", max_tokens=1, ignore_eos=True)
+    assert answer.status_code == status
+    if status == 200:
+        choice = answer.json()["choices"][0]
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("abort", "too late")
+    else:
+        assert answer.json()["error"]["message"].startswith("too late; allow more time")
+
+
+def _given_up(output, num_before):
+    tokens = output.token_ids[:1] * num_before
+    return Output(output.request_id, output.index, output.seq_id, tokens, "abort", error="too late")

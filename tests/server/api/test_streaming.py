@@ -1,0 +1,108 @@
+"""A stream adds up to the whole answer, whatever is asked for."""
+
+import json
+
+import pytest
+from embedded_model_server import CHAT, MODEL, STORY
+
+SAMPLED = {"seed": 5, "temperature": 1.5, "max_tokens": 14}
+COMPLETIONS = {
+    "plain": {},
+    "three with logprobs": {"n": 3, "logprobs": 2},
+    "batch of ids": {"n": 3, "prompt": [STORY, "é 😀"], "logprobs": 1, "return_token_ids": True},
+    "echo": {"n": 3, "echo": True, "logprobs": 2, "prompt": "é 😀 One"},
+    "echo alone": {"n": 3, "echo": True, "max_tokens": 0},
+    "prompt logprobs": {"n": 3, "prompt_logprobs": 2},
+    "stop": {"n": 3, "stop": ["e", "a"], "logprobs": 0},
+    "stop included": {"n": 3, "stop": ["e", "a"], "include_stop_str_in_output": True},
+    "token ids as tokens": {"logprobs": 2, "return_tokens_as_token_ids": True, "logprob_token_ids": [67]},
+}
+CHATS = {
+    "plain": {},
+    "three with logprobs": {"n": 3, "logprobs": True, "top_logprobs": 2},
+    "given tokens": {"n": 3, "logprobs": True, "logprob_token_ids": [67, 68]},
+    "ids and the prompt": {"n": 3, "prompt_logprobs": 1, "return_token_ids": True},
+    "stop": {"n": 3, "stop": ["e"]},
+    "echo": {"messages": [*CHAT, {"role": "assistant", "content": "Hello"}], "echo": True},
+}
+ONCE = ("index", "finish_reason", "stop_reason", "prompt_logprobs", "prompt_token_ids", "role", "refusal")
+
+
+def add(whole, part):
+    """Join a part of an answer to what came before."""
+    for name, value in part.items():
+        if value is None:
+            whole.setdefault(name, None)
+        elif name in ONCE or whole.get(name) is None:
+            whole[name] = value
+        elif isinstance(value, dict):
+            whole[name] = add(dict(whole[name]), value)
+        else:
+            whole[name] = whole[name] + value
+    return whole
+
+
+def joined(answer):
+    """The choices of a stream, and what its chunks say about the prompt."""
+    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+    assert lines[-1] == "[DONE]"
+    choices, about = {}, {}
+    for chunk in map(json.loads, lines[:-1]):
+        about |= {name: chunk[name] for name in ("prompt_logprobs", "prompt_token_ids") if name in chunk}
+        for choice in chunk["choices"]:
+            choices[choice["index"]] = add(choices.get(choice["index"], {}), choice)
+    return [choices[i] for i in sorted(choices)], about
+
+
+@pytest.mark.parametrize("fields", COMPLETIONS.values(), ids=COMPLETIONS.keys())
+def test_completions(http, fields):
+    body = {"prompt": STORY, **SAMPLED, **fields}
+    whole = http.post("/v1/completions", json=body).json()["choices"]
+    streamed, _ = joined(http.post("/v1/completions", json={**body, "stream": True}))
+    assert streamed == whole
+    assert [choice["index"] for choice in whole] == list(range(len(whole)))
+
+
+@pytest.mark.parametrize("fields", CHATS.values(), ids=CHATS.keys())
+def test_chats(http, fields):
+    body = {"messages": CHAT, **SAMPLED, **fields}
+    whole = http.post("/v1/chat/completions", json=body).json()
+    streamed, about = joined(http.post("/v1/chat/completions", json={**body, "stream": True}))
+    for choice in streamed:
+        choice["message"] = {**choice.pop("delta"), "refusal": None}
+    for choice in (*streamed, *whole["choices"]):  # only streams leave out what nothing is said about
+        choice["logprobs"] = choice["logprobs"] and choice["logprobs"]["content"]
+    assert streamed == whole["choices"]
+    assert about == {name: whole[name] for name in about}
+    assert set(about) == {name for name in ("prompt_logprobs", "prompt_token_ids") if name in whole}
+
+
+@pytest.mark.parametrize("always", [False, True])
+def test_usage(client, always):
+    stream = client.completions.create(
+        model=MODEL,
+        prompt=[STORY, "a b c"],
+        stream=True,
+        stream_options={"include_usage": True, "continuous_usage_stats": always},
+        extra_body={"ignore_eos": True},
+        n=2,
+        max_tokens=5,
+    )
+    *chunks, last = list(stream)
+    assert last.choices == []
+    assert last.usage.completion_tokens == 20
+    assert last.usage.total_tokens == last.usage.prompt_tokens + 20
+    counts = [chunk.usage.completion_tokens if chunk.usage else None for chunk in chunks]
+    if always:
+        assert counts == sorted(counts)
+        assert counts[-1] == 20
+        assert {chunk.usage.prompt_tokens for chunk in chunks} == {last.usage.prompt_tokens}
+    else:
+        assert set(counts) == {None}
+
+
+def test_cached_tokens_are_counted_once_for_all_sequences(http):
+    body = {"prompt": list(range(67, 107)), "n": 3, "max_tokens": 1}
+    usages = [http.post("/v1/completions", json=body).json()["usage"] for _ in range(2)]
+    assert {usage["prompt_tokens"] for usage in usages} == {40}
+    assert all(0 <= usage["prompt_tokens_details"]["cached_tokens"] < 40 for usage in usages)

@@ -1,0 +1,168 @@
+"""What form an output has: every field of every route that says so, and what is refused by name."""
+
+import json
+
+import pytest
+from embedded_model_server import CHAT, STORY
+
+from quire.errors import RequestError
+from quire.params import MAX_CHARACTERS, MAX_NESTING, StructuredOutputsParams
+from quire.server.api.openai.schema import ChatBody, CompletionBody
+from quire.server.api.sglang.schema import ROUTE_NAMES, GenerateParams
+from quire.server.errors import renamed
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+TAG = {"type": "structural_tag", "format": {"type": "any_text"}}
+OLD_TAG = {
+    "type": "structural_tag",
+    "structures": [{"begin": "<a>", "schema": SCHEMA, "end": "</a>"}],
+    "triggers": ["<"],
+}
+ROUTES = {"/v1/completions": {"prompt": STORY}, "/v1/chat/completions": {"messages": CHAT}}
+BODIES = {"/v1/completions": CompletionBody, "/v1/chat/completions": ChatBody}
+
+# what a body says -> the parameters that this is
+FORMS = [
+    ({"response_format": {"type": "json_object"}}, {"json_object": True}),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}},
+        {"json": SCHEMA},
+    ),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "description": "y", "schema": True}}},
+        {"json": True},
+    ),
+    ({"response_format": TAG}, {"structural_tag": TAG}),
+    ({"response_format": OLD_TAG}, {"structural_tag": OLD_TAG}),
+    (
+        {"response_format": {"type": "json_object"}, "structured_outputs": {"disable_any_whitespace": True}},
+        {"json_object": True, "disable_any_whitespace": True},
+    ),
+    ({"response_format": {"type": "text"}, "regex": "a+"}, {"regex": "a+"}),
+    ({"structured_outputs": {"json": SCHEMA}}, {"json": SCHEMA}),
+    ({"structured_outputs": {"json": json.dumps(SCHEMA), "json_object": False}}, {"json": SCHEMA}),
+    ({"structured_outputs": {"regex": "a+", "fast_forward": False}}, {"regex": "a+", "fast_forward": False}),
+    ({"structured_outputs": {"choice": ["a", "b"]}}, {"choice": ("a", "b")}),
+    ({"structured_outputs": {"grammar": 'start: "a"', "json": None}}, {"grammar": 'start: "a"'}),
+    ({"structured_outputs": {"json_object": True, "whitespace_pattern": " ?"}}, None),
+    ({"structured_outputs": {"json": SCHEMA, "disable_additional_properties": True}}, None),
+    ({"structured_outputs": {"structural_tag": json.dumps(TAG)}}, {"structural_tag": TAG}),
+    ({"guided_json": SCHEMA}, {"json": SCHEMA}),
+    ({"guided_regex": "a+"}, {"regex": "a+"}),
+    ({"guided_choice": ["a", "b"]}, {"choice": ("a", "b")}),
+    ({"guided_grammar": 'start: "a"'}, {"grammar": 'start: "a"'}),
+    ({"json_schema": json.dumps(SCHEMA)}, {"json": SCHEMA}),
+    ({"regex": "a+"}, {"regex": "a+"}),
+    ({"ebnf": 'root ::= "a"'}, {"grammar": 'root ::= "a"'}),
+]
+NOTHING = [{}, {"response_format": None}, {"response_format": {"type": "text"}}, {"structured_outputs": None}]
+
+
+@pytest.fixture(params=ROUTES)
+def read(request):
+    """The parameters that a body of one of the routes is read as, with errors called as the route calls them."""
+
+    def read(**fields):
+        body = BODIES[request.param].model_validate({**ROUTES[request.param], **fields})
+        with renamed(body.form_names()):
+            return body.sampling_params({})
+
+    return read
+
+
+@pytest.mark.parametrize(("fields", "expected"), FORMS, ids=lambda value: "-".join(value) if value else "same")
+def test_a_form_is_what_the_body_says(read, fields, expected):
+    expected = StructuredOutputsParams(**(fields["structured_outputs"] if expected is None else expected))
+    assert read(**fields).structured_outputs == expected
+
+
+@pytest.mark.parametrize("fields", NOTHING)
+def test_without_a_form_anything_may_come(read, fields):
+    assert read(**fields).structured_outputs is None
+
+
+DEEP = "[" * (MAX_NESTING + 2) + "]" * (MAX_NESTING + 2)
+BIG = {"enum": ["x" * 1000] * (MAX_CHARACTERS // 1000)}
+# what a body says -> the param of the error, and a part of its message
+REFUSED = [
+    ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "not regex and choice"),
+    ({"structured_outputs": {"disable_any_whitespace": True}}, "structured_outputs", "not none"),
+    ({"structured_outputs": {}}, "structured_outputs", "not none"),
+    ({"regex": "a", "ebnf": "b"}, "ebnf", "regex and ebnf each ask for a form of the output"),
+    (
+        {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
+        "structured_outputs",
+        "response_format and structured_outputs each ask",
+    ),
+    (
+        {"guided_regex": "a", "structured_outputs": {"json": True}},
+        "guided_regex",
+        "structured_outputs and guided_regex",
+    ),
+    ({"response_format": {"type": "json_schema"}}, "response_format", "needs a json_schema with a schema"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format", "with a schema"),
+    ({"response_format": {"type": "text", "format": {}}}, "response_format", "type text has no format"),
+    ({"response_format": {**TAG, "json_schema": {"name": "x"}}}, "response_format", "has no json_schema"),
+    (
+        {"structured_outputs": {"json": DEEP}},
+        "structured_outputs.json",
+        "structured_outputs.json is nested more than 64",
+    ),
+    ({"guided_json": DEEP}, "guided_json", "guided_json is nested more than 64"),
+    ({"json_schema": "{"}, "json_schema", "json_schema is not valid JSON"),
+    ({"regex": "\ud800"}, "regex", "regex is not valid Unicode"),
+    ({"regex": "a" * (MAX_CHARACTERS + 1)}, "regex", "regex must have 1 to 131,072 characters"),
+    ({"regex": ""}, "regex", "regex must have 1 to"),
+    ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "must have 1 to 4096 strings"),
+    (
+        {"structured_outputs": {"json_object": True, "whitespace_pattern": ""}},
+        "structured_outputs.whitespace_pattern",
+        "",
+    ),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": BIG}}},
+        "response_format",
+        "response_format must have 1 to 131,072 characters",
+    ),
+    ({"guided_json": {"enum": [1] * MAX_CHARACTERS}}, "guided_json", "and has more"),
+    ({"regex": "a", "use_beam_search": True}, "regex", "does not go with use_beam_search"),
+    ({"response_format": {"type": "json_object"}, "use_beam_search": True}, "response_format", "does not go with"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param", "message"), REFUSED)
+def test_a_form_that_cannot_be_is_refused_by_the_name_of_its_field(read, fields, param, message):
+    with pytest.raises(RequestError) as caught:
+        read(**fields)
+    assert caught.value.param == param
+    assert message in str(caught.value)
+
+
+def test_a_beam_search_takes_what_asks_for_no_form(read):
+    assert read(use_beam_search=True, response_format={"type": "text"}).structured_outputs is None
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "kind"),
+    [
+        ("json_schema", json.dumps(SCHEMA), "json"),
+        ("json_schema", SCHEMA, "json"),
+        ("regex", "a+", "regex"),
+        ("ebnf", 'root ::= "a"', "grammar"),
+        ("structural_tag", json.dumps(TAG), "structural_tag"),
+    ],
+)
+def test_a_form_in_the_native_route(field, value, kind):
+    params = GenerateParams.model_validate({field: value, "max_new_tokens": 3}).make_params({})
+    assert params.structured_outputs == StructuredOutputsParams(**{kind: value})
+    assert params.max_tokens == 3
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [({"regex": "a", "ebnf": "b"}, "ebnf"), ({"json_schema": "{"}, "json_schema"), ({"ebnf": ""}, "ebnf")],
+)
+def test_a_form_that_cannot_be_is_refused_in_the_native_route(fields, param):
+    with pytest.raises(RequestError) as caught, renamed(ROUTE_NAMES):
+        GenerateParams.model_validate(fields).make_params({})
+    assert caught.value.param == param

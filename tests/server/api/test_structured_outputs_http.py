@@ -1,0 +1,318 @@
+"""Outputs of a server have the form that was asked for, whatever the route calls it; a bad form is refused at once."""
+
+import json
+import re
+
+import openai
+import pytest
+from embedded_model_server import CHAT, MODEL, STORY
+from jsonschema import validate
+from multi_tenant_server import run_site
+from pydantic import BaseModel
+from test_metrics import Page
+
+from quire.errors import RequestError
+from quire.structured_outputs import compile
+
+ASKED = [{"role": "user", "content": "Faye took 18 white ladders on Thursday.\nJSON keys: name, count, color"}]
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "count": {"type": "integer"}, "color": {"type": "string"}},
+    "required": ["name", "count", "color"],
+    "additionalProperties": False,
+}
+BY_SCHEMA = {"type": "json_schema", "json_schema": {"name": "record", "schema": SCHEMA, "strict": True}}
+TIGHT = {"json": SCHEMA, "disable_any_whitespace": True}
+GREEDY = {"temperature": 0, "max_tokens": 80}
+TAG = {
+    "type": "structural_tag",
+    "structures": [{"begin": " the<n>", "schema": {"enum": [1, 2]}, "end": "</n>"}],
+    "triggers": [" the"],  # which the story has
+}
+ROUTES = {"/v1/completions": {"prompt": STORY}, "/v1/chat/completions": {"messages": ASKED}}
+
+
+class Record(BaseModel):
+    name: str
+    count: int
+    color: str
+
+
+def contents(answer):
+    assert answer.status_code == 200, answer.text
+    return [choice.get("text") or choice["message"]["content"] for choice in answer.json()["choices"]]
+
+
+def is_record(text):
+    validate(json.loads(text), SCHEMA)
+    return True
+
+
+def is_tagged(text):
+    """Whether there are tags behind triggers, and nothing else."""
+    return " the<n>" in text and not re.search(r" the(?!<n>\s*[12]\s*</n>).{20}", text)
+
+
+# what a body says -> what is true of the text then
+FORMS = [
+    ({"response_format": {"type": "json_object"}}, lambda text: isinstance(json.loads(text), dict)),
+    ({"response_format": BY_SCHEMA}, is_record),
+    ({"response_format": BY_SCHEMA, "structured_outputs": {"disable_any_whitespace": True}}, is_record),
+    (
+        {"structured_outputs": TIGHT},
+        lambda text: is_record(text) and text == json.dumps(json.loads(text)),
+    ),
+    ({"structured_outputs": {"regex": "[a-c]{3,5}-[0-9]{2}"}}, lambda text: re.fullmatch("[a-c]{3,5}-[0-9]{2}", text)),
+    ({"structured_outputs": {"choice": ["red", "green"]}}, lambda text: text in ("red", "green")),
+    (
+        {"structured_outputs": {"grammar": 'start: "a" B+\nB: "b" | "c"', "fast_forward": False}},
+        lambda text: re.fullmatch("a[bc]+", text),
+    ),
+    ({"ebnf": 'root ::= "yes" | "no" " way"'}, lambda text: text in ("yes", "no way")),
+    ({"guided_choice": ["red"]}, lambda text: text == "red"),
+]
+
+
+@pytest.mark.parametrize("path", ROUTES)
+@pytest.mark.parametrize(
+    ("fields", "holds"), FORMS, ids=lambda value: "-".join(value) if isinstance(value, dict) else ""
+)
+def test_the_output_has_the_form(http, path, fields, holds):
+    answer = http.post(path, json={**ROUTES[path], **GREEDY, **fields})
+    (text,) = contents(answer)
+    if answer.json()["choices"][0]["finish_reason"] == "stop":
+        assert holds(text), text
+    else:  # some forms have no end
+        assert fields.keys() & {"structured_outputs", "response_format"}
+
+
+def test_a_structural_tag_has_its_form_in_free_text(http):
+    for fields in ({"response_format": TAG}, {"structured_outputs": {"structural_tag": json.dumps(TAG)}}):
+        assert is_tagged(contents(http.post("/v1/completions", json={"prompt": STORY, **GREEDY, **fields}))[0])
+
+
+def test_openai_s_client_parses_what_comes(client):
+    answer = client.chat.completions.parse(model=MODEL, messages=ASKED, response_format=Record, **GREEDY)
+    assert answer.choices[0].message.parsed == Record(name="Faye", count=18, color="white")
+    assert 0 < answer.usage.completion_tokens_details.forced_tokens < answer.usage.completion_tokens
+    with client.chat.completions.stream(model=MODEL, messages=ASKED, response_format=Record, **GREEDY) as stream:
+        assert stream.get_final_completion().choices[0].message.parsed == answer.choices[0].message.parsed
+
+
+@pytest.mark.parametrize("fast_forward", [True, False])
+def test_streams_add_up_and_tell_forced_tokens(client, fast_forward):
+    form = {"structured_outputs": {**TIGHT, "fast_forward": fast_forward}}
+    body = {"model": MODEL, "messages": ASKED, "n": 2, "seed": 3, "temperature": 1.2, "max_tokens": 120}
+    whole = client.chat.completions.create(**body, extra_body=form)
+    chunks = list(
+        client.chat.completions.create(
+            **body,
+            stream=True,
+            stream_options={"include_usage": True, "continuous_usage_stats": True},
+            extra_body=form,
+        )
+    )
+    for choice in whole.choices:
+        parts = [one for chunk in chunks for one in chunk.choices if one.index == choice.index]
+        assert "".join(part.delta.content or "" for part in parts) == choice.message.content
+        assert parts[-1].finish_reason == choice.finish_reason
+        if choice.finish_reason == "stop":
+            is_record(choice.message.content)
+    told = [chunk.usage.completion_tokens_details.forced_tokens for chunk in chunks]
+    assert told == sorted(told)
+    assert told[-1] == whole.usage.completion_tokens_details.forced_tokens
+    assert (told[-1] > 0) == fast_forward
+    assert chunks[-1].usage == whole.usage
+
+
+def test_without_a_form_nothing_is_said_of_forced_tokens(http):
+    for path, body in ROUTES.items():
+        usage = http.post(path, json={**body, "max_tokens": 2}).json()["usage"]
+        assert "completion_tokens_details" not in usage
+    answer = http.post("/generate", json={"text": STORY, "sampling_params": {"max_new_tokens": 2}}).json()
+    assert "forced_tokens" not in answer["meta_info"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_native_route_takes_the_same(http, stream):
+    def ask(**params):
+        body = {"text": STORY, "stream": stream, "sampling_params": {"temperature": 0, "max_new_tokens": 60, **params}}
+        answer = http.post("/generate", json=body)
+        assert answer.status_code == 200, answer.text
+        return json.loads(answer.text.strip().split("data: ")[-2]) if stream else answer.json()
+
+    got = ask(
+        json_schema=json.dumps(
+            {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+        )
+    )
+    assert json.loads(got["text"])["a"] in (1, 2)
+    assert got["meta_info"]["finish_reason"]["type"] == "stop"
+    assert 0 < got["meta_info"]["forced_tokens"] <= got["meta_info"]["completion_tokens"]
+    assert re.fullmatch("[0-9]{3}", ask(regex="[0-9]{3}")["text"])
+    assert ask(ebnf='root ::= "a" "b"')["text"] == "ab"
+    assert is_tagged(ask(structural_tag=json.dumps(TAG))["text"])
+
+
+def test_each_prompt_may_have_a_form_of_its_own(http):
+    params = [{"regex": "[0-9]{2}"}, {"max_new_tokens": 2}, {"json_schema": {"const": "x"}}]
+    got = http.post("/generate", json={"text": [STORY] * 3, "sampling_params": params}).json()
+    assert re.fullmatch("[0-9]{2}", got[0]["text"])
+    assert got[2]["text"].strip() == '"x"'
+    assert ["forced_tokens" in one["meta_info"] for one in got] == [True, False, True]
+
+
+REFUSED = [
+    ({"structured_outputs": {"regex": "a("}}, "structured_outputs.regex"),
+    ({"regex": "(?<!a)b"}, "regex"),
+    ({"response_format": {**BY_SCHEMA, "json_schema": {"name": "x", "schema": {"type": "strnig"}}}}, "response_format"),
+    ({"response_format": {**BY_SCHEMA, "json_schema": {"name": "x", "schema": {"pattern": "("}}}}, "response_format"),
+    ({"guided_json": {"type": "object", "unevaluatedProperties": False, "dependentSchemas": {"a": {}}}}, "guided_json"),
+    ({"structured_outputs": {"grammar": 'start: "a" missing'}}, "structured_outputs.grammar"),
+    ({"ebnf": "root ::= missing"}, "ebnf"),
+    (
+        {"structured_outputs": {"json": {"type": "object"}, "whitespace_pattern": "x"}},
+        "structured_outputs.whitespace_pattern",
+    ),
+    ({"response_format": {"type": "structural_tag", "format": {"type": "nothing"}}}, "response_format"),
+]
+
+
+@pytest.mark.parametrize("path", ROUTES)
+@pytest.mark.parametrize(("fields", "param"), REFUSED, ids=lambda value: value if isinstance(value, str) else "")
+def test_a_bad_form_is_refused_before_anything_is_streamed(http, path, fields, param):
+    answer = http.post(path, json={**ROUTES[path], "stream": True, "max_tokens": 3, **fields})
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert (error["param"], error["type"], error["code"]) == (param, "invalid_request_error", "invalid_value")
+
+
+def test_a_bad_form_is_refused_in_the_native_route(http):
+    answer = http.post("/generate", json={"text": ["a", "b"], "sampling_params": [{}, {"ebnf": "root ::= missing"}]})
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == "ebnf"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "hint"),
+    [
+        ({"structured_outputs": {"jason": {}}}, "structured_outputs.jason", "did you mean 'json'?"),
+        ({"response_format": {"type": "text", "shema": 1}}, "response_format.shema", "unknown field 'shema'"),
+        ({"guided_jsn": {}}, "guided_jsn", "did you mean 'guided_json'?"),
+    ],
+)
+def test_a_field_that_is_not_known_is_named(http, fields, param, hint):
+    error = http.post("/v1/completions", json={"prompt": STORY, **fields}).json()["error"]
+    assert (error["param"], error["code"]) == (param, "unknown_parameter")
+    assert hint in error["message"]
+
+
+@pytest.mark.parametrize("path", [*ROUTES, "/generate"])
+def test_what_only_the_engine_finds_out_is_refused_too(monkeypatch, path):
+    def refuse(*_args):
+        raise RequestError("this vocabulary has no letters")
+
+    monkeypatch.setattr(compile, "compile_grammar", refuse)
+    form = {"sampling_params": {"regex": "[0-9]"}, "text": STORY} if path == "/generate" else {"regex": "[0-9]"}
+    with run_site() as site:
+        answer = site.post(None, path, **ROUTES.get(path, {}), **form)
+        assert (answer.status_code, answer.json()["error"]["message"]) == (400, "this vocabulary has no letters")
+        assert site.post(None, "/v1/completions", prompt=STORY, max_tokens=1).status_code == 200
+
+
+def test_openai_s_client_raises_for_a_bad_schema(client):
+    bad = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object", "properties": []}}}
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model=MODEL, messages=ASKED, response_format=bad)
+    assert caught.value.param == "response_format"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_forced_tokens_are_marked_among_logprobs(client, stream):
+    body = {"model": MODEL, "stream": stream, "extra_body": {"structured_outputs": TIGHT}, **GREEDY}
+    answer = client.chat.completions.create(messages=ASKED, logprobs=True, top_logprobs=2, **body)
+    choices = [part.choices[0] for part in (answer if stream else [answer])]
+    entries = [entry for choice in choices if choice.logprobs for entry in choice.logprobs.content]
+    forced = [entry for entry in entries if entry.model_extra.get("forced")]
+    assert 0 < len(forced) < len(entries)
+    assert {entry.logprob for entry in forced} == {0}
+    assert {len(entry.top_logprobs) for entry in forced} == {1}
+    assert {len(entry.top_logprobs) for entry in entries if entry not in forced} == {2}
+
+    answer = client.completions.create(prompt=STORY, logprobs=2, **body)
+    lists = [part.choices[0].logprobs for part in (answer if stream else [answer]) if part.choices[0].logprobs]
+    marks = [mark for part in lists for mark in part.model_extra["forced"]]
+    values = [value for part in lists for value in part.token_logprobs]
+    tokens = [token for part in lists for token in part.tokens]
+    assert len(marks) == len(values) == len(tokens) > sum(marks) > 0
+    assert {value for value, mark in zip(values, marks, strict=True) if mark} == {0}
+
+
+def test_the_native_route_tells_logprobs_of_forced_tokens_alone(http):
+    params = {"temperature": 0, "regex": "aaaa[bc]dddd"}
+    body = {
+        "text": STORY,
+        "return_logprob": True,
+        "top_logprobs_num": 2,
+        "token_ids_logprob": [99],
+        "sampling_params": params,
+    }
+    about = http.post("/generate", json=body).json()["meta_info"]
+    entries = about["output_token_logprobs"]
+    assert len(entries) == len(about["output_top_logprobs"]) == len(about["output_token_ids_logprobs"])
+    alone = [len(one) for one in about["output_token_ids_logprobs"]].count(0)
+    assert alone == about["forced_tokens"] > 0
+
+
+def test_an_output_that_other_parameters_do_not_allow_is_refused(http, llm):
+    tokenizer = llm.get_tokenizer()
+    body = {"prompt": STORY, "allowed_token_ids": tokenizer.encode("x"), "max_tokens": 9}
+    answer = http.post("/v1/completions", json={**body, "regex": "[0-9]"})
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == "structured_outputs"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_dead_end_behind_good_tokens_is_why_a_choice_ends(http, llm, stream):
+    tokenizer = llm.get_tokenizer()
+    body = {"prompt": STORY, "allowed_token_ids": tokenizer.encode("x"), "max_tokens": 9, "n": 2, "stream": stream}
+    answer = http.post("/v1/completions", json={**body, "structured_outputs": {"regex": "x{1,3}[0-9]"}})
+    assert answer.status_code == 200, answer.text
+    lines = [json.loads(line[6:]) for line in answer.text.split("\n") if line.startswith("data: {")]
+    choices = [choice for one in (lines or [answer.json()]) for choice in one["choices"]]
+    for index in range(2):
+        mine = [choice for choice in choices if choice["index"] == index]
+        assert "".join(choice["text"] for choice in mine) == "xxx"
+        assert mine[-1]["finish_reason"] == "error"
+        assert "the constraint on the output allows nothing here" in mine[-1]["stop_reason"]
+
+
+def test_figures(http):
+    def page():
+        return Page(http.get("/metrics").text)
+
+    def figures():
+        told = page()
+        checks = [told.value("quire:grammar_checks_total", result=result) for result in ("ok", "bad", "slow")]
+        return [*checks, told.value("quire:grammar_check_seconds_count"), told.value("quire:forced_tokens_total")]
+
+    before = figures()
+    usage = http.post("/v1/completions", json={"prompt": STORY, "regex": "figures: [0-9]"}).json()["usage"]
+    for pattern in ("figures: [0-9]", "figures("):
+        http.post("/v1/completions", json={"prompt": STORY, "regex": pattern, "max_tokens": 1})
+    ok, bad, slow, count, forced = (after - was for after, was in zip(figures(), before, strict=True))
+    assert (ok, bad, slow, count) == (1, 1, 0, 2)
+    assert forced >= usage["completion_tokens_details"]["forced_tokens"] > 0
+
+
+def test_echo_and_a_conversation_s_end_go_with_a_form(http):
+    body = {"prompt": STORY, "echo": True, "logprobs": 1, "regex": " to the (sea|river)", **GREEDY}
+    answer = http.post("/v1/completions", json=body)
+    (text,) = contents(answer)
+    assert re.fullmatch(re.escape(STORY) + " to the (sea|river)", text)
+    lists = answer.json()["choices"][0]["logprobs"]
+    assert len({len(values) for values in lists.values()}) == 1
+    assert not any(lists["forced"][: answer.json()["usage"]["prompt_tokens"]])
+    said = [*CHAT, {"role": "assistant", "content": "My number is"}]
+    body = {"messages": said, "continue_final_message": True, "regex": " [0-9]{4}", **GREEDY}
+    assert re.fullmatch(" [0-9]{4}", contents(http.post("/v1/chat/completions", json=body))[0])

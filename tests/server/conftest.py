@@ -1,0 +1,65 @@
+"""A served model and servers with and without keys, each made once."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import httpx
+import openai
+import pytest
+from embedded_model_server import STORY, run_app, service_of, small_engine
+from multi_tenant_server import Site, run_site
+
+from quire.server.app import make_app
+from quire.startup.build import Built
+
+
+@dataclass
+class Served:
+    url: str
+    built: Built
+
+    def health(self) -> dict:
+        return httpx.get(f"{self.url}/health").json()
+
+
+@pytest.fixture(scope="session")
+def served() -> Iterator[Served]:
+    built = small_engine()
+    with run_app(make_app(service_of(built))) as url:
+        yield Served(url, built)
+
+
+@pytest.fixture(scope="session")
+def client(served) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def http(served) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=served.url, timeout=60) as http:
+        yield http
+
+
+@pytest.fixture(scope="session")
+def offline(llm):
+    """Completes one prompt with the offline interface; what is not given is the model's own, as it is for requests."""
+
+    def complete(prompt=STORY, **params):
+        (result,) = llm.generate(prompt, replace(llm.get_default_sampling_params(), **params))
+        return result
+
+    return complete
+
+
+@pytest.fixture(scope="module")
+def site() -> Iterator[Site]:
+    """A server with the keys of two tenants and of an admin."""
+    with run_site("ann", "bob", "root") as site:
+        yield site
+
+
+@pytest.fixture(scope="module")
+def keyless() -> Iterator[Site]:
+    with run_site() as site:
+        yield site

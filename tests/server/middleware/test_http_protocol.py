@@ -1,0 +1,276 @@
+"""Connections without a model behind them: heads and bodies that are too long, too slow or no HTTP, and TLS."""
+
+import asyncio
+import json
+import select
+import shutil
+import socket
+import ssl
+import subprocess
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+from embedded_model_server import run_app
+from starlette.applications import Starlette
+from starlette.responses import PlainTextResponse
+
+from quire.config import EngineOptions
+from quire.errors import ConfigError
+from quire.server import serve as serving
+from quire.server.error_handlers import install
+from quire.server.middleware import body_limit, http_protocol
+from quire.server.middleware.body_limit import MAX_BODY, BodyLimit
+from quire.server.middleware.http_protocol import MAX_HEAD
+from quire.server.options import ServerOptions
+from quire.server.serve import check_certificate
+
+POST = b"POST / HTTP/1.1\r\nhost: x\r\n"
+SLOW = 0.2  # seconds that heads and bodies have here
+
+
+def echo_app(middleware=BodyLimit):
+    """Says how long a body was."""
+    app = Starlette()
+    app.add_middleware(middleware)
+    install(app, None)
+
+    async def count(request):
+        await asyncio.sleep(float(request.query_params.get("sleep", 0)))
+        return PlainTextResponse(str(len(await request.body())))
+
+    app.add_route("/", count, methods=["GET", "POST"])
+    return app
+
+
+@pytest.fixture
+def url(monkeypatch):
+    monkeypatch.setattr(http_protocol, "HEAD_SECONDS", SLOW)
+    monkeypatch.setattr(body_limit, "BODY_SECONDS", SLOW)
+    with run_app(echo_app()) as url:
+        yield url
+
+
+def connected(url):
+    host, port = url.rsplit("/", 1)[1].split(":")
+    return socket.create_connection((host, int(port)), timeout=10)
+
+
+def read_all(client):
+    """What comes until the server hangs up: the status and the body."""
+    data = b""
+    while piece := client.recv(2**16):
+        data += piece
+    head, _, body = data.partition(b"\r\n\r\n")
+    return int(head.split(b" ")[1]), body
+
+
+def refused(client, status):
+    got, body = read_all(client)
+    assert got == status
+    error = json.loads(body)["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return error["message"]
+
+
+def trickle(client, data, pause=SLOW / 10):
+    """Byte by byte, until the server says something or hangs up. Whether it did."""
+    for i in range(len(data)):
+        try:
+            client.sendall(data[i : i + 1])
+        except ConnectionError:
+            return True
+        if select.select([client], [], [], pause)[0]:
+            return True
+    return False
+
+
+def test_who_sends_no_head_is_not_waited_for(url):
+    with connected(url) as client:
+        begun = time.monotonic()
+        assert client.recv(1) == b""
+        assert SLOW / 2 < time.monotonic() - begun < 10
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_a_head_that_comes_byte_by_byte(url, later):
+    with connected(url) as client:
+        if later:  # on a connection that has served a request before
+            client.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert client.recv(1000).startswith(b"HTTP/1.1 200")
+        assert trickle(client, b"GET /" + b"a" * 1000)  # a byte does not start the clock anew
+        assert "head of the request took longer than 0.2 s" in refused(client, 408)
+
+
+@pytest.mark.parametrize("kind", [b"content-length: 1000", b"transfer-encoding: chunked"])
+def test_a_body_that_does_not_come(url, kind):
+    with connected(url) as client:
+        client.sendall(POST + kind + b"\r\n\r\n")
+        assert "body of the request was not there after 0.2 s" in refused(client, 408)
+
+
+def test_a_body_that_comes_byte_by_byte(url):
+    with connected(url) as client:
+        client.sendall(POST + b"content-length: 1000\r\n\r\n")
+        assert trickle(client, b"x" * 999)
+        assert refused(client, 408)
+
+
+def test_a_long_body_has_more_time(url, monkeypatch):
+    monkeypatch.setattr(body_limit, "BYTES_PER_SECOND", 2**10)
+    with connected(url) as client:
+        client.sendall(POST + b"connection: close\r\ncontent-length: 4096\r\n\r\n" + b"x" * 2048)
+        time.sleep(2 * SLOW)
+        client.sendall(b"x" * 2048)
+        assert read_all(client) == (200, b"4096")
+
+
+def test_what_takes_long_to_answer_is_not_hurried(url):
+    with httpx.Client() as client:
+        for _ in range(2):
+            assert client.post(f"{url}/?sleep={1.5 * SLOW}", content=b"abc").text == "3"
+            time.sleep(1.5 * SLOW)  # idle between two requests is no slow head
+
+
+def test_who_goes_on_sending_after_the_answer_is_cut_off(monkeypatch):
+    monkeypatch.setattr(http_protocol, "HEAD_SECONDS", SLOW)
+
+    class Refuse:
+        def __init__(self, app):
+            self._app = app
+
+        async def __call__(self, scope, receive, send):
+            if scope["type"] == "http":
+                await PlainTextResponse("no", 401)(scope, receive, send)
+            else:
+                await self._app(scope, receive, send)
+
+    with run_app(echo_app(Refuse)) as url, connected(url) as client:
+        client.sendall(POST + b"content-length: 1000000\r\n\r\nx")
+        assert client.recv(1000).startswith(b"HTTP/1.1 401")
+        assert trickle(client, b"x" * 999)
+
+
+def test_a_head_that_is_too_long(url):
+    with connected(url) as client:
+        client.sendall(POST + b"x-more: " + b"a" * (MAX_HEAD + 1))
+        assert f"longer than {MAX_HEAD} bytes" in refused(client, 431)
+    with connected(url) as client:
+        client.sendall(
+            POST + b"connection: close\r\nx-more: " + b"a" * (MAX_HEAD - 1000) + b"\r\ncontent-length: 0\r\n\r\n"
+        )
+        assert read_all(client) == (200, b"0")
+
+
+@pytest.mark.parametrize(
+    "data", [b"\x00\x01\x02\r\n\r\n", b"hello\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\r\n\r\n"]
+)
+def test_what_is_no_http(url, data):
+    with connected(url) as client:
+        client.sendall(data)
+        assert refused(client, 400) == "this is not valid HTTP/1.1"
+
+
+def test_a_body_that_is_no_http(url):
+    with connected(url) as client:
+        client.sendall(POST + b"transfer-encoding: chunked\r\n\r\nzz\r\n")
+        assert refused(client, 400) == "this is not valid HTTP/1.1"
+
+
+@pytest.mark.parametrize("promised", [True, False])
+def test_a_body_that_is_too_long(url, promised):
+    with connected(url) as client:
+        if promised:
+            client.sendall(POST + f"content-length: {MAX_BODY + 1}\r\n\r\n".encode())
+            assert f"longer than {MAX_BODY} bytes" in refused(client, 413)
+            return
+        client.sendall(POST + b"transfer-encoding: chunked\r\n\r\n")
+        piece = b"100000\r\n" + b"x" * 2**20 + b"\r\n"
+        try:
+            for _ in range(MAX_BODY // 2**20 + 1):
+                client.sendall(piece)
+            assert refused(client, 413)
+        except ConnectionError:  # it hung up on the rest
+            pass
+
+
+def test_websockets_are_not_spoken(url):
+    upgrade = {"connection": "upgrade", "upgrade": "websocket", "sec-websocket-version": "13", "sec-websocket-key": "a"}
+    assert httpx.get(url, headers=upgrade).status_code == 200  # as if nothing had been asked
+
+
+def test_what_proxies_say_is_not_believed(url):
+    async def scheme(request):
+        return PlainTextResponse(f"{request.url.scheme} {request.client.host}")
+
+    app = echo_app()
+    app.add_route("/who", scheme)
+    with run_app(app) as url:
+        said = {"x-forwarded-proto": "https", "x-forwarded-for": "192.0.2.7"}
+        assert httpx.get(f"{url}/who", headers=said).text == "http 127.0.0.1"
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory):
+    """A certificate of 127.0.0.1, signed by itself, and its key."""
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl is not installed")
+    folder = tmp_path_factory.mktemp("tls")
+    cert, key = folder / "cert.pem", folder / "key.pem"
+    about = ["-days", "2", "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    new = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-noenc"]
+    subprocess.run([*new, "-keyout", key, "-out", cert, *about], check=True, capture_output=True)
+    return str(cert), str(key)
+
+
+def test_https(certificate):
+    cert, key = certificate
+    check_certificate(cert, key)
+    with run_app(echo_app(), ServerOptions(ssl_certfile=cert, ssl_keyfile=key)) as url:
+        url = url.replace("http:", "https:")
+        trusting = ssl.create_default_context(cafile=cert)
+        with httpx.Client(verify=trusting) as client:
+            assert client.post(url, content=b"abc").text == "3"
+        with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
+            httpx.get(url)
+        with connected(url) as client:
+            client.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert not client.recv(100).startswith(b"HTTP")
+
+
+def test_certificate_and_key_may_be_in_one_file(certificate, tmp_path):
+    both = tmp_path / "both.pem"
+    both.write_text("".join(Path(path).read_text() for path in certificate))
+    check_certificate(str(both), None)
+    check_certificate(None, None)
+
+
+def test_certificates_that_cannot_be_used(certificate, tmp_path):
+    cert, key = certificate
+    other, locked, text = tmp_path / "other.pem", tmp_path / "locked.pem", tmp_path / "text.pem"
+    text.write_text("hello")
+    subprocess.run(["openssl", "ecparam", "-genkey", "-name", "prime256v1", "-out", other], check=True)
+    subprocess.run(
+        ["openssl", "ec", "-in", key, "-aes256", "-passout", "pass:secret", "-out", locked],
+        check=True,
+        capture_output=True,
+    )
+    for files, says in (
+        ((None, key), "ssl_keyfile needs ssl_certfile"),
+        ((str(tmp_path / "none"), key), "ssl_certfile: .*none cannot be read: No such file"),
+        ((cert, str(tmp_path)), "ssl_keyfile: .*Is a directory"),
+        ((cert, None), "cannot be used"),
+        ((cert, str(text)), "PEM"),
+        ((str(text), key), "PEM"),
+        ((cert, str(other)), "belong together"),
+        ((cert, str(locked)), "must not be encrypted"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            check_certificate(*files)
+
+
+def test_a_bad_certificate_is_told_before_anything_is_loaded(monkeypatch, tmp_path):
+    monkeypatch.setattr(serving, "launched", None)
+    with pytest.raises(ConfigError, match="ssl_certfile"):
+        serving.serve(EngineOptions(), ServerOptions(ssl_certfile=str(tmp_path / "none")), report=print, progress=print)

@@ -1,0 +1,144 @@
+"""Many forms that cannot be had: their answers are held back, and nobody else's."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+from multi_tenant_server import MANY, run_site
+from starlette.datastructures import Headers
+
+from quire.errors import RequestError
+from quire.server.middleware import tarpit
+from quire.server.middleware.auth import ANYBODY, Caller
+from quire.server.middleware.quota import MINUTE
+from quire.server.middleware.tarpit import EACH, FREE, MAX_SECONDS, SlowRefusals
+
+TWO_FORMS = {"regex": "a", "ebnf": "b"}
+
+
+class Clock:
+    """One that is told the time, in seconds."""
+
+    now = 0.0
+
+    def __call__(self):
+        return int(self.now * 10**9)
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def refusals(clock):
+    return SlowRefusals(clock)
+
+
+def a_request(caller=ANYBODY, length=0):
+    headers = {} if length is None else {"content-length": str(length)}
+    return SimpleNamespace(state=SimpleNamespace(caller=caller), headers=Headers(headers))
+
+
+def test_a_minute_s_worth_is_free_and_the_rest_comes_at_its_rate(refusals, clock):
+    free = FREE // EACH
+    assert [refusals.seconds("ann", 0) for _ in range(free)] == [0] * free
+    each = MINUTE / 10**9 / free
+    assert [refusals.seconds("ann", 0) for _ in range(3)] == pytest.approx([each, 2 * each, 3 * each])
+    assert refusals.seconds("bob", 0) == 0
+    clock.now = 3 * each + 30
+    assert [refusals.seconds("ann", 0) for _ in range(free // 2)] == [0] * (free // 2)
+    assert refusals.seconds("ann", 0) == pytest.approx(each, abs=1e-6)
+
+
+def test_what_is_large_counts_as_more_and_nobody_waits_for_ever(refusals):
+    assert refusals.seconds("ann", FREE - EACH) == 0
+    assert [refusals.seconds("ann", 2**24) for _ in range(5)] == [MAX_SECONDS] * 5
+
+
+@pytest.mark.parametrize("param", ["response_format", "structured_outputs.regex", "sampling_params.json_schema"])
+@pytest.mark.parametrize("caller", [ANYBODY, Caller("ann", "user")])
+def test_who_is_refused_forms_waits(refusals, monkeypatch, param, caller):
+    assert run(refusals, monkeypatch, a_request(caller, 2**24), param) == [MAX_SECONDS]
+
+
+@pytest.mark.parametrize(
+    ("caller", "param"),
+    [
+        (ANYBODY, "temperature"),
+        (ANYBODY, None),
+        (Caller("root", "admin"), "response_format"),
+        (None, "response_format"),
+    ],
+)
+def test_who_is_refused_something_else_does_not_wait(refusals, monkeypatch, caller, param):
+    assert run(refusals, monkeypatch, a_request(caller, 2**24), param) == []
+
+
+def test_a_body_of_unknown_length_counts_as_a_large_one(refusals, monkeypatch):
+    assert run(refusals, monkeypatch, a_request(length=None), "regex") == [MAX_SECONDS]
+
+
+def noting(monkeypatch):
+    """Nobody waits any more, and what they would have waited comes into this list."""
+    slept = []
+
+    async def sleep(seconds):
+        slept.append(seconds)
+
+    monkeypatch.setattr(tarpit, "sleep", sleep)
+    return slept
+
+
+def run(refusals, monkeypatch, request, param, times=2):
+    """How long answers waited, those that did."""
+    slept = noting(monkeypatch)
+    for _ in range(times):
+        asyncio.run(refusals.wait(request, RequestError("no", param), param))
+    return slept
+
+
+@pytest.mark.parametrize(("bound", "most"), [("MAX_WAITING", 2), ("MAX_HELD", 2 * FREE)])
+def test_no_more_answers_wait_than_a_bound_and_they_hold_nothing_of_the_body(refusals, monkeypatch, bound, most):
+    monkeypatch.setattr(tarpit, bound, most)
+    bodies = []
+
+    def fail(body):
+        raise RequestError(f"no {len(body)}", "regex")
+
+    async def ask():
+        try:
+            fail("a body" * 1000)
+        except RequestError as error:
+            await refusals.wait(a_request(length=FREE), error, "regex")
+            frame = error.__traceback__.tb_next.tb_frame
+            bodies.append(frame.f_locals)
+
+    async def ask_all():
+        await ask()  # is free
+        waiting = [asyncio.ensure_future(ask()) for _ in range(3)]
+        done, pending = await asyncio.wait(waiting, timeout=0.2)
+        assert (len(done), len(pending)) == (1, 2)
+        for one in pending:
+            one.cancel()
+        assert len(await asyncio.gather(*pending, return_exceptions=True)) == 2
+        assert refusals._num_waiting == refusals._num_held == 0
+
+    asyncio.run(ask_all())
+    assert [set(one) for one in bodies] == [{"body"}, {"body"}]  # of those who did not wait
+
+
+def test_a_server_holds_back_refusals_only(monkeypatch):
+    monkeypatch.setattr(tarpit, "EACH", FREE)
+    slept = noting(monkeypatch)
+    with run_site("ann", "root") as site:
+
+        def ask(who, **fields):
+            before = len(slept)
+            answer = site.post(who, "/v1/completions", prompt="Hello", **MANY, **fields)
+            return answer.status_code, slept[before:]
+
+        assert [ask("ann", **TWO_FORMS) for _ in range(3)] == [(400, []), (400, [MAX_SECONDS]), (400, [MAX_SECONDS])]
+        assert ask("ann") == (200, [])
+        assert ask("ann", temperature=-1) == (400, [])
+        assert [ask("root", **TWO_FORMS) for _ in range(3)] == [(400, [])] * 3

@@ -1,0 +1,225 @@
+"""The access log: what is in it, what never is, and that nothing ends because of it."""
+
+import json
+import os
+import re
+import threading
+import time
+
+import httpx
+import pytest
+from multi_tenant_server import run_site
+
+from quire.errors import ConfigError
+from quire.server.observability import access_log
+from quire.server.observability.access_log import AccessLog, line_of
+from quire.server.observability.middleware import check_observers
+from quire.server.observability.request_record import Record
+from quire.server.options import ServerOptions
+
+SECRET = "Osterhase"
+FIELDS = {
+    *("time", "request_id", "answer_id", "tenant", "client", "method", "route", "status", "error", "complete"),
+    *("bytes", "seconds", "first_byte_seconds", "model", "prompt_tokens", "completion_tokens", "cached_tokens"),
+    "finish_reasons",
+}
+
+
+def lines_of(path, count):
+    end = time.monotonic() + 20
+    while True:
+        text = path.read_text() if path.exists() else ""
+        if text.count("\n") >= count:
+            lines = [json.loads(line) for line in text.splitlines()]
+            assert len(lines) == count
+            return lines
+        assert time.monotonic() < end, text
+        time.sleep(0.005)
+
+
+def record(id):
+    scope = {"type": "http", "method": "GET", "path": "/", "state": {}}
+    return Record(id, "0" * 32, scope, at=1.5, began=2.0, status=200, ended=2.25)
+
+
+@pytest.fixture
+def lost():
+    return []
+
+
+@pytest.fixture
+def log(tmp_path, lost):
+    log = AccessLog(str(tmp_path / "log"), lost.append)
+    yield log
+    log.close()
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return tmp_path_factory.mktemp("logs") / "access.jsonl"
+
+
+@pytest.fixture(scope="module")
+def site(path):
+    with run_site("ann", "root", options=ServerOptions(access_log=str(path))) as site:
+        yield site
+
+
+def test_each_request_has_a_line_without_what_it_said(site, path):
+    body = {"prompt": [f"{SECRET} one", "two"], "max_tokens": 3, "n": 2, "ignore_eos": True, "temperature": 0}
+    whole = site.post("ann", "/v1/completions", **body)
+    streamed = site.post("ann", "/v1/completions", **{**body, "prompt": [67, 68, 69] * 20, "n": 1, "stream": True})
+    site.post("ann", "/v1/completions", prompt=SECRET, **{SECRET: 1})
+    site.post(None, "/v1/completions", prompt=SECRET)
+    site.ask("ann", "GET", f"/{SECRET}?q={SECRET}")
+    embedded = site.post("ann", "/v1/embeddings", input=[67, 68])
+    site.ask("root", "GET", f"/v1/requests/{SECRET}/explain")
+    lines = lines_of(path, 7)
+    assert all(set(line) == FIELDS for line in lines)
+    said = [(line["status"], line["route"], line["tenant"], line["error"]) for line in lines]
+    assert said == [
+        (200, "/v1/completions", "ann", None),
+        (200, "/v1/completions", "ann", None),
+        (400, "/v1/completions", "ann", "unknown_parameter"),
+        (401, None, None, "invalid_api_key"),
+        (404, None, "ann", "invalid_request_error"),
+        (200, "/v1/embeddings", "ann", None),
+        (404, "/v1/requests/{id}/explain", "root", "request_not_found"),
+    ]
+    assert lines[0]["answer_id"] == lines[0]["request_id"] == whole.json()["id"]
+    usage = whole.json()["usage"]
+    assert (lines[0]["prompt_tokens"], lines[0]["completion_tokens"]) == (usage["prompt_tokens"], 12)
+    assert lines[0]["cached_tokens"] == usage["prompt_tokens_details"]["cached_tokens"]
+    assert lines[0]["finish_reasons"] == ["length"] * 4
+    assert [line["bytes"] for line in lines[:2]] == [len(whole.content), len(streamed.content)]
+    assert (lines[1]["prompt_tokens"], lines[1]["completion_tokens"]) == (60, 3)
+    assert (lines[5]["prompt_tokens"], lines[5]["completion_tokens"]) == (2, 0)
+    assert lines[5]["bytes"] == len(embedded.content)
+    assert [line["model"] for line in lines[:2]] == ["quire-demo"] * 2
+    for line in lines:
+        assert line["complete"] and line["client"] == "127.0.0.1"
+        assert 0 < line["first_byte_seconds"] <= line["seconds"] < 60
+        assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00", line["time"])
+    text = path.read_text()
+    for told in (SECRET, *site.keys.values(), whole.json()["choices"][0]["text"].strip()):
+        assert told and told not in text
+
+
+def test_prompts_are_written_where_that_is_asked_for(tmp_path):
+    path = tmp_path / "log"
+    options = ServerOptions(access_log=str(path), log_prompts=True)
+    with run_site(options=options) as site:
+        answer = site.post(None, "/v1/completions", prompt=["Hello", "Moin"], max_tokens=3, ignore_eos=True)
+        body = {"prompt": "Hello", "max_tokens": 400, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{site.url}/v1/completions", json=body) as lines:
+            next(lines.iter_lines())
+        first, left = lines_of(path, 2)
+    assert first["prompts"] == ["Hello", "Moin"]
+    assert first["outputs"] == [choice["text"] for choice in answer.json()["choices"]]
+    assert (left["finish_reasons"], left["complete"], left["status"]) == (["abort"], False, 200)
+
+
+def test_who_rotates_the_log_may_rename_it_cut_it_or_take_it_away(log, tmp_path):
+    path = tmp_path / "log"
+    log(record("a"))
+    lines_of(path, 1)
+    path.rename(tmp_path / "log.1")
+    log(record("b"))
+    assert [line["request_id"] for line in lines_of(path, 1)] == ["b"]
+    os.truncate(path, 0)
+    log(record("c"))
+    assert [line["request_id"] for line in lines_of(path, 1)] == ["c"]
+    path.unlink()
+    log(record("d"))
+    assert [line["request_id"] for line in lines_of(path, 1)] == ["d"]
+    assert [line["request_id"] for line in lines_of(tmp_path / "log.1", 1)] == ["a"]
+
+
+def test_what_is_logged_before_the_end_is_written(tmp_path, lost):
+    path = tmp_path / "log"
+    log = AccessLog(str(path), lost.append)
+    for i in range(1000):
+        log(record(f"{i}"))
+    log.close()
+    assert [line["request_id"] for line in lines_of(path, 1000)] == [f"{i}" for i in range(1000)]
+    assert not lost
+
+
+def test_a_full_disk_loses_lines_and_nothing_else(log, tmp_path, lost, monkeypatch, caplog):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(access_log.os, "write", full)
+        for id in "abc":
+            log(record(id))
+        end = time.monotonic() + 20
+        while sum(lost) < 3 and time.monotonic() < end:
+            time.sleep(0.005)
+    log(record("d"))
+    assert [line["request_id"] for line in lines_of(tmp_path / "log", 1)] == ["d"]
+    assert sum(lost) == 3
+    assert caplog.text.count("the access log cannot be written") == 1, "said once, until it works again"
+
+
+def test_a_slow_disk_does_not_hold_up_who_logs(tmp_path, lost, monkeypatch):
+    monkeypatch.setattr(access_log, "MOST_LINES", 5)
+    go_on = threading.Event()
+    monkeypatch.setattr(AccessLog, "_follow", lambda self: go_on.wait(20))
+    log = AccessLog(str(tmp_path / "log"), lost.append)
+    begin = time.monotonic()
+    for i in range(100):
+        log(record(f"{i}"))
+    assert time.monotonic() - begin < 5
+    go_on.set()
+    log.close()
+    written = len((tmp_path / "log").read_text().splitlines())
+    assert written + sum(lost) == 100
+    assert sum(lost) >= 85
+
+
+def test_long_lines_that_wait_are_bounded_in_bytes(tmp_path, lost, monkeypatch):
+    monkeypatch.setattr(access_log, "MOST_BYTES", 4000)
+    writes, go_on = threading.Semaphore(0), threading.Event()
+    monkeypatch.setattr(AccessLog, "_follow", lambda self: writes.release() or go_on.wait(20))
+    log = AccessLog(str(tmp_path / "log"), lost.append)
+    log(record("a" * 5000))  # alone, it may be as long as it is
+    assert writes.acquire(timeout=20)
+    for _ in range(50):
+        log(record("b"))
+    assert sum(lost) == 50
+    go_on.set()
+    lines_of(tmp_path / "log", 1)
+    end = time.monotonic() + 20
+    while log._num_given != log._num_taken and time.monotonic() < end:
+        time.sleep(0.005)
+    for _ in range(5):
+        log(record("c"))
+    log.close()
+    assert [line["request_id"] for line in lines_of(tmp_path / "log", 6)] == ["a" * 5000, *"ccccc"]
+    assert sum(lost) == 50
+
+
+def test_a_method_is_one_that_http_knows():
+    made = record("a")
+    made.scope["method"] = "X" * 60_000
+    assert line_of(made, with_content=False)["method"] == "other"
+
+
+def test_standard_output_may_be_the_log(capfd, lost):
+    log = AccessLog("-", lost.append)
+    log(record("a"))
+    log.close()
+    assert json.loads(capfd.readouterr().out)["request_id"] == "a"
+
+
+@pytest.mark.parametrize("name", ["nowhere/log", "", "a\0b", "."])
+def test_a_log_that_cannot_be_made_is_refused_at_the_start(tmp_path, name):
+    path = name if "\0" in name or not name else str(tmp_path / name)
+    with pytest.raises(ConfigError, match="access log"):
+        check_observers(ServerOptions(access_log=path))
+
+
+def test_prompts_need_a_log_to_go_to():
+    with pytest.raises(ConfigError, match="access_log"):
+        check_observers(ServerOptions(log_prompts=True))

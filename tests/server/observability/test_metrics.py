@@ -1,0 +1,257 @@
+"""Metrics: names, types and labels as vLLM's boards ask for them, and values that are exactly what happened."""
+
+import httpx
+import pytest
+from multi_tenant_server import run_site
+from prometheus_client.parser import text_string_to_metric_families
+from test_health_and_disconnects import wait_until
+
+from quire.config import CacheConfig, KVGroup
+from quire.core.explanation import Explanation
+from quire.engine.engine import BOUNDS, EngineStats, StepSizes
+from quire.engine.outputs import RequestMetrics
+from quire.params import SamplingParams
+from quire.server.observability.metrics import Ended, Metrics
+from quire.server.observability.request_record import Record
+from quire.server.options import ServerOptions
+from quire.supervisor.health import Health
+
+CACHE = CacheConfig(16, (KVGroup((0,), "full", 1, 8, "float32", 10, 1024),))
+PLAIN = {"model_name", "engine"}
+# what vLLM has, too: name without prefix and suffix -> type and labels beside PLAIN
+LIKE_VLLM = {
+    "num_requests_running": ("gauge", set()),
+    "num_requests_waiting": ("gauge", set()),
+    "num_requests_waiting_by_reason": ("gauge", {"reason"}),
+    "kv_cache_usage_perc": ("gauge", set()),
+    "prefix_cache_queries": ("counter", set()),
+    "prefix_cache_hits": ("counter", set()),
+    "num_preemptions": ("counter", set()),
+    "prompt_tokens": ("counter", set()),
+    "prompt_tokens_by_source": ("counter", {"source"}),
+    "prompt_tokens_cached": ("counter", set()),
+    "generation_tokens": ("counter", set()),
+    "request_success": ("counter", {"finished_reason"}),
+    "admission_rejections": ("counter", {"reason"}),
+    "iteration_tokens_total": ("histogram", set()),
+    "request_prompt_tokens": ("histogram", set()),
+    "request_generation_tokens": ("histogram", set()),
+    "request_max_num_generation_tokens": ("histogram", set()),
+    "request_prefill_kv_computed_tokens": ("histogram", set()),
+    "request_params_n": ("histogram", set()),
+    "request_params_max_tokens": ("histogram", set()),
+    "time_to_first_token_seconds": ("histogram", set()),
+    "inter_token_latency_seconds": ("histogram", set()),
+    "request_time_per_output_token_seconds": ("histogram", set()),
+    "e2e_request_latency_seconds": ("histogram", set()),
+    "request_queue_time_seconds": ("histogram", set()),
+    "request_prefill_time_seconds": ("histogram", set()),
+    "request_decode_time_seconds": ("histogram", set()),
+    "request_inference_time_seconds": ("histogram", set()),
+    "cache_config_info": (
+        "gauge",
+        {"block_size", "cache_dtype", "enable_prefix_caching", "num_gpu_blocks", "num_cpu_blocks"},
+    ),
+}
+OUR_OWN = {
+    **dict.fromkeys(("kv_blocks_cached", "cpu_cache_usage_perc", "last_step_seconds"), ("gauge", set())),
+    **dict.fromkeys(("kv_blocks_evicted", "kv_tokens_copied", "kv_blocks_swapped_out"), ("counter", set())),
+    **dict.fromkeys(("kv_blocks_swapped_in", "admissions_slowed", "iterations"), ("counter", set())),
+    **dict.fromkeys(("iterations_failed", "engine_restarts", "access_log_lines_lost"), ("counter", set())),
+    **dict.fromkeys(("engine_heartbeat_age_seconds", "engine_healthy"), ("gauge", set())),
+    "engine_state": ("gauge", {"state"}),
+    "requests_refused": ("counter", {"reason"}),
+    "forced_tokens": ("counter", set()),
+    "grammar_checks": ("counter", {"result"}),
+    "grammar_check_seconds": ("histogram", set()),
+}
+
+
+class Page:
+    def __init__(self, text):
+        self.families = {family.name: family for family in text_string_to_metric_families(text)}
+
+    def value(self, name, **labels):
+        """The sum of all samples of this name that have these labels."""
+        samples = [sample for family in self.families.values() for sample in family.samples if sample.name == name]
+        return sum(sample.value for sample in samples if labels.items() <= sample.labels.items())
+
+
+@pytest.fixture
+def page(keyless):
+    return lambda: Page(httpx.get(f"{keyless.url}/metrics").text)
+
+
+@pytest.fixture
+def metrics():
+    health = Health("it is told to", "stalled", 2.5, EngineStats.nothing(), 0.0, 3)
+    return Metrics("m", lambda: health, cache=CACHE, max_model_len=100)
+
+
+@pytest.mark.parametrize("prefix", ["quire:", "vllm:"])
+def test_names_types_and_labels(prefix):
+    with run_site(options=ServerOptions(metrics_prefix=prefix)) as site:
+        for path in ("/v1/completions", "/nowhere"):
+            site.post(None, path, prompt="x", max_tokens=2)
+        text = httpx.get(f"{site.url}/metrics").text
+    expected = {prefix + name: told for name, told in {**LIKE_VLLM, **OUR_OWN}.items()}
+    families = {name: family for name, family in Page(text).families.items() if not name.endswith("_created")}
+    plain = {name for name in families if not name.startswith(prefix)}
+    assert plain == {"http_requests", "http_request_duration_seconds"}
+    assert set(families) - plain == set(expected)
+    for name, (kind, more) in expected.items():
+        family = families[name]
+        assert family.type == kind, name
+        labels = {label for sample in family.samples for label in sample.labels} - {"le"}
+        assert labels == PLAIN | more, name
+    ends = Page(text).families[f"{prefix}request_success"].samples
+    told = {sample.labels["finished_reason"] for sample in ends}
+    assert told == {"stop", "length", "abort", "error"}, "from the start, or rates would lack the first of each"
+
+
+def test_values_are_what_happened(keyless, page):
+    wait_until(lambda: page().value("quire:num_requests_running") == 0)
+    before = page()
+    body = {"prompt": [[67, 68, 69], [70]], "max_tokens": 5, "n": 2, "ignore_eos": True}
+    httpx.post(f"{keyless.url}/v1/completions", json=body, timeout=60).raise_for_status()
+    httpx.post(f"{keyless.url}/v1/completions", json={**body, "prompt": [[71] * 40]}, timeout=60).raise_for_status()
+    httpx.post(f"{keyless.url}/v1/completions", json={**body, "prompt": [[71] * 40]}, timeout=60).raise_for_status()
+    httpx.post(f"{keyless.url}/v1/completions", json={"prompt": 5})
+    httpx.get(f"{keyless.url}/nowhere")
+    wait_until(
+        lambda: (
+            page().value("http_requests_total", handler="none") > before.value("http_requests_total", handler="none")
+        )
+    )
+    after = page()
+
+    def added(name, **labels):
+        return after.value(name, **labels) - before.value(name, **labels)
+
+    for name, count, total in (
+        ("request_prompt_tokens", 4, 3 + 1 + 40 + 40),
+        ("request_generation_tokens", 8, 8 * 5),
+        ("request_max_num_generation_tokens", 4, 4 * 5),
+        ("request_prefill_kv_computed_tokens", 4, 3 + 1 + 40 + 1),
+        ("request_params_n", 4, 4 * 2),
+        ("request_params_max_tokens", 4, 4 * 5),
+    ):
+        assert (added(f"quire:{name}_count"), added(f"quire:{name}_sum")) == (count, total), name
+    assert added("quire:prompt_tokens_by_source_total", source="local_compute") == 45
+    assert added("quire:prompt_tokens_by_source_total", source="local_cache_hit") == 39
+    assert added("quire:prompt_tokens_cached_total") == added("quire:prefix_cache_hits_total") == 39
+    assert added("quire:request_success_total", finished_reason="length") == 8
+    phases = ("queue", "prefill", "decode", "inference")
+    counts = {phase: added(f"quire:request_{phase}_time_seconds_count") for phase in phases}
+    assert counts == dict.fromkeys(phases, 4)
+    sums = {phase: added(f"quire:request_{phase}_time_seconds_sum") for phase in phases}
+    assert sums["inference"] == pytest.approx(sums["prefill"] + sums["decode"])
+    assert sums["queue"] + sums["inference"] <= added("quire:e2e_request_latency_seconds_sum") + 1e-6
+    assert added("quire:request_time_per_output_token_seconds_sum") == pytest.approx(sums["decode"] / 4)
+    assert added("quire:iteration_tokens_total_count") == added("quire:iterations_total")
+    # the prompts' tokens, and all outputs but the last of each, which is never computed; what is computed again
+    # for the second of two sequences is the last token of the prompt
+    assert added("quire:iteration_tokens_total_sum") >= 45 + 8 * 4
+    assert added("quire:requests_refused_total", reason="invalid_type") == 1
+    assert added("quire:requests_refused_total", reason="http_404") == 0
+    assert added("quire:requests_refused_total") == 2
+    told = {"method": "POST", "handler": "/v1/completions"}
+    assert added("http_requests_total", status="2xx", **told) == 3
+    assert added("http_requests_total", status="4xx", **told) == 1
+    assert added("http_requests_total", status="4xx", method="GET", handler="none") == 1
+    assert added("http_request_duration_seconds_count", **told) == 4
+
+
+def test_times_of_one_request_exactly(metrics):
+    times = RequestMetrics(10.0, first_token_time=11.0, last_token_time=13.0, finished_time=13.5, queue_seconds=0.25)
+    metrics.request_ended(Ended(times, 30, 16, [5, 3], SamplingParams(n=2, max_tokens=None)), 99.0)
+    page = Page(metrics.page("p_").decode())
+    for name, value in (
+        ("e2e_request_latency", 3.5),
+        ("request_queue_time", 0.25),
+        ("request_prefill_time", 0.75),
+        ("request_decode_time", 2.0),
+        ("request_inference_time", 2.75),
+        ("request_time_per_output_token", 0.5),
+    ):
+        assert (page.value(f"p_{name}_seconds_count"), page.value(f"p_{name}_seconds_sum")) == (1, value), name
+    assert page.value("p_request_prefill_kv_computed_tokens_sum") == 14
+    assert page.value("p_request_params_max_tokens_count") == 0, "it was not given"
+
+
+def test_what_was_not_measured_is_not_counted(metrics):
+    metrics.request_ended(Ended(RequestMetrics(10.0), 3, 0, [0], SamplingParams()), 12.0)
+    metrics.request_ended(Ended(RequestMetrics(10.0, finished_time=11.0), 7), 12.0)  # embedded
+    page = Page(metrics.page("").decode())
+    assert page.value("e2e_request_latency_seconds_sum") == 3.0
+    for phase in ("queue", "prefill", "decode", "inference"):
+        assert page.value(f"request_{phase}_time_seconds_count") == 0
+    assert page.value("request_params_n_count") == 1
+    assert page.value("request_prompt_tokens_sum") == 10
+
+
+def test_the_state_of_the_engine(metrics):
+    page = Page(metrics.page("").decode())
+    states = {sample.labels["state"]: sample.value for sample in page.families["engine_state"].samples}
+    assert states == {"ok": 0, "stalled": 1, "restarting": 0, "stopped": 0}
+    assert page.value("engine_restarts_total") == 3
+    assert page.value("engine_heartbeat_age_seconds") == 2.5
+    assert page.value("engine_healthy") == 0
+
+
+@pytest.mark.parametrize(
+    ("status", "error", "reason", "is_rejection"),
+    [
+        (429, "queue_full", "queue_full", True),
+        (429, "rate_limit_exceeded", "rate_limit_exceeded", True),
+        (429, "deadline_unreachable", "deadline_unreachable", True),
+        (503, "service_unavailable", "service_unavailable", False),
+        (500, "0" * 32, "internal_error", False),
+        (404, None, "http_404", False),
+        (400, "Any Thing {", "http_400", False),
+        (499, None, None, False),
+        (200, "server_error", None, False),
+        (0, None, None, False),
+    ],
+)
+def test_refusals_by_reason(metrics, status, error, reason, is_rejection):
+    scope = {"type": "http", "method": "BREW", "state": {}}
+    metrics.answered(Record(None, "0" * 32, scope, 0.0, 1.0, status=status, error=error, ended=3.0))
+    page = Page(metrics.page("").decode())
+    assert page.value("requests_refused_total") == (reason is not None)
+    assert reason is None or page.value("requests_refused_total", reason=reason) == 1
+    assert page.value("admission_rejections_total") == is_rejection
+    assert page.value("http_requests_total", method="other", handler="none") == 1, "labels are not of any number"
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 2, 8, 9, 16384, 16385])
+def test_a_step_is_in_the_bucket_of_its_size(num_tokens):
+    sizes = StepSizes()
+    sizes.add(num_tokens)
+    place = sizes.counts.index(1)
+    assert sum(sizes.counts) == 1 and sizes.num_tokens == num_tokens
+    assert place == len(BOUNDS) or num_tokens <= BOUNDS[place]
+    assert place == 0 or num_tokens > BOUNDS[place - 1]
+
+
+@pytest.mark.parametrize(
+    ("cause", "reason"), [("memory", "capacity"), ("rows", "capacity"), ("step", "deferred"), ("failure", "deferred")]
+)
+def test_who_waits_and_why(keyless, cause, reason):
+    keyless.engine.figures = {"num_waiting": 4, "waiting_because": cause}
+    httpx.post(f"{keyless.url}/v1/completions", json={"prompt": "x", "max_tokens": 1}, timeout=60)
+    page = Page(httpx.get(f"{keyless.url}/metrics").text)
+    keyless.engine.figures = {}
+    waiting = {"capacity": 0, "deferred": 0, reason: 4}
+    for one, count in waiting.items():
+        assert page.value("quire:num_requests_waiting_by_reason", reason=one) == count
+
+
+def test_the_queue_time_is_the_engine_s_own(keyless):
+    before = Page(httpx.get(f"{keyless.url}/metrics").text).value("quire:request_queue_time_seconds_sum")
+    told = keyless.post(None, "/v1/completions", prompt="y", max_tokens=1)
+    after = Page(httpx.get(f"{keyless.url}/metrics").text).value("quire:request_queue_time_seconds_sum")
+    answer = keyless.ask(None, "GET", f"/v1/requests/{told.json()['id']}/explain").json()
+    fields = {name: answer["prompts"][0][name] for name in ("arrived", "admitted")}
+    assert set(fields) <= set(Explanation.__struct_fields__)
+    assert after - before == pytest.approx(fields["admitted"] - fields["arrived"], abs=1e-9)

@@ -1,0 +1,317 @@
+"""run-batch: what a line gets is what a client gets; nothing is lost or done twice, wherever a run is cut off."""
+
+import asyncio
+import fcntl
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from dataclasses import fields, replace
+
+import pytest
+from embedded_model_server import CHAT, STORY, service_of, small_engine
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from quire.cli import app as cli
+from quire.config import EngineOptions
+from quire.errors import ConfigError
+from quire.server.batch import file_format
+from quire.server.batch import run as batches
+from quire.server.batch.run import Batch, BatchStopped, Output, run_batch
+from quire.server.middleware import tarpit
+
+SHORT = {"max_tokens": 6, "temperature": 0}
+QUIET = {"report": lambda line: None, "progress": lambda done, total: None}
+
+
+def task(name, body=None, url="/v1/completions", **more):
+    return {"custom_id": name, "method": "POST", "url": url, "body": body or {"prompt": STORY, **SHORT}, **more}
+
+
+def written(*lines):
+    return b"".join((line if isinstance(line, bytes) else json.dumps(line).encode()) + b"\n" for line in lines)
+
+
+def results(path):
+    return [json.loads(line) for line in path.read_bytes().splitlines()]
+
+
+class App:
+    """Answers every POST with its own body; notes what it is asked and how many at once."""
+
+    def __init__(self, answers=()):
+        self.asked, self.now, self.most = [], 0, 0
+        self._answers = list(answers)
+
+    async def __call__(self, scope, receive, send):
+        body = (await receive())["body"]
+        self.asked.append((scope["path"], json.loads(body)))
+        self.now += 1
+        self.most = max(self.most, self.now)
+        try:
+            await asyncio.sleep(0)
+            status, headers, body = self._answers.pop(0) if self._answers else (200, {}, body)
+            raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+            await send({"type": "http.response.start", "status": status, "headers": raw})
+            await send({"type": "http.response.body", "body": body})
+        finally:
+            self.now -= 1
+
+
+def answer(app, text, path, *, resume=False, concurrency=3):
+    """One run with this app. What it counted."""
+    output = Output(path, resume=resume)
+    batch = Batch(app, output, lambda done: None)
+    try:
+        asyncio.run(batch.run(io.BytesIO(text), concurrency))
+    finally:
+        output.close()
+    return batch
+
+
+@contextmanager
+def on_a_thread(options, name=None, **_more):
+    built = small_engine()
+    yield service_of(replace(built, model_name=name or built.model_name))
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """Run a file through a small engine; what comes out."""
+
+    def run(*lines, **more):
+        monkeypatch.setattr(batches, "launched", on_a_thread)
+        (tmp_path / "in").write_bytes(written(*lines))
+        run_batch(EngineOptions(), tmp_path / "in", tmp_path / "out", **QUIET, **more)
+        return results(tmp_path / "out")
+
+    return run
+
+
+def test_a_line_gets_what_a_client_gets(here, http):
+    asked = [
+        task("text", {"prompt": [STORY, "Hello"], "logprobs": 2, "seed": 1, "n": 2, "max_tokens": 5}),
+        task("chat", {"messages": CHAT, **SHORT}, "/v1/chat/completions"),
+        task("vectors", {"input": ["Hello", "One"], "encoding_format": "base64"}, "/v1/embeddings"),
+        task("form", {"messages": CHAT, "structured_outputs": {"regex": "[0-9]{3}"}, **SHORT}, "/v1/chat/completions"),
+        task("bad form", {"prompt": STORY, "response_format": {"type": "json_schema"}}),
+        task("unknown field", {"prompt": STORY, "temprature": 1}),
+        task("wrong model", {"messages": CHAT, "model": "gpt-7"}, "/v1/chat/completions"),
+        task("no object", [1, 2]),
+        task("no number", {"prompt": STORY, "max_tokens": "\u2028é 😀"}),
+    ]
+    came = {result["custom_id"]: result for result in here(*asked, concurrency=1)}  # which keeps rounding as it is
+    assert len(came) == len(asked)
+    for line in asked:
+        result = came[line["custom_id"]]
+        expected = http.post(line["url"], json=line["body"])
+        assert (result["response"]["status_code"], result["error"]) == (expected.status_code, None)
+        assert result["response"]["request_id"]
+        bodies = [result["response"]["body"], expected.json()]
+        for body in bodies:
+            body.pop("id", None)
+            body.pop("created", None)
+            body.get("usage", {}).pop("prompt_tokens_details", None)
+        assert bodies[0] == bodies[1]
+    assert len({result["id"] for result in came.values()}) == len(asked)
+
+
+BAD = [
+    (b"nonsense", None, "invalid_line"),
+    (b'{"custom_id": "x"', None, "invalid_line"),
+    (b'{"custom_id": "\xff"}', None, "invalid_line"),
+    (b"[" * 100_000, None, "invalid_line"),
+    (b"[]", None, "invalid_line"),
+    (b'{"custom_id": "\\ud800", "method": "POST"}', None, "invalid_line"),
+    (task(""), None, "invalid_line"),
+    (task(7), None, "invalid_line"),
+    (task("x" * 513), None, "invalid_line"),
+    (task("get", method="GET"), "get", "invalid_line"),
+    (task("files", url="/v1/files"), "files", "invalid_line"),
+    (task("more", priority=3), "more", "invalid_line"),
+    ({"custom_id": "no body", "method": "POST", "url": "/v1/completions"}, "no body", "invalid_line"),
+    (task("stream", {"prompt": STORY, "stream": True}), "stream", "invalid_line"),
+    (task("good 1"), "good 1", "duplicate_custom_id"),
+    (b"x" * 5000, None, "line_too_long"),
+]
+
+
+def test_many_bad_forms_in_a_file_are_told_at_once(here, monkeypatch):
+    slept = []
+
+    async def sleep(seconds):
+        slept.append(seconds)
+
+    monkeypatch.setattr(tarpit, "EACH", tarpit.FREE)
+    monkeypatch.setattr(tarpit, "sleep", sleep)
+    came = here(*(task(f"{i}", {"prompt": STORY, "regex": "a("}) for i in range(4)))
+    assert [result["response"]["status_code"] for result in came] == [400] * 4
+    assert slept == []
+
+
+def test_a_bad_line_is_told_and_nothing_else_is_lost(tmp_path, monkeypatch):
+    monkeypatch.setattr(file_format, "MAX_LINE", 4000)
+    deep = b"[" * 3000
+    bad = [(deep if isinstance(line, bytes) and len(line) > 9000 else line, *rest) for line, *rest in BAD]
+    lines = [b"\xef\xbb\xbf" + written(task("good 1")).strip(), b"", b" \t"]
+    for i, (line, _, _) in enumerate(bad, 2):
+        lines += [line, task(f"good {i}")]
+    batch = answer(App(), written(*lines)[:-1], tmp_path / "out")  # the last line has no end
+    came = results(tmp_path / "out")
+    good = [result for result in came if result["error"] is None]
+    assert {result["custom_id"] for result in good} == {f"good {i + 1}" for i in range(len(bad) + 1)}
+    errors = sorted((result for result in came if result["error"]), key=lambda result: result["error"]["line"])
+    assert [(result["custom_id"], result["error"]["code"]) for result in errors] == [tuple(rest) for _, *rest in bad]
+    assert [result["error"]["line"] for result in errors] == [4 + 2 * i for i in range(len(bad))]
+    assert all(result["response"] is None and result["error"]["message"] for result in errors)
+    assert (batch.num_done, batch.num_failed) == (len(came), len(bad))
+    assert batch.summary() == f"{len(good)} answered, {len(bad)} failed"
+
+
+LINES = st.lists(
+    st.one_of(st.sampled_from("abcdef").map(task), st.sampled_from([b"", b"{", b"null", task("a", method="GET")])),
+    max_size=8,
+)
+
+
+@given(lines=LINES, cuts=st.lists(st.integers(0, 10_000), max_size=3), concurrency=st.integers(1, 4))
+@settings(max_examples=60)
+def test_wherever_it_is_cut_off_a_batch_goes_on(tmp_path_factory, lines, cuts, concurrency):
+    def told(result):
+        error, response = result["error"] or {}, result["response"] or {}
+        return json.dumps([result["custom_id"], error.get("line"), response.get("body")])
+
+    def num_good(some):
+        return sum(result["error"] is None for result in some)
+
+    folder = tmp_path_factory.mktemp("cut")
+    text, disturbed = written(*lines), folder / "b"
+    answer(App(), text, folder / "a", concurrency=concurrency)
+    undisturbed = results(folder / "a")
+    answer(App(), text, disturbed, concurrency=concurrency)
+    for cut in cuts:
+        os.truncate(disturbed, cut % (disturbed.stat().st_size + 1))
+        kept = [json.loads(line) for line in disturbed.read_bytes().rpartition(b"\n")[0].splitlines()]
+        app = App()
+        batch = answer(app, text, disturbed, resume=True, concurrency=concurrency)
+        assert results(disturbed)[: len(kept)] == kept
+        assert batch.num_known == len(kept)
+        assert len(app.asked) == num_good(undisturbed) - num_good(kept)
+    assert sorted(map(told, results(disturbed))) == sorted(map(told, undisturbed))
+
+
+def test_so_many_at_once_and_no_more(tmp_path):
+    app = App()
+    answer(app, written(*(task(str(i)) for i in range(20))), tmp_path / "out", concurrency=4)
+    assert app.most == 4
+    assert len(app.asked) == 20
+
+
+def refusal(status, code=None, **headers):
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    return status, named, json.dumps({"error": {"message": "not now", "code": code}}).encode()
+
+
+def test_what_is_only_busy_is_asked_again(tmp_path):
+    busy = [refusal(429, retry_after="0"), refusal(503, retry_after="0"), refusal(429, "queue_full", retry_after="0")]
+    answer(App(busy * 100), written(task("a")), tmp_path / "out")
+    assert [result["response"]["status_code"] for result in results(tmp_path / "out")] == [200]
+
+
+@pytest.mark.parametrize("final", [refusal(429, "deadline_unreachable", retry_after="0"), refusal(429), refusal(500)])
+def test_what_will_not_change_is_a_result(tmp_path, final):
+    app = App([final])
+    answer(app, written(task("a")), tmp_path / "out")
+    assert [result["response"]["status_code"] for result in results(tmp_path / "out")] == [final[0]]
+    assert len(app.asked) == 1
+
+
+def test_the_end_of_the_engine_is_no_result(tmp_path):
+    app = App([(200, {}, b"{}"), refusal(503)])
+    with pytest.raises(BatchStopped, match=r"not now.*--resume"):
+        answer(app, written(*map(task, "abc")), tmp_path / "out", concurrency=1)
+    assert [result["custom_id"] for result in results(tmp_path / "out")] == ["a"]
+    answer(App(), written(*map(task, "abc")), tmp_path / "out", resume=True)
+    assert sorted(result["custom_id"] for result in results(tmp_path / "out")) == ["a", "b", "c"]
+
+
+def test_a_full_disk_ends_the_batch(tmp_path):
+    class Full(Output):
+        def write(self, line):
+            raise OSError(28, "No space left on device")
+
+    batch = Batch(App(), Full(tmp_path / "out", resume=False), lambda done: None)
+    with pytest.raises(OSError, match="No space"):
+        asyncio.run(batch.run(io.BytesIO(written(*map(task, "abc"))), 2))
+    batch._output.close()
+
+
+def test_results_are_not_written_over(tmp_path):
+    path = tmp_path / "out"
+    answer(App(), written(task("a")), path)
+    before = path.read_bytes()
+    with pytest.raises(ConfigError, match="--resume"):
+        Output(path, resume=False)
+    (tmp_path / "in").write_bytes(written(task("a")))
+    with pytest.raises(ConfigError, match="a file of their own"):
+        run_batch(EngineOptions(), tmp_path / "in", tmp_path / "in", **QUIET)
+    with path.open("rb") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(ConfigError, match="another batch"):
+            Output(path, resume=True)
+    path.write_bytes(before + b"notes\n")
+    with pytest.raises(ConfigError, match=r"line 2 .* no result"):
+        Output(path, resume=True)
+    assert path.read_bytes() == before + b"notes\n"
+    with pytest.raises(ConfigError, match="cannot be written"):
+        Output(tmp_path, resume=False)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        run_batch(EngineOptions(), tmp_path / "nothing", path, **QUIET)
+
+
+def test_a_batch_that_is_killed_goes_on(tmp_path, here):
+    """SIGKILL in the middle, and half a line at the end."""
+    lines = [task(str(i), {"prompt": f"{STORY} {i}", "max_tokens": 40, "ignore_eos": True}) for i in range(120)]
+    (tmp_path / "in").write_bytes(written(*lines))
+    command = ["run-batch", "-i", tmp_path / "in", "-o", tmp_path / "out", "--memory", "256MiB", "--concurrency", "4"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", "from quire.cli import main; main()", *map(str, command)],
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    try:
+        end = time.monotonic() + 60
+        while not (tmp_path / "out").exists() or (tmp_path / "out").read_bytes().count(b"\n") < 3:
+            assert process.poll() is None
+            assert time.monotonic() < end
+            time.sleep(0.01)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    before = results(tmp_path / "out")
+    assert 3 <= len(before) < 120
+    with (tmp_path / "out").open("ab") as file:
+        file.write(b'{"id": "batch_req_1", "custom_id": "119", "response": {"sta')
+    came = here(*lines, resume=True)
+    assert came[: len(before)] == before
+    assert sorted(int(result["custom_id"]) for result in came) == list(range(120))
+    assert {result["response"]["body"]["usage"]["completion_tokens"] for result in came} == {40}
+
+
+def test_the_command(tmp_path, here, monkeypatch):
+    here(task("a"))
+    (tmp_path / "in").write_bytes(written(task("a"), task("b", {"prompt": STORY, "model": "mine", **SHORT})))
+    args = ["run-batch", "-i", str(tmp_path / "in"), "-o", str(tmp_path / "out"), "--served-model-name", "mine"]
+    assert isinstance(CliRunner().invoke(cli, args).exception, ConfigError)
+    done = CliRunner().invoke(cli, [*args, "--resume"], catch_exceptions=False)
+    assert "2 requests: 1 answered, 1 before, 0 failed" in done.output
+    help = CliRunner().invoke(cli, ["run-batch", "--help"], env={"COLUMNS": "200", "TERM": "dumb"}).output
+    assert [field.name for field in fields(EngineOptions) if f"--{field.name.replace('_', '-')} " not in help] == [
+        "model"
+    ]

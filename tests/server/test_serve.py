@@ -1,0 +1,132 @@
+"""serve: one port has one server, and the end of a server is told to those who still listen."""
+
+import gc
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import contextmanager, nullcontext
+from typing import ClassVar
+
+import httpx
+import pytest
+from embedded_model_server import service_of, small_engine
+
+from quire.config import EngineOptions
+from quire.errors import ConfigError
+from quire.server import serve as serving
+from quire.server.options import ServerOptions
+
+SERVE = """
+from quire.config import EngineOptions
+from quire.server.options import ServerOptions
+from quire.server.serve import serve
+serve(EngineOptions(memory="512MiB"), ServerOptions(port=0, drain_timeout={grace}),
+      report=lambda line: print(line, flush=True), progress=lambda done, total: None)
+"""
+
+
+@contextmanager
+def server(grace):
+    process = subprocess.Popen(
+        [sys.executable, "-c", SERVE.format(grace=grace)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    try:
+        lines = iter(process.stdout.readline, "")
+        ready = next(line for line in lines if line.startswith("ready"))
+        yield process, re.search(r"http://127\.0\.0\.1:\d+", ready).group()
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def ended_well(process):
+    assert process.wait(20) == 0
+    assert process.stderr.read() == ""
+
+
+def test_of_two_servers_on_one_port_the_second_says_so(monkeypatch):
+    with socket.socket() as first:
+        first.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        first.bind(("127.0.0.1", 0))
+        port = first.getsockname()[1]
+
+        def launched(*_options, **_more):
+            with pytest.raises(ConnectionRefusedError):  # bound, and not listening before the model is ready
+                socket.create_connection(("127.0.0.1", port), timeout=5)
+            first.listen()
+            return nullcontext(service_of(small_engine()))
+
+        def refuse(line):
+            raise AssertionError(line)
+
+        monkeypatch.setattr(serving, "launched", launched)
+        with pytest.raises(ConfigError, match=f"port {port} .*--port"):
+            serving.serve(EngineOptions(), ServerOptions(port=port), report=refuse, progress=print)
+
+
+def test_what_is_loaded_is_no_garbage(monkeypatch):
+    class Server:
+        def __init__(self, *_config, **_more):
+            pass
+
+        def run(self, sockets):
+            self.frozen.append(gc.get_freeze_count())
+
+        frozen: ClassVar[list[int]] = []
+
+    monkeypatch.setattr(serving, "launched", lambda *_, **__: nullcontext(service_of(small_engine())))
+    monkeypatch.setattr(serving, "GracefulServer", Server)
+    before = gc.get_freeze_count()
+    try:
+        serving.serve(EngineOptions(), ServerOptions(port=0), report=print, progress=print)
+    finally:
+        gc.unfreeze()
+    assert Server.frozen[0] > before + 10_000
+
+
+def answered(url, head):
+    """The status of what answers a request with this head; None where the connection ends without an answer."""
+    host, port = url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as client:
+        try:
+            client.sendall(b"GET /live HTTP/1.1\r\nhost: x\r\n" + head + b"\r\n")
+            return client.recv(12).decode() or None
+        except ConnectionError:
+            return None
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_headers_are_bounded(served, many):
+    line = b"x-more: " + b"a" * 1000 + b"\r\n"
+    assert answered(served.url, line * 30) == "HTTP/1.1 200"
+    huge = line * 1000 if many else b"x-more: " + b"a" * 2**20 + b"\r\n"
+    assert answered(served.url, huge) in ("HTTP/1.1 431", None)
+    assert answered(served.url, b"") == "HTTP/1.1 200"
+
+
+def test_a_second_signal_ends_the_process_whose_streams_are_told():
+    body = {"prompt": "One", "n": 64, "max_tokens": 1900, "ignore_eos": True, "stream": True}
+    with (
+        server(grace=600) as (process, url),
+        httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=30) as answer,
+    ):
+        lines = (line for line in answer.iter_lines() if line)
+        next(lines)
+        process.send_signal(signal.SIGTERM)
+        next(line for _, line in zip(range(1000), lines, strict=False))
+        assert httpx.get(f"{url}/ready").json() == {"status": "draining"}
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.5)
+        process.send_signal(signal.SIGTERM)
+        got = [line.removeprefix("data: ") for line in lines]
+        assert json.loads(got[-2])["error"]["message"] == "the server is shutting down"
+        assert got[-1] == "[DONE]"
+        ended_well(process)

@@ -1,0 +1,132 @@
+"""Prompts that take long to read, or too long: nobody else waits for them."""
+
+import asyncio
+import dataclasses
+import gc
+import json
+import shutil
+import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import httpx
+import pytest
+from embedded_model_server import run_app, service_of, small_engine
+
+from quire.hub import embedded
+from quire.server import thread_pool
+from quire.server.app import make_app
+from quire.server.service import CHARACTERS_PER_TOKEN
+
+CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
+LONG = {"prompt": [67, 68, 69], "max_tokens": 400, "ignore_eos": True, "stream": True}
+TEMPLATES = {
+    "loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "reaches": "{{ ''.__class__.__mro__ }}",
+    "raises": "{{ raise_exception('roles must alternate') }}",
+}
+
+
+@contextmanager
+def a_stream_that_goes_on(url):
+    """A stream that is under way, of which nothing is missing in the end."""
+    with httpx.stream("POST", f"{url}/v1/completions", json=LONG, timeout=30) as answer:
+        lines = (line.removeprefix("data: ") for line in answer.iter_lines() if line)
+        next(lines)
+        yield lines
+        got = list(lines)
+        assert json.loads(got[-2])["choices"][0]["finish_reason"] == "length"
+
+
+class SlowTokenizer:
+    """The tokenizer, whose `encode` waits."""
+
+    def __init__(self, tokenizer):
+        self._tokenizer = tokenizer
+        self.gate = threading.Event()
+        self.entered = threading.Semaphore(0)
+
+    def __getattr__(self, name):
+        return getattr(self._tokenizer, name)
+
+    def encode(self, *args, **more):
+        self.entered.release()
+        assert self.gate.wait(30)
+        return self._tokenizer.encode(*args, **more)
+
+
+def test_a_tokenizer_that_hangs_delays_nobody_else(monkeypatch):
+    monkeypatch.setattr(thread_pool, "MAX_JOBS", thread_pool.NUM_THREADS + 1)
+    built = small_engine()
+    slow = SlowTokenizer(built.tokenizer)
+    with run_app(make_app(service_of(dataclasses.replace(built, tokenizer=slow)))) as url, ThreadPoolExecutor() as pool:
+        try:
+            with a_stream_that_goes_on(url):
+                ask = [
+                    pool.submit(httpx.post, f"{url}/v1/chat/completions", json=CHAT, timeout=30)
+                    for _ in range(thread_pool.NUM_THREADS + 4)
+                ]
+                assert all(slow.entered.acquire(timeout=20) for _ in range(thread_pool.NUM_THREADS))
+                assert httpx.get(f"{url}/live").status_code == httpx.get(f"{url}/health").status_code == 200
+        finally:
+            slow.gate.set()
+        answers = [each.result() for each in ask]
+    busy = [answer for answer in answers if answer.status_code == 429]
+    assert len(busy) == 3
+    assert {answer.headers["retry-after"] for answer in busy} == {"1"}
+    assert {answer.json()["error"]["type"] for answer in busy} == {"rate_limit_error"}
+    assert {answer.status_code for answer in answers} == {200, 429}
+
+
+def test_of_requests_that_were_given_up_nothing_waits_for_a_thread():
+    class Body:
+        def read(self):
+            raise AssertionError("nobody wants it")
+
+    async def run():
+        threads, gate = thread_pool.Aside(), threading.Event()
+        busy = [asyncio.ensure_future(threads.run(lambda: gate.wait(30))) for _ in range(thread_pool.NUM_THREADS)]
+        await asyncio.sleep(0)
+        bodies = weakref.WeakSet()
+        for _ in range(2 * thread_pool.MAX_JOBS):
+            body = Body()
+            bodies.add(body)
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0):
+                    await threads.run(body.read)
+        del body
+        gc.collect()
+        left = len(bodies)
+        gate.set()
+        assert await asyncio.gather(*busy) == [True] * thread_pool.NUM_THREADS
+        threads.close()
+        return left
+
+    assert asyncio.run(run()) <= 1, "the last one may still be in a traceback"
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_what_cannot_fit_is_refused_before_it_is_read(path):
+    built = small_engine()
+    slow = SlowTokenizer(built.tokenizer)
+    text = "a" * (CHARACTERS_PER_TOKEN * built.engine.max_model_len + 1)
+    body = {"prompt": text} if path == "/v1/completions" else {"messages": [{"role": "user", "content": text}]}
+    with run_app(make_app(service_of(dataclasses.replace(built, tokenizer=slow)))) as url:
+        slow.gate.set()
+        answer = httpx.post(url + path, json=body, timeout=30)
+    assert answer.status_code == 400
+    assert "max_model_len" in answer.json()["error"]["message"]
+    assert not slow.entered.acquire(blocking=False)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_hostile_template_concerns_its_own_requests_only(tmp_path, name):
+    folder = tmp_path / "model"
+    shutil.copytree(embedded.folder(), folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATES[name])
+    with run_app(make_app(service_of(small_engine(str(folder))))) as url, a_stream_that_goes_on(url):
+        answer = httpx.post(f"{url}/v1/chat/completions", json=CHAT, timeout=30)
+        assert answer.status_code == 400
+        assert "template" in answer.json()["error"]["message"]
+        assert httpx.get(f"{url}/health").status_code == 200

@@ -1,0 +1,269 @@
+"""JSON schemas as automata: every text that fits is valid, keywords that are not enforced are refused by name."""
+
+import datetime
+import ipaddress
+import json
+import random
+import uuid
+
+import jsonschema
+import pytest
+from fsm_oracles import demo_vocabulary, samples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.errors import RequestError
+from quire.params import StructuredOutputsParams
+from quire.structured_outputs.fsm.backend import FsmBackend, automaton
+from quire.structured_outputs.fsm.construct import of_node
+from quire.structured_outputs.fsm.dfa import Dfa
+from quire.structured_outputs.fsm.json_text import integers
+
+
+def compiled(schema: object, **options: object) -> Dfa:
+    return automaton(StructuredOutputsParams(json=json.dumps(schema), **options))
+
+
+def texts_of(schema: object, count: int = 60, **options: object) -> list[str]:
+    return [data.decode() for data in samples(compiled(schema, **options), count)]
+
+
+PERSON = {
+    "title": "a person",
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "minLength": 1, "maxLength": 8},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "born": {"$ref": "#/$defs/day"},
+        "tags": {"type": "array", "items": {"enum": ["new", 'o"ld', None, 3, {"a": [1, {}]}]}, "maxItems": 3},
+    },
+    "required": ["age"],
+    "additionalProperties": False,
+    "$defs": {"day": {"anyOf": [{"type": "string", "format": "date"}, {"type": "null"}]}},
+}
+
+# (schema, values that fit and can be written, values that do not fit)
+SCHEMAS = [
+    (PERSON, [{"age": 0}, {"name": "Ann", "age": 120, "born": "2024-02-29", "tags": ["new", 3]}], [{}, {"age": 121}]),
+    ({"type": "string"}, ["", "é\n\"\\/\t😀"], [1, None]),
+    ({"type": "string", "minLength": 2, "maxLength": 3}, ["ab", "é😀\n"], ["a", "abcd"]),
+    ({"type": "string", "pattern": "^a+$"}, ["a", "aaa"], ["", "ba"]),
+    ({"type": "string", "pattern": 'b"\\\\'}, ['b"\\', 'xb"\\\n'], ["b", '"b\\']),
+    ({"type": "string", "pattern": "^a|b$"}, ["ax", "xb", "b"], ["bx", ""]),
+    ({"type": "string", "pattern": "^[^a-y]$"}, ["z", "\n", "\u0001", '"', "é"], ["a", "zz"]),
+    ({"type": "integer"}, [0, -1, 12345678901234567890], [1.5, "1"]),
+    ({"type": "integer", "exclusiveMinimum": -3, "exclusiveMaximum": 2.5}, [-2, 0, 2], [-3, 3]),
+    ({"type": "number"}, [0, -1.25, 1e-7, 12.5e20], ["1"]),
+    ({"type": "number", "minimum": 0}, [0, 0.5, 3], [-1, -0.5]),
+    ({"type": ["boolean", "null", "integer"], "maximum": 3}, [True, None, 3, -9], [4, "x"]),
+    ({"const": {"a": [1, "x\u0001", None], "b": {}}}, [{"a": [1, "x\u0001", None], "b": {}}], [{}]),
+    ({"enum": [1, 2.5, "a", True, [], {"k": "é"}]}, [1, 2.5, "a", True, [], {"k": "é"}], [False, {}]),
+    ({"type": "string", "enum": [1, "a", None]}, ["a"], [1, None]),
+    ({"type": "array", "items": {"type": "boolean"}}, [[], [True] * 5], [[1], {}]),
+    ({"type": "array", "items": {"type": "null"}, "minItems": 2, "maxItems": 3}, [[None] * 2], [[None] * 4]),
+    ({"type": "array", "items": {"type": "null"}, "minItems": 2}, [[None] * 9], [[None]]),
+    ({"type": "array", "items": {"type": "null"}, "maxItems": 0}, [[]], [[None]]),
+    ({"type": "array", "prefixItems": [{"type": "null"}, {"const": 1}], "items": False}, [[None, 1]], [[], [None]]),
+    ({"type": "object", "properties": {}, "additionalProperties": False}, [{}], [{"a": 1}]),
+    ({"oneOf": [{"type": "integer"}, {"type": "string", "maxLength": 2}]}, [3, "ab"], [None, "abc"]),
+    ({"oneOf": [{"enum": [1, "a"]}, {"const": 2}]}, [1, 2, "a"], [3]),
+    ({"allOf": [{"$ref": "#/$defs/a~1b"}], "$defs": {"a/b": {"const": 1}}}, [1], [2]),
+    ({"anyOf": [{"$ref": "#/$defs/x"}] * 2, "$defs": {"x": {"type": "null"}}}, [None], [1]),
+    (
+        {
+            "oneOf": [
+                {"type": "object", "properties": {"kind": {"const": name}, "v": {"type": "null"}}, "required": ["kind"]}
+                for name in ("a", "b")
+            ]
+        },
+        [{"kind": "a"}, {"kind": "b", "v": None}],
+        [{"kind": "c"}, {}],
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("schema", "good", "bad"), SCHEMAS, ids=lambda part: json.dumps(part)[:50])
+def test_what_is_written_is_valid_and_what_is_valid_is_written(schema, good, bad):
+    for options in ({}, {"disable_any_whitespace": True}, {"whitespace_pattern": "[ \\n]{0,3}"}):
+        dfa = compiled(schema, **options)
+        for data in samples(dfa, 25):
+            jsonschema.validate(json.loads(data), schema)
+        for value in good:
+            assert dfa.matches(json.dumps(value, ensure_ascii=False).encode()), value
+        for value in bad:
+            assert not dfa.matches(json.dumps(value, ensure_ascii=False).encode()), value
+
+
+def test_white_space_is_what_was_asked_for():
+    schema = {"type": "object", "properties": {"a": {"type": "array", "items": {"const": 1}}}, "required": ["a"]}
+    plain = texts_of(schema, disable_any_whitespace=True)
+    assert plain and all(text == json.dumps(json.loads(text)) for text in plain)
+    assert compiled(schema).matches(b'{"a":[1, 1]}') and compiled(schema).matches(b'{\n"a":\t[ 1,1\n] }')
+    assert not compiled(schema).matches(b'{  "a":[1]}')
+    assert compiled(schema, whitespace_pattern="( |\\n){2}").matches(b'{  "a": \n[  1  ] \n}')
+    for pattern in (r"\s", "x?", ".", "[ -#]"):
+        with pytest.raises(RequestError, match="spaces, tabs and new lines") as caught:
+            compiled(schema, whitespace_pattern=pattern)
+        assert caught.value.param == "whitespace_pattern"
+
+
+@pytest.mark.parametrize(
+    ("name", "is_valid"),
+    [
+        ("date", lambda text: datetime.date.fromisoformat(text) and len(text) == 10),
+        ("date-time", lambda text: datetime.datetime.fromisoformat(text.replace("Z", "+00:00")).tzinfo),
+        ("time", lambda text: datetime.time.fromisoformat(text.replace("Z", "+00:00")).tzinfo),
+        ("uuid", lambda text: str(uuid.UUID(text)) == text),
+        ("ipv4", lambda text: str(ipaddress.IPv4Address(text)) == text),
+    ],
+)
+def test_formats_are_enforced(name, is_valid):
+    for text in texts_of({"type": "string", "format": name}, 300):
+        value = json.loads(text)
+        assert value.startswith("0000") or is_valid(value), value
+
+
+def test_every_day_of_the_calendar_is_a_date():
+    dfa = compiled({"type": "string", "format": "date"})
+    for year in (1900, 1999, 2000, 2023, 2024, 2100, 2400):
+        for month in range(14):
+            for day in range(33):
+                text = f"{year}-{month:02}-{day:02}"
+                try:
+                    expected = bool(datetime.date.fromisoformat(text))
+                except ValueError:
+                    expected = False
+                assert dfa.matches(f'"{text}"'.encode()) == expected, text
+
+
+@settings(max_examples=50)
+@given(st.none() | st.integers(-3000, 3000), st.none() | st.integers(-3000, 3000), st.integers(0, 10**9))
+def test_bounds_of_integers_are_exact(least, most, seed):
+    node = integers(least, most)
+    try:
+        dfa = of_node(node, "json")
+    except RequestError:
+        assert least is not None and most is not None and least > most
+        return
+    chance = random.Random(seed)
+    edges = {edge + step for edge in (least, most, 0, 9, 10, 99, 100, 1000) if edge is not None for step in (-1, 0, 1)}
+    for value in [
+        *sorted(edges | {-edge for edge in edges}),
+        *(chance.randint(-9999, 9999) for _ in range(100)),
+        10**40,
+    ]:
+        inside = (least is None or value >= least) and (most is None or value <= most)
+        assert dfa.matches(str(value).encode()) == inside, value
+    assert not any(dfa.matches(text) for text in (b"-0", b"00", b"01", b"-", b"", b"1.0"))
+
+
+REFUSED = [
+    ({"type": "string", "contentEncoding": "base64"}, "contentEncoding"),
+    ({"type": "string", "format": "hostname"}, "hostname"),
+    ({"type": "string", "pattern": "a", "minLength": 1}, "'minLength' together with 'pattern'"),
+    ({"type": "string", "pattern": "(?=a)"}, "look-ahead"),
+    ({"type": "number", "maximum": 3}, "maximum"),
+    ({"type": "number", "minimum": 1}, "minimum"),
+    ({"type": ["integer", "number"], "maximum": 3}, "maximum"),
+    ({"type": "integer", "multipleOf": 3}, "multipleOf"),
+    ({"type": "array"}, "items"),
+    ({"type": "array", "items": {"type": "null"}, "uniqueItems": True}, "uniqueItems"),
+    ({"type": "array", "items": {"type": "null"}, "contains": {}}, "contains"),
+    ({"type": "array", "prefixItems": [{"type": "null"}], "items": {"type": "null"}}, "prefixItems"),
+    ({"type": "array", "prefixItems": [{"type": "null"}], "minItems": 2}, "prefixItems"),
+    ({"type": "object"}, "properties"),
+    ({"type": "object", "properties": {"a": {"type": "null"}}, "additionalProperties": True}, "additionalProperties"),
+    ({"type": "object", "properties": {"a": {"type": "null"}}, "required": ["b"]}, "'b'"),
+    ({"type": "object", "properties": {"a": {"type": "null"}}, "minProperties": 1}, "minProperties"),
+    ({"type": "object", "properties": {"a": {"type": "object", "patternProperties": {}}}}, " at /properties/a"),
+    ({"not": {"type": "null"}}, "any type"),
+    ({"type": "null", "not": {}}, "not"),
+    ({"type": "null", "if": {}}, "if"),
+    ({"type": "null", "x-hint": 1}, "x-hint"),
+    ({"const": 1, "minimum": 3}, "minimum"),
+    ({"anyOf": [{"type": "null"}], "type": "null"}, "type"),
+    ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf"),
+    ({"oneOf": [{"const": 1}, {"enum": [1, 2]}]}, "oneOf"),
+    ({"allOf": [{"type": "null"}, {"type": "null"}]}, "allOf"),
+    ({}, "any type"),
+    (True, "True"),
+    ({"$ref": "#/$defs/a", "$defs": {"a": {"type": "array", "items": {"$ref": "#/$defs/a"}}}}, "recursive"),
+    ({"type": "array", "items": {"$ref": "#"}}, "recursive"),
+    ({"$ref": "other.json"}, "within"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("schema", "what"), REFUSED, ids=lambda part: json.dumps(part)[:50])
+def test_what_is_not_enforced_is_refused_by_name(schema, what):
+    asked = StructuredOutputsParams(json=json.dumps(schema))
+    with pytest.raises(RequestError, match=what) as caught:
+        FsmBackend().check(asked)
+    assert caught.value.param == "json"
+
+
+NULL = {"type": "null"}
+WRONG = [
+    *[{"type": name} for name in ("what", 3, [])],
+    *[{"enum": []}, {"enum": 3}, {"anyOf": []}, {"const": float("inf")}, {"$ref": "#/$defs/none"}, {"$ref": 3}],
+    *[{"type": "string", "maxLength": most} for most in (-1, 2.5, 100_000)],
+    {"type": "string", "minLength": 3, "maxLength": 2},
+    *[{"type": "string", "pattern": pattern} for pattern in (3, "\ud800", "(")],
+    *[{"type": "string", "enum": [3]}, {"type": "string", "format": []}],
+    *[{"type": "integer", "minimum": least} for least in ("0", 1e40, True)],
+    {"type": "integer", "minimum": 3, "maximum": 2},
+    *[
+        {"type": "object", "properties": properties}
+        for properties in ([], {"a": 3}, {str(i): NULL for i in range(600)})
+    ],
+    {"type": "object", "properties": {"a": NULL}, "required": [[]]},
+    {"$ref": "#/$defs/a/b", "$defs": {"a": 3}},
+    {"type": "array", "items": NULL, "minItems": 10**9},
+    {
+        "$ref": "#/$defs/0",
+        "$defs": {str(i): {"type": "array", "items": {"$ref": f"#/$defs/{i + 1}"}} for i in range(90)},
+    },
+    {"$ref": "#/$defs/0", "$defs": {str(i): {"anyOf": [{"$ref": f"#/$defs/{i + 1}"}] * 2} for i in range(80)}},
+    {"$ref": "#/$defs/a", "$defs": {"a": {"oneOf": [{"$ref": "#/$defs/a"}, NULL]}}},
+    {"oneOf": [{"type": "object", "properties": 3, "required": 3}, {"type": "object", "required": ["a"]}]},
+]
+
+
+@pytest.mark.parametrize("schema", WRONG, ids=lambda schema: str(schema)[:50])
+def test_a_schema_that_is_wrong_or_too_large_is_refused(schema):
+    with pytest.raises(RequestError):
+        compiled(schema)
+
+
+def test_a_schema_of_many_large_parts_is_refused():
+    bounded = {"type": "integer", "minimum": -123456789, "maximum": 98765}
+    schema = {"type": "object", "properties": {f"p{i}": bounded for i in range(150)}}
+    with pytest.raises(RequestError, match="more than 60,000 parts"):
+        compiled(schema)
+
+
+def test_an_object_of_many_optional_properties_is_small():
+    schema = {"type": "object", "properties": {f"property{i}": {"type": "boolean"} for i in range(150)}}
+    dfa = compiled(schema)
+    assert dfa.num_states < 8000
+    assert dfa.matches(b'{"property3": true, "property99":false}') and not dfa.matches(
+        b'{"property9":true,"property8":true}'
+    )
+
+
+def test_arrays_within_arrays_are_small():
+    schema: dict = {"type": "integer"}
+    for _ in range(30):
+        schema = {"type": "array", "items": schema}
+    dfa = compiled(schema, disable_any_whitespace=True)
+    assert dfa.num_states < 200
+    assert dfa.matches(b"[" * 30 + b"1, -2" + b"]" * 30) and not dfa.matches(b"[" * 31 + b"1" + b"]" * 31)
+
+
+def test_fast_forward_writes_what_a_schema_fixes():
+    vocabulary = demo_vocabulary()
+    asked = StructuredOutputsParams(
+        json=json.dumps(PERSON | {"required": ["name", "age"]}), disable_any_whitespace=True
+    )
+    matcher = FsmBackend().compile(asked, vocabulary).start(fast_forward=True)
+    text = b"".join(vocabulary.tokens[token] for token in matcher.advance([]).forced)
+    assert text and b'{"name": "'.startswith(text)

@@ -1,0 +1,94 @@
+"""Whatever a JSON schema says of an output is true of every output that the masks allow."""
+
+import json
+import random
+import sys
+from collections.abc import Iterator
+from decimal import Decimal, localcontext
+
+import jsonschema
+import jsonschema_rs
+import pytest
+from grammar_mask_walks import text_of, vocabulary, walk
+from json_schema_cases import at_random, by_keyword
+
+from quire.errors import RequestError
+from quire.params import StructuredOutputsParams
+from quire.structured_outputs.backends import compile
+from quire.structured_outputs.json_schema.bounds import ENFORCED
+
+SCHEMAS = list(by_keyword())
+NUM_AT_RANDOM = 200
+
+
+def faults(schema: object, data: bytes) -> Iterator[str]:
+    """What two validators that know nothing of each other say of an output."""
+    exact = json.loads(json.dumps(schema), parse_float=Decimal)  # 0.3 is a multiple of 0.1
+    value = json.loads(data.decode(), parse_float=_exact)
+    validator = jsonschema.validators.validator_for(exact, jsonschema.Draft202012Validator)
+    with localcontext(prec=2000):
+        yield from (error.message for error in validator(exact).iter_errors(value))
+    other = jsonschema_rs.validator_for(json.dumps(schema), validate_formats=True)
+    if "multipleOf" not in json.dumps(schema):  # which reckons with floats
+        yield from (error.message for error in other.iter_errors(json.loads(data, parse_float=_finite)))
+
+
+def _exact(number: str) -> Decimal:
+    """Decimals have bounds, too."""
+    exponent = number.lower().partition("e")[2]
+    return Decimal(number) if len(exponent) < 4 else Decimal("1.5e300")
+
+
+def _finite(number: str) -> float:
+    """JSON has larger numbers than floats."""
+    return max(-sys.float_info.max, min(sys.float_info.max, float(number)))
+
+
+def completed(schema: object, rng: random.Random, num_walks: int, limit: int) -> int:
+    """Walks that ended, each checked. Raises RequestError for a schema that is refused."""
+    asked = StructuredOutputsParams(json=schema, disable_any_whitespace=rng.random() < 0.5)
+    grammar = compile(asked, vocabulary())
+    num = 0
+    for turn in range(4 * num_walks):
+        if turn >= num_walks and num:
+            break
+        tokens, is_complete = walk(grammar, vocabulary(), rng, limit=limit, fast_forward=turn % 2 == 0)
+        if is_complete:
+            data = text_of(tokens, vocabulary())
+            assert not list(faults(schema, data)), (schema, data)
+            num += 1
+    return num
+
+
+def keywords(schema: object) -> set[str]:
+    if isinstance(schema, list):
+        return set().union(*map(keywords, schema))
+    return set(schema).union(*map(keywords, schema.values())) if isinstance(schema, dict) else set()
+
+
+@pytest.mark.parametrize("keyword", sorted(ENFORCED))
+def test_every_output_fits_a_schema_with(keyword):
+    rng = random.Random(keyword)
+    schemas = [schema for about, schema in SCHEMAS if about == keyword]
+    assert schemas
+    assert all(keyword in keywords(schema) for schema in schemas)
+    ended = [completed(schema, rng, 3, 90) > 0 for schema in schemas]
+    assert sum(ended) >= 0.8 * len(schemas)  # a walk at random may miss the one way out
+
+
+def test_every_output_fits_schemas_at_random():
+    rng = random.Random(20)
+    num_refused = num_complete = 0
+    for _ in range(NUM_AT_RANDOM):
+        schema = at_random(rng)
+        try:
+            num_complete += completed(schema, rng, 2, 80)
+        except RequestError:
+            num_refused += 1
+    assert num_refused < NUM_AT_RANDOM // 10
+    assert num_complete > NUM_AT_RANDOM
+
+
+def test_there_are_300_schemas_which_have_each_enforced_keyword():
+    assert len(SCHEMAS) + NUM_AT_RANDOM >= 300
+    assert {about for about, _ in SCHEMAS} == ENFORCED

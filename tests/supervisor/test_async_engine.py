@@ -1,0 +1,415 @@
+"""The engine behind its socket: order, cancellation and failure, on one that only pretends, on a thread."""
+
+import asyncio
+import threading
+import time
+
+import msgspec
+import pytest
+from fake_engines import FACTS
+
+from quire.core.explanation import Explanation
+from quire.core.output import Output
+from quire.engine.engine import EngineStats
+from quire.engine.inputs import NewRequest
+from quire.errors import EngineStopped, RequestError
+from quire.params import SamplingParams
+from quire.supervisor import health
+from quire.supervisor.async_engine import AsyncEngine
+from quire.supervisor.engine_loop import PULSE_SECONDS
+from quire.supervisor.health import FAILED_STEPS
+from quire.supervisor.launcher import EngineThread
+
+
+class PretendEngine:
+    """Gives each request one token a step; its prompt says how many. Notes every thread that calls it."""
+
+    def __init__(self):
+        self.left = {}
+        self.explained, self.flushed, self.looked = {}, [], []
+        self.aborted, self.finished, self.threads = [], [], set()
+        self.steps = self.failed_in_a_row = 0
+        self.fail_at = None
+        self.on_launch = None
+        self.newest_rows = []
+        self.predicted_seconds = 0.001
+        self.gate = threading.Event()
+        self.gate.set()
+
+    @property
+    def has_work(self):
+        return bool(self.left)
+
+    def add(self, request_id, prompt, *_more):
+        self.threads.add(threading.get_ident())
+        if not prompt:
+            raise RequestError("empty", "prompt")
+        self.left[request_id] = prompt[0]
+
+    def abort(self, request_id):
+        self.threads.add(threading.get_ident())
+        self.aborted.append(request_id)
+        self.left.pop(request_id, None)
+
+    def finish(self, seq_id, num_tokens):
+        self.finished.append((seq_id, num_tokens))
+
+    def explain(self, request_id):
+        self.threads.add(threading.get_ident())
+        return self.explained.get(request_id)
+
+    def flush_cache(self):
+        self.threads.add(threading.get_ident())
+        if not self.flushed:
+            raise ValueError("a bug")
+        return self.flushed.pop()
+
+    def look_over(self):
+        self.looked.append((threading.get_ident(), len(self.left)))
+        raise ValueError("a bug")
+
+    def close(self):
+        self.closed = True
+
+    def step(self):
+        self.threads.add(threading.get_ident())
+        self.newest_rows = [(request_id, self.steps) for request_id in self.left]
+        self.on_launch(None)
+        self.gate.wait(20)
+        self.steps += 1
+        if self.steps == self.fail_at:
+            raise ValueError("a bug")
+        outputs = []
+        for request_id in list(self.left):
+            self.left[request_id] -= 1
+            done = self.left[request_id] == 0
+            outputs.append(Output(request_id, 0, 0, [self.steps], finish_reason="length" if done else None))
+            if done:
+                del self.left[request_id]
+        return outputs
+
+    def stats(self):
+        return msgspec.structs.replace(
+            EngineStats.nothing(),
+            num_running=len(self.left),
+            num_steps=self.steps,
+            failed_in_a_row=self.failed_in_a_row,
+        )
+
+
+def request(name, num_tokens):
+    return NewRequest(name, [num_tokens] if num_tokens else [], SamplingParams())
+
+
+def engine_of(pretend):
+    host = EngineThread(pretend, FACTS)
+    host.launch()
+    engine = AsyncEngine(host)
+    engine.thread = host._thread
+    return engine
+
+
+def run(scenario):
+    """Run `scenario(pretend, engine)` with a started engine."""
+
+    async def main():
+        pretend = PretendEngine()
+        engine = engine_of(pretend)
+        await engine.start()
+        try:
+            await asyncio.wait_for(scenario(pretend, engine), 20)
+        finally:
+            pretend.gate.set()
+            await engine.close()
+        assert not engine.thread.is_alive()
+
+    asyncio.run(main())
+
+
+async def read(stream, request_id):
+    tokens = []
+    async for outputs in stream:
+        for output in outputs:
+            if output.request_id == request_id:
+                tokens += output.token_ids
+                if output.finish_reason:
+                    return tokens
+
+
+async def until(condition):
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
+def test_streams_get_all_their_tokens_in_order():
+    async def scenario(pretend, engine):
+        streams = [await engine.generate([request(name, n)]) for name, n in (("a", 3), ("b", 50))]
+        came = await asyncio.gather(read(streams[0], "a"), read(streams[1], "b"))
+        assert [len(tokens) for tokens in came] == [3, 50]
+        assert all(tokens == sorted(tokens) for tokens in came)
+        assert pretend.threads == {engine.thread.ident}
+
+    run(scenario)
+
+
+def test_several_requests_on_one_stream_come_all_or_not_at_all():
+    async def scenario(pretend, engine):
+        pretend.gate.clear()
+        with pytest.raises(RequestError, match="empty"):
+            await engine.generate([request("a", 5), request("b", 0), request("c", 5)])
+        assert "a" in pretend.aborted
+        assert not pretend.left
+        pretend.gate.set()
+        stream = await engine.generate([request("a", 5), request("c", 5)])
+        assert len(await read(stream, "c")) == 5
+
+    run(scenario)
+
+
+def test_a_long_batch_is_no_stall(monkeypatch):
+    monkeypatch.setattr(health, "STALL_SECONDS", 0.8)
+
+    async def scenario(pretend, engine):
+        add, seen = pretend.add, []
+
+        def slow(*request):
+            add(*request)
+            time.sleep(0.5)  # all of them together take longer than a stall
+
+        pretend.add = slow
+        adding = asyncio.ensure_future(engine.generate([request(f"r{i}", 1) for i in range(3)]))
+        while not adding.done():
+            seen.append(engine.health().problem)
+            await asyncio.sleep(0.02)
+        assert set(seen) == {""}
+
+    run(scenario)
+
+
+def test_closing_a_stream_aborts_within_a_step():
+    async def scenario(pretend, engine):
+        stream = await engine.generate([request("a", 10**9)])
+        await anext(stream)
+        steps = pretend.steps
+        pretend.gate.clear()
+        steps = pretend.steps
+        stream.close()
+        stream.close()
+        await asyncio.sleep(0.1)  # for the message
+        pretend.gate.set()
+        await until(lambda: not pretend.left)
+        assert pretend.steps <= steps + 1
+        assert pretend.aborted == ["a"]
+
+    run(scenario)
+
+
+def test_a_caller_cancelled_while_it_queues_leaves_nothing():
+    async def scenario(pretend, engine):
+        busy = await engine.generate([request("busy", 10**9)])
+        await anext(busy)
+        pretend.gate.clear()
+        waiting = asyncio.ensure_future(engine.generate([request("a", 10**9)]))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        pretend.gate.set()
+        await until(lambda: "a" in pretend.aborted)
+        busy.close()
+        await until(lambda: not pretend.left)
+
+    run(scenario)
+
+
+def test_a_failure_is_told_to_all_and_shown():
+    async def scenario(pretend, engine):
+        pretend.fail_at = 3
+        stream = await engine.generate([request("a", 10**9)])
+        with pytest.raises(EngineStopped, match="failed"):
+            await read(stream, "a")
+        assert "failed" in engine.health().problem
+        with pytest.raises(EngineStopped):
+            await engine.generate([request("b", 1)])
+
+    run(scenario)
+
+
+def test_a_failure_reaches_a_caller_who_is_still_queueing():
+    async def scenario(pretend, engine):
+        pretend.fail_at = 2
+        stream = await engine.generate([request("a", 10**9)])
+        await anext(stream)
+        pretend.gate.clear()
+        await until(lambda: pretend.steps >= 1)
+        queueing = asyncio.ensure_future(engine.generate([request("b", 1)]))
+        pretend.gate.set()
+        with pytest.raises(EngineStopped):
+            await read(await queueing, "b")
+
+    run(scenario)
+
+
+def test_a_stall_is_seen(monkeypatch):
+    monkeypatch.setattr(health, "STALL_SECONDS", 0.3)
+
+    async def scenario(pretend, engine):
+        assert engine.health().problem == ""
+        pretend.gate.clear()
+        stream = await engine.generate([request("a", 3)])
+        await until(lambda: "not moved" in engine.health().problem)
+        assert engine.health().state == "stalled"
+        pretend.gate.set()
+        assert len(await read(stream, "a")) == 3
+        await until(lambda: engine.health().problem == "")
+
+    run(scenario)
+
+
+def test_steps_that_fail_in_a_row_are_seen_until_one_succeeds():
+    async def scenario(pretend, engine):
+        stream = await engine.generate([request("a", 10**9)])
+        pretend.failed_in_a_row = FAILED_STEPS
+        await until(lambda: f"last {FAILED_STEPS} steps failed" in engine.health().problem)
+        pretend.failed_in_a_row = FAILED_STEPS - 1
+        await until(lambda: engine.health().problem == "")
+        stream.close()
+
+    run(scenario)
+
+
+def test_an_idle_engine_shows_that_it_lives():
+    async def scenario(pretend, engine):
+        await asyncio.sleep(2 * PULSE_SECONDS)
+        assert engine.health().heartbeat_age < 2 * PULSE_SECONDS
+        assert pretend.steps == 0
+
+    run(scenario)
+
+
+def test_the_memory_is_looked_over_in_idle_moments_only_and_whatever_that_finds():
+    async def scenario(pretend, engine):
+        await until(lambda: len(pretend.looked) > 1)
+        assert set(pretend.looked) == {(engine.thread.ident, 0)}
+        stream = await engine.generate([request("a", 10**9)])
+        await anext(stream)
+        before = len(pretend.looked)
+        for _ in range(200):
+            await anext(stream)
+        assert len(pretend.looked) == before
+        stream.close()
+        assert engine.health().problem == ""
+
+    run(scenario)
+
+
+def test_closing_fails_open_streams_and_refuses_new_ones():
+    async def main():
+        engine = engine_of(pretend := PretendEngine())
+        with pytest.raises(EngineStopped, match="not been started"):
+            await engine.generate([request("a", 1)])
+        await engine.start()
+        stream = await engine.generate([request("a", 10**9)])
+        await engine.close()
+        await engine.close()
+        assert pretend.closed
+        with pytest.raises(EngineStopped, match="shutting down"):
+            await read(stream, "a")
+        with pytest.raises(EngineStopped, match="shutting down"):
+            await engine.generate([request("b", 1)])
+
+    asyncio.run(main())
+
+
+def test_finish_reaches_the_engine_under_its_own_name():
+    async def scenario(pretend, engine):
+        stream = await engine.generate([request("a", 10**9)])
+        tokens = (await anext(stream))[0].token_ids
+        engine.finish("a", 0, len(tokens))
+        await until(lambda: pretend.finished == [(0, len(tokens))])
+
+    run(scenario)
+
+
+def explanation(name):
+    return Explanation(request_id=name, tenant="", arrived=0.0, num_prompt_tokens=1)
+
+
+def test_explanations_of_what_is_known_come_from_the_engines_thread():
+    async def scenario(pretend, engine):
+        pretend.explained = {name: explanation(name) for name in ("a", "b", "d")}
+        found = await engine.explain(["c", "a", "b", "c", "d"])
+        assert [one.request_id for one in found] == ["a", "b", "d"]
+        assert await engine.explain([]) == await engine.explain(["c"]) == []
+        assert pretend.threads == {engine.thread.ident}
+
+    run(scenario)
+
+
+def test_a_question_that_fails_is_told_to_the_one_who_asked_only():
+    async def scenario(pretend, engine):
+        stream = await engine.generate([request("a", 50)])
+        with pytest.raises(RuntimeError, match="ValueError: a bug"):
+            await engine.flush_cache()
+        pretend.flushed = [5]
+        assert await engine.flush_cache() == 5
+        assert len(await read(stream, "a")) == 50
+        assert engine.health().problem == ""
+
+    run(scenario)
+
+
+def test_a_question_waits_for_the_step_and_may_be_given_up():
+    async def scenario(pretend, engine):
+        stream = await engine.generate([request("a", 10**9)])
+        await anext(stream)
+        pretend.gate.clear()
+        pretend.flushed = [2, 1]
+        waiting = [asyncio.ensure_future(engine.flush_cache()) for _ in range(2)]
+        await asyncio.sleep(0)
+        waiting[0].cancel()
+        pretend.gate.set()
+        assert await waiting[1] in (1, 2)
+        assert waiting[0].cancelled()
+        stream.close()
+        await until(lambda: not pretend.left)
+        assert not engine._questions
+
+    run(scenario)
+
+
+def test_questions_fail_when_the_engine_stops():
+    async def main():
+        pretend = PretendEngine()
+        engine = engine_of(pretend)
+        with pytest.raises(EngineStopped, match="not been started"):
+            await engine.explain(["a"])
+        await engine.start()
+        await anext(await engine.generate([request("a", 10**9)]))
+        pretend.gate.clear()
+        asking = asyncio.ensure_future(engine.flush_cache())
+        await asyncio.sleep(0)
+        closing = asyncio.ensure_future(engine.close())
+        with pytest.raises(EngineStopped, match="shutting down"):
+            await asking
+        pretend.gate.set()
+        await closing
+        with pytest.raises(EngineStopped, match="shutting down"):
+            await engine.flush_cache()
+
+    asyncio.run(main())
+
+
+def test_outputs_of_one_step_cross_in_one_message():
+    async def scenario(pretend, engine):
+        batches = []
+        take = engine._take
+        engine._take = lambda batch, now: (batches.append(len(batch.outputs)), take(batch, now))
+        pretend.gate.clear()
+        stream = await engine.generate([request(f"r{i}", 4) for i in range(8)])
+        pretend.gate.set()
+        await read(stream, "r7")
+        assert [size for size in batches if size] == [8] * 4
+        assert pretend.steps == 4
+
+    run(scenario)

@@ -1,0 +1,282 @@
+"""An engine process that is killed, stopped, or ended by a request: what was accepted goes on all the same."""
+
+import asyncio
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import misbehaving_engine_process as front_children
+import pytest
+
+from quire.config import EngineOptions
+from quire.core.step import Pooling
+from quire.engine.inputs import NewRequest
+from quire.errors import ConfigError, EngineStopped
+from quire.params import SamplingParams
+from quire.supervisor.async_engine import AsyncEngine
+from quire.supervisor.launcher import EngineProcess
+
+OPTIONS = EngineOptions(memory="256MiB", dtype="float32", max_num_seqs=32, max_model_len=512, threads=1)
+PROGRAM = str(Path(front_children.__file__))
+HOPELESS = ("-c", "raise SystemExit(3)")
+
+
+def host_of(kind=None, **options):
+    program = {} if kind is None else {"program": (PROGRAM, kind)}
+    options = {name: getattr(OPTIONS, name) for name in OPTIONS.__slots__} | options
+    return EngineProcess(EngineOptions(**options), report=lambda line: None, progress=lambda *_: None, **program)
+
+
+@asynccontextmanager
+async def running(kind=None, watchdog=0.0, **options):
+    host = host_of(kind, **options)
+    await asyncio.to_thread(host.launch)
+    engine = AsyncEngine(host, watchdog=watchdog)
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+def scenario(work):
+    asyncio.run(asyncio.wait_for(work, 120))
+
+
+def pid(engine):
+    return engine._host._process.pid
+
+
+async def until_up(engine):
+    while engine.health().state != "ok":
+        await asyncio.sleep(0.01)
+
+
+async def answer(engine, name, prompt, **params):
+    """All that comes of a request: by sequence the tokens, the logprobs' ids and the reason."""
+    params = {"max_tokens": 400, "ignore_eos": True, **params}
+    asked = SamplingParams(**params)
+    told = [[[], [], None] for _ in range(asked.num_sequences)]
+    stream = await engine.generate([NewRequest(name, prompt, asked)])
+    try:
+        while any(reason is None for _, _, reason in told):
+            for output in await anext(stream):
+                one = told[output.index]
+                one[0] += output.token_ids
+                one[1] += [] if output.logprobs is None else output.logprobs.ids.tolist()
+                one[2] = output.finish_reason
+    finally:
+        stream.close()
+    return told
+
+
+def questions(count):
+    """Different prompts and parameters, by name."""
+    kinds = (
+        {"temperature": 0.0},
+        {"temperature": 1.0, "seed": 7},
+        {"temperature": 0.9},  # with the seed that it is given
+        {"temperature": 1.0, "seed": 3, "n": 3, "repetition_penalty": 1.2, "presence_penalty": 0.5},
+        {"temperature": 0.8, "seed": 4, "logprobs": 2, "min_tokens": 20, "ignore_eos": False, "max_tokens": 90},
+    )
+    return {f"r{i}": ([10 + i, *range(20, 24 + i % 9)], kinds[i % len(kinds)]) for i in range(count)}
+
+
+def test_streams_go_on_however_often_the_engine_is_killed():
+    asked = questions(24)
+
+    async def work():
+        async with running() as engine:
+
+            async def all_of_them():
+                names = list(asked)
+                came = await asyncio.gather(*(answer(engine, name, asked[name][0], **asked[name][1]) for name in names))
+                return dict(zip(names, came, strict=True))
+
+            undisturbed = await all_of_them()
+            engine._num_requests = 0  # the same seeds once more
+            disturbed = asyncio.ensure_future(all_of_them())
+            chance = random.Random(5)
+            kills, due = 0, chance.randint(500, 3000)
+            before = engine.health().stats.generation_tokens
+            while not disturbed.done():
+                await asyncio.sleep(0.002)
+                if engine.health().stats.generation_tokens - before >= due:  # however fast this machine is
+                    os.kill(pid(engine), signal.SIGKILL)
+                    kills += 1
+                    await asyncio.sleep(0.1)
+                    await until_up(engine)
+                    due += chance.randint(500, 3000)
+            assert await disturbed == undisturbed
+            assert kills == engine.health().num_restarts >= 2
+            stats = engine.health().stats
+            assert (stats.kv_blocks_used, stats.num_running, stats.num_waiting) == (0, 0, 0)
+            assert len(engine._ledger) == 0
+
+    scenario(work())
+
+
+def test_a_request_that_ends_the_engine_is_found_and_fails_alone():
+    async def work():
+        async with running("deadly") as engine:
+            asked = {f"r{i}": [10 + i, 20, 30] for i in range(50)}
+            asked["r31"] = [10, front_children.POISON, 30]
+            came = await asyncio.gather(
+                *(answer(engine, name, prompt, max_tokens=20, temperature=0) for name, prompt in asked.items())
+            )
+            reasons = {name: told[0][2] for name, told in zip(asked, came, strict=True)}
+            assert reasons.pop("r31") == "error"
+            assert set(reasons.values()) == {"length"}
+            assert engine.health().num_restarts <= 8
+            assert (await answer(engine, "after", [5, 6], max_tokens=5))[0][2] == "length"
+
+    scenario(work())
+
+
+def test_an_embedding_and_prompt_logprobs_are_told_once():
+    async def work():
+        async with running("slow", max_num_batched_tokens=64) as engine:
+
+            async def told(number):
+                prompt = list(range(5, 405))
+                pooled = NewRequest(f"e{number}", prompt, SamplingParams(max_tokens=0), pooling=Pooling.MEAN)
+                scored = NewRequest(f"p{number}", prompt, SamplingParams(max_tokens=3, prompt_logprobs=1, seed=1))
+                vectors, rows, tokens = [], [], []
+                stream = await engine.generate([pooled, scored])
+                open_ones = {pooled.request_id, scored.request_id}
+                while open_ones:
+                    for output in await anext(stream):
+                        vectors += [] if output.pooled is None else [output.pooled]
+                        rows += [] if output.prompt_logprobs is None else output.prompt_logprobs.ids.tolist()
+                        tokens += output.token_ids
+                        if output.finish_reason:
+                            open_ones.discard(output.request_id)
+                stream.close()
+                return vectors, rows, tokens
+
+            (vector,), *undisturbed = await told(0)
+            again = asyncio.ensure_future(told(1))
+            for _ in range(2):
+                await asyncio.sleep(0.4)
+                os.kill(pid(engine), signal.SIGKILL)
+                await asyncio.sleep(0.1)
+                await until_up(engine)
+            (other,), *disturbed = await again
+            assert disturbed == undisturbed
+            assert len(disturbed[0]) == 399
+            assert abs(other - vector).max() < 1e-3 * abs(vector).max()
+
+    scenario(work())
+
+
+def test_a_stopped_engine_is_red_within_two_seconds_and_is_started_anew(capfd):
+    async def work():
+        async with running(watchdog=2.5) as engine:
+            before = await answer(engine, "a", [5, 6, 7], temperature=0)
+            going_on = asyncio.ensure_future(answer(engine, "b", [5, 6, 7], temperature=0))
+            await asyncio.sleep(0.1)
+            os.kill(pid(engine), signal.SIGSTOP)
+            stopped = time.monotonic()
+            while not engine.health().problem:
+                await asyncio.sleep(0.01)
+            assert time.monotonic() - stopped < 2
+            assert engine.health().state == "stalled"
+            assert await going_on == before
+            assert engine.health().num_restarts == 1
+
+    scenario(work())
+
+
+def test_a_long_prompt_on_a_slow_model_is_no_stall():
+    async def work():
+        async with running("slow", max_model_len=2048, calibration=1.0, watchdog=1.0) as engine:
+            began = time.monotonic()
+            answering = asyncio.ensure_future(answer(engine, "a", [5] * 2040, max_tokens=2))
+            problems = set()
+            while not answering.done():
+                problems.add(engine.health().problem)
+                await asyncio.sleep(0.02)
+            assert problems == {""}
+            assert time.monotonic() - began > 2.5
+            assert engine.health().num_restarts == 0
+
+    scenario(work())
+
+
+def test_a_stall_is_told_with_the_stacks_of_the_engine(capfd):
+    host = host_of()
+    host.launch()
+    try:
+        time.sleep(0.5)
+        host.dump_stacks()
+        time.sleep(0.5)
+    finally:
+        host.kill()
+        assert host.wait() == "by signal SIGKILL"
+        host.connection.close()
+    assert "_turn" in capfd.readouterr().err
+
+
+def test_what_cannot_be_built_is_told_by_type():
+    with pytest.raises(ConfigError, match="max_model_len"):
+        host_of(max_model_len=10**9).launch()
+
+
+def test_an_end_is_told_whatever_ended_it():
+    host = host_of()
+    for end, told in (("exit(4)", "with exit code 4"), ("kill(9)", "by signal SIGKILL"), ("kill(40)", "by signal 40")):
+        code = f"import os\nkill = lambda number: os.kill(os.getpid(), number)\n{end}"
+        host._process = subprocess.Popen([sys.executable, "-c", code])
+        assert host.wait() == told
+
+
+def test_an_engine_that_dies_while_it_starts_is_given_up():
+    host = host_of()
+    host._program = HOPELESS
+    with pytest.raises(EngineStopped, match="with exit code 3 while it started"):
+        host.launch()
+
+
+def test_an_engine_that_cannot_be_started_again_fails_what_is_open(monkeypatch):
+    monkeypatch.setattr("quire.supervisor.launcher.PAUSE", 0.01)
+
+    async def work():
+        async with running() as engine:
+            open_one = asyncio.ensure_future(answer(engine, "a", [5, 6, 7], max_tokens=400))
+            await asyncio.sleep(0.3)
+            engine._host._program = HOPELESS
+            os.kill(pid(engine), signal.SIGKILL)
+            with pytest.raises(EngineStopped, match="could not be started again"):
+                await open_one
+            assert engine.health().state == "stopped"
+            with pytest.raises(EngineStopped):
+                await answer(engine, "b", [5])
+
+    scenario(work())
+
+
+def test_each_engine_writes_a_journal_of_its_own(tmp_path):
+    journal = tmp_path / "journal"
+
+    async def work():
+        async with running(journal=str(journal)) as engine:
+            going_on = asyncio.ensure_future(answer(engine, "a", [5, 6, 7]))
+            while not engine.health().stats.num_running:
+                await asyncio.sleep(0.001)
+            os.kill(pid(engine), signal.SIGKILL)
+            await going_on
+
+    scenario(work())
+    assert [one.name for one in sorted(tmp_path.iterdir())] == ["journal", "journal.1"]
+
+
+def test_an_engine_ends_with_its_front_end():
+    host = host_of()
+    host.launch()
+    host.connection.close()
+    assert host._process.wait(10) == 0

@@ -1,0 +1,111 @@
+"""AsyncEngine with engines that die in turn: nobody waits for ever, and only what is deadly fails."""
+
+import asyncio
+
+import pytest
+from fake_engines import Death, PretendEngine, heard, request, run
+
+from quire.errors import RequestError
+from quire.supervisor import protocol
+
+
+def test_streams_go_on_over_many_deaths():
+    def acts(number, step, _rows):
+        if number < 9 and step == 3:
+            raise Death
+        return ()
+
+    async def scenario(host, engine):
+        names = ["a", "b", "c"]
+        streams = [await engine.generate([request(name, 40)]) for name in names]
+        for name, stream in zip(names, streams, strict=True):
+            tokens, ends = await heard(stream, [name])
+            assert (tokens[name], ends[name]) == (list(range(1, 41)), "length")
+        assert host.num_launched == 9
+        assert engine.health().num_restarts == 8
+
+    run(scenario, acts)
+
+
+def test_poison_fails_alone_with_its_id():
+    async def scenario(host, engine):
+        names = [f"r{i}" for i in range(20)]
+        batch = [request(name, 30, deadly=11 if name == "r13" else 0) for name in names]
+        tokens, ends = await heard(await engine.generate(batch), names)
+        assert ends == {name: "error" if name == "r13" else "length" for name in names}
+        assert tokens == {name: list(range(1, 11 if name == "r13" else 31)) for name in names}
+        assert host.num_launched <= 1 + 7
+
+    run(scenario)
+
+
+def test_a_suspect_that_ends_without_coming_as_far_as_before_holds_nobody(monkeypatch):
+    """Both are of one stream, which is not closed before both have ended."""
+
+    def acts(number, step, rows):
+        if number == 2:
+            monkeypatch.setattr(PretendEngine, "ahead", 0)  # of those that come
+        if step == {1: 10, 2: 0}.get(number):
+            raise Death
+        return ["a"] if number == 3 and "a" in rows else ()
+
+    async def scenario(host, engine):
+        monkeypatch.setattr(PretendEngine, "ahead", 5)
+        stream = await engine.generate([request("a", 40), request("b", 40)])
+        tokens, _ = await heard(stream, ["a", "b"])
+        assert tokens["b"] == list(range(1, 41))
+        assert host.num_launched == 3
+
+    run(scenario, acts)
+
+
+def test_nothing_is_left_of_requests_that_are_over():
+    async def scenario(host, engine):
+        for i in range(5):
+            stream = await engine.generate([request(f"r{i}", 3)])
+            await heard(stream, [f"r{i}"])
+            stream.close()
+        assert not (engine._resumed or engine._streams or len(engine._ledger) or engine._questions)
+
+    run(scenario)
+
+
+def test_more_than_a_message_may_be_is_refused_and_everybody_else_goes_on(monkeypatch):
+    async def scenario(host, engine):
+        monkeypatch.setattr(protocol, "MAX_FRAME", 2000)
+        first = await engine.generate([request("a", 500)])
+        with pytest.raises(RequestError, match="longer than the 2,000"):
+            await engine.generate([request(f"long{i}", 5) for i in range(100)])
+        second = await engine.generate([request("b", 5)])
+        assert (await heard(second, ["b"]))[1] == {"b": "length"}
+        assert (await heard(first, ["a"]))[1] == {"a": "length"}
+
+    run(scenario)
+
+
+def test_all_that_is_open_may_be_more_than_one_message_holds(monkeypatch):
+    def acts(number, step, rows):
+        if number == 1 and len(rows) == 20:
+            raise Death
+        return ()
+
+    async def scenario(host, engine):
+        monkeypatch.setattr(protocol, "MAX_FRAME", 6000)
+        names = [f"r{i}" for i in range(20)]
+        streams = await asyncio.gather(*(engine.generate([request(name, 400)]) for name in names))
+        for name, stream in zip(names, streams, strict=True):
+            assert (await heard(stream, [name]))[1] == {name: "length"}
+        assert host.num_launched == 2
+
+    run(scenario, acts)
+
+
+def test_a_name_that_cannot_be_written_is_the_callers_error():
+    async def scenario(host, engine):
+        with pytest.raises(RequestError, match="valid Unicode"):
+            await engine.generate([request("\ud800", 5)])
+        with pytest.raises(RequestError, match="surrogate"):
+            await engine.explain(["\ud800"])
+        assert (await heard(await engine.generate([request("a", 5)]), ["a"]))[1] == {"a": "length"}
+
+    run(scenario)

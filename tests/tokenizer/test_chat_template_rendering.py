@@ -1,0 +1,360 @@
+"""Conversations in the styles of the models people serve: quire writes what transformers write."""
+
+import copy
+import json
+from textwrap import dedent
+
+import pytest
+from small_tokenizers import KINDS, write_folder
+from transformers import AutoTokenizer
+
+from quire.errors import RequestError
+from quire.tokenizer.tokenizer import Tokenizer
+
+CHATML = """\
+    {%- for message in messages %}
+        {%- if loop.first and message.role != 'system' %}
+            {{- '<|im_start|>system\\nYou help in a shop.<|im_end|>\\n' }}
+        {%- endif %}
+        {{- '<|im_start|>' + message['role'] + '\\n' + message['content'] | trim + '<|im_end|>' + '\\n' }}
+    {%- endfor %}
+    {%- if add_generation_prompt %}
+        {{- '<|im_start|>assistant\\n' }}
+    {%- endif %}
+"""
+LLAMA3 = """\
+    {{- bos_token }}
+    {%- if not date_string is defined %}
+        {%- set date_string = strftime_now("%d %b %Y") %}
+    {%- endif %}
+    {%- if messages[0]['role'] == 'system' %}
+        {%- set system = messages[0]['content'] | trim %}
+        {%- set messages = messages[1:] %}
+    {%- else %}
+        {%- set system = "" %}
+    {%- endif %}
+    {{- "<|start|>system<|end|>\\n\\nToday: " + date_string + "\\n\\n" + system + "<|eot|>" }}
+    {%- if tools is not none %}
+        {{- "Functions you may call, as JSON:\\n\\n" }}
+        {%- for tool in tools %}
+            {{- tool | tojson(indent=4) }}
+            {{- "\\n\\n" }}
+        {%- endfor %}
+    {%- endif %}
+    {%- for message in messages %}
+        {%- if 'tool_calls' in message %}
+            {%- if not message.tool_calls | length == 1 %}
+                {{- raise_exception("one call at a time, please") }}
+            {%- endif %}
+            {%- set call = message.tool_calls[0].function %}
+            {{- '<|start|>assistant<|end|>\\n\\n{"name": "' + call.name + '", "parameters": ' }}
+            {{- call.arguments | tojson }}
+            {{- '}<|eot|>' }}
+        {%- elif message.role in ('tool', 'ipython') %}
+            {{- '<|start|>ipython<|end|>\\n\\n' }}
+            {%- if message.content is mapping or message.content is iterable and message.content is not string %}
+                {{- message.content | tojson }}
+            {%- else %}
+                {{- message.content }}
+            {%- endif %}
+            {{- '<|eot|>' }}
+        {%- else %}
+            {{- '<|start|>' + message['role'] + '<|end|>\\n\\n' + message['content'] | trim + '<|eot|>' }}
+        {%- endif %}
+    {%- endfor %}
+    {%- if add_generation_prompt %}{{- '<|start|>assistant<|end|>\\n\\n' }}{%- endif %}
+"""
+QWEN3 = """\
+    {%- if tools %}
+        {{- '<|im_start|>system\\n' }}
+        {%- if messages[0].role == 'system' %}{{- messages[0].content + '\\n\\n' }}{%- endif %}
+        {{- "# Tools\\n\\n<tools>" }}
+        {%- for tool in tools %}{{- "\\n" }}{{- tool | tojson }}{%- endfor %}
+        {{- "\\n</tools><|im_end|>\\n" }}
+    {%- elif messages[0].role == 'system' %}
+        {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
+    {%- endif %}
+    {%- set ns = namespace(searching=true, last=messages|length - 1) %}
+    {%- for message in messages[::-1] %}
+        {%- set index = (messages|length - 1) - loop.index0 %}
+        {%- if ns.searching and message.role == "user" and message.content is string
+               and not (message.content.startswith('<result>') and message.content.endswith('</result>')) %}
+            {%- set ns.searching = false %}
+            {%- set ns.last = index %}
+        {%- endif %}
+    {%- endfor %}
+    {%- for message in messages %}
+        {%- set content = message.content if message.content is string else '' %}
+        {%- if message.role == 'user' or (message.role == 'system' and not loop.first) %}
+            {{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>\\n' }}
+        {%- elif message.role == 'assistant' %}
+            {%- set thought = '' %}
+            {%- if message.reasoning_content is string %}
+                {%- set thought = message.reasoning_content %}
+            {%- elif '</think>' in content %}
+                {%- set thought = content.split('</think>')[0].rstrip('\\n').split('<think>')[-1].lstrip('\\n') %}
+                {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
+            {%- endif %}
+            {{- '<|im_start|>assistant\\n' }}
+            {%- if loop.index0 > ns.last and (loop.last or thought) %}
+                {{- '<think>\\n' + thought.strip('\\n') + '\\n</think>\\n\\n' }}
+            {%- endif %}
+            {%- generation %}{{- content }}{%- endgeneration %}
+            {%- for call in message.tool_calls or [] %}
+                {%- if call.function %}{%- set call = call.function %}{%- endif %}
+                {{- '\\n<call>{"name": ' ~ (call.name | tojson) ~ ', "arguments": ' }}
+                {{- call.arguments if call.arguments is string else call.arguments | tojson }}
+                {{- '}</call>' }}
+            {%- endfor %}
+            {{- '<|im_end|>\\n' }}
+        {%- elif message.role == 'tool' %}
+            {%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{- '<|im_start|>user' }}{%- endif %}
+            {{- '\\n<result>\\n' + content + '\\n</result>' }}
+            {%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\\n' }}{%- endif %}
+        {%- endif %}
+    {%- endfor %}
+    {%- if add_generation_prompt %}
+        {{- '<|im_start|>assistant\\n' }}
+        {%- if enable_thinking is defined and enable_thinking is false %}
+            {{- '<think>\\n\\n</think>\\n\\n' }}
+        {%- endif %}
+    {%- endif %}
+"""
+MISTRAL = """\
+    {%- set system = messages[0].content if messages[0].role == 'system' else '' %}
+    {%- set turns = messages[1:] if system else messages %}
+    {{- bos_token }}
+    {%- set ns = namespace(index=0) %}
+    {%- for message in turns if message.role in ['user', 'assistant'] and not message.tool_calls %}
+        {%- if (message.role == 'user') != (ns.index % 2 == 0) %}
+            {{- raise_exception('user and assistant must take turns') }}
+        {%- endif %}
+        {%- set ns.index = ns.index + 1 %}
+    {%- endfor %}
+    {%- set asked = turns | selectattr('role', 'equalto', 'user') | list %}
+    {%- for message in turns %}
+        {%- if message.role == 'user' %}
+            {%- if tools is not none and message == asked[-1] %}
+                {{- '[AVAILABLE_TOOLS] [' }}
+                {%- for tool in tools %}
+                    {%- set tool = tool.function %}
+                    {{- '{"type": "function", "function": {' }}
+                    {%- for key, value in tool.items() if key != 'return' %}
+                        {{- '"' + key + '": ' }}
+                        {{- '"' + value + '"' if value is string else value | tojson }}
+                        {{- ', ' if not loop.last }}
+                    {%- endfor %}
+                    {{- '}}' }}{{- ', ' if not loop.last else ']' }}
+                {%- endfor %}
+                {{- '[/AVAILABLE_TOOLS]' }}
+            {%- endif %}
+            {{- '[INST] ' + (system + '\\n\\n' if loop.last and system else '') + message.content + '[/INST]' }}
+        {%- elif message.tool_calls is defined and message.tool_calls is not none %}
+            {{- '[TOOL_CALLS] [' }}
+            {%- for call in message.tool_calls %}
+                {%- set out = call.function | tojson %}
+                {{- out[:-1] }}{{- ', "id": "' + call.id + '"}' }}{{- ', ' if not loop.last else ']' + eos_token }}
+            {%- endfor %}
+        {%- elif message.role == 'assistant' %}
+            {{- ' ' + message.content + eos_token }}
+        {%- elif message.role == 'tool' %}
+            {{- '[TOOL_RESULTS] {"content": ' + message.content | string + '}[/TOOL_RESULTS]' }}
+        {%- endif %}
+    {%- endfor %}
+"""
+GEMMA = """\
+    {{ bos_token }}
+    {%- if messages[0]['role'] == 'system' -%}
+        {%- set first_prefix = messages[0]['content'] + '\\n\\n' -%}
+        {%- set turns = messages[1:] -%}
+    {%- else -%}
+        {%- set first_prefix = "" -%}
+        {%- set turns = messages -%}
+    {%- endif -%}
+    {%- for message in turns -%}
+        {%- set role = 'model' if message['role'] == 'assistant' else message['role'] -%}
+        {{ '<start_of_turn>' + role + '\\n' + (first_prefix if loop.first else '') }}
+        {%- if message['content'] is string -%}
+            {{ message['content'] | trim }}
+        {%- elif message['content'] is iterable -%}
+            {%- for item in message['content'] -%}{{ item['text'] | trim }}{%- endfor -%}
+        {%- endif -%}
+        {{ '<end_of_turn>\\n' }}
+    {%- endfor -%}
+    {%- if add_generation_prompt -%}
+        {{ '<start_of_turn>model\\n' }}
+    {%- endif -%}
+"""
+RAG = """\
+    {%- for document in documents or [] %}
+    <document title="{{ document.title }}">{{ document['text'] }}</document>
+    {% endfor %}
+    {%- for message in messages %}
+    {{ message.role | upper }}: {{ message.content }}
+    {% endfor %}
+    {{- dict.fromkeys(['x', 'x', 'y']) | list | join('/') }}{{ ns is defined }}
+"""
+STYLES = {
+    name: dedent(source).removesuffix("\n")
+    for name, source in {
+        "chatml": CHATML,
+        "llama3": LLAMA3,
+        "qwen3": QWEN3,
+        "mistral": MISTRAL,
+        "gemma": GEMMA,
+        "rag": RAG,
+    }.items()
+}
+WITHOUT_TOOLS = ("chatml", "gemma", "rag")
+
+TURNS = [
+    {"role": "user", "content": "  Wie teuer ist die 茶壶? <b> & 'x' \"y\" "},
+    {"role": "assistant", "content": "Sie kostet 3 €. 😀"},
+    {"role": "user", "content": "Danke!\n"},
+]
+SYSTEM = {"role": "system", "content": "Be brief.\nSpeak German."}
+CALL = {"id": "abc123def", "type": "function", "function": {"name": "price", "arguments": {"item": "茶壶", "n": 2.5}}}
+CALLING = [
+    TURNS[0],
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "content": '{"euro": 3}', "tool_call_id": "abc123def", "name": "price"},
+    {"role": "assistant", "content": "3 €"},
+    TURNS[2],
+]
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "price",
+        "description": "What it costs, in €; <fast>",
+        "parameters": {
+            "type": "object",
+            "properties": {"item": {"type": "string"}, "n": {"type": ["number", "null"], "default": None}},
+            "required": ["item"],
+        },
+    },
+}
+THINKING = [TURNS[0], {"role": "assistant", "content": "3 €", "reasoning": "Look it up.\n"}]
+DOCUMENTS = [{"title": "Prices", "text": "Kettle: 3 €"}, {"title": "Ähnliches", "text": ""}]
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    made = {}
+    for name, source in STYLES.items():
+        folder = tmp_path_factory.mktemp(name)
+        config = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "image_token": "<|endoftext|>"}
+        write_folder(folder, KINDS["gpt2"](), tokenizer_config={**config, "chat_template": source})
+        made[name] = Tokenizer.from_folder(folder), AutoTokenizer.from_pretrained(folder)
+    return made
+
+
+def assert_same(pair, messages, tools=None, **options) -> str:
+    ours, reference = pair
+    before = copy.deepcopy(messages)
+    options = {"add_generation_prompt": True, **options}
+    text = ours.apply_chat_template(messages, tools, **options)
+    assert text == reference.apply_chat_template(messages, tools, tokenize=False, **options)
+    ids = reference.apply_chat_template(messages, tools, tokenize=True, return_dict=False, **options)
+    assert ours.encode(text, add_special_tokens=False) == ids
+    assert messages == before
+    return text
+
+
+@pytest.mark.parametrize("prompted", [True, False])
+@pytest.mark.parametrize("messages", [TURNS, [SYSTEM, *TURNS], TURNS[:1]], ids=["turns", "system", "one"])
+@pytest.mark.parametrize("style", STYLES)
+def test_conversations(pairs, style, messages, prompted):
+    text = assert_same(pairs[style], messages, add_generation_prompt=prompted)
+    assert "茶壶" in text
+    assert ("Speak German." in text) == (messages[0] is SYSTEM)
+
+
+@pytest.mark.parametrize("tools", [None, [TOOL], [TOOL, TOOL]], ids=["none", "one", "two"])
+@pytest.mark.parametrize("style", [style for style in STYLES if style not in WITHOUT_TOOLS])
+def test_tools(pairs, style, tools):
+    text = assert_same(pairs[style], CALLING, tools)
+    assert text.count("What it costs, in €; <fast>") == len(tools or [])
+    assert '"茶壶"' in text
+
+
+def test_arguments_as_clients_send_them(pairs):
+    """As JSON in a string, which is OpenAI's form."""
+    sent = copy.deepcopy(CALLING)
+    sent[1]["tool_calls"][0]["function"]["arguments"] = json.dumps(CALL["function"]["arguments"])
+    ours, reference = pairs["qwen3"]
+    expected = reference.apply_chat_template(CALLING, tokenize=False, add_generation_prompt=True)
+    assert ours.apply_chat_template(sent) == expected
+
+
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content", "thinking"])
+def test_reasoning_under_any_of_its_names(pairs, name):
+    messages = [THINKING[0], {"role": "assistant", "content": "3 €", name: "Look it up.\n"}]
+    assert "<think>\nLook it up.\n</think>" in assert_same(pairs["qwen3"], messages)
+
+
+@pytest.mark.parametrize("options", [{"enable_thinking": False}, {"enable_thinking": True}, {}])
+def test_switches_of_the_template(pairs, options):
+    text = assert_same(pairs["qwen3"], TURNS, **options)
+    assert text.endswith("</think>\n\n") == (options == {"enable_thinking": False})
+
+
+def test_a_switch_may_replace_a_special_token(pairs):
+    text = assert_same(pairs["llama3"], TURNS, bos_token="<|endoftext|>", date_string="1 Jan")
+    assert text.startswith("<|endoftext|>")
+
+
+def test_the_date(pairs):
+    assert_same(pairs["llama3"], TURNS)
+    assert "Today: 26 Jul" in assert_same(pairs["llama3"], TURNS, date_string="26 Jul")
+
+
+def test_documents(pairs):
+    text = assert_same(pairs["rag"], TURNS, documents=DOCUMENTS)
+    assert '<document title="Prices">Kettle: 3 €</document>' in text
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("end", ["", "Nun", "Nun ", "Nun \n", " Nun,", "Es kostet 3 €.\n\n"])
+def test_continuing_the_last_message(pairs, style, end):
+    messages = [*TURNS, {"role": "assistant", "content": end}]
+    text = assert_same(pairs[style], messages, add_generation_prompt=False, continue_final_message=True)
+    assert text.rstrip().endswith(end.strip())
+    assert pairs[style][0].apply_chat_template(messages, continue_final_message=True) == text
+
+
+def test_continuing_a_message_that_is_in_the_conversation_twice(pairs):
+    messages = [*TURNS, TURNS[1]]
+    text = assert_same(pairs["chatml"], messages, add_generation_prompt=False, continue_final_message=True)
+    assert text.count("3 €. 😀") == 2
+
+
+@pytest.mark.parametrize("field", ["reasoning", "reasoning_content"])
+def test_continuing_a_thought(pairs, field):
+    messages = [THINKING[0], {"role": "assistant", "content": "", field: "Look it"}]
+    text = assert_same(pairs["qwen3"], messages, add_generation_prompt=False, continue_final_message=field)
+    assert text.endswith("<think>\nLook it")
+
+
+@pytest.mark.parametrize(
+    ("style", "messages", "options"),
+    [
+        ("chatml", TURNS, {"continue_final_message": True, "add_generation_prompt": True}),
+        ("chatml", TURNS, {"continue_final_message": "thoughts"}),
+        (
+            "chatml",
+            [*TURNS, {"role": "assistant", "content": "", "reasoning": "a"}],
+            {"continue_final_message": "reasoning"},
+        ),
+        ("qwen3", [TURNS[0], {"role": "assistant", "content": "<think>a</think>b"}], {"continue_final_message": True}),
+        ("llama3", CALLING[:2], {"continue_final_message": True}),
+        ("mistral", TURNS[:2] * 2 + TURNS[1:2], {}),
+        ("mistral", [TURNS[0], TURNS[0]], {}),
+        ("llama3", [TURNS[0], {**CALLING[1], "tool_calls": [CALL, CALL]}], {}),
+    ],
+)
+def test_what_transformers_refuse(pairs, style, messages, options):
+    ours, reference = pairs[style]
+    with pytest.raises(Exception):  # noqa: B017 (theirs are of several types)
+        reference.apply_chat_template(messages, tokenize=False, **options)
+    with pytest.raises(RequestError):
+        ours.apply_chat_template(messages, **options)
