@@ -1,4 +1,4 @@
-# One command each: serve, test, test-build, corpus-check, check, try-wheel, try-pythons, check-native, gpu-check, bench, bench-prefix, bench-cpu, chaos, soak, fuzz, flood, demo-model, clean. CI calls the same ones (.ci/run).
+# One command each: serve, test, test-build, corpus-check, check, try-wheel, try-pythons, trace, check-native, gpu-check, bench, bench-prefix, bench-cpu, chaos, soak, fuzz, flood, demo-model, clean. CI calls the same ones (.ci/run).
 
 PYTHON ?= python3
 # Which torch: the package index's, which on Linux is the build for CUDA; or, with TORCH=cpu, the build for CPUs from torch's own index.
@@ -18,7 +18,7 @@ ifneq ($(filter-out cpu,$(TORCH)),)
 $(error TORCH=$(TORCH) is not known: TORCH=cpu takes torch's build for CPUs, without it torch comes from the package index)
 endif
 
-.PHONY: serve test test-build corpus-check check try-wheel try-pythons check-native gpu-check bench bench-prefix bench-cpu chaos soak fuzz flood demo-model clean
+.PHONY: serve test test-build corpus-check check try-wheel try-pythons trace check-native gpu-check bench bench-prefix bench-cpu chaos soak fuzz flood demo-model clean
 
 serve: $(VENV)/.installed  ## serve the embedded model; ARGS="MODEL --port 8001" goes to `quire serve`
 	@$(BIN)/quire serve $(ARGS)
@@ -50,6 +50,9 @@ test-build: $(VENV)/.installed-dev  ## the tests of the last commit with CPU ker
 	@cd build/only && QUIRE_BUILDS=$(BUILD) $(abspath $(BIN))/python setup.py -q build_ext --inplace
 	@cd build/only && PYTHONPATH=$$PWD $(abspath $(BIN))/python -c "from quire.kernels.cpu import _C; print('builds:', _C.builds())"
 	@cd build/only && PYTHONPATH=$$PWD $(abspath $(BIN))/python -m pytest -n auto --dist loadfile $(ARGS)
+
+trace: $(VENV)/.installed-dev  ## files and functions that one request passes; ARGS="--scenes http --json FILE"
+	@$(BIN)/python -m tools.trace $(ARGS)
 
 corpus-check: $(VENV)/.installed-dev  ## schedules, greedy outputs and HTTP responses beside those that were recorded
 	@$(BIN)/python -m pytest tests/repository/test_corpus_replay.py $(ARGS)
