@@ -1,9 +1,8 @@
 """quire: an LLM serving engine.
 
-`from quire import LLM, SamplingParams` is what most programs need. These names are looked up when
-they are first asked for, which is the one lazy import in quire: the mind (`quire.core`, `quire.scheduler`,
-...) and `quire --help` must not wait for torch, and both import this file. Their types are in
-`__init__.pyi`.
+Most programs need `from quire import LLM, SamplingParams`. The public names are imported on first access, because the
+control plane (`quire.core`, `quire.scheduler`, ...) and `quire --help` import this package and must not wait for torch.
+`__init__.pyi` has their types.
 """
 
 import os
@@ -11,9 +10,9 @@ from importlib import import_module
 
 __version__ = "0.1.0"
 
-# OpenMP's threads wait for each other by spinning, by default so long that on a busy machine each wait costs a time
-# slice. libgomp reads this when torch loads it; whoever set it otherwise is left alone. See docs/performance.md.
-os.environ.setdefault("GOMP_SPINCOUNT", "4000")  # some 200 us
+# OpenMP threads wait for each other by spinning. With the default spin count each wait costs a time slice on a busy
+# machine. libgomp reads this variable when torch loads it. A value set by the user is kept. See docs/performance.md.
+os.environ.setdefault("GOMP_SPINCOUNT", "4000")  # about 200 us
 
 _HOMES = {
     "LLM": "quire.llm",
@@ -40,7 +39,7 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module 'quire' has no attribute {name!r}")
     home = _HOMES[name]
     if home in _WITH_TORCH:
-        from quire.preload import import_with_torch  # noqa: PLC0415  (`quire --help` waits for nothing that it can do without)
+        from quire.preload import import_with_torch  # noqa: PLC0415  (`quire --help` does not need it)
 
         return getattr(import_with_torch(home), name)
     return getattr(import_module(home), name)

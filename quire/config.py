@@ -1,4 +1,4 @@
-"""Configuration: small frozen slices, resolved once and handed out; nobody holds the whole."""
+"""Configuration records of cache, scheduler and engine. All are frozen."""
 
 import re
 from dataclasses import asdict, dataclass, replace
@@ -23,7 +23,7 @@ Eviction = Literal["lru", "lfu", "priority", "cost"]
 
 @dataclass(frozen=True, slots=True)
 class KVGroup:
-    """Layers whose KV lives in one pool of equal blocks, so that one block id serves all of them."""
+    """Layers that share one block pool, so that one block id is valid in all of them."""
 
     layers: tuple[int, ...]
     kind: GroupKind
@@ -32,13 +32,13 @@ class KVGroup:
     dtype: str  # a float type, or "fp8_e4m3" or "int8": bytes with a scale for each head of each token
     num_blocks: int
     bytes_per_block: int
-    window: int = 0  # positions that a query sees, itself among them; 0 is all. Only of kind "window"
-    num_host_blocks: int = 0  # of a second pool, in host memory: where preempted sequences can go
+    window: int = 0  # of kind "window": positions that a query attends to, its own included; else 0
+    num_host_blocks: int = 0  # blocks of the host pool, for swapped sequences
 
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
-    """The memory, as the mind sees it."""
+    """The KV cache: block size, KV groups, prefix index."""
 
     block_size: int  # tokens
     groups: tuple[KVGroup, ...]
@@ -69,28 +69,28 @@ class CacheConfig:
         return f"{blocks} blocks of {self.block_size} tokens"
 
     def holds_alone(self, length: int, step_tokens: int) -> bool:
-        """Whether one sequence of `length` tokens fits, of which a step computes at most `step_tokens`."""
+        """Whether one sequence of `length` tokens fits into empty pools if a step computes at most `step_tokens`."""
         return all(
             blocks_alone(group.window, self.block_size, length, step_tokens) <= group.num_blocks
             for group in self.groups
         )
 
     def num_blocks(self, group: int, num_tokens: int, reserve: int = 0) -> int:
-        """Blocks that a table has for `num_tokens`, and for `reserve` tokens in a group without a window."""
+        """Blocks of a block table for `num_tokens` tokens; without a window for at least `reserve` tokens."""
         if not self.groups[group].window:
             num_tokens = max(num_tokens, reserve)
         return -(-num_tokens // self.block_size)
 
     def first_seen(self, group: int, position: int) -> int:
-        """Index of the first block that a query at `position` sees."""
+        """Index of the first block that a query at `position` attends to."""
         window = self.groups[group].window
         return max(0, position - window + 1) // self.block_size if window else 0
 
 
 def blocks_alone(window: int, block_size: int, length: int, step_tokens: int) -> int:
-    """Blocks that one sequence has at once, of a group with this window (0: none).
+    """The most blocks that one sequence holds at once in a group with this window (0: no window).
 
-    What a step writes has to lie beside what its first query sees: the `window - 1` positions before it.
+    A step needs the blocks that it writes and the `window - 1` positions before its first query.
     """
     whole = -(-length // block_size)
     return whole if window == 0 else min(whole, -(-(window - 1 + step_tokens) // block_size) + 1)
@@ -98,19 +98,19 @@ def blocks_alone(window: int, block_size: int, length: int, step_tokens: int) ->
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """The budgets of a step and the rules of admission."""
+    """Limits of a step and of the queue, policy, preemption mode."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
-    step_seconds: float  # predicted time that one step may take
-    watermark: float  # share of blocks that admission leaves free for growth
+    step_seconds: float  # the most predicted time of one step
+    watermark: float  # least share of blocks that admission leaves free for growth
     steps_in_flight: int
     policy: Policy = "fcfs"
-    wait_weight: float = 100.0  # tokens found in the cache that a second of waiting is worth; of policy "cache-aware"
+    wait_weight: float = 100.0  # policy "cache-aware": tokens of prefix match that equal one second of waiting
     preemption: PreemptionMode = "auto"
-    max_queued_requests: int | None = None  # that wait and have never run; None: no bound
-    max_queued_tokens: int | None = None  # of their prompts
+    max_queued_requests: int | None = None  # waiting requests that have never run; None: no limit
+    max_queued_tokens: int | None = None  # prompt tokens of these requests
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
@@ -137,7 +137,7 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True)
 class Help:
-    """What `--help` says about an option, and how far it can be relied on."""
+    """Help text and stability of an option."""
 
     text: str
     stability: Literal["stable", "beta", "prototype"] = "stable"
@@ -149,7 +149,7 @@ MODEL_HELP = "Hugging Face id, folder of a checkpoint, or .gguf file [default: q
 @known_arguments_only(ConfigError, elsewhere={"gpu_memory_utilization": "memory", "context_length": "max_model_len"})
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
-    """What a caller may choose about an engine. None and "auto" are resolved by the memory plan."""
+    """Options of an engine. None and "auto" are defaults, most of which `quire.startup.build.prepare` resolves."""
 
     model: Annotated[str | None, Help(MODEL_HELP)] = None
     revision: Annotated[str | None, Help("branch, tag or commit of a model that is downloaded")] = None
@@ -222,11 +222,11 @@ class EngineOptions:
     journal: Annotated[str | None, Help("file that records every input of the scheduler", "beta")] = None
 
 
-_PLACE = re.compile(r" - at `\$\.([^`]*)`")  # where msgspec found something
+_PLACE = re.compile(r" - at `\$\.([^`]*)`")  # the field, in an error of msgspec
 
 
 def check_options(options: Any) -> None:  # noqa: ANN401 (a dataclass)
-    """Options may come from anywhere: raises ConfigError that names one of a wrong type or out of its bounds."""
+    """Raises ConfigError that names an option with a wrong type or a value out of bounds."""
     try:
         msgspec.convert(asdict(options), type(options))
     except msgspec.ValidationError as error:
@@ -240,7 +240,7 @@ _QUEUED_TOKENS = 4 * 2**20
 
 
 def with_bounded_queue(options: EngineOptions) -> EngineOptions:
-    """What a server takes: bounds of the queue where none were chosen."""
+    """A copy with a server's queue limits in place of those that are None."""
     requests, tokens = options.max_queued_requests, options.max_queued_tokens
     return replace(
         options,

@@ -1,4 +1,4 @@
-"""What can go wrong, as types. Every message says what to change."""
+"""Exception types of quire. Every message says what to change."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
@@ -11,13 +11,13 @@ T = TypeVar("T")
 
 
 class QuireError(Exception):
-    """Root of all errors that quire raises on purpose."""
+    """Base class of all errors that quire raises on purpose."""
 
 
 class RequestError(QuireError, ValueError):
-    """One request cannot be served as it is. Nothing else is affected.
+    """A request that cannot be served. Other requests are not affected.
 
-    `param` names the offending field, as the OpenAI error object does.
+    `param` names the invalid field, as in the OpenAI error object.
     """
 
     def __init__(self, message: str, param: str | None = None) -> None:
@@ -26,11 +26,11 @@ class RequestError(QuireError, ValueError):
 
 
 class ContextLengthExceeded(RequestError):
-    """A prompt does not fit into the model's context."""
+    """A prompt that does not fit into the model's context."""
 
 
 class DeadlineUnreachable(RequestError):
-    """A request cannot be computed within the time that it allows. predicted and asked: seconds."""
+    """A request that is predicted to miss its deadline. predicted: time that it takes; asked: deadline, in seconds."""
 
     def __init__(self, predicted: float, asked: float) -> None:
         super().__init__(
@@ -43,7 +43,7 @@ class DeadlineUnreachable(RequestError):
 
 
 class QueueFull(RequestError):
-    """As many requests wait as may. retry_after: seconds until there is room for this one, as predicted."""
+    """A rejection because the queue is at its limit. retry_after: predicted seconds until the request would fit."""
 
     def __init__(self, message: str, retry_after: float) -> None:
         super().__init__(message)
@@ -51,7 +51,7 @@ class QueueFull(RequestError):
 
 
 class EngineStopped(QuireError):
-    """The engine takes no requests: it is being shut down, or it failed."""
+    """The engine accepts no requests, because it is shutting down or has failed."""
 
 
 class ConfigError(QuireError, ValueError):
@@ -63,7 +63,7 @@ class ModelError(QuireError):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """A hint ` (did you mean 'x'?)` for an unknown name, or nothing when none is near."""
+    """The hint ` (did you mean 'x'?)` for an unknown name, or "" if no known name is similar."""
     matches = get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f" (did you mean {matches[0]!r}?)" if matches else ""
 
@@ -71,9 +71,9 @@ def nearest(name: str, known: Iterable[str]) -> str:
 def known_arguments_only(
     error: type[QuireError], elsewhere: Mapping[str, str] = MappingProxyType({})
 ) -> Callable[[type[T]], type[T]]:
-    """Make a dataclass raise `error` with the nearest name for an unknown argument, not a TypeError.
+    """Class decorator: a dataclass raises `error` with the nearest name, not TypeError, for an unknown argument.
 
-    elsewhere: names that other engines use -> the name here.
+    elsewhere: names of parameters in other engines -> their names in quire.
     """
 
     def wrap(cls: type[T]) -> type[T]:

@@ -1,4 +1,4 @@
-"""LLM: generate offline, in this process and thread. Knows prompts and results; the work is the engine's."""
+"""Offline inference in the calling process and thread."""
 
 import logging
 import sys
@@ -52,9 +52,9 @@ from quire.tokenizer.tokenizer import Tokenizer
 
 
 class TokenProgress:
-    """A bar of finished sequences with tokens per second, on the error stream.
+    """Progress bar on stderr: finished sequences and tokens per second.
 
-    work: what is being done, in a word. shown: None shows it where that stream is a terminal.
+    work: label of the bar. shown: None shows the bar if stderr is a terminal.
     """
 
     def __init__(self, work: str, total: int, *, shown: bool | None = None) -> None:
@@ -80,7 +80,7 @@ class TokenProgress:
         self._bar.stop()
 
     def add(self, num_tokens: int, num_finished: int) -> None:
-        """Count what a step brought: tokens, and sequences that ended."""
+        """Count the tokens of a step and the sequences that ended in it."""
         if self._bar.disable:
             return
         self._num_tokens += num_tokens
@@ -90,17 +90,16 @@ class TokenProgress:
 
 log = logging.getLogger(__name__)
 
-_STEP_SECONDS = 2.0  # longer than a server's: no request arrives while others are computed
+_STEP_SECONDS = 2.0  # longer than a server's, because no request arrives during a step
 _CHAT_ARGUMENTS = ("messages", "tools", "add_generation_prompt", "continue_final_message")  # not template variables
 
 
 class LLM:
-    """A model, loaded and ready. Without a name or folder it is the one that ships with quire.
+    """A loaded model for offline inference. Without `model` it is the demo model that ships with quire.
 
-    report(line) is told the memory plan, progress(done, total) how many bytes of weights are loaded.
-    options: the fields of EngineOptions, such as dtype, memory, max_model_len, max_num_seqs, seed; step_seconds is
-    2 where it is not given, because nobody else waits for a step.
-    Raises ConfigError and ModelError. Not to be used by two threads at once.
+    report(line): receives the memory plan. progress(done, total): receives bytes of files as they are downloaded and
+    of weights as they are loaded. options: fields of EngineOptions, such as dtype, max_model_len, max_num_seqs, seed.
+    step_seconds defaults to 2 here. Raises ConfigError and ModelError. Not thread-safe.
     """
 
     def __init__(
@@ -123,10 +122,10 @@ class LLM:
         self._tokenizer: Tokenizer = built.tokenizer
         self._sampling_defaults = built.sampling_defaults
         self._options = built.options
-        self._streaming = False  # whether somebody is reading outputs
+        self._streaming = False  # whether outputs are being read
 
     def close(self) -> None:
-        """Finish the journal, if there is one; the LLM cannot be used afterwards."""
+        """Close the journal, if there is one. The LLM cannot be used afterwards."""
         self._engine.close()
 
     def get_tokenizer(self) -> Tokenizer:
@@ -134,11 +133,11 @@ class LLM:
         return self._tokenizer
 
     def get_metrics(self) -> EngineStats:
-        """Counters and gauges of the engine: sequences, steps, blocks, tokens found in the cache."""
+        """Counters and gauges of the engine: sequences, steps, blocks, tokens of prefix matches."""
         return self._engine.stats()
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What `generate` and `chat` use when they are given none: what the model's own files recommend."""
+        """The default parameters of `generate` and `chat`, taken from the model's files."""
         return SamplingParams(**self._sampling_defaults)  # type: ignore[arg-type]  # checked by name when called
 
     def generate(
@@ -152,23 +151,27 @@ class LLM:
         retention: RetentionLike | Sequence[RetentionLike | None] | None = None,
         program: ProgramLike | Sequence[ProgramLike | None] | None = None,
     ) -> list[RequestOutput]:
-        """Complete one prompt or several; the results come in the order of the prompts.
+        """Complete one prompt or several. Returns the results in the order of the prompts.
 
         prompts: text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}, or a list of these.
-        sampling_params: for all prompts, or one for each; None takes `get_default_sampling_params`.
-        use_tqdm: show progress; None does on a terminal.
-        priority, deadline, retention, program: for all prompts, or a list with one for each: which run first (less is
-        earlier; needs policy="priority"), within how many seconds a whole answer is of use, how long its KV is worth
-        keeping, and what it is a part of (Retention and Program, or mappings with their fields).
-        Raises RequestError when any of them cannot be served; then none is.
+        sampling_params: for all prompts, or one for each; None means `get_default_sampling_params`.
+        use_tqdm: show progress; None shows it on a terminal.
+        The following are one value for all prompts, or a list with one for each prompt:
+        priority: a lower number runs earlier (needs policy="priority"). deadline: seconds after arrival at which the
+        last token stops being useful. retention: how long the KV is kept (Retention or a mapping with its fields).
+        program: program hints (Program or a mapping with its fields).
+        Raises RequestError if any prompt cannot be served. Then no prompt is.
         """
         tokenized = [tokenize(prompt, self._tokenizer) for prompt in listed(prompts)]
         terms = self._terms(len(tokenized), priority, deadline, retention, program)
         return self._complete(tokenized, sampling_params, use_tqdm, terms=terms)
 
     def end_program(self, program: str, branch: str | None = None) -> None:
-        """Nobody goes on from what a branch of a program left in the cache; None: any of its branches."""
-        make_terms(self._options, program={"id": program, "branch": branch or ""})  # raises what is wrong with a name
+        """End a branch of a program: no request will continue from the KV that it left. None: all its branches.
+
+        Raises RequestError for an invalid name.
+        """
+        make_terms(self._options, program={"id": program, "branch": branch or ""})  # checks the names
         self._engine.end_program(NO_NAMESPACE.tenant, program, branch)
 
     def chat(  # noqa: PLR0913 (vLLM's arguments, and those of `generate`)
@@ -186,11 +189,11 @@ class LLM:
         retention: RetentionLike | Sequence[RetentionLike | None] | None = None,
         program: ProgramLike | Sequence[ProgramLike | None] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation or several. Raises RequestError as `generate` does.
+        """Answer one conversation or several. Raises RequestError like `generate`.
 
         priority, deadline, retention, program: as in `generate`, for each conversation.
-        add_generation_prompt: begin the assistant's turn; None does unless continue_final_message goes on with
-        the last message.
+        continue_final_message: the answer continues the last message.
+        add_generation_prompt: begin the assistant's turn; None means yes unless continue_final_message is set.
         """
         one = all(isinstance(message, Mapping) for message in messages)
         conversations: Sequence[Sequence[Message]] = [messages] if one else list(messages)  # type: ignore[list-item, arg-type]  # mypy cannot follow `one`
@@ -210,9 +213,9 @@ class LLM:
         return self._complete(tokenized, sampling_params, use_tqdm, terms=terms)
 
     def stream_chat(self, messages: Sequence[Message], sampling_params: SamplingParams | None = None) -> Iterator[str]:
-        """Answer one conversation, piece by piece. Giving up the iterator gives up the answer.
+        """Iterate over the text of an answer as it is generated. Closing the iterator aborts the request.
 
-        Raises RequestError as `chat` does, and for best_of above n.
+        Raises RequestError like `chat`, and for best_of above n.
         """
         text = self._tokenizer.apply_chat_template(messages)
         tokenized = [tokenize(text, self._tokenizer, add_special_tokens=False)]
@@ -227,8 +230,8 @@ class LLM:
     ) -> list[BeamSearchOutput]:
         """The most likely continuations of one prompt or several, in the order of the prompts.
 
-        prompts and use_tqdm: as in `generate`. Raises RequestError as `generate` does, and for a beam_width that is
-        too much for the vocabulary.
+        prompts and use_tqdm: as in `generate`. Raises RequestError like `generate`, and for a beam_width that is too
+        large for the vocabulary.
         """
         if not isinstance(params, BeamSearchParams):
             raise RequestError(f"params must be BeamSearchParams(...), not {type(params).__name__}")
@@ -247,10 +250,10 @@ class LLM:
         truncate_prompt_tokens: int | None = None,
         use_tqdm: bool | None = None,
     ) -> list[EmbeddingRequestOutput]:
-        """One vector (hidden_size,) for each prompt, pooled from the last layer's hidden states after its norm.
+        """One vector (hidden_size,) per prompt, pooled from the last layer's hidden states after the final norm.
 
-        pooling: "last" takes that of the last token, "mean" the mean over all. normalize: to length 1.
-        Raises RequestError as `generate` does, and EmbeddingFailed where the model failed.
+        pooling: "last" is the state of the last token, "mean" the mean over all tokens. normalize: to length 1.
+        Raises RequestError like `generate`, and EmbeddingFailed if the model failed.
         """
         how = pooling_of(pooling)
         params = SamplingParams(max_tokens=0, truncate_prompt_tokens=truncate_prompt_tokens)
@@ -277,7 +280,7 @@ class LLM:
         self,
         prompts: Sequence[TokenizedPrompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
-        shown: bool | None,  # noqa: FBT001 (three states: yes, no, where a person watches)
+        shown: bool | None,  # noqa: FBT001 (three states: yes, no, only on a terminal)
         beams: Beams | None = None,
         terms: Sequence[Terms] = (),
     ) -> list[RequestOutput]:
@@ -331,7 +334,10 @@ class LLM:
     def _deltas(
         self, transcripts: Sequence[Transcript], beams: Beams | None = None, terms: Sequence[Terms] = ()
     ) -> Generator[Delta]:
-        """Run the engine until all transcripts are finished. beams: search, in place of sampling. terms: of each."""
+        """Run the engine until all requests are finished, and yield what each step adds.
+
+        beams: beam search instead of sampling. terms: scheduling parameters, one for each request.
+        """
         by_id = {transcript.request_id: transcript for transcript in transcripts}
         each = terms or [NO_TERMS] * len(transcripts)
         requests = [
@@ -351,7 +357,7 @@ class LLM:
                 yield delta
 
     def _outputs(self, requests: Sequence[NewRequest], is_open: Callable[[str], bool]) -> Generator[Output]:
-        """Run the engine until no request is open; whatever happens, it keeps none of them."""
+        """Run the engine until no request is open. Open requests are aborted on an error or when closed early."""
         if self._streaming:
             raise RequestError("an answer is still being streamed; read it to its end or close it first")
         self._streaming = True
@@ -364,5 +370,5 @@ class LLM:
                 open_ids = [name for name in open_ids if is_open(name)]
         finally:
             self._streaming = False
-            for name in open_ids:  # to abort one that has ended, or never began, does nothing
+            for name in open_ids:  # has no effect on a request that has ended or was never added
                 self._engine.abort(name)

@@ -1,4 +1,4 @@
-"""What a caller may ask of one request: SamplingParams, BeamSearchParams. Names as in vLLM, every value bounded."""
+"""Parameters of one request, with vLLM's names. Every value has bounds."""
 
 import json as jsonlib
 from collections.abc import Mapping
@@ -22,15 +22,15 @@ _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 @known_arguments_only(RequestError)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsParams:
-    """The form that an output has to have: one of json, regex, choice, grammar, json_object, structural_tag.
+    """A constraint: exactly one of json, regex, choice, grammar, json_object, structural_tag.
 
-    json: a JSON schema, as text or as a mapping. regex: a pattern that the whole output matches. choice: one of these.
-    grammar: Lark, or EBNF as llama.cpp and xgrammar write it. json_object: any JSON object. structural_tag: text in
-    which what stands between tags has a form. whitespace_pattern: what may stand between the tokens of JSON;
-    disable_any_whitespace: one space behind each comma and colon, as json.dumps writes it.
-    disable_additional_properties: objects have no properties but those that their schema names. fast_forward: text that
-    has to come is not generated token by token.
-    Raises RequestError for a value out of bounds. Whether a schema or pattern makes sense is known when it is compiled.
+    json: a JSON schema as text or mapping. regex: a pattern that the whole output matches. choice: the possible
+    outputs. grammar: Lark, or EBNF as in llama.cpp and xgrammar. json_object: any JSON object. structural_tag: text
+    with constrained parts between tags. whitespace_pattern: whitespace allowed between the tokens of JSON.
+    disable_any_whitespace: exactly one space after each comma and colon, as json.dumps writes.
+    disable_additional_properties: objects have only the properties that their schema names.
+    fast_forward: forced tokens are appended without sampling.
+    Raises RequestError for a value out of bounds. The schema, pattern or grammar itself is checked when it is compiled.
     """
 
     json: str | Mapping[str, object] | bool | None = None
@@ -69,7 +69,7 @@ class StructuredOutputsParams:
 
     @property
     def kind(self) -> Kind:
-        """What `text` is. A json_object is a schema."""
+        """The kind of `text`. json_object counts as "json"."""
         if self.json_object:
             return "json"
         kinds: tuple[Kind, ...] = ("json", "regex", "choice", "grammar", "structural_tag")
@@ -88,7 +88,7 @@ class StructuredOutputsParams:
 
 
 def _written(name: str, value: object) -> str:
-    """A schema or a tag as JSON text, which is valid JSON, not too long and not nested too deeply."""
+    """A schema or tag as JSON text. Raises RequestError if it is invalid, too long or nested too deeply."""
     if isinstance(value, str):
         _check_text(name, value, MAX_CHARACTERS)
         try:
@@ -113,7 +113,10 @@ def _written(name: str, value: object) -> str:
 
 
 def _check_depth(name: str, value: object) -> None:
-    """Looks at no more values than could be written within the bounds: each takes two characters."""
+    """Raises RequestError for a value that is nested too deeply, or has more items than MAX_CHARACTERS allows.
+
+    The loop is bounded: each item takes at least two characters of JSON.
+    """
     level, most = [value], MAX_CHARACTERS // 2
     for _ in range(MAX_NESTING + 1):
         containers = [one for one in level if isinstance(one, (dict, list, tuple))]
@@ -151,7 +154,7 @@ def _check_text(name: str, text: object, most: int) -> None:
 
 
 def check_unicode(name: str, text: str) -> None:
-    """Raises RequestError for a text that cannot be written down. JSON can name half of a character by its escape."""
+    """Raises RequestError for text with an unpaired surrogate, which a JSON escape can produce."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -169,29 +172,30 @@ MAX_BAD_WORDS = 1024
 MAX_BAD_CHARACTERS = 16384  # of all bad words
 MAX_LOGPROB_IDS = 128
 MAX_BEAMS = 128
-MAX_LENGTH_PENALTY = 10.0  # either way; a length to the power of it is still a number
+MAX_LENGTH_PENALTY = 10.0  # of either sign; length ** penalty stays finite
 
 
 @known_arguments_only(RequestError)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How tokens are chosen, when a sequence ends, and what is told about it.
+    """Sampling, end conditions and requested logprobs of one request.
 
-    Sequences: n are returned. best_of: so many are generated, and those with the highest mean logprob per token
-    returned; None is n.
-    Tokens: temperature 0 is greedy. top_k: 0 or -1 keeps all. seed: None lets the engine draw one at
-    admission. presence_penalty and frequency_penalty look at the output so far, repetition_penalty also at
-    the prompt. logit_bias: token id -> what is added to its logit. bad_words: texts that may not come up.
-    allowed_token_ids: None allows all. deterministic: the output does not depend on who shares a step, also
-    in half precision, at some cost.
-    End: max_tokens: None is "up to max_model_len"; 0 computes the prompt only. min_tokens: no end token, stop
-    token or stop string before that many. stop: strings, not part of the text returned unless
-    include_stop_str_in_output.
-    Form: structured_outputs: StructuredOutputsParams, or a mapping with its fields; json_schema, regex and ebnf are
-    SGLang's names for some of them, and None once they are taken in.
-    Report: logprobs and prompt_logprobs: how many alternatives beside each token; prompt_logprobs_start: of
-    the prompt, only tokens behind this position, so that what comes before may be cached; logprob_token_ids: these
-    too. truncate_prompt_tokens: keep that many tokens at the prompt's end; -1: as many as fit.
+    Sequences: n are returned. best_of: number generated, of which the n with the highest mean logprob per token are
+    returned; None means n.
+    Sampling: temperature 0 is greedy. top_k: 0 or -1 keeps all tokens. seed: None means that a seed is derived from
+    the engine's. presence_penalty and frequency_penalty apply to output tokens, repetition_penalty also to prompt
+    tokens. logit_bias: token id -> value added to its logit. bad_words: texts that are never generated.
+    allowed_token_ids: None allows all. deterministic: the output does not depend on the rest of the batch, also in
+    half precision, at some cost in speed.
+    End: max_tokens: None means up to max_model_len; 0 computes the prompt only. min_tokens: least number of tokens
+    before an end token, stop token or stop string ends the sequence. stop: strings, which are left out of the
+    returned text unless include_stop_str_in_output is set.
+    Constraint: structured_outputs: StructuredOutputsParams, or a mapping with its fields. json_schema, regex and ebnf
+    are SGLang's names for some of these fields; they are moved to structured_outputs and set to None.
+    Logprobs: logprobs and prompt_logprobs: number of most likely tokens beside each token. prompt_logprobs_start: only
+    prompt tokens after this position, so that the tokens before it may come from the prefix cache.
+    logprob_token_ids: further tokens whose logprobs are returned.
+    Prompt: truncate_prompt_tokens: number of tokens kept at the prompt's end; -1 means as many as fit.
     Raises RequestError for a value out of bounds and for an unknown name, with the nearest known one.
     """
 
@@ -245,37 +249,37 @@ class SamplingParams:
 
     @property
     def num_sequences(self) -> int:
-        """How many are generated; the n best of them are returned."""
+        """Number of sequences that are generated; the n best of them are returned."""
         return self.n if self.best_of is None else self.best_of
 
     @property
     def is_ranked(self) -> bool:
-        """Whether more are generated than returned."""
+        """Whether more sequences are generated than returned."""
         return self.num_sequences > self.n
 
     @property
     def num_logprobs_needed(self) -> int | None:
-        """As `logprobs`, but 0 where nobody asked and sequences have to be ranked: of tokens, and no alternatives."""
+        """`logprobs`, or 0 (sampled tokens only) if it is None and sequences have to be ranked."""
         return 0 if self.logprobs is None and self.is_ranked else self.logprobs
 
     def check_streamable(self) -> None:
-        """Raises RequestError where it is known only at the end what is returned."""
+        """Raises RequestError for ranked sequences, because which are returned is known only at the end."""
         if self.is_ranked:
             raise RequestError("best_of above n cannot be streamed: which are best is known at the end", "best_of")
 
     def resolved(self, max_tokens: int, seed: int) -> Self:
-        """A copy with these two."""
+        """A copy with these values; min_tokens is at most max_tokens."""
         return self.changed(max_tokens=max_tokens, min_tokens=min(self.min_tokens, max_tokens), seed=seed)
 
     def changed(self, **values: object) -> Self:
-        """A copy with other values. Nothing is checked again: the lists may be long, and every prompt has its copy."""
+        """A copy with other values, which are not checked: lists may be long, and every prompt has a copy."""
         params = copy(self)
         for name, value in values.items():
             object.__setattr__(params, name, value)
         return params
 
     def _gather_form(self) -> None:
-        """Whatever the form is called, it is in `structured_outputs`."""
+        """Move SGLang's fields to `structured_outputs`. Raises RequestError if two constraints are given."""
         form = _form(self.structured_outputs)
         for name, kind in _FORMS.items():
             value = getattr(self, name)
@@ -356,14 +360,14 @@ NUMBERS: Mapping[str, tuple[type[int] | type[float], float, float]] = MappingPro
 @known_arguments_only(RequestError)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeamSearchParams:
-    """A search for the most likely sequences, in place of sampling.
+    """Beam search for the most likely sequences, instead of sampling.
 
-    beam_width: how many are followed, and returned. max_tokens: None is "up to max_model_len". length_penalty: of
-    sequences that ended those with the highest sum of logprobs / length ** length_penalty win, where length counts
-    the generated tokens, the end token included; above 0 it favours long ones. early_stopping: True ends the search
-    when beam_width sequences have ended; False when the best live one is no better; "never" when none could become
-    better. min_tokens: no end token before that many. include_stop_str_in_output: the end token is text, too.
-    temperature: 0 is all that there is.
+    beam_width: number of beams, and of returned sequences. max_tokens: None means up to max_model_len.
+    length_penalty: finished sequences are ranked by sum of logprobs / length ** length_penalty, where length counts
+    generated tokens with the end token; above 0 favours long sequences. early_stopping: True ends the search when
+    beam_width sequences have finished; False when no live beam scores better now; "never" when none could become
+    better. min_tokens: least number of tokens before an end token. include_stop_str_in_output: the text includes the
+    end token. temperature: only 0 is allowed.
     Raises RequestError for a value out of bounds and for an unknown name, with the nearest known one.
     """
 
@@ -392,7 +396,7 @@ class BeamSearchParams:
         _check_span(self.min_tokens, self.max_tokens)
 
     def sampling_params(self, **others: object) -> SamplingParams:
-        """The same for a request, which says nothing of how to search. others: fields of SamplingParams, such as n."""
+        """The SamplingParams of a request with this search. others: further fields of SamplingParams, such as n."""
         asked: dict[str, object] = {
             "n": self.beam_width,
             "temperature": 0.0,
@@ -410,7 +414,7 @@ def _check_span(min_tokens: int, max_tokens: int | None) -> None:
 
 
 def _listed(name: str, one: type, value: object) -> tuple[object, ...]:
-    """A list as a tuple; one item alone is a list of one."""
+    """A list as a tuple. A single item counts as a list of one; None as an empty list."""
     items = () if value is None else (value,) if isinstance(value, one) else value
     if not isinstance(items, list | tuple):
         raise RequestError(f"{name} must be a list, not {type(value).__name__}", name)
@@ -418,7 +422,7 @@ def _listed(name: str, one: type, value: object) -> tuple[object, ...]:
 
 
 def _form(value: object) -> StructuredOutputsParams | None:
-    """As parameters, or as a mapping with their fields."""
+    """StructuredOutputsParams from the same, or from a mapping with its fields. Raises RequestError for other types."""
     if value is None or isinstance(value, StructuredOutputsParams):
         return value
     if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
@@ -427,7 +431,7 @@ def _form(value: object) -> StructuredOutputsParams | None:
 
 
 def _biases(value: object) -> dict[int, float]:
-    """Token ids, which JSON writes as strings, to biases."""
+    """Token ids, which are strings in JSON, to biases. Raises RequestError."""
     if value is None:
         return {}
     if not isinstance(value, Mapping) or len(value) > MAX_LISTED_TOKENS:
@@ -442,7 +446,7 @@ def _biases(value: object) -> dict[int, float]:
 
 
 def is_unicode(text: str) -> bool:
-    """Whether a text can be written down; one with lone surrogates cannot."""
+    """Whether a text can be encoded as UTF-8, which needs that it has no unpaired surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -460,13 +464,13 @@ def _check_number(
     optional: bool = False,
     label: str = "",
 ) -> None:
-    """label: what to call the value, where it is only a part of the field `name`."""
+    """Raises RequestError for a wrong type or a value out of bounds. label: name of the value in messages."""
     if value is None and optional:
         return
     allowed = (int,) if kind is int else (int, float)
     if isinstance(value, bool) or not isinstance(value, allowed):
         what = "an integer" if kind is int else "a number"
         raise RequestError(f"{label or name} must be {what}, not {value!r:.80}", name)
-    if not low <= value <= high:  # also refuses NaN
-        bounds = f"{int(low):,} and {int(high):,}"  # all of them are whole
+    if not low <= value <= high:  # also rejects NaN
+        bounds = f"{int(low):,} and {int(high):,}"  # all bounds are whole numbers
         raise RequestError(f"{label or name} must be between {bounds}, not {value!r:.80}", name)

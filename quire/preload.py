@@ -1,4 +1,4 @@
-"""Early: what makes imports with torch shorter. Knows Python's collector, and where torch keeps its libraries."""
+"""Faster import of modules that need torch."""
 
 import ctypes
 import gc
@@ -11,16 +11,16 @@ from pathlib import Path
 from threading import Thread
 from types import ModuleType
 
-_WITHOUT_TORCH = ("quire.scheduler.journal", "tokenizers", "jinja2", "rich.progress")  # but needed with it
+_WITHOUT_TORCH = ("quire.scheduler.journal", "tokenizers", "jinja2", "rich.progress")  # imported meanwhile
 
-_FROZEN_BY_PYTHON = 1000  # more objects than an interpreter freezes of its own: 375 in Python 3.12, none in 3.11
+_FROZEN_BY_PYTHON = 1000  # above the number of objects that Python itself freezes: 375 in 3.12, none in 3.11
 
 
 def import_with_torch(name: str) -> ModuleType:
-    """Import a module that imports torch.
+    """Import a module that imports torch, and return it.
 
-    A fifth of torch's import is the opening of its libraries, which needs no Python. So a thread does it while this
-    one imports what needs no torch: numpy, the mind, and what reads and writes text.
+    Opening torch's shared libraries is a fifth of its import time and does not need the interpreter lock. A thread
+    opens them while this thread imports modules without torch: numpy, the control plane, the tokenizer libraries.
     """
     if "torch" in sys.modules:
         return import_module(name)
@@ -35,17 +35,17 @@ def import_with_torch(name: str) -> ModuleType:
 
 @contextmanager
 def collector_at_rest() -> Iterator[None]:
-    """Let nobody search for garbage what is made meanwhile, nor with what is young behind it.
+    """Disable the garbage collector for the block, then move all objects to its oldest generation.
 
-    Torch's import makes some 200 000 objects that stay. To search them takes 0.1 s, and would be done three times
-    until they are old.
+    Importing torch creates about 200 000 permanent objects. A collection of them takes 0.1 s, and without this they
+    would be scanned three times before they reach the oldest generation.
     """
     collects = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if gc.get_freeze_count() < _FROZEN_BY_PYTHON:  # what somebody froze stays so
+        if gc.get_freeze_count() < _FROZEN_BY_PYTHON:  # objects that the program froze stay frozen
             gc.freeze()
             gc.unfreeze()  # into the oldest generation
         if collects:
@@ -53,7 +53,7 @@ def collector_at_rest() -> Iterator[None]:
 
 
 def _open_torch() -> None:
-    """Open torch's libraries, but for those that know Python. What goes wrong here, torch's own import will tell."""
+    """Load torch's libraries except its Python bindings. Errors are ignored, because `import torch` reports them."""
     spec = find_spec("torch")
     if spec is not None and spec.origin is not None:
         with suppress(OSError):

@@ -1,1 +1,1 @@
-"""From options to an engine, and from text to tokens and back."""
+"""The engine with its inputs and outputs, and offline text processing."""

@@ -1,4 +1,4 @@
-"""Embeddings: hidden states of one prompt, as the engine's outputs bring them, to one vector. Knows no format."""
+"""Pooling of hidden states to one vector per prompt."""
 
 from collections.abc import Iterator, Sequence
 from uuid import uuid4
@@ -16,22 +16,22 @@ _POOLINGS = {"last": Pooling.LAST, "mean": Pooling.MEAN}
 
 
 class EmbeddingFailed(QuireError):
-    """The engine could not compute a prompt."""
+    """The engine failed to compute a prompt."""
 
 
 class EmbeddingLate(EmbeddingFailed):
-    """A prompt was given up, as its deadline came too near before it was computed."""
+    """A prompt was aborted because it could not meet its deadline any more."""
 
 
 def pooling_of(name: str) -> Pooling:
-    """The pooling that callers call by this name. Raises RequestError."""
+    """The pooling "last" or "mean". Raises RequestError for another name."""
     if name not in _POOLINGS:
         raise RequestError(f"pooling must be one of {', '.join(_POOLINGS)}, not {name!r:.80}", "pooling")
     return _POOLINGS[name]
 
 
 class Pooled:
-    """The vector of one prompt while its chunks are computed."""
+    """The vector of one prompt, accumulated over its chunks."""
 
     def __init__(self, request_id: str, prompt_token_ids: list[int], pooling: Pooling) -> None:
         self.request_id = request_id
@@ -42,7 +42,7 @@ class Pooled:
         self._vector = np.zeros(0, np.float32)
 
     def add(self, output: Output) -> None:
-        """Take in what a chunk brought: LAST keeps the newest, MEAN adds up."""
+        """Add the output of a chunk: LAST keeps the newest vector, MEAN the sum."""
         if output.pooled is not None:
             more = self._pooling is Pooling.MEAN and len(self._vector)
             self._vector = self._vector + output.pooled if more else output.pooled.astype(np.float32)
@@ -50,14 +50,14 @@ class Pooled:
         self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
 
     def vector(self, *, normalized: bool) -> np.ndarray:
-        """float32 (hidden_size,), once the prompt is computed; of length 1 where normalized."""
+        """float32 (hidden_size,), valid once the prompt is computed; of length 1 if normalized."""
         vector = self._vector / len(self.prompt_token_ids) if self._pooling is Pooling.MEAN else self._vector
         length = np.linalg.norm(vector.astype(np.float64))
         return (vector / length).astype(np.float32) if normalized and length > 0 else vector.astype(np.float32)
 
 
 class PooledBatch:
-    """Prompts that are embedded together; `requests` is what to ask the engine for. id: of all of them together."""
+    """Prompts that are embedded together. `requests` are the requests for the engine. id: of the whole batch."""
 
     def __init__(
         self,
@@ -75,20 +75,20 @@ class PooledBatch:
         self._pooled = {each.request_id: Pooled(each.request_id, each.prompt, pooling) for each in self.requests}
 
     def __iter__(self) -> Iterator[Pooled]:
-        """In the order of the prompts."""
+        """The prompts in their order."""
         return iter(self._pooled.values())
 
     @property
     def finished(self) -> bool:
-        """Whether all of them are computed."""
+        """Whether all prompts are computed."""
         return not any(map(self.is_open, self._pooled))
 
     def is_open(self, request_id: str) -> bool:
-        """Whether more is to come about a prompt."""
+        """Whether a prompt has not finished."""
         return self._pooled[request_id].finish_reason is None
 
     def add(self, output: Output) -> Pooled:
-        """Take in an output; the prompt that it is about. Raises EmbeddingFailed, EmbeddingLate."""
+        """Add an output and return its prompt. Raises EmbeddingFailed, EmbeddingLate."""
         one = self._pooled[output.request_id]
         one.add(output)
         if output.finish_reason == "error":

@@ -1,7 +1,7 @@
-"""Engine: plan, run, commit. Knows token ids only; text is the front end's business.
+"""The engine loop body: plan a step, run it, commit it.
 
-Errors of the runner never leave `step`: the scheduler rolls the step back, and the request that
-fails alone ends with the error.
+Requests are token ids; the front end handles text. Errors of the runner never leave `step`: the scheduler rolls the
+step back, and a request that fails in a step of its own ends with the error.
 """
 
 import logging
@@ -30,80 +30,80 @@ BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # tok
 
 
 class StepSizes:
-    """Counts of steps, by the smallest of BOUNDS that is not below their tokens; the last one is of larger steps."""
+    """Histogram of tokens per step. BOUNDS are inclusive upper bounds; the last bucket has larger steps."""
 
     def __init__(self) -> None:
-        self.num_tokens = 0  # of all steps
+        self.num_tokens = 0  # sum over all steps
         self._counts = [0] * (len(BOUNDS) + 1)
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """(len(BOUNDS) + 1,): each step is in one of them."""
+        """(len(BOUNDS) + 1,): number of steps per bucket, not cumulative."""
         return tuple(self._counts)
 
     def add(self, num_tokens: int) -> None:
-        """A step computes so many tokens."""
+        """Count a step of `num_tokens` tokens."""
         self.num_tokens += num_tokens
         self._counts[bisect_left(BOUNDS, num_tokens)] += 1
 
 
 log = logging.getLogger(__name__)
-_COMPILE_SECONDS = 0.005  # how long a step that has nothing to do waits for a constraint
-_IDLE_PER_CHECK = 100  # a check may hold up a request that comes meanwhile: 1 % of the time at most
+_COMPILE_SECONDS = 0.005  # how long an empty step waits for a constraint to be compiled
+_IDLE_PER_CHECK = 100  # pause after a check, times its duration: requests wait for checks at most 1 % of the time
 
 
 class EngineStats(msgspec.Struct, frozen=True, array_like=True):
-    """Where the engine stands. Counters count since its start and never fall."""
+    """Metrics of the engine. Counters count from its start and never fall."""
 
     GAUGES: ClassVar[frozenset[str]] = frozenset(  # all others are counters
         (
             *("num_running", "num_waiting", "kv_blocks_used", "kv_blocks_total", "failed_in_a_row"),
             *("last_step_seconds", "kv_blocks_cached", "host_blocks_used", "host_blocks_total"),
-            *("num_step_tokens", "step_sizes", "waiting_because"),  # a histogram, which begins anew, is taken as it is
+            *("num_step_tokens", "step_sizes", "waiting_because"),  # the histogram restarts with each engine
         )
     )
 
     num_running: int
     num_waiting: int
-    kv_blocks_used: int  # by sequences that run
+    kv_blocks_used: int  # by running sequences
     kv_blocks_total: int
     num_preemptions: int
     num_steps: int
     failed_steps: int
     prompt_tokens: int
-    generation_tokens: int  # put out, also those that a stop string made void
-    failed_in_a_row: int  # steps, up to the last one
+    generation_tokens: int  # output tokens, including those after a stop string
+    failed_in_a_row: int  # failed steps since the last successful one
     last_step_seconds: float
-    kv_blocks_cached: int  # in the prefix index, and used by nobody
+    kv_blocks_cached: int  # idle blocks: owned by the prefix cache only
     kv_blocks_evicted: int
-    kv_tokens_copied: int  # from block to block
-    prefix_query_tokens: int  # of prompts, when they were first admitted
-    prefix_hit_tokens: int  # of those, whose KV was there
-    host_blocks_used: int  # by sequences that were swapped out, and by copies to the host and back
+    kv_tokens_copied: int  # between device blocks
+    prefix_query_tokens: int  # prompt tokens at the first admission of their sequence
+    prefix_hit_tokens: int  # prefix matches among these tokens
+    host_blocks_used: int  # by swapped sequences and by copies to and from the host
     host_blocks_total: int
     num_swapped_out_blocks: int
     num_swapped_in_blocks: int
-    num_admissions_slowed: int  # times that preemptions were too many, and sequences that wait were let in more slowly
-    num_step_tokens: int = 0  # that steps computed
-    step_sizes: tuple[int, ...] = ()  # counts of steps, as StepSizes has them
-    waiting_because: str = "step"  # what held up those who wait, or who waited last: a WaitCause
-    forced_tokens: int = 0  # of those put out, that a constraint forced
+    num_admissions_slowed: int  # times that preemptions raised the admission watermark
+    num_step_tokens: int = 0  # tokens computed by all steps
+    step_sizes: tuple[int, ...] = ()  # histogram of tokens per step, as in StepSizes
+    waiting_because: str = "step"  # WaitCause of the waiting sequences, or of the last that waited
+    forced_tokens: int = 0  # forced tokens among generation_tokens
 
     @classmethod
     def nothing(cls) -> Self:
-        """Of an engine of which nothing is known yet."""
+        """Metrics of an engine that has reported none: all zero."""
         return msgspec.convert([0] * (len(cls.__struct_fields__) - len(cls.__struct_defaults__)), cls)
 
 
 class Learnt(msgspec.Struct, frozen=True):
-    """What the requests so far have taught about the machine and about themselves."""
+    """Figures of the cost model and of block use, measured from the requests so far."""
 
     costs: CostFigures
     blocks: BlockFigures
 
 
 class Engine:
-    """One model, one scheduler, one thread: none of these methods may run at the same time as another."""
+    """One model with one scheduler. Not thread-safe: no two methods may run at the same time."""
 
     def __init__(
         self,
@@ -117,20 +117,20 @@ class Engine:
         compiler: Compiler | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """compiler: of the constraints that `scheduler` asks; None where it has none."""
+        """compiler: compiles the constraints of `scheduler`; None for a scheduler without constraints."""
         self.vocab_size = vocab_size
         self.max_model_len = scheduler.config.max_model_len
-        self.on_launch: Callable[[Step], None] | None = None  # hears of each step before the runner does
+        self.on_launch: Callable[[Step], None] | None = None  # called with each step before the runner launches it
         self._scheduler = scheduler
         self._runner = runner
         self._eos_token_ids = tuple(token for token in eos_token_ids if 0 <= token < vocab_size)
-        self._deterministic = deterministic  # whether the runner can keep such a promise
+        self._deterministic = deterministic  # whether the runner has deterministic kernels
         self._seed = seed
         self._compiler = compiler
         self._clock = clock
         self._overlap = scheduler.config.steps_in_flight > 1
-        self._uncollected: deque[int] = deque()  # steps launched and sampled
-        self._errors: dict[int, str] = {}  # of those, the ones that failed on the way
+        self._uncollected: deque[int] = deque()  # ids of in-flight steps, oldest first
+        self._errors: dict[int, str] = {}  # step id -> error of its launch or sampling
         self._num_requests = self._num_steps = self._failed_steps = 0
         self._prompt_tokens = self._generation_tokens = self._forced_tokens = 0
         self._failed_in_a_row = self._checked_at = 0
@@ -140,22 +140,22 @@ class Engine:
 
     @property
     def num_end_tokens(self) -> int:
-        """Tokens of the model that end a sequence."""
+        """Number of end tokens of the model."""
         return len(self._eos_token_ids)
 
     @property
     def predicted_seconds(self) -> float:
-        """Of the step planned last; 0 where nothing is known."""
+        """Predicted seconds of the step planned last; 0 without a prediction."""
         return self._scheduler.predicted_seconds
 
     @property
     def newest_rows(self) -> list[tuple[str, int]]:
-        """Of the step planned last: each chunk's request, and the position up to which it is computed."""
+        """Per chunk of the step planned last: the request id, and the position at which the chunk stops."""
         return self._scheduler.newest_rows
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` has something to do."""
+        """Whether `step` has anything to do."""
         return self._scheduler.has_work
 
     def add(  # noqa: PLR0913 (the fields of NewRequest)
@@ -171,14 +171,15 @@ class Engine:
         known: Sequence[Known] = (),
         resumed: bool = False,  # noqa: FBT001, FBT002
     ) -> None:
-        """Queue a request of token ids. bad_words: tokens of `params.bad_words`, in all ways to write them.
+        """Queue a request of token ids. bad_words: tokens of `params.bad_words`, in all their spellings.
 
-        A pooling in place of tokens needs `params.max_tokens` to be 0. namespace: whose cached KV it may use. beams:
-        search for the `params.n` most likely sequences in place of sampling. terms: its place in the queue and in the
-        memory. known: the output tokens of each sequence, of a request that goes on after another engine has begun it;
-        its parameters have to be the same, with the seed that it had. resumed: it was accepted before, with known
-        tokens or without, and is not refused for lack of room or time.
-        Raises RequestError: empty, too long, ids out of range, id in use, a deadline that cannot be met.
+        pooling: returns pooled hidden states instead of tokens; needs `params.max_tokens` 0 and `params.n` 1.
+        namespace: the root under which its KV is found. beams: beam search for the `params.n` most likely sequences
+        instead of sampling. terms: scheduling parameters. known: output tokens per sequence of a request that another
+        engine has begun; its parameters must be the same, and include the seed. resumed: the request was accepted
+        before, with known tokens or without, and is not rejected for the queue limit or its deadline.
+        Raises RequestError for a prompt that is empty, too long or out of range, an id in use, a full queue, or a
+        deadline that cannot be met. Raises ValueError for parameters that contradict `pooling` or `beams`.
         """
         if not is_unicode(request_id):
             raise RequestError("a request id must be valid Unicode", "request_id")
@@ -215,34 +216,38 @@ class Engine:
         if request.is_constrained and self._compiler is not None and params.structured_outputs is not None:
             self._compiler.submit(request_id, params.structured_outputs)
         self._num_requests += 1
-        if not request.was_accepted:  # or an engine before this one has counted them
+        if not request.was_accepted:  # otherwise an earlier engine has counted them
             self._prompt_tokens += len(prompt)
 
     def _possible(self, words: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
-        """Those that could come up at all. Requests made together share one list, as long as nothing is left out."""
+        """The words whose tokens are all in the vocabulary: the same list if none is left out, as requests share it."""
         if all(max(word) < self.vocab_size for word in words):
             return words
         return [word for word in words if max(word) < self.vocab_size]
 
     def abort(self, request_id: str) -> None:
-        """Give up a request; its blocks are free within a step. An unknown id is ignored."""
+        """Abort a request. Its blocks are freed within a step. An unknown id is ignored."""
         self._scheduler.abort(request_id, self._clock())
         if self._compiler is not None:
             self._compiler.forget(request_id)
 
     def finish(self, seq_id: int, num_tokens: int) -> None:
-        """A stop string ended this sequence after `num_tokens` output tokens; no more is said about it."""
+        """End a sequence at a stop string, after `num_tokens` output tokens. It has no further outputs."""
         self._scheduler.finish(seq_id, num_tokens, self._clock())
 
     def end_program(self, tenant: str, program: str, branch: str | None = None) -> None:
-        """Nobody goes on from what a branch of a program left; None: any of its branches. Unknown ones are ignored."""
+        """End a branch of a program (None: all branches): no request will continue from it. Ignores unknown ones."""
         self._scheduler.end_program(tenant, program, branch, self._clock())
 
     def step(self) -> list[Output]:
-        """Plan a step, run it, and commit the oldest one that is due. Empty when there was nothing to do."""
+        """Plan and launch a step, and commit the oldest in-flight step.
+
+        Returns the outputs of the committed step, and of sequences that ended outside of a commit. With two steps in
+        flight, that is the step launched by the previous call, if there is one.
+        """
         self._take_compiled()
         step = None
-        if not self._errors:  # after a failure the runner's rows cannot be relied on until it is committed
+        if not self._errors:  # a failed step leaves the runner's rows invalid until it is committed and rolled back
             step = self._scheduler.plan(self._clock())
         if step is not None:
             self._step_sizes.add(step.num_tokens)
@@ -265,7 +270,7 @@ class Engine:
         return outputs
 
     def stats(self) -> EngineStats:
-        """Where the engine stands."""
+        """The current metrics."""
         cache, accounts = self._scheduler.cache, self._scheduler.accounts
         return EngineStats(
             self._scheduler.num_running,
@@ -296,19 +301,22 @@ class Engine:
         )
 
     def learnt(self) -> Learnt:
-        """What steps cost, and how full blocks are."""
+        """Figures of the cost model and of block use."""
         return Learnt(self._scheduler.costs.figures(), self._scheduler.block_use.figures())
 
     def explain(self, request_id: str) -> Explanation | None:
-        """What became of a request so far and why; None where it is unknown, or ended too long ago."""
+        """The explanation of a request so far; None if the request is unknown or ended too long ago."""
         return self._scheduler.explain(request_id, self._clock())
 
     def flush_cache(self) -> int:
-        """Forget all cached KV that no running request uses; how many blocks were freed."""
+        """Evict all cached KV that no running request uses, pinned or not. Returns the number of freed blocks."""
         return self._scheduler.flush(self._clock())
 
     def look_over(self) -> None:
-        """Check the memory in full, which takes a while: for an idle moment. What is wrong is logged and mended."""
+        """Check all block accounting, and log and repair errors. Slow: call it when the engine is idle.
+
+        Returns at once if no step was committed since the last check, or the check was too recent.
+        """
         now = self._clock()
         if self._num_steps == self._checked_at or now < self._next_check:
             return
@@ -319,13 +327,13 @@ class Engine:
         self._next_check = ended + _IDLE_PER_CHECK * (ended - now)
 
     def close(self) -> None:
-        """The end: nothing may be called after it."""
+        """Close scheduler and compiler. No method may be called afterwards."""
         self._scheduler.close()
         if self._compiler is not None:
             self._compiler.close()
 
     def _take_compiled(self) -> None:
-        """Requests whose constraint is compiled begin to wait for their turn."""
+        """Report finished compilations to the scheduler, which queues these requests or ends them with the error."""
         if self._compiler is None:
             return
         for request_id, error in self._compiler.finished():
@@ -337,7 +345,7 @@ class Engine:
             self.on_launch(step)
         try:
             self._runner.launch(step)
-        except Exception as error:  # whatever a kernel or allocator throws concerns this step only
+        except Exception as error:  # an error of a kernel or allocator fails this step only
             self._note_failure(step.id, error)
 
     def _sample(self, step: Step) -> None:
@@ -374,6 +382,6 @@ class Engine:
         self._errors[step_id] = f"{type(error).__name__}: {error}"
 
     def _repair(self) -> None:
-        """A leak is logged and mended, never fatal."""
+        """Log and repair errors in the block accounting, which must not end the engine."""
         log.error("the memory does not add up and is repaired: %s", "; ".join(self._scheduler.check()))
         self._scheduler.repair()

@@ -1,4 +1,4 @@
-"""Prompts: the forms in which a caller may give one, and the token ids they stand for."""
+"""Conversion of a caller's prompts with their parameters to engine requests."""
 
 from collections.abc import Mapping, Sequence
 from numbers import Integral
@@ -29,14 +29,14 @@ Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
 
 
 class TokenizedPrompt(NamedTuple):
-    """A prompt as the engine takes it; `text` is None where the caller gave ids."""
+    """A prompt as token ids; `text` is None if the caller gave ids only."""
 
     text: str | None
     ids: list[int]
 
 
 def listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several as a list. A list of whole numbers is one prompt."""
+    """One prompt or several as a list. A list of integers is one prompt. Raises RequestError for other types."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
     if not isinstance(prompts, list | tuple):
@@ -47,9 +47,9 @@ def listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def tokenize(prompt: Prompt, tokenizer: Tokenizer, *, add_special_tokens: bool = True) -> TokenizedPrompt:
-    """The ids of one prompt. Raises RequestError for anything that is none of the forms.
+    """The token ids of one prompt. Raises RequestError for a value that is no Prompt.
 
-    add_special_tokens: whether a text gets the begin and end tokens that the tokenizer adds.
+    add_special_tokens: whether the tokenizer adds its begin and end tokens to text.
     """
     if isinstance(prompt, str):
         return TokenizedPrompt(prompt, tokenizer.encode(prompt, add_special_tokens=add_special_tokens))
@@ -61,7 +61,7 @@ def tokenize(prompt: Prompt, tokenizer: Tokenizer, *, add_special_tokens: bool =
 
 
 def template_variables(given: object, own_fields: Sequence[str]) -> dict[str, object]:
-    """A caller's chat_template_kwargs. Raises RequestError for what has a field, or an argument, of its own."""
+    """A caller's chat_template_kwargs. Raises RequestError for one of `own_fields`, which are set elsewhere."""
     if given is None:
         return {}
     if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
@@ -91,7 +91,7 @@ def _tokenize_mapping(
 
 
 def _token_ids(prompt: Sequence[int]) -> list[int]:
-    """As plain integers that any vocabulary could have; the engine compares them with the model's."""
+    """As ints. Raises RequestError for an id below 0 or above MAX_TOKENS; the engine checks the vocabulary size."""
     for token in (min(prompt, default=0), max(prompt, default=0)):
         if not 0 <= token <= MAX_TOKENS:
             raise RequestError(f"a token id must be between 0 and {MAX_TOKENS:,}, not {token!r:.80}", "prompt")
@@ -103,9 +103,9 @@ def _is_token(item: object) -> bool:
 
 
 class NewRequest(NamedTuple):
-    """A request of token ids: what `Engine.add` takes.
+    """A request of token ids: the arguments of `Engine.add`.
 
-    known, resumed: of one that an engine before this one has accepted.
+    known, resumed: for a request that an earlier engine accepted.
     """
 
     request_id: str
@@ -121,7 +121,7 @@ class NewRequest(NamedTuple):
 
 
 class Generation(NamedTuple):
-    """One prompt, cut to the length that was asked for, with the parameters and the tokens of their bad words."""
+    """One truncated prompt with its parameters. bad_words: the tokens of `params.bad_words`."""
 
     prompt: TokenizedPrompt
     params: SamplingParams
@@ -135,26 +135,26 @@ class Generation(NamedTuple):
         beams: Beams | None = None,
         terms: Terms = NO_TERMS,
     ) -> NewRequest:
-        """As the engine takes it. namespace: whose cached tokens it may use. beams: search, in place of sampling."""
+        """The engine request of this prompt. Arguments as in `Engine.add`."""
         return NewRequest(request_id, self.prompt.ids, self.params, self.bad_words, pooling, namespace, beams, terms)
 
 
 def part_id(request_id: str, place: int) -> str:
-    """What the engine calls one of the prompts of a request."""
+    """The engine's request id of the prompt at index `place` of a request with several prompts."""
     return f"{request_id}-{place}"
 
 
 def generations(
     prompts: Sequence[TokenizedPrompt], params: Sequence[SamplingParams], tokenizer: Tokenizer, max_model_len: int
 ) -> list[Generation]:
-    """One for each prompt and its parameters.
+    """One Generation per prompt and its parameters.
 
-    Raises RequestError for bad words or a truncation that cannot be, ContextLengthExceeded for a prompt that does
-    not fit.
+    Raises RequestError for invalid bad words or an impossible truncation, and ContextLengthExceeded for a prompt that
+    does not fit.
     """
     made: list[Generation] = []
     for prompt, one in zip(prompts, params, strict=True):
-        same = made and one is made[-1].params  # as in a batch of prompts
+        same = made and one is made[-1].params  # prompts of a batch share their parameters
         bad_words = made[-1].bad_words if same else bad_word_tokens(one.bad_words, tokenizer)
         kept = _truncate(prompt, one, tokenizer, max_model_len)
         check_length(len(kept.ids), one, max_model_len)
@@ -165,7 +165,10 @@ def generations(
 def _truncate(
     prompt: TokenizedPrompt, params: SamplingParams, tokenizer: Tokenizer, max_model_len: int
 ) -> TokenizedPrompt:
-    """The last tokens of a prompt, as many as `truncate_prompt_tokens` says; its text is then what is left."""
+    """The last `truncate_prompt_tokens` tokens of a prompt. If tokens are dropped, its text is decoded from the rest.
+
+    Raises RequestError if max_tokens leaves no room for the prompt.
+    """
     if params.truncate_prompt_tokens is None:
         return prompt
     length = params.truncate_prompt_tokens
@@ -183,10 +186,10 @@ def _truncate(
     return TokenizedPrompt(None if prompt.text is None else tokenizer.decode(ids), ids)
 
 
-_BY_PRIORITY = ("priority", "cost")  # orders of eviction
+_BY_PRIORITY = ("priority", "cost")  # eviction policies that use retention.priority
 
-RetentionLike = Retention | Mapping[str, object]  # a mapping has fields of Retention
-ProgramLike = Program | Mapping[str, object]  # and of Program
+RetentionLike = Retention | Mapping[str, object]  # a mapping has the fields of Retention
+ProgramLike = Program | Mapping[str, object]  # a mapping has the fields of Program
 T = TypeVar("T", Retention, Program)
 
 
@@ -197,9 +200,10 @@ def make_terms(
     retention: RetentionLike | None = None,
     program: ProgramLike | None = None,
 ) -> Terms:
-    """What one request asks for; None asks for nothing. options: of the engine. Raises RequestError.
+    """The scheduling parameters of one request; None means the default. options: of the engine.
 
-    A priority or a pin that would change nothing is refused: whoever gives it counts on it. A program never is.
+    Raises RequestError, also for a priority, retention priority or pin that would have no effect with these options.
+    Program hints are accepted with any options.
     """
     terms = Terms(
         priority=0 if priority is None else priority,
@@ -243,14 +247,17 @@ def terms_each(
     retention: RetentionLike | Sequence[RetentionLike | None] | None,
     program: ProgramLike | Sequence[ProgramLike | None] | None = None,
 ) -> list[Terms]:
-    """Of `count` prompts: a value is for all of them, a list has one for each. Raises RequestError."""
+    """Scheduling parameters of `count` prompts. A list has one value per prompt; any other value is for all prompts.
+
+    Raises RequestError.
+    """
     names = {"priority": priority, "deadline": deadline, "retention": retention, "program": program}
     columns = [_each(name, value, count) for name, value in names.items()]
     return [make_terms(options, *values) for values in zip(*columns, strict=True)]
 
 
 def _made(name: str, kind: type[T], given: T | Mapping[str, object]) -> T:
-    """Terms of one kind, checked by name and, when they are made, by value."""
+    """A `kind` from the same, or from a mapping with its fields. Raises RequestError for unknown names and values."""
     if isinstance(given, kind):
         return given
     if not isinstance(given, Mapping):
@@ -265,7 +272,7 @@ def _made(name: str, kind: type[T], given: T | Mapping[str, object]) -> T:
 
 
 def _each(name: str, value: object, count: int) -> list[Any]:
-    """One for each prompt; what is wrong in them is found when they are used."""
+    """A list with one value per prompt, unchecked. Raises RequestError for a list of another length."""
     if not isinstance(value, list | tuple):
         return [value] * count
     if len(value) != count:

@@ -1,4 +1,7 @@
-"""Transcript: turns what the engine says about one request into text. Knows one request, no engine and no clock."""
+"""Output processing of one request: token ids to text, stop strings, logprobs.
+
+The caller passes the time in seconds of a monotonic clock.
+"""
 
 from collections.abc import Sequence
 from math import inf
@@ -16,29 +19,29 @@ from quire.tokenizer.tokenizer import Tokenizer
 
 
 def read_rows(logprobs: Logprobs, num_most_likely: int, tokenizer: Tokenizer) -> list[LogprobRow]:
-    """One row per token. num_most_likely: how many columns behind the token itself are the most likely ones."""
+    """One row per token. num_most_likely: number of columns after the sampled token that are the most likely tokens."""
     columns = zip(logprobs.ids.tolist(), logprobs.values.tolist(), logprobs.ranks.tolist(), strict=True)
     return [_row(ids, values, rank, num_most_likely, tokenizer) for ids, values, rank in columns]
 
 
 def forced_row(token: int, tokenizer: Tokenizer) -> LogprobRow:
-    """Of a token that a constraint left no choice about."""
+    """The row of a forced token: logprob 0, rank 1."""
     return {token: Logprob(0.0, 1, tokenizer.token_text(token), forced=True)}
 
 
 def _row(ids: list[int], values: list[float], rank: int, num_most_likely: int, tokenizer: Tokenizer) -> LogprobRow:
     row = {ids[0]: Logprob(values[0], rank, tokenizer.token_text(ids[0]))}
     for place, (token, value) in enumerate(zip(ids[1:], values[1:], strict=True), 1):
-        if token >= 0 and token not in row:  # what is negative pads
+        if token >= 0 and token not in row:  # negative ids are padding
             row[token] = Logprob(value, place if place <= num_most_likely else None, tokenizer.token_text(token))
     return row
 
 
 class SequenceText:
-    """Makes Deltas of the engine's outputs, and adds them up in `result`.
+    """Detokenizes one sequence: turns the engine's outputs into Deltas and accumulates them in `result`.
 
-    A token's offset is the number of characters that the tokens before it completed: the later bytes of a
-    character have the offset of the first. Characters of a stop string count, though they are not in the text.
+    A token's offset is the number of characters that the tokens before it completed. All tokens of a character that
+    spans several tokens have the same offset. Characters of a stop string count, although they are not in the text.
     """
 
     def __init__(
@@ -67,7 +70,7 @@ class SequenceText:
         self._num_characters = 0
 
     def add(self, output: Output) -> Delta:
-        """What an output adds; nothing may be added once the sequence has ended."""
+        """Add an output and return its Delta. The sequence must not have ended."""
         text, offsets = self._read(output)
         tokens = output.token_ids[: len(offsets)]
         logprobs = self._logprobs(output, len(tokens))
@@ -81,7 +84,7 @@ class SequenceText:
         result.num_forced_tokens += sum(place < len(tokens) for place in output.forced)
         result.finish_reason, result.stop_reason = reason, cause
         self._texts.append(text)
-        told = output.finish_reason is not None or reason is None  # the engine knows already
+        told = output.finish_reason is not None or reason is None  # the engine ended the sequence itself, or it goes on
         return Delta(
             request_id=output.request_id,
             index=output.index,
@@ -96,7 +99,7 @@ class SequenceText:
         )
 
     def collected(self) -> CompletionOutput:
-        """Everything so far."""
+        """The result so far."""
         self.result.text = "".join(self._texts)
         return self.result
 
@@ -106,7 +109,7 @@ class SequenceText:
         for token in output.token_ids:
             offsets.append(self._num_characters)
             ends = output.stop_token is not None and len(offsets) == len(output.token_ids)
-            if not ends or self._params.include_stop_str_in_output:  # a stop token is not text otherwise
+            if not ends or self._params.include_stop_str_in_output:  # by default the text excludes the stop token
                 pieces.append(self._pass(self._detokenizer.add(token), len(offsets)))
             if self._stops.matched is not None:
                 return "".join(pieces), offsets
@@ -126,7 +129,10 @@ class SequenceText:
         return output.stop_token if output.stop_token in self._params.stop_token_ids else None
 
     def _logprobs(self, output: Output, num_tokens: int) -> list[LogprobRow] | None:
-        """The rows that were asked for; what they, or the engine, say of the whole sequence goes to its result."""
+        """The requested rows of the first `num_tokens` tokens; None if there are none.
+
+        Appends them to the result, and updates its cumulative logprob.
+        """
         result, logprobs = self.result, output.logprobs
         forced = [place for place in output.forced if place < num_tokens]
         num_sampled = num_tokens - len(forced)
@@ -139,16 +145,16 @@ class SequenceText:
         added: list[LogprobRow] = []
         if logprobs is not None:
             added = read_rows(logprobs.slice(0, num_sampled), self._params.logprobs or 0, self._tokenizer)
-        for place in forced:  # in order, so that each is put behind those before it
+        for place in forced:  # ascending, so that earlier insertions do not shift later ones
             added.insert(place, forced_row(output.token_ids[place], self._tokenizer))
         result.logprobs += added
         return added
 
 
 class Transcript:
-    """The sequences of one request while they grow: `params.num_sequences` of them.
+    """The output of one request: text, tokens and metrics of its `params.num_sequences` sequences.
 
-    prompt_logprobs: None where nobody asks; it is complete when the first token comes.
+    prompt_logprobs: None if the request has none; complete when the first output token arrives.
     """
 
     def __init__(self, request_id: str, generation: Generation, tokenizer: Tokenizer, *, now: float) -> None:
@@ -173,10 +179,10 @@ class Transcript:
         return None not in self.finish_reasons
 
     def add(self, output: Output, now: float) -> Delta | None:
-        """What `output` adds to its sequence; None for nothing, as for one that has ended, which the engine
-        may not know yet.
+        """Add `output` to its sequence and return the Delta.
 
-        Where the Delta has `stopped_after`, the caller tells the engine.
+        Returns None if it adds nothing, or the sequence has ended here (the engine may not have processed the stop
+        string yet). If the Delta has `stopped_after`, the caller must call `Engine.finish`.
         """
         self._read_prompt(output)
         sequence = self._sequences[output.index]
@@ -195,23 +201,23 @@ class Transcript:
 
     @property
     def finish_reasons(self) -> list[str | None]:
-        """Of all sequences, also those that are not returned; None for one that has not ended."""
+        """Per sequence, also of those that are not returned; None for a sequence that has not ended."""
         return [sequence.result.finish_reason for sequence in self._sequences]
 
     @property
     def num_output_tokens(self) -> list[int]:
-        """Of all sequences, also those that are not returned."""
+        """Per sequence, also of those that are not returned."""
         return [len(sequence.result.token_ids) for sequence in self._sequences]
 
     def sequence(self, index: int) -> CompletionOutput:
-        """Everything so far of one sequence, by the engine's index."""
+        """The result so far of the sequence with this index in the engine."""
         return self._sequences[index].collected()
 
     def result(self) -> RequestOutput:
-        """Everything so far. Where there are more than n sequences: of the n best ones, best first."""
+        """The result so far. If more than n sequences are generated, it has the n best ones, best first."""
         outputs = [sequence.collected() for sequence in self._sequences]
         if self.params.is_ranked:
-            best = sorted(outputs, key=_mean_logprob, reverse=True)[: self.params.n]  # of equals the first
+            best = sorted(outputs, key=_mean_logprob, reverse=True)[: self.params.n]  # the sort is stable
             outputs = [replace(output, index=i) for i, output in enumerate(best)]
         return RequestOutput(
             request_id=self.request_id,
@@ -225,7 +231,7 @@ class Transcript:
         )
 
     def _read_prompt(self, output: Output) -> None:
-        """What is said about the prompt comes with the first sequence; the others share what it computed."""
+        """Take the figures of the prompt from sequence 0, which computes it for all sequences."""
         if output.index == 0:
             self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
         if self.prompt_logprobs is not None and output.prompt_logprobs is not None:
@@ -233,7 +239,7 @@ class Transcript:
 
 
 def _mean_logprob(output: CompletionOutput) -> float:
-    """Per token; what failed comes last."""
+    """Mean logprob per token; minus infinity for a failed sequence."""
     if output.finish_reason == "error":
         return -inf
     return (output.cumulative_logprob or 0.0) / max(len(output.token_ids), 1)

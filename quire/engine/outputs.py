@@ -1,4 +1,4 @@
-"""Outputs: what a caller gets back. Plain data, with vLLM's names."""
+"""Result types of the public API. Plain data, with vLLM's names."""
 
 import msgspec
 
@@ -6,23 +6,23 @@ from quire.core.explanation import Explanation
 
 
 class Logprob(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How likely a token was: natural logarithm, before penalties, temperature and truncation."""
+    """Logprob of a token: natural logarithm, before penalties, temperature and truncation."""
 
     logprob: float
-    rank: int | None  # 1 is the most likely; None where only the token's id was asked about
+    rank: int | None  # 1 is the most likely; None for a token of logprob_token_ids that is not among the most likely
     decoded_token: str
-    forced: bool = False  # a constraint left no choice: its logprob is 0, whatever the model thinks of it
+    forced: bool = False  # a forced token: its logprob is 0 and not the model's
 
 
-LogprobRow = dict[int, Logprob]  # of one position: its token first, then the most likely ones, then those asked about
+LogprobRow = dict[int, Logprob]  # one position: its token, then the most likely tokens, then logprob_token_ids
 
 
 class CompletionOutput(msgspec.Struct):
     """One generated sequence.
 
-    cumulative_logprob: the sum over its tokens, where logprobs were asked for or sequences compared.
-    finish_reason: "stop", "length", "abort" or "error". stop_reason: the stop string or the id from
-    stop_token_ids that ended it; None after an end token; the message after an error.
+    cumulative_logprob: sum over its tokens; None unless logprobs are requested or sequences are ranked.
+    finish_reason: "stop", "length", "abort" or "error"; None while it goes on. stop_reason: the stop string or the
+    token id of stop_token_ids that ended it; None after an end token; the message after "error" or "abort".
     """
 
     index: int  # which of the request's n sequences
@@ -32,13 +32,16 @@ class CompletionOutput(msgspec.Struct):
     logprobs: list[LogprobRow] | None = None  # one row per token
     finish_reason: str | None = None
     stop_reason: str | int | None = None
-    token_offsets: list[int] = []  # per token: characters of text that were complete before it
-    num_forced_tokens: int = 0  # of token_ids, that a constraint forced
-    end_token: int | None = None  # the end or stop token that ended it, the last of token_ids
+    token_offsets: list[int] = []  # per token: number of characters that the tokens before it completed
+    num_forced_tokens: int = 0  # forced tokens among token_ids
+    end_token: int | None = None  # the end or stop token that ended the sequence, which is the last of token_ids
 
     @property
     def finish_info(self) -> dict[str, object] | None:
-        """Why it ended, as SGLang's meta_info tells it; None while it goes on. What was matched is none of a form's."""
+        """The finish_reason object of SGLang's meta_info; None while the sequence goes on.
+
+        "matched" is a stop string or token; it is None if the constraint ended the output.
+        """
         match self.finish_reason:
             case None:
                 return None
@@ -50,56 +53,56 @@ class CompletionOutput(msgspec.Struct):
 
 
 class RequestMetrics(msgspec.Struct):
-    """When things happened: seconds of a monotonic clock; None while they have not.
+    """Times of events in seconds of a monotonic clock; None before the event.
 
-    explanation: what became of the request in the engine and why, once it is finished.
+    explanation: the engine's explanation, once the request is finished.
     """
 
     arrival_time: float
     first_token_time: float | None = None
     last_token_time: float | None = None
     finished_time: float | None = None
-    queue_seconds: float | None = None  # until the first of its sequences was admitted; unknown of beam searches
+    queue_seconds: float | None = None  # until its first sequence was admitted; None for beam search
     explanation: Explanation | None = None
 
 
 class RequestOutput(msgspec.Struct):
-    """Everything that came of one prompt."""
+    """The result of one prompt."""
 
     request_id: str
-    prompt: str | None  # None where the prompt was given as token ids
+    prompt: str | None  # None if the prompt was given as token ids
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool
-    num_cached_tokens: int  # of the prompt, whose KV was reused
+    num_cached_tokens: int  # prompt tokens whose KV was reused
     metrics: RequestMetrics
-    prompt_logprobs: list[LogprobRow | None] | None = None  # one per token of the prompt; the first ones have none
+    prompt_logprobs: list[LogprobRow | None] | None = None  # one per prompt token; None up to prompt_logprobs_start
 
 
 class BeamSearchSequence(msgspec.Struct):
     """One result of a beam search."""
 
-    tokens: list[int]  # the prompt's and those generated, the end token included
-    cum_logprob: float  # of those generated
-    text: str  # of all tokens, special ones left out
+    tokens: list[int]  # prompt and generated tokens, including the end token
+    cum_logprob: float  # of the generated tokens
+    text: str  # of all tokens, without special tokens
     finish_reason: str | None = None
     stop_reason: str | int | None = None  # as in CompletionOutput
 
 
 class BeamSearchOutput(msgspec.Struct):
-    """Everything that came of one prompt: beam_width sequences, best first."""
+    """The result of one beam search: beam_width sequences, best first."""
 
     sequences: list[BeamSearchSequence]
 
 
 class EmbeddingOutput(msgspec.Struct):
-    """What a prompt was pooled to."""
+    """The embedding of one prompt."""
 
     embedding: list[float]  # (hidden_size,)
 
 
 class EmbeddingRequestOutput(msgspec.Struct):
-    """Everything that came of one prompt to be embedded."""
+    """The result of one embedded prompt."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -108,10 +111,9 @@ class EmbeddingRequestOutput(msgspec.Struct):
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True):
-    """What one step added to one sequence.
+    """The addition of one step to one sequence.
 
-    stopped_after: set when a stop string ended the sequence: the number of output tokens that made
-    it, which the engine has to be told.
+    stopped_after: set when a stop string ended the sequence: its number of output tokens, for `Engine.finish`.
     """
 
     request_id: str

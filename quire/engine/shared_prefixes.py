@@ -1,7 +1,7 @@
-"""Public prefixes: beginnings of prompts whose KV all tenants share, read from the operator's file. Knows text and ids.
+"""The operator's file of public prefixes, whose KV all tenants share.
 
-The file is a JSON list. An entry is a string (tokenized as completions do), {"prompt_token_ids": [...]}, or
-{"messages": [...]} (as chat writes them, without the beginning of an answer).
+The file is a JSON list. An entry is a string (tokenized like a completion prompt), {"prompt_token_ids": [...]}, or
+{"messages": [...]} (rendered with the chat template, without a generation prompt).
 """
 
 import json
@@ -19,7 +19,7 @@ _FORMS = ("prompt_token_ids", "messages")
 
 
 class Bounds(NamedTuple):
-    """What the model takes. block_size: tokens that are shared together, or not at all."""
+    """Limits of the model and the cache. block_size: tokens; only whole blocks are shared."""
 
     vocab_size: int
     max_model_len: int
@@ -27,7 +27,7 @@ class Bounds(NamedTuple):
 
 
 def read_public_prefixes(path: str | Path, tokenizer: Tokenizer, bounds: Bounds) -> tuple[tuple[int, ...], ...]:
-    """The token ids of each, in the order of the file. Raises ConfigError that names the entry."""
+    """The token ids of each prefix, in the order of the file. Raises ConfigError that names the invalid entry."""
     prefixes = []
     for place, entry in enumerate(_entries(path)):
         try:
@@ -38,7 +38,7 @@ def read_public_prefixes(path: str | Path, tokenizer: Tokenizer, bounds: Bounds)
 
 
 def num_public_blocks(prefixes: Iterable[Sequence[int]], block_size: int) -> int:
-    """Whole blocks that they fill, each counted by itself: what remains of a prefix is not shared."""
+    """Number of whole blocks that the prefixes fill. Common blocks of two prefixes count twice."""
     return sum(len(prefix) // block_size for prefix in prefixes)
 
 
@@ -62,7 +62,7 @@ def _entries(path: str | Path) -> list[object]:
 
 
 def _token_ids(entry: object, tokenizer: Tokenizer, bounds: Bounds) -> tuple[int, ...]:
-    """Raises RequestError, ModelError."""
+    """The token ids of one entry. Raises RequestError, ModelError."""
     ids = _tokenized(entry, tokenizer)
     if not ids:
         raise RequestError("it is empty; take it out")

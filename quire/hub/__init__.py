@@ -1,1 +1,1 @@
-"""Sources: from what a user calls a model to files on this machine."""
+"""Model files: local paths, the Hugging Face Hub, the embedded model."""

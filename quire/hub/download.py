@@ -1,6 +1,6 @@
-"""One large file over HTTP, into a place where a download that was cut off, or ended with its process, goes on.
+"""Download of one large file over HTTP, resumed after an interruption or in a later process.
 
-huggingface_hub forgets what it has of a file when it stops; with files of many gigabytes that is hours lost.
+huggingface_hub discards a partial file when it stops, which costs hours for files of many gigabytes.
 """
 
 import hashlib
@@ -15,19 +15,19 @@ from huggingface_hub import get_session
 from quire.errors import ModelError
 
 TIMEOUT = 10.0  # seconds without an answer or a byte
-_ATTEMPTS = 5  # in a row that bring nothing
-_PAUSE = 0.25  # seconds before the second attempt, doubled before each further one
-_PIECE = 1 << 20  # bytes read at a time of what is there already
-_PASSING = frozenset({408, 429, 500, 502, 503, 504})  # statuses of servers that may recover
+_ATTEMPTS = 5  # attempts in a row without new bytes, after which the download fails
+_PAUSE = 0.25  # seconds before the next attempt, doubled for each attempt in a row without new bytes
+_PIECE = 1 << 20  # bytes per read of an existing partial file
+_PASSING = frozenset({408, 429, 500, 502, 503, 504})  # statuses that are retried
 
 
 def fetch(
     url: str, target: Path, *, size: int, sha256: str, headers: Mapping[str, str], arrived: Callable[[int], None]
 ) -> None:
-    """Write the file at `url` to `target`, going on from what is there from before.
+    """Write the file at `url` to `target`, and continue a partial file that is there.
 
-    size: bytes. arrived: called with the number of bytes that are there. Raises ModelError where they are not
-    those of `sha256` (and deletes them); httpx2.HTTPError after attempts that brought nothing; OSError.
+    size: bytes. arrived: called with the number of bytes in `target`. Raises ModelError if size or `sha256` do not
+    match (and deletes the file), httpx2.HTTPError after _ATTEMPTS attempts without new bytes, OSError.
     """
     with target.open("a+b") as file:
         partial = _Partial(file)
@@ -52,7 +52,7 @@ def fetch(
 
 
 class _Partial:
-    """A file that grows, and the digest of what is in it."""
+    """A partial file with its size and running SHA-256."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -64,28 +64,28 @@ class _Partial:
             self.size += len(piece)
 
     def append(self, piece: bytes) -> None:
-        """Add bytes at the end."""
+        """Append bytes."""
         self._file.write(piece)
         self._sum.update(piece)
         self.size += len(piece)
 
     def clear(self) -> None:
-        """Begin anew."""
+        """Delete the content."""
         self._file.truncate(0)
         self._sum = hashlib.sha256()
         self.size = 0
 
     def digest(self) -> str:
-        """SHA-256 of the whole, in hexadecimal."""
+        """SHA-256 of the content, in hexadecimal."""
         return self._sum.hexdigest()
 
 
 def _receive(url: str, headers: Mapping[str, str], partial: _Partial, arrived: Callable[[int], None]) -> None:
-    """One request for what is missing, as far as it goes."""
+    """Request the missing bytes once, and append them until the response ends."""
     wanted = {**headers, "Accept-Encoding": "identity", "Range": f"bytes={partial.size}-"}
     with get_session().stream("GET", url, headers=wanted, timeout=TIMEOUT, follow_redirects=True) as response:
         response.raise_for_status()
-        if response.status_code != 206:  # the server sends everything
+        if response.status_code != 206:  # the server ignores Range and sends the whole file
             partial.clear()
         for piece in response.iter_bytes():
             partial.append(piece)

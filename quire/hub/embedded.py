@@ -1,4 +1,4 @@
-"""The model that ships with quire: where its files lie and what it is called. Knows nothing about their content."""
+"""Name and path of the demo model that ships with quire."""
 
 from importlib.resources import files
 from pathlib import Path

@@ -1,6 +1,6 @@
-"""From what a user calls a model to files on this machine: a folder, a GGUF file, or an id on the Hugging Face Hub.
+"""Resolution of a model name to local files: a folder, a .gguf file, or an id on the Hugging Face Hub.
 
-What looks like a path never goes over the network, nor does an id before its form has been checked.
+A name that looks like a path is never sent over the network. An id is sent only after its syntax is checked.
 """
 
 import re
@@ -27,13 +27,13 @@ def locate(
     progress: Callable[[int, int], None],
     endpoint: str | None = None,
 ) -> Path:
-    """The local folder or .gguf file of a model, downloaded where it is not on this machine yet.
+    """The local folder or .gguf file of a model, downloaded if it is not on this machine.
 
     model: an existing folder or .gguf file; "owner/name" on the Hub, also "owner/name@revision"; a GGUF file in
     a repository as "owner/name:Q4_K_M" or "owner/name/path/file.gguf". revision: branch, tag or commit.
-    offline: only what is here or in the cache. cache_dir: default is huggingface_hub's. endpoint: of the Hub.
-    report: gets a line about what is done. progress(done, total): bytes, while something is downloaded.
-    Raises ModelError, or ConfigError for options that contradict each other, saying what to do.
+    offline: use local and cached files only. cache_dir: None means huggingface_hub's cache. endpoint: of the Hub.
+    report: receives lines about downloads. progress(done, total): receives downloaded bytes.
+    Raises ModelError, and ConfigError for options that contradict each other.
     """
     path = _existing(model)
     if path is not None:
@@ -43,7 +43,7 @@ def locate(
             )
         return _local(path)
     name = _hub_name(model, revision)
-    from quire.hub.repository import Repository  # noqa: PLC0415  (0.1 s that local models need not wait for)
+    from quire.hub.repository import Repository  # noqa: PLC0415  (the import above already loads this module)
 
     repository = Repository(name, cache_dir=cache_dir, endpoint=endpoint)
     cached = repository.in_cache()
@@ -64,11 +64,11 @@ def locate(
 
 
 def _existing(model: str) -> Path | None:
-    """The path, where there is something."""
+    """The path if it exists, else None."""
     try:
         path = Path(model).expanduser()
         return path if model and path.exists() else None
-    except (OSError, RuntimeError):  # a name that is too long, or a user that there is not
+    except (OSError, RuntimeError):  # a name that is too long, or "~" with an unknown user
         return None
 
 
@@ -79,7 +79,7 @@ def _local(path: Path) -> Path:
 
 
 def _hub_name(model: str, revision: str | None) -> HubName:
-    """What the user means by a name that is nothing on this machine."""
+    """The Hub id that a name stands for. Raises ModelError for a name that is no id, ConfigError for two revisions."""
     matched = _NAME.fullmatch(model)
     if matched is None or _is_path(model):
         raise _no_such(model)
@@ -103,13 +103,13 @@ def _is_path(model: str) -> bool:
 
 
 def _is_near_a_path(repo: str) -> bool:
-    """Whether it is more likely a slip in a path: below a folder that exists, or nearly the name of one."""
+    """Whether an id is probably a mistyped path: in an existing folder, or similar to a name in the current folder."""
     first, slash, _ = repo.partition("/")
     return Path(first).is_dir() if slash else bool(nearest(repo, _models_in(Path())))
 
 
 def _models_in(folder: Path) -> list[str]:
-    """Names of folders and .gguf files."""
+    """Names of the folders and .gguf files in a folder; empty if it cannot be read."""
     try:
         return sorted(path.name for path in folder.expanduser().iterdir() if path.suffix == ".gguf" or path.is_dir())
     except (OSError, RuntimeError):

@@ -1,8 +1,8 @@
-"""Models on the Hugging Face Hub: which files a repository has, what of it is in the cache, how the rest gets there.
+"""Model repositories on the Hugging Face Hub, with their local cache.
 
-The cache is that of huggingface_hub, shared with other programs: blobs by their hash, a folder of links for
-each commit, and under refs/ the commit that a branch stood at. A ref is written last, so that offline a
-branch never leads to half a model.
+The cache is huggingface_hub's and shared with other programs. It has blobs by their hash, a folder of links per
+commit, and under refs/ the commit of each branch. A ref is written last, so that an offline lookup of a branch never
+finds an incomplete model.
 """
 
 import errno
@@ -37,12 +37,12 @@ _SHARD = re.compile(r"-\d{5}-of-(\d{5})(?=\.gguf$)")
 
 
 class NoNetwork(Exception):
-    """The Hub did not answer. (Here, since other errors bring libraries that a local model does without.)"""
+    """The Hub did not answer. For use inside this package only."""
 
 
 @dataclass(frozen=True, slots=True)
 class HubName:
-    """A model as its id names it, and what in its repository is meant."""
+    """A parsed model id: repository, revision, and the GGUF file if one is meant."""
 
     repo: str  # "owner/name", or a name without an owner
     revision: str | None = None  # branch, tag or commit
@@ -56,9 +56,9 @@ class HubName:
 
 
 def gguf_files(name: HubName, names: Iterable[str]) -> list[str]:
-    """The GGUF file that is meant, or all shards of it, in order; nothing where a folder of safetensors is.
+    """The GGUF file that `name` means, or all its shards in order; empty if `name` means no GGUF file.
 
-    Raises ModelError that lists what there is.
+    Raises ModelError that lists the GGUF files of the repository.
     """
     sets: dict[str, list[str]] = {}
     for path in sorted(names):
@@ -80,15 +80,15 @@ def gguf_files(name: HubName, names: Iterable[str]) -> list[str]:
 
 
 def is_complete(shards: list[str]) -> bool:
-    """Whether these are all shards of a GGUF file, or it is one by itself."""
+    """Whether `shards` are all shards of a GGUF file. A file without shards is complete."""
     count = _SHARD.search(shards[0])
     return count is None or len(shards) == int(count[1])
 
 
 def small_files(name: HubName, names: Iterable[str]) -> list[str]:
-    """Configuration, tokenizer and templates, and the index of the weights.
+    """The files of configuration, tokenizer, templates and weight index.
 
-    Raises ModelError where there are no weights that quire reads, saying what there is instead.
+    Raises ModelError if the repository has no weights that quire reads, or no config.json.
     """
     listing = sorted(names)
     if SINGLE not in listing and INDEX not in listing:
@@ -111,7 +111,7 @@ def small_files(name: HubName, names: Iterable[str]) -> list[str]:
 
 
 def weight_files(names: Iterable[str], indexed: Iterable[str]) -> list[str]:
-    """The safetensors of a repository: one file, or those that its index names. `indexed`: names from the index."""
+    """The safetensors files of a repository: the single file, or those in `indexed`, the names in its index."""
     listing = set(names)
     return [SINGLE] if SINGLE in listing else sorted(listing & set(indexed))
 
@@ -124,7 +124,7 @@ def _there_are(sets: Iterable[str]) -> str:
 
 @contextmanager
 def explained(repo: str, revision: str, cache: Path) -> Iterator[None]:
-    """Around work with a repository at a revision that writes to `cache`. Raises ModelError, and NoNetwork."""
+    """Convert errors of huggingface_hub, HTTP and the disk in the block to ModelError and NoNetwork."""
     try:
         yield
     except RevisionNotFoundError as error:
@@ -158,7 +158,7 @@ def _refusal(repo: str, status: int) -> str:
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_UNSAFE = re.compile(r"(?:^|[/\\])\.\.(?:$|[/\\])|^[/\\]|:|\0")  # paths that could lead out of a folder
+_UNSAFE = re.compile(r"(?:^|[/\\])\.\.(?:$|[/\\])|^[/\\]|:|\0")  # paths that may point outside of the folder
 _DEFAULT_BRANCH = "main"
 
 
@@ -167,11 +167,11 @@ class _Listed:
     """A file of a repository."""
 
     size: int  # bytes
-    sha256: str | None  # of large files
+    sha256: str | None  # None for small files
 
 
 class Repository:
-    """One repository at one revision. Methods raise ModelError that says what to do."""
+    """One repository at one revision. Methods raise ModelError."""
 
     def __init__(self, name: HubName, *, cache_dir: str | None, endpoint: str | None) -> None:
         self._name = name
@@ -181,7 +181,7 @@ class Repository:
         self._folder = self._cache / "--".join(["models", *name.repo.split("/")])
 
     def in_cache(self) -> Path | None:
-        """The folder or GGUF file, where all of it is in the cache; None otherwise. Asks no network."""
+        """The folder or GGUF file if all of it is in the cache, else None. Uses no network."""
         commit = self._revision if _COMMIT.fullmatch(self._revision) else self._ref()
         folder = self._folder / "snapshots" / commit if commit else None
         if folder is None or not folder.is_dir():
@@ -198,9 +198,9 @@ class Repository:
         return None if missing else folder
 
     def download(self, report: Callable[[str], None], progress: Callable[[int, int], None]) -> Path:
-        """The folder or GGUF file, brought into the cache as far as it is not there.
+        """Download the missing files to the cache. Returns the folder or GGUF file.
 
-        progress(done, total) in bytes, called only where something has to be downloaded. Raises NoNetwork too.
+        progress(done, total): in bytes, called only if a file is downloaded. Also raises NoNetwork.
         """
         with explained(self._name.repo, self._revision, self._cache):
             commit, files = self._listing()
@@ -229,12 +229,12 @@ class Repository:
             path.write_text(commit)
 
     def _listing(self) -> tuple[str, dict[str, _Listed]]:
-        """The commit that the revision stands at, and its files by path: one request."""
+        """The commit of the revision and its files by path, from one HTTP request."""
         api = HfApi(endpoint=self._endpoint)
         try:
             info = api.model_info(self._name.repo, revision=self._revision, files_metadata=True, timeout=TIMEOUT)
         except (ValueError, KeyError, TypeError) as error:
-            if isinstance(error, OSError):  # a status, which some of the library's errors are too
+            if isinstance(error, OSError):  # an HTTP error of the library, which may also be a ValueError
                 raise
             raise ModelError(_no_hub(api.endpoint)) from error
         if info.sha is None or not _COMMIT.fullmatch(info.sha):
@@ -251,7 +251,7 @@ class Repository:
         return self._folder / "snapshots" / commit / name
 
     def _indexed(self, path: Path) -> list[str]:
-        """The files that an index names."""
+        """The names of weight files in an index."""
         weights = read_object(path).get("weight_map")
         return sorted({str(file) for file in weights.values()}) if isinstance(weights, dict) else []
 
@@ -263,7 +263,7 @@ class Repository:
         report: Callable[[str], None],
         progress: Callable[[int, int], None],
     ) -> None:
-        """Download those of the files that are not in the cache, one after another."""
+        """Download those of the `wanted` files that are not in the cache, one after another."""
         missing = [name for name in wanted if not self._has(name, commit)]
         total = sum(files[name].size for name in missing)
         if not missing:
@@ -282,7 +282,7 @@ class Repository:
         return isinstance(found, str)
 
     def _bring_one(self, name: str, listed: _Listed, commit: str, arrived: Callable[[int], None]) -> None:
-        """Large files by `fetch`, to where huggingface_hub looks for them; it does the rest, and the small ones."""
+        """Download a file. `fetch` writes large files to their blob; huggingface_hub does the rest."""
         repo, endpoint = self._name.repo, self._endpoint
         if listed.sha256 is not None and _SHA256.fullmatch(listed.sha256):
             blob = self._folder / "blobs" / listed.sha256
@@ -312,7 +312,7 @@ class Repository:
         )
 
     def _arrived(self, listed: _Listed) -> int:
-        """Bytes that an earlier download left."""
+        """Size in bytes of the partial file of an earlier download."""
         path = _growing(self._folder / "blobs" / (listed.sha256 or "none"))
         return path.stat().st_size if path.exists() else 0
 
@@ -327,7 +327,7 @@ class Repository:
 
 
 def _growing(blob: Path) -> Path:
-    """Where a file lies until all of it is there."""
+    """The path of a partial file."""
     return blob.with_name(f"{blob.name}.partial")
 
 
@@ -340,10 +340,10 @@ def _no_hub(endpoint: str) -> str:
 
 
 class _NoBar:
-    """What huggingface_hub takes for a progress bar; nothing is shown."""
+    """A stand-in for tqdm that shows nothing."""
 
     def __init__(self, *args: object, **options: object) -> None:
-        """Accepts all that tqdm does."""
+        """Accept all arguments of tqdm."""
 
     def __enter__(self) -> "_NoBar":
         return self
@@ -352,4 +352,4 @@ class _NoBar:
         pass
 
     def update(self, amount: float | None = 1) -> None:
-        """Some bytes have arrived."""
+        """Ignore the progress."""

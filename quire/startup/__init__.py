@@ -1,1 +1,1 @@
-"""From a model and a machine to the parts of an engine: memory plan, calibration, assembly."""
+"""Engine startup: model files, hardware, memory plan, calibration, assembly."""

@@ -1,4 +1,7 @@
-"""From options to a running engine: resolve, plan the memory, say so, and only then load."""
+"""Construction of an engine from its options.
+
+The memory plan is computed and reported before the weights are loaded.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -33,12 +36,12 @@ from quire.structured_outputs.backends import check as check_form
 from quire.structured_outputs.compile import Grammars, vocabulary_of
 from quire.tokenizer.tokenizer import Tokenizer
 
-_BY_PREFIX = ("lpm", "dfs-weight", "cache-aware")  # policies that ask the prefix index
+_BY_PREFIX = ("lpm", "dfs-weight", "cache-aware")  # prefix-aware policies
 _LONGEST_CALIBRATION = 600.0  # seconds
 
 
 def check_policies(options: EngineOptions) -> None:
-    """Raises ConfigError for options that have no meaning beside the others, and says what to change."""
+    """Raises ConfigError for options that contradict each other or have no effect, and says what to change."""
     if options.policy in _BY_PREFIX and not options.enable_prefix_caching:
         raise ConfigError(
             f"policy {options.policy!r} orders requests by what the prefix cache has of them; do not turn off "
@@ -67,35 +70,35 @@ def _check_preemption(options: EngineOptions) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """One model, and the engine that runs it, as it was set up."""
+    """Information about a model and its engine, as plain data."""
 
     model_name: str
-    path: str  # of the model's files: a folder, or a .gguf file
+    path: str  # a folder or a .gguf file
     max_model_len: int
     vocab_size: int
-    num_end_tokens: int  # tokens of the model that end a sequence
+    num_end_tokens: int  # end tokens of the model
     hidden_size: int
-    sampling_defaults: Mapping[str, float | int]  # for what a request leaves out
-    options: EngineOptions  # as they were resolved
+    sampling_defaults: Mapping[str, float | int]  # for parameters that a request leaves out
+    options: EngineOptions  # as resolved by `prepare`
     cache: CacheConfig
 
 
 def facts_of(built: Facts) -> Facts:
-    """The facts alone, of what also has an engine."""
+    """A copy with the fields of Facts only, for example of Built."""
     return Facts(**{field.name: getattr(built, field.name) for field in fields(Facts)})
 
 
-_SHARES = {"cpu": 0.5, "cuda": 0.9}  # of the memory available: a host is shared with others, a GPU is not
+_SHARES = {"cpu": 0.5, "cuda": 0.9}  # default share of available memory; a host has other users, a GPU has not
 _ANY_FORM = StructuredOutputsParams(choice=("a",))
-_TINY = 32 * 2**20  # bytes of weights: the caches of a core or two
+_TINY = 32 * 2**20  # bytes of weights that fit into the caches of one or two cores
 _DTYPE_ALIASES: Mapping[str, str] = MappingProxyType({"float": "float32", "half": "float16", "fp8": "fp8_e4m3"})
 
-Report = Callable[[str], None]  # takes a line
+Report = Callable[[str], None]  # receives a line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Built(Facts):
-    """An engine and what its front end needs to know."""
+    """An engine with its tokenizer and model information."""
 
     engine: Engine
     tokenizer: Tokenizer
@@ -103,7 +106,7 @@ class Built(Facts):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prepared:
-    """All that is decided before the weights are read."""
+    """All decisions that are made before the weights are loaded."""
 
     name: str
     path: Path
@@ -113,21 +116,21 @@ class Prepared:
     dtype: str
     cache: CacheConfig
     limits: SchedulerConfig
-    options: EngineOptions  # without "auto"; memory, where none is asked for, as the share that is taken
+    options: EngineOptions  # resolved; `memory` is the default share if none was given
 
 
 def build(options: EngineOptions, *, report: Report, progress: Progress) -> Built:
-    """Resolve `options`, report the plan line by line, load the weights, and put the floors together.
+    """Resolve `options`, report the memory plan, load the weights, and assemble the engine.
 
-    progress(done, total) is called in bytes while files are downloaded and while weights stream in.
+    report: receives lines. progress(done, total): receives bytes, first of downloaded files, then of loaded weights.
     Raises ConfigError, ModelError.
     """
     prepared = prepare(options, report=report, progress=progress)
     limits, cache, description = prepared.limits, prepared.cache, prepared.files.description
     grammars = _grammars(prepared)
-    scheduler = _scheduler(prepared, grammars)  # before the weights: a bad path should not cost them
+    scheduler = _scheduler(prepared, grammars)  # before the weights, so that a bad journal path fails early
     model = prepared.files.load(prepared.dtype, prepared.device, prepared.chosen.kernels, progress)
-    return_freed_memory()  # copies that reading was done with
+    return_freed_memory()  # loading makes temporary copies
     runner = TorchRunner(
         model,
         prepared.chosen.kernels,
@@ -163,9 +166,9 @@ def build(options: EngineOptions, *, report: Report, progress: Progress) -> Buil
 
 
 def prepare(options: EngineOptions, *, report: Report, progress: Progress) -> Prepared:
-    """Find the model's files, choose kernels and types, and plan the memory. Loads nothing.
+    """Find or download the model's files, choose kernels and dtypes, and plan the memory. Loads no weights.
 
-    Raises ConfigError, ModelError.
+    report, progress: as in `build`. Raises ConfigError, ModelError.
     """
     check_options(options)
     check_policies(options)
@@ -192,7 +195,7 @@ def prepare(options: EngineOptions, *, report: Report, progress: Progress) -> Pr
         available=available_memory(device),
         default_share=share,
         limit=options.memory,
-        # a host is shared with others, who are left what nobody asked for
+        # by default an engine on a host leaves memory that it does not need to other programs
         keeps=options.enable_prefix_caching and (options.memory is not None or kind == "cuda"),
     )
     for line in str(plan).splitlines():
@@ -200,7 +203,7 @@ def prepare(options: EngineOptions, *, report: Report, progress: Progress) -> Pr
     host = _host_pool(options, plan, kind)
     if host.line is not None:
         report(str(host.line))
-    # where nothing computes beside the host, a step that is planned early gains no time and may be planned in vain
+    # a second step in flight overlaps planning with a device; without one it gains no time and may be discarded
     steps_in_flight = (2 if kind == "cuda" else 1) if options.steps_in_flight is None else options.steps_in_flight
     limits = _limits(options, plan.max_model_len, steps_in_flight)
     cache = _with_prefixes(cache_of(groups, kv_dtype, plan, host), options, files, limits)
@@ -223,7 +226,7 @@ def prepare(options: EngineOptions, *, report: Report, progress: Progress) -> Pr
 
 
 def _dtypes(options: EngineOptions, models: str) -> tuple[str, str]:
-    """Of weights and computation, and of keys and values. models: what the checkpoint says."""
+    """Dtypes of weights and computation, and of KV. models: the checkpoint's dtype. Raises ConfigError."""
     dtype = models if options.dtype == "auto" else _DTYPE_ALIASES.get(options.dtype, options.dtype)
     kv_dtype = dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
     kv_dtype = _DTYPE_ALIASES.get(kv_dtype, kv_dtype)
@@ -252,7 +255,10 @@ def _limits(options: EngineOptions, max_model_len: int, steps_in_flight: int) ->
 
 
 def _threads(asked: int | None, weight_bytes: int) -> int:
-    """That compute on the host. A tiny model gains little by a second one, and others who compute slow both down."""
+    """Number of compute threads on the host. Raises ConfigError.
+
+    The default for a tiny model is 1: it gains little from a second thread, and other programs slow down both.
+    """
     threads = asked
     if threads is None:
         threads = 1 if weight_bytes < _TINY else torch.get_num_threads()
@@ -262,7 +268,7 @@ def _threads(asked: int | None, weight_bytes: int) -> int:
 
 
 def _find(options: EngineOptions, report: Report, progress: Progress) -> tuple[str, Path]:
-    """The name that requests use for the model, and where its files are."""
+    """The model name that requests use, and the path of its files."""
     if options.model is None:
         if options.revision is not None:
             raise ConfigError("revision is of a model that is downloaded; name one, or leave it out")
@@ -283,7 +289,10 @@ def _find(options: EngineOptions, report: Report, progress: Progress) -> tuple[s
 
 
 def _host_pool(options: EngineOptions, plan: MemoryPlan, kind: str) -> HostPool:
-    """A device whose memory is the host's has none unless it is asked for: there is nothing to be gained by it."""
+    """The host pool. A device that uses host memory has none by default, because swapping gains nothing there.
+
+    Raises ConfigError for preemption "swap" without a host pool.
+    """
     if options.preemption == "recompute":
         return plan_host_pool(plan, asked="0", default=0, available=0)
     used = sum(line.bytes for line in plan.lines) if kind == "cpu" else 0
@@ -296,7 +305,7 @@ def _host_pool(options: EngineOptions, plan: MemoryPlan, kind: str) -> HostPool:
 
 
 def _calibrate(scheduler: Scheduler, runner: TorchRunner, prepared: Prepared, report: Report) -> None:
-    """Measure costs before the first request. What fails is told, and learnt from steps as they run."""
+    """Measure costs before the first request. Errors are reported only, as the cost model also learns from steps."""
     measured = measure(
         runner,
         prepared.cache,
@@ -311,7 +320,7 @@ def _calibrate(scheduler: Scheduler, runner: TorchRunner, prepared: Prepared, re
 def _with_prefixes(
     cache: CacheConfig, options: EngineOptions, files: ModelFiles, limits: SchedulerConfig
 ) -> CacheConfig:
-    """With the index of prefixes and those that all tenants share."""
+    """The config with prefix index, public prefixes and eviction policy. Raises ConfigError."""
     if not options.enable_prefix_caching:
         if options.public_prefixes is not None:
             raise ConfigError("public_prefixes are kept in the prefix cache; do not turn off enable_prefix_caching")
@@ -336,7 +345,7 @@ def _about_prefixes(cache: CacheConfig) -> str:
 
 
 def _grammars(prepared: Prepared) -> Grammars:
-    """Raises ConfigError for a backend that is not installed."""
+    """The grammar cache. Raises ConfigError for a backend that is not installed."""
     check_form(_ANY_FORM, prepared.options.grammar_backend)
     description, tokenizer = prepared.files.description, prepared.files.tokenizer
     return Grammars(

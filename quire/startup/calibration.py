@@ -1,8 +1,7 @@
-"""Calibration: a few steps through the runner before the first request, to learn what they take.
+"""Measurement of costs before the first request: steps, block copies and prefix lookups.
 
-The steps are made here, by hand: nothing of them reaches the scheduler, the memory it keeps or any figure but what is
-returned. They write to blocks that nobody owns yet, and the scheduler's first step resets the runner's rows. Kernels
-are warm when it is over.
+The steps are built here and not by the scheduler, whose state and metrics do not change. They write to blocks that no
+sequence owns yet. The first step of the scheduler resets the runner's rows. Measuring also warms up the kernels.
 """
 
 import logging
@@ -20,17 +19,17 @@ from quire.cost.step_time import Calibration, CopySample, DecodeSample, PrefillS
 
 log = logging.getLogger(__name__)
 
-_FIRST_CHUNK, _GROWTH = 16, 4  # tokens of the first chunk; how much longer the next ones are
-_MOST_CHUNKS = 8  # one behind the other, to make a context
-_ROWS = (1, 4, 16)  # that generate at once
-_PROMPT, _OUTPUT = 8, 4  # tokens of each of those
-_COPIED = 2**26  # bytes of a copy at most
+_FIRST_CHUNK, _GROWTH = 16, 4  # tokens of the first chunk; factor from one chunk to the next
+_MOST_CHUNKS = 8  # consecutive chunks that build up a context
+_ROWS = (1, 4, 16)  # batch sizes of decode
+_PROMPT, _OUTPUT = 8, 4  # tokens per sequence of these
+_COPIED = 2**26  # the most bytes of a copy per KV group
 _REPEATS = 2
-_SHARES = (0.6, 0.8, 1.0)  # of the time, that prompts, generating and copies have used when they end
+_SHARES = (0.6, 0.8, 1.0)  # share of the time after which prefill, decode and copies must have ended
 
 
 class Measured(NamedTuple):
-    """What was learnt, and what went wrong; nothing did where `problem` is empty."""
+    """Measured costs. `problem` is the first error, or empty."""
 
     calibration: Calibration
     problem: str
@@ -45,10 +44,10 @@ def measure(
     seconds: float,
     clock: Callable[[], float] = time.monotonic,
 ) -> Measured:
-    """Run steps for about so many seconds: none begins, but for the first and those that warm up, that is not
-    expected to be over by then.
+    """Measure prefill, decode and copies for about `seconds`.
 
-    Raises nothing: a runner that fails ends the part that it failed in.
+    No step begins that is expected to end too late, except for the first and warm-up steps of a part.
+    Errors of the runner are logged, end the part in which they occur, and are not raised.
     """
     trial = _Trial(runner, cache, limits, vocab_size, clock)
     found, problem = Calibration(), ""
@@ -58,7 +57,7 @@ def measure(
         trial.ends = began + share * seconds
         try:
             part(found)
-        except Exception as error:  # whatever a kernel throws, requests may still be served
+        except Exception as error:  # requests may still be served after any error of a kernel
             log.exception("the calibration of %s failed", name)
             problem = problem or f"{name} could not be measured ({type(error).__name__}: {error})"
     runner.rest()
@@ -66,7 +65,7 @@ def measure(
 
 
 class _Trial:
-    """Makes steps and runs them one after the other. Their ids and those of their sequences are below zero."""
+    """Builds steps and runs them one after the other. Step ids and sequence ids are negative."""
 
     def __init__(
         self,
@@ -76,7 +75,7 @@ class _Trial:
         vocab_size: int,
         clock: Callable[[], float],
     ) -> None:
-        self.ends = 0.0  # when no more steps begin
+        self.ends = 0.0  # time by which steps must end, of `clock`
         self._runner = runner
         self._cache = cache
         self._limits = limits
@@ -88,14 +87,14 @@ class _Trial:
     # What is measured
 
     def prompts(self, found: Calibration) -> None:
-        """Chunks that grow, each behind nothing and behind what there is, then as many as fit behind each other."""
+        """Measure chunks of growing length without context, then chunks with more and more context."""
         length = self._limits.max_model_len - 1
         most = min(length, self._limits.max_num_batched_tokens)
         size, seconds = min(_FIRST_CHUNK, most), 0.0
         self._open({0: length})
         longest = 0
         while longest < most and self._fits(seconds * _GROWTH**1.5):
-            self._chunk(size, 0)  # to warm up
+            self._chunk(size, 0)  # warm-up
             seconds = self._chunk(size, 0, found)
             longest, size = size, min(size * _GROWTH, most)
         if not longest:
@@ -110,7 +109,7 @@ class _Trial:
             self._chunk(small, at + longest - small, found)
 
     def generating(self, found: Calibration) -> None:
-        """One token a step, of one sequence and of several."""
+        """Measure decode steps with the batch sizes of _ROWS."""
         length = min(_PROMPT + _OUTPUT + 1, self._limits.max_model_len - 1)
         prompt = min(_PROMPT, length - 1)
         seconds = min((sample.seconds for sample in found.prefill), default=0.0)
@@ -123,11 +122,11 @@ class _Trial:
             for at in range(prompt, length):
                 chunks = [(row, -1 - row, at, at + 1, 0, 1, ChunkOutput.SAMPLE) for row in rows]
                 seconds = self._run(chunks).seconds
-                if at > prompt:  # the first of them warms up
+                if at > prompt:  # the first decode step is a warm-up
                     found.decode.append(DecodeSample(len(rows), seconds))
 
     def copies(self, found: Calibration) -> None:
-        """Blocks to the host pool and back, few and many."""
+        """Measure copies of blocks to the host pool and back, of two sizes."""
         most = [
             min(group.num_blocks, group.num_host_blocks, max(1, _COPIED // group.bytes_per_block))
             for group in self._cache.groups
@@ -145,7 +144,7 @@ class _Trial:
                 _, back = self._copy("host", "device", counts)
                 seconds = self._clock() - began
                 size = sum(n * group.bytes_per_block for n, group in zip(counts, self._cache.groups, strict=True))
-                if repeat:  # the first one waits for memory that nobody has touched
+                if repeat:  # the first copy touches new memory pages
                     found.copies.append(CopySample(size, out, back))
 
     # Steps
@@ -154,7 +153,7 @@ class _Trial:
         return self._clock() + seconds <= self.ends
 
     def _open(self, lengths: dict[int, int]) -> None:
-        """Rows for sequences of so many tokens. Where there are too few blocks for all, some hold two of them."""
+        """Open rows for sequences of these lengths. If the pool has too few blocks, block tables overlap."""
         rows = list(lengths)
         block_size = self._cache.block_size
         width = -(-(max(lengths.values()) + 1) // block_size)
@@ -173,11 +172,11 @@ class _Trial:
         )
 
     def _tokens(self, row: int, length: int) -> list[int]:
-        """Of all kinds: experts, where a model has them, should be asked in turn."""
+        """Varied token ids, so that a mixture-of-experts model uses all its experts."""
         return [(7919 * at + 104_729 * row + 1) % self._vocab_size for at in range(length)]
 
     def _chunk(self, size: int, at: int, found: Calibration | None = None) -> float:
-        """Compute tokens [at, at + size) of row 0; the seconds that took."""
+        """Compute positions [at, at + size) of row 0. Returns the seconds of the step."""
         seconds = self._run([(0, -1, at, at + size, 0, 1, ChunkOutput.SAMPLE)]).seconds
         if found is not None:
             found.prefill.append(PrefillSample(size, at, seconds))
@@ -201,7 +200,7 @@ class _Trial:
         blocks: list[Writes] | None = None,
         moves: Sequence[Move] = (),
     ) -> StepResult:
-        """Raises what the runner raises, and RuntimeError for a step that failed."""
+        """Run one step. Raises errors of the runner, and RuntimeError for a failed step."""
         step = Step(
             self._next_id,
             opens is not None,
@@ -220,9 +219,9 @@ class _Trial:
         return result
 
 
-_PROMPTS = 32  # in the index, of which many begin alike
-_SHARED = 8  # of them begin alike, in their first half
-_LOOKUP_REPEATS = 3  # of which the quickest counts: what is slower was disturbed
+_PROMPTS = 32  # number of prompts in the index
+_SHARED = 8  # size of a group of prompts with the same first half
+_LOOKUP_REPEATS = 3  # the fastest counts, because other programs slow down the rest
 
 
 def lookup_seconds(
@@ -231,7 +230,7 @@ def lookup_seconds(
     num_tokens: int,
     clock: Callable[[], float] = perf_counter,
 ) -> dict[int, float]:
-    """Seconds to find a prompt of `num_tokens` in the index, by block size; nothing where there is no index."""
+    """Seconds per prefix match of a prompt of `num_tokens`, by block size; empty for kind "none"."""
     if kind == "none" or num_tokens < 1:
         return {}
     return {size: _measure(kind, size, num_tokens, clock) for size in block_sizes}
@@ -259,7 +258,7 @@ def _config(kind: PrefixIndexKind, block_size: int, num_blocks: int) -> CacheCon
 
 
 def _prompt(number: int, length: int) -> list[int]:
-    """One of `_SHARED` begins as others do, and goes on in its own way."""
+    """Token ids whose first half is the same in groups of `_SHARED` prompts, and whose second half is unique."""
     half = length // 2
     begins = [(7919 * at + number // _SHARED) % 50_021 for at in range(half)]
     return begins + [(104_729 * at + 31 * number) % 50_021 for at in range(half, length)]

@@ -1,7 +1,4 @@
-"""Doctor: what this installation and machine can do, and whether a model will run, without loading its weights.
-
-It only gathers what the parts say about themselves; it decides nothing.
-"""
+"""Report on installation, hardware, kernels, and whether a model fits. Loads no weights."""
 
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
@@ -22,13 +19,13 @@ from quire.startup.calibration import lookup_seconds
 from quire.startup.hardware import available_memory, cpu_description, gpu_description, pick_device
 
 _REQUIRED = ("quire", "torch", "numpy", "safetensors", "tokenizers", "jinja2", "msgspec", "huggingface_hub", "fastapi")
-_USUAL_DTYPE, _USUAL_HEAD_DIM = "bfloat16", 64  # what kernels are asked about where no model is known yet
+_USUAL_DTYPE, _USUAL_HEAD_DIM = "bfloat16", 64  # assumed for the check of kernels, which is before the model's
 _USUAL_PROMPT = 512  # tokens
 _OPTIONAL = {"transformers": "hf"}  # package -> extra
 
 
 class Finding(NamedTuple):
-    """One thing that was looked at. `problem` says that it stands in the way of serving."""
+    """One line of the report. `problem`: it prevents serving."""
 
     topic: str
     text: str
@@ -36,9 +33,9 @@ class Finding(NamedTuple):
 
 
 def examine(options: EngineOptions, progress: Progress = lambda _done, _total: None) -> Iterator[Finding]:
-    """Look at versions, hardware, kernels, and at the files and the memory plan of the model that is asked for.
+    """Findings about versions, hardware, kernels, block sizes, and the model's files and memory plan.
 
-    One that is not on this machine is downloaded, which `progress(done, total)` is told in bytes.
+    A model that is not on this machine is downloaded. progress(done, total): receives downloaded bytes.
     """
     yield from _versions()
     yield Finding("hardware", f"CPU: {cpu_description()}; torch uses {torch.backends.cpu.get_cpu_capability()}")
@@ -96,7 +93,7 @@ def _model(options: EngineOptions, progress: Progress) -> Iterator[Finding]:
 
 
 def _block_sizes(options: EngineOptions) -> Iterator[Finding]:
-    """What each size costs in memory and in time, for a prompt of common length; a server measures its own requests."""
+    """Unused slots and lookup time per block size, for a prompt of _USUAL_PROMPT tokens."""
     kind = options.prefix_index if options.enable_prefix_caching else "none"
     lookup = lookup_seconds(kind, CANDIDATES, _USUAL_PROMPT)
     for number in CANDIDATES:

@@ -1,4 +1,4 @@
-"""What this machine has to offer. The only place that asks."""
+"""Detection of device, available memory and processor features."""
 
 import ctypes
 import os
@@ -18,14 +18,14 @@ _INSTRUCTION_SETS = (
 
 
 def pick_device(name: str) -> str:
-    """The device that "auto" means: cuda where torch sees one."""
+    """The device name; "auto" becomes "cuda" if torch finds a CUDA device, else "cpu"."""
     if name != "auto":
         return name
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def available_memory(device: str) -> int:
-    """Bytes that an engine on `device` could take now without pushing anybody out."""
+    """Bytes that an engine on `device` can allocate now, without swapping and within the container's limit."""
     if torch.device(device).type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free)
@@ -33,7 +33,7 @@ def available_memory(device: str) -> int:
 
 
 def return_freed_memory() -> None:
-    """Give the system what was freed and the C library kept, where that can be told to (glibc)."""
+    """Return freed heap memory to the system. Has an effect with glibc only."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -47,18 +47,18 @@ def _host_memory() -> int:
 
 
 def _cgroup_memory() -> int:
-    """What a container's limit leaves, or more than any machine has where there is none."""
+    """Bytes left of the cgroup's memory limit; 2**62 without a limit."""
     try:
         limit = int((_CGROUP / "memory.max").read_text())
         used = int((_CGROUP / "memory.current").read_text())
         statistics = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
-        return limit - used + int(statistics["inactive_file"])  # cached files give way
+        return limit - used + int(statistics["inactive_file"])  # the kernel reclaims the page cache
     except (OSError, ValueError, KeyError):  # no cgroup v2, or the limit is "max"
         return 2**62
 
 
 def cpu_description() -> str:
-    """The processor, how many of its cores this process may use, and the instruction sets that kernels care about."""
+    """Name of the processor, cores that this process may use, and instruction sets that kernels use."""
     facts = _cpu_facts()
     flags = facts.get("flags", facts.get("Features", "")).split()
     found = ", ".join(flag for flag in _INSTRUCTION_SETS if flag in flags) or "no vector extensions that kernels use"
@@ -66,7 +66,7 @@ def cpu_description() -> str:
 
 
 def gpu_description() -> str:
-    """The accelerators that torch sees, or why there are none."""
+    """The CUDA devices that torch finds, or why there are none."""
     if torch.version.cuda is None:
         return "none: this torch is built without CUDA"
     if not torch.cuda.is_available():
@@ -76,7 +76,7 @@ def gpu_description() -> str:
 
 
 def _cpu_facts() -> dict[str, str]:
-    """Of the first processor."""
+    """Fields of the first processor in /proc/cpuinfo."""
     if not _CPUINFO.exists():
         return {}
     lines = _CPUINFO.read_text().split("\n\n")[0].splitlines()

@@ -1,4 +1,4 @@
-"""Demand: what a model and its options ask of memory, and the cache that a memory plan makes of it. Loads nothing."""
+"""Input of the memory plan, computed from a model's description, with the cache config made from the plan."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -11,12 +11,12 @@ from quire.kernels.reference.sampling import LOGITS_AT_ONCE
 from quire.kv_store.host import STAGED_BYTES
 from quire.models.model import Description, KVLayer
 
-_LOGIT_COPIES = 4  # of all rows: in the model's type, in float32, with edits, and as they are handed over
-_SAMPLING_BYTES = 50  # for each logit that is sampled from at once: filtered, sorted, summed, random numbers
+_LOGIT_COPIES = 4  # of the logits of all rows: in the model's dtype, in float32, with edits, and the result
+_SAMPLING_BYTES = 50  # per logit that is sampled at once: filtered, sorted, cumulative sums, random numbers
 
 
 def kv_groups(layers: Sequence[KVLayer]) -> Mapping[KVLayer, tuple[int, ...]]:
-    """Layers that can share blocks, those without a window first."""
+    """Layer indices by KV group, groups without a window first."""
     groups: dict[KVLayer, list[int]] = defaultdict(list)
     for index, layer in enumerate(layers):
         groups[layer].append(index)
@@ -32,9 +32,9 @@ def demand_of(
     *,
     swaps_beside: bool = False,
 ) -> Demand:
-    """All that the memory plan has to know. dtypes: of weights and computation, and of keys and values.
+    """The input of the memory plan, in bytes. dtypes: of weights and computation, and of KV.
 
-    swaps_beside: whether blocks may be swapped to the host while the device computes.
+    swaps_beside: whether blocks may be swapped to the host while the device computes, which needs staging buffers.
     """
     dtype, kv_dtype = dtypes
     length = min(options.max_model_len or description.max_positions, description.max_positions)
@@ -77,7 +77,7 @@ def _kv_demand(layer: KVLayer, num_layers: int, kv_dtype: str) -> KVDemand:
 
 
 def cache_of(groups: Mapping[KVLayer, tuple[int, ...]], dtype: str, plan: MemoryPlan, host: HostPool) -> CacheConfig:
-    """Pools of the planned sizes, without an index of prefixes."""
+    """The cache config with pools of the planned sizes, without a prefix index."""
     block_size = plan.demand.block_size
     return CacheConfig(
         block_size,

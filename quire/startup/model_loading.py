@@ -1,6 +1,6 @@
-"""Model files: from a path to everything that is known of a model before its weights are read, and how to read them.
+"""A model's files: description, tokenizer, and a function that loads the weights.
 
-Here it is decided who runs a model: quire's own decoder, or transformers as a backend.
+`open_model` chooses the implementation: quire's own decoder, or transformers as a backend.
 """
 
 from collections.abc import Callable
@@ -24,18 +24,18 @@ Load = Callable[[str, str, Kernels, Progress], Model]  # dtype, device, the kern
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelFiles:
-    """One model on disk."""
+    """A model whose description and tokenizer are read, and whose weights are not loaded."""
 
     description: Description
     tokenizer: Tokenizer
     load: Load
-    runs_on: str  # who computes it, and why
+    runs_on: str  # name of the implementation, and why it was chosen
 
 
 def open_model(path: Path, implementation: ModelImpl, *, max_model_len: int | None) -> ModelFiles:
-    """Read what the files at `path`, a folder or a .gguf file, say about a model.
+    """Read description and tokenizer from a folder or .gguf file.
 
-    Raises ModelError where they are incomplete or damaged, or hold a model that `implementation` does not run.
+    Raises ModelError for incomplete or damaged files, or a model that `implementation` does not support.
     """
     if path.is_file() and path.suffix == ".gguf":
         if implementation == "transformers":
@@ -75,7 +75,7 @@ def _backend(checkpoint: Checkpoint, tokenizer: Tokenizer, reason: str) -> Model
     description = describe_backend(checkpoint)
 
     def read(dtype: str, device: str, kernels: Kernels, progress: Progress) -> Model:
-        del kernels  # transformers reads weights as they are
+        del kernels  # transformers uses its own kernels and weight layout
         return load_backend(description, dtype=dtype, device=device, progress=progress)
 
     return ModelFiles(

@@ -1,1 +1,1 @@
-"""The engine in a process of its own, and what it takes to go on when that process dies."""
+"""The engine process, its supervision and its restart after a crash."""

@@ -1,4 +1,4 @@
-"""The engine's process: `python -m quire.supervisor FILE`, where FILE is the number of an open socket."""
+"""Entry point of the engine process: `python -m quire.supervisor FD`; FD is the file descriptor of a socket."""
 
 import socket
 import sys

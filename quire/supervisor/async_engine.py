@@ -1,8 +1,8 @@
-"""AsyncEngine: an engine at the other end of a socket, behind an asyncio face. Knows token ids, no text and no HTTP.
+"""Asyncio client of an engine at the other end of a socket, with restarts of that engine.
 
-Whatever happens to that engine, every request that was accepted goes on: another engine is started, which gets all
-open requests again with what was delivered of them (`Ledger`). A request that ends one engine after the other is found
-and fails alone (`Suspects`).
+After a crash another engine is started. It gets all open requests again, with the tokens delivered so far (`Ledger`).
+A request that crashes one engine after the other is found by bisection and fails alone (`Suspects`). Requests and
+outputs are token ids.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ from quire.supervisor.protocol import Answer, BadFrame, Batch, News
 
 
 class Stream:
-    """What the engine says about some requests, step by step. Close it, finished or not."""
+    """Async iterator over the outputs of a group of requests. Must be closed; this aborts unfinished requests."""
 
     def __init__(self, close: Callable[[], None]) -> None:
         self.close = close
@@ -42,7 +42,7 @@ class Stream:
         return self
 
     async def __anext__(self) -> list[Output]:
-        """All that is new. Raises EngineStopped when nothing more can come; otherwise it never ends by itself."""
+        """The new outputs, at least one. Raises EngineStopped when the engine has stopped. Never stops iteration."""
         await self._ready.wait()
         self._ready.clear()
         if self._error is not None and not self._outputs:
@@ -54,12 +54,12 @@ class Stream:
         return outputs
 
     def put(self, output: Output) -> None:
-        """Called on the event loop."""
+        """Add an output. To be called on the event loop."""
         self._outputs.append(output)
         self._ready.set()
 
     def fail(self, error: QuireError) -> None:
-        """Called on the event loop."""
+        """End the stream with an error after the outputs so far. To be called on the event loop."""
         self._error = error
         self._ready.set()
 
@@ -67,19 +67,19 @@ class Stream:
 log = logging.getLogger(__name__)
 
 WATCH_SECONDS = 0.25
-MAX_ASKED = 4096  # questions that wait for an engine
-_RESTART_SECONDS = 5.0  # what is told to those who come while too many wait for an engine
-_IN_VAIN = 24  # engines in a row that died without a step that they should have done: more than any search needs
+MAX_ASKED = 4096  # the most pending calls
+_RESTART_SECONDS = 5.0  # Retry-After of requests beyond MAX_ASKED
+_IN_VAIN = 24  # restarts in a row without a committed step, after which the engine stops; bisection needs fewer
 _DEADLY = "the engine died whenever this request was computed; it is not tried again"
-_LAST_WORDS = 0.5  # seconds for writing stacks
-_SHORT_LIFE = 5.0  # seconds: an engine that dies so soon has not died at random
+_LAST_WORDS = 0.5  # seconds that a stalled engine has for writing its stacks
+_SHORT_LIFE = 5.0  # seconds; an idle engine that dies sooner counts for _IN_VAIN
 
 
 class AsyncEngine:
-    """One engine after the other. All methods belong to the event loop on which it was started.
+    """The engine of a server, across restarts. All methods must be called on the event loop of `start`.
 
-    host: where the engine runs; its first one is launched. watchdog: seconds that it may be stalled until it is ended
-    and another one started; 0: for ever.
+    host: the engine process or thread, already launched. watchdog: seconds that an engine may be stalled before it is
+    restarted; 0 means no limit.
     """
 
     def __init__(self, host: Host, *, watchdog: float = 0.0) -> None:
@@ -89,7 +89,7 @@ class AsyncEngine:
         self._streams: dict[str, Stream] = {}
         self._ledger = Ledger()
         self._suspects = Suspects()
-        self._resumed: set[str] = set()  # of the ledger: those that the engine that runs knows
+        self._resumed: set[str] = set()  # open requests that the current engine has
         self._questions = Questions()
         self._given_up = GivenUp()
         self._num_requests = 0
@@ -98,18 +98,18 @@ class AsyncEngine:
         self._vitals = Vitals(time.monotonic())
         self._tally = Tally(EngineStats.nothing())
         self._steps = StepsInFlight()
-        self._stalled = 0.0  # seconds; 0 while it moves
+        self._stalled = 0.0  # seconds; 0 while the engine makes progress
         self._num_restarts = self._in_vain = 0
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        """Connect to the engine that the host has launched."""
+        """Connect to the engine that the host has launched, and start the watchdog."""
         self._stopped = None
         await self._connect()
         self._spawn(self._watch())
 
     async def close(self) -> None:
-        """End the engine after the step it is in, if that ends soon. Open streams fail."""
+        """End the engine after its current step, or kill it if the step takes long. Open streams fail."""
         if self._stopped is None:
             self._stop(EngineStopped("the server is shutting down"))
         for task in self._tasks:
@@ -123,7 +123,7 @@ class AsyncEngine:
         await self._keeper.abandon()
 
     async def generate(self, requests: Sequence[NewRequest]) -> Stream:
-        """Queue requests, all or none. Raises RequestError for one that cannot be served, and EngineStopped."""
+        """Queue requests, all or none. Raises RequestError if one cannot be served, and EngineStopped."""
         self._check_running()
         ids = [request.request_id for request in requests]
         if any(request_id in self._streams for request_id in ids):
@@ -143,33 +143,34 @@ class AsyncEngine:
         return stream
 
     def finish(self, request_id: str, index: int, num_tokens: int) -> None:
-        """A stop string ended this sequence after `num_tokens` output tokens."""
+        """End a sequence at a stop string, after `num_tokens` output tokens."""
         seq_id = self._ledger.finish(request_id, index, num_tokens)
         if seq_id is not None:
             self._send(protocol.Finish(seq_id, num_tokens))
-        elif request_id not in self._ledger:  # an engine that has said nothing of it may know it all the same
+        elif request_id not in self._ledger:  # the engine may have the request although it sent no output yet
             self._send(protocol.Abort([request_id]))
         self._look_at(request_id)
 
     def end_program(self, tenant: str, program: str, branch: str | None = None) -> None:
-        """Nobody goes on from what a branch of a program left; None: any of its branches. An engine that is not there
-        has nothing to forget.
+        """End a branch of a program (None: all branches): no request will continue from it.
+
+        Has no effect during a restart, because a new engine has no KV.
         """
         self._send(protocol.EndProgram(tenant, program, branch))
 
     async def explain(self, request_ids: Iterable[str]) -> list[Explanation]:
-        """What became of these requests; those that are unknown or were long ago are left out. Raises EngineStopped."""
+        """Explanations of requests, without those that are unknown or ended too long ago. Raises EngineStopped."""
         ids = list(request_ids)
         found: list[Explanation] = await self._ask(lambda number: protocol.Explain(number, ids))
         return found
 
     async def flush_cache(self) -> int:
-        """Forget all KV that no running request holds; the number of blocks that are free now. Raises EngineStopped."""
+        """Evict cached KV that no running request uses. Returns the number of freed blocks. Raises EngineStopped."""
         freed: int = await self._ask(protocol.Flush)
         return freed
 
     async def learnt(self) -> Learnt | None:
-        """What the engine has learnt of its costs and blocks; None where it does not answer at once."""
+        """Figures of the cost model and of block use; None if the engine does not answer within STALL_SECONDS."""
         try:
             learnt: Learnt = await asyncio.wait_for(self._ask(protocol.AskLearnt), STALL_SECONDS)
         except (EngineStopped, TimeoutError):
@@ -177,7 +178,7 @@ class AsyncEngine:
         return learnt
 
     def health(self) -> Health:
-        """Whether the engine answers, as far as can be seen from here."""
+        """The health of the engine as seen by the front end."""
         state, problem = self._state()
         vitals = self._vitals
         age = time.monotonic() - vitals.heard
@@ -195,7 +196,7 @@ class AsyncEngine:
         return "ok", ""
 
     def _seeded(self, request: NewRequest) -> NewRequest:
-        """With a seed that is known here, should another engine have to go on with it."""
+        """The request with a seed, because another engine that continues it needs the same seed."""
         self._num_requests += 1
         if request.params.seed is not None:
             return request
@@ -206,13 +207,13 @@ class AsyncEngine:
         known = [request_id for request_id in ids if self._streams.pop(request_id, None) is not None]
         for request_id in known:
             self._ledger.drop(request_id)
-        if known:  # one that has ended is unknown to the engine, which does nothing
+        if known:  # the engine ignores a request that has ended
             self._send(protocol.Abort(known))
         for request_id in known:
             self._look_at(request_id)
 
     def _look_at(self, request_id: str) -> None:
-        """If it is over: it may have been one that others wait for."""
+        """If a request has ended, remove it from the bisection, and submit the requests that it held back."""
         if request_id in self._ledger:
             return
         self._resumed.discard(request_id)
@@ -221,10 +222,13 @@ class AsyncEngine:
             if self._connection is not None:
                 self._submit()
 
-    # Questions
+    # Pending calls
 
     async def _ask(self, command: Callable[[int], Any], requests: Sequence[NewRequest] = ()) -> Any:  # noqa: ANN401
-        """What the engine answers between two steps. Raises what is wrong with the question, and EngineStopped."""
+        """Send a command, and return the engine's answer, which it gives between two steps.
+
+        Raises the engine's error, QueueFull beyond MAX_ASKED pending calls, and EngineStopped.
+        """
         self._check_running()
         if len(self._questions) >= MAX_ASKED:
             raise QueueFull("too many requests wait for the engine; try again later", _RESTART_SECONDS)
@@ -236,7 +240,7 @@ class AsyncEngine:
             self._questions.take(number)
 
     def _ask_on(self) -> None:
-        """Ask the engine that runs what may be asked now."""
+        """Send the pending calls that may be sent now."""
         if self._connection is None:
             return
         for number, question in self._questions.to_send(adding=self._suspects.trying is None):
@@ -250,8 +254,8 @@ class AsyncEngine:
     def _answered(self, answer: Answer) -> None:
         question = self._questions.take(answer.number)
         if question is not None and question.was_there:
-            self._ask_on()  # the next one
-        if question is None or question.answer.done():  # whoever asked has gone, and has taken it back
+            self._ask_on()  # such calls are sent one at a time
+        if question is None or question.answer.done():  # the caller was cancelled and has aborted its requests
             return
         if answer.failure is not None:
             question.answer.set_exception(protocol.error_of(answer.failure))
@@ -260,10 +264,10 @@ class AsyncEngine:
         self._ledger.add(question.requests)
         question.answer.set_result(answer.result)
 
-    # The engine that runs
+    # The current engine
 
     async def _connect(self) -> None:
-        """Begin with the engine that was launched: it gets all that is open."""
+        """Connect to a launched engine, and submit all open requests to it."""
         self._vitals = Vitals(time.monotonic())
         self._steps, self._stalled = StepsInFlight(), 0.0
         self._resumed.clear()
@@ -271,11 +275,11 @@ class AsyncEngine:
         self._connection = connection = Connection(self._hear, self._lost)
         await asyncio.get_running_loop().create_connection(lambda: connection, sock=self._host.connection)
         await connection.heard.wait()
-        if connection is self._connection:  # and has not died since
+        if connection is self._connection:  # otherwise this engine has died meanwhile
             self._submit()
 
     def _submit(self) -> None:
-        """Hand over what the engine does not know yet, and may know."""
+        """Submit the open requests that the engine does not have: during bisection only those of the current group."""
         trying = self._suspects.trying
         for request_id in list(self._ledger) if trying is None else trying:
             if request_id not in self._resumed and request_id in self._ledger:
@@ -294,7 +298,7 @@ class AsyncEngine:
             log.error("request %s could not be taken up again: %s", request_id, error)
             self._fail(request_id, str(error))
 
-    def _send(self, command: Any) -> None:  # noqa: ANN401  (one of messages.Commands)
+    def _send(self, command: Any) -> None:  # noqa: ANN401  (one of protocol.Commands)
         if self._connection is not None:
             self._connection.send(command)
 
@@ -335,7 +339,7 @@ class AsyncEngine:
                     self._suspects.survived(name, position)
                 self._submit()
 
-    # When it ends
+    # Crash, restart, watchdog
 
     def _lost(self, connection: Connection, why: Exception | None) -> None:
         if connection is self._connection and self._stopped is None:
@@ -343,8 +347,11 @@ class AsyncEngine:
             self._spawn(self._recover(why))
 
     async def _recover(self, why: Exception | None) -> None:
-        """The engine died: find out what that means, and start another one."""
-        if why is not None:  # it speaks nonsense
+        """After the end of an engine: record its in-flight requests as suspects, and start another engine.
+
+        why: the error in its messages, or None.
+        """
+        if why is not None:  # a message could not be read
             log.error("the engine is ended: %s", why)
             self._host.kill()
         lived = time.monotonic() - self._vitals.began
@@ -365,7 +372,7 @@ class AsyncEngine:
             self._num_restarts += 1
             await self._connect()
         else:
-            self._stop(EngineStopped("the engine could not be started again, and the log says why"))  # clients hear it
+            self._stop(EngineStopped("the engine could not be started again, and the log says why"))  # text for clients
 
     def _blame(self, rows: dict[str, int], num_gone: int) -> None:
         culprit = self._suspects.died(rows, num_gone)
@@ -386,13 +393,13 @@ class AsyncEngine:
         self._look_at(request_id)
 
     async def _watch(self) -> None:
-        """See whether the engine moves, and end it when it has not for too long."""
+        """The watchdog loop: update `_stalled`, and kill an engine that is stalled for too long."""
         while True:
             asleep = time.monotonic()
             await asyncio.sleep(WATCH_SECONDS)
             now = time.monotonic()
             if self._connection is None or now - asleep > 2 * WATCH_SECONDS:
-                self._stalled = 0.0  # this loop was late: what has come meanwhile is not read yet
+                self._stalled = 0.0  # after a delay of the event loop, heartbeats may be unread
                 continue
             self._stalled = self._vitals.stalled(now)
             if self._host.can_restart and 0 < self._watchdog < self._stalled:
@@ -400,7 +407,7 @@ class AsyncEngine:
                 stalled = self._connection
                 self._host.dump_stacks()
                 await asyncio.sleep(_LAST_WORDS)
-                if self._connection is stalled:  # otherwise it has died, and the host's is another one
+                if self._connection is stalled:  # otherwise it has died, and the host has another engine
                     self._host.kill()
                 await asyncio.sleep(_LAST_WORDS)
 
@@ -422,6 +429,6 @@ class AsyncEngine:
     def _over(self, task: "asyncio.Task[None]") -> None:
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
-        if error is not None and self._stopped is None:  # nobody sees to the engine any more: all would wait for ever
+        if error is not None and self._stopped is None:  # without this task requests would wait forever
             log.error("the engine cannot be watched any more", exc_info=error)
             self._stop(EngineStopped("the server failed to watch its engine, and its log says why"))

@@ -1,4 +1,4 @@
-"""Connection: the front end's end of the socket, on its event loop. Knows messages, not what they mean."""
+"""The front end's side of the socket to the engine, on the event loop."""
 
 import asyncio
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from quire.supervisor.protocol import BadFrame, Frames, News
 
 
 class Connection(asyncio.Protocol):
-    """hear(news) is called for each message, lost(self, why) once when it ends; `why` says what was nonsense."""
+    """Calls hear(news) per message, lost(self, why) once at the end. `why`: error of an unreadable message."""
 
     def __init__(self, hear: Callable[[News], None], lost: Callable[["Connection", Exception | None], None]) -> None:
         self._hear = hear
@@ -17,17 +17,17 @@ class Connection(asyncio.Protocol):
         self._frames = Frames()
         self._unsent: list[bytes] = []
         self._transport: asyncio.Transport | None = None
-        self.heard = asyncio.Event()  # something came, or never will
+        self.heard = asyncio.Event()  # set by the first message, or the end of the connection
 
     def send(self, command: Any) -> None:  # noqa: ANN401  (one of Commands)
-        """Send a command, with all others of this turn of the event loop. Raises BadFrame for one that cannot be."""
-        message = protocol.packed([command])  # each alone: together they may be longer than one may be
+        """Send a command, in one write with the others of this event loop turn. Raises BadFrame for an invalid one."""
+        message = protocol.packed([command])  # one message each, as all together may be longer than MAX_FRAME
         if not self._unsent:
             asyncio.get_running_loop().call_soon(self._flush)
         self._unsent.append(message)
 
     def close(self) -> None:
-        """End it, once all is sent."""
+        """Close the connection after the unsent commands are written."""
         self._flush()
         if self._transport is not None:
             self._transport.close()
@@ -39,7 +39,7 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Called by the event loop."""
-        self._transport = transport  # type: ignore[assignment]  # a stream's; not all event loops derive it so
+        self._transport = transport  # type: ignore[assignment]  # of a stream; some loops do not subclass Transport
 
     def data_received(self, data: bytes) -> None:
         """Called by the event loop."""
@@ -53,7 +53,7 @@ class Connection(asyncio.Protocol):
             self._end(error)
 
     def connection_lost(self, _exc: Exception | None) -> None:
-        """Called by the event loop. However a socket of one's own ends, it says only that the other end is gone."""
+        """Called by the event loop. The error is ignored: it means only that the other end is closed."""
         self._end(None)
 
     def _end(self, why: Exception | None) -> None:
@@ -63,4 +63,4 @@ class Connection(asyncio.Protocol):
 
 
 def _ignore(_connection: Connection, _why: Exception | None) -> None:
-    """It has been told before."""
+    """Replaces the callback `lost` after its only call."""

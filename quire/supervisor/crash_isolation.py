@@ -1,10 +1,10 @@
-"""Suspects: which request ends the engine, if any does. Knows names and positions, no processes and no time.
+"""Crash bisection and the denylist.
 
-A request is a suspect once the engine died twice in steps that it was part of, and it never came further in between.
-Suspects are then tried in groups, one group after the other, while everybody else is held. A group with which the
-engine dies is split; one that passes the place where it died is cleared, and goes on. Only who was alone in the step,
-`ALONE` times in a row without coming further, is to blame: a process that is killed at random, however often, meets
-somebody who is alone and comes no further that many times only if it never runs for as long as one step.
+A request is a suspect after two crashes in steps that computed it, without progress in between. Suspects then run in
+groups, one group after the other, while all other requests are held. If the engine crashes again, the suspects of that
+step are split into smaller groups. A request that passes its position of the crash is cleared. A request is found
+guilty after `ALONE` crashes in a row, without progress, in which it was alone in the step. Random kills of the process
+meet this condition only if no engine lives for as long as one step.
 """
 
 from collections.abc import Iterable, Mapping
@@ -13,19 +13,19 @@ from hashlib import sha256
 from quire.core import codec
 from quire.engine.inputs import NewRequest
 
-ALONE = 3  # deaths
-_TOGETHER = 2  # deaths that make a suspect
-_PARTS = 8  # that a group is split into: one that is innocent costs a step or two, one that is not costs a start
+ALONE = 3  # crashes
+_TOGETHER = 2  # crashes that make a request a suspect
+_PARTS = 8  # parts of a split: an innocent group costs one or two steps, a guilty one costs an engine start
 
 
 class Suspects:
-    """Told of deaths and of progress, it says who may run."""
+    """State of the crash bisection: from crashes and progress it derives which requests may run."""
 
     def __init__(self) -> None:
-        self._marks: dict[str, int] = {}  # positions that were being computed when the engine died
-        self._deaths: dict[str, int] = {}  # of the same, without coming further
-        self._alone: dict[str, int] = {}
-        self._groups: list[list[str]] = []  # to be tried; the first one runs
+        self._marks: dict[str, int] = {}  # request id -> position that was being computed at the crash
+        self._deaths: dict[str, int] = {}  # request id -> crashes without progress
+        self._alone: dict[str, int] = {}  # request id -> crashes in which it was alone
+        self._groups: list[list[str]] = []  # groups to try; the first one runs
 
     @property
     def watching(self) -> bool:
@@ -34,14 +34,14 @@ class Suspects:
 
     @property
     def trying(self) -> tuple[str, ...] | None:
-        """Those who run while suspects are tried; None when everybody may run."""
+        """Ids of the requests that may run during a bisection; None if all may run."""
         return tuple(self._groups[0]) if self._groups else None
 
     def died(self, rows: Mapping[str, int], num_gone: int = 0) -> str | None:
-        """The engine died in steps with these requests, each with the furthest position that was to be computed.
+        """Record a crash. rows: requests of the uncommitted steps -> the last position that was to be computed.
 
-        num_gone: others of those steps, which have ended since: they may have been the reason. Who is to blame, if
-        that is certain; it is then forgotten.
+        num_gone: number of other requests in these steps that have ended since, and may be the cause.
+        Returns the id of the guilty request if it is certain, and forgets it; else None.
         """
         for name, position in rows.items():
             self._marks[name] = max(position, self._marks.get(name, 0))
@@ -62,12 +62,12 @@ class Suspects:
         return None
 
     def survived(self, name: str, position: int) -> None:
-        """A step was committed in which a request came to this position."""
+        """Record that a step was committed which computed a request up to `position`. Clears it if that is progress."""
         if name in self._marks and position >= self._marks[name]:
             self.forget(name)
 
     def forget(self, name: str) -> None:
-        """A request has ended, or is cleared."""
+        """Remove a request that has ended or is cleared."""
         for notes in (self._marks, self._deaths, self._alone):
             notes.pop(name, None)
         remaining = ([one for one in group if one != name] for group in self._groups)
@@ -80,11 +80,11 @@ def _parts(names: Iterable[str]) -> list[list[str]]:
     return [names[i : i + size] for i in range(0, len(names), size)]
 
 
-_REMEMBERED = 256  # the newest
+_REMEMBERED = 256  # entries of the denylist; the oldest are dropped
 
 
 class GivenUp:
-    """What was asked by requests that are not tried again, whoever asks it."""
+    """The denylist: content of requests that crashed the engine, compared without id, seed and delivered tokens."""
 
     def __init__(self) -> None:
         self._contents: dict[bytes, None] = {}
@@ -93,13 +93,13 @@ class GivenUp:
         return bool(self._contents) and _content(request) in self._contents
 
     def add(self, request: NewRequest) -> None:
-        """One more."""
+        """Add the content of a request."""
         self._contents[_content(request)] = None
         if len(self._contents) > _REMEMBERED:
             del self._contents[next(iter(self._contents))]
 
 
 def _content(request: NewRequest) -> bytes:
-    """A digest of what is asked, and not of who asks, when, or what is known of the answer."""
+    """SHA-256 of a request without its id, seed, known tokens and `resumed`."""
     asked = request._replace(request_id="", params=request.params.changed(seed=None), known=(), resumed=False)
     return sha256(codec.encode(asked)).digest()

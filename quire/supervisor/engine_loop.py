@@ -1,8 +1,8 @@
-"""EngineLoop: runs an engine for somebody at the other end of a socket. Knows messages, no text and no tokenizer.
+"""Main loop of an engine whose front end is at the other end of a socket.
 
-One thread runs it; another one reads commands, which are carried out between steps; a third shows that the process
-lives, also while a step takes long. What a turn has to say is one message: the outputs of the step before, with the
-step that begins now, which whoever reads it must know about before it begins: it may be the last that is heard.
+One thread runs the loop. A second thread reads commands, which are executed between steps. A third thread sends
+heartbeats, also during a long step. A turn sends one message: the outputs of the step before, and the step that begins
+now. It is sent before that step is launched, so that after a crash the front end has the requests of the step.
 """
 
 import contextlib
@@ -21,18 +21,18 @@ from quire.supervisor import protocol
 from quire.supervisor.protocol import Answer, BadFrame, Batch, Command, Frames, Launched, News, Pulse
 
 _NEVER = 2**31 - 1
-_IDLE_SHARE = 1 / 100  # of the time that full collections may take while there is nothing else to do
-_BUSY_SHARE = 1 / 2000  # the same while requests wait for them
-_BUSY_SECONDS = 300.0  # that there are at least between those: the last one may say little of a queue that has grown
+_IDLE_SHARE = 1 / 100  # the most share of time of full collections while the engine is idle
+_BUSY_SHARE = 1 / 2000  # the same while requests run
+_BUSY_SECONDS = 300.0  # least time between these: with a longer queue a collection takes longer than the last one
 
 
 class Garbage:
-    """Full collections of this process, from now on. There can be one of it."""
+    """Garbage collection policy of the engine process: schedules full collections. Use one instance per process."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """What lives now stays: it is not searched any more."""
+        """Freeze all live objects, which are not scanned any more, and disable automatic full collections."""
         self._clock = clock
-        self._took = 0.0  # seconds, what the last full collection
+        self._took = 0.0  # seconds of the last full collection
         gc.collect()
         gc.freeze()
         young, middle, _ = gc.get_threshold()
@@ -40,7 +40,7 @@ class Garbage:
         self._ended = clock()
 
     def look(self, *, idle: bool) -> None:
-        """Search now, if it is time to. idle: whether nobody waits."""
+        """Run a full collection if it is due. idle: whether the engine has no requests."""
         begin = self._clock()
         pause = self._took / _IDLE_SHARE if idle else max(self._took / _BUSY_SHARE, _BUSY_SECONDS)
         if begin - self._ended < pause or not gc.get_count()[2]:
@@ -52,16 +52,16 @@ class Garbage:
 
 log = logging.getLogger(__name__)
 
-IDLE_SECONDS = 0.5  # how long an idle engine sleeps at most
+IDLE_SECONDS = 0.5  # the longest wait of an idle engine for commands
 PULSE_SECONDS = 0.25
 _AT_ONCE = 2**18  # bytes
 
 
 class EngineLoop:
-    """One engine, one socket. `run` returns when the other end closes it, or asks for the end."""
+    """Runs one engine on one socket. `run` returns when the other end closes the socket or sends Close."""
 
     def __init__(self, engine: Engine, connection: socket.socket, garbage: Garbage | None = None) -> None:
-        """garbage: of this process, where it has no other business."""
+        """garbage: policy of this process; None if the process has other work."""
         self._engine = engine
         self._garbage = garbage
         self._connection = connection
@@ -70,13 +70,13 @@ class EngineLoop:
         self._closing = False
         self._sending = threading.Lock()
         self._turned = time.monotonic()
-        self._rows: list[str] = []  # requests of the step that was told last
-        self._outputs: list[Output] = []  # to be told
-        self._answers: list[Answer] = []
-        self._told = False  # in this turn
+        self._rows: list[str] = []  # request ids of the last step that was sent
+        self._outputs: list[Output] = []  # not sent yet
+        self._answers: list[Answer] = []  # not sent yet
+        self._told = False  # whether this turn has sent its message
 
     def run(self) -> None:
-        """Carry out commands and run steps."""
+        """Execute commands and run steps until the end. Closes the socket and the engine."""
         self._engine.on_launch = lambda _step: self._tell(begins=True)
         self._tell(begins=False)
         for work in (self._listen, self._beat):
@@ -104,16 +104,16 @@ class EngineLoop:
         for command in commands:
             self._carry_out(command)
         if self._engine.has_work and not self._closing:
-            outputs = self._engine.step()  # which tells what there was before
+            outputs = self._engine.step()  # on_launch sends and clears self._outputs meanwhile
             self._outputs += outputs
-        if not (self._told and self._engine.has_work):  # otherwise with the next step, which begins at once
+        if not (self._told and self._engine.has_work):  # otherwise sent with the next step, which begins at once
             self._tell(begins=False)
         return not self._closing
 
     def _look_over(self) -> None:
         try:
             self._engine.look_over()
-        except Exception:  # what only checks must not be the end of what it checks
+        except Exception:  # an error of the check must not end the engine
             log.exception("the memory could not be checked")
 
     def _carry_out(self, command: Command) -> None:
@@ -130,7 +130,7 @@ class EngineLoop:
             case protocol.Add(number) | protocol.Explain(number) | protocol.Flush(number) | protocol.AskLearnt(number):
                 try:
                     self._answers.append(Answer(number, self._answer(command)))
-                except Exception as error:  # whatever is wrong with a question is told to the one who asked it
+                except Exception as error:  # any error of a call is sent to its caller
                     self._answers.append(Answer(number, failure=protocol.failure_of(error)))
 
     def _answer(self, command: Command) -> int | Learnt | list[Explanation] | None:
@@ -147,7 +147,7 @@ class EngineLoop:
 
     def _add(self, command: protocol.Add) -> None:
         for i, request in enumerate(command.requests):
-            self._turned = time.monotonic()  # many requests with long lists take their time
+            self._turned = time.monotonic()  # adding many requests is slow, and must not count as a stall
             try:
                 self._engine.add(*request)
             except Exception:
@@ -156,7 +156,7 @@ class EngineLoop:
                 raise
 
     def _tell(self, *, begins: bool) -> None:
-        """Send what there is to say."""
+        """Send outputs, answers and metrics. begins: with the step that is launched now."""
         stats = self._engine.stats()
         launched = self._launched() if begins else None
         batch = Batch(self._outputs, self._answers, stats.num_steps, launched, stats)
@@ -174,10 +174,10 @@ class EngineLoop:
         try:
             with self._sending:
                 self._connection.sendall(protocol.packed(news))
-        except OSError:  # nobody is left to hear it
+        except OSError:  # the front end has closed the socket
             self._closing = True
 
-    # From here on: threads of their own.
+    # Threads of `_listen` and `_beat`
 
     def _listen(self) -> None:
         frames = Frames()
@@ -203,6 +203,6 @@ class EngineLoop:
 
     def _end(self) -> None:
         self._closing = True
-        with contextlib.suppress(OSError):  # the other end has gone before
+        with contextlib.suppress(OSError):  # the other end is already closed
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()

@@ -1,6 +1,6 @@
-"""What the engine's process does, which `python -m quire.supervisor` starts.
+"""Main function of the engine process, which `python -m quire.supervisor` starts.
 
-It builds the engine that it is told to, runs it, and ends with whoever started it.
+It builds the engine from the options in the first message, and runs it until the front end closes the socket.
 """
 
 import faulthandler
@@ -15,15 +15,18 @@ from quire.supervisor.engine_loop import EngineLoop, Garbage
 from quire.supervisor.launcher import DUMP_SIGNAL
 from quire.supervisor.protocol import BadFrame, Begin, Loading, News, Ready, Refused, Report, received
 
-_LOADING_STEPS = 100  # how often is told how much is loaded
+_LOADING_STEPS = 100  # progress messages per load
 
 
 def run(connection: socket.socket, build: Callable[..., Built] = build) -> None:
-    """Build the engine that the other end of `connection` asks for, and run it until that end is closed."""
+    """Build the engine that the other end of `connection` asks for, and run it until that end is closed.
+
+    Sends Ready, or Refused with the error if the engine could not be built.
+    """
     faulthandler.enable()
     faulthandler.register(DUMP_SIGNAL, all_threads=True)
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # whoever started it says when to end, and is told by the system if not
+        signal.signal(number, signal.SIG_IGN)  # the front end ends this process with Close, or by its own end
 
     def say(news: News) -> None:
         connection.sendall(protocol.packed(news))
@@ -38,7 +41,7 @@ def run(connection: socket.socket, build: Callable[..., Built] = build) -> None:
 
 
 class _Loads:
-    """Tells how many bytes are loaded, but not each time."""
+    """Progress callback that sends at most one message per percent."""
 
     def __init__(self, say: Callable[[News], None]) -> None:
         self._say = say
@@ -54,7 +57,7 @@ class _Loads:
 def _begin(connection: socket.socket) -> Begin:
     message = received(connection)
     if message is None:
-        raise SystemExit  # whoever started it has gone
+        raise SystemExit  # the front end has closed the socket
     match protocol.commands_of(message):
         case [Begin() as begin]:
             return begin

@@ -1,6 +1,6 @@
-"""Hosts: where an engine runs, in a process of its own or on a thread of this one. Knows processes and signals.
+"""Launch and end of an engine, in a process of its own or on a thread of this one.
 
-The socket is one of a pair, which no name leads to: nobody else can connect to it.
+The engine is connected by an unnamed socket pair, so that no other process can connect to it.
 """
 
 import asyncio
@@ -25,13 +25,13 @@ from quire.supervisor.protocol import Begin, News, received
 
 log = logging.getLogger(__name__)
 
-DUMP_SIGNAL = signal.SIGUSR1  # upon which an engine process writes the stacks of its threads
+DUMP_SIGNAL = signal.SIGUSR1  # makes an engine process write the stacks of its threads
 _PROGRAM = ("-m", "quire.supervisor")
 _SIGNALS = {one.value: one.name for one in signal.Signals}  # most real-time signals have no name
 
 
 class Host(Protocol):
-    """One engine that runs, or another one after it."""
+    """Launches an engine and, if `can_restart`, further ones after it. One engine runs at a time."""
 
     can_restart: bool
     facts: Facts
@@ -41,20 +41,20 @@ class Host(Protocol):
         """Start an engine, and wait until it is ready. Raises ConfigError, ModelError, EngineStopped, OSError."""
 
     def dump_stacks(self) -> None:
-        """Let it write what its threads do."""
+        """Make the engine write the stacks of its threads."""
 
     def kill(self) -> None:
-        """End it at once."""
+        """End the engine at once."""
 
     def wait(self) -> str:
-        """Wait until it has ended; how it did."""
+        """Wait until the engine has ended. Returns how it ended, as part of a sentence."""
 
 
 class EngineProcess:
     """An engine in a process of its own.
 
-    report(line) and progress(done, total) are told what the first one says while it starts; later ones say nothing.
-    program: what Python runs in the process, with the number of the socket's file as its last argument.
+    report(line), progress(done, total): called during the first start only. progress is in bytes.
+    program: arguments of the Python interpreter; the file descriptor of the socket is appended.
     """
 
     can_restart = True
@@ -84,10 +84,10 @@ class EngineProcess:
                 [sys.executable, *self._program, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,  # a Ctrl-C is for the front end, which lets it finish
+                start_new_session=True,  # Ctrl-C must reach the front end only, which drains requests
             )
         try:
-            with suppress(ConnectionError):  # it has died, as will be seen
+            with suppress(ConnectionError):  # the process has died, which _until_ready reports
                 self.connection.sendall(protocol.packed([Begin(self._next_options())]))
             self.facts = self._until_ready()
         except BaseException:
@@ -98,20 +98,20 @@ class EngineProcess:
         self._num_starts += 1
 
     def dump_stacks(self) -> None:
-        """Let it write what its threads do, to its standard error."""
+        """Make the engine process write the stacks of its threads to its standard error."""
         self._process.send_signal(DUMP_SIGNAL)
 
     def kill(self) -> None:
-        """End it at once."""
+        """Kill the engine process."""
         self._process.kill()
 
     def wait(self) -> str:
-        """Wait until it has ended; how it did."""
+        """Wait until the engine process has ended. Returns its signal or exit code as part of a sentence."""
         code = self._process.wait()
         return f"by signal {_SIGNALS.get(-code, -code)}" if code < 0 else f"with exit code {code}"
 
     def _next_options(self) -> EngineOptions:
-        """A journal is of one engine: those that come later write to files of their own."""
+        """The options of the next engine. A restarted engine writes a journal of its own, with a numbered suffix."""
         journal = self._options.journal
         if journal is None or self._num_starts == 0:
             return self._options
@@ -121,7 +121,7 @@ class EngineProcess:
         while (message := self._receive()) is not None:
             facts = self._hear(protocol.news_of(message))
             if facts is not None:
-                return facts  # what comes behind it is for whoever uses the connection then
+                return facts  # later messages are left in the socket for AsyncEngine
         self.connection.close()
         raise EngineStopped(f"the engine process ended {self.wait()} while it started")
 
@@ -132,7 +132,7 @@ class EngineProcess:
             return None
 
     def _hear(self, news: News) -> Facts | None:
-        """The facts, once they come. Raises what the engine process says is wrong."""
+        """Handle a message of a starting engine. Returns the facts of Ready, else None. Raises the error of Refused."""
         match news:
             case protocol.Ready(facts):
                 return facts
@@ -146,7 +146,7 @@ class EngineProcess:
 
 
 class EngineThread:
-    """An engine on a thread of this process, which cannot be killed and is not started again."""
+    """An engine on a thread of this process. It cannot be killed or restarted."""
 
     can_restart = False
     connection: socket.socket
@@ -164,13 +164,13 @@ class EngineThread:
         self._thread.start()
 
     def dump_stacks(self) -> None:
-        """Nothing: whoever debugs this process sees its threads."""
+        """Does nothing."""
 
     def kill(self) -> None:
-        """Nothing: a thread cannot be ended."""
+        """Does nothing, because a thread cannot be killed."""
 
     def wait(self) -> str:
-        """Wait until it has ended; how it did."""
+        """Wait until the thread has ended. Returns how it ended, as part of a sentence."""
         self._thread.join()
         return "with an error" if self._failed else "as it was told"
 
@@ -182,37 +182,40 @@ class EngineThread:
             self._failed = True
 
 
-STARTS = 5  # that may fail in a row
-PAUSE = 0.25  # seconds behind the first of them; twice as long behind each of the others
-_END_SECONDS = 5.0  # for an engine that is to end, or has hung up, until it is killed
+STARTS = 5  # attempts of one restart
+PAUSE = 0.25  # seconds after the first failed attempt, doubled after each further one
+_END_SECONDS = 5.0  # time for an engine to end after its connection is closed, before it is killed
 
 
 class Keeper:
-    """All methods belong to one event loop, and only `abandon` may be called while another one is at work."""
+    """Runs the blocking calls of a Host on threads.
+
+    All methods must be called on one event loop. Only `abandon` may be called while another method runs.
+    """
 
     def __init__(self, host: Host) -> None:
         self._host = host
-        self._work: asyncio.Task[Any] | None = None  # what a thread of the host does, or did last
-        self._is_left = False  # whether that is the start of an engine that nobody waits for any more
+        self._work: asyncio.Task[Any] | None = None  # the current or last call of the host
+        self._is_left = False  # whether that call is a launch whose caller was cancelled
 
     async def launch(self) -> bool:
-        """Start another engine, with several attempts; whether there is one."""
+        """Start another engine, with up to STARTS attempts. Returns whether it runs."""
         for attempt in range(STARTS):
             try:
                 self._work = asyncio.ensure_future(asyncio.to_thread(self._host.launch))
-                self._work.add_done_callback(_look_at)  # also where nobody waits for it any more
+                self._work.add_done_callback(_look_at)  # retrieves the error if the caller is cancelled
                 await asyncio.shield(self._work)
                 return True
             except asyncio.CancelledError:
                 self._is_left = True
                 raise
-            except (QuireError, OSError):  # also where the system has no memory for a process
+            except (QuireError, OSError):  # OSError: for example no memory for a process
                 log.exception("the engine could not be started")
                 await asyncio.sleep(PAUSE * 2**attempt)
         return False
 
     async def ended(self) -> str:
-        """Wait for the end of the engine, which is killed if that takes long; how it ended."""
+        """Wait until the engine has ended; kill it after _END_SECONDS. Returns how it ended."""
         self._work = waiting = asyncio.ensure_future(asyncio.to_thread(self._host.wait))
         await asyncio.wait({waiting}, timeout=_END_SECONDS)
         if not waiting.done():
@@ -220,11 +223,11 @@ class Keeper:
         return await asyncio.shield(waiting)
 
     async def abandon(self) -> None:
-        """End an engine that is being started, or that is about to end: nobody wants it any more."""
-        while self._work is not None and not self._work.done():  # a process may come only after the first signal
+        """End an engine that is starting or ending. For shutdown, after the other methods were cancelled."""
+        while self._work is not None and not self._work.done():  # the process may be created after the first kill
             self._host.kill()
             await asyncio.wait({self._work}, timeout=PAUSE)
-        if self._work is not None and self._is_left and self._work.exception() is None:  # it was there before
+        if self._work is not None and self._is_left and self._work.exception() is None:  # the launch succeeded
             self._is_left = False
             self._host.connection.close()
             await self.ended()

@@ -1,7 +1,7 @@
-"""Ledger: what was accepted, and what has been delivered of it. Knows requests and outputs, no process and no stream.
+"""Log of open requests with their delivered outputs, for resubmission after a restart.
 
-It is all that is needed to go on with another engine: that one gets every open request again, with the tokens that
-were delivered as known ones, and what it says is delivered as if nothing had happened.
+After a restart the engine gets every open request again, with the delivered tokens as known tokens. Outputs that it
+repeats are dropped, so that the client's stream continues without a gap.
 """
 
 from collections import deque
@@ -18,26 +18,26 @@ from quire.supervisor.protocol import Launched
 
 
 class _Sequence:
-    """One of the sequences of a request, as far as it was delivered."""
+    """The delivered part of one sequence."""
 
     def __init__(self) -> None:
         self.token_ids: list[int] = []
         self.cumulative_logprob = 0.0
         self.finished = False
-        self.stopped_after: int | None = None  # a stop string ended it, and the engine may not know
-        self.seq_id: int | None = None  # of the engine that runs
+        self.stopped_after: int | None = None  # number of tokens, if a stop string ended it
+        self.seq_id: int | None = None  # in the current engine
 
 
 class _Entry:
-    """A request that is open."""
+    """An open request."""
 
     def __init__(self, request: NewRequest) -> None:
         self.request = request
         searched = request.beams is not None
         self.sequences = [_Sequence() for _ in range(request.params.n if searched else request.params.num_sequences)]
-        self.num_told = 0  # tokens of the prompt whose logprobs were delivered
-        self.num_known_told = 0  # of those, what the engine that runs will tell once more
-        self.pooled: np.ndarray | None = None  # so far; delivered when it is complete
+        self.num_told = 0  # prompt tokens whose logprobs were delivered
+        self.num_known_told = 0  # among them, those that the current engine will repeat
+        self.pooled: np.ndarray | None = None  # partial result; delivered when it is complete
 
     @property
     def finished(self) -> bool:
@@ -45,7 +45,7 @@ class _Entry:
 
     @property
     def resumed(self) -> NewRequest:
-        """The request as another engine is to take it."""
+        """The request for another engine. Beam search and pooling start over, so they have no known tokens."""
         request = self.request
         begun = any(sequence.token_ids or sequence.finished for sequence in self.sequences)
         if not begun or request.beams is not None or request.pooling:
@@ -55,7 +55,7 @@ class _Entry:
 
 
 class Ledger:
-    """Requests by id, in the order in which they were accepted."""
+    """Open requests by id, in the order in which they were accepted."""
 
     def __init__(self) -> None:
         self._entries: dict[str, _Entry] = {}
@@ -70,11 +70,11 @@ class Ledger:
         return request_id in self._entries
 
     def add(self, requests: Iterable[NewRequest]) -> None:
-        """These were accepted."""
+        """Add accepted requests."""
         self._entries.update((request.request_id, _Entry(request)) for request in requests)
 
     def drop(self, request_id: str) -> bool:
-        """Nobody waits for it any more; whether it was open."""
+        """Remove a request that has ended or was aborted. Returns whether it was open."""
         return self._entries.pop(request_id, None) is not None
 
     def request(self, request_id: str) -> NewRequest:
@@ -82,7 +82,7 @@ class Ledger:
         return self._entries[request_id].request
 
     def resume(self, request_id: str) -> NewRequest:
-        """An open request, as an engine is to take it that knows nothing of it."""
+        """An open request for resubmission to a new engine, with its known tokens."""
         entry = self._entries[request_id]
         for sequence in entry.sequences:
             sequence.seq_id = None
@@ -90,8 +90,10 @@ class Ledger:
         return entry.resumed
 
     def take(self, output: Output) -> tuple[Output | None, int | None]:
-        """What an engine said: what is to be delivered, and after how many tokens a stop string ended this sequence,
-        where the engine does not know that yet.
+        """Record an output of the engine. Returns (the output to deliver or None, num_tokens or None).
+
+        num_tokens is set if a stop string ended the sequence after that many tokens and the engine has not ended it
+        yet: then the caller must send Finish.
         """
         entry = self._entries.get(output.request_id)
         if entry is None:
@@ -113,7 +115,10 @@ class Ledger:
         return output, None
 
     def finish(self, request_id: str, index: int, num_tokens: int) -> int | None:
-        """A stop string ended a sequence after so many tokens. What the engine that runs calls it, if that is known."""
+        """End a sequence at a stop string, after `num_tokens` tokens.
+
+        Returns its id in the current engine; None if that is unknown or the sequence had already ended.
+        """
         entry = self._entries.get(request_id)
         if entry is None or entry.sequences[index].finished:
             return None
@@ -124,7 +129,7 @@ class Ledger:
         return sequence.seq_id
 
     def fail(self, request_id: str, error: str) -> list[Output]:
-        """A request cannot go on: what is to be delivered."""
+        """Remove a request, and return the error outputs of its unfinished sequences."""
         entry = self._entries[request_id]
         self.drop(request_id)
         return [
@@ -138,7 +143,7 @@ class Ledger:
             self.drop(entry.request.request_id)
 
     def _untold(self, entry: _Entry, output: Output, told: Logprobs) -> Output:
-        """Without what was delivered before."""
+        """The output without prompt logprobs that were delivered before."""
         size = len(told.ranks)
         skipped = min(size, entry.num_known_told)
         entry.num_known_told -= skipped
@@ -147,25 +152,25 @@ class Ledger:
 
 
 def _pool(entry: _Entry, output: Output, pooled: np.ndarray) -> Output:
-    """Parts are kept here until they are complete, as an engine that begins anew says all of them again."""
+    """Accumulate pooled states. The output has them only when they are complete, as a new engine starts over."""
     more = entry.pooled is not None and entry.request.pooling is Pooling.MEAN
     entry.pooled = entry.pooled + pooled if more else pooled
     return msgspec.structs.replace(output, pooled=None if output.finish_reason is None else entry.pooled)
 
 
 class StepsInFlight:
-    """Those of one engine. Positions are the furthest of a request's sequences."""
+    """Uncommitted steps of one engine, each as request id -> last position over the request's sequences."""
 
     def __init__(self) -> None:
         self.num_committed = 0
         self._steps: deque[dict[str, int]] = deque()
-        self._names: list[str] = []  # requests of the newest, by row
+        self._names: list[str] = []  # request ids of the newest step, by row
 
     def __len__(self) -> int:
         return len(self._steps)
 
     def launched(self, step: Launched) -> None:
-        """A step begins."""
+        """Record the launch of a step."""
         self._names = self._names if step.names is None else step.names
         rows: dict[str, int] = {}
         for name, position in zip(self._names, step.positions, strict=True):
@@ -173,13 +178,13 @@ class StepsInFlight:
         self._steps.append(rows)
 
     def committed(self, num_steps: int) -> list[dict[str, int]]:
-        """So many are committed by now: those that were not before."""
+        """Record that `num_steps` steps are committed in total. Returns the newly committed ones, oldest first."""
         new = min(num_steps - self.num_committed, len(self._steps))
         self.num_committed = num_steps
         return [self._steps.popleft() for _ in range(new)]
 
     def at_death(self, known: Container[str]) -> tuple[dict[str, int], int]:
-        """Requests of the steps that were not committed, as far as they are known; how many others there were."""
+        """(positions of the uncommitted steps' requests that are in `known`, number of their other requests)."""
         rows: dict[str, int] = {}
         for step in self._steps:
             for name, position in step.items():

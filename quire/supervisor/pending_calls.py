@@ -1,7 +1,7 @@
-"""Questions: what an engine is asked, until one has answered. Knows numbers and futures, no messages.
+"""Calls that wait for an answer of the engine.
 
-Should an engine die while it is asked, the next one is asked again. Where that may have been the reason (it died
-without doing anything else), what adds requests is asked one at a time, until it is known.
+If the engine dies before it answers, the call is sent to the next engine. If the engine died without committing a
+step, a call that adds requests may be the cause: such calls are then sent one at a time, until the cause is found.
 """
 
 import asyncio
@@ -10,24 +10,24 @@ from typing import Any
 
 from quire.engine.inputs import NewRequest
 
-DEATHS = 3  # of engines that were asked this and nothing else, and never did anything
+DEATHS = 3  # crashes with only this call pending and no committed step, after which the call fails
 
 
 class Question:
-    """One of them."""
+    """A pending call."""
 
     def __init__(self, command: Callable[[int], Any], requests: Sequence[NewRequest], *, lasts: bool) -> None:
-        self.command = command  # of its number
-        self.requests = requests  # that it adds
-        self.lasts = lasts  # it is asked the next engine if this one dies
+        self.command = command  # call number -> message
+        self.requests = requests  # requests that the call adds
+        self.lasts = lasts  # whether it is sent again to the next engine
         self.answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self.sent = False  # to the engine that runs
-        self.was_there = False  # when an engine died that had done nothing
-        self.deaths = 0  # of engines that it was alone with
+        self.sent = False  # to the current engine
+        self.was_there = False  # whether it was pending when an engine died without a committed step
+        self.deaths = 0  # such crashes in which it was the only call that adds requests
 
 
 class Questions:
-    """Those that are open, by number."""
+    """Pending calls by number."""
 
     def __init__(self) -> None:
         self._open: dict[int, Question] = {}
@@ -39,20 +39,20 @@ class Questions:
     def put(
         self, command: Callable[[int], Any], requests: Sequence[NewRequest] = (), *, lasts: bool = True
     ) -> tuple[int, Question]:
-        """A new one, and its number."""
+        """Add a call. Returns its number and the call. lasts: whether it is sent again after a restart."""
         number, question = self._count, Question(command, requests, lasts=lasts)
         self._count += 1
         self._open[number] = question
         return number, question
 
     def take(self, number: int) -> Question | None:
-        """It is over. None for one that is not open any more."""
+        """Remove and return a call; None if it is not pending."""
         return self._open.pop(number, None)
 
     def to_send(self, *, adding: bool) -> Iterator[tuple[int, Question]]:
-        """Those that the engine that runs is to be asked now, and are before the next one is wanted.
+        """Unsent calls that may be sent now. The caller must set `sent` before it takes the next one.
 
-        adding: whether it may take new requests.
+        adding: whether calls that add requests may be sent.
         """
         adders = [question for question in self._open.values() if question.requests]
         one_by_one = any(one.was_there for one in adders)
@@ -64,19 +64,19 @@ class Questions:
             yield number, question
 
     def fail(self, error: Exception) -> None:
-        """Nobody will answer."""
+        """Set an error on all calls, because no engine will answer."""
         for question in self._open.values():
             if not question.answer.done():
                 question.answer.set_exception(error)
 
     def restart(self) -> None:
-        """Another engine knows nothing of them."""
+        """Mark all calls as unsent after a restart, and remove those that do not last."""
         self._open = {number: question for number, question in self._open.items() if question.lasts}
         for question in self._open.values():
             question.sent = False
 
     def died(self) -> list[Question]:
-        """An engine died that had done nothing but hear them: those that are to blame."""
+        """Record the death of an engine without a committed step. Returns the calls that have reached DEATHS."""
         asked = [question for question in self._open.values() if question.sent and question.requests]
         for question in asked:
             question.was_there = True

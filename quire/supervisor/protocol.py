@@ -1,4 +1,4 @@
-"""Messages between the process of the front end and the one of the engine: plain data, checked when it is read."""
+"""Messages between front end and engine process: plain data, validated when it is decoded."""
 
 import socket
 import struct
@@ -24,24 +24,24 @@ from quire.errors import (
 )
 from quire.startup.build import Facts
 
-MAX_FRAME = 2**28  # bytes: a body of 16 MiB has fewer than 2**24 tokens, and what is told of them is bounded as well
+MAX_FRAME = 2**28  # bytes; enough for 2**24 tokens, more than a body of 16 MiB has
 _LENGTH = struct.Struct("<I")
 _AT_ONCE = 2**16
 
 
 class BadFrame(QuireError):
-    """The other side broke the rules of the connection, which cannot be used any more."""
+    """A message that is too long or cannot be encoded or decoded."""
 
 
 def frame(data: bytes) -> bytes:
-    """A message as it travels. Raises BadFrame for one that is too long."""
+    """A message with its length prefix. Raises BadFrame if it is too long."""
     if len(data) > MAX_FRAME:
         raise BadFrame(f"a message of {len(data):,} bytes is longer than the {MAX_FRAME:,} that are allowed")
     return _LENGTH.pack(len(data)) + data
 
 
 def received(connection: socket.socket) -> bytes | None:
-    """The next message, and not a byte of those behind it; None where the other side has gone. Raises BadFrame."""
+    """The next message, read without any byte after it; None if the other side has closed. Raises BadFrame."""
     head = _exactly(connection, _LENGTH.size)
     return None if head is None else _exactly(connection, _announced(head))
 
@@ -64,13 +64,13 @@ def _announced(data: bytes | bytearray, at: int = 0) -> int:
 
 
 class Frames:
-    """Takes bytes as they come, and gives whole messages."""
+    """Splits a byte stream into messages."""
 
     def __init__(self) -> None:
         self._bytes = bytearray()
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """The messages that are complete now. Raises BadFrame for one that announces too many bytes."""
+        """Add bytes, and yield the messages that are now complete. Raises BadFrame for a length that is too large."""
         self._bytes += data
         at = 0
         while len(self._bytes) - at >= _LENGTH.size:
@@ -83,11 +83,11 @@ class Frames:
 
 
 class Command(msgspec.Struct, frozen=True, tag=True):
-    """From the front end."""
+    """Base class of messages from the front end."""
 
 
 class Begin(Command, frozen=True, tag=True):
-    """The first one: what engine to build."""
+    """The first command: build an engine with these options."""
 
     options: EngineOptions
 
@@ -100,20 +100,20 @@ class Add(Command, frozen=True, tag=True):
 
 
 class Abort(Command, frozen=True, tag=True):
-    """Nobody waits for these any more."""
+    """Abort requests."""
 
     request_ids: list[str]
 
 
 class Finish(Command, frozen=True, tag=True):
-    """A stop string ended a sequence."""
+    """End a sequence at a stop string, after `num_tokens` output tokens."""
 
     seq_id: int
     num_tokens: int
 
 
 class EndProgram(Command, frozen=True, tag=True):
-    """Nobody goes on from what a branch of a program left; None: any of its branches."""
+    """End a branch of a program (None: all branches)."""
 
     tenant: str
     program: str
@@ -121,30 +121,30 @@ class EndProgram(Command, frozen=True, tag=True):
 
 
 class Explain(Command, frozen=True, tag=True):
-    """What became of these requests?"""
+    """Return the explanations of requests."""
 
     number: int
     request_ids: list[str]
 
 
 class Flush(Command, frozen=True, tag=True):
-    """Forget all KV that nobody uses."""
+    """Evict all cached KV that no running request uses."""
 
     number: int
 
 
 class AskLearnt(Command, frozen=True, tag=True):
-    """What has the engine learnt?"""
+    """Return the figures of the cost model and of block use."""
 
     number: int
 
 
 class Close(Command, frozen=True, tag=True):
-    """End after the step that runs."""
+    """End the engine after its current step."""
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """An error. `kind` is the name of a class below, or of whatever else it was."""
+    """An error as data. kind: name of the class, or of its nearest base class that both processes import."""
 
     kind: str
     message: str
@@ -153,7 +153,7 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """To the command with this number."""
+    """The result or the error of the command with this number."""
 
     number: int
     result: int | Learnt | list[Explanation] | None = None
@@ -161,15 +161,15 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class Launched(msgspec.Struct, frozen=True, array_like=True):
-    """A step begins. names: its requests, by row; None where they are those of the step before."""
+    """A step that begins. names: its request ids, one per chunk; None if they are those of the step before."""
 
     names: list[str] | None
-    positions: list[int]  # to which each is computed
+    positions: list[int]  # at which each chunk stops
     predicted_seconds: float
 
 
 class Batch(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """One turn of the engine: what the step before brought, and the step that begins now."""
+    """The message of one engine turn: outputs of the step before, answers, and the step that begins now."""
 
     outputs: list[Output]
     answers: list[Answer]
@@ -179,26 +179,26 @@ class Batch(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Pulse(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The process lives; its engine's last turn began at `turned`, seconds of the machine's monotonic clock."""
+    """Heartbeat. turned: when the last turn of the engine loop began, seconds of the machine's monotonic clock."""
 
     turned: float
 
 
 class Report(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A line for whoever starts the engine."""
+    """A line of the report on the engine's start."""
 
     line: str
 
 
 class Loading(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Bytes of the model's files."""
+    """Progress of a start: bytes of the model's files that are downloaded or loaded."""
 
     done: int
     total: int
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The engine takes commands."""
+    """The engine accepts commands."""
 
     facts: Facts
 
@@ -217,7 +217,7 @@ _NEWS = codec.decoder(News)
 
 
 def packed(message: Commands | News) -> bytes:
-    """As it travels. Raises BadFrame for one that is too long, or has text that is not valid Unicode."""
+    """An encoded message with its length prefix. Raises BadFrame for invalid Unicode or one that is too long."""
     try:
         return frame(codec.encode(message))
     except UnicodeEncodeError as error:
@@ -225,13 +225,13 @@ def packed(message: Commands | News) -> bytes:
 
 
 def commands_of(data: bytes) -> Commands:
-    """Raises BadFrame for what is no list of commands."""
+    """Decode commands. Raises BadFrame for invalid data."""
     commands: Commands = _read(_COMMANDS, data)
     return commands
 
 
 def news_of(data: bytes) -> News:
-    """Raises BadFrame for what the engine does not say."""
+    """Decode a message of the engine. Raises BadFrame for invalid data."""
     news: News = _read(_NEWS, data)
     return news
 
@@ -258,12 +258,12 @@ def failure_of(error: Exception) -> Failure:
         case _:
             numbers = []
     names = [kind.__name__ for kind in type(error).__mro__]
-    kind = next((name for name in names if name in _KINDS), names[0])  # the nearest that both sides know
+    kind = next((name for name in names if name in _KINDS), names[0])  # nearest class that error_of can build
     return Failure(kind, str(error), getattr(error, "param", None), numbers)
 
 
 def error_of(failure: Failure) -> Exception:
-    """The inverse of `failure_of` for quire's own errors, or what they are kinds of; any other is a RuntimeError."""
+    """The exception of a Failure: the class named by `kind` if it is an error of quire, else RuntimeError."""
     match failure:
         case Failure("DeadlineUnreachable", _, _, [predicted, asked]):
             return DeadlineUnreachable(predicted, asked)
