@@ -23,7 +23,7 @@ from quire.config import MODEL_HELP, EngineOptions, Help
 from quire.errors import QuireError, RequestError
 from quire.params import SamplingParams
 from quire.scheduler.journal import replay_file
-from quire.server.middleware.auth import MAX_PER_MINUTE, Role, add_key, new_key
+from quire.server.api_keys import MAX_PER_MINUTE, Role, add_key, new_key
 from quire.server.options import ServerOptions
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)

@@ -3,18 +3,11 @@
 A name that looks like a path is never sent over the network. An id is sent only after its syntax is checked.
 """
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 
-from quire.errors import ConfigError, ModelError, nearest
-from quire.hub.repository import HubName, NoNetwork
-
-_NAME = re.compile(r"(?P<repo>[^@:]+)(?:@(?P<revision>[^@:]+))?(?::(?P<quantization>[\w.-]+))?")
-_REPO = re.compile(
-    r"(?!.*(?:--|\.\.|\.git$))(?=.{1,96}$)[A-Za-z0-9_][\w.-]*(?:/[A-Za-z0-9_][\w.-]*)?(?<![.-])", re.ASCII
-)
-_BAD_REVISION = re.compile(r"\.\.|[\s\\?*\[~^]|^[-/]|/$")
+from quire.errors import ConfigError, ModelError
+from quire.hub.names import parse_hub_name
 
 
 def locate(
@@ -42,8 +35,8 @@ def locate(
                 f"revision {revision!r} is for ids on the Hub, but {model!r} is on this machine; leave it out"
             )
         return _local(path)
-    name = _hub_name(model, revision)
-    from quire.hub.repository import Repository  # noqa: PLC0415  (the import above already loads this module)
+    name = parse_hub_name(model, revision)
+    from quire.hub.repository import NoNetwork, Repository  # noqa: PLC0415  (huggingface_hub takes a tenth of a second)
 
     repository = Repository(name, cache_dir=cache_dir, endpoint=endpoint)
     cached = repository.in_cache()
@@ -76,50 +69,3 @@ def _local(path: Path) -> Path:
     if path.is_dir() or path.suffix == ".gguf":
         return path
     raise ModelError(f"{path} is neither a folder nor a .gguf file; give the folder that it lies in")
-
-
-def _hub_name(model: str, revision: str | None) -> HubName:
-    """The Hub id that a name stands for. Raises ModelError for a name that is no id, ConfigError for two revisions."""
-    matched = _NAME.fullmatch(model)
-    if matched is None or _is_path(model):
-        raise _no_such(model)
-    repo, at, quantization = matched["repo"], matched["revision"], matched["quantization"]
-    if at is not None and revision is not None and at != revision:
-        raise ConfigError(f"{model!r} names the revision {at!r}, the option {revision!r}; give one")
-    chosen = at or revision
-    if chosen is not None and _BAD_REVISION.search(chosen):
-        raise ModelError(f"{chosen!r} cannot be a revision; give a branch, a tag or a commit")
-    owner_and_name, file = "/".join(repo.split("/")[:2]), "/".join(repo.split("/")[2:]) or None
-    is_file = repo.endswith(".gguf")
-    if not _REPO.fullmatch(owner_and_name) or is_file is (file is None) or (is_file and quantization):
-        raise _no_such(model)
-    if chosen is None and quantization is None and _is_near_a_path(repo):
-        raise _no_such(model)
-    return HubName(owner_and_name, chosen, quantization, file)
-
-
-def _is_path(model: str) -> bool:
-    return model.startswith(("/", ".", "~")) or "\\" in model or model.endswith("/") or model in ("", "..")
-
-
-def _is_near_a_path(repo: str) -> bool:
-    """Whether an id is probably a mistyped path: in an existing folder, or similar to a name in the current folder."""
-    first, slash, _ = repo.partition("/")
-    return Path(first).is_dir() if slash else bool(nearest(repo, _models_in(Path())))
-
-
-def _models_in(folder: Path) -> list[str]:
-    """Names of the folders and .gguf files in a folder; empty if it cannot be read."""
-    try:
-        return sorted(path.name for path in folder.expanduser().iterdir() if path.suffix == ".gguf" or path.is_dir())
-    except (OSError, RuntimeError):
-        return []
-
-
-def _no_such(model: str) -> ModelError:
-    path = Path(model)
-    hint = nearest(path.name, _models_in(path.parent))
-    return ModelError(
-        f"there is no folder or .gguf file {model!r}{hint}. Give the path of one, or an id on the Hugging Face Hub "
-        f"as in 'owner/name', 'owner/name@revision' or 'owner/name:Q4_K_M'"
-    )

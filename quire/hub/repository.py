@@ -29,6 +29,7 @@ from huggingface_hub.errors import (
 
 from quire.errors import ModelError, nearest
 from quire.hub.download import TIMEOUT, fetch
+from quire.hub.names import HubName
 from quire.models.checkpoint import INDEX, SINGLE, read_object
 
 _NEEDED = ("*.json", "*.jinja", "merges.txt", "vocab.txt", "additional_chat_templates/*.jinja")
@@ -38,21 +39,6 @@ _SHARD = re.compile(r"-\d{5}-of-(\d{5})(?=\.gguf$)")
 
 class NoNetwork(Exception):
     """The Hub did not answer. For use inside this package only."""
-
-
-@dataclass(frozen=True, slots=True)
-class HubName:
-    """A parsed model id: repository, revision, and the GGUF file if one is meant."""
-
-    repo: str  # "owner/name", or a name without an owner
-    revision: str | None = None  # branch, tag or commit
-    quantization: str | None = None  # of a GGUF file: "Q4_K_M"
-    file: str | None = None  # path of a GGUF file
-
-    def __str__(self) -> str:
-        at = f"@{self.revision}" if self.revision else ""
-        inside = f":{self.quantization}" if self.quantization else f" ({self.file})" if self.file else ""
-        return f"{self.repo}{at}{inside}"
 
 
 def gguf_files(name: HubName, names: Iterable[str]) -> list[str]:

@@ -17,8 +17,9 @@ from quire.server.api.openai.chat import chat_routes
 from quire.server.api.openai.completions import completion_routes
 from quire.server.api.openai.embeddings import embedding_routes
 from quire.server.api.sglang.routes import generate_routes
+from quire.server.api_keys import Keys
 from quire.server.error_handlers import install
-from quire.server.middleware.auth import Gate, Keys
+from quire.server.middleware.auth import Gate
 from quire.server.middleware.body_limit import BodyLimit
 from quire.server.middleware.cors import Cors
 from quire.server.middleware.drain import Drain, DrainGate

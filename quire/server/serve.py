@@ -11,8 +11,8 @@ from pathlib import Path
 
 from quire.config import EngineOptions, with_bounded_queue
 from quire.errors import ConfigError
+from quire.server.api_keys import Keys, read_keys
 from quire.server.app import make_app
-from quire.server.middleware.auth import Keys, read_keys
 from quire.server.middleware.drain import Drain, GracefulServer
 from quire.server.middleware.http_protocol import http_config
 from quire.server.observability.middleware import check_observers

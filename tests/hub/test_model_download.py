@@ -14,7 +14,8 @@ from quire.errors import ConfigError, ModelError
 from quire.hub import download
 from quire.hub import repository as hub_module
 from quire.hub.locate import locate
-from quire.hub.repository import HubName, gguf_files, small_files
+from quire.hub.names import HubName
+from quire.hub.repository import gguf_files, small_files
 
 WEIGHTS = random.Random(1).randbytes(3_000_000)
 INDEX = "model.safetensors.index.json"

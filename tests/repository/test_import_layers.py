@@ -41,7 +41,13 @@ ORDER = (
     ),
     *("lang.errors", "lang.params", "lang.batch", "lang.select", "lang.expressions", "lang.state_text"),
     *("lang.event_loop", "lang.backends", "lang"),
-    *("server.options", "server.middleware.quota", "server.observability.request_record", "server.errors"),
+    *(
+        "server.options",
+        "server.middleware.quota",
+        "server.api_keys",
+        "server.observability.request_record",
+        "server.errors",
+    ),
     *("server.observability", "server.api.request_params", "server.middleware", "server.thread_pool", "server.sse"),
     *("server.grammar_check", "server.reply", "server.service", "server.api.limits", "server.api"),
     *("server", "server.batch", "quire", "cli"),  # quire/__init__.py offers names of the folders before it

@@ -10,8 +10,8 @@ import msgspec
 from embedded_model_server import CHAT, DEFAULTS, run_app, service_of, small_engine
 
 from quire.engine.inputs import NewRequest
+from quire.server.api_keys import Keys, new_key
 from quire.server.app import make_app
-from quire.server.middleware.auth import Keys, new_key
 from quire.server.options import ServerOptions
 
 MANY = {"n": 1, "max_tokens": 1}

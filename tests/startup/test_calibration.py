@@ -45,7 +45,7 @@ class Timed:
     def clock(self):
         return self.now
 
-    def serve(self, step):
+    def launch(self, step):
         self.steps.append(step)
         if self._fails(step):
             raise RuntimeError("out of memory")

@@ -6,8 +6,8 @@ It stands behind the gate, which says whose the request is, and before any body 
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from quire.server.api_keys import Caller
 from quire.server.errors import response_to
-from quire.server.middleware.auth import Caller
 from quire.server.middleware.quota import Quota, RateLimited
 
 _FREE = frozenset({"GET", "HEAD", "OPTIONS"})

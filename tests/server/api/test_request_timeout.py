@@ -10,8 +10,8 @@ import pytest
 from embedded_model_server import CHAT, STORY
 from starlette.requests import Request
 
+from quire.server.api_keys import ANYBODY
 from quire.server.errors import TimedOut
-from quire.server.middleware.auth import ANYBODY
 from quire.server.observability.request_record import Record, note
 from quire.server.reply import respond
 from quire.server.sse import TimeLimit

@@ -10,9 +10,10 @@ from multi_tenant_server import GENERATING, refused
 from starlette.requests import Request
 
 from quire.core.request import Namespace
+from quire.server.api_keys import Keys, new_key
 from quire.server.app import make_app
 from quire.server.errors import Unauthenticated
-from quire.server.middleware.auth import OPEN, Gate, Keys, caller_of, new_key, operators_only
+from quire.server.middleware.auth import OPEN, Gate, caller_of, operators_only
 
 OPERATORS = {"/metrics", "/flush_cache", "/get_server_info"}
 

@@ -8,9 +8,9 @@ import pytest
 from embedded_model_server import run_app, service_of, small_engine
 
 from quire.errors import ConfigError, QueueFull
+from quire.server.api_keys import Keys, new_key
 from quire.server.app import make_app
 from quire.server.errors import response_to
-from quire.server.middleware.auth import Keys, new_key
 from quire.server.options import ServerOptions
 
 ORIGIN = "https://chat.example"

@@ -8,8 +8,8 @@ from multi_tenant_server import MANY, run_site
 from starlette.datastructures import Headers
 
 from quire.errors import RequestError
+from quire.server.api_keys import ANYBODY, Caller
 from quire.server.middleware import tarpit
-from quire.server.middleware.auth import ANYBODY, Caller
 from quire.server.middleware.quota import MINUTE
 from quire.server.middleware.tarpit import EACH, FREE, MAX_SECONDS, SlowRefusals
 

@@ -4,8 +4,9 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 
 from quire.core.explanation import Explanation
+from quire.server.api_keys import Caller
 from quire.server.errors import UnknownRequest
-from quire.server.middleware.auth import Caller, caller_of
+from quire.server.middleware.auth import caller_of
 from quire.server.service import Service
 
 MAX_ID = 256  # characters; no id of this server is as long, and the names of many prompts are made of it

@@ -16,8 +16,9 @@ from quire.params import SamplingParams, is_unicode
 from quire.server.api.limits import check_choices, check_told, num_prompt_tokens
 from quire.server.api.sglang.logprobs import EntryFormat, OutputEntries, Report
 from quire.server.api.sglang.schema import ROUTE_NAMES, GenerateBody, GenerateParams
+from quire.server.api_keys import Caller
 from quire.server.errors import renamed
-from quire.server.middleware.auth import Caller, caller_of
+from quire.server.middleware.auth import caller_of
 from quire.server.reply import Reply, respond, shows
 from quire.server.service import Service
 from quire.server.sse import DONE, TimeLimit, event

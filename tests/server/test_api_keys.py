@@ -16,9 +16,9 @@ from quire.cli import app, main
 from quire.config import EngineOptions
 from quire.core.request import Namespace
 from quire.errors import ConfigError
+from quire.server import api_keys as module
 from quire.server import serve as serving
-from quire.server.middleware import auth as module
-from quire.server.middleware.auth import MAX_KEYS, Caller, Keys, add_key, new_key, read_keys
+from quire.server.api_keys import MAX_KEYS, Caller, Keys, add_key, new_key, read_keys
 from quire.server.middleware.quota import Quota
 from quire.server.options import ServerOptions
 

@@ -1,0 +1,180 @@
+"""API keys: the key file, new keys, and the caller that a key belongs to.
+
+Imports no web framework, because `quire key` needs none.
+"""
+
+import hashlib
+import hmac
+import os
+import secrets
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from quire.core.request import Namespace
+from quire.errors import ConfigError
+from quire.server.middleware.quota import UNLIMITED, Quota
+
+Role = Literal["user", "admin"]
+
+MAX_KEYS = 4096  # each request is compared with all of them
+MAX_PER_MINUTE = 10**9
+MAX_TENANT = 128  # characters
+_MAX_FILE = 4 * 2**20  # bytes
+_OF_NOTHING = hashlib.sha256().hexdigest()
+_PREFIX = "qk-"  # so that a key is known for one wherever it turns up
+
+PerMinute = Annotated[int, Meta(ge=1, le=MAX_PER_MINUTE)]
+
+
+class Caller(msgspec.Struct, frozen=True):
+    """Who sent a request, as the credential says. An admin may ask about all tenants and about the server."""
+
+    tenant: str
+    role: Role
+    quota: Quota = UNLIMITED  # the key's own
+
+    @property
+    def is_admin(self) -> bool:
+        """Whether this is somebody who runs the server."""
+        return self.role == "admin"
+
+    def namespace(self, salt: str | None = None) -> Namespace:
+        """Whose cached tokens a request uses. `salt` is the body's and can only narrow it."""
+        return Namespace(tenant=self.tenant, salt=salt or "")
+
+
+ANYBODY = Caller(tenant="", role="admin")  # on a server without keys
+
+
+class KeyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a key file says about a key."""
+
+    sha256: Annotated[str, Meta(pattern=r"^[0-9a-fA-F]{64}\Z")]  # of the whole key, with its prefix
+    tenant: str
+    role: Role = "user"
+    requests_per_minute: PerMinute | UnsetType = UNSET  # no limit
+    tokens_per_minute: PerMinute | UnsetType = UNSET  # of prompts and outputs together
+
+    def quota(self) -> Quota:
+        """A new one, of which nothing is used."""
+        limits = (self.requests_per_minute or None, self.tokens_per_minute or None)
+        return UNLIMITED if limits == (None, None) else Quota(*limits)
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for what the types allow, and nobody can mean."""
+        if not (1 <= len(self.tenant) <= MAX_TENANT and self.tenant.isprintable() and self.tenant.strip()):
+            raise ConfigError(f"a tenant's name must have 1 to {MAX_TENANT} printable characters, not only spaces")
+        if self.sha256.lower() == _OF_NOTHING:
+            raise ConfigError("this is the sha256 of an empty key, which everybody has")
+
+
+class KeyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The whole file."""
+
+    keys: Annotated[tuple[KeyEntry, ...], Meta(max_length=MAX_KEYS)]
+
+
+class Keys:
+    """The keys that a server accepts."""
+
+    def __init__(self, entries: Sequence[KeyEntry]) -> None:
+        self._callers = [
+            (bytes.fromhex(entry.sha256), Caller(entry.tenant, entry.role, entry.quota())) for entry in entries
+        ]
+
+    def caller(self, key: bytes) -> Caller | None:
+        """Whose key this is; None for nobody's, as the empty one. It takes as long for a wrong key as for any."""
+        digest = hashlib.sha256(key).digest()
+        found = None
+        for known, caller in self._callers:
+            if hmac.compare_digest(known, digest):
+                found = caller
+        return found if key else None
+
+    def __str__(self) -> str:
+        tenants = len({caller.tenant for _, caller in self._callers})
+        admins = sum(caller.is_admin for _, caller in self._callers)
+        limited = sum(caller.quota.is_limited for _, caller in self._callers)
+        limits = f", {limited} with limits" if limited else ""
+        return f"{len(self._callers)} API keys of {tenants} tenants, {admins} of them with the role admin{limits}"
+
+
+def read_keys(path: str | Path) -> Keys:
+    """The keys in a file. Raises ConfigError that says what is wrong with it, and where."""
+    data = _bytes(Path(path))
+    if data is None:
+        raise ConfigError(f"the key file {path} is not there; `quire key TENANT --file {path}` makes one")
+    entries = _entries(Path(path), data)
+    if not entries:
+        raise ConfigError(f"{path} lists no keys, so that nobody could come in; `quire key TENANT --file` adds one")
+    return Keys(entries)
+
+
+def new_key(
+    tenant: str, role: Role, requests_per_minute: int | None = None, tokens_per_minute: int | None = None
+) -> tuple[str, KeyEntry]:
+    """A key of 256 random bits, which nothing else knows, and its entry. Raises ConfigError for a bad tenant."""
+    key = _PREFIX + secrets.token_urlsafe(32)
+    limits = {"requests_per_minute": requests_per_minute, "tokens_per_minute": tokens_per_minute}
+    given = {name: limit for name, limit in limits.items() if limit is not None}
+    return key, KeyEntry(hashlib.sha256(key.encode()).hexdigest(), tenant, role, **given)
+
+
+def add_key(path: Path, entry: KeyEntry) -> None:
+    """Add an entry to a key file. A file that is not there is made, for its owner's eyes only.
+
+    Servers read the old or the new file, never half of one. Not for two at once. Raises ConfigError.
+    """
+    path = Path(os.path.realpath(path))  # a link stays one
+    if path.is_symlink():
+        raise ConfigError(f"the key file {path} is a link that leads to itself; name another")
+    data = _bytes(path)
+    entries = (*(() if data is None else _entries(path, data)), entry)
+    if len(entries) > MAX_KEYS:
+        raise ConfigError(f"{path} holds {MAX_KEYS} keys already; take out some that are no longer used")
+    try:
+        handle, new = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # of mode 0600
+        with open(handle, "wb") as file:
+            file.write(msgspec.json.format(msgspec.json.encode(KeyFile(entries)), indent=2) + b"\n")
+        if data is not None:
+            os.chmod(new, path.stat().st_mode & 0o777)
+        os.replace(new, path)
+    except OSError as error:
+        raise ConfigError(f"the key file {path} cannot be written: {error.strerror}") from error
+
+
+def _bytes(path: Path) -> bytes | None:
+    """The content of a key file; None where there is no file. Raises ConfigError."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(_MAX_FILE + 1)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ConfigError(f"the key file {path} cannot be read: {error.strerror}") from error
+    if len(data) > _MAX_FILE:
+        raise ConfigError(f"the key file {path} is longer than {_MAX_FILE} bytes")
+    return data
+
+
+def _entries(path: Path, data: bytes) -> tuple[KeyEntry, ...]:
+    """Raises ConfigError."""
+    try:
+        entries = msgspec.json.decode(data, type=KeyFile).keys
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:  # which never quote a hash
+        raise ConfigError(
+            f"the key file {path} is wrong: {error}; it must hold "
+            '{"keys": [{"sha256": ..., "tenant": ..., "role": "user" or "admin"}]}, where an entry may have '
+            "requests_per_minute and tokens_per_minute, too"
+        ) from error
+    places: dict[str, int] = {}
+    for place, entry in enumerate(entries):
+        first = places.setdefault(entry.sha256.lower(), place)
+        if first != place:
+            raise ConfigError(f"the key file {path} has one key twice: keys[{first}] and keys[{place}]")
+    return entries
