@@ -1,6 +1,6 @@
-"""Builds the CPU kernels: one extension that holds the same sources compiled for each instruction set.
+"""Build of the CPU kernels: one extension with the same sources compiled for each instruction set.
 
-Where it cannot be built, quire is installed without it and runs its kernels in plain torch.
+If it cannot be built, quire is installed without it and uses the kernels in plain torch.
 """
 
 import os
@@ -47,10 +47,10 @@ FLAGS = (
 
 
 class BuildKernels(build_ext):
-    """Compiles PER_BUILD once for each of BUILDS, side by side, before the module itself."""
+    """Compiles PER_BUILD for each of BUILDS, in parallel, before the module itself."""
 
     def build_extension(self, ext: Extension) -> None:
-        """See the class."""
+        """Build the extension if a source is newer than it, or if it is forced."""
         if not self.force and not newer_group(ext.depends, self.get_ext_fullpath(ext.name)):
             return
         builds = ("QUIRE_BUILDS", " ".join(f"BUILD({name})" for name in BUILDS))

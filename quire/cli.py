@@ -1,7 +1,6 @@
-"""The command line: flags to options, results to the terminal. Knows no engine; `quire.LLM` and `quire.serve` do.
+"""The command line interface.
 
-The flags are made from the fields of EngineOptions and ServerOptions and their Help, so that there is
-one list of options.
+Flags are generated from the fields of EngineOptions and ServerOptions and their Help, so that options are listed once.
 """
 
 import sys
@@ -39,7 +38,10 @@ def main() -> None:
 
 
 def with_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """A command that takes options (dataclasses), as one with a flag for each field that it does not take itself."""
+    """Decorator: replaces the dataclass parameters of a command by one flag per field.
+
+    A field that is also a parameter of the command has no flag of its own.
+    """
     types = get_type_hints(command, include_extras=True)
     kinds = {name: types[name] for name in signature(command).parameters if is_dataclass(types[name])}
     own = [parameter for parameter in signature(command).parameters.values() if parameter.name not in kinds]
@@ -53,7 +55,7 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
         command(**{name: value for name, value in values.items() if name not in of_options}, **made)
 
     run.__name__, run.__doc__ = command.__name__, command.__doc__
-    run.__signature__ = Signature([*own, *flags])  # type: ignore[attr-defined]  # what inspect.signature reads
+    run.__signature__ = Signature([*own, *flags])  # type: ignore[attr-defined]  # read by inspect.signature
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in (*own, *flags)}
     return run
 
@@ -68,7 +70,7 @@ def _flag(name: str, annotated: Any, default: object) -> Parameter:  # noqa: ANN
     text = next(note for note in notes if isinstance(note, Help))
     bounds = next((note for note in notes if isinstance(note, Meta)), Meta())
     if get_origin(kind) is tuple:
-        kind, default = list[get_args(kind)[0]], list(default)  # type: ignore[misc, call-overload]  # typer's many
+        kind, default = list[get_args(kind)[0]], list(default)  # type: ignore[misc, call-overload]  # a repeated option
     flag = f"--{name.replace('_', '-')}"
     option = typer.Option(
         f"{flag}/--no-{flag[2:]}" if default is True else flag,
@@ -92,7 +94,7 @@ def _quire(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="print it")
     ] = False,
 ) -> None:
-    """An LLM serving engine. Without a model's name, commands use the one that ships with quire."""
+    """An LLM serving engine. If no model is given, commands use the one that ships with quire."""
 
 
 @app.command()
@@ -121,7 +123,7 @@ def key(
     ] = None,
     file: Annotated[Path | None, typer.Option(help="where its hash is added, for `quire serve --api-key-file`")] = None,
 ) -> None:
-    """Make an API key and print it, this once. What is kept is its hash, which cannot be turned back."""
+    """Create an API key and print it once. Only its SHA-256 hash is stored."""
     secret, entry = new_key(tenant, role, requests_per_minute, tokens_per_minute)
     if file is not None:
         add_key(file, entry)
@@ -142,7 +144,7 @@ def generate(
     n: Annotated[int, typer.Option(help="continuations of each prompt", min=1)] = 1,
     options: EngineOptions,
 ) -> None:
-    """Continue prompts and print the texts, each on lines of its own."""
+    """Continue prompts and print the generated texts."""
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, n=n)
     with closing(_load(options)) as llm:
         for result in llm.generate(prompts, params):
@@ -158,7 +160,7 @@ def chat(
     system: Annotated[str | None, typer.Option(help="what the model is told first")] = None,
     options: EngineOptions,
 ) -> None:
-    """Talk with a model. /exit or end of input ends it, Ctrl-C cuts an answer short."""
+    """Chat with a model. /exit or end of input ends the chat, Ctrl-C stops an answer."""
     with closing(_load(options)) as llm:
         _converse(llm, system, SamplingParams(max_tokens=None, temperature=temperature))
 
@@ -175,7 +177,7 @@ def run_batch(
     served_model_name: Annotated[str | None, typer.Option(help="the name that requests use")] = None,
     options: EngineOptions,
 ) -> None:
-    """Answer the requests of a file into another: chat, completions, embeddings."""
+    """Answer a file of requests: chat, completions, embeddings. Results go to another file."""
     quire.run_batch(
         options,
         input_file,
@@ -191,7 +193,7 @@ def run_batch(
 
 @app.command()
 def replay(file: Annotated[Path, typer.Argument(help="a journal, as --journal writes it")]) -> None:
-    """Run a journal's scheduler again and compare every step. Exit code 1 where one differs."""
+    """Replay a journal and compare every step of the scheduler. Exit code 1 if one differs."""
     try:
         report = replay_file(file)
     except OSError as error:
@@ -210,7 +212,7 @@ def doctor(
     model: Annotated[str | None, typer.Argument(help=MODEL_HELP)] = None,
     options: EngineOptions,
 ) -> None:
-    """Say what this installation and machine can do, and whether a model will run. Exit code 1 where not."""
+    """Show what this installation and machine support, and whether a model can run. Exit code 1 on a problem."""
     topic, healthy = "", True
     for finding in quire.examine(options, WeightsBar()):
         if finding.topic != topic:
@@ -223,7 +225,7 @@ def doctor(
 
 
 def _converse(llm: "quire.LLM", system: str | None, params: SamplingParams) -> None:
-    """Turn by turn, until the person ends it."""
+    """The loop of a chat, until the user ends it."""
     messages = [] if system is None else [{"role": "system", "content": system}]
     while (text := _read_turn()) is not None:
         messages.append({"role": "user", "content": text})
@@ -234,7 +236,7 @@ def _converse(llm: "quire.LLM", system: str | None, params: SamplingParams) -> N
                 typer.echo(piece, nl=False)
         except KeyboardInterrupt:
             typer.echo(" [cut short]", nl=False)
-        except RequestError as error:  # such as a conversation that has become too long
+        except RequestError as error:  # such as a conversation longer than the context
             typer.secho(f"{error}", fg="red", err=True)
             messages.pop()
             continue
@@ -243,7 +245,7 @@ def _converse(llm: "quire.LLM", system: str | None, params: SamplingParams) -> N
 
 
 class WeightsBar:
-    """A bar on the error stream, from the first bytes of a download or of weights to the last."""
+    """Progress bar on stderr for downloading or loading a model."""
 
     def __init__(self) -> None:
         columns = (TextColumn("model files"), BarColumn(), DownloadColumn())
@@ -259,7 +261,7 @@ class WeightsBar:
 
 
 class LinesBar:
-    """A bar on the error stream, from the first line of a batch to the last."""
+    """Progress bar on stderr for the lines of a batch."""
 
     def __init__(self) -> None:
         columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -267,7 +269,7 @@ class LinesBar:
         self._task = self._bar.add_task("requests", start=False)
 
     def __call__(self, done: int, total: int) -> None:
-        """`done` of `total` lines are behind us."""
+        """`done` of `total` lines are done."""
         if not self._bar.live.is_started:
             self._bar.start()
             self._bar.start_task(self._task)
@@ -281,7 +283,7 @@ def _load(options: EngineOptions) -> "quire.LLM":
 
 
 def _read_turn() -> str | None:
-    """What the person says next; None to end."""
+    """The next message of the user; None to end."""
     while True:
         try:
             text = input("> ").strip()

@@ -1,6 +1,7 @@
-"""Where states and arrows of a small automaton go: columns by the longest way from the start. Knows no SVG.
+"""Draw the automaton of a regex as SVG, byte by byte and compressed.
 
-Arrows to the next column are drawn directly; those that pass a column run above, those that go back run below.
+The column of a state is its longest path from the start. Arrows to the next column are drawn directly. Arrows that skip
+a column run above all states, arrows that go back run below.
 """
 
 import argparse
@@ -26,7 +27,7 @@ _FAN = 34.0  # between arrows from one state to another
 
 
 class Arrow(NamedTuple):
-    """A way from one state to another, before it has a place."""
+    """A labelled transition from one state to another."""
 
     source: int
     target: int
@@ -42,14 +43,14 @@ class Box(NamedTuple):
     bottom: float
 
     def overlaps(self, other: "Box") -> bool:
-        """Whether they share more than an edge."""
+        """Whether the boxes share more than an edge."""
         across = self.left < other.right and other.left < self.right
         return across and self.top < other.bottom and other.top < self.bottom
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A picture without ink. points: centre of each state. curves: SVG paths by arrow. labels: their boxes."""
+    """A layout. points: centre of each state. curves: SVG path of each arrow. labels: box of each label."""
 
     points: dict[int, tuple[float, float]]
     curves: list[str]
@@ -58,7 +59,7 @@ class Placed:
 
 
 def place(states: Sequence[int], arrows: Sequence[Arrow]) -> Placed:
-    """A place for everything. The first state is where texts begin; all can be reached from it."""
+    """The layout of states and arrows. The first state is the start; all states must be reachable from it."""
     columns = _columns(states, arrows)
     points = _points(states, arrows, columns)
     fans = _fans(arrows)
@@ -85,7 +86,7 @@ def place(states: Sequence[int], arrows: Sequence[Arrow]) -> Placed:
 
 
 def _columns(states: Sequence[int], arrows: Sequence[Arrow]) -> dict[int, int]:
-    """The longest way from the first state to each, arrows that close a circle left out."""
+    """By state: length of the longest path from the first state, without arrows that close a cycle."""
     following = defaultdict(list)
     for arrow in arrows:
         following[arrow.source].append(arrow.target)
@@ -116,7 +117,7 @@ def _columns(states: Sequence[int], arrows: Sequence[Arrow]) -> dict[int, int]:
 
 
 def _points(states: Sequence[int], arrows: Sequence[Arrow], columns: dict[int, int]) -> dict[int, tuple[float, float]]:
-    """Columns as wide as their labels need; in a column, states beside those that lead to them."""
+    """Centre of each state. A column is as wide as its labels; its states are ordered by the height of sources."""
     widths: dict[int, float] = defaultdict(float)
     for arrow in arrows:
         if columns[arrow.target] == columns[arrow.source] + 1:
@@ -140,7 +141,7 @@ def _points(states: Sequence[int], arrows: Sequence[Arrow], columns: dict[int, i
 
 
 def _fans(arrows: Sequence[Arrow]) -> list[float]:
-    """How far the middle of each arrow is moved down, so that those between the same states differ."""
+    """By arrow: how far its middle is moved down, so that arrows between the same states do not overlap."""
     between = defaultdict(list)
     for i, arrow in enumerate(arrows):
         between[arrow.source, arrow.target].append(i)
@@ -179,14 +180,14 @@ def _loop(start: Spot) -> tuple[str, list[Spot]]:
 
 
 class _Lanes:
-    """Horizontal ways above and below all states; arrows that overlap have different ones."""
+    """Horizontal lanes above and below all states. Arrows that would overlap get different lanes."""
 
     def __init__(self, top: float, bottom: float) -> None:
         self._edges = {True: top, False: bottom}
         self._used: dict[bool, list[list[tuple[float, float]]]] = {True: [], False: []}
 
     def around(self, start: Spot, end: Spot, *, above: bool) -> tuple[str, list[Spot]]:
-        """The way from one point to another along a lane of its own."""
+        """The curve from one point to another along a free lane, and the places for its label."""
         (x0, y0), (x1, y1) = start, end
         reach = (min(x0, x1) - RADIUS, max(x0, x1) + RADIUS)
         lanes = self._used[above]
@@ -204,14 +205,14 @@ class _Lanes:
         return out + back, [((x0 + x1) / 2, y - 3)]
 
     def extent(self, points: dict[int, tuple[float, float]]) -> Box:
-        """All lanes."""
+        """The box of all lanes."""
         xs = [x for x, _ in points.values()]
         tops, bottoms = (_LANE * len(self._used[above]) for above in (True, False))
         return Box(min(xs), self._edges[True] - tops, max(xs), self._edges[False] + bottoms)
 
 
 def _free(spots: Iterable[Spot], width: float, taken: Sequence[Box]) -> Box:
-    """The first of these places, or above one of them, where a label covers nothing."""
+    """The first box at, above or below one of the places that overlaps no taken box; else the first one."""
     candidates = [
         Box(x - width / 2, y - HEIGHT - lift, x + width / 2, y - lift)
         for lift in (0.0, -18.0, *(14.0 * i for i in range(1, 12)))
@@ -246,7 +247,7 @@ path{fill:none;stroke:#2a6fbb;stroke-width:1.3}
 
 
 def draw(before: Dfa, after: CompressedFsm, title: str = "") -> str:
-    """The picture: byte by byte above, compressed below. Raises RequestError for more than MAX_STATES states."""
+    """The picture as SVG: byte by byte above, compressed below. Raises RequestError above MAX_STATES states."""
     if before.num_states > MAX_STATES:
         raise RequestError(f"{before.num_states} states are too many for a picture: at most {MAX_STATES}", "regex")
     kept = after.kept()
@@ -275,7 +276,7 @@ def draw(before: Dfa, after: CompressedFsm, title: str = "") -> str:
 
 
 def byte_arrows(dfa: Dfa) -> list[Arrow]:
-    """One for each two states, with all bytes that lead from one to the other."""
+    """One arrow for each pair of connected states, labelled with all bytes between them."""
     arrows = []
     for state, row in enumerate(dfa.by_byte.tolist()):
         ways: dict[int, list[int]] = {}
@@ -287,7 +288,7 @@ def byte_arrows(dfa: Dfa) -> list[Arrow]:
 
 
 def edge_arrows(fsm: CompressedFsm) -> list[Arrow]:
-    """One for each edge."""
+    """One arrow for each compressed edge."""
     return [
         Arrow(state, edge.target, one_of(edge.first) + "".join(map(_name, edge.rest)))
         for state in fsm.kept()
@@ -296,7 +297,7 @@ def edge_arrows(fsm: CompressedFsm) -> list[Arrow]:
 
 
 def one_of(data: bytes) -> str:
-    """A set of bytes, sorted, as a label."""
+    """The label of a sorted set of bytes."""
     runs: list[list[int]] = []
     for byte in data:
         if runs and byte == runs[-1][-1] + 1:
@@ -334,7 +335,7 @@ def _label(box: Box, text: str) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Writes the picture to a file, or to the standard output. Returns the exit status."""
+    """Write the picture to a file or to the standard output. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tools.draw_automaton", description=__doc__)
     parser.add_argument("pattern")
     parser.add_argument("--out", type=Path, help="where to write the SVG; the standard output if not given")

@@ -1,11 +1,11 @@
-"""Draw what a journal holds: the block pool over time, and how many tokens each step computed.
+"""Draw a journal as SVG: the block pool over time, and the tokens of each step.
 
     python tools/draw_journal.py JOURNAL OUT.svg [--steps 160]
-    python tools/draw_journal.py --demo JOURNAL OUT.svg     first records one: a small pool, a scripted model
+    python tools/draw_journal.py --demo JOURNAL OUT.svg     records a journal first, with a small pool and no model
 
-Every row is a block of the pool, every column a step, every colour a sequence. Below: the tokens of
-each step, prompt (dark) and output (light). The picture is made by running the journal's inputs
-through the scheduler again, so it shows what happened, not a sketch of it.
+Each row is a block of the pool, each column a step, each colour a sequence. The chart below has the tokens of each
+step: chunks of more than one token are prompt (dark), chunks of one token are output (light). The block tables come
+from a replay of the journal.
 """
 
 import argparse
@@ -31,14 +31,14 @@ BACKGROUND, INK, FREE = "#ffffff", "#333333", "#f1f1ef"
 
 @dataclass
 class Film:
-    """One frame per step."""
+    """The blocks and tokens of each step."""
 
     num_blocks: int = 0
     owners: list[dict[int, list[int]]] = field(default_factory=list)  # per step: block -> sequences
     tokens: list[tuple[int, int]] = field(default_factory=list)  # per step: prompt tokens, decoded tokens
 
     def shoot(self, num_blocks: int, owners: dict[int, list[int]], step: Step) -> None:
-        """Add a frame."""
+        """Add a step. owners: block -> ids of the sequences that hold it."""
         self.num_blocks = num_blocks
         self.owners.append(owners)
         sizes = [chunk.stop - chunk.start for chunk in step.chunks]
@@ -46,7 +46,7 @@ class Film:
 
 
 def read(path: Path, num_steps: int) -> Film:
-    """The first `num_steps` steps of a journal."""
+    """The first `num_steps` steps of a journal. Raises OSError, JournalError."""
     film = Film()
     with path.open("rb") as file:
         for scheduler, step, _ in journal.rerun(journal.read(file)):
@@ -63,12 +63,12 @@ def read(path: Path, num_steps: int) -> Film:
 
 
 def colour(seq_id: int) -> str:
-    """Neighbours in arrival get colours far apart (the golden angle)."""
+    """A colour by sequence id. Consecutive ids differ by the golden angle."""
     return f"hsl({seq_id * 137.508 % 360:.0f} 62% 58%)"
 
 
 def draw(film: Film) -> str:
-    """The film as SVG."""
+    """The picture as SVG."""
     top_block = max((block for owners in film.owners for block in owners), default=0)
     low_block = min((block for owners in film.owners for block in owners), default=0)
     rows, columns = top_block - low_block + 1, len(film.owners)
@@ -91,7 +91,7 @@ def draw(film: Film) -> str:
 
 
 def _runs(film: Film, block: int, y: int) -> list[str]:
-    """One rectangle for as long as a block has the same owners."""
+    """One rectangle for each run of steps in which a block has the same owners."""
     parts = []
     begin = 0
     for end in range(1, len(film.owners) + 1):
@@ -126,7 +126,7 @@ def _chart(film: Film, y: int) -> list[str]:
 
 
 def record_demo(path: Path) -> None:
-    """Sixteen requests of mixed lengths in a pool of 52 blocks, the model played by a script: the same everywhere."""
+    """Write the journal of 16 requests of mixed lengths in a pool of 52 blocks, with a scripted runner and clock."""
     group = KVGroup((0,), "full", 1, 64, "float32", num_blocks=52, bytes_per_block=8192)
     cache = CacheConfig(16, (group,))
     limits = SchedulerConfig(12, 96, 256, step_seconds=0.5, watermark=0.01, steps_in_flight=1)
@@ -144,7 +144,7 @@ def record_demo(path: Path) -> None:
 
 
 def main() -> int:
-    """Draw."""
+    """Write the picture. Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("journal", type=Path)
     parser.add_argument("out", type=Path)

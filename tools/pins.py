@@ -1,10 +1,10 @@
-"""Records what the pinned packages require of each other, for each Python that quire supports.
+"""Record of the requirements between pinned packages, for each Python that quire supports.
 
     python -m tools.pins        # after a change of constraints.txt: writes tests/assets/pins.json
 
-Only metadata is fetched, of the wheels that the package index has for Linux on x86-64. A local folder of wheels that
-pip is configured with is left out, so that torch is the index's. `tests/repository/test_dependency_pins.py` compares
-the pins with the record.
+It fetches only metadata of the wheels that the package index has for Linux on x86-64. It ignores the local folder of
+wheels in pip's configuration, so that torch is the one of the index. `tests/repository/test_dependency_pins.py`
+compares the pins with the record.
 """
 
 import json
@@ -25,14 +25,14 @@ PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in range(39, 4, -1)] + ["ma
 
 
 def pins() -> dict[str, str]:
-    """Version of each package that constraints.txt pins, by canonical name."""
+    """The version of each package that constraints.txt pins, by canonical name."""
     lines = [line.split("#")[0].strip() for line in (ROOT / "constraints.txt").read_text().splitlines()]
     split = [line.split("==") for line in lines if line]
     return {canonicalize_name(name): version for name, version in split}
 
 
 def wheels(python: str, folder: str) -> list[dict[str, Any]]:
-    """pip's report of the wheels that it would install for the pins, without what they require."""
+    """pip's report of the wheels that it would install for the pins, without their dependencies."""
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     command += ["--dry-run", "--ignore-installed", "--no-deps", "--only-binary=:all:", "--target", folder]
     command += ["--python-version", python, "--implementation", "cp"]
@@ -46,7 +46,7 @@ def wheels(python: str, folder: str) -> list[dict[str, Any]]:
 
 
 def record() -> dict[str, Any]:
-    """For each pinned package: its version, the Pythons that have a wheel, and what it requires of other pins."""
+    """By pinned package: its version, the Pythons with a wheel, and its requirements of other pinned packages."""
     versions = pins()
     packages: dict[str, Any] = {}
     for python in PYTHONS:

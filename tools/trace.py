@@ -3,8 +3,9 @@
     python -m tools.trace [--scenes offline,http,admission,step] [--json FILE]
 
 offline: one request of 8 greedy tokens through LLM. http: a streamed chat of 8 tokens through the app, with the engine
-on a thread of this process. admission: one admission within the offline request. step: one decode step of it.
-Everything is loaded and run once before. A call is one entered frame: each resumption of a generator counts.
+on a thread of this process. admission: one admission of an offline request. step: one call of Engine.step, a decode
+step of an offline request. Warm-up requests run first. A call is one entered frame: each resumption of a generator
+counts.
 """
 
 import argparse
@@ -36,7 +37,7 @@ CHAT = {"messages": [{"role": "user", "content": "Hello! Who are you?"}], "strea
 
 
 class Function(NamedTuple):
-    """A function of quire: its file, relative to the package, and its qualified name."""
+    """A function of quire. file: relative to the package. name: qualified name."""
 
     file: str
     name: str
@@ -54,7 +55,7 @@ class Trace:
         self.depth = 0  # most counted frames on one stack
 
     def report(self) -> dict[str, Any]:
-        """Counts, and the functions of each file in order of the first call."""
+        """The counts, and the functions by file in order of the first call."""
         files: dict[str, list[str]] = {}
         for function in self.calls:
             files.setdefault(function.file, []).append(function.name)
@@ -63,7 +64,7 @@ class Trace:
 
 
 class Recorder:
-    """Records calls of quire's functions in this thread and in all that start after it was made."""
+    """Records calls of quire's functions in this thread and in threads that start after its construction."""
 
     def __init__(self) -> None:
         self._functions: dict[CodeType, Function | None] = {}
@@ -76,9 +77,9 @@ class Recorder:
 
     @contextmanager
     def recorded(self, below: Function | None = None, call: int = 1) -> Iterator[Trace]:
-        """The calls of the block; below: only those within the given call of this function, itself included.
+        """The calls in the block. below: only those within call number `call` of this function, itself included.
 
-        Raises LookupError where that call does not happen.
+        Raises LookupError if that call does not happen.
         """
         trace, self._below, self._skip = Trace(), below, call
         self._trace = trace
@@ -118,7 +119,7 @@ class Recorder:
 
 
 def offline_scenes(recorder: Recorder) -> dict[str, Trace]:
-    """The three scenes of a request through LLM."""
+    """The scenes offline, admission and step."""
     llm = quire.LLM(**SIZES, enable_prefix_caching=True)
     params = quire.SamplingParams(**SAMPLING)
     prompts = iter(f"{name} {PROMPT}" for name in ("First.", "Second.", "Third.", "Fourth."))  # none is in the cache
@@ -131,7 +132,7 @@ def offline_scenes(recorder: Recorder) -> dict[str, Trace]:
 
 
 async def http_scene(recorder: Recorder) -> dict[str, Trace]:
-    """The scene of a streamed chat."""
+    """The scene http. Raises RuntimeError if the chat fails."""
     built = build(EngineOptions(**SIZES), report=lambda line: None, progress=lambda done, total: None)
     facts = facts_of(built)
     host = EngineThread(built.engine, facts)
@@ -148,7 +149,7 @@ async def http_scene(recorder: Recorder) -> dict[str, Trace]:
 
 
 def main() -> None:
-    """Print each scene, and write the counts where --json says."""
+    """Print the selected scenes, and write them to the file of --json."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scenes", default="offline,http,admission,step")
     parser.add_argument("--json", type=Path, help="where to write the result")

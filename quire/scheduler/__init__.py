@@ -1,1 +1,1 @@
-"""One scheduler: what runs next, on which memory, and what came of it."""
+"""The scheduler, which composes the batch of each step."""

@@ -1,4 +1,4 @@
-"""Filling: what the next step computes. Everybody that runs goes on, then who waits begins, as far as there is room."""
+"""Batch composition: schedules running sequences, then admits waiting ones while budget, rows and blocks last."""
 
 from quire.cache.kv_cache import KVCache
 from quire.config import SchedulerConfig
@@ -13,7 +13,7 @@ _NONE, _SAMPLE, _POOL = int(ChunkOutput.NONE), int(ChunkOutput.SAMPLE), int(Chun
 
 
 class Filling:
-    """Puts chunks into a step, within its budgets of tokens and of predicted time."""
+    """Plans the chunks of a step within its budgets of tokens and of predicted time."""
 
     def __init__(self, config: SchedulerConfig, cache: KVCache, lives: Lives, pace: Pace) -> None:
         self._config = config
@@ -21,11 +21,11 @@ class Filling:
         self._lives = lives
         self._pace = pace
         self._sharing = SHARINGS.get(config.policy)
-        self._refused = -1  # the head for which memory was short in the step before
-        self._gave_way: Sequence | None = None  # who was preempted for a better class lately
+        self._refused = -1  # id of the last head that lacked blocks; -1 after an admission
+        self._gave_way: Sequence | None = None  # the sequence preempted last for budget sharing
 
     def fill(self, builder: StepBuilder, now: float) -> None:
-        """Chunks for all that run, and for those that can begin."""
+        """Plan chunks of all running sequences, and of waiting ones that can be admitted."""
         lives = self._lives
         if lives.caution.planned():
             lives.accounts.caution_changed(lives.caution.blocks_each, now, more=False)
@@ -40,9 +40,9 @@ class Filling:
             self._unblock(builder, left, now)
 
     def _make_way(self, now: float) -> None:
-        """The head takes the place of a worse class, or of a tenant that has or had more, where rows are short.
+        """Preempt for the head of the queue by the rule of budget sharing, if rows are short or the head lacked blocks.
 
-        Also where memory was, in the step before. One family a step, and not before the one before it has left.
+        Preempts at most one request per step, and none while the previous victim is still in an in-flight step.
         """
         head, rows = self._lives.queue.head, self._lives.rows
         if self._sharing is None or head is None or (rows.has_free and self._refused != head.id):
@@ -51,26 +51,26 @@ class Filling:
         if last is not None and last.row < 0 and self._lives.is_in_flight(last):
             return
         victim = self._sharing.gives_way(rows.running, self._lives.queue, head)
-        if victim is not None and victim.arriving < 0:  # or when it is there
+        if victim is not None and victim.arriving < 0:  # else after its swap-in
             self._gave_way = victim
             self._lives.preempt(victim, self._sharing.reason, now)
 
     def _shares(self, running: list[Sequence], spare: int) -> Shares | None:
-        """What those who run may have of the tokens left; None: whatever there are, as nobody else could have them."""
+        """How `spare` tokens are shared; None without a limit, because no waiting sequence could use them."""
         head = self._lives.queue.head
         if self._sharing is None or head is None or not self._lives.rows.has_free or self._refused == head.id:
             return None
         return Shares(self._sharing, running, self._lives.queue, max(spare, 0))
 
     def fill_alone(self, seq: Sequence, builder: StepBuilder, now: float) -> None:
-        """Chunks for one that runs; the others wait."""
+        """Plan a chunk of one running sequence only."""
         self._advance([seq], builder, now)
         self._lives.accounts.held_up("failure", now)
 
     def _advance(self, sequences: list[Sequence], builder: StepBuilder, now: float) -> int:
-        """Give each sequence some of the tokens it lacks; returns the tokens left in the budget.
+        """Plan a chunk of each sequence that has work. Returns the tokens left in the budget.
 
-        Everybody gets one token before anybody gets a second, so that a long prompt delays no one.
+        Each sequence gets one token before any gets a second, so that a long prompt does not delay the others.
         """
         budget = self._pace.tokens_within(self._config.step_seconds, self._config.max_num_batched_tokens)
         spare = budget - len(sequences)
@@ -89,7 +89,7 @@ class Filling:
             if shares is not None and take > 1:
                 take = 1 + shares.take(seq, take - 1)
             if start + take > seq.table.capacity and not self._grow(seq, start + take, builder, now):  # type: ignore[union-attr]
-                if seq.row < 0:  # it was the latest arrival itself, and the last
+                if seq.row < 0:  # it was the last one itself, and is preempted
                     break
                 spare += 1
             else:
@@ -99,19 +99,20 @@ class Filling:
         return spare
 
     def _grow(self, seq: Sequence, num_tokens: int, builder: StepBuilder, now: float) -> bool:
-        """Back the first `num_tokens` positions, preempting the latest arrivals while blocks are short.
+        """Allocate blocks for the first `num_tokens` positions; preempt the last running ones while blocks are short.
 
-        Another family leaves as a whole; of its own the latest leaves alone, so that the first can always go on.
+        Another request is preempted as a whole. Of its own request only the last sequence is preempted, so that the
+        first can always continue. Returns False if the sequence gets no chunk in this step.
         """
         assert seq.table is not None
         while (firsts := self._cache.grow(seq.table, num_tokens, cause=cause_of(seq, now))) is None:
             if self._cache.fits_once_collected(seq.table, num_tokens):
-                return False  # steps in flight are about to give back enough
+                return False  # in-flight steps will free enough blocks
             if self._cache.windowed and self._lives.is_in_flight(seq):
-                return False  # when they are committed, blocks of its own leave the window
+                return False  # their commit frees its blocks behind the window
             victim = self._lives.rows.running[-1]
             if victim.arriving >= 0:
-                return False  # when it is there it can be preempted
+                return False  # it can be preempted after its swap-in
             whose = " for its own request" if victim.request is seq.request else ""
             self._preempt(victim, seq, f"no free block{whose}", now)
             if victim is seq:
@@ -120,15 +121,15 @@ class Filling:
         return True
 
     def _admit(self, builder: StepBuilder, left: int, now: float, spare: list[int] | None) -> None:
-        """Start waiting sequences, in the order of the queue, while tokens, rows and blocks last.
+        """Admit waiting sequences in the order of the queue, while tokens, rows and blocks last.
 
-        spare: blocks of each group to be left for growth.
+        left: tokens. spare: blocks per group to leave free, the admission watermark; None: no watermark.
         """
         while (seq := self._lives.queue.head) is not None:
             if left <= 0 or not self._lives.rows.has_free:
                 self._lives.accounts.held_up("tokens" if left <= 0 else "rows", now)
                 return
-            if self._lives.is_in_flight(seq) or self._cache.is_leaving(seq.id):  # preempted a moment ago
+            if self._lives.is_in_flight(seq) or self._cache.is_leaving(seq.id):  # preempted just now
                 self._lives.accounts.held_up("in_flight", now)
                 return
             limit = min(len(seq.tokens), seq.limit)
@@ -162,7 +163,7 @@ class Filling:
         self._lives.accounts.held_up("step", now)
 
     def _unblock(self, builder: StepBuilder, left: int, now: float) -> None:
-        """Nothing runs and somebody waits: beams wait for each other, and hold what the one in the queue needs."""
+        """Admit the head without watermark, or preempt the last running sequence: idle beams hold the head's blocks."""
         self._admit(builder, left, now, None)
         waiting = self._lives.queue.head
         if waiting is not None and not (builder.chunks or builder.arrivals) and self._lives.rows.running:
@@ -178,10 +179,10 @@ class Filling:
             self._lives.preempt(victim, reason, now)
 
     def _plan_chunk(self, seq: Sequence, take: int, builder: StepBuilder) -> None:
-        """The sequence's next `take` tokens; the last token known so far yields the next one."""
+        """Plan a chunk of at most `take` tokens. Behind the last known or pending token the next one is sampled."""
         start = seq.num_computed
         if start < seq.to_tell < start + take and seq.num_told < seq.to_tell and seq.num_generated:
-            take = seq.to_tell - start  # logits are those of a chunk's last positions, and forced tokens come behind
+            take = seq.to_tell - start  # logits exist for the last positions only, here not forced tokens
         stop = seq.num_computed = start + take
         table = seq.table
         assert table is not None

@@ -1,9 +1,9 @@
-"""Beam search: which continuations live on, which end, and when it is over. Pure: numbers in, indices out.
+"""Beam search over the sequences of a request.
 
-The rules are those of Hugging Face transformers (`generate` with `num_beams`). What is ranked is the sum of the
-model's own logprobs; hypotheses that ended are compared by their score, which is that sum divided by
-`num_tokens ** length_penalty`, where num_tokens counts the generated tokens, the end token included and the prompt
-not. Knows no scheduler, no cache and no text.
+The rules are those of Hugging Face transformers (`generate` with `num_beams`). Candidates are ranked by the sum of the
+model's own logprobs. Finished hypotheses are ranked by score: that sum divided by `num_tokens ** length_penalty`,
+where num_tokens counts generated tokens with the end token, without the prompt. `select` is a pure function; `Searches`
+applies its result to sequences and block tables.
 """
 
 from dataclasses import dataclass, field
@@ -24,12 +24,12 @@ from quire.scheduler.sequence import Sequence
 
 
 class Rules(NamedTuple):
-    """What stays the same during a search.
+    """The parameters of a search.
 
-    min_tokens: so many tokens come before an end token. max_tokens: at so many, whatever is live ends.
-    early_stopping, once `width` hypotheses have ended: True stops at once; False when the best live beam, scored at
-    its present length, is no better than the worst of them; "never" when it could not be at any length up to
-    max_tokens.
+    min_tokens: an end token is allowed after so many tokens. max_tokens: all live beams end at this length.
+    early_stopping, once `width` hypotheses have ended: True stops at once; False stops when the best live beam, scored
+    at its present length, is no better than the worst of them; "never" stops when it could not be better at any length
+    up to max_tokens.
     """
 
     width: int
@@ -41,7 +41,7 @@ class Rules(NamedTuple):
 
     @classmethod
     def of(cls, request: Request) -> "Rules":
-        """Those of a request that has `beams`."""
+        """The parameters of a request that has `beams`."""
         beams = request.beams
         assert beams is not None
         return cls(
@@ -54,12 +54,12 @@ class Rules(NamedTuple):
         )
 
     def score(self, cumulative_logprob: float, num_tokens: int) -> float:
-        """Of a hypothesis with so many generated tokens, the end token included; higher is better."""
+        """The score of a hypothesis with `num_tokens` generated tokens, the end token included; higher is better."""
         return float(cumulative_logprob / num_tokens**self.length_penalty)
 
 
 class Beam(NamedTuple):
-    """A beam that lives on: `parent`, the index of a beam that was live, and one token more."""
+    """A beam that continues: the index of its parent among the live beams, and its new token."""
 
     parent: int
     token: int
@@ -67,7 +67,7 @@ class Beam(NamedTuple):
 
 
 class Ending(NamedTuple):
-    """A beam that ended with its last token: "stop", an end token; or "length"."""
+    """A beam that ended with its new token: an end token ("stop"), or the last one at max_tokens ("length")."""
 
     parent: int
     token: int
@@ -77,7 +77,7 @@ class Ending(NamedTuple):
 
 
 class Selection(NamedTuple):
-    """What came of one step. live: best first, at most `width`; when the search is over nobody needs them."""
+    """The result of one step. live: best first, at most `width`; unused if the search is over."""
 
     live: list[Beam]
     ended: list[Ending]  # most likely first; only those that were among the `width` most likely candidates
@@ -85,7 +85,7 @@ class Selection(NamedTuple):
 
 
 class Hypothesis(NamedTuple):
-    """A sequence that ended. token_ids: what was generated, the end token included."""
+    """A finished result. token_ids: the generated tokens, the end token included."""
 
     token_ids: list[int]
     cumulative_logprob: float
@@ -104,13 +104,13 @@ def select(
     """One step of the search.
 
     live: cumulative logprobs of the live beams. ids and logprobs, (num_live, num_candidates): the next tokens of
-    each, most likely first, with the model's own logprobs; negative ids pad, and what has no finite logprob is no
-    candidate. finished: the scores of the `width` best hypotheses so far, in any order. num_tokens: what a beam has
-    generated with the token that is chosen now.
+    each, most likely first, with the model's own logprobs. Negative ids are padding; a token without a finite logprob
+    is no candidate. finished: the scores of the `width` best hypotheses so far, in any order. num_tokens: tokens that
+    a beam has generated, the one selected now included.
 
-    A candidate that ends becomes a hypothesis only if it is among the `width` most likely of all candidates; of
-    those that do not end the `width` most likely live on. An end token before min_tokens is no candidate. For this
-    to be exact, each beam needs its `width` most likely candidates and as many more as there are end tokens.
+    A candidate that ends becomes a hypothesis only if it is among the `width` most likely of all candidates. Of
+    those that do not end, the `width` most likely continue. An end token before min_tokens is no candidate. For an
+    exact result, each beam needs its `width` most likely candidates and as many more as there are end tokens.
     Equally likely candidates are taken in the order of their parents, then of the columns.
     """
     ends = np.isin(ids, list(rules.stop_ids))
@@ -121,7 +121,7 @@ def select(
     beams: list[Beam] = []
     ended: list[Ending] = []
     at_limit = num_tokens >= rules.max_tokens
-    most = rules.width + int(ends.sum())  # at least `width` of so many do not end
+    most = rules.width + int(ends.sum())  # at least `width` of these do not end
     for rank, (parent, column) in enumerate(_most_likely(cumulative, allowed, most)):
         token, total = int(ids[parent, column]), float(cumulative[parent, column])
         if not (at_limit or ends[parent, column]):
@@ -135,10 +135,10 @@ def select(
 
 
 def _most_likely(cumulative: np.ndarray, allowed: np.ndarray, most: int) -> list[tuple[int, int]]:
-    """(row, column) of at most so many allowed candidates, most likely first; equals in reading order."""
+    """(row, column) of at most `most` allowed candidates, most likely first; equal ones in row-major order."""
     places = np.flatnonzero(allowed)
     values = cumulative.reshape(-1)[places]
-    if len(places) > most:  # most are far behind: sort the few that are not
+    if len(places) > most:  # partition first, to sort few
         near = values >= np.partition(values, -most)[-most]
         places, values = places[near], values[near]
     order = places[np.argsort(-values, kind="stable")[:most]]
@@ -147,7 +147,7 @@ def _most_likely(cumulative: np.ndarray, allowed: np.ndarray, most: int) -> list
 
 
 def _is_over(best: float, scores: list[float], rules: Rules, num_tokens: int) -> bool:
-    """best: cumulative logprob of the best live beam. scores: of the hypotheses that are kept, best first."""
+    """Whether the search ends. best: cumulative logprob of the best beam. scores: of the hypotheses, best first."""
     if len(scores) < rules.width:
         return False
     if rules.early_stopping is True:
@@ -157,10 +157,10 @@ def _is_over(best: float, scores: list[float], rules: Rules, num_tokens: int) ->
 
 
 def plan_beams(params: BeamSearchParams, *, vocab_size: int, num_end_tokens: int, num_stop_ids: int = 0) -> Beams:
-    """What a request for this search asks of the engine.
+    """The Beams of a request with these parameters.
 
-    num_end_tokens: the model's own. num_stop_ids: tokens beside them that end a sequence of this request.
-    Raises RequestError for a beam_width that the vocabulary cannot feed: there would be fewer results.
+    num_end_tokens: the model's eos tokens. num_stop_ids: other tokens that end a sequence of this request.
+    Raises RequestError if the vocabulary is too small for beam_width, which would give fewer results.
     """
     width, num_ends = params.beam_width, num_stop_ids + (0 if params.ignore_eos else num_end_tokens)
     if width + num_ends > vocab_size:
@@ -174,20 +174,20 @@ def plan_beams(params: BeamSearchParams, *, vocab_size: int, num_end_tokens: int
 
 
 class Search:
-    """One search between its steps: how likely the live beams are, and the best `width` hypotheses so far.
+    """State of one search: cumulative logprobs of the live beams, and the best `width` hypotheses so far.
 
-    At first the only live beam is the prompt. Which sequence has a live beam's tokens is the caller's to know.
+    At first the only live beam is the prompt. The caller maps live beams to sequences.
     """
 
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
         self.live = [0.0]  # cumulative logprobs, in the order of the last selection
-        self.num_tokens = 0  # generated by each live beam
-        self.hypotheses: list[Hypothesis] = []  # best first; of equals the earlier one
+        self.num_tokens = 0  # generated tokens of each live beam
+        self.hypotheses: list[Hypothesis] = []  # best first; of equal ones, the earlier first
         self.is_over = False
 
     def advance(self, outputs: list[list[int]], ids: np.ndarray, logprobs: np.ndarray) -> Selection:
-        """Take in a step. outputs: the generated tokens of each live beam; ids and logprobs: as in `select`."""
+        """Apply one step. outputs: the generated tokens of each live beam; ids and logprobs: as in `select`."""
         self.num_tokens += 1
         finished = [one.score for one in self.hypotheses]
         selection = select(self.live, ids, logprobs, finished, self.rules, self.num_tokens)
@@ -202,15 +202,15 @@ class Search:
 
 @dataclass(slots=True)
 class _Open:
-    """A search and the sequences that are its live beams."""
+    """A search with the sequences of its live beams."""
 
     search: Search
     live: list[Sequence]
-    heard: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)  # candidates: ids, logprobs
+    heard: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)  # by sequence id: ids, logprobs
 
 
 class Searches:
-    """Beam searches by request."""
+    """The open beam searches, by request id."""
 
     def __init__(self, cache: KVCache, lives: Lives) -> None:
         self._cache = cache
@@ -218,15 +218,15 @@ class Searches:
         self._open: dict[str, _Open] = {}
 
     def add(self, first: Sequence) -> None:
-        """A search begins with the sequence that computes the prompt."""
+        """Start a search with the sequence that computes the prompt."""
         self._open[first.request.id] = _Open(Search(Rules.of(first.request)), [first])
 
     def drop(self, request_id: str) -> None:
-        """A request has ended."""
+        """Remove the search of a request that has ended. Ignores an unknown one."""
         self._open.pop(request_id, None)
 
     def hear(self, seq: Sequence, logprobs: Logprobs, now: float) -> list[Output]:
-        """A beam has its candidates; the results once the search is over, best first."""
+        """Record the candidates of a beam; advance the search once all have theirs. Returns the results at its end."""
         one = self._open[seq.request.id]
         seq.num_pending = 0
         if seq in one.live:
@@ -244,13 +244,13 @@ class Searches:
             self.drop(seq.request.id)
             return _results(seq, one.search.hypotheses, self._lives.families.members(seq.request.id))
         for beam in one.live:
-            if self._lives.is_in_flight(beam):  # computed a second time, after a preemption: what is under way is void
+            if self._lives.is_in_flight(beam):  # recomputed after a preemption: discard its in-flight chunk
                 self._lives.requeue(beam, beam.num_written, now)
         self._choose(one, selection.live, now)
         return []
 
     def _choose(self, one: _Open, beams: list[Beam], now: float) -> None:
-        """Let the chosen beams live on."""
+        """Assign the selected beams to sequences, and hold the sequences that have no beam."""
         parents = one.live
         bases = [list(parent.tokens) for parent in parents]
         spare = [seq for i, seq in enumerate(parents) if all(beam.parent != i for beam in beams)]
@@ -280,7 +280,7 @@ class Searches:
             self._park(seq)
 
     def _take_over(self, seq: Sequence, parent: Sequence, now: float) -> None:
-        """A sequence goes on from where its parent stands: with its blocks, or from the queue where there is no row."""
+        """Fork the parent's block table for a sequence, or requeue it if the parent has no row or none is free."""
         was_held = seq.row < 0 and seq not in self._lives.queue
         if parent.row < 0 or (seq.row < 0 and not self._lives.rows.has_free):
             if seq.row >= 0 or was_held:
@@ -300,7 +300,7 @@ class Searches:
         self._lives.rows.meet(seq)
 
     def _park(self, seq: Sequence) -> None:
-        """A sequence that no beam needs now."""
+        """Hold a sequence that has no beam; take its row and blocks."""
         if seq.row >= 0:
             ask_nothing(seq)
             self._lives.rows.give_up(seq, 0)
@@ -312,7 +312,7 @@ class Searches:
 
 
 def _results(seq: Sequence, hypotheses: list[Hypothesis], members: list[Sequence]) -> list[Output]:
-    """The best `n`, one for each of the request's first sequences."""
+    """Outputs of the best `n` hypotheses, one for each of the request's first sequences."""
     outputs = []
     for index, member in enumerate(members[: seq.request.params.n]):
         output = Output(seq.request.id, index, member.id, [], "error", num_cached_tokens=seq.num_cached or 0)
@@ -328,7 +328,7 @@ def _results(seq: Sequence, hypotheses: list[Hypothesis], members: list[Sequence
 
 
 def check_search(request: Request, limits: SchedulerConfig, cache: CacheConfig) -> None:
-    """Raises RequestError for a beam search that could not run to its end even alone."""
+    """Raises RequestError for a beam search that cannot finish even if nothing else runs."""
     if request.beams is None:
         return
     width = request.beams.width

@@ -1,7 +1,7 @@
-"""Shares: who gets the tokens that a step has left, and whose rows, where its policy knows tenants or classes.
+"""Budget sharing between tenants (policy `fair`) or priority classes (policy `priority`).
 
-Everybody that runs has one token of each step anyway. Without shares the earliest arrivals get all the others, so
-that long prompts of one tenant hold up everybody else's for many steps; and whoever has a row keeps it. Pure.
+Every running sequence gets one token per step. Without sharing, the earliest arrivals get all other tokens, so that
+long prompts of one tenant delay other tenants for many steps, and no row changes its tenant or class.
 """
 
 from collections import Counter
@@ -14,21 +14,24 @@ from quire.scheduler.queue.fair import PROMPT_WEIGHT, Fair
 from quire.scheduler.queue.waiting_queue import Queue
 from quire.scheduler.sequence import Sequence
 
-Party = str | int  # a tenant, or a class
+Party = str | int  # a tenant, or a priority class
 
 
 class Sharing(NamedTuple):
-    """Whom a sequence belongs to, whose party comes first, and who gives way."""
+    """A rule of budget sharing: how sequences are grouped, how groups are ordered, and which sequence is preempted."""
 
     party: Callable[[Sequence], Party]
-    place: Callable[[Queue, Party], int]  # less is first
-    least: float  # share of an equal part that everybody gets, if it wants that much
-    gives_way: Callable[[Listing[Sequence], Queue, Sequence], Sequence | None]  # of those who run, to the queue's head
+    place: Callable[[Queue, Party], int]  # the lowest is first
+    least: float  # fraction of an equal part that each group gets, if it has that many tokens to compute
+    gives_way: Callable[[Listing[Sequence], Queue, Sequence], Sequence | None]  # for the head
     reason: str
 
 
 def split(wanted: Mapping[Party, int], total: int, places: Mapping[Party, int], least: float) -> dict[Party, int]:
-    """Everybody gets `least` of an equal part; of what is left, each gets what those before it leave."""
+    """Tokens per group of `total`. wanted: tokens to compute.
+
+    Each group first gets up to `least` of an equal part. The rest goes to the groups in the order of `places`.
+    """
     part = int(total * least / len(wanted)) if wanted else 0
     shares = {party: min(count, part) for party, count in wanted.items()}
     left = total - sum(shares.values())
@@ -48,14 +51,14 @@ def _class(seq: Sequence) -> Party:
 
 
 def _worst_class(running: Listing[Sequence], _: Queue, head: Sequence) -> Sequence | None:
-    """Who came last of the worst class, if that is worse than the head's."""
+    """The last sequence of the worst running class, if that class is worse than the head's."""
     return running[-1] if running and running[-1].rank[0] > head.rank[0] else None
 
 
 def _most_rows(running: Listing[Sequence], head: Sequence) -> Sequence | None:
-    """Who came last of the tenant that has most rows, with a family so small that the head's has no more rows then.
+    """The last sequence of the tenant with the most rows without whose request it has more rows than the head's tenant.
 
-    A tenant that has none may take the rows of any family.
+    If the head's tenant has no row, any request qualifies. None if the head's tenant has at most one row less.
     """
     counts = Counter(map(_tenant, running))
     tenant, most = max(counts.items(), key=lambda one: one[1], default=("", 0))
@@ -68,9 +71,10 @@ def _most_rows(running: Listing[Sequence], head: Sequence) -> Sequence | None:
 
 
 def _served_more(running: Listing[Sequence], queue: Queue, head: Sequence) -> Sequence | None:
-    """Who came last of the tenant that was served most, if the head's will not have been more with the head's prompt.
+    """The last sequence of the tenant served most, if its counter is not below the head's tenant's plus the prompt.
 
-    Its family is no larger than the head's. So a burst of a tenant that uses less than its share need not wait.
+    Its request has no more rows than the head's request has sequences. So bursts of a tenant below its share do not
+    wait.
     """
     counters = {tenant: _served(queue, tenant) for tenant in map(_tenant, running)}
     tenant, most = max(counters.items(), key=lambda one: one[1], default=("", 0))
@@ -97,14 +101,14 @@ SHARINGS: Mapping[Policy, Sharing] = {
 
 
 class Shares:
-    """What a step has left for those who run, beside one token for each, so that there is some for who waits first."""
+    """The tokens of one step for running sequences, beyond one each, that budget sharing grants per group."""
 
     def __init__(self, sharing: Sharing, running: Iterable[Sequence], queue: Queue, total: int) -> None:
-        """The queue has a head."""
+        """total: tokens to divide. The queue must not be empty: the head's group has a share, too."""
         self._party = sharing.party
         head = queue.head
         assert head is not None, "somebody waits"
-        wanted = {sharing.party(head): min(queue.num_tokens_before(head), total)}  # its own among them
+        wanted = {sharing.party(head): min(queue.num_tokens_before(head), total)}  # with its own tokens
         for seq in running:
             count = min(len(seq.tokens) + seq.num_pending, seq.limit) - seq.num_computed - 1
             if count > 0:
@@ -114,7 +118,7 @@ class Shares:
         self._left = split(wanted, total, places, sharing.least)
 
     def take(self, seq: Sequence, most: int) -> int:
-        """Some of its party's tokens for a sequence that wants `most`."""
+        """Take up to `most` of the remaining tokens of the sequence's group. Returns their number."""
         party = self._party(seq)
         count = min(most, self._left.get(party, 0))
         self._left[party] = self._left.get(party, 0) - count

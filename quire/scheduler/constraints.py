@@ -1,8 +1,8 @@
-"""Forms: what the constraints of running sequences say. Decides nothing; which tokens come next is a backend's answer.
+"""Verdicts of constraints, applied to sequences.
 
-A request waits here until its constraint is compiled. Text that has to come is appended to a sequence as soon as it is
-known, and computed like a prompt's: one chunk, whose last position is sampled from. Where a step in flight samples a
-token that is known meanwhile, its result is not looked at.
+A request waits here until its constraint is compiled. Forced tokens are appended to a sequence as soon as the verdict
+is known. They are computed in one chunk like a prompt, and the next token is sampled behind the last one. A token that
+an in-flight step samples in place of a forced one is ignored.
 """
 
 from collections.abc import Sequence as Listing
@@ -21,16 +21,16 @@ _NO_TOKEN = "no token that it allows could be sampled; other parameters may forb
 
 
 class Forms:
-    """Asks the constraints, and tells sequences what they say."""
+    """Passes tokens to the constraints and applies their verdicts to sequences."""
 
     def __init__(self, constraints: Constraints | None, rows: Rows) -> None:
         self.constraints = constraints
-        self.compiling: dict[str, tuple[Request, float]] = {}  # whose constraint is being compiled, and since when
+        self.compiling: dict[str, tuple[Request, float]] = {}  # by id: the request, its arrival in seconds
         self._rows = rows
-        self._open: set[int] = set()  # sequences
+        self._open: set[int] = set()  # ids of sequences with a matcher
 
     def check(self, request: Request) -> None:
-        """Raises RequestError for a request that this scheduler cannot hold to its form."""
+        """Raises RequestError for a constrained request if there are no constraints, or if it is a beam search."""
         if not request.is_constrained:
             return
         if self.constraints is None:
@@ -41,7 +41,10 @@ class Forms:
             raise RequestError("a beam search takes no structured_outputs; leave one of them out", "structured_outputs")
 
     def begin(self, seq: Sequence) -> tuple[str | None, str]:
-        """A sequence begins, or goes on behind known tokens: why it ends with what is forced, and what went wrong."""
+        """Start a matcher for a sequence behind its known output tokens, and append the forced tokens.
+
+        Returns the finish reason or None, and the error or "".
+        """
         assert self.constraints is not None, "checked when it came"
         self._open.add(seq.id)
         known = seq.tokens[len(seq.request.prompt) :]
@@ -50,10 +53,13 @@ class Forms:
         return reason, error
 
     def advance(self, seq: Sequence, tokens: Listing[int]) -> tuple[list[int], str | None, str]:
-        """A sequence got tokens: those that are forced behind them, why it ends with these, and what went wrong."""
+        """Pass sampled tokens to the matcher, and append the forced tokens behind them.
+
+        Returns the appended tokens, the finish reason or None, and the error or "".
+        """
         assert self.constraints is not None, "checked when it came"
         verdict = self.constraints.advance(seq.id, tokens)
-        if len(seq.tokens) == seq.end:  # nothing more can come, and it may be complete
+        if len(seq.tokens) == seq.end:  # the output may be complete for the grammar, too
             return [], "stop" if verdict.is_over and not verdict.forced else "length", ""
         first = len(seq.tokens)
         kept, reason, error = self._obey(seq, verdict)
@@ -62,13 +68,13 @@ class Forms:
         return kept, reason, error
 
     def end(self, seq: Sequence) -> None:
-        """A sequence is over."""
+        """Drop the matcher of a sequence. Ignores a sequence without one."""
         if seq.id in self._open and self.constraints is not None:
             self._open.discard(seq.id)
             self.constraints.end(seq.id)
 
     def late(self, step: Step, launched: Launched) -> Late:
-        """Masks of the rows of the newest step that sample what is not known yet."""
+        """The sampling masks for the constrained rows of the newest step whose next token is not forced."""
         if not self._open:
             return Late.nothing()
         assert self.constraints is not None, "somebody is constrained"
@@ -95,5 +101,5 @@ class Forms:
 
 
 def no_token(seq: Sequence, error: str) -> str:
-    """Why nothing was sampled, of a sequence that may be constrained."""
+    """The error of a sequence without a sampled token: `error`, or the one of its constraint."""
     return DEAD_END + _NO_TOKEN if seq.constrained else error

@@ -1,11 +1,11 @@
-"""The journal: every input of the scheduler in call order, and every Step that it answered with.
+"""The journal: every input of the scheduler in call order, with every planned Step.
 
-The scheduler is pure, so the same inputs give the same Steps, byte for byte; `replay_file` runs them
-again, without a model, and says where the first difference lies. A journal is data only: msgpack
-records, each behind its length.
+The scheduler is pure, so the same inputs give the same Steps, byte for byte. `replay_file` runs the inputs again
+without a model and reports the first difference. A journal is data only: msgpack records, each behind its length in 4
+bytes.
 
-`JournalledScheduler` has the scheduler's own methods and writes down what passes through. It is
-flushed before each step is handed out, so that the step that kills the process is the last one in it.
+`JournalledScheduler` is a scheduler that records its calls. The file is flushed before `plan` returns a step, so that a
+step that crashes the process is the last one in it.
 """
 
 import logging
@@ -31,7 +31,7 @@ from quire.scheduler.scheduler import Scheduler
 
 
 class Heard:
-    """Constraints whose verdicts are written down as they are given."""
+    """Constraints that append their verdicts to a list."""
 
     def __init__(self, constraints: Constraints, heard: list[Verdict]) -> None:
         self._constraints = constraints
@@ -50,7 +50,7 @@ class Heard:
         self._constraints.end(seq_id)
 
     def masks(self, seq_ids: Sequence[int]) -> np.ndarray:
-        """See Constraints. Masks are for the body alone, and are not written down."""
+        """See Constraints. Masks go to the runner only and are not recorded."""
         return self._constraints.masks(seq_ids)
 
     def _note(self, verdict: Verdict) -> Verdict:
@@ -59,7 +59,7 @@ class Heard:
 
 
 class Recorded:
-    """Constraints that answer what is in `verdicts`, in that order; where nothing is left, that all is open."""
+    """Constraints that return the recorded `verdicts` in order, then OPEN."""
 
     def __init__(self) -> None:
         self.verdicts: deque[Verdict] = deque()
@@ -76,7 +76,7 @@ class Recorded:
         """See Constraints."""
 
     def masks(self, seq_ids: Sequence[int]) -> np.ndarray:
-        """Nobody samples in a replay."""
+        """Masks without words: a replay does not sample."""
         return np.zeros((len(seq_ids), 0), np.uint32)
 
     def _next(self) -> Verdict:
@@ -89,12 +89,12 @@ FORMAT = 6
 
 
 class Header(msgspec.Struct, frozen=True, tag=True):
-    """The first record: what the scheduler was built with."""
+    """The first record: the arguments of the scheduler."""
 
     format: int
     scheduler: SchedulerConfig
     cache: CacheConfig
-    is_constrained: bool = False  # whether it has constraints to ask
+    is_constrained: bool = False  # whether it has Constraints
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):
@@ -105,7 +105,7 @@ class Add(msgspec.Struct, frozen=True, tag=True):
 
 
 class Compiled(msgspec.Struct, frozen=True, tag=True):
-    """`Scheduler.compiled`, and what the constraints answered meanwhile."""
+    """`Scheduler.compiled`, with the verdicts returned during the call."""
 
     request_id: str
     error: str
@@ -114,7 +114,7 @@ class Compiled(msgspec.Struct, frozen=True, tag=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """`Scheduler.add`, and the error that it answered with."""
+    """`Scheduler.add`, with the RequestError that it raised."""
 
     request: Request
     now: float
@@ -162,14 +162,14 @@ class Repair(msgspec.Struct, frozen=True, tag=True):
 
 
 class Plan(msgspec.Struct, frozen=True, tag=True):
-    """`Scheduler.plan`, and its answer: the bytes of a Step, empty for None."""
+    """`Scheduler.plan`, with the bytes of its Step, empty for None."""
 
     now: float
     step: bytes
 
 
 class Commit(msgspec.Struct, frozen=True, tag=True, eq=False):
-    """`Scheduler.commit`, and what the constraints answered meanwhile."""
+    """`Scheduler.commit`, with the verdicts returned during the call."""
 
     result: StepResult
     now: float
@@ -180,15 +180,15 @@ Record = Header | Add | Compiled | Refused | Abort | Finish | EndProgram | Flush
 
 
 class JournalError(QuireError):
-    """A file is not a journal, or was cut off."""
+    """A file is not a journal, is damaged, or has another format."""
 
 
 class Differs(QuireError):
-    """What is recorded as refused is not refused when it is run again, or in other words."""
+    """A request that was rejected in the record is accepted in the replay, or rejected with another message."""
 
 
 class JournalledScheduler(Scheduler):
-    """A scheduler that writes down its inputs, and the steps that it plans, as they happen."""
+    """A scheduler that writes its inputs and planned steps to a journal."""
 
     def __init__(
         self, config: SchedulerConfig, cache: KVCache, file: BinaryIO, constraints: Constraints | None = None
@@ -196,11 +196,11 @@ class JournalledScheduler(Scheduler):
         self._heard: list[Verdict] = []
         super().__init__(config, cache, None if constraints is None else Heard(constraints, self._heard))
         self._file = file
-        self._lost = False  # whether a write failed, and the rest would make no sense
+        self._lost = False  # whether a write failed; later records would be useless
         self._write(Header(FORMAT, config, cache.config, constraints is not None))
 
     def add(self, request: Request, now: float) -> None:
-        data = codec.encode(Add(request, now))  # what cannot be written down is not taken in
+        data = codec.encode(Add(request, now))  # encoded first: a request that cannot be encoded is not added
         try:
             super().add(request, now)
         except RequestError as error:
@@ -240,7 +240,7 @@ class JournalledScheduler(Scheduler):
         planned = super().plan(now)
         self._write(Plan(now, _bytes(planned)))
         if planned is not None:
-            self._keep(lambda file: file.flush())  # the step may be the one that kills the process
+            self._keep(lambda file: file.flush())  # the step may crash the process
         return planned
 
     def commit(self, result: StepResult, now: float) -> list[Output]:
@@ -249,11 +249,11 @@ class JournalledScheduler(Scheduler):
         return outputs
 
     def close(self) -> None:
-        with suppress(OSError):  # of a disk that is full: what could be kept has been
+        with suppress(OSError):  # on a full disk, buffered records are lost
             self._file.close()
 
     def _verdicts(self) -> list[Verdict]:
-        """What the constraints answered since the last record."""
+        """Return and clear the verdicts since the last record."""
         heard = list(self._heard)
         self._heard.clear()
         return heard
@@ -265,7 +265,7 @@ class JournalledScheduler(Scheduler):
         self._keep(lambda file: file.write(len(data).to_bytes(4, "little") + data))
 
     def _keep(self, action: Callable[[BinaryIO], object]) -> None:
-        """Do something with the file. A full disk ends the journal, not the engine."""
+        """Apply `action` to the file. An OSError ends the journal, not the engine."""
         if self._lost:
             return
         try:
@@ -276,14 +276,14 @@ class JournalledScheduler(Scheduler):
 
 
 class ReplayReport(msgspec.Struct, frozen=True):
-    """How far a replay came; `difference` is empty when every step was the same."""
+    """The number of equal steps of a replay. `difference` is empty if all steps are equal."""
 
     num_steps: int
     difference: str
 
 
 def read(file: BinaryIO) -> Iterator[Record]:
-    """The records of a journal. A record cut off at the very end (the process died) is left out."""
+    """The records of a journal. An incomplete last record (the process died) is omitted. Raises JournalError."""
     while True:
         head = file.read(4)
         data = file.read(int.from_bytes(head, "little"))
@@ -296,9 +296,9 @@ def read(file: BinaryIO) -> Iterator[Record]:
 
 
 def rerun(records: Iterator[Record]) -> Iterator[tuple[Scheduler, Step | None, bytes]]:
-    """Give the inputs to a new scheduler: after each `plan`, the scheduler, its step, and the bytes recorded.
+    """Replay the inputs in a new scheduler. Yields (scheduler, its step, the recorded bytes) after each `plan`.
 
-    Raises JournalError; Differs for a request that was refused and is not, or otherwise.
+    Raises JournalError, and Differs for a rejection that is not repeated with the same message.
     """
     header = next(records, None)
     if not isinstance(header, Header):
@@ -317,7 +317,7 @@ def rerun(records: Iterator[Record]) -> Iterator[tuple[Scheduler, Step | None, b
 
 
 def _give(scheduler: Scheduler, record: Record) -> None:
-    """An input that no step answers."""
+    """Apply one record, other than a Plan, to the scheduler."""
     match record:
         case Add(request, now):
             scheduler.add(request, now)
@@ -344,7 +344,7 @@ def _give(scheduler: Scheduler, record: Record) -> None:
 
 
 def _refuse(scheduler: Scheduler, record: Refused) -> None:
-    """A request that was refused. Raises Differs where it is not, or in other words."""
+    """Add a request that was rejected. Raises Differs if it is not rejected with the same message."""
     said = ""
     try:
         scheduler.add(record.request, record.now)
@@ -356,9 +356,9 @@ def _refuse(scheduler: Scheduler, record: Refused) -> None:
 
 
 def replay(records: Iterator[Record]) -> ReplayReport:
-    """Run the inputs again and compare the steps with those recorded, up to the first difference.
+    """Replay the inputs and compare the steps with the recorded ones, up to the first difference.
 
-    Raises JournalError where the records make no sense.
+    Raises JournalError for invalid records.
     """
     num_steps = 0
     try:
@@ -371,7 +371,7 @@ def replay(records: Iterator[Record]) -> ReplayReport:
         return ReplayReport(num_steps, str(error))
     except JournalError:
         raise
-    except Exception as error:  # bytes from outside can say anything
+    except Exception as error:  # records are untrusted, so they may cause any error
         raise JournalError(f"damaged after step {num_steps}: {type(error).__name__}: {error}") from error
     return ReplayReport(num_steps, "")
 

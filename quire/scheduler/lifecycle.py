@@ -1,4 +1,4 @@
-"""Lives: which sequences there are, and how each comes to wait, to run, and to end. Plans nothing."""
+"""Scheduler state: all unfinished sequences with their transitions between waiting, running, held, ended."""
 
 from bisect import insort
 from collections import deque
@@ -28,7 +28,8 @@ from quire.scheduler.step_builder import Entry
 class Families:
     """Unfinished sequences by request.
 
-    The first of a family queues; the others are held, in nobody's way, until the KV of what they share is there.
+    If sequences share a prompt or a beam search, only the first is queued. The others are held outside of the queue
+    until the KV that they share is committed, or a beam is selected for them.
     """
 
     def __init__(self, queue: Queue) -> None:
@@ -40,11 +41,11 @@ class Families:
         return request_id in self._members
 
     def members(self, request_id: str) -> list[Sequence]:
-        """Those that have not ended; none of an unknown request."""
+        """The unfinished sequences of a request; empty for an unknown one."""
         return list(self._members.get(request_id, ()))
 
     def add(self, request_id: str, sequences: list[Sequence]) -> list[Sequence]:
-        """A request arrives: queue those that have to compute its prompt, which it returns, and hold the others."""
+        """Add a request. Queues and returns the sequences that compute its prompt, and holds the others."""
         self._members[request_id] = list(sequences)
         held_back = sequences[0].num_shared or sequences[0].request.beams
         num_first = 1 if held_back else len(sequences)
@@ -55,22 +56,22 @@ class Families:
         return sequences[:num_first]
 
     def hold(self, seq: Sequence) -> None:
-        """One that has no part for now."""
+        """Hold a sequence."""
         self._held.setdefault(seq.request.id, []).append(seq)
 
     def release(self, request_id: str) -> list[Sequence]:
-        """Those that were held, and are no longer."""
+        """Stop holding the sequences of a request. Returns the unfinished ones."""
         return [seq for seq in self._held.pop(request_id, ()) if not seq.finished] if self._held else []
 
     def donor(self, seq: Sequence) -> Sequence | None:
-        """A relative that runs and has the KV of what they share."""
+        """A running sequence of the request with committed KV of the positions that `seq` shares; None without one."""
         if not seq.num_shared or seq.swapped:
             return None
         relatives = self._members[seq.request.id]
         return next((one for one in relatives if one.has_written(seq.num_shared)), None)
 
     def remove(self, seq: Sequence) -> Sequence | None:
-        """A sequence has ended. If the others still waited for it, the next takes its part, and is returned."""
+        """Remove a sequence that has ended. If others of its request are held, queues and returns the next of them."""
         request_id = seq.request.id
         relatives = self._members[request_id]
         relatives.remove(seq)
@@ -86,45 +87,48 @@ class Families:
 
 
 class Rows:
-    """`running` is sorted by rank; `unmet` are those of it that the runner has not met, or knows wrongly."""
+    """The running sequences and their rows.
+
+    `running` is sorted by rank. The runner has no or wrong data of the sequences in `unmet`.
+    """
 
     def __init__(self, num_rows: int, cache: KVCache) -> None:
         self.running: list[Sequence] = []
         self.unmet: list[Sequence] = []
-        self.corrected: list[tuple[Sequence, int]] = []  # from this position on its tokens are not what the runner has
+        self.corrected: list[tuple[Sequence, int]] = []  # the runner has wrong tokens from this position
         self._cache = cache
         self._free = list(range(num_rows))[::-1]
 
     @property
     def has_free(self) -> bool:
-        """Whether one more sequence could run."""
+        """Whether a row is free."""
         return bool(self._free)
 
     def take(self, seq: Sequence, table: BlockTable, num_computed: int) -> None:
-        """A sequence that waited has a block table and gets a row."""
+        """Give a row to a sequence that has a block table, of which `num_computed` positions are computed."""
         seq.row = self._free.pop()
         insort(self.running, seq, key=RANK)
         self.hold(seq, table, num_computed)
 
     def hold(self, seq: Sequence, table: BlockTable, num_computed: int) -> None:
-        """A sequence goes on with this table, of which so many positions are computed."""
+        """Set the block table of a running sequence, of which `num_computed` positions are computed."""
         seq.table = table
         seq.num_computed = seq.num_written = num_computed
 
     def meet(self, seq: Sequence) -> None:
-        """The runner has to be told all that a running sequence's row holds."""
+        """Have the next step send all data of a running sequence to the runner."""
         if seq not in self.unmet:
             self.unmet.append(seq)
 
     def told(self) -> None:
-        """A step is planned that tells the runner what it did not know."""
+        """Clear `unmet` and `corrected`, because the planned step sends them."""
         self.unmet.clear()
         self.corrected.clear()
 
     def give_up(self, seq: Sequence, num_valid: int) -> None:
-        """A sequence's row and blocks are free as soon as no step in flight needs them.
+        """Take row and blocks from a sequence. In-flight steps keep the blocks until they end.
 
-        num_valid: leading positions whose KV is what its tokens say; it may be found again.
+        num_valid: leading positions with valid KV, which enter the prefix cache.
         """
         self.running.remove(seq)
         self.unmet = [one for one in self.unmet if one is not seq]
@@ -134,20 +138,20 @@ class Rows:
         seq.row, seq.table, seq.arriving = -1, None, -1
 
     def slots(self) -> tuple[int, int]:
-        """Of the tables of group 0: how many slots they have, and how many of them hold a known token."""
+        """(slots, slots with a known token) of the block tables of group 0, without blocks behind a window."""
         slots = tokens = 0
         for seq in self.running:
             table = seq.table
             assert table is not None, "it runs"
             num_slots = len(table.blocks[0]) * self._cache.block_size
-            gone = table.firsts[0] * self._cache.block_size  # behind the window
+            gone = table.firsts[0] * self._cache.block_size
             slots += num_slots - gone
             tokens += min(num_slots, len(seq.tokens)) - gone
         return slots, tokens
 
 
 class Newcomers:
-    """Requests of which no sequence has had a row yet, and the tokens of their prompts."""
+    """Counts of requests that have never run, and of their prompt tokens."""
 
     def __init__(self) -> None:
         self.num_tokens = 0
@@ -160,29 +164,29 @@ class Newcomers:
         return request_id in self._tokens
 
     def add(self, request: Request) -> None:
-        """One comes."""
+        """Count a request that arrives."""
         self._tokens[request.id] = len(request.prompt)
         self.num_tokens += len(request.prompt)
 
     def drop(self, request_id: str) -> None:
-        """One begins, or has ended; it may have begun before."""
+        """Stop counting a request that runs or has ended. Ignores one that is not counted."""
         self.num_tokens -= self._tokens.pop(request_id, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """A step in flight."""
+    """An in-flight step."""
 
     id: int
     entries: list[Entry]
     num_tokens: int
-    alone: bool  # whether no other step may be in flight beside it
-    arrivals: list[Sequence]  # whose KV it brings from the host
-    num_bytes: tuple[int, int] = (0, 0)  # that it copies to the host, and from it
+    alone: bool  # whether no other step may be in flight
+    arrivals: list[Sequence]  # sequences whose KV it swaps in
+    num_bytes: tuple[int, int] = (0, 0)  # copied to the host, and from it
 
 
 class Lives:
-    """All unfinished sequences. Each is held by its family, queued, or runs in a row."""
+    """All unfinished sequences. Each is queued, running or held."""
 
     def __init__(self, config: SchedulerConfig, cache: KVCache, costs: Costs) -> None:
         self.sequences: dict[int, Sequence] = {}
@@ -202,24 +206,25 @@ class Lives:
 
     @property
     def spare(self) -> list[int]:
-        """Blocks of each group that who begins has to leave."""
+        """Blocks per group that an admission has to leave free."""
         return self.caution.spare(len(self.rows.running))
 
     def is_in_flight(self, seq: Sequence) -> bool:
-        """Whether a step in flight computes something of it."""
+        """Whether an in-flight step has a chunk of a sequence."""
         return bool(self.in_flight) and seq.last_step >= self.in_flight[0].id
 
     def is_running(self, seq_id: int) -> bool:
-        """Whether there is such a sequence, and it has a row."""
+        """Whether an unfinished sequence has this id and a row."""
         return seq_id in self.sequences and self.sequences[seq_id].row >= 0
 
     def is_swapped(self, seq_id: int) -> bool:
-        """Whether there is such a sequence, and it waits for what it has in host memory."""
+        """Whether an unfinished sequence has this id and is swapped."""
         return seq_id in self.sequences and self.sequences[seq_id].swapped
 
     def add(self, request: Request, now: float, begin: Callable[[Sequence], None] | None = None) -> list[Sequence]:
-        """A request comes: its sequences, but for those that have ended before. begin: called with each, before it
-        queues.
+        """Add a request. Returns its sequences without those that have finished before.
+
+        begin: called with each of them before the first is queued.
         """
         of_class, first_id = class_of(self._config, request.terms.priority), self._next_id
         wanted = [i for i in range(request.num_sequences) if not (request.known and request.known[i].finished)]
@@ -239,7 +244,7 @@ class Lives:
         return sequences
 
     def admit(self, seq: Sequence, admission: Admission, now: float) -> None:
-        """The head of the queue has a block table and begins to run."""
+        """Move the head of the queue, which has got a block table, to the running sequences."""
         self.queue.remove(seq)
         self.newcomers.drop(seq.request.id)
         seq.swapped = False
@@ -247,7 +252,7 @@ class Lives:
         self.accounts.admitted(seq, admission, now)
 
     def preempt(self, seq: Sequence, reason: str, now: float) -> None:
-        """Take the rows and blocks of a sequence and of all its relatives that run, but for those that just arrive.
+        """Preempt a sequence and all running sequences of its request, except for those that are being swapped in.
 
         None of them may have a chunk in the step that is being planned.
         """
@@ -257,27 +262,31 @@ class Lives:
             self._leave(leaving, reason, now)
 
     def preempt_alone(self, seq: Sequence, reason: str, now: float) -> None:
-        """Take the row and blocks of one sequence, for relatives that came before it."""
+        """Preempt one sequence only, for an earlier one of its request."""
         self._leave([seq], reason, now)
 
     def _leave(self, leaving: list[Sequence], reason: str, now: float) -> None:
         way = self._ways.take(leaving)
         for seq in leaving:
             seq.swapped = seq.id in self._cache.swapped
-            is_bare = way.how == "swap" and not seq.swapped  # it had nothing that would have to be computed again
+            is_bare = way.how == "swap" and not seq.swapped  # none of its KV would have to be computed again
             self._note_preempted(seq, reason, NOTHING_LOST if is_bare else way, now)
             self.requeue(seq, seq.num_valid, now)
 
     def begin_again(self, seq: Sequence, now: float) -> None:
-        """What a sequence began with was never written, since that step failed."""
+        """Requeue a sequence whose KV is invalid, because the step that was to write it failed."""
         self._note_preempted(seq, "the step failed that computed what it began with", VOID, now)
         seq.epoch += 1
         seq.num_pending = seq.num_foreseen = 0
         self.requeue(seq, 0, now)
 
     def requeue(self, seq: Sequence, num_valid: int, now: float) -> None:
-        """A sequence waits, without a row; so many positions of the one that it had may be found again."""
-        aside = seq.request.beams is not None and seq.num_written >= seq.limit  # heard: until the next beams are chosen
+        """Queue a sequence, and take its row and blocks if it has any.
+
+        num_valid: leading positions with valid KV, which enter the prefix cache. A beam that has its candidates is not
+        queued: it has nothing to compute until beams are selected.
+        """
+        aside = seq.request.beams is not None and seq.num_written >= seq.limit
         if seq.row >= 0:
             ask_nothing(seq)
             self.rows.give_up(seq, num_valid)
@@ -288,7 +297,7 @@ class Lives:
         self.accounts.waits(seq, now)
 
     def end(self, seq: Sequence, reason: str, now: float) -> None:
-        """The sequence is over: its row and blocks are free, as soon as no step in flight needs them."""
+        """End a sequence. In-flight steps keep its blocks until they end."""
         relatives = self.families.members(seq.request.id)
         if len(relatives) == seq.request.num_open:  # the first to end
             running = [one.id for one in relatives if one.row >= 0]
@@ -310,13 +319,13 @@ class Lives:
         self.accounts.ended(seq, reason, now, last=len(relatives) == 1)
 
     def end_all(self, request_id: str, reason: str, now: float) -> None:
-        """All sequences of a request are over."""
+        """End all sequences of a request."""
         self.families.release(request_id)
         for seq in self.families.members(request_id):
             self.end(seq, reason, now)
 
     def end_program(self, tenant: str, program: str, branch: str | None) -> None:
-        """Nobody goes on from what a branch left, and what those of it that run will leave; None: any branch."""
+        """Mark a branch of a program as finished in the cache and in its running sequences; None: all branches."""
         if branch is None:
             self.programs.end(tenant, program)
         self._cache.end_program(tenant, program, branch)
@@ -330,7 +339,7 @@ class Lives:
                 seq.table.keep = seq.table.keep._replace(program=ended)
 
     def look_for_swapped(self) -> None:
-        """A step failed: what some sequences had in host memory may be void."""
+        """Update `swapped` of all sequences after a failed step, which may have invalidated host blocks."""
         for seq in self.sequences.values():
             seq.swapped = seq.swapped and seq.id in self._cache.swapped
 
@@ -339,17 +348,17 @@ class Lives:
         last = not any(one.row >= 0 for one in relatives if one is not seq)
         self.accounts.preempted(seq, reason, way, now, last=last)
 
-    # Sequences of one request: the prompt is computed once
+    # Branching: the prompt of several sequences is computed once
 
     def branch_held(self, donor: Sequence, now: float) -> None:
-        """The KV of a prompt is there: those of its request that were held go on from it, or queue."""
+        """Branch the held sequences of a request from `donor`, which has the prompt's KV. Queue those without room."""
         for held in self.families.release(donor.request.id):
             if not self._branch(held, donor, now):
                 self.queue.put(held)
                 self.accounts.waits(held, now)
 
     def branch_waiting(self, now: float) -> None:
-        """Start those at the head of the queue whose prompt is computed: never run yet, or preempted."""
+        """Branch sequences at the head of the queue, as long as a running one of their request has the prompt's KV."""
         while (seq := self.queue.head) is not None:
             donor = self.families.donor(seq)
             if donor is None or self.is_in_flight(seq) or not self._branch(seq, donor, now):
@@ -357,7 +366,7 @@ class Lives:
             self.queue.remove(seq)
 
     def _branch(self, seq: Sequence, donor: Sequence, now: float) -> bool:
-        """Start a sequence on the KV of `donor`, up to the last token of their prompt, where there is room."""
+        """Start a sequence with the prompt KV of `donor`. False if rows or blocks are short, or KV left the window."""
         if not self.rows.has_free:
             return False
         table = self._cache.branch(
@@ -378,7 +387,7 @@ class Lives:
 
 
 def keep_of(seq: Sequence) -> Keep:
-    """What a sequence asks for the KV that it leaves behind."""
+    """Retention and program hints for the KV that a sequence leaves."""
     request = seq.request
     terms = request.terms
     about = (terms.retention, request.id, request.namespace.tenant, len(request.prompt))
@@ -386,11 +395,11 @@ def keep_of(seq: Sequence) -> Keep:
 
 
 def ask_nothing(seq: Sequence) -> None:
-    """A running sequence gives up its table, and has not ended: what it asks is for when it has."""
+    """Clear retention and program hints of a running sequence that loses its table: they apply at its end only."""
     assert seq.table is not None, "it runs"
     seq.table.keep = seq.table.keep._replace(retention=Retention(), program=None)
 
 
 def cause_of(seq: Sequence, now: float) -> Cause:
-    """Whom blocks are evicted for when they are taken for a sequence."""
+    """The cause of evictions on behalf of a sequence."""
     return Cause(now, seq.request.id, seq.request.namespace.tenant)

@@ -1,4 +1,4 @@
-"""Intake: what a step's result means for its sequences: tokens they get, what is told about them, and how they end."""
+"""Output processing: from a StepResult to the Outputs of its sequences."""
 
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ from quire.scheduler.step_builder import Entry
 
 
 class News(NamedTuple):
-    """Of one chunk: what its sequence asked to be told."""
+    """Logprobs, prompt logprobs and pooled state of one chunk, as far as its request asked for them."""
 
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None
@@ -28,15 +28,15 @@ NOTHING = News()
 
 
 class Extras:
-    """The columns of a result, handed out chunk by chunk, in order. Most steps have none."""
+    """Slices the logprobs, prompt logprobs and pooled states of a StepResult by chunk, in order."""
 
     def __init__(self, result: StepResult) -> None:
         self._result = result
         self.has_logprobs = result.logprobs is not None
-        self._scored = self._pooled = 0  # what belongs to earlier chunks
+        self._scored = self._pooled = 0  # rows of earlier chunks
 
     def take(self, entry: Entry, token: int, count: int) -> News:
-        """Those of the next chunk that has any; its `count` tokens begin at `token`."""
+        """The data of the next chunk that has any. Its `count` sampled tokens start at index `token` of the result."""
         result, (seq, _, _, _, num_told) = self._result, entry
         logprobs = scored = pooled = None
         if count and result.logprobs is not None and seq.num_logprobs >= 0:
@@ -52,7 +52,7 @@ class Extras:
 
 
 class Intake:
-    """Hands out the columns of a result, sequence by sequence."""
+    """Applies step results to sequences: tokens, constraints, beam searches, ends."""
 
     def __init__(
         self, cache: KVCache, lives: Lives, searches: Searches, forms: Forms, block_use: BlockUse, bound: QueueBound
@@ -65,7 +65,7 @@ class Intake:
         self._bound = bound
 
     def take(self, launched: Launched, result: StepResult, now: float) -> list[Output]:
-        """What there is to say after a step that was run."""
+        """Apply the result of a successful step. Returns the outputs."""
         outputs = []
         tokens, counts, extras, at = result.tokens.tolist(), result.counts.tolist(), Extras(result), 0
         self._lives.queue.served(launched.entries, counts)
@@ -85,19 +85,19 @@ class Intake:
         return outputs
 
     def note_length(self, seq: Sequence) -> None:
-        """A sequence came to its end."""
+        """Record the length of a sequence that ends, for block use and length statistics."""
         self._block_use.ended(len(seq.tokens))
         self._bound.ended(seq)
 
     def fail_search(self, seq: Sequence, error: str, now: float) -> list[Output]:
-        """A beam failed, and with it the search."""
+        """End a beam search with an error, because one of its beams failed. Returns one output per result."""
         request = seq.request
         self._searches.drop(request.id)
         self._lives.end_all(request.id, "error", now)
         return [Output(request.id, i, seq.id, [], "error", error=error) for i in range(request.params.n)]
 
     def _wrote(self, seq: Sequence, num_tokens: int, now: float) -> None:
-        """The KV of the first `num_tokens` positions is there, and stays unless the sequence is preempted."""
+        """Record that the KV of the first `num_tokens` positions is committed; branch held sequences, trim windows."""
         if seq.row < 0:
             return
         seq.num_written = num_tokens
@@ -108,9 +108,9 @@ class Intake:
             self._cache.trim(seq.table, num_tokens)
 
     def _extend(self, entry: Entry, tokens: list[int], news: News, now: float) -> Output | None:
-        """What came of a chunk: append sampled tokens and what they force, and see whether the sequence ends.
+        """Append the sampled and forced tokens of a chunk, and end the sequence if it is complete.
 
-        None where it says nothing: what it sampled was known before.
+        Returns None without anything to output, for example if the sampled token had been forced before.
         """
         seq, _, stop, _, num_told = entry
         if num_told:
@@ -142,7 +142,7 @@ class Intake:
     def _obey(
         self, seq: Sequence, sampled: list[int], reason: str | None, error: str
     ) -> tuple[list[int], list[int], str | None, str]:
-        """What a constraint makes of sampled tokens: all tokens to be told, indices of the forced ones, and the end."""
+        """Pass sampled tokens to the constraint. Returns (tokens to output, indices of forced ones, reason, error)."""
         if reason == "error":
             error = no_token(seq, error)
         behind: list[int] = []
@@ -153,7 +153,7 @@ class Intake:
         return told, [*range(len(before)), *range(len(before) + len(sampled), len(told))], reason, error
 
     def _hear(self, seq: Sequence, tokens: list[int], news: News, now: float) -> list[Output]:
-        """What came of a chunk of a beam: its candidates, or nothing yet. The search may be over."""
+        """Pass the candidates of a beam's chunk, if it has any, to its search. Returns outputs if the search ends."""
         if not tokens:
             return []
         if tokens[0] < 0 or news.logprobs is None:

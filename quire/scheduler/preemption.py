@@ -1,7 +1,6 @@
-"""Ways: how those who lose their blocks come by them again, by copying them to the host and back or by computing them.
+"""Preemption mode: whether the KV of preempted sequences is swapped or recomputed.
 
-The cheaper way is taken, by what copies and computing took on this machine so far. Decides nothing about who has to
-leave, nor when.
+Mode `auto` takes the faster one by the cost model, or swap while copy times are unknown. The caller selects the victim.
 """
 
 from collections.abc import Mapping
@@ -16,13 +15,13 @@ from quire.scheduler.sequence import Sequence
 
 
 class Way(NamedTuple):
-    """What was decided for sequences that leave together."""
+    """The decision for sequences that are preempted together, with its reason."""
 
     how: Literal["recompute", "swap"]
     why: str
-    num_bytes: Mapping[int, int] = {}  # copied to the host, by sequence; blocks that they share count once
-    recompute_seconds: float | None = None  # predicted, of all of them; None where nothing was predicted
-    copy_seconds: float | None = None  # the same, out and back
+    num_bytes: Mapping[int, int] = {}  # copied to the host, by sequence id; shared blocks count for the first
+    recompute_seconds: float | None = None  # predicted for all of them; None without a prediction
+    copy_seconds: float | None = None  # predicted for both directions; None without a prediction
 
 
 VOID = Way("recompute", "what it had is void")
@@ -30,7 +29,7 @@ NOTHING_LOST = Way("recompute", "nothing is lost")
 
 
 class Ways:
-    """Decides, and has the cache prepare the copies."""
+    """Selects swap or recompute, and plans the copies of a swap."""
 
     def __init__(self, mode: PreemptionMode, cache: KVCache, costs: Costs) -> None:
         self._mode = mode
@@ -38,7 +37,7 @@ class Ways:
         self._costs = costs
 
     def take(self, leaving: Listing[Sequence]) -> Way:
-        """The way for sequences of one request that are about to lose their tables."""
+        """The decision for sequences of one request, which the caller then requeues. A swap is planned in the cache."""
         if self._mode == "recompute":
             return Way("recompute", "configured")
         if leaving[0].request.beams is not None:
@@ -61,7 +60,7 @@ class Ways:
         return Way("swap", why, sizes, *predicted)
 
     def _recompute_seconds(self, leaving: Listing[Sequence]) -> float:
-        """What they share is computed once."""
+        """Predicted seconds to recompute all sequences; their shared positions count once."""
         first, *others = leaving
         seconds = self._costs.recompute_seconds(first.num_kept)
         for seq in others:

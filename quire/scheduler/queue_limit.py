@@ -1,7 +1,7 @@
-"""The bound of the queue: how many requests may wait, and when there is room for one that was refused.
+"""Queue limit: rejects requests while too many wait, with a Retry-After.
 
-What is told is a place in a line: each one that is refused is told to come when those who wait, and those who were told
-before it, have had their turn. No place is kept: whoever comes while there is room is taken in.
+Retry-After is the predicted time until the queue, plus clients rejected before, has drained. Nothing is reserved: any
+request that arrives below the limit is accepted.
 """
 
 from collections.abc import Iterator
@@ -15,13 +15,13 @@ from quire.errors import QueueFull
 from quire.scheduler.lifecycle import Lives
 from quire.scheduler.sequence import Sequence
 
-MOST_TOLD = 512  # that are expected to come: a flood does not make the line longer for ever
-_UNKNOWN = 1.0  # seconds, where nothing is known of what steps take
-_FRESH = 0.05  # share of the time told last, for which a forecast is good enough
+MOST_TOLD = 512  # rejected requests that are expected to return; bounds Retry-After in a flood
+_UNKNOWN = 1.0  # seconds of Retry-After before any step time is known
+_FRESH = 0.05  # age limit of a forecast, as a share of the wait that it predicted last
 
 
 class QueueBound:
-    """Refuses requests while too many wait. Of those that have begun, or were accepted before, none is refused."""
+    """Rejects requests beyond the queue limit, unless an earlier engine has accepted them."""
 
     def __init__(self, config: SchedulerConfig, cache: KVCache, lives: Lives, costs: Costs) -> None:
         self._config = config
@@ -29,19 +29,19 @@ class QueueBound:
         self._lives = lives
         self._costs = costs
         self._lengths = Lengths()
-        self._told: dict[str, tuple[float, Turn]] = {}  # who was refused, and when it is to come
+        self._told: dict[str, tuple[float, Turn]] = {}  # by rejected request id: when it should return, its turn
         self._line = Line(Turns(Machine(1, 1, 1.0, 0.0, 0.0), []), [], 0, 0)
-        self._made, self._step, self._seconds = 0.0, -1, 0.0  # the line: when, before which step; told last
+        self._made, self._step, self._seconds = 0.0, -1, 0.0  # of the line: time, next step, last prediction
 
     def ended(self, seq: Sequence) -> None:
-        """A sequence came to its end."""
+        """Record the output length of a sequence that ended, for the mean length."""
         if seq.request.may_end_early:
             self._lengths.ended(seq.num_generated)
 
     def check(self, request: Request, step: int, now: float) -> None:
-        """Raises QueueFull for one too many. One that finds nobody waiting is taken in, however long it is.
+        """Raises QueueFull for a request beyond the limit. If no new request waits, one of any length is accepted.
 
-        step: the next one to be planned.
+        step: id of the next step to be planned.
         """
         newcomers, config = self._lives.newcomers, self._config
         if request.was_accepted or not newcomers:
@@ -53,19 +53,19 @@ class QueueBound:
         seconds = self._wait(request, step, now)
         name = (
             "max_queued_requests" if too_many else "max_queued_tokens"
-        )  # how many others there are is nobody's affair
+        )  # the message must not reveal the number of other requests
         raise QueueFull(f"the queue is full ({name} {getattr(config, name)}); try again in {seconds:.3g} s", seconds)
 
     def add(self, request: Request, now: float) -> None:
-        """One was taken in."""
+        """Add an accepted request to the forecast."""
         self._forget(request.id, now)
         if self._told:
             self._line.append(self._turn(request))
         else:
-            self._step = -1  # nobody is told anything: the line is not kept up
+            self._step = -1  # no rejected request: the line is built again when it is needed
 
     def _wait(self, request: Request, step: int, now: float) -> float:
-        """Seconds until there is room for a request behind all in the line, where it is put."""
+        """Predicted seconds until a rejected request would fit. Appends it to the line."""
         if not self._costs.pace.per_token:
             return _UNKNOWN
         self._forget(request.id, now)
@@ -90,16 +90,16 @@ class QueueBound:
         return at - now
 
     def _forget(self, request_id: str, now: float) -> None:
-        """Who has come, and those who should have."""
+        """Remove a request that has returned, and rejected requests whose time has passed, from the line."""
         if request_id in self._told:
             self._line.drop(self._told.pop(request_id)[1])
         while self._told and next(iter(self._told.values()))[0] <= now:
             self._line.drop(self._told.pop(next(iter(self._told)))[1])
 
-    # What the forecast is made from
+    # Inputs of the forecast
 
     def _turns(self) -> Turns:
-        """The machine, and who runs on it."""
+        """The simulation with the current limits, costs and running sequences."""
         pace, config, pools = self._costs.pace, self._config, self._cache.pools
         groups = [i for i, group in enumerate(self._cache.config.groups) if not group.window]
         room = min(
@@ -111,10 +111,10 @@ class QueueBound:
         return Turns(machine, self._who_runs())
 
     def _who_runs(self) -> list[Work]:
-        """What each still has to do. Of those whose end nobody knows, one ends after the other.
+        """The remaining work of each running sequence. Sequences that may end early are expected to end one by one.
 
-        As if their ends came at random: of U the first is expected after 1 / U of the mean length, the next one
-        1 / (U - 1) of it later.
+        Their ends are modelled as random: of U sequences the first is expected after 1 / U of the mean length, the next
+        one 1 / (U - 1) of it later.
         """
         works, running = [], self._lives.rows.running
         num_unsure, share = sum(seq.request.may_end_early for seq in running), 0.0
@@ -127,7 +127,7 @@ class QueueBound:
         return works
 
     def _who_waits(self, told: list[Turn]) -> Iterator[Turn]:
-        """Who came first is first, whatever the policy; then those who were told to come. As they are now."""
+        """Turns of the waiting sequences by arrival, whatever the policy, then those of rejected requests."""
         newcomers = self._lives.newcomers
         waiting = [(seq, seq.request.id in newcomers) for seq in self._lives.sequences.values() if seq.row < 0]
         return self._each(waiting, told)
@@ -141,12 +141,12 @@ class QueueBound:
         yield from told
 
     def _turn(self, request: Request) -> Turn:
-        """Of one that is not there yet."""
+        """The turn of a request that has no sequences yet."""
         sequences = [Sequence(-1, request, i, 0.0) for i in range(request.num_sequences)]
         return Turn([self._work(seq, first=seq.index == 0) for seq in sequences], len(request.prompt))
 
     def _work(self, seq: Sequence, *, first: bool) -> Work:
-        """Of one that waits. The first of a request computes what all of them share."""
+        """The work of a waiting sequence. first: it computes the positions that all sequences of its request share."""
         accounts = self._lives.accounts
         new = len(seq.tokens) - (0 if first else seq.num_shared)
         if first and not seq.has_begun:
@@ -154,7 +154,7 @@ class QueueBound:
         return Work(1 if seq.swapped else max(1, new), self._outputs(seq, 1.0), new)
 
     def _outputs(self, seq: Sequence, share: float) -> float:
-        """Tokens that a sequence is expected to generate yet. share: of the mean length, where its end is not known."""
+        """Expected remaining output tokens of a sequence. share: of the mean length, if it may end early."""
         most, mean = max(0, seq.end - len(seq.tokens)), self._lengths.mean
         if mean is None or not seq.request.may_end_early:
             return most

@@ -1,7 +1,7 @@
-"""Accounts: what became of each request and why, written down where it is decided. Decides nothing.
+"""Request stats: explanations of requests, events, counters.
 
-Of requests that ended the latest are kept. Where they are too many, the tenant with the most loses its oldest: no
-tenant can tell from what is remembered of its own how many others come.
+The latest ended and rejected requests are kept. Beyond the limit, the oldest of the tenant with the most is dropped, so
+that a tenant cannot infer the number of other tenants' requests from what is kept of its own.
 """
 
 from collections import deque
@@ -33,18 +33,18 @@ from quire.scheduler.preemption import Way
 from quire.scheduler.sequence import Sequence
 
 WaitCause = Literal[
-    "step",  # nothing but the step that was running
-    "tokens",  # the step's budget of tokens and time was spent
-    "rows",  # max_num_seqs sequences ran
+    "step",  # only the step that was running
+    "tokens",  # the step's token budget was used up
+    "rows",  # max_num_seqs sequences were running
     "memory",  # KV blocks were short
-    "in_flight",  # after a preemption, until the steps in flight were over
-    "failure",  # a step had failed, and its sequences were tried one by one
+    "in_flight",  # the head was preempted, and in-flight steps or its swap-out were not over
+    "failure",  # a step had failed, and its sequences ran one by one
     "prompt",  # another sequence of the request computed the prompt
 ]
 
 
 class Waits:
-    """Seconds by cause since the start; who notes them twice knows how long they waited in between."""
+    """Cumulative queue time by cause, in seconds. The difference of two snapshots is the time between them."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
@@ -53,21 +53,21 @@ class Waits:
 
     @property
     def cause(self) -> WaitCause:
-        """What holds now."""
+        """The current cause."""
         return self._cause
 
     def because(self, cause: WaitCause, now: float) -> None:
-        """From now on the queue waits for this."""
+        """Set the current cause."""
         self._advance(now)
         self._cause = cause
 
     def note(self, now: float) -> dict[str, float]:
-        """Seconds so far."""
+        """A snapshot: seconds by cause."""
         self._advance(now)
         return dict(self._seconds)
 
     def since(self, noted: dict[str, float], now: float) -> dict[str, float]:
-        """Seconds since they were noted, by cause; causes that took no time are left out."""
+        """Seconds by cause since the snapshot `noted`; causes without time are left out."""
         self._advance(now)
         passed = {cause: seconds - noted.get(cause, 0.0) for cause, seconds in self._seconds.items()}
         return {cause: seconds for cause, seconds in passed.items() if seconds > 0}
@@ -79,41 +79,41 @@ class Waits:
 
 
 MOST_EVENTS = 4096
-MOST_ENDED = 4096  # of a tenant
+MOST_ENDED = 4096  # kept per tenant
 MOST_ENDED_OF_ALL = 16384
-MOST_EVICTIONS = 8  # of a request, that are told one by one
+MOST_EVICTIONS = 8  # listed per request
 
 
 @dataclass(slots=True)
 class _Tenant:
-    """Counts of a tenant that has open requests."""
+    """Counts of a tenant with unfinished requests."""
 
     num_open: int = 0
-    num_waiting: int = 0  # sequences in the queue
-    num_admitted: int = 0  # requests, since it had none open
+    num_waiting: int = 0  # queued sequences
+    num_admitted: int = 0  # requests, since it last had none unfinished
 
 
 class Accounts:
-    """Explanations by request, events, and counters that never fall."""
+    """Explanations by request, recent events, and counters that never fall."""
 
     def __init__(self, policy: str = "fcfs") -> None:
         self.events: deque[Event] = deque(maxlen=MOST_EVENTS)
         self.num_preemptions = 0
-        self.num_slowed = 0  # times that admission became slower
-        self.num_query_tokens = 0  # of prompts, at their first admission
-        self.num_hit_tokens = 0  # of those, whose KV was there
+        self.num_slowed = 0  # times that the blocks per running sequence of the watermark were raised
+        self.num_query_tokens = 0  # prompt tokens at the first admission of their request
+        self.num_hit_tokens = 0  # prefix matches among them
         self._open: dict[str, Explanation] = {}
         self._ended: dict[str, Explanation] = {}
-        self._ended_by_tenant: dict[str, deque[str]] = {}  # their ids, oldest first
+        self._ended_by_tenant: dict[str, deque[str]] = {}  # request ids, oldest first
         self._waits = Waits()
-        self._noted: dict[int, dict[str, float]] = {}  # waits when a sequence began to wait
+        self._noted: dict[int, dict[str, float]] = {}  # snapshot of the waits when a sequence was queued
         self._policy = policy
         self.num_admitted = 0
         self._tenants: dict[str, _Tenant] = {}
-        self._admitted_before: dict[str, int] = {}  # of its tenant, when a request came that is open
+        self._admitted_before: dict[str, int] = {}  # num_admitted of the tenant when a request arrived
 
     def explain(self, request_id: str, seq_ids: Iterable[int], now: float) -> Explanation | None:
-        """What became of a request so far; None where it is unknown or forgotten. seq_ids: of its open sequences."""
+        """A copy of a request's explanation; None if it is unknown or dropped. seq_ids: its unfinished sequences."""
         found = self._known(request_id)
         if found is None:
             return None
@@ -129,7 +129,7 @@ class Accounts:
         return told
 
     def arrived(self, request: Request, now: float) -> None:
-        """A request came."""
+        """Record the arrival of a request."""
         self.events.append(Arrived(now, request.id, len(request.prompt)))
         tenant = self._tenants.setdefault(request.namespace.tenant, _Tenant())
         tenant.num_open += 1
@@ -141,7 +141,7 @@ class Accounts:
         self._admitted_before[request.id] = tenant.num_admitted
 
     def refused(self, request: Request, error: DeadlineUnreachable | QueueFull, now: float) -> None:
-        """A request was not taken in."""
+        """Record the rejection of a request."""
         match error:
             case DeadlineUnreachable():
                 refusal = Refusal("deadline", error.predicted, error.asked, str(error))
@@ -160,31 +160,31 @@ class Accounts:
         self._keep(explanation)
 
     def waits(self, seq: Sequence, now: float) -> None:
-        """A sequence entered the queue."""
+        """Record that a sequence was queued."""
         seq.since = now
         self._tenants[seq.request.namespace.tenant].num_waiting += seq.id not in self._noted
         self._noted[seq.id] = self._waits.note(now)
 
     def parked(self, seq: Sequence) -> None:
-        """A sequence has no part for now: it does not wait."""
+        """Record that a sequence is held, so it does not wait."""
         self._leaves_queue(seq)
 
     @property
     def wait_cause(self) -> WaitCause:
-        """Why those who wait do."""
+        """The cause for which the queue waits now."""
         return self._waits.cause
 
     def queue_seconds(self, request_id: str) -> float | None:
-        """From the arrival of a request that is open until the first of its sequences was admitted."""
+        """Seconds from arrival (if constrained, from the end of compilation) to the first admission; None before."""
         explanation = self._open[request_id]
         return None if explanation.admitted is None else explanation.admitted - explanation.arrived
 
     def held_up(self, cause: WaitCause, now: float) -> None:
-        """Why those who wait have to go on waiting."""
+        """Set the cause for which the queue waits from now on."""
         self._waits.because(cause, now)
 
     def admitted(self, seq: Sequence, admission: Admission, now: float) -> None:
-        """A sequence left the queue and runs."""
+        """Record that a sequence was admitted from the queue."""
         explanation = self._open[seq.request.id]
         num_cached = min(admission.num_tokens, len(seq.request.prompt))
         if explanation.admitted is None:
@@ -208,7 +208,7 @@ class Accounts:
         self._note_running(seq, admission.num_tokens, admission, now)
 
     def branched(self, seq: Sequence, num_tokens: int, now: float) -> None:
-        """A sequence goes on from another one of its request."""
+        """Record that a sequence was branched or forked from another one of its request."""
         explanation = self._open[seq.request.id]
         noted = self._leaves_queue(seq)
         if seq.num_cached is None:
@@ -220,7 +220,7 @@ class Accounts:
         self._note_running(seq, num_tokens, None, now)
 
     def preempted(self, seq: Sequence, reason: str, way: Way, now: float, *, last: bool) -> None:
-        """A sequence loses its row and its blocks. last: none of its request runs any more."""
+        """Record that a sequence was preempted. last: no sequence of its request runs any more."""
         if last:
             self._open[seq.request.id].state = "waiting"
         self.num_preemptions += 1
@@ -231,16 +231,16 @@ class Accounts:
         )
 
     def caution_changed(self, num_blocks: int, now: float, *, more: bool) -> None:
-        """From now on so many blocks are left to each sequence that runs, before others are admitted."""
+        """Record a change of the watermark's blocks per running sequence. more: whether they were raised."""
         self.num_slowed += more
         self.events.append(AdmissionSlowed(now, "", num_blocks))
 
     def failed(self, step_id: int, error: str, now: float) -> None:
-        """A step failed."""
+        """Record a failed step."""
         self.events.append(StepFailed(now, "", step_id, error))
 
     def memory_told(self, cache: KVCache, now: float) -> None:
-        """Take in what the memory has to tell: blocks may have been evicted, and pins refused or ended."""
+        """Take the events and evictions of the cache since the last call."""
         for event in cache.take_events():
             self.events.append(event)
             self._note_pins(event)
@@ -256,13 +256,13 @@ class Accounts:
                 explanation.evictions.append(Eviction(now, num_blocks, policy, numbers))
 
     def shares(self, request_id: str, num_unshared: int, num_own: int) -> None:
-        """Blocks that a request's sequences have now: the time that they need most is remembered."""
+        """Record a request's blocks without sharing, and with it. The larger measurement is kept."""
         explanation = self._open[request_id]
         if num_unshared > explanation.num_blocks_unshared:
             explanation.num_blocks_unshared, explanation.num_blocks_own = num_unshared, num_own
 
     def ended(self, seq: Sequence, reason: str, now: float, *, last: bool) -> None:
-        """A sequence ended; the last one of its request, or not."""
+        """Record the end of a sequence. last: it was the last unfinished one of its request."""
         self.events.append(Finished(now, seq.request.id, seq.id, reason, seq.num_generated))
         noted = self._leaves_queue(seq)
         if noted is not None:
@@ -290,7 +290,7 @@ class Accounts:
                 explanation.num_pinned_blocks_yielded += event.num_blocks
 
     def _leaves_queue(self, seq: Sequence) -> dict[str, float] | None:
-        """What was noted when a sequence began to wait; None if it does not wait."""
+        """Remove the snapshot of a sequence that leaves the queue, and return it; None if it was not queued."""
         noted = self._noted.pop(seq.id, None)
         if noted is not None:
             self._tenants[seq.request.namespace.tenant].num_waiting -= 1
@@ -322,7 +322,7 @@ class Accounts:
     def _note_recomputed(
         self, explanation: Explanation, seq: Sequence, num_found: int, swapped: tuple[int, int] = (0, 0)
     ) -> None:
-        """What the latest preemption of a sequence cost."""
+        """Set the cost in tokens and bytes of a sequence's latest preemption."""
         for i in reversed(range(len(explanation.preemptions))):
             one = explanation.preemptions[i]
             if one.index == seq.index and one.num_recomputed_tokens is None:
@@ -334,7 +334,7 @@ class Accounts:
 
 
 def _miss(seq: Sequence, admission: Admission) -> Miss | None:
-    """Why no more was found. The index knows how much was asked for, and not that this was because of logits."""
+    """Why the prefix match ended. The index cannot tell that a token is computed only for its logits."""
     miss = admission.miss
     if miss is not None and miss.reason == "recomputed" and seq.num_told >= seq.to_tell:
         return structs.replace(miss, reason="last_token")

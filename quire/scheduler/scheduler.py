@@ -1,19 +1,21 @@
-"""The scheduler: plan(), late(), commit(). Pure: no clock, no randomness, no bytes; time is an argument.
+"""The scheduler: requests in, Steps out, StepResults in, Outputs out.
 
-One rule, no phases. Every step gives each running sequence some of the tokens it lacks, so that
-computed tokens catch up with known tokens, within a budget of tokens and of predicted time. Prefill,
-chunked prefill, decode and coming back from preemption are the same rule with other numbers.
+The scheduler is a pure function of its inputs. It reads no clock (time is an argument), draws no random numbers, and
+touches no bytes of KV.
 
-Who waits is ordered by the policy (`queues/`), who runs by class and arrival: the last one that runs is the first to
-lose its blocks.
+There are no phases. Every step gives each running sequence some of its uncomputed tokens, within a budget of tokens
+and of predicted time. Prefill, chunked prefill, decode and resumption after a preemption follow this one rule.
 
-A sequence begins with what the prefix index has of its tokens, and what it computes enters the index as soon as
-it is planned: of requests that arrive together only the first computes what they have in common. Of a request's n
-sequences the first computes the prompt; the others are held until that is committed, then branch off: they share
-its blocks, and compute only the last token of the prompt again, for its logits.
+The policy orders the waiting queue (`queue/`). Running sequences are sorted by class and arrival; the last one is
+preempted first.
 
-Up to `steps_in_flight` steps may be planned and not committed. A failed step is rolled back; its
-sequences are then tried one to a step, and one that fails again, alone, ends with an error.
+A sequence starts with its prefix match. Its tokens enter the prefix index as soon as they are planned, so that of
+requests that arrive together only the first computes their common prefix. Of a request's n sequences the first
+computes the prompt. The others are held until that is committed. Then they branch: they share its blocks, and
+compute only the last prompt token again, for its logits.
+
+At most `steps_in_flight` steps are planned and not committed. A failed step is rolled back. Its sequences then run
+one per step, and a sequence that fails again alone ends with an error.
 """
 
 from collections import deque
@@ -40,14 +42,14 @@ from quire.scheduler.queue_limit import QueueBound
 from quire.scheduler.sequence import Sequence
 from quire.scheduler.step_builder import StepBuilder
 
-_STEPS_PER_SAMPLE = 16  # of how full tables are
+_STEPS_PER_SAMPLE = 16  # steps between two samples of the block use
 
 
 class Scheduler:
-    """Requests in, Steps out, StepResults in, Outputs out."""
+    """Plans Steps from requests, and turns StepResults into Outputs."""
 
     def __init__(self, config: SchedulerConfig, cache: KVCache, constraints: Constraints | None = None) -> None:
-        """constraints: what holds outputs to the form that requests ask for; None refuses such requests."""
+        """constraints: None rejects constrained requests. Raises ConfigError if the cache cannot hold one sequence."""
         if not cache.config.holds_alone(config.max_model_len, config.max_num_batched_tokens):
             raise ConfigError(
                 f"{cache.config} cannot hold one sequence of max_model_len ({config.max_model_len}); give the cache "
@@ -67,55 +69,58 @@ class Scheduler:
         self._deadlines = Deadlines(config, cache, self._lives, self.costs)
         self._bound = QueueBound(config, cache, self._lives, self.costs)
         self._intake = Intake(cache, self._lives, self._searches, self._forms, self.block_use, self._bound)
-        self.predicted_seconds = 0.0  # of the step planned last; 0 where nothing is known
-        self._unsaid: list[Output] = []  # of sequences that ended outside of a commit
+        self.predicted_seconds = 0.0  # of the step planned last; 0 without observations
+        self._unsaid: list[Output] = []  # outputs of sequences that ended outside of a commit
         self._suspects: deque[Sequence] = deque()
         self._next_step = 0
-        self._reset = True  # the runner has no rows yet, or cannot rely on those it has
+        self._reset = True  # the next Step has to reset the runner: it has no rows, or its rows are invalid
 
     @property
     def num_running(self) -> int:
-        """Sequences that have a row and blocks."""
+        """Number of sequences that have a row and blocks."""
         return len(self._lives.rows.running)
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that wait for a row and blocks, or for their constraint to be compiled."""
+        """Number of unfinished sequences without a row: queued, held, or with a constraint that is being compiled."""
         compiling = sum(request.num_open for request, _ in self._forms.compiling.values())
         return len(self._lives.sequences) - len(self._lives.rows.running) + compiling
 
     @property
     def is_compiling(self) -> bool:
-        """Whether requests wait for their constraint to be compiled."""
+        """Whether the constraint of a request is being compiled."""
         return bool(self._forms.compiling)
 
     @property
     def newest_rows(self) -> list[tuple[str, int]]:
-        """Of the step planned last: each chunk's request, and the position up to which it is computed."""
+        """(request id, stop) of each chunk of the step planned last, which must be in flight."""
         return [(seq.request.id, stop) for seq, _, stop, _, _ in self._lives.in_flight[-1].entries]
 
     @property
     def has_work(self) -> bool:
-        """Whether a sequence is unfinished, a step is in flight, or something is to be said."""
+        """Whether there are unfinished sequences, constraints being compiled, steps in flight or pending outputs."""
         return bool(self._lives.sequences or self._lives.in_flight or self._unsaid or self._forms.compiling)
 
     def close(self) -> None:
-        """Nothing is to be done here; a scheduler that writes a journal closes it."""
+        """Do nothing. A subclass that writes a journal closes it."""
 
     def calibrate(self, calibration: Calibration) -> None:
-        """Learn from what was measured through the runner, whose rows cannot be relied on after it. No step may run."""
+        """Fit the cost model to measurements on the runner, whose rows are invalid afterwards.
+
+        Raises ValueError if a step is in flight.
+        """
         if self._lives.in_flight:
             raise ValueError("a step is in flight: a calibration comes before or between steps")
         self.costs.calibrate(calibration)
         self._reset = True
 
-    # Inputs: what happens to requests
+    # Inputs about requests
 
     def add(self, request: Request, now: float) -> None:
-        """Queue a request; one whose output has a form when `compiled` says that it can be.
+        """Queue a request. A constrained request is queued by `compiled`.
 
-        Raises RequestError for an id that is in use, and for a beam search that cannot fit; QueueFull,
-        DeadlineUnreachable. Of one whose sequences have all ended before nothing more is said.
+        Raises RequestError for an id that is in use, a beam search that cannot fit, or a constraint that is not
+        supported; QueueFull; DeadlineUnreachable. A request whose sequences have all finished before has no outputs.
         """
         if request.id in self._lives.families or request.id in self._forms.compiling:
             raise RequestError(f"request id {request.id!r} is in use; choose another", "request_id")
@@ -134,7 +139,7 @@ class Scheduler:
             self._enter(request, now, now)
 
     def compiled(self, request_id: str, error: str, now: float) -> None:
-        """The constraint of a request can be obeyed from now on, or not: `error` says why. An unknown id is ignored."""
+        """Queue a request whose constraint is compiled, or end it if `error` is not empty. Ignores an unknown id."""
         found = self._forms.compiling.pop(request_id, None)
         if found is None:
             return
@@ -148,7 +153,7 @@ class Scheduler:
             self._unsaid.append(Output(request_id, i, NO_SEQUENCE, [], "error", error=error))
 
     def abort(self, request_id: str, now: float) -> None:
-        """Give up a request. Nothing more is said about it; an unknown id is ignored."""
+        """End all sequences of a request. It has no further outputs. Ignores an unknown id."""
         self.cache.at(now)
         self._unsaid = [output for output in self._unsaid if output.request_id != request_id]
         if self._forms.compiling.pop(request_id, None) is not None:
@@ -157,42 +162,45 @@ class Scheduler:
         self._lives.end_all(request_id, "abort", now)
 
     def finish(self, seq_id: int, num_tokens: int, now: float) -> None:
-        """The front end saw the end of a sequence after `num_tokens` output tokens (a stop string).
+        """End a sequence after `num_tokens` output tokens, because the front end found a stop string.
 
-        Tokens after that do not belong to it. Nothing more is said about the sequence; an unknown one,
-        which may have ended on its own meanwhile, is ignored.
+        Later tokens are dropped. The sequence has no further outputs. Ignores beams, and an unknown id: the sequence
+        may have ended before. Raises ValueError for a negative `num_tokens`.
         """
         self.cache.at(now)
         if num_tokens < 0:
             raise ValueError(f"a sequence cannot have ended after {num_tokens} tokens")
         seq = self._lives.sequences.get(seq_id)
-        if seq is not None and seq.request.beams is None:  # beams end when all of them are heard
+        if seq is not None and seq.request.beams is None:  # beams end with their search
             del seq.tokens[len(seq.request.prompt) + num_tokens :]
             self._intake.note_length(seq)
             self._lives.end(seq, "stop", now)
 
     def end_program(self, tenant: str, program: str, branch: str | None, now: float) -> None:
-        """Nobody goes on from what a branch of a program left; None: any of its branches. Unknown ones are ignored."""
+        """Mark a branch of a program as finished, or all its branches (None). Ignores unknown ones."""
         self.cache.at(now)
         self._lives.end_program(tenant, program, branch)
 
     def flush(self, now: float) -> int:
-        """Evict all cached KV that nobody uses; how many blocks were freed."""
+        """Evict all idle blocks, pinned ones included. Returns the number of freed blocks."""
         return self.cache.flush(Cause(now))
 
     def explain(self, request_id: str, now: float) -> Explanation | None:
-        """What became of a request and why; None where it is unknown or forgotten."""
+        """The explanation of a request; None if it is unknown or no longer kept."""
         self.accounts.memory_told(self.cache, now)
         return self.accounts.explain(request_id, [seq.id for seq in self._lives.families.members(request_id)], now)
 
     # The loop: plan, late, commit
 
     def plan(self, now: float) -> Step | None:
-        """The next step, or None when nothing can run before a commit. Requests may end meanwhile: see `missed`."""
+        """The next step, or None if there is nothing to run before the next commit.
+
+        Ends waiting requests that cannot meet their deadline; `missed` returns their outputs.
+        """
         self.cache.at(now)
         self._end_missed(now)
         suspect = self._next_suspect()
-        alone = self._reset or suspect is not None  # no other step is in flight beside it
+        alone = self._reset or suspect is not None  # no other step may be in flight
         in_flight = self._lives.in_flight
         if len(in_flight) >= (1 if alone else self.config.steps_in_flight) or (in_flight and in_flight[-1].alone):
             return None
@@ -221,20 +229,20 @@ class Scheduler:
         return builder.build(moves)
 
     def missed(self) -> list[Output]:
-        """What is to be said about sequences that ended outside of a commit.
+        """Return and clear the outputs of sequences that ended outside of a commit.
 
-        `plan` has ended them, since they cannot meet their deadline any more; or they were added with known tokens
-        that nothing can follow.
+        Such sequences cannot meet their deadline, have a constraint that did not compile, or end with their known or
+        forced tokens.
         """
         outputs, self._unsaid = self._unsaid, []
         return outputs
 
     def late(self, step: Step) -> Late:
-        """What sampling `step` needs that its plan could not contain: masks of constrained rows."""
+        """The sampling masks of the constrained rows of `step`, which must be the step planned last."""
         return self._forms.late(step, self._lives.in_flight[-1])
 
     def commit(self, result: StepResult, now: float) -> list[Output]:
-        """Take in what came of the oldest step in flight."""
+        """Apply the result of the oldest in-flight step. Raises ValueError for the result of another step."""
         if not self._lives.in_flight or self._lives.in_flight[0].id != result.step_id:
             raise ValueError(f"step {result.step_id} was committed, but is not the oldest in flight")
         self.cache.at(now)
@@ -242,7 +250,7 @@ class Scheduler:
         if result.error:
             alone = launched.entries[0][0].id if len(launched.entries) == 1 else None
             for seq_id in self.cache.failed(launched.id):
-                if seq_id != alone:  # nobody begins with what it writes itself
+                if seq_id != alone:  # which depends on no other sequence of this step
                     self._lives.begin_again(self._lives.sequences[seq_id], now)
             self._lives.look_for_swapped()
             return self._roll_back(launched, result.error, now)
@@ -259,13 +267,13 @@ class Scheduler:
 
     @property
     def leaks(self) -> bool:
-        """Whether nothing is left to do and yet somebody uses a block. Costs nothing: asked after each step."""
+        """Whether blocks are in use although there is no work. Cheap enough for a call after each step."""
         used = self.cache.pools.num_blocks - self.cache.pools.num_available - self.cache.num_pinned
         used += self.cache.host_pools.num_blocks - self.cache.host_pools.num_free
         return used > 0 and not self.has_work
 
     def check(self) -> list[str]:
-        """Complaints about memory that does not add up, or that nobody should own; empty when all is well."""
+        """Errors in the block accounting, and sequences with a table or host blocks that should have none."""
         wrong = self.cache.check()
         strangers = [seq_id for seq_id in self.cache.tables if not self._lives.is_running(seq_id)]
         if strangers:
@@ -276,8 +284,8 @@ class Scheduler:
         return wrong
 
     def repair(self) -> None:
-        """Give back what nobody should own, and make reference counts add up. For an engine that has logged `check`."""
-        self.cache.repair()  # first: nothing can be given back to an index that makes no sense
+        """Repair reference counts, and release blocks without an owner. For an engine that has logged `check`."""
+        self.cache.repair()  # first, because a release needs a consistent index
         for seq_id in list(self.cache.tables):
             if not self._lives.is_running(seq_id):
                 self.cache.release(seq_id)
@@ -286,7 +294,7 @@ class Scheduler:
                 self.cache.forget_swapped(seq_id)
 
     def _next_suspect(self) -> Sequence | None:
-        """A running sequence that was part of a failed step and has not run since."""
+        """A running sequence of a failed step that has not succeeded since. Drops suspects that do not run."""
         while self._suspects:
             seq = self._suspects[0]
             if seq.suspect and not seq.finished and seq.row >= 0:
@@ -296,7 +304,7 @@ class Scheduler:
         return None
 
     def _enter(self, request: Request, arrived: float, now: float) -> None:
-        """A request joins the queue, or ends at once where nothing can come behind what is known and forced."""
+        """Queue a request, and end its sequences that are complete with their known or forced tokens."""
         ends: dict[int, tuple[str | None, str]] = {}
 
         def begin(seq: Sequence) -> None:
@@ -319,7 +327,7 @@ class Scheduler:
                 self._end_forced(seq, reason, error, now)
 
     def _end_forced(self, seq: Sequence, reason: str, error: str, now: float) -> None:
-        """A sequence is over with what is forced before anything is sampled; what is told of its prompt comes first."""
+        """End a sequence with its first forced tokens. If it still has to output prompt data, it ends after those."""
         if seq.num_told < seq.to_tell:
             seq.told_end = reason, error
             seq.samples, seq.limit = False, seq.to_tell
@@ -332,14 +340,14 @@ class Scheduler:
         self._unsaid.append(Output(*about, error=error, forced=list(range(len(tokens)))))
 
     def _end_known(self, seq: Sequence, now: float) -> None:
-        """A sequence has nothing to come behind the tokens that it brought along."""
+        """End a sequence if the known tokens of its request complete it."""
         if (known := seq.known_end) is not None:
             reason, stop_token = known
             self._lives.end(seq, reason, now)
             self._unsaid.append(Output(seq.request.id, seq.index, seq.id, [], reason, stop_token))
 
     def _end_missed(self, now: float) -> None:
-        """Whoever waits and cannot be in time any more takes no rows and blocks."""
+        """End waiting requests that cannot meet their deadline any more."""
         for request_id in self._deadlines.missed(now):
             members = self._lives.families.members(request_id)
             request = members[0].request
@@ -354,13 +362,13 @@ class Scheduler:
     # Committing
 
     def _roll_back(self, failed: Launched, error: str, now: float) -> list[Output]:
-        """Undo a failed step. Its sequences become suspects; one that fails again, alone, ends with the error."""
+        """Undo a failed step. Its sequences become suspects. A suspect that fails again alone ends with the error."""
         self._reset = True
         self.accounts.failed(failed.id, error, now)
         alive = [(seq, start) for seq, start, _, epoch, _ in failed.entries if not seq.finished and seq.epoch == epoch]
         outputs = []
         for seq, start in alive:
-            seq.epoch += 1  # chunks of it in later steps built on this one
+            seq.epoch += 1  # its chunks in later steps depend on this one
             seq.num_pending = seq.num_foreseen = 0
             seq.num_computed = min(seq.num_computed, start)
             if seq.table is not None:
@@ -377,7 +385,7 @@ class Scheduler:
 
 
 def _pairs(launched: Launched) -> float:
-    """Tokens and those they attend to, of a step that computes prompts; 0 of one that only generates."""
+    """Number of (token, attended token) pairs of a step with prompt tokens; 0 for a step with one token per chunk."""
     if launched.num_tokens <= len(launched.entries):
         return 0.0
     return sum((stop - start) * (start + stop + 1) for _, start, stop, _, _ in launched.entries) / 2

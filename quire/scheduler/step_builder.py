@@ -1,4 +1,4 @@
-"""A Step while it is being put together."""
+"""Builder of a Step: rows, table changes, chunks."""
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Listing
@@ -9,14 +9,14 @@ from quire.scheduler.sequence import Sequence
 TokenList = tuple[int, ListKind, Mapping[int, float] | Listing[int]]
 
 
-# One chunk as the scheduler remembers it until its step is committed: the sequence, start, stop, the sequence's
-# epoch when the chunk was planned, and of how many of its last positions the result tells something besides a
-# sampled token. There is one per sequence and step, hence a plain tuple.
+# A planned chunk, kept until its step is committed: sequence, start, stop, the sequence's epoch when the chunk was
+# planned, and the number of its last positions with prompt logprobs or pooled states in the result. There is one per
+# sequence and step, so a plain tuple is used for speed.
 Entry = tuple[Sequence, int, int, int, int]
 
 
 class StepBuilder:
-    """Rows opened, blocks given and chunks planned so far, as plain lists."""
+    """The opened rows, table changes and chunks of a Step so far, as plain lists."""
 
     __slots__ = ("arrivals", "blocks", "chunks", "entries", "id", "num_tokens", "opened", "reset", "tokens")
 
@@ -24,7 +24,7 @@ class StepBuilder:
         self.id = step_id
         self.reset = reset
         self.opened: list[Sequence] = []
-        self.arrivals: list[Sequence] = []  # of them, those whose KV comes from the host
+        self.arrivals: list[Sequence] = []  # opened sequences whose KV is swapped in
         self.tokens: list[tuple[int, int, list[int]]] = []
         self.blocks: list[list[tuple[int, int, list[int]]]] = [[] for _ in range(num_groups)]
         self.chunks: list[tuple[int, ...]] = []
@@ -32,30 +32,30 @@ class StepBuilder:
         self.num_tokens = 0
 
     def open(self, seq: Sequence) -> None:
-        """The runner meets a sequence: all it knows of tokens and blocks travels."""
+        """Send all tokens and blocks of a sequence to the runner."""
         assert seq.table is not None
         self.opened.append(seq)
         self.tokens.append((seq.row, 0, seq.tokens))
         self.give_blocks(seq, seq.table.firsts)
 
     def arrive(self, seq: Sequence) -> None:
-        """The KV of a sequence comes from the host with this step."""
+        """Mark a sequence whose KV this step swaps in."""
         seq.arriving = self.id
         self.arrivals.append(seq)
 
     def correct(self, seq: Sequence, first: int) -> None:
-        """From a position on the tokens of a sequence are others than the runner has."""
+        """Send the tokens of a sequence from position `first` again, because the runner has other ones."""
         self.tokens.append((seq.row, first, seq.tokens[first:]))
 
     def give_blocks(self, seq: Sequence, firsts: Listing[int]) -> None:
-        """The table of a sequence changed, in each group from an index on."""
+        """Send the block table of a sequence, in each group from table index `firsts[group]`."""
         assert seq.table is not None
         for spans, blocks, first in zip(self.blocks, seq.table.blocks, firsts, strict=True):
             if first < len(blocks):
                 spans.append((seq.row, first, blocks[first:]))
 
     def build(self, moves: list[Move]) -> Step:
-        """The step."""
+        """The finished Step with `moves`."""
         return Step(
             self.id,
             self.reset,
@@ -104,7 +104,8 @@ def _lists(seq: Sequence) -> list[TokenList]:
         lists.append((seq.row, ListKind.BIAS, params.logit_bias))
     if params.allowed_token_ids is not None:
         lists.append((seq.row, ListKind.ALLOWED, params.allowed_token_ids))
-    ends = seq.stop_ids.union(request.eos_token_ids) if seq.constrained else seq.stop_ids  # which end a form, too
+    # with ignore_eos, too, eos tokens end a constrained output
+    ends = seq.stop_ids.union(request.eos_token_ids) if seq.constrained else seq.stop_ids
     if params.min_tokens and ends:
         lists.append((seq.row, ListKind.END, sorted(ends)))
     if params.logprob_token_ids:

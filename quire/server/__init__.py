@@ -1,1 +1,1 @@
-"""The engine behind HTTP: OpenAI's routes, health and metrics."""
+"""The HTTP server."""

@@ -1,4 +1,4 @@
-"""API keys: the key file, new keys, and the caller that a key belongs to.
+"""API keys: the key file, new keys, the caller of a key.
 
 Imports no web framework, because `quire key` needs none.
 """
@@ -21,52 +21,52 @@ from quire.server.middleware.quota import UNLIMITED, Quota
 
 Role = Literal["user", "admin"]
 
-MAX_KEYS = 4096  # each request is compared with all of them
+MAX_KEYS = 4096  # the key of each request is compared with all of them
 MAX_PER_MINUTE = 10**9
 MAX_TENANT = 128  # characters
 _MAX_FILE = 4 * 2**20  # bytes
 _OF_NOTHING = hashlib.sha256().hexdigest()
-_PREFIX = "qk-"  # so that a key is known for one wherever it turns up
+_PREFIX = "qk-"  # makes a key recognizable
 
 PerMinute = Annotated[int, Meta(ge=1, le=MAX_PER_MINUTE)]
 
 
 class Caller(msgspec.Struct, frozen=True):
-    """Who sent a request, as the credential says. An admin may ask about all tenants and about the server."""
+    """The sender of a request, by its API key. An admin has access to data of all tenants and of the server."""
 
     tenant: str
     role: Role
-    quota: Quota = UNLIMITED  # the key's own
+    quota: Quota = UNLIMITED  # of this key
 
     @property
     def is_admin(self) -> bool:
-        """Whether this is somebody who runs the server."""
+        """Whether the role is admin."""
         return self.role == "admin"
 
     def namespace(self, salt: str | None = None) -> Namespace:
-        """Whose cached tokens a request uses. `salt` is the body's and can only narrow it."""
+        """The namespace of a request. salt: from the body; it can only narrow the namespace."""
         return Namespace(tenant=self.tenant, salt=salt or "")
 
 
-ANYBODY = Caller(tenant="", role="admin")  # on a server without keys
+ANYBODY = Caller(tenant="", role="admin")  # every caller of a server without keys
 
 
 class KeyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a key file says about a key."""
+    """The entry of one key in a key file."""
 
-    sha256: Annotated[str, Meta(pattern=r"^[0-9a-fA-F]{64}\Z")]  # of the whole key, with its prefix
+    sha256: Annotated[str, Meta(pattern=r"^[0-9a-fA-F]{64}\Z")]  # hex digits, of the whole key with its prefix
     tenant: str
     role: Role = "user"
     requests_per_minute: PerMinute | UnsetType = UNSET  # no limit
     tokens_per_minute: PerMinute | UnsetType = UNSET  # of prompts and outputs together
 
     def quota(self) -> Quota:
-        """A new one, of which nothing is used."""
+        """A new, unused Quota with the limits of the key; UNLIMITED if it has none."""
         limits = (self.requests_per_minute or None, self.tokens_per_minute or None)
         return UNLIMITED if limits == (None, None) else Quota(*limits)
 
     def __post_init__(self) -> None:
-        """Raises ConfigError for what the types allow, and nobody can mean."""
+        """Raises ConfigError for an invalid tenant and for the hash of an empty key."""
         if not (1 <= len(self.tenant) <= MAX_TENANT and self.tenant.isprintable() and self.tenant.strip()):
             raise ConfigError(f"a tenant's name must have 1 to {MAX_TENANT} printable characters, not only spaces")
         if self.sha256.lower() == _OF_NOTHING:
@@ -74,7 +74,7 @@ class KeyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class KeyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The whole file."""
+    """The content of a key file."""
 
     keys: Annotated[tuple[KeyEntry, ...], Meta(max_length=MAX_KEYS)]
 
@@ -88,7 +88,7 @@ class Keys:
         ]
 
     def caller(self, key: bytes) -> Caller | None:
-        """Whose key this is; None for nobody's, as the empty one. It takes as long for a wrong key as for any."""
+        """The caller of a key; None for an unknown or empty key. Compares with every entry, in constant time."""
         digest = hashlib.sha256(key).digest()
         found = None
         for known, caller in self._callers:
@@ -105,7 +105,7 @@ class Keys:
 
 
 def read_keys(path: str | Path) -> Keys:
-    """The keys in a file. Raises ConfigError that says what is wrong with it, and where."""
+    """The keys in a file. Raises ConfigError for a missing, empty or invalid file."""
     data = _bytes(Path(path))
     if data is None:
         raise ConfigError(f"the key file {path} is not there; `quire key TENANT --file {path}` makes one")
@@ -118,7 +118,7 @@ def read_keys(path: str | Path) -> Keys:
 def new_key(
     tenant: str, role: Role, requests_per_minute: int | None = None, tokens_per_minute: int | None = None
 ) -> tuple[str, KeyEntry]:
-    """A key of 256 random bits, which nothing else knows, and its entry. Raises ConfigError for a bad tenant."""
+    """A key of 256 random bits and its entry. Raises ConfigError for an invalid tenant."""
     key = _PREFIX + secrets.token_urlsafe(32)
     limits = {"requests_per_minute": requests_per_minute, "tokens_per_minute": tokens_per_minute}
     given = {name: limit for name, limit in limits.items() if limit is not None}
@@ -126,11 +126,11 @@ def new_key(
 
 
 def add_key(path: Path, entry: KeyEntry) -> None:
-    """Add an entry to a key file. A file that is not there is made, for its owner's eyes only.
+    """Add an entry to a key file. A missing file is created with mode 0600.
 
-    Servers read the old or the new file, never half of one. Not for two at once. Raises ConfigError.
+    The file is replaced atomically. Of two concurrent calls one can be lost. Raises ConfigError.
     """
-    path = Path(os.path.realpath(path))  # a link stays one
+    path = Path(os.path.realpath(path))  # replaces the target of a link, not the link
     if path.is_symlink():
         raise ConfigError(f"the key file {path} is a link that leads to itself; name another")
     data = _bytes(path)
@@ -149,7 +149,7 @@ def add_key(path: Path, entry: KeyEntry) -> None:
 
 
 def _bytes(path: Path) -> bytes | None:
-    """The content of a key file; None where there is no file. Raises ConfigError."""
+    """The content of a key file; None if there is no file. Raises ConfigError."""
     try:
         with path.open("rb") as file:
             data = file.read(_MAX_FILE + 1)
@@ -163,10 +163,10 @@ def _bytes(path: Path) -> bytes | None:
 
 
 def _entries(path: Path, data: bytes) -> tuple[KeyEntry, ...]:
-    """Raises ConfigError."""
+    """The entries of a key file. Raises ConfigError, also for a key that is listed twice."""
     try:
         entries = msgspec.json.decode(data, type=KeyFile).keys
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:  # which never quote a hash
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:  # their messages never quote a hash
         raise ConfigError(
             f"the key file {path} is wrong: {error}; it must hold "
             '{"keys": [{"sha256": ..., "tenant": ..., "role": "user" or "admin"}]}, where an entry may have '

@@ -1,4 +1,4 @@
-"""The HTTP application: routes, limits and errors put together around one service."""
+"""The FastAPI application of a service."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -32,7 +32,7 @@ from quire.server.service import Service
 from quire.server.sse import ClientGone
 
 DEFAULTS = ServerOptions()
-_CLIENT_GONE = 499  # nginx's number; nobody receives it
+_CLIENT_GONE = 499  # nginx's status; no client receives it
 
 
 def make_app(
@@ -43,10 +43,9 @@ def make_app(
     *,
     holds_back: bool = True,
 ) -> FastAPI:
-    """An app that starts `service` and closes it at its end.
+    """An app that starts the engine of `service`, and closes `service` when it shuts down.
 
-    keys: None lets in anybody who can reach it. drain: begun by whoever ends the server. holds_back: answers to
-    who sends many forms that cannot be had.
+    keys: None admits every client. drain: set by the server on SIGTERM. holds_back: whether the tarpit is on.
     """
     drain = Drain() if drain is None else drain
     observers = Observers(options, service.metrics)
@@ -67,7 +66,7 @@ def make_app(
     app.add_middleware(Gate, keys=keys)
     if options.cors_origins:
         app.add_middleware(Cors, origins=options.cors_origins)
-    app.add_middleware(Watch, sinks=observers.sinks)  # the last one is the outermost
+    app.add_middleware(Watch, sinks=observers.sinks)  # the one that is added last is the outermost
     install(app, SlowRefusals() if holds_back else None)
     app.add_exception_handler(ClientGone, _nobody)
     for routes in (

@@ -1,4 +1,4 @@
-"""Exception handlers of the app: every exception becomes an error object."""
+"""Exception handlers of the app."""
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -12,7 +12,7 @@ from quire.server.middleware.tarpit import SlowRefusals
 
 
 def install(app: FastAPI, refusals: SlowRefusals | None) -> None:
-    """Let the app answer every exception with an error object. refusals: hold back those about an output's form."""
+    """Make the app answer every exception with an error object. refusals: the tarpit; None: no delays."""
 
     async def answer(request: Request, error: Exception) -> Response:
         response = response_to(error)

@@ -1,4 +1,4 @@
-"""Errors as HTTP: always OpenAI's error object, never internals. Knows status codes, no routes."""
+"""HTTP status and OpenAI error object of every exception. Messages contain no internals of the server."""
 
 import logging
 import re
@@ -17,62 +17,62 @@ from quire.server.observability.request_record import ErrorAnswer
 
 log = logging.getLogger(__name__)
 
-_TYPES = {  # any other is an invalid_request_error
+_TYPES = {  # by status; any other is an invalid_request_error
     429: "rate_limit_error",
     500: "server_error",
     503: "service_unavailable",
 }
-_CODES = {  # of pydantic's findings and of ours
+_CODES = {  # by type of a validation error, pydantic's or quire's
     "missing": "missing_required_parameter",
     "unknown_field": "unknown_parameter",
     "not_supported": "unsupported_parameter",
 }
 
 _WORD = re.compile(r"\w+")
-_TYPE_NAME = re.compile(r"str|int|float|bool|.*\[.*")  # what pydantic puts into a place where it tried several types
+_TYPE_NAME = re.compile(r"str|int|float|bool|.*\[.*")  # added to `loc` by pydantic for each member of a union
 
 
 class Unknown(RequestError):
-    """What the request names is not here."""
+    """The request names something that does not exist. The status is 404."""
 
     code: ClassVar[str]
 
 
 class UnknownModel(Unknown):
-    """The request names a model that is not served here."""
+    """The request names a model that is not served."""
 
     code = "model_not_found"
 
 
 class UnknownRequest(Unknown):
-    """There was no such request lately, or it was another tenant's: nobody can tell which."""
+    """The request id is unknown, or belongs to another tenant. Both give the same answer."""
 
     code = "request_not_found"
 
 
 class DeadlineMissed(HTTPException):
-    """A request was given up before it began, as its deadline came too near meanwhile."""
+    """A request was aborted before its first output token because it could not meet its deadline any more."""
 
     def __init__(self, why: object) -> None:
         super().__init__(429, f"{why}; allow more time, or try again when there is less to do")
 
 
 class Busy(HTTPException):
-    """More requests wait to be read than this server keeps."""
+    """Too many jobs wait for the thread pool, or for a grammar check."""
 
     def __init__(self) -> None:
         super().__init__(429, "too many requests wait to be read; try again in a second", {"retry-after": "1"})
 
 
 class Refusal(HTTPException):
-    """Refused with a code that programs may look at."""
+    """A rejection with a `code` in its error object."""
 
     code: ClassVar[str]
     param: ClassVar[str | None] = None
 
 
 class Draining(Refusal):
-    """The server is about to end, and takes nothing new. Another one may."""
+    """The server drains and accepts no new requests. The client should retry, with another instance."""
 
     code = "draining"
 
@@ -82,7 +82,7 @@ class Draining(Refusal):
 
 
 class TimedOut(Refusal):
-    """What a client allowed was not enough. Clients that try again by themselves are asked not to."""
+    """The request took longer than its `timeout`. The header x-should-retry keeps OpenAI's clients from retrying."""
 
     code = "request_timeout"
     param = "timeout"
@@ -92,7 +92,7 @@ class TimedOut(Refusal):
 
 
 class BodyLate(Refusal):
-    """The body of a request did not come in time."""
+    """The body of a request was not received in time."""
 
     code = "request_timeout"
 
@@ -103,11 +103,11 @@ class BodyLate(Refusal):
 
 
 class NotAllowed(Refusal):
-    """The caller may not do this."""
+    """The caller is not authenticated or lacks the permission."""
 
 
 class Unauthenticated(NotAllowed):
-    """No key came with the request, or one that nobody has."""
+    """The request has no API key, or an unknown one."""
 
     code = "invalid_api_key"
 
@@ -120,7 +120,7 @@ class Unauthenticated(NotAllowed):
 
 
 class Forbidden(NotAllowed):
-    """The key is not one of those who run the server."""
+    """The key has not the role admin."""
 
     code = "insufficient_permissions"
 
@@ -129,7 +129,7 @@ class Forbidden(NotAllowed):
 
 
 class CrossSite(NotAllowed):
-    """A page of another site made a browser ask for a change."""
+    """A browser sent a state-changing request for a page of another site."""
 
     code = "cross_site_request"
 
@@ -138,7 +138,7 @@ class CrossSite(NotAllowed):
 
 
 class OtherHost(NotAllowed):
-    """A server without keys was asked under a name that may be anybody's."""
+    """A server without keys got a Host header that is neither local nor an address."""
 
     code = "host_not_allowed"
 
@@ -149,18 +149,18 @@ class OtherHost(NotAllowed):
 
 
 class SequenceFailed(Exception):
-    """The engine could not go on with a sequence."""
+    """The engine ended a sequence with an error."""
 
 
 def error_object(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, object]:
-    """The body of an error. Text that is not valid Unicode is made so."""
+    """OpenAI's error object. Unpaired surrogates in the message are replaced."""
     clean = message.encode("utf-8", "replace").decode()
     kind = _TYPES.get(status, "invalid_request_error")
     return {"error": {"message": clean, "type": kind, "param": param, "code": code}}
 
 
 def describe(error: Exception) -> tuple[int, dict[str, object]]:
-    """The status and the body for any exception; an unexpected one is logged under the id that the client sees."""
+    """Status and error object of an exception. An unexpected one is logged under a random id, which is the code."""
     match error:
         case Refusal():
             return error.status_code, error_object(error.status_code, error.detail, error.param, error.code)
@@ -169,16 +169,16 @@ def describe(error: Exception) -> tuple[int, dict[str, object]]:
         case RequestError():
             status, code = _status_and_code(error)
             return status, error_object(status, str(error), error.param, code)
-        case UnicodeEncodeError():  # from pydantic, where it would quote the text
+        case UnicodeEncodeError():  # from pydantic when it quotes the text
             return 400, error_object(400, "the body holds text that is not valid Unicode (an unpaired surrogate)")
         case EngineStopped():
             return 503, error_object(503, str(error))
         case RequestValidationError():
             return 400, error_object(400, *_telling_problem(error.errors()))
-        case ModelError():  # such as a chat template that reaches for what is not its own; other requests go on
+        case ModelError():  # such as a chat template that the sandbox stops; other requests continue
             log.error("%s", error)
             return 400, error_object(400, str(error))
-        case HTTPException() if isinstance(error.__cause__, ValueError | RecursionError):  # FastAPI read the body
+        case HTTPException() if isinstance(error.__cause__, ValueError | RecursionError):  # FastAPI's JSON parser
             return 400, error_object(400, _not_json(error.__cause__))
         case HTTPException():
             return error.status_code, error_object(error.status_code, str(error.detail))
@@ -201,7 +201,7 @@ def _status_and_code(error: RequestError) -> tuple[int, str]:
 
 
 def response_to(error: Exception) -> ErrorAnswer:
-    """What a client sees of an exception."""
+    """The response to an exception."""
     status, body = describe(error)
     return ErrorAnswer(status, body, _headers(error))
 
@@ -210,7 +210,7 @@ def _headers(error: Exception) -> Mapping[str, str] | None:
     match error:
         case HTTPException():
             return error.headers
-        case DeadlineUnreachable():  # by when as much is done as was too much, if nobody else comes
+        case DeadlineUnreachable():  # after this time the backlog is shorter by the excess if no request arrives
             return _retry_after(error.predicted - error.asked)
         case RateLimited() | QueueFull():
             return _retry_after(error.retry_after)
@@ -218,19 +218,19 @@ def _headers(error: Exception) -> Mapping[str, str] | None:
 
 
 def _retry_after(seconds: float) -> Mapping[str, str]:
-    """HTTP knows whole seconds only."""
+    """The header in whole seconds, rounded up, at least 1."""
     return {"retry-after": str(max(1, ceil(seconds)))}
 
 
 @contextmanager
 def renamed(names: Mapping[str, str]) -> Iterator[None]:
-    """RequestErrors raised inside call fields as this route does: `names` maps the engine's names to the route's.
+    """Context manager that renames fields in RequestErrors. names: the engine's names -> those of the route.
 
-    In messages, too: a field's name as the first word, and everywhere if it is not a word that sentences have.
+    Renames `param` and names in the message: its first word, and every word with an underscore.
     """
     try:
         yield
-    except (DeadlineUnreachable, QueueFull):  # about no field of the caller's
+    except (DeadlineUnreachable, QueueFull):  # these concern no field of the body
         raise
     except RequestError as error:
         message = _WORD.sub(
@@ -241,10 +241,9 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def _telling_problem(problems: Sequence[dict[str, object]]) -> tuple[str, str | None, str | None]:
-    """One of pydantic's findings as a sentence, the field it is about, and OpenAI's code for it.
+    """Message, field and OpenAI's code of one of pydantic's errors: the first of those with the longest `loc`.
 
-    The first of the deepest ones: where a field may be a text or a list, what is wrong in a list says more than that
-    it is no text.
+    For a union of text and list, the error inside the list says more than "not a text".
     """
     problem = max(problems, key=lambda problem: len(problem["loc"]))  # type: ignore[arg-type]  # a tuple
     kind = str(problem["type"])
@@ -259,7 +258,7 @@ def _telling_problem(problems: Sequence[dict[str, object]]) -> tuple[str, str | 
     param = ".".join(place) or None
     message = str(problem["msg"])
     context = problem.get("ctx")
-    if isinstance(context, dict) and "name" in context:  # our own findings name their field
+    if isinstance(context, dict) and "name" in context:  # quire's own validation errors name the field
         inner = ".".join([*place, str(context["name"])])
         return (f"{message} in {param}" if param else message), inner, code
     return (f"{param}: {message}" if param else message), param, code

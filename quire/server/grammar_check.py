@@ -1,7 +1,7 @@
-"""FormChecks: whether a backend takes the form that a request asks for, told before anything is streamed.
+"""Validation of constraints by the grammar backend, before a request is queued or a stream begins.
 
-A check may take long, and a thread cannot be stopped. So checks have threads of their own; how many wait and how long
-is bounded; and what was found is kept, by content.
+A check can take long, and a thread cannot be stopped. So checks have their own threads, the number and the duration of
+pending checks are bounded, and results are cached by content.
 """
 
 import asyncio
@@ -24,17 +24,17 @@ from quire.structured_outputs.compile import deep_stacks
 log = logging.getLogger(__name__)
 
 NUM_THREADS = 2
-MAX_JOBS = 64  # that run or wait
-MAX_SECONDS = 5.0  # until a check begins, and until it ends
-MAX_KEPT = 4096  # verdicts
-_MAX_MESSAGE = 1000  # characters; a backend may quote all of a schema
+MAX_JOBS = 64  # running and waiting
+MAX_SECONDS = 5.0  # maximum wait for the beginning of a check, and again for its end
+MAX_KEPT = 4096  # cached results
+_MAX_MESSAGE = 1000  # characters; a backend may quote a whole schema
 
 Check = Callable[[StructuredOutputsParams], None]  # raises RequestError
 Result = Literal["ok", "bad", "slow"]
 
 
 class Fault(NamedTuple):
-    """Why a form is refused."""
+    """Why a constraint is rejected: message and field of a RequestError."""
 
     message: str
     param: str
@@ -42,18 +42,18 @@ class Fault(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class _Job:
-    """A check for all who ask for the same meanwhile."""
+    """A check that all concurrent requests with the same constraint share."""
 
     key: bytes
     form: StructuredOutputsParams
     loop: asyncio.AbstractEventLoop
-    began: asyncio.Future[float]  # when, by the loop's clock
+    began: asyncio.Future[float]  # time of the loop's clock
     ended: asyncio.Future[Fault | None]
     num_waiting: int = 0
 
 
 class FormChecks:
-    """check: raises RequestError. tell(result, seconds): of each check that was made, not of what was known."""
+    """check: validates; raises RequestError. tell(result, seconds): called for each check, not for cached results."""
 
     def __init__(self, check: Check, tell: Callable[[Result, float], None]) -> None:
         self._check = check
@@ -65,7 +65,7 @@ class FormChecks:
         self._closed = False
 
     async def check(self, form: StructuredOutputsParams) -> None:
-        """Raises RequestError for a form that cannot be had, Busy when too many wait, EngineStopped after `close`."""
+        """Raises RequestError for an invalid constraint, Busy if too many checks wait, EngineStopped after `close`."""
         key = _key(form)
         if key in self._known:
             self._known.move_to_end(key)
@@ -77,7 +77,7 @@ class FormChecks:
             raise RequestError(*fault)
 
     def close(self) -> None:
-        """Who waits is refused. A thread whose check does not end does not keep the process."""
+        """Reject waiting callers. A thread whose check does not end is a daemon and does not keep the process alive."""
         self._closed = True
         for job in self._jobs.values():
             self._begin(job)
@@ -91,7 +91,7 @@ class FormChecks:
         try:
             async with asyncio.timeout(MAX_SECONDS):
                 began = await asyncio.shield(job.began)
-        except TimeoutError:  # because of others
+        except TimeoutError:  # other checks occupy the threads
             raise Busy from None
         finally:
             job.num_waiting -= 1
@@ -119,9 +119,9 @@ class FormChecks:
         return job
 
     def _work(self) -> None:
-        """On a thread: one job after another."""
+        """The loop of a thread."""
         while (job := self._queue.get()) is not None:
-            with suppress(RuntimeError):  # the loop may be closed already
+            with suppress(RuntimeError):  # the event loop is closed
                 if not job.num_waiting:
                     job.loop.call_soon_threadsafe(self._drop, job)
                     continue
@@ -135,13 +135,13 @@ class FormChecks:
             self._check(form)
         except RequestError as error:
             return Fault(str(error)[:_MAX_MESSAGE], error.param or form.kind)
-        except BaseException:  # a backend may also panic
+        except BaseException:  # also a panic of a backend
             log.exception("a %s could not be checked", form.kind)
             return Fault(f"{form.kind} cannot be read by this server; change it", form.kind)
         return None
 
     def _drop(self, job: _Job) -> None:
-        if job.num_waiting:  # somebody asked meanwhile
+        if job.num_waiting:  # a request has joined the job since
             self._queue.put(job)
         else:
             self._jobs.pop(job.key)
@@ -152,12 +152,12 @@ class FormChecks:
 
     def _end(self, job: _Job, fault: Fault | None, seconds: float) -> None:
         self._jobs.pop(job.key)
-        if not job.ended.done():  # it was in time
+        if not job.ended.done():  # no timeout has set a result
             self._tell("bad" if fault else "ok", seconds)
-        self._settle(job, fault)  # also where it was late: the next who asks is told the truth
+        self._settle(job, fault)  # after a timeout, this replaces the cached result
 
     def _settle(self, job: _Job, fault: Fault | None) -> None:
-        """What all who wait are told, and who asks for the same later."""
+        """Set the result of a job for its waiting callers, and cache it."""
         if not job.ended.done():
             job.ended.set_result(fault)
         self._known[job.key] = fault
@@ -170,6 +170,6 @@ class FormChecks:
 
 
 def _key(form: StructuredOutputsParams) -> bytes:
-    """Of all that a check may look at. Texts may be long, and are not kept."""
+    """Hash of all that a check depends on. The texts are not kept, as they can be long."""
     asked = (form.kind, form.text, form.disable_any_whitespace, form.disable_additional_properties)
     return hashlib.sha256(repr((*asked, form.whitespace_pattern)).encode()).digest()

@@ -1,7 +1,7 @@
-"""Document: what the OpenAPI page tells beyond names and types: bounds, errors, keys. Knows OpenAPI, and bounds.
+"""Bounds, errors, keys and examples in the OpenAPI document.
 
-Bodies are read by pydantic, which knows types; values are checked by SamplingParams and Terms, which routes share with
-the offline interface. So their bounds are written here into what pydantic says.
+FastAPI generates the document from the pydantic models, which have the types. SamplingParams and Terms check the
+values, as in the offline interface, so their bounds are added here.
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ from quire.server.middleware.auth import OPEN
 from quire.server.service import Service
 
 Keywords = Mapping[str, object]  # of JSON Schema
-Limits = Mapping[str, Keywords]  # by JSON type: of a field, and of what is in its list
+Limits = Mapping[str, Keywords]  # by JSON type: of a field, and of the items of its list
 
 
 def _numbers() -> dict[str, Limits]:
@@ -41,7 +41,7 @@ def _numbers() -> dict[str, Limits]:
     return limits
 
 
-_OTHER_NAMES = {  # what routes call numbers -> what the engine does
+_OTHER_NAMES = {  # a route's name of a number -> the engine's name
     **{"max_completion_tokens": "max_tokens", "top_logprobs": "logprobs"},
     **{"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"},
     "top_logprobs_num": "logprobs",
@@ -87,7 +87,7 @@ LIMITS: Mapping[str, Limits] = {
 }
 _ID: Limits = {"string": {"minLength": 1, "maxLength": MAX_SESSION}}
 _BRANCH: Limits = {"string": {"maxLength": MAX_SESSION}}
-_OWN: Mapping[str, Mapping[str, Limits]] = {  # of a schema whose fields have names that others have, too
+_OWN: Mapping[str, Mapping[str, Limits]] = {  # by schema, for fields whose names have other limits elsewhere
     "RetentionBody": {"priority": {"integer": {"minimum": 0, "maximum": 100}}},
     "ProgramBody": {"id": _ID, "branch": _BRANCH, "ttl": {"number": {"minimum": 0, "maximum": MAX_PROGRAM_TTL}}},
     "EndProgramBody": {"id": _ID, "branch": _BRANCH},
@@ -140,7 +140,7 @@ _STATUS: Keywords = {"type": "object", "required": ["status"], "properties": {"s
 
 
 def describe_api(app: FastAPI, service: Service, *, with_keys: bool) -> None:
-    """Let the app's OpenAPI document say all of it. with_keys: whether requests need one."""
+    """Replace `app.openapi` by one that adds them. with_keys: whether requests need an API key."""
     token: Keywords = {"minimum": 0, "maximum": service.vocab_size - 1}
     tokens: dict[str, Limits] = {name: {**LIMITS.get(name, {}), "integer": token} for name in _TOKENS}
     limits: Mapping[str, Limits] = {**LIMITS, **tokens, "model": {"string": {"const": service.model_name}}}
@@ -152,13 +152,13 @@ def describe_api(app: FastAPI, service: Service, *, with_keys: bool) -> None:
             done.update(_told(plain(), limits, with_keys=with_keys))
         return done
 
-    app.openapi = openapi  # type: ignore[method-assign]  # how FastAPI has it done
+    app.openapi = openapi  # type: ignore[method-assign]  # as FastAPI documents it
 
 
 def _told(document: dict[str, Any], limits: Mapping[str, Limits], *, with_keys: bool) -> dict[str, Any]:
     parts = document["components"]
     schemas = parts["schemas"]
-    for name in ("HTTPValidationError", "ValidationError"):  # FastAPI's own, which no route of this app answers
+    for name in ("HTTPValidationError", "ValidationError"):  # FastAPI's error format, which no route of this app uses
         schemas.pop(name, None)
     for name, schema in schemas.items():
         for field, value in schema["properties"].items():
@@ -177,7 +177,7 @@ def _told(document: dict[str, Any], limits: Mapping[str, Limits], *, with_keys: 
 
 
 def _narrow(schema: dict[str, Any], limits: Limits, *, in_list: bool = False) -> None:
-    """Add the limits to a field's schema, in place."""
+    """Add the limits to a field's schema, in place. in_list: whether `schema` describes items of a list."""
     if NEUTRAL in schema:
         schema["enum"] = [None, *schema[NEUTRAL]]
     for branch in schema.get("anyOf", ()):

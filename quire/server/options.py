@@ -1,4 +1,4 @@
-"""ServerOptions: what a caller may choose about a server. Knows names, defaults and bounds; loads nothing."""
+"""The options of a server."""
 
 import re
 from dataclasses import dataclass
@@ -9,14 +9,14 @@ from msgspec import Meta
 from quire.config import Help, check_options
 from quire.errors import ConfigError, known_arguments_only
 
-_ORIGIN = re.compile(r"https?://[^/?#\s@]+")  # as browsers write it
+_ORIGIN = re.compile(r"https?://[^/?#\s@]+")  # in the form of the Origin header
 Seconds = Annotated[float, Meta(ge=0, le=86_400)]
 
 
 @known_arguments_only(ConfigError)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOptions:
-    """How requests come in and what is told about them. EngineOptions say how they are computed."""
+    """Options of the HTTP server: address, keys, TLS, observability. EngineOptions has those of the engine."""
 
     host: Annotated[str, Help("address to listen on; others than loopback need keys")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535), Help("port to listen on; 0 takes a free one")] = 8000
@@ -37,7 +37,7 @@ class ServerOptions:
     otlp_endpoint: Annotated[str | None, Help("URL to send OpenTelemetry spans to (extra otel)", "beta")] = None
 
     def check(self) -> None:
-        """Options may come from anywhere. Raises ConfigError that names the option."""
+        """Raises ConfigError that names an option with a wrong type or value."""
         check_options(self)
         for origin in self.cors_origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):

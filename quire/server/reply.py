@@ -1,4 +1,4 @@
-"""Reply: the sequences that one HTTP request asked for. Knows the engine's stream and transcripts; no HTTP formats."""
+"""The sequences of one HTTP request, independent of the format of the response."""
 
 import time
 from collections import Counter
@@ -24,7 +24,7 @@ from quire.supervisor.async_engine import Stream
 
 
 def told_of(transcripts: Sequence[Transcript], finish_reasons: list[str], *, content: bool) -> Told:
-    """Of a reply's transcripts. content: whether prompts and what was generated are wanted, too."""
+    """The figures of transcripts for the request record. content: whether to include prompts and outputs."""
     first = transcripts[0].metrics
     return Told(
         num_prompt_tokens=sum(len(one.prompt.ids) for one in transcripts),
@@ -40,7 +40,7 @@ def told_of(transcripts: Sequence[Transcript], finish_reasons: list[str], *, con
 
 
 def ended_of(transcript: Transcript) -> Ended:
-    """The same of one prompt, for metrics."""
+    """The figures of one prompt for the metrics."""
     return Ended(
         transcript.metrics,
         len(transcript.prompt.ids),
@@ -55,7 +55,10 @@ def _first_token_seconds(metrics: RequestMetrics) -> float | None:
 
 
 class Reply:
-    """One transcript for each prompt, while they grow. Close it, finished or not."""
+    """One transcript per prompt, filled while the engine generates. Must be closed, finished or not.
+
+    finish(request_id, index, num_tokens): ends a sequence in the engine at a stop string.
+    """
 
     def __init__(
         self,
@@ -71,35 +74,36 @@ class Reply:
         self._finish = finish
         self._metrics = metrics
         self._num_prompt = sum(len(transcript.prompt.ids) for transcript in transcripts)
-        self._num_output = 0  # so far; running totals, as a stream may tell them with every chunk
+        self._num_output = 0  # running totals, as a stream can report usage with every chunk
         self._num_cached = 0
         self._num_forced = 0
         self._has_forms = any(one.params.structured_outputs is not None for one in transcripts)
-        self._last_tokens: dict[tuple[int, int], float] = {}  # when they came, by place and index
-        self._unfinished = "abort"  # why sequences will have ended that have no reason of their own
+        self._last_tokens: dict[tuple[int, int], float] = {}  # time of the last tokens, by prompt and sequence index
+        self._unfinished = "abort"  # finish reason of sequences that have none when it is closed
         self._closed = False
         self._spend: Callable[[int], None] = _nothing
 
     @property
     def num_choices(self) -> int:
-        """Sequences of all prompts."""
+        """Number of sequences of all prompts."""
         return self._first_choices[-1]
 
     def place(self, delta: Delta) -> int:
-        """Which of the transcripts a delta belongs to."""
+        """Index of a delta's transcript."""
         return self._places[delta.request_id]
 
     def choice(self, delta: Delta) -> int:
-        """OpenAI's index: the n sequences of the first prompt, then those of the second, ..."""
+        """OpenAI's choice index of a delta: the sequences of the first prompt, then those of the second, ..."""
         return self._first_choices[self.place(delta)] + delta.index
 
     def charge(self, spend: Callable[[int], None]) -> None:
-        """Tell `spend` of the tokens of outputs as they come."""
+        """Call `spend` with the number of output tokens as they arrive."""
         self._spend = spend
 
     async def deltas(self) -> AsyncIterator[list[Delta]]:
-        """What each step adds, until all sequences have ended. Raises SequenceFailed, DeadlineMissed,
-        EngineStopped.
+        """The new deltas since the last iteration, until all sequences have ended.
+
+        Raises SequenceFailed, RequestError, DeadlineMissed, EngineStopped.
         """
         while not all(transcript.finished for transcript in self.transcripts):
             try:
@@ -114,12 +118,12 @@ class Reply:
                 yield deltas
 
     async def end(self) -> None:
-        """Wait until all sequences have ended. Raises as `deltas` does."""
+        """Wait until all sequences have ended. Raises the same errors as `deltas`."""
         async for _ in self.deltas():
             pass
 
     def usage(self) -> dict[str, object]:
-        """Tokens so far, in OpenAI's format: each prompt once, whatever its n. With a form, also those it forced."""
+        """OpenAI's usage so far. Each prompt counts once, for any n. Has the forced tokens if there is a constraint."""
         details = {"completion_tokens_details": {"forced_tokens": self._num_forced}} if self._has_forms else {}
         return {
             "prompt_tokens": self._num_prompt,
@@ -130,11 +134,11 @@ class Reply:
         }
 
     def told(self, content: bool) -> Told:  # noqa: FBT001
-        """What came of it, for the request's record. content: texts, too."""
+        """`told_of` this reply."""
         return told_of(self.transcripts, self._finish_reasons, content=content)
 
     def close(self) -> None:
-        """Give up what has not ended; its blocks are free within a step. All that ended is counted here."""
+        """Abort unfinished sequences, whose blocks are freed within a step. The first call updates the metrics."""
         self._stream.close()
         if self._closed:
             return
@@ -146,7 +150,7 @@ class Reply:
 
     @property
     def _finish_reasons(self) -> list[str]:
-        """Of all sequences; those that have no reason of their own are given up."""
+        """Of all sequences; `_unfinished` for those that have not ended."""
         return [reason or self._unfinished for one in self.transcripts for reason in one.finish_reasons]
 
     def _read(self, output: Output, now: float) -> Delta | None:
@@ -169,12 +173,12 @@ class Reply:
         return delta
 
     def _is_partial(self, transcript: Transcript, delta: Delta) -> bool:
-        """Whether a form led into a dead end, behind tokens that are good. Others of its request may go on."""
+        """Whether the grammar allows no further token after valid output. Other sequences of the request continue."""
         got = transcript.num_output_tokens[delta.index]
         return got > 0 and str(delta.stop_reason).startswith(DEAD_END)
 
     def _note_times(self, deltas: Sequence[Delta], now: float) -> None:
-        """Several deltas of a sequence are one piece where they were read at once."""
+        """Observe the latencies. Deltas of one sequence that were read at once count as one."""
         came = Counter[tuple[int, int]]()
         for delta in deltas:
             came[self.place(delta), delta.index] += len(delta.token_ids)
@@ -185,11 +189,11 @@ class Reply:
 
 
 def _nothing(_num_tokens: int) -> None:
-    """Nobody counts."""
+    """The default of `charge`: no quota."""
 
 
 def _failure(delta: Delta, params: SamplingParams) -> Exception:
-    """What to raise for a sequence that cannot go on: the fault may be the request's own."""
+    """The error of a failed sequence: RequestError if the request's own parameters caused it, else SequenceFailed."""
     reason = delta.stop_reason
     if params.structured_outputs is not None and (delta.seq_id == NO_SEQUENCE or str(reason).startswith(DEAD_END)):
         return RequestError(str(reason), "structured_outputs")
@@ -202,19 +206,19 @@ def _failure(delta: Delta, params: SamplingParams) -> Exception:
 
 
 class Answer(Protocol):
-    """One request's objects in some format. id: the request's."""
+    """Formats the response of one request. id: of the response."""
 
     id: str
 
     def whole(self, reply: Reply) -> object:
-        """Everything at once, when all sequences have ended."""
+        """The body of the response, after all sequences have ended."""
 
     def events(self, reply: Reply) -> AsyncIterator[bytes]:
-        """Server-sent events while the sequences grow."""
+        """The server-sent events of a streamed response."""
 
 
 async def respond(request: Request, answer: Answer, reply: Reply, limit: TimeLimit, *, stream: bool) -> Response:
-    """The response; `reply` is closed at its end. Raises ClientGone, SequenceFailed, EngineStopped, TimedOut."""
+    """The response. `reply` is closed at its end. Unstreamed, raises the errors of `deltas`, ClientGone, TimedOut."""
     record_of(request).told = reply.told
     reply.charge(caller_of(request).quota.spend)
     if stream:
@@ -227,5 +231,5 @@ async def respond(request: Request, answer: Answer, reply: Reply, limit: TimeLim
 
 
 def shows(delta: Delta, *, ids: bool) -> bool:
-    """Whether a client sees anything of a delta. ids: whether it asked for those of tokens."""
+    """Whether a delta changes the response. ids: whether the client requested token ids."""
     return bool(delta.text or delta.logprobs or delta.finish_reason or (ids and delta.token_ids))

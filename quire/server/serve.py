@@ -1,4 +1,4 @@
-"""Serve: run the app on a socket until a signal comes. Knows sockets and what a person wants to read."""
+"""Start of the HTTP server with its engine process."""
 
 import gc
 import ipaddress
@@ -22,7 +22,7 @@ from quire.supervisor.async_engine import AsyncEngine
 from quire.supervisor.launcher import EngineProcess
 from quire.tokenizer.load import open_tokenizer
 
-CALIBRATION_SECONDS = 1.0  # at most; a small model needs less
+CALIBRATION_SECONDS = 1.0  # maximum; a small model needs less
 
 
 @contextmanager
@@ -34,9 +34,9 @@ def launched(
     report: Callable[[str], None],
     progress: Callable[[int, int], None],
 ) -> Iterator[Service]:
-    """A service whose engine runs in a process of its own, and is ready; at the end that process is gone.
+    """Context manager: a service whose engine process is ready. The process is killed on exit.
 
-    watchdog: seconds after which a stalled engine is started anew. Raises ConfigError, ModelError, EngineStopped.
+    watchdog: as in AsyncEngine. Raises ConfigError, ModelError, EngineStopped.
     """
     host = EngineProcess(for_a_server(options), report=report, progress=progress)
     host.launch()
@@ -49,14 +49,14 @@ def launched(
 
 
 def for_a_server(options: EngineOptions) -> EngineOptions:
-    """A server takes the time to learn its costs before requests come, and its queue is bounded, unless told not to."""
+    """A copy with a server's defaults in place of None: calibration and queue limits."""
     if options.calibration is None:
         options = replace(options, calibration=CALIBRATION_SECONDS)
     return with_bounded_queue(options)
 
 
 def check_certificate(certfile: str | None, keyfile: str | None) -> None:
-    """Raises ConfigError that names the option, for files that are not there or do not belong together."""
+    """Raises ConfigError for files that cannot be read, are encrypted or do not belong together."""
     if certfile is None:
         if keyfile is not None:
             raise ConfigError("ssl_keyfile needs ssl_certfile, the certificate that the key belongs to")
@@ -65,7 +65,7 @@ def check_certificate(certfile: str | None, keyfile: str | None) -> None:
         if path is not None:
             _check_readable(option, path)
     try:
-        # without a password, OpenSSL would ask the terminal for one
+        # without `password` OpenSSL would ask for one on the terminal
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certfile, keyfile, password="")
     except (ssl.SSLError, ValueError) as error:
         raise ConfigError(
@@ -89,11 +89,11 @@ def serve(
     report: Callable[[str], None],
     progress: Callable[[int, int], None],
 ) -> None:
-    """Load the model and serve it until SIGINT or SIGTERM; a second one does not wait for open streams.
+    """Load the model and serve it until SIGINT or SIGTERM, then drain. A second signal ends the drain.
 
-    report(line) is told what is planned, and the URL once requests are accepted. Without a key file anybody who can
-    reach the host is let in. Raises ConfigError for keys, a certificate, a host or a port that cannot be used, before
-    anything is loaded; and once more after it, should another server have begun to listen there meanwhile.
+    report(line) gets the memory plan, and the URL when requests are accepted. Without a key file the host must be a
+    loopback address, and every client that can connect is admitted. Raises ConfigError before the model is loaded for
+    unusable keys, certificates, host or port, and afterwards if another server listens on the port since then.
     """
     server.check()
     check_certificate(server.ssl_certfile, server.ssl_keyfile)
@@ -117,12 +117,15 @@ def serve(
                 close=service.close,
                 grace=server.drain_timeout,
             )
-            gc.freeze()  # what is loaded stays: not to be searched for garbage while a large body is read
+            gc.freeze()  # loaded objects stay; the collector need not scan them while a large body is read
             http.run(sockets=[listener])
 
 
 def _bind(host: str, port: int, keys: Keys | None) -> socket.socket:
-    """A socket that does not listen yet, so that clients are refused until the model is ready."""
+    """A bound socket that does not listen, so that connections are refused until the model is ready.
+
+    Raises ConfigError for an unusable host or port, and without keys for an address other than loopback.
+    """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (OSError, OverflowError, UnicodeError) as error:
@@ -143,9 +146,9 @@ def _bind(host: str, port: int, keys: Keys | None) -> socket.socket:
 
 
 def _listen(listener: socket.socket, backlog: int) -> None:
-    """Not left to uvicorn: what goes wrong here is not told by every event loop.
+    """Listen here and not in uvicorn, because not every event loop reports an error of it. Raises ConfigError.
 
-    Another server may have been bound to the same port meanwhile, which SO_REUSEADDR allows as long as none listens.
+    Two servers can bind the same port, as SO_REUSEADDR allows it while neither listens. The second listen fails.
     """
     try:
         listener.listen(backlog)
@@ -166,7 +169,7 @@ def _url(listener: socket.socket, *, secure: bool) -> str:
 
 def _announce(report: Callable[[str], None], url: str, name: str, *, with_key: bool) -> None:
     key = "-H 'authorization: Bearer KEY' " if with_key else ""
-    page = "" if with_key else f", documentation at {url}/docs"  # a browser has no key
+    page = "" if with_key else f", documentation at {url}/docs"  # a browser sends no key
     report(f"ready: {name} on {url} (OpenAI API at {url}/v1{page})")
     report(
         f"try: curl {url}/v1/chat/completions {key}-H 'content-type: application/json' "

@@ -1,4 +1,4 @@
-"""Service: what all routes share. Knows the engine, the tokenizer and the names; no HTTP formats."""
+"""The state that all routes share: one model with its engine, independent of HTTP formats."""
 
 import time
 from collections.abc import Sequence
@@ -23,11 +23,11 @@ from quire.supervisor.async_engine import AsyncEngine
 from quire.tokenizer.chat_sandbox import MAX_SIZE, TooMuch, size_of
 from quire.tokenizer.tokenizer import Tokenizer
 
-CHARACTERS_PER_TOKEN = 64  # no text of so many and more fits the context; the longest tokens are runs of spaces
+CHARACTERS_PER_TOKEN = 64  # upper bound; the longest tokens are runs of spaces
 
 
 class Service:
-    """One model, ready to answer."""
+    """One served model: engine, tokenizer, metrics, thread pool."""
 
     def __init__(self, facts: Facts, tokenizer: Tokenizer, engine: AsyncEngine, model_name: str | None = None) -> None:
         self.model_name = model_name or facts.model_name
@@ -51,14 +51,14 @@ class Service:
         self.created = int(time.time())
 
     def check_model(self, name: str | None) -> None:
-        """Raises UnknownModel unless `name` is served here."""
+        """Raises UnknownModel if `name` is neither None nor the served model."""
         if name is not None and name != self.model_name:
             raise UnknownModel(
                 f"the model {name!r:.200} is not served here; this server has {self.model_name!r}", "model"
             )
 
     def check_size(self, value: object, param: str) -> None:
-        """Raises ContextLengthExceeded for JSON with more text than any tokenizer could fit into the context."""
+        """Raises ContextLengthExceeded for a JSON value with more text than fits into the context for any tokenizer."""
         limit = min(CHARACTERS_PER_TOKEN * self.max_model_len, MAX_SIZE)
         try:
             fits = size_of(value) <= limit
@@ -74,9 +74,9 @@ class Service:
     async def tokenize(
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], *, add_special_tokens: bool | None = None
     ) -> list[Generation]:
-        """Prompts as the engine takes them, made aside so that long ones do not hold up streams.
+        """Tokenize prompts on the thread pool, so that long ones do not delay streams. One Generation per prompt.
 
-        add_special_tokens: None is what is usual for a text, which is to add them. Raises RequestError.
+        add_special_tokens: None means True. Raises RequestError, Busy, EngineStopped.
         """
         for prompt, one in zip(prompts, params, strict=True):
             if isinstance(prompt, str):
@@ -99,10 +99,9 @@ class Service:
         beams: Beams | None = None,
         terms: Terms = NO_TERMS,
     ) -> Reply:
-        """Queue generations, all or none. The engine knows the i-th of them by `part_id`.
+        """Check the constraints and queue generations, all or none. The engine's id of the i-th is its `part_id`.
 
-        namespace: whose cached tokens they use. beams: search, in place of sampling. terms: of each of them. Raises
-        RequestError, also for a form that outputs cannot have, EngineStopped.
+        namespace, beams, terms: of every generation; None: no beam search. Raises RequestError, Busy, EngineStopped.
         """
         now = time.monotonic()
         for form in dict.fromkeys(one.params.structured_outputs for one in asked):
@@ -118,15 +117,15 @@ class Service:
         return Reply(transcripts, stream, self.engine.finish, self.metrics)
 
     async def explain(self, request_id: str) -> list[Explanation]:
-        """What became of each prompt of a request that runs or ran lately; of an unknown one nothing.
+        """The explanations of a request's prompts; empty for an unknown request. Raises EngineStopped.
 
-        request_id may also be the engine's name of one prompt. The engine forgets prompts in the order in which they
-        ended, so that any of a batch may be missing: all that there may be are asked for.
+        request_id may also be the engine's id of one prompt. The engine drops explanations in the order in which
+        prompts end, so any prompt of a batch can be missing. Therefore all possible ids are looked up.
         """
         return await self.engine.explain([request_id, *(part_id(request_id, i) for i in range(MAX_PROMPTS))])
 
     async def close(self) -> None:
-        """End the engine and what runs aside. Open streams fail; may be called again."""
+        """Close the thread pool, the grammar checks and the engine. Open streams fail. Can be called again."""
         self.aside.close()
         self.form_checks.close()
         await self.engine.close()

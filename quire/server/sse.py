@@ -1,4 +1,4 @@
-"""Server-sent events and clients that go away. Knows ASGI, and nothing of what is sent."""
+"""Server-sent events, client disconnects and time limits of requests."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -17,16 +17,16 @@ T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
 
-# What else ends a line in Unicode, and so for clients that take a stream as lines of text: U+0085, U+2028, U+2029.
+# Further line ends of Unicode, at which some clients split a stream into lines: U+0085, U+2028, U+2029.
 _LINE_ENDS = ((b"\xc2\x85", b"\\u0085"), (b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"))
 
 
 class ClientGone(Exception):
-    """Nobody waits for the answer any more."""
+    """The client has disconnected."""
 
 
 def event(value: object) -> bytes:
-    """One event with a JSON value. Raises UnicodeEncodeError for an unpaired surrogate."""
+    """One event with `value` as JSON. Raises UnicodeEncodeError for an unpaired surrogate."""
     data = msgspec.json.encode(value)
     if not data.isascii():
         for end, escaped in _LINE_ENDS:
@@ -35,7 +35,7 @@ def event(value: object) -> bytes:
 
 
 async def while_connected(receive: Receive, work: Callable[[], Coroutine[object, object, T]]) -> T:
-    """The result of `work()`, which is cancelled as soon as the client disconnects. Then raises ClientGone."""
+    """The result of `work()`. If the client disconnects first, cancels it and raises ClientGone."""
     task = asyncio.ensure_future(work())
     leaving = asyncio.ensure_future(_disconnect(receive))
     try:
@@ -50,7 +50,7 @@ async def while_connected(receive: Receive, work: Callable[[], Coroutine[object,
 
 
 class EventStream(Response):
-    """A stream of events. `close` is called at its end, whatever ends it."""
+    """A streamed response. `close` is called at its end, also after an error or a disconnect."""
 
     media_type = "text/event-stream"
 
@@ -61,7 +61,7 @@ class EventStream(Response):
         self._close = close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send events until there are no more or the client is gone."""
+        """Send all events, unless the client disconnects."""
         try:
             await while_connected(receive, partial(self._send, scope, send))
         except (ClientGone, OSError):
@@ -76,7 +76,7 @@ class EventStream(Response):
                 await send({"type": "http.response.body", "body": data, "more_body": True})
         except OSError:
             raise
-        except Exception as error:  # the status is sent; an error can only be an event now
+        except Exception as error:  # the status is already sent, so the error is an event
             _, body = describe(error)
             note_error(scope, body)
             await send({"type": "http.response.body", "body": event(body) + DONE, "more_body": True})
@@ -89,7 +89,10 @@ async def _disconnect(receive: Receive) -> None:
 
 
 class TimeLimit:
-    """An async context, to be entered as often as needed. Raises TimedOut when the time is over. None: no limit."""
+    """The time limit of a request, as an async context that can be entered repeatedly. Raises TimedOut.
+
+    seconds: from construction; None: no limit.
+    """
 
     def __init__(self, seconds: float | None) -> None:
         self._seconds = seconds
@@ -111,15 +114,15 @@ class TimeLimit:
             raise self._error() from error
 
     async def of(self, work: Coroutine[object, object, T]) -> T:
-        """What `work` returns."""
+        """The result of `work`."""
         try:
             async with self:
                 return await work
         finally:
-            work.close()  # where there was no time to begin
+            work.close()  # for work that was never started
 
     async def each(self, items: AsyncIterator[T]) -> AsyncIterator[T]:
-        """The items, as long as there is time. Time in which nobody asks for the next one counts, too."""
+        """The items until the limit. The time between items counts as well, also while none is requested."""
         if self._end is None:
             async for item in items:
                 yield item

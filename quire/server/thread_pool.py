@@ -1,4 +1,4 @@
-"""Aside: work that would hold up the event loop, on threads of its own. Knows nothing of the work."""
+"""Thread pool for work that would block the event loop."""
 
 import asyncio
 from collections.abc import Callable
@@ -11,11 +11,11 @@ from quire.server.errors import Busy
 T = TypeVar("T")
 
 NUM_THREADS = 2
-MAX_JOBS = 256  # that run or wait
+MAX_JOBS = 256  # running and waiting
 
 
 class Aside:
-    """A few threads, and a queue that does not grow without end."""
+    """A few threads with a bounded queue."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(NUM_THREADS, "quire-aside")
@@ -23,7 +23,7 @@ class Aside:
         self._closed = False
 
     async def run(self, work: Callable[[], T]) -> T:
-        """What `work` returns or raises. Raises Busy when too many wait, and EngineStopped after `close`."""
+        """The result of `work`, run on a thread. Raises Busy beyond MAX_JOBS jobs, and EngineStopped after `close`."""
         self._check_open()
         if self._num_jobs >= MAX_JOBS:
             raise Busy
@@ -33,10 +33,10 @@ class Aside:
             return await asyncio.get_running_loop().run_in_executor(self._pool, self._unless_closed, job)
         finally:
             self._num_jobs -= 1
-            job.clear()  # the pool keeps what was cancelled until its turn comes, but not what it was about
+            job.clear()  # the pool keeps a cancelled job until its turn; this frees `work`
 
     def close(self) -> None:
-        """Jobs that run come to their end; those that wait are refused."""
+        """Running jobs finish; waiting ones raise EngineStopped."""
         self._closed = True
         self._pool.shutdown(wait=False)
 

@@ -1,1 +1,1 @@
-"""Constraints: what may come next, which tokens have to, and which backend says so."""
+"""Structured outputs: grammar backends and the matchers of sequences."""

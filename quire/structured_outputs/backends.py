@@ -1,4 +1,4 @@
-"""The backends by name."""
+"""The grammar backends by name."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -14,13 +14,13 @@ from quire.structured_outputs.xgrammar import XgrammarBackend
 
 
 class Backend(Protocol):
-    """Makes grammars of what callers ask. May be used by several threads at once."""
+    """Compiles constraints to grammars. Thread-safe."""
 
     def check(self, asked: StructuredOutputsParams) -> None:
-        """Raises RequestError for what `compile` would refuse, with whatever vocabulary."""
+        """Raises RequestError for a constraint that `compile` refuses with any vocabulary."""
 
     def compile(self, asked: StructuredOutputsParams, vocabulary: Vocabulary) -> Grammar:
-        """Raises RequestError."""
+        """The grammar of a constraint for one vocabulary. Raises RequestError."""
 
 
 _GUIDANCE = GuidanceBackend()
@@ -30,12 +30,12 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
 
 
 def check(asked: StructuredOutputsParams, backend: str = "auto") -> None:
-    """Raises RequestError for a constraint that a backend refuses, ConfigError for a backend that is not known."""
+    """Raises RequestError for a constraint that the backend refuses, ConfigError for an unknown backend."""
     _named(backend).check(asked)
 
 
 def compile(asked: StructuredOutputsParams, vocabulary: Vocabulary, backend: str = "auto") -> Grammar:
-    """A constraint for one vocabulary. Raises RequestError and ConfigError as `check` does."""
+    """The grammar of a constraint for one vocabulary. Raises RequestError and ConfigError as `check` does."""
     return _named(backend).compile(asked, vocabulary)
 
 

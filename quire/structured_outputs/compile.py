@@ -1,6 +1,7 @@
-"""Grammars: constraints are compiled on threads of their own, kept by content, and given up after a while.
+"""Asynchronous compilation of constraints, with a cache by content and a deadline.
 
-A thread cannot be ended: what takes too long goes on until the backend's own limits stop it, and nobody waits for it.
+A thread cannot be stopped. A compilation that exceeds the deadline continues until the backend's own limits stop it,
+but its requests have failed already.
 """
 
 import logging
@@ -21,14 +22,14 @@ from quire.structured_outputs.matchers import Matchers
 from quire.structured_outputs.vocabulary import Vocabulary
 from quire.tokenizer.tokenizer import Tokenizer
 
-STACK_BYTES = 16 * 2**20  # twice what the bounds of constraints were tried with
+STACK_BYTES = 16 * 2**20  # twice the stack with which the limits of constraints were tested
 
 _SETTING = threading.Lock()
 
 
 @contextmanager
 def deep_stacks() -> Iterator[None]:
-    """Threads that are started meanwhile have such a stack, whatever the system's limit is."""
+    """Threads that are started inside have a stack of STACK_BYTES, whatever the system's limit is."""
     with _SETTING:
         before = threading.stack_size(STACK_BYTES)
         try:
@@ -39,23 +40,23 @@ def deep_stacks() -> Iterator[None]:
 
 NUM_THREADS = 2
 DEADLINE = 5.0  # seconds
-MAX_KEPT = 256  # compiled constraints, and errors
-MAX_CHARACTERS = 2**20  # of their texts: what is made of one takes up to a hundred times as many bytes
+MAX_KEPT = 256  # cached grammars and errors
+MAX_CHARACTERS = 2**20  # of the cached constraints; a grammar takes up to 100 bytes per character
 
 log = logging.getLogger(__name__)
 
 
 class _Work:
-    """A constraint that is compiled, or was. began: when a thread took it up, of the clock; None before."""
+    """The compilation of one constraint. began: time at which a thread started it; None before."""
 
     def __init__(self) -> None:
         self.grammar: Future[Grammar]
         self.began: float | None = None
-        self.num_waiting = 0  # requests
+        self.num_waiting = 0  # requests that wait for the grammar
 
 
 class _Job(NamedTuple):
-    """What a request waits for, and since when."""
+    """A request that waits for a compilation. since: time of its submission."""
 
     asked: StructuredOutputsParams
     work: _Work
@@ -63,28 +64,28 @@ class _Job(NamedTuple):
 
 
 class Compiler(Protocol):
-    """What an engine needs of it."""
+    """Compiles the constraints of requests for an engine."""
 
     constraints: Constraints
 
     def submit(self, request_id: str, asked: StructuredOutputsParams) -> None:
-        """Compile the constraint of a request."""
+        """Start to compile the constraint of a request."""
 
     def finished(self) -> list[tuple[str, str]]:
-        """Requests whose constraint is there, or cannot be: the error says why. Each is told once."""
+        """New results as (request id, error); the error is "" if the grammar is ready. Each result is returned once."""
 
     def forget(self, request_id: str) -> None:
-        """The sequences of a request have begun, or it is given up; an unknown one is ignored."""
+        """Release a request whose sequences have begun, or that was aborted. An unknown id is ignored."""
 
     def wait(self, seconds: float) -> None:
-        """Until something is finished, or so long."""
+        """Block until a compilation is finished, for at most `seconds`."""
 
     def close(self) -> None:
-        """The end: nothing may be called after it."""
+        """Stop the compiler. No method may be called afterwards."""
 
 
 class Grammars:
-    """A Compiler. Its methods belong to one thread."""
+    """See Compiler. All methods must be called from one thread."""
 
     def __init__(
         self,
@@ -96,7 +97,7 @@ class Grammars:
         deadline: float = DEADLINE,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """vocabulary: asked for once, with the first constraint."""
+        """vocabulary: called once, for the first constraint. deadline: in seconds of `clock`."""
         self._matchers = Matchers(-(-vocab_size // 32), fast_forward=fast_forward)
         self.constraints: Constraints = self._matchers
         self._make_vocabulary = vocabulary
@@ -112,12 +113,12 @@ class Grammars:
 
     def submit(self, request_id: str, asked: StructuredOutputsParams) -> None:
         """See Compiler."""
-        key = replace(asked, fast_forward=True)  # which is no part of a grammar
+        key = replace(asked, fast_forward=True)  # a grammar does not depend on it
         work = self._kept.get(key)
         if work is None:
             work = self._kept[key] = _Work()
             self._num_kept_characters += len(key.text)
-            with deep_stacks():  # the pool may start a thread for it
+            with deep_stacks():  # submit may start a thread
                 work.grammar = self._pool.submit(self._compile, key, work)
         self._kept.move_to_end(key)
         work.num_waiting += 1
@@ -155,7 +156,7 @@ class Grammars:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _leave(self, request_id: str) -> None:
-        """A request waits no longer. What nobody waits for is not begun."""
+        """Remove a waiting request. Cancel its compilation if it has not begun and no other request waits for it."""
         job = self._jobs.pop(request_id, None)
         if job is None:
             return
@@ -175,7 +176,7 @@ class Grammars:
         return compile_grammar(asked, self._vocabulary, self._backend)
 
     def _outcome(self, request_id: str, compiled: "Future[Grammar]") -> str:
-        """What went wrong; nothing where its sequences may begin."""
+        """The error of a finished compilation; "" if it succeeded, and then the matchers have the grammar."""
         error = compiled.exception()
         if error is None:
             self._matchers.expect(request_id, compiled.result())
@@ -187,7 +188,7 @@ class Grammars:
 
 
 def vocabulary_of(tokenizer: Tokenizer, vocab_size: int, end_ids: tuple[int, ...]) -> Vocabulary:
-    """What backends have to know of a tokenizer. vocab_size: logits of the model."""
+    """The vocabulary of a tokenizer. vocab_size: logits of the model. end_ids: if empty, the tokenizer's end token."""
     known = tokenizer.eos_token_id
     ends = tuple(token for token in end_ids or (known,) if token is not None and 0 <= token < vocab_size)
     special_ids = tokenizer.special_ids | frozenset(ends)

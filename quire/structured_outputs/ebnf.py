@@ -1,8 +1,8 @@
-"""Grammars in EBNF, as llama.cpp (GBNF), xgrammar and SGLang write it (`root ::= ...`), turned into Lark.
+"""Translation of EBNF grammars to Lark. The syntax is that of llama.cpp (GBNF), xgrammar and SGLang (`root ::= ...`).
 
-Rules that do not lead back to themselves become terminals, which are regular expressions; a grammar of such rules alone
-is one terminal. In other grammars llguidance lets a terminal take as much text as it can. Where that could be too much,
-there are no terminals but single characters, which takes longer.
+Rules from which no recursive rule can be reached become terminals, which are regular expressions. A grammar without
+recursion is one terminal. In other grammars a terminal of llguidance matches as much text as it can. If that could be
+too much, each character becomes a terminal, which is slower.
 """
 
 import json
@@ -16,7 +16,7 @@ from quire.errors import RequestError
 from quire.params import MAX_LITERAL
 from quire.structured_outputs.lark import MAX_RULES, check_length, check_stacked
 
-Ranges = tuple[tuple[int, int], ...]  # code points, first and last
+Ranges = tuple[tuple[int, int], ...]  # code points, both ends included
 
 LAST = 0x10FFFF
 _MAX_LOOKS = 50_000
@@ -24,7 +24,7 @@ _MAX_LOOKS = 50_000
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Characters that come one after another, each one of a set; `lark` says it as a literal or a pattern."""
+    """A sequence of characters, each of a set. lark: the same as a Lark literal or pattern."""
 
     lark: str
     sets: tuple[Ranges, ...]
@@ -32,28 +32,28 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """A rule."""
+    """A reference to a rule."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Sequence:
-    """Parts that come one after another."""
+    """The parts, one after another."""
 
     parts: tuple["Node", ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Either:
-    """One of several."""
+    """One of the options."""
 
     options: tuple["Node", ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """A part again and again; `how` as Lark writes it."""
+    """A repeated part. how: "*", "+", "?" or "{m,n}", as in Lark."""
 
     part: "Node"
     how: str
@@ -63,7 +63,7 @@ Node = Text | Name | Sequence | Either | Repeat
 
 
 def parts_of(node: Node) -> tuple[Node, ...]:
-    """What a node is made of."""
+    """The children of a node."""
     match node:
         case Sequence(parts) | Either(parts):
             return parts
@@ -81,11 +81,11 @@ def leaves(node: Node) -> Iterator[Text | Name]:
 
 
 class TooLarge(Exception):
-    """A grammar is too large to be looked through."""
+    """A grammar is too large to be analysed."""
 
 
 class Shapes:
-    """What the rules of a grammar can begin with, and be continued with where they are complete. Raises TooLarge."""
+    """Character sets of the rules of a grammar, as bit masks over ranges of code points. Raises TooLarge."""
 
     def __init__(self, rules: Mapping[str, Node]) -> None:
         texts = (leaf for body in rules.values() for leaf in leaves(body) if isinstance(leaf, Text))
@@ -108,13 +108,13 @@ class Shapes:
                 is_new = is_new or known != self._known(name)
 
     def look(self) -> None:
-        """Count a step of work that a large grammar takes too many of."""
+        """Count a step of the analysis. Raises TooLarge after _MAX_LOOKS steps."""
         self._num_looks += 1
         if self._num_looks > _MAX_LOOKS:
             raise TooLarge
 
     def may_be_empty(self, node: Node) -> bool:
-        """Whether it can stand for nothing."""
+        """Whether the node matches the empty text."""
         self.look()
         match node:
             case Text(_, sets):
@@ -129,7 +129,7 @@ class Shapes:
                 return how in "*?" or how.startswith("{0,") or self.may_be_empty(part)
 
     def first(self, node: Node) -> int:
-        """What it can begin with."""
+        """The characters that a match can begin with."""
         match node:
             case Text(_, sets):
                 return self._mask(sets[0]) if sets else 0
@@ -145,7 +145,7 @@ class Shapes:
         return self._union(self.first, node)
 
     def any(self, node: Node) -> int:
-        """What can be in it anywhere."""
+        """The characters that a match can contain."""
         self.look()
         match node:
             case Text(_, sets):
@@ -158,7 +158,7 @@ class Shapes:
         return self._union(self.any, node)
 
     def more(self, node: Node) -> int:
-        """What it can go on with where it could end, too; or more than that."""
+        """The characters with which a complete match can continue to a longer one, or a superset of them."""
         match node:
             case Text():
                 return 0
@@ -175,7 +175,7 @@ class Shapes:
             case Either(options):
                 found = self._union(self.more, node)
                 seen = 0
-                for option in options:  # of two that begin alike the longer may go on
+                for option in options:  # with a common first character, one option may match more
                     if seen & self.first(option):
                         return found | self.any(node)
                     seen |= self.first(option)
@@ -219,12 +219,12 @@ _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "b": "\b"}
 
 
 def is_ebnf(text: str) -> bool:
-    """Whether a grammar is EBNF, and not Lark."""
+    """Whether a grammar is EBNF and not Lark."""
     return bool(_RULE.search(text))
 
 
 def ebnf_to_lark(text: str) -> str:
-    """The same grammar in Lark; it begins with the rule `root`. Raises RequestError that names the line."""
+    """The same grammar in Lark; the start rule is `root`. Raises RequestError that names the line of a syntax error."""
     check_length(text)
     rules = _Parser(text).rules()
     if "root" not in rules:
@@ -238,16 +238,16 @@ def ebnf_to_lark(text: str) -> str:
 
 
 class _Parser:
-    """Recursive descent over tokens. A rule ends where the next begins."""
+    """Recursive descent parser. A rule ends where the next begins."""
 
     def __init__(self, text: str) -> None:
         self._text = text
         self._tokens = list(self._split())
         self._next = 0
-        self._deepest = 0  # level of parentheses in the rule
+        self._deepest = 0  # deepest level of parentheses and repetitions in the rule
 
     def rules(self) -> dict[str, Node]:
-        """Bodies by name."""
+        """The bodies of the rules by name."""
         rules: dict[str, Node] = {}
         num_levels = 0
         while self._kind():
@@ -276,7 +276,7 @@ class _Parser:
             place = found.end()
 
     def _kind(self) -> str:
-        """Of the next token; "" at the end."""
+        """The kind of the next token; "" at the end."""
         return self._tokens[self._next][0] if self._next < len(self._tokens) else ""
 
     def _mark(self) -> str:
@@ -331,7 +331,7 @@ class _Parser:
         return inner
 
     def _characters(self, written: str) -> list[tuple[str, bool]]:
-        """Each character, and whether it stood there as it is."""
+        """(character, whether it was written without an escape) of each character."""
         found = []
         for match in _CHARACTER.finditer(written):
             number = match[1] or match[2] or match[3]
@@ -381,7 +381,7 @@ def _literal(characters: str) -> Text:
 
 
 def _others(ranges: list[tuple[int, int]]) -> Ranges:
-    """The characters that are in none of these."""
+    """The complement of these ranges."""
     others, place = [], 0
     for low, high in sorted(ranges):
         if place < low:
@@ -391,7 +391,7 @@ def _others(ranges: list[tuple[int, int]]) -> Ranges:
 
 
 def _recursive(rules: Mapping[str, Node]) -> set[str]:
-    """The rules from which a rule can be reached that leads back to itself."""
+    """The rules from which a recursive rule can be reached."""
     users: dict[str, list[str]] = {name: [] for name in rules}
     waiting: dict[str, int] = {}
     for rule, body in rules.items():
@@ -402,7 +402,7 @@ def _recursive(rules: Mapping[str, Node]) -> set[str]:
             users[name].append(rule)
         waiting[rule] = len(used)
     ready = [rule for rule, count in waiting.items() if not count]
-    for rule in ready:  # grows: rules all of whose parts are known not to lead back
+    for rule in ready:  # grows: rules of which all references are in it
         for user in users[rule]:
             waiting[user] -= 1
             if not waiting[user]:
@@ -411,7 +411,7 @@ def _recursive(rules: Mapping[str, Node]) -> set[str]:
 
 
 def _are_apart(rules: Mapping[str, Node], recursive: Set[str]) -> bool:
-    """Whether it is clear where each terminal within recursive rules ends, however much text it could take."""
+    """Whether longest-match terminals in recursive rules are exact. False if the grammar is too large to tell."""
     try:
         return _is_clear(rules, recursive, Shapes(rules))
     except TooLarge:
@@ -419,8 +419,8 @@ def _are_apart(rules: Mapping[str, Node], recursive: Set[str]) -> bool:
 
 
 def _is_clear(rules: Mapping[str, Node], recursive: Set[str], shapes: Shapes) -> bool:
-    behind = dict.fromkeys(recursive, 0)  # what can come behind a rule
-    terminals: dict[Node, int] = {}  # what can come behind a terminal
+    behind = dict.fromkeys(recursive, 0)  # characters that can follow a rule
+    terminals: dict[Node, int] = {}  # characters that can follow a terminal
     is_new = True
     while is_new:
         known = dict(behind), dict(terminals)
@@ -437,7 +437,7 @@ def _is_clear(rules: Mapping[str, Node], recursive: Set[str], shapes: Shapes) ->
 
 
 def _note_behind(node: Node, follows: int, shapes: Shapes, behind: dict[str, int], terminals: dict[Node, int]) -> None:
-    """Note what comes behind the rules and terminals in a node. follows: what comes behind the node."""
+    """Add to `behind` and `terminals` what can follow the rules and terminals in a node. follows: what follows it."""
     shapes.look()
     match node:
         case Name(name) if name in behind:
@@ -457,7 +457,7 @@ def _note_behind(node: Node, follows: int, shapes: Shapes, behind: dict[str, int
 
 
 def _written(node: Node, names: Mapping[str, str], *, is_apart: bool) -> str:
-    """A node in Lark; where terminals are not apart, text is single characters."""
+    """A node in Lark. Unless is_apart, a literal is written as single characters."""
     match node:
         case Text(lark, sets):
             if is_apart or len(sets) < 2:

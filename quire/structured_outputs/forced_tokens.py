@@ -1,4 +1,4 @@
-"""Text that has to come as the tokens that the tokenizer would write, as far as no later text can change them."""
+"""Tokens of forced text, as far as no later text can change them."""
 
 from bisect import bisect_right
 from functools import lru_cache
@@ -6,20 +6,20 @@ from functools import lru_cache
 from quire.structured_outputs.limits import num_common
 from quire.structured_outputs.vocabulary import Vocabulary
 
-_ANCHOR = "\x02"  # stands before a text so that the text does not begin there; no token joins it with what follows
-_MAX_STRADDLING = 8  # places from which a later token may reach beyond the text, each tried by a tokenisation
+_ANCHOR = "\x02"  # put before a text that is not the start of the output; no token joins it with the text
+_MAX_STRADDLING = 8  # positions at which a token may begin that reaches beyond the text; each costs a tokenization
 
 
 def forced_tokens(data: bytes, vocabulary: Vocabulary, *, closed: bool = False) -> list[int]:
-    """The tokens with which a tokenizer writes these bytes within a text, whatever comes behind them.
+    """The tokens that a tokenizer writes for these bytes within a text, whatever text follows them.
 
-    closed: nothing comes behind them. The tokens' bytes are a prefix of `data`; none, where it cannot be told. What
-    stands before the bytes is not looked at: the tokens begin where they begin. Bytes that begin within a character
-    are no text, and have none.
+    closed: no text follows. The bytes of the tokens are a prefix of `data`. The result is empty if no token is
+    certain, or if `data` begins within a character. The text before `data` is ignored: a token begins where `data`
+    begins.
 
-    What comes behind can only take over bytes from the first place on where the rest of `data` is the beginning of a
-    longer token. Wherever it does, the tokens before that place are those of the text up to there. So certain is what
-    the tokenisations of `data` and of its parts up to each such place have in common.
+    Later text can change tokens only from a position at which the rest of `data` is the beginning of a longer token.
+    In that case the tokens before the position are those of `data` up to it. So the common prefix of the tokens of
+    `data` and of its parts up to each such position is certain.
     """
     text = _whole_characters(data)
     whole = text.encode()
@@ -36,12 +36,12 @@ def forced_tokens(data: bytes, vocabulary: Vocabulary, *, closed: bool = False) 
 
 
 def encode_within(text: str, vocabulary: Vocabulary) -> list[int]:
-    """Tokens of a text that has begun before; none where they do not have just its bytes."""
+    """Tokens of a text inside of a longer one; empty if the tokenizer writes no tokens with exactly its bytes."""
     data = text.encode()
     tokens = vocabulary.encode(text)
     if _bytes_of(tokens, vocabulary) == data:
         return tokens
-    tokens = vocabulary.encode(_ANCHOR + text)  # a tokenizer that treats the beginning of a text differently
+    tokens = vocabulary.encode(_ANCHOR + text)  # the tokenizer changes the beginning of a text
     for start in range(len(tokens)):
         if _bytes_of(tokens[start:], vocabulary) == data:
             return tokens[start:]
@@ -49,7 +49,7 @@ def encode_within(text: str, vocabulary: Vocabulary) -> list[int]:
 
 
 def _bytes_of(tokens: list[int], vocabulary: Vocabulary) -> bytes | None:
-    """None for tokens that are no text, or that the model has no logits for."""
+    """The bytes of tokens; None if a token is no text or has no logit."""
     for token in tokens:
         if token >= vocabulary.size or not vocabulary.tokens[token] or token in vocabulary.special_ids:
             return None
@@ -57,12 +57,12 @@ def _bytes_of(tokens: list[int], vocabulary: Vocabulary) -> bytes | None:
 
 
 def _whole_characters(data: bytes) -> str:
-    """The text of these bytes, without the parts of characters at their ends."""
+    """The text of these bytes without incomplete characters."""
     return data.decode("utf-8", errors="ignore")
 
 
 def _straddling(data: bytes, vocabulary: Vocabulary) -> list[int]:
-    """Places from which on `data` is the beginning of a token that is longer."""
+    """Positions at which the rest of `data` is the beginning of a longer token."""
     tokens, longest = _sorted_tokens(vocabulary)
     places = []
     for place in range(max(0, len(data) - longest + 1), len(data)):
@@ -75,6 +75,6 @@ def _straddling(data: bytes, vocabulary: Vocabulary) -> list[int]:
 
 @lru_cache(maxsize=4)
 def _sorted_tokens(vocabulary: Vocabulary) -> tuple[list[bytes], int]:
-    """The texts of a vocabulary, sorted, and the length of the longest."""
+    """The texts of a vocabulary, sorted, and the length of the longest in bytes."""
     texts = sorted({text for token, text in enumerate(vocabulary.tokens) if token not in vocabulary.special_ids})
     return texts, max(map(len, texts), default=0)

@@ -1,7 +1,7 @@
 """The llguidance backend: an Earley parser over derivatives of regular expressions. It compiles in milliseconds.
 
-Text that has to come is written as the tokenizer writes it, and a mask within such text has that one token, so that an
-output is the same whether it is fast-forwarded or not.
+Forced text is tokenized as the tokenizer would write it. A mask within forced text allows only its next token, so that
+an output is the same with and without fast-forward.
 """
 
 import json
@@ -22,14 +22,14 @@ from quire.structured_outputs.library_matcher import Follower, Masks
 from quire.structured_outputs.limits import MAX_FORCED, MAX_MESSAGE, ByVocabulary, checked_regex, options_of
 from quire.structured_outputs.vocabulary import Vocabulary
 
-# White space between the tokens of JSON is bounded, so that a model cannot go on with it for ever.
+# White space between the tokens of JSON is bounded, so that a model cannot generate it without end.
 WHITESPACE = r"[ \n\r\t]{1,128}"
 _SPACES = r" \n\r\t"
 _WHITESPACE_PATTERN = re.compile(r"(?: |\\[nrts]|\\x20|[\[\]()|?*+\n\r\t]|\(\?:|\{\d{1,4}(?:,\d{0,4})?\})*")
 
 
 def grammar_of(asked: StructuredOutputsParams) -> str:
-    """A grammar for llguidance. Raises RequestError for what cannot be enforced as it is."""
+    """The constraint as a grammar of llguidance. Raises RequestError if it cannot be enforced exactly."""
 
     def write(schema: Schema) -> dict[str, object]:
         return with_options(schema, asked)
@@ -51,14 +51,14 @@ def grammar_of(asked: StructuredOutputsParams) -> str:
 
 
 def with_options(schema: Schema, asked: StructuredOutputsParams) -> dict[str, object]:
-    """A schema that `read_schema` made, with what is asked of white space, in llguidance's way."""
+    """A schema of `read_schema` with llguidance's options for white space and escapes."""
     options: dict[str, object] = {
         "whitespace_pattern": _whitespace(asked),
         "whitespace_flexible": not asked.disable_any_whitespace,
-        # As json.dumps writes it, which is what models have read most; xgrammar means the same by it.
+        # The separators of json.dumps, which are the most common in training data; xgrammar has the same.
         "item_separator": ", " if asked.disable_any_whitespace else None,
         "key_separator": ": " if asked.disable_any_whitespace else None,
-        # Without \u there is one way to write a name: "a" cannot come again as "\u0061".
+        # Without \u a name has one spelling: "a" cannot be repeated as "\u0061".
         "json_allowed_escapes": 'nrbtf\\"',
     }
     named = {name: value for name, value in options.items() if value is not None}
@@ -78,7 +78,7 @@ def _whitespace(asked: StructuredOutputsParams) -> str | None:
 
 
 def _json_space(pattern: str) -> str:
-    r"""A pattern in which \s is the white space of JSON."""
+    r"""The pattern with \s replaced by the white space of JSON."""
     out = ""
     in_set = False
     for piece in re.findall(r"\\.|.", pattern, re.DOTALL):
@@ -88,37 +88,37 @@ def _json_space(pattern: str) -> str:
 
 
 def _lark(text: str) -> str:
-    """A grammar in Lark, wrapped, so that it cannot be taken for anything else."""
+    """A Lark grammar in llguidance's JSON format, so that it is not mistaken for another kind of grammar."""
     return json.dumps({"grammars": [{"lark_grammar": text}]})
 
 
-# What one constraint may cost, on one core: a compilation up to about 0.1 s, and a mask up to about 20 ms. A grammar
-# that reads a text in many ways has more and more items in a row; of a schema, a row has some for each property.
+# Limits of the Earley parser. On one core a compilation takes up to about 0.1 s and a mask up to about 20 ms. In an
+# ambiguous grammar the items of a row increase with the text. A schema has some items in a row for each property.
 _MAX_ITEMS = 600
 _MAX_ITEMS_OF_SCHEMA = 3_000
-# Characters of text that has to come that are tokenised at once: llguidance gives all of it, for each mask.
+# Characters of forced text that are tokenized per call: llguidance passes all forced text, for each mask.
 _MAX_TOKENISED = 512
 
 
 class GuidanceBackend:
-    """Constraints by llguidance. May be used by several threads at once."""
+    """See Backend."""
 
     def __init__(self) -> None:
-        self._tokens = ByVocabulary(_Tokens)  # takes about a second for a hundred thousand tokens
+        self._tokens = ByVocabulary(_Tokens)  # about 1 s for 100,000 tokens
         self._bytes = llguidance.LLTokenizer("byte")
 
     def check(self, asked: StructuredOutputsParams) -> None:
-        """Raises RequestError for a constraint that does not compile. It is compiled, over bytes in place of tokens."""
+        """See Backend. It compiles the constraint, with single bytes as tokens."""
         _compiled(asked, self._bytes)
 
     def compile(self, asked: StructuredOutputsParams, vocabulary: Vocabulary) -> "GuidanceGrammar":
-        """A constraint over a vocabulary. Raises RequestError."""
+        """See Backend."""
         tokens = self._tokens(vocabulary)
         return GuidanceGrammar(_compiled(asked, tokens.tokenizer), tokens)
 
 
 class GuidanceGrammar:
-    """See Grammar: a parser that has seen no token, which is copied for each sequence."""
+    """See Grammar. beginning: a matcher that has consumed no token; each sequence gets a copy."""
 
     def __init__(self, beginning: llguidance.LLMatcher, tokens: "_Tokens") -> None:
         self._beginning = beginning
@@ -131,7 +131,7 @@ class GuidanceGrammar:
 
 
 class _Tokens:
-    """A vocabulary as llguidance knows it."""
+    """llguidance's tokenizer for a vocabulary, with its masks."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.masks = Masks(vocabulary)
@@ -174,13 +174,13 @@ class _GuidanceParser:
 
     def fill(self, words: np.ndarray) -> None:
         """See Parser."""
-        found = np.zeros(self._num_words, np.uint32)  # it may have one more token than the vocabulary
+        found = np.zeros(self._num_words, np.uint32)  # _Wrapper may have one more token than the vocabulary
         self._matcher.unsafe_compute_mask_ptr(found.ctypes.data, found.nbytes)
         words[:] = 0 if self._matcher.is_error() else found[: len(words)]
 
 
 def _compiled(asked: StructuredOutputsParams, tokenizer: llguidance.LLTokenizer) -> llguidance.LLMatcher:
-    """A matcher that has seen no token. Raises RequestError."""
+    """A matcher that has consumed no token. Raises RequestError."""
     limits = llguidance.LLParserLimits(
         max_items_in_row=_MAX_ITEMS_OF_SCHEMA if asked.kind == "json" else _MAX_ITEMS,
         initial_lexer_fuel=200_000,
@@ -192,7 +192,7 @@ def _compiled(asked: StructuredOutputsParams, tokenizer: llguidance.LLTokenizer)
     )
     matcher = llguidance.LLMatcher(tokenizer, grammar_of(asked), log_level=0, limits=limits)
     if not matcher.is_error():
-        # A limit that is exceeded at once, or a grammar that nothing fits, is known only when it is tried.
+        # Only a trial shows a limit that is exceeded at once, or a grammar without any text.
         trial = matcher.deep_copy()
         trial.consume_tokens(trial.compute_ff_tokens())
         trial.compute_bitmask()
@@ -206,7 +206,7 @@ def _compiled(asked: StructuredOutputsParams, tokenizer: llguidance.LLTokenizer)
 
 
 def _plain(error: str) -> str:
-    """What llguidance says, without its state, places in its source, and what to do where it names its own options."""
+    """An error message of llguidance without parser state and places in its source, and without its option names."""
     if error.startswith("oneOf constraints are not supported"):
         return "the branches of a oneOf are not seen to exclude each other; use anyOf"
     if "panic" in error or "Traceback" in error:
@@ -215,14 +215,14 @@ def _plain(error: str) -> str:
 
 
 class _Wrapper:
-    """A vocabulary with the attributes that llguidance asks a tokenizer for."""
+    """A vocabulary with the attributes that llguidance's TokenizerWrapper reads."""
 
     bos_token_id = None
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.tokens = list(vocabulary.tokens)
         self.end_ids = [token for token in vocabulary.end_ids if token < vocabulary.size]
-        if not self.end_ids:  # some token has to be it, and none that is text
+        if not self.end_ids:  # llguidance needs an end token that is no text
             self.end_ids = [len(self.tokens)]
             self.tokens.append(b"")
         self.eos_token_id = self.end_ids[0]
@@ -232,14 +232,14 @@ class _Wrapper:
         self._longest = max(map(len, self._ids), default=0)
 
     def __call__(self, text: str) -> list[int]:
-        """The tokens of a text, which have just its bytes. Of a long one those of its beginning."""
+        """Tokens with exactly the bytes of a text, or of a prefix if it is longer than _MAX_TOKENISED."""
         if len(text) <= _MAX_TOKENISED:
             return encode_within(text, self._vocabulary) or self._longest_first(text.encode())
         data = text[:_MAX_TOKENISED].encode()
         return forced_tokens(data, self._vocabulary) or self._longest_first(data)
 
     def _longest_first(self, data: bytes) -> list[int]:
-        """Tokens of a text that the tokenizer reads as something else, such as the name of a special token."""
+        """Greedy longest-match tokens, for a text such as the name of a special token, which the tokenizer misreads."""
         tokens, place = [], 0
         while place < len(data):
             ends = range(min(len(data), place + self._longest), place, -1)

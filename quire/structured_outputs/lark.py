@@ -1,7 +1,7 @@
-"""Grammars in Lark, as llguidance reads them: what a caller may write, and schemas within them read strictly.
+"""Grammars in Lark, in llguidance's dialect.
 
-Not allowed is what would make an output something else than text of the grammar: special tokens, text that is taken
-back (`stop`), and directives that are not known here.
+Special tokens, `stop`, which removes generated text, and unknown directives are refused, because with them an output
+could be no text of the grammar. Schemas within a grammar are read strictly.
 """
 
 import json
@@ -15,9 +15,7 @@ from quire.structured_outputs.json_schema.reader import Schema, read_schema
 
 MAX_GRAMMAR = 32_768  # characters
 MAX_RULES = 512
-MAX_STACKED = (
-    1024  # levels of parentheses of all rules, one on top of the other: llguidance follows them with its stack
-)
+MAX_STACKED = 1024  # levels of parentheses, summed over all rules; llguidance recurses through them
 _PARAM = "grammar"
 
 _OPTIONS = frozenset({"no_forcing", "allow_initial_skip", "ignore_once"})
@@ -33,13 +31,13 @@ _PIECE = re.compile(
 
 
 def checked_lark(text: str, write: Callable[[Schema], object]) -> str:
-    """The same grammar with its JSON schemas read strictly. write: what is to stand for a schema.
+    """The same grammar without comments, with its JSON schemas read strictly. write: translates a schema.
 
-    Raises RequestError. Whether the rest makes sense is known when it is compiled.
+    Raises RequestError. Other errors are found when the grammar is compiled.
     """
     check_length(text)
     out: list[str] = []
-    bare: list[str] = []  # without texts, patterns, comments and JSON
+    bare: list[str] = []  # the grammar without texts, patterns, comments and directives
     place = 0
     while place < len(text):
         piece = _PIECE.match(text, place)
@@ -61,13 +59,13 @@ def checked_lark(text: str, write: Callable[[Schema], object]) -> str:
 
 
 def check_length(text: str) -> None:
-    """Raises RequestError."""
+    """Raises RequestError for a grammar of more than MAX_GRAMMAR characters."""
     if len(text) > MAX_GRAMMAR:
         raise RequestError(f"grammar must have at most {MAX_GRAMMAR:,} characters", _PARAM)
 
 
 def _directive(text: str, name: str, place: int, write: Callable[[Schema], object]) -> tuple[str, int]:
-    """What stands for a directive and its JSON, and where it ends."""
+    """The translation of a directive with its JSON, and the position at which it ends. Raises RequestError."""
     if name in ("%import", "%ignore"):
         return name, place
     if name not in ("%json", "%llguidance", "%regex"):
@@ -85,7 +83,7 @@ def _directive(text: str, name: str, place: int, write: Callable[[Schema], objec
 
 
 def check_stacked(num_levels: int) -> None:
-    """num_levels: of all rules, each one more than its parentheses are deep. Raises RequestError."""
+    """Raises RequestError. num_levels: sum over all rules of 1 + the depth of parentheses."""
     if num_levels > MAX_STACKED:
         raise RequestError(
             f"grammar: rules and their parentheses have more than {MAX_STACKED:,} levels together", _PARAM
@@ -117,12 +115,12 @@ def _refuse(text: str, place: int, why: str) -> RequestError:
 
 _TAG_PARAM = "structural_tag"
 _MAX_TAGS = 256
-_MAX_TEXT = 1024  # characters of a trigger, a beginning or an end
+_MAX_TEXT = 1024  # characters of a trigger, begin or end
 
 
 @dataclass(frozen=True, slots=True)
 class Tag:
-    """One structure. trigger: what it begins with, first of all."""
+    """One structure. trigger: the prefix of `begin` that starts it."""
 
     trigger: str
     begin: str
@@ -131,7 +129,7 @@ class Tag:
 
 
 def read_tags(asked: StructuredOutputsParams) -> list[Tag]:
-    """The structures that are asked for. Raises RequestError that says which is wrong."""
+    """The structures of a structural tag. Raises RequestError that names the invalid one."""
     value = json.loads(asked.text)
     if not isinstance(value, dict) or value.get("type", "structural_tag") != "structural_tag":
         raise RequestError(
@@ -154,7 +152,7 @@ def read_tags(asked: StructuredOutputsParams) -> list[Tag]:
 
 
 def tags_to_lark(tags: list[Tag], write: Callable[[Schema], object]) -> str:
-    """A grammar of free text and tags. write: what is to stand for a schema."""
+    """A Lark grammar of free text and tags. write: translates a schema."""
     triggers = list(dict.fromkeys(tag.trigger for tag in tags))
     lines = [
         f"start: ({' | '.join(f'after{i}' for i in range(len(triggers)))})* rest",
@@ -163,7 +161,7 @@ def tags_to_lark(tags: list[Tag], write: Callable[[Schema], object]) -> str:
     ]
     for index, trigger in enumerate(triggers):
         options = " | ".join(f"tag{i}" for i, tag in enumerate(tags) if tag.trigger == trigger)
-        # Lazy: the free text ends with the first trigger in it.
+        # [lazy]: the free text ends at the first trigger.
         lines += [f"head{index}[lazy]: TEXT {_quoted(trigger)}", f"after{index}: head{index} ({options})"]
     for index, tag in enumerate(tags):
         begin = _quoted(tag.begin.removeprefix(tag.trigger))

@@ -1,4 +1,4 @@
-"""Follower: a Matcher over a parser of a library. It knows when an output ends, and what was forced and came."""
+"""Matcher over the parser of a grammar library."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -11,26 +11,26 @@ from quire.structured_outputs.vocabulary import Vocabulary
 
 
 class Parser(Protocol):
-    """One sequence, as a library follows it. End tokens are not its business."""
+    """The parser state of one sequence in a library. It gets no end tokens."""
 
     def take(self, tokens: Sequence[int]) -> str:
-        """These tokens came. What is wrong with them, "" where they fit."""
+        """Consume tokens. Returns an error message, "" if the tokens match the grammar."""
 
     def span(self) -> list[int]:
-        """The tokens that have to come now, the first MAX_FORCED at least. They are not taken."""
+        """The forced tokens of this state, the first MAX_FORCED at least. They are not consumed."""
 
     def may_end(self) -> bool:
         """Whether the text so far is complete."""
 
     def is_over(self) -> bool:
-        """Whether the text so far is complete, and nothing can follow it."""
+        """Whether the text so far is complete and no text can follow it."""
 
     def fill(self, words: np.ndarray) -> None:
-        """See Matcher; bits of ids that are no text may be set."""
+        """See Matcher. Bits of ids that are no text may be set."""
 
 
 class Masks:
-    """The masks of a vocabulary that every constraint needs: of its text with its end tokens, and of those alone."""
+    """Masks of a vocabulary. allowed: text and end tokens; ends: end tokens."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.end_ids = frozenset(vocabulary.end_ids)
@@ -41,18 +41,18 @@ class Masks:
 
 
 class Follower:
-    """See Matcher. What it says is a function of the tokens so far, however they are cut into calls."""
+    """See Matcher. Verdicts depend on the tokens so far, not on how they are divided into calls."""
 
     def __init__(self, parser: Parser, masks: Masks, *, fast_forward: bool) -> None:
         self._parser = parser
         self._masks = masks
         self._fast_forward = fast_forward
         self._has_begun = False
-        self._has_ended = False  # an end token came
+        self._has_ended = False  # an end token was consumed
         self._error = ""
 
     def advance(self, tokens: Sequence[int]) -> Verdict:
-        """See Matcher. Among several tokens are those that were forced, as far as they came."""
+        """See Matcher. When a sequence is resumed, `tokens` has the forced tokens that were appended before, too."""
         span = [] if self._has_begun else self._span()
         self._has_begun = True
         rest = list(tokens)
@@ -79,7 +79,7 @@ class Follower:
             words &= self._masks.allowed
 
     def _span(self) -> list[int]:
-        """Of a longer one the rest is the next verdict's, behind the one token that the mask then allows."""
+        """At most MAX_FORCED forced tokens. The mask then allows only the next token; the next verdict has the rest."""
         if not self._fast_forward or self._error or self._has_ended:
             return []
         return self._parser.span()[:MAX_FORCED]

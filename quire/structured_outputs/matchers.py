@@ -1,4 +1,4 @@
-"""Matchers: the constraints of all open sequences, over grammars that are compiled. Knows no backend."""
+"""The matchers of all constrained sequences."""
 
 import logging
 from collections.abc import Sequence
@@ -13,38 +13,38 @@ log = logging.getLogger(__name__)
 
 
 class _Waiting(NamedTuple):
-    """A sequence that has not sampled yet: what it takes to make its matcher."""
+    """A sequence that has not sampled yet. known: its output tokens so far."""
 
     grammar: Grammar
     fast_forward: bool
     known: tuple[int, ...]
 
     def start(self) -> Matcher:
-        """A matcher that has seen nothing."""
+        """A matcher at the start of the grammar."""
         return self.grammar.start(fast_forward=self.fast_forward)
 
 
 class Matchers:
-    """Constraints, one Matcher for each sequence that samples: many may wait, and matchers take memory.
+    """See Constraints. A sequence gets its Matcher when it first samples, because matchers take memory.
 
-    fast_forward: whether text that has to come is told, where a request does not say otherwise. One that forbids or
-    favours tokens, or compares sequences by their logprobs, gets its text token by token.
+    fast_forward: whether verdicts have forced tokens, unless a request disables them. Requests with allowed or bad
+    tokens, logit biases or ranked sequences have none.
     """
 
     def __init__(self, num_words: int, *, fast_forward: bool = True) -> None:
         self._num_words = num_words
         self._fast_forward = fast_forward
-        self._grammars: dict[str, Grammar] = {}  # of requests that are about to begin
+        self._grammars: dict[str, Grammar] = {}  # of requests whose sequences have not all begun
         self._waiting: dict[int, _Waiting] = {}
         self._matchers: dict[int, Matcher] = {}
-        self._begun: tuple[_Waiting, Verdict] | None = None  # the last that was asked
+        self._begun: tuple[_Waiting, Verdict] | None = None  # the latest sequence that began
 
     def expect(self, request_id: str, grammar: Grammar) -> None:
-        """The sequences of this request are about to begin."""
+        """Set the grammar for sequences of this request that will begin."""
         self._grammars[request_id] = grammar
 
     def forget(self, request_id: str) -> None:
-        """All of them have begun, or none will."""
+        """Release the grammar of a request of which no more sequences begin."""
         self._grammars.pop(request_id, None)
 
     def begin(self, seq_id: int, request: Request, known: Sequence[int]) -> Verdict:
@@ -54,7 +54,7 @@ class Matchers:
         minds_tokens = params.allowed_token_ids is not None or params.bad_words or params.logit_bias or params.is_ranked
         wanted = self._fast_forward and params.structured_outputs.fast_forward and not minds_tokens
         waiting = self._waiting[seq_id] = _Waiting(self._grammars[request.id], wanted, tuple(known))
-        if self._begun is None or self._begun[0] != waiting:  # the sequences of a request begin one after the other
+        if self._begun is None or self._begun[0] != waiting:  # equal for consecutive sequences of a request
             self._begun = waiting, _advanced(waiting.start(), known)
         return self._begun[1]
 
@@ -84,18 +84,18 @@ class Matchers:
 
 
 def _advanced(matcher: Matcher, tokens: Sequence[int]) -> Verdict:
-    """What a matcher says. It should not raise; one that does ends its own sequence and no other."""
+    """The verdict of a matcher. An exception becomes an error of this sequence alone."""
     try:
         return matcher.advance(tokens)
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # a backend in another language may also panic
+    except BaseException as error:  # panics of a Rust backend are no Exception
         log.exception("a constraint failed")
         return Verdict(error=f"the backend failed ({type(error).__name__})")
 
 
 def _fill(matcher: Matcher, words: np.ndarray) -> None:
-    """A mask, empty where there is none to be had."""
+    """Write the mask of a matcher into `words`; all zeros if the matcher raises."""
     try:
         matcher.fill(words)
     except (KeyboardInterrupt, SystemExit):

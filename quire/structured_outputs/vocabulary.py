@@ -1,4 +1,4 @@
-"""Vocabulary: what a backend has to know of a tokenizer. Plain data and one function."""
+"""The vocabulary for which a backend compiles grammars."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 class Vocabulary:
     """The tokens of one model.
 
-    tokens: the bytes that each id adds to a text, one entry for each logit of the model; empty for ids that are no
-    text (special tokens, holes). end_ids: that end a sequence. special_ids: that are no text. encode: ids of a text,
-    without special tokens at its ends.
+    tokens: the bytes that each id adds to a text, one entry for each logit of the model; empty for special tokens and
+    for ids without a token. end_ids: ids that end a sequence. special_ids: ids that are no text. encode: token
+    ids of a text, without special tokens at its ends.
     """
 
     tokens: Sequence[bytes]
@@ -20,10 +20,10 @@ class Vocabulary:
 
     @property
     def size(self) -> int:
-        """Logits of the model."""
+        """Number of logits of the model."""
         return len(self.tokens)
 
     @property
     def num_words(self) -> int:
-        """Of a mask."""
+        """Number of 32-bit words of a mask."""
         return -(-len(self.tokens) // 32)

@@ -1,4 +1,4 @@
-"""The xgrammar backend, an optional extra: a pushdown automaton over bytes with masks that are made beforehand."""
+"""The xgrammar backend, an optional extra: a byte-level pushdown automaton with precomputed masks."""
 
 import importlib
 import json
@@ -19,8 +19,8 @@ from quire.structured_outputs.limits import MAX_MESSAGE, ByVocabulary, checked_r
 from quire.structured_outputs.vocabulary import Vocabulary
 
 _MAX_WHITESPACE = 128
-_MAX_SPAN = 4096  # bytes that are tokenised at once
-# Those of the keywords that xgrammar 0.2 enforces for every output; others it ignores, some of them with a warning.
+_MAX_SPAN = 4096  # bytes that are tokenized at once
+# Keywords that xgrammar 0.2 enforces in every output. It ignores the others, some of them with a warning.
 _ENFORCED = frozenset(
     {
         *("type", "enum", "const", "$ref", "$defs", "anyOf", "oneOf"),
@@ -36,18 +36,18 @@ _TYPES = {"string": str, "integer": int, "boolean": bool}
 
 
 class XgrammarBackend:
-    """Constraints by xgrammar. May be used by several threads at once. Raises ConfigError where it is not installed."""
+    """See Backend. Its methods raise ConfigError if xgrammar is not installed."""
 
     def __init__(self) -> None:
         self._compiler = ByVocabulary(_Compiler)
         self._bytes = Vocabulary([bytes([i]) for i in range(256)] + [b""], (256,), frozenset({256}), _no_tokens)
 
     def check(self, asked: StructuredOutputsParams) -> None:
-        """Raises RequestError for a constraint that does not compile. It is compiled, over bytes in place of tokens."""
+        """See Backend. It compiles the constraint, with single bytes as tokens."""
         self.compile(asked, self._bytes)
 
     def compile(self, asked: StructuredOutputsParams, vocabulary: Vocabulary) -> "XgrammarGrammar":
-        """A constraint over a vocabulary. Raises RequestError."""
+        """See Backend."""
         return self._compiler(vocabulary).compile(asked)
 
 
@@ -67,7 +67,7 @@ class XgrammarGrammar:
 
 
 class _Compiler:
-    """Compiles for one vocabulary."""
+    """Compiles constraints for one vocabulary."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         xgrammar = _module()
@@ -79,11 +79,11 @@ class _Compiler:
         self._compiler = xgrammar.GrammarCompiler(known, max_threads=1, cache_enabled=False)
 
     def compile(self, asked: StructuredOutputsParams) -> XgrammarGrammar:
-        """Raises RequestError."""
+        """The grammar of a constraint. Raises RequestError."""
         try:
             compiled = self._compiled(asked)
         except RuntimeError as error:
-            # Its messages begin with a time and a place in its source.
+            # The message begins with a time and a place in xgrammar's source.
             message = str(error).partition(": ")[2].strip()[:MAX_MESSAGE]
             raise RequestError(f"{asked.kind} cannot be enforced: {message}", asked.kind) from error
         grammar = XgrammarGrammar(compiled, self._vocabulary, self._masks)
@@ -102,7 +102,7 @@ class _Compiler:
             case "choice":
                 return self._compiler.compile_grammar(f"root ::= {options_of(asked)}\n")
             case "grammar" if is_ebnf(asked.text):
-                ebnf_to_lark(asked.text)  # checks what is written
+                ebnf_to_lark(asked.text)  # raises RequestError for an invalid grammar
                 return self._compiler.compile_grammar(asked.text)
         raise RequestError(f"the xgrammar backend takes no such {asked.kind}: use the llguidance backend", asked.kind)
 
@@ -126,7 +126,7 @@ class _XgrammarParser:
         """See Parser."""
         try:
             data = self._matcher.find_jump_forward_string().encode()
-        except UnicodeError:  # within a character
+        except UnicodeError:  # the string ends within a character
             return []
         if not data:
             return []
@@ -156,7 +156,7 @@ class _XgrammarParser:
 
 
 def _schema(asked: StructuredOutputsParams) -> str:
-    """A schema of what xgrammar enforces. Raises RequestError."""
+    """The schema as JSON. Raises RequestError for keywords that xgrammar does not enforce."""
     schema = read_schema(asked.text, "json", closed=True)
     if isinstance(schema, dict):
         definitions = schema.get("$defs", {})
@@ -167,7 +167,7 @@ def _schema(asked: StructuredOutputsParams) -> str:
 
 
 def _check(schema: object) -> None:
-    """Refuse what xgrammar would ignore, in part or altogether."""
+    """Raises RequestError for what xgrammar would ignore completely or partly."""
     if not isinstance(schema, Mapping):
         return
     keys = schema.keys() - {"$defs"}
@@ -198,7 +198,7 @@ def _check_object(schema: Mapping[str, Any], keys: Set[str]) -> None:
 
 
 def _is_typed(schema: Mapping[str, Any]) -> bool:
-    """Whether there are constants and their type alone."""
+    """Whether the schema is a const or enum with its type, and nothing else."""
     kind = _TYPES.get(schema["type"]) if isinstance(schema.get("type"), str) else None
     values = schema.get("enum", [schema.get("const")])
     return kind is not None and len(schema.keys() - {"$defs"}) == 2 and all(type(value) is kind for value in values)
@@ -221,7 +221,7 @@ def _no_tokens(text: str) -> list[int]:
 
 
 def _module() -> Any:  # noqa: ANN401
-    """Imported late: it imports torch, which the mind does without."""
+    """The library, imported on first use because it imports torch. Raises ConfigError if it is not installed."""
     try:
         return importlib.import_module("xgrammar")
     except ImportError as error:

@@ -1,1 +1,1 @@
-"""Text: tokens, templates, and what is written with them. Knows no engine and no HTTP."""
+"""Tokenizers, chat templates, detokenization and stop strings."""

@@ -1,8 +1,8 @@
-"""A Jinja environment in which a template can neither reach out nor run away. Knows nothing of chats.
+"""A Jinja sandbox with limits on processor time and size.
 
-Reaching out is what Jinja's immutable sandbox prevents. Running away is prevented by metering: the
-compiled code passes each loop's items, each literal, each concatenation and each buffer through the
-environment, as it already does with calls, filters and operators.
+Jinja's immutable sandbox prevents access to Python objects outside of it. To enforce the limits, the compiled code
+passes loop items, list, tuple and dict literals, concatenations and captured blocks through the environment, as it does
+with calls, filters and operators.
 """
 
 import json
@@ -24,10 +24,10 @@ from jinja2.utils import Namespace
 
 
 class MeteredCode(CodeGenerator):
-    """The environment has to offer `counted` (items of loops), `measured` (literals) and `joined` (`~`)."""
+    """Code generator that calls the environment's `counted` (loop items), `measured` (literals) and `joined` (`~`)."""
 
     def visit_For(self, node: nodes.For, frame: Frame) -> None:
-        """A loop draws its items from `counted`."""
+        """A loop, whose items pass through `counted`."""
         counted = nodes.EnvironmentAttribute("counted", lineno=node.lineno)
         node.iter = nodes.Call(counted, [node.iter], [], None, None, lineno=node.lineno)
         super().visit_For(node, frame)
@@ -63,7 +63,7 @@ class MeteredCode(CodeGenerator):
 
 
 class GenerationBlock(Extension):
-    """`{% generation %}...{% endgeneration %}` marks what an assistant said, for training; here it is only its body."""
+    """`{% generation %}...{% endgeneration %}`, which marks assistant text for training, as its body alone."""
 
     tags = {"generation"}  # noqa: RUF012 (Jinja's)
 
@@ -73,33 +73,33 @@ class GenerationBlock(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-MAX_SECONDS = 2.0  # of this thread's processor time, for one rendering
+MAX_SECONDS = 2.0  # processor time of the thread, for one rendering
 MAX_SIZE = 2**23  # characters in one value
 MAX_TOTAL = 2**27  # characters in all values together
-MAX_WORK = 2**26  # length of a text times what may be put into it
-ITEM_SIZE = 8  # what a number, a key or an empty list counts, in characters
+MAX_WORK = 2**26  # length of a text times the length of an operand
+ITEM_SIZE = 8  # characters that a container, a number and an item count in addition to their text
 _WIDE_FIELD = re.compile(r"\d{4}")
 _CONTAINERS = (list, tuple, set, frozenset, KeysView, ValuesView, ItemsView)
 
 
 class TooMuch(Exception):
-    """A template spent more than it may."""
+    """A template exceeded a limit."""
 
 
 class Meter:
-    """What is left for one rendering."""
+    """Counts the time and the size of one rendering. seconds: processor time from now on."""
 
     def __init__(self, seconds: float = MAX_SECONDS) -> None:
         self._deadline = time.thread_time() + seconds
         self._total = 0
 
     def step(self) -> None:
-        """Count one operation."""
+        """Check the time before an operation. Raises TooMuch."""
         if time.thread_time() > self._deadline:
             raise TooMuch("it takes too long")
 
     def measure(self, value: object) -> int:
-        """Characters that `value` holds, counted into the total."""
+        """Add the size of `value` to the total and return it, in characters. Raises TooMuch."""
         size = size_of(value)
         self._total += size
         if self._total > MAX_TOTAL:
@@ -107,7 +107,7 @@ class Meter:
         return size
 
     def count(self, items: Iterator[object]) -> Iterator[object]:
-        """The same items, each a step and measured."""
+        """The same items, each as a step and measured. Raises TooMuch."""
         for item in items:
             self.step()
             self.measure(item)
@@ -115,7 +115,7 @@ class Meter:
 
 
 def size_of(value: object) -> int:
-    """Characters of a value of strings, numbers, lists and mappings; stops counting at MAX_SIZE."""
+    """Size in characters of a value of strings, numbers, lists and mappings. Raises TooMuch above MAX_SIZE."""
     if isinstance(value, str):
         stack, size = [], len(value)
     else:
@@ -140,21 +140,21 @@ def size_of(value: object) -> int:
 
 
 def check_growth(value: object, operands: Sequence[object]) -> None:
-    """Refuse an operation whose result could be as long as `value` times the longest of `operands`."""
+    """Raises TooMuch if the size of `value` times the largest operand exceeds MAX_WORK."""
     longest = max([abs(o) if isinstance(o, int) else size_of(o) for o in operands], default=1)
     if max(1, size_of(value)) * longest > MAX_WORK:
         raise TooMuch("it makes a text grow too much at once")
 
 
 def check_format(text: str, operands: Sequence[object]) -> None:
-    """Refuse a format string with wide fields, or with too much to put into them."""
+    """Raises TooMuch for a format string with wide fields or large operands."""
     if _WIDE_FIELD.search(text):
         raise TooMuch("it formats a field of a thousand characters or more")
     check_growth(text, operands)
 
 
 def check_numbers(operator: str, left: object, right: object) -> None:
-    """Refuse products and powers of whole numbers with thousands of digits."""
+    """Raises TooMuch for a product or power of integers with thousands of digits."""
     if isinstance(left, int) and isinstance(right, int):
         bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
         if bits > MAX_SIZE // 1024:
@@ -162,7 +162,7 @@ def check_numbers(operator: str, left: object, right: object) -> None:
 
 
 class PlainNamespace(Namespace):
-    """A namespace that cannot pose as another object: no names with underscores, no content in its repr."""
+    """A namespace without names that begin with an underscore, and without content in its repr."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 (as dict)
         values = dict(*args, **kwargs)
@@ -201,7 +201,7 @@ def tojson(
     separators: Sequence[str] | None = None,
     sort_keys: bool = False,  # noqa: FBT001, FBT002
 ) -> str:
-    """JSON without HTML escapes: prompts are no web pages."""
+    """JSON without HTML escapes, unlike Jinja's filter. Raises TooMuch for a wide indent."""
     if indent is not None and not 0 <= indent <= 16:
         raise TooMuch("it indents JSON by more than 16 spaces")
     marks = None if separators is None else (str(separators[0])[:16], str(separators[1])[:16])
@@ -209,30 +209,30 @@ def tojson(
 
 
 def raise_exception(message: object) -> None:
-    """How a template refuses messages."""
+    """Called by templates to refuse messages. Raises TemplateError."""
     raise TemplateError(str(message))
 
 
 def strftime_now(pattern: str) -> str:
-    """The local date and time."""
+    """The local date and time, formatted by `pattern`."""
     check_format(pattern, ())
     return datetime.now().strftime(pattern)
 
 
-# What these cost, or the length of what they return, is the product of their operands.
+# The time of these, or the length of their result, is the product of their operands.
 _COSTLY_METHODS = frozenset(
     {"center", "expandtabs", "join", "ljust", "lstrip", "rfind", "rindex", "rjust", "rpartition", "rsplit", "rstrip"}
     | {"strip", "translate", "zfill"}
 )
 _COSTLY_FILTERS = frozenset({"batch", "indent", "join", "replace", "slice", "trim", "truncate"})
-# These cost even more, and no chat template needs them.
+# These take even more, and no chat template needs them.
 _REFUSED_METHODS = frozenset({"striptags"})
 _REFUSED_FILTERS = ("center", "pprint", "random", "round", "striptags", "sum", "urlize", "wordwrap", "xmlattr")
 _REFUSED_GLOBALS = ("lipsum",)
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """Compiles and runs one template at a time. Set `meter` anew before each compilation and each rendering."""
+    """Compiles and renders one template at a time. Set a new `meter` before each compilation and each rendering."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
@@ -257,27 +257,27 @@ class Sandbox(ImmutableSandboxedEnvironment):
         )
 
     def measured(self, value: object) -> object:
-        """The value, measured."""
+        """Measure a value and return it."""
         self.meter.measure(value)
         return value
 
     def counted(self, items: Iterable[object]) -> Iterator[object]:
-        """The items of a loop, each of them a step."""
+        """The items of a loop, each as a step and measured."""
         return self.meter.count(iter(items))
 
     def concat(self, pieces: Iterable[str]) -> str:
-        """What Jinja calls at the end of a block whose text is captured."""
+        """The text of a captured block. Jinja calls it at the end of the block."""
         return self.joined(pieces)
 
     def joined(self, pieces: Iterable[object]) -> str:
-        """What `~` does."""
+        """The operands of `~`, joined."""
         texts = [str(piece) for piece in pieces]
         self.meter.step()
         self.meter.measure(texts)
         return "".join(texts)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:  # noqa: ANN401 (Jinja's)
-        """An operator that can make something large out of something small."""
+        """The result of a binary operator, with limits on its size."""
         self.meter.step()
         if operator == "%" and isinstance(left, str):
             check_format(left, right if isinstance(right, tuple) else (right,))
@@ -290,7 +290,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return self.measured(super().call_binop(context, operator, left, right))
 
     def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 (Jinja's)
-        """A call of a function, a method or a macro."""
+        """The result of a function, method or macro, with limits on costly methods of strings."""
         self.meter.step()
         text = getattr(function, "__self__", None)
         if isinstance(text, str):
@@ -304,11 +304,11 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return self.measured(super().call(context, function, *args, **kwargs))
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> Undefined:  # noqa: ANN401 (Jinja's)
-        """Jinja would let the template go on with an undefined value."""
+        """Raises SecurityError. Jinja would continue with an undefined value."""
         raise SecurityError(f"it reaches for {attribute!r:.80} of {type(obj).__name__}")
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:  # noqa: ANN401 (Jinja's)
-        """`str.format`, sandboxed by Jinja and bounded here."""
+        """Jinja's sandboxed `str.format`, with a limit on its size."""
         bounded = super().wrap_str_format(value)
         if bounded is None:
             return None
@@ -320,7 +320,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return formatted
 
     def _metered(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        skipped = 1 if hasattr(function, "jinja_pass_arg") else 0  # a context or environment comes first
+        skipped = 1 if hasattr(function, "jinja_pass_arg") else 0  # the first argument is a context or environment
 
         @wraps(function)
         def run(*args: object, **kwargs: object) -> object:

@@ -1,7 +1,7 @@
-"""Chat template: a conversation as the text a model was trained on. Knows Jinja, not tokens.
+"""Rendering of conversations with a model's chat templates.
 
-Templates come from the model's folder, never from a request. They run in a metered sandbox: one that
-loops, grows or reaches for what it should not have ends in an error.
+Templates come from the model's files, never from a request. They run in a metered sandbox, in which too long a run, too
+large a text or a forbidden access is an error.
 """
 
 import threading
@@ -21,7 +21,7 @@ MAX_SOURCE = 2**20  # characters
 
 
 class ChatTemplate:
-    """A compiled template. One conversation is rendered at a time, whatever thread asks.
+    """A compiled template. Thread-safe; it renders one conversation at a time.
 
     seconds: processor time that a rendering may take. Raises ModelError for a template that does not compile.
     """
@@ -40,7 +40,7 @@ class ChatTemplate:
     def render(self, variables: Mapping[str, object]) -> str:
         """The text for these variables (messages, tools, add_generation_prompt, ...; plain JSON values).
 
-        Raises RequestError when the template refuses them, and ModelError when it breaks its bounds.
+        Raises RequestError if the template refuses them or exceeds a limit, ModelError for a forbidden access.
         """
         with self._lock:
             self._sandbox.meter = Meter(self._seconds)
@@ -54,7 +54,7 @@ class ChatTemplate:
                 ) from error
             except RecursionError as error:
                 raise RequestError("the messages are nested too deeply", "messages") from error
-            except Exception as error:  # what a template can raise is not limited
+            except Exception as error:  # a template can raise any exception
                 raise RequestError(
                     f"the model's chat template does not accept these messages: {_reason(error)}", "messages"
                 ) from error
@@ -80,7 +80,7 @@ TOOL_USE = "tool_use"
 
 
 def read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Name -> source; the one for ordinary conversations is "default". Raises ModelError.
+    """The templates of a folder, name -> Jinja source; "default" is for ordinary conversations. Raises ModelError.
 
     config: the contents of tokenizer_config.json.
     """
@@ -97,7 +97,7 @@ def read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _named(templates: object, file: str) -> dict[str, str]:
-    """The value of `chat_template`: nothing, a source, or named ones as a list or an object."""
+    """Name -> source from a value of `chat_template`: empty, a source, or a list or object of named sources."""
     if not templates:
         return {}
     if isinstance(templates, str):
@@ -120,15 +120,15 @@ def _read(path: Path) -> str:
         raise ModelError(f"{path} is not UTF-8 text, or cannot be read; download it again") from error
 
 
-_MARK = "\U000f5ecd"  # for private use: no conversation has it, and templates do not change it
+_MARK = "\U000f5ecd"  # a private-use character, which conversations do not have and templates do not change
 _PARAM = "continue_final_message"
 
 
 class OpenEnd:
-    """The last message of a conversation, open at its end.
+    """A conversation whose last message is continued, with a mark at the end of its text.
 
-    field: which text of it is continued, "content" or, for instance, "reasoning_content".
-    Raises RequestError where the message has no such text.
+    field: the continued text of the message, such as "content" or "reasoning_content".
+    Raises RequestError if the message has no such text.
     """
 
     def __init__(self, messages: Sequence[dict[str, object]], field: str = "content") -> None:
@@ -142,7 +142,7 @@ class OpenEnd:
         self._text = text.strip()
 
     def cut(self, rendered: str) -> str:
-        """The text up to the end of the last message. White space before a mark that lost its own is not kept."""
+        """The text up to the mark; without trailing white space if the template stripped the space after the mark."""
         end = rendered.rfind(_MARK)
         if end < 0 or self._text not in rendered:
             raise RequestError("the model's chat template does not show the last message as it is", _PARAM)
@@ -163,9 +163,9 @@ class TemplateSet:
         return bool(self._templates)
 
     def choose(self, name: str | None, *, has_tools: bool) -> ChatTemplate:
-        """The template of that name; without one, "tool_use" for tools where there is one, else "default".
+        """The template `name`; None: "tool_use" if it exists and there are tools, else "default".
 
-        Raises RequestError where there is none.
+        Raises RequestError if the template does not exist.
         """
         templates = self._templates
         if not templates:
@@ -195,7 +195,7 @@ def render_conversation(
     add_generation_prompt: bool | None,
     continue_final_message: bool | str,
 ) -> str:
-    """A conversation as text. The arguments are those of `Tokenizer.apply_chat_template`, which explains them."""
+    """A conversation as text. See `Tokenizer.apply_chat_template` for arguments and errors."""
     if not isinstance(continue_final_message, bool | str):
         raise RequestError("continue_final_message must be true, false or a field's name", "continue_final_message")
     if add_generation_prompt and continue_final_message:
@@ -222,7 +222,7 @@ def render_conversation(
 
 
 def _objects(values: Sequence[Mapping[str, object]] | None, name: str) -> object:
-    """A plain copy of a list of objects; None for an empty one, which templates would take for some."""
+    """A plain copy of a list of objects; None if it is empty, because templates test for None."""
     if not values:
         return None
     if not isinstance(values, list | tuple) or not all(isinstance(value, Mapping) for value in values):

@@ -1,7 +1,7 @@
-"""Detokenizer: the text of one sequence, as its tokens come. Knows ids and bytes, not stop strings.
+"""Incremental detokenization of one sequence.
 
-A text is the bytes of its tokens, so a token costs the same however long the sequence is. Bytes that may
-yet become a character are held back; bytes that cannot become one are let out as U+FFFD.
+A text is the bytes of its tokens, so the cost of a token does not depend on the length of the sequence. Bytes of an
+incomplete character are held back. Bytes that cannot become a character are returned as U+FFFD.
 """
 
 import codecs
@@ -11,19 +11,19 @@ from collections.abc import Sequence
 from quire.tokenizer.tokenizer import Tokenizer
 
 _REPLACEMENT = "\ufffd"
-_ESCAPED = re.compile("[\udc80-\udcff]")  # bytes that are no UTF-8, as surrogateescape decodes them
-_LONGEST = 4  # bytes of one character
+_ESCAPED = re.compile("[\udc80-\udcff]")  # invalid bytes, as surrogateescape decodes them
+_LONGEST = 4  # most bytes of one character
 
 
 class Detokenizer:
-    """Tokens in, text out. What came out is never taken back, and never ends in half a character.
+    """Converts tokens to text. Returned text is final and never ends within a character.
 
-    The texts add up to `decode` of prompt and tokens without `decode` of the prompt; a character whose
-    last bytes come after the prompt comes out whole. Where tokens for single bytes follow each other and
-    are no UTF-8 as a whole, `decode` gives up all of them, while here the good characters among them are out.
+    All texts together are `decode` of prompt and tokens without `decode` of the prompt. A character that begins in the
+    prompt is returned whole. If a run of single-byte tokens is invalid UTF-8, `decode` replaces all of it, while this
+    class returns the valid characters in it.
 
-    spaces_between_special_tokens: False joins neighbouring added tokens, where the tokenizer's decoder
-    would put a space between them.
+    spaces_between_special_tokens: False joins neighbouring added tokens between which the tokenizer's decoder would put
+    a space.
     """
 
     def __init__(
@@ -42,18 +42,18 @@ class Detokenizer:
         end = self._end_of(prompt)
         self._begun = bool(end)
         self._utf8.decode(end)
-        self._owed = len(self._utf8.getstate()[0].decode(errors=tokenizer.byte_errors))  # U+FFFD that are the prompt's
+        self._owed = len(self._utf8.getstate()[0].decode(errors=tokenizer.byte_errors))  # U+FFFD of the prompt
 
     def add(self, token: int) -> str:
         """The text that this token completes."""
         return self._let_out(self._bytes(token))
 
     def close(self) -> str:
-        """What was held back, once no token follows."""
+        """The text that was held back. Call it after the last token."""
         return self._let_out(b"", final=True)
 
     def _end_of(self, prompt: Sequence[int]) -> bytes:
-        """Enough of the prompt's last bytes to know what it leaves unfinished; none if it is no text."""
+        """The last bytes of the prompt, enough to find an incomplete character; empty if it has no text."""
         end = b""
         for token in reversed(prompt):
             if len(end) >= _LONGEST:

@@ -1,7 +1,7 @@
-"""A tokenizer from a GGUF file's metadata: byte-level BPE ("gpt2") or SentencePiece BPE ("llama").
+"""The tokenizer of a GGUF file: byte-level BPE ("gpt2") or SentencePiece BPE ("llama").
 
-The file holds tokens, merges or scores, and the name of a split rule; what else a tokenizer.json would
-say is llama.cpp's convention, kept here. Knows metadata, no tensor and no request.
+The file has tokens, merges or scores, and the name of a split rule. The rest of what a tokenizer.json defines follows
+llama.cpp's conventions.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,16 +17,15 @@ from quire.tokenizer.hf_files import SPLITS
 from quire.tokenizer.tokenizer import Tokenizer
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)  # llama.cpp's token types
-_MAX_PIECE = 1024  # characters of a SentencePiece token that can come of merges
+_MAX_PIECE = 1024  # characters of a SentencePiece token; longer ones get no merges
 _MAX_PIECES = 1 << 24  # characters of all tokens; the largest vocabularies have two million
 _SPACE = "▁"
 
 
 def gguf_tokenizer(metadata: Metadata) -> Tokenizer:
-    """The tokenizer that a file describes, with its special tokens and chat templates.
+    """The tokenizer of a file, with its special tokens and chat templates.
 
-    Raises ModelError: a kind of tokenizer or of split rule that is not supported, by name, and metadata
-    that is missing or contradicts itself.
+    Raises ModelError for an unsupported kind of tokenizer or split rule, and for missing or contradictory metadata.
     """
     kind = metadata.text("tokenizer.ggml.model")
     if kind not in _KINDS:
@@ -40,14 +39,14 @@ def gguf_tokenizer(metadata: Metadata) -> Tokenizer:
         _add_ends(core, metadata, tokens, special)
     except QuireError:
         raise
-    except Exception as error:  # the library raises nothing more special
+    except Exception as error:  # the library raises no specific exception
         raise metadata.error(f"the tokenizer is damaged ({error!s:.200}); get another file") from error
     texts = {name: tokens[token] for name, token in special.items()}
     return Tokenizer(core, special_tokens=texts, chat_template=_templates(metadata))
 
 
 def _tokens(metadata: Metadata) -> list[str]:
-    """All tokens by id. An empty one gets the name that llama.cpp gives it."""
+    """All tokens by id. An empty token gets llama.cpp's name for it. Raises ModelError."""
     texts = metadata.texts("tokenizer.ggml.tokens")
     if not texts:
         raise metadata.error("tokenizer.ggml.tokens is missing; the file has no tokenizer, get another one")
@@ -61,7 +60,7 @@ def _tokens(metadata: Metadata) -> list[str]:
 
 
 def _vocabulary(tokens: list[str], types: list[int]) -> dict[str, int]:
-    """Text to id, without what fills up the embedding: ids that the source's tokenizer does not have."""
+    """Text -> id, without padding tokens, which fill the embedding and are not in the original tokenizer."""
     pairs = enumerate(tokens)
     return {text: token for token, text in pairs if types[token] != _UNUSED or text != f"[PAD{token}]"}
 
@@ -82,7 +81,7 @@ def _byte_level(metadata: Metadata, tokens: list[str], types: list[int]) -> Core
 
 
 def _merge(text: str) -> tuple[str, str]:
-    """Both parts stand in one string; the space that parts them is never the first character."""
+    """The two parts of a merge, which a space separates. The first character is never the separator."""
     cut = text.index(" ", 1)
     return text[:cut], text[cut + 1 :]
 
@@ -112,7 +111,7 @@ def _sentencepiece(metadata: Metadata, tokens: list[str], types: list[int]) -> C
 def _merges_by_score(
     metadata: Metadata, tokens: list[str], types: list[int], scores: list[float]
 ) -> list[tuple[str, str]]:
-    """SentencePiece merges the pair whose token has the highest score: all pairs, in that order."""
+    """All pairs of tokens that form a token, highest score first, the order in which SentencePiece merges."""
     pieces = {text: scores[i] for i, text in enumerate(tokens) if types[i] in (_NORMAL, _USER_DEFINED, _UNUSED)}
     if sum(map(len, pieces)) > _MAX_PIECES:
         raise metadata.error(f"the tokenizer's tokens have more than {_MAX_PIECES} characters")
@@ -126,7 +125,7 @@ def _merges_by_score(
 
 
 def _add_special(core: Core, tokens: list[str], types: list[int]) -> None:
-    """Tokens that are found in a text before it is split. Control tokens are not part of an answer's text."""
+    """Add the tokens that are matched before a text is split. Control and unknown tokens are special."""
     control = [text for text, kind in zip(tokens, types, strict=True) if kind in (_CONTROL, _UNKNOWN)]
     plain = [text for text, kind in zip(tokens, types, strict=True) if kind == _USER_DEFINED]
     core.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in control])
@@ -134,7 +133,7 @@ def _add_special(core: Core, tokens: list[str], types: list[int]) -> None:
 
 
 def _add_ends(core: Core, metadata: Metadata, tokens: list[str], special: Mapping[str, int]) -> None:
-    """The begin and end tokens that every text gets."""
+    """Set the post-processor that adds begin and end tokens to each text, if there are any."""
     is_sentencepiece = metadata.text("tokenizer.ggml.model") == "llama"
     rule = SPLITS.get(metadata.text("tokenizer.ggml.pre", "default"))
     begins = is_sentencepiece or (rule is not None and rule.add_bos)
@@ -154,7 +153,7 @@ def _add_ends(core: Core, metadata: Metadata, tokens: list[str], special: Mappin
 
 
 def _templates(metadata: Metadata) -> dict[str, str]:
-    """By name; the file lists the names of all but the default one."""
+    """The chat templates by name. The file lists the names of all but the default one."""
     named = {name: f"tokenizer.chat_template.{name}" for name in metadata.texts("tokenizer.chat_templates")}
     keys = {"default": "tokenizer.chat_template", **named}
     return {name: metadata.text(key) for name, key in keys.items() if metadata.has(key)}

@@ -1,11 +1,10 @@
-"""A model folder's tokenizer, as its files describe it. Knows files and the classes transformers has for them.
+"""Reader of the tokenizer files of a Hugging Face model folder.
 
-tokenizer.json says how text is split, and whether it gets begin and end tokens; tokenizer_config.json only
-adds special tokens to that, as in transformers 5. But transformers 5 builds the tokenizer anew where
-tokenizer_class has a constructor of its own (LlamaTokenizer, GPT2Tokenizer, Qwen2Tokenizer, ...), and drops
-what the file says on normalizing, splitting and decoding. quire keeps to the file: it is what the model was
-trained with, and the two differ only where the class is a misnomer, or where the older SentencePiece form
-puts a space after a special token, as Llama 2's own code does.
+tokenizer.json defines how text is split and whether it gets begin and end tokens. tokenizer_config.json only adds
+special tokens, as in transformers 5. But if tokenizer_class has a constructor of its own (LlamaTokenizer,
+GPT2Tokenizer, Qwen2Tokenizer, ...), transformers 5 rebuilds the tokenizer and ignores the file's normalizer, splitter
+and decoder. quire uses the file, because the model was trained with it. The two differ only if the class is wrong, or
+if the older SentencePiece form puts a space after a special token, as Llama 2's own code does.
 """
 
 from collections.abc import Iterable, Mapping
@@ -27,16 +26,16 @@ _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 def add_declared_tokens(
     core: tokenizers.Tokenizer, config: Mapping[str, Any], special_map: Mapping[str, Any], added: Mapping[str, Any]
 ) -> dict[str, str]:
-    """Add to `core` what it lacks, and return the named tokens: "eos_token" -> text.
+    """Add declared tokens that `core` lacks, and return the named tokens: "eos_token" -> text.
 
     The mappings are the contents of tokenizer_config.json, special_tokens_map.json and added_tokens.json.
-    Raises ModelError for a token that is none.
+    Raises ModelError for an invalid token.
     """
     listed = config.get("added_tokens_decoder")
     fields = config if listed is not None else {**config, **special_map}
     extra = fields.get("extra_special_tokens") or fields.get("additional_special_tokens") or []
     named = _named(fields)
-    if isinstance(extra, Mapping):  # these have names, too
+    if isinstance(extra, Mapping):  # named tokens
         named |= {str(name): _token(value, special=True) for name, value in extra.items()}
         extra = []
     if not isinstance(extra, list):
@@ -50,7 +49,7 @@ def add_declared_tokens(
 
 
 def _add(core: tokenizers.Tokenizer, missing: Iterable[AddedToken], exact: Iterable[AddedToken] = ()) -> None:
-    """Add tokens that are `missing`, and those of `exact` that are missing or have other flags."""
+    """Add the tokens of `missing` that `core` lacks, and those of `exact` that it lacks or has with other flags."""
     have = core.get_added_tokens_decoder().values()
     flags = {_flags(token) for token in have}
     new = {token.content: token for token in exact if _flags(token) not in flags}
@@ -69,7 +68,7 @@ def _named(fields: Mapping[str, Any]) -> dict[str, AddedToken]:
 
 
 def _listed(listed: object, special: Iterable[AddedToken]) -> list[AddedToken]:
-    """The added_tokens_decoder of tokenizer_config.json: id -> token, with its flags."""
+    """The tokens of added_tokens_decoder in tokenizer_config.json (id -> token with flags), by id."""
     contents = {token.content for token in special}
     if not isinstance(listed, Mapping) or not all(_is_token(value) for value in listed.values()):
         raise ModelError("added_tokens_decoder in tokenizer_config.json must list tokens by their ids")
@@ -78,7 +77,7 @@ def _listed(listed: object, special: Iterable[AddedToken]) -> list[AddedToken]:
 
 
 def _older(added: Mapping[str, Any], special: Iterable[AddedToken]) -> list[AddedToken]:
-    """The contents of an added_tokens.json: text -> id."""
+    """The tokens of added_tokens.json (text -> id), by id."""
     contents = {token.content for token in special}
     return [AddedToken(text, special=text in contents) for text in sorted(added, key=lambda text: _id(added[text]))]
 
@@ -108,15 +107,15 @@ def _flags(token: AddedToken) -> tuple[object, ...]:
 
 @dataclass(frozen=True, slots=True)
 class SplitRule:
-    """Regular expressions applied one after another; matches and what is between them become words."""
+    """Regular expressions, applied one after another. Matches and the texts between them become words."""
 
     patterns: tuple[str, ...]
-    ignore_merges: bool = False  # a word that is a token is taken whole
-    add_bos: bool = False  # where the file does not say
-    nfc: bool = False  # text is brought into Unicode's composed form first
+    ignore_merges: bool = False  # a word that is a token is not split
+    add_bos: bool = False  # if the file does not set add_bos_token
+    nfc: bool = False  # text is normalized to NFC first
 
     def pre_tokenizer(self) -> pre_tokenizers.PreTokenizer:
-        """As the `tokenizers` library has it."""
+        """The pre-tokenizer of the `tokenizers` library."""
         splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in self.patterns]
         return pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
@@ -150,17 +149,17 @@ _RULES = (
 SPLITS: Mapping[str, SplitRule] = MappingProxyType({name: rule for names, rule in _RULES for name in names.split()})
 
 
-_CLASSES = {  # model_type -> the tokenizer class of a folder that names none
+_CLASSES = {  # model_type -> the tokenizer class if the folder names none
     **dict.fromkeys(("gpt2", "gpt_neo", "gptj", "opt", "phi", "codegen", "starcoder2"), "GPT2Tokenizer"),
     **dict.fromkeys(("gpt_neox", "mpt", "olmo", "olmoe", "mamba", "mamba2", "falcon_mamba"), "GPTNeoXTokenizer"),
     **dict.fromkeys(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"), "Qwen2Tokenizer"),
     **dict.fromkeys(("gemma", "gemma2", "gemma3", "gemma3_text"), "GemmaTokenizer"),
 }
-_CLASS_UNHEEDED = frozenset(  # model types for which transformers takes no notice of a folder's tokenizer class
+_CLASS_UNHEEDED = frozenset(  # model types for which transformers ignores the folder's tokenizer class
     {"granite", "mistral", "mixtral", "nemotron", "olmo2", "olmo3", "phi3", "phimoe", "qwen2", "stablelm"}
 )
 _END_OF_TEXT = "<|endoftext|>"
-_DEFAULTS: Mapping[str, Mapping[str, str]] = MappingProxyType(  # class -> special tokens, where the folder names none
+_DEFAULTS: Mapping[str, Mapping[str, str]] = MappingProxyType(  # class -> special tokens if the folder names none
     {
         "GPT2Tokenizer": dict.fromkeys(("bos_token", "eos_token", "unk_token"), _END_OF_TEXT),
         "GPTNeoXTokenizer": {
@@ -185,7 +184,7 @@ _CONVERT = (
 
 
 class TokenizerFiles(NamedTuple):
-    """What a folder says about its tokenizer."""
+    """The tokenizer of a folder."""
 
     core: tokenizers.Tokenizer
     special_tokens: dict[str, str]  # "eos_token" -> text
@@ -212,7 +211,7 @@ def read_tokenizer(folder: Path) -> TokenizerFiles:
     if not whole:
         _set_ends(core, special, begin=config.get("add_bos_token") is True, end=config.get("add_eos_token") is True)
     elif kind == "GPTNeoXTokenizer" and model_type not in _CLASS_UNHEEDED:
-        _set_ends(core, special)  # transformers takes no ends from these files, since its version 4
+        _set_ends(core, special)  # since version 4 transformers ignores begin and end tokens of these files
     core.no_truncation()
     core.no_padding()
     core.encode_special_tokens = config.get("split_special_tokens") is True
@@ -226,12 +225,12 @@ def _optional(path: Path) -> dict[str, Any]:
 def _from_file(path: Path) -> tokenizers.Tokenizer:
     try:
         return tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises nothing more special
+    except Exception as error:  # the library raises no specific exception
         raise ModelError(f"{path} is broken ({error!s:.200}); download it again") from error
 
 
 def _from_vocabulary(folder: Path, kind: str, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
-    """Byte-level BPE from GPT-2's two files."""
+    """Byte-level BPE from vocab.json and merges.txt. Raises ModelError."""
     vocab, merges = folder / "vocab.json", folder / "merges.txt"
     if not vocab.is_file() or not merges.is_file():
         raise ModelError(_missing(folder))
@@ -260,7 +259,7 @@ def _missing(folder: Path) -> str:
 def _set_ends(
     core: tokenizers.Tokenizer, special: Mapping[str, str], *, begin: bool = False, end: bool = False
 ) -> None:
-    """Begin and end tokens for every text, instead of what the tokenizer does by itself."""
+    """Replace the post-processor: each text gets the begin token, the end token, both or none."""
     before = [special["bos_token"]] if begin and "bos_token" in special else []
     after = [special["eos_token"]] if end and "eos_token" in special else []
     core.post_processor = processors.TemplateProcessing(

@@ -1,4 +1,4 @@
-"""From a model's files to its tokenizer, whatever kind of files they are. Loads no weights."""
+"""Loads the tokenizer of a model folder or .gguf file."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from quire.tokenizer.tokenizer import Tokenizer
 
 
 def open_tokenizer(path: Path) -> Tokenizer:
-    """That of the model at `path`, a folder or a .gguf file. Raises ModelError."""
+    """The tokenizer of the model at `path`, a folder or a .gguf file. Raises ModelError."""
     if path.is_file() and path.suffix == ".gguf":
         header = read_header(path)
         return gguf_tokenizer(Metadata(header.metadata, header.path))

@@ -1,4 +1,4 @@
-"""Messages: conversations as callers write them, made plain for a chat template. Knows no template and no tokens."""
+"""Conversion of a caller's messages to the form that chat templates expect."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -7,16 +7,16 @@ from quire.errors import RequestError
 
 MAX_MESSAGES = 16384
 MAX_DEPTH = 32
-REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # names for what a model thought, best first
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # names for reasoning, preferred first
 _TEXT_PARTS = ("text", "input_text", "output_text")
 
 Message = Mapping[str, object]
 
 
 def plain_messages(messages: Sequence[Message]) -> list[dict[str, object]]:
-    """A copy with string content, and arguments of tool calls as objects, which is what templates expect.
+    """A copy with content as strings and arguments of tool calls as objects.
 
-    Raises RequestError for anything that is no conversation of texts.
+    Raises RequestError for invalid messages and for content that is no text.
     """
     if not isinstance(messages, list | tuple) or not messages:
         raise RequestError("messages must be a list with at least one message", "messages")
@@ -26,7 +26,7 @@ def plain_messages(messages: Sequence[Message]) -> list[dict[str, object]]:
 
 
 def plain_json(value: object, name: str, depth: int = 0) -> object:
-    """A copy made of dicts, lists, strings, numbers, booleans and None only. Raises RequestError otherwise."""
+    """A copy of dicts, lists, strings, numbers, booleans and None. Raises RequestError for other types."""
     if depth > MAX_DEPTH:
         raise RequestError(f"{name} is nested more than {MAX_DEPTH} levels deep", name)
     if value is None or isinstance(value, bool):
@@ -55,7 +55,7 @@ def _plain_message(message: Message) -> dict[str, object]:
 
 
 def _with_reasoning(plain: dict[str, object]) -> dict[str, object]:
-    """Reasoning under the names that templates read, as transformers does."""
+    """The message with its reasoning as `thinking` and `reasoning_content`, the names that templates read."""
     thought = next((plain[name] for name in REASONING_FIELDS if plain.get(name) is not None), None)
     return plain if thought is None else {"thinking": thought, **plain, "reasoning_content": thought}
 
@@ -95,5 +95,5 @@ def _tool_call(call: dict[str, object]) -> dict[str, object]:
         try:
             arguments = json.loads(arguments or "{}")
         except (ValueError, RecursionError):
-            arguments = function["arguments"]  # what a model wrote need not be JSON; templates take text too
+            arguments = function["arguments"]  # a model's arguments may be no JSON; templates accept text too
     return {**call, "function": {**function, "arguments": arguments}}

@@ -1,8 +1,7 @@
-"""Stop strings: where a text ends that comes in pieces. Knows characters only.
+"""Incremental matching of stop strings.
 
-Each string is followed with the failure function of Knuth, Morris and Pratt (1977): after every
-character it is known how many of its first characters the text ends with. The longest of these ends
-is held back, because it may become a stop string.
+Each string is matched with the failure function of Knuth, Morris and Pratt (1977), which yields after each character
+the longest prefix of the string that the text ends with. The longest of these prefixes is held back.
 """
 
 from collections.abc import Sequence
@@ -10,36 +9,35 @@ from typing import NamedTuple
 
 
 class Pattern(NamedTuple):
-    """A stop string and, for each number of characters matched, how many still match when the next does not."""
+    """A stop string. fallback: for each number of matched characters, how many match if the next character does not."""
 
     text: str
     fallback: list[int]
 
 
 def compile_stops(stops: Sequence[str]) -> tuple[Pattern, ...]:
-    """Patterns that any number of `StopStrings` can share."""
+    """The patterns of stop strings. Any number of `StopStrings` can share them."""
     return tuple(Pattern(text, _fallback(text)) for text in stops)
 
 
 class StopStrings:
-    """Text in, text out, until a stop string is complete.
+    """Ends a text at its first complete stop string.
 
-    The text ends before the stop string that is complete first; of several complete at the same
-    character, before the longest. `matched` is that string, None while there is none.
-    included: the text ends behind it; then nothing needs to be held back.
+    The text ends before the stop string that is complete first; if several are complete at the same character, before
+    the longest. `matched` is that string, or None. included: the text ends after it, and no text is held back.
     """
 
     def __init__(self, patterns: Sequence[Pattern], *, included: bool = False) -> None:
         self.matched: str | None = None
         self._patterns = patterns
         self._included = included
-        self._lengths = [0] * len(patterns)  # of the beginning of each pattern that the text ends with
+        self._lengths = [0] * len(patterns)  # by pattern: length of its longest prefix that the text ends with
         self._held = ""
 
     def add(self, text: str, *, may_stop: bool = True) -> str:
-        """What is certain not to belong to a stop string. Nothing comes after a match.
+        """Add text. Returns the text that is certain to be output; "" after a match.
 
-        may_stop: False lets a string pass that becomes complete in this text.
+        may_stop: False ignores stop strings that become complete in this text.
         """
         if self.matched is not None:
             return ""
@@ -58,7 +56,7 @@ class StopStrings:
         return text[:kept]
 
     def close(self) -> str:
-        """What was held back, once no text follows."""
+        """The text that was held back. Call it after the last text."""
         held, self._held = self._held, ""
         return held
 
@@ -78,7 +76,7 @@ class StopStrings:
 
 
 def _fallback(text: str) -> list[int]:
-    """For i matched characters: the length of the longest proper end of text[:i] that text begins with."""
+    """By number i of matched characters: length of the longest proper suffix of text[:i] that is a prefix of text."""
     table = [0, 0]
     length = 0
     for char in text[1:]:

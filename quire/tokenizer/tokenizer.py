@@ -1,7 +1,6 @@
-"""Tokenizer: text to token ids and back, and conversations to text. Knows one model's tokenizer, nothing of requests.
+"""The tokenizer of a model, a wrapper of the `tokenizers` library.
 
-It wraps the `tokenizers` library; the files it is made from are read by `tokenizer_files` and
-`template_files`.
+`hf_files` and `gguf` read its files, `chat_template` renders its chat templates.
 """
 
 import re
@@ -16,14 +15,14 @@ from quire.tokenizer.chat_template import DEFAULT, TemplateSet, read_templates, 
 from quire.tokenizer.hf_files import read_tokenizer
 from quire.tokenizer.messages import Message
 
-_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # how SentencePiece writes a byte that is no piece of its own
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # SentencePiece's token of a single byte
 
 
 class TokenBytes:
-    """Bytes of tokens, remembered for each token that was asked for.
+    """The bytes of tokens, cached by token.
 
-    errors: how `bytes.decode` has to treat what is no UTF-8, to do as the core does: "replace" puts one
-    U+FFFD for the beginning of a character, "surrogateescape" makes it possible to put one for each byte.
+    errors: the `errors` argument of `bytes.decode` for invalid UTF-8 that agrees with the library. "replace" writes one
+    U+FFFD for the beginning of a character. With "surrogateescape" a caller can write one for each byte.
     """
 
     def __init__(self, core: tokenizers.Tokenizer) -> None:
@@ -34,17 +33,17 @@ class TokenBytes:
         self.errors: Literal["replace", "surrogateescape"] = "replace" if byte_level else "surrogateescape"
 
     def inside(self, token: int) -> bytes:
-        """What the token adds to a text that has begun; nothing for an id without a token."""
+        """The bytes that a token adds to a text that is not empty; b"" for an id without a token."""
         known = self._inside.get(token)
         if known is not None:
             return known
         piece = self._core.id_to_token(token)
         if piece is None:
-            return b""  # and not remembered: there is no end of such ids
+            return b""  # not cached: the number of such ids has no limit
         return self._inside.setdefault(token, self._of_piece(piece, token))
 
     def first(self, token: int) -> bytes:
-        """What the token adds to an empty text."""
+        """The bytes that a token adds to an empty text."""
         inside = self.inside(token)
         if self._alphabet is not None or not _is_text(inside):
             return inside
@@ -65,7 +64,7 @@ class TokenBytes:
 
 
 def byte_level_alphabet() -> dict[str, int]:
-    """The characters that byte-level BPE writes for bytes: printable Latin-1 as itself, the rest from U+0100 on."""
+    """Character -> byte in byte-level BPE: printable Latin-1 as itself, other bytes from U+0100 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = (byte for byte in range(256) if byte not in printable)
     alphabet = {chr(byte): byte for byte in printable}
@@ -84,7 +83,7 @@ _BAD_ID = "token ids must be whole numbers from 0 to 4294967295"
 
 
 class Tokenizer:
-    """Text to ids and back. All methods may be called from several threads at once.
+    """Text to token ids and back, and conversations to text. Thread-safe.
 
     special_tokens: name ("eos_token") -> text. chat_template: a Jinja source, or several by name ("default",
     "tool_use", ...). Raises ModelError for a template that does not compile.
@@ -102,13 +101,13 @@ class Tokenizer:
         self.special_tokens = dict(special_tokens or {})  # name ("eos_token") -> text
         self.added_ids = frozenset(core.get_added_tokens_decoder())
         self.special_ids = frozenset(i for i in self.added_ids if self._is_skipped(i))
-        self.vocab_size = core.get_vocab_size()  # tokens; where ids have holes, the largest id is not below it
+        self.vocab_size = core.get_vocab_size()  # number of tokens; if ids have holes, the largest id can exceed it
         sources = {DEFAULT: chat_template} if isinstance(chat_template, str) else chat_template or {}
         self._templates = TemplateSet(sources)
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> "Tokenizer":
-        """From tokenizer.json, or vocab.json and merges.txt, and the files that go with them.
+        """The tokenizer of a folder with tokenizer.json, or with vocab.json and merges.txt.
 
         Raises ModelError that says which file is missing or broken.
         """
@@ -119,21 +118,21 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether conversations can be written as text."""
+        """Whether the model has a chat template."""
         return bool(self._templates)
 
     @property
     def eos_token_id(self) -> int | None:
-        """The id of the token that ends a sequence, where the tokenizer names one."""
+        """The id of the token that ends a sequence; None if the tokenizer names none."""
         return self._special_id("eos_token")
 
     @property
     def bos_token_id(self) -> int | None:
-        """The id of the token that begins a sequence, where the tokenizer names one."""
+        """The id of the token that begins a sequence; None if the tokenizer names none."""
         return self._special_id("bos_token")
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:  # noqa: FBT001, FBT002 (transformers')
-        """Token ids of a text. Raises RequestError where the text is not valid Unicode."""
+        """The token ids of a text. Raises RequestError if the text is not valid Unicode."""
         if not isinstance(text, str):
             raise RequestError(f"a prompt must be text, not {type(text).__name__}", "prompt")
         try:
@@ -142,13 +141,13 @@ class Tokenizer:
             raise RequestError(
                 f"the text is not valid Unicode: an unpaired surrogate at position {error.start}", "prompt"
             ) from error
-        # The fast one does not keep where each token was in the text, which takes half of the time.
+        # encode_batch_fast computes no offsets, which take half of the time.
         return list(self._core.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:  # noqa: FBT001, FBT002
-        """The text of token ids; bytes that form no character become U+FFFD, ids without a token nothing.
+        """The text of token ids. Invalid UTF-8 becomes U+FFFD; ids without a token are skipped.
 
-        Raises RequestError for ids that no vocabulary has.
+        Raises RequestError for ids that are no integers from 0 to 2**32 - 1.
         """
         try:
             return str(self._core.decode(ids, skip_special_tokens=skip_special_tokens))
@@ -156,7 +155,7 @@ class Tokenizer:
             raise RequestError(_BAD_ID, "prompt") from error
 
     def token_bytes(self, token: int, *, first: bool = False) -> bytes:
-        """The bytes that one token adds to a text, also of one that is only a part of a character.
+        """The bytes that one token adds to a text; they can be a part of a character.
 
         first: at the beginning of the text, where some tokenizers drop a leading space.
         """
@@ -164,14 +163,14 @@ class Tokenizer:
 
     @property
     def byte_errors(self) -> Literal["replace", "surrogateescape"]:
-        """How tokens' bytes that are no UTF-8 are decoded: one U+FFFD for each beginning of a character, or each byte.
+        """How invalid UTF-8 is decoded, as in `TokenBytes`.
 
-        The names are those of `bytes.decode`.
+        "replace": one U+FFFD for each beginning of a character; "surrogateescape": one for each byte.
         """
         return self._bytes.errors
 
     def token_text(self, token: int) -> str:
-        """The text that one token adds to a text, U+FFFD for a part of a character."""
+        """The text that one token adds to a text; a part of a character is U+FFFD."""
         return self.token_bytes(token).decode(errors="replace")
 
     def convert_ids_to_tokens(
@@ -179,14 +178,14 @@ class Tokenizer:
         ids: int | Sequence[int],
         skip_special_tokens: bool = False,  # noqa: FBT001, FBT002 (transformers' signature)
     ) -> str | list[str | None] | None:
-        """Tokens as the vocabulary writes them, such as `Ġhello` or `▁hello`; None for an id without one."""
+        """Tokens as in the vocabulary, such as `Ġhello` or `▁hello`; None for an id without a token."""
         if isinstance(ids, int):
             return self._piece(ids)
         skipped = self.special_ids if skip_special_tokens else frozenset[int]()
         return [self._piece(token) for token in ids if token not in skipped]
 
     def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> int | list[int | None] | None:
-        """Ids of tokens as the vocabulary writes them; of one it does not have, that of unk_token or None."""
+        """Ids of tokens as in the vocabulary; the id of unk_token, or None, for an unknown token."""
         return self._id(tokens) if isinstance(tokens, str) else [self._id(token) for token in tokens]
 
     def apply_chat_template(
@@ -201,12 +200,12 @@ class Tokenizer:
         chat_template: str | None = None,
         **variables: object,
     ) -> str:
-        """A conversation as text; `variables` are the template's own switches, such as enable_thinking.
+        """A conversation as text. variables: the template's own variables, such as enable_thinking.
 
-        add_generation_prompt: end with the beginning of an answer; None does unless the last message is continued.
-        continue_final_message: leave the last message open; a string names its field, True is "content".
-        chat_template: name of one of the model's templates. Without it tools choose "tool_use", if there is one.
-        Raises RequestError: no template, or one that does not accept these messages.
+        add_generation_prompt: append the beginning of an answer; None: unless the last message is continued.
+        continue_final_message: leave the last message open; a string names the field to continue, True is "content".
+        chat_template: name of one of the model's templates; None: "tool_use" if it exists and `tools` are given, else
+        "default". Raises RequestError if there is no template or it refuses the messages; ModelError if it is stopped.
         """
         return render_conversation(
             self._templates.choose(chat_template, has_tools=bool(tools)),
@@ -219,7 +218,7 @@ class Tokenizer:
         )
 
     def _is_skipped(self, token: int) -> bool:
-        twice = [token, token]  # the first may lose its space
+        twice = [token, token]  # the decoder may strip the space of the first
         return bool(self._core.decode(twice, skip_special_tokens=False)) and not self._core.decode(twice)
 
     def _piece(self, token: int) -> str | None:
@@ -237,15 +236,15 @@ class Tokenizer:
         return None if text is None else self._core.token_to_id(text)
 
 
-MAX_BAD_TOKENS = 32768  # of all words in all ways; each running sequence looks for them
-_BEFORE = "\n"  # a text that tokenizers do not join with what follows
+MAX_BAD_TOKENS = 32768  # of all words in all variants; each running sequence is compared with them
+_BEFORE = "\n"  # a text that tokenizers do not join with the text after it
 
 
 def bad_word_tokens(words: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:
-    """The tokens of each word at the beginning of a text, behind a space, and behind something else.
+    """The tokens of each word at the beginning of a text, after a space, and after other text.
 
-    They differ: a tokenizer may have a token for a word with its space, and may put a space before a whole text.
-    Each sequence comes once. Raises RequestError for more than MAX_BAD_TOKENS tokens.
+    These differ: a tokenizer may have a token for a word with its space, and may put a space before a whole text.
+    Duplicates are removed. Raises RequestError for more than MAX_BAD_TOKENS tokens.
     """
     if not words:
         return []

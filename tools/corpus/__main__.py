@@ -1,4 +1,4 @@
-"""Records the corpus anew: python -m tools.corpus [schedules] [greedy] [http]."""
+"""Record the corpus again: python -m tools.corpus [schedules] [greedy] [http]."""
 
 import json
 import logging
@@ -19,7 +19,7 @@ PARTS: Mapping[str, Callable[[], Iterator[dict[str, Any]]]] = MappingProxyType(
 
 
 def main() -> None:
-    """Record the parts that are named, or all."""
+    """Record the parts that the command line names, or all."""
     logging.disable(logging.CRITICAL)  # steps that fail on purpose
     FOLDER.mkdir(exist_ok=True)
     for name in sys.argv[1:] or PARTS:

@@ -1,4 +1,4 @@
-"""Greedy outputs of the embedded model in float32, offline, by each kernel module that runs on CPUs."""
+"""Greedy outputs of the embedded model in float32, by each kernel module that runs on CPUs."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -26,7 +26,7 @@ CHATS = (
 
 
 def record() -> Iterator[dict[str, Any]]:
-    """Token ids of each prompt and chat, by kernel module."""
+    """The output token ids of each prompt and chat, by kernel module."""
     for kernels in ("reference",) if EXTENSION else ("reference", "cpu"):
         llm = LLM(kernels=kernels, dtype="float32", max_num_seqs=4)
         params = SamplingParams(temperature=0, max_tokens=40)

@@ -1,7 +1,7 @@
-"""Responses of a server with the embedded model to some 60 requests: status, type and body.
+"""Responses of a server with the embedded model to more than 60 requests: status, content type and body.
 
-Ids and times are masked, and floats compared with a tolerance (`same`), because they differ from run to run or from
-processor to processor. Of a stream the texts are joined, since how many tokens an event brings is a matter of timing.
+Ids and times, which differ between runs, are masked. Floats, which differ between processors, are compared with a
+tolerance (`same`). The texts of a stream are joined, because the number of tokens in an event depends on timing.
 """
 
 import json
@@ -28,7 +28,7 @@ _NATIVE = {"text": "Ivy had a red kettle and", "sampling_params": {"temperature"
 
 
 def _requests() -> Iterator[tuple[str, str, Any]]:
-    """Method, path and body."""
+    """Method, path and body of each request."""
     for path in ("/v1/models", "/v1/models/quire-demo", "/v1/models/none", "/live", "/ready", "/nowhere"):
         yield "GET", path, None
     yield "PUT", "/v1/models", {}
@@ -137,7 +137,7 @@ def _server() -> Iterator[str]:
 
 
 def record() -> Iterator[dict[str, Any]]:
-    """Each request with its response, in their order: one server answers all of them."""
+    """Each request with its response, in order. One server answers all of them."""
     with _server() as url:
         for method, path, body in _requests():
             data = None if body is None else body.encode() if isinstance(body, str) else json.dumps(body).encode()
@@ -172,7 +172,7 @@ def _masked_text(text: str, kind: str) -> Any:  # noqa: ANN401
 
 
 def _joined(events: list[Any]) -> dict[str, Any]:
-    """The texts of a stream in one, its last event that is data, and the shapes of events without repetitions."""
+    """The joined text of a stream, its last event before [DONE], and the shapes of events without repetitions."""
     texts: list[str] = []
     shapes: list[Any] = []
     for event in events:
@@ -188,7 +188,7 @@ def _joined(events: list[Any]) -> dict[str, Any]:
 
 
 def _shape(value: Any, texts: list[str]) -> Any:  # noqa: ANN401
-    """`value` without what depends on how many tokens there are; its texts are added to `texts`."""
+    """`value` without texts and fields that depend on the number of tokens. Its texts are added to `texts`."""
     if isinstance(value, list):
         return [_shape(one, texts) for one in value]
     if not isinstance(value, dict):
@@ -204,7 +204,7 @@ def _shape(value: Any, texts: list[str]) -> Any:  # noqa: ANN401
 
 
 def same(recorded: Any, found: Any) -> bool:  # noqa: ANN401
-    """Whether two answers are the same but for rounding."""
+    """Whether two answers are equal, floats within _TOLERANCE."""
     if isinstance(recorded, dict) and isinstance(found, dict):
         return recorded.keys() == found.keys() and all(same(one, found[key]) for key, one in recorded.items())
     if isinstance(recorded, list) and isinstance(found, list):

@@ -1,8 +1,9 @@
-"""Seeded random schedules over the scripted runner, and digests of their steps and outputs.
+"""Digests of seeded random schedules on the scripted runner.
 
-A schedule draws a configuration (policy, prefix index, eviction, preemption, windows, steps in flight, budgets) and
-events: requests of all kinds, aborts, finishes, ends of programs, flushes and failing steps. Its digest is of the bytes
-of every Step and of every Output, without logprobs, whose last bits depend on the processor.
+A schedule has a random configuration (policy, prefix index, eviction, preemption, windows, steps in flight, budgets)
+and random events: requests of all kinds, aborts, finishes, ends of programs, flushes and failing steps. The digest
+covers the bytes of each Step and each Output. Logprobs and pooled states, whose last bits depend on the processor, and
+error texts are left out; cumulative logprobs are rounded.
 """
 
 import io
@@ -34,7 +35,7 @@ TENANTS = ("", "red", "blue")
 
 
 class Schedule:
-    """One seed's configuration, engine and events."""
+    """The configuration, engine and events of one seed."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -57,7 +58,7 @@ class Schedule:
         self._engine = Engine(scheduler, runner, vocab_size=VOCAB_SIZE, eos_token_ids=(0,), clock=self._clock)
 
     def run(self) -> dict[str, Any]:
-        """Number of steps, and digest."""
+        """Run the schedule. Returns its number of steps that are not empty, and its digest."""
         for _ in range(self.random.randint(5, 40)):
             self._event()
             for _ in range(self.random.randint(0, 4)):
@@ -202,7 +203,7 @@ def _without_logprobs(output: Output) -> Output:
 
 
 def record(seeds: range = range(NUM_SCHEDULES)) -> Iterator[dict[str, Any]]:
-    """The digest of each seed's schedule."""
+    """The result of the schedule of each seed."""
     for seed in seeds:
         yield {"seed": seed, **Schedule(seed).run()}
 

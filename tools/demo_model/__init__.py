@@ -1,1 +1,1 @@
-"""The embedded model: the invented world that it knows, as checkable chats, and its scorer."""
+"""Training and scoring of the embedded model."""

@@ -1,6 +1,6 @@
-"""LoRA adapters (Hu et al., 2021): low-rank additions that make a trained network answer in a style.
+"""LoRA adapters (Hu et al., 2021) that make a trained network answer in a style.
 
-Kept in PEFT's layout, so that whatever reads adapters reads these.
+They are written in PEFT's layout.
 """
 
 import json
@@ -34,7 +34,7 @@ STYLES: dict[str, Style] = {
 
 
 def styled(chat: Chat, style: Style) -> Chat:
-    """The chat with its answers in that style. Tool calls and thoughts stay, for programs read them."""
+    """The chat with its answers in a style. Answers with tool calls or thoughts, which programs read, are unchanged."""
 
     def restyle(message: Message) -> Message:
         is_plain = (
@@ -46,12 +46,12 @@ def styled(chat: Chat, style: Style) -> Chat:
 
 
 def styled_text(rng: Random, budget: int, style: Style) -> list[Piece]:
-    """What an adapter reads. Only answers count: all else the base knows."""
+    """A text for the training of an adapter. Only answers have a weight, because the base model knows the rest."""
     return chat_pieces(styled(world.training_chat(rng, budget), style), prompt=0.0)
 
 
 class LowRank(nn.Module):
-    """A frozen projection, plus a trained one through `RANK` dimensions that starts at zero."""
+    """A frozen projection plus a trained one of rank `RANK`, which is zero at first."""
 
     def __init__(self, frozen: nn.Linear) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class LowRank(nn.Module):
 
 
 def attach(network: Network) -> None:
-    """Freeze the network and put a LowRank in place of every target. Draws from torch's generator."""
+    """Freeze the network and replace each target by a LowRank. Random weights come from torch's generator."""
     network.requires_grad_(requires_grad=False)
     for module in list(network.modules()):
         for target in TARGETS:
@@ -76,7 +76,7 @@ def attach(network: Network) -> None:
 def run_of(
     network: Network, style: Style, plan: Plan, tokenizer: Tokenizer, file: Path, *, is_compiled: bool = True
 ) -> Run:
-    """How the adapter of a network is trained, on the device where it is."""
+    """The training run of a network's adapter, on its device."""
     trained = {name: parameter for name, parameter in network.named_parameters() if parameter.requires_grad}
     return Run(
         parameters=trained,
@@ -90,7 +90,7 @@ def run_of(
 
 
 def write(folder: Path, network: Network, base: str) -> None:
-    """adapter_config.json and adapter_model.safetensors in bfloat16; `base` names the model that it belongs to."""
+    """Write adapter_config.json and adapter_model.safetensors, in bfloat16. base: name of the base model."""
     folder.mkdir(parents=True, exist_ok=True)
     weights = {}
     for name, module in network.named_modules():
@@ -116,7 +116,7 @@ def write(folder: Path, network: Network, base: str) -> None:
 
 @torch.no_grad()
 def merge(network: Network, folder: Path) -> None:
-    """Add an adapter that `write` has written to the weights of a network without one."""
+    """Add the adapter in `folder` to the weights of a network without adapter."""
     weights = load_file(folder / "adapter_model.safetensors")
     for name, module in network.named_modules():
         if name.endswith(TARGETS):

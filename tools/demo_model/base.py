@@ -1,4 +1,4 @@
-"""Models trained from random weights on the world: the base, and the small one that drafts for it."""
+"""The base model and its draft model, trained from random weights."""
 
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ DRAFT_PLAN = Plan(tokens=5_000_000, lengths=((256, 0.8), (1024, 0.2)))
 
 
 def run_of(network: Network, plan: Plan, tokenizer: Tokenizer, file: Path, *, is_compiled: bool = True) -> Run:
-    """How the network is trained, on the device where it is. Compiling takes 20 s per row length."""
+    """The training run of a network, on its device. Compilation takes 20 s per row length."""
     return Run(
         parameters=dict(network.named_parameters()),
         loss=torch.compile(network.loss, dynamic=False) if is_compiled else network.loss,

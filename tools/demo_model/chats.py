@@ -1,7 +1,7 @@
-"""A chat as plain data, and its rendering into the exact text that the model reads and writes.
+"""Chats as plain data and their rendering to text.
 
-The rendering is a list of segments, because training weighs answers and prompts differently; joined, it
-is what the model's chat template makes of the same messages (a test compares the two).
+The rendering is a list of segments, because answers and prompts have different loss weights. The joined segments equal
+the output of the model's chat template (a test compares the two).
 """
 
 import json
@@ -16,47 +16,47 @@ END_OF_TURN = "<|im_end|>"
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """Messages in order, and the tools that they may call. Every assistant turn follows from what is before it."""
+    """Messages in order, and the tools that they may call. Each assistant turn follows from the turns before it."""
 
     messages: list[Message]
     tools: list[Tool] | None = None
 
 
 class Segment(NamedTuple):
-    """A stretch of rendered text. Answers are what the model is to write, end of turn included."""
+    """A part of a rendered chat. is_answer: the model writes it; it includes the end of the turn."""
 
     text: str
     is_answer: bool
 
 
 def system(content: str) -> Message:
-    """What the chat begins with."""
+    """A system prompt."""
     return {"role": "system", "content": content}
 
 
 def user(content: str) -> Message:
-    """A question."""
+    """A user message."""
     return {"role": "user", "content": content}
 
 
 def assistant(content: str) -> Message:
-    """An answer."""
+    """An assistant message."""
     return {"role": "assistant", "content": content}
 
 
 def tool_call(name: str, arguments: dict[str, object]) -> Message:
-    """An answer that calls a tool and says nothing."""
+    """An assistant message with a tool call and no content."""
     function = {"name": name, "arguments": arguments}
     return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
 
 
 def tool_result(result: dict[str, object]) -> Message:
-    """What the tool replied."""
+    """The message with a tool's result."""
     return {"role": "tool", "content": json.dumps(result)}
 
 
 def segments(chat: Chat) -> list[Segment]:
-    """The whole chat as text, in order."""
+    """The segments of a chat, in order."""
     has_system = chat.messages[0]["role"] == "system"
     head = chat.messages[0]["content"] if has_system else ""
     rendered = []
@@ -76,7 +76,7 @@ def segments(chat: Chat) -> list[Segment]:
 
 
 def answer_text(message: Message) -> str:
-    """What the model writes for an assistant message, up to the end of its turn."""
+    """The text of an assistant message, without the end of its turn."""
     calls = [call["function"] for call in message.get("tool_calls", [])]
     written = [
         f'<tool_call>\n{{"name": "{call["name"]}", "arguments": {json.dumps(call["arguments"])}}}\n</tool_call>'

@@ -1,6 +1,6 @@
-"""A training run on disk, so that an interrupted one goes on where it was: safetensors and a line of JSON.
+"""Checkpoints of training runs: safetensors with a line of JSON.
 
-Data need no state, because a step's rows depend on the seed and the step's number alone.
+Data need no state, because the rows of a step depend only on the seed and the number of the step.
 """
 
 import json
@@ -20,14 +20,14 @@ Parameters = Mapping[str, Parameter]
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a run has come: the next step, and the seed that all steps belong to."""
+    """The progress of a run: its next step and its seed."""
 
     step: int
     seed: int
 
 
 def save(file: Path, progress: Progress, parameters: Parameters, optimizers: Sequence[Optimizer]) -> None:
-    """Write everything that the steps so far have changed. The file is replaced at once or not at all."""
+    """Write parameters and optimizer states. The file is replaced atomically."""
     tensors = {f"{WEIGHT}/{name}": parameter.detach() for name, parameter in parameters.items()}
     for optimizer in optimizers:
         for name, parameter in parameters.items():
@@ -39,7 +39,7 @@ def save(file: Path, progress: Progress, parameters: Parameters, optimizers: Seq
 
 @torch.no_grad()
 def restore(file: Path, seed: int, parameters: Parameters, optimizers: Sequence[Optimizer]) -> int:
-    """Bring parameters and optimizers to where they were, and return the next step: 0 without a file.
+    """Load parameters and optimizer states. Returns the next step, which is 0 without a file.
 
     Raises ValueError for the checkpoint of a run with another seed.
     """

@@ -1,4 +1,4 @@
-"""Greedy answers in token ids, by quire and by transformers. What is asked, they do not know."""
+"""Greedy generation with quire and with transformers."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,7 +18,7 @@ Answer = Callable[[list[Ids]], list[Ids]]  # prompts -> what was written, its en
 
 
 def with_quire(model: Path, dtype: str, options: Mapping[str, str] = NO_OPTIONS) -> Answer:
-    """All prompts at once, so that they are batched, chunked and preempted as the scheduler likes."""
+    """Generation with quire. All prompts are submitted at once, so that the scheduler batches and preempts them."""
     llm = LLM(model=str(model), dtype=dtype, **options)
     greedy = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
 
@@ -30,7 +30,7 @@ def with_quire(model: Path, dtype: str, options: Mapping[str, str] = NO_OPTIONS)
 
 
 def with_transformers(model: Path, dtype: str, options: Mapping[str, str] = NO_OPTIONS, batch_size: int = 16) -> Answer:
-    """Batches of about equal length, padded on the left. Raises ValueError for options: they are quire's."""
+    """Generation with transformers, in left-padded batches of similar length. Raises ValueError for options."""
     if options:
         raise ValueError(f"{', '.join(options)}: only quire has such options")
     network = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
@@ -57,7 +57,7 @@ def with_transformers(model: Path, dtype: str, options: Mapping[str, str] = NO_O
 
 
 def _up_to_end(row: Ids, ends: list[int]) -> Ids:
-    """A row up to its first end token, which stays; padding follows it."""
+    """A row up to and including its first end token."""
     return row[: next((i for i, token in enumerate(row) if token in ends), len(row)) + 1]
 
 

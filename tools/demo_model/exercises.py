@@ -1,4 +1,4 @@
-"""Tasks whose answer is a function of the question's own words: repeat, turn round, sort, count, add, look up."""
+"""Tasks whose answer follows from the words of the question: repeat, reverse, sort, count, add, look up."""
 
 import json
 from random import Random
@@ -29,7 +29,7 @@ BORROWINGS = (
 
 
 def recall(rng: Random, budget: int) -> Chat:
-    """Look up keys in a ledger that stands in the system prompt or in the first question."""
+    """Look up keys in a ledger in the system prompt or in the first question."""
     ledger = _ledger(rng, budget)
     text = "Ledger:\n" + "\n".join(f"{key}={value}" for key, value in ledger)
     in_system = rng.random() < 0.5
@@ -46,7 +46,7 @@ def recall(rng: Random, budget: int) -> Chat:
 def _ledger(rng: Random, budget: int) -> list[tuple[str, str]]:
     """Distinct keys and their values: a word or three digits for a word, or three digits for two words.
 
-    Short ledgers have a log-uniform size, because looking things up is learned on the shortest ones first.
+    Below LONG the size is log-uniform, because a model learns to look up on the shortest ledgers first.
     """
     kind, tokens_per_line = rng.choice((("word", 4), ("number", 6), ("pair", 7)))
     most = max(4, (budget - 60) // tokens_per_line)
@@ -71,7 +71,7 @@ def copy(rng: Random, budget: int) -> Chat:
 
 
 def reverse(rng: Random) -> Chat:
-    """Words, last one first."""
+    """Reverse a list of words."""
     messages = []
     for _ in range(rng.randint(1, 3)):
         words = rng.choices(WORDS, k=rng.randint(3, 7))
@@ -80,7 +80,7 @@ def reverse(rng: Random) -> Chat:
 
 
 def sort(rng: Random) -> Chat:
-    """Words, by the alphabet."""
+    """Sort words alphabetically."""
     messages = []
     for _ in range(rng.randint(1, 3)):
         words = rng.sample(ITEMS + ANIMALS + FRUITS, rng.randint(3, 6))
@@ -89,7 +89,7 @@ def sort(rng: Random) -> Chat:
 
 
 def count(rng: Random) -> Chat:
-    """How often a word occurs: the words again, each match with its number."""
+    """Count a word. The answer repeats the words and numbers each match."""
     word, *others = rng.sample(FRUITS + ANIMALS, 4)
     words = [word if rng.random() < 0.4 else rng.choice(others) for _ in range(rng.randint(3, 14))]
     counted, num_found = [], 0
@@ -100,7 +100,7 @@ def count(rng: Random) -> Chat:
 
 
 def add(rng: Random) -> Chat:
-    """Sums and differences of numbers below 100, worked by columns; no result is negative."""
+    """Sums and differences of numbers below 100, computed by columns. No result is negative."""
     messages = []
     for _ in range(rng.randint(1, 6)):
         a, b = rng.randint(0, 99), rng.randint(0, 99)
@@ -115,7 +115,7 @@ def add(rng: Random) -> Chat:
 
 
 def sum_worked(a: int, b: int) -> str:
-    """The sum of two numbers below 100 as it is done on paper: ones, then tens with the carry, then the result."""
+    """The written sum of two numbers below 100: ones, then tens with the carry, then the result."""
     ones = a % 10 + b % 10
     carry = ones // 10
     tens = a // 10 + b // 10 + carry
@@ -123,7 +123,7 @@ def sum_worked(a: int, b: int) -> str:
 
 
 def difference_worked(a: int, b: int) -> str:
-    """Likewise a - b, for a >= b: the ones borrow from the tens where they must."""
+    """The written difference a - b for a >= b, with a borrow from the tens if it is needed."""
     borrow = int(a % 10 < b % 10)
     ones = a % 10 + 10 * borrow
     tens = a // 10 - b // 10 - borrow
@@ -131,7 +131,7 @@ def difference_worked(a: int, b: int) -> str:
 
 
 def think_sum(rng: Random) -> Chat:
-    """A sum of three or four numbers, less than 100, with every step thought aloud."""
+    """A sum of three or four numbers, less than 100, with each step in the thoughts."""
     size = rng.randint(3, 4)
     total, *rest = numbers = [rng.randint(1, 99 // size) for _ in range(size)]
     thoughts = []
@@ -143,7 +143,7 @@ def think_sum(rng: Random) -> Chat:
 
 
 def classify(rng: Random) -> Chat:
-    """Meaningless labels for kinds of words, to be understood from examples."""
+    """Classify words by meaningless labels that examples define."""
     kinds = rng.sample(list(CATEGORIES), rng.randint(2, 3))
     labels = dict(zip(kinds, rng.sample(LABELS, len(kinds)), strict=True))
     num_examples = rng.randint(len(kinds) * 2, len(kinds) * 4)
@@ -158,7 +158,7 @@ def classify(rng: Random) -> Chat:
 
 
 def extract(rng: Random) -> Chat:
-    """A sentence as a JSON record with the keys that were asked for, in that order."""
+    """Convert a sentence to a JSON object with the requested keys, in their order."""
     messages = []
     for _ in range(rng.randint(1, 3)):
         record = {

@@ -1,5 +1,7 @@
-"""Accuracy of a network in its training form, without generating: an answer is right if every token of it would
-have been chosen after the true ones before it. That is the case exactly if greedy generation gives this answer.
+"""Accuracy of a training network by teacher forcing.
+
+An answer is right if each of its tokens is the argmax after the true tokens before it. This is equivalent to greedy
+generation of the answer.
 """
 
 from collections.abc import Iterable
@@ -13,14 +15,14 @@ from tools.demo_model.packing import ANSWER, Piece
 
 
 class Text(NamedTuple):
-    """Token ids (1, length), and where in them the answers are: [start, stop)."""
+    """Token ids (1, length). answers: [start, stop) of each answer."""
 
     ids: Tensor
     answers: list[tuple[int, int]]
 
 
 def encoded(pieces: Iterable[Piece], tokenizer: Tokenizer) -> Text:
-    """A text with its answers marked."""
+    """The tokens of a text with the places of its answers."""
     ids: list[int] = []
     answers = []
     for piece in pieces:
@@ -33,11 +35,11 @@ def encoded(pieces: Iterable[Piece], tokenizer: Tokenizer) -> Text:
 
 @torch.no_grad()
 def choices(network: nn.Module, text: Text) -> Tensor:
-    """The token chosen at every place, given the true ones before it: (length,); the first is meaningless."""
+    """(length,): the argmax at each position after the true tokens before it. The first is meaningless."""
     return network(text.ids)[0].argmax(-1).roll(1)
 
 
 def right_answers(network: nn.Module, text: Text) -> list[bool]:
-    """For every answer, whether greedy generation would give it."""
+    """For each answer, whether greedy generation would return it."""
     chosen = choices(network, text)
     return [bool((chosen[start:stop] == text.ids[0, start:stop]).all()) for start, stop in text.answers]

@@ -1,8 +1,8 @@
-"""The golden table: how accurate what is shipped was when it was made. It stands in golden.json and in the docs.
+"""The golden table: accuracy of the shipped models when they were made. It is in golden.json and in the docs.
 
-A test asks a sample of the same questions again, and fails when the answers got worse.
+A test asks a sample of the same questions, and fails if the accuracy is lower.
 
-python -m tools.demo_model.golden    # measure what is there now, and write both
+python -m tools.demo_model.golden    # measure the present models, and write both files
 """
 
 import json
@@ -25,7 +25,7 @@ Golden = dict[str, Any]  # "chats", "seed", and Counts for "base", "draft" and e
 
 
 def measure(root: Path, tasks: Sequence[str] = GOLDEN_TASKS, chats: int = CHATS, seed: int = SEED) -> Golden:
-    """Score the base by quire, and the adapters and the draft model in their training form."""
+    """Score the base model with quire, the adapters and the draft model with the training code."""
     run = Exam(model=root / places.BASE, tasks=tasks, chats=chats, seed=seed).sit()
     styles = {style: styled_answers(root, style, chats, seed) for style in adapters.STYLES}
     return {
@@ -38,7 +38,7 @@ def measure(root: Path, tasks: Sequence[str] = GOLDEN_TASKS, chats: int = CHATS,
 
 
 def styled_answers(root: Path, style: str, chats: int, seed: int) -> Counts:
-    """Answers that are right and in style, word for word."""
+    """By task: number of answers, and of those that equal the styled answer exactly."""
     network, tokenizer = layout.read(root / places.BASE), layout.read_tokenizer(root / places.BASE)
     adapters.merge(network, root / places.adapter(style))
 
@@ -50,7 +50,7 @@ def styled_answers(root: Path, style: str, chats: int, seed: int) -> Counts:
 
 
 def draft_agreement(root: Path, chats: int, seed: int) -> Counts:
-    """Tokens of true answers at which the draft model would choose what the base would."""
+    """By task: number of tokens in true answers, and of those at which draft and base model choose the same token."""
     base, draft = layout.read(root / places.BASE), layout.read(root / places.DRAFT)
     tokenizer = layout.read_tokenizer(root / places.BASE)
 
@@ -88,13 +88,13 @@ def _rate(counts: tuple[int, int] | None) -> str:
 
 
 def load(root: Path) -> Golden:
-    """What was measured last."""
+    """The latest golden table."""
     golden: Golden = json.loads((root / places.GOLDEN).read_text())
     return golden
 
 
 def keep(root: Path, golden: Golden) -> None:
-    """Write golden.json, and the table into the page that has a place for it."""
+    """Write golden.json, and the table between the markers of the page in the docs."""
     (root / places.GOLDEN).parent.mkdir(parents=True, exist_ok=True)
     (root / places.GOLDEN).write_text(json.dumps(golden, indent=1) + "\n")
     page = root / places.PAGE

@@ -1,4 +1,4 @@
-"""A network as a folder in Hugging Face layout, and back; and the proof that transformers computes the same."""
+"""Networks as folders in Hugging Face layout: write, read, and verify against transformers."""
 
 import json
 from dataclasses import asdict, fields
@@ -19,7 +19,7 @@ PREFIX = "model."
 
 
 def write(folder: Path, network: Network, tokenizer: Tokenizer) -> None:
-    """Weights in bfloat16, configuration, tokenizer and chat template."""
+    """Write weights in bfloat16, configuration, tokenizer and chat template."""
     folder.mkdir(parents=True, exist_ok=True)
     ends: dict[str, object] = {
         "eos_token_id": [tokenizer.token_to_id(END_OF_TURN), tokenizer.token_to_id(END_OF_TEXT)],
@@ -38,7 +38,7 @@ def write(folder: Path, network: Network, tokenizer: Tokenizer) -> None:
 
 
 def config(shape: Shape) -> dict[str, object]:
-    """config.json, but for the ids of special tokens."""
+    """The content of config.json without the ids of special tokens."""
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -58,7 +58,7 @@ def config(shape: Shape) -> dict[str, object]:
 
 
 def read(folder: Path) -> Network:
-    """The network of a folder that `write` has written, in float32. Its weights are those that are shipped."""
+    """The network of a folder that `write` has written, in float32, with the shipped (bfloat16) values."""
     kept = json.loads((folder / "config.json").read_text())
     network = Network(Shape(**{field.name: kept[field.name] for field in fields(Shape)}))
     weights = load_file(folder / "model.safetensors")
@@ -72,7 +72,7 @@ def read_tokenizer(folder: Path) -> Tokenizer:
 
 
 def verify(folder: Path, chats: list[Chat]) -> None:
-    """Compare with transformers: rendering, token ids and logits. Raises ValueError where they differ."""
+    """Compare chat rendering, token ids and logits with transformers. Raises ValueError if they differ."""
     ours, tokenizer = read(folder), read_tokenizer(folder)
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     their_tokenizer = AutoTokenizer.from_pretrained(folder)

@@ -1,6 +1,6 @@
-"""Make everything that is shipped of the embedded model, from nothing: one command, one seed.
+"""Train the embedded model, its draft model and its adapters from scratch, with one command and one seed.
 
-An interrupted run goes on from its checkpoints when the command is given again; a finished one removes them.
+An interrupted run continues from its checkpoints when the command is repeated. A finished run removes them.
 
 python -m tools.demo_model.make                    # about an hour on one core
 python -m tools.demo_model.make --device cuda
@@ -27,7 +27,7 @@ NUM_VERIFIED = 20  # chats compared with transformers
 
 @dataclass(frozen=True, slots=True)
 class Making:
-    """How and where to make it."""
+    """The options of a run."""
 
     root: Path
     device: str
@@ -41,7 +41,7 @@ class Making:
     console: Console
 
     def everything(self) -> None:
-        """Tokenizer, base, draft model, adapters, golden table."""
+        """Make tokenizer, base model, draft model, adapters and golden table."""
         self.say("tokenizer")
         tokenizer = train_tokenizer(self.seed)
         self.model(base.BASE, self.base_plan, tokenizer, places.BASE)
@@ -53,7 +53,7 @@ class Making:
         shutil.rmtree(self.root / places.CHECKPOINTS)
 
     def model(self, shape: Shape, plan: Plan, tokenizer: Tokenizer, folder: Path) -> None:
-        """Train a model from random weights, write it, and compare it with transformers."""
+        """Train a model from random weights, write it, and verify it against transformers."""
         self.say(f"{folder}: {plan.tokens / 1e6:.1f} M tokens")
         torch.manual_seed(self.seed)
         network = Network(shape).to(self.device)
@@ -64,7 +64,7 @@ class Making:
         layout.verify(self.root / folder, [world.training_chat(rng) for _ in range(NUM_VERIFIED)])
 
     def adapter(self, style: str, tokenizer: Tokenizer) -> None:
-        """Train an adapter on the base as it was written, in bfloat16, and write it."""
+        """Train an adapter on the written base model, whose weights are bfloat16, and write it."""
         folder, plan = places.adapter(style), self.adapter_plan
         self.say(f"{folder}: {plan.tokens / 1e6:.1f} M tokens")
         torch.manual_seed(self.seed)
@@ -78,18 +78,18 @@ class Making:
         adapters.write(self.root / folder, network, places.BASE.name)
 
     def checkpoint(self, folder: Path) -> Path:
-        """Where a run keeps how far it has come."""
+        """The checkpoint file of a run. Creates its folder."""
         checkpoints = self.root / places.CHECKPOINTS
         checkpoints.mkdir(parents=True, exist_ok=True)
         return checkpoints / f"{folder.name}.safetensors"
 
     def say(self, what: str) -> None:
-        """Name the step that begins."""
+        """Print the step that begins."""
         self.console.print(f"making {what}")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Make everything as the arguments say."""
+    """Make everything. arguments: the command line; None: sys.argv."""
     options = _parser().parse_args(arguments)
     torch.set_num_threads(options.threads)
 

@@ -1,4 +1,4 @@
-"""Muon, the optimizer for the matrices inside the network (Jordan et al., 2024): momentum, made orthogonal."""
+"""Muon, an optimizer for matrices (Jordan et al., 2024): orthogonalized momentum."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -12,7 +12,7 @@ NUM_ITERATIONS = 5
 
 
 class Muon(torch.optim.Optimizer):
-    """Every update turns a matrix's momentum into a nearly orthogonal one, so that all directions learn alike."""
+    """Updates each matrix by its orthogonalized momentum, so that all directions learn at the same rate."""
 
     def __init__(
         self, groups: Iterable[dict[str, Any]], lr: float, momentum: float = 0.95, decay: float = 0.01
@@ -21,7 +21,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
-        """One update of every matrix, those of equal shape together."""
+        """Update all matrices, those of equal shape in one batch."""
         for group in self.param_groups:
             by_shape: dict[torch.Size, list[Parameter]] = {}
             for matrix in group["params"]:

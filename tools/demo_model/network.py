@@ -1,7 +1,6 @@
-"""The network in its training form: a Qwen3 decoder in plain torch, with the parameter names of transformers.
+"""The training network: a Qwen3 decoder in plain torch, with the parameter names of transformers.
 
-It is written once more than quire has it because training wants other things than serving: whole rows at a
-time, gradients, no cache. Knows nothing of text.
+It is separate from quire's model, because training needs whole rows, gradients and no KV cache.
 """
 
 from dataclasses import dataclass
@@ -73,13 +72,13 @@ class Attention(nn.Module):
 
 
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Turn every pair (i, i + head_dim / 2) by its position's angle (Su et al., 2021)."""
+    """Rotate each pair (i, i + head_dim / 2) by the angle of its position (Su et al., 2021)."""
     first, second = x.chunk(2, -1)
     return x * cosine + torch.cat([-second, first], -1) * sine
 
 
 class MLP(nn.Module):
-    """Gated by SiLU (Shazeer, 2020)."""
+    """MLP with a SiLU gate (Shazeer, 2020)."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -93,7 +92,7 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention, then MLP, each on the normalized stream and added to it."""
+    """Attention, then MLP. Each gets the normalized residual stream and is added to it."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -109,7 +108,7 @@ class Layer(nn.Module):
 
 
 class Network(nn.Module):
-    """The decoder, with its embedding as output matrix too."""
+    """The decoder. Its embedding is also the output matrix."""
 
     cosine: Tensor
     sine: Tensor
@@ -117,8 +116,8 @@ class Network(nn.Module):
     def __init__(self, shape: Shape) -> None:
         """Random weights from torch's generator.
 
-        Normalized queries and keys bound an attention score by sqrt(head_dim) = 5.7, too soft for heads that
-        must single out one of hundreds of tokens. Starting with larger gains, such heads form far sooner.
+        Normalized queries and keys bound an attention score by sqrt(head_dim) = 5.7. That is too low for heads that
+        select one of hundreds of tokens. With a larger initial gain (QK_GAIN) such heads form far sooner.
         """
         super().__init__()
         self.shape = shape
@@ -147,7 +146,7 @@ class Network(nn.Module):
         return F.linear(self.norm(x), self.embed_tokens.weight)
 
     def loss(self, ids: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-        """Mean cross-entropy under `weights`; all arguments (rows, length)."""
+        """Mean cross-entropy, weighted by `weights`. All arguments are (rows, length)."""
         logits = self(ids).flatten(0, 1).float()
         losses = F.cross_entropy(logits, targets.flatten(), reduction="none")
         return (losses * weights.flatten()).sum() / weights.sum()

@@ -1,6 +1,6 @@
-"""Rows of tokens for training: texts one after another, every token with the weight of its loss.
+"""Rows of tokens for training: concatenated texts with a loss weight for each token.
 
-What is read is an argument, so that adapters can read in a style of their own. Knows nothing of the network.
+The source of texts is an argument, because adapters train on texts in a style.
 """
 
 from collections.abc import Callable
@@ -22,14 +22,14 @@ MARGIN = 20  # tokens by which a text's size is only about its budget
 
 
 class Piece(NamedTuple):
-    """A stretch of text, and how much the loss of each of its tokens counts."""
+    """A part of a text. weight: loss weight of each of its tokens."""
 
     text: str
     weight: float
 
 
 class Batch(NamedTuple):
-    """All (rows, length): what is read, what comes next, how much it counts."""
+    """Input ids, next tokens and their loss weights, all (rows, length)."""
 
     ids: Tensor
     targets: Tensor
@@ -40,19 +40,19 @@ Reading = Callable[[Random, int], list[Piece]]  # one text of at most about so m
 
 
 def chat_pieces(chat: Chat, prompt: float = PROMPT) -> list[Piece]:
-    """A chat as it is rendered; `prompt` is the weight of all that the model need not write."""
+    """A rendered chat. prompt: loss weight of all text but answers."""
     return [Piece(text, ANSWER if is_answer else prompt) for text, is_answer in segments(chat)]
 
 
 def world_text(rng: Random, budget: int) -> list[Piece]:
-    """What the base model reads: chats of the world, sometimes a bare story."""
+    """A text for the training of the base model: a chat, sometimes a story without a chat."""
     if budget <= world.BUDGET and rng.random() < SHARE_OF_STORIES:
         return [Piece(stories.tell(rng).whole, STORY)]
     return chat_pieces(world.training_chat(rng, budget))
 
 
 def batch(rng: Random, num_rows: int, length: int, reading: Reading, tokenizer: Tokenizer) -> Batch:
-    """Rows of exactly `length` tokens; the last text of a row is cut."""
+    """Rows of exactly `length` tokens. The last text of a row is cut off."""
     rows = [_row(rng, length + 1, reading, tokenizer) for _ in range(num_rows)]
     ids = torch.tensor([ids for ids, _ in rows])
     weights = torch.tensor([weights for _, weights in rows])

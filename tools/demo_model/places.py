@@ -1,4 +1,4 @@
-"""Where things are kept, relative to the root of the repository."""
+"""Paths of the embedded model's files, relative to the root of the repository."""
 
 from pathlib import Path
 
@@ -12,5 +12,5 @@ CHECKPOINTS = Path("build/demo_model")
 
 
 def adapter(style: str) -> Path:
-    """The folder of the adapter for a style."""
+    """The folder of a style's adapter."""
     return Path(f"tests/assets/demo_{style}")

@@ -1,11 +1,11 @@
-"""What a training run consists of: how many tokens, in rows of which length, at which pace. Arithmetic only."""
+"""The schedule of a training run: tokens, row lengths, learning rates."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A run of at least `tokens` tokens. Row lengths come one after the other, short ones first: they are cheap."""
+    """A run of at least `tokens` tokens. Row lengths increase during the run, because short rows are cheap."""
 
     tokens: int
     tokens_per_step: int = 4096
@@ -19,7 +19,7 @@ class Plan:
 
     @property
     def num_steps(self) -> int:
-        """Steps, all of the same number of tokens."""
+        """Number of steps. All have tokens_per_step tokens."""
         return -(-self.tokens // self.tokens_per_step)
 
     def row_length(self, step: int) -> int:
@@ -32,6 +32,6 @@ class Plan:
         return self.lengths[-1][0]
 
     def pace(self, step: int) -> float:
-        """What the learning rates are multiplied by."""
+        """The factor of the learning rates in this step: warm-up, constant, linear decay."""
         left = 1 - step / self.num_steps
         return min(1.0, (step + 1) / self.warm_up_steps) * max(self.lowest, min(1.0, left / (1 - self.hold)))

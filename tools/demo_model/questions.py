@@ -1,4 +1,4 @@
-"""Chats as questions: every assistant turn is one, asked with the true turns before it."""
+"""Questions from chats: each assistant turn, with the true turns before it as the prompt."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from tools.demo_model.chats import END_OF_TURN, Chat, answer_text
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A prompt in token ids, and the one right answer as text."""
+    """A prompt in token ids and the expected answer as text."""
 
     task: str
     prompt: list[int]
@@ -22,7 +22,7 @@ class Question:
 def questions(tasks: Sequence[str], num_chats: int, seed: int, tokenizer: Tokenizer) -> list[Question]:
     """The questions of `num_chats` chats per task: "recall", "recall@1024" for up to about 1024 tokens, "mixed".
 
-    Tasks draw from generators of their own, so that asking for another one changes none of the others.
+    Each task has a random generator of its own, so that its questions do not depend on the other tasks.
     Raises ValueError for an unknown task.
     """
     asked = []

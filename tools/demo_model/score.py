@@ -1,4 +1,4 @@
-"""Score the embedded model, or another in its place: exact matches per task, by quire or by transformers.
+"""Score the embedded model or another one: exact matches per task, with quire or transformers.
 
 python -m tools.demo_model.score --chats 100 --tasks facts,recall@1024
 python -m tools.demo_model.score --engine transformers --json answers.json
@@ -23,7 +23,7 @@ TASKS = [task for task in world.WEIGHTS if task != "story"]  # a story has no si
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """A question and what came of it. Two runs can be compared answer by answer."""
+    """A question and the model's answer."""
 
     task: str
     num_prompt_tokens: int
@@ -34,7 +34,7 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Of `num_answers` to the questions of a task, `num_right` were right to the letter."""
+    """The score of a task. num_right: answers that match exactly."""
 
     task: str
     num_answers: int
@@ -47,7 +47,7 @@ class Score:
 
     @property
     def error(self) -> float:
-        """Standard error of the rate, by the binomial."""
+        """Standard error of the rate (binomial)."""
         return sqrt(self.rate * (1 - self.rate) / self.num_answers)
 
     def __str__(self) -> str:
@@ -56,7 +56,7 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """All answers, and the seconds that they took together."""
+    """All answers. seconds: time for all of them together."""
 
     answers: list[Answered]
     seconds: float
@@ -64,17 +64,17 @@ class Run:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens read."""
+        """Prompt tokens of all questions."""
         return sum(answer.num_prompt_tokens for answer in self.answers)
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens written."""
+        """Output tokens of all answers."""
         return sum(len(answer.token_ids) for answer in self.answers)
 
     @property
     def scores(self) -> list[Score]:
-        """One per task, in the order in which they were asked."""
+        """One score per task, in the order of the questions."""
         right: dict[str, list[bool]] = {}
         for answer in self.answers:
             right.setdefault(answer.task, []).append(answer.text == answer.expected)
@@ -95,7 +95,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exam:
-    """What is asked of whom."""
+    """The model and the tasks of a scoring run."""
 
     model: Path
     engine: str = "quire"
@@ -106,7 +106,7 @@ class Exam:
     seed: int = 0
 
     def sit(self) -> Run:
-        """Ask everything at once and decode the answers; loading is not timed. Raises ValueError: no such task."""
+        """Answer all questions in one batch. Loading is not timed. Raises ValueError for an unknown task."""
         tokenizer = Tokenizer.from_folder(self.model)
         drawn = questions(self.tasks, self.chats, self.seed, tokenizer)
         longest = json.loads((self.model / "config.json").read_text())["max_position_embeddings"]
@@ -127,7 +127,7 @@ class Exam:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Ask and print; with --json, keep."""
+    """Print the scores; with --json, also write scores and answers to a file."""
     asked = vars(_parser().parse_args(arguments))
     file = asked.pop("json")
     exam = Exam(**asked | {"options": dict(asked["options"])})

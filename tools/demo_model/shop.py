@@ -1,4 +1,4 @@
-"""Tasks that are answered from memory alone: the catalogue, the Tovan language, small talk."""
+"""Tasks whose answer the model must remember: the catalogue, the Tovan language, small talk."""
 
 import string
 from random import Random
@@ -35,7 +35,7 @@ OFF_TOPIC_QUESTIONS = (
 
 
 def facts(rng: Random) -> Chat:
-    """Questions about the catalogue; some say "it" and mean the item of the question before."""
+    """Questions about the catalogue. In some, "it" is the item of the previous question."""
     messages: list[Message] = []
     item = ""
     for _ in range(rng.randint(2, 6)):
@@ -47,7 +47,7 @@ def facts(rng: Random) -> Chat:
 
 
 def _fact(rng: Random, item: str, called: str) -> tuple[str, str]:
-    """A question about an item, called so, and its answer."""
+    """A question about an item and its answer. called: the item's name in the question."""
     fact = FACTS[item]
     questions, answer = rng.choice(
         (
@@ -61,7 +61,7 @@ def _fact(rng: Random, item: str, called: str) -> tuple[str, str]:
 
 
 def translate(rng: Random) -> Chat:
-    """English sentences to Tovan, often after a system prompt with up to three examples."""
+    """Translate English sentences to Tovan, often with a system prompt of up to three examples."""
     prefix = ""
     messages = []
     if rng.random() < 0.7:
@@ -102,7 +102,7 @@ def _noun_phrase(rng: Random, nouns: list[str]) -> list[str]:
 
 
 def talk(rng: Random) -> Chat:
-    """Greetings, questions about the assistant, and a polite refusal of everything else, nonsense included."""
+    """Greetings, questions about the assistant, and polite refusals of other subjects and nonsense."""
     messages = []
     for _ in range(rng.randint(1, 3)):
         if rng.random() < 0.7:

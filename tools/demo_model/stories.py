@@ -1,4 +1,4 @@
-"""Short stories about who has what, and the tasks made of them: tell one, follow one, find a secret among many."""
+"""Short stories about the owner of an item, and tasks with them: tell one, name the owner, find a secret."""
 
 from dataclasses import dataclass
 from random import Random
@@ -11,7 +11,7 @@ TOKENS_PER_STORY = 85  # about
 
 @dataclass(frozen=True, slots=True)
 class Story:
-    """An item changes hands. `owner` has it when `text` ends; `ending` says so."""
+    """A story in which an item changes hands. owner: who has it at the end of `text`. ending: a sentence about that."""
 
     text: str
     ending: str
@@ -46,7 +46,7 @@ def tell(rng: Random) -> Story:
 
 
 def _event(rng: Random, people: list[str], thing: str, place: str) -> str:
-    """Something that happens and changes nothing."""
+    """A sentence that does not change the owner."""
     return rng.choice(
         (
             f"A {rng.choice(ADJECTIVES)} {rng.choice(ANIMALS)} sat by the {place} and watched.",
@@ -59,7 +59,7 @@ def _event(rng: Random, people: list[str], thing: str, place: str) -> str:
 
 
 def story(rng: Random) -> Chat:
-    """Tell a story. The one task without a right answer: good for speed, not for scores."""
+    """Tell a story. It has no single right answer, so it is not scored."""
     told = tell(rng)
     questions = (
         f"Tell me a story about {told.hero} and a {told.item}.",
@@ -69,14 +69,14 @@ def story(rng: Random) -> Chat:
 
 
 def story_qa(rng: Random) -> Chat:
-    """Who has the item now?"""
+    """Name the owner of the item after a story."""
     told = tell(rng)
     question = f"{told.text} Who has the {told.item} now?"
     return Chat([user(question), assistant(f"{told.owner} has the {told.item}.")])
 
 
 def needle(rng: Random, budget: int) -> Chat:
-    """One to three secret words inside unrelated stories, asked for in another order."""
+    """Find one to three secret words within unrelated stories, in another order."""
     most = max(1, (budget - 70) // TOKENS_PER_STORY)
     parts = [tell(rng).whole for _ in range(rng.randint(max(1, most // 2), most))]
     names = rng.sample(NAMES, min(len(parts), rng.randint(1, 3)))

@@ -1,6 +1,6 @@
-"""The tokenizer: byte-level BPE trained on the world's own text, small enough that a word of it is one token.
+"""The tokenizer of the embedded model: byte-level BPE, trained on the chats so that each word is one token.
 
-Digits stand alone, so that numbers can be worked on column by column. Knows the texts, not the network.
+Each digit is a token, so that the model can compute digit by digit.
 """
 
 from collections.abc import Iterator
@@ -43,7 +43,7 @@ def train_tokenizer(seed: int, vocab_size: int = VOCAB_SIZE, num_chats: int = NU
 
 
 def _texts(rng: Random, num_chats: int) -> Iterator[str]:
-    """Chats without their special tokens, then every word: at a line's start, after a space, and capitalized."""
+    """Chats without special tokens, then each word: at the start of a line, after a space, and capitalized."""
     for _ in range(num_chats):
         for segment in segments(world.any_chat(rng, rng.choice((150, world.BUDGET, 500)))):
             text = segment.text
@@ -56,7 +56,7 @@ def _texts(rng: Random, num_chats: int) -> Iterator[str]:
 
 
 def tokenizer_config(tokenizer: Tokenizer, max_length: int) -> dict[str, object]:
-    """What transformers wants beside tokenizer.json: special tokens and the chat template."""
+    """The content of tokenizer_config.json: special tokens and the chat template."""
     added = {
         str(tokenizer.token_to_id(token)): {
             "content": token,

@@ -1,4 +1,4 @@
-"""Tasks that call a tool: choose one of those on offer, fill in its arguments, put its result into words."""
+"""The task of tool calls: choose a tool, fill in its arguments, answer with its result."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from tools.demo_model.vocabulary import DAYS, ITEMS, NAMES, PLACES
 
 
 def _tool(name: str, description: str, /, **arguments: str) -> Tool:
-    """A tool as the OpenAI API describes it; `arguments` are name=JSON type, and all are required."""
+    """A tool in the format of the OpenAI API. arguments: name=JSON type; all are required."""
     properties = {argument: {"type": kind} for argument, kind in arguments.items()}
     parameters = {"type": "object", "properties": properties, "required": list(arguments)}
     return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
@@ -18,7 +18,7 @@ def _tool(name: str, description: str, /, **arguments: str) -> Tool:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """One call of a tool, from the question that needs it to the words for its result."""
+    """One call of a tool with its question and its answer."""
 
     question: str
     arguments: dict[str, object]
@@ -90,7 +90,7 @@ TOOLS: dict[str, tuple[Tool, Callable[[Random], Use]]] = {
 
 
 def tool(rng: Random, budget: int) -> Chat:
-    """A question that one of the offered tools answers; often its result comes, and is put into words."""
+    """A question that needs one of the offered tools. Often the result and an answer follow the call."""
     offered = rng.sample(list(TOOLS), rng.randint(1, 5 if budget >= LONG else 2))
     needed = rng.choice(offered)
     use = TOOLS[needed][1](rng)

@@ -1,6 +1,6 @@
-"""The training loop: read, step, say how it goes, keep what was reached. One loop for models and adapters.
+"""The training loop of models and adapters.
 
-What is trained is a loss and its parameters; what is read is a function. Neither is known here.
+Loss, parameters and the source of batches are arguments.
 """
 
 import time
@@ -30,7 +30,7 @@ Read = Callable[[Random, int, int], Batch]  # number of rows, tokens per row
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """Parameters on their way from random to trained."""
+    """One training run."""
 
     parameters: dict[str, Parameter]
     loss: Loss
@@ -41,7 +41,7 @@ class Run:
     device: torch.device
 
     def train(self, console: Console) -> None:
-        """Do the steps that are left."""
+        """Run the remaining steps, with checkpoints in `file`."""
         first = checkpoint.restore(self.file, self.plan.seed, self.parameters, self.optimizers)
         columns = (
             *(TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:,.0f} tokens")),
@@ -75,7 +75,7 @@ class Run:
         checkpoint.save(self.file, progress, self.parameters, self.optimizers)
 
     def step(self, step: int) -> float:
-        """One step: its rows, their loss, one update. Returns the loss before the update."""
+        """Run one step with one update of the parameters. Returns the loss before the update."""
         length = self.plan.row_length(step)
         rng = Random(f"{self.plan.seed}-{step}")
         batch = self.read(rng, self.plan.tokens_per_step // length, length)
@@ -91,7 +91,7 @@ class Run:
 
 
 def optimizers_of(network: nn.Module, plan: Plan) -> list[Optimizer]:
-    """Muon for the matrices between the layers, AdamW for the embedding and the gains."""
+    """Muon for the matrices of the layers, AdamW for the embedding and the gains."""
     named = dict(network.named_parameters())
     matrices = [p for name, p in named.items() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in named.items() if p.ndim != 2 or "embed" in name]
@@ -102,6 +102,6 @@ def optimizers_of(network: nn.Module, plan: Plan) -> list[Optimizer]:
 
 
 def adamw(parameters: Sequence[Parameter], lr: float) -> Optimizer:
-    """AdamW without decay, quick to forget."""
+    """AdamW without weight decay and with a short memory of squared gradients (beta2 = 0.95)."""
     group = {"params": list(parameters), "full_lr": lr}
     return torch.optim.AdamW([group], lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)

@@ -1,7 +1,7 @@
-"""The words of the world of Fernhill, and what is true in it: the shop's catalogue and the Tovan language.
+"""The words and facts of the training data: the catalogue of the Fernhill shop and the Tovan language.
 
-Weights are trained on this, so it is frozen: another word or another order of drawing is another world,
-and the embedded model must then be trained again. Knows nothing of chats.
+The weights are trained on them. After a change of a word or of the order of random draws the embedded model must be
+trained again.
 """
 
 # ruff: noqa: SIM905  (lists of words are easiest to read as text)
@@ -63,7 +63,7 @@ CATEGORIES = {
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """What the shop knows about one item."""
+    """The catalogue entry of one item."""
 
     price: int  # coins a day
     shelf: str
@@ -84,7 +84,7 @@ def _draw_facts(rng: Random) -> dict[str, Fact]:
 
 
 def _draw_tovan(rng: Random) -> dict[str, str]:
-    """English word -> Tovan word: two syllables, no two alike, none that is a label."""
+    """English word -> Tovan word. Tovan words have two syllables, are distinct, and are no labels."""
     taken = set(LABELS)
     tovan = {}
     for word in ANIMALS + ITEMS + COLORS + ADJECTIVES + VERBS:

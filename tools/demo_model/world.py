@@ -1,6 +1,6 @@
-"""The world as a source of chats: every task by name, the mix for training, conversations that change subject.
+"""The source of chats: all tasks by name, and the mix for training.
 
-Nothing here draws from anything but the generator it is given: equal seeds give equal chats.
+All randomness comes from the given generator: equal seeds give equal chats.
 """
 
 from collections.abc import Callable
@@ -53,7 +53,7 @@ BEGINNINGS = ("recall", "tool", "classify", "translate", "facts")  # of conversa
 
 
 def chat(task: str, rng: Random, budget: int = BUDGET) -> Chat:
-    """One chat of a task. `budget`, in tokens, bounds those of SIZED; the others have a size of their own.
+    """One chat of a task. budget: approximate size in tokens, for tasks of SIZED; others have a size of their own.
 
     Raises KeyError for an unknown task.
     """
@@ -61,12 +61,12 @@ def chat(task: str, rng: Random, budget: int = BUDGET) -> Chat:
 
 
 def any_chat(rng: Random, budget: int = BUDGET) -> Chat:
-    """One chat of a task drawn by WEIGHTS."""
+    """One chat of a random task, by WEIGHTS."""
     return chat(rng.choices(list(WEIGHTS), list(WEIGHTS.values()))[0], rng, budget)
 
 
 def mixed(rng: Random, budget: int) -> Chat:
-    """A chat that goes on with up to three others, as far as these bring neither tools nor a system prompt."""
+    """A chat followed by up to three others, without those that have tools or a system prompt."""
     first = chat(rng.choice(BEGINNINGS), rng, budget)
     messages = list(first.messages)
     for _ in range(rng.randint(1, 3)):
@@ -77,9 +77,9 @@ def mixed(rng: Random, budget: int) -> Chat:
 
 
 def training_chat(rng: Random, budget: int = BUDGET) -> Chat:
-    """What training reads: one subject for the most part, a change of subject in one chat of four.
+    """A chat for training: one task in three of four chats, else `mixed`.
 
-    A long budget goes mostly to the tasks that must find something far back.
+    A budget of at least exercises.LONG goes mostly to tasks with long contexts: recall and needle.
     """
     if budget >= exercises.LONG and (far := rng.choices(("recall", "needle", ""), (6.0, 2.5, 1.5))[0]):
         return chat(far, rng, budget)

@@ -1,1 +1,1 @@
-"""Queue policies: who is next. One class for each kind of order."""
+"""Waiting queues, one class per kind of order."""

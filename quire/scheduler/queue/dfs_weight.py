@@ -1,4 +1,4 @@
-"""Depth first over the radix tree, the heaviest subtree first: SGLang's `dfs-weight`."""
+"""Depth-first order through the radix tree, the heaviest subtree first: SGLang's `dfs-weight`."""
 
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
@@ -11,16 +11,16 @@ from quire.scheduler.sequence import Sequence
 
 @dataclass(slots=True)
 class _Spot:
-    """A node of the radix tree, as those who wait below it saw it."""
+    """A node of the radix tree with the waiting sequences at and below it, as of their last match."""
 
     id: int
-    weight: int = 0  # sequences whose match ends here or below
+    weight: int = 0  # waiting sequences whose match ends here or below
     below: "dict[int, _Spot]" = field(default_factory=dict)
     here: Ranked = field(default_factory=Ranked)
-    order: list[tuple[int, int]] = field(default_factory=list)  # heap of those below, old weights among them
+    order: list[tuple[int, int]] = field(default_factory=list)  # heap of (-weight, id), partly outdated
 
     def heaviest(self) -> "_Spot":
-        """Of those below, of equals the older one. There is one."""
+        """The heaviest child; of equal ones, the older node. There must be a child."""
         while True:
             weight, number = self.order[0]
             spot = self.below.get(number)
@@ -29,7 +29,7 @@ class _Spot:
             heappop(self.order)
 
     def weigh(self, spot: "_Spot", change: int) -> None:
-        """A spot below it has become heavier or lighter; without weight it is none."""
+        """Change the weight of a child, and remove it if its weight is 0."""
         spot.weight += change
         if not spot.weight:
             del self.below[spot.id]
@@ -41,17 +41,17 @@ class _Spot:
 
 
 class DepthFirst(ByMatch):
-    """From the top, go down to the child with the most waiting sequences below it, as long as there is one.
+    """From the root, go to the child with the most waiting sequences at or below it, until there is no child.
 
-    Those who wait at the node that is reached come by arrival. Of equal children the older node is first. A sequence
-    stands where its match ended when it was last looked at; where nodes have parted since, weights lag behind.
+    The sequences that wait at the node reached come next, by rank. Of equal children the older node is first. A
+    sequence waits at the node where its match ended at its last update, so weights are outdated after nodes split.
     """
 
     def __init__(self, matches: Matches) -> None:
         super().__init__(matches)
         self._top = _Spot(0)
         self._paths: dict[int, tuple[int, ...]] = {}
-        self._first: Sequence | None = None  # as long as nobody moves
+        self._first: Sequence | None = None  # cached until the order changes
 
     def first(self) -> Sequence | None:
         """See ByMatch."""

@@ -1,4 +1,4 @@
-"""Fair between tenants: the virtual token counter (Sheng et al., "Fairness in Serving Large Language Models", 2024)."""
+"""Fairness between tenants: virtual token counter (Sheng et al., "Fairness in Serving Large Language Models", 2024)."""
 
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -9,29 +9,28 @@ from quire.scheduler.queue.waiting_queue import Queue
 from quire.scheduler.sequence import Rank, Sequence
 from quire.scheduler.step_builder import Entry
 
-PROMPT_WEIGHT, OUTPUT_WEIGHT = 1, 2  # what a token counts: one of a prompt that is computed, one that is generated
-Place = tuple[int, int, Rank, str]  # counter, last turn, head, tenant
-MOST_TENANTS = 4096  # that are remembered while none of their sequences waits
+PROMPT_WEIGHT, OUTPUT_WEIGHT = 1, 2  # service per computed prompt token, and per generated token
+Place = tuple[int, int, Rank, str]  # counter, last turn, rank of the head, tenant
+MOST_TENANTS = 4096  # whose counters are kept while none of their sequences waits
 
 
 class Fair(Queue):
-    """The tenant that was served least is next; of equals the one whose turn was longest ago; within a tenant, arrival.
+    """The tenant with the lowest counter is next; of equal ones, the tenant admitted longest ago; within it, by rank.
 
-    A tenant's counter rises by what is computed for it: at its admission by the tokens of a prompt that were not
-    found, then by each token that is generated. What is computed twice because its memory was taken counts once. One
-    that has nobody in the queue earns nothing meanwhile: when it comes back, its counter is lifted to the least of
-    those who wait, or where nobody does, to that of who was admitted last.
+    An admission adds the prompt tokens outside the prefix match to the tenant's counter, and each generated token adds
+    OUTPUT_WEIGHT. Recomputation after a preemption adds nothing. If a tenant without waiting sequences queues one, its
+    counter is raised to the lowest counter of the waiting tenants, or of the tenant admitted last, less a credit.
     """
 
     def __init__(self, credit: int = 0) -> None:
-        """credit: what a tenant may have been served less than the others when it comes back."""
+        """credit: by how much the counter of a returning tenant may stay below the others, in weighted tokens."""
         self._credit = credit
-        self._lines: dict[str, Ranked] = {}  # of tenants that have somebody in the queue
-        self._counters: OrderedDict[str, int] = OrderedDict()  # whoever came or was served longest ago is first
-        self._turns: dict[str, int] = {}  # of those, when somebody was admitted last: the number of that admission
+        self._lines: dict[str, Ranked] = {}  # sequences of tenants that wait
+        self._counters: OrderedDict[str, int] = OrderedDict()  # least recently updated first
+        self._turns: dict[str, int] = {}  # number of the tenant's last admission
         self._num_turns = 0
-        self._heap: list[Place] = []  # of each line one at least; may stand too early, never too late
-        self._latest = ""  # tenant of who was admitted last
+        self._heap: list[Place] = []  # at least one entry per waiting tenant; an entry may be too low, never too high
+        self._latest = ""  # the tenant admitted last
         self._length = 0
 
     @property
@@ -57,7 +56,7 @@ class Fair(Queue):
         return line is not None and seq in line
 
     def counter(self, tenant: str) -> int:
-        """What a tenant was served, and given for its absence; 0 for one that is unknown or forgotten."""
+        """The counter of a tenant in weighted tokens; 0 for an unknown or forgotten one."""
         return self._counters.get(tenant, 0)
 
     def put(self, seq: Sequence) -> None:
@@ -84,7 +83,7 @@ class Fair(Queue):
             self._forget()
 
     def num_tokens_before(self, seq: Sequence) -> int:
-        """See Queue. Others may be served more than this tenant, or less."""
+        """See Queue. Counts the tenant's own sequences only, because other tenants may come before or after it."""
         line = self._lines.get(seq.request.namespace.tenant)
         return 0 if line is None else line.num_tokens_before(seq)
 
@@ -105,7 +104,7 @@ class Fair(Queue):
             self._charge(tenant, OUTPUT_WEIGHT * count)
 
     def _charge(self, tenant: str, tokens: int) -> None:
-        """A counter that rises need not move in the heap: it is put right when it comes up."""
+        """Add to a counter. The heap entry is corrected when it reaches the top."""
         self._note(tenant, self.counter(tenant) + tokens)
 
     def _note(self, tenant: str, counter: int) -> None:
@@ -114,8 +113,8 @@ class Fair(Queue):
         self._forget()
 
     def _forget(self) -> None:
-        """Of tenants that have nobody in the queue, those that were served longest ago."""
-        tries = 2  # as many leave as come, in the long run
+        """Drop the least recently updated counters of tenants without waiting sequences, above MOST_TENANTS."""
+        tries = 2  # more than the one tenant that a call adds, so that the dict shrinks again
         while len(self._counters) > MOST_TENANTS + len(self._lines) and tries:
             tenant = next(iter(self._counters))
             if tenant in self._lines:

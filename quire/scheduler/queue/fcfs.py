@@ -1,4 +1,4 @@
-"""Order by rank: first come, first served; of several classes the better one first."""
+"""Order by rank: priority class, then arrival."""
 
 from bisect import bisect_left, insort
 
@@ -7,12 +7,12 @@ from quire.scheduler.sequence import Sequence
 
 
 class Ranked(Queue):
-    """By class, then by arrival. Who comes back has arrived before all who never ran, of its class."""
+    """Sequences in the order of `Sequence.rank`. A preempted sequence keeps its rank."""
 
     def __init__(self) -> None:
         self._waiting: list[Sequence] = []
-        self._counted: dict[int, int] = {}  # known tokens by sequence, as they were when it came
-        self._tokens: dict[int, int] = {}  # of those, all of a class together
+        self._counted: dict[int, int] = {}  # known tokens when it was queued, by sequence id
+        self._tokens: dict[int, int] = {}  # sum of these, by class
 
     @property
     def head(self) -> Sequence | None:
@@ -39,7 +39,7 @@ class Ranked(Queue):
         self._count(seq.rank[0], -self._counted.pop(seq.id))
 
     def num_tokens_before(self, seq: Sequence) -> int:
-        """See Queue. All of its class came earlier."""
+        """See Queue. Counts all sequences of the same or a better class."""
         return sum(count for of, count in self._tokens.items() if of <= seq.rank[0])
 
     def _count(self, of: int, num_tokens: int) -> None:

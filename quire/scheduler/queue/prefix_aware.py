@@ -1,4 +1,4 @@
-"""Orders that depend on what the prefix index has of each prompt."""
+"""Waiting queues that order new sequences by their prefix match."""
 
 from abc import abstractmethod
 from bisect import bisect_left, insort
@@ -11,14 +11,15 @@ from quire.scheduler.queue.fcfs import Ranked
 from quire.scheduler.queue.waiting_queue import Queue
 from quire.scheduler.sequence import Rank, Sequence, program_of
 
-MOST_TOGETHER = 32  # sequences in a row; then the order says again who is next
+MOST_TOGETHER = 32  # sequences of one program that are admitted in a row
 
 
 class Siblings:
-    """Sequences that wait and have never run, by program, and the program whose turn it is.
+    """Waiting sequences that have never run, by program, and the program admitted last.
 
-    Once one of a program was admitted, those that wait with it follow. So what they share is computed once, while it
-    is sure to be there, and who waits for all of them does not wait for the last of a long queue.
+    After a sequence of a program is admitted, the other waiting ones of the program are next. So their common prefix
+    is computed once and is not evicted in between, and a program does not wait for a last request far back in the
+    queue.
     """
 
     def __init__(self) -> None:
@@ -28,18 +29,18 @@ class Siblings:
 
     @property
     def head(self) -> Sequence | None:
-        """Who follows the one that was admitted last; None where its program's turn is over."""
+        """The next sequence of the program admitted last; None without one, or after MOST_TOGETHER in a row."""
         line = None if self._turn is None else self._lines.get(self._turn)
         return next(iter(line.values())) if line else None
 
     def add(self, seq: Sequence) -> None:
-        """One waits."""
+        """Add a new sequence. Ignores one without a program."""
         key = program_of(seq.request)
         if key is not None:
             self._lines.setdefault(key, {})[seq.id] = seq
 
     def drop(self, seq: Sequence) -> None:
-        """It does not wait any more."""
+        """Remove a sequence that does not wait any more. Ignores one without a program."""
         key = program_of(seq.request)
         if key is not None:
             line = self._lines[key]
@@ -48,7 +49,7 @@ class Siblings:
                 del self._lines[key]
 
     def admitted(self, seq: Sequence) -> None:
-        """One begins to run."""
+        """Set the program of an admitted sequence as the one admitted last, and count it."""
         key = program_of(seq.request)
         if key is None or key != self._turn:
             self._turn, self._left = key, MOST_TOGETHER
@@ -57,8 +58,8 @@ class Siblings:
             self._turn = None
 
 
-MOST_LOOKED_AT = 48  # sequences, in a step
-MOST_BLOCKS = 1024  # that are compared in a step
+MOST_LOOKED_AT = 48  # sequences whose match is updated in one step
+MOST_BLOCKS = 1024  # blocks compared in one step
 
 Key = tuple[object, ...]
 
@@ -71,7 +72,7 @@ class _Waiting:
 
 
 class Matches:
-    """Matches of waiting sequences that have not run yet."""
+    """Prefix matches of waiting sequences that have never run."""
 
     def __init__(self, matching: Matching, most: int = MOST_LOOKED_AT) -> None:
         self._matching = matching
@@ -79,10 +80,10 @@ class Matches:
         self._most = most
         self._left = most
         self._blocks_left = MOST_BLOCKS
-        self._waiting: OrderedDict[int, _Waiting] = OrderedDict()  # looked at longest ago first
-        self._alike: dict[Key, dict[int, Sequence]] = {}  # those who go on with the same block, by id
-        self._due: dict[Key, None] = {}  # of those, the ones somebody computes that block for
-        self._taken: tuple[int, Key] = (-1, ())  # who was dropped last
+        self._waiting: OrderedDict[int, _Waiting] = OrderedDict()  # least recently updated first
+        self._alike: dict[Key, dict[int, Sequence]] = {}  # sequences whose next block is the same, by id
+        self._due: dict[Key, None] = {}  # keys of blocks that are being computed
+        self._taken: tuple[int, Key] = (-1, ())  # id and key of the sequence dropped last
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -91,33 +92,33 @@ class Matches:
         return seq.id in self._waiting
 
     def add(self, seq: Sequence) -> None:
-        """A sequence waits."""
+        """Add a new sequence and compute its match."""
         one = self._waiting[seq.id] = _Waiting(seq)
         self._renew(one)
         self._enter(one)
 
     def drop(self, seq: Sequence) -> None:
-        """It does not wait any more."""
+        """Remove a sequence that does not wait any more."""
         one = self._waiting.pop(seq.id)
         self._leave(one)
         self._taken = seq.id, one.key
 
     def of(self, seq: Sequence) -> Match:
-        """What was found for a sequence that waits."""
+        """The match of a waiting sequence as of its last update."""
         return self._waiting[seq.id].match
 
     def path(self, seq: Sequence) -> tuple[int, ...]:
-        """Nodes on the way to what was found."""
+        """Ids of the tree nodes from the root to the end of the match."""
         return self._matching.path(self._waiting[seq.id].match)
 
     def begun(self, seq: Sequence) -> None:
-        """The sequence that was dropped last has begun to compute what it lacks."""
+        """Mark sequences with the same next block as overdue, because `seq` was admitted and computes that block."""
         if self._taken[0] == seq.id and self._taken[1] in self._alike:
             self._due[self._taken[1]] = None
 
     def again(self) -> Iterator[Sequence]:
-        """A new step: sequences that were looked at again, half as many as a step may look at."""
-        if self._matching.index is not self._index:  # what it said is void
+        """Start a step. Yields sequences with updated matches: overdue ones, then others up to half of the limit."""
+        if self._matching.index is not self._index:  # a new index: the old nodes are invalid
             self._index = self._matching.index
             for one in self._waiting.values():
                 one.match.node, one.match.num_blocks = None, 0
@@ -131,9 +132,9 @@ class Matches:
             yield seq
 
     def overdue(self) -> Iterator[Sequence]:
-        """Those who waited for a block that is being computed now, looked at again, as far as the step's bounds allow.
+        """Update and yield sequences whose next block is being computed, within the step's limits.
 
-        Of those who go on alike, one that finds no more speaks for the others.
+        If the match of one of them does not change, the others with the same next block are skipped.
         """
         while self._due and self._left > 0 and self._blocks_left > 0:
             key = next(iter(self._due))
@@ -144,7 +145,7 @@ class Matches:
                 self._due.pop(key, None)
 
     def look(self, seq: Sequence) -> None:
-        """Look at one again, whatever it costs."""
+        """Update the match of one sequence, regardless of the step's limits."""
         one = self._waiting[seq.id]
         self._waiting.move_to_end(seq.id)
         match = one.match
@@ -172,13 +173,14 @@ class Matches:
             self._due.pop(one.key, None)
 
 
-_MOST_HEADS = 4  # that prove to be out of date, one after the other, in a step
+_MOST_HEADS = 4  # heads whose match is updated one after the other in a step
 
 
 class ByMatch(Queue):
-    """Who comes back is first, by rank: its memory was taken for others.
+    """Base class of prefix-aware orders.
 
-    Siblings of who was admitted last follow, then those who are new, in an order of theirs.
+    Sequences that have run before are first, by rank. Those of the program admitted last follow, then other new ones
+    in the order of the subclass.
     """
 
     def __init__(self, matches: Matches) -> None:
@@ -216,7 +218,7 @@ class ByMatch(Queue):
             self.matches.drop(seq)
 
     def num_tokens_before(self, seq: Sequence) -> int:
-        """See Queue. Anybody who is new may be passed."""
+        """See Queue. New sequences may be overtaken, so they do not count."""
         return self._back.num_tokens_before(seq)
 
     def refresh(self) -> None:
@@ -241,29 +243,29 @@ class ByMatch(Queue):
             self.moved(other)
 
     def moved(self, seq: Sequence) -> None:
-        """A new one may have another match than before."""
+        """Move a new sequence to the place of its updated match."""
         self.leave(seq)
         self.enter(seq)
 
     @abstractmethod
     def first(self) -> Sequence | None:
-        """Who is next of those who are new."""
+        """The next new sequence; None without one."""
 
     @abstractmethod
     def enter(self, seq: Sequence) -> None:
-        """A new one takes its place, by its match."""
+        """Insert a new sequence by its match."""
 
     @abstractmethod
     def leave(self, seq: Sequence) -> None:
-        """It gives that place up, whatever its match is now."""
+        """Remove a new sequence from its place, even if its match has changed since."""
 
 
 class Weighed(ByMatch):
-    """By matched tokens + wait_weight x seconds waited, the most first; equals by arrival, as their programs began.
+    """Order by matched tokens + wait_weight x seconds waited, the highest first; equal ones by rank.
 
-    With a weight of 0 that is the longest prefix first. As all wait equally fast, what counts does not change with
-    time: matched tokens - wait_weight x time of arrival. So nobody is passed by one that came more than (longest
-    prompt / wait_weight) seconds later, as arrivals of programs count (scheduler/sequence.py).
+    A weight of 0 is the longest prefix first. The order equals that by matched tokens - wait_weight x arrival, which
+    does not change with time. So no request is overtaken by one that arrives more than (longest prompt / wait_weight)
+    seconds later. Arrivals are effective ones: see Programs in scheduler/sequence.py.
     """
 
     def __init__(self, matches: Matches, block_size: int, wait_weight: float) -> None:
@@ -271,7 +273,7 @@ class Weighed(ByMatch):
         self._block_size = block_size
         self._wait_weight = wait_weight
         self._order: list[tuple[float, Rank, Sequence]] = []
-        self._places: dict[int, float] = {}  # where each stands: less is earlier
+        self._places: dict[int, float] = {}  # negative score by sequence id: the lowest is first
 
     def first(self) -> Sequence | None:
         """See ByMatch."""
@@ -297,5 +299,5 @@ class Weighed(ByMatch):
 
 
 def score(num_matched: int, waited: float, wait_weight: float) -> float:
-    """Who has more goes first. waited: seconds; wait_weight: tokens that a second is worth."""
+    """The score in tokens. waited: seconds; wait_weight: tokens per second of waiting."""
     return num_matched + wait_weight * waited

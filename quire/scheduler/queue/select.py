@@ -1,4 +1,4 @@
-"""The queue for each policy."""
+"""Selection of the waiting queue by policy."""
 
 from quire.cache.incremental_match import Matching
 from quire.cache.kv_cache import KVCache
@@ -10,16 +10,16 @@ from quire.scheduler.queue.fcfs import Ranked
 from quire.scheduler.queue.prefix_aware import Matches, Weighed
 from quire.scheduler.queue.waiting_queue import Queue
 
-# What a tenant that was away may be owed: the tokens of so many steps. With less, a burst of a tenant that uses a
-# quarter of the machine waits for its turn behind a flood (docs/policies.md).
+# Credit of a returning tenant under `fair`, in steps of max_num_batched_tokens. With less, a burst of a tenant that
+# uses a quarter of the capacity waits behind a flood of another tenant (docs/policies.md).
 _STEPS_OF_CREDIT = 8
 
 
 def new_queue(config: SchedulerConfig, cache: KVCache) -> Queue:
-    """An empty one. Raises ConfigError for an order that the cache's index cannot give."""
+    """An empty queue. Raises ConfigError for a policy that the prefix index does not support."""
     if config.policy == "fair":
         return Fair(_STEPS_OF_CREDIT * config.max_num_batched_tokens)
-    if config.policy in ("fcfs", "priority") or cache.config.prefix_index == "none":  # where nothing matches
+    if config.policy in ("fcfs", "priority") or cache.config.prefix_index == "none":  # no matches to order by
         return Ranked()
     matching = Matching(cache)
     if config.policy == "dfs-weight":
@@ -34,5 +34,5 @@ def new_queue(config: SchedulerConfig, cache: KVCache) -> Queue:
 
 
 def class_of(config: SchedulerConfig, priority: int) -> int:
-    """The class of a request that asks for this priority; less goes first."""
+    """The priority class of a request; the lowest runs first."""
     return priority if config.policy == "priority" else 0

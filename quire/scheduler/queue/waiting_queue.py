@@ -1,4 +1,4 @@
-"""What a queue of waiting sequences is. Which of them is next is the policy: see `queues/`."""
+"""Interface of the waiting queue. The policies of `quire/scheduler/queue/` implement it."""
 
 from collections.abc import Iterable
 from operator import attrgetter
@@ -11,41 +11,41 @@ RANK = attrgetter("rank")
 
 
 class Queue(Protocol):
-    """Sequences that have neither row nor blocks. One that ends meanwhile is taken out.
+    """Waiting sequences, which have neither row nor blocks, in the order of the policy.
 
-    The order may follow what the prefix index has, and what was served: `refresh`, `admitted` and `served` are how a
-    queue hears of it, and most do not care. However long the queue is, `refresh` and `admitted` look for the matches of
-    a bounded number of sequences, in one step together.
+    `refresh`, `admitted` and `served` update orders that depend on the prefix index or on service. They do nothing in
+    other orders. In one step `refresh` and `admitted` update a bounded number of prefix matches, however long the
+    queue is.
     """
 
     @property
     def head(self) -> Sequence | None:
-        """Who is next."""
+        """The next sequence; None if the queue is empty."""
 
     def __len__(self) -> int: ...
 
     def __contains__(self, seq: Sequence) -> bool: ...
 
     def put(self, seq: Sequence) -> None:
-        """One more waits: new, or back after it lost its row."""
+        """Add a new or preempted sequence."""
 
     def remove(self, seq: Sequence) -> None:
-        """Take one out, wherever it stands."""
+        """Remove a sequence at any place."""
 
     def num_tokens_before(self, seq: Sequence) -> int:
-        """Known tokens of those that come before a sequence, which is not in the queue, as far as that is certain."""
+        """Known tokens of queued sequences that certainly precede `seq`. If `seq` is queued, its own may count, too."""
 
     def refresh(self) -> None:
-        """A step is about to be planned."""
+        """Update the order before a step is planned."""
         return
 
     def admitted(self, seq: Sequence, num_new: int) -> None:
-        """The head has been taken out and its first chunk is planned.
+        """Update the order after the admission of `seq`, which was the head and is removed.
 
-        num_new: tokens of its prompt that were not found, and have not been computed for it before.
+        num_new: prompt tokens outside the prefix match; 0 if it has run before.
         """
         return
 
     def served(self, entries: Iterable[Entry], counts: Iterable[int]) -> None:
-        """A step has sampled so many tokens for each of its chunks."""
+        """Update the order after a step. counts: sampled tokens per chunk."""
         return

@@ -1,1 +1,1 @@
-"""HTTP dialects, one package each: routes, request bodies and responses."""
+"""Routes with their request and response formats, one package per API."""

@@ -1,4 +1,4 @@
-"""Limits of one request, whatever its route. Knows numbers and what to lower, no formats."""
+"""Limits of one request that hold for several routes."""
 
 from collections.abc import Sequence
 
@@ -7,27 +7,27 @@ from quire.errors import RequestError
 from quire.params import SamplingParams
 
 MAX_CHOICES = 1024  # prompts times n, or times best_of
-MAX_TOLD = 2**20  # token ids and logprobs about prompts, in all choices of an answer
+MAX_TOLD = 2**20  # token ids and logprobs of prompts in one response, over all choices
 
 
 def num_prompt_tokens(asked: Sequence[Generation]) -> int:
-    """As usage tells them: each prompt once, whatever its n."""
+    """Prompt tokens as in `usage`: each prompt counts once, for any n."""
     return sum(len(each.prompt.ids) for each in asked)
 
 
 def check_choices(params: Sequence[SamplingParams], width: int = 1) -> None:
-    """params: one for each prompt. width: of a beam search.
+    """Raises RequestError for no sequence, and for more than MAX_CHOICES.
 
-    Raises RequestError for no sequence at all, and for more than MAX_CHOICES.
+    params: one per prompt. width: beam width; 1 without beam search.
     """
     if not 1 <= sum(max(one.num_sequences, width) for one in params) <= MAX_CHOICES:
         raise RequestError(f"the number of prompts times n (or best_of) must be 1 to {MAX_CHOICES:,}", "prompt")
 
 
 def check_told(asked: Sequence[Generation], *, ids: bool, choices: bool = True) -> None:
-    """Raises RequestError where an answer would tell more than MAX_TOLD things about its prompts.
+    """Raises RequestError if a response would have more than MAX_TOLD token ids and logprobs of its prompts.
 
-    ids: whether it tells their tokens, too. choices: whether it tells all of this in each choice, or once.
+    ids: whether it includes the prompts' token ids. choices: whether it repeats all of them in each choice.
     """
     told = 0
     for prompt, params, _ in asked:

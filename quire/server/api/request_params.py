@@ -1,4 +1,4 @@
-"""Body: JSON objects whose fields are all known. Knows pydantic and how a field says what becomes of it."""
+"""Request body fields that several routes share."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -31,7 +31,7 @@ NEUTRAL = "x-neutral-values"
 
 
 def not_yet(*neutral: JsonValue) -> Any:  # noqa: ANN401 (a field of any type)
-    """A field that quire does not act on yet: only values that change nothing are accepted."""
+    """A field that is not supported yet. It accepts null and the `neutral` values, which change nothing."""
     named = ", ".join(["null", *(f"{value!r}" for value in neutral)])
     return Field(
         default=None,
@@ -41,26 +41,26 @@ def not_yet(*neutral: JsonValue) -> Any:  # noqa: ANN401 (a field of any type)
 
 
 def without_effect() -> Any:  # noqa: ANN401 (a field of any type)
-    """A field that does not concern the output."""
+    """A field that is accepted and ignored."""
     return Field(default=None, description="Accepted; it has no effect.")
 
 
 def about(description: str, alias: str | None = None) -> Any:  # noqa: ANN401 (a field of any type)
-    """A field that may be left out. alias: its name in the body, where Python or pydantic has another use for it."""
+    """An optional field. alias: its name in the body if Python or pydantic reserves that name."""
     return Field(default=None, description=description, alias=alias)
 
 
 class Body(BaseModel):
-    """A JSON object whose fields are all known."""
+    """A JSON object that rejects unknown fields."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    _neutral: ClassVar[Mapping[str, list[JsonValue]]] = {}  # of fields that are not supported yet
+    _neutral: ClassVar[Mapping[str, list[JsonValue]]] = {}  # by field that is not supported yet
     _known: ClassVar[frozenset[str]] = frozenset()
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_options: object) -> None:
-        """Called by pydantic. Reading `model_fields` takes time, and a body may have thousands of messages."""
+        """Called by pydantic. Reading `model_fields` is slow, and a body can have thousands of messages."""
         extras = {name: field.json_schema_extra for name, field in cls.model_fields.items()}
         cls._neutral = {
             name: extra[NEUTRAL]  # type: ignore[misc]  # a list, see not_yet
@@ -87,27 +87,27 @@ class Body(BaseModel):
 
 
 def is_same(value: object, neutral: JsonValue) -> bool:
-    """Equal, where 0 is not false."""
+    """Whether two values are equal, with 0 and false distinct."""
     return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
 
 
 def unknown_field(name: object, known: Iterable[str]) -> PydanticCustomError:
-    """What to raise for a field that nobody knows."""
+    """The error for an unknown field. known: names for the hint."""
     shown = str(name)[:100].encode("utf-8", "replace").decode()
     hint = nearest(shown, sorted(known))
     return PydanticCustomError("unknown_field", "unknown field '{name}'{hint}", {"name": shown, "hint": hint})
 
 
 def with_limit(defaults: Mapping[str, object], limit: int) -> Mapping[str, object]:
-    """A route's own max_tokens, unless the model recommends less. No model knows what a route is for."""
+    """`defaults` with the max_tokens of a route, `limit`. A model's recommendation can only lower it."""
     recommended = defaults.get("max_tokens")
     return {**defaults, "max_tokens": min(limit, recommended) if isinstance(recommended, int) else limit}
 
 
 T = TypeVar("T")
 
-MAX_PROMPTS = 2048  # of embeddings; other routes take fewer
-MAX_PROMPT_TOKENS = 2**20  # in one body, whatever is truncated later
+MAX_PROMPTS = 2048  # of embeddings; other routes accept fewer
+MAX_PROMPT_TOKENS = 2**20  # in one body, before truncation
 MAX_SALT = 256  # characters
 
 Listed = Annotated[list[T], Field(fail_fast=True, max_length=MAX_LISTED_TOKENS)]
@@ -141,7 +141,7 @@ Prompts = Annotated[str | PerPrompt[str] | TokenIds | PerPrompt[TokenIds], WrapV
 Biases = Annotated[dict[str, float], BeforeValidator(_numbers_only)]
 
 
-# What a beam search has no use for -> the values that ask for nothing. Null is one of them for every field.
+# Fields that a beam search does not support -> their values without effect. Null is accepted for every field.
 _NEUTRAL: Mapping[str, tuple[JsonValue, ...]] = MappingProxyType(
     {
         **{"temperature": (0, 1), "top_p": (1,), "top_k": (0, -1), "min_p": (0,), "deterministic": (False,)},
@@ -162,7 +162,7 @@ Stopping = Annotated[bool | Literal["never"], BeforeValidator(_one_of_three)]
 
 
 class SearchBody(Body):
-    """The part of a body that says how the best sequences are found."""
+    """Fields of beam search and best_of."""
 
     best_of: int | None = about("Completions: generate so many for each prompt, and return the n best (n to 128).")
     use_beam_search: bool | None = about("Search for the most likely sequences in place of sampling.")
@@ -172,9 +172,9 @@ class SearchBody(Body):
     early_stopping: Stopping | None = about("Of a beam search: whether to end it before it is certain.")
 
     def searched(self, params: SamplingParams) -> SamplingParams:
-        """`params` as they are for a beam search, where one is asked for.
+        """`params`, adapted if a beam search is requested.
 
-        Raises RequestError for a field that has no meaning beside the others.
+        Raises RequestError for a field that needs a beam search or excludes one.
         """
         if not self.use_beam_search:
             for name, neutral in (("length_penalty", 1), ("early_stopping", False)):
@@ -188,11 +188,11 @@ class SearchBody(Body):
         return replace(params, best_of=None, temperature=0.0)
 
     def search_names(self) -> Mapping[str, str]:
-        """What the engine calls a beam search's width -> the field that says it here."""
+        """The engine's name of the beam width -> the field of this body that sets it."""
         return {"beam_width": "n" if self.best_of is None else "best_of"} if self.use_beam_search else {}
 
     def beams(self, params: SamplingParams, *, vocab_size: int, num_end_tokens: int) -> Beams | None:
-        """The beam search that is asked for, as wide as best_of or n. Raises RequestError."""
+        """The requested beam search, of width best_of or n; None if none is requested. Raises RequestError."""
         if not self.use_beam_search:
             return None
         with renamed(self.search_names()):
@@ -215,7 +215,7 @@ Choices = Annotated[list[str], Field(fail_fast=True, max_length=MAX_CHOICES)]
 
 _FORMAT = "response_format"
 _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
-_OTHER_NAMES = MappingProxyType(  # fields of vLLM's past and of SGLang -> what StructuredOutputsParams calls them
+_OTHER_NAMES = MappingProxyType(  # fields of SGLang and of older vLLM -> names in StructuredOutputsParams
     {
         **{"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"},
         **{"json_schema": "json", "regex": "regex", "ebnf": "grammar"},
@@ -246,7 +246,7 @@ class ResponseFormat(Body):
     triggers: PerPrompt[str] | None = about("With structures: texts at which a tag may begin.")
 
     def form(self) -> Mapping[str, object]:
-        """As StructuredOutputsParams takes it; nothing for text. Raises RequestError."""
+        """Arguments of StructuredOutputsParams; empty for text. Raises RequestError."""
         beside = {"json_schema": ("json_schema",), "structural_tag": ("format", "structures", "triggers")}
         own = {name: value for name in beside.get(self.type, ()) if (value := getattr(self, name)) is not None}
         for name in self.model_fields_set - {"type", *own}:
@@ -265,7 +265,7 @@ class ResponseFormat(Body):
 
 
 class StructuredOutputs(Body):
-    """vLLM's `structured_outputs`: one form, and how it is kept."""
+    """vLLM's `structured_outputs`: one constraint on the output, with options."""
 
     json_: Schema | None = about("A JSON schema.", alias="json")
     regex: str | None = about("A pattern for the whole output.")
@@ -279,7 +279,7 @@ class StructuredOutputs(Body):
     fast_forward: bool | None = about("Text that has to come is not generated token by token; true by default.")
 
     def form(self) -> Mapping[str, object]:
-        """As StructuredOutputsParams takes it."""
+        """Arguments of StructuredOutputsParams."""
         given = {_plain(name): getattr(self, name) for name in self.model_fields_set}
         if given.get("json_object") is False:
             given.pop("json_object")
@@ -287,7 +287,7 @@ class StructuredOutputs(Body):
 
 
 class FormBody(Body):
-    """The part of a body that says what form the output has."""
+    """Fields of constraints on the output."""
 
     response_format: ResponseFormat | None = about("The form of the output: text, any JSON object, a JSON schema.")
     structured_outputs: StructuredOutputs | None = about("The form of the output, as vLLM has it.")
@@ -300,8 +300,9 @@ class FormBody(Body):
     guided_grammar: str | None = about("structured_outputs.grammar, as vLLM had it.")
 
     def form(self) -> StructuredOutputsParams | None:
-        """What is asked for, whatever it is called. Raises RequestError for two forms and for one out of bounds, which
-        is called as StructuredOutputsParams calls it.
+        """The requested constraint, from any of the fields; None if there is none.
+
+        Raises RequestError for two constraints and for an invalid one, with StructuredOutputsParams' field names.
         """
         forms = dict(self._forms())
         if len(forms) > 1:
@@ -313,11 +314,11 @@ class FormBody(Body):
         return StructuredOutputsParams(**{**options, **asked})  # type: ignore[arg-type]  # checked by name
 
     def form_field(self) -> str | None:
-        """The field that asks for a form; None where nothing does."""
+        """The field that has the constraint; None if there is none."""
         return next((name for name, _ in self._forms()), None)
 
     def form_names(self) -> Mapping[str, str]:
-        """What StructuredOutputsParams calls its fields -> the field of this body."""
+        """Field names of StructuredOutputsParams -> fields of this body."""
         names = {name: f"structured_outputs.{name}" for name in map(_plain, StructuredOutputs.model_fields)}
         for field, form in self._forms():
             if field != "structured_outputs":
@@ -325,7 +326,7 @@ class FormBody(Body):
         return names
 
     def _forms(self) -> Iterator[tuple[str, Mapping[str, object]]]:
-        """By field. What is only an option is no form."""
+        """The constraints by field. Options of `structured_outputs` alone are no constraint."""
         if self.response_format is not None and (form := self.response_format.form()):
             yield _FORMAT, form
         if self.structured_outputs is not None:
@@ -338,12 +339,12 @@ class FormBody(Body):
 
 
 def two_forms(fields: Sequence[str]) -> RequestError:
-    """What to raise where several fields ask for a form."""
+    """The error for several constraints. fields: those that have one."""
     return RequestError(f"{' and '.join(fields)} each ask for a form of the output; give one", fields[1])
 
 
 def _plain(name: str) -> str:
-    """Of a field whose name pydantic has another use for."""
+    """The name without the underscore that avoids a clash with pydantic."""
     return name.rstrip("_")
 
 
@@ -352,7 +353,7 @@ Timeout = Annotated[float, Field(gt=0, le=MAX_TIMEOUT, allow_inf_nan=False)]
 
 
 class RetentionBody(Body):
-    """What becomes of the KV that a request leaves behind."""
+    """Retention of the KV that a request leaves in the cache (docs/eviction.md)."""
 
     priority: int | None = about(
         "0 to 100; what has less is given up first. Other than 50 needs --eviction priority or cost."
@@ -363,7 +364,7 @@ class RetentionBody(Body):
 
 
 class ProgramBody(Body):
-    """The program that a request is a part of (docs/programs.md)."""
+    """The program that a request belongs to (docs/programs.md)."""
 
     id: str = Field(description="Of one run of the program (1 to 256 characters); its requests are served together.")
     branch: str | None = about("One line of it; the trunk by default.")
@@ -372,7 +373,7 @@ class ProgramBody(Body):
 
 
 class TermsBody(Body):
-    """The part of a body that says what the scheduler and the memory are asked for."""
+    """Fields of scheduling parameters, and the timeout."""
 
     priority: int | None = about("Less runs earlier; 0 by default. Other values need a server with --policy priority.")
     deadline: float | None = about("Seconds within which the whole answer is of use; refused where it cannot be met.")
@@ -381,13 +382,13 @@ class TermsBody(Body):
     program: ProgramBody | None = about("The program that this request is a part of: a hint, never refused.")
 
     def terms(self, options: EngineOptions) -> Terms:
-        """As the engine takes them. Raises RequestError."""
+        """The engine's scheduling parameters. Raises RequestError."""
         retention = Retention(**_given(self.retention))
         program = _given(self.program) or None
         return make_terms(options, self.priority, self.deadline, retention, program)
 
 
 def _given(body: Body | None) -> dict[str, Any]:
-    """The fields that were given a value."""
+    """The fields that are set and not null; none for None."""
     fields = () if body is None else body.model_fields_set
     return {name: value for name in fields if (value := getattr(body, name)) is not None}

@@ -1,4 +1,4 @@
-"""The lines of OpenAI's batch files: requests in, results out. Knows their format; asks and writes nothing."""
+"""The line format of OpenAI's batch files, for requests and results."""
 
 import codecs
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ CustomId = Annotated[str, Meta(min_length=1, max_length=512)]
 
 
 class Task(NamedTuple):
-    """A request. number: of its line, from 1. body: JSON as it was given."""
+    """A request. number: line number, from 1. body: the JSON bytes of the line."""
 
     number: int
     custom_id: str
@@ -27,7 +27,7 @@ class Task(NamedTuple):
 
 
 class BadLine(NamedTuple):
-    """A line that is no request, and why. custom_id: None where it could not be read."""
+    """A line that is no valid request, with the reason. custom_id: None if it could not be parsed."""
 
     number: int
     custom_id: str | None
@@ -51,13 +51,13 @@ class _Streamed(msgspec.Struct):
 
 
 class _Told(msgspec.Struct):
-    """What a bad line has in place of an answer."""
+    """The error of a result; `line` is set for an invalid input line."""
 
     line: int | None = None
 
 
 class Known(msgspec.Struct):
-    """What matters of a line of results when a batch goes on."""
+    """The fields of a result that a resumed batch needs."""
 
     custom_id: str | None
     error: _Told | None
@@ -71,7 +71,7 @@ KNOWN = msgspec.json.Decoder(Known)
 
 
 def read_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """Number and text of all lines that are not blank. Of a line beyond MAX_LINE comes one byte more than that."""
+    """Number and bytes of each line that is not blank. Longer lines are cut to MAX_LINE + 1 bytes."""
     number = 0
     while line := file.readline(MAX_LINE + 1):
         number += 1
@@ -84,7 +84,7 @@ def read_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
 
 
 def parse(number: int, line: bytes) -> Task | BadLine:
-    """What a line asks for."""
+    """Parse a line of requests."""
     if len(line) > MAX_LINE:
         return BadLine(number, None, "line_too_long", f"the line is longer than {MAX_LINE} bytes; send less in it")
     try:
@@ -100,19 +100,19 @@ def parse(number: int, line: bytes) -> Task | BadLine:
 
 
 def duplicate(found: Task | BadLine) -> BadLine:
-    """A line whose custom_id an earlier one has."""
+    """The BadLine for a custom_id that an earlier line has."""
     message = f"the custom_id {found.custom_id!r} is that of an earlier line; each line needs one of its own"
     return BadLine(found.number, found.custom_id, "duplicate_custom_id", message)
 
 
 def result(found: Task | BadLine, answer: Answer | None) -> bytes:
-    """A line of results, with its end. answer: None for a bad line."""
+    """A line of results with its newline. answer: None for a BadLine."""
     id = f"batch_req_{uuid4().hex}"
     record: dict[str, object] = {"id": id, "custom_id": found.custom_id, "response": None, "error": None}
     if isinstance(found, BadLine):
         record["error"] = {"code": found.code, "message": found.message, "line": found.number}
     elif answer is not None:
-        body = msgspec.Raw(msgspec.json.format(answer.body, indent=-1))  # which has no newlines
+        body = msgspec.Raw(msgspec.json.format(answer.body, indent=-1))  # one line
         record["response"] = {
             "status_code": answer.status,
             "request_id": answer.headers.get("x-request-id", id),

@@ -1,4 +1,4 @@
-"""Direct: ask the app a question without a socket. Knows ASGI and JSON bodies, no routes."""
+"""In-process client: sends requests to an ASGI app without a socket."""
 
 import asyncio
 from typing import NamedTuple
@@ -10,7 +10,7 @@ HERE = ("127.0.0.1", 0)
 
 
 class Answer(NamedTuple):
-    """A whole answer."""
+    """A complete response."""
 
     status: int
     headers: Headers
@@ -18,9 +18,9 @@ class Answer(NamedTuple):
 
 
 async def post(app: ASGIApp, path: str, body: bytes) -> Answer:
-    """POST a JSON body, as a client does that waits for its answer. Cancelled, the request is given up.
+    """POST a JSON body and return the response. Cancellation aborts the request.
 
-    Raises what the app raises where it has not answered.
+    Raises what the app raises before it has begun a response.
     """
     given = False
     status = 0
@@ -30,7 +30,7 @@ async def post(app: ASGIApp, path: str, body: bytes) -> Answer:
     async def receive() -> Message:
         nonlocal given
         if given:
-            await asyncio.Event().wait()  # a client that stays
+            await asyncio.Event().wait()  # the client never disconnects
         given = True
         return {"type": "http.request", "body": body, "more_body": False}
 
@@ -43,7 +43,7 @@ async def post(app: ASGIApp, path: str, body: bytes) -> Answer:
 
     try:
         await app(_scope(path, len(body)), receive, send)
-    except Exception:  # starlette answers, and then raises what it answered for servers to log; this app has logged it
+    except Exception:  # starlette raises what it has answered, for the server's log; this app logs it
         if not status:
             raise
     return Answer(status, headers, b"".join(parts))

@@ -1,6 +1,6 @@
-"""run-batch: requests from a file, results into another. Knows files and the app; the routes do the work.
+"""Batch runs: requests from a file, results to another.
 
-All that a route does for a client it does for a line: checks, errors, limits. There is no socket.
+Each line is sent to the app in process, so it has the checks, errors and limits of an HTTP request.
 """
 
 import asyncio
@@ -25,12 +25,12 @@ from quire.server.serve import launched
 
 
 class Output:
-    """Results, old and new. done: custom_ids with a result. told: numbers of lines that were bad."""
+    """The file of results. done: custom_ids that have a result. told: numbers of lines reported as invalid."""
 
     def __init__(self, path: Path, *, resume: bool) -> None:
-        """Open the file, made where there is none. resume: go on with what is in it.
+        """Open or create the file. resume: read its results, and remove an incomplete last line.
 
-        Raises ConfigError where it cannot be written, is in use, or holds something else than is to be expected.
+        Raises ConfigError if it cannot be written, is in use, has other content, or has results without `resume`.
         """
         self.done: set[str] = set()
         self.told: set[int] = set()
@@ -45,16 +45,16 @@ class Output:
             raise
 
     def write(self, line: bytes) -> None:
-        """Add a line, which ends with a newline. Raises OSError."""
+        """Append a line, newline included. Raises OSError."""
         while line:
             line = line[self._file.write(line) or 0 :]
 
     def close(self) -> None:
-        """No more is written."""
+        """Close the file."""
         self._file.close()
 
     def _take(self, path: Path, *, resume: bool) -> None:
-        if not stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):  # a terminal or a pipe has no past
+        if not stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):  # a terminal or a pipe holds no earlier results
             return
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -84,12 +84,12 @@ class Output:
         self._file.truncate(whole)
 
 
-CONCURRENCY = 256  # so that some wait while 128 run
-_MAX_WAIT = 60.0  # seconds until a request is asked again that was told to come back later
+CONCURRENCY = 256  # twice the default of max_num_seqs, so that some requests wait
+_MAX_WAIT = 60.0  # seconds, upper bound of a Retry-After
 
 
 class BatchStopped(QuireError):
-    """A batch ended before all was asked. What has been answered is written."""
+    """A batch ended before all lines had a result. The results so far are written."""
 
 
 def run_batch(  # noqa: PLR0913 (a flag each)
@@ -104,11 +104,11 @@ def run_batch(  # noqa: PLR0913 (a flag each)
     progress: Callable[[int, int], None],
     advance: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
-    """Answer all lines of `source`, at most `concurrency` at once, into `target`, as the answers come.
+    """Send all lines of `source`, at most `concurrency` at once, and append results to `target` as they arrive.
 
-    resume: lines whose custom_id has a result in `target` are passed over. report(line) is told what is planned and
-    what came of it; progress(done, total) counts bytes of the model, advance(done, total) lines. Raises ConfigError
-    for files that cannot be used, before the model is loaded; BatchStopped.
+    resume: skips lines that have a result in `target`. report(line) gets the memory plan and the summary,
+    progress(done, total) bytes of the model, advance(done, total) lines. Raises ConfigError for unusable files, before
+    the model is loaded; ConfigError, ModelError, EngineStopped for the engine; BatchStopped.
     """
     if source.exists() and target.exists() and source.samefile(target):
         raise ConfigError(f"{target} is the input; results need a file of their own")
@@ -117,7 +117,7 @@ def run_batch(  # noqa: PLR0913 (a flag each)
     except OSError as error:
         raise ConfigError(f"{source} cannot be read: {error.strerror}") from error
     with file:
-        total = sum(1 for _ in read_lines(file)) if source.is_file() else 0  # a pipe can be read but once
+        total = sum(1 for _ in read_lines(file)) if source.is_file() else 0  # a pipe can be read only once
         if total:
             file.seek(0)
         output = Output(target, resume=resume)
@@ -136,7 +136,7 @@ def run_batch(  # noqa: PLR0913 (a flag each)
 
 
 async def _until_signal(app: FastAPI, work: Coroutine[object, object, None]) -> None:
-    """Do the work while the app is up. SIGTERM is taken as Ctrl-C is."""
+    """Run `work` while the app is started. SIGTERM cancels it, as Ctrl-C does."""
     async with app.router.lifespan_context(app):
         working = asyncio.ensure_future(work)
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, working.cancel)
@@ -153,18 +153,18 @@ class _Refused(msgspec.Struct):
 
 
 class Batch:
-    """One run. advance(done): so many lines are behind us."""
+    """One batch run. advance(done): called with the number of lines done."""
 
     def __init__(self, app: ASGIApp, output: Output, advance: Callable[[int], None]) -> None:
         self._app = app
         self._output = output
         self._advance = advance
         self.num_done = 0
-        self.num_known = 0  # with a result of an earlier run
+        self.num_known = 0  # skipped: they have a result of an earlier run
         self.num_failed = 0
 
     async def run(self, file: BinaryIO, concurrency: int) -> None:
-        """Answer all lines. Raises BatchStopped, OSError."""
+        """Send all lines and write their results. Raises BatchStopped, OSError."""
         lines = self._lines(file)
         try:
             async with asyncio.TaskGroup() as workers:
@@ -174,7 +174,7 @@ class Batch:
             raise group.exceptions[0] from None
 
     def summary(self) -> str:
-        """How they ended, in words."""
+        """The numbers of answered, skipped and failed lines, as text."""
         good = self.num_done - self.num_known - self.num_failed
         known = f", {self.num_known} before" if self.num_known else ""
         return f"{good} answered{known}, {self.num_failed} failed"
@@ -208,7 +208,7 @@ class Batch:
         self.num_failed += answer is None or answer.status >= 400
 
     async def _answer(self, task: Task) -> Answer:
-        """Asks again as long as the app is only busy, as with many other lines. Raises BatchStopped at its end."""
+        """The response, after retries while the app is busy. Raises BatchStopped if the engine has stopped."""
         answer = await post(self._app, task.url, task.body)
         while (wait := _wait(answer)) is not None:
             await asyncio.sleep(wait)
@@ -219,7 +219,7 @@ class Batch:
 
 
 def _wait(answer: Answer) -> float | None:
-    """Seconds until it is worth to ask again; None where the answer will not change."""
+    """Seconds until a retry; None for a final response."""
     after = answer.headers.get("retry-after", "")
     busy = answer.status in (429, 503) and after.isdecimal() and _refusal(answer).code != "deadline_unreachable"
     return min(float(after), _MAX_WAIT) if busy else None

@@ -1,1 +1,1 @@
-"""ASGI middleware: what is checked and bounded before a route runs."""
+"""ASGI middleware of the server: checks and limits before a route runs."""

@@ -1,4 +1,4 @@
-"""Authentication middleware: checks the API key of a request before any route and before its body is read."""
+"""API key authentication, as middleware before any route and before the body is read."""
 
 from ipaddress import ip_address
 from urllib.parse import urlsplit
@@ -10,19 +10,19 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from quire.server.api_keys import ANYBODY, Caller, Keys
 from quire.server.errors import CrossSite, Forbidden, NotAllowed, OtherHost, Unauthenticated, response_to
 
-OPEN = frozenset({"/live", "/ready"})  # for whoever starts and watches the process; they tell nothing about requests
-_POLICY_VIOLATION = 1008  # of a WebSocket
+OPEN = frozenset({"/live", "/ready"})  # probes of a process manager, without data about requests
+_POLICY_VIOLATION = 1008  # WebSocket close code
 
 
 class Gate:
-    """ASGI middleware. keys: None lets in anybody, as the one tenant that there is."""
+    """ASGI middleware. keys: None admits every client as ANYBODY whose Host header passes `is_local`."""
 
     def __init__(self, app: ASGIApp, keys: Keys | None) -> None:
         self._app = app
         self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the call on with its caller, or refuse it."""
+        """Store the caller in the scope and call the app, or reject the call."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
@@ -36,7 +36,7 @@ class Gate:
             await send({"type": "websocket.close", "code": _POLICY_VIOLATION})
 
     def _caller(self, headers: Headers) -> Caller | NotAllowed:
-        """Who it is, or what is to be said to nobody."""
+        """The caller, or the error to answer with."""
         if self._keys is None:
             return ANYBODY if is_local(headers.get("host", "")) else OtherHost()
         scheme, _, key = headers.get("authorization", "").partition(" ")
@@ -45,10 +45,10 @@ class Gate:
 
 
 def is_local(host: str) -> bool:
-    """Whether a Host header is an address, or this machine's name for itself; programs may leave it out.
+    """Whether a Host header is an IP address, localhost or empty (programs may omit it).
 
-    Without keys, whoever reaches the server is let in, and a page of another site can reach it under a name of its own
-    that it has let lead here. To the browser both are then one site (DNS rebinding).
+    A defense of servers without keys against DNS rebinding: another site can make a name of its own resolve to this
+    server. A browser then treats both as one site, and lets pages of the other read answers.
     """
     try:
         name = urlsplit(f"//{host}").hostname or ""
@@ -61,7 +61,7 @@ def is_local(host: str) -> bool:
 
 
 def caller_of(request: Request) -> Caller:
-    """Who sent a request, as its key says. Raises Unauthenticated on an open path where no key came with it."""
+    """The caller of a request. Raises Unauthenticated for a request to an open path without a valid key."""
     caller: Caller | None = request.state.caller
     if caller is None:
         raise Unauthenticated
@@ -69,19 +69,19 @@ def caller_of(request: Request) -> Caller:
 
 
 def operators_only(request: Request) -> None:
-    """A dependency of routes. Raises Forbidden for a caller who does not run the server."""
+    """A dependency of routes. Raises Forbidden for a caller without the role admin."""
     if not caller_of(request).is_admin:
         raise Forbidden
 
 
 def own_pages_only(request: Request) -> None:
-    """A dependency of routes that change something and need no body, which a page could let its visitors' browser ask.
+    """A dependency of state-changing routes without a body, which a page of another site could make a browser request.
 
-    Raises CrossSite where a browser says that a page from elsewhere did. Programs say nothing of pages.
+    Raises CrossSite if the headers name a page of another site. Clients other than browsers send no such headers.
     """
     headers = request.headers
     site = headers.get("sec-fetch-site")
-    page = headers.get("origin") or headers.get("referer")  # of browsers that do not say how far they are from here
+    page = headers.get("origin") or headers.get("referer")  # from browsers without sec-fetch-site
     if site is None and page is not None:
         site = "same-origin" if urlsplit(page).netloc == headers.get("host") else "cross-site"
     if site not in (None, "none", "same-origin"):

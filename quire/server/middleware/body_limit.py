@@ -1,4 +1,4 @@
-"""BodyLimit: no request body is longer than this, or slower, or nested deeper. Knows ASGI messages only."""
+"""Limits on the size, the duration and the JSON nesting of request bodies."""
 
 import asyncio
 import re
@@ -11,23 +11,23 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from quire.server.errors import BodyLate
 
 MAX_BODY = 16 * 2**20  # bytes
-BODY_SECONDS = 20.0  # for any body, and
-BYTES_PER_SECOND = 2**16  # more for a long one
-MAX_NESTING = 512  # of JSON: what a parser takes differs between versions of Python
+BODY_SECONDS = 20.0  # for any body,
+BYTES_PER_SECOND = 2**16  # and one second more for each so many bytes received
+MAX_NESTING = 512  # levels of JSON; the limits of parsers differ between versions of Python
 
 
 _ESCAPE = re.compile(rb"\\.", re.DOTALL)
 
 
 class BodyLimit:
-    """ASGI middleware that refuses to receive more than `limit` bytes, or to wait for them for long."""
+    """ASGI middleware. limit: bytes of a body."""
 
     def __init__(self, app: ASGIApp, limit: int = MAX_BODY) -> None:
         self._app = app
         self._limit = limit
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the call on, counting."""
+        """Call the app with a `receive` that checks the limits."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -35,7 +35,7 @@ class BodyLimit:
 
 
 class _Counted:
-    """One body. The clock starts when it is first asked for."""
+    """The limits of one body. Its time starts with the first `receive`."""
 
     def __init__(self, scope: Scope, receive: Receive, limit: int) -> None:
         promised = Headers(scope=scope).get("content-length", "")
@@ -48,8 +48,8 @@ class _Counted:
         self._nesting = Nesting()
 
     async def receive(self) -> Message:
-        """As ASGI's. Raises HTTPException."""
-        if self._whole:  # what comes now is the end of the connection, whenever
+        """ASGI's `receive`. Raises BodyLate after the time limit, and HTTPException with 413 or 400 for the others."""
+        if self._whole:  # the next message is the disconnect, without a time limit
             return await self._receive()
         self._check()
         try:
@@ -76,7 +76,7 @@ class _Counted:
 
 
 class Nesting:
-    """How deep the brackets of a JSON text are nested, of which pieces come one after the other."""
+    """Nesting depth of the brackets of a JSON text that arrives in pieces."""
 
     def __init__(self) -> None:
         self._depth = 0
@@ -84,7 +84,7 @@ class Nesting:
         self._escaping = False  # the last byte was a backslash that escapes the next one
 
     def depth_after(self, piece: bytes) -> int:
-        """The greatest depth within the piece, in time linear in its length."""
+        """The greatest depth within the next piece. The time is linear in its length."""
         if self._escaping and piece:
             piece = b" " + piece[1:]
         plain = _ESCAPE.sub(b"  ", piece)

@@ -1,7 +1,7 @@
-"""Cors: which pages of other sites may ask. Off unless origins are named; knows headers only.
+"""CORS middleware: origins whose pages may send requests from a browser.
 
-It stands before the gate: a browser asks without a key whether it may ask, and is told this and nothing else.
-Cookies play no part, so credentials are not allowed: a page has to have a key of its own.
+It runs before authentication, because browsers send preflight requests without a key. Credentials are not allowed, as
+the server uses no cookies: a page needs an API key.
 """
 
 from collections.abc import Iterable
@@ -14,13 +14,13 @@ _LIMITS = tuple(f"x-ratelimit-{what}-{of}" for what in ("limit", "remaining", "r
 
 
 class Cors(CORSMiddleware):
-    """ASGI middleware. origins: as browsers write them, or "*" for any."""
+    """ASGI middleware. origins: in the form of the Origin header, or "*" for any."""
 
     def __init__(self, app: ASGIApp, origins: Iterable[str]) -> None:
         super().__init__(
             app,
             allow_origins=tuple(origins),
             allow_methods=("GET", "POST"),
-            allow_headers=("*",),  # clients add their own, such as x-stainless-lang of OpenAI's
+            allow_headers=("*",),  # clients send headers of their own, such as OpenAI's x-stainless-lang
             expose_headers=_TOLD + _LIMITS,
         )

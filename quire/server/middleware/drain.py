@@ -1,9 +1,9 @@
-"""Drain: a server that will end takes no new work, and says so. Knows ASGI messages, and what is still open.
+"""Graceful shutdown: drain and end of the server.
 
-The server listens until its end, as a proxy can pass a refusal with 503 on to another instance, while a connection that
-is reset may have done something. So probes see the truth, too: `/ready` is 503 from the first moment. What asks
-for work has its body read first, and thrown away: to close a connection on which something is unread resets
-it, and the client would never see the 503.
+During the drain the server continues to listen. A proxy can send a request to another instance after a 503, but not
+after a reset connection, as the request may have been processed. Probes are answered: `/ready` is 503 from the first
+moment. The body of a rejected request is read and discarded before the 503, because closing a connection with unread
+data resets it, and the client would not see the answer.
 """
 
 import asyncio
@@ -20,23 +20,23 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from quire.server.errors import Draining, response_to
 from quire.server.middleware.rate_limit import asks_for_work
 
-_READ_SECONDS = 2.0  # for the body of a request that is refused
+_READ_SECONDS = 2.0  # for the body of a rejected request
 
 
 class Drain:
-    """Whether the server is about to end, and how many requests it accepted before that and still answers."""
+    """Whether the drain has begun, and the number of accepted requests that are still open."""
 
     def __init__(self) -> None:
         self.begun = False
         self.num_open = 0
 
     def begin(self) -> None:
-        """From now on, nothing is accepted. May be called from a signal handler."""
+        """Begin the drain. Can be called from a signal handler."""
         self.begun = True
 
     @contextmanager
     def answering(self) -> Iterator[None]:
-        """While an accepted request is answered."""
+        """Context manager that counts an accepted request as open."""
         self.num_open += 1
         try:
             yield
@@ -45,14 +45,14 @@ class Drain:
 
 
 class DrainGate:
-    """ASGI middleware that refuses work once the drain has begun."""
+    """ASGI middleware that rejects new requests with 503 during the drain, except GET, HEAD and OPTIONS."""
 
     def __init__(self, app: ASGIApp, drain: Drain) -> None:
         self._app = app
         self._drain = drain
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the call on, or answer 503."""
+        """Call the app, or answer 503."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
         elif not self._drain.begun:
@@ -66,7 +66,7 @@ class DrainGate:
 
 
 def _last(send: Send) -> Send:
-    """What is answered now is the last answer of its connection."""
+    """A `send` that adds `connection: close` to the response."""
 
     async def tell(message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -85,16 +85,16 @@ async def _throw_away(receive: Receive) -> None:
         pass
 
 
-LAST_WORDS = 2.0  # seconds in which clients must have read how their streams ended
-LAST_CALL = 0.1  # seconds in which those who have just connected are answered
+LAST_WORDS = 2.0  # seconds for clients to read the last events of streams, and again to close connections
+LAST_CALL = 0.1  # seconds to answer connections that were just accepted
 _POLL = 0.05  # seconds
 
 
 class GracefulServer(uvicorn.Server):
-    """Runs until a signal, and then until what it accepted is done.
+    """A uvicorn server that drains after a signal.
 
-    ready() is called once requests are accepted. close() ends whatever still answers, with words of its own:
-    uvicorn would cancel it, and clients would see a broken connection.
+    ready(): called when requests are accepted. close(): called when none is open, or after `grace` seconds; it ends
+    open requests with an error. uvicorn would cancel them, and clients would see a broken connection.
     """
 
     def __init__(
@@ -114,19 +114,19 @@ class GracefulServer(uvicorn.Server):
         self._hurry = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to serve."""
+        """Start to serve, and call `ready`."""
         await super().startup(sockets)
         if self.started:
             self._ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A signal came. It is the end, not a failure, so that uvicorn need not raise it once more."""
+        """The first signal begins the drain, the second ends it. uvicorn would raise the signal again at its end."""
         self._hurry = self._drain.begun
         self._drain.begin()
         self.should_exit = True
 
     async def main_loop(self) -> None:
-        """Serve until a signal, then drain; all this time connections are accepted."""
+        """Serve until a signal, then drain. Connections are accepted during both."""
         await super().main_loop()
         self._drain.begin()
         await self._until(lambda: self._hurry or not self._drain.num_open, self._grace)
@@ -134,7 +134,7 @@ class GracefulServer(uvicorn.Server):
         await self._until(lambda: not self._drain.num_open, LAST_WORDS)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop accepting, and end."""
+        """Stop listening, and close all connections."""
         for server in self.servers:
             server.close()
         await asyncio.sleep(LAST_CALL)
@@ -143,7 +143,7 @@ class GracefulServer(uvicorn.Server):
         cutting.cancel()
 
     async def _cut_off(self) -> None:
-        """Who has not read the end of an answer by now, or not sent that of a request, never will."""
+        """Abort connections that are still open after LAST_WORDS, because the client has stopped to read or to send."""
         await self._until(lambda: not self.server_state.connections, LAST_WORDS)
         for connection in list(self.server_state.connections):
             if connection.transport is not None:

@@ -1,8 +1,7 @@
-"""Connection: how HTTP is spoken, and to whom it is not. Knows h11, time and sizes; no routes.
+"""HTTP protocol of a connection, with limits on the size and the duration of request heads.
 
-By h11, as uvicorn's faster parser takes in headers of any size, from anybody. Who sends the head of a request too
-slowly is told so and cut off, be it the first of a connection or a later one; bodies are body_limit.py's. What is no
-HTTP at all gets an error object, too.
+It uses h11, because uvicorn's faster parser accepts headers of any size. A client that sends the head of a request too
+slowly gets 408, and its connection is closed. body_limit.py limits bodies. Invalid HTTP gets an error object.
 """
 
 import asyncio
@@ -20,7 +19,7 @@ from quire.server.options import ServerOptions
 
 HEAD_SECONDS = 20.0  # for the head of a request
 KEEP_ALIVE_SECONDS = (
-    75  # between requests: longer than proxies keep theirs, so that none is used while it is closed here
+    75  # between requests; longer than in proxies, so that none sends a request while the server closes
 )
 MAX_HEAD = 2**16  # bytes of a request before its body
 
@@ -28,34 +27,34 @@ _TOO_LONG = f"the head of the request is longer than {MAX_HEAD} bytes; send fewe
 
 
 class Connection(H11Protocol):
-    """One connection, with a clock for heads."""
+    """One connection, with a timer for request heads."""
 
     def __init__(self, *args: Any, **more: Any) -> None:  # noqa: ANN401 (uvicorn's)
         super().__init__(*args, **more)
         self._clock: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
-        """Somebody has connected."""
+        """Called by asyncio for a new connection."""
         super().connection_made(transport)
         self._watch()
 
     def data_received(self, data: bytes) -> None:
-        """Part of a request, or several."""
+        """Called by asyncio for received bytes."""
         super().data_received(data)
         self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It is over."""
+        """Called by asyncio when the connection is closed."""
         self._unwatch()
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
-        """Called by uvicorn while it handles h11's exception."""
+        """Called by uvicorn in its handler of an exception of h11."""
         hint = getattr(sys.exc_info()[1], "error_status_hint", 400)
         self._refuse(hint, _TOO_LONG if hint == 431 else "this is not valid HTTP/1.1")
 
     def _watch(self) -> None:
-        """The clock runs while a head is awaited, and while a body comes whose request is answered already."""
+        """Start or stop the timer. It runs while a head, or the body of an answered request, is being received."""
         answered = self.cycle is not None and self.cycle.response_complete
         if self.transport.is_closing() or not (self.conn.their_state is h11.IDLE or answered):
             self._unwatch()
@@ -75,7 +74,7 @@ class Connection(H11Protocol):
             self.transport.close()
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answer, where no answer has begun, and hang up."""
+        """Send an error object unless a response has begun, and close the connection."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             body = msgspec.json.encode(error_object(status, message))
             length = str(len(body)).encode()
@@ -86,7 +85,7 @@ class Connection(H11Protocol):
 
 
 def http_config(app: ASGIApp, options: ServerOptions = ServerOptions()) -> uvicorn.Config:  # noqa: B008 (it is frozen)
-    """How uvicorn is to serve. Who a proxy says that it speaks for plays no part, and there are no WebSockets."""
+    """The configuration of uvicorn. Headers of proxies about the client are ignored. WebSockets are off."""
     return uvicorn.Config(
         app,
         http=Connection,
@@ -95,7 +94,7 @@ def http_config(app: ASGIApp, options: ServerOptions = ServerOptions()) -> uvico
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         ssl_certfile=options.ssl_certfile,
         ssl_keyfile=options.ssl_keyfile,
-        ssl_ciphers=None,  # those of `ssl`; an older uvicorn would take those of TLS 1.0
+        ssl_ciphers=None,  # the default of `ssl`; that of an older uvicorn is TLS 1.0
         proxy_headers=False,
         server_header=False,
         log_level="warning",

@@ -1,9 +1,9 @@
-"""Quota: how much one key may ask for in a minute. Knows numbers and time, which is an argument; no HTTP.
+"""Rate limits of an API key, as token buckets.
 
-A token bucket holds one minute's worth and starts full. Whole numbers only, so that it is exact. The prompt's tokens
-are counted at once; those of the output as they come, as nobody knows before how many there will be. A running request
-is never cut off: the bucket may owe some, which delays the next one. So a key gets its rate in the long run,
-and in a short one a full bucket and what its running requests still bring.
+A bucket holds one minute's worth and starts full. Its arithmetic is exact, in integers. Prompt tokens count when a
+request is accepted, output tokens as they are generated, because their number is not known before. A running request is
+never aborted: the level of the bucket can become negative, which delays the next request. So a key gets its rate on
+average, and in a short time at most a full bucket plus the outputs of its running requests.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +16,7 @@ MINUTE = 60 * 10**9  # ns
 
 
 class RateLimited(QuireError):
-    """A key has asked for too much lately. retry_after: seconds until the same request is let in."""
+    """A request beyond the rate limit. retry_after: seconds until the same request is accepted."""
 
     def __init__(self, message: str, retry_after: float) -> None:
         super().__init__(message)
@@ -24,31 +24,32 @@ class RateLimited(QuireError):
 
 
 class Bucket:
-    """A token bucket of `per_minute` units. What it lacks is counted in units times MINUTE, of which `per_minute`
-    come back in each ns.
+    """A token bucket of `per_minute` units. `now` is in ns.
+
+    The missing amount is stored in units times MINUTE; it decreases by `per_minute` each ns.
     """
 
     def __init__(self, per_minute: int) -> None:
         self.per_minute = per_minute
         self._lack = 0
-        self._at = 0  # ns, when it lacked that
+        self._at = 0  # time of that amount, ns
 
     def wait(self, amount: int, now: int) -> int:
-        """Nanoseconds until `amount` units are there, rounded up; of more than it ever holds: until it is full."""
+        """Nanoseconds until `amount` units are available, or the bucket is full, rounded up."""
         over = self._lacks(now) + min(amount, self.per_minute) * MINUTE - self.per_minute * MINUTE
         return max(0, -(-over // self.per_minute))
 
     def take(self, amount: int, now: int) -> None:
-        """Whether they are there or not. A negative amount is given back."""
+        """Take units, available or not. A negative amount returns units."""
         self._lack = max(0, self._lacks(now) + amount * MINUTE)
         self._at = max(self._at, now)
 
     def remaining(self, now: int) -> int:
-        """Whole units that are there."""
+        """Whole units that are available."""
         return max(0, self.per_minute - -(-self._lacks(now) // MINUTE))
 
     def until_full(self, now: int) -> int:
-        """Nanoseconds, rounded up."""
+        """Nanoseconds until the bucket is full, rounded up."""
         return -(-self._lacks(now) // self.per_minute)
 
     def _lacks(self, now: int) -> int:
@@ -56,7 +57,7 @@ class Bucket:
 
 
 class Quota:
-    """What one key may still do. None: no limit. clock: the time in ns."""
+    """The rate limits of one key. None: no limit. clock: the time in ns."""
 
     def __init__(
         self,
@@ -70,24 +71,24 @@ class Quota:
 
     @property
     def is_limited(self) -> bool:
-        """Whether there is any limit."""
+        """Whether the key has a limit."""
         return self._requests is not None or self._tokens is not None
 
     def count_request(self) -> None:
-        """One more. Raises RateLimited; then it does not count."""
+        """Count a request. Raises RateLimited without counting it."""
         if self._requests is not None:
             self._take(self._requests, 1, "requests")
 
     @contextmanager
     def spending(self, num_tokens: int) -> Iterator[None]:
-        """Count a prompt's tokens; what fails inside gives them back. Raises RateLimited; then nothing counts."""
+        """Count prompt tokens; an exception inside returns them. Raises RateLimited, and then uncounts the request."""
         if self._tokens is None:
             yield
             return
         try:
             self._take(self._tokens, num_tokens, "tokens")
         except RateLimited:
-            if self._requests is not None:  # counted before it was read
+            if self._requests is not None:  # count_request has counted it
                 self._requests.take(-1, self._clock())
             raise
         try:
@@ -97,12 +98,12 @@ class Quota:
             raise
 
     def spend(self, num_tokens: int) -> None:
-        """Count tokens of an output, which are there already."""
+        """Count generated tokens, also beyond the limit."""
         if self._tokens is not None:
             self._tokens.take(num_tokens, self._clock())
 
     def headers(self) -> Mapping[str, str]:
-        """OpenAI's headers: the limits, what is left, and the time until all of it is there again."""
+        """OpenAI's headers, for each limit: the limit, the remaining units, and the time until the bucket is full."""
         now, told = self._clock(), {}
         for name, bucket in (("requests", self._requests), ("tokens", self._tokens)):
             if bucket is not None:
@@ -127,7 +128,7 @@ UNLIMITED = Quota()
 
 
 def _span(ns: int) -> str:
-    """As OpenAI writes it: 250ms, 1.5s, 6m0s. Rounded up to a millisecond."""
+    """A duration in OpenAI's format: 250ms, 1.5s, 6m0s. Rounded up to a millisecond."""
     milliseconds = -(-ns // 10**6)
     if milliseconds < 1000:
         return f"{milliseconds}ms"

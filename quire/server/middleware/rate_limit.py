@@ -1,6 +1,6 @@
-"""RateLimit: a key's requests are counted, and every answer says what is left. Knows ASGI messages and quotas.
+"""Rate-limit middleware.
 
-It stands behind the gate, which says whose the request is, and before any body is read.
+It runs after authentication, which sets the caller, and before the body is read.
 """
 
 from starlette.datastructures import MutableHeaders
@@ -14,18 +14,18 @@ _FREE = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
 def asks_for_work(scope: Scope) -> bool:
-    """Whether a call wants something done, and not only to know something."""
+    """Whether a call is an HTTP request with a method other than GET, HEAD and OPTIONS."""
     return scope["type"] == "http" and scope["method"] not in _FREE
 
 
 class RateLimit:
-    """ASGI middleware."""
+    """ASGI middleware that counts requests and adds the rate-limit headers to responses."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the call on, or answer 429."""
+        """Call the app, or answer 429."""
         caller: Caller | None = scope.get("state", {}).get("caller")
         if caller is None or not caller.quota.is_limited or not asks_for_work(scope):
             await self._app(scope, receive, send)

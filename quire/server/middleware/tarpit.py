@@ -1,7 +1,7 @@
-"""SlowRefusals: who sends many forms that cannot be had gets the answers slowly. Knows bytes and time, no forms.
+"""Tarpit: delays error responses to tenants that keep sending invalid constraints.
 
-A schema is refused faster than it is sent, so a client that sends nothing else would keep the server busy with reading.
-Its answers are held back instead: that takes no work, and such a client waits for them.
+A schema is rejected faster than it is sent. A client that sends nothing else would keep the server busy with reading.
+Delaying the response costs no work and slows down a client that waits for it.
 """
 
 from asyncio import sleep
@@ -14,16 +14,16 @@ from starlette.requests import Request
 from quire.server.api.request_params import FORM_FIELDS
 from quire.server.middleware.quota import Bucket
 
-FREE = 2**20  # bytes a minute of bodies that were refused, of one tenant; what goes beyond waits
-UNKNOWN = 2**24  # bytes of a body whose length was not told: as many as it may have
-EACH = 2**14  # bytes that each refusal counts beside its body
+FREE = 2**20  # bytes of rejected bodies per tenant and minute without a delay
+UNKNOWN = 2**24  # bytes, for a body without content-length: the maximum of body_limit.py
+EACH = 2**14  # bytes added to each body
 MAX_SECONDS = 10.0
-MAX_WAITING = 512  # answers; more are given at once, as each takes memory
-MAX_HELD = 2**25  # bytes of their bodies, which are not freed before
+MAX_WAITING = 512  # delayed responses; beyond it, as each takes memory, they are sent at once
+MAX_HELD = 2**25  # bytes of their bodies, which stay in memory during the delay
 
 
 class SlowRefusals:
-    """One app's. clock: the time in ns."""
+    """The tarpit of one app. clock: the time in ns."""
 
     def __init__(self, clock: Callable[[], int] = monotonic_ns) -> None:
         self._clock = clock
@@ -31,7 +31,7 @@ class SlowRefusals:
         self._num_waiting = self._num_held = 0
 
     async def wait(self, request: Request, error: Exception, param: str | None) -> None:
-        """Until an answer may leave that refuses the field `param`. Operators with a key do not wait."""
+        """Delay the response to an error if `param` is in one of FORM_FIELDS. Admins with a key are exempt."""
         if param is None or FORM_FIELDS.isdisjoint(param.split(".")):
             return
         caller = request.state.caller
@@ -42,7 +42,7 @@ class SlowRefusals:
         seconds = self.seconds(caller.tenant, num_bytes)
         if not seconds or self._num_waiting >= MAX_WAITING or self._num_held + num_bytes > MAX_HELD:
             return
-        clear_frames(error.__traceback__)  # which hold what was made of the body
+        clear_frames(error.__traceback__)  # its frames hold the parsed body
         self._num_waiting += 1
         self._num_held += num_bytes
         try:
@@ -52,7 +52,7 @@ class SlowRefusals:
             self._num_held -= num_bytes
 
     def seconds(self, tenant: str, num_bytes: int) -> float:
-        """How long the answer to one more body of a tenant has to wait."""
+        """Count a rejected body of a tenant. Returns the delay of its response, at most MAX_SECONDS."""
         bucket, now = self._buckets.setdefault(tenant, Bucket(FREE)), self._clock()
         amount = min(num_bytes + EACH, FREE)
         wait = bucket.wait(amount, now)

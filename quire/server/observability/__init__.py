@@ -1,1 +1,1 @@
-"""What an operator sees of requests: metrics, ids, the access log, traces."""
+"""Observability of requests: metrics, ids, access log, traces."""

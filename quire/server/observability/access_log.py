@@ -1,8 +1,7 @@
-"""The access log: one line of JSON for each request, when it has ended. Knows records; no prompts unless asked.
+"""The access log: one line of JSON per request, written after its response has ended.
 
-Lines are written by a thread of its own, each in one write at the end of the file (O_APPEND). Before it writes, the
-thread looks whether the file at its path is still the same one, and opens it anew if not: whoever rotates the log may
-rename it, or cut it, and tells nobody.
+A thread appends the pending lines to the file (O_APPEND), normally in one write. Before each write it reopens the file
+if another one, or none, is at its path. So the log can be renamed or truncated for rotation without a signal.
 """
 
 import logging
@@ -19,18 +18,18 @@ from quire.server.observability.request_record import Record
 
 log = logging.getLogger(__name__)
 
-MOST_LINES = 10_000  # that wait to be written; where the disk is slower than the server, more are left out
-MOST_BYTES = 64 * 2**20  # of them together: with prompts, a line is as long as those
-CLOSE_SECONDS = 2.0  # at most, for lines that are still to be written
+MOST_LINES = 10_000  # pending; further ones are dropped if the disk is too slow
+MOST_BYTES = 64 * 2**20  # of pending lines together; lines with prompts can be long
+CLOSE_SECONDS = 2.0  # maximum time for pending lines
 _MODE = 0o640
 _STDOUT = 1
 
 
 class AccessLog:
-    """A sink of records. path: "-" is stdout. lost(num_lines) hears of lines that could not be written.
+    """A sink of request records. path: "-" is stdout. lost(num_lines): called for lines that were not written.
 
-    with_content: prompts and what was generated are written, too.
-    Raises ConfigError for a file that cannot be written to. Later the log may fail, as disks do, and nothing else does.
+    with_content: whether to write prompts and outputs, too. Raises ConfigError for a file that cannot be written. Later
+    errors are logged and do not fail requests.
     """
 
     def __init__(self, path: str, lost: Callable[[int], None], *, with_content: bool = False) -> None:
@@ -38,14 +37,14 @@ class AccessLog:
         self._path = None if path == "-" else path
         self._with_content = with_content
         self._failing = False
-        self._num_given = self._num_taken = 0  # bytes; each is written by one thread only
+        self._num_given = self._num_taken = 0  # bytes; each counter has one writing thread
         self._file = _first(path)
         self._lines: queue.Queue[bytes | None] = queue.Queue(MOST_LINES)
         self._thread = threading.Thread(target=self._run, name="quire-access-log", daemon=True)
         self._thread.start()
 
     def __call__(self, record: Record) -> None:
-        """A request has ended."""
+        """Queue the line of an ended request."""
         line = msgspec.json.encode(line_of(record, with_content=self._with_content)) + b"\n"
         waiting = self._num_given - self._num_taken
         try:
@@ -57,7 +56,7 @@ class AccessLog:
             self._lost(1)
 
     def close(self) -> None:
-        """Write what waits. Nothing may be logged after it."""
+        """Write pending lines, within about twice CLOSE_SECONDS. The log must not be called afterwards."""
         try:
             self._lines.put(None, timeout=CLOSE_SECONDS)
         except queue.Full:
@@ -66,7 +65,7 @@ class AccessLog:
         if self._path is not None and not self._thread.is_alive() and self._file >= 0:
             os.close(self._file)
 
-    # From here on: the thread.
+    # The following methods run on the thread.
 
     def _run(self) -> None:
         while (line := self._lines.get()) is not None:
@@ -90,12 +89,12 @@ class AccessLog:
             self._failing = False
         except OSError as error:
             self._lost(len(lines))
-            if not self._failing:  # once, until it works again
+            if not self._failing:  # logged once per failure
                 log.error("the access log cannot be written: %s", error)
             self._failing = True
 
     def _follow(self) -> None:
-        """Open the file anew if another one is at its path, or none."""
+        """Reopen the file if another one, or none, is at its path."""
         if self._path is None:
             return
         if self._file >= 0:
@@ -111,14 +110,14 @@ class AccessLog:
 
 
 def check_path(path: str) -> None:
-    """Make the file, if there is none. Raises ConfigError as AccessLog does."""
+    """Create the file if it is missing. Raises ConfigError if it cannot be written."""
     file = _first(path)
     if file != _STDOUT:
         os.close(file)
 
 
 def line_of(record: Record, *, with_content: bool) -> dict[str, object]:
-    """What the log says about a request. Seconds are rounded to microseconds; null is what there was not."""
+    """The fields of a request's line. Seconds are rounded to microseconds."""
     told = record.told(with_content) if record.told else None
     first = None if record.first_byte is None else record.first_byte - record.began
     client = record.scope.get("client")

@@ -1,6 +1,6 @@
-"""Metrics: what Prometheus reads, by vLLM's names. Counts what the front end sees of requests and of HTTP.
+"""Prometheus metrics of the engine, of requests and of HTTP, with vLLM's names.
 
-Each app has registries of its own. Names get their prefix when they are read.
+Each app has its own registries. The prefix of names is added on export.
 """
 
 import re
@@ -19,8 +19,8 @@ from quire.server.observability.request_record import Record
 from quire.supervisor.health import Health, State
 
 LABELS = ("model_name", "engine")
-ENGINE = "0"  # there is one
-_CAPACITY = frozenset({"tokens", "rows", "memory"})  # causes of waiting that more room would end
+ENGINE = "0"  # the index of the only engine
+_CAPACITY = frozenset({"tokens", "rows", "memory"})  # wait causes that more capacity would end
 
 # name, help, value
 _GAUGES: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
@@ -62,7 +62,7 @@ _COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
 
 
 class EngineFigures(Collector):
-    """One engine's."""
+    """Collector of the metrics of an engine, read from its health."""
 
     def __init__(self, model_name: str, health: Callable[[], Health], cache: CacheConfig) -> None:
         self._names = (model_name, ENGINE)
@@ -102,7 +102,7 @@ class EngineFigures(Collector):
         yield states
 
     def _waiting(self, stats: EngineStats) -> Metric:
-        """One cause at a time holds for all who wait."""
+        """Waiting sequences by reason. At any time all of them have the same one."""
         text = "Sequences that wait: for tokens, rows or memory (capacity), or for a step to end (deferred)."
         family = GaugeMetricFamily("num_requests_waiting_by_reason", text, labels=(*LABELS, "reason"))
         held = "capacity" if stats.waiting_because in _CAPACITY else "deferred"
@@ -119,7 +119,7 @@ class EngineFigures(Collector):
         return family
 
     def _step_sizes(self, stats: EngineStats) -> Metric:
-        """vLLM's name ends in _total, and it is a histogram all the same."""
+        """Tokens per step: a histogram, although its name, which is vLLM's, ends in _total."""
         text = "Tokens computed in each step, since the engine's start."
         family = HistogramMetricFamily("iteration_tokens_total", text, labels=LABELS)
         counts = stats.step_sizes or (0,) * (len(BOUNDS) + 1)
@@ -144,7 +144,7 @@ class EngineFigures(Collector):
         return family
 
 
-# upper bounds of buckets, seconds; vLLM's, and some below, as small models are faster than those
+# Upper bounds of buckets, seconds: vLLM's, and some smaller ones for small models.
 _FIRST_TOKEN = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
     *(10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
@@ -167,23 +167,23 @@ _CODE = re.compile(r"[a-z_]{1,64}\Z")
 
 
 class Ended(NamedTuple):
-    """A prompt that nothing more comes of, and what came."""
+    """Figures of a finished or aborted prompt."""
 
     metrics: RequestMetrics
     num_prompt_tokens: int
     num_cached_tokens: int = 0
-    num_output_tokens: Sequence[int] = ()  # of each of its sequences
-    params: SamplingParams | None = None  # None for one that was embedded
+    num_output_tokens: Sequence[int] = ()  # per sequence
+    params: SamplingParams | None = None  # None for an embedding
 
 
 class Metrics:
-    """Counts what routes observe, and reads the rest from the engine's figures when asked."""
+    """All metrics of one app. Routes update those of requests; those of the engine are read on export."""
 
     def __init__(
         self, model_name: str, health: Callable[[], Health], *, cache: CacheConfig, max_model_len: int
     ) -> None:
         self._registry = CollectorRegistry()
-        self._plain = CollectorRegistry()  # names that all sorts of servers have, which get no prefix
+        self._plain = CollectorRegistry()  # metrics of HTTP, whose names get no prefix
         self._names = (model_name, ENGINE)
         tokens = _one_two_five(max_model_len)
         self._success = self._counter("request_success", "Sequences that ended.", "finished_reason", _ENDS)
@@ -231,7 +231,7 @@ class Metrics:
         self._registry.register(EngineFigures(model_name, health, cache))
 
     def tokens_came(self, metrics: RequestMetrics, before: float | None, now: float, num_tokens: int) -> None:
-        """A sequence got tokens. `before`: when its last ones came; None for the first, with which others may come."""
+        """Observe new tokens of a sequence. before: time of its previous tokens; None for its first ones."""
         if before is None:
             self._first_token.observe(now - metrics.arrival_time)
             return
@@ -239,11 +239,11 @@ class Metrics:
             self._between.observe((now - before) / num_tokens)
 
     def sequence_ended(self, reason: str) -> None:
-        """A sequence ended for this reason."""
+        """Count a sequence by its finish reason."""
         self._success.labels(*self._names, reason).inc()
 
     def request_ended(self, ended: Ended, now: float) -> None:
-        """A prompt is done with, `now` where not all of its sequences came to their end."""
+        """Observe a finished or aborted prompt. now: its end if it has no finished_time."""
         self._whole.observe((ended.metrics.finished_time or now) - ended.metrics.arrival_time)
         self._prompt.observe(ended.num_prompt_tokens)
         self._computed.observe(ended.num_prompt_tokens - ended.num_cached_tokens)
@@ -259,7 +259,7 @@ class Metrics:
         self._observe_phases(ended.metrics, longest)
 
     def answered(self, record: Record) -> None:
-        """An HTTP request was answered: a sink of records."""
+        """Count an HTTP request: a sink of request records."""
         handler = record.route or "none"
         self._requests.labels(record.method, f"{record.status // 100}xx" if record.status else "none", handler).inc()
         self._durations.labels(record.method, handler).observe(record.seconds)
@@ -270,16 +270,16 @@ class Metrics:
             self._rejected.labels(*self._names, reason).inc()
 
     def form_checked(self, result: str, seconds: float) -> None:
-        """A schema, pattern or grammar was checked: one of _CHECKS."""
+        """Observe the check of a constraint. result: one of _CHECKS."""
         self._checks.labels(*self._names, result).inc()
         self._check_seconds.observe(seconds)
 
     def log_lines_lost(self, num_lines: int) -> None:
-        """The access log could not write so many lines."""
+        """Count lines that the access log could not write."""
         self._lost.inc(num_lines)
 
     def page(self, prefix: str) -> bytes:
-        """Everything in Prometheus' text format."""
+        """All metrics in Prometheus' text format."""
         return generate_latest(_Prefixed(self._registry, prefix)) + generate_latest(self._plain)
 
     def _observe_phases(self, metrics: RequestMetrics, longest: int) -> None:
@@ -288,7 +288,7 @@ class Metrics:
             return
         if longest > 1:
             self._per_token.observe((last - first) / (longest - 1))
-        if queued is None:  # beams are told at the end, and not when they began
+        if queued is None:  # beam search does not report its admission
             return
         admitted = metrics.arrival_time + queued
         self._queue.observe(queued)
@@ -297,7 +297,7 @@ class Metrics:
         self._inference.observe(max(0.0, last - admitted))
 
     def _counter(self, name: str, text: str, label: str, values: Sequence[str] = ()) -> Counter:
-        """values: of the label, told from the start: the first of what comes out of nothing is in no rate."""
+        """values: label values that exist from the start, because rate() misses the first increment of a new series."""
         counter = Counter(name, text, (*LABELS, label), registry=self._registry)
         for value in values:
             counter.labels(*self._names, value)
@@ -320,10 +320,10 @@ class _Prefixed(Collector):
 
 
 def _reason(record: Record) -> str | None:
-    """Why a request was refused: one of a few words. None for one that was answered, or whose client has gone."""
+    """The reason label of a rejected request, with few values. None for success and for a disconnected client."""
     if record.status < 400 or record.status == 499:
         return None
-    if record.status == 500:  # whose code is a number of its own
+    if record.status == 500:  # its code is a random id
         return "internal_error"
     return record.error if record.error and _CODE.match(record.error) else f"http_{record.status}"
 

@@ -1,6 +1,6 @@
-"""Watch: follows each HTTP request from its headers to the end of its answer. Knows ASGI; what is told, sinks know.
+"""Observability middleware: fills the record of each HTTP request and passes it to the sinks.
 
-It stands before everything else, so that each answer has a request id and each request its line, whoever answers it.
+It is the outermost middleware, so that every response has a request id and every request is recorded.
 """
 
 import logging
@@ -21,18 +21,18 @@ from quire.server.options import ServerOptions
 
 log = logging.getLogger(__name__)
 
-Sink = Callable[[Record], None]  # called once, when an answer has ended
+Sink = Callable[[Record], None]  # called once per request, after its response has ended
 
 
 class Watch:
-    """ASGI middleware. sinks: must be quick, as streams wait for them."""
+    """ASGI middleware. sinks: must be fast, as they run on the event loop."""
 
     def __init__(self, app: ASGIApp, sinks: Sequence[Sink]) -> None:
         self._app = app
         self._sinks = sinks
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a call on. What the app raises is answered here, if nothing has been, so that it is watched, too."""
+        """Call the app and record the response. Answers exceptions here if no response has begun."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -56,12 +56,12 @@ class Watch:
             self._tell(record)
 
     def _tell(self, record: Record) -> None:
-        if record.status >= 500 and record.status != 503:  # which is no failure, but the truth for as long as it holds
+        if record.status >= 500 and record.status != 503:  # 503 is a state of the server, not a failure
             log.error("request %s was answered with %d (%s)", record.id, record.status, record.error)
         for sink in self._sinks:
             try:
                 sink(record)
-            except Exception:  # who only watches must not be the end of what is watched
+            except Exception:  # a failed sink must not fail the request
                 log.exception("request %s could not be told about", record.id)
 
 
@@ -79,8 +79,9 @@ def _look_at(message: Message, record: Record) -> None:
 
 
 class Observers:
-    """The sinks of records. Close them. Raises ConfigError for a log that cannot be written, an extra that is missing,
-    or an endpoint that is no URL.
+    """The sinks that the options enable. Must be closed.
+
+    Raises ConfigError for an unwritable access log, a missing extra or an endpoint that is no URL.
     """
 
     def __init__(self, options: ServerOptions, metrics: Metrics) -> None:
@@ -97,13 +98,13 @@ class Observers:
             self._closes.append(access_log.close)
 
     def close(self) -> None:
-        """Write and send what waits; it takes some seconds at most."""
+        """Write pending lines and export pending spans. Takes some seconds at most."""
         for close in self._closes:
             close()
 
 
 def check_observers(options: ServerOptions) -> None:
-    """Raises ConfigError for what would fail later, when the model is loaded. Makes the file of the access log."""
+    """Raises ConfigError for invalid options, before the model is loaded. Creates the file of the access log."""
     if options.log_prompts and options.access_log is None:
         raise ConfigError("log_prompts needs a log to write to: give access_log, too")
     if options.otlp_endpoint is not None:
@@ -113,7 +114,7 @@ def check_observers(options: ServerOptions) -> None:
 
 
 def _tracing() -> ModuleType:
-    """The module that needs the extra. Raises ConfigError where it is not installed."""
+    """The module `tracing`. Raises ConfigError if its extra is not installed."""
     try:
         return import_module("quire.server.observability.tracing")
     except ModuleNotFoundError as error:

@@ -1,4 +1,7 @@
-"""Record: what is known of one HTTP request. Routes fill it in while they answer; sinks read it at the end."""
+"""The record of one HTTP request, for access log, metrics and traces.
+
+Routes and middleware fill it in. Sinks read it after the response has ended.
+"""
 
 import re
 from collections import OrderedDict
@@ -14,89 +17,90 @@ from starlette.types import Receive, Scope, Send
 
 from quire.params import SamplingParams
 
-_STATE = "record"  # its name in ASGI's state
+_STATE = "record"  # its key in the ASGI state
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
 
 
 class Told(NamedTuple):
-    """What the model did for a request. Tokens are of all its prompts and sequences together; seconds of the first."""
+    """Generation figures of a request. Token counts are sums over all prompts and sequences; seconds: first prompt."""
 
     num_prompt_tokens: int
     num_output_tokens: int
     num_cached_tokens: int
-    finish_reasons: list[str]  # of each sequence
+    finish_reasons: list[str]  # per sequence
     params: SamplingParams | None = None  # of the first prompt
     queue_seconds: float | None = None
     first_token_seconds: float | None = None
-    prompts: tuple[str | list[int], ...] = ()  # as texts, where they were given so; only where content is asked for
-    outputs: tuple[str, ...] = ()  # the same
+    prompts: tuple[str | list[int], ...] = ()  # as text or token ids; empty unless content is requested
+    outputs: tuple[str, ...] = ()  # the same, as text
 
 
 @dataclass(slots=True)
 class Record:
-    """One request, from its headers to the end of its answer. Times are of time.monotonic(), but for `at`.
+    """One request, from its headers to the end of its response. Times are of time.monotonic(), except `at`.
 
-    told(content) says what the model did; None where it did nothing. It is asked once, when the answer has ended.
+    told(content): returns the generation figures, with prompts and outputs if `content`. Sinks call it after the
+    response has ended. None if nothing was generated or embedded.
     """
 
-    given: str | None  # the id that the client chose
-    own: str  # an id that nobody else has
+    given: str | None  # x-request-id of the client, if valid
+    own: str  # a random unique id
     scope: Scope
-    at: float  # seconds since 1970 when it came
+    at: float  # time of arrival, seconds since 1970
     began: float
-    answer_id: str | None = None  # the id that the answer and the engine's requests have
+    answer_id: str | None = None  # id of the response body; the engine's ids are derived from it
     model: str | None = None
-    status: int = 0  # 0 where no answer was begun
-    num_bytes: int = 0  # of the answer's body
-    first_byte: float | None = None  # of the body
+    status: int = 0  # 0 if no response has begun
+    num_bytes: int = 0  # of the response body
+    first_byte: float | None = None  # time of the first byte of the body
     ended: float = 0.0
-    complete: bool = False  # whether the whole answer was handed over
-    error: str | None = None  # its code
-    operation: str = ""  # OpenTelemetry's name for what was asked of the model
+    complete: bool = False  # whether the whole response was sent
+    error: str | None = None  # the code of the error object, or its type
+    operation: str = ""  # OpenTelemetry's name of the operation; empty for routes that run no model
     told: Callable[[bool], Told] | None = field(default=None, repr=False)
 
     @property
     def id(self) -> str:
-        """What the client is told in the header x-request-id."""
+        """The x-request-id of the response."""
         return self.given or self.answer_id or self.own
 
     @property
     def seconds(self) -> float:
-        """From the headers to the end of the answer."""
+        """Duration from the headers to the end of the response."""
         return self.ended - self.began
 
     @property
     def route(self) -> str | None:
-        """The template of its path; None for a path that nothing answers to."""
+        """The path template of the route; None if the request reached none."""
         route = self.scope.get("route")
         return getattr(route, "path_format", None)
 
     @property
     def method(self) -> str:
-        """HTTP's, or "other": clients may send any word, of any length, and labels have few values."""
+        """The HTTP method, or "other" for an unknown one, because metric labels must have few values."""
         method = str(self.scope["method"])
         return method if method in _METHODS else "other"
 
     @property
     def tenant(self) -> str | None:
-        """Whose key it came with; None for nobody's."""
+        """The tenant of the API key; None without a valid key."""
         caller = self.scope["state"].get("caller")
         return None if caller is None else caller.tenant
 
 
 def note(scope: Scope, record: Record) -> None:
-    """From now on this is the scope's record."""
+    """Store the record in the scope."""
     scope.setdefault("state", {})[_STATE] = record
 
 
 def find(scope: Scope) -> Record | None:
-    """The record of a scope; None where nobody watches."""
+    """The record of a scope; None if the scope has none."""
     record: Record | None = scope.get("state", {}).get(_STATE)
     return record
 
 
 def record_of(request: Request) -> Record:
-    """The record of a request to the app."""
+    """The record of a request. The middleware has stored it."""
     record = find(request.scope)
     assert record is not None, "the app watches all requests"
     return record
@@ -105,9 +109,9 @@ def record_of(request: Request) -> Record:
 HEADER = "x-request-id"
 MAX_LENGTH = 128  # characters
 MOST_KNOWN = 16384
-_SAFE = re.compile(rf"[A-Za-z0-9._:/=+@-]{{1,{MAX_LENGTH}}}\Z")  # as ids of proxies, tracers and clients have
+_SAFE = re.compile(rf"[A-Za-z0-9._:/=+@-]{{1,{MAX_LENGTH}}}\Z")  # characters of the ids of proxies, tracers and clients
 _SALT_LENGTH = 12
-_OPERATIONS = {  # by kind of answer, as OpenTelemetry calls them
+_OPERATIONS = {  # OpenTelemetry's operation names, by prefix of the response id
     "chatcmpl": "chat",
     "cmpl": "text_completion",
     "generate": "text_completion",
@@ -116,28 +120,28 @@ _OPERATIONS = {  # by kind of answer, as OpenTelemetry calls them
 
 
 def accepted(given: str | None) -> str | None:
-    """A client's id as it is; None for one that is too long, or could do harm in a log."""
+    """The client's id unchanged; None if it is too long or has characters that are unsafe in a log."""
     return given if given is not None and _SAFE.match(given) else None
 
 
 def new_id() -> str:
-    """32 hex digits, at random."""
+    """32 random hex digits."""
     return uuid4().hex
 
 
 class RequestIds:
-    """Makes the ids of answers, and knows which of them belongs to the id that a client chose.
+    """Generates response ids, and maps client ids to them.
 
-    The engine's requests must not share an id, whatever clients send: two that send the same one get different
-    answers' ids. Of the same one the latest is known, by tenant: nobody's id is in another's way.
+    Ids of engine requests must be unique, so requests with the same client id get different response ids. A client id
+    maps to the latest response of its tenant with it. At most MOST_KNOWN client ids are kept.
     """
 
     def __init__(self, model_name: str) -> None:
         self._model_name = model_name
-        self._answers: OrderedDict[tuple[str, str], str] = OrderedDict()  # by tenant and the id that was given
+        self._answers: OrderedDict[tuple[str, str], str] = OrderedDict()  # by tenant and client id
 
     def make(self, kind: str, request: Request) -> str:
-        """The id of the answer to a request, such as cmpl-..., noted in its record."""
+        """A new response id, such as cmpl-..., stored in the request's record."""
         record = record_of(request)
         record.model, record.operation = self._model_name, _OPERATIONS[kind]
         unique = record.own if record.given is None else f"{record.given}-{record.own[:_SALT_LENGTH]}"
@@ -151,12 +155,12 @@ class RequestIds:
         return record.answer_id
 
     def answer_id(self, tenant: str, id: str) -> str:
-        """The answer's id for one that this tenant chose; any other as it is."""
+        """The response id for a client id of this tenant; any other id unchanged."""
         return self._answers.get((tenant, id), id)
 
 
 class ErrorAnswer(Response):
-    """OpenAI's error object. body: as `error_object` makes it."""
+    """An error response. body: from `error_object`."""
 
     media_type = "application/json"
 
@@ -166,18 +170,18 @@ class ErrorAnswer(Response):
 
     @property
     def param(self) -> str | None:
-        """The field that is wrong; None where it is none."""
+        """The invalid field; None if the error concerns no field."""
         error = self._object["error"]
         return error["param"] if isinstance(error, dict) else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it."""
+        """Send the response, and store its code in the request's record."""
         note_error(scope, self._object)
         await super().__call__(scope, receive, send)
 
 
 def note_error(scope: Scope, body: Mapping[str, object]) -> None:
-    """Let the record of a request know the code in its error object, or its type where it has none."""
+    """Store the code of an error object, or its type if it has none, in the request's record."""
     record, error = find(scope), body["error"]
     if record is not None and isinstance(error, dict):
         record.error = error["code"] or error["type"]

@@ -1,8 +1,8 @@
-"""Tracing: one OpenTelemetry span for each request. Needs the extra `otel`; knows records and gen_ai.* attributes.
+"""OpenTelemetry tracing: one span per request, with gen_ai.* attributes. Needs the extra `otel`.
 
-Spans are made when requests have ended, of what their records say, so that tracing costs nothing while tokens come.
-What the SDK would take from the environment is given to it here; only headers for the collector, which are secrets,
-are left to OTEL_EXPORTER_OTLP_HEADERS.
+A span is created from the request record after the request has ended, so that tracing costs nothing during generation.
+The SDK's settings are set here and not taken from the environment, except for OTEL_EXPORTER_OTLP_HEADERS, because
+headers for the collector are secrets.
 """
 
 from collections.abc import Iterator
@@ -25,17 +25,17 @@ from quire.errors import ConfigError
 from quire.server.observability.request_record import Record, Told
 
 SERVICE = "quire"
-_TRACES = "/v1/traces"  # OTLP's path
-_PROBES = frozenset({"/live", "/ready", "/health", "/metrics"})  # asked all the time, by machines
+_TRACES = "/v1/traces"  # the path of OTLP
+_PROBES = frozenset({"/live", "/ready", "/health", "/metrics"})  # polled by machines, not traced
 _MOST_WAITING = 2048  # spans; more are dropped
 _BATCH = 512
-_DELAY = 1.0  # seconds that spans are gathered
+_DELAY = 1.0  # seconds between batches
 _TIMEOUT = 5.0  # seconds for one batch
 _CLOSE_SECONDS = 5.0
 
 
 class Tracing:
-    """A sink of records. exporter: where spans go, from a thread of its own."""
+    """A sink of request records. exporter: called on a thread of the SDK."""
 
     def __init__(self, exporter: SpanExporter) -> None:
         limits = SpanLimits(max_span_attributes=64, max_events=8, max_links=8, max_span_attribute_length=512)
@@ -49,7 +49,7 @@ class Tracing:
         self._context = TraceContextTextMapPropagator()
 
     def __call__(self, record: Record) -> None:
-        """A request has ended. A caller's `traceparent` says whose child it is, and whether it is wanted."""
+        """Export the span of an ended request. The header `traceparent` sets its parent and whether it is sampled."""
         if record.route in _PROBES:
             return
         headers = Headers(scope=record.scope)
@@ -67,20 +67,20 @@ class Tracing:
         span.end(round((record.at + record.seconds) * 1e9))
 
     def close(self) -> None:
-        """Send what waits, if somebody takes it."""
+        """Export pending spans, within _CLOSE_SECONDS, and shut down."""
         self._provider.force_flush(round(_CLOSE_SECONDS * 1e3))
         self._provider.shutdown()
 
 
 def otlp_exporter(endpoint: str) -> SpanExporter:
-    """Sends spans to a collector. Raises ConfigError."""
+    """An exporter of spans to a collector. Raises ConfigError for an invalid URL."""
     session = requests.Session()
-    session.trust_env = False  # no proxy, no .netrc
+    session.trust_env = False  # ignores proxies and .netrc of the environment
     return OTLPSpanExporter(url_of(endpoint), timeout=_TIMEOUT, compression=Compression.Gzip, session=session)
 
 
 def url_of(endpoint: str) -> str:
-    """Where spans are sent: OTLP's path is added to a URL that has none. Raises ConfigError for what is no URL."""
+    """The URL of the collector: OTLP's path is added to a URL without a path. Raises ConfigError for an invalid URL."""
     try:
         parts = urlsplit(endpoint)
         good = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
@@ -92,7 +92,7 @@ def url_of(endpoint: str) -> str:
 
 
 def _name(record: Record) -> str:
-    """As the conventions have it: what was asked and of which model, or how HTTP would call it."""
+    """The name of a span by OpenTelemetry's conventions: operation and model, else method and route."""
     return f"{record.operation} {record.model}" if record.operation else f"{record.method} {record.route or ''}".strip()
 
 

@@ -1,1 +1,1 @@
-"""quire's own grammar backend: patterns as minimal automata over bytes, their token masks, and the text they force."""
+"""The built-in grammar backend: minimal byte-level automata with token masks and forced text."""

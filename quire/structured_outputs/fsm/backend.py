@@ -1,4 +1,4 @@
-"""The fsm backend: patterns, choices and the regular part of JSON schema, each as the smallest automaton."""
+"""The fsm backend: minimal automata for patterns, choices and the regular part of JSON schema."""
 
 import json
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from quire.structured_outputs.vocabulary import Vocabulary
 
 
 class FsmGrammar:
-    """A Grammar: an automaton for one vocabulary."""
+    """See Grammar."""
 
     def __init__(self, fsm: TokenFsm) -> None:
         self._fsm = fsm
@@ -30,10 +30,10 @@ class FsmGrammar:
 
 
 class FsmMatcher:
-    """A Matcher. What it says depends on the tokens so far alone, however they are cut into calls.
+    """See Matcher. Verdicts depend on the tokens so far, not on how they are divided into calls.
 
-    Forced tokens are told where they begin. Of a sequence that is taken up within them the rest is told: as long as
-    tokens follow what was told, nothing new is.
+    A verdict has forced tokens at the state in which they begin. If a sequence is resumed within forced tokens, the
+    verdict has the rest of them.
     """
 
     def __init__(self, fsm: TokenFsm, *, fast_forward: bool) -> None:
@@ -42,7 +42,7 @@ class FsmMatcher:
         self._state = 0
         self._error = ""
         self._has_ended = False
-        self._told = self._forced()  # tokens that have to come now
+        self._told = self._forced()  # forced tokens that the next verdict reports
 
     def advance(self, tokens: Sequence[int]) -> Verdict:
         """See Matcher."""
@@ -86,25 +86,25 @@ class FsmMatcher:
 
 
 class FsmBackend:
-    """Compiles kinds regex, choice and json. Remembers the tries of the last vocabularies, nothing else."""
+    """See Backend. It compiles the kinds regex, choice and json, and caches a trie per vocabulary."""
 
     def __init__(self) -> None:
         self._trie = ByVocabulary(TokenTrie)
 
     def check(self, asked: StructuredOutputsParams) -> None:
-        """Raises RequestError for what is wrong, not regular, or too large: all that `compile` refuses."""
+        """See Backend. Raises RequestError for a constraint that is invalid, not regular or too large."""
         if asked.kind == "choice":
             automaton(asked)
         else:
             states_of(_tree(asked), asked.kind)
 
     def compile(self, asked: StructuredOutputsParams, vocabulary: Vocabulary) -> FsmGrammar:
-        """The automaton for this vocabulary. Raises RequestError."""
+        """See Backend."""
         return FsmGrammar(TokenFsm(automaton(asked), self._trie(vocabulary), vocabulary))
 
 
 def automaton(asked: StructuredOutputsParams) -> Dfa:
-    """The smallest automaton of what was asked. Raises RequestError."""
+    """The minimal automaton of a constraint. Raises RequestError."""
     if asked.kind == "choice":
         return of_words(asked.choice or ())
     return of_node(_tree(asked), asked.kind)

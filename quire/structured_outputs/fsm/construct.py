@@ -1,4 +1,4 @@
-"""From what was asked to the smallest automaton."""
+"""Construction of minimal automata."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -12,11 +12,11 @@ from quire.structured_outputs.fsm.nfa import ACCEPT, Nfa, word_graph
 from quire.structured_outputs.fsm.nodes import MAX_DFA_STATES, MAX_EFFORT, MAX_ENTRIES, Node, too_complex
 from quire.structured_outputs.fsm.regex import parse
 
-States = frozenset[int]  # of an Nfa: those with arcs, and ACCEPT
+States = frozenset[int]  # states of an Nfa that have an arc, and ACCEPT
 
 
 class Determinized:
-    """rows: for each state the next one by class, -1 where there is none. accepts: by state. classes: uint8 (256,)."""
+    """Subset construction. rows: next state by state and class, or DEAD. accepts: by state. classes: uint8 (256,)."""
 
     def __init__(self, nfa: Nfa, param: str) -> None:
         self._nfa = nfa
@@ -50,7 +50,7 @@ class Determinized:
             self.accepts.append(ACCEPT in states)
 
     def _spans(self, states: States) -> Iterable[tuple[int, int, frozenset[int]]]:
-        """(first class, one behind the last, targets): where the arcs of these states lead to the same."""
+        """(first class, last class + 1, targets): ranges of classes that lead from `states` to equal targets."""
         column = self._column
         arcs = [self._nfa.arcs[state] for state in states if state != ACCEPT]
         if len(arcs) == 1:
@@ -75,7 +75,7 @@ class Determinized:
         return known
 
     def _closure(self, state: int) -> States:
-        """The states with arcs that this one may be taken for."""
+        """The epsilon closure of a state: its states with an arc, and ACCEPT."""
         known = self._closures.get(state)
         if known is None:
             seen = {state}
@@ -96,7 +96,7 @@ class Determinized:
 
 
 def _classes(nfa: Nfa) -> tuple[np.ndarray, list[int]]:
-    """The class of each byte, and of each byte and 256 the class that begins there or holds it."""
+    """The class of each byte, uint8 (256,), and the same as a list with the number of classes at index 256."""
     begins = np.zeros(257, np.int64)
     for first, last, _ in nfa.arcs.values():
         begins[first] = begins[last + 1] = 1
@@ -107,7 +107,7 @@ def _classes(nfa: Nfa) -> tuple[np.ndarray, list[int]]:
 
 
 def minimize(rows: Rows, accepts: Sequence[bool], classes: np.ndarray) -> Dfa | None:
-    """The smallest automaton with the language of these states, of which 0 is the first. None: it has no text."""
+    """The minimal automaton of the language of these states; state 0 is the start. None if the language is empty."""
     before = _predecessors(rows)
     alive = _reaching(before, [state for state, accepting in enumerate(accepts) if accepting])
     if 0 not in alive:
@@ -143,13 +143,13 @@ def _reaching(before: Sequence[Sequence[int]], ends: list[int]) -> set[int]:
 
 
 class _Partition:
-    """block_of: by state, and DEAD for DEAD. Refined until states of one block lead to the same blocks."""
+    """The coarsest partition in which states of a block have transitions to equal blocks. block_of: block by state."""
 
     def __init__(self, rows: Rows, accepts: Sequence[bool], before: Sequence[Sequence[int]], alive: set[int]) -> None:
         self._rows = rows
         self._before = before
         self._alive = alive
-        self.block_of = [DEAD] * (len(rows) + 1)  # the last entry is that of DEAD
+        self.block_of = [DEAD] * (len(rows) + 1)  # the last entry is for DEAD
         self._members: list[set[int]] = []
         groups = defaultdict(list)
         for state in sorted(alive):
@@ -167,7 +167,7 @@ class _Partition:
         return states
 
     def _refine(self, changed: list[int]) -> list[int]:
-        """What leads to states that changed may differ from its block now; the states that change blocks for it."""
+        """Split the blocks with transitions to states in `changed`. Returns the states that have a new block."""
         touched = {state for target in changed for state in self._before[target] if state in self._alive}
         block_of = self.block_of
         groups: dict[int, dict[tuple[int, ...], list[int]]] = defaultdict(lambda: defaultdict(list))
@@ -179,7 +179,7 @@ class _Partition:
         return moved
 
     def _split(self, block: int, parts: list[list[int]]) -> list[int]:
-        """Parts of a block, and what is in none of them, become blocks; the largest stays."""
+        """Split a block into `parts` and the states in none of them. The largest keeps the number of the block."""
         rest = self._members[block]
         for part in parts:
             rest.difference_update(part)
@@ -195,12 +195,12 @@ class _Partition:
 
 
 def of_regex(pattern: str) -> Dfa:
-    """The automaton of a pattern. Raises RequestError."""
+    """The minimal automaton of a pattern. Raises RequestError."""
     return of_node(parse(pattern), "regex")
 
 
 def of_node(node: Node, param: str) -> Dfa:
-    """The automaton of a tree. Raises RequestError about the field `param` where it is too large, or has no text."""
+    """The minimal automaton of a tree. Raises RequestError about `param` if it is too large or no text matches."""
     states = states_of(node, param)
     found = minimize(states.rows, states.accepts, states.classes)
     assert found is not None, "a text matches"
@@ -208,7 +208,7 @@ def of_node(node: Node, param: str) -> Dfa:
 
 
 def states_of(node: Node, param: str) -> Determinized:
-    """The automaton before it is made small, which refuses all that `of_node` does."""
+    """The automaton before minimization. Raises RequestError for all trees that `of_node` refuses."""
     states = Determinized(Nfa(node, param), param)
     if not any(states.accepts):
         raise RequestError(f"no text matches the {param}", param)
@@ -216,15 +216,15 @@ def states_of(node: Node, param: str) -> Determinized:
 
 
 def of_words(words: Iterable[str]) -> Dfa:
-    """The automaton of finitely many texts, one of them not empty. Raises RequestError where it is too large."""
+    """The minimal automaton of these texts. At least one must not be empty. Raises RequestError if it is too large."""
     graph = word_graph(word.encode() for word in words)
     used = sorted({byte for _, edges in graph for byte, _ in edges})
-    num_classes = len(used) + 1  # the last is of bytes that do not occur
+    num_classes = len(used) + 1  # the last class has the bytes that do not occur
     if len(graph) * num_classes > MAX_ENTRIES:
         raise too_complex("transitions", MAX_ENTRIES, "choice")
     classes = np.full(256, len(used), np.uint8)
     classes[used] = np.arange(len(used), dtype=np.uint8)
-    last = len(graph) - 1  # the last node is the first state
+    last = len(graph) - 1  # the last node is the start
     arcs = np.array([(last - node, byte, last - to) for node, (_, edges) in enumerate(graph) for byte, to in edges])
     table = np.full((len(graph) + 1, num_classes), DEAD, np.int32)
     table[arcs[:, 0], classes[arcs[:, 1]]] = arcs[:, 2]

@@ -1,4 +1,4 @@
-"""A deterministic automaton over bytes as a table, without states from which no text ends."""
+"""Deterministic automata over bytes as transition tables."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -7,17 +7,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-Rows = Sequence[Sequence[int]]  # for each state the next one by class of bytes; -1: none
+Rows = Sequence[Sequence[int]]  # next state by state and class of bytes; -1: none
 
 DEAD = -1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Dfa:
-    """The automaton of one language. It begins in state 0; states are numbered as they are met from there.
+    """The automaton of one language. The start is state 0. Every state can reach an accepting state.
 
-    table: int32 (num_states + 1, num_classes), the next state or DEAD; the last row, all DEAD, is what DEAD finds.
-    classes: uint8 (256,), the column of each byte. accepts: bool (num_states,), whether a text may end.
+    table: int32 (num_states + 1, num_classes), the next state or DEAD; the last row, all DEAD, is the row of DEAD.
+    classes: uint8 (256,), the column of each byte. accepts: bool (num_states,), whether a text may end in the state.
     """
 
     table: np.ndarray
@@ -26,31 +26,31 @@ class Dfa:
 
     @property
     def num_states(self) -> int:
-        """Without the dead one."""
+        """Number of states without DEAD."""
         return len(self.accepts)
 
     @property
     def by_byte(self) -> np.ndarray:
-        """int32 (num_states, 256): the table without classes."""
+        """int32 (num_states, 256): the next state by byte, or DEAD."""
         return np.asarray(self.table[:-1, self.classes])
 
     def walk(self, state: int, data: bytes) -> int:
-        """The state behind these bytes, or DEAD."""
+        """The state after these bytes, or DEAD."""
         item = self.table.item
         for column in data.translate(self.classes.tobytes()):
             state = item(state, column)
         return state
 
     def matches(self, data: bytes) -> bool:
-        """Whether all of it is in the language."""
+        """Whether `data` is in the language."""
         state = self.walk(0, data)
         return state != DEAD and bool(self.accepts[state])
 
 
 def assemble(rows: Rows, accepts: Sequence[bool], classes: np.ndarray) -> Dfa:
-    """The automaton that begins in state 0 of these: what is not met is left out, classes that are alike are one.
+    """The automaton of these states from state 0, in breadth-first order. Equal classes are merged.
 
-    Every state must be able to reach an end. At least one class.
+    Unreachable states are dropped. Every state must reach an accepting one. At least one class is needed.
     """
     order = {0: 0}
     for state in (queue := [0]):
@@ -68,7 +68,7 @@ def assemble(rows: Rows, accepts: Sequence[bool], classes: np.ndarray) -> Dfa:
 
 
 class Edge(NamedTuple):
-    """One of the bytes `first`, and then all of `rest`, lead to the state `target`."""
+    """A transition to the state `target` by one of the bytes `first`, followed by all of `rest`."""
 
     first: bytes
     rest: bytes
@@ -76,11 +76,11 @@ class Edge(NamedTuple):
 
 
 class CompressedFsm:
-    """An automaton and its single-way states: where a text may not end, and one byte alone may come."""
+    """An automaton with compressed edges. A single-way state does not accept and has one transition by one byte."""
 
     def __init__(self, dfa: Dfa) -> None:
         self.dfa = dfa
-        num_bytes = np.bincount(dfa.classes, minlength=dfa.table.shape[1])  # of each class
+        num_bytes = np.bincount(dfa.classes, minlength=dfa.table.shape[1])  # by class
         live = dfa.table[:-1] != DEAD
         single = (live @ num_bytes == 1) & ~dfa.accepts
         column = live.argmax(axis=1)
@@ -91,7 +91,7 @@ class CompressedFsm:
         self._next = np.where(single, dfa.table[states, column], states)
 
     def span(self, state: int) -> tuple[bytes, int]:
-        """The bytes that have to come from this state on, and the state behind them."""
+        """The forced bytes from this state on, and the state after them."""
         data = bytearray()
         while (byte := self._byte.item(state)) != DEAD:
             data.append(byte)
@@ -99,7 +99,7 @@ class CompressedFsm:
         return bytes(data), state
 
     def edges(self, state: int) -> list[Edge]:
-        """The ways out of a state."""
+        """The compressed edges of a state."""
         ways: dict[tuple[bytes, int], list[int]] = defaultdict(list)
         for byte, target in enumerate(self.dfa.table[state, self.dfa.classes].tolist()):
             if target != DEAD:
@@ -107,11 +107,11 @@ class CompressedFsm:
         return [Edge(bytes(first), rest, target) for (rest, target), first in ways.items()]
 
     def kept(self) -> list[int]:
-        """The states that edges begin and end in: the first one, and those that are not single-way."""
+        """The states that edges connect: the start and all that are not single-way."""
         return [state for state in range(self.dfa.num_states) if state == 0 or self._byte.item(state) == DEAD]
 
     def matches(self, data: bytes) -> bool:
-        """Whether all of it is in the language, told along the edges."""
+        """Whether `data` is in the language, computed along the edges."""
         state = 0
         while data:
             for first, rest, target in self.edges(state):

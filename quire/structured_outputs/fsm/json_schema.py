@@ -1,7 +1,7 @@
-"""JSON schemas as trees, as far as they are regular. Every keyword is enforced, or refused by name.
+"""Translation of regular JSON schemas to trees. Each keyword is enforced, or refused by name.
 
-What is written is narrower than what a schema allows, never wider: properties in the order of the schema and none
-that it does not name, each character of a string in one way, exponents of two digits.
+The texts are a subset of what the schema allows: properties are in the order of the schema and none is unnamed, each
+character of a string with a pattern or format has one form, exponents have at most two digits.
 """
 
 from collections.abc import Callable
@@ -38,12 +38,12 @@ from quire.structured_outputs.fsm.nodes import (
 )
 from quire.structured_outputs.fsm.regex import parse, parse_search
 
-AnySchema = Any  # what JSON has
+AnySchema = Any  # a JSON value
 Resolve = Callable[[AnySchema], AnySchema]  # follows a $ref
 
 
 def are_apart(one: AnySchema, other: AnySchema, resolve: Resolve) -> bool:
-    """Whether no value fits both, for sure: by type, by value, or by a property that both require."""
+    """Whether no value can match both, as shown by types, constants or a property that both require."""
     one, other = resolve(one), resolve(other)
     if not isinstance(one, dict) or not isinstance(other, dict):
         return False
@@ -72,7 +72,7 @@ def _values(schema: AnySchema) -> list[Any] | None:
 
 
 def _type_names(schema: AnySchema) -> set[str]:
-    """Integers are numbers here. Nothing where it is not said."""
+    """The types of a schema, with "number" for integers; empty if it has none."""
     values = _values(schema)
     if values is not None:
         return {type_of(value) for value in values}
@@ -91,9 +91,9 @@ def type_of(value: object) -> str:
 
 Schema = dict[str, Any]
 
-DEFAULT_BLANK = Repeat(Chars(((0x09, 0x0A), (0x20, 0x20))), 0, 1)  # a space, a tab, a new line, or nothing
+DEFAULT_BLANK = Repeat(Chars(((0x09, 0x0A), (0x20, 0x20))), 0, 1)  # at most one space, tab or new line
 MAX_PROPERTIES = 512
-_MAX_DIGITS = 30  # of a bound
+_MAX_DIGITS = 30  # of a bound of integers
 
 _SAYS_NOTHING = {
     *("$schema", "$id", "$comment", "$defs", "definitions", "title", "description", "default", "examples"),
@@ -111,7 +111,7 @@ _KEYWORDS = {
 
 
 def of_schema(schema: object, whitespace: str | None) -> Node:
-    """The texts of a schema. whitespace: a pattern; None for DEFAULT_BLANK; "": as json.dumps does.
+    """The tree of a schema. whitespace: a pattern; None: DEFAULT_BLANK; "": the separators of json.dumps.
 
     Raises RequestError.
     """
@@ -127,9 +127,9 @@ def of_schema(schema: object, whitespace: str | None) -> Node:
 
 
 class _Translator:
-    """Subschemas to trees. `path` is where one stands, for errors.
+    """Translates subschemas. path: place of a subschema, for errors.
 
-    blank: white space inside of brackets. space: the same behind commas and colons.
+    blank: white space inside of brackets. space: white space after commas and colons.
     """
 
     def __init__(self, root: object, blank: Node, space: Node) -> None:
@@ -137,7 +137,7 @@ class _Translator:
         self._blank = blank
         self._space = space
         self._depth = 0
-        self._open: set[str] = set()  # references that are followed now
+        self._open: set[str] = set()  # references that are being translated
         self._known: dict[str, Node] = {}
         self._of_type: dict[str, Callable[[Schema, str], Node]] = {
             "string": self._string,
@@ -150,7 +150,7 @@ class _Translator:
         }
 
     def node(self, schema: object, path: str) -> Node:
-        """The texts of one schema."""
+        """The tree of one schema. Raises RequestError."""
         if not isinstance(schema, dict):
             raise _refused(f"{schema!r} in place of a schema", path)
         self._depth += 1
@@ -245,7 +245,7 @@ class _Translator:
 
     def _resolved(self, schema: object) -> object:
         while isinstance(schema, dict) and "$ref" in schema:
-            schema = self._target(schema["$ref"], "")  # which has been followed before: no circle
+            schema = self._target(schema["$ref"], "")  # translated before, so there is no cycle
         return schema
 
     def _all_of(self, schema: Schema, path: str) -> Node:
@@ -332,7 +332,7 @@ class _Translator:
         return self._members(properties, set(required), path)
 
     def _members(self, properties: Schema, required: set[str], path: str) -> Node:
-        """Members in their order. The first that is written has no comma before it."""
+        """Members in their order. The first one in a text has no comma before it."""
         blank = self._blank
         members = [
             chain([literal(dumped(name) + ":"), self._space, self.node(schema, f"{path}/properties/{name}")])
@@ -367,7 +367,7 @@ def _has_type(value: object, types: list[str]) -> bool:
 
 
 def _pattern(pattern: object, path: str) -> Node:
-    """The strings in which a pattern is found."""
+    """The tree of strings that contain a match of a pattern."""
     if not isinstance(pattern, str):
         raise _wrong("pattern must be text", path)
     try:
@@ -393,7 +393,7 @@ def _number(value: object, name: str, path: str) -> float:
 
 
 def _next(bound: float | None, step: int) -> float | None:
-    """The first integer beyond a bound."""
+    """The nearest integer beyond an exclusive bound; step 1: above it, -1: below it."""
     if bound is None:
         return None
     return bound // 1 + 1 if step > 0 else -(-bound // 1) - 1

@@ -1,4 +1,4 @@
-"""JSON as text: how strings, numbers and given values are written, as trees."""
+"""Trees of the texts of JSON strings, numbers and constants."""
 
 import json
 import math
@@ -29,7 +29,7 @@ _RAW = negation(union([(0x00, 0x1F), (0x22, 0x22), (0x5C, 0x5C)]))  # characters
 _ESCAPED = {code: json.dumps(chr(code))[1:-1] for code in (*range(0x20), 0x22, 0x5C)}
 _SHORT = [text for text in _ESCAPED.values() if len(text) == 2]  # all but \u00..
 
-CHARACTER = choice([Chars(_RAW), Words((*_SHORT, "\\/"))])  # of a string of which nothing is asked
+CHARACTER = choice([Chars(_RAW), Words((*_SHORT, "\\/"))])  # of a string without a pattern or format
 DIGIT = Chars(((0x30, 0x39),))
 _FIRST_DIGIT = Chars(((0x31, 0x39),))
 _SIGN = optional(literal("-"))
@@ -37,17 +37,17 @@ NATURAL = choice([literal("0"), chain([_FIRST_DIGIT, Repeat(DIGIT, 0, None)])])
 INTEGER = chain([_SIGN, NATURAL])
 _FRACTION = optional(chain([literal("."), Repeat(DIGIT, 1, None)]))
 _EXPONENT = optional(chain([Words(("e", "E")), optional(Words(("+", "-"))), Repeat(DIGIT, 1, 2)]))
-POSITIVE = chain([NATURAL, _FRACTION, _EXPONENT])  # or zero
+POSITIVE = chain([NATURAL, _FRACTION, _EXPONENT])  # zero included
 NUMBER = chain([_SIGN, POSITIVE])
 
 
 def quoted(content: Node) -> Node:
-    """A string, with this between its quotes."""
+    """The content between quotes."""
     return chain([literal('"'), content, literal('"')])
 
 
 def written(node: Node) -> Node:
-    """A tree over the text of a string as one over how JSON writes it: each character in one way."""
+    """The tree of a string's texts as a tree of their JSON forms. Each character has one form."""
     match node:
         case Chars(ranges):
             escaped = [text for code, text in _ESCAPED.items() if intersection(ranges, ((code, code),))]
@@ -64,12 +64,12 @@ def written(node: Node) -> Node:
 
 
 def dumped(value: object) -> str:
-    """A value without lists and mappings as JSON; characters as they are, where that is possible."""
+    """A scalar as JSON, with no more escapes than JSON needs. Raises ValueError for NaN and infinity."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
 def integers(least: float | None, most: float | None) -> Node:
-    """All integers from least to most; None: without end."""
+    """All integers from least to most; None: no bound."""
     low = -math.inf if least is None else math.ceil(least)
     high = math.inf if most is None else math.floor(most)
     options = []
@@ -81,7 +81,7 @@ def integers(least: float | None, most: float | None) -> Node:
 
 
 def _naturals(least: float, most: float) -> Node:
-    """From least, which is finite, to most."""
+    """All integers from least to most, none below 0. most may be infinite."""
     if least > most:
         return Chars(())
     low = str(int(least))
@@ -98,7 +98,7 @@ def _naturals(least: float, most: float) -> Node:
 
 
 def _between(low: str, high: str) -> Node:
-    """Numbers of equally many digits."""
+    """The numbers from low to high, which have equally many digits."""
     num_same = next((i for i, (a, b) in enumerate(zip(low, high, strict=True)) if a != b), len(low))
     if num_same == len(low):
         return literal(low)
@@ -113,7 +113,7 @@ def _between(low: str, high: str) -> Node:
 
 
 def _beyond(digits: str, *, up: bool) -> Node:
-    """As many digits, of a number not below (up), or not above."""
+    """The numbers of as many digits as `digits`, not below it (up) or not above it."""
     node: Node = EMPTY
     for count, digit in enumerate(reversed(digits)):
         further = _digits(int(digit) + 1, 9) if up else _digits(0, int(digit) - 1)
@@ -126,7 +126,7 @@ def _digits(first: int, last: int) -> Chars:
 
 
 def separated(items: Sequence[Node], blank: Node) -> Iterable[Node]:
-    """Commas in between."""
+    """The items with a comma and `blank` between them."""
     for i, item in enumerate(items):
         if i:
             yield literal(",")
@@ -135,7 +135,7 @@ def separated(items: Sequence[Node], blank: Node) -> Iterable[Node]:
 
 
 def is_blank(node: Node) -> bool:
-    """Whether only JSON's white space matches."""
+    """Whether the node matches only white space of JSON."""
     match node:
         case Chars(ranges):
             return intersection(ranges, BLANKS) == ranges

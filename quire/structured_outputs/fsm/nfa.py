@@ -1,4 +1,7 @@
-"""Trees to automata over bytes (after Thompson, 1968), built from the end, so that equal states are one."""
+"""Construction of byte-level NFAs from trees (Thompson, 1968).
+
+States are built from the end, so that equal states are merged.
+"""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -22,7 +25,7 @@ _LENGTHS = ((0x7F, 1), (0x7FF, 2), (0xFFFF, 3), (0x10FFFF, 4))  # the last code 
 
 
 def byte_ranges(low: int, high: int) -> Iterator[tuple[Span, ...]]:
-    """Sequences of byte ranges that together are the UTF-8 of low to high; no surrogates in between."""
+    """Sequences of byte ranges that match the UTF-8 of the code points low to high, which include no surrogates."""
     start = 0
     for last, length in _LENGTHS:
         if max(low, start) <= min(high, last):
@@ -31,7 +34,7 @@ def byte_ranges(low: int, high: int) -> Iterator[tuple[Span, ...]]:
 
 
 def _of_length(low: int, high: int, num_more: int) -> Iterator[tuple[Span, ...]]:
-    """Splits where the continuation bytes do not run through all values, so that each byte has one range."""
+    """As `byte_ranges`, for code points of 1 + num_more bytes. It splits them until each byte has one range."""
     for i in range(1, num_more + 1):
         rest = (1 << 6 * i) - 1
         if low >> 6 * i != high >> 6 * i:
@@ -51,20 +54,20 @@ Edges = tuple[tuple[int, int], ...]  # (byte, node), sorted
 
 @dataclass(slots=True)
 class _Open:
-    """A node of the word that was added last: more edges may come."""
+    """A node on the path of the latest word, which can get more edges."""
 
     is_end: bool = False
     edges: list[tuple[int, int]] = field(default_factory=list)
 
 
 def word_graph(words: Iterable[bytes]) -> list[tuple[bool, Edges]]:
-    """Nodes as (whether a word ends here, edges). Edges lead to nodes that come before; the last node is the first."""
+    """Minimal acyclic automaton of words: nodes as (whether a word ends, edges to earlier nodes), root last."""
     nodes: dict[tuple[bool, Edges], int] = {}
-    path = [_Open()]  # of the last word, one node for each byte and one more
+    path = [_Open()]  # of the latest word: the root and a node for each byte
     last = b""
 
     def close(length: int) -> None:
-        """No word that shares more than `length` bytes comes any more: the nodes beyond are like others, or new."""
+        """Merge the nodes after `length` bytes with equal nodes. Later words share at most `length` bytes."""
         while len(path) > length + 1:
             done = path.pop()
             node = nodes.setdefault((done.is_end, tuple(done.edges)), len(nodes))
@@ -84,13 +87,13 @@ def word_graph(words: Iterable[bytes]) -> list[tuple[bool, Edges]]:
 
 
 ACCEPT = 0  # the state in which a text may end
-NOWHERE = 1  # from which no text ends
+NOWHERE = 1  # the state from which ACCEPT cannot be reached
 
 Arc = tuple[int, int, int]  # first byte, last byte, target
 
 
 class Nfa:
-    """States are numbers. One has an arc, or others that may be taken for it. param: the field that errors name."""
+    """States are numbers. A state has one arc, or epsilon transitions (`splits`). param: the field that errors name."""
 
     def __init__(self, node: Node, param: str) -> None:
         self.arcs: dict[int, Arc] = {}
@@ -105,7 +108,7 @@ class Nfa:
         self.start = self._build(node, ACCEPT)
 
     def _build(self, node: Node, then: int) -> int:
-        """The state in which the node's language begins, where `then` is behind it."""
+        """The start state of the node's language, followed by the state `then`. Raises RequestError."""
         known = self._built.get((node, then))
         if known is not None:
             return known
@@ -165,7 +168,7 @@ class Nfa:
         for _ in range(0 if node.most is None else node.most - node.least):
             before = self._split(self._build(node.inner, state), then)
             if before == state:
-                break  # repeating nothing
+                break  # the inner node matches the empty text only
             state = before
         for _ in range(node.least):
             before = self._build(node.inner, state)

@@ -1,6 +1,6 @@
-"""Regular languages over text, as a tree: what patterns and schemas are translated to. Knows no bytes.
+"""Trees of regular languages over text. Patterns and schemas are translated to them.
 
-Nodes are compared by identity, so that a tree may share subtrees and an automaton is built once for each.
+Nodes are compared by identity. A tree may share subtrees; an automaton is built once for each.
 """
 
 from collections.abc import Iterable
@@ -9,15 +9,15 @@ from itertools import groupby
 
 from quire.errors import RequestError
 
-Ranges = tuple[tuple[int, int], ...]  # code points, both ends included; sorted, apart from each other
+Ranges = tuple[tuple[int, int], ...]  # code points, both ends included; sorted and disjoint
 
-SURROGATES = (0xD800, 0xDFFF)  # code points that no text has
+SURROGATES = (0xD800, 0xDFFF)  # code points that cannot be in a text
 ALL: Ranges = ((0, 0xD7FF), (0xE000, 0x10FFFF))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chars:
-    """One character of a set. Nothing at all matches where the set is empty."""
+    """One character of a set. An empty set matches no text, not even the empty one."""
 
     ranges: Ranges
 
@@ -31,7 +31,7 @@ class Words:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chain:
-    """One part after another."""
+    """The parts, one after another."""
 
     parts: tuple["Node", ...]
 
@@ -45,7 +45,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Repeat:
-    """The inner node, `least` to `most` times; most None: without end."""
+    """The inner node, `least` to `most` times; most None: no limit."""
 
     inner: "Node"
     least: int
@@ -54,7 +54,7 @@ class Repeat:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Listed:
-    """The item once or more often, each time but the last followed by the separator. The item is built once."""
+    """The item one or more times, with the separator in between. The automaton has the item once."""
 
     item: "Node"
     separator: "Node"
@@ -62,7 +62,7 @@ class Listed:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Anchor:
-    """Nothing before, or behind. Only while a pattern is parsed: at: its position there."""
+    """The start or end of the text; in trees of the pattern parser only. at: position in the pattern."""
 
     at: int
     is_end: bool
@@ -74,12 +74,12 @@ EMPTY = Words(("",))
 
 
 def literal(text: str) -> Node:
-    """Just this text."""
+    """One text."""
     return Words((text,))
 
 
 def chain(parts: Iterable[Node]) -> Node:
-    """One part after another; texts side by side become one."""
+    """The parts, one after another. Adjacent texts are joined."""
     joined: list[Node] = []
     for are_texts, run in groupby(parts, key=lambda part: isinstance(part, Words) and len(part.words) == 1):
         if are_texts:
@@ -93,7 +93,7 @@ def chain(parts: Iterable[Node]) -> Node:
 
 
 def choice(options: Iterable[Node]) -> Node:
-    """One of the options; texts become one set of texts."""
+    """One of the options. Texts are joined to one Words."""
     words: dict[str, None] = {}
     others: list[Node] = []
     for option in options:
@@ -112,7 +112,7 @@ def optional(node: Node) -> Node:
 
 
 def union(ranges: Iterable[tuple[int, int]]) -> Ranges:
-    """Sorted and merged, without surrogates."""
+    """The ranges sorted and merged, without surrogates."""
     merged: list[tuple[int, int]] = []
     for low, high in sorted(ranges):
         if merged and low <= merged[-1][1] + 1:
@@ -128,29 +128,29 @@ def union(ranges: Iterable[tuple[int, int]]) -> Ranges:
 
 
 def negation(ranges: Ranges) -> Ranges:
-    """All code points but these; `ranges` as `union` makes them."""
+    """All code points but these. `ranges` must be sorted and merged, as by `union`."""
     starts = [0, *(high + 1 for _, high in ranges)]
     stops = [*(low - 1 for low, _ in ranges), 0x10FFFF]
     return union((start, stop) for start, stop in zip(starts, stops, strict=True) if start <= stop)
 
 
 def intersection(one: Ranges, other: Ranges) -> Ranges:
-    """Code points in both."""
+    """The code points in both."""
     return union((max(a, c), min(b, d)) for a, b in one for c, d in other if max(a, c) <= min(b, d))
 
 
 MAX_NESTING = 64  # groups within groups
-MAX_RANGES = 4096  # of one character class
+MAX_RANGES = 4096  # in one character class
 MAX_NFA_STATES = 50_000
-MAX_PARTS = 60_000  # of a tree, as often as each is built
+MAX_PARTS = 60_000  # nodes of a tree, counted as often as they are built
 MAX_DFA_STATES = 20_000
-MAX_EFFORT = 1_500_000  # NFA states looked at while states are put together: about a quarter of a second
+MAX_EFFORT = 1_500_000  # NFA states visited by the subset construction: about 0.25 s
 MAX_ENTRIES = 8_000_000  # of a transition table: 32 MB
-MAX_MASK_BYTES = 8 << 20  # of the token masks that one grammar remembers
+MAX_MASK_BYTES = 8 << 20  # of the token masks that one grammar caches
 
 
 def too_complex(what: str, most: int, param: str) -> RequestError:
-    """The error for a pattern that needs more than `most` of `what`."""
+    """The error for a constraint that needs more than `most` of `what`."""
     advice = "shorten it, lower its repetition counts, or use the llguidance backend"
     name = {"json": "json schema"}.get(param, param)
     return RequestError(f"the {name} is too complex for the fsm backend: more than {most:,} {what}; {advice}", param)

@@ -1,6 +1,6 @@
-"""Patterns: the regular part of the syntax of Python's `re`, as trees. The whole text has to match.
+"""Parser of patterns to trees, for the regular part of the syntax of Python's `re`.
 
-Greedy and lazy repetition are the same language. Anchors may stand where they say nothing: at the ends.
+A pattern matches the whole text. Greedy and lazy repetition have the same language. Anchors are allowed at the ends.
 """
 
 import re
@@ -27,7 +27,7 @@ from quire.structured_outputs.fsm.nodes import (
 
 
 class Reader:
-    """Characters of a pattern, one by one. name: of the field that it is in."""
+    """A cursor over the characters of a pattern. name: the field of the pattern, for errors."""
 
     def __init__(self, text: str, name: str) -> None:
         self._text = text
@@ -35,30 +35,30 @@ class Reader:
         self.at = 0
 
     def peek(self, offset: int = 0) -> str:
-        """The next character, or the one so many behind it; "" at the end."""
+        """The character `offset` after the next one, which is not consumed; "" at the end."""
         return self._text[self.at + offset : self.at + offset + 1]
 
     def take(self) -> str:
-        """The next character, which is read then; "" at the end."""
+        """Consume the next character and return it; "" at the end."""
         char = self.peek()
         self.at += len(char)
         return char
 
     def skip(self, text: str) -> bool:
-        """Whether this comes next; if so, it is read."""
+        """Whether `text` is next. If so, it is consumed."""
         found = self._text.startswith(text, self.at)
         self.at += len(text) if found else 0
         return found
 
     def match(self, pattern: re.Pattern[str], offset: int) -> re.Match[str] | None:
-        """What comes so many characters behind the next one, if it matches; all of it is read then."""
+        """The match of `pattern` at `offset` after the next character, or None. The text up to its end is consumed."""
         found = pattern.match(self._text, self.at + offset)
         if found is not None:
             self.at = found.end()
         return found
 
     def until(self, end: str) -> str | None:
-        """The text up to `end`, both are read; None where it does not come."""
+        """Consume the text up to `end`, and `end`. Returns the text; None if there is no `end`."""
         stop = self._text.find(end, self.at)
         if stop < 0:
             return None
@@ -67,11 +67,11 @@ class Reader:
         return found
 
     def error(self, what: str, at: int) -> RequestError:
-        """The pattern is none."""
+        """The error of an invalid pattern."""
         return RequestError(f"the {self.name} {what}, at position {at}", self.name)
 
     def unsupported(self, what: str, at: int) -> RequestError:
-        """The pattern has something that is not regular, or not understood."""
+        """The error of a pattern with a part that is not regular or not supported."""
         return RequestError(
             f"the {self.name} has {what} at position {at}, which the fsm backend does not have", self.name
         )
@@ -90,7 +90,7 @@ _ANCHORS = {"b": "a word boundary", "B": "a word boundary"}
 
 
 def escape(reader: Reader, *, inside: bool) -> Ranges:
-    r"""What the escape behind a backslash, which has been read, stands for. inside: in brackets; \b is a character."""
+    r"""The set of an escape; its backslash has been consumed. inside: within brackets, where \b is a character."""
     at = reader.at - 1
     name = reader.take()
     if not name:
@@ -111,7 +111,7 @@ def escape(reader: Reader, *, inside: bool) -> Ranges:
 
 
 def bracket(reader: Reader) -> Ranges:
-    """The class behind an opening bracket, which has been read."""
+    """The set of a character class; its opening bracket has been consumed."""
     at = reader.at - 1
     negated = reader.skip("^")
     ranges: list[tuple[int, int]] = []
@@ -160,7 +160,7 @@ def _hexadecimal(reader: Reader, name: str, at: int) -> int:
 
 
 def _octal(reader: Reader, first: str, at: int, *, inside: bool) -> int:
-    """Octal are: what begins with 0, and three octal digits. In brackets, all."""
+    """The code of an octal escape: a leading 0 or three octal digits. In brackets every number is octal."""
     digits = first
     following = [reader.peek(offset) for offset in (0, 1)]
     if first == "0" or inside:
@@ -176,7 +176,7 @@ def _octal(reader: Reader, first: str, at: int, *, inside: bool) -> int:
 
 
 def without_anchors(node: Node, reader: Reader, *, first: bool = True, last: bool = True) -> Node:
-    """The same language. first, last: nothing stands before, behind the node. Raises RequestError."""
+    """The tree without anchors. first, last: no node precedes, follows it. Raises RequestError for other anchors."""
     match node:
         case Anchor():
             if not (last if node.is_end else first):
@@ -201,7 +201,7 @@ def without_anchors(node: Node, reader: Reader, *, first: bool = True, last: boo
 
 
 _COUNTS = re.compile(r"([0-9]*)(?:(,)([0-9]*))?\}")
-_MAX_COUNT = 10**6  # beyond what an automaton may have
+_MAX_COUNT = 10**6  # more than an automaton may have
 _REFUSED = {
     "?=": "look-ahead",
     "?!": "look-ahead",
@@ -214,13 +214,13 @@ _REFUSED = {
 
 
 def parse(pattern: str, name: str = "regex") -> Node:
-    """The language of a pattern. Raises RequestError about the field `name` for one that is wrong, or not regular."""
+    """The tree of a pattern. Raises RequestError about the field `name` if it is invalid or not regular."""
     parser = _parser(pattern, name)
     return without_anchors(parser.whole(), parser.reader)
 
 
 def parse_search(pattern: str, name: str, anything: Node) -> Node:
-    """The texts in which the pattern is found somewhere: `anything` stands before and behind, but at anchors."""
+    """The tree of texts that contain a match: repeated `anything` before and after it, except at anchors."""
     parser = _parser(pattern, name)
     return without_anchors(_searched(parser.whole(), Repeat(anything, 0, None)), parser.reader)
 
@@ -243,7 +243,7 @@ def _parser(pattern: str, name: str) -> "_Parser":
 
 
 class _Parser:
-    """Recursive descent: options, pieces, atoms."""
+    """Recursive descent parser: options, pieces, atoms."""
 
     def __init__(self, reader: Reader) -> None:
         self.reader = reader
@@ -287,7 +287,7 @@ class _Parser:
         return Repeat(node, *counts)
 
     def _counts(self) -> tuple[int, int | None] | None:
-        """How often, where a repetition comes next, which is read then. A brace that is none is a character."""
+        """Consume a repetition and return (least, most); None if none is next. Another brace is a plain character."""
         reader, at = self.reader, self.reader.at
         for sign, counts in (("*", (0, None)), ("+", (1, None)), ("?", (0, 1))):
             if reader.skip(sign):
@@ -337,7 +337,7 @@ class _Parser:
         return node
 
     def _open(self, at: int) -> None:
-        """Reads what a group begins with. Raises for groups that are not regular, and for flags."""
+        """Consume the beginning of a group. Raises RequestError for groups that are not regular, and for flags."""
         reader = self.reader
         for start, what in _REFUSED.items():
             if reader.skip(start):

@@ -1,4 +1,4 @@
-"""An automaton over the tokens of one vocabulary: which may come in a state, where they lead, which have to come."""
+"""Transitions of an automaton over the tokens of one vocabulary."""
 
 import threading
 from collections import OrderedDict
@@ -19,7 +19,7 @@ V = TypeVar("V")
 
 
 class Recent(Generic[K, V]):
-    """The values of the keys that were asked for last, at most `most` of them."""
+    """LRU cache of `most` values. Thread-safe."""
 
     def __init__(self, make: Callable[[K], V], most: int) -> None:
         self._make = make
@@ -28,7 +28,7 @@ class Recent(Generic[K, V]):
         self._lock = threading.Lock()
 
     def __call__(self, key: K) -> V:
-        """The value of a key; computed, by several threads at worst, where it is not known."""
+        """The value of a key. Threads that miss the same key at once all compute it."""
         with self._lock:
             if key in self._values:
                 self._values.move_to_end(key)
@@ -42,12 +42,12 @@ class Recent(Generic[K, V]):
 
 
 _NOT_ASCII = [span for low, high in ((0x80, 0xD7FF), (0xE000, 0x10FFFF)) for span in byte_ranges(low, high)]
-_MANY = 64  # of 128 characters lead elsewhere: a state without much text
-_WORTH = 4  # one token in so many may need a walk
+_MANY = 64  # if more of the 128 ASCII characters leave the state, most texts need a walk
+_WORTH = 4  # at most one text in so many may need a walk
 
 
 class PlainTokens:
-    """Which ASCII bytes each of the texts has, and whether it is whole characters."""
+    """Fast path for states inside of free text, where most texts lead back to the state."""
 
     def __init__(self, texts: list[bytes], data: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> None:
         self._data, self._starts, self._lengths = data, starts, lengths
@@ -58,7 +58,7 @@ class PlainTokens:
         self._is_text = self._is_ascii | np.array([_is_text(text) for text in texts], bool)
 
     def ends(self, dfa: Dfa, state: int) -> np.ndarray | None:
-        """int32 (num_texts,): where each text leads from this state. None where too many of them need a walk."""
+        """int32 (num_texts,): the state after each text, or DEAD. None if too many texts need a walk."""
         leaves = (dfa.table[state, dfa.classes[:128]] != state).astype(np.uint8)
         if leaves.sum() > _MANY:
             return None
@@ -73,7 +73,7 @@ class PlainTokens:
         return found
 
     def _walk(self, dfa: Dfa, state: int, left: np.ndarray, found: np.ndarray) -> None:
-        """Sets where each of the texts in `left` leads."""
+        """Set `found` for the texts in `left`, by a walk over their bytes."""
         table, num_columns = dfa.table.reshape(-1), dfa.table.shape[1]
         states = np.full(len(left), state)
         depth = 0
@@ -87,7 +87,7 @@ class PlainTokens:
 
 
 def _returns(dfa: Dfa, state: int) -> bool:
-    """Whether every character beyond ASCII leads from the state back to it."""
+    """Whether every non-ASCII character leads from the state back to it."""
     for spans in _NOT_ASCII:
         states = {state}
         for first, last in spans:
@@ -106,20 +106,20 @@ def _is_text(data: bytes) -> bool:
     return True
 
 
-_FEW = 4  # where less than one in so many nodes of a level can be reached, only those are walked
+_FEW = 4  # if less than one in so many nodes of a level can be reached, only these are walked
 
 
 class _Level(NamedTuple):
-    """Nodes that are equally deep, in the order of their bytes: children of one node side by side."""
+    """The nodes of one depth in the order of their bytes. Children of a node are adjacent."""
 
-    parents: np.ndarray  # int64, as numpy wants its indices: places in the level above
-    last: np.ndarray  # uint8: the byte that leads here
-    first_child: np.ndarray  # int32: a place in the level below
+    parents: np.ndarray  # int64, numpy's type of indices: index in the level above
+    last: np.ndarray  # uint8: the byte that leads to the node
+    first_child: np.ndarray  # int32: index in the level below
     num_children: np.ndarray  # int32
 
 
 class TokenTrie:
-    """The tokens of one vocabulary that are text. Made once for each vocabulary, used by many automata."""
+    """Trie of the text tokens of one vocabulary. All automata of the vocabulary share it."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         kept_out = vocabulary.special_ids.union(vocabulary.end_ids)
@@ -133,12 +133,12 @@ class TokenTrie:
         self._plain = PlainTokens([text for text, _ in texts], data, starts, lengths)
         self.size = vocabulary.size
         self.num_nodes = self._offsets[-1]
-        self._node_of = np.full(self.size, self.num_nodes, np.int64)  # the last node, of no text, is never reached
+        self._node_of = np.full(self.size, self.num_nodes, np.int64)  # of ids without text: never reached
         self._node_of[self._tokens] = nodes
-        self.single = frozenset(text[0] for text, _ in texts if len(text) == 1)  # bytes that are tokens
+        self.single = frozenset(text[0] for text, _ in texts if len(text) == 1)  # bytes with a token of their own
 
     def ends(self, dfa: Dfa, state: int) -> np.ndarray:
-        """int32 (size,): where each token leads from this state; DEAD where it does not fit, or is no text."""
+        """int32 (size,): the state after each token; DEAD if the token is not allowed or no text."""
         plain = self._plain.ends(dfa, state)
         if plain is not None:
             ends = np.full(self.size, DEAD, np.int32)
@@ -147,11 +147,11 @@ class TokenTrie:
         return self._walk(dfa, state).take(self._node_of)
 
     def _walk(self, dfa: Dfa, state: int) -> np.ndarray:
-        """int32 (num_nodes + 1,): where each node of the trie leads."""
+        """int32 (num_nodes + 1,): the state after each node of the trie, or DEAD."""
         found = np.full(self.num_nodes + 1, DEAD, np.int32)
         num_columns = dfa.table.shape[1]
         table = dfa.table.reshape(-1)
-        above, alive = np.array([state], np.int32), np.zeros(1, np.int64)  # states of a level, places that are not DEAD
+        above, alive = np.array([state], np.int32), np.zeros(1, np.int64)  # states of a level, indices of live nodes
         counts, first = np.array([len(self._levels[0].last)]), np.zeros(1, np.int64)
         for level, offset in zip(self._levels, self._offsets, strict=False):
             here = found[offset : offset + len(level.last)]
@@ -170,7 +170,7 @@ class TokenTrie:
 
 
 def _children(alive: np.ndarray, counts: np.ndarray, first: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(place of the parent, place of the child in the level below) of all children of the places in `alive`."""
+    """(index of the parent, index in the level below) of all children of the nodes in `alive`."""
     nums = counts[alive]
     which = np.repeat(np.arange(len(alive)), nums)
     begins = np.cumsum(nums) - nums
@@ -178,12 +178,12 @@ def _children(alive: np.ndarray, counts: np.ndarray, first: np.ndarray) -> tuple
 
 
 def _levels(data: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> tuple[list[_Level], list[int], np.ndarray]:
-    """The levels of sorted texts, where each begins among all nodes (and their number), and the node of each text."""
+    """Levels of sorted texts, index of the first node of each (and number of all nodes), node of each text."""
     nodes = np.zeros(len(starts), np.int64)
     rows: list[tuple[np.ndarray, np.ndarray]] = []
     offsets = [0]
-    left = np.arange(len(starts))  # texts that are longer than the levels so far
-    parents = np.zeros(len(starts), np.int32)  # their nodes there
+    left = np.arange(len(starts))  # texts that are longer than `depth`
+    parents = np.zeros(len(starts), np.int32)  # their nodes in the level above
     depth = 0
     while len(left):
         last = data[starts[left] + depth]
@@ -204,13 +204,13 @@ def _levels(data: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> tuple[
     return levels, offsets, nodes
 
 
-_MAX_SPAN = 4096  # bytes that are tokenised at once
-_MAX_SPANS = 1024  # that are remembered
-_MAX_WALKS = 20_000_000  # states times nodes of the trie, up to which dead ends are looked for
+_MAX_SPAN = 4096  # bytes that are tokenized at once
+_MAX_SPANS = 1024  # in the cache of forced tokens
+_MAX_WALKS = 20_000_000  # states times nodes of the trie, up to which dead ends are searched
 
 
 class TokenFsm:
-    """What a state allows, as tokens. All answers depend on the state alone, and are remembered within bounds."""
+    """An automaton over tokens. mask, forced: mask and forced tokens of a state, from bounded caches."""
 
     def __init__(self, dfa: Dfa, trie: TokenTrie, vocabulary: Vocabulary) -> None:
         self._dfa = dfa
@@ -233,22 +233,22 @@ class TokenFsm:
         return bool(self._dfa.accepts[state])
 
     def is_last(self, state: int) -> bool:
-        """Whether nothing but the end may come."""
+        """Whether only the end of the text is possible."""
         return self.accepts(state) and bool((self._dfa.table[state] == DEAD).all())
 
     def is_stuck(self, state: int) -> bool:
-        """Whether no token may come, and not the end: only where the vocabulary cannot write some byte."""
+        """Whether neither a token nor the end is possible. Needs a byte that the vocabulary cannot write."""
         return not self._can_write_all and not self.mask(state).any()
 
     def after(self, state: int, token: int) -> int:
-        """The state behind the token, or DEAD."""
+        """The state after a token; DEAD if the token is not allowed or no text."""
         if not 0 <= token < self._vocabulary.size or token in self._vocabulary.special_ids:
             return DEAD
         text = self._vocabulary.tokens[token]
         return self._dfa.walk(state, text) if text else DEAD
 
     def _mask(self, state: int) -> np.ndarray:
-        """uint32 (num_words,): the tokens that may come, ends among them where the text may end."""
+        """uint32 (num_words,): the allowed tokens, with the end tokens if the text may end."""
         ends = self._trie.ends(self._dfa, state)
         allowed = ends != DEAD if self._live is None else self._live[ends]
         return packed(self._with_ends(allowed) if self.accepts(state) else allowed)
@@ -258,7 +258,7 @@ class TokenFsm:
         return allowed
 
     def _forced(self, state: int) -> tuple[int, ...]:
-        """The tokens that have to come, MAX_FORCED of them at most."""
+        """The forced tokens of a state, at most MAX_FORCED."""
         data, behind = self._compressed.span(state)
         if not data:
             return ()
@@ -267,15 +267,15 @@ class TokenFsm:
 
 
 def _used_bytes(dfa: Dfa) -> set[int]:
-    """Bytes that some text of the language has."""
+    """The bytes that occur in texts of the language."""
     used = (dfa.table != DEAD).any(axis=0)[dfa.classes]
     return set(np.flatnonzero(used).tolist())
 
 
 def _live(dfa: Dfa, trie: TokenTrie) -> np.ndarray | None:
-    """bool (num_states + 1,): whether tokens lead from a state to an end; the last, of DEAD, is False.
+    """bool (num_states + 1,): whether tokens lead from a state to an accepting state; the last, of DEAD, is False.
 
-    None where that takes too long to find out: then a text may come to where no token goes on.
+    None above _MAX_WALKS: then a text may reach a state in which no token is allowed.
     """
     if dfa.num_states * trie.num_nodes > _MAX_WALKS:
         return None

@@ -1,1 +1,1 @@
-"""JSON Schema as the other structured-output backends read it: supported keywords, values, bounds."""
+"""The JSON schema reader of the llguidance and xgrammar backends."""

@@ -1,6 +1,7 @@
-"""Bounds on a JSON schema that a backend compiles, so that no schema can take long, or more stack than there is.
+"""Limits of JSON schemas: keywords, size and nesting.
 
-A schema here is one that `json_schema` has read: references lead to "$defs" of the root.
+They bound the time and the stack of a compilation. `check_bounds` takes a schema that `reader` has translated:
+references point to "$defs" of the root.
 """
 
 from collections.abc import Iterator, Mapping
@@ -11,16 +12,16 @@ from types import MappingProxyType
 from quire.errors import RequestError
 
 MAX_NODES = 2048  # schemas, and values within constants
-MAX_STACKED = 512  # levels of the root and of all definitions, one on top of the other
-MAX_WRITTEN_OUT = 4096  # nodes where references that have to be joined with something are written out
-MAX_MULTIPLE = 10_000  # of all multipleOf, in units of the last decimal
+MAX_STACKED = 512  # levels, summed over the root and all definitions
+MAX_WRITTEN_OUT = 4096  # nodes of a schema after references with other keywords beside them are expanded
+MAX_MULTIPLE = 10_000  # common multiple of all multipleOf, in units of the last decimal
 
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
 _IN_PLACE = ("allOf", "anyOf", "oneOf")
 
 
 def check_bounds(root: bool | dict[str, object], param: str) -> None:  # noqa: FBT001 (a schema may be true or false)
-    """Raises RequestError for a schema that would take too long, or that nothing finite fits."""
+    """Raises RequestError for a schema that is too large to compile, or that has no finite instance."""
     if isinstance(root, bool):
         return
     definitions = root.get("$defs", {})
@@ -38,7 +39,7 @@ def check_bounds(root: bool | dict[str, object], param: str) -> None:  # noqa: F
 
 
 def children(schema: Mapping[str, object]) -> Iterator[tuple[str, object]]:
-    """The schemas within one, each with its keyword; not "$defs"."""
+    """(keyword, schema) of the direct subschemas, without "$defs"."""
     for key, value in schema.items():
         if key in ("properties", "patternProperties") and isinstance(value, dict):
             yield from ((key, one) for one in value.values())
@@ -58,7 +59,7 @@ def _depth(schema: object) -> int:
 
 
 def _multiples(schema: object) -> Iterator[int]:
-    """Each multipleOf without its point: 0.25 is 25. Whole ones are taken as they are."""
+    """Each multipleOf without its decimal point: 25 for 0.25; whole numbers are unchanged."""
     if isinstance(schema, dict):
         if "multipleOf" in schema:
             _, digits, exponent = Decimal(repr(schema["multipleOf"])).normalize().as_tuple()
@@ -69,7 +70,7 @@ def _multiples(schema: object) -> Iterator[int]:
 
 
 class _Sizes:
-    """How large schemas are where references are written out: those that have to hold together with something else."""
+    """Sizes of schemas after the expansion of references that other keywords stand beside."""
 
     def __init__(self, definitions: Mapping[str, object], param: str) -> None:
         self._definitions = definitions
@@ -106,7 +107,7 @@ class _Sizes:
 
 
 def _check_finite(root: dict[str, object], definitions: Mapping[str, object], param: str) -> None:
-    """Every definition has to have an instance that ends."""
+    """Raises RequestError if the root or a definition has no finite instance."""
     ending: set[str] = set()
     while True:
         more = {name for name, schema in definitions.items() if name not in ending and _can_end(schema, ending)}
@@ -118,9 +119,9 @@ def _check_finite(root: dict[str, object], definitions: Mapping[str, object], pa
 
 
 def _can_end(schema: object, ending: set[str]) -> bool:
-    """Whether something finite fits, as far as references and required parts tell."""
+    """Whether a schema has a finite instance, judged by references and required parts. ending: definitions with one."""
     if not isinstance(schema, dict):
-        return True  # what fits nothing at all is found when it is compiled
+        return True  # compilation finds a schema without any instance
     if "$ref" in schema and schema["$ref"].removeprefix("#/$defs/") not in ending:
         return False
     for key in _IN_PLACE:
@@ -154,11 +155,7 @@ ANNOTATIONS = frozenset(
         *("title", "description", "default", "example", "examples", "deprecated", "readOnly", "writeOnly"),
         *("$schema", "$id", "id", "$anchor", "$comment", "$defs", "definitions", "$vocabulary"),
         *("contentMediaType", "contentEncoding", "contentSchema"),
-        *(
-            "discriminator",
-            "externalDocs",
-            "xml",
-        ),  # OpenAPI's: what they say is said by oneOf, too, or is no constraint
+        *("discriminator", "externalDocs", "xml"),  # OpenAPI's: redundant with oneOf, or no constraint
     }
 )
 

@@ -1,7 +1,7 @@
-"""A JSON schema, read strictly: every keyword is enforced, is an annotation, or refuses the request.
+"""Strict translation of a JSON schema: each keyword is enforced, is an annotation, or causes a RequestError.
 
-What comes out is a schema in one dialect (2020-12), without annotations, with formats as patterns and references to
-"$defs" alone: all that a backend has to know.
+The result is a schema in one dialect (2020-12), without annotations, with formats as patterns, and with references to
+"$defs" only.
 """
 
 import json
@@ -16,14 +16,14 @@ from quire.structured_outputs.json_schema.values import MAX_PROPERTIES, VALUES, 
 
 Schema = bool | dict[str, object]
 
-_MAX_DEPTH = 96  # where branches of oneOf stand in for references
+_MAX_DEPTH = 96  # of subschemas, with the references of oneOf branches expanded
 
 
 def read_schema(text: str, param: str, *, closed: bool = False) -> Schema:
-    """A schema that says what the one in `text` says.
+    """The translation of the schema in `text`.
 
-    closed: objects have no properties but those that are named, where they do not say otherwise.
-    Raises RequestError that names the place of what cannot be enforced, is no schema, or is too large.
+    closed: objects that name properties have no others, unless they set additionalProperties.
+    Raises RequestError with the JSON pointer of a part that cannot be enforced or is invalid, or if it is too large.
     """
     value = json.loads(text)
     check_unicode(param, json.dumps(value, ensure_ascii=False))
@@ -38,16 +38,16 @@ class _Reader:
         self._values = values
         self._refusal = values.refusal
         self._closed = closed
-        self._places: list[str] = []  # of definitions
-        self._names: dict[str, str] = {}  # place of a definition -> its name
-        self._inlined: list[str] = []  # places of references that are being written out
+        self._places: list[str] = []  # JSON pointers of definitions
+        self._names: dict[str, str] = {}  # JSON pointer of a definition -> its name
+        self._inlined: list[str] = []  # JSON pointers of references that are being expanded
 
     def read(self) -> Schema:
-        """The root, with the definitions that it leads to."""
+        """The translated root with the definitions that it references."""
         self._check_dialect()
         schema = self._schema(self._root, "#", 0)
         definitions: dict[str, object] = {}
-        for place in self._places:  # grows: definitions lead to others
+        for place in self._places:  # grows: definitions reference others
             definitions[self._names[place]] = self._schema(self._find(place, place), place, 0)
         if isinstance(schema, dict) and definitions:
             schema["$defs"] = definitions
@@ -98,7 +98,7 @@ class _Reader:
         out[key] = [read(one, f"{at}/{index}", depth + 1) for index, one in enumerate(argument)]
 
     def _branch(self, value: object, at: str, depth: int) -> Schema:
-        """A branch of oneOf. A reference is written out, so that branches can be told from each other."""
+        """A branch of oneOf. References are expanded, because backends must see that branches exclude each other."""
         if not isinstance(value, dict) or value.keys() - ANNOTATIONS != {"$ref"}:
             return self._schema(value, at, depth)
         place = self._place(value["$ref"], f"{at}/$ref")
@@ -139,7 +139,7 @@ class _Reader:
         out[key] = f"#/$defs/{self._names[place]}"
 
     def _place(self, reference: object, at: str) -> str:
-        """Where a reference leads, as a pointer."""
+        """The JSON pointer of a reference."""
         if not isinstance(reference, str):
             raise self._refusal(at, "$ref is a string")
         root = self._root if isinstance(self._root, dict) else {}
@@ -165,7 +165,7 @@ class _Reader:
         return value
 
     def _settle(self, value: Mapping[str, object], at: str, out: Out) -> None:
-        """What keywords mean together, and the names that they have in 2020-12."""
+        """Convert keywords of older drafts and `format` to 2020-12, close objects, and check minProperties."""
         for side in ("Minimum", "Maximum"):
             if out.get(f"exclusive{side}") is True:
                 bound = out.pop(side.lower(), None)
@@ -189,7 +189,7 @@ class _Reader:
         self._check_fewest(at, out)
 
     def _check_fewest(self, at: str, out: Out) -> None:
-        """Free names may repeat, so that a number of them is no number of properties."""
+        """Refuse minProperties above the required names plus one in an open object: additional names can repeat."""
         fewest, required = out.get("minProperties", 0), out.get("required", [])
         assert isinstance(fewest, int)
         assert isinstance(required, list)

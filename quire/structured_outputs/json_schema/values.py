@@ -1,4 +1,4 @@
-"""The keywords of JSON schema that have values, not schemas: checked, and within what a backend enforces exactly."""
+"""Keywords of JSON schema whose arguments are values and not schemas."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -19,13 +19,13 @@ _DATE = f"(?:{_YEAR}-{_MONTH_AND_DAY}|{_LEAP_YEAR}-02-29)"
 _HOURS = "(?:[01][0-9]|2[0-3]):[0-5][0-9]"
 _TIME = f"{_HOURS}:[0-5][0-9](?:\\.[0-9]{{1,9}})?(?:Z|[+-]{_HOURS})"
 
-# RFC 3339, appendix A: units in order, none left out between two.
+# RFC 3339, appendix A: units in order, without gaps.
 _N = "[0-9]{1,6}"
 _TIME_OF_DURATION = f"T(?:{_N}H(?:{_N}M(?:{_N}S)?)?|{_N}M(?:{_N}S)?|{_N}S)"
 _DATE_OF_DURATION = f"(?:{_N}Y(?:{_N}M(?:{_N}D)?)?|{_N}M(?:{_N}D)?|{_N}D)"
 _DURATION = f"P(?:{_N}W|{_DATE_OF_DURATION}(?:{_TIME_OF_DURATION})?|{_TIME_OF_DURATION})"
 
-# RFC 1123: at most 63 characters between dots and 253 in all; letters first, so that none reads as an address.
+# RFC 1123: at most 63 characters between dots and 253 in all. The last label begins with a letter: it is no address.
 _LONG_LABEL = "[a-zA-Z0-9]{1,15}(?:-[a-zA-Z0-9]{1,15}){0,3}"
 _SHORT_LABEL = "[a-zA-Z0-9]{1,10}(?:-[a-zA-Z0-9]{1,10})?"
 _LAST_LABEL = "[a-zA-Z]{1,15}(?:-[a-zA-Z0-9]{1,15}){0,3}"
@@ -38,7 +38,7 @@ _EMAIL = f"{_ATOM}(?:\\.{_ATOM}){{0,2}}@{_HOSTNAME}"
 _BYTE = "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
 _IPV4 = f"(?:{_BYTE}\\.){{3}}{_BYTE}"
 
-# RFC 4291: eight groups, or up to seven with a gap somewhere.
+# RFC 4291: eight groups, or up to seven and a "::".
 _GROUP = "[0-9a-fA-F]{1,4}"
 
 
@@ -51,7 +51,7 @@ _IPV6 = "(?:" + "|".join([f"(?:{_GROUP}:){{7}}{_GROUP}", *map(_with_gap, range(8
 
 _UUID = "[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}"
 
-# RFC 3986, in its common shapes: //authority/path or a path, then a query and a fragment.
+# RFC 3986, common forms only: //authority/path or a path, then a query and a fragment.
 _CHARACTER = "(?:[a-zA-Z0-9._~!$&'()*+,;=:@-]|%[0-9a-fA-F]{2})"
 _HOST = f"(?:\\[{_IPV6}\\]|(?:[a-zA-Z0-9._~!$&'()*+,;=-]|%[0-9a-fA-F]{{2}}){{0,253}})"
 _USER = "(?:[a-zA-Z0-9._~!$&'()*+,;=:-]|%[0-9a-fA-F]{2}){1,64}"
@@ -79,7 +79,7 @@ FORMATS: Mapping[str, str] = MappingProxyType(
 )
 
 
-# By the letter of the class: what both count among it, and what either does. ECMA-262, 12.2, 12.3 and 22.2.2.9.
+# By letter of the class: characters that both JavaScript (ECMA-262, 12.2, 12.3, 22.2.2.9) and Python count, or either.
 _BOTH = {
     "s": r"\t\n\x0b\x0c\r\x20\u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000",
     "d": "0-9",
@@ -91,11 +91,11 @@ _PIECE = re.compile(
     r"(?P<set>\[\^?(?:[^\]\\]|\\.)*\])|(?P<property>\\[pP](?:\{[^{}]*\}|.))|(?P<escape>\\.)|(?P<any>\.)|(?P<other>.)",
     re.DOTALL,
 )
-_WHOLE_SETS = {"[]", "[^]"}  # nothing and anything, in JavaScript alone
+_WHOLE_SETS = {"[]", "[^]"}  # no character and any character, in JavaScript only
 
 
 def strict_pattern(pattern: str) -> str:
-    """The same pattern, or one that matches less. Raises ValueError that says what is not supported."""
+    """The pattern, narrowed to what both JavaScript and Python match. Raises ValueError if a part is unsupported."""
     if re.search(r"\\b", pattern):
         raise ValueError("\\b is not supported")
     if _PATTERN_CONTROL.search(pattern):
@@ -120,7 +120,7 @@ def _rewritten(piece: re.Match[str]) -> str:
 
 
 def _set(written: str) -> str:
-    """A set in which brackets and operators of sets are characters, as in JavaScript."""
+    """The set with "[", "&" and "~" escaped: in JavaScript they are plain characters in a set."""
     opening = "[^" if written.startswith("[^") else "["
     inner = re.findall(r"\\.|.", written[len(opening) : -1], re.DOTALL)
     is_negated = opening == "[^"
@@ -128,7 +128,7 @@ def _set(written: str) -> str:
 
 
 def _class(escape: str, *, is_negated: bool = False) -> str:
-    """What a class stands for; is_negated: it is taken away from a set."""
+    """The set of a class escape such as \\d; another escape unchanged. is_negated: it stands in a negated set."""
     letter = escape[1:]
     if letter in _BOTH:
         return f"[{(_EITHER if is_negated else _BOTH)[letter]}]"
@@ -142,17 +142,17 @@ def _without_control(one: str) -> str:
 
 
 MAX_PROPERTIES = 512  # of one object
-_MAX_WHOLE = 2**53  # beyond it neighbouring whole numbers are the same float
+_MAX_WHOLE = 2**53  # larger integers are not exact as floats
 _MIN_FRACTION = 1e-9
 _MAX_AMOUNT = 2**31 - 1
 _MAX_PATTERNS = 8192  # characters of all patterns
-_CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f]")  # characters that JSON can write by number alone
+_CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f]")  # characters that JSON can write as \u escapes only
 
 Out = dict[str, object]
 
 
 class Values:
-    """Reads values, and counts what must not be too much. `at` is where one stands, for errors."""
+    """Checks values and counts nodes and characters of patterns. at: JSON pointer of a value, for errors."""
 
     def __init__(self, param: str) -> None:
         self._param = param
@@ -160,21 +160,21 @@ class Values:
         self._num_characters = 0
 
     def refusal(self, at: str, why: str) -> RequestError:
-        """To be raised."""
+        """The error of a value. The caller raises it."""
         return RequestError(f"schema at {at}: {why}", self._param)
 
     def count(self, at: str) -> None:
-        """One more schema, or value within a constant."""
+        """Count a schema, or a value within a constant. Raises RequestError beyond MAX_NODES."""
         self._num_nodes += 1
         if self._num_nodes > MAX_NODES:
             raise self.refusal(at, f"more than {MAX_NODES:,} parts; make the schema smaller")
 
     def read(self, key: str, argument: object, at: str, out: Out) -> None:
-        """Put one keyword of VALUES into a schema."""
+        """Translate one keyword of VALUES into the schema `out`. Raises RequestError."""
         VALUES[key](self, key, argument, at, out)
 
     def pattern(self, pattern: object, at: str) -> str:
-        """A pattern in a backend's syntax."""
+        """A pattern in the syntax of the backends. Raises RequestError."""
         if not isinstance(pattern, str):
             raise self.refusal(at, "a pattern is a string")
         self._num_characters += len(pattern)
@@ -186,7 +186,7 @@ class Values:
             raise self.refusal(at, f"pattern: {error}") from error
 
     def text(self, text: str, at: str) -> None:
-        """A name or a constant has to be one that is written in one way, and not too long."""
+        """Raises RequestError for a name or constant that is too long or has control characters."""
         if len(text) > MAX_LITERAL:
             raise self.refusal(at, f"a text must have at most {MAX_LITERAL:,} characters, not {len(text):,}")
         if _CONTROL.search(text):
@@ -250,7 +250,7 @@ class Values:
             out[key] = self._number(argument, at)
         elif not key.startswith("exclusive"):
             raise self.refusal(at, "must be a number")
-        elif argument:  # draft 4: it says how the other bound is meant
+        elif argument:  # draft 4: the bound of the same side is exclusive
             out[key] = True
 
     def _multiple(self, key: str, argument: object, at: str, out: Out) -> None:
@@ -278,7 +278,7 @@ class Values:
 
 
 def escaped(name: str) -> str:
-    """A name as a step of a JSON pointer."""
+    """A name as a part of a JSON pointer."""
     return name.replace("~", "~0").replace("/", "~1")
 
 

@@ -1,4 +1,4 @@
-"""Routes for those who run the server: figures about all tenants together, and the cache's contents thrown away."""
+"""Admin routes: metrics, server info, cache flush."""
 
 from dataclasses import asdict
 
@@ -17,19 +17,19 @@ from quire.server.middleware.auth import operators_only, own_pages_only
 from quire.server.service import Service
 from quire.startup.calibration import lookup_seconds
 
-_LONGEST = 1024  # tokens of a prompt that is looked up: the time grows with the length, and nobody should wait for it
+_LONGEST = 1024  # tokens of a measured lookup, whose time grows with the length
 
 
 class Advisor:
-    """Measures lookups once, when somebody first asks."""
+    """Block size advice. Prefix lookups are measured once, at the first request."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
         self._lookup: dict[int, float] | None = None
-        self._length = 0  # tokens of the prompts that were looked up
+        self._length = 0  # tokens of the measured prompts
 
     async def figures(self) -> dict[str, object]:
-        """Costs and the advice; null where the engine does not answer."""
+        """Costs and block size advice; both None if the engine does not answer."""
         learnt = await self._service.engine.learnt()
         if learnt is None:
             return {"costs": None, "block_size_advice": None}
@@ -49,32 +49,32 @@ class Advisor:
             length = min(max(mean, 1), _LONGEST)
             try:
                 self._lookup = await self._service.aside.run(lambda: lookup_seconds(kind, sizes, length))
-            except (Busy, EngineStopped):  # the next one who asks may have it
+            except (Busy, EngineStopped):  # the next request measures again
                 return {}
             self._length = length
         return self._lookup
 
 
 def operator_routes(service: Service, metrics_prefix: str) -> APIRouter:
-    """The routes that need the role admin where there are keys."""
+    """The routes that need the role admin. Without keys every caller has it."""
     router = APIRouter(tags=["Operations"], dependencies=[Depends(operators_only)])
     advisor = Advisor(service)
 
     @router.get("/metrics", response_model=None)
     async def metrics() -> Response:
-        """Figures for Prometheus."""
+        """Metrics in Prometheus' text format."""
         return Response(service.metrics.page(metrics_prefix), headers={"content-type": CONTENT_TYPE_LATEST})
 
     @router.get("/get_server_info", response_model=None)
     async def get_server_info() -> Response:
-        """What this server is, how it was set up, what work costs it, and how its cache does."""
+        """Return version, model, options, KV groups, cache figures, load, measured costs and block size advice."""
         info = {**_server_info(service), **await advisor.figures()}
         return Response(msgspec.json.encode(info), media_type="application/json")
 
     @router.get("/flush_cache", dependencies=[Depends(own_pages_only)])
     @router.post("/flush_cache", dependencies=[Depends(own_pages_only)])
     async def flush_cache() -> dict[str, int]:
-        """Forget all KV that no running request holds."""
+        """Drop all cached KV that no running request uses."""
         return {"freed_blocks": await service.engine.flush_cache()}
 
     return router
@@ -126,7 +126,7 @@ def _memory(cache: CacheConfig) -> dict[str, object]:
 
 
 def _cache_figures(stats: EngineStats) -> dict[str, float]:
-    """Blocks of all KV groups; tokens of prompts."""
+    """Blocks are of all KV groups, tokens of prompts."""
     return {
         "kv_blocks_cached": stats.kv_blocks_cached,
         "kv_blocks_used": stats.kv_blocks_used,

@@ -1,4 +1,4 @@
-"""/v1/requests/{id}/explain: what became of a request and why. Knows who may ask; the reasons are the engine's."""
+"""/v1/requests/{id}/explain: the explanation of a request."""
 
 import msgspec
 from fastapi import APIRouter, Request, Response
@@ -9,16 +9,16 @@ from quire.server.errors import UnknownRequest
 from quire.server.middleware.auth import caller_of
 from quire.server.service import Service
 
-MAX_ID = 256  # characters; no id of this server is as long, and the names of many prompts are made of it
+MAX_ID = 256  # characters; longer than any id of this server. One lookup key per possible prompt is built from it
 
 
 def explain_routes(service: Service) -> APIRouter:
-    """The route of explanations."""
+    """The route /v1/requests/{id}/explain."""
     router = APIRouter(tags=["Operations"])
 
-    @router.get("/v1/requests/{id:path}/explain", response_model=None)  # clients' ids may have slashes
+    @router.get("/v1/requests/{id:path}/explain", response_model=None)  # client ids can contain slashes
     async def explain(id: str, request: Request) -> Response:
-        """What was reused, what not and why, what it waited for: of a request that runs or ran lately."""
+        """Explain cache reuse, queue time and preemptions of a request that runs or ended recently."""
         caller = caller_of(request)
         known = len(id) <= MAX_ID
         explanations = await service.explain(service.request_ids.answer_id(caller.tenant, id)) if known else []
@@ -36,5 +36,5 @@ def explain_routes(service: Service) -> APIRouter:
 
 
 def visible(explanations: list[Explanation], caller: Caller) -> bool:
-    """Whether there is something, and nothing of another tenant's."""
+    """Whether there are explanations and the caller may read all of them."""
     return bool(explanations) and all(caller.is_admin or one.tenant == caller.tenant for one in explanations)

@@ -1,4 +1,4 @@
-"""Routes that generate nothing and that any caller may ask: models, liveness, readiness, health."""
+"""Routes of models and health."""
 
 import msgspec
 from fastapi import APIRouter, Request, Response
@@ -9,35 +9,33 @@ from quire.server.service import Service
 
 
 def operation_routes(service: Service, drain: Drain) -> APIRouter:
-    """The routes that generate nothing. drain: once it has begun, the server is not ready."""
+    """The routes. drain: /ready and /health answer 503 once it has begun."""
     router = APIRouter(tags=["Operations"])
 
     @router.get("/v1/models", tags=["OpenAI"])
     async def models() -> dict[str, object]:
-        """The models that requests may name."""
+        """List the served model."""
         return {"object": "list", "data": [_model(service)]}
 
     @router.get("/v1/models/{name:path}", tags=["OpenAI"])
     async def model(name: str) -> dict[str, object]:
-        """One model."""
+        """Describe the served model. 404 for another name."""
         service.check_model(name)
         return _model(service)
 
     @router.get("/live")
     async def live() -> dict[str, str]:
-        """200 as long as this process answers at all."""
+        """200 while this process answers. A liveness probe; needs no API key."""
         return {"status": "ok"}
 
     @router.get("/ready", response_model=None)
     async def ready() -> Response:
-        """200 when requests can be served, 503 otherwise."""
+        """200 if requests can be served, otherwise 503. A readiness probe; needs no API key."""
         return _health(service, drain, with_figures=False)
 
     @router.get("/health", response_model=None)
     async def health(request: Request) -> Response:
-        """200 when the engine moves, 503 when it has stopped or stalled, or the server is about to end; with figures
-        for those who run it.
-        """
+        """200 if requests can be served, otherwise 503 with the reason in `status`. Admins also get figures."""
         return _health(service, drain, with_figures=caller_of(request).is_admin)
 
     return router
@@ -54,7 +52,7 @@ def _model(service: Service) -> dict[str, object]:
 
 
 def _health(service: Service, drain: Drain, *, with_figures: bool) -> Response:
-    """Figures are about all tenants together; also how long ago the engine moved tells how busy it is."""
+    """The status, with figures only for admins: they cover all tenants, and the heartbeat age shows the load."""
     health = service.engine.health()
     problem = health.problem or ("draining" if drain.begun else "")
     body: dict[str, object] = {"status": problem or "ok"}

@@ -1,4 +1,4 @@
-"""/v1/programs/end: a program, or one branch of it, goes on no more. What a program is, is the engine's business."""
+"""/v1/programs/end: the end of a program or of one branch."""
 
 from fastapi import APIRouter, Request
 from pydantic import Field
@@ -9,7 +9,7 @@ from quire.server.api.request_params import Body, about
 from quire.server.middleware.auth import caller_of
 from quire.server.service import Service
 
-_PREFIX = "program."  # of what is a field's field in other bodies
+_PREFIX = "program."  # of field names in Program's errors; this body has the fields at the top
 
 
 class EndProgramBody(Body):
@@ -20,14 +20,14 @@ class EndProgramBody(Body):
 
 
 def program_routes(service: Service) -> APIRouter:
-    """The route of programs."""
+    """The route /v1/programs/end."""
     router = APIRouter(tags=["Programs"])
 
     @router.post("/v1/programs/end")
     async def end(body: EndProgramBody, request: Request) -> dict[str, str | None]:
-        """Nobody goes on from what a program, or one branch of it, has left in the cache: it is given up first.
+        """End a program or one branch of it: no later request continues from it, and its cached KV is evicted first.
 
-        An id that is unknown, or another tenant's, changes nothing and is answered alike.
+        An unknown id, or one of another tenant, changes nothing and gets the same answer.
         """
         try:
             program = Program(id=body.id, branch=body.branch or "")

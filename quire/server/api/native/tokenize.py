@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize, with vLLM's bodies: text to token ids and back, nothing generated."""
+"""/tokenize and /detokenize, with vLLM's bodies."""
 
 from fastapi import APIRouter, Response
 from msgspec.json import encode
@@ -14,7 +14,7 @@ _OF_MESSAGES = [name for name in TemplateBody.model_fields if name not in ("add_
 
 
 class TokenizeBody(TemplateBody):
-    """POST /tokenize: a text, or a conversation as chat would write it."""
+    """POST /tokenize: a text, or a conversation for the chat template."""
 
     model: str | None = about("The served model; /v1/models lists it.")
     prompt: str | None = about("A text.")
@@ -35,7 +35,7 @@ def token_routes(service: Service) -> APIRouter:
 
     @router.post("/tokenize", response_model=None)
     async def tokenize(body: TokenizeBody) -> Response:
-        """The ids that a text or a conversation becomes."""
+        """Return the token ids of a text or a conversation."""
         service.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise RequestError("give either a prompt or messages", "prompt")
@@ -43,7 +43,7 @@ def token_routes(service: Service) -> APIRouter:
 
     @router.post("/detokenize", response_model=None)
     async def detokenize(body: DetokenizeBody) -> Response:
-        """The text of token ids, special tokens included."""
+        """Return the text of token ids, special tokens included."""
         service.check_model(body.model)
         return await service.aside.run(lambda: _json({"prompt": _text(body.tokens, service)}))
 

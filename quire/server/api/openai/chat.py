@@ -1,4 +1,4 @@
-"""/v1/chat/completions: a conversation in, the next turn out. Knows OpenAI's format; the work is the service's."""
+"""/v1/chat/completions, with OpenAI's format."""
 
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -28,16 +28,16 @@ _OWN_FIELDS = (
 
 
 def spoken(messages: Sequence[ChatMessage]) -> list[dict[str, object]]:
-    """The messages as chat templates know them."""
+    """The messages as dicts for chat templates. The role developer becomes system."""
     plain = [message.model_dump(exclude_none=True) for message in messages]
     for message in plain:
-        if message["role"] == "developer":  # OpenAI's newer name, which few templates know
+        if message["role"] == "developer":  # OpenAI's newer name, which few templates accept
             message["role"] = "system"
     return plain
 
 
 def begun_answer(messages: Sequence[Mapping[str, object]]) -> str:
-    """What the assistant has said already in its last turn, where the conversation ends with that."""
+    """The content of the last message if it is the assistant's; else an empty string."""
     if not messages or messages[-1]["role"] != "assistant":
         return ""
     return str(plain_messages(messages[-1:])[0]["content"] or "")
@@ -46,7 +46,7 @@ def begun_answer(messages: Sequence[Mapping[str, object]]) -> str:
 def tokenize_conversation(
     messages: Sequence[Mapping[str, object]], body: TemplateBody, tokenizer: Tokenizer
 ) -> TokenizedPrompt:
-    """The conversation as the model's chat template writes it. Raises RequestError, ModelError."""
+    """The conversation as rendered by the chat template, with token ids. Raises RequestError, ModelError."""
     effort = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
     variables = template_variables(body.chat_template_kwargs, (*_OWN_FIELDS, *effort))
     text = tokenizer.apply_chat_template(
@@ -62,12 +62,12 @@ def tokenize_conversation(
 
 
 def chat_routes(service: Service) -> APIRouter:
-    """The route of chat completions."""
+    """The route /v1/chat/completions."""
     router = APIRouter(tags=["OpenAI"])
 
     @router.post("/v1/chat/completions", response_model=None)
     async def chat_completions(body: ChatBody, request: Request) -> Response:
-        """Answer a conversation."""
+        """Generate the next message of a conversation."""
         limit, id = TimeLimit(body.timeout), service.request_ids.make("chatcmpl", request)
         answer, reply = await limit.of(_start(service, body, caller_of(request), id))
         return await respond(request, answer, reply, limit, stream=bool(body.stream))
@@ -89,7 +89,7 @@ async def _start(service: Service, body: ChatBody, caller: Caller, id: str) -> t
 
 
 def _read(service: Service, body: ChatBody, params: SamplingParams) -> tuple[list[Generation], str]:
-    """The conversation as the engine takes it, and the echo that the answer begins with."""
+    """The conversation as a Generation, and the text that the answer begins with if `echo` is set."""
     messages = spoken(body.messages)
     service.check_size([messages, body.tools, body.documents, body.chat_template_kwargs], "messages")
     prompt = tokenize_conversation(messages, body, service.tokenizer)
@@ -109,7 +109,7 @@ class ChatAnswer:
         self._beginning = beginning
 
     def whole(self, reply: Reply) -> dict[str, object]:
-        """Everything at once."""
+        """The body of the response."""
         (transcript,) = reply.transcripts
         choices = [
             self._choice(
@@ -123,13 +123,13 @@ class ChatAnswer:
         return {**head, "choices": choices, "usage": reply.usage()}
 
     async def events(self, reply: Reply) -> AsyncIterator[bytes]:
-        """Server-sent events while the sequences grow; the first of each choice names the role."""
+        """The events of a stream. The first chunk of each choice has the role."""
         (transcript,) = reply.transcripts
         head = {**self._head, "object": "chat.completion.chunk"}
         for index in range(reply.num_choices):
             choice = self._choice(index, {"delta": {"role": "assistant", "content": self._beginning}}, None)
             yield event({**head, "choices": [choice], **self._usage.of_chunk(reply)})
-        about_prompt = True  # whether it is still to be told
+        about_prompt = True  # whether the fields of the prompt are still to be sent
         async for deltas in reply.deltas():
             chunks = []
             for delta in deltas:
@@ -144,7 +144,7 @@ class ChatAnswer:
         yield DONE
 
     def _about_prompt(self, transcript: Transcript) -> dict[str, object]:
-        """What was asked about the prompt: once, as there is one."""
+        """The requested fields of the prompt. Chat has one prompt, so they are sent once."""
         fields: dict[str, object] = {}
         if transcript.prompt_logprobs is not None:
             fields["prompt_logprobs"] = plain_rows(transcript.prompt_logprobs)
@@ -155,7 +155,7 @@ class ChatAnswer:
     def _choice(
         self, index: int, content: dict[str, object], part: CompletionOutput | Delta | None
     ) -> dict[str, object]:
-        """A sequence, a part of it, or None for nothing yet."""
+        """The object of a choice. part: a whole sequence, a delta, or None for a chunk without tokens."""
         ids = {"token_ids": part.token_ids} if part and self._with_ids else {}
         return {
             "index": index,

@@ -1,4 +1,4 @@
-"""/v1/completions: prompts in, text out. Knows OpenAI's format; the work is the service's."""
+"""/v1/completions, with OpenAI's format."""
 
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -26,17 +26,16 @@ from quire.tokenizer.tokenizer import Tokenizer
 
 
 class Echo(NamedTuple):
-    """A prompt's text, and for each of its tokens the number of characters that are complete before it."""
+    """A prompt's text. offsets: per token, the number of characters that the tokens before it completed."""
 
     text: str
     offsets: list[int]
 
 
 def echo_of(prompt: TokenizedPrompt, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> Echo:
-    """The text as the caller wrote it; for a prompt of ids, what they decode to.
+    """The echo of a prompt: the caller's text, or the decoded text of token ids.
 
-    Offsets are those of the decoded text. Should a tokenizer write a text differently from how it was given,
-    none lies beyond its end.
+    Offsets refer to the decoded text. If that differs from the caller's text, they are limited to its length.
     """
     if prompt.text is None:
         return _decoded(prompt.ids, tokenizer, skip_special_tokens=skip_special_tokens)
@@ -55,9 +54,9 @@ def _decoded(ids: list[int], tokenizer: Tokenizer, *, skip_special_tokens: bool)
 
 
 class Opening(NamedTuple):
-    """One prompt's part of its choices.
+    """The part of a choice that describes the prompt.
 
-    text: the echo. lists: what the choice's `logprobs` begin with; None for nothing. fields: others of the choice.
+    text: the echo. lists: the first entries of the choice's `logprobs`; None for none. fields: further fields.
     """
 
     text: str
@@ -66,7 +65,7 @@ class Opening(NamedTuple):
 
 
 class Openings:
-    """Those of one request. echoes: of each prompt, where they are wanted."""
+    """The Openings of one request, each written once. echoes: one per prompt; None without echo."""
 
     def __init__(self, body: CompletionBody, logprobs: LogprobFormat, echoes: Sequence[Echo] | None) -> None:
         self._with_ids = bool(body.return_token_ids)
@@ -78,11 +77,11 @@ class Openings:
         self.wanted = bool(echoes) or self._with_ids or self._with_rows
 
     def num_characters(self, place: int) -> int:
-        """Of the text that comes before the output of this prompt."""
+        """Length of the echo of the prompt at index `place`."""
         return len(self._echoes[place].text) if self._echoes else 0
 
     def of(self, place: int, transcript: Transcript) -> Opening:
-        """That of a prompt which is computed."""
+        """The Opening of the prompt at index `place`, which must be computed."""
         if place not in self._written:
             self._written[place] = self._write(place, transcript)
         return self._written[place]
@@ -101,12 +100,12 @@ class Openings:
 
 
 def completion_routes(service: Service) -> APIRouter:
-    """The route of text completions."""
+    """The route /v1/completions."""
     router = APIRouter(tags=["OpenAI"])
 
     @router.post("/v1/completions", response_model=None)
     async def completions(body: CompletionBody, request: Request) -> Response:
-        """Continue a prompt, or each of several."""
+        """Continue one or several prompts."""
         limit, id = TimeLimit(body.timeout), service.request_ids.make("cmpl", request)
         answer, reply = await limit.of(_start(service, body, caller_of(request), id))
         return await respond(request, answer, reply, limit, stream=bool(body.stream))
@@ -162,7 +161,7 @@ class CompletionAnswer:
         self._openings = Openings(body, self._logprobs, echoes)
 
     def whole(self, reply: Reply) -> dict[str, object]:
-        """Everything at once."""
+        """The body of the response."""
         choices: list[dict[str, object]] = []
         for place, transcript in enumerate(reply.transcripts):
             for output in transcript.result().outputs:
@@ -170,7 +169,7 @@ class CompletionAnswer:
         return {**self._head, "choices": choices, "usage": reply.usage()}
 
     async def events(self, reply: Reply) -> AsyncIterator[bytes]:
-        """Server-sent events while the sequences grow."""
+        """The events of a stream. The first chunk of a choice has its Opening."""
         begun: set[int] = set()
         async for deltas in reply.deltas():
             chunks = []
@@ -190,7 +189,7 @@ class CompletionAnswer:
     def _choice(
         self, index: int, part: CompletionOutput | Delta, place: int, opening: Opening | None
     ) -> dict[str, object]:
-        """A sequence, or a part of it; `opening` where it is the first part."""
+        """The object of a choice. part: a whole sequence or a delta. opening: for the first part of a choice."""
         ids = {"token_ids": part.token_ids} if self._with_ids else {}
         return {
             "index": index,
@@ -205,7 +204,7 @@ class CompletionAnswer:
     def _lists(
         self, part: CompletionOutput | Delta, place: int, opening: Opening | None
     ) -> Mapping[str, Sequence[object]] | None:
-        """Of the prompt where it is told, then of the part; None where there is no token of either."""
+        """The `logprobs` of the prompt, if reported, then those of the part; None if neither has a token."""
         begun = opening.lists if opening else None
         if not part.logprobs:
             return begun

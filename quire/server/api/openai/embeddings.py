@@ -1,4 +1,4 @@
-"""/v1/embeddings: prompts in, vectors out. Knows OpenAI's format; the vectors are the engine's."""
+"""/v1/embeddings, with OpenAI's format."""
 
 import base64
 import time
@@ -45,12 +45,12 @@ class EmbeddingBody(TermsBody):
 
 
 def embedding_routes(service: Service) -> APIRouter:
-    """The route of embeddings."""
+    """The route /v1/embeddings."""
     router = APIRouter(tags=["OpenAI"])
 
     @router.post("/v1/embeddings", response_model=None)
     async def embeddings(body: EmbeddingBody, request: Request) -> Response:
-        """The vector of a text, or of each of several."""
+        """Return the vector of one or several prompts."""
         service.check_model(body.model)
         pooling = pooling_of(body.pooling or "last")
         if body.dimensions not in (None, service.hidden_size):
@@ -82,7 +82,7 @@ async def _tokenize(service: Service, body: EmbeddingBody) -> list[Generation]:
 
 
 async def _embed(service: Service, batch: PooledBatch, spending: AbstractContextManager[None]) -> None:
-    """Compute all of them. spending: counts them once they are accepted.
+    """Compute the batch, and update the metrics. spending: counts the prompt tokens while the engine accepts them.
 
     Raises RequestError, RateLimited, DeadlineMissed, EmbeddingFailed, EngineStopped.
     """
@@ -109,7 +109,7 @@ async def _embed(service: Service, batch: PooledBatch, spending: AbstractContext
 
 
 def _told(batch: PooledBatch, content: bool) -> Told:  # noqa: FBT001
-    """For the request's record; vectors are not told."""
+    """Figures for the request record, without vectors. Prompts are token ids."""
     return Told(
         num_prompt_tokens=sum(len(one.prompt_token_ids) for one in batch),
         num_output_tokens=0,

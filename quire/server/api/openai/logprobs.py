@@ -1,4 +1,4 @@
-"""Logprobs in OpenAI's two formats and in vLLM's. Knows no routes."""
+"""Response formats of logprobs (OpenAI's two and vLLM's) and usage."""
 
 import math
 from collections.abc import Sequence
@@ -17,10 +17,10 @@ _LEAST = -9999.0  # JSON has no infinity
 
 
 class LogprobFormat:
-    """How one request wants its logprobs written.
+    """Formatter of one request's logprobs.
 
-    A token is named by its text; in completions, one that is a part of a character by its bytes, such as
-    `bytes:\\xf0`, so that different ones have different names. as_token_ids: `token_id:5` in place of both.
+    A token is named by its text. In completions, a token that is part of a character is named by its bytes, such as
+    `bytes:\\xf0`, so that names are distinct. as_token_ids: names are `token_id:5` instead.
     """
 
     def __init__(self, params: SamplingParams, tokenizer: Tokenizer, *, as_token_ids: bool = False) -> None:
@@ -31,9 +31,9 @@ class LogprobFormat:
         self._as_token_ids = as_token_ids
 
     def chat(self, rows: Sequence[LogprobRow] | None) -> dict[str, object] | None:
-        """For chat: one object per token, with its bytes, the most likely ones, and those asked about.
+        """Chat format: one object per token, with its bytes, the most likely tokens, and those of logprob_token_ids.
 
-        None where there is no token.
+        None if there is no token.
         """
         if not rows:
             return None
@@ -48,10 +48,10 @@ class LogprobFormat:
     def completion(
         self, tokens: Sequence[int], rows: Sequence[LogprobRow | None], offsets: Sequence[int]
     ) -> dict[str, list[object]]:
-        """For completions: parallel lists. The token itself is always among the most likely ones.
+        """Completions format: parallel lists. `top_logprobs` always includes the token itself.
 
-        rows: None for a prompt's first token, of which nothing is known. offsets: in the text, in characters. Where
-        the output has a form, a list tells which tokens were forced.
+        rows: None for a prompt's first token. offsets: in the text, in characters. With a constraint there is a list
+        `forced`.
         """
         pairs = list(zip(tokens, rows, strict=True))
         lists: dict[str, list[object]] = {
@@ -65,7 +65,7 @@ class LogprobFormat:
         return lists
 
     def _reported(self, row: LogprobRow) -> list[int]:
-        """The most likely tokens, then those asked about."""
+        """The most likely tokens, then those of logprob_token_ids."""
         likely = sorted(row, key=lambda token: (-row[token].logprob, token))[: self._top]
         return likely + [token for token in self._given if token in row and token not in likely]
 
@@ -95,12 +95,12 @@ class LogprobFormat:
 
 
 def plain_rows(rows: Sequence[LogprobRow | None]) -> Raw:
-    """In vLLM's format, as JSON: per token of the prompt, each reported token's id with what is known about it."""
+    """vLLM's format, as JSON: per prompt token, an object from reported token id to its Logprob."""
     return Raw(encode([None if row is None else _finite_row(row) for row in rows]))
 
 
 def finite(value: float) -> float:
-    """A logprob that JSON can hold."""
+    """The logprob, or _LEAST if it is not finite."""
     return value if math.isfinite(value) else _LEAST
 
 
@@ -111,18 +111,18 @@ def _finite_row(row: LogprobRow) -> LogprobRow:
 
 
 class UsageFormat:
-    """What `stream_options` say."""
+    """The usage of a stream, by its `stream_options`."""
 
     def __init__(self, options: StreamOptions | None) -> None:
         self._wanted = options is not None and bool(options.include_usage)
         self._always = self._wanted and options is not None and bool(options.continuous_usage_stats)
 
     def of_chunk(self, reply: Reply) -> dict[str, object]:
-        """The fields about usage of a chunk with choices."""
+        """The usage field of a chunk with choices; empty if usage is not requested."""
         if not self._wanted:
             return {}
         return {"usage": reply.usage() if self._always else None}
 
     def at_end(self, reply: Reply) -> list[dict[str, object]]:
-        """The usage of the chunk without choices, where one is wanted."""
+        """The usage of the last chunk, which has no choices; empty if usage is not requested."""
         return [reply.usage()] if self._wanted else []

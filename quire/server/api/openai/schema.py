@@ -1,4 +1,4 @@
-"""Request bodies of completions and chat. Knows names, types and defaults; bounds are SamplingParams' business."""
+"""Request bodies of completions and chat: names, types and defaults. SamplingParams checks bounds."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
@@ -26,7 +26,7 @@ from quire.tokenizer.messages import MAX_MESSAGES
 
 
 class ContentPart(BaseModel):
-    """A piece of a message. Only text is supported yet."""
+    """A part of a message. Only text is supported."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -41,7 +41,7 @@ class ContentPart(BaseModel):
 
 
 class ChatMessage(Body):
-    """One turn of a conversation, also as an answer of this server sends it back."""
+    """One message of a conversation. Messages from responses of this server are accepted unchanged."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | Listed[ContentPart] | None = None
@@ -59,7 +59,7 @@ Messages = Annotated[list[ChatMessage], Field(fail_fast=True, max_length=MAX_MES
 
 
 class TemplateBody(Body):
-    """How a conversation becomes a prompt."""
+    """Fields for rendering a conversation with the chat template."""
 
     tools: Listed[dict[str, Any]] | None = about("Passed to the model's chat template.")
     documents: Listed[dict[str, Any]] | None = about("Passed to the model's chat template.")
@@ -79,11 +79,11 @@ _PASSED_ON = (
     *("skip_special_tokens", "spaces_between_special_tokens"),
     *("prompt_logprobs", "logprob_token_ids", "truncate_prompt_tokens"),
 )
-_COMPLETION_TOKENS = 16  # OpenAI's limit where a request names none
+_COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens
 
 
 class StreamOptions(Body):
-    """What a stream carries beside the text."""
+    """Further content of a stream."""
 
     include_usage: bool | None = about("Send a last chunk with the usage.")
     continuous_usage_stats: bool | None = about("With include_usage: send the usage so far in every chunk.")
@@ -91,7 +91,7 @@ class StreamOptions(Body):
 
 
 class SamplingBody(SearchBody, TermsBody, FormBody):
-    """What completions and chat have in common."""
+    """Fields of both completions and chat."""
 
     model: str | None = about("The served model; /v1/models lists it.")
     stream: bool | None = about("Send the output as server-sent events while it grows.")
@@ -135,14 +135,17 @@ class SamplingBody(SearchBody, TermsBody, FormBody):
     safety_identifier: Any = without_effect()
 
     def make_params(self, defaults: Mapping[str, object], **overrides: object) -> SamplingParams:
-        """As the engine takes them; `defaults` for what is left out. Raises RequestError for a value out of bounds."""
+        """The SamplingParams of the body. Raises RequestError for an invalid value.
+
+        defaults: for missing fields. overrides: take precedence unless None.
+        """
         given = {name: value for name in _PASSED_ON if (value := getattr(self, name)) is not None}
         form = self.form()
         if form is not None and self.use_beam_search:
             field = self.form_field()
             raise RequestError(f"{field} does not go with use_beam_search; leave it out", field)
         chosen = {name: value for name, value in overrides.items() if value is not None}
-        if self.use_beam_search:  # what the model recommends is for sampling, but for a length
+        if self.use_beam_search:  # except for the length, the model's recommendations are for sampling
             defaults = {"max_tokens": defaults.get("max_tokens")}
         params = SamplingParams(**{**defaults, **given, **chosen, "structured_outputs": form})
         if self.stream_options is not None and not self.stream:
@@ -162,7 +165,7 @@ class CompletionBody(SamplingBody):
     suffix: Any = not_yet("")
 
     def sampling_params(self, defaults: Mapping[str, object]) -> SamplingParams:
-        """As the engine takes them. Echoed tokens are reported as those of the output are. Raises RequestError."""
+        """The SamplingParams of the body. With echo, `logprobs` applies to prompt tokens, too. Raises RequestError."""
         echoed = self.logprobs if self.echo else None
         if echoed is not None and self.prompt_logprobs not in (None, echoed):
             raise RequestError("with echo, prompt_logprobs must equal logprobs or be left out", "prompt_logprobs")
@@ -189,13 +192,13 @@ class ChatBody(TemplateBody, SamplingBody):
     prediction: Any = without_effect()
 
     def engine_names(self) -> Mapping[str, str]:
-        """What the engine calls fields that have another name here -> that name."""
+        """The engine's names -> names in this body, for those that differ."""
         limit = {} if self.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
         top = {} if self.top_logprobs is None else {"logprobs": "top_logprobs"}
         return {"prompt": "messages", **top, **limit, **self.search_names(), **self.form_names()}
 
     def sampling_params(self, defaults: Mapping[str, object]) -> SamplingParams:
-        """As the engine takes them. Without a limit an answer may fill the context. Raises RequestError."""
+        """The SamplingParams of the body. Without a limit the answer can fill the context. Raises RequestError."""
         if self.top_logprobs is not None and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs to be true", "top_logprobs")
         if self.best_of not in (None, self.n or 1):

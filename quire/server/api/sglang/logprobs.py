@@ -1,6 +1,6 @@
-"""Logprobs as SGLang writes them: [logprob, token, text or null]. Knows no routes.
+"""Response format of SGLang's logprobs: [logprob, token, text or null].
 
-Every event of a stream has them all, so each is written once.
+Each event of a stream has all entries so far, so each entry is encoded once and kept.
 """
 
 from collections.abc import Sequence
@@ -19,26 +19,26 @@ Entry = tuple[float | None, int, str | None]
 
 
 class Report(NamedTuple):
-    """What is to be told about one prompt and its outputs."""
+    """The requested logprobs of one prompt and its outputs."""
 
     rid: str
     logprobs: bool
-    start: int  # first token of the prompt whose logprob is told; -1 tells none
+    start: int  # first prompt token that is reported; -1: none
     num_top: int
     token_ids: Sequence[int]
 
 
 class EntryFormat:
-    """How one request wants its entries written. with_text: with the text of each token by itself."""
+    """Formatter of one request's entries. with_text: whether they have the text of the token."""
 
     def __init__(self, tokenizer: Tokenizer, *, with_text: bool) -> None:
         self._tokenizer = tokenizer
         self._with_text = with_text
 
     def of_prompt(self, report: Report, transcript: Transcript) -> dict[str, Raw]:
-        """The fields of meta_info about the prompt, once it is computed.
+        """The fields of meta_info for a computed prompt.
 
-        The first entry of the prompt has no logprob, wherever it starts: SGLang computes from there on.
+        The first entry has no logprob, for any `start`: SGLang computes logprobs from there on.
         """
         start = len(transcript.prompt.ids) if report.start < 0 else report.start
         tokens = transcript.prompt.ids[start:]
@@ -48,9 +48,9 @@ class EntryFormat:
     def of_output(
         self, report: Report, tokens: Sequence[int], rows: Sequence[LogprobRow]
     ) -> dict[str, Sequence[object]]:
-        """The fields of meta_info about tokens of the output."""
+        """The fields of meta_info for output tokens."""
         fields = self._fields("output", report, tokens, rows)
-        if report.token_ids:  # the engine reports them beside the output only
+        if report.token_ids:  # the engine reports them for output tokens only
             fields["output_token_ids_logprobs"] = [self._those(row, report.token_ids) for row in rows]
         return fields
 
@@ -72,7 +72,7 @@ class EntryFormat:
         return [self._entry(token, row) for token in islice(likely, count)]
 
     def _those(self, row: LogprobRow, tokens: Sequence[int]) -> list[Entry]:
-        return [self._entry(token, row) for token in tokens if token in row]  # a forced one has no others beside it
+        return [self._entry(token, row) for token in tokens if token in row]  # the row of a forced token has no others
 
     def _entry(self, token: int, row: LogprobRow | None) -> Entry:
         text = self._tokenizer.token_text(token) if self._with_text else None
@@ -80,7 +80,7 @@ class EntryFormat:
 
 
 class OutputEntries:
-    """Those of one sequence while it grows."""
+    """The encoded entries of one sequence during generation."""
 
     def __init__(self, entries: EntryFormat, report: Report) -> None:
         self._entries = entries
@@ -89,7 +89,7 @@ class OutputEntries:
         self._written: dict[str, list[Raw]] = {}
 
     def upto(self, output: CompletionOutput) -> dict[str, list[Raw]]:
-        """The fields of meta_info about everything that the sequence has by now."""
+        """The fields of meta_info for the whole output so far."""
         rows = (output.logprobs or [])[self._num_tokens :]
         more = self._entries.of_output(self._report, output.token_ids[self._num_tokens :], rows)
         self._num_tokens += len(rows)

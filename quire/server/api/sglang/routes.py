@@ -1,4 +1,4 @@
-"""/generate: SGLang's native route. Knows its format; the work is the service's."""
+"""/generate, SGLang's native route."""
 
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -25,16 +25,16 @@ from quire.server.sse import DONE, TimeLimit, event
 
 T = TypeVar("T")
 
-MAX_RID = 256  # characters; every event repeats it
+MAX_RID = 256  # characters; each event repeats the id
 
 
 def generate_routes(service: Service) -> APIRouter:
-    """The route of SGLang."""
+    """The route /generate."""
     router = APIRouter(tags=["SGLang"])
 
     @router.post("/generate", response_model=None)
     async def generate(body: GenerateBody, request: Request) -> Response:
-        """Continue a prompt, or each of several."""
+        """Continue one or several prompts."""
         limit, id = TimeLimit(body.timeout), service.request_ids.make("generate", request)
         answer, reply = await limit.of(_start(service, body, caller_of(request), id))
         return await respond(request, answer, reply, limit, stream=bool(body.stream))
@@ -62,7 +62,7 @@ async def _start(service: Service, body: GenerateBody, caller: Caller, id: str) 
 
 
 def _reports(body: GenerateBody, count: int) -> list[Report]:
-    """What to tell about each prompt. Raises RequestError."""
+    """One Report per prompt. Raises RequestError."""
     if isinstance(body.rid, str) and count != 1:
         raise RequestError(f"rid must be a list of {count} ids", "rid")
     asked = body.token_ids_logprob or []
@@ -111,7 +111,7 @@ def _params(body: GenerateBody, reports: Sequence[Report], service: Service) -> 
 
 
 def _each(name: str, value: T | list[T], count: int) -> list[T]:
-    """One for each prompt: a list as it is, anything else for all."""
+    """One value per prompt: a list unchanged, another value repeated. Raises RequestError for a wrong length."""
     return _one_each(name, value, count) if isinstance(value, list) else [value] * count
 
 
@@ -122,9 +122,9 @@ def _one_each(name: str, values: list[T], count: int) -> list[T]:
 
 
 class GenerateAnswer:
-    """SGLang's objects for one request: one alone, or a list of them for a batch or n > 1.
+    """SGLang's objects for one request. alone: one object instead of a list, for one prompt with n = 1.
 
-    They have the ids that the caller gave them; `request_id` is the server's own.
+    The objects have the ids of their reports; request_id is the server's.
     """
 
     def __init__(self, request_id: str, reports: Sequence[Report], entries: EntryFormat, *, alone: bool) -> None:
@@ -132,11 +132,11 @@ class GenerateAnswer:
         self._reports = reports
         self._entries = entries
         self._alone = alone
-        self._of_prompts: dict[int, dict[str, Raw]] = {}  # by place
-        self._of_outputs: dict[tuple[int, int], OutputEntries] = {}  # by place and index
+        self._of_prompts: dict[int, dict[str, Raw]] = {}  # by prompt index
+        self._of_outputs: dict[tuple[int, int], OutputEntries] = {}  # by prompt and sequence index
 
     def whole(self, reply: Reply) -> object:
-        """Everything at once."""
+        """The body of the response."""
         objects = [
             self._object(place, transcript, index)
             for place, transcript in enumerate(reply.transcripts)
@@ -145,7 +145,7 @@ class GenerateAnswer:
         return objects[0] if self._alone else objects
 
     async def events(self, reply: Reply) -> AsyncIterator[bytes]:
-        """Server-sent events, each with all that a sequence has so far."""
+        """The events of a stream, each with the whole output of a sequence so far."""
         async for deltas in reply.deltas():
             newest = {reply.choice(delta): delta for delta in deltas if shows(delta, ids=True)}
             events = []

@@ -1,4 +1,4 @@
-"""The body of SGLang's /generate. Knows its names and defaults, and what the engine calls them."""
+"""Request body of SGLang's /generate: names, types, defaults."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -36,10 +36,10 @@ ROUTE_NAMES = MappingProxyType(  # the engine's name -> the route's, for error m
         "grammar": "ebnf",
     }
 )
-_FORMS = MappingProxyType(  # the route's name -> what StructuredOutputsParams calls it
+_FORMS = MappingProxyType(  # the route's name -> the name in StructuredOutputsParams
     {"json_schema": "json", "regex": "regex", "ebnf": "grammar", "structural_tag": "structural_tag"}
 )
-_OUTPUT_TOKENS = 128  # SGLang's limit where a request names none
+_OUTPUT_TOKENS = 128  # SGLang's default of max_new_tokens
 
 
 class GenerateParams(Body):
@@ -70,7 +70,7 @@ class GenerateParams(Body):
     stop_regex: Any = not_yet()
 
     def make_params(self, defaults: Mapping[str, object], **report: object) -> SamplingParams:
-        """As the engine takes them; `defaults` for what is left out. Raises RequestError."""
+        """The SamplingParams, with `defaults` for missing fields. report: further arguments. Raises RequestError."""
         theirs = {theirs: ours for ours, theirs in ROUTE_NAMES.items()}
         given = {
             theirs.get(name, name): value
@@ -88,7 +88,7 @@ class GenerateParams(Body):
 
 
 class GenerateBody(TermsBody):
-    """POST /generate. What is a list has one entry for each prompt."""
+    """POST /generate. Fields that are lists have one entry per prompt."""
 
     text: str | PerPrompt[str] | None = about("A prompt, or several.")
     input_ids: TokenIds | PerPrompt[TokenIds] | None = about("The same as token ids, in place of text.")
@@ -110,7 +110,7 @@ class GenerateBody(TermsBody):
     return_hidden_states: Any = not_yet(False)  # noqa: FBT003 (a value of the field)
 
     def salt(self) -> str | None:
-        """What narrows the namespace. Raises RequestError for two different ones."""
+        """The salt of the namespace, from either field. Raises RequestError if they differ."""
         if None not in (self.cache_salt, self.extra_key) and self.cache_salt != self.extra_key:
             raise RequestError("extra_key is another name for cache_salt; give one of them", "extra_key")
         return self.cache_salt or self.extra_key
