@@ -1,11 +1,11 @@
-"""CPU seconds of deterministic requests, beside ordinary ones and beside another version of quire.
+"""CPU seconds of deterministic requests, beside ordinary requests and beside another version of quire.
 
     python -m benchmarks.deterministic [--cases embedded:auto:reference,0.5b:bfloat16:reference] [--repeat 5]
         [--threads 1] [--beside CHECKOUT] [--models FOLDER] [--json FILE]
 
 A case is a shape (embedded, or one of benchmarks.cpu.checkpoints), a dtype and a kernel module. CHECKOUT is a folder
-that holds another version of the package; the versions run in processes of their own and take turns. Figures are CPU
-seconds (user and system), not elapsed ones, and of each the least of all rounds.
+with another version of the package. The versions run in processes of their own and take turns. Figures are CPU seconds
+(user and system), not elapsed seconds. Each figure is the minimum over all rounds.
 """
 
 import argparse
@@ -35,8 +35,8 @@ LARGER = {
 
 
 def measure(folder: str, dtype: str, kernels: str, threads: int) -> dict[str, float]:
-    """CPU seconds of each workload, deterministic and ordinary, by the version of quire that is imported here."""
-    from quire import LLM, SamplingParams  # noqa: PLC0415  (the version that this process was started for)
+    """CPU seconds of each workload, deterministic and ordinary, with the version of quire that this process imports."""
+    from quire import LLM, SamplingParams  # noqa: PLC0415  (the version under test)
 
     llm = LLM(
         folder or None,
@@ -64,7 +64,7 @@ def measure(folder: str, dtype: str, kernels: str, threads: int) -> dict[str, fl
 
 
 def in_process(checkout: Path, case: list[str]) -> dict[str, float]:
-    """`measure` in a process that imports quire from `checkout`."""
+    """The result of `measure` in a process that imports quire from `checkout`."""
     command = [sys.executable, str(Path(__file__).resolve()), "--once", *case]
     environment = {**os.environ, "PYTHONPATH": str(checkout)}
     done = subprocess.run(command, env=environment, cwd=checkout, capture_output=True, text=True, check=False)
@@ -75,7 +75,7 @@ def in_process(checkout: Path, case: list[str]) -> dict[str, float]:
 
 
 def compare(name: str, case: list[str], checkouts: dict[str, Path], repeat: int) -> dict[str, Any]:
-    """The least CPU seconds of each workload by version, and the ratio of the versions."""
+    """The least CPU seconds of each workload per version, and the ratio of the versions."""
     rounds: dict[str, list[dict[str, float]]] = {version: [] for version in checkouts}
     for _ in range(repeat):
         for version, checkout in checkouts.items():
@@ -92,7 +92,7 @@ def compare(name: str, case: list[str], checkouts: dict[str, Path], repeat: int)
 
 
 def commit_of(checkout: Path) -> str:
-    """The commit that is checked out there."""
+    """The commit that is checked out in `folder`."""
     command = ["git", "describe", "--always", "--dirty"]
     return subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=True).stdout.strip()
 
@@ -112,7 +112,7 @@ def main() -> None:
         folder, dtype, kernels, threads = options.once
         print(json.dumps(measure(folder, dtype, kernels, int(threads))))
         return
-    from benchmarks.cpu.checkpoints import checkpoint  # noqa: PLC0415  (not for a process that measures)
+    from benchmarks.cpu.checkpoints import checkpoint  # noqa: PLC0415  (not needed by measuring processes)
     from benchmarks.cpu.machine import describe  # noqa: PLC0415
 
     checkouts = {"here": ROOT} | ({"beside": options.beside.resolve()} if options.beside else {})

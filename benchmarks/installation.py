@@ -1,9 +1,9 @@
-"""README's two commands as a newcomer runs them: in a fresh clone, on each Python that is found here.
+"""README's two commands in a fresh clone, on each Python version found on this machine.
 
     python benchmarks/installation.py [--pythons 3.11,3.12,3.13] [--no-tests] [--json FILE]
 
-`make serve` until a chat is answered, then `make test`: seconds of each, the size of the environment and the torch that
-pip chose. The clone is of the last commit. Runs with the standard library alone.
+Runs `make serve` until a chat is answered, then `make test`. Reports the seconds of each, the size of the environment
+and the torch that pip chose. The clone is of the last commit. Needs the standard library only.
 """
 
 import argparse
@@ -28,7 +28,7 @@ INHERITED = ("MAKEFLAGS", "MAKEOVERRIDES", "MFLAGS", "VENV", "ARGS", "TORCH")
 
 
 def interpreter(version: str) -> str | None:
-    """An interpreter of that version: on the path, or among those of pyenv."""
+    """An interpreter of that version, from the path or from pyenv; None if there is none."""
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
     candidates = [shutil.which(f"python{version}"), *sorted(map(str, pyenv.glob(f"versions/{version}.*/bin/python")))]
     ask = "import sys; print('%d.%d' % sys.version_info[:2])"
@@ -40,7 +40,7 @@ def interpreter(version: str) -> str | None:
 
 
 def serve_and_ask(clone: Path, python: str) -> dict[str, Any]:
-    """Seconds from `make serve` to the first answer, and what it says."""
+    """Seconds from `make serve` to the first answer, and the answer."""
     start = time.perf_counter()
     command = ["make", "serve", f"PYTHON={python}", "ARGS=--port 0"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
@@ -70,7 +70,7 @@ def serve_and_ask(clone: Path, python: str) -> dict[str, Any]:
 
 
 def _environment() -> dict[str, str]:
-    """Without what a make that runs this would hand on to the make that is tried."""
+    """The environment without the variables that an outer make would pass on to the inner one."""
     return {name: value for name, value in os.environ.items() if name not in INHERITED}
 
 
@@ -80,13 +80,13 @@ def _end(group: int) -> None:
 
 
 def gigabytes(folder: Path) -> float:
-    """What the files of a folder take on the disk."""
+    """Size of a folder on the disk in GB."""
     done = subprocess.run(["du", "-sk", str(folder)], capture_output=True, text=True, check=True)
     return round(int(done.stdout.split()[0]) * 1024 / 1e9, 2)
 
 
 def test(clone: Path, python: str) -> dict[str, Any]:
-    """The last line of `make test`, its exit status and its seconds."""
+    """Exit status, seconds, summary line and failed tests of `make test`."""
     start = time.perf_counter()
     command = ["make", "test", f"PYTHON={python}"]
     done = subprocess.run(command, cwd=clone, env=_environment(), capture_output=True, text=True, check=False)
@@ -101,7 +101,7 @@ def test(clone: Path, python: str) -> dict[str, Any]:
 
 
 def attempt(version: str, *, tests: bool) -> dict[str, Any]:
-    """All of it on one Python."""
+    """Run everything on one Python."""
     python = interpreter(version)
     if python is None:
         return {"found": False}
@@ -119,7 +119,7 @@ def attempt(version: str, *, tests: bool) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Try, print and write down."""
+    """Measure, print and write the file."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--pythons", default=",".join(PYTHONS))
     parser.add_argument("--no-tests", action="store_true")
@@ -129,7 +129,7 @@ def main() -> None:
         ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
     )
     report: dict[str, Any] = {"machine": _cpu(), "pythons": {}}
-    if options.json and options.json.exists():  # Pythons that are not tried again stay as they are
+    if options.json and options.json.exists():  # keep the figures of Pythons that are not run now
         report["pythons"] = json.loads(options.json.read_text())["pythons"]
     for version in options.pythons.split(","):
         report["pythons"][version] = {"commit": commit.stdout.strip(), **attempt(version, tests=not options.no_tests)}

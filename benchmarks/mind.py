@@ -1,9 +1,8 @@
-"""How long the mind takes: `plan` + `commit` for a full batch of decoding sequences, nothing else.
+"""Scheduler time: `plan` + `commit` for a full batch of decoding sequences, without a model.
 
     python -m benchmarks.mind [--sequences 256] [--waiting 0] [--index radix] [--steps 2000] [--json FILE]
 
-Prints the median and the 99th percentile of a step, and of its parts. The runner is not timed: its
-results are made on the spot.
+Prints the median and the 99th percentile of a step and of its parts. The runner is not timed; its results are made up.
 """
 
 import argparse
@@ -30,7 +29,7 @@ BLOCK_SIZE = 16
 def measure(
     num_sequences: int, num_steps: int, *, num_waiting: int = 0, prefix_index: PrefixIndexKind = "radix"
 ) -> dict[str, list[float]]:
-    """Seconds of each part of each step, with `num_sequences` running throughout, and others in the queue."""
+    """Seconds of each part of each step, with `num_sequences` running throughout and `waiting` ones in the queue."""
     length = PROMPT + num_steps + 8
     num_blocks = num_sequences * (-(-length // BLOCK_SIZE) + 1)
     group = KVGroup((0,), "full", 1, 64, "bfloat16", num_blocks, 2 * 64 * 2 * BLOCK_SIZE)
@@ -38,7 +37,8 @@ def measure(
     scheduler = Scheduler(config, KVCache(CacheConfig(BLOCK_SIZE, (group,), prefix_index)))
     params = SamplingParams(max_tokens=num_steps + 2, seed=1)
     for i in range(num_sequences + num_waiting):
-        # lengths differ so that blocks fill up at different steps, as they do in life; tokens, so that nobody shares
+        # Lengths differ, so that sequences fill their blocks at different steps. Tokens differ, so that no prefix is
+        # shared.
         scheduler.add(Request(id=str(i), prompt=[i] * (PROMPT - i % BLOCK_SIZE), params=params), 0.0)
     parts: dict[str, list[float]] = {"plan": [], "commit": []}
     tokens = np.arange(num_sequences, dtype=np.int32) % 100

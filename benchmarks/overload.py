@@ -1,10 +1,11 @@
-"""Overload: what a pool that is too small for its demand still gets done, under a virtual clock.
+"""Throughput of a pool that is too small for its demand, under a virtual clock.
 
     python -m benchmarks.overload [--seconds 600] [--json FILE]
 
-Requests arrive at random, at multiples of the rate that the engine can keep up with. A system without thrash control
-admits whoever fits, preempts them as they grow, and computes prompts again and again: its throughput falls while demand
-rises. The real scheduler runs over a modelled runner (a step takes a fixed time and a time for each token).
+Requests arrive at random, at multiples of the rate that the engine can sustain. A system without an admission watermark
+admits every sequence that fits, preempts sequences as they grow, and computes prompts again and again: its throughput
+falls while demand rises. The real scheduler runs over a model of a runner, in which a step takes a fixed time and a
+time per token.
 """
 
 import argparse
@@ -25,30 +26,30 @@ from quire.scheduler.scheduler import Scheduler
 
 SECONDS_PER_STEP, SECONDS_PER_TOKEN = 0.02, 0.0002
 BLOCK_SIZE = 16
-BYTES_PER_SECOND = 10e9  # between the pools
+BYTES_PER_SECOND = 10e9  # between device and host pool
 BYTES_PER_TOKEN = 12_288
 _ROWS, _STEP_TOKENS, _LENGTH = 256, 2048, 2048
-_PROMPT, _OUTPUT = (64, 512), (16, 1024)  # least and most tokens; outputs are short more often than long
-_WARM = 0.2  # share of the time that is not counted: until the pool is full
+_PROMPT, _OUTPUT = (64, 512), (16, 1024)  # minimum and maximum tokens; outputs are short more often than long
+_WARM = 0.2  # share of the time that is not counted, until the pool is full
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A run under some demand."""
+    """Results of a run with one arrival rate."""
 
     requests_per_second: float
-    tokens_per_second: float  # of outputs
+    tokens_per_second: float  # output tokens
     steps: int
     preemptions: int
-    recomputed_tokens: int  # that had been computed before
-    waiting: int  # at its end
+    recomputed_tokens: int  # tokens that were computed before
+    waiting: int  # at the end
 
 
 class Modelled:
-    """A runner that computes nothing and says how long it would have taken."""
+    """A runner that computes nothing and returns a modelled duration."""
 
     def run(self, step: Step) -> StepResult:
-        """The step's result: token 1 wherever one is sampled."""
+        """The step's result, with token 1 for each sampled token."""
         counts = (step.chunks.outputs == ChunkOutput.SAMPLE).astype(np.int32)
         seconds = SECONDS_PER_STEP + SECONDS_PER_TOKEN * step.num_tokens
         copied = [0, 0]
@@ -60,7 +61,7 @@ class Modelled:
 
 
 def lengths(rng: Random) -> tuple[int, int]:
-    """Tokens of a prompt and of its output."""
+    """Random lengths of a prompt and of its output, in tokens."""
     output = min(_OUTPUT[1], max(_OUTPUT[0], int(rng.lognormvariate(5.0, 0.8))))
     return rng.randint(*_PROMPT), output
 
@@ -75,7 +76,7 @@ def under(
     num_host_blocks: int = 0,
     seed: int = 0,
 ) -> Load:
-    """What comes out when `rate` requests arrive per second."""
+    """Results with `rate` arriving requests per second."""
     size = BLOCK_SIZE * BYTES_PER_TOKEN
     group = KVGroup((0,), "full", 1, 64, "bfloat16", num_blocks, size, num_host_blocks=num_host_blocks)
     config = SchedulerConfig(_ROWS, _STEP_TOKENS, _LENGTH, 0.5, 0.01, 1, preemption=preemption)
@@ -83,7 +84,7 @@ def under(
     runner, rng = Modelled(), Random(seed)
     arrivals = deque[float]()
     now, at, num, num_steps, counted, computed = 0.0, rng.expovariate(rate), 0, 0, 0, 0
-    needed = 0  # of outputs; the last token of each is not computed
+    needed = 0  # computed output tokens; the last token of each output is not computed
     while now < seconds:
         while at <= now:
             prompt, output = lengths(rng)
@@ -116,7 +117,7 @@ def under(
 
 
 def capacity(seconds: float, **options: object) -> Load:
-    """The run with the highest rate of tokens among those whose queue does not grow: found by halving."""
+    """The run with the most tokens per second whose queue does not grow, by bisection of the rate."""
     low, high = 0.0, 40.0
     best = under(1.0, seconds, **options)  # type: ignore[arg-type]
     for _ in range(7):
@@ -130,7 +131,7 @@ def capacity(seconds: float, **options: object) -> Load:
 
 
 def main() -> None:
-    """Print and write the table."""
+    """Print the table and write it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=600.0, help="of the virtual clock")
     parser.add_argument("--json", type=Path)

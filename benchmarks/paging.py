@@ -1,10 +1,10 @@
-"""What paged attention costs on a CPU: beside contiguous keys and values, beside memory, and for prompts.
+"""Cost of paged attention on a CPU: beside contiguous keys and values, memory bandwidth, and for prefill.
 
     python -m benchmarks.paging [--threads 2] [--heads 14] [--kv-heads 2] [--head-dim 64]
 
-Prints, for decoding, the time with scattered blocks over the time with the same kernel and blocks in order; then the
-share of the memory's read bandwidth that long contexts are read with; then operations per second of a prompt. Times are
-the best of several, taken in turns, since other work on the machine only ever adds to them.
+For decode, prints the time with scattered blocks over the time of the same kernel with blocks in order; then the share
+of the memory's read bandwidth that long contexts reach; then operations per second of prefill. Times are the best of
+several, taken in turns, because other work on the machine can only slow them down.
 """
 
 import argparse
@@ -20,11 +20,11 @@ from quire.kernels.cpu import _C, paged
 
 BLOCK_SIZE = 16
 ROUNDS = 7
-LEAST_SECONDS = 0.02  # of one measurement
+LEAST_SECONDS = 0.02  # per measurement
 
 
 def best_of(runs: list[Callable[[], None]], rounds: int = ROUNDS) -> list[float]:
-    """Seconds of each run: the best of rounds in which they take turns."""
+    """Seconds of each run: the best of several rounds in which the runs take turns."""
     repeats = []
     for run in runs:
         run()
@@ -67,7 +67,7 @@ class Case:
 
 
 def read_everything(num_bytes: int) -> tuple[Callable[[], None], int]:
-    """A product of one row with a packed float32 weight of that size: it reads memory and does little else."""
+    """A product of one row with a packed float32 weight of `size` bytes, whose time is almost only memory reads."""
     n = num_bytes // 4096 // 16 * 16
     weight = torch.ones(n, 1024)
     x, out = torch.ones(1, 1024), torch.empty(1, n)

@@ -1,9 +1,10 @@
-"""quire's bf16 products beside oneDNN's with packed weights, as torch offers them, on shapes of a 0.5B model.
+"""quire's bf16 matrix products beside oneDNN's with packed weights in torch, on shapes of a 0.5B model.
 
     python -m benchmarks.products [--rows 1,4,8,16,32,64,128,512,2048] [--threads N]
 
-Each turn goes over copies of a weight that no cache holds together. Times are the best of several rounds in which the
-two take turns. oneDNN writes into fresh memory at every call, as torch has it; quire into a buffer that is there.
+Each turn goes over copies of a weight that are together larger than any cache. Times are the best of several rounds in
+which the two libraries take turns. oneDNN allocates its output at every call, as in torch; quire writes into an
+existing buffer.
 """
 
 import argparse
@@ -17,12 +18,12 @@ from quire.kernels.cpu.kernels import CpuKernels
 from quire.kernels.cpu.products import pack_weight
 
 SHAPES = {"qkv": (1152, 896), "gate and up": (9728, 896), "down": (896, 4864)}  # columns out, columns in
-WEIGHT_BYTES = 2**28  # of all copies of a weight together
+WEIGHT_BYTES = 2**28  # sum over the copies of one weight
 ROUNDS = 5
 
 
 def best(runs: list[Callable[[], object]]) -> list[float]:
-    """Seconds of each, taking turns."""
+    """The least seconds of each, measured in turns."""
     seconds = [float("inf")] * len(runs)
     for _ in range(ROUNDS + 1):
         for i, run in enumerate(runs):

@@ -1,15 +1,15 @@
-"""Retry-After: how good the forecast of a full queue is, under a virtual clock.
+"""Accuracy of Retry-After for a full queue, under a virtual clock.
 
     python -m benchmarks.retry [--seconds 120] [--seeds 5] [--json FILE]
 
-Requests come at random near the rate that the engine can keep up with, and in bursts far above it. Those that are
-refused are told when to come again. Two runs tell what that was worth:
+Requests arrive at random near the rate that the engine can sustain, and in bursts far above it. Rejected requests get a
+Retry-After. Two runs measure its accuracy:
 
-- in `line` they also stand outside, first come, first served, and enter as soon as there is room. So it is known
-  when there was room for each, and how far the forecast was off;
-- in `retry` they come exactly when told, and are told again where that was too early.
+- `line`: rejected requests also wait in a FIFO outside of the engine and enter as soon as the queue has room. This
+  shows when there was room for each, and so the error of its Retry-After.
+- `retry`: rejected requests return exactly after their Retry-After, and get a new one if the queue is still full.
 
-The real scheduler runs over a modelled runner: a step takes a fixed time and a time for each token, and some luck.
+The real scheduler runs over a modelled runner: a step takes a fixed time and a time per token, with random variation.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from quire.errors import QueueFull
 from quire.params import SamplingParams
 from quire.scheduler.scheduler import Scheduler
 
-SECONDS_PER_STEP, SECONDS_PER_TOKEN, LUCK = 0.02, 0.0002, 0.15  # LUCK: standard deviation of the logarithm
+SECONDS_PER_STEP, SECONDS_PER_TOKEN, LUCK = 0.02, 0.0002, 0.15  # LUCK: sigma of the logarithm
 EOS = 2
 EVERY = 20.0  # seconds between bursts
 BLOCK_SIZE = 16
@@ -41,11 +41,11 @@ Mode = Literal["line", "retry"]
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What comes, and how much of it may wait."""
+    """Arrivals and queue limits."""
 
-    rate: float  # requests a second
-    burst: int  # requests at once, again and again
-    told_ends: bool  # whether max_tokens is what a sequence will generate; otherwise only the model knows
+    rate: float  # requests per second
+    burst: int  # requests that arrive at once, every EVERY seconds
+    told_ends: bool  # whether max_tokens is the output length; otherwise the sequence ends with EOS
     num_rows: int = 16
     num_blocks: int = 2000
     max_queued_requests: int | None = 32
@@ -65,39 +65,39 @@ LOADS = {
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Of the requests that were refused when they came. Shares are 0 to 1, times seconds."""
+    """Figures of the requests that were rejected on arrival. Shares are 0 to 1, times are seconds."""
 
     num_requests: int
     num_refused: int
-    median_wait: float  # in the line
-    median_error: float  # of the time told, as a share of the time that it took
+    median_wait: float  # of the run `line`
+    median_error: float  # |Retry-After / true wait - 1|
     p90_error: float
-    bias: float  # median of the signed error: above 0 they are told to come too late
-    accepted_when_told: float  # of those who came again when told
-    mean_tries: float  # of those who were refused once, until they were taken in
+    bias: float  # median of the signed error; above 0, Retry-After is too long
+    accepted_when_told: float  # share of the retries
+    mean_tries: float  # of a rejected request, until it was accepted
 
 
 @dataclass(slots=True)
 class _Refused:
     came: float
-    told: float  # when to come
+    told: float  # time at which to retry
     entered: float | None = None
     num_tries: int = 0
 
 
 class Site:
-    """A scheduler, its runner, and those who come."""
+    """A scheduler with its runner and clients."""
 
     def __init__(self, load: Load, seed: int, mode: Mode) -> None:
         self._load = load
         self._mode = mode
-        self._rng = Random(seed)  # for what comes
+        self._rng = Random(seed)  # for the arrivals
         self._luck = Random(seed + 1)
         group = KVGroup((0,), "full", 1, 64, "bfloat16", load.num_blocks, BLOCK_SIZE * 256)
         bounds = {"max_queued_requests": load.max_queued_requests, "max_queued_tokens": load.max_queued_tokens}
         config = SchedulerConfig(load.num_rows, 512, 1024, 0.5, 0.01, 1, **bounds)  # type: ignore[arg-type]
         self.scheduler = Scheduler(config, KVCache(CacheConfig(BLOCK_SIZE, (group,), "radix")))
-        self._lengths: dict[str, int] = {}  # outputs
+        self._lengths: dict[str, int] = {}  # output tokens by request
         self._line = deque[Request]()
         self._again: list[tuple[float, str, Request]] = []
         self.refused: dict[str, _Refused] = {}
@@ -105,7 +105,7 @@ class Site:
         self.num_requests = 0
 
     def run(self, seconds: float) -> None:
-        """Requests come for so long; then all of them are served."""
+        """Let requests arrive for `seconds`, then serve all of them."""
         arrivals = deque(self._arrivals(seconds))
         while arrivals or self._line or self._again or self.scheduler.has_work:
             while self._line and (self._has_entered(self._line[0]) or self._has_room(self._line[0])):
@@ -182,7 +182,7 @@ class Site:
 
 
 def measure(load: Load, seconds: float, seeds: list[int]) -> Report:
-    """Both runs of each seed, taken together."""
+    """Figures over both runs of all seeds."""
     num = 0
     lines, again = list[_Refused](), list[_Refused]()
     for seed in seeds:
@@ -209,7 +209,7 @@ def measure(load: Load, seconds: float, seeds: list[int]) -> Report:
 
 
 def main() -> None:
-    """Print and write the table."""
+    """Print the table and write it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=120.0, help="of the virtual clock")
     parser.add_argument("--seeds", type=int, default=5)

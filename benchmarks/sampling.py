@@ -1,8 +1,8 @@
-"""Sampling on this machine's CPU beside the same in plain torch: `python -m benchmarks.sampling`.
+"""Sampling on this machine's CPU beside plain torch: `python -m benchmarks.sampling`.
 
     python -m benchmarks.sampling [--rows 32] [--vocab 152064] [--dtype float32] [--threads 2] [--json FILE]
 
-Times are the medians of turns that both take side by side.
+Times are medians of runs that the two take in turns.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from quire.kernels import reference
 from quire.kernels.contract import DTYPES, Draws, Edits, History, Masks
 from quire.kernels.cpu import _C, sampling
 
-SECONDS = 0.5  # for each side of a case, once it was tried
+SECONDS = 0.5  # per implementation and case, after a first run
 FLAT, PEAKED = 1.0, 3.5  # standard deviations of logits
 
 # name -> temperature, top_k, top_p, standard deviation of the logits
@@ -37,7 +37,7 @@ CASES = {
 
 
 def draws(num_rows: int, temperature: float, top_k: int, top_p: float) -> Draws:
-    """Rows that ask for the same, each with a seed of its own."""
+    """Rows with equal parameters and different seeds."""
 
     def column(value: float, dtype: type[np.generic]) -> np.ndarray:
         return np.full(num_rows, value, dtype)
@@ -61,7 +61,7 @@ def draws(num_rows: int, temperature: float, top_k: int, top_p: float) -> Draws:
 
 
 def seconds(work: Callable[[], Tensor]) -> list[float]:
-    """How long each of some calls took, the first apart."""
+    """Seconds of each call, after a first one that is not counted."""
     work()
     times: list[float] = []
     while sum(times) < SECONDS:
@@ -72,7 +72,7 @@ def seconds(work: Callable[[], Tensor]) -> list[float]:
 
 
 def measure(name: str, logits: Tensor) -> dict[str, float]:
-    """Milliseconds of both, and how many times as long the reference took. logits: standard normal."""
+    """Milliseconds of both, and the reference's time over ours. Logits are normal with standard deviation `spread`."""
     temperature, top_k, top_p, deviation = CASES[name]
     rows = draws(len(logits), temperature, top_k, top_p)
     logits = (logits.float() * deviation).to(logits.dtype)

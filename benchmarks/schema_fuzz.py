@@ -1,10 +1,10 @@
-"""Every route of a server, asked by schemathesis for what its OpenAPI document allows and for what it does not.
+"""Schemathesis on every route of a server: requests that its OpenAPI document allows, and others.
 
 python -m benchmarks.schema_fuzz [--examples 300] [--seed 1] [--url URL --key KEY]
 
-Without a URL, `quire serve` is started with the embedded model and a key. Nothing but 503 may be a server's error, no
-answer may take longer than TIMEOUT, everything wrong must be refused as the document says; and at the end no block may
-be held, other than by the index of prefixes, which gives all of them back. Needs the extra `dev`.
+Without a URL, starts `quire serve` with the embedded model and a key. No status of 500 or above is allowed except 503;
+no answer may take longer than TIMEOUT; invalid requests must be rejected as documented. At the end only the prefix
+index may hold blocks, and it must free all of them. Needs the extra `dev`.
 """
 
 import argparse
@@ -22,16 +22,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent
-TIMEOUT = 30.0  # seconds for one answer
-# What a document cannot say: tokens that this vocabulary lacks, prompts beyond this context, fields that do not go
-# together. And an OPTIONS that nobody needs: a path with two methods names the first one only.
+TIMEOUT = 30.0  # seconds per answer
+# The first check fails for what a document cannot express: tokens beyond this vocabulary, prompts beyond this context,
+# fields that exclude each other. The second fails for OPTIONS: a path with two methods names only the first one.
 NOT_CHECKED = "positive_data_acceptance,allow_header_conformance"
 
 
 def fuzz(
     url: str, key: str, *, examples: int, seed: int | None, hooks: str = "benchmarks.schema_hooks"
 ) -> subprocess.CompletedProcess[str]:
-    """Run all phases, positive and negative. examples: of each route. seed: None is the same each time."""
+    """Run all phases, positive and negative. examples: per route. seed: None gives the same cases each time."""
     chance = ["--generation-deterministic"] if seed is None else ["--seed", str(seed), "--generation-database", "none"]
     command = [
         *(str(BIN / "schemathesis"), "run", f"{url}/openapi.json", "--header", f"Authorization: Bearer {key}"),
@@ -40,19 +40,19 @@ def fuzz(
         *("--output-sanitize", "false", "--no-color", "--warnings", "off"),
     ]
     env = {**os.environ, "SCHEMATHESIS_HOOKS": hooks, "PYTHONPATH": str(ROOT)}
-    with tempfile.TemporaryDirectory() as folder:  # where it keeps its notes
+    with tempfile.TemporaryDirectory() as folder:  # for its files
         return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=folder, env=env)
 
 
 def ask(url: str, key: str, method: str = "GET") -> dict[str, object]:
-    """The JSON that a route answers."""
+    """The JSON answer of a route."""
     request = urllib.request.Request(url, method=method, headers={"authorization": f"Bearer {key}"})
     with urllib.request.urlopen(request, timeout=TIMEOUT) as answer:
         return json.load(answer)
 
 
 def left(url: str, key: str) -> dict[str, object]:
-    """What is still held once nobody asks for anything; empty when all is well. key: of an admin."""
+    """Counts of requests and blocks still held when the server is idle; empty if there are none. key: an admin's."""
     held: dict[str, object] = {}
     end = time.monotonic() + TIMEOUT
     while time.monotonic() < end:
@@ -68,7 +68,7 @@ def left(url: str, key: str) -> dict[str, object]:
 
 @contextmanager
 def served() -> Iterator[tuple[str, str]]:
-    """URL and key of `quire serve`."""
+    """URL and key of a running `quire serve`."""
     with tempfile.TemporaryDirectory() as folder:
         keys = Path(folder) / "keys.json"
         made = subprocess.run(
@@ -88,7 +88,7 @@ def served() -> Iterator[tuple[str, str]]:
 
 
 def main() -> None:
-    """Ask and print. Exit code 1 where anything is wrong."""
+    """Run and print. Exit code 1 after any failure."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--examples", type=int, default=300, help="of each route and phase")
     parser.add_argument("--seed", type=int, default=1)

@@ -1,6 +1,6 @@
-"""What schemathesis is told about fields that do not go together, which OpenAPI cannot say.
+"""Schemathesis hooks for fields that exclude each other, which OpenAPI cannot express.
 
-Without it most of what it takes for valid is refused for the same few reasons, and never comes to the engine.
+Without them most generated requests would be rejected for the same few reasons and never reach the engine.
 """
 
 import json
@@ -9,7 +9,7 @@ from typing import Any
 
 import schemathesis
 
-# A field that needs another one -> that other one.
+# A field -> the field that it needs.
 NEEDS = {
     **{"top_logprobs": "logprobs", "stream_options": "stream", "logprob_token_ids": "logprobs"},
     **{
@@ -24,8 +24,8 @@ NEEDS = {
     },
 }
 EITHER = (("prompt", "messages"), ("text", "input_ids"))
-HURRIED = ("deadline", "timeout")  # seconds; less than one is a matter of luck
-# What says the form of an output, as a value that a small model keeps to quickly. Few random ones are any good.
+HURRIED = ("deadline", "timeout")  # seconds; below one the outcome is random
+# Constraints that a small model fulfils quickly. Few random ones are valid.
 FORMS = {
     "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "boolean"}}},
     "structured_outputs": {"choice": ["yes", "no"]},
@@ -35,16 +35,16 @@ FORMS = {
     "guided_choice": ["a", "b"],
     "structural_tag": {"type": "structural_tag", "format": {"type": "any_text"}},
 }
-AS_IT_IS = 4  # one in so many is left as it is
+AS_IT_IS = 4  # one of this many cases stays unchanged
 OF_SEARCHES = frozenset(
     ("model", "prompt", "messages", "n", "best_of", "max_tokens", "use_beam_search", "length_penalty", "early_stopping")
 )
-SHORT = 2  # tokens; longer outputs take time and show nothing new
+SHORT = 2  # tokens; longer outputs take time and test nothing new
 
 
 @schemathesis.hook
 def before_call(_context: schemathesis.HookContext, case: schemathesis.Case, _kwargs: dict[str, Any]) -> None:
-    """Leave out what would be refused beside the rest."""
+    """Remove fields that would be rejected beside the others."""
     body = case.body
     if not isinstance(body, dict):
         return
@@ -74,11 +74,11 @@ def _pair(body: dict[str, Any]) -> None:
     if (body.get("best_of") or 128) < (body.get("n") or 1):
         body.pop("best_of")
     _form(body)
-    body.pop("retention", None)  # which needs a server with its own eviction
+    body.pop("retention", None)  # it needs a server with an eviction policy for it
 
 
 def _form(fields: dict[str, Any]) -> None:
-    """Leave one form, which is a good one most of the time."""
+    """Keep one constraint, which is valid in most cases."""
     given = [name for name in FORMS if fields.get(name) is not None]
     for name in given[1:]:
         fields.pop(name)

@@ -1,4 +1,4 @@
-"""From the start of `quire serve` to ready, and to the first token of an answer, in fresh processes.
+"""Time from the start of `quire serve` until it is ready, and until the first token of an answer.
 
 python -m benchmarks.startup [--repeat 5]
 """
@@ -17,7 +17,7 @@ COMMAND = (str(Path(sys.executable).with_name("quire")), "serve", "--port", "0")
 
 
 def measure() -> tuple[float, float]:
-    """Seconds until the server says that it is ready, and until a stream has brought a first token."""
+    """Seconds until the server is ready, and until a stream has its first token, in a new process."""
     start = time.perf_counter()
     with subprocess.Popen(COMMAND, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None

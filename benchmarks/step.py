@@ -1,11 +1,11 @@
-"""Where the milliseconds of a step go on a CPU, beside what the machine could do at best.
+"""Time of a step on a CPU, by kernel, beside the limits of the machine.
 
     python -m benchmarks.step [--shape 0.5b] [--models FOLDER] [--prompt 128] [--batches 1,8,32] [--prefill 2048]
         [--json FILE]
 
-Decode steps are measured as they are served (one recorded call), and once more kernel by kernel, each called from
-Python, which adds what recordings save. Bounds: weights and KV that a step reads at the measured read bandwidth; its
-products at the measured rate of bf16 products.
+Decode steps are measured as served (one captured call), and once more kernel by kernel with calls from Python, which
+adds the overhead that captured steps save. Bounds: reading a step's weights and KV at the measured read bandwidth; its
+products at the measured bf16 rate.
 """
 
 import argparse
@@ -28,14 +28,14 @@ from quire.kernels.cpu import _C, kernels
 from quire.params import SamplingParams
 from quire.startup.build import build
 
-STEPS = 20  # that are measured
+STEPS = 20  # measured steps
 _KERNELS = [name for name in dir(_C) if not name.startswith("_")]
 _NO_KERNELS = {"builds", "use", "set_threads", "record", "stop"}
 
 
 @contextmanager
 def timed_kernels() -> Iterator[Counter[str]]:
-    """Seconds that each kernel takes meanwhile."""
+    """A dict that receives the seconds of each kernel inside the block."""
     seconds: Counter[str] = Counter()
 
     def timed(name: str, kernel: Callable[..., None]) -> Callable[..., None]:
@@ -52,7 +52,7 @@ def timed_kernels() -> Iterator[Counter[str]]:
 
 
 def engine_for(folder: Path, *, recorded: bool) -> Engine:
-    """An engine with the default options, with or without recordings."""
+    """An engine with default options, with or without captured steps."""
     options = EngineOptions(model=str(folder), dtype="bfloat16", memory="6GiB", step_seconds=1e9)
     with patch.object(kernels, "Recording", kernels.Recording if recorded else lambda: None):
         return build(options, report=lambda line: None, progress=lambda done, total: None).engine
@@ -66,7 +66,7 @@ def start(engine: Engine, batch: int, prompt: int, output: int, tag: str) -> Non
 
 
 def finish(engine: Engine) -> None:
-    """Run what is queued to its end."""
+    """Run all queued requests to their end."""
     while engine.has_work:
         engine.step()
 
@@ -75,7 +75,7 @@ def decode(engine: Engine, batch: int, prompt: int) -> dict[str, Any]:
     """Mean milliseconds of a decode step, and of each kernel in it."""
     start(engine, batch, prompt, STEPS + 60, f"decode-{batch}")
     computed = 0
-    while computed < batch:  # until all prompts are done, and a recording is made
+    while computed < batch:  # until all prompts are computed and a step is captured
         computed = sum(len(output.token_ids) > 0 for output in engine.step())
     for _ in range(4):
         engine.step()
@@ -90,7 +90,7 @@ def decode(engine: Engine, batch: int, prompt: int) -> dict[str, Any]:
 
 
 def prefill(engine: Engine, tokens: int) -> dict[str, Any]:
-    """Milliseconds of a prompt's only step, and of each kernel in it: the fastest of three."""
+    """Milliseconds of a prompt that one step computes, and of each kernel in it: the fastest of three."""
     best: dict[str, Any] = {}
     for repeat in range(4):
         start(engine, 1, tokens, 1, f"prefill-{repeat}")
@@ -104,7 +104,7 @@ def prefill(engine: Engine, tokens: int) -> dict[str, Any]:
 
 
 def show(title: str, found: dict[str, Any], bound: float) -> None:
-    """Print one kind of step: what it took, what it could not be faster than, and where the time went."""
+    """Print one kind of step: its time, its bound, and the time of each kernel."""
     milliseconds, parts = found["milliseconds"], found["kernels"]
     print(f"{title}: {milliseconds:.1f} ms; bound {bound:.1f} ms ({100 * bound / milliseconds:.0f} % of it)")
     rest = milliseconds - sum(parts.values())
@@ -139,7 +139,7 @@ def main() -> None:
                 show(f"decode, batch {batch}, {how}", found, bound)
                 figures[f"decode {batch} {how}"] = found | {"weights_bound_milliseconds": bound}
         found = prefill(engine, args.prefill)
-        bound = 1e3 * weights * args.prefill / (machine["bf16_matmul_gflops"] * 1e9)  # 2 operations for 2 bytes
+        bound = 1e3 * weights * args.prefill / (machine["bf16_matmul_gflops"] * 1e9)  # 2 operations per 2 bytes
         show(f"prefill of {args.prefill} tokens", found, bound)
         figures[f"prefill {args.prefill}"] = found | {"products_bound_milliseconds": bound}
     if args.json:

@@ -1,12 +1,12 @@
-"""Preemption: copying a sequence's KV to the host and back, against computing it again, by length and block size.
+"""Swap against recompute after preemption, by sequence length and block size.
 
     python -m benchmarks.swap [--model FOLDER ...] [--lengths 16,64,256,1024] [--blocks 16,32,64,128]
         [--repeats 5] [--json FILE]
 
-Of the embedded model, and of those in the folders. Copies are made by the engine's own store between scattered blocks;
-computing again is what the engine takes from a request to its first token, nothing else running. The fastest of the
-repeats counts: nothing makes a machine faster than it is.
-The documents' hardware follows, from their own figures put into the engine's cost model.
+Measures the embedded model and those in the folders. The engine's own KV store copies scattered blocks to the host pool
+and back. The recompute time is the time from a request to its first token on an idle engine. The fastest repeat counts,
+because other work can only slow a run down. Afterwards, the engine's cost model is evaluated with the figures of the
+documents' hardware.
 """
 
 import argparse
@@ -29,16 +29,16 @@ from quire.kv_store.device import DeviceStore
 from quire.params import SamplingParams
 from quire.startup.build import build, prepare
 
-PCIE = 25e9  # bytes a second each way, "effective", of document 001
+PCIE = 25e9  # bytes per second in each direction, "effective", of document 001
 
 
 class Hardware(NamedTuple):
-    """What a document says about a model on its machine."""
+    """A document's figures of a model on its machine."""
 
     name: str
     bytes_per_token: int
-    prefill_rate: float | None  # tokens a second; None where it says nothing
-    reported: dict[int, tuple[float, float]]  # length -> milliseconds of a swap, out and in, and of computing again
+    prefill_rate: float | None  # tokens per second; None if not given
+    reported: dict[int, tuple[float, float]]  # length -> milliseconds of a swap out and in, and of recompute
 
 
 LLAMA_70B = Hardware(
@@ -58,7 +58,7 @@ OPT_13B = Hardware("OPT-13B, A100 (000, 004)", 819_200, None, {})
 
 
 def options(model: str | None, block_size: int, length: int) -> EngineOptions:
-    """An engine for one sequence, which keeps nothing and copies nothing on its own."""
+    """Options for one sequence at a time, without prefix caching, swap and calibration."""
     return EngineOptions(
         model=model,
         dtype="bfloat16",
@@ -74,11 +74,11 @@ def options(model: str | None, block_size: int, length: int) -> EngineOptions:
 
 
 def silent(*_: object) -> None:
-    """Nobody wants to hear it."""
+    """Ignore reports."""
 
 
 def swap_seconds(store: DeviceStore, cache: CacheConfig, length: int, repeats: int) -> tuple[float, float]:
-    """Out and in, of blocks that lie anywhere."""
+    """Seconds of copying blocks out and in. The blocks are scattered."""
     rng, found = random.Random(length), []
     for repeat in range(repeats + 1):
         out, back = [], []
@@ -93,12 +93,12 @@ def swap_seconds(store: DeviceStore, cache: CacheConfig, length: int, repeats: i
             )
         store.execute(repeat, [*out, *back])
         found.append(store.finish(repeat))
-    left, came = zip(*found[1:], strict=True)  # the first touches fresh memory
+    left, came = zip(*found[1:], strict=True)  # the first copy touches new memory
     return min(left), min(came)
 
 
 def recompute_seconds(engine: Engine, length: int, repeats: int) -> float:
-    """From the arrival of a prompt to its first token."""
+    """Seconds from the arrival of a prompt to its first token."""
     rng, found = random.Random(length), []
     for repeat in range(repeats + 1):
         prompt = [rng.randrange(3, engine.vocab_size) for _ in range(length)]
@@ -142,7 +142,7 @@ def measure(model: str | None, blocks: Sequence[int], lengths: Sequence[int], re
 
 
 def crossover(rows: Sequence[dict[str, Any]]) -> int | None:
-    """The shortest of the lengths from which on a swap is faster; None where it never is."""
+    """The least of the lengths from which on swap is faster; None if there is none."""
     best = None
     for row in sorted(rows, key=lambda row: -row["length"]):
         if row["out_ms"] + row["in_ms"] >= row["recompute_ms"]:
@@ -152,7 +152,7 @@ def crossover(rows: Sequence[dict[str, Any]]) -> int | None:
 
 
 def show(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Print the table of one model; where swaps begin to win, by block size."""
+    """Print the table of one model. Returns the crossover by block size."""
     print(f"\n{rows[0]['model']}: milliseconds")
     print(f"{'block':>6}{'tokens':>8}{'MB':>9}{'out':>9}{'in':>9}{'swap':>9}{'again':>9}{'again/swap':>12}")
     for row in rows:
@@ -172,7 +172,7 @@ def show(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def documents(blocks: Sequence[int]) -> list[dict[str, Any]]:
-    """What the cost model says with the documents' figures, beside what they report."""
+    """Predictions of the cost model with the documents' figures, beside the reported times."""
     rows = []
     print(f"\n{LLAMA_70B.name}: milliseconds, reported and ours")
     print(f"{'tokens':>8}{'swap':>9}{'ours':>9}{'again':>9}{'ours':>9}{'again/swap':>12}")
@@ -196,7 +196,7 @@ def documents(blocks: Sequence[int]) -> list[dict[str, Any]]:
         "  004 has both within a few percent for OPT-13B at block 16, 000 computing at most 1.2 of a swap. At 25 GB/s"
     )
     for block_size in blocks:
-        size = block_size * OPT_13B.bytes_per_token / 40 / 2  # one layer's keys, or values: what a copy of vLLM's moved
+        size = block_size * OPT_13B.bytes_per_token / 40 / 2  # keys or values of one layer: the unit of a copy in vLLM
         print(
             f"    block {block_size:>3}: a copy of one layer's keys is {size / 1e3:,.0f} kB, {1e6 * size / PCIE:.1f} us"
         )
@@ -206,7 +206,7 @@ def documents(blocks: Sequence[int]) -> list[dict[str, Any]]:
 
 
 def numbers(text: str) -> list[int]:
-    """Of an option."""
+    """The integers of an option."""
     return [int(part) for part in text.split(",")]
 
 

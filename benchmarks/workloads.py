@@ -1,8 +1,7 @@
-"""What engines are measured on: prompts of random token ids with an exact number of output tokens each.
+"""Workloads for all engines: prompts of random token ids, each with an exact number of output tokens.
 
-Decoding is greedy and ignores end tokens, so that every engine does the same work. A seed selects the
-token ids, never the lengths: repeat with another seed and the work is equal, but no prefix cache can
-help from one repetition to the next. This file knows no engine and imports none.
+Decoding is greedy and ignores end tokens, so that every engine does the same work. A seed selects the token ids, never
+the lengths: another seed gives equal work, but no prefix match with earlier repetitions. Imports no engine.
 """
 
 from collections.abc import Callable
@@ -11,7 +10,7 @@ from math import exp, log
 from random import Random
 from statistics import NormalDist
 
-LENGTH_SEED = 20260  # fixes W2's lengths for all time, so that results of different dates compare
+LENGTH_SEED = 20260  # fixes W2's lengths, so that results of different dates compare
 SMALLEST_VOCABULARY = 2048  # the embedded model's
 FIRST_TOKEN = 16  # ids below may be special in real vocabularies
 
@@ -24,7 +23,7 @@ SHAREGPT_OUTPUT_SPREAD = 0.9
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """A prompt, and how many tokens must come out."""
+    """A prompt and its exact number of output tokens."""
 
     prompt: list[int]
     num_output_tokens: int
@@ -40,12 +39,12 @@ class Workload:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Of all queries."""
+        """Sum over all queries."""
         return sum(len(query.prompt) for query in self.queries)
 
     @property
     def num_output_tokens(self) -> int:
-        """Of all queries."""
+        """Sum over all queries."""
         return sum(query.num_output_tokens for query in self.queries)
 
 
@@ -63,28 +62,28 @@ Tokens = Callable[[int], list[int]]
 
 
 def _w1(tokens: Tokens) -> list[Query]:
-    """One stream: latency of the first token, then decoding speed."""
+    """One stream: time to first token, then decode speed."""
     return [Query(tokens(128), 128)]
 
 
 def _w2(tokens: Tokens) -> list[Query]:
-    """A queue of 32 unrelated queries of very different lengths: batching and scheduling."""
+    """A queue of 32 unrelated queries with very different lengths: batching and scheduling."""
     return [Query(tokens(num_prompt), num_output) for num_prompt, num_output in w2_lengths()]
 
 
 def _w3(tokens: Tokens) -> list[Query]:
-    """32 queries that begin with the same 512 tokens: prefix reuse from a cold cache."""
+    """32 queries with a common prefix of 512 tokens: prefix reuse from an empty cache."""
     prefix = tokens(512)
     return [Query(prefix + tokens(32), 32) for _ in range(32)]
 
 
 def _w4(tokens: Tokens) -> list[Query]:
-    """One long prompt: speed of prefill."""
+    """One long prompt: prefill speed."""
     return [Query(tokens(2048), 1)]
 
 
 def _warm(tokens: Tokens) -> list[Query]:
-    """Not measured: lets an engine compile and touch its memory first."""
+    """Not measured: the engine compiles and touches its memory."""
     return [Query(tokens(64), 8) for _ in range(4)]
 
 
@@ -100,7 +99,7 @@ def w2_lengths(n: int = 32) -> list[tuple[int, int]]:
 def sharegpt_lengths(n: int, seed: int) -> list[tuple[int, int]]:
     """Pairs (prompt tokens, output tokens) with ShareGPT's means, heavy-tailed and capped at 2048.
 
-    The data set itself is not needed: only the two means are known from the paper, the shape is ours.
+    The data set is not needed: the means are from the paper, the shape is our assumption.
     """
     inputs = capped_median(SHAREGPT_INPUT_MEAN, SHAREGPT_INPUT_SPREAD, SHAREGPT_LONGEST)
     outputs = capped_median(SHAREGPT_OUTPUT_MEAN, SHAREGPT_OUTPUT_SPREAD, SHAREGPT_LONGEST)
@@ -124,7 +123,7 @@ def capped_median(mean: float, spread: float, cap: float) -> float:
 
 
 def _capped_mean(mu: float, spread: float, cap: float) -> float:
-    """E[min(X, cap)] of a lognormal: the part below the cap in closed form, plus the cap's own weight."""
+    """E[min(X, cap)] of a lognormal: the part below the cap in closed form, plus the probability mass at the cap."""
     normal = NormalDist()
     below = exp(mu + spread**2 / 2) * normal.cdf((log(cap) - mu - spread**2) / spread)
     return below + cap * normal.cdf((mu - log(cap)) / spread)

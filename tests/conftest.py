@@ -1,4 +1,4 @@
-"""For all tests: one thread, and hypothesis without a clock or dice, so that a red run can be repeated."""
+"""Settings of all tests: one torch thread, and hypothesis without deadlines and random seeds."""
 
 import os
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-if not torch.cuda.is_available():  # Triton's kernels are interpreted, which it decides when it is first imported
+if not torch.cuda.is_available():  # Triton decides on its interpreter when it is imported
     os.environ["TRITON_INTERPRET"] = "1"
 
 pytest_plugins = ["checkpoint_fixtures", "embedded_model_fixtures"]
@@ -18,5 +18,5 @@ settings.load_profile("quire")
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread():
-    """Tensors are tiny here, and waiting for a second thread takes longer than the work."""
+    """Tensors are tiny here: a second thread would cost more time than it saves."""
     torch.set_num_threads(1)

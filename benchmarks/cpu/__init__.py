@@ -1,1 +1,1 @@
-"""quire beside other engines on CPUs, in one run: `python -m benchmarks.cpu`."""
+"""Comparison of quire with other engines on CPUs: `python -m benchmarks.cpu`."""

@@ -1,12 +1,12 @@
-"""quire beside other engines on this machine's CPU: the same checkpoints, prompts and lengths, greedy, in bfloat16.
+"""Comparison of engines on this machine's CPU: the same checkpoints, prompts and lengths, greedy, in bfloat16.
 
     python -m benchmarks.cpu [--shapes 0.5b,1b] [--workloads W1,W2,W3,W4] [--repeat 3] [--only workloads http]
         [--peer vllm=VENV/bin/python] [--peer transformers=...] [--alone] [--models FOLDER] [--json FILE]
         [--table FILE]
 
-Each engine runs in a process of its own, with the interpreter given, and they take turns; --alone loads one at a
-time. The part `http` asks `quire serve` with 64 streams, beside the same queries in process. --shapes tiny tries
-everything; its figures mean little.
+Each engine runs in a process of its own with the given interpreter, and the engines take turns. --alone loads one
+engine at a time. The part `http` sends 64 streams to `quire serve` and the same queries to an `LLM`. --shapes tiny runs
+every part at a size whose figures have no meaning.
 """
 
 import argparse
@@ -33,7 +33,7 @@ PARTS = ("workloads", "http")
 
 
 def peer(text: str) -> tuple[str, str]:
-    """NAME=PYTHON, the interpreter's path made absolute and its links kept: a link is what makes a venv."""
+    """The (name, path) of NAME=PYTHON. The path is made absolute; links stay, because a venv's python is a link."""
     name, separator, python = text.partition("=")
     if name not in PEERS or not separator:
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=PYTHON with a name of {', '.join(PEERS)}")
@@ -43,7 +43,7 @@ def peer(text: str) -> tuple[str, str]:
 
 
 def names_of(known: Sequence[str], text: str) -> list[str]:
-    """A comma-separated list of known names."""
+    """The known names in a comma-separated list."""
     names = text.split(",")
     if unknown := [name for name in names if name not in known]:
         raise argparse.ArgumentTypeError(f"{', '.join(unknown)} is none of {', '.join(known)}")
@@ -51,7 +51,7 @@ def names_of(known: Sequence[str], text: str) -> list[str]:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """The parsed command line."""
     parser = argparse.ArgumentParser(prog="benchmarks.cpu", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--shapes", type=lambda text: names_of([*SHAPES, "embedded"], text), default=["0.5b", "1b"])
     parser.add_argument("--workloads", type=lambda text: names_of(list(WORKLOADS), text), default="W1,W2,W3,W4")
@@ -69,7 +69,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def measure(args: argparse.Namespace, models: Path, results: dict[str, Any]) -> None:
-    """All parts, one after another, into `results`. Raises EngineError; what was measured before it is kept."""
+    """Run all parts one after another and put their figures into `results`. Raises EngineError; finished parts stay."""
     if "workloads" in args.only:
         for shape in args.shapes:
             model = checkpoint(shape, models)
@@ -85,7 +85,7 @@ def measure(args: argparse.Namespace, models: Path, results: dict[str, Any]) -> 
 
 
 def _take(turns: Turns, *, alone: bool) -> None:
-    """With a bar on the error stream."""
+    """Run the turns with a progress bar on stderr."""
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("loading", total=turns.num_turns)
@@ -95,7 +95,7 @@ def _take(turns: Turns, *, alone: bool) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print, write."""
+    """Measure, print the tables and write the files."""
     args = parse(arguments)
     results: dict[str, Any] = {
         "machine": describe(),
@@ -113,7 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         args.table.write_text(
             "\n".join([machine_line(results["machine"]) + "\n", *(grid.markdown() for grid in found)])
         )
-    console = Console() if sys.stdout.isatty() else Console(width=150)  # a file is not 80 wide
+    console = Console() if sys.stdout.isatty() else Console(width=150)  # a file has no width; 80 columns are too few
     console.print(machine_line(results["machine"]), markup=False, highlight=False, soft_wrap=True)
     for grid in found:
         grid.print(console)

@@ -1,4 +1,4 @@
-"""Checkpoints with random weights, in Hugging Face layout: speed depends on shapes alone."""
+"""Checkpoints with random weights in Hugging Face layout. Speed depends on their shapes only."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, Pr
 
 from quire.hub import embedded
 
-VOCAB_SIZE = 32000  # of the shapes for CPUs, and below that of all others
+VOCAB_SIZE = 32000  # of the shapes for CPUs; below the vocabulary sizes of all other shapes
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "max_position_embeddings": 8192,
@@ -21,7 +21,7 @@ _COMMON: dict[str, Any] = {
 
 
 def _qwen2_half() -> PretrainedConfig:
-    """The shape of Qwen2.5-0.5B, but for the vocabulary."""
+    """The shape of Qwen2.5-0.5B, except for the vocabulary."""
     return Qwen2Config(
         hidden_size=896,
         num_hidden_layers=24,
@@ -35,7 +35,7 @@ def _qwen2_half() -> PretrainedConfig:
 
 
 def _llama_1b() -> PretrainedConfig:
-    """The shape of Llama-3.2-1B, but for the vocabulary."""
+    """The shape of Llama-3.2-1B, except for the vocabulary."""
     return LlamaConfig(
         hidden_size=2048,
         num_hidden_layers=16,
@@ -65,7 +65,7 @@ def _qwen3_06b() -> PretrainedConfig:
 
 
 def _llama_8b() -> PretrainedConfig:
-    """The shape of Llama-3.1-8B, but for the scaling of its frequencies."""
+    """The shape of Llama-3.1-8B, except for RoPE scaling."""
     return LlamaConfig(
         hidden_size=4096,
         num_hidden_layers=32,
@@ -80,7 +80,7 @@ def _llama_8b() -> PretrainedConfig:
 
 
 def _tiny() -> PretrainedConfig:
-    """To try everything: its figures mean little."""
+    """A shape for trying every part. Its figures have no meaning."""
     return LlamaConfig(
         hidden_size=128,
         num_hidden_layers=2,
@@ -103,10 +103,10 @@ SHAPES = {
 
 
 def checkpoint(shape: str, models: Path, device: str = "cpu") -> Path:
-    """The folder of this shape's checkpoint below `models`; made there, in bfloat16, unless it exists.
+    """The folder of this shape's checkpoint below `models`. Creates it, in bfloat16, unless it exists.
 
-    "embedded" is quire's own model, which has a shape and weights of its own, and is too small to say much of speed.
-    device: where the random numbers are drawn; they are others on another device.
+    "embedded" is quire's own model with its own shape and weights; it is too small for conclusions about speed. device:
+    the device that draws the random numbers. Another device draws other numbers.
     """
     if shape == "embedded":
         return embedded.folder()
@@ -121,18 +121,18 @@ def checkpoint(shape: str, models: Path, device: str = "cpu") -> Path:
     model.save_pretrained(unfinished, max_shard_size="20GB")
     config = json.loads((unfinished / "config.json").read_text())
     _write_tokenizer(unfinished, config["vocab_size"], config["max_position_embeddings"])
-    config |= {"rope_theta": config["rope_parameters"]["rope_theta"], "torch_dtype": "bfloat16"}  # the names of old
+    config |= {"rope_theta": config["rope_parameters"]["rope_theta"], "torch_dtype": "bfloat16"}  # older names
     (unfinished / "config.json").write_text(json.dumps(config, indent=1))
     return unfinished.rename(folder)
 
 
 def weight_bytes(folder: Path) -> int:
-    """Of the checkpoint's weight files."""
+    """Bytes of the checkpoint's weight files."""
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
 def _write_tokenizer(folder: Path, vocab_size: int, longest: int) -> None:
-    """The embedded model's, with a word for every id of the vocabulary: engines turn what they generate into text."""
+    """Write the embedded model's tokenizer with a word for every missing id, because engines detokenize outputs."""
     tokenizer = json.loads((embedded.folder() / "tokenizer.json").read_text())
     vocabulary = tokenizer["model"]["vocab"]
     taken = set(vocabulary.values()) | {token["id"] for token in tokenizer["added_tokens"]}

@@ -1,4 +1,4 @@
-"""An engine in a process of its own, driven by a script that speaks drivers/protocol.py. Imports no engine."""
+"""Engines in processes of their own, each run by a driver that uses drivers/protocol.py. Imports no engine."""
 
 import json
 import os
@@ -18,36 +18,36 @@ from benchmarks.workloads import SMALLEST_VOCABULARY, Query, Workload, workload
 ROOT = Path(__file__).resolve().parents[2]
 DRIVERS = Path(__file__).parent / "drivers"
 PEERS = ("vllm", "transformers", "openvino", "llama_cpp")
-# those that read GGUF, and the type of matrices: OpenVINO reads no BF16 there
+# Engines that read GGUF, and the type of their matrices: OpenVINO reads no BF16 from GGUF.
 _GGUF = {"openvino": "F16", "llama_cpp": "BF16"}
-_PATIENCE = 60.0  # seconds that an engine has to end by itself
+_PATIENCE = 60.0  # seconds for an engine to exit before it is killed
 
 
 class EngineError(Exception):
-    """An engine did not do what it was asked."""
+    """An engine failed or gave a wrong answer."""
 
 
 @dataclass(frozen=True)
 class Engine:
-    """What to start: the name of a driver, the interpreter that has the engine, and what the driver is told."""
+    """How to start an engine: name of the driver, interpreter that has the engine, settings of the driver."""
 
     name: str
     python: str
     model: Path
     max_num_seqs: int = 32
     max_model_len: int = 4096
-    driver: Path | None = None  # another script than the one of that name
-    options: Mapping[str, Any] = field(default_factory=dict)  # of the engine itself, in place of a driver's own choice
+    driver: Path | None = None  # a driver script other than the one of that name
+    options: Mapping[str, Any] = field(default_factory=dict)  # engine options that replace the driver's own
 
     @property
     def script(self) -> Path:
-        """The driver's."""
+        """Path of the driver script."""
         return self.driver or DRIVERS / f"{self.name}_driver.py"
 
 
 @dataclass(frozen=True)
 class Answer:
-    """How long a workload took. ttft: seconds to the first token of the first query, where it is known."""
+    """Duration of a workload. ttft: seconds to the first token of the first query, None if unknown."""
 
     seconds: float
     ttft: float | None
@@ -56,7 +56,7 @@ class Answer:
 
 @dataclass
 class Running:
-    """An engine that is loaded and warm. `facts`: what it says about itself, and how it was started."""
+    """A loaded and warmed-up engine. `facts`: what the driver reported, and how it was started."""
 
     engine: Engine
     process: subprocess.Popen[str]
@@ -72,7 +72,7 @@ class Running:
         self.stop()
 
     def run(self, work: Workload) -> Answer:
-        """Answer all queries at once. Raises EngineError, also for an output that has not the length asked for."""
+        """Answer all queries at once. Raises EngineError, also if an output has another length than requested."""
         answer = self._ask({"name": work.name, "queries": _plain(work.queries)}, ("seconds", "ttft", "num_tokens"))
         wanted = [query.num_output_tokens for query in work.queries]
         if answer["num_tokens"] != wanted:
@@ -80,16 +80,16 @@ class Running:
         return Answer(answer["seconds"], answer["ttft"], answer.get("ttft_is", "of the run"))
 
     def answer(self, queries: Sequence[Mapping[str, Any]]) -> tuple[float, list[int]]:
-        """Seconds and tokens of queries as drivers take them, whose outputs have the length that they have."""
+        """Seconds and output token counts of queries in the drivers' format. Output lengths are not checked."""
         found = self._ask({"name": "forms", "queries": list(queries)}, ("seconds", "num_tokens"))
         return found["seconds"], found["num_tokens"]
 
     def memory(self) -> dict[str, Any]:
-        """Resident bytes of all its processes, and whether that is PSS or RSS."""
+        """Resident bytes of all processes of the engine, and whether they are PSS or RSS."""
         return self._ask({"memory": True}, ("bytes", "kind"))
 
     def stop(self) -> None:
-        """Let it end by itself, and end what is left of it."""
+        """Close the engine's input, wait for its exit, and kill its remaining processes."""
         assert self.process.stdin is not None and self.process.stdout is not None
         try:
             with suppress(BrokenPipeError, subprocess.TimeoutExpired):
@@ -135,12 +135,12 @@ def start(engine: Engine) -> Running:
     settings: dict[str, Any] = {"model": str(engine.model), "max_num_seqs": engine.max_num_seqs}
     settings |= {"max_model_len": engine.max_model_len, "options": dict(engine.options)}
     if engine.name in _GGUF:
-        from benchmarks.cpu.gguf_file import gguf_file  # noqa: PLC0415  (others do without its package)
+        from benchmarks.cpu.gguf_file import gguf_file  # noqa: PLC0415  (only two engines need the package gguf)
 
         settings["gguf"] = str(gguf_file(engine.model, _GGUF[engine.name]))
     handle, log = tempfile.mkstemp(prefix=f"{engine.name}-", suffix=".log")
     for weights in engine.model.glob("*.safetensors"):
-        weights.read_bytes()  # so that no engine's start waits for the disk
+        weights.read_bytes()  # into the page cache, so that no engine waits for the disk
     with os.fdopen(handle, "w") as errors:
         process = subprocess.Popen(
             [engine.python, str(engine.script), json.dumps({**settings, "started": time.time()})],
@@ -149,7 +149,7 @@ def start(engine: Engine) -> Running:
             stderr=errors,
             env=os.environ | additions,
             text=True,
-            start_new_session=True,  # so that what it starts can be ended with it
+            start_new_session=True,  # so that `stop` can kill the descendants too
         )
     running = Running(engine, process, Path(log))
     try:
@@ -159,7 +159,7 @@ def start(engine: Engine) -> Running:
         running.stop()
         raise
     ready = facts.pop("ready")
-    variables = {name: value for name, value in additions.items() if "/" not in value}  # the report names no folders
+    variables = {name: value for name, value in additions.items() if "/" not in value}  # no paths in the report
     running.facts = {**facts, "cold_start_seconds": ready, "environment": variables, "preloaded": preloaded}
     return running
 
@@ -169,13 +169,14 @@ def _plain(queries: Iterable[Query]) -> list[dict[str, Any]]:
 
 
 def _environment(engine: Engine) -> tuple[dict[str, str], list[str]]:
-    """Variables that the engine's process gets besides ours, and the names of the libraries that are preloaded.
+    """Environment variables added for the engine's process, and the names of the preloaded libraries.
 
-    vLLM would keep a core for its front end, and its own advice is to preload an allocator and an OpenMP runtime.
+    Without them vLLM would reserve a core for its front end. Its documentation advises to preload an allocator and an
+    OpenMP runtime.
     """
     variables = {"HF_HUB_OFFLINE": "1"}
     if engine.name in ("quire", "http"):
-        return variables | {"PYTHONPATH": str(ROOT)}, []  # this tree's quire, whatever is installed
+        return variables | {"PYTHONPATH": str(ROOT)}, []  # the quire of this checkout, not an installed one
     if engine.name != "vllm":
         return variables, []
     found = [

@@ -1,6 +1,7 @@
-"""The checkpoint as one GGUF file, for engines that read nothing else. Sizes are right; the numbers are random anyway.
+"""Conversion of a checkpoint to one GGUF file, for engines that read no other format.
 
-So rows of Llama's query and key projections stay in their order, which a converter would change.
+Sizes are right. The rows of Llama's query and key projections keep their order, which a converter would change; this
+does not matter for random weights.
 """
 
 import json
@@ -19,7 +20,7 @@ _TYPES = {
 
 
 def gguf_file(folder: Path, kind: str = "BF16") -> Path:
-    """The file beside the folder of a checkpoint; made unless it exists. kind: BF16 or F16, of matrices."""
+    """The GGUF file beside a checkpoint's folder. Creates it unless it exists. kind: type of matrices, BF16 or F16."""
     path = folder.with_name(f"{folder.name}-{kind}.gguf")
     if path.exists():
         return path

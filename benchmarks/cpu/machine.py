@@ -1,4 +1,4 @@
-"""The machine that was measured on: what it is, and how fast it reads memory and multiplies."""
+"""Facts about this machine: hardware, memory read rate and matrix product rate."""
 
 import platform
 import time
@@ -9,13 +9,13 @@ import torch
 
 from quire.startup.hardware import cpu_description
 
-_READ_BYTES = 2**30  # more than any cache holds
+_READ_BYTES = 2**30  # larger than any cache
 _MATRIX = 2048
-_TIMES = 5  # the best counts: nothing makes a machine faster than it is
+_TIMES = 5  # runs; the fastest counts, because other work can only slow a run down
 
 
 def describe() -> dict[str, Any]:
-    """In words and figures. To be asked while nothing else runs."""
+    """The machine in words and figures. Run it while the machine is idle."""
     return {
         "cpu": cpu_description(),
         "threads": torch.get_num_threads(),
@@ -27,21 +27,21 @@ def describe() -> dict[str, Any]:
 
 
 def read_rate(num_bytes: int = _READ_BYTES) -> float:
-    """Bytes a second of a matrix times a vector, with all threads: each number is read once and used once."""
+    """Bytes per second of a matrix-vector product on all threads, which reads each number once."""
     matrix, vector = torch.ones(num_bytes // 4 // _MATRIX, _MATRIX), torch.ones(_MATRIX)
     return num_bytes / _best_seconds(lambda: matrix @ vector)
 
 
 def matmul_rate(size: int = _MATRIX) -> float:
-    """Operations a second of a bf16 product of square matrices, an addition and a multiplication being two."""
+    """Operations per second of a bf16 product of square matrices. Multiplication and addition are two operations."""
     left, right = torch.randn(2, size, size).to(torch.bfloat16)
-    out = torch.empty_like(left)  # fresh memory for each would count, too
+    out = torch.empty_like(left)  # allocated once: allocation would count as well
     return 2 * size**3 / _best_seconds(lambda: torch.mm(left, right, out=out))
 
 
 def _best_seconds(run: Callable[[], object]) -> float:
     seconds = []
-    for _ in range(_TIMES + 1):  # the first warms up, and could only be slower
+    for _ in range(_TIMES + 1):  # the first run is a warm-up and can only be slower
         start = time.perf_counter()
         run()
         seconds.append(time.perf_counter() - start)

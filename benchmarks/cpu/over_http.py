@@ -1,4 +1,4 @@
-"""What HTTP costs: 64 streams through `quire serve`, and the same 64 queries in process, in turn."""
+"""Cost of HTTP: 64 streams through `quire serve`, and the same 64 queries in process, in turns."""
 
 import sys
 from pathlib import Path
@@ -9,11 +9,11 @@ from benchmarks.cpu.turns import Turns
 from benchmarks.workloads import FIRST_TOKEN, SMALLEST_VOCABULARY, Query, Workload
 
 NUM_STREAMS = 64
-_NUM_TOKENS = 64  # of each prompt, and of each output
+_NUM_TOKENS = 64  # per prompt and per output
 
 
 def streams(name: str, seed: int) -> Workload:
-    """64 unrelated queries of 64 tokens in and out, which every vocabulary has."""
+    """64 unrelated queries with 64 prompt and 64 output tokens, all ids within the smallest vocabulary."""
     rng = Random(f"{name}-{seed}")
     tokens = range(FIRST_TOKEN, SMALLEST_VOCABULARY)
     prompts = [rng.choices(tokens, k=_NUM_TOKENS) for _ in range(NUM_STREAMS)]
@@ -21,7 +21,7 @@ def streams(name: str, seed: int) -> Workload:
 
 
 def http_turns(model: Path, repeat: int) -> Turns:
-    """The server with its client, and the LLM, with room for all queries at once."""
+    """Turns of the server with its client and of the LLM. Both can run all queries at once."""
     settings = {"max_num_seqs": NUM_STREAMS, "max_model_len": 1024}
     engines = [Engine(name, sys.executable, model, **settings) for name in ("http", "quire")]
     return Turns(engines, [f"{NUM_STREAMS} streams"], repeat=repeat, make=streams)

@@ -1,4 +1,4 @@
-"""The figures as tables: on a terminal, and in Markdown."""
+"""Tables of the figures, for a terminal or as Markdown."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,14 +10,14 @@ from rich.table import Table
 
 @dataclass(frozen=True)
 class Grid:
-    """A titled table of texts."""
+    """A table of strings with a title."""
 
     title: str
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
 
     def print(self, console: Console) -> None:
-        """On a terminal."""
+        """Print the table on a terminal."""
         table = Table(title=self.title, title_justify="left")
         for number, name in enumerate(self.header):
             table.add_column(name, justify="right" if number else "left")
@@ -32,7 +32,7 @@ class Grid:
 
 
 def machine_line(machine: dict[str, Any]) -> str:
-    """What was measured on, in a line."""
+    """One line about the machine."""
     speeds = (
         f"reads {machine['read_gb_per_second']:.0f} GB/s, bf16 products {machine['bf16_matmul_gflops']:.0f} GFLOP/s"
     )
@@ -40,7 +40,7 @@ def machine_line(machine: dict[str, Any]) -> str:
 
 
 def grids(results: dict[str, Any]) -> list[Grid]:
-    """All that the results hold."""
+    """Tables of all results."""
     found = []
     for shape, part in results.get("shapes", {}).items():
         found += [_speeds(shape, part), _engines(shape, part)]
@@ -50,7 +50,7 @@ def grids(results: dict[str, Any]) -> list[Grid]:
 
 
 def _speeds(title: str, part: dict[str, Any]) -> Grid:
-    """A row for each figure of each workload; the first engine beside each other one."""
+    """One row per figure and workload, with the first engine beside each other engine."""
     first, *others = part["engines"]
     header = ["", first, *(cell for other in others for cell in (other, f"{first} / {other}"))]
     rows = []

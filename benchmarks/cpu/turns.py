@@ -1,4 +1,4 @@
-"""Engines take turns, so that the ratios of their figures are of one machine at one time."""
+"""Alternating runs of engines, so that a ratio compares the same machine at the same time."""
 
 import time
 from collections import defaultdict
@@ -10,22 +10,22 @@ from typing import Any
 from benchmarks.cpu.engines import Answer, Engine, Running, start
 from benchmarks.workloads import Workload, workload
 
-_STARTS = 3  # of an engine that starts fast: files that nobody has read for a while make the first one slower
+_STARTS = 3  # cold starts of an engine that starts fast; the first one may have to read its files from disk
 _FAST_START = 15.0  # seconds
-_SETTLE = 2.0  # seconds between turns: thread pools spin for a while after their last work
+_SETTLE = 2.0  # seconds between turns, because thread pools spin for a while after their last work
 
-Make = Callable[[str, int], Workload]  # from a name and a seed
-Tick = Callable[[str], None]  # called when a turn begins, with what it is
+Make = Callable[[str, int], Workload]  # a workload from a name and a seed
+Tick = Callable[[str], None]  # called at the start of a turn with its name
 Figures = dict[str, float]
 
 
 def make_workload(name: str, seed: int) -> Workload:
-    """As benchmarks.workloads has it."""
+    """A workload of benchmarks.workloads."""
     return workload(name, seed=seed)
 
 
 def figures(work: Workload, answer: Answer) -> Figures:
-    """What is said about an answer: rates in tokens per second, and times in seconds, which end in " s"."""
+    """Figures of an answer: rates in tokens per second, and times in seconds, whose names end in " s"."""
     if len(work.queries) > 1:
         return {"output tok/s": work.num_output_tokens / answer.seconds, "wall s": answer.seconds}
     if work.num_output_tokens == 1:
@@ -44,10 +44,10 @@ def summary(values: Sequence[float]) -> dict[str, Any]:
 
 
 class Turns:
-    """Runs workloads on engines in turn, and keeps what came.
+    """Runs workloads on engines in turns and collects the answers.
 
-    repeat: rounds; the order of the engines is reversed on every other one. alone: an engine is started for each
-    round and stopped before the next is, for machines that cannot hold all of them.
+    repeat: number of rounds; every other round reverses the order of the engines. `alone` starts an engine for each
+    round and stops it before the next one starts, for machines that cannot hold all of them.
     """
 
     def __init__(
@@ -62,11 +62,11 @@ class Turns:
 
     @property
     def num_turns(self) -> int:
-        """How many times `tick` is called."""
+        """How often `tick` is called."""
         return len(self.names) * self.repeat * len(self.engines)
 
     def side_by_side(self, tick: Tick) -> None:
-        """With all engines loaded at once. Raises EngineError."""
+        """Run all turns with all engines loaded at once. Raises EngineError."""
         with ExitStack() as stack:
             loaded = {engine.name: stack.enter_context(start(engine)) for engine in self.engines}
             for name in self.names:
@@ -81,7 +81,7 @@ class Turns:
                     self._note_start(running)
 
     def alone(self, tick: Tick) -> None:
-        """With one engine loaded at a time. Raises EngineError."""
+        """Run all turns with one engine loaded at a time. Raises EngineError."""
         for number in range(self.repeat):
             for engine in self._order(number):
                 with start(engine) as running:
@@ -90,9 +90,9 @@ class Turns:
                     self._note(running)
 
     def report(self) -> dict[str, Any]:
-        """Figures of each engine, and ratios of the first engine to each other one: above 1 the first is faster.
+        """Figures of each engine, and ratios of the first engine to each other one; above 1 the first is faster.
 
-        A ratio is of the two turns of one round; the median over rounds is what counts.
+        A ratio compares the two turns of one round. The figure to use is the median over rounds.
         """
         return {"engines": self.facts, "workloads": {name: self._workload(name) for name in self.names}}
 
@@ -105,7 +105,7 @@ class Turns:
         self.answers[name][running.engine.name].append(running.run(self.make(name, number + 1)))
 
     def _note(self, running: Running) -> None:
-        """What the engine is, the start of the median cold start, and the memory after its work."""
+        """Record the engine's facts and cold start, and its memory after the work."""
         self._note_start(running)["memory"] = running.memory()
 
     def _note_start(self, running: Running) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""What eviction orders are worth: traces, the real memory, and the offline optimum. See __main__.py."""
+"""Comparison of eviction policies on traces, with the real KV cache and the offline optimum. See __main__.py."""

@@ -1,10 +1,11 @@
-"""Tokens that are computed again because they were evicted, by order of eviction, beside the offline optimum.
+"""Tokens that are computed again because they were evicted, per eviction policy, beside the offline optimum.
 
     python -m benchmarks.eviction [--only TRACE ...] [--seeds N] [--first-seed N] [--requests N] [--json FILE]
         [--plots FOLDER]
 
-Traces run one request after another through the real memory (KVCache, radix tree), without scheduler and model: all
-figures are counts, and equal on every machine. Pools are shares of a trace's footprint. Intervals are 95 % over seeds.
+Traces run one request after another through the real KVCache with a radix tree, without scheduler and model. All
+figures are counts and equal on every machine. Pool sizes are shares of a trace's footprint. Intervals are 95 % over
+seeds.
 """
 
 import argparse
@@ -23,11 +24,11 @@ from benchmarks.eviction.compare import ORDERS, Cell, Interval, cells
 from benchmarks.eviction.traces import TRACES
 
 SHARES = (0.05, 0.1, 0.2, 0.4)
-TO_WIN = ("chat-tree", "agent", "rag")  # what `cost` is for; elsewhere it is to be at most 2 % worse than lru
+TO_WIN = ("chat-tree", "agent", "rag")  # traces that `cost` must win; elsewhere it may be 2 % worse than lru
 
 
 def measure(names: Sequence[str], seeds: Sequence[int], count: int) -> dict[str, dict[float, list[Cell]]]:
-    """Cells of each trace and share, one for each seed."""
+    """Cells per trace and pool share, one for each seed."""
     out: dict[str, dict[float, list[Cell]]] = {}
     for name in names:
         begin = time.perf_counter()
@@ -38,7 +39,7 @@ def measure(names: Sequence[str], seeds: Sequence[int], count: int) -> dict[str,
 
 
 def show(console: Console, measured: dict[str, dict[float, list[Cell]]]) -> None:
-    """A table for people."""
+    """Print the table."""
     table = Table(title="prompt tokens computed again, against lru; 95 % intervals over seeds", title_justify="left")
     for name in ("trace", "pool", "hit rate lru", "lfu", "cost", "optimum", "lfu, %", "cost, %", "optimum, %", "goal"):
         table.add_column(name, justify="left" if name in ("trace", "goal") else "right")
@@ -54,9 +55,9 @@ def show(console: Console, measured: dict[str, dict[float, list[Cell]]]) -> None
 
 
 def goal_of(name: str, change: Interval, *, together: bool) -> str:
-    """Whether `cost` does what it is for. change: of what it computes again, in percent of what lru does.
+    """Whether `cost` meets its goal. change: percent by which it recomputes more tokens than lru.
 
-    together: in all pools; there it has to win where it is to, and in no pool it may be much worse.
+    together: the change is over all pools. Traces of TO_WIN must then beat lru; in a single pool 2 % worse is allowed.
     """
     if name in TO_WIN and change.mean + change.half < 0:
         return "beats lru"
@@ -68,7 +69,7 @@ def _all_orders() -> tuple[str, ...]:
 
 
 def as_json(measured: dict[str, dict[float, list[Cell]]]) -> dict[str, Any]:
-    """All counts."""
+    """All counts, for JSON."""
     return {
         name: {
             str(share): [
@@ -88,7 +89,7 @@ def as_json(measured: dict[str, dict[float, list[Cell]]]) -> dict[str, Any]:
 
 
 def curves(measured: dict[str, dict[float, list[Cell]]]) -> dict[str, dict[str, dict[str, float]]]:
-    """Hit rates by order and share."""
+    """Hit rates by trace, policy and pool share."""
     return {
         name: {
             order: {str(share): Interval.of([one.hit_rate(order) for one in some]).mean for share, some in each.items()}
@@ -99,7 +100,7 @@ def curves(measured: dict[str, dict[float, list[Cell]]]) -> dict[str, dict[str, 
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print, write."""
+    """Measure, print the table and write the files."""
     parser = argparse.ArgumentParser(prog="benchmarks.eviction", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--only", nargs="+", choices=TRACES, default=list(TRACES), metavar="TRACE")
     parser.add_argument("--seeds", type=int, default=5)

@@ -1,11 +1,12 @@
-"""The offline optimum: who knows the future evicts the block that is used again last (Belady, 1966).
+"""The offline optimum: evict the block whose next use is the latest (Belady, 1966).
 
-A block's KV is used only together with all before it, so what comes before a block is used again no later: of blocks
-with the latest next use the deepest is a leaf, and no choice is lost to the tree. Blocks are of equal size and each
-request's own have to be there while it runs; so this is optimal in whole blocks, as the test against brute force says.
+A block's KV is used only together with all blocks before it, so its predecessors are used again no later. Of the blocks
+with the latest next use the deepest one is a leaf, so the tree removes no choice. Blocks are of equal size, and the
+blocks of the running request must stay. The result is optimal in whole blocks, as the test against brute force shows.
 
-weighted: seconds to compute a block, divided by the requests until it is used again, takes the place of the latter.
-That is a rule of thumb (with costs the optimum is not greedy), and what `cost` would do if it knew the future.
+With `seconds`, the weight of a block is the number of requests until its next use, divided by the seconds to compute
+the block. This is a heuristic, because the optimum with costs is not greedy. It is what `cost` would do if it knew the
+future.
 """
 
 from collections import Counter
@@ -16,11 +17,11 @@ from math import inf
 from benchmarks.eviction.rigs import BLOCK_SIZE
 from benchmarks.eviction.traces import Ask
 
-Path = list[int]  # ids of blocks, each named by its tokens and all before them
+Path = list[int]  # ids of blocks; an id stands for the block's tokens and all tokens before it
 
 
 def paths(asks: Sequence[Ask], block_size: int = BLOCK_SIZE) -> tuple[list[Path], list[int]]:
-    """Blocks of each request, and how many leading ones its prompt could find."""
+    """Blocks of each request, and how many leading ones its prompt could find in a cache."""
     ids: dict[object, int] = {}
     out, wanted = [], []
     for ask in asks:
@@ -40,7 +41,7 @@ def optimum(
     num_blocks: int,
     seconds: Callable[[int], float] | None = None,
 ) -> int:
-    """Blocks that prompts find when what is used again last is evicted first. seconds: of a block by its depth."""
+    """Blocks that prompts find if the block with the latest next use is evicted. seconds: of a block, by its depth."""
     uses, memory = _uses(blocks, wanted), _Memory(num_blocks)
     num_found = 0
     for now, (path, most) in enumerate(zip(blocks, wanted, strict=True)):
@@ -61,7 +62,7 @@ def optimum(
 
 
 class _Memory:
-    """Blocks by how late each is used again; only leaves can go."""
+    """Blocks ordered by their next use. Only leaves can be evicted."""
 
     def __init__(self, num_blocks: int) -> None:
         self.held: dict[int, float] = {}
@@ -72,7 +73,7 @@ class _Memory:
         self._num_put = 0
 
     def put(self, block: int, parent: int | None, lateness: float) -> None:
-        """It is there, behind its parent. Of equals the one that was put last goes first: the deepest."""
+        """Insert a block behind its parent. Of equal blocks the one inserted last, the deepest, is evicted first."""
         if block not in self.held:
             self._parents[block] = parent
             self._num_children[parent] += 1
@@ -81,7 +82,7 @@ class _Memory:
         heappush(self._heap, (-lateness, -self._num_put, block))
 
     def shrink(self, own: set[int]) -> None:
-        """Evict until they fit, but none of a request's own."""
+        """Evict until the blocks fit, but never a block of `own`, the running request."""
         aside = []
         while len(self.held) > self._num_blocks:
             entry = heappop(self._heap)
@@ -106,7 +107,7 @@ class _Memory:
 
 
 def _uses(blocks: Sequence[Path], wanted: Sequence[int]) -> dict[int, list[int]]:
-    """The requests whose prompts want each block, the last one first."""
+    """Per block the requests whose prompts use it, the last request first."""
     uses: dict[int, list[int]] = {}
     for number in reversed(range(len(blocks))):
         for block in blocks[number][: wanted[number]]:

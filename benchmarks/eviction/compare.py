@@ -1,4 +1,4 @@
-"""One trace, one seed, one pool size after another, with each order: what is computed again, and what need not be."""
+"""Counts of cached and recomputed tokens for one trace and seed, per pool size and eviction policy."""
 
 import statistics
 from collections.abc import Sequence
@@ -11,19 +11,19 @@ from benchmarks.eviction.rigs import BLOCK_SIZE, Outcome, cache_of, longest, run
 from benchmarks.eviction.traces import Ask, trace
 from quire.config import Eviction
 
-ORDERS: tuple[Eviction, ...] = ("lru", "lfu", "cost")  # nobody asks for anything: `priority` is `lru`
-_T = (0.0, 0.0, 12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # of Student, 95 %, by number of values
+ORDERS: tuple[Eviction, ...] = ("lru", "lfu", "cost")  # no request sets a retention, so `priority` would equal `lru`
+_T = (0.0, 0.0, 12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # Student's t, 95 %, by number of values
 
 
 class Interval(NamedTuple):
-    """Mean and half the width of the 95 % confidence interval."""
+    """Mean and half-width of the 95 % confidence interval."""
 
     mean: float
     half: float
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Interval":
-        """Of independent values: seeds."""
+        """The interval of independent values, one per seed."""
         count = len(values)
         half = _T[min(count, len(_T) - 1)] * statistics.stdev(values) / sqrt(count) if count > 1 else 0.0
         return cls(statistics.mean(values), half)
@@ -34,21 +34,21 @@ class Interval(NamedTuple):
 
 @dataclass(slots=True)
 class Cell:
-    """A trace of one seed in one pool."""
+    """Counts of one trace and seed in one pool."""
 
     num_blocks: int
     num_tokens: int
-    num_cached: dict[str, int]  # by order; "optimum" in whole blocks
-    num_recomputed: dict[str, int]  # tokens that were there once and were computed again
-    num_whole_lost: dict[str, int]  # in whole blocks, what the optimum finds and an order does not: its regret
+    num_cached: dict[str, int]  # by policy; "optimum" in whole blocks
+    num_recomputed: dict[str, int]  # tokens that were computed, evicted and computed again
+    num_whole_lost: dict[str, int]  # regret: tokens in whole blocks that the optimum finds and a policy does not
 
     def hit_rate(self, order: str) -> float:
-        """Percent of prompt tokens."""
+        """Percent of prompt tokens found in the cache."""
         return 100 * self.num_cached[order] / self.num_tokens
 
     @classmethod
     def together(cls, cells: Sequence["Cell"]) -> "Cell":
-        """Of one trace and seed, all pools: what is counted, added up."""
+        """Sums over all pools of one trace and seed."""
 
         def added(counts: Sequence[dict[str, int]]) -> dict[str, int]:
             return {order: sum(one[order] for one in counts) for order in counts[0]}
@@ -62,13 +62,13 @@ class Cell:
         )
 
     def against(self, order: str, base: str) -> float:
-        """Percent by which one computes more again than another; of what a pool without end computes, if that is 0."""
+        """Percent by which `order` recomputes more than `base`; percent of all prompt tokens if `base` recomputes 0."""
         ours, theirs = self.num_recomputed[order], self.num_recomputed[base]
         return 100 * (ours - theirs) / theirs if theirs else 100 * ours / self.num_tokens
 
 
 def cells(name: str, seed: int, count: int, shares: Sequence[float], orders: Sequence[Eviction]) -> list[Cell]:
-    """shares: pool sizes as shares of the trace's footprint, all its different blocks together."""
+    """One cell per pool size. shares: of the trace's footprint, which is the number of its distinct blocks."""
     asks = trace(name, seed, count)
     blocks, wanted = paths(asks)
     footprint = len({block for path in blocks for block in path})

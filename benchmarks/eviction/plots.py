@@ -1,4 +1,4 @@
-"""Hit-rate curves by pool size, a panel for each trace. matplotlib is optional (`pip install -e '.[plots]'`)."""
+"""Hit-rate curves by pool size, one panel per trace. matplotlib is optional (`pip install -e '.[plots]'`)."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ COLOURS = {"lru": "#999999", "lfu": "#e69f00", "priority": "#cc79a7", "cost": "#
 
 
 def draw(curves: dict[str, dict[str, dict[str, float]]], folder: Path) -> Path | None:
-    """curves: trace -> order -> share of the footprint -> hit rate (%). None where matplotlib is missing."""
+    """Draw `curves`: trace -> policy -> pool share -> hit rate (%). Returns None without matplotlib."""
     if Figure is None or not curves:
         return None
     width = min(4, len(curves))

@@ -1,4 +1,4 @@
-"""Traces through the real memory: KVCache with the radix tree, one request after another, no scheduler."""
+"""Runs traces through a KVCache with a radix tree, one request after another, without a scheduler."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ BLOCK_SIZE = 16
 
 @dataclass(slots=True)
 class Outcome:
-    """Of a trace. Tokens are those of prompts."""
+    """Counts of one trace. Tokens are prompt tokens."""
 
     num_tokens: int = 0
     num_cached: int = 0
@@ -24,18 +24,18 @@ class Outcome:
 
     @property
     def num_computed(self) -> int:
-        """Tokens whose KV had to be computed."""
+        """Prompt tokens whose KV was computed."""
         return self.num_tokens - self.num_cached
 
 
 def cache_of(num_blocks: int, eviction: Eviction = "lru") -> KVCache:
-    """One group, blocks of 16 tokens."""
+    """A KVCache with one KV group and blocks of 16 tokens."""
     group = KVGroup((0,), "full", 1, 64, "bfloat16", num_blocks, 4096)
     return KVCache(CacheConfig(BLOCK_SIZE, (group,), "radix", (), eviction))
 
 
 def run(asks: Sequence[Ask], cache: KVCache) -> Outcome:
-    """Each request computes its prompt in one step and its output in another; then it leaves its blocks."""
+    """Run all requests. Each computes its prompt in one step and its output in another, then releases its blocks."""
     outcome = Outcome()
     for number, ask in enumerate(asks):
         cache.at(ask.at)
@@ -76,5 +76,5 @@ def _step(cache: KVCache, step_id: int, start: int, stop: int, seq_id: int) -> N
 
 
 def longest(asks: Sequence[Ask]) -> int:
-    """Blocks that the longest request needs, alone, a copied block among them."""
+    """Blocks that the longest request needs alone, including one copied block."""
     return max((len(ask.prompt) + len(ask.output)) // BLOCK_SIZE + 2 for ask in asks)

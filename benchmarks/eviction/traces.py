@@ -1,7 +1,7 @@
-"""Traces: requests in the order in which they run, whose prompts begin alike in the ways that serving sees.
+"""Traces: requests in the order in which they run, with the shared prefixes that serving sees.
 
-Token ids are random, from a seed; parameters are stated where a trace is made. What a request is told (its output)
-is part of the trace, so that who caches better changes nothing. This file knows no engine.
+Token ids are random, from a seed. Parameters are stated where a trace is made. The output of a request is part of the
+trace, so that the eviction policy does not change the requests. Imports no engine.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,7 +13,7 @@ Tokens = list[int]
 
 
 class Ask(NamedTuple):
-    """A request. at: seconds."""
+    """A request. at: arrival in seconds."""
 
     prompt: Tokens
     output: Tokens
@@ -28,26 +28,26 @@ class Source:
         self.rng = Random(f"{name}-{seed}")
 
     def tokens(self, least: int, most: int) -> Tokens:
-        """So many new ones."""
+        """Between `least` and `most` new random tokens."""
         draw = self.rng.getrandbits
         return [draw(40) for _ in range(self.rng.randint(least, most))]
 
     def zipf(self, count: int, exponent: float) -> list[float]:
-        """Weights of so many things, the most popular first."""
+        """Weights of `count` items by a Zipf law, the most popular first."""
         del self
         return [1 / (rank + 1) ** exponent for rank in range(count)]
 
     def pause(self, median: float, spread: float) -> float:
-        """Seconds, lognormal; spread: sigma of the logarithm."""
+        """Lognormal seconds. spread: sigma of the logarithm."""
         return median * self.rng.lognormvariate(0, spread)
 
 
-Session = Iterator[tuple[float, Tokens, Tokens]]  # seconds to wait, then a prompt and its output
+Session = Iterator[tuple[float, Tokens, Tokens]]  # seconds of pause, then a prompt and its output
 Sessions = Callable[[Source], tuple[str, Session]]  # a tenant and a new session of it
 
 
 def _interleaved(source: Source, begin: Sessions, count: int, rate: float) -> list[Ask]:
-    """Sessions that begin at random, `rate` a second, until there are `count` requests."""
+    """Sessions that begin at random, `rate` per second, until there are `count` requests."""
     asks: list[Ask] = []
     waiting: list[tuple[float, int, str, Session, Tokens, Tokens]] = []
     number, begins = 0, 0.0
@@ -66,7 +66,7 @@ def _interleaved(source: Source, begin: Sessions, count: int, rate: float) -> li
 
 
 def _chat(source: Source, system: Tokens, goes_on: float, edits: float) -> Session:
-    """goes_on: chance of another turn. edits: chance that a turn goes back to an earlier one."""
+    """One chat. goes_on: chance of another turn. edits: chance that a turn continues from an earlier one."""
     rng, contexts, wait = source.rng, [system], 0.0
     while True:
         begin = rng.choice(contexts) if rng.random() < edits else contexts[-1]
@@ -80,9 +80,9 @@ def _chat(source: Source, system: Tokens, goes_on: float, edits: float) -> Sessi
 
 
 def chat_tree(source: Source, count: int) -> list[Ask]:
-    """Chats behind 4 system prompts of 200 tokens: 55 % ask once, the others go on with 85 %, 10 % of turns edit.
+    """Chats behind 4 system prompts of 200 tokens: 55 % have one turn, the others go on with 85 %; 10 % of turns edit.
 
-    40 s (median) between an answer and the next question; 1 new chat in 2 s.
+    The median pause between an answer and the next question is 40 s. One new chat begins in 2 s.
     """
     systems, weights = [source.tokens(200, 200) for _ in range(4)], source.zipf(4, 1.0)
 
@@ -94,7 +94,7 @@ def chat_tree(source: Source, count: int) -> list[Ask]:
 
 
 def _agent(source: Source, tools: Tokens, side: float) -> Session:
-    """side: chance that what a tool said is summarised first, in a call of its own that nothing goes on from."""
+    """One agent. side: chance that a tool result is summarised first, in a call that no other call continues."""
     context, wait = tools + source.tokens(30, 200), 0.0
     for _ in range(source.rng.choice((1, 2, 6, 10, 16))):
         output = source.tokens(20, 80)
@@ -108,14 +108,14 @@ def _agent(source: Source, tools: Tokens, side: float) -> Session:
 def agents(source: Source, count: int) -> list[Ask]:
     """Agents with one of 3 tool descriptions of 1200 tokens; 1 to 16 steps, each adds 50 to 480 tokens.
 
-    A tool takes 3 s (median), one call of seven 60 s; what every second one says (200 to 800 tokens) is summarised in
-    a call of its own, behind the same description. 1 new agent in 2.5 s.
+    A tool takes 3 s (median), one call of seven 60 s. Every second tool result (200 to 800 tokens) is summarised in a
+    call of its own behind the same description. One new agent begins in 2.5 s.
     """
     return _agents(source, count, 0.5)
 
 
 def agent_loops(source: Source, count: int) -> list[Ask]:
-    """The same agents without summaries: all that is computed is gone on from, but for the last step."""
+    """The same agents without summaries. Each call except the last one of an agent is continued."""
     return _agents(source, count, 0.0)
 
 
@@ -153,7 +153,7 @@ def few_shot(source: Source, count: int) -> list[Ask]:
 
 
 def tenants(source: Source, count: int) -> list[Ask]:
-    """8 tenants: 3 chat (80 % go on), 2 ask about 80 documents each (Zipf 0.8), 3 never say anything twice."""
+    """8 tenants: 3 chat (80 % go on), 2 ask about 80 documents each (Zipf 0.8), 3 send unique prompts."""
     systems = [source.tokens(150, 150) for _ in range(3)]
     documents = [[source.tokens(200, 800) for _ in range(80)] for _ in range(2)]
     weights = source.zipf(80, 0.8)
@@ -174,14 +174,15 @@ def tenants(source: Source, count: int) -> list[Ask]:
 
 
 def uniform(source: Source, count: int) -> list[Ask]:
-    """No two prompts have anything in common: 100 to 600 tokens."""
+    """Prompts of 100 to 600 tokens without common prefixes."""
     return [Ask(source.tokens(100, 600), source.tokens(20, 200), float(i)) for i in range(count)]
 
 
 def scans(source: Source, count: int) -> list[Ask]:
-    """40 documents of 300 to 600 tokens are hot, all alike, and others every 400 requests; half of all requests scan.
+    """Scans beside 40 popular documents of 300 to 600 tokens, which are replaced every 400 requests.
 
-    What was popular never comes back, which a count of uses does not see; what is scanned is read once.
+    Half of all requests are scans. Formerly popular documents never return, which a use count does not show. Scanned
+    prompts are read once.
     """
     asks, hot = [], [source.tokens(300, 600) for _ in range(40)]
     for i in range(count):

@@ -1,1 +1,1 @@
-"""quire on a GPU: its kernels, steps and serving beside what the device can do, and beside other engines."""
+"""Benchmarks of kernels, steps and serving on a GPU, beside the limits of the device and other engines."""

@@ -1,13 +1,13 @@
-"""quire on this machine's GPU: kernels, steps and serving, beside what the device can do and beside other engines.
+"""Benchmarks on this machine's GPU: kernels, steps and serving, beside the limits of the device and other engines.
 
     python -m benchmarks.gpu [--only limits attention gemm experts step serving] [--shapes qwen3-0.6b,llama-8b]
         [--peer vllm=VENV/bin/python] [--repeat 1] [--seconds S] [--device cuda] [--models FOLDER] [--json FILE]
         [--table FILE]
 
-Each part runs in a process of its own, for so many seconds at most; what does not fit is skipped, with the reason.
-All parts together take less than 10 minutes. The figures are written after every part, and while it runs. `limits` is
-always measured, since the others are set beside it. --device cpu --tiny tries everything that does not need a GPU, with
-kernels in Triton's interpreter; its figures mean nothing.
+Each part runs in a process of its own and has a limit in seconds; what does not fit is skipped, with the reason. All
+parts together take less than 10 minutes. The figures are written during each part and after it. `limits` is always
+measured, because the other parts are compared with it. --device cpu --tiny runs everything that needs no GPU, with
+kernels in Triton's interpreter; its figures have no meaning.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from benchmarks.gpu.tables import grids
 
 SHAPES = ("qwen3-0.6b", "llama-8b", "0.5b", "1b", "tiny")  # of benchmarks.cpu.checkpoints, which imports torch
 
-# Each part's module, and the seconds that it may take where nothing else is asked for: at most 600 with the starts.
+# The module of each part and its default limit in seconds. The sum, with process starts, is at most 600.
 PARTS = {
     "limits": ("limits", 25.0),
     "attention": ("attention", 105.0),
@@ -39,7 +39,7 @@ PARTS = {
 
 
 def peer(text: str) -> tuple[str, str]:
-    """vllm=PYTHON, the interpreter's path made absolute and its links kept: a link is what makes a venv."""
+    """The (name, path) of vllm=PYTHON. The path is made absolute; links stay, because a venv's python is a link."""
     name, separator, python = text.partition("=")
     if name != "vllm" or not separator:
         raise argparse.ArgumentTypeError(f"{text!r} is not vllm=PYTHON")
@@ -49,7 +49,7 @@ def peer(text: str) -> tuple[str, str]:
 
 
 def shapes(text: str) -> list[str]:
-    """A comma-separated list of known shapes."""
+    """The known shapes in a comma-separated list."""
     names = text.split(",")
     if unknown := [name for name in names if name not in SHAPES]:
         raise argparse.ArgumentTypeError(f"{', '.join(unknown)} is none of {', '.join(SHAPES)}")
@@ -57,7 +57,7 @@ def shapes(text: str) -> list[str]:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """The parsed command line."""
     parser = argparse.ArgumentParser(prog="benchmarks.gpu", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS), metavar="PART")
     parser.add_argument("--shapes", type=shapes, help="default: qwen3-0.6b,llama-8b; with --tiny: tiny")
@@ -79,7 +79,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def measure(args: argparse.Namespace, models: Path, results: dict[str, Any]) -> None:
-    """All parts, one after another, into `results`, which are written whenever there is more."""
+    """Run all parts one after another. Their figures go into `results`, which is written after every change."""
     models.mkdir(parents=True, exist_ok=True)
     settings = Settings(args.device, args.tiny, args.shapes, models, dict(args.peer), args.repeat)
     limits: dict[str, Any] = {}
@@ -99,7 +99,7 @@ def measure(args: argparse.Namespace, models: Path, results: dict[str, Any]) -> 
 
 
 def write(file: Path | None, text: str) -> None:
-    """So that there is always a whole file."""
+    """Write a complete file and rename it, so that a reader never sees half of one."""
     if file is not None:
         unfinished = file.with_name(f"{file.name}.part")
         unfinished.write_text(text)
@@ -107,10 +107,10 @@ def write(file: Path | None, text: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print, write."""
+    """Measure, print the tables and write the files."""
     args = parse(arguments)
     if args.device == "cpu":
-        os.environ["TRITON_INTERPRET"] = "1"  # of the processes that are started
+        os.environ["TRITON_INTERPRET"] = "1"  # for the processes of the parts
     results: dict[str, Any] = {
         "settings": {"shapes": args.shapes, "device": args.device, "tiny": args.tiny, "repeat": args.repeat},
         "parts": {},
@@ -119,7 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         measure(args, args.models or Path(temporary), results)
     found = grids(results)
     write(args.table, "\n".join(grid.markdown() for grid in found))
-    console = Console() if sys.stdout.isatty() else Console(width=260)  # a file is not 80 wide
+    console = Console() if sys.stdout.isatty() else Console(width=260)  # a file has no width; 80 columns are too few
     for grid in found:
         grid.print(console)
 

@@ -1,8 +1,8 @@
-"""Paged attention of the Triton kernels: decoding beside memory's bandwidth, prompts beside the rate of products.
+"""Paged attention of the Triton kernels: decode beside memory bandwidth, prefill beside the matrix product rate.
 
-Heads are those of Llama-3.1-8B. A case has as many layers as make its keys and values larger than any cache; each is
-attended to in turn, as a model does. Beside it: the same kernel with blocks in order, torch's attention over contiguous
-keys and values, and FlashInfer's over the same scattered blocks, where it is installed.
+Heads are those of Llama-3.1-8B. A case has so many layers that its keys and values are larger than any cache; each
+layer is computed in turn, as in a model. The peers are the same kernel with blocks in order, torch's attention over
+contiguous keys and values, and FlashInfer over the same scattered blocks if it is installed.
 """
 
 from collections.abc import Callable
@@ -25,18 +25,18 @@ from quire.kernels.contract import Batch, Storage
 from quire.kernels.triton.kernels import TritonKernels
 
 BLOCK_SIZE = 16
-COLD_BYTES = 2**29  # of keys and values, that no cache holds
+COLD_BYTES = 2**29  # of keys and values: more than any cache
 MOST_LAYERS = 64
 WRITTEN_AT_ONCE = 2**14  # tokens
-SHARE_OF_MEMORY = 0.85  # of what is free
-FIRST = [(32, 4096), (1, 65536)]  # those with goals
+SHARE_OF_MEMORY = 0.85  # of free memory
+FIRST = [(32, 4096), (1, 65536)]  # the cases with goals
 DECODES = [(batch, context) for context in (1024, 4096, 8192, 32768, 65536) for batch in (1, 8, 32, 64, 256)]
 PREFILLS = [(0, 2048), (0, 8192), (8192, 2048), (8192, 8192)]  # context, tokens of the chunk
 
 
 @dataclass(frozen=True)
 class Heads:
-    """Of one layer."""
+    """Heads of one layer."""
 
     num: int
     num_kv: int
@@ -48,7 +48,7 @@ TINY = Heads(4, 2, 32)
 
 
 def measure(part: Part, settings: Settings) -> None:
-    """A row for each pair of a batch and a context, and for each chunk of a prompt."""
+    """A row for each pair of batch and context, and for each prefill chunk."""
     heads = TINY if settings.tiny else LLAMA_8B
     decodes = [(2, 20)] if settings.tiny else FIRST + [case for case in DECODES if case not in FIRST]
     prefills = [(16, 8)] if settings.tiny else PREFILLS
@@ -65,18 +65,18 @@ def measure(part: Part, settings: Settings) -> None:
     if find_spec("flashinfer") is None:
         part.skip("flashinfer", "it is not installed")
         return
-    for batch, context in decodes:  # last, because it compiles for long
+    for batch, context in decodes:  # last, because its compilation is slow
         what = f"{decode_name(batch, context)}, flashinfer"
         part.attempt(what, lambda b=batch, c=context: bench.flashinfer(b, c))
 
 
 def decode_name(batch: int, context: int) -> str:
-    """Of a row."""
+    """Name of a decode row."""
     return f"decode, batch {batch}, context {context}"
 
 
 class Bench:
-    """Cases of one shape of heads on one device."""
+    """Cases with one shape of heads on one device."""
 
     def __init__(self, part: Part, settings: Settings, heads: Heads) -> None:
         self.part = part
@@ -90,7 +90,7 @@ class Bench:
         what, heads = decode_name(batch, context), self.heads
         width = -(-context // BLOCK_SIZE)
         kv_bytes, layers = self._kv_bytes(batch, context), self._layers(batch, context)
-        self._require(1.7 * layers * kv_bytes)  # in 16 and in 8 bits; later once more, for torch
+        self._require(1.7 * layers * kv_bytes)  # in 16 and 8 bits; torch needs it once more later
         order = _scattered(batch, width)
         q = torch.randn(batch, heads.num, heads.dim, device=self.device).to(torch.bfloat16)
         stored = [self._storage(dtype, batch * width, layers) for dtype in ("bfloat16", "fp8_e4m3")]
@@ -123,7 +123,7 @@ class Bench:
         self.part.attempt(peer, lambda: self._peer(row, "sdpa", lambda: self._sdpa(q, context, layers), paged, layers))
 
     def flashinfer(self, batch: int, context: int) -> None:
-        """The same queries and blocks through FlashInfer, beside a row that is there."""
+        """Add FlashInfer's time with the same queries and blocks to an existing row."""
         row = self.part.row(decode_name(batch, context))
         if "us" not in row:
             raise LookupError("there is nothing to set it beside")
@@ -134,14 +134,14 @@ class Bench:
         self._peer(row, "flashinfer", lambda: self._flashinfer(q, order, context, layers), row["us"] / 1e6, layers)
 
     def _kv_bytes(self, batch: int, context: int) -> int:
-        """Of one layer, in bfloat16."""
+        """KV bytes of one layer, in bfloat16."""
         return 2 * batch * context * self.heads.num_kv * self.heads.dim * 2
 
     def _layers(self, batch: int, context: int) -> int:
         return max(1, min(MOST_LAYERS, -(-self.cold_bytes // self._kv_bytes(batch, context))))
 
     def prefill(self, start: int, tokens: int) -> None:
-        """A chunk of one prompt behind `start` positions that are there already."""
+        """One chunk of a prompt behind `start` computed positions."""
         heads, stop = self.heads, start + tokens
         width = -(-stop // BLOCK_SIZE)
         order = _scattered(1, width)
@@ -170,7 +170,7 @@ class Bench:
                 raise MemoryError(f"{num_bytes / 1e9:.0f} GB are needed, {free / 1e9:.0f} GB may be taken")
 
     def _storage(self, dtype: str, num_blocks: int, layers: int) -> Storage:
-        """Blocks of random keys and values."""
+        """KV storage with random keys and values."""
         heads = self.heads
         group = KVGroup(tuple(range(layers)), "full", heads.num_kv, heads.dim, dtype, num_blocks, 1)
         storage = self.kernels.allocate(group, BLOCK_SIZE, torch.device(self.device))
@@ -185,14 +185,14 @@ class Bench:
         return storage
 
     def _attention(self, storage: Storage, q: Tensor, batch: Batch) -> Callable[[], object]:
-        """Of all layers."""
+        """Run attention in all layers."""
         plan = self.kernels.plan(batch, storage)
         layers = range(len(storage.group.layers))
         scale = self.heads.dim**-0.5
         return lambda: [self.kernels.attention(storage, layer, q, plan, scale) for layer in layers]
 
     def _peer(self, row: Row, name: str, make: Callable[[], Callable[[], object]], paged: float, layers: int) -> None:
-        """How long another attention takes, and its time over ours."""
+        """Seconds of another attention, and their ratio to ours."""
         self._require(0)
         (seconds,) = clock.seconds([make()], self.device)
         row |= {f"{name}_us": 1e6 * seconds / layers, f"{name}_over_ours": seconds / layers / paged}
@@ -208,7 +208,7 @@ class Bench:
         ]
 
     def _sdpa_prefill(self, q: Tensor, start: int) -> Callable[[], object]:
-        """Keys and values are repeated beforehand for heads that share them: it takes no part of the time."""
+        """Prefill with torch. Keys and values are repeated for shared KV heads before the measured time."""
         heads, stop = self.heads, start + len(q)
         k, v = torch.randn(2, 1, heads.num, stop, heads.dim, device=self.device).to(torch.bfloat16)
         queries = q.transpose(0, 1).unsqueeze(0).contiguous()
@@ -239,7 +239,7 @@ class Bench:
 
 
 @cache
-def _flashinfer_decode(device: str) -> Any:  # noqa: ANN401 -- a package that may not be there
+def _flashinfer_decode(device: str) -> Any:  # noqa: ANN401 -- an optional package
     import flashinfer  # noqa: PLC0415
 
     workspace = torch.empty(2**27, dtype=torch.uint8, device=device)
@@ -251,5 +251,5 @@ def _spans(batch: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _scattered(batch: int, width: int) -> np.ndarray:
-    """Tables of blocks in random order."""
+    """Block tables in random order."""
     return np.random.default_rng(0).permutation(batch * width).reshape(batch, width)

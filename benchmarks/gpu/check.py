@@ -1,13 +1,12 @@
-"""All that a GPU is needed for: `make gpu-check`.
+"""All checks that need a GPU: `make gpu-check`.
 
     python -m benchmarks.gpu.check [--run kernels models memory speed] [--dry-run] [--json FILE] [-- ARGUMENTS]
 
-kernels: every kernel against the reference, compiled. models: whole models against the CPU and transformers, recorded
-steps, rows on the device, blocks that go to the host and back. memory: a part of the kernels' tests watched by
-compute-sanitizer. speed: `benchmarks.gpu`, which takes what stands behind `--`. Each run has an end, all of them
-together less than 20 minutes, and each may be made alone. What was left out is said, with the reason. --dry-run: on a
-machine without a GPU, with the kernels in Triton's interpreter, in small; it says nothing about GPUs, but that
-everything would be run.
+kernels: every kernel against the reference, compiled. models: whole models against the CPU and transformers, captured
+steps, device block tables, blocks copied to the host and back. memory: some kernel tests under compute-sanitizer.
+speed: `benchmarks.gpu` with the arguments behind `--`. Each run has a time limit, and all together take less than 20
+minutes. Each run may be started alone. What is skipped is printed with the reason. --dry-run: on a machine without a
+GPU, with the kernels in Triton's interpreter at small sizes; it shows only that every command runs.
 """
 
 import argparse
@@ -29,11 +28,11 @@ MODELS = (
     Path("tests") / "runner" / "test_device_inputs.py",
     Path("tests") / "kv_store" / "test_host_kv_store.py",
 )
-WATCHED = TESTS / "test_triton_kv_blocks.py"  # only the sanitizer sees what a kernel does outside; it is slow
-SECONDS = {"kernels": 240, "models": 150, "memory": 180, "speed": 600}  # that each run may take
-TOGETHER = min(6, os.cpu_count() or 1)  # files of tests: they wait for the compiler most of the time
-SLOWER = 4  # that the interpreter is, at most
-TOLD = 25  # last lines of what fails
+WATCHED = TESTS / "test_triton_kv_blocks.py"  # only the sanitizer sees accesses out of bounds; it is slow
+SECONDS = {"kernels": 240, "models": 150, "memory": 180, "speed": 600}  # limit of each run
+TOGETHER = min(6, os.cpu_count() or 1)  # test files at once: most of their time is compilation
+SLOWER = 4  # upper bound of the interpreter's slowdown
+TOLD = 25  # printed lines of a failed command
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of it: "passed", "failed", "skipped"."""
+    """Result of a command. result: "passed", "failed" or "skipped"."""
 
     run: str
     what: str
@@ -57,7 +56,7 @@ class Outcome:
 
 
 def parts(run: str, *, dry: bool, extra: Sequence[str]) -> list[Part] | str:
-    """The commands of a run, or why there are none."""
+    """The commands of a run, or the reason why there are none."""
     if run == "memory":
         return "it needs a GPU" if dry else _watched()
     if run == "speed":
@@ -68,7 +67,7 @@ def parts(run: str, *, dry: bool, extra: Sequence[str]) -> list[Part] | str:
 
 
 def kernel_files() -> list[Path]:
-    """All tests of Triton kernels that are not of whole models."""
+    """All test files of Triton kernels except those of MODELS."""
     found = sorted((ROOT / TESTS).glob("test_triton_*.py"))
     return [file.relative_to(ROOT) for file in found if file.relative_to(ROOT) not in MODELS]
 
@@ -86,7 +85,7 @@ def _watched() -> list[Part] | str:
 
 
 def make(run: str, found: Sequence[Part], seconds: float) -> list[Outcome]:
-    """Run the commands, several at once, until the time is over."""
+    """Run the commands, several at once, until `seconds` have passed."""
     deadline = time.monotonic() + seconds
 
     def one(part: Part) -> Outcome:
@@ -94,7 +93,7 @@ def make(run: str, found: Sequence[Part], seconds: float) -> list[Outcome]:
         left = deadline - begin
         if left <= 0:
             return Outcome(run, part.what, "skipped", "no time left", 0.0)
-        shown = run == "speed"  # it has tables to show
+        shown = run == "speed"  # its tables go to the terminal
         try:
             done = subprocess.run(
                 part.command,
@@ -119,13 +118,13 @@ def make(run: str, found: Sequence[Part], seconds: float) -> list[Outcome]:
 
 
 def has_gpu() -> bool:
-    """Asked in another process: what is run here may leave no trace on the device."""
+    """Whether torch finds a GPU. Runs in another process, so that this one does not initialise the device."""
     command = [sys.executable, "-c", "import torch, sys; sys.exit(not torch.cuda.is_available())"]
     return subprocess.run(command, check=False).returncode == 0
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """The parsed command line."""
     parser = argparse.ArgumentParser(prog="benchmarks.gpu.check", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--run", nargs="+", choices=list(SECONDS), default=list(SECONDS), metavar="RUN")
     parser.add_argument("--dry-run", action="store_true", help="without a GPU, in small")
@@ -138,7 +137,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Make the runs, say what came of them, and return 1 where something failed."""
+    """Run the checks and print their results. Returns 1 if one failed."""
     args = parse(arguments)
     outcomes: list[Outcome] = []
     for run in args.run:

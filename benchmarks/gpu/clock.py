@@ -1,4 +1,4 @@
-"""How long work takes on a device: the medians of several times, taken in turns."""
+"""Timing of work on a device: medians of several samples, taken in turns."""
 
 import math
 import time
@@ -14,10 +14,10 @@ MOST_REPEATS = 500
 
 
 def seconds(works: Sequence[Work], device: str, samples: int = SAMPLES) -> list[float]:
-    """Median seconds of each work, which take turns.
+    """Median seconds of each work. The works take turns.
 
-    On a GPU each is captured as a graph, so that launching costs nothing, and timed by events of the device. What
-    cannot be captured is launched as it is, many times in a row.
+    On a GPU each work is captured as a CUDA graph, which excludes launch time, and timed by device events. Work that
+    cannot be captured is launched many times in a row.
     """
     if not device.startswith("cuda"):
         return [_on_cpu(work) for work in works]
@@ -31,7 +31,7 @@ def seconds(works: Sequence[Work], device: str, samples: int = SAMPLES) -> list[
 
 
 def elapsed(work: Work, count: int) -> float:
-    """Seconds of one work, of `count` in a row on the GPU."""
+    """Seconds of one work, averaged over `count` runs in a row on the GPU."""
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begin.record()
     for _ in range(count):
@@ -42,7 +42,7 @@ def elapsed(work: Work, count: int) -> float:
 
 
 def _captured(work: Work) -> Work:
-    """What runs `work` again by one launch, or itself. Compiles and warms up on the way."""
+    """A function that replays `work` as a CUDA graph, or `work` if it cannot be captured. Compiles and warms up."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

@@ -1,4 +1,4 @@
-"""What was aimed for on an H200, and the floors below which something is wrong."""
+"""Goals for an H200, with lower bounds (floors) below which a result counts as an error."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -7,7 +7,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Goal:
-    """A figure of a row of a part. at_most: smaller is better."""
+    """A goal for one figure of a row. at_most: smaller is better."""
 
     part: str
     what: str
@@ -32,7 +32,7 @@ GOALS = (
 
 
 def judged(parts: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Each goal of the parts that there are, with what was measured and how that stands: None where it was not."""
+    """Each goal of the measured parts with its value and verdict. The value is None if it was not measured."""
     return [{**asdict(goal), **_judged(goal, parts[goal.part]["rows"])} for goal in GOALS if goal.part in parts]
 
 

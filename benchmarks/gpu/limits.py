@@ -1,4 +1,4 @@
-"""What the device can do at best: copy, read, multiply. Everything else is measured beside these."""
+"""Limits of the device: rates of copies, reads and matrix products. The other parts are compared with them."""
 
 import platform
 import shutil
@@ -29,7 +29,7 @@ def measure(part: Part, settings: Settings) -> None:
 
 
 def describe(device: str) -> dict[str, str]:
-    """The device and the software that drives it."""
+    """The device, its driver and software."""
     name = torch.cuda.get_device_name() if device.startswith("cuda") else cpu_description()
     found = {"device": name, "python": platform.python_version(), "torch": torch.__version__}
     for package in ("triton", "transformers"):
@@ -41,7 +41,7 @@ def describe(device: str) -> dict[str, str]:
 
 
 def copy_rate(num_bytes: int, device: str) -> float:
-    """GB/s of a copy, counting what is read and what is written."""
+    """GB/s of a copy; reads and writes count."""
     source = torch.empty(num_bytes // 4, device=device).normal_()
     target = torch.empty_like(source)
     (seconds,) = clock.seconds([lambda: target.copy_(source)], device)
@@ -49,7 +49,7 @@ def copy_rate(num_bytes: int, device: str) -> float:
 
 
 def read_rate(num_bytes: int, device: str) -> float:
-    """GB/s of what reads every number once and writes next to nothing: the best of three ways."""
+    """GB/s of reading every number once with almost no writes: the best of three methods."""
     numbers = torch.empty(num_bytes // 4, device=device).normal_()
     matrix = torch.empty(num_bytes // 2, device=device, dtype=torch.bfloat16).normal_().view(-1, 4096)
     vector = torch.randn(4096, device=device).to(torch.bfloat16)
@@ -58,7 +58,7 @@ def read_rate(num_bytes: int, device: str) -> float:
 
 
 def matmul_rate(size: int, device: str) -> float:
-    """TFLOP/s of a product of square bf16 matrices of random numbers, an addition and a multiplication being two."""
+    """TFLOP/s of a product of square random bf16 matrices. Multiplication and addition count as two operations."""
     left, right = torch.randn(2, size, size, device=device).to(torch.bfloat16)
     out = torch.empty_like(left)
     (seconds,) = clock.seconds([lambda: torch.mm(left, right, out=out)], device)
@@ -66,7 +66,7 @@ def matmul_rate(size: int, device: str) -> float:
 
 
 def clocks() -> str:
-    """As the driver says right after the work."""
+    """nvidia-smi's driver version, clocks, temperature, power and memory. Raises FileNotFoundError without it."""
     command = shutil.which("nvidia-smi")
     if command is None:
         raise FileNotFoundError("nvidia-smi")

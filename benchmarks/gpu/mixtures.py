@@ -1,6 +1,6 @@
-"""Mixtures of experts: a layer's routing and products beside what its active experts take to be read or multiplied.
+"""Mixture-of-experts layers: routing and products, beside the bound from reading or multiplying active experts.
 
-Where the library has a grouped product, it is set beside our own tiles: each does what rows are many for.
+Where torch has a grouped product, it is measured beside our tiles. Each is better for another number of rows.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ TINY_ROWS = (1, 33)
 
 @dataclass(frozen=True)
 class Mixture:
-    """A layer. Its weights are larger than any cache."""
+    """A layer with weights larger than any cache."""
 
     num_experts: int
     per_token: int
@@ -57,7 +57,7 @@ class Layer:
         return torch.empty(shape, dtype=torch.bfloat16, device=self.device).normal_(std=shape[-1] ** -0.5)
 
     def measure(self, part: Part, what: str, rows: int) -> None:
-        """Time `rows` tokens whose experts are picked at random."""
+        """Time `rows` tokens with randomly picked experts."""
         mixture = self.mixture
         x = torch.randn(rows, mixture.hidden, device=self.device).to(torch.bfloat16)
         logits = torch.randn(rows, mixture.num_experts, device=self.device).to(torch.bfloat16)
@@ -68,7 +68,7 @@ class Layer:
 
         (seconds,) = clock.seconds([compute], self.device)
         ids, _ = self.kernels.route(logits, mixture.per_token, normalise=True)
-        one = 3 * mixture.inner * mixture.hidden  # numbers of an expert
+        one = 3 * mixture.inner * mixture.hidden  # weights of one expert
         num_bytes, flops = 2 * one * len(ids.unique()), 2 * one * ids.numel()
         figures = {
             "us": 1e6 * seconds,

@@ -1,4 +1,4 @@
-"""Checkpoints of random numbers, drawn on the device that is measured."""
+"""Checkpoints with random weights, drawn on the measured device."""
 
 import gc
 from pathlib import Path
@@ -10,7 +10,7 @@ from benchmarks.gpu.processes import Settings
 
 
 def model_folder(shape: str, settings: Settings) -> Path:
-    """The shape's checkpoint, made unless it is there. The device's memory is free again."""
+    """The folder of the shape's checkpoint. Creates it unless it exists, and frees the device memory afterwards."""
     folder = checkpoint(shape, settings.models, settings.device)
     gc.collect()
     if settings.device.startswith("cuda"):

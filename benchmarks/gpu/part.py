@@ -1,4 +1,4 @@
-"""A part of the benchmark: rows of figures, and what was left out and why. Whatever fails in it is a reason."""
+"""A part of the benchmark: rows of figures, and skipped measurements with their reasons."""
 
 import gc
 import json
@@ -16,12 +16,12 @@ from benchmarks.gpu.processes import Row
 
 
 class OutOfTime(BaseException):
-    """The part has used up its seconds. No Exception: what is measured may catch those."""
+    """The time of a part is over. It is no Exception, because measured code may catch those."""
 
 
 @dataclass
 class Part:
-    """What a part found so far. file: where it is written. limits: figures of the device, see `limits`."""
+    """Results of a part. file: where they are written. limits: figures of the device, see `limits`."""
 
     name: str
     file: Path
@@ -31,7 +31,7 @@ class Part:
     skipped: list[dict[str, str]] = field(default_factory=list)
 
     def row(self, what: str, **figures: object) -> Row:
-        """Add a row, or figures to the row that is there, and write it all down."""
+        """Add a row, or add figures to an existing row, and write the file."""
         found = next((row for row in self.rows if row["what"] == what), None)
         if found is None:
             found = {"what": what}
@@ -41,7 +41,7 @@ class Part:
         return found
 
     def skip(self, what: str, why: object) -> None:
-        """Say why something is not there."""
+        """Record that a measurement is missing, with the reason."""
         text = str(why).strip()
         if isinstance(why, Exception):
             text = f"{type(why).__name__}: {text}" if text else type(why).__name__
@@ -50,7 +50,7 @@ class Part:
         self.save()
 
     def attempt(self, what: str, measure: Callable[[], object]) -> bool:
-        """Measure one thing if there is time for it. Whatever goes wrong is its reason to be skipped."""
+        """Run one measurement if time is left. An error makes it skipped, with the error as the reason."""
         if time.monotonic() >= self.deadline:
             self.skip(what, "no time left")
             return False
@@ -62,16 +62,16 @@ class Part:
             self.skip(what, "it took longer than there was time")
         except Exception as error:
             self.skip(what, error)
-        gc.collect()  # what the error held
+        gc.collect()  # frees the tensors that the error held
         if torch.cuda.is_initialized():
             try:
                 torch.cuda.empty_cache()
-            except RuntimeError:  # of a device that is lost
+            except RuntimeError:  # the device is lost
                 self.deadline = 0.0
         return False
 
     def save(self) -> None:
-        """Into the file, at once."""
+        """Write the results to the file."""
         text = json.dumps({"rows": self.rows, "skipped": self.skipped})
         unfinished = self.file.with_suffix(".part")
         unfinished.write_text(text)
@@ -80,7 +80,7 @@ class Part:
 
 @contextmanager
 def ending_at(deadline: float) -> Iterator[None]:
-    """Raise OutOfTime meanwhile when the time has come. Only in the main thread; one may be inside another."""
+    """Raise OutOfTime in the block at the deadline. For the main thread only; calls may be nested."""
 
     def ring(number: int, frame: FrameType | None) -> None:
         raise OutOfTime

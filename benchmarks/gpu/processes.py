@@ -1,7 +1,7 @@
-"""Each part runs in a process of its own, which ends in time and writes its rows after every one.
+"""Runs each part in a process of its own, with a time limit. The process writes its rows after every measurement.
 
-So an error that a device does not recover from, or a kernel that never ends, costs what was still to be measured of
-that part, and nothing else. This file imports nothing that may touch a device.
+After an error that a device does not recover from, or a kernel that never ends, only the rest of that part is lost.
+This module imports nothing that initialises a device.
 """
 
 import json
@@ -14,15 +14,15 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-GRACE = 20.0  # seconds that a part has to end by itself, before its process is ended
-LOOK = 2.0  # seconds between two looks at its rows
+GRACE = 20.0  # seconds after its deadline in which a part must exit before it is killed
+LOOK = 2.0  # seconds between two reads of its file
 
-Row = dict[str, Any]  # figures by name, and under "what" whose they are
+Row = dict[str, Any]  # figures by name; "what" is the name of the row
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What all parts are told. peers: interpreters of other engines, by name."""
+    """Settings of all parts. peers: interpreters of other engines, by name."""
 
     device: str
     tiny: bool
@@ -34,20 +34,20 @@ class Settings:
 
 @dataclass(frozen=True)
 class Task:
-    """A part for a process. file: where its rows are written. limits: see `benchmarks.gpu.limits`."""
+    """A part that a process runs. file: where its rows are written. limits: see `benchmarks.gpu.limits`."""
 
     name: str
     module: str
     settings: Settings
     limits: Row
     file: Path
-    deadline: float  # of time.monotonic(), which all processes share
+    deadline: float  # of time.monotonic(), which is equal in all processes
 
 
 def run(name: str, module: str, settings: Settings, limits: Row, seconds: float, tell: Callable[[Row], None]) -> Row:
-    """Measure a part in a new process, for so many seconds at most. tell(found) is called while it runs.
+    """Measure a part in a new process for at most `seconds`. Calls tell(found) repeatedly meanwhile.
 
-    What is found has "rows" and "skipped", see Part, and in the end "seconds", and how it "ended".
+    The result has "rows" and "skipped" as in Part; at the end also "seconds", and in "ended" how the process ended.
     """
     begin = time.monotonic()
     task = Task(name, module, settings, limits, settings.models / f"{name}-{os.getpid()}.json", begin + seconds)
@@ -72,7 +72,7 @@ def run(name: str, module: str, settings: Settings, limits: Row, seconds: float,
 
 
 def _measure(task: Task) -> None:
-    """In the new process."""
+    """Body of the new process."""
     try:
         part = import_module("benchmarks.gpu.part").Part(task.name, task.file, task.deadline, task.limits)
         import_module(f"benchmarks.gpu.{task.module}").measure(part, task.settings)

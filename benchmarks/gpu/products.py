@@ -1,4 +1,4 @@
-"""Products of a model's weights in bf16 by the library that torch calls: what a step could take at best."""
+"""Matrix products of a model's weights in bf16 by torch's library: the lower bound of a step's time."""
 
 import torch
 from torch.nn.functional import linear
@@ -8,14 +8,14 @@ from benchmarks.gpu import clock
 from benchmarks.gpu.part import Part
 from benchmarks.gpu.processes import Settings
 
-COLD_BYTES = 2**28  # of weights, that no cache holds
+COLD_BYTES = 2**28  # of weights: more than any cache
 MOST_COPIES = 32
 ROWS = (1, 8, 64, 256, 2048)
-MOST_LOGITS = 256  # rows: a step has no more
+MOST_LOGITS = 256  # rows; a step has no more logits
 
 
 def weights(shape: str) -> dict[str, tuple[int, int]]:
-    """(out, in) of each product of a layer, and of the head."""
+    """(out, in) of each product of a layer and of the output head."""
     config = SHAPES[shape]()
     size, inner = config.hidden_size, config.intermediate_size
     head_dim = getattr(config, "head_dim", None) or size // config.num_attention_heads
@@ -41,7 +41,7 @@ def measure(part: Part, settings: Settings) -> None:
 
 
 def one(part: Part, settings: Settings, what: str, out: int, size: int, rows: int) -> None:
-    """One weight times `rows` rows, from memory: copies of it take turns."""
+    """Time one weight times `rows` rows. Copies of the weight alternate, so that it is read from memory."""
     num_bytes = 2 * (out * size + rows * (out + size))
     copies = 1 if settings.tiny else max(1, min(MOST_COPIES, -(-COLD_BYTES // (2 * out * size))))
     weight = torch.empty(copies, out, size, dtype=torch.bfloat16, device=settings.device).normal_()

@@ -1,7 +1,7 @@
-"""Many queries at once: output tokens a second of quire and of other engines, in turn, on the same prompts.
+"""Many queries at once: output tokens per second of quire and other engines, in turns, on the same prompts.
 
-Each engine is loaded alone, because each takes most of the device's memory, and first answers the same number of
-queries with shorter outputs, which are not measured: graphs are captured then, and kernels compiled.
+Each engine is loaded alone, because each takes most of the device's memory. It first answers the same number of queries
+with shorter outputs, which are not measured: they trigger compilation and the capture of graphs.
 """
 
 import sys
@@ -20,22 +20,22 @@ from benchmarks.gpu.part import Part
 from benchmarks.gpu.processes import Settings
 from benchmarks.workloads import FIRST_TOKEN, LENGTH_SEED, Query, Workload, sharegpt_lengths
 
-TRANSFORMERS = Path(__file__).parent / "drivers" / "transformers_driver.py"  # another one: with continuous batching
+TRANSFORMERS = Path(__file__).parent / "drivers" / "transformers_driver.py"  # with continuous batching
 NUM_QUERIES = 256
 NUM_TINY = 4
 MAX_NUM_SEQS = 256
 MAX_MODEL_LEN = 4096
 MAX_TINY_SEQS, MAX_TINY_LEN = 8, 256
-SHARE_OF_MEMORY = 0.9  # that vLLM takes: quire's default
-TOKENS_AT_ONCE = 8192  # of a step
-PATIENCE = 10.0  # seconds that an engine has to end by itself: less than a part has
-WARM_UP_SHARE = 4  # outputs of the queries to warm up with are so much shorter
+SHARE_OF_MEMORY = 0.9  # of vLLM; it is the default of quire
+TOKENS_AT_ONCE = 8192  # per step
+PATIENCE = 10.0  # seconds for an engine to exit: less than a part has
+WARM_UP_SHARE = 4  # outputs of warm-up queries are shorter by this factor
 
 Lengths = Iterable[tuple[int, int]]
 
 
 def nano_vllm_lengths(number: int) -> Lengths:
-    """Both uniform in 100 to 1024 tokens, as in the benchmark of nano-vllm."""
+    """Prompt and output lengths, both uniform in 100 to 1024 tokens, as in the benchmark of nano-vllm."""
     rng = Random(LENGTH_SEED)
     return [(rng.randint(100, 1024), rng.randint(100, 1024)) for _ in range(number)]
 
@@ -47,7 +47,7 @@ WORKLOADS: dict[str, Callable[[int], Lengths]] = {
 
 
 def make(name: str, seed: int, *, tiny: bool = False, warm_up: bool = False) -> Workload:
-    """One of WORKLOADS. The seed selects the tokens, never the lengths."""
+    """One of WORKLOADS. The seed selects token ids, never lengths."""
     rng = Random(f"{name}-{seed}")
     queries = []
     for num_prompt, num_output in WORKLOADS[name](NUM_TINY if tiny else NUM_QUERIES):
@@ -87,7 +87,7 @@ def measure(part: Part, settings: Settings) -> None:
 
 
 def _options(name: str, settings: Settings) -> dict[str, object]:
-    """What engines are told besides: as much memory as they like, and the same tokens a step."""
+    """Options of an engine: token budget, memory, kernels. transformers has none."""
     if name == "transformers":
         return {}
     options: dict[str, object] = {"max_num_batched_tokens": TOKENS_AT_ONCE}
@@ -98,11 +98,11 @@ def _options(name: str, settings: Settings) -> dict[str, object]:
     return options | {"memory": memory, "kernels": kernels, "steps_in_flight": 2}
 
 
-Found = dict[str, dict[str, dict[int, float]]]  # output tokens a second of each workload, engine and round
+Found = dict[str, dict[str, dict[int, float]]]  # output tokens per second by workload, engine and round
 
 
 def _round(part: Part, settings: Settings, engine: Engine, shape: str, number: int, found: Found) -> None:
-    """All workloads on one engine, which is started and ended."""
+    """Run all workloads on one engine, which is started and stopped."""
     with patch.object(engines, "_PATIENCE", PATIENCE), start(engine) as running:
         part.row(f"{shape} {engine.name}", **_facts(running))
         for name in WORKLOADS:
@@ -114,7 +114,7 @@ def _round(part: Part, settings: Settings, engine: Engine, shape: str, number: i
 
 
 def _tell(part: Part, what: str, work: Workload, rates: dict[str, dict[int, float]]) -> None:
-    """Medians of the rates, and of ratios of the same round."""
+    """Add medians of the rates, and of the ratios within a round, to the rows."""
     row: dict[str, object] = {"prompt_tokens": work.num_prompt_tokens, "output_tokens": work.num_output_tokens}
     ours = rates.get("quire", {})
     for name, values in rates.items():

@@ -1,8 +1,8 @@
-"""Whole steps of a model as quire runs them: milliseconds, the bound they have, and what the host adds.
+"""Time of a model's whole steps in quire, beside its lower bound and the part that the host adds.
 
-Bounds: weights and KV that a step reads at the measured read bandwidth, or its operations at the measured rate of
-products, whichever takes longer. Host time is what a decode step takes beyond its recording and the rest of its work
-on the device (copies, sampling), with two steps in flight.
+The bound is the larger of two times: reading the step's weights and KV at the measured read bandwidth, and its
+operations at the measured rate of matrix products. Host time is the time of a decode step beyond its captured step and
+its other work on the device (copies, sampling), with two steps in flight.
 """
 
 import gc
@@ -34,21 +34,21 @@ from quire.startup.build import build
 
 REPLAYS = 32
 PROFILED = 8  # steps
-TOLD = 8  # kernels that take the most
+TOLD = 8  # slowest kernels in the row
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured."""
+    """Sizes of the measurements."""
 
     batches: tuple[int, ...]
     prompt: int
     prefills: tuple[int, ...]
     warm_up: int  # steps
     windows: int
-    steps: int  # of a window
-    spare: int  # tokens of each output: sequences that are there first decode while others' prompts are computed
-    rounds: int  # of prompts, behind one that warms up
+    steps: int  # per window
+    spare: int  # extra tokens per output: early sequences decode while later prompts are computed
+    rounds: int  # measured prompts, after one warm-up
 
 
 USUAL = Sizes((1, 64, 8, 256), 128, (8192, 2048), warm_up=20, windows=3, steps=32, spare=50, rounds=3)
@@ -56,7 +56,7 @@ TINY = Sizes((1,), 4, (8,), warm_up=1, windows=1, steps=1, spare=1, rounds=1)
 
 
 def measure(part: Part, settings: Settings) -> None:
-    """Rows of decode steps and of prompts, for each shape."""
+    """Rows of decode steps and prefill, for each shape."""
     sizes = TINY if settings.tiny else USUAL
     for shape in settings.shapes:
         _shape(part, settings, shape, sizes)
@@ -76,12 +76,12 @@ def _shape(part: Part, settings: Settings, shape: str, sizes: Sizes) -> None:
         if not steps.on_gpu:
             part.skip(f"{shape}, host time", "it is the time beside a CUDA graph")
             return
-        for batch in sizes.batches:  # last: what was profiled once may be slower from then on
+        for batch in sizes.batches:  # last: profiling once may slow down later steps
             part.attempt(f"{shape} decode, batch {batch}, host time", lambda s=steps, b=batch: s.host(b))
 
 
 class Kept(Recording):
-    """Recordings, and what replays each, by its number of sequences."""
+    """Captured steps, and the function that replays each, by its number of sequences."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class Kept(Recording):
 
 
 class Steps:
-    """An engine on a shape."""
+    """An engine with a model of one shape."""
 
     def __init__(self, part: Part, settings: Settings, shape: str, sizes: Sizes) -> None:
         self.part = part
@@ -139,18 +139,18 @@ class Steps:
             return build(options, report=lambda line: None, progress=lambda done, total: None).engine
 
     def _weights(self, folder: Path) -> None:
-        """Bytes that a decode step reads, and those that each token of a prompt is multiplied with."""
+        """Set bytes that a decode step reads, and bytes of the weights that each prompt token is multiplied with."""
         head = 2 * self.vocab * self.config.hidden_size
         tied = self.config.tie_word_embeddings
         self.read_bytes = weight_bytes(folder) - (0 if tied else head)
         self.multiplied_bytes = self.read_bytes - head
         head_dim = getattr(self.config, "head_dim", None) or self.config.hidden_size // self.config.num_attention_heads
         layers = self.config.num_hidden_layers
-        self.kv_bytes = 4 * layers * self.config.num_key_value_heads * head_dim  # of a token
+        self.kv_bytes = 4 * layers * self.config.num_key_value_heads * head_dim  # per token
         self.flops_per_pair = 4 * layers * self.config.num_attention_heads * head_dim
 
     def decode(self, batch: int) -> None:
-        """`batch` sequences that each compute one token a step."""
+        """`batch` sequences that each compute one token per step."""
         sizes = self.sizes
         self._decoding(batch, sizes.warm_up + sizes.windows * sizes.steps)
         seconds = []
@@ -170,7 +170,7 @@ class Steps:
         self._finish()
 
     def _decoding(self, batch: int, steps: int) -> None:
-        """Compute so many prompts, and the steps to warm up with. There are enough tokens left for `steps` in all."""
+        """Compute `batch` prompts and the warm-up steps. At least `steps` steps in all have tokens to generate."""
         self._start(batch, self.sizes.prompt, steps + self.sizes.spare)
         computed: set[int] = set()
         while len(computed) < batch and self.engine.has_work:
@@ -189,7 +189,7 @@ class Steps:
         return {"bound_ms": 1e3 * bound, "share_of_bound": bound / seconds}
 
     def _replayed(self, what: str, batch: int, wall: float) -> None:
-        """The last step's recording alone."""
+        """Time replays of the last captured step."""
         replay = clock.elapsed(self._play(batch), REPLAYS)
         self.part.row(what, replay_ms=1e3 * replay, between_ms=1e3 * (wall - replay))
 
@@ -202,7 +202,7 @@ class Steps:
         return play
 
     def host(self, batch: int) -> None:
-        """Profile steps and replays of one: what else a step does on the device is no time of the host's."""
+        """Profile steps and replays of one. Other device work of a step is subtracted from its host time."""
         row = self.part.row(f"{self.shape} decode, batch {batch}")
         if "replay_ms" not in row:
             raise LookupError("no recording of it was timed")
@@ -226,7 +226,7 @@ class Steps:
         self.part.save()
 
     def prefill(self, tokens: int) -> None:
-        """A prompt's only step: the median of three, after one that warms up."""
+        """A prompt that one step computes: the median of three runs, after a warm-up."""
         seconds = []
         for _ in range(1 + self.sizes.rounds):
             self._start(1, tokens, 1)
@@ -243,7 +243,7 @@ class Steps:
         self.part.row(f"{self.shape} prefill, {tokens} tokens", **figures)
 
     def _start(self, batch: int, prompt: int, output: int) -> None:
-        """Queue `batch` prompts of random tokens, and nothing else."""
+        """Queue `batch` prompts of random tokens."""
         self._drop()
         params = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True)
         for i in range(batch):
@@ -251,7 +251,7 @@ class Steps:
             self.engine.add(f"{time.monotonic_ns()}-{i}", ids, params)
 
     def _step(self) -> list[Output]:
-        """Raises RuntimeError for a step that failed."""
+        """Run one step. Raises RuntimeError for a step that failed."""
         outputs = self.engine.step()
         for output in outputs:
             if output.error:
@@ -264,7 +264,7 @@ class Steps:
         self._wait()
 
     def _drop(self) -> None:
-        """What an error before has left."""
+        """Finish the requests that an earlier error left."""
         while self.engine.has_work:
             self.engine.step()
 
@@ -274,7 +274,7 @@ class Steps:
 
 
 def _busy(found: profile) -> dict[str, float]:
-    """Milliseconds of each kernel and copy in one of the profiled steps."""
+    """Milliseconds of each kernel and copy per profiled step."""
     times: dict[str, float] = {}
     for event in found.key_averages():
         kind: Any = event.device_type

@@ -1,14 +1,14 @@
-"""The figures as tables: a column for each figure that any row of a part has."""
+"""Tables of the figures, with a column for each figure that any row of a part has."""
 
 from typing import Any
 
 from benchmarks.cpu.tables import Grid
 
-UNTOLD = ("kernels_ms", "notes", "clocks")  # too long for a column: the JSON has them
+UNTOLD = ("kernels_ms", "notes", "clocks")  # too long for a column; the JSON has them
 
 
 def grids(results: dict[str, Any]) -> list[Grid]:
-    """All that the results hold."""
+    """Tables of all results."""
     found = [_goals(results["goals"])] if results.get("goals") else []
     for name, part in results["parts"].items():
         columns = list(dict.fromkeys(key for row in part["rows"] for key in row if key not in UNTOLD and key != "what"))

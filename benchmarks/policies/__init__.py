@@ -1,1 +1,1 @@
-"""Queue policies: orders against the best order, fairness against a flood, and what deciding costs."""
+"""Benchmarks of queue policies: hit rate, fairness, and scheduling time."""

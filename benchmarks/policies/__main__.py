@@ -1,9 +1,9 @@
-"""Queue policies: how near their orders come to the best one, what a flood does to others, what deciding costs.
+"""Benchmarks of queue policies: hit rate against the best order, fairness under a flood, scheduling time.
 
     python -m benchmarks.policies [--only order|fair|live|plan ...] [--json FILE] [--quick]
 
-order and fair run in virtual time over the real scheduler and memory; live is the embedded model on this machine;
-plan is the time of plan + commit alone. --quick tries everything at sizes whose figures mean little.
+order and fair run in virtual time over the real scheduler and KV cache. live runs the embedded model on this machine.
+plan is the time of plan + commit alone. --quick runs everything at sizes whose figures have no meaning.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""The embedded model in a process of its own, as it is served: requests come through a pipe, times are stamped."""
+"""The embedded model in a server process. Requests arrive through a pipe; their times are recorded."""
 
 import gc
 import time
@@ -17,11 +17,11 @@ from quire.supervisor.engine_loop import Garbage
 MAX_NUM_SEQS = 16
 STEP_TOKENS = 256
 
-Collector = Literal["quire", "python"]  # who says when there are full collections
+Collector = Literal["quire", "python"]  # who triggers full garbage collections: quire's Garbage or Python
 
 
 class Asked(NamedTuple):
-    """A request on its way."""
+    """A request, as sent through the pipe."""
 
     id: str
     tenant: str
@@ -30,16 +30,16 @@ class Asked(NamedTuple):
 
 
 class Play(NamedTuple):
-    """Serve what comes from now on, until None comes, and then those of a tenant that are not answered yet."""
+    """What to serve: all requests until None arrives, then the rest of the watched tenant's requests."""
 
     policy: Policy
     collector: Collector
     watched: str
-    patience: float  # seconds behind the end, that the last ones have
+    patience: float  # most seconds for the rest, after None
 
 
 class Times(NamedTuple):
-    """Seconds of the clock that all processes of the machine have in common."""
+    """Times in seconds of the monotonic clock, which all processes of the machine share."""
 
     taken: float
     admitted: float
@@ -48,7 +48,7 @@ class Times(NamedTuple):
 
 @dataclass
 class Played:
-    """What came of the watched tenant's requests, and what steps and collections took meanwhile, in seconds."""
+    """Times of the watched tenant's requests; durations of steps and of garbage collections in seconds."""
 
     times: dict[str, Times] = field(default_factory=dict)
     steps: list[float] = field(default_factory=list)
@@ -57,7 +57,7 @@ class Played:
 
 
 def serve(connection: Connection, play: Play) -> None:
-    """Say how many tokens the model knows, then serve; what came of it is the last that is said."""
+    """Send the vocabulary size, serve the requests, then send a Played."""
     engine = _engine(play.policy)
     garbage = Garbage() if play.collector == "quire" else None
     collections = _note_collections()
@@ -68,7 +68,7 @@ def serve(connection: Connection, play: Play) -> None:
 
 
 def measure(connection: Connection, load: Load) -> None:
-    """Say how many requests of such a load the machine does in a second when there are always enough."""
+    """Send how many requests of this load per second the machine completes with a full queue."""
     engine = _engine("fcfs")
     requests = arrivals({"all": load}, 8 * MAX_NUM_SEQS / load.rate, 99)
     for one in requests:
@@ -81,7 +81,7 @@ def measure(connection: Connection, load: Load) -> None:
 
 
 def _engine(policy: Policy) -> Engine:
-    """One thread computes: another core is left to whoever sends, so that neither holds up the other."""
+    """An engine with one compute thread, so that the sending process has a core of its own."""
     options = EngineOptions(
         memory="1GiB",
         max_num_seqs=MAX_NUM_SEQS,
@@ -93,11 +93,11 @@ def _engine(policy: Policy) -> Engine:
 
 
 def _ignore(*_: object) -> None:
-    """Lines and bytes that nobody waits for."""
+    """Ignore reports and progress."""
 
 
 def _note_collections() -> list[float]:
-    """Seconds that full collections take from now on."""
+    """A list that receives the seconds of every full collection from now on."""
     found: list[float] = []
     begun = 0.0
 
@@ -113,19 +113,19 @@ def _note_collections() -> list[float]:
 
 
 class _Turns:
-    """One engine, from its first request to the last one that is watched."""
+    """Runs an engine from its first request to the last watched one."""
 
     def __init__(self, engine: Engine, connection: Connection, play: Play, garbage: Garbage | None) -> None:
         self._engine = engine
         self._connection = connection
         self._play = play
         self._garbage = garbage
-        self._taken: dict[str, float] = {}  # watched requests without a token
+        self._taken: dict[str, float] = {}  # watched requests without a first token
         self._ends: float | None = None
         self._played = Played()
 
     def played(self) -> Played:
-        """Serve."""
+        """Serve the requests and return their times."""
         while self._ends is None or (self._taken and time.monotonic() < self._ends):
             idle = not self._engine.has_work and not self._connection.poll(0.5)
             if self._garbage is not None:

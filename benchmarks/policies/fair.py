@@ -1,4 +1,4 @@
-"""Fairness: what one tenant's flood does to another's time to first token, in virtual time."""
+"""Fairness: the effect of one tenant's flood on another tenant's time to first token, in virtual time."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,14 +9,14 @@ import numpy as np
 from benchmarks.policies.virtual import Arrival, Server, limits, memory, poisson, request
 
 SECONDS = 60.0
-# Requests a second. The machine does about 45: the loud tenant usually needs its half, the quiet one half of its own.
+# Requests per second. The machine completes about 45: the loud tenant normally needs half, the quiet one a quarter.
 QUIET, LOUD = 11.0, 22.0
-NUM_PROMPT, NUM_OUTPUT = 200, 60  # tokens, about
+NUM_PROMPT, NUM_OUTPUT = 200, 60  # mean tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a tenant sends: so many requests a second, and their mean lengths in tokens."""
+    """Load of one tenant: requests per second, and their mean lengths in tokens."""
 
     rate: float
     num_prompt: int = NUM_PROMPT
@@ -24,7 +24,7 @@ class Load:
 
 
 def arrivals(loads: dict[str, Load], seconds: float, seed: int) -> list[Arrival]:
-    """Poisson arrivals of every tenant; those of one do not depend on what another sends."""
+    """Poisson arrivals of every tenant. Those of one tenant do not depend on the others."""
     found = []
     for tenant, load in loads.items():
         rng = Random(f"{tenant}-{seed}")
@@ -41,7 +41,7 @@ def arrivals(loads: dict[str, Load], seconds: float, seed: int) -> list[Arrival]
 def waits(
     policy: str, loads: dict[str, Load], *, seconds: float = SECONDS, seed: int = 0, **changed: object
 ) -> dict[str, list[float]]:
-    """Seconds to the first token of each tenant's requests, as far as they came before the end."""
+    """Seconds to the first token of each request, by tenant; infinite if there was none before the end."""
     config = limits(policy, **({"max_num_seqs": 64, "max_num_batched_tokens": 512, "max_model_len": 4096} | changed))
     server = Server(config, memory(4096), lambda n: 8e-3 + 5e-5 * n)
     outcomes = server.run(arrivals(loads, seconds, seed), until=seconds * 1.5)
@@ -52,7 +52,7 @@ def waits(
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Of values that may be infinite: the smallest that `share` of them do not exceed."""
+    """The smallest value that a share `share` of the values does not exceed. Values may be infinite."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
@@ -60,7 +60,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 def harm(
     policy: str, *, flood: float = 10.0, seconds: float = SECONDS, seeds: Sequence[int] = (0,)
 ) -> dict[str, float]:
-    """The quiet tenant's 99th percentile of seconds to the first token, as usual and while the other floods."""
+    """The quiet tenant's 99th percentile of seconds to the first token, under the normal load and under the flood."""
     found: list[list[float]] = [[], []]
     for seed in seeds:
         for pooled, rate in zip(found, (LOUD, flood * LOUD), strict=True):
@@ -71,7 +71,7 @@ def harm(
 
 
 def fair(*, quick: bool = False) -> dict[str, object]:
-    """Both policies in virtual time: seeds by themselves, and all their requests together."""
+    """Both policies in virtual time: single seeds, and the requests of all seeds together."""
     rows: dict[str, object] = {}
     seconds, seeds = (5.0, [0]) if quick else (SECONDS, list(range(5)))
     for policy in ("fcfs", "fair"):

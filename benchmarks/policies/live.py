@@ -1,7 +1,7 @@
-"""The flood again, on the embedded model and in real time.
+"""Fairness under a flood, on the embedded model in real time.
 
-Requests are sent by another process than the one that serves, each when it is due, whatever has become of those before.
-A wait begins when a request is due. The usual load and the flood take turns, so that both meet the same machine.
+A separate process sends each request when it is due, whatever the state of earlier ones. A wait begins when the request
+is due. The normal load and the flood take turns, so that both run on the same machine state.
 """
 
 import time
@@ -17,25 +17,25 @@ from benchmarks.policies.embedded import Asked, Play, Played
 from benchmarks.policies.fair import Load, arrivals, percentile
 from benchmarks.policies.virtual import Arrival
 
-_SHARE = 0.45  # of what the machine can do, that the loud tenant usually needs; the quiet one needs half of that
+_SHARE = 0.45  # share of the machine's rate that the loud tenant normally needs; the quiet one needs half of it
 _FLOODS = (1.0, 10.0)
 _LEAD = 0.2  # seconds before the first request
-_PATIENCE = 2.0  # seconds behind the last one
+_PATIENCE = 2.0  # seconds after the last request
 
 
 @dataclass
 class Found:
-    """The quiet tenant's waits under one load. Seconds."""
+    """The quiet tenant's waits under one load, in seconds."""
 
-    waits: list[float] = field(default_factory=list)  # to the first token, or to the end where it did not come
+    waits: list[float] = field(default_factory=list)  # to the first token, or to the end of the run without one
     num_unanswered: int = 0
-    parts: list[tuple[float, float, float, float]] = field(default_factory=list)  # wait, and what it is made of
+    parts: list[tuple[float, float, float, float]] = field(default_factory=list)  # wait, then its three parts
     steps: list[float] = field(default_factory=list)
     collections: list[float] = field(default_factory=list)
     num_waiting: int = 0
 
     def take(self, due: dict[str, float], played: Played, ended: float) -> None:
-        """One play more. due: when the quiet tenant's requests were."""
+        """Add the results of one run. due: when each of the quiet tenant's requests was due."""
         for request_id, came in due.items():
             times = played.times.get(request_id)
             if times is None:
@@ -50,7 +50,7 @@ class Found:
         self.num_waiting = max(self.num_waiting, played.num_waiting)
 
     def told(self) -> dict[str, float]:
-        """In figures: of the slowest 2 % also where their time went."""
+        """The figures; for the slowest 2 % also the parts of their wait."""
         slowest = sorted(self.parts)[-max(1, len(self.parts) // 50) :]
         _, to_be_taken, to_be_admitted, to_first_token = map(mean, zip(*slowest, strict=True))
         return {
@@ -71,7 +71,7 @@ class Found:
 
 @contextmanager
 def _process(target: Callable[..., None], about: object) -> Iterator[Connection]:
-    """A process that talks."""
+    """A process with a pipe to it."""
     context = get_context("spawn")
     here, there = context.Pipe()
     process = context.Process(target=target, args=(there, about))
@@ -83,7 +83,7 @@ def _process(target: Callable[..., None], about: object) -> Iterator[Connection]
 
 
 def _send(connection: Connection, requests: Sequence[Arrival], vocab_size: int) -> dict[str, float]:
-    """Send each when it is due; when those of the quiet tenant were."""
+    """Send each request when it is due. Returns when those of the quiet tenant were due."""
     asked = [_asked(one, vocab_size) for one in requests]
     due = {}
     begin = time.monotonic() + _LEAD
@@ -104,7 +104,7 @@ def _asked(one: Arrival, vocab_size: int) -> Asked:
 
 
 def _compare(play: Play, loads: Iterable[dict[str, Load]], seconds: float, rounds: int) -> list[Found]:
-    """The quiet tenant under each of the loads, which take turns."""
+    """The quiet tenant's waits under each load. The loads take turns."""
     found = [(load, Found()) for load in loads]
     for seed in range(rounds):
         for load, one in found:
@@ -116,7 +116,7 @@ def _compare(play: Play, loads: Iterable[dict[str, Load]], seconds: float, round
 
 
 def live(*, quick: bool = False) -> dict[str, object]:
-    """The quiet tenant's 99th percentile of seconds to the first token, as usual and while the other sends 10x."""
+    """The quiet tenant's 99th percentile of seconds to the first token, normally and while the other sends 10x."""
     seconds, rounds = (4.0, 1) if quick else (40.0, 3)
     shape = Load(10.0, num_prompt=160, num_output=32)
     with _process(embedded.measure, shape) as connection:

@@ -1,8 +1,8 @@
-"""R2: how much of the best possible hit rate each order of the queue has.
+"""R2: hit rate of each queue policy, as a share of the best possible one.
 
-The best order is known: where the memory holds the longest request, depth first through the tree of all prompts
-computes every distinct beginning once (Zheng et al., 2024, theorem 3.1), and nobody can compute less. On small cases
-that bound is checked against all orders that there are.
+The best order is known: if the cache holds the longest request, a depth-first walk of the tree of all prompts computes
+every distinct prefix once (Zheng et al., 2024, theorem 3.1), and no order computes less. On small cases the bound is
+checked against all permutations.
 """
 
 from collections.abc import Sequence
@@ -13,25 +13,25 @@ from random import Random
 from benchmarks.policies.virtual import Arrival, Server, limits, memory, request
 from quire.scheduler.queue.prefix_aware import score
 
-POLICIES = ("fcfs", "lpm", "dfs-weight", "cache-aware")  # the others are fcfs where there is one tenant and class
+POLICIES = ("fcfs", "lpm", "dfs-weight", "cache-aware")  # the other policies equal fcfs with one tenant and one class
 FIRST_TOKEN = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Hits:
-    """Tokens of all prompts, and how many of them were found."""
+    """Tokens of all prompts, and how many of them had a prefix match."""
 
     num_tokens: int
     num_found: int
 
     @property
     def rate(self) -> float:
-        """0 to 1."""
+        """Hit rate, 0 to 1."""
         return self.num_found / self.num_tokens
 
 
 def best(prompts: Sequence[Sequence[int]]) -> Hits:
-    """What nobody can do better than: each distinct beginning is computed once, and the last token of each prompt."""
+    """The upper bound: each distinct prefix is computed once, and always the last token of each prompt."""
     ids: dict[tuple[int, int], int] = {}
     found = 0
     for prompt in prompts:
@@ -55,7 +55,7 @@ def served(
     wait_weight: float = 1.0,
     **changed: object,
 ) -> Hits:
-    """What the scheduler finds when these prompts come at once, or so many a second."""
+    """Prefix matches of the scheduler if the prompts arrive at once, or `rate` per second."""
     longest = max(map(len, prompts)) + num_output_tokens
     config = limits(policy, max_model_len=longest, wait_weight=wait_weight, **changed)
     server = Server(config, memory(num_blocks, block_size), lambda n: 5e-3 + 5e-5 * n)
@@ -69,7 +69,7 @@ def served(
 
 
 def best_of_all_orders(prompts: Sequence[Sequence[int]], *, num_blocks: int, block_size: int) -> Hits:
-    """The best that any order finds, one request after another: each is tried."""
+    """The best result of all permutations, with one request running at a time."""
     return max(
         (
             served(order, "fcfs", num_blocks=num_blocks, block_size=block_size, max_num_seqs=1)
@@ -80,7 +80,7 @@ def best_of_all_orders(prompts: Sequence[Sequence[int]], *, num_blocks: int, blo
 
 
 def few_shot(rng: Random, num_subjects: int, num_questions: int) -> list[list[int]]:
-    """As MMLU: an instruction, five examples for each subject, a question; subjects come mixed."""
+    """Prompts like MMLU: an instruction, five examples per subject, a question; subjects are shuffled."""
 
     def tokens(count: int) -> list[int]:
         return [rng.randrange(FIRST_TOKEN, 32000) for _ in range(count)]
@@ -95,7 +95,7 @@ def few_shot(rng: Random, num_subjects: int, num_questions: int) -> list[list[in
 
 
 def thoughts(rng: Random, num_problems: int, width: int, depth: int) -> list[list[int]]:
-    """As tree-of-thought: each problem's tree of partial solutions, all of whose nodes are asked about."""
+    """Prompts like tree-of-thought: every node below the root of each problem's tree of partial solutions."""
 
     def tokens(count: int) -> list[int]:
         return [rng.randrange(FIRST_TOKEN, 32000) for _ in range(count)]
@@ -112,7 +112,7 @@ def thoughts(rng: Random, num_problems: int, width: int, depth: int) -> list[lis
 
 
 def small_case(rng: Random, num_prompts: int, block_size: int) -> list[list[int]]:
-    """A few prompts of a few blocks over two kinds of block, so that they share what chance gives."""
+    """A few prompts of one to three blocks, drawn from three blocks, so that prefixes are shared by chance."""
     blocks = [[rng.randrange(10_000) for _ in range(block_size)] for _ in range(3)]
     prompts = []
     for _ in range(num_prompts):
@@ -147,7 +147,7 @@ def order(*, quick: bool = False) -> dict[str, object]:
 
 
 def crossover(matched: tuple[int, int], waited: tuple[float, float]) -> float:
-    """The weight of waiting, tokens a second, at which two requests change places (math entry 4)."""
+    """The `wait_weight`, in tokens per second, at which two requests change places (math entry 4)."""
     weight = (matched[0] - matched[1]) / (waited[1] - waited[0])
     assert abs(score(matched[0], waited[0], weight) - score(matched[1], waited[1], weight)) < 1e-6 * matched[0]
     return weight

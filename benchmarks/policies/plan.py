@@ -1,4 +1,4 @@
-"""What deciding costs: `plan` + `commit` with many running and many waiting, for every policy."""
+"""Scheduling time: `plan` + `commit` with many running and many waiting sequences, for every policy."""
 
 import statistics
 import time
@@ -12,13 +12,13 @@ from quire.scheduler.scheduler import Scheduler
 
 NUM_RUNNING, NUM_WAITING = 256, 1000
 PROMPT = 64
-_KINDS = 40  # of beginnings of prompts, tenants and classes
+_KINDS = 40  # distinct prefixes, spread over tenants
 
 
 def loaded(policy: str, num_running: int, num_waiting: int, num_steps: int) -> Scheduler:
-    """Everybody has come: rows are all taken, by requests that do not end, and the others wait.
+    """A scheduler with all requests added: those that fill the rows do not end, and the others wait.
 
-    Prompts share beginnings, so that there is something to match, and stand in the queue in no order.
+    Prompts share prefixes, so that there are matches, and are in no order in the queue.
     """
     length = PROMPT + num_steps + 16
     num_blocks = num_running * (length // 16 + 2)
@@ -34,7 +34,7 @@ def loaded(policy: str, num_running: int, num_waiting: int, num_steps: int) -> S
         kind = i * 7 % _KINDS
         stem = [kind] * (16 * (1 + kind % 3))
         prompt = stem + [100 + i] * (PROMPT - len(stem) - i % 16 + 1)
-        of_class = 0 if i < num_running else 1  # or the first to wait would take a row at once
+        of_class = 0 if i < num_running else 1  # with one class the first waiting request would get a row
         terms = Terms(priority=of_class)
         asked = request(str(i), prompt, num_steps + 8, tenant=str(kind % 8), terms=terms)
         scheduler.add(asked, i * 1e-3)
@@ -42,7 +42,7 @@ def loaded(policy: str, num_running: int, num_waiting: int, num_steps: int) -> S
 
 
 def measure(policy: str, num_running: int, num_waiting: int, num_steps: int) -> list[float]:
-    """Seconds of plan + commit in each step, of this process alone; the first ones left out."""
+    """CPU seconds of plan + commit in each step, without the first 8 steps."""
     scheduler = loaded(policy, num_running, num_waiting, num_steps)
     seconds = []
     for i in range(num_steps):
@@ -53,7 +53,7 @@ def measure(policy: str, num_running: int, num_waiting: int, num_steps: int) -> 
 
 
 def churn(policy: str, num_running: int, num_waiting: int, num_steps: int) -> list[float]:
-    """The same while sequences end and begin all the time, four a step, so that orders change."""
+    """CPU seconds of plan + commit while about four sequences per step end and begin, so that orders change."""
     length = PROMPT + 80
     config = limits(policy, max_num_seqs=num_running, max_num_batched_tokens=2048, max_model_len=length)
     scheduler = Scheduler(config, KVCache(memory(num_running * (length // 16 + 2) + 512)))
@@ -70,7 +70,7 @@ def churn(policy: str, num_running: int, num_waiting: int, num_steps: int) -> li
 
 
 def _step(scheduler: Scheduler, now: float) -> float:
-    """Seconds of one plan + commit."""
+    """CPU seconds of one plan + commit."""
     begin = time.process_time()
     step = scheduler.plan(now)
     planned = time.process_time() - begin
@@ -82,7 +82,7 @@ def _step(scheduler: Scheduler, now: float) -> float:
 
 
 def plan(*, quick: bool = False) -> dict[str, object]:
-    """Milliseconds of each policy, with a standing batch and with one that changes."""
+    """Milliseconds of each policy, with a constant batch and with a changing one."""
     sizes = (32, 100, 40) if quick else (NUM_RUNNING, NUM_WAITING, 400)
     rows: dict[str, object] = {}
     for policy in get_args(Policy):

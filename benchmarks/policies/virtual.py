@@ -1,4 +1,4 @@
-"""The real scheduler and memory in virtual time: a step takes what a formula says, and nothing is computed."""
+"""The real scheduler and KV cache in virtual time: a formula gives the duration of a step."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ VOCAB = 32000
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request and when it comes, in seconds."""
+    """A request with its arrival in seconds."""
 
     at: float
     request: Request
@@ -28,7 +28,7 @@ class Arrival:
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of a request. Times are seconds of the virtual clock; None: never."""
+    """Outcome of a request. Times are seconds of the virtual clock, None if the event did not happen."""
 
     tenant: str
     arrived: float
@@ -39,26 +39,26 @@ class Outcome:
 
     @property
     def wait(self) -> float:
-        """Seconds to the first token; infinite where there is none."""
+        """Seconds to the first token; infinite without one."""
         return float("inf") if self.first_token is None else self.first_token - self.arrived
 
 
 def request(
     request_id: str, prompt: list[int], num_output_tokens: int, *, tenant: str = "", terms: Terms | None = None
 ) -> Request:
-    """One whose length is known beforehand."""
+    """A greedy request with a fixed output length."""
     params = SamplingParams(max_tokens=num_output_tokens, seed=0, ignore_eos=True, temperature=0.0)
     return Request(id=request_id, prompt=prompt, params=params, namespace=Namespace(tenant), terms=terms or Terms())
 
 
 def memory(num_blocks: int, block_size: int = 16, prefix_index: str = "radix") -> CacheConfig:
-    """One group; the bytes do not matter."""
+    """One KV group. Its sizes in bytes have no effect."""
     group = KVGroup((0,), "full", 1, 64, "bfloat16", num_blocks, 2 * 64 * 2 * block_size)
     return CacheConfig(block_size, (group,), prefix_index)
 
 
 def limits(policy: str = "fcfs", **changed: object) -> SchedulerConfig:
-    """A scheduler's configuration."""
+    """A scheduler configuration."""
     options: dict[str, object] = {
         "max_num_seqs": 64,
         "max_num_batched_tokens": 512,
@@ -71,7 +71,7 @@ def limits(policy: str = "fcfs", **changed: object) -> SchedulerConfig:
 
 
 def result_of(step: Step, seconds: float) -> StepResult:
-    """One token for every chunk that samples, which says who it is and where."""
+    """One token per sampling chunk, which is a function of its sequence and position."""
     counts = (step.chunks.outputs == int(ChunkOutput.SAMPLE)).astype(np.int32)
     samples = counts.astype(bool)
     tokens = (step.chunks.seq_ids[samples] * 7919 + step.chunks.stops[samples] * 31) % VOCAB
@@ -79,10 +79,10 @@ def result_of(step: Step, seconds: float) -> StepResult:
 
 
 class Server:
-    """Serves requests as they come."""
+    """Runs requests as they arrive."""
 
     def __init__(self, config: SchedulerConfig, cache: CacheConfig, seconds_of: Callable[[int], float]) -> None:
-        """seconds_of: duration of a step with so many tokens."""
+        """seconds_of: duration of a step, from its number of tokens."""
         self.scheduler = Scheduler(config, KVCache(cache))
         self.now = 0.0
         self.outcomes: dict[str, Outcome] = {}
@@ -91,7 +91,7 @@ class Server:
         self._seconds_of = seconds_of
 
     def run(self, arrivals: Sequence[Arrival], until: float = float("inf")) -> dict[str, Outcome]:
-        """All of them, or as far as they get until then."""
+        """Run all requests, or until `until`."""
         at = 0
         while self.now < until:
             while at < len(arrivals) and arrivals[at].at <= self.now:
@@ -106,7 +106,7 @@ class Server:
         return self.outcomes
 
     def add(self, one: Arrival) -> None:
-        """A request comes; it may be refused."""
+        """Add a request, which may be rejected."""
         try:
             self.scheduler.add(one.request, one.at)
         except RequestError:
@@ -115,7 +115,7 @@ class Server:
         self.outcomes[one.request.id] = Outcome(one.request.namespace.tenant, one.at)
 
     def step(self) -> None:
-        """Plan, take the time that it takes, commit."""
+        """Plan a step, advance the clock by its duration, commit it."""
         step = self.scheduler.plan(self.now)
         outputs = self.scheduler.missed()
         if step is not None:
@@ -135,6 +135,6 @@ class Server:
 
 
 def poisson(rng: np.random.Generator, rate: float, seconds: float) -> list[float]:
-    """Times at which something comes, `rate` a second on average."""
+    """Random arrival times, `rate` per second on average."""
     gaps = rng.exponential(1 / rate, size=int(rate * seconds * 1.5) + 20)
     return [at for at in accumulate(gaps.tolist()) if at < seconds]

@@ -1,1 +1,1 @@
-"""What sharing and reusing KV is worth, and what it costs: `python -m benchmarks.prefix`."""
+"""Savings and costs of sharing and reusing KV: `python -m benchmarks.prefix`."""

@@ -1,10 +1,10 @@
-"""What sharing and reusing KV is worth, and what it costs.
+"""Savings and costs of sharing and reusing KV.
 
     python -m benchmarks.prefix [--only NAME ...] [--json FILE] [--plots FOLDER] [--quick]
 
-Each row says whether it was measured (real tensors, this machine) or simulated (the real scheduler and memory over
-a modelled runner), what the source document reports, and what came out here. One thread. --quick tries everything
-at sizes whose figures mean little.
+Each row says whether it was measured (real tensors, this machine) or simulated (the real scheduler and KV cache over a
+modelled runner), what the source document reports, and our figure. One thread. --quick runs everything at sizes whose
+figures have no meaning.
 """
 
 import argparse
@@ -41,7 +41,7 @@ SECTIONS: dict[str, Callable[..., Section]] = {
 
 
 def run(names: Sequence[str], *, quick: bool) -> dict[str, Section]:
-    """These sections, one after another, with a bar on the error stream."""
+    """Run these sections one after another, with a progress bar on stderr."""
     sections: dict[str, Section] = {}
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
@@ -55,7 +55,7 @@ def run(names: Sequence[str], *, quick: bool) -> dict[str, Section]:
 
 
 def as_json(sections: dict[str, Section], *, quick: bool) -> dict[str, Any]:
-    """All figures, and where they come from."""
+    """All figures with the facts of the run."""
     return {
         "machine": platform.machine(),
         "python": platform.python_version(),
@@ -69,15 +69,15 @@ def as_json(sections: dict[str, Section], *, quick: bool) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print, write."""
+    """Measure, print the tables and write the files."""
     parser = argparse.ArgumentParser(prog="benchmarks.prefix", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), metavar="NAME")
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--plots", type=Path, help="draw prefix.png in this folder (needs matplotlib)")
     parser.add_argument("--quick", action="store_true", help="try everything; the figures mean little")
     args = parser.parse_args(arguments)
-    torch.set_num_threads(1)  # two are not worth it for so small a model
-    console = Console() if sys.stdout.isatty() else Console(width=150)  # a file is not 80 wide
+    torch.set_num_threads(1)  # the model is too small for two
+    console = Console() if sys.stdout.isatty() else Console(width=150)  # a file has no width; 80 columns are too few
     sections = run(args.only, quick=args.quick)
     if args.json:
         args.json.write_text(json.dumps(as_json(sections, quick=args.quick), indent=1))

@@ -1,4 +1,4 @@
-"""Row R4: what an index costs where nothing matches."""
+"""Row R4: cost of a prefix index where no prompt has a prefix match."""
 
 import gc
 import statistics
@@ -11,13 +11,13 @@ from benchmarks.prefix.rows import Note, Row, Section
 from benchmarks.workloads import FIRST_TOKEN, Query
 from quire import LLM
 
-GOAL = 1.0  # percent of a run; the documents say so of a hash index
-ROUNDS = 9  # counted
-MEMORY = "96MiB"  # a pool that is soon filled once
+GOAL = 1.0  # percent of a run; the documents claim it for a hash index
+ROUNDS = 9  # counted rounds
+MEMORY = "96MiB"  # a small pool, which is filled soon
 
 
 def unique_prompts(note: Note, *, quick: bool) -> Section:
-    """R4, twice: whole runs compared, which noise limits to percents; and the verbs of the memory by themselves."""
+    """R4 in two ways: whole runs, whose noise is some percent, and the time of the KVCache methods alone."""
     section = Section()
     num_rounds, num_prompts = (1, 4) if quick else (ROUNDS, 24)
     embedded = Embedded()
@@ -82,7 +82,7 @@ def _compare_runs(note: Note, num_rounds: int, num_prompts: int, vocab_size: int
 
 
 def _fill(engine: LLM, vocab_size: int, *, evicts: bool) -> None:
-    """Write to every block once: the first touch of a page costs more than anything that is compared here."""
+    """Write to every block once: the first touch of a page costs more than the differences measured here."""
     number = 0
     while number == 0 or (evicts and not engine.get_metrics().kv_blocks_evicted):
         queries = _queries(vocab_size, f"fill-{number}", 24)
@@ -97,7 +97,7 @@ def _time_verbs(note: Note, embedded: Embedded, num_rounds: int, num_prompts: in
         rig = embedded.rig(index)
         ask(rig.engine, _queries(embedded.vocab_size, "warm", 4))
         gc.collect()
-        gc.freeze()  # as the server does: searching what is loaded for garbage would be counted to whoever is timed
+        gc.freeze()  # as the server does: otherwise garbage collections of loaded modules count
         clock, start = VerbClock(rig.cache, VERBS), time.perf_counter()
         for number in range(min(num_rounds, 3)):
             ask(rig.engine, _queries(embedded.vocab_size, f"verbs-{number}", num_prompts))

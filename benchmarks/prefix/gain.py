@@ -1,4 +1,4 @@
-"""Row R1: what reuse is worth where prompts begin alike, on the embedded model."""
+"""Row R1: speedup by prefix reuse on workloads with shared prefixes, with the embedded model."""
 
 import statistics
 import time
@@ -14,8 +14,8 @@ from benchmarks.prefix.sessions import SESSIONS
 from benchmarks.workloads import FIRST_TOKEN
 
 SIZE = 3  # of each workload
-ROUNDS = 3  # counted
-REPORTED = {  # the documents' figures for radix against no reuse between requests, and what was measured there
+ROUNDS = 3  # counted rounds
+REPORTED = {  # The documents' speedups of radix over no reuse between requests, and the task that was measured.
     "few-shot": ((4.4, 4.4), "MMLU"),
     "agents": ((5.6, 5.6), "ReAct"),
     "worked sums": ((4.5, 4.5), "GSM8K"),
@@ -33,7 +33,7 @@ SAID = (
 
 @dataclass(slots=True)
 class Outcome:
-    """Of one workload with one index."""
+    """Results of one workload with one index."""
 
     seconds: list[float] = field(default_factory=list)
     num_prompt_tokens: int = 0
@@ -41,12 +41,12 @@ class Outcome:
 
     @property
     def hit_rate(self) -> float:
-        """Percent of prompt tokens whose KV was there."""
+        """Percent of prompt tokens with a prefix match."""
         return 100 * self.num_cached_tokens / self.num_prompt_tokens
 
 
 def gain(note: Note, *, quick: bool) -> Section:
-    """R1: each workload with each index, in turn, over one model in one process."""
+    """R1: each workload with each index, in turns, over one model in one process."""
     embedded = Embedded()
     rigs = {index: embedded.rig(index) for index in INDEXES}
     section = Section()
@@ -55,7 +55,7 @@ def gain(note: Note, *, quick: bool) -> Section:
         table.add_column(name, justify="left" if name in ("workload", "index") else "right")
     for name in SESSIONS:
         outcomes: dict[str, Outcome] = {index: Outcome() for index in INDEXES}
-        for number in range(1 if quick else ROUNDS + 1):  # the first, a small one, is not counted if there are more
+        for number in range(1 if quick else ROUNDS + 1):  # the first, small round is a warm-up
             order = INDEXES[number % 3 :] + INDEXES[: number % 3]
             for index in order:
                 note(f"R1: {name}, {index}, round {number}")
@@ -75,7 +75,7 @@ def gain(note: Note, *, quick: bool) -> Section:
 
 
 def _play(rig: Rig, name: str, vocab_size: int, size: int, number: int, outcome: Outcome) -> None:
-    rng = Random(f"{name}-{number}")  # the same tokens for every index, others in every round
+    rng = Random(f"{name}-{number}")  # every index gets the same tokens; rounds differ
     sessions = SESSIONS[name](lambda count: [rng.randrange(FIRST_TOKEN, vocab_size) for _ in range(count)], size)
     rig.engine.flush_cache()
     before = rig.engine.stats()

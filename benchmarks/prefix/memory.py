@@ -16,12 +16,12 @@ WIDTHS = (2, 4, 6)
 _INDEXES: tuple[PrefixIndexKind, ...] = ("radix", "hash")
 ALPACA_INPUT_MEAN = 19.3  # tokens; PagedAttention (Kwon et al., SOSP 2023), section 6.1, figure 11
 ALPACA_OUTPUT_MEAN = 58.4
-ALPACA_INPUT_SPREAD = 0.5  # sigma of the logarithm: instructions are short and alike. The two spreads are ours
-ALPACA_OUTPUT_SPREAD = 0.9  # as that of benchmarks.workloads' ShareGPT
+ALPACA_INPUT_SPREAD = 0.5  # sigma of the logarithm; instructions are short. Both spreads are our assumption
+ALPACA_OUTPUT_SPREAD = 0.9  # as for ShareGPT in benchmarks.workloads
 ALPACA_LONGEST = 512
 
 BYTES_PER_TOKEN = 327_680  # Llama-2-70B, GQA-8, fp16: row M4
-BEAM_BYTES = 8.1e9  # of one beam without sharing, in M17: 32.4 GB / 4, 64.8 GB / 8 and 129.6 GB / 16 alike
+BEAM_BYTES = 8.1e9  # one beam without sharing in M17: 32.4 GB / 4 = 64.8 GB / 8 = 129.6 GB / 16
 
 LENGTHS = (
     f"lengths: lognormal with the paper's means, {ALPACA_INPUT_MEAN} in (sigma {ALPACA_INPUT_SPREAD}) and "
@@ -33,7 +33,7 @@ RANGE = "The document gives its range for width 6; in the paper the range is ove
 
 
 def alpaca_lengths(n: int, seed: int) -> list[tuple[int, int]]:
-    """Pairs (prompt tokens, output tokens). The data set is not needed: the means are the paper's, the shape ours."""
+    """Pairs (prompt tokens, output tokens) without the data set: the paper's means, distributions of our choice."""
     rng = Random(f"alpaca-{seed}")
     sides = (
         (capped_median(ALPACA_INPUT_MEAN, ALPACA_INPUT_SPREAD, ALPACA_LONGEST), ALPACA_INPUT_SPREAD),
@@ -47,7 +47,7 @@ def alpaca_lengths(n: int, seed: int) -> list[tuple[int, int]]:
 
 
 def saved(held: Sequence[tuple[int, int]]) -> float:
-    """Percent, averaged over steps. held: blocks without sharing, and with."""
+    """Percent of blocks saved, averaged over steps. held: per step, blocks without sharing and with sharing."""
     shares = [1 - own / unshared for unshared, own in held if unshared]
     return 100 * sum(shares) / len(shares)
 
@@ -70,7 +70,7 @@ def _saved_by(rig: Rig, queries: Sequence[Query], width: int, *, search: bool) -
 
 
 def parallel_sampling(note: Note, *, quick: bool) -> Section:
-    """M10: n samples of one prompt share its whole blocks."""
+    """M10: n samples of one prompt share its full blocks."""
     section, queries = Section(), _random_queries(16 if quick else 200)
     curve = section.data["saved_percent"] = {}
     said = (
@@ -87,7 +87,7 @@ def parallel_sampling(note: Note, *, quick: bool) -> Section:
 
 
 def beam_search(note: Note, *, quick: bool) -> Section:
-    """M11: beams share what they have in common, by copy-on-write; on digests, and on a model's logits."""
+    """M11: beams share blocks by copy-on-write, with scripted logprobs and with the embedded model's."""
     section, queries = Section(), _random_queries(8 if quick else 100)
     section.data = {"simulated_percent": {}, "measured_percent": {}}
     for width in WIDTHS:
@@ -155,7 +155,7 @@ def shared_prefix(note: Note, *, quick: bool) -> Section:
 
 
 def _with_questions(index: PrefixIndexKind, num_requests: int, length: int) -> tuple[float, float]:
-    """Percent of prefix blocks saved, and of prefix tokens that were not computed, of requests that run at once."""
+    """Percent of prefix blocks saved, and of prefix tokens not computed, for requests that run at once."""
     rig, rng = scripted(index, max_num_seqs=num_requests), Random(2)
     prefix = [rng.randrange(1000) for _ in range(length)]
     queries = [Query([*prefix, i, *(rng.randrange(1000) for _ in range(20))], 8) for i in range(num_requests)]
@@ -163,7 +163,7 @@ def _with_questions(index: PrefixIndexKind, num_requests: int, length: int) -> t
     for i, query in enumerate(queries):
         engine.add(str(i), query.prompt, greedy(query.num_output_tokens))
         if i == 0:
-            engine.step()  # the others come a moment later
+            engine.step()  # the others arrive after the first step
     num_blocks, most = -(-length // BLOCK_SIZE), (0, 0)
     while engine.has_work:
         cached |= {output.request_id: output.num_cached_tokens for output in engine.step()}
@@ -175,7 +175,7 @@ def _with_questions(index: PrefixIndexKind, num_requests: int, length: int) -> t
 
 
 def wide_beams(note: Note, *, quick: bool) -> Section:
-    """M17: beams of long sequences at 320 KiB a token, with real tables: forked at the end of the prompt."""
+    """M17: beams of long sequences at 320 KiB per token, with real block tables, forked at the end of the prompt."""
     del quick  # it takes a second
     section = Section()
     length = round(BEAM_BYTES / BYTES_PER_TOKEN)
@@ -210,12 +210,12 @@ def wide_beams(note: Note, *, quick: bool) -> Section:
 
 
 def _prompt_of(width: int, with_sharing: float) -> int:
-    """Tokens of prompt with which `width` beams that share nothing else need so many bytes."""
+    """Prompt tokens for which `width` beams that share only the prompt need `with_sharing` bytes."""
     return round((width * BEAM_BYTES - with_sharing) / (width - 1) / BYTES_PER_TOKEN)
 
 
 def _beams(width: int, prompt: int, length: int) -> tuple[int, int]:
-    """Blocks without sharing and with, of beams that part at the end of the prompt and have grown to `length`."""
+    """Blocks without and with sharing, of beams that fork at the end of the prompt and have `length` tokens."""
     cache = KVCache(cache_config("none", width * (length // BLOCK_SIZE + 2), BLOCK_SIZE * BYTES_PER_TOKEN))
     first = cache.open(0)
     cache.grow(first, prompt)

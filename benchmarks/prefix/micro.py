@@ -1,4 +1,4 @@
-"""Micro: the verbs of a prefix index by themselves, against their goals."""
+"""Microbenchmarks of the operations of a prefix index, against their goals."""
 
 import statistics
 import time
@@ -16,20 +16,20 @@ from quire.core.request import Namespace
 
 NAMESPACE = Namespace("tenant")
 PROMPT = 2000  # tokens
-NUM_STEMS, STEM, TAIL = 100, 1000, 208  # cached sequences share stems of 1000 tokens, and go on for 208 of their own
+NUM_STEMS, STEM, TAIL = 100, 1000, 208  # cached sequences: 1000 tokens of a shared prefix and 208 of their own
 MATCH_GOAL_US = 200.0
 PLAN_GOAL_MS = 1.0
 
 
 class Filler:
-    """Puts sequences into a cache, one after another, as steps would."""
+    """Fills a cache with sequences, one after another, as steps would."""
 
     def __init__(self, prefix_index: PrefixIndexKind, num_blocks: int) -> None:
         self.cache = KVCache(cache_config(prefix_index, num_blocks))
         self._next = 0
 
     def put(self, tokens: list[int]) -> tuple[float, float]:
-        """Compute a sequence and leave it cached; seconds of matching it (`admit`) and of inserting it (`record`)."""
+        """Compute and cache a sequence. Returns the seconds of matching it (`admit`) and of inserting it (`record`)."""
         number, length = self._next, len(tokens)
         self._next += 1
         start = time.perf_counter()
@@ -42,7 +42,7 @@ class Filler:
         return admitted - start, recorded - admitted
 
     def plant(self, tokens: list[int]) -> None:
-        """The same, without looking for what is there: faster."""
+        """Cache a sequence without a lookup, which is faster."""
         number, length = self._next, len(tokens)
         self._next += 1
         table = self.cache.open(number, tokens, NAMESPACE)
@@ -57,7 +57,7 @@ class Filler:
 
 
 def verbs(note: Note, *, quick: bool) -> Section:
-    """Matching, inserting, evicting, and a whole plan and commit under load."""
+    """Time of match, insert and evict, and of a whole plan and commit under load."""
     section = Section()
     _match(section, note, quick=quick)
     _evict(section, note, quick=quick)
@@ -90,7 +90,7 @@ def _match(section: Section, note: Note, *, quick: bool) -> None:
 
 
 def _matches(index: PrefixIndexKind, num_cached: int, num_tries: int) -> dict[str, list[tuple[float, float, float]]]:
-    """Seconds, for prompts of which nothing, half or all is cached: of the index's verbs, of admit, of record."""
+    """Seconds for prompts of which nothing, half or all is cached: index operations, `admit`, `record`."""
     blocks = -(-PROMPT // BLOCK_SIZE) + 2
     num_blocks = NUM_STEMS * STEM // BLOCK_SIZE + num_cached * (TAIL // BLOCK_SIZE + 2) + 3 * num_tries * blocks
     filler, rng = Filler(index, num_blocks), Random(0)

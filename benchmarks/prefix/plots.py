@@ -1,4 +1,4 @@
-"""One picture with four panels. matplotlib is optional (`pip install -e '.[plots]'`): without it there is none."""
+"""One figure with four panels. matplotlib is optional (`pip install -e '.[plots]'`); without it nothing is drawn."""
 
 from pathlib import Path
 from typing import Any
@@ -10,12 +10,12 @@ except ImportError:
     Figure = None
 
 INK, GRID = "#333333", "#dddddd"
-COLOURS = {"none": "#999999", "hash": "#e69f00", "radix": "#0072b2", "paper": "#e8e8e8"}  # Okabe and Ito: for all eyes
+COLOURS = {"none": "#999999", "hash": "#e69f00", "radix": "#0072b2", "paper": "#e8e8e8"}  # palette of Okabe and Ito
 MARKS = {"simulated": "o", "measured": "s"}
 
 
 def draw(figures: dict[str, dict[str, Any]], folder: Path) -> Path | None:
-    """Draw what there is of the sections' data, by section; None where matplotlib is missing or there is nothing."""
+    """Draw the panels of the given sections. Returns None without matplotlib or data."""
     panels = [(name, panel) for name, panel in PANELS.items() if name in figures]
     if Figure is None or not panels:
         return None

@@ -1,4 +1,4 @@
-"""Row R5: how much of a shared prefix each index reuses."""
+"""Row R5: tokens of a shared prefix that each index reuses."""
 
 from benchmarks.prefix.rigs import BLOCK_SIZE, INDEXES, ask, scripted
 from benchmarks.prefix.rows import Note, Row, Section
@@ -9,7 +9,7 @@ LONGEST = 64
 
 
 def reused(index: PrefixIndexKind, num_shared: int) -> int:
-    """Cached tokens of a prompt that has `num_shared` tokens in common with one that was computed before."""
+    """Cached tokens of a prompt whose first `num_shared` tokens equal those of an earlier prompt."""
     rig = scripted(index, num_blocks=200, max_num_seqs=4)
     common = list(range(100, 100 + num_shared))
     ask(rig.engine, [Query([*common, *range(300, 340)], 1)])

@@ -1,4 +1,4 @@
-"""Engines to look into: the real scheduler and memory, over the scripted runner or over the embedded model."""
+"""Engines whose scheduler and KV cache are accessible, over the scripted runner or over the embedded model."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -22,11 +22,11 @@ from quire.tokenizer.tokenizer import Tokenizer
 
 INDEXES: tuple[PrefixIndexKind, ...] = ("none", "hash", "radix")
 BLOCK_SIZE = 16
-VERBS = ("open", "admit", "fork", "branch", "grow", "record", "trim", "release")  # of KVCache, for a sequence
+VERBS = ("open", "admit", "fork", "branch", "grow", "record", "trim", "release")  # methods of KVCache for a sequence
 
 
 class WatchedScheduler(Scheduler):
-    """Counts blocks when a step is planned: what tables would hold without sharing, and what they do hold."""
+    """A scheduler that records per step the blocks of all tables without sharing and with sharing."""
 
     def __init__(self, config: SchedulerConfig, cache: KVCache) -> None:
         super().__init__(config, cache)
@@ -34,7 +34,7 @@ class WatchedScheduler(Scheduler):
         self.watching = False
 
     def plan(self, now: float) -> Step | None:
-        """As Scheduler does."""
+        """See Scheduler."""
         step = super().plan(now)
         if step is not None and self.watching:
             self.held.append(num_held(self.cache))
@@ -43,7 +43,7 @@ class WatchedScheduler(Scheduler):
 
 @dataclass(slots=True)
 class Rig:
-    """An engine and its memory."""
+    """An engine with its KV cache and scheduler."""
 
     engine: Engine
     cache: KVCache
@@ -51,13 +51,13 @@ class Rig:
 
 
 def num_held(cache: KVCache) -> tuple[int, int]:
-    """Blocks of all tables (of one group) without sharing, and with."""
+    """Blocks of all block tables of one group: the sum of their lengths, and the distinct blocks."""
     tables = [table.blocks[0] for table in cache.tables.values()]
     return sum(map(len, tables)), len({block for blocks in tables for block in blocks})
 
 
 def cache_config(prefix_index: PrefixIndexKind, num_blocks: int, bytes_per_block: int = 1) -> CacheConfig:
-    """One group, blocks of 16 tokens."""
+    """One KV group with blocks of 16 tokens."""
     group = KVGroup((0,), "full", 1, 64, "bfloat16", num_blocks, bytes_per_block)
     return CacheConfig(BLOCK_SIZE, (group,), prefix_index)
 
@@ -65,7 +65,7 @@ def cache_config(prefix_index: PrefixIndexKind, num_blocks: int, bytes_per_block
 def scripted(
     prefix_index: PrefixIndexKind, *, num_blocks: int = 20_000, max_num_seqs: int = 96, max_model_len: int = 2048
 ) -> Rig:
-    """Over the runner without a model. A step of 16384 tokens, so that prompts are not cut."""
+    """An engine over the scripted runner. The token budget is 16384, so that prompts are not chunked."""
     config = cache_config(prefix_index, num_blocks)
     limits = SchedulerConfig(max_num_seqs, 16384, max_model_len, 1e9, 0.01, 1)
     runner = ScriptedRunner(config, max_num_seqs=max_num_seqs, max_model_len=max_model_len)
@@ -73,7 +73,7 @@ def scripted(
 
 
 class Embedded:
-    """The embedded model, loaded once. Engines over it have their own KV pools of equal size."""
+    """The embedded model, loaded once. Each engine over it has a KV pool of its own; all are of equal size."""
 
     def __init__(self) -> None:
         options = EngineOptions(memory="1GiB", max_num_seqs=64, step_seconds=1e9)
@@ -84,7 +84,7 @@ class Embedded:
         self.vocab_size: int = files.description.vocab_size
 
     def rig(self, prefix_index: PrefixIndexKind) -> Rig:
-        """An engine with this index."""
+        """An engine with this prefix index."""
         limits, config = self._prepared.limits, replace(self._prepared.cache, prefix_index=prefix_index)
         runner = TorchRunner(
             self._model,
@@ -105,18 +105,18 @@ def _rig(
 
 
 def _ignore(*_: object) -> None:
-    """Lines and bytes that nobody waits for."""
+    """Ignore reports and progress."""
 
 
 def greedy(max_tokens: int, n: int = 1) -> SamplingParams:
-    """Exactly so many tokens."""
+    """Parameters for exactly `max_tokens` greedy tokens."""
     return SamplingParams(temperature=0, max_tokens=max_tokens, n=n, ignore_eos=True)
 
 
 def ask(engine: Engine, queries: Sequence[Query], *, n: int = 1, beams: Beams | None = None) -> list[int]:
-    """Run queries that arrive at once to their end; cached tokens of each. beams: search, in place of sampling."""
+    """Run queries that arrive at once. Returns the cached tokens of each. beams: beam search instead of sampling."""
     for i, query in enumerate(queries):
-        # samples of one seed differ from each other; greedy ones would not
+        # Samples with one seed differ from each other by their index; greedy sequences would be equal.
         params = SamplingParams(max_tokens=query.num_output_tokens, n=n, seed=i, ignore_eos=True)
         plain = n == 1 or beams is not None
         engine.add(str(i), query.prompt, greedy(query.num_output_tokens, n) if plain else params, beams=beams)
@@ -129,7 +129,7 @@ def ask(engine: Engine, queries: Sequence[Query], *, n: int = 1, beams: Beams | 
 
 
 def check_reason(reason: str | None) -> None:
-    """Whoever ended did so for its length: the amount of work is what was asked for."""
+    """Raises RuntimeError if a request ended for another reason than its length, so that the work is as planned."""
     if reason not in (None, "length"):
         raise RuntimeError(f"a benchmark's request ended with {reason!r}; its figures would mean nothing")
 
@@ -145,7 +145,7 @@ class _Turn:
 
 
 def play(engine: Engine, sessions: Sequence[Session]) -> None:
-    """Run sessions side by side to their end, greedily: what one asks next may depend on what it was told."""
+    """Run sessions concurrently, with greedy requests. The next queries of a session may depend on outputs."""
     numbers, asked = count(), {}
 
     def ask_next(session: Session, outputs: list[list[int]] | None) -> None:
@@ -172,11 +172,11 @@ def play(engine: Engine, sessions: Sequence[Session]) -> None:
 
 
 class VerbClock:
-    """Seconds that somebody spends in some of its verbs."""
+    """Sums the seconds spent in some methods of an object."""
 
     def __init__(self, whose: object, verbs: Sequence[str]) -> None:
         self.seconds = 0.0
-        self._inside = False  # verbs call each other
+        self._inside = False  # these methods call each other
         for name in verbs:
             setattr(whose, name, self._timed(getattr(whose, name)))
 

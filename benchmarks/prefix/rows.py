@@ -1,4 +1,4 @@
-"""Rows: what a document reports beside what came out here. Knows numbers and tables, no engine."""
+"""Rows with a document's figure and ours, and tables of them. Imports no engine."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -7,12 +7,12 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.table import Table
 
-Note = Callable[[str], None]  # told what is being done now
+Note = Callable[[str], None]  # called with the name of the current measurement
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One figure. `reported`: the lowest and the highest that the document gives. `goal`: ours is to stay below it."""
+    """One figure. `reported`: lowest and highest value of the document. `goal`: upper bound of our value."""
 
     id: str
     what: str
@@ -25,7 +25,7 @@ class Row:
 
     @property
     def ratio(self) -> float | None:
-        """Ours to what is reported; to the nearer end of a range that ours lies outside of, and 1 inside."""
+        """Our value over the reported one: over the nearer end if it is outside of the range, 1 inside."""
         if self.reported is None:
             return None
         low, high = self.reported
@@ -34,34 +34,34 @@ class Row:
 
     @property
     def expected(self) -> str:
-        """What the document reports, or the goal, for people."""
+        """The reported value or the goal, as text."""
         if self.reported is None:
             return "" if self.goal is None else f"< {shown(self.goal)} {self.unit}"
         low, high = self.reported
         return f"{shown(low)} {self.unit}" if low == high else f"{shown(low)}-{shown(high)} {self.unit}"
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The row for JSON."""
         return {**asdict(self), "ratio": self.ratio}
 
 
 @dataclass(slots=True)
 class Section:
-    """What one part of the benchmark found. data: all of its figures, for JSON and plots."""
+    """Results of one section. data: all of its figures, for JSON and plots."""
 
     rows: list[Row] = field(default_factory=list)
     data: dict[str, Any] = field(default_factory=dict)
     tables: list[Table] = field(default_factory=list)
-    seconds: float = 0.0  # that it took
+    seconds: float = 0.0  # duration of the section
 
 
 def shown(value: float) -> str:
-    """Four digits are enough."""
+    """A rounded number: an integer from 1000 on, else three or four significant digits."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def show(console: Console, sections: Sequence[Section]) -> None:
-    """All rows in one table, what is to be said about them below, then the sections' own tables."""
+    """Print all rows in one table, then their notes and the sections' own tables."""
     table = Table(title="the prefix cache: reported and ours", title_justify="left")
     for name in ("row", "what", "how", "reported or goal", "ours", "ratio"):
         table.add_column(name, justify="right" if name in ("ours", "ratio") else "left")

@@ -1,25 +1,25 @@
-"""Workloads whose prompts begin alike, as sessions: each asks, and goes on from what it was told.
+"""Workloads with shared prefixes, as sessions: each asks, and continues from the answers.
 
-Token ids are random and lengths fixed: a seed selects the ids only. A session draws what it is going to say when it
-begins, so that who is faster changes nothing. Sizes are cut to the embedded model's 2048
-positions; the shapes are those of the documents' benchmarks. This file knows no engine.
+Token ids are random and lengths fixed; a seed selects only the ids. A session draws its tokens when it begins, so that
+the order of execution changes nothing. Sizes are cut to the embedded model's 2048 positions; the shapes are those of
+the documents' benchmarks. Imports no engine.
 """
 
 from collections.abc import Callable, Generator
 
 from benchmarks.workloads import Query
 
-Tokens = Callable[[int], list[int]]  # so many new ones
-Session = Generator[list[Query], list[list[int]], None]  # asks queries at once, is sent their outputs
+Tokens = Callable[[int], list[int]]  # new random tokens by number
+Session = Generator[list[Query], list[list[int]], None]  # yields queries that are sent at once, receives their outputs
 
 
 def _once(queries: list[Query]) -> Session:
-    """Ask these at once and be content."""
+    """A session with one turn."""
     yield queries
 
 
 def few_shot(tokens: Tokens, size: int) -> list[Session]:
-    """As MMLU: per subject, five examples in front of short questions; the answer is one letter."""
+    """Prompts like MMLU: per subject, five examples before short questions; the answer is one letter."""
     instruction, shots, header = tokens(23), 545, tokens(3)
     queries = []
     for _ in range(size):
@@ -29,13 +29,13 @@ def few_shot(tokens: Tokens, size: int) -> list[Session]:
 
 
 def worked_sums(tokens: Tokens, size: int) -> list[Session]:
-    """As GSM8K: the same five worked examples in front of every question; the answer is a paragraph."""
+    """Prompts like GSM8K: the same five worked examples before every question; the answer is a paragraph."""
     prefix, header = tokens(661), tokens(3)
     return [_once([Query(prefix + header + tokens(35 + 13 * i % 40), 48) for i in range(6 * size)])]
 
 
 def agents(tokens: Tokens, size: int) -> list[Session]:
-    """As ReAct: agents with one system prompt; each acts, and an observation is appended to all that was before."""
+    """Prompts like ReAct: agents with one system prompt; each turn adds the output and an observation to the prompt."""
     system = tokens(409)
 
     def act(task: list[int]) -> Session:
@@ -48,7 +48,7 @@ def agents(tokens: Tokens, size: int) -> list[Session]:
 
 
 def trees(tokens: Tokens, size: int) -> list[Session]:
-    """Branches from common stems: tree-of-thought, three levels of two thoughts each, and chats of five turns."""
+    """Branching prompts: tree-of-thought with three levels of two thoughts each, and chats of five turns."""
     system = tokens(155)
 
     def think() -> Session:
@@ -69,7 +69,7 @@ def trees(tokens: Tokens, size: int) -> list[Session]:
 
 
 def long_context(tokens: Tokens, size: int) -> list[Session]:
-    """Six questions about each of some long documents."""
+    """Six questions about each of several long documents."""
     queries = []
     for _ in range(size):
         document = tokens(1507)

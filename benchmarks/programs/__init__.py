@@ -1,1 +1,1 @@
-"""What it is worth that the scheduler knows the program: the same requests with hints and without."""
+"""Benchmarks of program hints: the same requests with hints and without."""

@@ -1,10 +1,10 @@
-"""Programs with hints against the same requests without: hits, prefill, and how long programs take.
+"""Programs with hints, beside the same requests without: prefix matches, prefill, and duration of programs.
 
     python -m benchmarks.programs [--only KIND ...] [--count N] [--seeds N] [--live N] [--json FILE]
 
-The real scheduler and memory in virtual time; steps take 5 ms and 50 us for each token. Figures are means over seeds.
---live N runs N programs of each kind in the language on the embedded model, too, all of them at once, with the hints
-that its interpreter gives by itself and without: those times are this machine's.
+Runs the real scheduler and KV cache in virtual time; a step takes 5 ms plus 50 us per token. Figures are means over
+seeds. --live N also runs N programs of each kind in the language on the embedded model, all at once, with and without
+the hints that the interpreter gives; those times depend on this machine.
 """
 
 import argparse
@@ -17,24 +17,24 @@ from benchmarks.programs.language import FUNCTIONS, live
 from benchmarks.programs.servers import Setup, Virtual
 from benchmarks.programs.workloads import starts
 
-LOADS = {  # programs a second, so that the cache is too small for all that are open
+LOADS = {  # Programs per second. The cache is too small for all that run.
     "tree of thought": 10.0,
     "skeleton of thought": 10.0,
     "self-consistency": 6.0,
     "agent": 2.0,
     "mixed": 9.0,
-    "tree of thought, light": 3.0,  # and where it is not
+    "tree of thought, light": 3.0,  # a load for which the cache is large enough
 }
 SETUPS = [Setup(policy, eviction) for policy in ("fcfs", "cache-aware") for eviction in ("lru", "cost")]
 UNBOUNDED = Setup(num_blocks=2**15)
 HINTS = ("plain", "order", "hints")
-LIVE_MEMORY = "28MiB"  # of which the embedded model leaves some 500 blocks
+LIVE_MEMORY = "28MiB"  # the embedded model leaves about 500 blocks of it
 
 Row = dict[str, float]
 
 
 def measured(load: str, setup: Setup, hints: str, *, count: int, seeds: int) -> Row:
-    """Means over seeds."""
+    """Figures of one kind, averaged over seeds."""
     kind = load.partition(",")[0]
     each = (starts(kind, count, LOADS[load], seed) for seed in range(seeds))
     rows = [Driver(Virtual(setup), hints).run(programs).row() for programs in each]

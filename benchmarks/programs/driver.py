@@ -1,4 +1,4 @@
-"""Runs programs on a server, with hints or without. Knows no scheduler."""
+"""Runs programs on a server, with hints or without. Imports no scheduler."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from quire.core.scheduling_params import Terms
 
 @dataclass(slots=True)
 class _Run:
-    """A program that has begun."""
+    """A running program."""
 
     start: Start
     number: int
@@ -28,7 +28,7 @@ class _Run:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What came of all programs. Times are seconds."""
+    """Results of all programs. Times are seconds."""
 
     counted: Counted
     makespan: float
@@ -36,7 +36,7 @@ class Figures:
 
     @property
     def mean_latency(self) -> float:
-        """Of programs, without single questions."""
+        """Mean seconds of programs, without single questions."""
         return _mean(self._of_programs)
 
     @property
@@ -44,7 +44,7 @@ class Figures:
         return [one for kind, some in self.latencies.items() if kind != QUESTION for one in some]
 
     def row(self) -> dict[str, float]:
-        """As it is written down."""
+        """The figures for the table and JSON."""
         prompts, hits, computed, preemptions = self.counted
         told = {
             "hit_rate": hits / prompts,
@@ -61,22 +61,21 @@ class Figures:
 
 
 class Driver:
-    """One server and its programs.
+    """Runs programs on one server.
 
-    hints: what they tell. "plain": nothing. "order": what belongs together, and nothing that concerns the memory.
-    "hints": all.
+    hints: "plain" sends no hints. "order" sends program and branch but no retention of KV. "hints" sends all hints.
     """
 
     def __init__(self, server: Server, hints: str) -> None:
         self.server = server
         self.hints = hints
         self.latencies: dict[str, list[float]] = {}
-        self._due: list[tuple[float, int, _Run]] = []  # who makes its calls when
+        self._due: list[tuple[float, int, _Run]] = []  # (time of the next calls, number, program)
         self._calls: dict[str, tuple[_Run, int]] = {}
         self._num_calls = 0
 
     def run(self, starts: Sequence[Start]) -> Figures:
-        """All of them to their end."""
+        """Run all programs to their end."""
         for number, start in enumerate(starts):
             run = _Run(start, number, next(start.program))
             heappush(self._due, (start.at + run.turn.pause, number, run))
@@ -91,7 +90,7 @@ class Driver:
         return Figures(self.server.counted(), self.server.now, self.latencies)
 
     def _begin(self, run: _Run) -> None:
-        """A program makes the calls of its turn."""
+        """Send the calls of a program's turn."""
         calls = run.turn.calls
         run.outputs, run.num_open = [[] for _ in calls], len(calls)
         for i, call in enumerate(calls):
@@ -111,7 +110,7 @@ class Driver:
         return Hint(id=run.start.name, branch=call.branch, expects_more=call.expects_more)
 
     def _next(self, run: _Run) -> None:
-        """All calls of a turn are answered."""
+        """Advance a program whose calls have all finished."""
         try:
             run.turn = run.program.send(run.outputs)
         except StopIteration:

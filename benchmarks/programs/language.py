@@ -1,4 +1,4 @@
-"""Programs of the language on the embedded model: what its interpreter says by itself, against the same in silence."""
+"""Programs in the language on the embedded model: with and without the hints that the interpreter gives."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -13,17 +13,17 @@ _WIDTH, _DEPTH, _POINTS, _SAMPLES, _TURNS = 3, 3, 6, 8, 6
 
 
 def _text(rng: Random, num_words: int) -> str:
-    """New text: no two programs say the same."""
+    """New text. No two programs have the same."""
     return "".join(f" {rng.choice(_SYLLABLES)}{rng.choice(_SYLLABLES)}" for _ in range(num_words))
 
 
-def _gen(name: str, max_tokens: int) -> Any:  # noqa: ANN401  # what the language makes of it
+def _gen(name: str, max_tokens: int) -> Any:  # noqa: ANN401  (an expression of the language)
     return sgl.gen(name, max_tokens=max_tokens, ignore_eos=True, temperature=0)
 
 
 @sgl.function
 def tree_of_thought(s: ProgramState, seed: int) -> None:
-    """Propose, judge, go on from the best."""
+    """Propose, judge, continue from the best."""
     rng = Random(seed)
     s += "Task:" + _text(rng, 25)
     state = s
@@ -40,7 +40,7 @@ def tree_of_thought(s: ProgramState, seed: int) -> None:
 
 @sgl.function
 def skeleton_of_thought(s: ProgramState, seed: int) -> None:
-    """A plan, its points side by side, and an end that reads them all."""
+    """A plan, its points in parallel, and an end that reads all of them."""
     rng = Random(seed)
     s += "Topic:" + _text(rng, 40) + "\nPlan:" + _gen("plan", 50)
     forks = s.fork(_POINTS)
@@ -64,12 +64,12 @@ def self_consistency(s: ProgramState, seed: int) -> None:
 
 @sgl.function
 def agent(s: ProgramState, seed: int) -> None:
-    """Turns, and tools between them, whose results take a while."""
+    """Turns with tool calls between them, which take some time."""
     rng = Random(seed)
     s += "Task:" + _text(rng, 25)
     for turn in range(_TURNS):
         s += f"\nThought {turn}:" + _gen(f"thought {turn}", 40)
-        s.text()  # what the tool is called with
+        s.text()  # the input of the tool
         time.sleep(rng.expovariate(4.0))
         s += "\nResult:" + _text(rng, 25)
     s += "\nAnswer:" + _gen("answer", 30)
@@ -84,7 +84,7 @@ FUNCTIONS: dict[str, Function] = {
 
 
 def live(kind: str, *, hints: bool, count: int, memory: str) -> dict[str, float]:
-    """So many programs of a kind at once. Times are this machine's."""
+    """Run `count` programs of a kind at once. Times depend on this machine."""
     backend = sgl.Engine(hints=hints, memory=memory, max_num_seqs=16, max_num_batched_tokens=512, calibration=0.0)
     with backend:
         latencies = []

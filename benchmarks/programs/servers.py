@@ -1,4 +1,4 @@
-"""What programs run on, and the scheduler and memory in virtual time. The embedded model is in live.py."""
+"""The server interface of the benchmark, implemented by the scheduler and KV cache in virtual time."""
 
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
@@ -13,7 +13,7 @@ from quire.scheduler.scheduler import Scheduler
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """A server."""
+    """Options of a server."""
 
     policy: Policy = "fcfs"
     eviction: Eviction = "lru"
@@ -22,41 +22,41 @@ class Setup:
 
 
 class Counted(NamedTuple):
-    """Since the start."""
+    """Counts since the start."""
 
-    num_prompt_tokens: int  # of requests, when they were first admitted
+    num_prompt_tokens: int  # of requests at their first admission
     num_hit_tokens: int
-    num_computed_tokens: int  # by steps: prompts, what is generated, and what had to be computed again
+    num_computed_tokens: int  # of all steps: prompts, output and recomputed tokens
     num_preemptions: int
 
 
 class Server(Protocol):
-    """Times are seconds since the start."""
+    """A server. Times are seconds since the start."""
 
     now: float
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` has something to do."""
+        """Whether `step` has anything to do."""
 
     def add(self, name: str, prompt: list[int], num_output_tokens: int, terms: Terms) -> None:
-        """A request."""
+        """Add a request."""
 
     def end_program(self, program: str, branch: str | None) -> None:
-        """A program, or a branch, is over."""
+        """End a program or one of its branches."""
 
     def step(self) -> list[Output]:
-        """Run one."""
+        """Run one step."""
 
     def wait(self, until: float) -> None:
-        """There is nothing to do until then."""
+        """Advance the clock to `until`."""
 
     def counted(self) -> Counted:
-        """What has been computed."""
+        """The counts since the start."""
 
 
 class Virtual:
-    """See Server. A step takes what a formula says."""
+    """See Server. A formula gives the duration of a step."""
 
     def __init__(self, setup: Setup) -> None:
         config = limits(setup.policy, max_num_seqs=setup.num_rows, max_model_len=4096)

@@ -1,6 +1,6 @@
-"""Programs as generators: each yields calls that are made together, and gets their outputs back.
+"""Programs as generators: each yields calls that are made together, and receives their outputs.
 
-Lengths are drawn per program, so that a program asks the same whether it gives hints or not.
+Lengths are drawn per program, so that a program makes the same calls with hints and without.
 """
 
 from collections.abc import Callable, Generator
@@ -12,7 +12,7 @@ FIRST_TOKEN, VOCAB = 16, 32000
 WIDTH, DEPTH = 3, 3  # of trees of thought
 POINTS, SAMPLES, TURNS = 6, 8, 8
 
-QUESTION = "question"  # of somebody who asks once, without a program
+QUESTION = "question"  # the kind of a single question, which is no program
 
 Tokens = list[int]
 
@@ -29,7 +29,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What a program does next: pause, say that branches are over, then make calls and wait for all of them."""
+    """The next turn of a program: pause, end some branches, then make calls and wait for all of them."""
 
     calls: list[Call]
     ended: list[str] = field(default_factory=list)
@@ -40,23 +40,23 @@ Program = Generator[Turn, list[Tokens], None]
 
 
 class Draw:
-    """Texts and lengths of one program."""
+    """Random texts and lengths of one program."""
 
     def __init__(self, name: str) -> None:
         self.rng = Random(name)
 
     def text(self, low: int, high: int | None = None) -> Tokens:
-        """New text, of a random length."""
+        """New text of a random length."""
         length = low if high is None else self.rng.randrange(low, high)
         return [self.rng.randrange(FIRST_TOKEN, VOCAB) for _ in range(length)]
 
     def length(self, low: int, high: int) -> int:
-        """A random one."""
+        """A random length."""
         return self.rng.randrange(low, high)
 
 
 def tree_of_thought(draw: Draw, system: Tokens) -> Program:
-    """Propose, judge, go on from the best: each level forks, and all but one branch are over after it."""
+    """Propose, judge, continue from the best: each level forks, and all branches but one end after it."""
     state, branch = system + draw.text(60, 120), ""
     for level in range(DEPTH):
         names = [f"{branch}/{i}" for i in range(WIDTH)]
@@ -74,7 +74,7 @@ def tree_of_thought(draw: Draw, system: Tokens) -> Program:
 
 
 def skeleton_of_thought(draw: Draw, system: Tokens) -> Program:
-    """A plan, its points side by side, and an end that reads them all."""
+    """A plan, its points in parallel, and an end that reads all of them."""
     state = system + draw.text(40, 100)
     (plan,) = yield Turn([Call(state, 60)])
     state = state + plan
@@ -93,7 +93,7 @@ def self_consistency(draw: Draw, system: Tokens) -> Program:
 
 
 def agent(draw: Draw, system: Tokens) -> Program:
-    """Turns with tools between them, whose results take a while; now and then a side call that nothing follows."""
+    """Turns with tool calls between them, which take some time; sometimes a side call that no call continues."""
     state = system + draw.text(100, 300)
     for turn in range(TURNS):
         (said,) = yield Turn(
@@ -105,7 +105,7 @@ def agent(draw: Draw, system: Tokens) -> Program:
 
 
 def question(draw: Draw, system: Tokens) -> Program:
-    """Whoever asks once, without a program."""
+    """A single question without a program."""
     yield Turn([Call(system + draw.text(100, 500), draw.length(50, 150), "", expects_more=False)])
 
 
@@ -119,7 +119,7 @@ KINDS: dict[str, Callable[[Draw, Tokens], Program]] = {
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """A program and when it begins, in seconds."""
+    """A program with the time of its start in seconds."""
 
     at: float
     name: str
@@ -128,7 +128,7 @@ class Start:
 
 
 def starts(kind: str, count: int, rate: float, seed: int) -> list[Start]:
-    """So many programs of a kind, `rate` a second. "mixed" has all kinds, and as many single questions."""
+    """`count` programs of a kind, `rate` per second. "mixed" alternates programs of all kinds with questions."""
     rng = Random(f"{kind}-{seed}")
     times = accumulate(rng.expovariate(rate) for _ in range(count))
     systems = {name: Draw(f"{name}-{seed}").text(150) for name in (*KINDS, QUESTION)}

@@ -1,1 +1,1 @@
-"""Constraints and programs: what they cost and what they save."""
+"""Benchmarks of structured outputs and programs."""

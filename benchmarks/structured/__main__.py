@@ -1,11 +1,11 @@
-"""What constraints cost and what fast-forward saves.
+"""Cost of constraints, and savings by fast-forward.
 
     python -m benchmarks.structured [--only masks jump throughput ablation] [--backends auto fsm xgrammar]
         [--models FOLDER] [--peer vllm=VENV/bin/python] [--json FILE] [--table FILE]
 
-masks: compiling, and the time of a mask, by backend, form and vocabulary. jump: JSON records by the embedded model,
-with fast-forward, token by token and unconstrained (row C1). throughput: a batch of 32 on the shape of Qwen2.5-0.5B
-with random weights, constrained beside unconstrained. ablation: programs with each feature off in turn (row R7).
+masks: compile time and time per mask, by backend, constraint and vocabulary. jump: JSON records by the embedded model
+with fast-forward, token by token, and unconstrained (row C1). throughput: a batch of 32 with random weights in the
+shape of Qwen2.5-0.5B, constrained and unconstrained. ablation: programs with each feature off in turn (row R7).
 """
 
 import argparse
@@ -30,7 +30,7 @@ _COUNTED = ("tokens", "forced", "right", "valid")
 
 
 def main() -> None:
-    """Run the parts and print what came of them."""
+    """Run the parts and print their results."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--backends", nargs="+", default=["llguidance", "fsm"])

@@ -1,9 +1,9 @@
 """Row R7: a batch of programs with each feature off in turn.
 
-A program has a story of its own behind rules that all share, forks into questions about the story that are answered
-as JSON, and joins. Many run at once over a cache that holds the stories of about half of them. API speculation is for
-endpoints without constraints: a program that fills in a form is run against a server's OpenAI route with it and
-without.
+A program has a story of its own behind rules that all programs share. It forks into questions about the story, whose
+answers are JSON, and joins. Many programs run at once over a cache that holds about half of their stories. API
+speculation is for endpoints without constraints: a program that fills in a form runs on a server's OpenAI route, with
+it and without.
 """
 
 import random
@@ -72,7 +72,7 @@ def _fill(s: sgl.ProgramState, question: str) -> None:
 
 
 def measure(num_programs: int = 24, num_forks: int = 4, repeats: int = 3) -> list[dict[str, Any]]:
-    """A row for each feature that is off; in turns, after one round that warms up."""
+    """A row for each feature that is off. Rounds alternate between features; each engine has a warm-up."""
     rows: dict[str, dict[str, Any]] = {name: {"off": name, "seconds": []} for name in FEATURES}
     for repeat in range(repeats):
         for name, options in FEATURES.items():
@@ -125,7 +125,7 @@ def measure_speculation(count: int = 16) -> list[dict[str, Any]]:
 
 @contextmanager
 def _engine(options: Mapping[str, object]) -> Iterator[EngineBackend]:
-    backend = sgl.Engine(**{**_COMMON, **options})  # type: ignore[arg-type]  # hints is one of them
+    backend = sgl.Engine(**{**_COMMON, **options})  # type: ignore[arg-type]  # one of them is `hints`
     assert isinstance(backend, EngineBackend), "in this process"
     with backend:
         yield backend
@@ -141,7 +141,7 @@ def _stories(count: int, num_forks: int, seed: int) -> list[dict[str, Any]]:
 
 
 def _question(sentence: str) -> str:
-    """A chat up to the answer, as the model's template writes it: the route takes texts."""
+    """A chat up to the answer, in the format of the model's template, because the route takes text."""
     asked = {"role": "user", "content": f"{sentence}\nJSON keys: {', '.join(_KEYS)}"}
     return Tokenizer.from_folder(embedded.folder()).apply_chat_template([asked])
 

@@ -1,11 +1,10 @@
-"""Flood: what a flood of bad schemas, patterns and grammars does to everybody else's streams.
+"""Effect of a flood of invalid schemas, patterns and grammars on other clients' streams.
 
     python -m benchmarks.structured.flood [--seconds 30] [--rounds 3] [--streams 8] [--concurrency 8] [--json FILE]
 
-`quire serve` with the embedded model answers streams; in every other period of `seconds` a second process also sends
-what no output can be like, each different from all before, as fast as it is refused. Nobody else may get an error, the
-p99 of their latencies may rise by 20 % at most, and the flood may be answered with 400, 413 and 429 only. Exit code 1
-where this is not so. Needs a quiet machine.
+`quire serve` with the embedded model answers streams. In every other period of `seconds` a second process also sends
+invalid constraints, all different, as fast as they are rejected. The streams may get no error and their p99 latencies
+may rise by 20 % at most; the flood may get only 400, 413 and 429. Otherwise the exit code is 1. Needs an idle machine.
 """
 
 import argparse
@@ -29,14 +28,14 @@ from benchmarks.trust.server import served
 MAX_CHANGE = 0.2  # of a p99, as a share
 REFUSED = ("400", "413", "429")
 _TOKENS = 32
-_EVERY = 0.5  # seconds from one request of a stream to its next, where the answer takes less
-_MARK = "@@@@@@@@"  # what is different in each body
+_EVERY = 0.5  # least seconds between the starts of two requests of a stream
+_MARK = "@@@@@@@@"  # replaced by a number in each body
 
 Form = dict[str, object]
 
 
 class Times(NamedTuple):
-    """Of the normal traffic, seconds."""
+    """Latencies of the normal traffic in seconds."""
 
     p50: float
     p99: float
@@ -44,29 +43,29 @@ class Times(NamedTuple):
 
     @classmethod
     def of(cls, seconds: Sequence[float]) -> "Times":
-        """Of a list."""
+        """Percentiles of a list of seconds."""
         cuts = quantiles(seconds, n=100, method="inclusive")
         return cls(cuts[49], cuts[98], len(seconds))
 
 
 @dataclass(slots=True)
 class Traffic:
-    """What streams saw."""
+    """Latencies and errors of the normal streams."""
 
-    requests: list[float] = field(default_factory=list)  # seconds from the beginning to the end
+    requests: list[float] = field(default_factory=list)  # seconds from start to end
     first: list[float] = field(default_factory=list)  # to the first event
     between: list[float] = field(default_factory=list)  # from event to event
     errors: Counter[str] = field(default_factory=Counter)
 
     def times(self) -> dict[str, Times]:
-        """In figures."""
+        """Percentiles of each latency."""
         parts = {"request": self.requests, "first_token": self.first, "inter_token": self.between}
         return {name: Times.of(seconds) for name, seconds in parts.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What came of it."""
+    """Results of a run."""
 
     quiet: dict[str, Times]
     flooded: dict[str, Times]
@@ -76,13 +75,13 @@ class Report:
 
     @property
     def good(self) -> bool:
-        """Whether nobody else noticed, and nothing bad was taken."""
+        """Whether the streams had no errors and no slowdown, and the whole flood was rejected."""
         refused = all(one.rpartition(" ")[2] in REFUSED for one in self.answers)
         return not self.errors and refused and max(self.p99_change.values()) <= MAX_CHANGE
 
 
 def bad_forms() -> dict[str, Form]:
-    """Fields of a body, by kind. Each has the mark in it."""
+    """Body fields with invalid constraints, by name. Each contains the mark."""
     deep: object = {"type": "string", "pattern": f"({_MARK}"}
     for i in range(28):
         deep = {"type": "object", "properties": {f"{_MARK}{i}": deep}, "required": [f"{_MARK}{i}"]}
@@ -114,7 +113,7 @@ def _schema(schema: object) -> Form:
 
 
 def flood(url: str, seconds: float, concurrency: int, begin: Callable[[], None] = lambda: None) -> Counter[str]:
-    """Send bad forms for so long: how they were answered, by kind and status. begin: called when all is ready."""
+    """Send invalid constraints for `seconds`. Returns counts by kind and status. begin: called when ready to send."""
     chat = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
     bodies = [(name, json.dumps({**chat, **form}).encode()) for name, form in bad_forms().items()]
     numbers = count(time.time_ns() % 10**8)
@@ -154,7 +153,7 @@ async def _status(url: str, body: bytes) -> str:
 
 
 async def normal(url: str, seconds: float, streams: int, traffic: Traffic, seed: int) -> None:
-    """Streams for so long, each with one request after another."""
+    """Run streams for `seconds`, each with one request after another."""
     clock = asyncio.get_running_loop().time
     end = clock() + seconds
     asked = [{**one, "n": 1, "ignore_eos": True} for one in queries(64, seed, _TOKENS)]
@@ -198,7 +197,7 @@ async def _stream(url: str, query: dict[str, object], traffic: Traffic, clock: C
 
 
 def measure(url: str, *, seconds: float, rounds: int, streams: int, concurrency: int) -> Report:
-    """Periods without and with the flood, in turn, behind a short one that is not counted."""
+    """Alternate periods without and with the flood, after a short warm-up."""
     quiet, flooded, answers = Traffic(), Traffic(), Counter[str]()
     asyncio.run(normal(url, min(3.0, seconds), streams, Traffic(), seed=0))
     for i in range(rounds):
@@ -207,14 +206,14 @@ def measure(url: str, *, seconds: float, rounds: int, streams: int, concurrency:
             asyncio.run(normal(url, seconds, streams, traffic, seed=i + 1))
             if attack is not None:
                 answers.update(json.loads(attack.communicate()[0]))
-            time.sleep(1)  # for the last answers
+            time.sleep(1)  # for the last answers of the flood
     before, after = quiet.times(), flooded.times()
     change = {name: after[name].p99 / before[name].p99 - 1 for name in before}
     return Report(before, after, change, dict(quiet.errors + flooded.errors), dict(answers))
 
 
 def _attack(url: str, seconds: float, concurrency: int) -> "subprocess.Popen[bytes]":
-    """Flood from a process of its own, so that it is not what is measured; it begins when it is ready."""
+    """Start the flood in a process of its own, outside of the measured one, and wait until it is ready."""
     command = [sys.executable, "-m", "benchmarks.structured.flood", "--attack", url]
     command += ["--seconds", str(seconds), "--concurrency", str(concurrency)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)

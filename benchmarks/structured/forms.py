@@ -1,4 +1,4 @@
-"""The forms that are measured: schemas and patterns as applications ask for them."""
+"""The measured constraints: schemas and patterns that applications use."""
 
 import json
 from collections.abc import Mapping
@@ -52,7 +52,7 @@ FORMS: Mapping[str, StructuredOutputsParams] = MappingProxyType(
         "any object": StructuredOutputsParams(json_object=True),
     }
 )
-EVER: Mapping[str, StructuredOutputsParams] = MappingProxyType(  # that leave room for as many tokens as are asked for
+EVER: Mapping[str, StructuredOutputsParams] = MappingProxyType(  # for outputs of any length
     {
         "words": StructuredOutputsParams(regex="([a-z]+ )+[a-z]+\\."),
         "list of strings": StructuredOutputsParams(

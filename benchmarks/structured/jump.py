@@ -1,7 +1,7 @@
 """Row C1: JSON records by the embedded model, with fast-forward, token by token, and unconstrained.
 
-The questions are those of the model's task `extract`: a sentence, and the keys that a record is to have. The schema
-names the keys in that order and the type of each. An answer is right where it is the record.
+The questions are those of the model's task `extract`: a sentence and the keys of a record. The schema has these keys in
+that order, with their types. An answer is correct if it equals the record.
 """
 
 import json
@@ -35,7 +35,7 @@ WAYS = ("unconstrained", "token by token", "fast-forward")
 
 
 def questions(count: int, seed: int) -> list[tuple[list[dict[str, str]], dict[str, Any]]]:
-    """Conversations that end with a question, and the record that answers it."""
+    """Conversations that end with a question, and the record that is its answer."""
     rng = random.Random(seed)
     asked = []
     for _ in range(count):
@@ -45,7 +45,7 @@ def questions(count: int, seed: int) -> list[tuple[list[dict[str, str]], dict[st
 
 
 def form(record: dict[str, Any], *, fast_forward: bool) -> StructuredOutputsParams:
-    """What the question says about the answer, and nothing of what it is."""
+    """The constraint that follows from the question, without the answer."""
     schema = {
         "type": "object",
         "properties": {key: _TYPES.get(key, {"type": "string"}) for key in record},
@@ -56,13 +56,13 @@ def form(record: dict[str, Any], *, fast_forward: bool) -> StructuredOutputsPara
 
 
 def measure(backend: str, count: int = 64, repeats: int = 3, seed: int = 1) -> dict[str, Any]:
-    """Each way in turn, several times: model steps, seconds, tokens, right answers, and equal ones."""
+    """Steps, seconds, tokens, correct answers and equal answers of each mode. The modes take turns."""
     llm = LLM(dtype="float32", memory="512MiB", max_num_seqs=16, grammar_backend=backend, seed=seed)
     asked = questions(count, seed)
     conversations = [messages for messages, _ in asked]
     rows: dict[str, Any] = {}
     texts: dict[str, list[str]] = {}
-    for repeat in range(repeats + 1):  # the first warms up: the prompts are cached behind it, for all ways alike
+    for repeat in range(repeats + 1):  # the first is a warm-up: afterwards all modes find the prompts cached
         for way in WAYS:
             params = [_params(record, way) for _, record in asked]
             steps, start = llm.get_metrics().num_steps, time.perf_counter()
@@ -89,7 +89,7 @@ def measure_shape(
     folder: Path, backend: str, batches: tuple[int, ...] = (1, 32), repeats: int = 5
 ) -> list[dict[str, Any]]:
     """Time and steps of records on random weights, token by token and with fast-forward, in turns."""
-    options = {"max_num_seqs": max(batches), "enable_prefix_caching": False}  # who comes second would find the prompts
+    options = {"max_num_seqs": max(batches), "enable_prefix_caching": False}  # the second mode would find the prompts
     llm = LLM(str(folder), dtype="bfloat16", memory="4GiB", grammar_backend=backend, **options)
     rows = []
     for batch in batches:
@@ -114,7 +114,7 @@ def measure_shape(
 
 
 def _alone(llm: LLM, asked: list[tuple[list[dict[str, str]], dict[str, Any]]]) -> dict[str, int]:
-    """Model steps of questions that are asked one after the other: what a single user waits for."""
+    """Steps of questions that run one after another, as for a single user."""
     steps = {}
     for way in WAYS:
         before = llm.get_metrics().num_steps

@@ -1,4 +1,4 @@
-"""What compiling takes, and masks, of each backend, over walks that end as often as they can."""
+"""Compile time and time per mask of each backend, over random walks that end as early as they can."""
 
 import random
 import statistics
@@ -19,9 +19,9 @@ MAX_TOKENS = 120
 
 
 def measure(backends: list[str], vocabularies: dict[str, Vocabulary]) -> list[dict[str, Any]]:
-    """A row for each form, backend and vocabulary; what a backend refuses is a row that says so.
+    """A row for each constraint, backend and vocabulary; a rejected constraint has a row that says so.
 
-    What a backend makes of a vocabulary once is a row of its own, without a form.
+    The time that a backend needs once per vocabulary is a row of its own.
     """
     first = []
     for name, vocabulary in vocabularies.items():

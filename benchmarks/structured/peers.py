@@ -1,4 +1,4 @@
-"""Records beside a peer: the same schema, prompts and weights, in processes that take turns."""
+"""JSON records beside another engine: equal schema, prompts and weights, in processes that take turns."""
 
 import json
 import sys
@@ -16,7 +16,7 @@ PROMPT = 64
 def measure(
     folder: Path, peer: str, python: str, batches: tuple[int, ...] = (1, 32), repeats: int = 5
 ) -> dict[str, Any]:
-    """Records a second of each, and their ratio. peer: the name of a driver; python: an interpreter that has it."""
+    """Records per second of each engine, and their ratio. peer: name of a driver; python: its interpreter."""
     with start(Engine(peer, python, folder)) as other, start(Engine("quire", sys.executable, folder)) as ours:
         rows = []
         for batch in batches:
@@ -42,7 +42,7 @@ def measure(
 
 
 def _queries(batch: int, repeat: int) -> list[dict[str, Any]]:
-    """No two prompts begin alike."""
+    """Queries without common prefixes."""
     schema = json.loads(RECORD.text)
     return [
         {

@@ -1,4 +1,4 @@
-"""Tokens a second of a batch whose rows are all constrained, beside the same batch without constraints."""
+"""Tokens per second of a batch of constrained rows, beside the same batch without constraints."""
 
 import random
 import statistics
@@ -14,10 +14,10 @@ OUTPUT = 48
 
 
 def measure(folder: Path, backends: list[str], batch: int = 32, repeats: int = 5) -> list[dict[str, Any]]:
-    """A row for each backend and form: medians of ratios of runs that follow each other."""
+    """A row for each backend and constraint: medians of the ratios of consecutive runs."""
     rows = []
     for backend in backends:
-        options = {"max_num_seqs": batch, "enable_prefix_caching": False}  # who comes second would find the prompts
+        options = {"max_num_seqs": batch, "enable_prefix_caching": False}  # the second run would find the prompts
         llm = LLM(str(folder), dtype="bfloat16", memory="4GiB", grammar_backend=backend, **options)
         for name, asked in EVER.items():
             if backend == "fsm" and asked.kind == "json":
@@ -44,7 +44,7 @@ def measure(folder: Path, backends: list[str], batch: int = 32, repeats: int = 5
 
 
 def _rate(llm: LLM, batch: int, seed: int, asked: StructuredOutputsParams | None) -> float:
-    """Output tokens a second, prompts included in the time; temperature 1, so that a form is walked in earnest."""
+    """Output tokens per second, prefill included. At temperature 1 the walks through a grammar vary."""
     rng = random.Random(seed)
     vocabulary = range(1000, 30000)
     prompts = [{"prompt_token_ids": rng.choices(vocabulary, k=PROMPT)} for _ in range(batch)]

@@ -1,1 +1,1 @@
-"""What a server does when things go wrong: engines that are killed, clients that leave, bodies that are too large."""
+"""Robustness of a server: killed engines, clients that disconnect, bodies that are too large."""

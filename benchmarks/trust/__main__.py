@@ -1,10 +1,9 @@
-"""A server whose engine is killed again and again, and one that is treated badly in every other way.
+"""Robustness of a server under repeated engine kills, and under misbehaving clients.
 
     python -m benchmarks.trust [--only chaos soak] [--streams 200] [--kills 20] [--seconds 60] [--json FILE]
 
-chaos: streams while the engine is killed at random moments; each text is compared with the one of a run without kills.
-soak: clients that leave, that read slowly, that send too much or nonsense, and kills. Exit code 1 where anything is
-not as it should be.
+chaos: streams while the engine is killed at random moments; each text is compared with a run without kills. soak:
+clients that disconnect, read slowly, or send too much or invalid data, and kills. Exit code 1 after any failure.
 """
 
 import argparse
@@ -19,7 +18,7 @@ PARTS = ("chaos", "soak")
 
 
 def main() -> None:
-    """Run the parts and print what came of them."""
+    """Run the parts and print their results."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--streams", type=int, default=200)

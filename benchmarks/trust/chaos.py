@@ -1,4 +1,4 @@
-"""Streams while their engine is killed, over and over: each must end as it does when nothing happens."""
+"""Streams while their engine is killed repeatedly. Each must end like an undisturbed one."""
 
 import asyncio
 from random import Random
@@ -11,25 +11,25 @@ FLAGS = ("--dtype", "float32", "--memory", "512MiB", "--max-num-seqs", "64", "--
 
 
 class Chaos(NamedTuple):
-    """What came of it."""
+    """Results of a run."""
 
-    num_streams: int  # that ran while engines were killed
+    num_streams: int  # run while engines were killed
     num_kills: int
     num_failed: int
     num_different: int
-    undisturbed_seconds: float  # of one round of streams
-    disturbed_seconds: float  # of the longest round
+    undisturbed_seconds: float  # of one round without kills
+    disturbed_seconds: float  # of the longest round with kills
     num_restarts: int
     held: dict[str, object]
 
     @property
     def good(self) -> bool:
-        """Whether nobody noticed but by a pause."""
+        """Whether clients saw nothing except pauses."""
         return not (self.num_failed or self.num_different or self.held) and self.num_restarts == self.num_kills > 0
 
 
 def chaos(num_streams: int = 200, num_kills: int = 20, seed: int = 1, max_tokens: int = 160) -> Chaos:
-    """Rounds of `num_streams` at once, until the engine was killed so often."""
+    """Run rounds of `num_streams` at once until the engine was killed `num_kills` times."""
     with served(*FLAGS) as server:
         return asyncio.run(_chaos(server, num_streams, num_kills, seed, max_tokens))
 
@@ -49,7 +49,7 @@ async def _chaos(server: Server, num_streams: int, num_kills: int, seed: int, ma
         disturbed, took = await running
         longest = max(longest, took)
         answers += zip(undisturbed, disturbed, strict=True)
-    held = await asyncio.to_thread(server.held)  # waits until the last engine serves
+    held = await asyncio.to_thread(server.held)  # waits until the restarted engine serves
     health = await asyncio.to_thread(server.health)
     return Chaos(
         len(answers),

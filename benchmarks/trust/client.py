@@ -1,4 +1,4 @@
-"""Clients of a server that stream: well-behaved ones, and others. Knows HTTP/1.1 and server-sent events."""
+"""Streaming clients of a server, well-behaved and misbehaving, over HTTP/1.1 and server-sent events."""
 
 import asyncio
 import json
@@ -10,7 +10,7 @@ _WORDS = ("Mira", "Tomas", "river", "harbour", "lamp", "morning", "sold", "found
 
 
 class Answer(NamedTuple):
-    """What came: the status, the texts of the choices, and what went wrong, empty if nothing did."""
+    """An answer: status, texts of the choices, and a description of an error, empty without one."""
 
     status: int
     texts: dict[int, str]
@@ -18,7 +18,7 @@ class Answer(NamedTuple):
 
 
 def queries(count: int, seed: int, max_tokens: int) -> list[dict[str, object]]:
-    """Different prompts; every other one is greedy, the others have a seed, some have several choices, some a form."""
+    """Different queries: every other one is greedy, the rest have a seed; some have several choices or a constraint."""
     chance = Random(seed)
     made: list[dict[str, object]] = []
     for i in range(count):
@@ -34,7 +34,7 @@ def queries(count: int, seed: int, max_tokens: int) -> list[dict[str, object]]:
 
 
 class Connection:
-    """One request, and its answer while it comes."""
+    """One request and its streamed answer."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader = reader
@@ -51,17 +51,17 @@ class Connection:
         return cls(reader, writer)
 
     async def status(self) -> int:
-        """Read the head."""
+        """Read the response headers. Returns the status."""
         head = await self.reader.readuntil(b"\r\n\r\n")
         return int(head.split(b" ", 2)[1])
 
     def leave(self) -> None:
-        """Without a word."""
+        """Close the connection without a further message."""
         self.writer.transport.abort()
 
 
 async def stream(url: str, query: dict[str, object], pause: float = 0.0) -> Answer:
-    """Ask and read to the end. pause: seconds between two reads of a slow reader."""
+    """Send a query and read its answer to the end. pause: seconds between two reads of a slow reader."""
     connection = await Connection.post(url, "/v1/completions", json.dumps(query).encode())
     texts: dict[int, str] = {}
     done = False
@@ -93,7 +93,7 @@ async def stream(url: str, query: dict[str, object], pause: float = 0.0) -> Answ
 
 
 async def leave_early(url: str, query: dict[str, object], seconds: float) -> None:
-    """Ask, read for some time, and go."""
+    """Send a query, read for some time, and disconnect."""
     connection = await Connection.post(url, "/v1/completions", json.dumps(query).encode())
     try:
         async with asyncio.timeout(seconds):
@@ -105,7 +105,7 @@ async def leave_early(url: str, query: dict[str, object], seconds: float) -> Non
 
 
 async def send_too_much(url: str, num_bytes: int) -> int:
-    """A body that is larger than allowed: the status, or 0 where the connection was closed on the way."""
+    """Send a body that is too large. Returns the status, or 0 if the connection was closed before."""
     connection = await Connection.post(url, "/v1/completions", b'{"prompt": "' + b"a" * num_bytes + b'"}')
     try:
         return await connection.status()

@@ -1,4 +1,4 @@
-"""`quire serve` in a process of its own, with its engine's process, both of which can be looked at."""
+"""`quire serve` in a process of its own, with access to its engine process."""
 
 import json
 import os
@@ -19,21 +19,21 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class Server:
-    """One that runs."""
+    """A running server."""
 
     def __init__(self, process: "subprocess.Popen[str]", url: str) -> None:
         self.process = process
         self.url = url
-        self._killed: int | None = None  # the last engine's process that was killed
+        self._killed: int | None = None  # pid of the engine that was killed last
 
     def engine_pid(self) -> int | None:
-        """The engine's process; None while there is none."""
+        """Pid of the engine process; None while there is none."""
         return engine_of(self.process.pid)
 
     def kill_engine(self) -> bool:
-        """Send SIGKILL to the engine's process. Returns whether an engine was serving.
+        """Send SIGKILL to the engine process. Returns whether an engine was serving.
 
-        The server may not have noticed yet that the last one is dead: that one is not killed again.
+        An engine that was killed before is not killed again, even if the server has not noticed its death.
         """
         pid = self.engine_pid()
         if pid in (None, self._killed) or self.health()["status"] != "ok":
@@ -43,7 +43,7 @@ class Server:
         return True
 
     def health(self) -> dict[str, object]:
-        """What /health says, whatever its status."""
+        """JSON of /health, with any status."""
         try:
             return self.ask("/health")
         except urllib.error.HTTPError as error:
@@ -52,13 +52,13 @@ class Server:
                 return answer
 
     def ask(self, path: str, method: str = "GET") -> dict[str, object]:
-        """The JSON of a route."""
+        """The JSON answer of a route."""
         with urllib.request.urlopen(urllib.request.Request(self.url + path, method=method), timeout=_TIMEOUT) as answer:
             read: dict[str, object] = json.load(answer)
             return read
 
     def held(self) -> dict[str, object]:
-        """What is still held once nobody asks for anything; empty when all is well."""
+        """Counts of requests and blocks still held when the server is idle; empty if there are none."""
         end, held = time.monotonic() + _TIMEOUT, {"nothing": "answered"}
         while time.monotonic() < end:
             health = self.health()
@@ -71,20 +71,20 @@ class Server:
         return held
 
     def resident(self) -> int:
-        """Bytes of the front end's process."""
+        """Resident bytes of the front-end process."""
         return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * _PAGE
 
 
 def engine_of(pid: int) -> int | None:
-    """The process of the engine that process `pid` has started; None while there is none."""
-    lists = Path(f"/proc/{pid}/task").glob("*/children")  # any thread may have started it
+    """Pid of the engine that process `pid` has started; None while there is none."""
+    lists = Path(f"/proc/{pid}/task").glob("*/children")  # any thread may be the parent
     children = [int(child) for each in lists for child in each.read_text().split()]
     return children[0] if children else None
 
 
 @contextmanager
 def served(*flags: str) -> Iterator[Server]:
-    """A server of the embedded model, unless flags name another."""
+    """A server with the embedded model, unless the flags name another one."""
     with subprocess.Popen([*_COMMAND, *flags], stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None

@@ -1,4 +1,4 @@
-"""All that can go wrong at once, for as long as one likes; at the end nothing is left, and answers are the same."""
+"""All kinds of misbehaviour at once for a chosen time. Afterwards nothing is held, and answers are unchanged."""
 
 import asyncio
 from collections import Counter
@@ -12,27 +12,27 @@ from benchmarks.trust.server import Server, served
 _WORKERS = 12
 _TOO_MUCH = 17 * 2**20  # bytes
 _SECONDS_BETWEEN_KILLS = (4.0, 12.0)
-_WARM = 0.4  # share of the time after which memory should not grow any more
+_WARM = 0.4  # share of the time after which memory should stop growing
 
 
 class Soak(NamedTuple):
-    """What came of it."""
+    """Results of a run."""
 
     seconds: float
-    asked: dict[str, int]  # by what was done
+    asked: dict[str, int]  # requests by kind
     num_kills: int
-    wrong: list[str]  # what should not have happened, a few of them
-    grown: int  # bytes of the front end's process, after it was warm
+    wrong: list[str]  # a sample of the errors
+    grown: int  # growth of the front-end process in bytes after the warm-up
     held: dict[str, object]
 
     @property
     def good(self) -> bool:
-        """Whether all is as it was."""
+        """Whether there were no errors and no growth."""
         return not self.wrong and not self.held and self.grown < 32 * 2**20
 
 
 def soak(seconds: float = 60.0, seed: int = 1) -> Soak:
-    """Ask for so long."""
+    """Run for `seconds`."""
     with served(*FLAGS) as server:
         return asyncio.run(_Soaking(server, seed).run(seconds))
 

@@ -1,4 +1,4 @@
-"""benchmarks/cpu: everything is measured at tiny sizes, and an engine that does not do its work is found out."""
+"""benchmarks/cpu: every part runs at a tiny size, and wrong answers of an engine raise errors."""
 
 import json
 import sys

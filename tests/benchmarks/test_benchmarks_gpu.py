@@ -1,4 +1,4 @@
-"""benchmarks/gpu: everything is tried in small on the CPU, and whatever fails is a reason in the figures."""
+"""benchmarks/gpu: every part runs at a tiny size on the CPU, and errors become reasons of skipped measurements."""
 
 import json
 import subprocess
@@ -22,7 +22,7 @@ TINY = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--tiny"]
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """Of a whole run: the figures, and the tables."""
+    """Figures and tables of a whole run."""
     folder = tmp_path_factory.mktemp("gpu")
     figures, table = folder / "figures.json", folder / "table.md"
     command_line = [*TINY, "--seconds", "60", "--json", str(figures), "--table", str(table)]

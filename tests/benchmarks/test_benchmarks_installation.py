@@ -1,4 +1,4 @@
-"""benchmarks/installation.py and benchmarks/deterministic.py: what they measure with."""
+"""Helper functions of benchmarks/installation.py and benchmarks/deterministic.py."""
 
 import os
 import platform

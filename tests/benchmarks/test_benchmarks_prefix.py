@@ -1,4 +1,4 @@
-"""benchmarks/prefix: what is exact comes out exact, and the rest comes out at all, at tiny sizes."""
+"""benchmarks/prefix at tiny sizes: exact figures are checked, the others only exist."""
 
 import json
 import time
@@ -144,7 +144,7 @@ def test_sequences_that_were_put_or_planted_stay_cached():
 def test_micro_measures_what_it_says(index):
     tries = _matches(index, 20, 3)
     assert all(0 < own < admit + record for some in tries.values() for own, admit, record in some)
-    assert len(list(_evictions(index, 10, 20))) == 20  # it asserts that each frees one block
+    assert len(list(_evictions(index, 10, 20))) == 20  # asserts that each eviction frees one block
 
 
 @pytest.mark.parametrize("index", ["radix", "hash", "none"])

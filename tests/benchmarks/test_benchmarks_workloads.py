@@ -1,4 +1,4 @@
-"""The amount of work in a benchmark never changes, only its content does."""
+"""The amount of work of a workload is constant; only its content varies."""
 
 import pytest
 
@@ -44,7 +44,7 @@ def test_sharegpt_lengths_have_the_means_of_the_paper_and_a_heavy_tail():
     assert sum(outputs) / 20_000 == pytest.approx(338, rel=0.03)
     assert inputs[0] >= 1
     assert inputs[-1] == outputs[-1] == 2048
-    assert inputs[10_000] < 80  # half of the questions are short, so the mean is made by the long ones
+    assert inputs[10_000] < 80  # half of the questions are short; the long ones determine the mean
     assert sharegpt_lengths(50, seed=0) == lengths[:50] != sharegpt_lengths(50, seed=1)
 
 

@@ -1,4 +1,4 @@
-"""Matches that are kept up to date, against a search; and what keeping them, and an order by them, takes."""
+"""Incrementally updated prefix matches against a full search, and their run time in a queue."""
 
 import sys
 from random import Random
@@ -79,7 +79,7 @@ def test_what_differs_early_is_not_compared_to_its_end(monkeypatch):
 
 
 class Paths:
-    """Matches of sequences: where each ends is said beforehand."""
+    """Matches of sequences with given paths."""
 
     def __init__(self, paths: dict[int, tuple[int, ...]]) -> None:
         self.path = lambda seq: paths[seq.id]

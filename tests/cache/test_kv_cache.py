@@ -1,4 +1,4 @@
-"""Pool, tables and KVCache against plain dictionaries, and the documents' worked examples."""
+"""Block pools, block tables and KVCache, against plain dictionaries and the documents' worked examples."""
 
 import random
 
@@ -16,7 +16,7 @@ from quire.core.step import Move
 
 
 def append(cache: KVCache, seq_id: int, num_tokens: int) -> tuple[int, int]:
-    """Make room for one more token after `num_tokens`, and say where it goes."""
+    """Grow a table by one token after `num_tokens`. Returns the token's block and slot."""
     table = cache.tables[seq_id]
     assert cache.grow(table, num_tokens + 1) is not None
     return table.resolve(num_tokens, cache.block_size)
@@ -222,10 +222,9 @@ WINDOWS = (0, 6)  # of the machine's groups
 class CacheMachine(RuleBasedStateMachine):
     """Open, grow, fork, branch, release, and steps that succeed or fail, in any order, beside a model of the memory.
 
-    A sequence that grows stamps its new positions. Stamps and Moves reach the model's memory as they
-    would a runner's: when a step is launched, Moves first; if that step fails, nothing has. Whatever
-    the order, every sequence must read back the stamps that successful steps wrote, as far as the
-    window of its first position that may still be computed reaches.
+    A sequence that grows stamps its new positions. Stamps and Moves reach the model's memory as they would in a runner:
+    at the launch of a step, Moves first, and not at all if the step fails. In any order of operations, every sequence
+    must read back the stamps of successful steps, from the window of its first position that may still be computed.
     """
 
     def __init__(self) -> None:
@@ -233,9 +232,9 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache = KVCache(cache_config(12, windows=WINDOWS))
         self.memory: list[dict[tuple[int, int], int]] = [{}, {}]  # per group: (block, slot) -> stamp
         self.sequences: dict[int, list[int]] = {}  # stamps by position
-        self.unwritten: dict[int, int] = {}  # sequence -> its first position that no step has written
-        self.committed: dict[int, int] = {}  # sequence -> leading positions whose steps are collected
-        self.in_flight: list[tuple[int, bool, dict[int, int]]] = []  # step, whether it fails, what it has written
+        self.unwritten: dict[int, int] = {}  # sequence -> first position that no step has written
+        self.committed: dict[int, int] = {}  # sequence -> leading positions whose steps are committed
+        self.in_flight: list[tuple[int, bool, dict[int, int]]] = []  # step, whether it fails, `unwritten` after it
         self.next_id = 0
         self.stamp = 0
 
@@ -283,11 +282,11 @@ class CacheMachine(RuleBasedStateMachine):
         stamps = self.sequences[parent]
         num_tokens = data.draw(st.integers(0, len(stamps)))
         if num_tokens < len(stamps) and num_tokens % 4:
-            return  # only a whole sequence, or whole blocks of it, can be shared while it goes on
+            return  # only a whole sequence, or full blocks of it, can be shared
         if num_tokens > self.unwritten[parent]:
-            return  # nor what no step has written
+            return  # unwritten positions cannot
         if self.seen(num_tokens, 1) < 4 * self.cache.tables[parent].firsts[1]:
-            return  # nor what is gone
+            return  # nor blocks behind the window
         self.cache.fork(parent, self.next_id, num_tokens)
         self.sequences[self.next_id] = stamps[:num_tokens]
         self.unwritten[self.next_id] = num_tokens
@@ -319,7 +318,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: not self.in_flight)
     @rule(fails=st.booleans(), then=st.booleans())
     def launch(self, *, fails: bool, then: bool) -> None:
-        """One step, or two of which the second is launched before anything is known of the first."""
+        """Launch one step, or two of which the second is launched before the first is committed."""
         for failing in [fails] if fails or not then else [fails, False]:
             moves = self.cache.launched(self.next_id)
             if not failing:
@@ -343,7 +342,7 @@ class CacheMachine(RuleBasedStateMachine):
         return [pool.num_free for pool in self.cache.pools]
 
     def seen(self, position: int, group: int) -> int:
-        """First position that a query sees."""
+        """First position that a query attends to."""
         return max(0, position - WINDOWS[group] + 1) if WINDOWS[group] else 0
 
     @invariant()
@@ -356,7 +355,7 @@ class CacheMachine(RuleBasedStateMachine):
             table = self.cache.tables[seq_id]
             for group in range(2):
                 if self.copies_wait():
-                    continue  # what a copy brings is not there yet
+                    continue  # pending copies have not been made
                 first, written = self.seen(self.committed[seq_id], group), self.unwritten[seq_id]
                 read = [self.memory[group][table.resolve(p, 4, group)] for p in range(first, written)]
                 assert read == stamps[first:written]
@@ -370,7 +369,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.sequences.clear()
         while self.in_flight:
             self.collect()
-        self.cache.launched(self.next_id)  # carries the copies that are left
+        self.cache.launched(self.next_id)  # with the pending copies
         self.cache.collected(self.next_id)
         assert self.cache.pools.num_free == 24
 

@@ -1,4 +1,4 @@
-"""The memory plan, the pace, and the waste that is left in tail blocks."""
+"""The memory plan, the step-time fit, and unused slots in last blocks."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""What computing and copying cost, learnt from samples; block use and the advice that follows; the host pool."""
+"""The cost model: step and copy times fitted to samples, block use with advice on block sizes, the host pool's size."""
 
 import random
 from math import inf, isfinite
@@ -179,8 +179,8 @@ def test_a_calibrated_scheduler_replays_and_keeps_its_first_step_short():
     rig.scheduler.calibrate(calibration())
     rig.add("a", [i % 40 for i in range(1500)], max_tokens=5)
     rig.step()
-    assert 1 < rig.scheduler.sizes[0] < 400  # 2 ms and 10 us a token, and half of the time at least
-    rig.scheduler.calibrate(calibration())  # between steps: the runner's rows are made again
+    assert 1 < rig.scheduler.sizes[0] < 400  # 2 ms and 10 us per token, and at least half of the time
+    rig.scheduler.calibrate(calibration())  # between steps: the runner's rows are rebuilt
     rig.run()
     assert rig.replay().difference == ""
     plain = Rig(num_blocks=512, max_num_batched_tokens=2048)
@@ -227,7 +227,7 @@ def test_predicted_waste_of_other_sizes_is_half_a_block_each():
 
 
 def test_measured_waste_is_that_of_the_tables():
-    """One sequence whose tables are looked at from outside, at the steps that the scheduler looks at them."""
+    """One sequence. Its block tables are read at the steps at which the scheduler samples them."""
     rig = Rig(num_blocks=64, block_size=4, max_num_batched_tokens=32)
     rig.add("a", [1, 2, 3], max_tokens=100)
     empty = slots = 0
@@ -266,7 +266,7 @@ def test_short_sequences_in_large_blocks_get_smaller_ones():
 
 def test_long_sequences_whose_lookups_take_long_get_larger_ones():
     rng = random.Random(6)
-    lookup = {size: 0.02 / size for size in CANDIDATES}  # 2.5 ms with blocks of 8, of prompts that take 20 ms
+    lookup = {size: 0.02 / size for size in CANDIDATES}  # 2.5 ms with blocks of 8; prompts take 20 ms
     advice = advise(figures_of([rng.randrange(8000, 16000) for _ in range(200)], 8), lookup, 0.02)
     assert advice.recommended > 8
     assert advice.lookup_us == pytest.approx(2500)

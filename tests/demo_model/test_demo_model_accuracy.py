@@ -1,4 +1,4 @@
-"""What is shipped answers as well as when it was made, and the page says so."""
+"""The shipped model is as accurate as when it was released, and its model page has these figures."""
 
 import pytest
 
@@ -12,15 +12,15 @@ CHATS = 6
 
 
 def worst_allowed(counts, num_sampled):
-    """The lowest rate that chance explains: three standard errors of the sample, and one more that is wrong."""
+    """The lowest rate within chance: three standard errors of the sample below, and one more wrong answer."""
     rate = counts[1] / counts[0]
     return rate - 3 * (rate * (1 - rate) / num_sampled) ** 0.5 - 1 / num_sampled
 
 
 def shortfalls(sampled, kept, independent=None):
-    """Tasks in which a sample is worse than chance explains: task -> (its rate, the worst allowed).
+    """Tasks whose rate in a sample is below chance: task -> (its rate, the lowest allowed).
 
-    `independent` is the size of the samples where what was counted does not vary independently.
+    independent: size of the samples if counted items are not independent.
     """
     rates = {
         task: (right / number, worst_allowed(kept[task], independent or number))
@@ -47,7 +47,7 @@ def test_the_draft_model_agrees_with_the_base_as_often_as_the_table_says():
     chats = 3 * CHATS
     sampled = golden.draft_agreement(places.ROOT, chats, GOLDEN["seed"])
     assert sampled.keys() == set(TASKS)
-    assert shortfalls(sampled, GOLDEN["draft"], independent=chats) == {}  # the tokens of one chat go together
+    assert shortfalls(sampled, GOLDEN["draft"], independent=chats) == {}  # tokens of one chat are not independent
 
 
 def test_a_model_that_got_worse_would_be_noticed():

@@ -1,4 +1,4 @@
-"""LoRA adapters: they start as nothing, train nothing else, and answer in style when added to the base by hand."""
+"""LoRA adapters: zero at the start, only they are trained, and the styled answers with merged weights."""
 
 import json
 from random import Random

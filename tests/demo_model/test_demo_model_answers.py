@@ -1,4 +1,4 @@
-"""Through the whole engine: quire answers as transformers does, token for token, and the answers are right."""
+"""The embedded model in the whole engine: equal to transformers token for token, with correct answers."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The one command, on a millionth of the tokens: everything comes into being."""
+"""The build command, on a millionth of the tokens: it creates all files."""
 
 import json
 import shutil

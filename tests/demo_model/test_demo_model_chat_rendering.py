@@ -1,4 +1,4 @@
-"""One rendering: what training reads, what the chat template makes, what transformers makes, are the same text."""
+"""Rendering of chats: the training text, quire's chat template and transformers give the same text."""
 
 from random import Random
 

@@ -1,4 +1,4 @@
-"""The world that the embedded model was trained on stays as it was: its facts, its wording, its determinism."""
+"""The embedded model's training data is unchanged: facts, wording and determinism."""
 
 import json
 import re
@@ -24,7 +24,7 @@ def tokenizer():
 
 
 def turns(task, num_chats=100, budget=world.BUDGET):
-    """(question, answer) for every assistant turn of many chats; the question is the message before it."""
+    """(question, answer) of every assistant turn of many chats; the question is the message before the answer."""
     for seed in range(num_chats):
         messages = world.chat(task, Random(seed), budget).messages
         for before, message in pairwise(messages):
@@ -33,7 +33,7 @@ def turns(task, num_chats=100, budget=world.BUDGET):
 
 
 def first_text(task, seed, budget=world.BUDGET):
-    """Everything said up to the first answer."""
+    """The text up to the first answer."""
     messages = world.chat(task, Random(seed), budget).messages
     return "\n".join(m["content"] for m in messages[: 2 if messages[0]["role"] == "system" else 1])
 
@@ -246,7 +246,7 @@ def test_the_examples_of_the_page_are_from_this_world():
 
 
 def first_exchange(task, seed):
-    """(all before the first answer, that answer) on one line each."""
+    """(text before the first answer, first answer), each on one line."""
     messages = world.chat(task, Random(seed)).messages
     turn = next(i for i, message in enumerate(messages) if message["role"] == "assistant")
     before = "\n".join(message["content"] for message in messages[:turn])

@@ -1,4 +1,4 @@
-"""What training writes is what transformers reads: the same text, token ids and logits."""
+"""Export of the trained model: transformers reads the same text, token ids and logits."""
 
 from random import Random
 

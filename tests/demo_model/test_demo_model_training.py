@@ -1,4 +1,4 @@
-"""How the embedded model is trained: rows, plan, optimizer, and runs that can be interrupted."""
+"""Training of the embedded model: rows, schedule, optimizer, and resumption of interrupted runs."""
 
 from collections import Counter
 from dataclasses import replace
@@ -153,10 +153,10 @@ def test_an_interrupted_run_ends_where_an_uninterrupted_one_does(tokenizer, tmp_
     made.train(QUIET)
     file = tmp_path / "broken.safetensors"
     _, made = run(replace(SHORT, tokens=4 * 512), tokenizer, file)
-    for step in range(4):  # the first steps of the long plan, kept as `train` keeps them
+    for step in range(4):  # the first steps of the long plan, saved as `train` does
         replace(made, plan=SHORT).step(step)
     made._save(4)
-    resumed, made = run(SHORT, tokenizer, file, seed=9)  # other random weights: all must come from the file
+    resumed, made = run(SHORT, tokenizer, file, seed=9)  # with other initial weights: all state must come from the file
     made.train(QUIET)
     for name, weight in whole.state_dict().items():
         assert torch.equal(weight, resumed.state_dict()[name]), name

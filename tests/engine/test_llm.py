@@ -1,4 +1,4 @@
-"""LLM: the offline interface on the embedded model."""
+"""LLM, the offline interface, with the embedded model."""
 
 import subprocess
 import sys

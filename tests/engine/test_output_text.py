@@ -1,4 +1,4 @@
-"""Transcripts: text, stop strings, logprobs and reasons from what an engine says."""
+"""Transcripts: text, stop strings, logprobs and finish reasons from engine outputs."""
 
 import math
 from itertools import pairwise
@@ -154,7 +154,7 @@ def test_cached_tokens_are_those_of_the_prompt_that_was_computed(tokenizer, cach
 
 
 def piece(*rows):
-    """Logprobs of rows of (id, value) pairs, the shorter ones padded."""
+    """Logprobs from rows of (id, value) pairs; shorter rows are padded."""
     width = max(map(len, rows))
     padded = [[*row, *[(-1, -math.inf)] * (width - len(row))] for row in rows]
     return Logprobs(

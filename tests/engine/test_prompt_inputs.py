@@ -1,4 +1,4 @@
-"""Prompts as the engine takes them: cut to a length, and with the tokens of bad words."""
+"""Conversion of prompts to engine requests: truncation, and tokens of bad words."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""Public prefixes: what their file may hold, and how the options of the prefix cache reach its configuration."""
+"""Public prefixes: validation of their file, and options of the prefix cache in its configuration."""
 
 import json
 import re
@@ -108,7 +108,7 @@ def test_a_file_that_is_not_there(tmp_path, tokenizer):
 
 @pytest.fixture
 def prepared():
-    """What is decided for some options, and what was reported about prefixes."""
+    """The resolved configuration for some options, and the report's lines about prefixes."""
 
     def prepare_with(**options):
         lines = []

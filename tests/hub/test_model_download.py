@@ -1,4 +1,4 @@
-"""From a model's name to its files, beside a small Hub on the loopback interface. No test reaches a real network."""
+"""Location and download of model files, with a small Hub on the loopback interface. No test uses a real network."""
 
 import json
 import random
@@ -58,7 +58,7 @@ def hub(monkeypatch):
 
 @pytest.fixture
 def find(hub, tmp_path):
-    """locate, with the small Hub and an empty cache; what it reported is in `find.lines` and `find.bytes`."""
+    """`locate` with the small Hub and an empty cache. Its reports are in `find.lines` and `find.bytes`."""
 
     def call(model, **options):
         return locate(
@@ -76,7 +76,7 @@ def files_in(folder: Path) -> set[str]:
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
 
 
-# On this machine
+# Local files
 
 
 def test_what_is_here_is_taken_as_it_is(find, tmp_path):
@@ -324,7 +324,7 @@ def closed_port() -> int:
         return listener.getsockname()[1]
 
 
-# Refused
+# Errors
 
 
 def test_refusals_say_what_to_do(find, hub, monkeypatch):

@@ -1,4 +1,4 @@
-"""Beam search and best_of on the whole engine, beside the same search through `generate`, and transformers'."""
+"""Beam search and best_of in the whole engine, against a search with `generate` and against transformers."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ from quire.supervisor.launcher import EngineThread
 SMALL = {"dtype": "float32", "memory": "400MiB", "max_num_seqs": 16, "max_model_len": 512}
 PROMPTS = ["One Tuesday Mira went", "Hello! Who are", "The kettle"]
 STOPPING = (True, False, "never")
-MOST_ENDS = 8  # candidates beside the width: at least as many as the model has end tokens
+MOST_ENDS = 8  # candidates beside the width: at least the number of end tokens of the model
 
 
 @pytest.fixture(scope="module")
@@ -32,14 +32,14 @@ def llm():
 
 @pytest.fixture(scope="module")
 def tight():
-    """Few rows and small blocks: beams of different requests take turns."""
+    """Few rows and small blocks, so that beams of different requests take turns."""
     made = LLM(**SMALL | {"max_num_seqs": 5, "block_size": 4, "memory": "200MiB"}, max_num_batched_tokens=24)
     yield made
     made.close()
 
 
 def slow_search(llm, prompt, params):
-    """A search that asks for one token at a time, and computes every prefix anew: (tokens, logprob, reason)."""
+    """A search that generates one token at a time and recomputes every prefix: (tokens, logprob, reason)."""
     ends = frozenset() if params.ignore_eos else frozenset(llm._engine._eos_token_ids)
     rules = Rules(
         params.beam_width, params.max_tokens, params.length_penalty, params.early_stopping, ends, params.min_tokens

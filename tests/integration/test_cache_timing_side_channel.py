@@ -1,7 +1,7 @@
-"""Can a tenant tell from its own answers' times what another has cached? Measured at a real server, from outside.
+"""Timing side channel: whether a tenant's latencies reveal what another tenant has cached, at a real server.
 
-In each trial the victim sends a prompt, or another of the same length; then the observer sends the prompt and
-takes the time of its answer. AUC is the chance that an answer to a cached prompt is the faster one: 0.5 tells nothing.
+In each trial the victim sends a prompt, or another one of the same length. Then the observer sends the prompt and
+measures the latency. AUC is the probability that the answer to a cached prompt is faster; 0.5 means no information.
 """
 
 import random
@@ -25,7 +25,7 @@ def site():
 
 
 def trials(count: int, asks: Callable[[str, list[int]], float], *, victim: str) -> float:
-    """The AUC of `count` trials."""
+    """The AUC over `count` trials."""
     rng = random.Random(count)
     times: dict[bool, list[float]] = {True: [], False: []}
     for i in range(count + 10):
@@ -34,7 +34,7 @@ def trials(count: int, asks: Callable[[str, list[int]], float], *, victim: str) 
         cached = bool(rng.getrandbits(1))
         asks(victim, prompt if cached else other)
         seconds = asks("observer", prompt)
-        if i >= 10:  # the first ones warm up
+        if i >= 10:  # the first ones are a warm-up
             times[cached].append(seconds)
     cached_times, other_times = (np.array(times[kind]) for kind in (True, False))
     faster = (cached_times[:, None] < other_times).mean() + (cached_times[:, None] == other_times).mean() / 2

@@ -1,4 +1,4 @@
-"""The command line: flags made from EngineOptions, refusals that help, and a server that starts and ends."""
+"""The command line: flags from EngineOptions, error messages, start and end of a server."""
 
 import os
 import re
@@ -167,7 +167,7 @@ def test_serve_starts_answers_and_ends(number):
         process.send_signal(number)
         assert process.wait(20) == 0
         assert process.stderr.read() == ""
-        assert started < 10  # three or four seconds where nothing else runs
+        assert started < 10  # three or four seconds on an idle machine
     finally:
         process.kill()
         process.communicate()

@@ -1,4 +1,4 @@
-"""The server and a batch whose engine is killed, and clients that behave badly. Longer: `make chaos`, `make soak`."""
+"""A server and a batch run with a killed engine, and misbehaving clients. Longer: `make chaos`, `make soak`."""
 
 import json
 import os
@@ -36,7 +36,7 @@ def test_a_batch_whose_engine_is_killed_has_all_its_answers(tmp_path):
     source.write_text("".join(json.dumps(line) + "\n" for line in lines))
     command = [*BATCH, "-i", str(source), "-o", str(target)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        while not (target.exists() and target.read_bytes()):  # some are answered, others are not
+        while not (target.exists() and target.read_bytes()):  # until some are answered and others are not
             assert process.poll() is None
             time.sleep(0.01)
         pid = engine_of(process.pid)

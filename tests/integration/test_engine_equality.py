@@ -1,4 +1,4 @@
-"""The whole engine, real model and real blocks: whatever happens to a request, its tokens stay the same (fp32)."""
+"""The whole engine with a real model: the schedule of a request does not change its tokens (fp32)."""
 
 import random
 import shutil
@@ -25,7 +25,7 @@ def make(folder: Path | None = None, **options) -> Engine:
 
 
 def run(engine: Engine, requests: list[tuple[list[int], dict]]) -> list[list[int]]:
-    """Output tokens of requests that all arrive at once."""
+    """Output tokens of requests that arrive at once."""
     for i, (prompt, params) in enumerate(requests):
         engine.add(str(i), prompt, SamplingParams(**params))
     tokens: list[list[int]] = [[] for _ in requests]
@@ -42,7 +42,7 @@ def prompts(lengths: list[int], vocab_size: int, seed: int = 1) -> list[list[int
     return [[rng.randrange(3, vocab_size) for _ in range(length)] for length in lengths]
 
 
-@pytest.mark.parametrize(  # of every other kind tests/body shows the same, without the engine
+@pytest.mark.parametrize(  # tests/models compares all kinds without the engine
     "kind",
     ["llama-gqa-tied", "mistral-window", "qwen3-gqa", "gemma2", "gemma3", "opt", "gpt2", "falcon-40b", "qwen3-moe"],
 )
@@ -91,7 +91,7 @@ def test_block_size_changes_nothing(requests, undisturbed, block_size):
 
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
 def test_preempted_is_undisturbed(requests, undisturbed, steps_in_flight):
-    # weights and workspace take 15.4 MiB of this; the rest holds 33 blocks for 8 sequences that want 56
+    # Weights and workspace take 15.4 MiB of this; the rest is 33 blocks for 8 sequences that need 56.
     engine = make(
         memory="16.8MiB", max_num_seqs=8, max_num_batched_tokens=64, max_model_len=256, steps_in_flight=steps_in_flight
     )

@@ -1,4 +1,4 @@
-"""What a request may ask for and where a model may come from, on the whole engine, beside transformers."""
+"""Request parameters and model sources in the whole engine, against transformers."""
 
 import shutil
 
@@ -128,7 +128,7 @@ def test_transformers_runs_what_quire_does_not_describe(tmp_path):
 
 
 def save_olmo(folder):
-    """A model that only the backend runs."""
+    """A model that only the transformers backend runs."""
     from transformers import OlmoConfig, OlmoForCausalLM  # noqa: PLC0415  (slow to import, for one test)
 
     torch.manual_seed(5)

@@ -1,4 +1,4 @@
-"""Output with cache = output without, token for token (fp32), on real models; and what `cached_tokens` says."""
+"""Real models give the same tokens with and without prefix cache (fp32); and the values of `cached_tokens`."""
 
 import random
 import shutil
@@ -16,7 +16,7 @@ Asked = list[tuple[list[int], dict]]
 
 
 def answers(engine: Engine, waves: list[Asked]) -> tuple[list[list[int]], list[int]]:
-    """Output and cached tokens of requests that come in waves: each wave at once, a few steps after the one before."""
+    """Output and cached tokens of requests that arrive in waves; a wave arrives a few steps after the one before."""
     tokens: dict[int, list[int]] = {}
     cached: dict[int, int] = {}
 
@@ -40,7 +40,7 @@ def answers(engine: Engine, waves: list[Asked]) -> tuple[list[list[int]], list[i
 
 
 def waves(vocab_size: int, seed: int = 0, **common) -> list[Asked]:
-    """Prompts that begin alike in many ways: inside blocks and between, in one wave and after others."""
+    """Prompts with common prefixes that end inside and at the end of blocks, within a wave and across waves."""
     rng = random.Random(seed)
     stems = [[rng.randrange(3, vocab_size) for _ in range(90)] for _ in range(3)]
 

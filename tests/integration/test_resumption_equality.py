@@ -1,4 +1,4 @@
-"""A request that a lost engine had begun goes on in a new one: on the real model, in fp32, to the last token."""
+"""Resumption of a request in a new engine: equal to an undisturbed run to the last token (real model, fp32)."""
 
 import pytest
 
@@ -9,13 +9,13 @@ from quire.params import SamplingParams
 from quire.startup.build import build
 
 PROMPT = [[5 + (11 * i + 3 * salt) % 1900 for i in range(length)] for salt, length in enumerate((3, 40, 17, 70, 9, 33))]
-ENDS = tuple(range(200, 1200))  # any of these ends a sequence, so that min_tokens has something to forbid
+ENDS = tuple(range(200, 1200))  # any of these ends a sequence, so that min_tokens has tokens to ban
 SEEDED = {"temperature": 0.9, "seed": 7}
 ASKED = [
     {"temperature": 0.0, "ignore_eos": True},
     {**SEEDED, "top_p": 0.95, "top_k": 50, "ignore_eos": True, "n": 3},
     {"temperature": 0.0, "ignore_eos": True, "presence_penalty": -2.0, "logprobs": 2},
-    {**SEEDED, "repetition_penalty": 1.4, "frequency_penalty": -2.0, "ignore_eos": True},  # again and again
+    {**SEEDED, "repetition_penalty": 1.4, "frequency_penalty": -2.0, "ignore_eos": True},  # repeats tokens
     {**SEEDED, "min_tokens": 14, "stop_token_ids": ENDS[:64], "logprobs": 0},
     {**SEEDED, "n": 1, "best_of": 4, "stop_token_ids": ENDS[::16]},
 ]
@@ -27,7 +27,7 @@ def make() -> Engine:
 
 
 def run(kills: set[int]):
-    """Tokens, logprobs, sums and reasons of each sequence. kills: steps before which the engine is lost."""
+    """Tokens, logprobs, cumulative logprobs and reasons per sequence. kills: steps before which the engine dies."""
     params = [SamplingParams(max_tokens=24, **asked) for asked in ASKED]
     keys = [(str(i), index) for i, one in enumerate(params) for index in range(one.num_sequences)]
     tokens, likely = {key: [] for key in keys}, {key: [] for key in keys}

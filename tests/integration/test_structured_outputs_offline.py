@@ -1,4 +1,4 @@
-"""Outputs have the form that was asked for, by the embedded model; forced text changes nothing but the steps."""
+"""Structured outputs of the embedded model conform to their constraint; fast-forward changes only the steps."""
 
 import json
 import re

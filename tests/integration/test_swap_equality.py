@@ -1,4 +1,4 @@
-"""Swapped = undisturbed, token for token (fp32), with the real model, real blocks and a real host pool."""
+"""Swap does not change tokens (fp32), with the real model, real blocks and a real host pool."""
 
 import random
 
@@ -100,7 +100,7 @@ def test_swapped_is_undisturbed(model, requests, undisturbed, kernels, steps_in_
 
 
 def test_a_step_may_carry_nothing_but_copies(model, requests, undisturbed):
-    """Each sequence alone fills the pool: what comes back has the device for itself."""
+    """Each sequence alone fills the pool, so that a swapped-in sequence has the device for itself."""
     engine, _ = make(model, 9, steps_in_flight=2)
     asked = [requests[i] for i in (3, 5)]
     tokens = run(engine, asked)
@@ -109,7 +109,7 @@ def test_a_step_may_carry_nothing_but_copies(model, requests, undisturbed):
 
 def test_seconds_of_copies_are_no_part_of_a_steps_seconds(model):
     group = KVGroup((0,), "full", model.config.num_kv_heads, model.config.head_dim, "float32", 4, 1, num_host_blocks=4)
-    clock = iter([10.0, 11.0, 12.0, 14.0]).__next__  # the launch, a copy's begin and end, the end of sampling
+    clock = iter([10.0, 11.0, 12.0, 14.0]).__next__  # launch, begin and end of a copy, end of sampling
     runner = TorchRunner(
         model, reference, cache=CacheConfig(16, (group,)), max_num_seqs=1, max_model_len=64, clock=clock
     )

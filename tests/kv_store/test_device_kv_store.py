@@ -1,4 +1,4 @@
-"""Storage: the canonical layout, copies, and memory that is taken only when it is used."""
+"""Device KV storage: the canonical layout, copies, and memory that is committed only when it is used."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The host pool: blocks leave for it and come back as they were, in every module's own layout."""
+"""The host pool: swapped-out blocks come back unchanged, in every kernel module's layout."""
 
 from contextlib import nullcontext
 from pathlib import Path
@@ -18,17 +18,17 @@ NUM_BLOCKS, NUM_HOST_BLOCKS = 6, 4
 
 
 def modules():
-    """Kernel modules that can be had here, with where they keep their blocks."""
+    """Kernel modules that are available here, with the module of their blocks."""
     found = [pytest.param((reference, torch.device("cpu")), id="reference")]
     found.append(pytest.param((deterministic, torch.device("cpu")), id="invariant"))
     try:
-        from quire.kernels.cpu import blocks as cpu  # noqa: PLC0415  (perhaps not built)
+        from quire.kernels.cpu import blocks as cpu  # noqa: PLC0415  (may not be built)
 
         found.append(pytest.param((cpu, torch.device("cpu")), id="cpu"))
     except ImportError:
         pass
     try:
-        from quire.kernels.triton import blocks as triton  # noqa: PLC0415  (perhaps not installed)
+        from quire.kernels.triton import blocks as triton  # noqa: PLC0415  (may not be installed)
 
         found.append(pytest.param((triton, DEVICE), id="triton"))
     except ImportError:
@@ -41,7 +41,7 @@ def group(dtype: str = "float32") -> KVGroup:
 
 
 def filled(module, device, dtype="float32"):
-    """A storage whose blocks all differ."""
+    """A storage whose blocks are all different."""
     storage = module.allocate(group(dtype), 16, device)
     blocks = torch.arange(NUM_BLOCKS)
     canonical = module.pack(storage, blocks)
@@ -108,7 +108,7 @@ def test_the_store_does_moves_in_order_and_says_how_long_they_took():
     old = [reference.pack(storage, torch.arange(NUM_BLOCKS)).clone() for storage in store.storages]
     moves = [
         Move(1, 1, "device", "host", [(2, 3)], 16),
-        Move(2, 1, "device", "device", [(4, 2)], 16),  # into the block that left just now
+        Move(2, 1, "device", "device", [(4, 2)], 16),  # into the block that was swapped out
         Move(3, 1, "host", "device", [(3, 5)], 16),
         Move(4, 0, "device", "host", [(0, 1)], 5),
     ]
@@ -134,7 +134,7 @@ def test_blocks_that_are_neighbours_in_host_memory_travel_together():
 
 
 class Stream:
-    """Stands in for one of a device: what is queued happens at once, and is written down."""
+    """A fake device stream: queued work runs at once and is recorded."""
 
     def __init__(self, log):
         self.log = log
@@ -182,7 +182,7 @@ def test_copies_beside_a_gpu_read_what_was_there_when_they_were_asked_for():
     pool = StreamedPool(storage, NUM_HOST_BLOCKS, torch.cuda.Stream())
     for _ in range(50):
         left = pool.put([(5, 0), (0, 3)])
-        storage.by_block[5] = storage.by_block[0] = 0  # at once, while the copy may still run
+        storage.by_block[5] = storage.by_block[0] = 0  # while the copy may still run
         back = pool.get([(3, 0), (0, 5)])
         assert left() >= 0 and back() >= 0
         torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""An engine, and a server with another one, each made once; pretend backends, closed at the end of their test."""
+"""An engine, a server with another engine, each created once; fake backends, closed at the end of their test."""
 
 import pytest
 from embedded_model_server import run_app, service_of, small_engine

@@ -1,4 +1,4 @@
-"""Fewer calls, and the same text: what is taken of a surplus is what a call would have written."""
+"""API speculation: fewer calls and the same text."""
 
 import asyncio
 import zlib
@@ -18,12 +18,12 @@ END = "$"
 
 
 def next_letter(text):
-    """A greedy model of letters: what comes next depends on the last ones."""
+    """A greedy model of letters: the next letter depends on the last four."""
     return (ALPHABET + ALPHABET + END)[zlib.crc32(text[-4:].encode()) % 9]
 
 
 def written(text, params, *, offsets):
-    """One call."""
+    """The answer of one call."""
     output = ""
     reason = "length"
     num_tokens = 0
@@ -132,7 +132,7 @@ def test_endpoints_that_refuse_logprobs_are_asked_without():
     assert asked == [True, False, False]
 
 
-# Whole turns of chat
+# Whole chat turns
 
 
 @sgl.function(num_api_spec_tokens=64)

@@ -1,4 +1,4 @@
-"""The same program means the same on an engine, on a server, and on an endpoint with OpenAI's API."""
+"""A program gives the same result on an engine, on a server, and on an endpoint with OpenAI's API."""
 
 import json
 import re

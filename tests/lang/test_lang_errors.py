@@ -1,4 +1,4 @@
-"""What goes wrong is told where it is read, and takes nothing else with it."""
+"""Errors of programs are raised where their result is read, and affect nothing else."""
 
 import asyncio
 import logging
@@ -30,7 +30,7 @@ def two(s, mark="bad"):
 @sgl.function
 def reads(s):
     s += "a" + sgl.gen("x")
-    return s["x"]  # so that when it is written, more may come
+    return s["x"]  # later operations may run when it is set
 
 
 def test_a_failed_call_ends_its_state_and_is_raised_by_whoever_reads_what_it_left_unwritten(pretend, caplog):
@@ -202,7 +202,7 @@ def test_closing_a_backend_ends_what_runs_on_it(pretend):
 
 @pytest.fixture
 def interruptible():
-    """Ctrl-C raises KeyboardInterrupt, also where a shell started the suite in the background: there it is ignored."""
+    """Make Ctrl-C raise KeyboardInterrupt even if a shell started the suite in the background, where it is ignored."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

@@ -1,4 +1,4 @@
-"""The examples do what they say, on the model that ships with quire."""
+"""The example scripts print what they promise, with the shipped model."""
 
 import importlib.util
 import subprocess

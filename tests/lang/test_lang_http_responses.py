@@ -1,4 +1,4 @@
-"""What a server answers is taken only where it is whole and as its API says."""
+"""Server responses are used only if they are complete and conform to the API."""
 
 import asyncio
 import json
@@ -37,7 +37,7 @@ APIS = {
 
 
 def run(monkeypatch, api, answer, *, stream, end="data: [DONE]\n\n"):
-    """The state of a program on a server that answers this, whatever it is asked to write."""
+    """The state of a program on a server that gives this answer to every generation."""
 
     def told(request):
         if request.method == "GET":
@@ -107,7 +107,7 @@ def test_a_server_tells_of_itself(endpoint):
 
 @contextmanager
 def http_server(rest):
-    """The base URL of a server that streams one event and [DONE], and ends once `rest` is set; its connections."""
+    """A server that streams one event and [DONE], and ends the body once `rest` is set: base URL and connections."""
     connections = set()
 
     class Handler(BaseHTTPRequestHandler):

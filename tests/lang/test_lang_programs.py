@@ -1,4 +1,4 @@
-"""Programs mean what they say, whatever order the loop finds to do them in."""
+"""Semantics of programs, for any order in which the loop runs their operations."""
 
 import subprocess
 import sys
@@ -205,7 +205,7 @@ def test_forks_run_side_by_side_and_nothing_waits_that_need_not(pretend):
         forks = s.fork(4)
         forks += "wait" + sgl.gen("x")
         s += "on" + sgl.gen("y")
-        assert s["y"] == " yes"  # though no fork has its variable yet
+        assert s["y"] == " yes"  # no fork has its variable yet
         while backend.num_running < 4:
             time.sleep(0.001)
         num_threads = threading.active_count()
@@ -217,7 +217,7 @@ def test_forks_run_side_by_side_and_nothing_waits_that_need_not(pretend):
     num_threads = threading.active_count()
     state = program.run(backend=backend)
     assert state["x"] == [" yes"] * 4
-    assert state.ret_value == num_threads  # a stream is no thread
+    assert state.ret_value == num_threads  # a stream of operations is no thread
 
 
 def test_a_program_that_reads_nothing_is_done_when_run_returns(pretend):
@@ -297,7 +297,7 @@ def test_nothing_is_told_where_hints_are_off(pretend):
     assert backend.ended_branches == []
 
 
-# Random programs, against doing everything at once and in order.
+# Random programs, against sequential execution.
 
 texts = st.sampled_from(["a", "b ", "c\n"])
 names = st.sampled_from(["x", "y"])

@@ -1,4 +1,4 @@
-"""A choice's score is that of its tokens behind the prompt, whoever computes it and however much is shared."""
+"""select: the score of a choice is that of its tokens behind the prompt, on any backend and with shared KV."""
 
 import httpx
 import pytest
@@ -16,7 +16,7 @@ PROMPTS = [
         ["11", "12", "9", "110"],
     ),
     ("One Tuesday Mira went to the ", ["river", "ri", "market and ate", "castle."]),
-    ("The lant", ["ern is red", "erns", " x"]),  # the choice's beginning makes another token of the prompt's end
+    ("The lant", ["ern is red", "erns", " x"]),  # the choice changes the last token of the prompt
     ("", ["The lantern costs", "Hello! I am Pip"]),
 ]
 METHODS = {
@@ -33,8 +33,9 @@ def choose(s, prompt, choices, method=sgl.token_length_normalized):
 
 
 def scored_alone(url, engine, prompt, choice):
-    """Logprobs of the tokens of one prompt with one choice that the prompt alone does not have: the whole prompt
-    computed anew by another engine.
+    """Logprobs of the tokens that one prompt with one choice has beyond the prompt.
+
+    Another engine computes the whole prompt again.
     """
     body = {"prompt": prompt + choice, "max_tokens": 0, "prompt_logprobs": 0, "cache_salt": "alone"}
     rows = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()["choices"][0]["prompt_logprobs"]
@@ -79,7 +80,7 @@ def test_the_prompt_is_computed_once_for_all_choices(engine):
     before = engine.stats.cached_tokens
     choose.run(prompt, ["Omar", "Leo", "Mira", "Tom"], backend=engine)
     length = len(engine.get_tokenizer().encode(prompt))
-    assert engine.stats.cached_tokens - before >= 3 * (length - 16)  # of requests in one step, whole blocks
+    assert engine.stats.cached_tokens - before >= 3 * (length - 16)  # requests of one step share full blocks
     before = engine.stats.cached_tokens
     choose.run(prompt, ["Ana"], backend=engine)
     assert engine.stats.cached_tokens - before >= length - 2

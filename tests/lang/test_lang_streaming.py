@@ -1,4 +1,4 @@
-"""What is read while it is written is all there is, in order, and ends."""
+"""Streams of a running program are complete, in order, and end."""
 
 import asyncio
 

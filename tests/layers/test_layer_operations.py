@@ -1,4 +1,4 @@
-"""The small functions of a layer against loops in float64, and in the two short types."""
+"""Layer functions against float64 loops, and in float16 and bfloat16."""
 
 import math
 
@@ -149,7 +149,7 @@ def test_activations_alone_and_as_gates(dtype, activation):
 def test_experts_equal_a_loop_over_tokens(dtype):
     torch.manual_seed(4)
     x, up, down = (torch.randn(shape).to(dtype) for shape in ((9, 8), (5, 12, 8), (5, 8, 6)))
-    ids = torch.stack([torch.randperm(4)[:3] for _ in range(9)])  # nobody wants expert 4
+    ids = torch.stack([torch.randperm(4)[:3] for _ in range(9)])  # no token picks expert 4
     weights = torch.rand(9, 3)
     found = reference.experts(x, ids, weights, up / 4, down / 4, "silu")
     assert found.dtype == dtype
@@ -172,7 +172,7 @@ def module(kernels, strict=None, about="of a test"):
 
 @pytest.fixture
 def cpu():
-    """The CPU kernels, where they are built."""
+    """The CPU kernels, if they are built."""
     if EXTENSION is not None:
         pytest.skip(EXTENSION)
     return CpuKernels
@@ -195,7 +195,7 @@ def test_the_cpu_kernels_are_chosen_by_name_and_as_the_fastest(cpu):
         assert chosen.strict.recorder is None
         assert chosen.reason.startswith("cpu (")
         assert chosen.reason.endswith(f" build): {why}")
-    assert choose("auto", demands()).kernels is not choose("auto", demands()).kernels  # they may keep memory
+    assert choose("auto", demands()).kernels is not choose("auto", demands()).kernels  # they may hold memory
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A config.json that is changed by hand means what transformers takes it for: stray, missing and doubled fields."""
+"""Edited config.json files mean the same as in transformers: unknown, missing and duplicate fields."""
 
 import json
 import shutil
@@ -18,7 +18,7 @@ UPPER = ["full_attention", "sliding_attention", "sliding_attention"]
 
 
 def changed(source, folder, **values):
-    """A copy of a checkpoint whose config.json has other values; None is null."""
+    """A copy of a checkpoint with changed values in config.json; None is null."""
     shutil.copytree(source, folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | values))
@@ -28,7 +28,7 @@ def changed(source, folder, **values):
 @pytest.mark.parametrize(
     ("kind", "values"),
     [
-        ("llama-mha", {"tie_word_embeddings": True}),  # the file has a head of its own
+        ("llama-mha", {"tie_word_embeddings": True}),  # the file has an output head
         ("gpt-neox", {"tie_word_embeddings": True}),
         ("mistral-window", {"sliding_window": None}),
         ("mistral", {"sliding_window": 7, "layer_types": UPPER}),

@@ -1,4 +1,4 @@
-"""What a folder says about its model, and every way in which it can be wrong."""
+"""Description of a model folder, and every error in one."""
 
 import json
 import shutil
@@ -30,7 +30,7 @@ def change(folder, *, name="config.json", without=(), **values):
 
 
 def shard(folder):
-    """Two shards and their index, in place of the single file."""
+    """Replace the single file by two shards and their index."""
     whole = folder / "model.safetensors"
     whole.rename(folder / "a.safetensors")
     save_file({"lm_head.weight": torch.zeros(301, 64)}, folder / "b.safetensors")
@@ -57,7 +57,7 @@ OLD_NAMES = {"GPTNeoXForCausalLM": {"rope_theta": "rotary_emb_base", "partial_ro
 
 @pytest.mark.parametrize("kind", checkpoints.EVERY)
 def test_the_spelling_before_transformers_5_means_the_same(saved, tmp_path, kind):
-    """`rope_theta` and `rope_scaling` in place of `rope_parameters`, no `layer_types`, `torch_dtype`."""
+    """`rope_theta` and `rope_scaling` instead of `rope_parameters`, no `layer_types`, `torch_dtype`."""
     folder = Path(shutil.copytree(saved(kind)[0], tmp_path / "model"))
     config = json.loads((folder / "config.json").read_text())
     rope = config.get("rope_parameters") or {}
@@ -176,7 +176,7 @@ def test_defaults_of_missing_fields(saved, tmp_path):
     change(folder, without=("head_dim", "num_key_value_heads", "dtype", "rms_norm_eps", "rope_parameters"))
     found = describe(folder)
     assert (found.config.head_dim, found.config.num_kv_heads, found.config.norm_eps) == (16, 4, 1e-6)
-    assert (found.dtype, found.config.ropes) == ("float32", (Rope(16, 10000.0),))  # the type as the weights are stored
+    assert (found.dtype, found.config.ropes) == ("float32", (Rope(16, 10000.0),))  # the stored type
 
 
 def test_qwen3_has_its_own_default_head_dim(folder):

@@ -1,4 +1,4 @@
-"""Every family against transformers: logits, greedy tokens of mixed batches, short types; single files and shards."""
+"""Every model family against transformers: logits, greedy tokens of mixed batches, 16-bit types, shards."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +19,7 @@ EMBEDDED = Path(__file__).parents[2] / "quire" / "assets" / "demo_model"
 LENGTHS = (1, 5, 16, 17, 31, 33, 48, 70)
 NUM_TOKENS = 64
 
-# whose positions depend on the longest sequence: here no longer than the context of training
+# Positions depend on the longest sequence, which here is no longer than the training context.
 SERVED = {"llama-dynamic": 96}
 
 
@@ -53,7 +53,7 @@ def test_logits_equal_transformers(saved, kind):
 
 @pytest.mark.parametrize("kind", checkpoints.EVERY)
 def test_greedy_tokens_of_a_mixed_batch_equal_transformers(saved, kind):
-    """Tokens are greedy if each is the arg max of transformers' logits behind the tokens before it."""
+    """A token is greedy if it is the argmax of transformers' logits after the tokens before it."""
     folder, theirs = saved(kind)
     limit = SERVED.get(kind)
     prompts = [prompt_of(length if limit is None else min(length, limit - NUM_TOKENS)) for length in LENGTHS]
@@ -65,7 +65,7 @@ def test_greedy_tokens_of_a_mixed_batch_equal_transformers(saved, kind):
 
 @pytest.mark.parametrize("kind", checkpoints.EVERY)
 def test_bfloat16_from_shards_is_no_further_from_the_truth_than_transformers(tmp_path, kind):
-    """The truth: the same weights in float32. Where its best two logits differ by more than rounding, tokens agree."""
+    """The exact result is in float32. If its best two logits differ by more than rounding, tokens are equal."""
     model = checkpoints.save(tmp_path, kind, shard="40KB", dtype=torch.bfloat16)
     assert len({stored.file for stored in describe(tmp_path).checkpoint.tensors.values()}) > 3
     prompt = prompt_of(60)
@@ -104,7 +104,7 @@ def test_a_far_position_is_rotated_as_in_transformers(saved, kind):
 @pytest.mark.parametrize(("limit", "length"), [(None, 192), (150, 150), (96, 60), (96, 96)])
 def test_dynamic_ntk_is_that_of_the_longest_sequence(saved, limit, length):
     folder, _ = saved("llama-dynamic")
-    theirs = AutoModelForCausalLM.from_pretrained(folder).eval()  # a new one: it remembers its longest sequence
+    theirs = AutoModelForCausalLM.from_pretrained(folder).eval()  # a new one, because it remembers its longest sequence
     prompt = prompt_of(length)
     assert_alike(logits_of(folder, prompt, cut=50, max_model_len=limit), theirs_of(theirs, prompt), 1e-5)
 
@@ -115,12 +115,12 @@ def test_longrope_uses_short_factors_up_to_the_context_of_training(saved):
     assert_alike(logits_of(folder, short, max_model_len=32), theirs_of(theirs, short), 1e-5)
     assert_alike(logits_of(folder, long, max_model_len=33), theirs_of(theirs, long), 1e-5)
     wrong = logits_of(folder, short, max_model_len=33) - theirs_of(theirs, short)
-    assert wrong.abs().max() > 0.01  # they are not the same
+    assert wrong.abs().max() > 0.01  # they differ
 
 
 @pytest.mark.parametrize("kind", checkpoints.EVERY)
 def test_with_invariant_kernels_logits_have_the_same_bits_in_any_company(saved, kind):
-    """`row_invariant`: nothing that the decoder does itself depends on other tokens."""
+    """`row_invariant`: no operation of the decoder itself depends on other tokens."""
     description = describe(saved(kind)[0])
     model = load(description, dtype="float32")
     assert model.row_invariant

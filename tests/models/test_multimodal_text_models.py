@@ -1,4 +1,4 @@
-"""Text models inside checkpoints that also see, beside transformers running the whole."""
+"""Text models inside multimodal checkpoints, against transformers with the whole model."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Stretched rotations are those of transformers to the last bit, whichever the numbers."""
+"""Scaled RoPE frequencies equal those of transformers bit for bit, for any parameters."""
 
 from pathlib import Path
 

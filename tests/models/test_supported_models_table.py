@@ -1,4 +1,4 @@
-"""docs/models.md lists the families and the variants that the tests run."""
+"""docs/models.md lists the tested families and variants."""
 
 import random_checkpoints as checkpoints
 import supported_models_table as model_table

@@ -1,4 +1,4 @@
-"""Weights arrive where they belong, and every mistake in a checkpoint is named."""
+"""Weight loading: every tensor is in its place, and every error in a checkpoint is named."""
 
 import shutil
 from pathlib import Path
@@ -54,7 +54,7 @@ def test_tensors_are_written_where_their_placement_says():
     put(rows, short := torch.zeros(3, 4), Placement((4, 3), "p", transposed=True))
     assert torch.equal(short, rows.T)
     put(torch.full((3,), 2.0**-9, dtype=torch.bfloat16), one := torch.zeros(3), Placement((3,), "p", plus=1.0))
-    assert one.tolist() == [1 + 2.0**-9] * 3  # a bfloat16 would drop it
+    assert one.tolist() == [1 + 2.0**-9] * 3  # a bfloat16 would lose it
     with pytest.raises(TypeError, match="packed by another kernel module"):
         put(rows, Packed(torch.zeros(4, 3), 4, 3), Placement((4, 3), "p"))
 
@@ -68,7 +68,7 @@ def test_rows_of_a_grouped_projection_are_queries_then_keys_then_values(saved):
 
 
 def test_names_without_the_first_part_of_the_prefix_are_found(saved, tmp_path):
-    """As GPT-2's own checkpoint has them, with the masks that it keeps."""
+    """As in GPT-2's own checkpoint, with its stored masks."""
     folder = Path(shutil.copytree(saved("gpt2")[0], tmp_path / "model"))
     whole = loaded(folder)
     tensors = load_file(folder / "model.safetensors")

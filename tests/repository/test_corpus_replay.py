@@ -1,4 +1,4 @@
-"""Schedules, greedy outputs and HTTP responses are those that were recorded: see tools/corpus."""
+"""The recorded corpus replays unchanged: schedules, greedy outputs and HTTP responses (see tools/corpus)."""
 
 import json
 
@@ -35,7 +35,7 @@ def test_http_responses_are_the_recorded_ones():
 
 
 def test_the_recorded_schedules_are_many_and_long():
-    """Else little would be compared."""
+    """A small corpus would compare little."""
     steps = [entry["steps"] for entry in recorded("schedules")]
     assert len(steps) == 500
     assert sorted(steps)[len(steps) // 10] > 20

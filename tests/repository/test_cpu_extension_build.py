@@ -1,4 +1,4 @@
-"""How the CPU kernels are built: builds share no code, and where nothing can be compiled quire goes on without."""
+"""The build of the CPU kernels: builds share no code, and without a compiler quire works without them."""
 
 import os
 import shutil
@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-BUILT = ROOT / "build"  # by an installation in place
+BUILT = ROOT / "build"  # of an editable installation
 SOURCES = ROOT / "quire" / "kernels" / "cpu" / "csrc"
-GLOBAL = frozenset("ABCDGRSTVWiuvw")  # letters of nm for symbols that other object files may mean, too
+GLOBAL = frozenset("ABCDGRSTVWiuvw")  # letters of nm for symbols that other object files may refer to
 
 
 def build(temporary, library, **variables):
-    """Runs setup.py, with nothing written beside `temporary` and `library`."""
+    """Run setup.py. It writes only to `temporary` and `library`."""
     command = [sys.executable, "setup.py", "build_ext", "--build-temp", str(temporary), "--build-lib", str(library)]
     return subprocess.run(
         command, cwd=ROOT, env={**os.environ, **variables}, capture_output=True, text=True, check=False
@@ -23,13 +23,13 @@ def build(temporary, library, **variables):
 
 
 def object_files(folder):
-    """Of single builds: those of one instruction set each, in kernels/<its name>."""
+    """Object files of builds for one instruction set each, in kernels/<its name>."""
     return list(folder.glob("**/kernels/*/quire/kernels/cpu/csrc/*.o"))
 
 
 @pytest.fixture(scope="module")
 def objects(tmp_path_factory):
-    """Those of the last installation, or new ones where there are none or sources have changed since."""
+    """Object files of the last installation, or new ones if there are none or sources have changed."""
     newest = max(path.stat().st_mtime for path in SOURCES.iterdir())
     found = [path for folder in BUILT.glob("temp*") for path in object_files(folder)]
     if found and min(path.stat().st_mtime for path in found) > newest:
@@ -37,14 +37,14 @@ def objects(tmp_path_factory):
     if shutil.which(os.environ.get("CXX", "c++")) is None:
         pytest.skip("there is no C++ compiler")
     folder = tmp_path_factory.mktemp("native")
-    # as little as possible is inlined, so that what might be shared is seen
+    # minimal inlining, so that shared functions are visible
     done = build(folder / "temp", folder / "lib", QUIRE_CXXFLAGS="-O1 -fno-inline-functions-called-once")
     assert list((folder / "lib").glob("**/_C*.so")), done.stderr[-3000:]
     return object_files(folder)
 
 
 def shared_symbols(listing, isa):
-    """Symbols, in the output of `nm -C`, that are defined for other object files too, outside of quire::<isa>."""
+    """Symbols in the output of `nm -C` that are visible to other object files and outside of quire::<isa>."""
     for line in listing.splitlines():
         _, kind, name = line.split(maxsplit=2)
         if kind in GLOBAL and not name.startswith((f"quire::{isa}::", f"vtable for quire::{isa}::")):
@@ -52,7 +52,7 @@ def shared_symbols(listing, isa):
 
 
 def test_builds_share_no_code(objects):
-    """Else the linker might keep, for all machines, what was compiled for the newest."""
+    """Otherwise the linker might use code for the newest instruction set on all machines."""
     nm = shutil.which("nm")
     if nm is None:
         pytest.skip("there is no nm")

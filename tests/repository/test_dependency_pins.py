@@ -1,4 +1,4 @@
-"""The pins of constraints.txt go together, on each Python: with each other and with what pyproject.toml asks for."""
+"""The pins of constraints.txt are compatible with each other and with pyproject.toml, on each Python."""
 
 import json
 import tomllib
@@ -15,7 +15,7 @@ RECORDED = json.loads(RECORD.read_text())
 
 
 def applies(requirement, python):
-    """Whether it holds on Linux on x86-64 with that Python."""
+    """Whether the requirement applies to Linux on x86-64 with this Python."""
     environment = {
         "python_version": python,
         "python_full_version": f"{python}.0",
@@ -75,7 +75,7 @@ def test_all_that_tests_and_servers_need_is_pinned():
 
 @pytest.mark.parametrize("python", PYTHONS)
 def test_a_triton_that_torch_does_not_take_would_be_seen(python):
-    """The index's torch for Linux asks for one version exactly, which a build for CPUs alone does not."""
+    """PyPI's torch for Linux requires one exact version; a CPU-only build does not."""
     found = list(conflicts({**PINS, "triton": "3.7.0"}, RECORDED, python))
     assert len(found) == 1
     assert found[0].startswith("torch requires triton==")

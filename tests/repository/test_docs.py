@@ -1,4 +1,4 @@
-"""What the documents say exists does: links, files, commands; and the README's Python runs."""
+"""Links, files and commands named in the documents exist, and the README's Python runs."""
 
 import re
 import subprocess
@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)[^)]*\)")
 NAMED = re.compile(r"`((?:[\w.]+/)+[\w.]*)`")
-FOLDERS = ("", "quire/", "docs/")  # documents name files from the root, or from quire
+FOLDERS = ("", "quire/", "docs/")  # documents name files relative to the root, quire or docs
 MADE_ELSEWHERE = {".venv/bin/quire", ".venv/bin/python", "owner/name", "owner/name/path/file.gguf"}
 
 

@@ -1,7 +1,7 @@
-"""A module of quire imports only what stands before it in ORDER, openly; the control plane never imports torch.
+"""A module of quire imports only what stands before it in ORDER, at its top; the control plane never imports torch.
 
-The checkers at the top are pure functions from source text to complaints; the last tests try them on
-small sources that break a rule, so that a silent checker would be noticed.
+The checkers at the top are pure functions from source text to errors. The last tests run them on small sources that
+break a rule, so that a checker that finds nothing would fail.
 """
 
 import ast
@@ -15,7 +15,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Dotted names below quire. A module belongs to the longest one that it lies in, so a folder's modules are ordered, too.
+# Dotted names below quire. A module belongs to its longest matching entry, so that the modules of a folder are ordered,
+# too.
 ORDER = (
     # control plane
     *("errors", "config", "params", "core", "cost"),
@@ -50,13 +51,13 @@ ORDER = (
     ),
     *("server.observability", "server.api.request_params", "server.middleware", "server.thread_pool", "server.sse"),
     *("server.grammar_check", "server.reply", "server.service", "server.api.limits", "server.api"),
-    *("server", "server.batch", "quire", "cli"),  # quire/__init__.py offers names of the folders before it
+    *("server", "server.batch", "quire", "cli"),  # quire/__init__.py re-exports names of the folders before it
 )
 CONTROL_PLANE = ORDER[: ORDER.index("scheduler") + 1]
 TORCH_FREE = {*CONTROL_PLANE, *(entry for entry in ORDER if entry.startswith("structured_outputs"))}
-TORCH_FREE -= {"structured_outputs.compile"}  # it knows tokenizers
+TORCH_FREE -= {"structured_outputs.compile"}  # it imports tokenizers
 
-# Imports that may hide inside a function: (file, function) -> why.
+# Imports that may be inside of a function: (file, function) -> reason.
 LAZY = {
     ("quire/__init__.py", "__getattr__"): "importing quire for its version or its scheduler must not import torch",
     ("quire/preload.py", "import_with_torch"): "what is imported, and in which order, is what it is for",
@@ -69,7 +70,7 @@ LAZY = {
 
 
 class Import(NamedTuple):
-    """One imported name. `inside` is the function, class or TYPE_CHECKING block that hides it, or ""."""
+    """One imported name. `inside` is the function, class or TYPE_CHECKING block that contains it, or ""."""
 
     target: str  # dotted, absolute
     line: int
@@ -77,10 +78,10 @@ class Import(NamedTuple):
 
 
 class _Collector(ast.NodeVisitor):
-    """Every import of one module, and where it stands."""
+    """Collects every import of one module with its location."""
 
     def __init__(self, package: str) -> None:
-        self.package = package  # what a relative import is relative to
+        self.package = package  # base of relative imports
         self.inside: list[str] = []
         self.found: list[Import] = []
 
@@ -132,7 +133,7 @@ def imports(source: str, path: str) -> list[Import]:
 
 
 def place(dotted: str) -> str:
-    """The entry of ORDER that a dotted name lies in, or "quire" for the package itself."""
+    """The entry of ORDER that contains a dotted name, or "quire" for the package itself."""
     parts = dotted.split(".")[1:]
     for length in range(len(parts), 0, -1):
         if ".".join(parts[:length]) in ORDER:
@@ -141,7 +142,7 @@ def place(dotted: str) -> str:
 
 
 def place_of(path: str) -> str:
-    """The entry of ORDER that the file at `path` belongs to, or the file's dotted name where there is none."""
+    """The entry of ORDER that contains the file at `path`, or the file's dotted name if there is none."""
     parts = Path(path).with_suffix("").parts
     if parts == ("quire", "__init__"):
         return "quire"
@@ -164,14 +165,14 @@ def layer_faults(source: str, path: str) -> Iterator[str]:
 
 
 def hidden_faults(source: str, path: str) -> Iterator[str]:
-    """Imports of `path` that do not stand at the top of the module."""
+    """Imports of `path` that are not at the top of the module."""
     for target, line, inside in imports(source, path):
         if inside and (path, inside) not in LAZY:
             yield f"{path}:{line}: import of {target} is hidden in {inside}"
 
 
 def torch_faults(source: str, path: str) -> Iterator[str]:
-    """Imports of torch, or of what brings it, where there may be none."""
+    """Imports of torch, or of modules that import it, in modules without torch."""
     if place_of(path) not in TORCH_FREE:
         return
     for target, line, _ in imports(source, path):

@@ -1,4 +1,4 @@
-"""What the Makefile runs: which torch it installs, and what it says where that fails."""
+"""Commands of the Makefile: the torch that it installs, and its messages after a failure."""
 
 import os
 import subprocess
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-INHERITED = ("MAKEFLAGS", "MAKEOVERRIDES", "MFLAGS", "VENV", "ARGS")  # from the make that runs the tests
+INHERITED = ("MAKEFLAGS", "MAKEOVERRIDES", "MFLAGS", "VENV", "ARGS")  # set by the make that runs the tests
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 
@@ -40,7 +40,7 @@ def test_torch_for_cpus_is_taken_from_its_own_index_before_quire_is_installed(ta
 
 @pytest.mark.parametrize("target", ["serve", "test"])
 def test_without_a_choice_torch_comes_from_the_package_index_and_its_size_is_said(target, tmp_path):
-    printed = make("--dry-run", target, f"VENV={tmp_path}/venv", env={"TORCH": "cpu"}).stdout  # no variable chooses
+    printed = make("--dry-run", target, f"VENV={tmp_path}/venv", env={"TORCH": "cpu"}).stdout  # no variable chooses it
     assert CPU_INDEX not in printed
     assert "its build for CUDA, 5.1 GB in all. TORCH=cpu takes 1.1 GB" in printed
 

@@ -1,4 +1,4 @@
-"""`make trace` measures the path of a request, and docs/architecture.md names files of it."""
+"""`make trace` measures the path of a request, and docs/architecture.md names its files."""
 
 import json
 import re

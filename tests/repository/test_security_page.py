@@ -1,4 +1,4 @@
-"""SECURITY.md names a test for each defence, and the tests are there."""
+"""SECURITY.md names a test for each defence, and these tests exist."""
 
 import re
 from pathlib import Path

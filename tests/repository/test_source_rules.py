@@ -1,7 +1,7 @@
-"""What no file of the tree may contain, and what each public thing must say about itself.
+"""Forbidden content of files, and docstrings of all public definitions.
 
-The checkers look at syntax trees, so that a comment may name what the code must not do. Each is a
-function from source text to complaints, and is tried below on a source that breaks its rule.
+The checkers read syntax trees, so that a comment may name forbidden code. Each is a function from source text to
+errors, and a test below runs it on a source that breaks its rule.
 """
 
 import ast
@@ -14,9 +14,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 MAX_LINES = 900
-LONG = 600  # lines; more need a reason here
+LONG = 600  # lines; a longer file needs a reason here
 REASONS: dict[str, str] = {}
-VAGUE = {"state", "common", "base", "utils", "fields", "helpers", "misc"}  # names that say nothing of a file's subject
+VAGUE = {"state", "common", "base", "utils", "fields", "helpers", "misc"}  # names without a subject
 CODE = {".py", ".cpp", ".h", ".cu"}
 
 UNSAFE_MODULES = {
@@ -27,30 +27,30 @@ UNSAFE_CALLS = {
     *("torch.load", "yaml.load", "yaml.load_all", "yaml.full_load", "yaml.full_load_all"),
     *("yaml.unsafe_load", "yaml.unsafe_load_all", "logging.config.listen"),
 }
-UNSAFE_LOADERS = {"import_module", "__import__"}  # of a module by its name
+UNSAFE_LOADERS = {"import_module", "__import__"}  # they import a module by its name
 UNSAFE_ARGUMENTS = {"shell", "trust_remote_code", "allow_pickle"}
 
-# What pickles on its own whatever it hands to another process.
+# Modules that pickle what they send to another process.
 PICKLING_MODULES = ("multiprocessing", "torch.multiprocessing", "concurrent.futures.process")
 PICKLING_NAMES = {
     *("ProcessPoolExecutor", "send_pyobj", "recv_pyobj", "read_pickle", "to_pickle", "SocketHandler"),
     *("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list"),
 }
 
-# Environment variables that quire may read: name -> why.
+# Environment variables that quire may read: name -> reason.
 ENVIRONMENT = {"QUIRE_LOG_LEVEL": "how much is logged changes nothing that is computed"}
-TOLD = {"GOMP_SPINCOUNT"}  # what no part of quire reads: settings of libraries that have no other
+TOLD = {"GOMP_SPINCOUNT"}  # variables that quire may set, because a library has no other setting
 
-# Text that only makes sense on one machine or behind one network. In pieces, so that this file is clean too.
+# Text that is valid only on one machine or in one network. Split into pieces, so that this file passes.
 PLACES = re.compile(
     r"(?<![\w.~])/(?:root|work|home|Users)/|" + "|".join(["pypi" + r"\.", "index" + "-url", "artifact" + "ory"])
 )
 
-TORCH_INDEX = "--" + "index" + "-url https://download.pytorch.org/whl/cpu"  # as torch's documentation gives it
+TORCH_INDEX = "--" + "index" + "-url https://download.pytorch.org/whl/cpu"  # as in torch's documentation
 
 
 def unsafe_faults(source: str, path: str) -> Iterator[str]:
-    """Code that could run what a file or a caller sent."""
+    """Code that could execute the content of a file or a request."""
     for node in ast.walk(ast.parse(source)):
         for name in _unsafe_names(node):
             yield f"{path}:{node.lineno}: {name}"
@@ -74,7 +74,7 @@ def _unsafe_names(node: ast.AST) -> Iterator[str]:
 
 
 def pickling_faults(source: str, path: str) -> Iterator[str]:
-    """Ways to another process that pickle."""
+    """Modules and functions that pickle data for another process."""
     for node in ast.walk(ast.parse(source)):
         match node:
             case ast.Import(names):
@@ -93,7 +93,7 @@ def pickling_faults(source: str, path: str) -> Iterator[str]:
 
 
 def environment_faults(source: str, path: str) -> Iterator[str]:
-    """Uses of environment variables that are not on the list."""
+    """Uses of environment variables that are not in the list."""
     tree = ast.parse(source)
     fine = [node for node in ast.walk(tree) if _variable(node) in ENVIRONMENT or _told(node) in TOLD]
     allowed = {id(inner) for node in fine for inner in ast.walk(node)}
@@ -130,7 +130,7 @@ Documented = dict[str, set[str]]  # class -> its methods that have a docstring
 
 
 def documented(source: str) -> Documented:
-    """The methods of a file's classes that say what they do: overriding ones need not say it again."""
+    """The documented methods of a file's classes. Overriding methods need no docstring."""
     classes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef)]
     return {
         node.name: {m.name for m in node.body if isinstance(m, ast.FunctionDef) and ast.get_docstring(m)}
@@ -139,7 +139,7 @@ def documented(source: str) -> Documented:
 
 
 def docstring_faults(source: str, path: str, known: Documented) -> Iterator[str]:
-    """Public modules, classes, functions and methods that say nothing about themselves."""
+    """Public modules, classes, functions and methods without a docstring."""
     tree = ast.parse(source)
     if not ast.get_docstring(tree):
         yield f"{path}: module"
@@ -152,7 +152,7 @@ Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def _public(body: list[ast.stmt], known: Documented, inherited: set[str]) -> Iterator[tuple[Definition, set[str]]]:
-    """Public definitions, each with the names that the bases of its class document."""
+    """Public definitions, each with the method names that its base classes document."""
     for node in body:
         if isinstance(node, ast.If | ast.Try):
             yield from _public(node.body + node.orelse, known, inherited)
@@ -166,7 +166,7 @@ def _public(body: list[ast.stmt], known: Documented, inherited: set[str]) -> Ite
 
 
 def place_faults(text: str, path: str) -> Iterator[str]:
-    """Names of machines' folders and of package registries."""
+    """Names of machine-specific folders and of package registries."""
     for number, line in enumerate(text.splitlines(), 1):
         if found := PLACES.search(line.replace(TORCH_INDEX, "")):
             yield f"{path}:{number}: {found.group()}"
@@ -180,7 +180,7 @@ def python_files(*folders: str) -> Iterator[tuple[str, str]]:
 
 
 def repository_files() -> Iterator[Path]:
-    """Every file that is tracked or about to be."""
+    """Every tracked file, and every untracked one that git does not ignore."""
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
         capture_output=True, text=True, check=True, cwd=ROOT,

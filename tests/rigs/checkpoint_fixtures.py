@@ -1,11 +1,11 @@
-"""Checkpoints that several test files read and none may change."""
+"""Checkpoints shared by several test files, which may not change them."""
 
 import pytest
 
 
 @pytest.fixture(scope="session")
 def saved(tmp_path_factory):
-    """kind -> (folder, the transformers model), made once."""
+    """A function from a kind to (folder, transformers model), each created once."""
     import random_checkpoints as checkpoints  # noqa: PLC0415  (it imports transformers)
 
     made = {}

@@ -1,7 +1,7 @@
-"""Compiles the Triton kernels for a GPU that is not there: every launch stops once its kernel is machine code.
+"""Compiles the Triton kernels for a GPU that is not present: every launch stops after the compilation.
 
-A script: it plays steps on CPU tensors, at the sizes of a real model and in each type of keys and values, and prints
-the names of the kernels that it compiled. What they compute is not looked at: tests in the interpreter do that.
+A script. It runs steps on CPU tensors, at the sizes of a real model and in each KV type, and prints the names of the
+compiled kernels. Tests in the interpreter check their results.
 """
 
 import sys
@@ -21,13 +21,13 @@ from quire.kernels.triton.kernels import TritonKernels
 COMPUTE_CAPABILITY = 90
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 HIDDEN, INNER, VOCAB_SIZE = 4096, 1024, 128256
-LENGTHS = (1, 1, 3, 200)  # of chunks: decoding, verification, a prompt
+LENGTHS = (1, 1, 3, 200)  # of chunks: decode, verification, prompt
 CONTEXT = 9000
 compiled: Counter[str] = Counter()
 
 
 class NoDevice:
-    """Says what Triton asks of a device before it launches anything."""
+    """A Triton driver for the queries that Triton makes before a launch."""
 
     def get_current_target(self):
         return GPUTarget("cuda", COMPUTE_CAPABILITY, 32)
@@ -40,7 +40,7 @@ class NoDevice:
 
 
 def compile_only(self, *args, grid, warmup, **options):
-    """In place of JITFunction.run."""
+    """Replaces JITFunction.run."""
     kernel = _run(self, *args, grid=grid, warmup=True, **options)
     assert kernel.asm["cubin"]
     compiled[self.__name__] += 1
@@ -51,7 +51,7 @@ _run, JITFunction.run = JITFunction.run, compile_only
 
 
 def step(kernels, dtype, kv_dtype, window=0, softcap=0.0, lengths=LENGTHS):
-    """What a layer does with keys and values, and moves of blocks."""
+    """The KV operations of a layer, and copies of blocks."""
     group = KVGroup((0,), "window" if window else "full", KV_HEADS, HEAD_DIM, kv_dtype, 600, 1, window)
     storage = kernels.allocate(group, 16, torch.device("cpu"))
     stops = np.full(len(lengths), CONTEXT)
@@ -84,7 +84,7 @@ def rows(kernels, dtype):
 
 
 def tokens(kernels, dtype):
-    """Sampling with everything that a request can ask for, and with nothing; logprobs."""
+    """Sampling with all parameters and with none; logprobs."""
     logits = torch.zeros(3, VOCAB_SIZE, dtype=dtype)
     kernels.sample(logits, draws(3, temperatures=0.0))
     asked = {"temperatures": 0.7, "top_ps": 0.9, "top_ks": 50, "min_ps": 0.01, "repetition": 1.1, "presence": 0.5}
@@ -94,7 +94,7 @@ def tokens(kernels, dtype):
 
 
 def main() -> None:
-    """Compile everything that one set of arguments of the command line names, or all."""
+    """Compile all kernels in every variant and print their names."""
     driver.set_active(NoDevice())
     ordinary, strict = (TritonKernels(strict=strict) for strict in (False, True))
     for kv_dtype in ("bfloat16", "fp8_e4m3", "int8"):

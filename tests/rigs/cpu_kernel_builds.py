@@ -1,4 +1,4 @@
-"""Tests of the CPU kernels on each build that runs here, with results that are NaN until they are computed."""
+"""Parametrization of CPU kernel tests over the builds that run here, with new memory full of NaN."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,17 +14,17 @@ EVERY = _C.builds()
 
 
 def each_with(*threads: int) -> list[str]:
-    """Parameters of a fixture: every build with each of these numbers of threads."""
+    """Parameters of a fixture: every build with each number of threads."""
     return [f"{name}-{number}" for name in EVERY for number in threads]
 
 
 @contextmanager
 def in_use(parameter: str) -> Iterator[int]:
-    """One of `each_with`; gives the number of threads. What a kernel leaves out is seen: new memory is full of NaN."""
+    """Use one of `each_with`; yields its number of threads. New memory is NaN, so that unwritten values are found."""
     name, threads = parameter.split("-")
     _C.use(name)
     _C.set_threads(int(threads))
-    torch.use_deterministic_algorithms(mode=True)  # fills what torch.empty gives
+    torch.use_deterministic_algorithms(mode=True)  # fills the memory of torch.empty
     try:
         with patch.object(memory.Arena, "empty", _poisoned):
             yield int(threads)

@@ -1,4 +1,4 @@
-"""The files of the embedded model that are shipped: other programs may leave theirs, such as locks, in its folder."""
+"""The shipped files of the embedded model. Other programs may leave files, such as locks, in its folder."""
 
 import subprocess
 from pathlib import Path
@@ -7,7 +7,7 @@ from quire.hub import embedded
 
 
 def shipped_files() -> list[Path]:
-    """What git tracks; without a repository, such as in an unpacked archive, what is not hidden."""
+    """The files that git tracks; without a repository, as in an unpacked archive, the files that are not hidden."""
     folder = embedded.folder()
     listed = subprocess.run(["git", "ls-files"], cwd=folder, capture_output=True, text=True, check=False)
     if listed.returncode == 0 and listed.stdout:

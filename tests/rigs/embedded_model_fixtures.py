@@ -1,4 +1,4 @@
-"""The embedded model and its tokenizer, each loaded once: loading is what takes time."""
+"""The embedded model and its tokenizer, each loaded once because loading is slow."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A small engine on the embedded model, and a way to serve an app on a thread."""
+"""A small engine with the embedded model, and a server thread for an app."""
 
 import contextlib
 import socket
@@ -37,7 +37,7 @@ def service_of(built: Built) -> Service:
 
 @contextlib.contextmanager
 def run_app(app, options: ServerOptions = DEFAULTS, *, send_buffer: int | None = None) -> Iterator[str]:
-    """Run an app with uvicorn on a thread, on a free loopback port. send_buffer: the kernel's, of a connection."""
+    """Run an app with uvicorn on a thread, on a free loopback port. send_buffer: size of the socket buffer in bytes."""
     started = threading.Event()
     config = http_config(app, options)
     config.timeout_graceful_shutdown = 1
@@ -50,7 +50,7 @@ def run_app(app, options: ServerOptions = DEFAULTS, *, send_buffer: int | None =
 
     server.startup = told
     with socket.socket() as listener:
-        if send_buffer is not None:  # those that are accepted inherit it
+        if send_buffer is not None:  # accepted connections inherit it
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
         listener.bind(("127.0.0.1", 0))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})

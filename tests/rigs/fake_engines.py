@@ -1,4 +1,4 @@
-"""Engines on threads that pretend, and die when they are told to; what they say is easy to tell."""
+"""Fake engines on threads, which die on demand. Their outputs are predictable."""
 
 import asyncio
 import contextlib
@@ -28,19 +28,19 @@ FACTS = Facts(
 
 
 class Death(BaseException):
-    """Of an engine, as sudden as it can be on a thread."""
+    """Sudden death of an engine, as far as a thread allows it."""
 
 
 class PretendEngine:
-    """Token i of a request is i; its prompt is [how many there are, the token whose step is deadly, or 0]."""
+    """Token i of a request is i. Its prompt is [number of tokens, the token whose step kills the engine, or 0]."""
 
     predicted_seconds = 0.0
-    ahead = 0  # positions that a step computes in advance
+    ahead = 0  # positions computed in advance by a step
     on_launch = None
 
     def __init__(self, number, acts):
         self.number = number
-        self.acts = acts  # (engine, step, rows) -> ids that end early now; may raise Death
+        self.acts = acts  # (engine, step, request ids) -> ids that end early in this step; may raise Death
         self.said, self.wanted = {}, {}
         self.newest_rows = []
         self.steps = 0
@@ -86,7 +86,7 @@ class PretendEngine:
 
 
 class Host:
-    """Engines on threads, each of which may die."""
+    """A launcher of fake engines on threads."""
 
     can_restart = True
     facts = FACTS
@@ -122,7 +122,7 @@ def request(name, wanted, deadly=0):
 
 
 async def heard(stream, names):
-    """Tokens of each, and how it ended."""
+    """Tokens of each request, and its finish reason."""
     tokens, ends = {name: [] for name in names}, {}
     async for outputs in stream:
         for output in outputs:

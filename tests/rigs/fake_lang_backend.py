@@ -1,4 +1,4 @@
-"""A backend without a model: it writes what a function says, and records what it was asked."""
+"""A backend without a model: a function gives the text, and the calls are recorded."""
 
 import asyncio
 import re
@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from quire.lang.backends.backend import Backend, Piece, RoleTexts
 from quire.lang.select import ChoicesDecision
 
-ENDS = "."  # of a sentence that the pretend model writes
+ENDS = "."  # ends a sentence of the fake model
 
 
 def echo(text, params):
-    """An answer that is different for each prompt: the length, and what it ends with."""
+    """A different answer for each prompt: its length and last character."""
     return f"[{len(text)}{text[-1:]}]"
 
 
@@ -25,14 +25,14 @@ class Asked:
 
 @dataclass
 class Gate:
-    """Lets calls whose prompt ends with some text wait until it is opened."""
+    """Blocks calls whose prompt ends with `behind` until `opened` is set."""
 
     behind: str
     opened: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class Pretend(Backend):
-    """answer(prompt text, params) -> text, a list of n texts, or an exception to be raised."""
+    """answer(prompt text, params) -> text, a list of n texts, or an exception to raise."""
 
     def __init__(self, answer=lambda text, params: " yes", *, hints=True, chat=False, gates=()):
         super().__init__(hints=hints)

@@ -1,4 +1,4 @@
-"""What tests of the fsm backend share: the demo model's vocabulary, patterns at random, and slow oracles."""
+"""Shared parts of tests of the fsm backend: the demo model's vocabulary, random patterns, slow oracles."""
 
 import random
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ CHARACTERS = "ab\n é€\U0001f600-9_"
 
 @lru_cache
 def demo_vocabulary() -> Vocabulary:
-    """2,048 tokens; ids 0 to 2 are special, of which 0 and 2 end a text."""
+    """2,048 tokens; ids 0 to 2 are special, and 0 and 2 are end tokens."""
     core = tokenizers.Tokenizer.from_file(str(DEMO))
     text = TokenBytes(core)
     special = frozenset(token for token, added in core.get_added_tokens_decoder().items() if added.special)
@@ -29,7 +29,7 @@ def demo_vocabulary() -> Vocabulary:
 
 
 def small_vocabulary(*texts: bytes) -> Vocabulary:
-    """These tokens, and one more that ends a text. Encodes the longest first; bytes that it lacks are left out."""
+    """A vocabulary of these tokens and one end token. It encodes the longest token first and drops unknown bytes."""
     longest_first = sorted(range(len(texts)), key=lambda token: -len(texts[token]))
 
     def encode(text: str) -> list[int]:
@@ -53,7 +53,7 @@ def _atoms() -> st.SearchStrategy[str]:
 
 
 def patterns() -> st.SearchStrategy[str]:
-    """Patterns of all that the backend has, small enough for `re`."""
+    """Random patterns of everything that the backend supports, small enough for `re`."""
 
     def larger(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
         counts = ["*", "+", "?", "{2}", "{1,3}", "{,2}", "{1,}", "*?", "+?", "??", "{0,2}?"]
@@ -67,12 +67,12 @@ def patterns() -> st.SearchStrategy[str]:
 
 
 def texts() -> st.SearchStrategy[str]:
-    """Short texts of the characters that patterns are about."""
+    """Short texts of the characters that occur in patterns."""
     return st.text(st.sampled_from(CHARACTERS), max_size=6)
 
 
 def walk(dfa: Dfa, seed: int, most: int = 400) -> bytes | None:
-    """A text of the language, by chance; None where it did not end in time."""
+    """A random text of the language; None if the walk did not end in time."""
     chance = random.Random(seed)
     table = dfa.by_byte
     state, data = 0, bytearray()
@@ -87,11 +87,11 @@ def walk(dfa: Dfa, seed: int, most: int = 400) -> bytes | None:
 
 
 def samples(dfa: Dfa, count: int) -> Iterator[bytes]:
-    """Texts of the language."""
+    """Random texts of the language."""
     found = (walk(dfa, seed) for seed in range(count))
     return (data for data in found if data is not None)
 
 
 def allowed(words: np.ndarray) -> set[int]:
-    """The tokens of a mask."""
+    """The tokens that a mask allows."""
     return set(np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist())

@@ -1,6 +1,6 @@
-"""Hugging Face checkpoints as GGUF files, the way llama.cpp's converter writes them, with the `gguf` package.
+"""Conversion of Hugging Face checkpoints to GGUF as llama.cpp's converter does it, with the package `gguf`.
 
-Names come from that package's own tables; what the converter does to numbers is done here anew, in numpy.
+Names come from that package's tables. The converter's changes of numbers are implemented here in numpy.
 """
 
 import json
@@ -32,10 +32,10 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
 
 def write_gguf(folder, path, *, kind="F32", pre="gpt-2", tensors_in_shard=0) -> Path:
-    """The checkpoint in `folder` (and its tokenizer.json, if any, split by the rule `pre`) as GGUF at `path`.
+    """Write the checkpoint in `folder` as GGUF to `path`, with its tokenizer.json, if any, and the pre-tokenizer `pre`.
 
-    kind: type of the matrices whose rows it fits; all else is F32. tensors_in_shard: 0 writes one file. With
-    shards, `path` is NAME.gguf and the first of NAME-00001-of-... comes back.
+    kind: type of the matrices whose rows it fits; all else is F32. tensors_in_shard: 0 writes one file. With shards,
+    `path` is NAME.gguf, and the first of NAME-00001-of-... is returned.
     """
     folder, path = Path(folder), Path(path)
     config = json.loads((folder / "config.json").read_text())
@@ -67,7 +67,7 @@ def add_tensor(writer, name, tensor, kind="F32"):
     if tensor.ndim < 2 or tensor.shape[-1] % gguf.GGML_QUANT_SIZES[type_][0]:
         type_ = gguf.GGMLQuantizationType.F32
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of numbers too small for a half
+        warnings.simplefilter("ignore")  # about numbers that underflow in half precision
         writer.add_tensor(name, gguf.quants.quantize(np.ascontiguousarray(tensor), type_), raw_dtype=type_)
 
 
@@ -75,7 +75,7 @@ def _architecture_name(config):
     return gguf.MODEL_ARCH_NAMES[ARCHITECTURES[config["architectures"][0]]]
 
 
-# what a model is like
+# Metadata of the model
 
 
 def add_config(writer, config):
@@ -139,7 +139,7 @@ def _add_rope(writer, config, head_dim):
 
 
 def rope_tensors(config):
-    """The divisors of rotary frequencies that the converter stores as tensors."""
+    """The divisors of RoPE frequencies, which the converter stores as tensors."""
     rope = config.get("rope_parameters") or {}
     if rope.get("rope_type") == "longrope":
         return {
@@ -159,11 +159,11 @@ def rope_tensors(config):
     return {"rope_freqs.weight": np.array(divisors, np.float32)}
 
 
-# its numbers
+# Tensors
 
 
 def convert(config, tensors):
-    """GGUF's names -> numbers."""
+    """GGUF name -> array."""
     architecture = ARCHITECTURES[config["architectures"][0]]
     layers = config.get("num_hidden_layers", config.get("n_layer"))
     names = gguf.get_tensor_name_map(architecture, layers)
@@ -178,7 +178,7 @@ def convert(config, tensors):
 
 
 def _stacked(tensors):
-    """Experts and per-head norms in one tensor each."""
+    """Experts and per-head norms, each stacked into one tensor."""
     found, groups = {}, {}
     for name, tensor in tensors.items():
         before, dot, after = name.partition(".experts." if ".experts." in name else ".norms.")
@@ -210,7 +210,7 @@ def _changed(architecture, config, target, name, tensor):
 
 
 def _neighbours(tensor, heads):
-    """Row i of a head's first half beside row i of its second."""
+    """Row i of a head's first half next to row i of its second."""
     rows = []
     for head in np.split(tensor, heads):
         first, second = np.split(head, 2)
@@ -226,17 +226,17 @@ def _queries_keys_values(tensor, heads, groups):
     return np.concatenate([*queries, *each[width - 2 :: width], *each[width - 1 :: width]])
 
 
-# its tokenizer
+# Tokenizer
 
 
 def add_byte_level(writer, tokenizer_json, pre, settings):
-    """A byte-level tokenizer.json; settings: its tokenizer_config.json."""
+    """Add a byte-level tokenizer.json. settings: its tokenizer_config.json."""
     source = json.loads(Path(tokenizer_json).read_text())
     added = {entry["id"]: entry for entry in source["added_tokens"]}
     ids = {token: text for text, token in source["model"]["vocab"].items()} | {
         i: e["content"] for i, e in added.items()
     }
-    size = max(ids) + 3  # the converter fills the vocabulary up to the size of the embedding
+    size = max(ids) + 3  # the converter pads the vocabulary to the size of the embedding
     kinds = [UNUSED if i not in ids else NORMAL if i not in added else CONTROL if added[i]["special"] else USER_DEFINED
              for i in range(size)]  # fmt: skip
     writer.add_tokenizer_model("gpt2")
@@ -259,7 +259,7 @@ def add_byte_level(writer, tokenizer_json, pre, settings):
 
 
 def add_sentencepiece(writer, processor):
-    """A trained sentencepiece.SentencePieceProcessor."""
+    """Add a trained sentencepiece.SentencePieceProcessor."""
     size = processor.vocab_size()
     kinds = [
         UNKNOWN if processor.is_unknown(i)

@@ -1,4 +1,4 @@
-"""The vocabulary of the embedded model, for tests of grammars, and walks through grammars by their masks."""
+"""Random walks through grammars by their masks, with the embedded model's vocabulary."""
 
 import random
 from functools import lru_cache
@@ -22,7 +22,7 @@ def core() -> tokenizers.Tokenizer:
 
 @lru_cache
 def vocabulary(size: int = 2048, end_ids: tuple[int, ...] = (0, 2)) -> Vocabulary:
-    """size: logits of the model; ids beyond the tokenizer's are holes."""
+    """size: number of logits of the model; ids beyond the tokenizer's vocabulary are unused."""
     special = frozenset(id for id, token in core().get_added_tokens_decoder().items() if token.special)
     known = TokenBytes(core())
     tokens = [b"" if id in special or id >= 2048 else known.inside(id) for id in range(size)]
@@ -34,7 +34,7 @@ def encode(text: str) -> list[int]:
 
 
 def allowed(matcher: Matcher, vocabulary: Vocabulary) -> list[int]:
-    """The tokens of a mask."""
+    """The tokens that a mask allows."""
     words = np.full(vocabulary.num_words, 0xDEADBEEF, np.uint32)
     matcher.fill(words)
     return np.flatnonzero(np.unpackbits(words.astype("<u4").view(np.uint8), bitorder="little")).tolist()
@@ -47,9 +47,9 @@ def text_of(tokens: list[int], vocabulary: Vocabulary) -> bytes:
 def walk(
     grammar: Grammar, vocabulary: Vocabulary, rng: random.Random, *, limit: int, fast_forward: bool = True
 ) -> tuple[list[int], bool]:
-    """Tokens picked at random from the masks, and whether an end token came within `limit` tokens.
+    """Random tokens that the masks allow, and whether an end token came within `limit` tokens.
 
-    After a third of them what closes is preferred, so that most walks end. Raises AssertionError at a dead end.
+    After a third of them closing tokens are preferred, so that most walks end. Raises AssertionError at a dead end.
     """
     matcher = grammar.start(fast_forward=fast_forward)
     closing = [token for token, data in enumerate(vocabulary.tokens) if data in _CLOSING]

@@ -1,7 +1,7 @@
-"""A small Hugging Face Hub on the loopback interface: listings, files with their headers, redirects to storage.
+"""A small Hugging Face Hub on the loopback interface: file lists, files with headers, redirects to storage.
 
-Large files (at least LARGE bytes) are redirected to another host name, as the Hub does; that one knows ranges
-and can be told to break off.
+Files of at least LARGE bytes are redirected to another host name, as on the Hub. The storage host supports ranges, and
+can break off a download.
 """
 
 import hashlib
@@ -19,28 +19,28 @@ LARGE = 1000
 
 @dataclass
 class Repo:
-    """Files by path, at one commit; every name in `revisions` stands at it."""
+    """Files by path, at one commit, to which every name in `revisions` refers."""
 
     files: dict[str, bytes]
     commit: str = "c" * 40
     revisions: tuple[str, ...] = ("main",)
-    refusal: str | None = None  # "GatedRepo" or "RepoNotFound": what a request without a token gets
+    refusal: str | None = None  # "GatedRepo" or "RepoNotFound": the error for requests without a token
 
 
 @dataclass
 class Hub:
-    """What the server serves, how it misbehaves, and what it was asked."""
+    """Content of the server, its faults, and its received requests."""
 
     url: str = ""
     repos: dict[str, Repo] = field(default_factory=dict)
-    cuts: list[int] = field(default_factory=list)  # storage breaks off after so many bytes, once for each
-    status: int | None = None  # of every answer, instead of the true one
+    cuts: list[int] = field(default_factory=list)  # per request, the bytes after which storage breaks off
+    status: int | None = None  # replaces the status of every answer
     ignores_ranges: bool = False
-    spoils: bool = False  # storage sends other bytes
+    spoils: bool = False  # storage sends wrong bytes
     requests: list[tuple[str, str, dict[str, str]]] = field(default_factory=list)  # method, path, headers
 
     def asked(self, method: str, part: str) -> list[dict[str, str]]:
-        """Headers of the requests of that method whose path has that part."""
+        """Headers of the requests with this method whose path contains `part`."""
         return [headers for verb, path, headers in self.requests if verb == method and part in path]
 
 
@@ -121,7 +121,7 @@ class _Answer(BaseHTTPRequestHandler):
             self.close_connection = True
 
     def log_message(self, *_):
-        """Nothing is printed."""
+        """Prints nothing."""
 
 
 def is_large(data: bytes) -> bool:
@@ -133,7 +133,7 @@ def sha256(data: bytes) -> str:
 
 
 def blob_id(data: bytes) -> str:
-    """As git names a file."""
+    """git's blob id of a file."""
     return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
 
 

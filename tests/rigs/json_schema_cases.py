@@ -1,4 +1,4 @@
-"""JSON schemas for tests: for each keyword a few, and compositions of all at random."""
+"""JSON schemas for tests: a few per keyword, and random combinations."""
 
 import random
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ POINT: Schema = {
 
 
 def by_keyword() -> Iterator[tuple[str, Schema]]:
-    """Schemas, each with the keyword that it is about."""
+    """Schemas, each with the keyword that it tests."""
     yield from _types()
     yield from _numbers()
     yield from _strings()
@@ -206,7 +206,7 @@ def _references() -> Iterator[tuple[str, Schema]]:
 
 
 def at_random(rng: random.Random, depth: int = 3) -> Schema:
-    """A schema that most often can be enforced."""
+    """A random schema. Most of them can be enforced."""
     makers = [_number, _string, _constant] + [_array, _object, _either] * (depth > 0)
     schema = rng.choice(makers)(rng, depth)
     if rng.random() < 0.2:

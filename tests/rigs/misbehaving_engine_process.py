@@ -1,4 +1,7 @@
-"""Engine processes that misbehave: `python front_children.py KIND FILE`, KIND being one of the functions below."""
+"""Engine processes with faults: `python misbehaving_engine_process.py KIND FD`.
+
+KIND is one of the functions below, FD the file descriptor of the socket to the front end.
+"""
 
 import os
 import signal
@@ -12,12 +15,12 @@ from quire.runner.model_runner import TorchRunner
 from quire.startup import build as building
 from quire.supervisor.engine_main import run
 
-POISON = 2040  # a token
+POISON = 2040  # a token id
 SECONDS_PER_TOKEN = 0.0015
 
 
 def deadly(options, **more):
-    """Dies of a step that brings POISON in a prompt."""
+    """An engine that dies of a step with POISON in a prompt."""
     built = building.build(options, **more)
     runner = built.engine._runner
     launch = runner.launch
@@ -32,7 +35,7 @@ def deadly(options, **more):
 
 
 def slow(options, **more):
-    """Takes its time for each token."""
+    """An engine that takes SECONDS_PER_TOKEN longer for each token."""
 
     class SlowRunner(TorchRunner):
         def launch(self, step):

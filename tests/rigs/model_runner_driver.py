@@ -1,4 +1,4 @@
-"""Makes Steps by hand, in place of a scheduler, and drives a TorchRunner with them."""
+"""Drives a TorchRunner with hand-made Steps, without a scheduler."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -23,7 +23,7 @@ def load_model(folder: Path, dtype: str = "float32", kernels: Kernels = referenc
 
 
 def cache_for(model: Decoder, num_blocks: int, block_size: int = 4, num_groups: int = 1) -> CacheConfig:
-    """One group of all layers, or layers dealt out in turn to several groups."""
+    """One KV group with all layers, or layers assigned in turn to several groups."""
     config = model.config
     dtype = str(model.embed.dtype).removeprefix("torch.")
     layers = range(config.num_layers)
@@ -35,7 +35,7 @@ def cache_for(model: Decoder, num_blocks: int, block_size: int = 4, num_groups: 
 
 
 class Driver:
-    """A runner and what a scheduler would remember of its rows. Blocks are scattered and never given back."""
+    """A runner with the state of its rows that a scheduler has. Blocks are scattered and never freed."""
 
     def __init__(self, model, *, rows=8, max_model_len=256, num_blocks=600, block_size=4, num_groups=1, ticks=None,
                  kernels=reference, strict=deterministic):  # fmt: skip
@@ -50,7 +50,7 @@ class Driver:
         self.step_id = 0
 
     def step(self, chunks, *, opens=(), tokens=(), moves=(), blocks=None, reset=False) -> Step:
-        """chunks: (row, start, stop) that sample, or full Chunk tuples; opens: (row, SamplingParams or Wish)."""
+        """chunks: (row, start, stop) that sample, or full Chunk tuples. opens: (row, SamplingParams or Wish)."""
         chunks = [c if len(c) == 7 else (c[0], c[0], c[1], c[2], 0, 1, int(ChunkOutput.SAMPLE)) for c in chunks]
         self.step_id += 1
         if blocks is None:
@@ -79,7 +79,7 @@ class Driver:
         return self.runner.collect()
 
     def generate(self, prompts, num_tokens, params=GREEDY, *, cut=10**9, rows=None) -> list[list[int]]:
-        """Prefill in chunks of `cut` tokens, then decode, all prompts in one batch."""
+        """Prefill in chunks of `cut` tokens, then decode, with all prompts in one batch."""
         rows = range(len(prompts)) if rows is None else rows
         params = params if isinstance(params, list) else [params] * len(prompts)
         done = dict.fromkeys(rows, 0)
@@ -107,7 +107,7 @@ class Driver:
 
 
 class Wish(NamedTuple):
-    """What a row asks for, with what a front end and a scheduler would have found out."""
+    """Parameters of a row, with values that a front end and a scheduler would add."""
 
     params: SamplingParams
     prompt_len: int = 0
@@ -117,7 +117,7 @@ class Wish(NamedTuple):
 
 
 def open_rows(opens) -> Opens:
-    """From (row, SamplingParams or Wish); the sequence id is the row, and the sample index 0."""
+    """Opens from (row, SamplingParams or Wish). The sequence id is the row, and the sample index 0."""
     rows = [row for row, _ in opens]
     wishes = [wish if isinstance(wish, Wish) else Wish(wish) for _, wish in opens]
     params = [wish.params for wish in wishes]

@@ -1,4 +1,4 @@
-"""A server with keys, and one without, whose engine notes whose requests it gets."""
+"""A server with or without keys, whose engine records the requests that it receives."""
 
 import json
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ GENERATING = {
 
 
 class Noting:
-    """The engine, with notes of whose requests it got and on what terms, and explanations and figures known here."""
+    """An engine that records namespaces and scheduling parameters. Tests may set explanations and metrics."""
 
     def __init__(self, engine):
         self._engine = engine
@@ -32,7 +32,7 @@ class Noting:
         self.terms = {}
         self.explanations = {}
         self.figures = {}
-        self.freed = None  # what the engine itself says
+        self.freed = None  # None: the engine's own result
         self.asked = []
 
     def __getattr__(self, name):
@@ -59,7 +59,7 @@ class Noting:
 
 @dataclass
 class Site:
-    """A server with three keys."""
+    """A running server with the keys of its tenants."""
 
     app: object
     url: str
@@ -72,12 +72,12 @@ class Site:
         return httpx.request(method, self.url + path, headers=headers, timeout=60, **more)
 
     def post(self, who, path, **body):
-        return self.ask(who, "POST", path, content=json.dumps(body))  # which also writes an unpaired surrogate
+        return self.ask(who, "POST", path, content=json.dumps(body))  # json.dumps can write an unpaired surrogate
 
 
 @contextmanager
 def run_site(*names: str, options: ServerOptions = DEFAULTS) -> Iterator[Site]:
-    """Serve with a key for each tenant of these names, of which "root" is an admin; without names without keys."""
+    """Serve with a key for each of these tenants, of which "root" is an admin; without names, serve without keys."""
     built = small_engine()
     engine = Noting(built.engine)
     made = {name: new_key(name, "admin" if name == "root" else "user") for name in names}

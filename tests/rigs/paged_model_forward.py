@@ -1,4 +1,4 @@
-"""Runs a model over paged attention without a runner: chunks of several prompts in one step, greedy tokens."""
+"""Runs a model with paged attention without a runner: chunks of several prompts in one step, greedy tokens."""
 
 import numpy as np
 import torch
@@ -10,16 +10,16 @@ from quire.layers.attend import PagedAttend
 from quire.models.description import describe
 from quire.models.loading import load
 
-NOWHERE = -1  # in place of blocks that no layer of a group may look at any more
+NOWHERE = -1  # replaces blocks that no layer of a group attends to any more
 
 
 def load_model(folder, dtype="float32", **options):
-    """The decoder of a folder."""
+    """The decoder of a model folder."""
     return load(describe(folder, **options), dtype=dtype)
 
 
 class Sequences:
-    """Several sequences with scattered blocks, in one KV group per kind of layer; behind a window blocks are lost."""
+    """Several sequences with scattered blocks, in one KV group per kind of layer; blocks behind a window are lost."""
 
     def __init__(self, description, model, lengths, *, block_size=16, kernels=reference):
         self.model, self.kernels, self.block_size = model, kernels, block_size
@@ -46,7 +46,7 @@ class Sequences:
 
     @torch.inference_mode()
     def logits(self, chunks):
-        """chunks: (sequence, start, token ids). Logits at all of their positions, concatenated, float32."""
+        """chunks: (sequence, start, token ids). Returns logits at all of their positions, concatenated, float32."""
         rows, starts, tokens = zip(*chunks, strict=True)
         starts = np.array(starts)
         stops = starts + [len(ids) for ids in tokens]
@@ -63,7 +63,7 @@ class Sequences:
 
 
 def logits_of(folder, prompt, *, cut=10**9, dtype="float32", kernels=reference, **options):
-    """Logits at every position of a prompt that is computed in chunks of at most `cut` tokens."""
+    """Logits at every position of a prompt, computed in chunks of at most `cut` tokens."""
     description = describe(folder, **options)
     model = load(description, dtype=dtype)
     sequences = Sequences(description, model, [len(prompt)], block_size=8, kernels=kernels)

@@ -1,7 +1,7 @@
-"""A memory that knows what lies in it, and sequences that run in it: what the tests of a prefix index compare with.
+"""A model of the KV memory, with sequences that run in it: the oracle for tests of a prefix index.
 
-A stamp stands for (namespace, tokens up to a position): equal stamps, equal content. Stamps and Moves reach the
-memory as they would a runner's, when a step is launched, Moves first; a failing step leaves rubbish where it writes.
+A stamp stands for (namespace, tokens up to a position): equal stamps, equal content. Stamps and Moves reach the memory
+as in a runner: at the launch of a step, Moves first. A failing step writes RUBBISH.
 """
 
 from dataclasses import dataclass, field
@@ -17,8 +17,8 @@ from quire.core.request import Namespace
 
 RUBBISH = -1
 NAMESPACES = (Namespace("a"), Namespace("a", "salt"), Namespace("b"), Namespace("a", "", "lora"))
-GENERATED = (0, 1)  # tokens
-PUBLIC_TOKEN = 7  # never generated: what is generated never goes on as a public prefix does
+GENERATED = (0, 1)  # tokens that sequences generate
+PUBLIC_TOKEN = 7  # never generated, so that no generated token continues a public prefix
 
 
 def radix_config(num_blocks: int, block_size: int, windows=(0,), public=()) -> CacheConfig:
@@ -27,14 +27,14 @@ def radix_config(num_blocks: int, block_size: int, windows=(0,), public=()) -> C
 
 
 def num_common(left, right) -> int:
-    """Leading tokens."""
+    """Length of the longest common prefix."""
     different = (i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b)
     return next(different, min(len(left), len(right)))
 
 
 @dataclass(eq=False)
 class Seq:
-    """tokens: known ones. hidden: sampled by steps in flight. computed: planned. committed: collected."""
+    """tokens: known. hidden: sampled by steps in flight. computed: planned positions. committed: committed ones."""
 
     id: int
     namespace: Namespace
@@ -45,10 +45,10 @@ class Seq:
     computed: int = 0
     committed: int = 0
     epoch: int = 0
-    borrows: bool = False  # since this plan it has blocks of others, which may be about to write them
-    recorded: int = 0  # leading tokens in whole blocks that the step that is being planned has been told of
+    borrows: bool = False  # since this plan it shares blocks that another sequence may be about to write
+    recorded: int = 0  # leading tokens in full blocks that `record` received for the step being planned
     stamps: list[int] = field(default_factory=list)
-    public: int = 0  # leading tokens that agree with a public prefix
+    public: int = 0  # leading tokens equal to a public prefix
 
     @property
     def known_and_written(self) -> int:
@@ -56,7 +56,7 @@ class Seq:
 
 
 class Model:
-    """KVCache beside a memory. What is drawn comes from the Random that each verb is given."""
+    """A KVCache beside a model of the memory. Each operation draws from the Random that it gets."""
 
     def __init__(self, config: CacheConfig, *, exact: bool = False, budget: int = 12) -> None:
         self.cache = KVCache(config)
@@ -66,7 +66,7 @@ class Model:
         self.budget = budget
         self.memory: list[dict[tuple[int, int], int]] = [{} for _ in config.groups]
         self.live: dict[int, Seq] = {}
-        self.kept: set[int] = set()  # stamps of what sequences left behind
+        self.kept: set[int] = set()  # stamps of the KV that ended sequences left
         self.in_flight: list[tuple[int, bool, list[tuple[Seq, int, int, int, bool]]]] = []
         self._ids: dict[tuple[object, int], int] = {}
         self.next_id = 0
@@ -84,7 +84,7 @@ class Model:
         return max((num_common(prefix, tokens) for prefix in self.config.public_prefixes), default=0)
 
     def stamps(self, namespace: Namespace, tokens) -> list[int]:
-        """Of each position."""
+        """The stamp of each position."""
         own: object = namespace
         public: object = self.public_root(namespace)
         num_public, out = self.num_common_public(tokens), []
@@ -100,10 +100,10 @@ class Model:
     # The oracle
 
     def computed_prefix(self, namespace: Namespace, wanted: list[int], besides: Seq | None = None) -> tuple[int, int]:
-        """The longest prefix that has been computed: at least, and at most.
+        """A lower and an upper bound of the longest computed prefix.
 
-        They differ where two compute the same blocks in the same step: one of them waits to offer what is behind, or
-        has the other's block, which is about to be written, for its own.
+        They differ if two sequences compute the same blocks in the same step. One of them waits before it inserts the
+        blocks behind, or uses the other's block, which is about to be written.
         """
         low = high = self._kept_prefix(namespace, wanted)
         for other in self.live.values():
@@ -133,7 +133,7 @@ class Model:
         return best
 
     def _keep(self, seq: Seq, num_tokens: int) -> None:
-        """Of what a sequence leaves behind, whole blocks of a public prefix are everybody's."""
+        """Add the stamps that a sequence leaves. Full blocks of a public prefix are public."""
         own, public = seq.namespace, self.public_root(seq.namespace)
         num_public = self.num_common_public(seq.tokens) // self.bs * self.bs
         for i, token in enumerate(seq.tokens[:num_tokens]):
@@ -145,7 +145,7 @@ class Model:
     # Sequences
 
     def prompt(self, rng: Random) -> tuple[Namespace, list[int]]:
-        """Often the beginning of one that was there, then something else."""
+        """Random tokens, often with a prefix of a live sequence."""
         namespace = rng.choice(NAMESPACES[: rng.choice((1, 2, 4))])
         tokens: list[int] = []
         if self.config.public_prefixes and rng.random() < 0.6:
@@ -194,13 +194,13 @@ class Model:
         self._free(seq, seq.known_and_written)
 
     def end(self, seq: Seq) -> None:
-        """It finishes, or is aborted, whether it runs or waits."""
+        """The sequence finishes or is aborted, whether it runs or waits."""
         if seq.table is not None:
             self._free(seq, seq.known_and_written)
         del self.live[seq.id]
 
     def branch(self, rng: Random, parent: Seq) -> bool:
-        """Some tokens that are committed, and others behind."""
+        """Branch after some committed tokens, and add other tokens."""
         num_tokens = rng.randint(0, min(parent.committed, len(parent.tokens)))
         tokens = parent.tokens[:num_tokens] + [rng.choice(GENERATED) for _ in range(rng.randint(1, self.bs))]
         child = self._new(parent.namespace, tokens, len(tokens) + rng.randint(1, self.bs))
@@ -210,7 +210,7 @@ class Model:
         return self._began(child, num_tokens)
 
     def fork(self, rng: Random, parent: Seq) -> bool:
-        """All that is written, when it is committed, or whole blocks."""
+        """Fork all tokens if all computed ones are committed, or full blocks."""
         num_tokens = min(parent.committed, len(parent.tokens))
         if parent.computed > num_tokens or rng.random() < 0.3:
             num_tokens = num_tokens // self.bs * self.bs
@@ -233,7 +233,7 @@ class Model:
     # Steps
 
     def plan(self, rng: Random, *, fails: bool = False) -> bool:
-        """One step; False where there was nothing to do."""
+        """Plan and launch one step. Returns False if there was no work."""
         chunks: list[tuple[Seq, int, int, int, bool]] = []
         for seq in self.running():
             if seq.table is not None and rng.random() < 0.8:
@@ -319,7 +319,7 @@ class Model:
         chunks.append((seq, start, stop, seq.epoch, samples))
 
     def _assert_waits(self, seq: Seq) -> None:
-        """The block that it computes is there already, or another computes it in this step, too."""
+        """Asserts that the next block is indexed already, or that another sequence computes it in this step."""
         stop = (seq.table.num_indexed + 1) * self.bs
         _, most = self.computed_prefix(seq.namespace, seq.tokens[:stop], besides=seq)
         assert most == stop, "blocks were offered and not taken"
@@ -333,7 +333,7 @@ class Model:
                 for slot in range(move.num_tokens):
                     memory[target, slot] = RUBBISH if fails else memory.get((source, slot), RUBBISH)
         doubtful = fails or self.has_failing
-        for seq, start, stop, _, _ in chunks:  # one may read what another before it writes
+        for seq, start, stop, _, _ in chunks:  # a chunk may read what another one writes
             right = self.reads_back(seq, start)
             assert right or doubtful, f"sequence {seq.id} builds on what is not there"
             for group, memory in enumerate(self.memory):
@@ -350,11 +350,11 @@ class Model:
         return any(failing for _, failing, _ in self.in_flight)
 
     def collect(self) -> None:
-        """The oldest step in flight is over."""
+        """Collect the oldest step in flight."""
         step_id, failing, chunks = self.in_flight.pop(0)
         alive = [chunk for chunk in chunks if chunk[0].epoch == chunk[3] and chunk[0].table is not None]
         if failing:
-            for seq in self.running():  # where a table ends may change, and what is behind it stays
+            for seq in self.running():  # it may lose the end of its table; indexed blocks stay
                 self._keep(seq, seq.table.num_indexed * self.bs)
             self._roll_back(self.cache.failed(step_id), alive)
             return
@@ -377,10 +377,10 @@ class Model:
         for seq_id in again:
             self._free(self.live[seq_id], 0)
 
-    # Looking
+    # Checks
 
     def contents(self) -> list[dict[tuple[int, int], int]]:
-        """The memory as it will be when the copies that wait are made."""
+        """The memory after all pending copies."""
         if not self.cache._copies._waiting:
             return self.memory
         memories = [dict(memory) for memory in self.memory]
@@ -392,7 +392,7 @@ class Model:
         return memories
 
     def reads_back(self, seq: Seq, stop: int) -> bool:
-        """Whether what a query at `stop` sees is what the tokens say."""
+        """Whether the positions that a query at `stop` attends to hold the stamps of the sequence's tokens."""
         for group, memory in enumerate(self.contents()):
             window = self.config.groups[group].window
             first = max(0, stop - window + 1) if window else 0
@@ -402,7 +402,7 @@ class Model:
         return True
 
     def check(self) -> None:
-        """Everything that must hold between any two verbs."""
+        """Assert all invariants. Valid between any two operations."""
         wrong = self.cache.check()
         assert not wrong, wrong
         if self.has_failing:
@@ -418,7 +418,7 @@ class Model:
         self.check_index()
 
     def check_index(self) -> None:
-        """What the index knows is what it says."""
+        """Assert that every indexed block holds the tokens of its node."""
         contents = self.contents()
         for (namespace, before), root in self.cache.index.forest.roots.items():
             for node in root.walk():
@@ -444,12 +444,12 @@ class Model:
         return stamps
 
     def wind_up(self) -> None:
-        """All ends: blocks are free or idle, and after a flush free."""
+        """End all sequences. All blocks must then be free or idle, and free after a flush."""
         while self.in_flight:
             self.collect()
         for seq in list(self.live.values()):
             self.end(seq)
-        self.cache.launched(self.next_id)  # carries the copies that are left
+        self.cache.launched(self.next_id)  # with the pending copies
         self.cache.collected(self.next_id)
         assert self.cache.check() == []
         assert self.cache.pools.num_available == self.cache.pools.num_blocks

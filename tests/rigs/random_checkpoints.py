@@ -1,4 +1,4 @@
-"""Random checkpoints, small enough to make in a test, saved by transformers itself."""
+"""Random checkpoints, small enough to create in a test, saved by transformers."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-VOCAB = 301  # no multiple of 4 or 32, so that the ends of random words and masks are seen
+VOCAB = 301  # no multiple of 4 or 32, to test the last words of random numbers and masks
 
 SHAPE = {
     "vocab_size": VOCAB,
@@ -26,11 +26,11 @@ EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 
 
 
 def scaled(**rope):
-    """A rope that is stretched from 128 positions to four times as many."""
+    """RoPE parameters that scale 128 positions to four times as many."""
     return {"rope_parameters": {"factor": 4.0, **rope}, "max_position_embeddings": 128}
 
 
-# name -> (family's name in transformers, what differs from SHAPE). More variants of a family come behind its first.
+# name -> (family's name in transformers, differences from SHAPE). Further variants of a family follow its first.
 KINDS = {
     "llama-mha": ("Llama", {"num_key_value_heads": 4}),
     "llama-gqa-tied": ("Llama", {"num_key_value_heads": 2, "tie_word_embeddings": True}),
@@ -132,8 +132,8 @@ KINDS = {
     "cohere-qk-norm": ("Cohere", {"num_key_value_heads": 2, "use_qk_norm": True, "logit_scale": 0.5}),
 }
 
-# Their positions depend on the longest sequence, for transformers on the longest so far: what it generates
-# beyond the context of training is no oracle, what it makes of a whole sequence is.
+# RoPE depends on the longest sequence, in transformers on the longest one so far. Beyond the training context its
+# generated tokens are no oracle; its logits of a whole sequence are.
 LENGTH_DEPENDENT = {
     "llama-dynamic": (
         "Llama",
@@ -170,13 +170,13 @@ _RENAMED = {
 
 
 def architecture(kind: str) -> str:
-    """What config.json calls the model of a kind."""
+    """The architecture of a kind in config.json."""
     family, _ = EVERY[kind]
     return _MODELS.get(family, f"{family}ForCausalLM")
 
 
 def config_of(kind: str):
-    """The configuration of a kind."""
+    """The transformers config of a kind."""
     family, differences = EVERY[kind]
     values = {key: value for key, value in {**SHAPE, **differences}.items() if key not in _WITHOUT.get(family, ())}
     values = {_RENAMED.get(family, {}).get(key, key): value for key, value in values.items()}
@@ -184,7 +184,7 @@ def config_of(kind: str):
 
 
 def save(folder: Path, kind: str = "qwen3-gqa", *, shard: str | None = None, dtype=torch.float32) -> PreTrainedModel:
-    """Make a model, write it to `folder`, and return it. Every parameter is random, norms and biases too."""
+    """Create a model, write it to `folder`, and return it. Every parameter is random, also norms and biases."""
     family, _ = EVERY[kind]
     torch.manual_seed(sum(map(ord, kind)))
     model = getattr(transformers, architecture(kind))(config_of(kind)).eval()
@@ -194,7 +194,7 @@ def save(folder: Path, kind: str = "qwen3-gqa", *, shard: str | None = None, dty
             if is_norm or parameter.dim() == 1:
                 offset = is_norm and not name.endswith("bias") and not family.startswith("Gemma")
                 parameter.copy_(torch.randn_like(parameter) * 0.3 + offset)
-            else:  # attention that is sharp enough to be wrong, routers that seldom waver
+            else:  # attention with large enough scores to find errors, routers with clear decisions
                 parameter.normal_(std=0.5 if name.endswith("mlp.gate.weight") else 0.08)
     model = model.to(dtype)
     model.save_pretrained(folder, **({} if shard is None else {"max_shard_size": shard}))

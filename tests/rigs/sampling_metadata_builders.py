@@ -1,4 +1,4 @@
-"""Draws for tests: columns from plain lists, and an allowed-token mask from sets."""
+"""Sampling metadata for tests, from plain lists, and masks from sets of allowed tokens."""
 
 import numpy as np
 import torch
@@ -8,9 +8,9 @@ from quire.kernels.contract import Draws, Edits, History, Masks
 
 def draws(num_rows, *, seeds=0, sample_indices=0, positions=0, temperatures=1.0, top_ps=1.0, top_ks=0, min_ps=0.0,
           presence=0.0, frequency=0.0, repetition=1.0, masked=(), masks=None, edits=(), history=()):  # fmt: skip
-    """Each argument is one value for all rows, or one per row.
+    """Sampling metadata. Each argument is one value for all rows, or one per row.
 
-    edits: (row, token, value); history: (row, token, whether of the output).
+    edits: (row, token, value). history: (row, token, whether it is an output token).
     """
 
     def column(value, dtype):
@@ -38,7 +38,7 @@ def draws(num_rows, *, seeds=0, sample_indices=0, positions=0, temperatures=1.0,
 
 
 def mask(allowed, vocab_size):
-    """Bitmask rows (len(allowed), words) from sets of allowed tokens, a bit at a time."""
+    """Bitmask rows (len(allowed), words) from sets of allowed tokens, one bit at a time."""
     rows = [[0] * -(-vocab_size // 32) for _ in allowed]
     for row, tokens in zip(rows, allowed, strict=True):
         for token in tokens:
@@ -47,12 +47,12 @@ def mask(allowed, vocab_size):
 
 
 def normal(num_rows, vocab_size, seed=0, deviation=2.0):
-    """Logits."""
+    """Normally distributed logits."""
     return torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * deviation
 
 
 def random_draws(num_rows, seed, **more):
-    """Rows of all kinds side by side."""
+    """Rows with all combinations of parameters."""
     dice = np.random.default_rng(seed)
     columns = {
         "seeds": dice.integers(0, 2**64, num_rows, dtype=np.uint64),

@@ -1,4 +1,4 @@
-"""benchmarks/schema_hooks.py, and only a part of the many cases that schemathesis lists: a suite has little time."""
+"""The hooks of benchmarks/schema_hooks.py with fewer of schemathesis's cases, to limit the suite's time."""
 
 import json
 import zlib
@@ -12,7 +12,7 @@ ONE_IN = 6
 
 @schemathesis.hook
 def filter_case(_context, case):
-    """Of bodies in the phase named coverage one in six, the same ones each time."""
+    """Keep one in six bodies of the phase "coverage". The choice is the same in every run."""
     if case.meta is None or case.meta.phase.name.value != "coverage" or not isinstance(case.body, dict):
         return True
     return zlib.crc32(json.dumps(case.body, sort_keys=True, default=str).encode()) % ONE_IN == 0

@@ -1,4 +1,4 @@
-"""An engine over the scripted runner and a simulated clock, with everything checked after each step."""
+"""An engine over the scripted runner and a simulated clock. Everything is checked after each step."""
 
 import io
 import random
@@ -27,18 +27,18 @@ def cache_config(
     prefix_index: str = "none",
     num_host_blocks: int = 0,
 ) -> CacheConfig:
-    """A group for each window; 0 is none."""
+    """One KV group per window; 0 means no window."""
     sizes = (1, 8, "float32", num_blocks, 64 * block_size)
     groups = (KVGroup((0,), "window" if one else "full", *sizes, one, num_host_blocks) for one in windows)
     return CacheConfig(block_size, tuple(groups), prefix_index)
 
 
 class Buffer(io.BytesIO):
-    """A file in memory, whose methods a test may replace."""
+    """A file in memory. Tests may replace its methods."""
 
 
 class CheckedScheduler(JournalledScheduler):
-    """Looks at every step before a runner does: the engine takes whatever a runner raises for its failure."""
+    """Checks every step before the runner, because the engine would take an assertion in a runner for its failure."""
 
     sizes: list[int]  # tokens of each step
 
@@ -61,9 +61,9 @@ class CheckedScheduler(JournalledScheduler):
 
 
 class Rig:
-    """Runs requests to their end; `tokens[request id, index]` and `reasons[...]` are what came out.
+    """Runs requests to their end. `tokens[request id, index]` and `reasons[...]` are their outputs.
 
-    `scored[request id]` are prompt tokens and their positions, `pooled[...]` number and sum of pooled tokens.
+    `scored[request id]` has prompt tokens with their positions, `pooled[...]` number and sum of pooled tokens.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Rig:
         self.cached: dict[tuple[str, int], int] = {}
 
     def failing(self, fails):
-        """What a test wants to fail is counted: nothing else may."""
+        """Count the failures that a test causes; no other step may fail."""
         self.num_failures = 0
         self.only_scripted = True
 

@@ -1,4 +1,4 @@
-"""Small tokenizers of every kind that language models have, trained here on a few sentences, and folders of them."""
+"""Small tokenizers of every kind used by language models, trained on a few sentences, and their folders."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -26,12 +26,12 @@ SPECIAL = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
 
 
 def gpt2() -> Core:
-    """Byte-level BPE with GPT-2's own rule."""
+    """Byte-level BPE with GPT-2's rule."""
     return _byte_level(pre_tokenizers.ByteLevel(add_prefix_space=False))
 
 
 def llama3() -> Core:
-    """Byte-level BPE that knows whole words before merges, numbers by three digits, a begin token."""
+    """Byte-level BPE that looks up whole words before merges, with numbers in threes and a begin token."""
     core = _byte_level(_split(LLAMA3_SPLIT), ignore_merges=True)
     begin = processors.TemplateProcessing(
         single=["<|im_start|>", "$A"],
@@ -43,32 +43,32 @@ def llama3() -> Core:
 
 
 def qwen() -> Core:
-    """Byte-level BPE of composed characters, numbers digit by digit."""
+    """Byte-level BPE over composed characters, with numbers digit by digit."""
     return _byte_level(_split(QWEN_SPLIT), normalizer=normalizers.NFC())
 
 
 def digits() -> Core:
-    """Byte-level BPE with a rule that no class of transformers has, as in StarCoder 2 and DeepSeek."""
+    """Byte-level BPE with a rule that no transformers class has, as in StarCoder 2 and DeepSeek."""
     words = pre_tokenizers.ByteLevel(add_prefix_space=False)
     return _byte_level(pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), words]))
 
 
 def prepend() -> Core:
-    """SentencePiece BPE in the older form: a normalizer writes the spaces."""
+    """SentencePiece BPE in the older format: a normalizer replaces the spaces."""
     core = _sentencepiece_bpe()
     core.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     return core
 
 
 def metaspace() -> Core:
-    """SentencePiece BPE in the newer form, as transformers 5 writes it for a LlamaTokenizer."""
+    """SentencePiece BPE in the newer format, as transformers 5 writes it for a LlamaTokenizer."""
     core = _sentencepiece_bpe()
     core.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme="first", split=False)
     return core
 
 
 def gemma() -> Core:
-    """SentencePiece BPE that puts no space before a text and drops none."""
+    """SentencePiece BPE that neither adds nor drops a space before a text."""
     core = _sentencepiece_bpe()
     core.normalizer = normalizers.Replace(" ", "▁")
     core.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
@@ -77,7 +77,7 @@ def gemma() -> Core:
 
 
 def unigram() -> Core:
-    """Unigram with tokens for bytes."""
+    """Unigram with byte tokens."""
     core = Core(models.Unigram([*_bytes_scored(), *_unigram_pieces()], unk_id=0, byte_fallback=True))
     core.add_special_tokens(ENDS)
     core.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme="always")
@@ -86,7 +86,7 @@ def unigram() -> Core:
 
 
 def unigram_unk() -> Core:
-    """Unigram without bytes: what is not in the vocabulary is lost."""
+    """Unigram without byte tokens: unknown characters are lost."""
     core = Core(models.Unigram([("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0), *_unigram_pieces()], unk_id=0))
     core.add_special_tokens(ENDS)
     core.normalizer = normalizers.NFKC()
@@ -101,7 +101,7 @@ KINDS: Mapping[str, Callable[[], Core]] = {
 
 
 def write_folder(folder: Path, core: Core | None = None, **files: object) -> Path:
-    """A folder with tokenizer.json and other JSON files; `tokenizer_config={...}` is tokenizer_config.json."""
+    """Write a folder with tokenizer.json and other JSON files; `tokenizer_config={...}` is tokenizer_config.json."""
     folder.mkdir(exist_ok=True)
     if core is not None:
         core.save(str(folder / "tokenizer.json"))
@@ -111,7 +111,7 @@ def write_folder(folder: Path, core: Core | None = None, **files: object) -> Pat
 
 
 def split_vocabulary(core: Core, folder: Path) -> None:
-    """GPT-2's two files instead of tokenizer.json. Added tokens are in the vocabulary, as in OPT's."""
+    """Replace tokenizer.json by GPT-2's two files. Added tokens are in the vocabulary, as in OPT's."""
     model = json.loads(core.to_str())["model"]
     (folder / "vocab.json").write_text(json.dumps(model["vocab"]))
     lines = ["#version: 0.2", *(" ".join(merge) for merge in model["merges"])]
@@ -161,7 +161,7 @@ def _with_ends(core: Core) -> Core:
 def _bpe_pieces() -> tuple[tuple[tuple[str, int], ...], tuple[tuple[str, str], ...]]:
     core = Core(models.BPE())
     core.pre_tokenizer = pre_tokenizers.Metaspace()
-    latin = [sentence for sentence in SENTENCES if sentence.isascii()]  # the other letters are left to bytes
+    latin = [sentence for sentence in SENTENCES if sentence.isascii()]  # byte tokens represent other letters
     core.train_from_iterator(latin, trainers.BpeTrainer(vocab_size=300, show_progress=False))
     model = json.loads(core.to_str())["model"]
     learnt = sorted(model["vocab"], key=model["vocab"].get)

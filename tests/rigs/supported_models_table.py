@@ -1,4 +1,4 @@
-"""The table of families in docs/models.md, from the variants that the tests run.
+"""The table of model families in docs/models.md, from the tested variants.
 
 `python tests/rigs/supported_models_table.py` writes it.
 """
@@ -43,7 +43,7 @@ SEEING = {
 
 
 def table() -> str:
-    """One row per architecture: what config.json calls it, models of that kind, and the variants that are tested."""
+    """One row per architecture: its name in config.json, example models, and the tested variants."""
     rows = ["| architecture | such as | variants tested |", "|---|---|---|"]
     for architecture in FAMILIES:
         kinds = [kind for kind in checkpoints.EVERY if checkpoints.architecture(kind) == architecture]
@@ -54,7 +54,7 @@ def table() -> str:
 
 
 def inserted(text: str) -> str:
-    """The document with the table as it is now."""
+    """The document with the current table."""
     before, rest = text.split(BEGIN)
     _, after = rest.split(END)
     return before + BEGIN + table() + END + after

@@ -1,4 +1,4 @@
-"""Cases for paged attention in Triton, with what dense products in float64 make of them. Needs the package triton."""
+"""Cases for paged attention in Triton, with their results by dense float64 products. Needs the package triton."""
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ TOLERANCES = {"float32": 2e-5, "float16": 3e-3, "bfloat16": 0.02}
 
 
 class Case:
-    """Sequences with known keys and values in blocks, everything else NaN, and the queries of some positions."""
+    """Sequences with given keys and values in blocks, NaN everywhere else, and queries of some positions."""
 
     def __init__(
         self, seed, spans, *, kv_heads=2, shared=2, dim=64, size=16, dtype="float32", stored=None, window=0, common=0
@@ -51,7 +51,7 @@ class Case:
         return torch.from_numpy(self.random.standard_normal(shape)).to(DTYPES[self.dtype])
 
     def store(self, i):
-        """Put what the first query of the i-th sequence sees, and what is behind it, into layer 1."""
+        """Write into layer 1 the KV of the i-th sequence from the window of its first query on."""
         start, stop = self.spans[i]
         size, dim = self.storage.block_size, self.storage.group.head_dim
         layer = self.storage.data[1].cpu()
@@ -70,7 +70,7 @@ class Case:
         return Batch(starts, stops, self.tables)
 
     def run(self, plan=None, softcap=0.0, scale=0.2, *, strict=False):
-        """The output of all chunks, on the CPU, with queries inside of a wider product."""
+        """The output of all chunks, on the CPU. Queries are views into a wider product."""
         plan = make_plan(self.batch(), self.storage) if plan is None else plan
         q = torch.cat(self.q).to(DEVICE)
         product = torch.full((len(q), q.shape[1] * q.shape[2] + 16), torch.nan, dtype=q.dtype, device=DEVICE)
@@ -93,7 +93,7 @@ class Case:
 
 
 def dense(q, k, v, span, scale, softcap, window):
-    """q (queries, heads, dim) of the positions of a span, k and v (keys, kv heads, dim), in float64."""
+    """q (queries, heads, dim) of a span's positions, k and v (keys, KV heads, dim); the result in float64."""
     shared = q.shape[1] // k.shape[1]
     k, v = (x.double().repeat_interleave(shared, 1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q.double(), k) * scale
@@ -105,7 +105,7 @@ def dense(q, k, v, span, scale, softcap, window):
 
 
 def resident(batch, rows, num_rows):
-    """The batch with its tables in rows of a table on the device. Other rows lead nowhere."""
+    """The batch with its block tables in rows of a device table. Entries of other rows do not exist."""
     tables = torch.full((num_rows, batch.tables.shape[1] + 1), NOWHERE, dtype=torch.int32)
     tables[list(rows), :-1] = torch.from_numpy(batch.tables).to(torch.int32)
     nothing = np.empty((len(batch.starts), 0), np.int64)

@@ -1,4 +1,4 @@
-"""Where tests of Triton kernels run: compiled on a GPU, or in the interpreter on the CPU."""
+"""The device of Triton kernel tests: a GPU with compiled kernels, or the CPU with the interpreter."""
 
 import torch
 

@@ -1,11 +1,11 @@
-"""Random numbers for tests of Triton kernels, and memory that shows what a kernel leaves out."""
+"""Random tensors for tests of Triton kernels, and new memory full of NaN to find unwritten values."""
 
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from triton_device import DEVICE
 
-ROUNDING = {torch.float32: 2**-24, torch.float16: 2**-11, torch.bfloat16: 2**-8}  # parts of a number, at most
+ROUNDING = {torch.float32: 2**-24, torch.float16: 2**-11, torch.bfloat16: 2**-8}  # largest relative error
 DTYPES = st.sampled_from(tuple(ROUNDING))
 SEEDS = st.integers(0, 2**32 - 1)
 drawn = settings(deadline=None, max_examples=8)
@@ -21,5 +21,5 @@ def normal(seed, *shape, dtype=torch.float32):
 
 
 def weight_of(seed, *shape, dtype):
-    """Products with it are about as large as what they are products of."""
+    """A random weight, scaled so that products have the magnitude of their inputs."""
     return (normal(seed, *shape) / shape[-1] ** 0.5).to(dtype)

@@ -1,4 +1,4 @@
-"""Rows on the device say what the rows of the host say, whatever steps bring: both against plain lists."""
+"""Device-resident rows equal the host's rows after any steps; both are checked against plain lists."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ def cache():
 
 
 class Both:
-    """Rows of the host and of the device, told the same, and what lists say that they should hold."""
+    """Host and device rows with the same steps, and lists of the expected content."""
 
     def __init__(self):
         self.rows = Rows(cache(), NUM_ROWS, LENGTH, VOCAB)
@@ -35,7 +35,7 @@ class Both:
         self.arriving = []
 
     def step(self, *, opened=(), tokens=(), blocks=((), ()), reset=False):
-        """opened: rows; tokens and blocks: (row, first, values) spans, written one after another."""
+        """opened: rows. tokens and blocks: (row, first, values) spans, written one after another."""
         if reset:
             self.tokens, self.tables = [[] for _ in self.tokens], [[[] for _ in table] for table in self.tables]
             self.arriving.clear()
@@ -54,7 +54,7 @@ class Both:
             way.apply(step)
 
     def sample(self, row, token):
-        """A token that the host does not know before it arrives."""
+        """Sample a token, which the host gets only when it arrives."""
         rows, positions = np.array([row], np.int32), np.array([len(self.tokens[row])], np.int32)
         for way in self.ways:
             way.put(rows, positions, torch.tensor([token], device=CPU if way is self.ways[0] else DEVICE))
@@ -105,7 +105,7 @@ def fresh_blocks(random, num_tokens, first=0):
 
 
 def act(both, random, *, force):
-    """One step of a run: some rows open, others go on, are overwritten, or all of them are forgotten."""
+    """One random step: rows open, continue, are overwritten, or all are reset."""
     reset = random.random() < 0.1
     known = [row for row in range(NUM_ROWS) if both.tokens[row] and not reset]
     opened = random.permutation([row for row in range(NUM_ROWS) if row not in known])[: random.integers(0, 3)].tolist()
@@ -113,7 +113,7 @@ def act(both, random, *, force):
     tokens, blocks = [], [[] for _ in range(GROUPS)]
     for row in known:
         length = len(both.tokens[row])
-        for group, spans in enumerate(blocks):  # they grow, and what is behind a place may be replaced
+        for group, spans in enumerate(blocks):  # tables grow, and entries from a position on may be replaced
             first = min(len(both.tables[group][row]), int(random.integers(0, 8)))
             if new := fresh_blocks(random, length + 1, first):
                 spans.append((row, first, new))
@@ -121,7 +121,7 @@ def act(both, random, *, force):
             first = int(random.integers(max(length - 2, 0), length + 1))
             new = random.integers(0, VOCAB, int(random.integers(length - first, 4))).tolist()
             tokens.append((row, first, new[: LENGTH - 1 - first]))
-    for row in [*opened, *reopened]:  # one that was given blocks in the same step may open again behind that
+    for row in [*opened, *reopened]:  # a row that got blocks in the same step may be opened again
         length = int(random.integers(1, LENGTH - 4))
         tokens.append((row, 0, random.integers(0, VOCAB, length).tolist()))
         for spans in blocks:
@@ -130,7 +130,7 @@ def act(both, random, *, force):
 
 
 def ready(both):
-    """Rows whose tables hold all of their tokens."""
+    """Rows whose block tables cover all of their tokens."""
     return [
         row
         for row in range(NUM_ROWS)
@@ -151,7 +151,7 @@ def play(seed, num_steps, *, force):
         both.check([(row, length - 1, length) for row, length in lengths.items()])
         starts = {row: int(random.integers(0, length)) for row, length in lengths.items()}
         both.check([(row, start, int(random.integers(start + 1, lengths[row] + 1))) for row, start in starts.items()])
-        both.arrive()  # of the step before the one that samples
+        both.arrive()  # from the step before the one that samples
         for row in rows:
             if random.random() < 0.6:
                 both.sample(row, int(random.integers(-1, VOCAB)))

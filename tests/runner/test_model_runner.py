@@ -1,4 +1,4 @@
-"""TorchRunner, driven by steps made by hand: the same tokens however a sequence is cut, batched or moved."""
+"""TorchRunner with hand-made steps: equal tokens for any chunking, batching and placement of blocks."""
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ def prompts():
 
 @pytest.fixture(scope="module")
 def greedy(model, prompts):
-    """What everything below must come to: each prompt alone, in one piece."""
+    """The expected tokens: each prompt alone, as one chunk."""
     return [Driver(model).generate([prompt], 24)[0] for prompt in prompts]
 
 
@@ -74,7 +74,7 @@ def test_a_sequence_goes_on_in_another_row_as_it_would_have(model, prompts):
 
 
 def test_tokens_known_before_are_read_from_the_row(model, prompts, greedy):
-    """The sampled token of a chunk is where the next chunk begins, without being sent."""
+    """The next chunk begins with the sampled token, which is not in the Step."""
     driver = Driver(model)
     prompt = prompts[0]
     first = driver.run([(0, 0, 5)], opens=[(0, GREEDY)], tokens=[(0, 0, prompt)]).tokens.tolist()
@@ -142,7 +142,7 @@ def test_logprobs_equal_transformers(saved, model, prompts):
 def test_late_masks_bind_their_rows_only(model, prompts, greedy):
     driver = Driver(model)
     allowed = {7, 300} - {greedy[1][0]}
-    late = Late(np.array([1, 6], np.int32), mask([allowed, {0}], 301))  # row 6 samples nothing in this step
+    late = Late(np.array([1, 6], np.int32), mask([allowed, {0}], 301))  # row 6 does not sample in this step
     opening = {"opens": [(0, GREEDY), (1, GREEDY)], "tokens": [(0, 0, prompts[0]), (1, 0, prompts[1])]}
     tokens = driver.run([(0, 0, 5), (1, 0, 33)], late=late, **opening).tokens.tolist()
     assert tokens[0] == greedy[0][0]
@@ -151,7 +151,7 @@ def test_late_masks_bind_their_rows_only(model, prompts, greedy):
 
 
 def test_two_steps_may_overlap(model, prompts, greedy):
-    """launch(n+1) and collect() -> n come before sample(n+1); tokens travel from step to step in the row."""
+    """launch(n+1) and collect() of n come before sample(n+1); the row carries the tokens from step to step."""
     driver = Driver(model)
     nothing = Late.nothing()
     first = driver.step([(0, 0, 5)], opens=[(0, GREEDY)], tokens=[(0, 0, prompts[0])])
@@ -176,13 +176,13 @@ def test_seconds_run_from_launch_to_the_end_of_sampling(model, prompts):
 
 
 def test_a_copied_block_serves_another_row(model, prompts, greedy):
-    """Row 1 shares the first full blocks of row 0 and gets a copy of part of the next one."""
+    """Row 1 shares the first full blocks of row 0 and gets a partial copy of the next one."""
     driver = Driver(model)
     prompt = prompts[1]
     driver.run([(0, 0, 33)], opens=[(0, GREEDY)], tokens=[(0, 0, prompt)])
     shared = driver.tables[0][0]
     fresh = [driver.free[0].pop() for _ in range(5)]
-    table = shared[:4] + fresh  # 16 tokens shared, 2 of the fifth block copied
+    table = shared[:4] + fresh  # 16 shared tokens, 2 copied ones of the fifth block
     result = driver.run(
         [(1, 18, 33)],
         opens=[(1, GREEDY)],
@@ -290,7 +290,7 @@ def test_a_step_may_continue_tokens_that_are_not_collected_yet(model, prompts, g
     driver.runner.sample(step.id, Late.nothing())
     for number in range(1, 25):
         step = driver.step([(row, known[row] + number - 1, known[row] + number) for row in reversed(rows)])
-        driver.runner.launch(step)  # what it begins with is known to the device alone
+        driver.runner.launch(step)  # only the device has its first token
         result = driver.runner.collect()
         order = rows if number == 1 else reversed(rows)
         for row, token in zip(order, result.tokens.tolist(), strict=True):
@@ -301,7 +301,7 @@ def test_a_step_may_continue_tokens_that_are_not_collected_yet(model, prompts, g
 
 def test_a_token_that_comes_late_is_not_written_into_a_row_that_changed_hands(model, prompts, greedy):
     driver = Driver(model)
-    first = driver.step([(0, 0, 5)], opens=[(0, GREEDY)], tokens=[(0, 0, prompts[0])])  # its token is for position 5
+    first = driver.step([(0, 0, 5)], opens=[(0, GREEDY)], tokens=[(0, 0, prompts[0])])  # samples the token at 5
     driver.runner.launch(first)
     driver.runner.sample(first.id, Late.nothing())
     prompt = prompts[1]

@@ -1,4 +1,4 @@
-"""Sequences that ask for it get the same bits whoever shares their steps and however they are cut into chunks."""
+"""Deterministic sequences get the same bits with any other rows in their steps and with any chunks."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ STRICT = [row for row, wish in enumerate(WISHES) if wish.deterministic]
 
 @pytest.fixture
 def threads():
-    """Sets the number of threads, and puts it back."""
+    """A function that sets the number of threads, which is restored afterwards."""
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
@@ -40,9 +40,9 @@ def prompts():
 
 
 def record(model, prompts, wishes, cuts, *, rows=None, late_by=None, **options):
-    """Tokens, and the bits of logprobs, of sequences that are prefilled in chunks of cuts[row] and then decode.
+    """Tokens and bits of logprobs of sequences that are prefilled in chunks of cuts[row] and then decode.
 
-    late_by: row -> steps that it waits before it joins.
+    late_by: row -> steps after which it joins.
     """
     driver = Driver(model, **options)
     rows = list(range(len(prompts))) if rows is None else rows
@@ -75,7 +75,7 @@ def record(model, prompts, wishes, cuts, *, rows=None, late_by=None, **options):
 
 @pytest.fixture(scope="module")
 def alone(model, prompts):
-    """Each in a runner of its own, prompt in one piece."""
+    """Each sequence in a runner of its own, with its prompt as one chunk."""
     return {row: record(model, prompts, WISHES, [1000] * 5, rows=[row])[row] for row in STRICT}
 
 
@@ -136,7 +136,7 @@ def test_invariant_kernels_choose_the_tokens_of_ordinary_ones_in_float32(saved, 
 
 
 def test_ordinary_kernels_do_depend_on_company(saved, prompts):
-    """Else there would be nothing to promise."""
+    """Otherwise the tests above would show nothing."""
     model = load_model(saved("qwen3-gqa")[0])
     wishes = [SamplingParams(temperature=0.0, logprobs=5)] * 5
     together = record(model, prompts, wishes, [1000] * 5)

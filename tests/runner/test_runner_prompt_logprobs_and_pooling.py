@@ -1,4 +1,4 @@
-"""What a step tells besides tokens: prompt logprobs and pooled hidden states, against transformers."""
+"""Prompt logprobs and pooled hidden states of the runner, against transformers."""
 
 import weakref
 
@@ -35,7 +35,7 @@ def opening(prompt, wish, row=0):
 
 
 def chunks_of(cuts, row=0, output=SAMPLE):
-    """A prompt in chunks that want logits everywhere, the last one with `output`."""
+    """A prompt in chunks with logits at all positions; the last chunk has `output`."""
     stops = np.cumsum(cuts).tolist()
     return [
         (row, row, stop - size, stop, 0, size, output if stop == stops[-1] or output == POOL else NONE)
@@ -77,7 +77,7 @@ def test_prompt_logprobs_come_in_the_order_of_chunks_and_only_where_asked(theirs
     wishes = [SamplingParams(temperature=0.0, prompt_logprobs=k, logprobs=j) for k, j in ((2, None), (None, 1), (0, 2))]
     prompts = [prompt[:9], prompt[9:20], prompt[20:]]
     spans = [(row, row, 0, len(p), 0, len(p), SAMPLE) for row, p in enumerate(prompts)]
-    spans[1] = (1, 1, 0, 7, 0, 5, NONE)  # row 1 wants nothing said about its prompt
+    spans[1] = (1, 1, 0, 7, 0, 5, NONE)  # row 1 asks for no prompt logprobs
     result = Driver(model).run(
         spans,
         opens=list(enumerate(wishes)),
@@ -140,7 +140,7 @@ def test_logits_are_made_few_at_a_time_and_none_is_kept(model, prompt, monkeypat
     assert len(result.prompt_logprobs.ids) == 32
     assert sum(size for size, _ in sizes) == 33
     assert max(size for size, _ in sizes) == 4
-    assert max(alive for _, alive in sizes) <= 2  # that of the token to be sampled, and the portion before
+    assert max(alive for _, alive in sizes) <= 2  # those of the token to sample, and of the previous portion
 
     assert not [ref for ref in made if ref() is not None]
 

@@ -1,4 +1,4 @@
-"""Whole requests through the runner, each sampling parameter against an oracle that sees transformers' logits."""
+"""Each sampling parameter in whole requests through the runner, against an oracle on transformers' logits."""
 
 import math
 
@@ -29,7 +29,7 @@ def model(saved):
 
 
 def slow_greedy(theirs, prompt, wish, num_tokens=NUM_TOKENS):
-    """Tokens, and by how much the closest choice was won."""
+    """Tokens, and the margin of the closest choice."""
     params, output, lead = wish.params, [], math.inf
     for _ in range(num_tokens):
         tokens = prompt + output
@@ -79,7 +79,7 @@ def test_parameters_equal_the_oracle_alone_and_together(theirs, model, params):
     assert min(lead for _, lead in expected) > 1e-3
     tokens = [tokens for tokens, _ in expected]
     plain = Driver(model).generate(PROMPTS, NUM_TOKENS)
-    assert tokens != plain  # or nothing was tested
+    assert tokens != plain  # otherwise nothing is tested
     assert Driver(model).generate(PROMPTS, NUM_TOKENS, wishes) == tokens
     mixed = Driver(model).generate(PROMPTS, NUM_TOKENS, [wishes[0], params_of(), wishes[2]], cut=2)
     assert mixed == [tokens[0], plain[1], tokens[2]]
@@ -126,7 +126,7 @@ def test_combinations_equal_the_oracle(
         frequency_penalty=frequency,
         presence_penalty=presence,
         logit_bias=bias,
-        allowed_token_ids=tuple(range(16)),  # so that tokens come up again
+        allowed_token_ids=tuple(range(16)),  # so that tokens repeat
         min_tokens=min_tokens,
     )
     wish = Wish(params, len(prompt), eos=(3, 4), bad_words=bad_words)
@@ -135,7 +135,7 @@ def test_combinations_equal_the_oracle(
 
 
 def test_tokens_that_only_the_runner_knows_are_penalised(theirs, model):
-    """Two steps in flight: nobody tells the runner what it sampled."""
+    """With two steps in flight, no Step contains the sampled tokens."""
     wish = Wish(
         params_of(frequency_penalty=2.0, presence_penalty=1.0, allowed_token_ids=tuple(range(9))),
         len(PROMPTS[0]),

@@ -19,7 +19,7 @@ def exact(row):
 
 
 def report_of(logits, tokens, num_logprobs, listed=None):
-    """Of logits that are all there already."""
+    """The report for given logits."""
     lists = {index: np.array(ids, np.int64) for index, ids in (listed or {}).items()}
     return report(
         reference, lambda some: logits[torch.from_numpy(some)], logits.shape[1], np.array(tokens), num_logprobs, lists
@@ -40,7 +40,7 @@ def report_of(logits, tokens, num_logprobs, listed=None):
 def test_reports_equal_a_slow_softmax(rows, coarse, at_once, seed):
     logits = torch.randn(len(rows), 20, generator=torch.Generator().manual_seed(seed)) * 3
     if coarse:
-        logits = logits.round()  # full of ties, and of -0.0
+        logits = logits.round()  # many ties, and -0.0
     tokens, wanted, lists = zip(*rows, strict=True)
     listed = {index: ids for index, ids in enumerate(lists) if ids}
     with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,4 @@
-"""What rows asked for, kept across steps: the draws made of it against slow loops over random histories."""
+"""Sampling parameters of rows across steps: sampling metadata against slow loops over random histories."""
 
 import math
 from collections import Counter
@@ -19,7 +19,7 @@ ROWS = 6
 MAX_LEN = 30
 
 token = st.integers(0, VOCAB - 1)
-few = st.integers(0, 3)  # tokens that come up again and again
+few = st.integers(0, 3)  # tokens that repeat
 wishes = st.builds(
     Wish,
     st.builds(
@@ -41,7 +41,7 @@ wishes = st.builds(
 
 
 def banned_tokens(wish, tokens):
-    """Of a row that ends with `tokens`."""
+    """Banned tokens of a row that ends with `tokens`."""
     ends = wish.eos if len(tokens) < wish.prompt_len + wish.params.min_tokens else ()
     words = [word[-1] for word in wish.bad_words if tuple(tokens[len(tokens) + 1 - len(word) :]) == word[:-1]]
     return set(ends) | {word for word in words}
@@ -112,7 +112,7 @@ def test_rows_that_ask_for_nothing_give_nothing_to_do():
     columns = SamplingColumns(4, VOCAB)
     asking = Wish(SamplingParams(repetition_penalty=2.0, logit_bias={1: 1.0}, allowed_token_ids=(2,)), 1, (1,), ((4,),))
     columns.open(open_rows([(row, asking) for row in range(4)]))
-    columns.open(open_rows([(row, GREEDY) for row in range(4)]))  # and what others asked before is forgotten
+    columns.open(open_rows([(row, GREEDY) for row in range(4)]))  # resets the previous parameters
     draws = columns.draws(np.arange(4), np.full(4, 9), np.zeros((4, 10), np.int32), Late.nothing())
     assert [len(part) for part in (draws.masks.rows, draws.edits.rows, draws.history.rows)] == [0, 0, 0]
     assert columns.lists.reported(np.arange(4)) == {}

@@ -1,4 +1,4 @@
-"""Admission slows when preemptions repeat, and recovers; an overloaded pool goes on as it does at capacity."""
+"""The admission watermark rises with repeated preemptions and falls again; throughput of an overloaded pool."""
 
 from itertools import pairwise
 
@@ -10,7 +10,7 @@ from benchmarks import overload
 from quire.core.events import AdmissionSlowed
 from quire.scheduler.admission_watermark import Caution
 
-CALM = 300  # steps after which something is taken back
+CALM = 300  # steps without preemption after which it falls
 
 
 def calm(caution, steps):

@@ -1,4 +1,4 @@
-"""Beam search: exhaustive search on toy vocabularies, a slow search written out, and transformers' own."""
+"""Beam search against exhaustive search on toy vocabularies, a slow search, and transformers."""
 
 import math
 import random
@@ -21,7 +21,7 @@ STOPPING = (True, False, "never")
 
 
 class Toy:
-    """A model of a few tokens: a table of logprobs for each prefix, the same whenever it is asked."""
+    """A model of a few tokens: a fixed table of logprobs for each prefix."""
 
     def __init__(self, vocab, seed, sharpness=2.0):
         self.vocab, self.seed, self.sharpness = vocab, seed, sharpness
@@ -34,7 +34,7 @@ class Toy:
 
 
 def drive(logprobs_of, rules, num_candidates):
-    """Run a search to its end: its hypotheses, and the number of steps."""
+    """Run a search to its end. Returns its hypotheses and the number of steps."""
     search, outputs, steps = Search(rules), [()], 0
     while not search.is_over:
         rows = [np.asarray(logprobs_of(output)) for output in outputs]
@@ -52,7 +52,7 @@ def told(hypotheses):
 
 
 def all_sequences(toy, rules):
-    """Every sequence that could come out, with its reason and cumulative logprob."""
+    """Every possible sequence, with its reason and cumulative logprob."""
     for length in range(1, rules.max_tokens + 1):
         for tokens in product(range(toy.vocab), repeat=length):
             stops = [i for i, token in enumerate(tokens) if token in rules.stop_ids]
@@ -88,7 +88,7 @@ def test_a_search_wide_enough_for_everything_is_exhaustive(
 
 
 def slow_search(toy, rules, *, stops_early=True):
-    """The rules once more, with whole sequences, the whole vocabulary and nothing clever."""
+    """The same rules, implemented with whole sequences and the whole vocabulary."""
     live, done = [((), 0.0)], []
     for length in range(1, rules.max_tokens + 1):
         grown = [
@@ -153,7 +153,7 @@ def test_a_search_that_never_stops_early_loses_nothing(vocab, seed, width, max_t
 
 
 def test_the_ways_to_stop_differ():
-    """Cases in which one of them stops earlier than another, so that a rule mixed up would be seen."""
+    """Cases in which one stopping rule stops earlier than another, to find rules that are mixed up."""
     steps = {stopping: [] for stopping in STOPPING}
     for seed in range(40):
         for stopping in STOPPING:
@@ -240,7 +240,7 @@ def test_the_best_of_many_candidates_are_found():
 
 
 class Model:
-    """A random Llama whose tokens, end tokens among them, are likely by turns."""
+    """A random Llama in which any token is likely at times, also end tokens."""
 
     def __init__(self, seed):
         torch.manual_seed(seed)
@@ -255,7 +255,7 @@ class Model:
         return logits.log_softmax(-1).double().numpy()
 
     def search(self, rules):
-        """Generated tokens and scores, as transformers finds them."""
+        """Generated tokens and scores of transformers' beam search."""
         ends = sorted(rules.stop_ids)
         with torch.inference_mode():
             found = self.model.generate(

@@ -1,4 +1,4 @@
-"""Journals replay, differences are printed, damaged files are refused; steps survive their bytes."""
+"""Journals: replay, printed differences, rejection of damaged files, and encoding of steps."""
 
 import io
 
@@ -101,7 +101,7 @@ def test_the_step_that_kills_the_process_is_in_the_journal(tmp_path):
     params = SamplingParams(max_tokens=3, seed=1)
     scheduler.add(Request(id="a", prompt=[1, 2, 3], params=params), 0.0)
     step = scheduler.plan(0.5)
-    with (tmp_path / "journal").open("rb") as found:  # nothing was closed, as after SIGKILL
+    with (tmp_path / "journal").open("rb") as found:  # without close, as after SIGKILL
         *_, add, plan = journal.read(found)
     file.close()
     assert add.request.id == "a"

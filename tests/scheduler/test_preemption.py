@@ -1,4 +1,4 @@
-"""Preemption, either way: whatever is copied to the host and back or computed again, the script's tokens come out."""
+"""Preemption by swap and by recompute: the script's tokens come out in any case."""
 
 import random
 from pathlib import Path
@@ -28,7 +28,7 @@ def host_moves(moves: list[Move]) -> list[Move]:
 
 
 class Watched(Rig):
-    """Remembers the steps."""
+    """Records the steps."""
 
     def __init__(self, **options) -> None:
         self.steps: list[Step] = []
@@ -147,7 +147,7 @@ def test_a_family_leaves_as_a_whole_and_its_shared_blocks_travel_once(prefix_ind
             left.setdefault(event.now, []).append(event)
         for events in left.values():
             if any(event.reason != "no free block" for event in events):
-                continue  # for its own relatives the latest leaves alone
+                continue  # for its own request only the latest sequence is preempted
             together.append(len(events))
             sizes = [event.num_bytes // 256 for event in events]
             assert sizes[0] > 5 and max([0, *sizes[1:]]) <= sizes[0] - 5, "the prompt's whole blocks count once"
@@ -218,7 +218,7 @@ def test_where_the_index_has_less_only_the_rest_is_copied():
     cache.release(0, 14)
     cache.launched(1)
     cache.collected(1)
-    cache.grow(cache.open(9), 24)  # which evicts one of three
+    cache.grow(cache.open(9), 24)  # evicts one of three
     back = cache.admit(0, tokens[:15], NO_NAMESPACE, reusable=14, limit=15, most=2)
     assert back is None, "there are two blocks, and four are needed"
     cache.release(9)
@@ -244,7 +244,7 @@ def test_aborted_sequences_leave_nothing_in_the_host_pool():
 @BOTH
 @INDEXES
 def test_steps_with_copies_may_fail(prefix_index, steps_in_flight, part):
-    """Every one of the first copies, out or in, in turn; whose bytes are lost is computed again."""
+    """Each of the first copies, out or in, fails in turn. A sequence whose KV is lost is recomputed."""
     lost = 0
     for which in range(6):
         rig = Watched(num_blocks=16, prefix_index=prefix_index, preemption="swap", steps_in_flight=steps_in_flight)
@@ -314,7 +314,7 @@ def test_preempted_is_undisturbed(
     told,
     seed,
 ):
-    """Pools down to one sequence, families, parts of blocks, windows, every index, one and two steps, failures."""
+    """Pools down to one sequence, forks, partial blocks, windows, every index, one and two steps, failures."""
     rng = random.Random(seed)
     rig = Rig(
         num_blocks=num_blocks,

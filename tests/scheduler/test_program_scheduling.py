@@ -1,4 +1,4 @@
-"""What programs say changes who runs next and what is evicted first, within bounds, and within their tenant."""
+"""Effect of program hints on admission and eviction order: bounded, and within their tenant."""
 
 from random import Random
 
@@ -46,7 +46,7 @@ def test_a_program_out_of_bounds_is_refused_by_name(fields, param):
     assert param in str(told.value)
 
 
-# Who runs next
+# Admission order
 
 
 def asked(name, program=None, *, tenant="", num_tokens=4, num_output=2, **terms):
@@ -55,7 +55,7 @@ def asked(name, program=None, *, tenant="", num_tokens=4, num_output=2, **terms)
 
 
 def queued(policy="fcfs", prefix_index="none", **changed):
-    """A scheduler whose only row is taken, so that all that comes waits."""
+    """A scheduler whose only row is occupied, so that all arriving requests wait."""
     config = limits(policy, max_num_seqs=1, max_num_batched_tokens=64, max_model_len=64, **changed)
     scheduler = Scheduler(config, KVCache(memory(64, 4, prefix_index)))
     scheduler.add(request("busy", [1], 1, tenant="busy"), 0.0)
@@ -64,7 +64,7 @@ def queued(policy="fcfs", prefix_index="none", **changed):
 
 
 def order_of(scheduler, now=0.0):
-    """The requests that wait, one after the other, as they are admitted."""
+    """The waiting requests in the order of their admission."""
     names, seen = [], set()
     while scheduler.has_work:
         step = scheduler.plan(now)
@@ -78,10 +78,10 @@ def order_of(scheduler, now=0.0):
 
 ARRIVALS = st.lists(
     st.tuples(
-        st.sampled_from([0.0, 0.5, 3.0, LEAD - 1, 2 * LEAD]),  # seconds since the one before
+        st.sampled_from([0.0, 0.5, 3.0, LEAD - 1, 2 * LEAD]),  # seconds since the previous one
         st.sampled_from([None, None, "p", "q", "r"]),
         st.sampled_from(["", "other"]),
-        st.integers(0, 9).map(lambda n: n == 0),  # whether the program ends then
+        st.integers(0, 9).map(lambda n: n == 0),  # whether the program ends here
     ),
     min_size=1,
     max_size=25,
@@ -167,7 +167,7 @@ def test_programs_are_remembered_in_bounds_and_forgotten_when_they_end():
     assert programs.place(asked("x", "always"), 99999, 5.0) == (5.0, 99999)
 
 
-# What is kept, and what is given up
+# Eviction order
 
 
 P = Program(id="p", ttl=10.0)
@@ -275,7 +275,7 @@ def test_nothing_is_remembered_of_programs_whose_kv_is_gone():
 @given(data=st.data())
 @settings(max_examples=30)
 def test_a_tenant_cannot_change_what_another_keeps(eviction, data):
-    """Leaves of one block: x gives up as many as without its programs, and y the very same."""
+    """With blocks as leaves: the hints of x change neither its number of evictions nor the leaves of y."""
     memories = [Memory(eviction, num_blocks=40) for _ in range(2)]
     contents = {}
     for now in range(data.draw(st.integers(5, 25))):
@@ -297,11 +297,11 @@ def test_a_tenant_cannot_change_what_another_keeps(eviction, data):
             assert len(kept[0]) == len(kept[1])
 
 
-# The scheduler as a whole
+# The whole scheduler
 
 
 def rig_with_programs(seed=0, **options):
-    """Requests of random programs, which end at random, over a memory that is too small."""
+    """Requests of random programs, which end at random, over a pool that is too small."""
     dice = Random(seed)
     rig = Rig(num_blocks=24, prefix_index="radix", seed=seed, **options)
     rig.asked = {}

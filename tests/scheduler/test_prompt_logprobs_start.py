@@ -1,4 +1,4 @@
-"""Logprobs of a prompt from a position on: what comes before may be cached."""
+"""Prompt logprobs from a position on: tokens before it may be cached."""
 
 import pytest
 from scripted_engine import Rig

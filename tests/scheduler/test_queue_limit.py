@@ -1,4 +1,4 @@
-"""A bounded queue: who is refused, what is told, and how good the forecast is."""
+"""Queue limits: rejected requests, and the accuracy of Retry-After."""
 
 from contextlib import suppress
 
@@ -21,7 +21,7 @@ def prompt(length: int, salt: int = 0) -> list[int]:
 
 
 def full(**bounds) -> Rig:
-    """One runs, two wait with 10 tokens each, and something is known of what steps take."""
+    """One request runs, two wait with 10 tokens each, and the cost model has samples."""
     rig = Rig(max_num_seqs=1, **bounds)
     rig.add("running", prompt(10), max_tokens=40)
     for _ in range(6):
@@ -99,7 +99,7 @@ def test_of_those_who_are_refused_each_is_told_a_later_time_and_a_flood_ends():
 
 
 def request_of(rig, request_id):
-    """As the engine would make it, without its clock."""
+    """The Request that the engine would create."""
     made = []
     add, rig.scheduler.add = rig.scheduler.add, lambda request, now: made.append(request)
     rig.add(request_id, prompt(4), max_tokens=20)
@@ -148,7 +148,7 @@ def is_new(rig, request_id) -> bool:
 
 
 def test_turns_are_those_of_the_scheduler():
-    """For steps that always take as long, and ends that are known."""
+    """With constant step times and known ends."""
     site = Site(Load(1e-9, 0, told_ends=True, max_queued_requests=None), 3, "line")
     for _ in range(120):
         site._come()
@@ -160,7 +160,7 @@ def test_turns_are_those_of_the_scheduler():
         if step.id == 150:
             bound, made = site.scheduler._bound, site.now
             line = Line(bound._turns(), bound._who_waits([]), 0, 0)
-            line.seconds_until(10**9, 0)  # as they are now
+            line.seconds_until(10**9, 0)  # freezes the current state
         result = site._result(step)
         site.now += result.seconds
         site.scheduler.commit(result, site.now)
@@ -171,16 +171,16 @@ def test_turns_are_those_of_the_scheduler():
 
 
 def test_a_line_told_by_hand():
-    """Two rows, steps of 1 s and 0.1 s a token: who runs ends after 3 and 5 steps."""
+    """Two rows, steps of 1 s and 0.1 s per token. The running sequences end after 3 and 5 steps."""
     machine = Machine(rows=2, budget=100, room=50.0, fixed=1.0, per_token=0.1)
     turns = Turns(machine, [Work(0, 3.0, 10), Work(0, 5.0, 10)])
     waiting = [Turn([Work(10, 4.0, 10)], 10), Turn([Work(5, 1.0, 5)], None), Turn([Work(40, 1.0, 40)], 40)]
     line = Line(turns, waiting, 2, 50)
     first = 3 * 1.2
     assert line.seconds_until(1, 0) == pytest.approx(first)
-    # the second begins when the other one ends, 2 steps later, in which 10 tokens of a prompt are computed
+    # the second begins when the other one ends, 2 steps later; meanwhile 10 prompt tokens are computed
     second = first + 2 * 1.2 + 0.1 * 10
-    # the third waits for memory, and so for all: the last of them ends 4 steps and a bit after it began
+    # the third waits for memory, and so for all others: the last of them ends over 4 steps after its begin
     assert line.seconds_until(0, 11) > second + 2
     assert line.seconds_until(9, 99) == line.seconds_until(2, 50), "there are no more"
     line.append(Turn([Work(1, 1.0, 1)], 1))
@@ -227,7 +227,7 @@ def test_the_duration_of_the_step_planned_last_is_predicted():
             rig.step()
             told += [rig.engine.stats().last_step_seconds] * (len(predicted) - before)
     late = list(zip(predicted, told, strict=True))[100:]
-    assert all(0.3 < one / seconds < 3 for one, seconds in late)  # durations are a half to twice what they should be
+    assert all(0.3 < one / seconds < 3 for one, seconds in late)  # durations vary by 0.5 to 2
     assert sum(one for one, _ in late) == pytest.approx(sum(seconds for _, seconds in late), rel=0.15)
 
 

@@ -1,4 +1,4 @@
-"""A request goes on in a new scheduler, from the tokens that it has, as if nothing had happened."""
+"""Resumption of a request in a new scheduler, from its known tokens, gives the undisturbed output."""
 
 from dataclasses import dataclass, field
 
@@ -20,13 +20,13 @@ def prompt(length: int, salt: int = 0) -> list[int]:
 
 
 def known(*lengths: int | None, of: list[int]) -> tuple[Known, ...]:
-    """So many tokens of each sequence; None has ended."""
+    """The given number of tokens per sequence; None for an ended one."""
     return tuple(Known(of[:3], finished=True) if one is None else Known(of[:one]) for one in lengths)
 
 
 @dataclass
 class Told:
-    """What a front end has of one sequence."""
+    """A front end's state of one sequence."""
 
     tokens: list[int] = field(default_factory=list)
     likely: list[float] = field(default_factory=list)
@@ -37,7 +37,7 @@ class Told:
 
 @dataclass
 class Ask:
-    """A request; stops[i]: the length at which a stop string ends sequence i."""
+    """A request. stops[i]: the length at which a stop string ends sequence i."""
 
     prompt: list[int]
     params: SamplingParams
@@ -46,7 +46,7 @@ class Ask:
 
 
 class FrontEnd:
-    """Adds requests to whatever scheduler there is, and has what came of them."""
+    """Adds requests to the current scheduler, and collects their outputs."""
 
     def __init__(self, asked: list[Ask], new_rig):
         self.asked = asked
@@ -71,7 +71,7 @@ class FrontEnd:
                 self.hear(output)
             at += 1
             assert at < 5_000, "no progress"
-        self.rigs[-1].run()  # all blocks are free
+        self.rigs[-1].run()  # asserts that all blocks are free
         for rig in self.rigs:
             assert rig.replay().difference == ""
             assert rig.engine.stats().failed_steps == 0
@@ -80,7 +80,7 @@ class FrontEnd:
     def hear(self, output) -> None:
         one, ask = self.told[output.request_id, output.index], self.asked[int(output.request_id)]
         if one.reason is not None:
-            return  # the engine may not know yet
+            return  # the engine may not have received the stop yet
         one.tokens += output.token_ids
         if output.logprobs is not None:
             one.likely += output.logprobs.values[:, 0].tolist()
@@ -144,7 +144,7 @@ def test_any_number_of_restarts_changes_no_token(asked, kills, **chosen):
 
 
 def opened(have: tuple[Known, ...]) -> dict[int, list[object]]:
-    """What a runner is told about each sequence when its row opens, but for where it is."""
+    """The new-row data of each sequence, without its row and ids."""
     params = SamplingParams(
         n=2, temperature=0.8, seed=11, max_tokens=9, min_tokens=6, stop_token_ids=(3,), presence_penalty=1.0,
         frequency_penalty=0.5, repetition_penalty=1.2, logit_bias={4: 1.0},
@@ -208,7 +208,7 @@ def test_penalties_and_ends_count_from_the_original_prompt():
     [
         ([5, 6, 7], {"max_tokens": 3}, "length", None),
         ([5, 6], {"stop_token_ids": (6,)}, "stop", 6),
-        ([5, 6, 7], {"stop_token_ids": (6,)}, "stop", 6),  # as no engine can have put out
+        ([5, 6, 7], {"stop_token_ids": (6,)}, "stop", 6),  # no engine can have generated them
     ],
 )
 @pytest.mark.parametrize("n", [1, 3])
@@ -294,7 +294,7 @@ def test_searches_and_poolings_begin_anew_and_are_not_refused_for_lack_of_time()
     rig.engine.add("search", prompt(4), params, beams=beams, resumed=True)
     pooled = SamplingParams(temperature=0.0, max_tokens=0)
     rig.engine.add("pool", prompt(4), pooled, pooling=Pooling.LAST, resumed=True)
-    rig.engine.add("late", prompt(4), params, terms=hurry, resumed=True)  # ends with the error, later
+    rig.engine.add("late", prompt(4), params, terms=hurry, resumed=True)  # ends later with the error
     rig.run()
     assert rig.reasons["search", 0] == "length"
     assert rig.reasons["pool", 0] == "stop"

@@ -1,4 +1,4 @@
-"""The scheduler against what the script says must come out, whatever happened on the way."""
+"""The scheduler, whose outputs must equal the runner's script whatever happens in between."""
 
 import itertools
 from dataclasses import replace
@@ -59,7 +59,7 @@ def test_the_time_budget_bounds_the_tokens_of_a_step():
     del rig.scheduler.sizes[:]
     rig.add("long", prompt(250), max_tokens=1)
     rig.run()
-    # 1e-4 s a token on a fixed millisecond, times 0.5 to 2 as it comes: 45 to 190 tokens in 0.01 s
+    # 1e-4 s per token and 1 ms per step, times a random 0.5 to 2: 45 to 190 tokens in 0.01 s
     assert 40 <= max(rig.scheduler.sizes) <= 200
     assert rig.replay().difference == ""
 
@@ -114,7 +114,7 @@ def test_first_come_first_served():
 
 
 def test_stop_tokens_and_ignore_eos_and_min_tokens():
-    # a prompt after which the script says some token twice
+    # a prompt whose script repeats a token
     asked, said, stop = next(
         (asked, said, token)
         for asked in map(prompt, range(3, 60))
@@ -242,7 +242,7 @@ def test_logits_that_are_not_finite_end_only_their_request():
 
 
 def test_a_reset_step_that_preempts_opens_only_rows_that_are_left():
-    """A request that fails whenever it runs resets the rows; the step after that has to preempt somebody."""
+    """A request that always fails resets the rows, and the next step has to preempt a sequence."""
     for num_blocks in range(20, 34):
         rig = Rig(
             num_blocks=num_blocks,
@@ -335,11 +335,11 @@ def test_default_seeds_of_two_engines_share_nothing():
     assert len(set(seeds)) == 200
 
 
-# Random lives: whatever is thrown at it, the script's tokens come out, nothing leaks, and it replays
+# Random operations: the outputs equal the script, no block leaks, and the journal replays
 
 
 def scores(tokens: list[int]) -> list[tuple[int, int]]:
-    """What is told about the tokens of a prompt."""
+    """The expected prompt logprobs of a prompt: (token, position)."""
     return [(token, position) for position, token in enumerate(tokens)][1:]
 
 
@@ -350,7 +350,7 @@ def test_n_sequences_compute_their_prompt_once(length, steps_in_flight):
     rig.add("a", prompt(length), n=5, max_tokens=6)
     rig.run()
     assert all(rig.tokens["a", index] == script(prompt(length), 6, VOCAB) for index in range(5))
-    # each computes the last token of the prompt, and all of its own but the last
+    # each sequence computes the last prompt token, and all of its own tokens except the last
     assert sum(rig.scheduler.sizes) == length - 1 + 5 * 6 + (steps_in_flight - 1) * 0
     assert rig.replay().difference == ""
 
@@ -612,7 +612,7 @@ def test_ten_thousand_steps():
 
 
 def test_a_suspect_that_needs_more_than_it_had_beside_others_may_be_the_one_to_wait():
-    """Alone in a step it computes more at once, which a group with a window may have no blocks for."""
+    """Alone in a step it computes more tokens at once, for which a group with a window may lack blocks."""
     for num_blocks, num_steps in itertools.product(range(14, 34), (3, 4, 5)):
         failing = [False]
         options = {"max_num_seqs": 6, "max_model_len": 60, "watermark": 0.0, "block_size": 2}

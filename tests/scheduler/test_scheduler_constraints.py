@@ -1,4 +1,4 @@
-"""Constraints in the scheduler: forced text enters as chunks, whatever else happens, and a replay needs no grammar."""
+"""Constraints in the scheduler: forced tokens are computed in chunks in any case, and a replay needs no grammar."""
 
 from dataclasses import dataclass
 
@@ -22,11 +22,11 @@ FORM = {"regex": "any"}
 
 @dataclass
 class Whims:
-    """Constraints that force, end and fail by a digest of the output so far: a function of the tokens alone."""
+    """Constraints that force tokens, end and fail by a digest of the output so far."""
 
-    often: int = 3  # one in so many states forces something; 0: none
+    often: int = 3  # one of this many outputs forces tokens; 0: none
     longest: int = 7
-    ends_after: int = 10_000  # tokens of output
+    ends_after: int = 10_000  # output tokens
     fails_after: int = 10_000
 
     def __post_init__(self):
@@ -34,7 +34,7 @@ class Whims:
         self.asked: list[list[int]] = []
 
     def verdict(self, output: list[int]) -> Verdict:
-        """What follows these tokens, which end with one that was sampled (or are none)."""
+        """The verdict after these output tokens. The last one was sampled, if there is any."""
         if len(output) >= self.fails_after:
             return Verdict(error="a whim")
         digest = sum((i + 1) * (token + 3) for i, token in enumerate(output)) * 7919 % 1009
@@ -65,7 +65,7 @@ class Whims:
 
 
 class Slow:
-    """A compiler that takes so many steps for each request."""
+    """A compiler that takes `steps` calls of `finished` for each request."""
 
     def __init__(self, constraints, steps=0, errors=()):
         self.constraints = constraints
@@ -92,7 +92,7 @@ class Slow:
 
 
 class FormRig(Rig):
-    """A rig whose requests are constrained by whims."""
+    """A rig whose requests are constrained by Whims."""
 
     def __init__(self, whims, *, compile_steps=0, errors=(), **options):
         super().__init__(**options)
@@ -123,7 +123,7 @@ class FormRig(Rig):
 
 
 def expected(prompt, whims, max_tokens):
-    """Token by token, without steps: output, places of forced tokens, why it ends."""
+    """The expected result, token by token: output, positions of forced tokens, finish reason."""
     output, forced, sampled = [], [], False
     while True:
         verdict = whims.verdict(output)
@@ -382,7 +382,7 @@ def test_an_end_token_that_is_ignored_ends_no_form_before_the_least_length():
 
 
 class Broken:
-    """A grammar whose matchers raise, some of them only later."""
+    """A grammar whose matchers raise errors, at once or after some tokens."""
 
     def __init__(self, after):
         self.after = after

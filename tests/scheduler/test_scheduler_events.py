@@ -1,4 +1,4 @@
-"""Every decision is an event with its reasons, and an explanation tells those of its request."""
+"""Decisions of the scheduler as events with reasons, and explanations made of them."""
 
 from collections import Counter
 
@@ -26,7 +26,7 @@ def events(rig: Rig, kind: type) -> list:
 
 
 def busy(rig: Rig) -> None:
-    """The rig knows how fast it is, and somebody runs."""
+    """Train the cost model and run a request."""
     for i in range(12):
         rig.add(f"warm {i}", [1 + i] * (10 + 15 * (i % 3)), max_tokens=6)
     rig.run()

@@ -1,4 +1,4 @@
-"""The scheduler with a prefix index: what is computed once, what is told about it, and that nothing else changes."""
+"""The scheduler with a prefix index: what is computed once, the reported figures, and unchanged outputs."""
 
 import random
 
@@ -23,7 +23,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 
 def computed(rig: Rig) -> int:
-    """Tokens of all steps so far."""
+    """Tokens computed by all steps so far."""
     return sum(rig.scheduler.sizes)
 
 
@@ -61,7 +61,7 @@ def test_a_turn_of_a_chat_finds_all_turns_before_it(steps_in_flight):
         chat += prompt(9, seed=turn)
         rig.add(str(turn), list(chat), max_tokens=7)
         rig.run()
-        # all but the new turn; nobody has computed the KV of the answer's last token
+        # all except the new turn; the KV of the answer's last token was never computed
         assert rig.cached[str(turn), 0] == max(0, len(chat) - 9 - 1)
         chat += rig.tokens[str(turn), 0]
         assert rig.tokens[str(turn), 0] == script(chat[:-7], 7, VOCAB)
@@ -146,7 +146,7 @@ def test_the_culprit_is_found_among_those_who_share(windows, steps_in_flight):
 @INDEXES
 @BOTH
 def test_whatever_happens_tokens_are_those_of_a_lone_run(prefix_index, steps_in_flight):
-    """Short pools, failures, aborts, stops, n, namespaces: the script says what must come out, and `check` looks on."""
+    """Small pools, failures, aborts, stops, n, namespaces: outputs equal the script, and `check` finds no error."""
     rng = random.Random(7 + steps_in_flight)
     poison: set[str] = set()
 
@@ -238,7 +238,7 @@ def test_a_salt_narrows_and_deterministic_requests_share_among_themselves():
     assert reasons == {"plain": "never_seen", "salted": "other_salt", "adapter": "other_adapter"}
 
 
-# What is told
+# Reported figures
 
 
 def test_an_explanation_says_what_became_of_a_request():
@@ -291,7 +291,7 @@ def test_explanations_of_ended_requests_are_bounded(monkeypatch):
 
 
 def search(tokens: list[int], rules: Rules) -> list[tuple[list[int], float]]:
-    """Beam search by recomputing everything: no blocks, no steps, no sequences."""
+    """Beam search that recomputes every prefix: no blocks, steps or sequences."""
     one, live = Search(rules), [[]]
     while not one.is_over:
         rows = []
@@ -348,7 +348,7 @@ def test_beam_searches_under_pressure_equal_a_search_that_recomputes_everything(
 @pytest.mark.parametrize("prefix_index", ["radix", "hash", "none"])
 @pytest.mark.parametrize("failing", [0.0, 0.08])
 def test_a_search_that_just_fits_comes_to_its_end(prefix_index, failing):
-    """Pools with room for hardly more than one search, and another beside it: nobody waits for ever."""
+    """Pools with room for little more than one search, with two searches: no deadlock."""
     for seed in range(40):
         rng = random.Random(seed)
         width, length, most, size = (

@@ -1,4 +1,4 @@
-"""A served model and servers with and without keys, each made once."""
+"""Servers with a model, with and without keys, each created once."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -43,7 +43,7 @@ def http(served) -> Iterator[httpx.Client]:
 
 @pytest.fixture(scope="session")
 def offline(llm):
-    """Completes one prompt with the offline interface; what is not given is the model's own, as it is for requests."""
+    """Complete one prompt offline. Parameters default to the model's, as for requests."""
 
     def complete(prompt=STORY, **params):
         (result,) = llm.generate(prompt, replace(llm.get_default_sampling_params(), **params))
@@ -54,7 +54,7 @@ def offline(llm):
 
 @pytest.fixture(scope="module")
 def site() -> Iterator[Site]:
-    """A server with the keys of two tenants and of an admin."""
+    """A server with keys of two tenants and of an admin."""
     with run_site("ann", "bob", "root") as site:
         yield site
 

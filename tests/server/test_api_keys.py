@@ -1,4 +1,4 @@
-"""API keys: what their file may hold, whose a key is, and the command that makes them."""
+"""API keys: validation of their file, the tenant of a key, and the command that creates keys."""
 
 import gc
 import hashlib
@@ -233,7 +233,7 @@ def test_the_command_adds_to_a_file_and_prints_the_key_once(tmp_path):
 
 @pytest.fixture
 def served(monkeypatch):
-    """What `serve` reports with a server that only pretends to listen, and the app that it would have run."""
+    """Reports of `serve` with a server that does not listen, and the app that it would run."""
 
     def serve(**more):
         lines = []

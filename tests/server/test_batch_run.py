@@ -1,4 +1,4 @@
-"""run-batch: what a line gets is what a client gets; nothing is lost or done twice, wherever a run is cut off."""
+"""run-batch: a line gets the answer of a client; nothing is lost or done twice after an interruption."""
 
 import asyncio
 import fcntl
@@ -43,7 +43,7 @@ def results(path):
 
 
 class App:
-    """Answers every POST with its own body; notes what it is asked and how many at once."""
+    """Answers every POST with its own body. Records requests and their concurrency."""
 
     def __init__(self, answers=()):
         self.asked, self.now, self.most = [], 0, 0
@@ -65,7 +65,7 @@ class App:
 
 
 def answer(app, text, path, *, resume=False, concurrency=3):
-    """One run with this app. What it counted."""
+    """The counts of one run with this app."""
     output = Output(path, resume=resume)
     batch = Batch(app, output, lambda done: None)
     try:
@@ -83,7 +83,7 @@ def on_a_thread(options, name=None, **_more):
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """Run a file through a small engine; what comes out."""
+    """Run lines through a small engine. Returns the results."""
 
     def run(*lines, **more):
         monkeypatch.setattr(batches, "launched", on_a_thread)
@@ -106,7 +106,7 @@ def test_a_line_gets_what_a_client_gets(here, http):
         task("no object", [1, 2]),
         task("no number", {"prompt": STORY, "max_tokens": "\u2028é 😀"}),
     ]
-    came = {result["custom_id"]: result for result in here(*asked, concurrency=1)}  # which keeps rounding as it is
+    came = {result["custom_id"]: result for result in here(*asked, concurrency=1)}  # one at a time, for equal rounding
     assert len(came) == len(asked)
     for line in asked:
         result = came[line["custom_id"]]
@@ -162,7 +162,7 @@ def test_a_bad_line_is_told_and_nothing_else_is_lost(tmp_path, monkeypatch):
     lines = [b"\xef\xbb\xbf" + written(task("good 1")).strip(), b"", b" \t"]
     for i, (line, _, _) in enumerate(bad, 2):
         lines += [line, task(f"good {i}")]
-    batch = answer(App(), written(*lines)[:-1], tmp_path / "out")  # the last line has no end
+    batch = answer(App(), written(*lines)[:-1], tmp_path / "out")  # without the last newline
     came = results(tmp_path / "out")
     good = [result for result in came if result["error"] is None]
     assert {result["custom_id"] for result in good} == {f"good {i + 1}" for i in range(len(bad) + 1)}
@@ -276,7 +276,7 @@ def test_results_are_not_written_over(tmp_path):
 
 
 def test_a_batch_that_is_killed_goes_on(tmp_path, here):
-    """SIGKILL in the middle, and half a line at the end."""
+    """SIGKILL during the run, and half a line at the end of the output."""
     lines = [task(str(i), {"prompt": f"{STORY} {i}", "max_tokens": 40, "ignore_eos": True}) for i in range(120)]
     (tmp_path / "in").write_bytes(written(*lines))
     command = ["run-batch", "-i", tmp_path / "in", "-o", tmp_path / "out", "--memory", "256MiB", "--concurrency", "4"]

@@ -1,4 +1,4 @@
-"""FormChecks: forms are checked aside, once; what takes long or comes too often is bounded, and nobody else waits."""
+"""FormChecks: constraints are checked on threads and once each; time and number of checks are limited."""
 
 import asyncio
 import threading
@@ -14,7 +14,7 @@ from quire.server.grammar_check import FormChecks
 
 
 class Backend:
-    """Refuses patterns that begin with "bad", and takes as long as it is told for those that begin with "slow"."""
+    """Rejects patterns that begin with "bad", and blocks on those that begin with "slow" until `gate` is set."""
 
     def __init__(self):
         self.checked = []
@@ -68,7 +68,7 @@ def test_what_was_found_is_known_by_content():
     async def work(backend, checks):
         for _ in range(3):
             await checks.check(regex("good"))
-            await checks.check(regex("good", fast_forward=False))  # which no check looks at
+            await checks.check(regex("good", fast_forward=False))  # fast_forward does not affect a check
             with pytest.raises(RequestError, match="is no pattern") as caught:
                 await checks.check(regex("bad"))
             assert caught.value.param == "regex"
@@ -84,7 +84,7 @@ def test_no_more_is_kept_than_a_bound(monkeypatch):
     monkeypatch.setattr(grammar_check, "MAX_KEPT", 2)
 
     async def work(_backend, checks):
-        for text in ("a", "b", "a", "c", "a", "b"):  # the oldest one goes, by use
+        for text in ("a", "b", "a", "c", "a", "b"):  # the least recently used one is evicted
             await checks.check(regex(text))
 
     assert run(work).checked == ["a", "b", "c", "b"]
@@ -94,7 +94,7 @@ def test_those_who_ask_for_the_same_at_once_share_a_check():
     async def work(backend, checks):
         asking = [asyncio.ensure_future(checks.check(regex("slow, then bad"))) for _ in range(5)]
         await until(lambda: backend.checked)
-        asking[0].cancel()  # of which the others know nothing
+        asking[0].cancel()  # the others are not affected
         backend.gate.set()
         found = await asyncio.gather(*asking, return_exceptions=True)
         assert [type(one) for one in found] == [asyncio.CancelledError] + [type(None)] * 4
@@ -113,7 +113,7 @@ def test_a_check_that_takes_too_long_is_refused_and_known(monkeypatch):
         await checks.check(regex("good"))  # on the other thread
         backend.gate.set()
         await until(lambda: not checks._jobs)
-        await checks.check(regex("slow"))  # which is known by now
+        await checks.check(regex("slow"))  # its result is known now
         assert backend.checked == ["slow", "good"]
 
     assert run(work).told == ["slow", "ok"]
@@ -134,7 +134,7 @@ def test_who_waits_for_threads_that_are_stuck_is_asked_to_come_back(monkeypatch)
             await waits
         assert all(isinstance(one, RequestError) for one in await asyncio.gather(*stuck, return_exceptions=True))
         backend.gate.set()
-        await until(lambda: not checks._jobs)  # what nobody waits for is not checked
+        await until(lambda: not checks._jobs)  # abandoned checks are not run
         assert "waits" not in backend.checked
         await checks.check(regex("waits"))
 

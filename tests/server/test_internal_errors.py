@@ -1,4 +1,4 @@
-"""What goes wrong inside stays inside: clients get an id and a sentence, whatever broke, and wherever."""
+"""Internal errors: clients get an id and a sentence, wherever the error was."""
 
 import logging
 
@@ -16,7 +16,7 @@ BODIES = {**GENERATING, "/tokenize": {"prompt": "a"}, "/detokenize": {"tokens": 
 
 
 class Broken:
-    """Whatever is asked of it raises, also when it is awaited or called."""
+    """Raises on every access, also when it is awaited or called."""
 
     def __getattr__(self, name):
         raise RuntimeError(SECRET)
@@ -24,7 +24,7 @@ class Broken:
 
 @pytest.fixture(scope="module")
 def broken():
-    """A server whose service has come apart after its start."""
+    """A server whose service breaks after its start."""
     service = service_of(small_engine())
     app = make_app(service)
     with run_app(app) as url:
@@ -38,7 +38,7 @@ def broken():
 
 def test_no_route_shows_what_broke(broken, caplog):
     app, url = broken
-    caplog.set_level(logging.CRITICAL)  # the log may, and does
+    caplog.set_level(logging.CRITICAL)  # the log may contain it, and does
     failed = set()
     client = httpx.Client()
     for method, path in routes(app):

@@ -1,4 +1,4 @@
-"""A few seconds of benchmarks/structured/flood.py: each bad form is refused, and streams know nothing of it."""
+"""A few seconds of benchmarks/structured/flood.py: each invalid constraint is rejected, and streams do not change."""
 
 import asyncio
 import json
@@ -16,7 +16,7 @@ SECONDS = 1.5
 
 @pytest.fixture(scope="module")
 def site():
-    with run_site("root") as site:  # whose answers are not held back
+    with run_site("root") as site:  # an admin's answers are not delayed
         yield site
 
 
@@ -31,7 +31,7 @@ def test_each_kind_is_refused(site, name):
 
 
 def test_streams_beside_a_flood_have_no_error(monkeypatch):
-    monkeypatch.setattr(tarpit, "MAX_SECONDS", 0.05)  # or the flood is thin
+    monkeypatch.setattr(tarpit, "MAX_SECONDS", 0.05)  # otherwise the flood is slow
     answers, traffic = [], Traffic()
     with run_site() as site:
         attack = threading.Thread(target=lambda: answers.append(flood(site.url, SECONDS, 8)))

@@ -1,4 +1,4 @@
-"""serve: one port has one server, and the end of a server is told to those who still listen."""
+"""serve: one server per port, and its end is sent to open streams."""
 
 import gc
 import json
@@ -59,7 +59,7 @@ def test_of_two_servers_on_one_port_the_second_says_so(monkeypatch):
         port = first.getsockname()[1]
 
         def launched(*_options, **_more):
-            with pytest.raises(ConnectionRefusedError):  # bound, and not listening before the model is ready
+            with pytest.raises(ConnectionRefusedError):  # bound, but not listening before the model is ready
                 socket.create_connection(("127.0.0.1", port), timeout=5)
             first.listen()
             return nullcontext(service_of(small_engine()))
@@ -93,7 +93,7 @@ def test_what_is_loaded_is_no_garbage(monkeypatch):
 
 
 def answered(url, head):
-    """The status of what answers a request with this head; None where the connection ends without an answer."""
+    """The status of the answer to a request with these headers; None if the connection ends without an answer."""
     host, port = url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=10) as client:
         try:

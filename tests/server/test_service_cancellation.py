@@ -1,4 +1,4 @@
-"""The service on the real engine: what it gives back, and when."""
+"""The service with the real engine: when cancelled requests are freed."""
 
 import asyncio
 import dataclasses
@@ -11,7 +11,7 @@ from quire.params import SamplingParams
 
 
 class Watched:
-    """The engine, with its figures after each step."""
+    """An engine that records its metrics after each step."""
 
     def __init__(self, engine):
         self._engine = engine
@@ -27,7 +27,7 @@ class Watched:
 
 
 def run(scenario):
-    """Run `scenario(service, watched)` with an engine that has started."""
+    """Run `scenario(service, watched)` with a started engine."""
 
     async def main():
         built = small_engine()
@@ -53,7 +53,7 @@ def test_what_is_given_up_frees_its_blocks_soon(n):
         reply = await start(service, n=n)
         deltas = reply.deltas()
         await anext(deltas)
-        before = watched.stats().num_steps  # of some 400 that take a millisecond each; the message has to travel
+        before = watched.stats().num_steps  # of about 400 steps of a millisecond; the message takes time
         reply.close()
         while watched.stats().kv_blocks_used:
             await asyncio.sleep(0)

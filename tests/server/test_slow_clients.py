@@ -1,4 +1,4 @@
-"""A client that does not read slows nobody, costs little memory, and may still read everything later."""
+"""A client that does not read slows down no other, needs little memory, and can still read everything later."""
 
 import json
 import socket
@@ -16,12 +16,12 @@ from quire.server.app import make_app
 NUM_STUCK = 4
 LONG = {"prompt": STORY, "max_tokens": 300, "ignore_eos": True, "logprobs": 20, "seed": 1, "stream": True}
 SHORT = {"prompt": STORY, "max_tokens": 40, "ignore_eos": True, "stream": True}
-SEND_BUFFER = 2**14  # bytes, of the kernel
-MOST = 2**17  # bytes that a connection may take of what nobody reads: the kernel's twice, and uvicorn's
+SEND_BUFFER = 2**14  # bytes of the socket buffer
+MOST = 2**17  # bytes of unread data per connection: twice the kernel's buffer, and uvicorn's
 
 
 class Counting:
-    """The app, with a count of the bytes that connections took of each stream that is told to be stuck."""
+    """The app, with a count of the bytes sent on each connection of a stream with the query "stuck"."""
 
     def __init__(self, app):
         self._app = app
@@ -50,7 +50,7 @@ def server():
 
 @contextmanager
 def stuck(url):
-    """A connection that asked for a long stream and reads nothing."""
+    """A connection that requested a long stream and reads nothing."""
     host, port = url.removeprefix("http://").split(":")
     body = json.dumps(LONG).encode()
     head = f"POST /v1/completions?stuck HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
@@ -63,7 +63,7 @@ def stuck(url):
 
 
 def others(url):
-    """What eight streams take: seconds of this process's work, which other programs do not change; and their texts."""
+    """CPU seconds of this process for eight streams, which other programs do not change, and their texts."""
 
     def one(_):
         with httpx.stream("POST", f"{url}/v1/completions", json={**SHORT, "seed": 3}, timeout=20) as answer:
@@ -89,21 +89,21 @@ def is_idle(url):
 
 
 def resident():
-    """Bytes of this process."""
+    """Resident bytes of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is read from /proc")
 def test_clients_that_never_read_slow_nobody(server):
     app, url = server
-    others(url)  # so that all is warm
+    others(url)  # warm-up
     alone, texts = min(others(url) for _ in range(2))
     with ExitStack() as stack:
         before = resident()
         clients = [stack.enter_context(stuck(url)) for _ in range(NUM_STUCK)]
         until(lambda: len(app.taken) == NUM_STUCK)
         assert others(url)[1] == texts  # while the engine computes theirs
-        until(lambda: is_idle(url))  # what they asked for is computed, and holds no block, though nobody reads
+        until(lambda: is_idle(url))  # all is computed and holds no blocks, though unread
         assert resident() - before < 64 * 2**20
         beside, again = min(others(url) for _ in range(2))
         assert again == texts

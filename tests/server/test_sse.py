@@ -1,4 +1,4 @@
-"""What a client reads of a stream is what was written: any text, any cutting into packets, three ways of reading."""
+"""Server-sent events: clients read what was written, for any text and packets, with three parsers."""
 
 import asyncio
 import json
@@ -38,7 +38,7 @@ JSON = st.recursive(
 
 
 def by_the_standard(chunks):
-    """WHATWG's HTML, 9.2.6: lines end with CR LF, LF or CR; an empty one ends an event."""
+    """WHATWG's HTML, 9.2.6: lines end with CR LF, LF or CR; an empty line ends an event."""
     text = b"".join(chunks).decode().replace("\r\n", "\n").replace("\r", "\n")
     data, events = [], []
     for line in text.split("\n"):
@@ -57,7 +57,7 @@ def by_openai(chunks):
 
 
 def by_lines(chunks):
-    """As programs do that take httpx's lines, which end at whatever Unicode calls an end."""
+    """A parser over httpx's lines, which end at all line ends of Unicode."""
     lines = httpx.Response(200, content=iter(chunks), headers={"content-type": "text/event-stream"}).iter_lines()
     return [line.removeprefix("data: ") for line in lines if line]
 

@@ -1,4 +1,4 @@
-"""Prompts that take long to read, or too long: nobody else waits for them."""
+"""Prompts that are slow to tokenize, or too long, do not block other requests."""
 
 import asyncio
 import dataclasses
@@ -30,7 +30,7 @@ TEMPLATES = {
 
 @contextmanager
 def a_stream_that_goes_on(url):
-    """A stream that is under way, of which nothing is missing in the end."""
+    """A running stream that must be complete in the end."""
     with httpx.stream("POST", f"{url}/v1/completions", json=LONG, timeout=30) as answer:
         lines = (line.removeprefix("data: ") for line in answer.iter_lines() if line)
         next(lines)
@@ -40,7 +40,7 @@ def a_stream_that_goes_on(url):
 
 
 class SlowTokenizer:
-    """The tokenizer, whose `encode` waits."""
+    """A tokenizer whose `encode` sleeps."""
 
     def __init__(self, tokenizer):
         self._tokenizer = tokenizer

@@ -1,4 +1,4 @@
-"""A calibration runs steps and leaves nothing behind: on the scripted runner, and on the embedded model."""
+"""Calibration runs steps without lasting effects: on the scripted runner, and on the embedded model."""
 
 import io
 
@@ -27,7 +27,7 @@ SMALL = {"dtype": "float32", "memory": "300MiB", "max_num_seqs": 4}
 
 
 class Timed:
-    """The scripted runner, with a clock that its steps move on; moves are only timed."""
+    """The scripted runner with a clock that its steps advance. Moves are only timed."""
 
     def __init__(self, cache, limits, *, fails=lambda step: False):
         self.now = 0.0
@@ -267,7 +267,7 @@ def test_swap_space_is_taken_as_a_number_by_the_offline_interface():
     assert llm.get_metrics().kv_blocks_total > 0
 
 
-# Lookups and the doctor
+# Block size lookups, and the doctor
 
 
 def test_a_lookup_is_measured_for_each_size():

@@ -1,4 +1,4 @@
-"""From options to an engine: what is refused and how, what is said before loading, what loading holds in memory."""
+"""From options to an engine: errors, the report before loading, and memory during loading."""
 
 import ctypes
 import os
@@ -86,7 +86,7 @@ def test_the_plan_is_reported_before_anything_is_loaded():
 
 
 def anonymous_memory() -> int:
-    """Bytes of this process that no file stands behind."""
+    """Bytes of this process without a file behind them."""
     status = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon:"))
 
@@ -122,7 +122,7 @@ def test_a_sharded_checkpoint_is_the_same_model(tmp_path):
         llm = LLM(tmp_path / name, dtype="float32", memory="200MiB", max_num_seqs=4)
         answers.append(llm.generate([[5, 6, 7]])[0].outputs[0].token_ids)
     assert len(answers[0]) > 0
-    # temperature 1 and the engine's own seed: equal weights give equal draws
+    # temperature 1 with the engine's seed: equal weights give equal tokens
     assert answers[0] == answers[1]
 
 
@@ -146,7 +146,7 @@ def test_offline_steps_may_take_longer_than_those_of_a_server(monkeypatch):
 
 
 def test_answering_imports_neither_a_compiler_nor_the_hub():
-    """They take a second and 100 MB, which the first token, or the second, would have to wait for."""
+    """These imports take a second and 100 MB, which would delay the first or second token."""
     script = """
 import sys
 from quire import LLM, SamplingParams
@@ -184,7 +184,7 @@ def test_memory_that_was_freed_goes_back_to_the_system():
     def resident():
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
-    for piece in pieces[:-1]:  # the last one holds the end of the heap where it is
+    for piece in pieces[:-1]:  # the last one keeps the heap from shrinking by itself
         libc.free(piece)
     before = resident()
     hardware.return_freed_memory()

@@ -1,4 +1,4 @@
-"""Imports with torch leave nothing behind that is searched for garbage, and a torch that works."""
+"""Imports with torch: imported objects are excluded from garbage collection, and torch works."""
 
 import gc
 import subprocess
@@ -59,6 +59,6 @@ def test_what_somebody_froze_stays_so():
         count = gc.get_freeze_count()
         with collector_at_rest():
             pass
-        assert abs(gc.get_freeze_count() - count) < 1000  # others come and go
+        assert abs(gc.get_freeze_count() - count) < 1000  # other objects come and go
     finally:
         gc.unfreeze()

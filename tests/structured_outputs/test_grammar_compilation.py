@@ -1,4 +1,4 @@
-"""Constraints are compiled aside, kept by content, and given up after a while."""
+"""Compilation of constraints on threads, the cache of grammars by content, and its time limit."""
 
 import threading
 import time
@@ -20,7 +20,7 @@ VOCABULARY = Vocabulary([b"a"] * 40, (0,), frozenset(), lambda text: [])
 
 
 class Site:
-    """Grammars whose backend does what a test says, and a clock."""
+    """Grammars with a scripted backend, and a clock."""
 
     def __init__(self, monkeypatch, compiled):
         self.now = 0.0

@@ -44,7 +44,7 @@ ANYTHING = [
 
 
 def matches(asked: Asked, text: str, small: Vocabulary | None = None) -> bool:
-    """Whether a text, token by token, is an output."""
+    """Whether a text, token by token, is a complete output."""
     matcher = compile(asked, small or BYTES).start(fast_forward=False)
     verdict = matcher.advance(list(text.encode()))
     return not verdict.error and END in allowed(matcher, BYTES)
@@ -64,7 +64,7 @@ def test_a_mask_has_just_the_tokens_that_a_matcher_takes(asked):
         matcher = grammar.start(fast_forward=False)
         assert not matcher.advance(tokens[:length]).error
         options = set(allowed(matcher, known))
-        single = len(options) == 1  # of forced text the tokenizer's way is the only one
+        single = len(options) == 1  # forced text allows only canonical tokens
         for token in rng.sample(range(known.size), 60) + sorted(options)[:20]:
             other = grammar.start(fast_forward=False)
             fits = not other.advance([*tokens[:length], token]).error
@@ -119,7 +119,7 @@ def test_an_output_is_the_same_whether_it_is_fast_forwarded_or_not(asked):
 
 
 def spans(asked: Asked, rng: random.Random) -> list[tuple[int, list[int]]]:
-    """A walk: where each verdict was given, and what it forced."""
+    """A random walk: positions of the verdicts, and the tokens that they forced."""
     known = vocabulary()
     matcher = compile(asked, known).start(fast_forward=True)
     verdict = matcher.advance([])
@@ -144,7 +144,7 @@ def test_forced_tokens_are_those_that_the_tokenizer_writes(seed):
         return
     for start, forced in found:
         text = text_of(tokens[start:], vocabulary())
-        begins_within_a_character = text[:1] and 0x80 <= text[0] < 0xC0  # there is no text to compare with
+        begins_within_a_character = text[:1] and 0x80 <= text[0] < 0xC0  # no text to compare with
         if forced and len(tokens) > start + len(forced) and not begins_within_a_character:
             assert encode(text.decode(errors="ignore"))[: len(forced)] == forced
 

@@ -1,4 +1,4 @@
-"""The xgrammar backend, where it is installed."""
+"""The xgrammar backend, if it is installed."""
 
 import importlib.util
 import random
@@ -25,7 +25,7 @@ def test_without_the_package_its_name_is_in_the_error():
 
 
 class WithinACharacter:
-    """A matcher of xgrammar whose text cannot be handed over."""
+    """An xgrammar matcher whose forced text is no valid UTF-8."""
 
     def find_jump_forward_string(self) -> str:
         return b"\xe6".decode()
@@ -87,7 +87,7 @@ def test_masks_are_those_of_llguidance(asked):
             left, right = (grammar.start(fast_forward=False) for grammar in (one, other))
             assert not left.advance(tokens[:length]).error
             if right.advance(tokens[:length]).error:
-                break  # llguidance writes forced text in one way
+                break  # llguidance allows only canonical tokens of forced text
             mask = set(allowed(right, vocabulary()))
             assert mask == set(allowed(left, vocabulary())) or (
                 len(mask) == 1 and mask <= set(allowed(left, vocabulary()))

@@ -1,4 +1,4 @@
-"""The engine behind its socket: order, cancellation and failure, on one that only pretends, on a thread."""
+"""AsyncEngine with a fake engine on a thread: order, cancellation and failures."""
 
 import asyncio
 import threading
@@ -22,7 +22,7 @@ from quire.supervisor.launcher import EngineThread
 
 
 class PretendEngine:
-    """Gives each request one token a step; its prompt says how many. Notes every thread that calls it."""
+    """Gives each request one token per step. The prompt is the number of tokens. Records the threads that call it."""
 
     def __init__(self):
         self.left = {}
@@ -174,7 +174,7 @@ def test_a_long_batch_is_no_stall(monkeypatch):
 
         def slow(*request):
             add(*request)
-            time.sleep(0.5)  # all of them together take longer than a stall
+            time.sleep(0.5)  # together they take longer than a stall
 
         pretend.add = slow
         adding = asyncio.ensure_future(engine.generate([request(f"r{i}", 1) for i in range(3)]))
@@ -195,7 +195,7 @@ def test_closing_a_stream_aborts_within_a_step():
         steps = pretend.steps
         stream.close()
         stream.close()
-        await asyncio.sleep(0.1)  # for the message
+        await asyncio.sleep(0.1)  # for the message to arrive
         pretend.gate.set()
         await until(lambda: not pretend.left)
         assert pretend.steps <= steps + 1

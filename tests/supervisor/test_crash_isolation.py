@@ -1,4 +1,7 @@
-"""Who ends the engine is found, and nobody else is blamed: Suspects behind a pretended front end, and many engines."""
+"""Crash bisection: the request that crashes the engine is found, and no other one fails.
+
+Suspects runs with a model of the front end and of many engines.
+"""
 
 import random
 from collections import deque
@@ -9,14 +12,17 @@ from hypothesis import strategies as st
 
 from quire.supervisor.crash_isolation import ALONE, Suspects
 
-PARTS = 8  # that a group of suspects is split into
+PARTS = 8  # into which a group of suspects is split
 MAX_ROWS = 64
-MAX_STEPS = 20_000  # of all engines of one case together
+MAX_STEPS = 20_000  # of all engines of one case
 
 
 def deaths_needed(num_rows: int) -> int:
-    """Of a search for one culprit among so many: two that make suspects, one for each time that its group is split,
-    one beside those who were cleared before it, and ALONE of its own."""
+    """The most deaths in a search for one culprit among `num_rows` requests.
+
+    Two make suspects. One is for each split of its group but the first. One is beside those cleared before it, and
+    ALONE are of its own.
+    """
     splits = 0
     while num_rows > 1:
         num_rows, splits = -(-num_rows // PARTS), splits + 1
@@ -25,15 +31,15 @@ def deaths_needed(num_rows: int) -> int:
 
 @dataclass
 class Asked:
-    """A request: its prompt has so many tokens, and after `end` positions it is over."""
+    """A request with `prompt` prompt tokens, which ends after `end` positions."""
 
     name: str
     prompt: int
     end: int
-    deadly_at: int = 0  # the step that computes this position ends the engine; 0: none does
+    deadly_at: int = 0  # the step with this position kills the engine; 0: none does
     known: int = 0  # positions whose tokens the front end has: at least the prompt
-    highest: int = 0  # position that it was ever launched with
-    hits: int = 0  # random kills that met it alone since it last came further than that
+    highest: int = 0  # highest launched position
+    hits: int = 0  # random kills that met it alone since it last progressed
 
     def __post_init__(self):
         self.known = self.prompt
@@ -50,17 +56,17 @@ class Running:
 
 @dataclass
 class World:
-    """The front end's part of the protocol, as AsyncEngine has it, and the engines that it talks to."""
+    """The front end's part of the protocol, as in AsyncEngine, and its engines."""
 
     open: dict[str, Asked]
-    later: list[Asked]  # who comes while engines run
+    later: list[Asked]  # requests that arrive while engines run
     dice: random.Random
     depth: int  # steps in flight
-    chunk: int  # positions that a request computes in one step
+    chunk: int  # positions of a request per step
     max_rows: int
-    kill_every: int  # a random kill in one of so many steps; 0: never
+    kill_every: int  # a random kill in one of this many steps; 0: never
     max_kills: int
-    ends_early: float  # how likely it is that a stop string, or whoever asked, ends one of the rows of a step
+    ends_early: float  # probability that a stop string or an abort ends a row of a step
     suspects: Suspects = field(default_factory=Suspects)
     engine: dict[str, Running] = field(default_factory=dict)
     in_flight: deque = field(default_factory=deque)
@@ -88,7 +94,7 @@ class World:
                 self.engine[name] = Running(self.open[name])
 
     def step(self):
-        """Launch a step, and commit the oldest one where enough are in flight or nothing is left to launch."""
+        """Launch a step. Commit the oldest one if enough are in flight or there is nothing to launch."""
         rows = self.plan()
         if rows:
             self.in_flight.append(rows)
@@ -112,7 +118,7 @@ class World:
         deadly = any(running.computed < running.asked.deadly_at <= stop for running, stop in rows.values())
         for running, stop in rows.values():
             running.computed = stop
-        if deadly and self.depth > 1 and self.dice.random() < 0.5:  # another step is launched before it comes to that
+        if deadly and self.depth > 1 and self.dice.random() < 0.5:  # another step is launched before the crash
             more = self.plan()
             if more:
                 self.in_flight.append(more)
@@ -124,7 +130,7 @@ class World:
         return False
 
     def kill(self):
-        """A random kill, but for the third one in a row that would meet somebody who is alone and never came on."""
+        """A random kill, except the third one in a row that would meet a request that runs alone without progress."""
         met = {name for step in self.in_flight for name in step}
         if len(met) == 1:
             asked = self.open.get(*met)
@@ -168,7 +174,7 @@ class World:
                 self.end(name)
 
     def end(self, name):
-        """Also where it ends without passing the place where it died."""
+        """End a request, even if it did not pass the position at which it died."""
         del self.open[name]
         self.engine.pop(name, None)
         self.suspects.forget(name)
@@ -176,7 +182,7 @@ class World:
 
 
 def world_of(seed, *, num_poisons, kill_every=0, max_kills=0):
-    """A random one of 1 to 64 requests, of which so many are deadly (all, where there are fewer)."""
+    """A random world of 1 to 64 requests, of which `num_poisons` are deadly (or all)."""
     dice = random.Random(seed)
     many = dice.choice([1, 2, 3, 8, 20, MAX_ROWS])
     requests = []
@@ -201,7 +207,7 @@ def world_of(seed, *, num_poisons, kill_every=0, max_kills=0):
 
 
 def run(world):
-    """Everybody ends, and only who is deadly is blamed."""
+    """All requests end, and only the deadly ones are blamed."""
     everybody = [*world.open.values(), *world.later]
     world.run()
     assert sorted(world.blamed) == sorted(asked.name for asked in everybody if asked.deadly_at)
@@ -225,7 +231,7 @@ def test_every_poison_is_found_soon_and_everybody_else_finishes(seed, num_poison
 @given(seed=SEEDS, kill_every=st.sampled_from([2, 4, 10]))
 @settings(max_examples=200)
 def test_random_kills_are_nobodys_fault(seed, kill_every):
-    """As long as no three engines in a row are killed that compute somebody alone and bring it no further."""
+    """No request is blamed if no three kills in a row meet it alone and without progress."""
     run(world_of(seed, num_poisons=0, kill_every=kill_every, max_kills=60))
 
 
@@ -247,7 +253,7 @@ def test_one_death_makes_nobody_a_suspect():
     assert suspects.trying is None
     assert suspects.watching
     suspects.survived("a", 5)
-    suspects.survived("b", 8)  # not as far as it was when the engine died
+    suspects.survived("b", 8)  # not as far as it was at the crash
     assert suspects.watching
     suspects.survived("b", 9)
     assert not suspects.watching
@@ -270,7 +276,7 @@ def test_who_comes_further_begins_anew():
 
 
 def test_coming_as_far_as_in_a_smaller_step_is_not_enough():
-    """The furthest position counts: a step that stopped earlier does not show that the later one is harmless."""
+    """The highest position counts: a step that stopped before it does not clear the request."""
     suspects = Suspects()
     suspects.died({"a": 2048})
     suspects.died({"a": 512})
@@ -292,7 +298,7 @@ def test_groups_are_tried_in_turn_and_who_ends_holds_nobody():
     assert suspects.trying == ("r0", "r1")
     suspects.survived("r0", 5)
     assert suspects.trying == ("r1",)
-    suspects.forget("r1")  # it ended, wherever it was
+    suspects.forget("r1")  # it ended at any position
     assert suspects.trying == ("r2", "r3")
     suspects.died({"r2": 5})  # r3 was not in that step
     assert suspects.trying == ("r2",)

@@ -1,4 +1,4 @@
-"""When an engine counts as stalled, and what is told of several engines that came one after the other."""
+"""Engine health: when an engine counts as stalled, and metrics over several successive engines."""
 
 import msgspec
 import pytest
@@ -9,13 +9,13 @@ from quire.engine.engine import EngineStats
 from quire.supervisor.engine_loop import IDLE_SECONDS, PULSE_SECONDS
 from quire.supervisor.health import STALL_SECONDS, Tally, Vitals
 
-WATCHED = 0.25  # seconds between two looks
+WATCHED = 0.25  # seconds between two checks
 
 
 def turns_red(vitals, *, pulses_until, turned=None, until=60.0):
-    """When a watch first sees a stall, of an engine that pulses so long; None if it never does.
+    """When the watchdog first finds a stall of an engine that sends heartbeats for some time; None if never.
 
-    turned(now): when the engine's last turn began. Nothing has happened since 0 but for that.
+    turned(now): start of the engine's last loop iteration. There are no other events after 0.
     """
     now, next_pulse = 0.0, 0.0
     while now < until:
@@ -30,7 +30,7 @@ def turns_red(vitals, *, pulses_until, turned=None, until=60.0):
 
 def test_an_engine_that_falls_silent_is_red_within_two_seconds():
     vitals = Vitals(0.0)
-    vitals.launched(30.0, 0.0)  # whatever it does
+    vitals.launched(30.0, 0.0)  # with any duration
     assert turns_red(vitals, pulses_until=0.0) < 2
 
 
@@ -75,7 +75,7 @@ def test_a_short_step_behind_a_long_one_waits_for_it():
     vitals.launched(0.02, 0.0, waits=True)
     assert turns_red(vitals, pulses_until=60) > 12
     vitals.launched(0.02, 60.0, waits=True)
-    for now in (62.9, 63.1):  # the long one is over
+    for now in (62.9, 63.1):  # the long step is over
         vitals.pulse(60.0, now)
         assert vitals.stalled(now) == pytest.approx(0.0 if now < 63 else 3.1)
 
@@ -96,7 +96,7 @@ def test_a_stall_ends_with_the_first_sign_of_life():
     vitals = Vitals(0.0)
     vitals.launched(0.02, 0.0)
     assert vitals.stalled(3.0) == 3.0
-    vitals.pulse(0.0, 3.0)  # the process goes on, the step does not
+    vitals.pulse(0.0, 3.0)  # the process is alive, the step is not
     assert vitals.stalled(3.0) == 3.0
     vitals.launched(0.02, 3.0)
     assert vitals.stalled(3.0) == 0.0
@@ -111,7 +111,7 @@ def test_a_pulse_that_was_sent_before_the_step_began_takes_nothing_back():
 
 @given(steps=st.lists(st.tuples(st.floats(0.001, 20), st.floats(0.1, 2.9)), min_size=1, max_size=20))
 def test_steps_that_take_less_than_three_times_what_was_predicted_are_never_red(steps):
-    """And 1.5 s are always free."""
+    """Steps of less than 1.5 s never count as stalled either."""
     vitals, now = Vitals(0.0), 0.0
     for predicted, factor in steps:
         vitals.launched(predicted, now)
@@ -140,7 +140,7 @@ def test_every_figure_is_a_number_that_counts_or_a_gauge():
     )
 )
 def test_counters_go_on_over_several_engines(engines):
-    """Each engine counts from 0; what is told is the sum of all, and never falls."""
+    """Each engine counts from 0. The reported value is the sum over all engines, and never falls."""
     tally = Tally(EngineStats.nothing())
     total = [0] * len(COUNTERS)
     for place, increments in enumerate(engines):

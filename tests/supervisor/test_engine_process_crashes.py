@@ -1,4 +1,4 @@
-"""An engine process that is killed, stopped, or ended by a request: what was accepted goes on all the same."""
+"""An engine process that is killed, stopped, or crashed by a request: accepted requests continue."""
 
 import asyncio
 import os
@@ -58,7 +58,7 @@ async def until_up(engine):
 
 
 async def answer(engine, name, prompt, **params):
-    """All that comes of a request: by sequence the tokens, the logprobs' ids and the reason."""
+    """All outputs of a request: by sequence the tokens, ids of logprobs and reason."""
     params = {"max_tokens": 400, "ignore_eos": True, **params}
     asked = SamplingParams(**params)
     told = [[[], [], None] for _ in range(asked.num_sequences)]
@@ -80,7 +80,7 @@ def questions(count):
     kinds = (
         {"temperature": 0.0},
         {"temperature": 1.0, "seed": 7},
-        {"temperature": 0.9},  # with the seed that it is given
+        {"temperature": 0.9},  # with the seed that the front end sets
         {"temperature": 1.0, "seed": 3, "n": 3, "repetition_penalty": 1.2, "presence_penalty": 0.5},
         {"temperature": 0.8, "seed": 4, "logprobs": 2, "min_tokens": 20, "ignore_eos": False, "max_tokens": 90},
     )
@@ -99,14 +99,14 @@ def test_streams_go_on_however_often_the_engine_is_killed():
                 return dict(zip(names, came, strict=True))
 
             undisturbed = await all_of_them()
-            engine._num_requests = 0  # the same seeds once more
+            engine._num_requests = 0  # the same seeds again
             disturbed = asyncio.ensure_future(all_of_them())
             chance = random.Random(5)
             kills, due = 0, chance.randint(500, 3000)
             before = engine.health().stats.generation_tokens
             while not disturbed.done():
                 await asyncio.sleep(0.002)
-                if engine.health().stats.generation_tokens - before >= due:  # however fast this machine is
+                if engine.health().stats.generation_tokens - before >= due:  # independent of the machine's speed
                     os.kill(pid(engine), signal.SIGKILL)
                     kills += 1
                     await asyncio.sleep(0.1)

@@ -1,4 +1,4 @@
-"""AsyncEngine with engines that die in turn: nobody waits for ever, and only what is deadly fails."""
+"""AsyncEngine with engines that die one after another: no deadlock, and only deadly requests fail."""
 
 import asyncio
 
@@ -40,11 +40,11 @@ def test_poison_fails_alone_with_its_id():
 
 
 def test_a_suspect_that_ends_without_coming_as_far_as_before_holds_nobody(monkeypatch):
-    """Both are of one stream, which is not closed before both have ended."""
+    """Both requests are of one stream, which closes when both have ended."""
 
     def acts(number, step, rows):
         if number == 2:
-            monkeypatch.setattr(PretendEngine, "ahead", 0)  # of those that come
+            monkeypatch.setattr(PretendEngine, "ahead", 0)  # for the next engines
         if step == {1: 10, 2: 0}.get(number):
             raise Death
         return ["a"] if number == 3 and "a" in rows else ()

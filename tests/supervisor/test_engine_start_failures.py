@@ -1,4 +1,4 @@
-"""AsyncEngine with engines that do not start, do not end, or die at once: it tells, and nobody waits for ever."""
+"""AsyncEngine with engines that do not start, do not end, or die at once: errors are raised, without a deadlock."""
 
 import asyncio
 import socket
@@ -56,7 +56,7 @@ def test_a_fault_of_who_watches_the_engine_leaves_nobody_waiting():
 
 
 class Stubborn(Host):
-    """Ends only when it is killed; all but the first engine take long to start."""
+    """An engine that ends only when it is killed. All engines but the first start slowly."""
 
     def __init__(self, acts=lambda *_: ()):
         super().__init__(acts)
@@ -74,7 +74,7 @@ def test_an_engine_that_does_not_end_is_killed(monkeypatch, dies_first):
             return "as pretended"
 
     async def scenario(host, engine):
-        if dies_first:  # it hangs up, and stays
+        if dies_first:  # it closes the connection, but does not exit
             stream = await engine.generate([request("a", 10)])
             assert (await heard(stream, ["a"]))[0] == {"a": list(range(1, 11))}
         await engine.close()
@@ -121,7 +121,7 @@ def test_engines_that_die_of_themselves_at_once_are_not_started_for_ever(monkeyp
 
 def test_the_watchdog_ends_the_engine_that_stalled_and_not_the_next_one(monkeypatch):
     class Dying(Host):
-        """Whose engine dies while its stacks are written."""
+        """An engine that dies while its stacks are dumped."""
 
         def __init__(self, acts):
             super().__init__(acts)
@@ -167,6 +167,6 @@ def test_many_who_wait_for_an_engine_are_handed_over_at_once():
         begin = time.process_time()
         for _, question in questions.to_send(adding=True):
             question.sent = True
-        assert time.process_time() - begin < 1  # 3 s where each looked at all others
+        assert time.process_time() - begin < 1  # 3 s if each scanned all others
 
     asyncio.run(main())

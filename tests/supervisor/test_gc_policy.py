@@ -1,4 +1,4 @@
-"""Full collections: rare while requests wait, done when nobody does, and garbage is found in the end."""
+"""Full garbage collections: rare while requests wait, done when idle, and garbage is found in the end."""
 
 import gc
 import weakref
@@ -10,12 +10,12 @@ from quire.supervisor.engine_loop import Garbage
 
 
 class Clock:
-    """Stands still, but for full collections."""
+    """A clock that only full collections advance."""
 
     def __init__(self) -> None:
         self.now = 100.0
         self.num_full = 0
-        self.seconds = 1.0  # of a full collection
+        self.seconds = 1.0  # duration of a full collection
 
     def __call__(self) -> float:
         return self.now
@@ -27,7 +27,7 @@ class Clock:
 
 
 class Knot:
-    """Refers to itself."""
+    """An object with a reference to itself."""
 
     def __init__(self) -> None:
         self.me = self
@@ -45,20 +45,20 @@ def clock() -> Iterator[Clock]:
 
 
 def grow(prompts: list[list[list[int]]], count: int) -> None:
-    """As a queue does."""
+    """Append `count` prompts, as to a queue."""
     for _ in range(count):
         prompts.append([[1, 2, 3]])
 
 
 def middle_age() -> None:
-    """What refers to itself has got so old that only a full collection finds it."""
+    """Move all objects to the oldest generation, so that only a full collection finds garbage."""
     gc.collect(1)
     gc.collect(1)
 
 
 def test_a_growing_queue_is_searched_by_default_and_not_any_more(clock):
     queue: list[list[list[int]]] = []
-    gc.set_threshold(700, 10, 10)  # Python 3.13 has others
+    gc.set_threshold(700, 10, 10)  # Python 3.13 has other thresholds
     gc.freeze()
     gc.collect()
     before = clock.num_full

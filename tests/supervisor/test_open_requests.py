@@ -1,4 +1,4 @@
-"""What is delivered over several engines, cut off at random moments, is what one undisturbed engine says."""
+"""Outputs delivered over several engines, cut off at random, equal those of one undisturbed engine."""
 
 import random
 from dataclasses import dataclass, field
@@ -20,21 +20,21 @@ HIDDEN = 3
 
 @dataclass
 class Plan:
-    """A request, and all that an undisturbed engine would say of it."""
+    """A request with all outputs of an undisturbed engine."""
 
     request: NewRequest
-    tokens: list[list[int]]  # of each sequence
+    tokens: list[list[int]]  # per sequence
     ends: list[str]
-    stops: dict[int, int] = field(default_factory=dict)  # sequence: tokens after which a stop string has come up
-    pooled: np.ndarray | None = None  # (prompt, hidden): of MEAN the sum is delivered, of LAST the last row
+    stops: dict[int, int] = field(default_factory=dict)  # sequence: tokens after which a stop string is complete
+    pooled: np.ndarray | None = None  # (prompt, hidden): MEAN delivers the sum, LAST the last row
 
     def logprobs(self, start: int, stop: int) -> Logprobs:
-        """Of tokens of the prompt."""
+        """Logprobs of prompt tokens."""
         places = np.arange(start, stop, dtype=np.int32)
         return Logprobs(places[:, None], -places[:, None].astype(np.float32), places)
 
     def total(self, index: int, count: int) -> float:
-        """Sum of the logprobs of a sequence's first tokens: whole numbers, so that order does not matter."""
+        """Sum of the logprobs of a sequence's first tokens: integers, so that the order of addition does not matter."""
         return float(-sum(self.tokens[index][:count]))
 
 
@@ -63,16 +63,16 @@ def plan_of(dice: random.Random, name: str) -> Plan:
 
 
 class PretendEngine:
-    """Says of every request what its plan has, in parts of random size, and goes on behind what is known."""
+    """Sends each request's plan in parts of random size, and continues after known tokens."""
 
     def __init__(self, dice: random.Random, plans: dict[str, Plan], first_id: int) -> None:
         self.dice = dice
         self.plans = plans
         self.next_id = first_id
         self.open: dict[int, tuple[str, int]] = {}
-        self.said: dict[int, int] = {}  # output tokens of a sequence that are known
+        self.said: dict[int, int] = {}  # known output tokens of a sequence
         self.totals: dict[int, float] = {}
-        self.told: dict[str, int] = {}  # tokens of the prompt that logprobs or states were told of
+        self.told: dict[str, int] = {}  # prompt tokens whose logprobs or states were sent
         self.wants: dict[str, NewRequest] = {}
 
     def add(self, request: NewRequest) -> None:
@@ -117,7 +117,7 @@ class PretendEngine:
         told = self.told[name]
         if request.params.prompt_logprobs is not None and told < length:
             if index:
-                return []  # the others wait for what the first one computes
+                return []  # the others wait for the prompt of the first one
             upto = self.told[name] = self.dice.randint(told + 1, length)
             scored = plan.logprobs(told, upto)
             if upto < length:
@@ -159,13 +159,13 @@ class PretendEngine:
         part = states[told:upto].sum(axis=0) if request.pooling is Pooling.MEAN else states[upto - 1]
         if request.pooling is Pooling.LAST and not over:
             part = None
-        part = None if part is None else np.frombuffer(part.tobytes(), np.float32)  # as it is read: not to be written
+        part = None if part is None else np.frombuffer(part.tobytes(), np.float32)  # read-only, as after decoding
         return Output(name, 0, seq_id, [], "stop" if over else None, pooled=part)
 
 
 @dataclass
 class Heard:
-    """What one sequence of a request has been told."""
+    """What a client has received of one sequence."""
 
     tokens: list[int] = field(default_factory=list)
     reason: str | None = None
@@ -175,7 +175,7 @@ class Heard:
 
 
 class Front:
-    """Reads what the ledger delivers, sees stop strings a while later, and starts another engine now and then."""
+    """A front end: reads from the ledger, finds stop strings later, and sometimes starts another engine."""
 
     def __init__(self, dice: random.Random, plans: list[Plan], deaths: int) -> None:
         self.dice = dice
@@ -198,7 +198,7 @@ class Front:
                 self.restart(turn)
             for output in self.engine.step():
                 self.hear(output)
-            if self.dice.random() < 0.5:  # whoever reads the stream may be late
+            if self.dice.random() < 0.5:  # the reader may be late
                 self.read()
         raise AssertionError(f"never over: {list(self.ledger)}")
 
@@ -224,7 +224,7 @@ class Front:
             if output.prompt_logprobs is not None:
                 heard.scored += output.prompt_logprobs.ids[:, 0].tolist()
             if heard.reason is not None:
-                continue  # as Transcript does it
+                continue  # as in Transcript
             heard.tokens += output.token_ids
             heard.pooled = output.pooled if heard.pooled is None else heard.pooled + output.pooled
             heard.total = heard.total if output.cumulative_logprob is None else output.cumulative_logprob
@@ -290,7 +290,7 @@ def test_a_stop_string_that_no_engine_was_told_of_is_told_to_the_one_that_comes_
     ledger.add([NewRequest("a", [1], params_of(n=2))])
     ledger.take(Output("a", 0, 7, [5, 6]))
     ledger.resume("a")  # the engine died
-    assert ledger.finish("a", 0, 1) is None  # and what the next one calls it is not known
+    assert ledger.finish("a", 0, 1) is None  # and the next one's sequence id is not known
     assert ledger.take(Output("a", 0, 107, [8])) == (None, 1)
     assert ledger.take(Output("a", 0, 107, [8], "length")) == (None, None)  # it has ended there, too
     assert [one.token_ids for one in ledger.resume("a").known] == [[5], []]

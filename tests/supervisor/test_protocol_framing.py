@@ -1,4 +1,4 @@
-"""Messages of bounded length in a stream of bytes, however it is cut."""
+"""Framing: messages of bounded length in a byte stream, for any packets."""
 
 import socket
 import threading

@@ -1,4 +1,4 @@
-"""Everything that travels between the two processes comes whole, and what is damaged is refused as what it is."""
+"""Messages between the two processes arrive unchanged, and damaged ones are rejected with their error."""
 
 import random
 import tracemalloc
@@ -61,7 +61,7 @@ def names_of(cls):
 
 
 def one_of_fields(cls, **strategies):
-    """Instances with every field chosen: one that is new here has to be added below."""
+    """Instances with a strategy for every field. A new field has to be added below."""
     assert set(strategies) == set(names_of(cls))
     return st.builds(cls, **strategies)
 
@@ -106,7 +106,7 @@ def params():
             "spaces_between_special_tokens": st.booleans(),
             "structured_outputs": optional(st.sampled_from(FORMS)),
         }
-        | dict.fromkeys(("json_schema", "regex", "ebnf"), st.none())  # which are in structured_outputs once it is made
+        | dict.fromkeys(("json_schema", "regex", "ebnf"), st.none())  # moved to structured_outputs by the constructor
         | dict.fromkeys(flags, st.booleans()),
     )
 
@@ -265,7 +265,7 @@ def news():
 
 
 def assert_same(a, b):
-    """The same values in the same types, but for lists and tuples."""
+    """Asserts equal values of equal types, except for lists and tuples."""
     if isinstance(a, np.ndarray):
         assert (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes())
     elif isinstance(a, list | tuple) and not hasattr(a, "_fields"):
@@ -283,7 +283,7 @@ def assert_same(a, b):
 
 
 def carried(message):
-    """What is inside of the frame."""
+    """The content of a frame."""
     (inside,) = Frames().feed(protocol.packed(message))
     return inside
 
@@ -354,7 +354,7 @@ WHOLE = [
 
 
 def read_either_way(data):
-    """As the engine does and as the front end does: each is read, or refused as a bad frame and nothing else."""
+    """Decode as the engine and as the front end do: each gives a message or a bad-frame error."""
     read = 0
     for reader in (protocol.commands_of, protocol.news_of):
         try:
@@ -397,15 +397,15 @@ def test_damaged_messages_are_read_or_bad_frames(place):
 
 
 NESTED = b"\x91" * 100_000 + b"\xc0"
-TO_POOLED = b"\x96\xa5Batch\x91\x9b\xa1a\x00\x00\x90\xc0\xc0\xc0\xc0"  # a batch, up to the pooled states of an output
+TO_POOLED = b"\x96\xa5Batch\x91\x9b\xa1a\x00\x00\x90\xc0\xc0\xc0\xc0"  # a batch, up to an output's pooled states
 
 
 @pytest.mark.parametrize(
     "data",
     [
         NESTED,
-        b"\x91\x82\xa4type\xa5Close\xa1x" + NESTED,  # where it is skipped
-        TO_POOLED + NESTED,  # where it is read as it is
+        b"\x91\x82\xa4type\xa5Close\xa1x" + NESTED,  # in a skipped field
+        TO_POOLED + NESTED,  # in a decoded field
         *(head + b"\xff\xff\xff\xff" for head in (b"\xdd", b"\xdf", b"\xc6", b"\xdb", b"\xc9", b"\x91\xdd")),
         b"\x91\x82\xa4type\xa5Abort\xabrequest_ids\xdd\xff\xff\xff\xff",
         *(TO_POOLED + more + b"\xff\xff\xff\xff" for more in (b"\xdd", b"\xdf", b"\xc6")),

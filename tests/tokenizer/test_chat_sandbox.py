@@ -1,5 +1,5 @@
 # ruff: noqa: E501  (a template is easier to read on one line)
-"""Chat templates: kind ones render as transformers render them, unkind ones end in an error."""
+"""Chat templates: valid ones render as in transformers, malicious ones end with an error."""
 
 import time
 

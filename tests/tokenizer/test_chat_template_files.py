@@ -1,4 +1,4 @@
-"""Where chat templates are found in a folder and which of them is used: as transformers do."""
+"""Where chat templates are in a folder, and which one is used: as in transformers."""
 
 import pytest
 from small_tokenizers import KINDS, write_folder

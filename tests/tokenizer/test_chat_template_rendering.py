@@ -1,4 +1,4 @@
-"""Conversations in the styles of the models people serve: quire writes what transformers write."""
+"""Conversations with the templates of widely used models: quire renders what transformers renders."""
 
 import copy
 import json
@@ -278,7 +278,7 @@ def test_tools(pairs, style, tools):
 
 
 def test_arguments_as_clients_send_them(pairs):
-    """As JSON in a string, which is OpenAI's form."""
+    """As a string with JSON, which is OpenAI's format."""
     sent = copy.deepcopy(CALLING)
     sent[1]["tool_calls"][0]["function"]["arguments"] = json.dumps(CALL["function"]["arguments"])
     ours, reference = pairs["qwen3"]
@@ -354,7 +354,7 @@ def test_continuing_a_thought(pairs, field):
 )
 def test_what_transformers_refuse(pairs, style, messages, options):
     ours, reference = pairs[style]
-    with pytest.raises(Exception):  # noqa: B017 (theirs are of several types)
+    with pytest.raises(Exception):  # noqa: B017 (transformers raises several types)
         reference.apply_chat_template(messages, tokenize=False, **options)
     with pytest.raises(RequestError):
         ours.apply_chat_template(messages, **options)

@@ -1,4 +1,4 @@
-"""Detokenising token by token beside decoding all at once, for every kind of tokenizer."""
+"""Incremental detokenization against decoding the whole, for every kind of tokenizer."""
 
 import re
 from functools import cache
@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from quire.tokenizer.detokenizer import Detokenizer
 from quire.tokenizer.tokenizer import Tokenizer
 
-MARK = "<think>"  # an added token of the SentencePiece kinds, which stands for a bad byte in the oracle
+MARK = "<think>"  # an added token of the SentencePiece kinds; it represents an invalid byte in the oracle
 ODD = [
     "e\u0301",
     "👩‍👩‍👧",
@@ -47,13 +47,13 @@ def made(kind: str) -> tuple[Tokenizer, PreTrainedTokenizerFast]:
 
 @cache
 def byte_values(kind: str) -> dict[int, int]:
-    """Of the tokens for single bytes: id -> byte."""
+    """Tokens of single bytes: id -> byte."""
     vocab = made(kind)[1].get_vocab()
     return {i: int(piece[3:5], 16) for piece, i in vocab.items() if re.fullmatch("<0x..>", piece)}
 
 
 def decoded(kind: str, ids: list[int], *, skip: bool) -> str:
-    """What transformers decode, but in a run of byte tokens that is no UTF-8 only the bad bytes are lost."""
+    """The text that transformers decodes, except that in a run of byte tokens only the invalid bytes are replaced."""
     reference, values = made(kind)[1], byte_values(kind)
     skipped = made(kind)[0].special_ids if skip else ()
     ids = [i for i in ids if i not in skipped and reference.convert_ids_to_tokens(i) is not None]
@@ -78,7 +78,7 @@ def pieces(tokenizer, ids, prompt=(), **options):
 
 
 def after(full: str, prompt: str) -> str:
-    """What `full` has from the first character on that `prompt` does not have at the same place."""
+    """`full` from the first character that differs from `prompt`."""
     shared = next(
         (i for i, (a, b) in enumerate(zip(full, prompt, strict=False)) if a != b), min(len(full), len(prompt))
     )
@@ -86,7 +86,7 @@ def after(full: str, prompt: str) -> str:
 
 
 def any_ids(kind: str) -> st.SearchStrategy[list[int]]:
-    """Tokens, bytes above ASCII, ids without a token."""
+    """Lists of tokens, bytes above ASCII, ids without a token."""
     tokenizer, reference = made(kind)
     mark = reference.convert_tokens_to_ids(MARK)
     high = [i for i, value in byte_values(kind).items() if value > 127]
@@ -119,7 +119,7 @@ def test_any_tokens_add_up_and_come_at_once(kind, data, skip):
         shown += detokenizer.add(token)
         so_far = after(decoded(kind, prompt + ids[:count], skip=skip), before)
         assert so_far.startswith(shown)
-        assert so_far[len(shown) :] in ("", "\ufffd", "\ufffd\ufffd", "\ufffd\ufffd\ufffd")  # a character's beginning
+        assert so_far[len(shown) :] in ("", "\ufffd", "\ufffd\ufffd", "\ufffd\ufffd\ufffd")  # an incomplete character
     assert shown + detokenizer.close() == after(decoded(kind, prompt + ids, skip=skip), before)
 
 
@@ -128,9 +128,9 @@ def test_any_tokens_add_up_and_come_at_once(kind, data, skip):
 def test_an_invalid_tail_is_what_transformers_decode(kind, text, tail):
     tokenizer, reference = made(kind)
     tokens = {value: i for i, value in byte_values(kind).items()}
-    ids = [*tokenizer.encode(text), reference.convert_tokens_to_ids("a")]  # the end of any run of bytes before
+    ids = [*tokenizer.encode(text), reference.convert_tokens_to_ids("a")]  # it ends any run of bytes before
     if not tokens or tail.decode(errors="replace").strip("\ufffd"):
-        return  # ASCII in such a run is where quire and transformers differ
+        return  # with ASCII in such a run, quire and transformers differ
     ids += [tokens[byte] for byte in tail]
     assert "".join(pieces(tokenizer, ids)) == reference.decode(ids, skip_special_tokens=True)
 
@@ -225,7 +225,7 @@ def test_special_tokens(kind, skip):
 
 
 def test_spaces_between_special_tokens():
-    """Only a tokenizer without a decoder puts them there."""
+    """Only a tokenizer without a decoder adds them."""
     core = Core(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
     core.add_tokens([AddedToken("<x>", special=True), AddedToken("<y>")])
     tokenizer, ids = Tokenizer(core), [0, 2, 3, 2, 1]
@@ -237,7 +237,7 @@ def test_spaces_between_special_tokens():
 
 @every_kind
 def test_the_work_per_token_does_not_grow(kind):
-    """Neither on a long text nor on bytes that never become a character; the prompt is read from its end."""
+    """With a long text or with bytes that never form a character. The prompt is decoded from its end."""
     tokenizer = made(kind)[0]
 
     class Counting:

@@ -1,4 +1,4 @@
-"""Tokenizers out of GGUF files beside those they were made from: `tokenizers`, and sentencepiece itself."""
+"""Tokenizers from GGUF files against their sources: `tokenizers` and sentencepiece."""
 
 import io
 from pathlib import Path
@@ -26,7 +26,7 @@ CORPUS.append(
 )
 BYTE_LEVEL = {"add_prefix_space": False, "use_regex": False}
 
-# `pre` -> the pre-tokenizer that a published model of that kind has in its tokenizer.json
+# `pre` -> the pre-tokenizer in the tokenizer.json of a published model of that kind
 PUBLISHED = {
     "gpt-2": pre_tokenizers.ByteLevel(add_prefix_space=False),
     "llama-bpe": pre_tokenizers.Sequence([
@@ -149,7 +149,7 @@ def test_every_split_rule_keeps_every_character(pre, text):
 
 
 def write(path, change=None, **keys):
-    """A little tokenizer by hand; keys without their prefix."""
+    """Write a small tokenizer. Keys have no prefix."""
     writer = gguf.GGUFWriter(path, "llama")
     base = {"model": "gpt2", "pre": "gpt-2", "tokens": ["a", "b", "ab", "<s>", "</s>"], "merges": ["a b"],
             "token_type": [1, 1, 1, 3, 3], "bos_token_id": 3, "eos_token_id": 4}  # fmt: skip

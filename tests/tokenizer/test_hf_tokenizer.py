@@ -1,4 +1,4 @@
-"""The tokenizer beside transformers' own, on the same files."""
+"""The tokenizer against transformers', on the same files."""
 
 import json
 import shutil
@@ -52,7 +52,7 @@ TEXTS = st.lists(st.sampled_from(ODD) | st.sampled_from("ab 1\n") | st.character
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory):
-    """Each kind of tokenizer, read by quire and by transformers from the same folder."""
+    """Each kind of tokenizer, loaded by quire and by transformers from the same folder."""
     folders = {kind: write_folder(tmp_path_factory.mktemp(kind), build()) for kind, build in KINDS.items()}
     return {kind: (Tokenizer.from_folder(path), AutoTokenizer.from_pretrained(path)) for kind, path in folders.items()}
 
@@ -85,7 +85,7 @@ def test_encodes_and_decodes_as_transformers_do(pairs, kind, text, special):
 
 
 def test_kinds_differ(pairs):
-    """So that the test before this one compares something."""
+    """Otherwise the test above compares little."""
     split = {tuple(ours.convert_ids_to_tokens(ours.encode("12 345</s>kettle e\u0301"))) for ours, _ in pairs.values()}
     assert len(split) == len(KINDS)
 

@@ -1,4 +1,4 @@
-"""What a model folder's files say about its tokenizer, beside transformers on the same folder."""
+"""Tokenizer settings in a model folder's files, against transformers on the same folder."""
 
 import pytest
 from small_tokenizers import KINDS, SPECIAL, split_vocabulary, write_folder
@@ -93,7 +93,7 @@ def test_the_model_type_counts(tmp_path, name, model_type):
     ("name", "kind"), [("LlamaTokenizer", "prepend"), ("GPT2Tokenizer", "digits"), ("Qwen2Tokenizer", "llama3")]
 )
 def test_the_file_counts_where_the_class_says_otherwise(tmp_path, name, kind):
-    """transformers 5 builds these anew and loses what the file says; the file is what the model was trained with."""
+    """transformers 5 rebuilds these and loses settings of the file; the model was trained with the file's."""
     write_folder(tmp_path, KINDS[kind](), tokenizer_config={"tokenizer_class": name})
     ours = Tokenizer.from_folder(tmp_path)
     by_class = AutoTokenizer.from_pretrained(tmp_path)
@@ -125,7 +125,7 @@ def test_vocabulary_and_merges(tmp_path, name, kind, model_type, ends):
 
 
 def test_vocabulary_and_merges_of_opt(tmp_path):
-    """</s> begins a text: the folder of the paper's model in small."""
+    """</s> is the begin token: a small version of the OPT folder."""
     token = {"content": "<|im_end|>", "lstrip": False, "normalized": True, "rstrip": False, "single_word": False}
     typed = {"__type": "AddedToken", **token}
     config = {"tokenizer_class": "GPT2Tokenizer", "add_bos_token": True, "bos_token": typed, "eos_token": typed}
@@ -206,7 +206,7 @@ def test_flags_in_tokenizer_json(tmp_path, kind):
 
 
 def test_a_vocabulary_with_holes(tmp_path):
-    """Ids that the model has and the tokenizer has not, and the other way round."""
+    """Ids that the model has and the tokenizer has not, and vice versa."""
     write_folder(tmp_path, KINDS["gpt2"](), tokenizer_config={"pad_token": "<x>"}, config={"vocab_size": 640})
     ours, reference = assert_same(tmp_path)
     assert ours.vocab_size == 501
@@ -216,7 +216,7 @@ def test_a_vocabulary_with_holes(tmp_path):
 
 
 def test_names_that_the_class_gives(tmp_path):
-    """GPT-2's own folder names no token at all."""
+    """GPT-2's own folder names no special token."""
     split_vocabulary(KINDS["gpt2"](), tmp_path)
     write_folder(tmp_path, config={"model_type": "gpt2"}, tokenizer_config={"model_max_length": 1024})
     ours, reference = assert_same(tmp_path)

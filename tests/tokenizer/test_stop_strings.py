@@ -1,4 +1,4 @@
-"""Stop strings beside a slow search."""
+"""Stop strings against a slow search."""
 
 from itertools import pairwise
 
@@ -12,7 +12,7 @@ TEXT = st.text("ab", max_size=30)
 
 
 def slow(text, stops, allowed_from):
-    """(the text before, the stop string) of the first that is complete at or after a position."""
+    """(the text before, the stop string) of the first stop string that is complete after `allowed_from` characters."""
     for end in range(1, len(text) + 1):
         complete = [stop for stop in stops if text[:end].endswith(stop)]
         if complete and end > allowed_from:
@@ -75,7 +75,7 @@ PIECES = st.lists(st.tuples(ANY.map("".join), st.booleans()), max_size=8)
 
 
 def first_end(pieces, stops):
-    """Where the text ends with what stops it, and that string: looked for from the start after every character."""
+    """The text's length at its stop, and the stop string, by a search of the whole text after every character."""
     text = ""
     for piece, may_stop in pieces:
         for char in piece:
@@ -89,7 +89,7 @@ def first_end(pieces, stops):
 @given(pieces=PIECES, places=st.lists(st.tuples(st.integers(0, 99), st.integers(1, 6))), included=st.booleans())
 @example(pieces=[("aa", False), ("ab", True), ("aab", True)], places=[(0, 3), (1, 2)], included=False)
 def test_any_text_in_pieces_of_which_any_may_stop(pieces, places, included):
-    """Stop strings are parts of the text itself, most often, and may be passed by more than once."""
+    """Stop strings are mostly parts of the text, and pieces that may not stop can contain them."""
     text = "".join(piece for piece, _ in pieces)
     stops = [part for start, size in places if (part := text[start % (len(text) + 1) :][:size])] or ["never"]
     search = StopStrings(compile_stops(stops), included=included)
@@ -112,6 +112,6 @@ def test_nothing_comes_after_a_match():
 
 
 def test_long_overlapping_strings_stay_cheap():
-    """64 strings of 1024 characters that nearly match everywhere: a search from the start would take hours."""
+    """64 strings of 1024 characters that nearly match everywhere: repeated searches from the start would take hours."""
     search = StopStrings(compile_stops(["a" * 1000 + chr(0x4E00 + i) * 24 for i in range(64)]))
     assert sum(len(search.add("a" * 10)) for _ in range(500)) == 4000

@@ -1,4 +1,4 @@
-"""Drives `quire serve` as its clients do: a process of its own beside this one, asked in streams over loopback."""
+"""Driver for `quire serve`: a server process, which gets streaming requests over loopback."""
 
 import asyncio
 import json
@@ -13,12 +13,12 @@ from protocol import Driven, Queries, Result, drive
 
 import quire
 
-_USAGE_BYTES = 2048  # at the end of a stream, in which its usage is told
+_USAGE_BYTES = 2048  # the end of a stream, which contains the usage
 _SERVE = (sys.executable, "-c", "from quire.cli import main; main()", "serve")
 
 
 def load(settings: dict) -> Driven:
-    """A server, which ends with the process group of this driver."""
+    """Start a server. It ends with the process group of this driver."""
     flags = {
         "--port": 0,
         "--dtype": "bfloat16",
@@ -46,9 +46,9 @@ async def _all(url: str, queries: Queries) -> list[tuple[int, float]]:
 
 
 async def _one(url: SplitResult, query: dict) -> tuple[int, float]:
-    """Tokens of the output, as the server counts them, and when the first came.
+    """Output tokens as counted by the server, and the time of the first token.
 
-    A client would run on another machine. This one shares the server's cores, so it does no more than it has to.
+    A real client runs on another machine. This one shares the server's cores, so it does as little work as possible.
     """
     asked = {"prompt": query["prompt"], "max_tokens": query["out"], "temperature": 0, "ignore_eos": True}
     body = json.dumps(asked | {"stream": True, "stream_options": {"include_usage": True}}).encode()

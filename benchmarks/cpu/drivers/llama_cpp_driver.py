@@ -1,7 +1,7 @@
-"""Drives llama.cpp through its C interface: all queries in one context, as its server's slots are, from a GGUF file.
+"""Driver for llama.cpp through its C interface. All queries share one context, like the slots of its server.
 
-Each pass computes up to 2048 tokens: one of every sequence that decodes, and what is left of prompts. What queries
-have in common is computed for each of them.
+The model is a GGUF file. Each pass computes up to 2048 tokens: one of every decoding sequence, then prompt tokens.
+Common prefixes are computed once per query.
 """
 
 import os
@@ -17,17 +17,17 @@ TOKENS_AT_ONCE = 2048
 
 @dataclass
 class Sequence:
-    """A query on its way. tokens: those whose KV is still to be computed."""
+    """A running query. tokens: tokens whose KV is not computed."""
 
     slot: int
     tokens: list[int]
-    num_left: int  # output tokens
+    num_left: int  # output tokens left to generate
     num_computed: int = 0
     num_out: int = 0
 
 
 class Model:
-    """A loaded model with room for so many sequences of such a length."""
+    """A loaded model with `max_num_seqs` slots."""
 
     def __init__(self, settings: dict, threads: int) -> None:
         llama_cpp.llama_log_set(_quiet, None)
@@ -37,7 +37,7 @@ class Model:
         )
         params = llama_cpp.llama_context_default_params()
         params.n_seq_max = settings["max_num_seqs"]
-        params.n_ctx = 32768  # of all sequences together
+        params.n_ctx = 32768  # shared by all sequences
         params.kv_unified = True
         params.n_batch, params.n_ubatch = TOKENS_AT_ONCE, 512
         params.n_threads = params.n_threads_batch = threads
@@ -47,7 +47,7 @@ class Model:
         self._batch = llama_cpp.llama_batch_init(TOKENS_AT_ONCE, 0, 1)
 
     def run(self, queries: Queries) -> Result:
-        """All queries at once, of which there are no more than slots."""
+        """Run all queries at once. There may not be more queries than slots."""
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), True)  # noqa: FBT003
         start, first = time.perf_counter(), None
         sequences = [Sequence(slot, query["prompt"], query["out"]) for slot, query in enumerate(queries)]
@@ -88,7 +88,7 @@ def _quiet(level: int, text: bytes, data: object) -> None:
 
 
 def load(settings: dict) -> Driven:
-    """The model, with a thread for each core."""
+    """Load the model with one thread per core."""
     threads = len(os.sched_getaffinity(0))
     return Driven(Model(settings, threads).run, llama_cpp.__version__, threads, ["from GGUF, BF16"])
 

@@ -1,6 +1,6 @@
-"""Drives OpenVINO GenAI: its continuous batching, in bfloat16. It reads a GGUF file, whose matrices are float16.
+"""Driver for OpenVINO GenAI with continuous batching in bfloat16. It reads a GGUF file with float16 matrices.
 
-With a single core to run on, OpenVINO 2026.4 ends with a division by zero.
+On a single core, OpenVINO 2026.4 ends with a division by zero.
 """
 
 import os
@@ -13,7 +13,7 @@ from protocol import Driven, Queries, Result, drive
 
 
 def load(settings: dict) -> Driven:
-    """The model in a pipeline, prefix caching on."""
+    """Load the model into a pipeline with prefix caching."""
     scheduler = SchedulerConfig()
     scheduler.cache_size = 4  # GB
     scheduler.max_num_seqs = settings["max_num_seqs"]
@@ -29,7 +29,7 @@ def load(settings: dict) -> Driven:
 
 
 def greedy(num_tokens: int) -> GenerationConfig:
-    """So many tokens, the likeliest ones."""
+    """Generation settings for `num_tokens` greedy tokens."""
     config = GenerationConfig()
     config.max_new_tokens = num_tokens
     config.ignore_eos = True

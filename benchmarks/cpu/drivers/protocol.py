@@ -1,11 +1,10 @@
-"""What the runner and a driver say to each other: one JSON object a line. Knows no engine, only the standard library.
+"""Protocol between the benchmark and a driver: one JSON object per line. Imports the standard library only.
 
-The runner starts `python NAME_driver.py SETTINGS` and first sends queries to warm up with. The driver loads, answers
-{"ready": seconds, ...}, and from then on answers each {"name": ..., "queries": [{"prompt": ids, "out": n}]} with
-{"seconds": ..., "ttft": ..., "num_tokens": [of each query]}, and {"memory": true} with {"bytes": ..., "kind": ...}. A
-query may have a "form", a JSON schema, and then has a "seed".
-Between the two it waits blocked for its next line, and ends with the last one. What the engine prints goes to the
-error stream.
+The benchmark starts `python NAME_driver.py SETTINGS` and first sends queries for the warm-up. The driver loads the
+engine and answers {"ready": seconds, ...}. It then answers each {"name": ..., "queries": [{"prompt": ids, "out": n}]}
+with {"seconds": ..., "ttft": ..., "num_tokens": [one per query]}, and {"memory": true} with {"bytes": ..., "kind":
+...}. A query may have a "form", a JSON schema; it then also has a "seed". The driver blocks while it reads its next
+line, and exits at the end of its input. The engine's own output goes to stderr.
 """
 
 import json
@@ -16,22 +15,22 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-Queries = list[dict]  # of "prompt", token ids, and "out", how many tokens must come
-Result = tuple[list[int], float | None]  # tokens that came for each query, seconds to the first of the first query
+Queries = list[dict]  # each with "prompt" (token ids) and "out" (exact number of output tokens)
+Result = tuple[list[int], float | None]  # output tokens per query; seconds to the first token of the first query
 
 
 @dataclass
 class Driven:
-    """A loaded engine. `run` answers all queries at once, greedily, and does not stop at end tokens."""
+    """A loaded engine. `run` answers all queries at once. Without a "form", it is greedy and ignores end tokens."""
 
     run: Callable[[Queries], Result]
     version: str
     threads: int
-    notes: list[str] = field(default_factory=list)  # what else the report should say
+    notes: list[str] = field(default_factory=list)  # further facts for the report
 
 
 def drive(load: Callable[[dict], Driven]) -> None:
-    """Load with the settings of the command line, and answer the runner until it has no more to say."""
+    """Load the engine with the settings of the command line, and answer queries until the input ends."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     settings = json.loads(sys.argv[1])
@@ -48,9 +47,9 @@ def drive(load: Callable[[dict], Driven]) -> None:
 
 
 def _measured(engine: Driven, queries: Queries) -> dict:
-    """Where the engine does not say when the first token of a single query came, a run of its own finds out.
+    """Run the queries. For a single query without a TTFT, measure the TTFT in a second run.
 
-    It has one token of output and the prompt backwards: of the same length, and in nobody's prefix cache.
+    The second run has one output token and the reversed prompt: equal in length, and without a prefix match.
     """
     start = time.perf_counter()
     num_tokens, ttft = engine.run(queries)
@@ -66,9 +65,9 @@ def _measured(engine: Driven, queries: Queries) -> dict:
 
 
 def memory() -> dict:
-    """Resident bytes of this process and all below it. PSS counts a shared page once; RSS where PSS is not readable."""
+    """Resident bytes of this process and its descendants: PSS, which counts a shared page once, or else RSS."""
     processes = [os.getpid()]
-    for pid in processes:  # grows while it is read
+    for pid in processes:  # the list grows during the loop
         for task in Path(f"/proc/{pid}/task").iterdir():
             processes += map(int, (task / "children").read_text().split())
     try:

@@ -1,4 +1,4 @@
-"""Drives quire: what a user of `LLM` gets, with the defaults."""
+"""Driver for quire: an `LLM` with default options."""
 
 from protocol import Driven, Queries, Result, drive
 
@@ -7,13 +7,13 @@ from quire import (
     LLM,
     SamplingParams,
     StructuredOutputsParams,
-)  # before torch: quire says how long OpenMP's threads may spin
+)  # before torch: quire sets how long OpenMP threads spin
 
 import torch  # isort: skip
 
 
 def load(settings: dict) -> Driven:
-    """The model in an LLM."""
+    """Load the model into an LLM."""
     lines: list[str] = []
     llm = LLM(
         settings["model"],
@@ -36,7 +36,7 @@ def load(settings: dict) -> Driven:
 
 
 def _params(query: dict) -> SamplingParams:
-    """Greedy and of that length; or, where the query has a JSON schema, drawn, and as long as it is."""
+    """Greedy with `out` tokens; with a JSON schema, sampled with at most `out` tokens."""
     if "form" not in query:
         return SamplingParams(temperature=0, max_tokens=query["out"], ignore_eos=True)
     form = StructuredOutputsParams(json=query["form"], disable_any_whitespace=True)

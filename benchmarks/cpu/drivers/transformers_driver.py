@@ -1,4 +1,4 @@
-"""Drives transformers: one static batch, padded on the left, that runs until the longest output is done."""
+"""Driver for transformers: one static batch, padded on the left, which runs until the longest output is complete."""
 
 import torch
 import transformers
@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 
 
 def load(settings: dict) -> Driven:
-    """The model, with its own default attention."""
+    """Load the model with its default attention."""
     model = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.bfloat16).eval()
 
     def run(queries: Queries) -> Result:
@@ -24,7 +24,7 @@ def load(settings: dict) -> Driven:
             do_sample=False,
             pad_token_id=0,
         )
-        # every row is as long as the longest; a shorter query takes what it wanted of its row
+        # Every row has the length of the longest output. A shorter query counts the tokens that it asked for.
         return [min(query["out"], tokens.shape[1] - longest) for query in queries], None
 
     return Driven(run, transformers.__version__, torch.get_num_threads(), ["one static batch"])

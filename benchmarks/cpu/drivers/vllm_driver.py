@@ -1,4 +1,4 @@
-"""Drives vLLM. On CPUs, how many threads it has is said by the environment that the runner gives it."""
+"""Driver for vLLM. On CPUs the environment, which benchmarks.cpu.engines sets, selects the number of threads."""
 
 import os
 
@@ -9,7 +9,7 @@ from vllm.sampling_params import StructuredOutputsParams
 
 
 def load(settings: dict) -> Driven:
-    """The model in an LLM, prefix caching on."""
+    """Load the model into an LLM with prefix caching."""
     llm = LLM(
         settings["model"],
         dtype="bfloat16",
@@ -30,7 +30,7 @@ def load(settings: dict) -> Driven:
 
 
 def _params(query: dict) -> SamplingParams:
-    """Greedy and of that length; or, where the query has a JSON schema, drawn, and as long as it is."""
+    """Greedy with `out` tokens; with a JSON schema, sampled with at most `out` tokens."""
     if "form" not in query:
         return SamplingParams(temperature=0, max_tokens=query["out"], ignore_eos=True)
     form = StructuredOutputsParams(json=query["form"], disable_any_whitespace=True)

@@ -1,4 +1,4 @@
-"""Drives transformers' continuous batching: one manager, which runs as long as the driver does."""
+"""Driver for the continuous batching of transformers, with one manager for the whole run."""
 
 import os
 import sys
@@ -14,16 +14,16 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 MOST_NEW_TOKENS = 2048
-PATIENCE = 1.0  # seconds between two looks at whether it still runs
+PATIENCE = 1.0  # seconds between two checks whether it still runs
 
 
 def load(settings: dict) -> Driven:
-    """The model, with paged attention on torch's own."""
+    """Load the model with paged attention over torch's SDPA."""
     on_gpu = torch.cuda.is_available()
     model = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.bfloat16, attn_implementation="sdpa")
     model = model.to("cuda" if on_gpu else "cpu").eval()
     config = GenerationConfig(max_new_tokens=MOST_NEW_TOKENS, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    sizes = None if on_gpu else ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=256)  # else most of the memory
+    sizes = None if on_gpu else ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=256)  # default: most memory
     manager = model.init_continuous_batching(generation_config=config, continuous_batching_config=sizes)
     notes = ["continuous batching", f"attention {model.config._attn_implementation}"]
 
@@ -31,7 +31,7 @@ def load(settings: dict) -> Driven:
         start, first = time.perf_counter(), None
         names = [manager.add_request(q["prompt"], max_new_tokens=q["out"], eos_token_id=-1) for q in queries]
         if not manager.is_running():
-            manager.start()  # with something to do: not all versions can begin without
+            manager.start()  # with queued work: some versions cannot start without
         lengths: dict[str, int] = {}
         while len(lengths) < len(names):
             result = manager.get_result(timeout=PATIENCE)

@@ -1,4 +1,4 @@
-"""Eviction by worth: what is learnt and how much of it is kept, that it pays, and the optimum to measure it by."""
+"""Eviction policy `cost`: the learned reuse predictor and its bounds, results against lru, the offline optimum."""
 
 from random import Random
 
@@ -134,7 +134,7 @@ def test_the_order_in_force_decides_between_the_oldest_and_the_least_valuable():
 
 @pytest.mark.parametrize(("name", "share", "most"), [("chat-tree", 0.1, 0), ("agent", 0.1, 2), ("rag", 0.1, -8)])
 def test_cost_computes_less_again_than_lru(name, share, most):
-    """Few requests to learn from: the benchmark has more, and more seeds."""
+    """There are few requests to learn from; the benchmark has more requests and seeds."""
     (cell,) = cells(name, 0, 800, (share,), ("lru", "cost"))
     assert cell.against("cost", "lru") < most
 
@@ -161,7 +161,7 @@ def test_a_trace_is_the_same_for_the_same_seed(name):
 
 
 def brute_force(blocks, wanted, num_blocks: int) -> int:
-    """The most that any choice of leaves finds."""
+    """The most blocks that any choice of evicted leaves finds."""
 
     def best(number: int, held: frozenset) -> int:
         if number == len(blocks):

@@ -1,4 +1,4 @@
-"""Pins, sessions and times to live: what they hold, how much of it, when they end, and that nobody waits for ever."""
+"""Pins, sessions and ttl: which blocks they retain, the limit of pinned blocks, their end, and no deadlock."""
 
 from dataclasses import replace
 from random import Random
@@ -235,7 +235,7 @@ def rig_with(eviction: str, **options) -> Rig:
 
 
 def talk(rig: Rig, num_requests: int) -> None:
-    """Chats that go on, with wishes of all kinds, in a pool that is too small."""
+    """Chats with random retention in a pool that is too small."""
     rng, contexts = Random(1), [[i] * 6 for i in range(4)]
     for number in range(num_requests):
         which = rng.randrange(4)

@@ -1,4 +1,4 @@
-"""Orders of eviction: each against a scan of all leaves of a tree that lives; what is asked for counts; it is cheap."""
+"""Eviction policies: each against a scan of all leaves, the effect of retention, and the time per eviction."""
 
 from random import Random
 from time import perf_counter
@@ -21,7 +21,7 @@ POLICIES = ("lru", "lfu", "priority", "cost")
 
 
 class Memory:
-    """A KVCache in which each sequence computes all its tokens in one step and leaves them."""
+    """A KVCache in which each sequence computes all its tokens in one step and leaves them cached."""
 
     def __init__(self, eviction="lru", num_blocks=100, block_size=1, **options) -> None:
         config = radix_config(num_blocks, block_size, **options)
@@ -76,7 +76,7 @@ class Memory:
 
 
 def standing_by_hand(eviction: str, leaf, clock: Clock) -> tuple:
-    """What the documentation says of a leaf, written down a second time."""
+    """A leaf's eviction order key, implemented a second time from the documentation."""
     if eviction == "lru":
         return (leaf.tick,)
     if eviction == "lfu":
@@ -249,7 +249,7 @@ def test_a_heap_of_leaves_keeps_no_more_than_it_needs(order):
 
 @pytest.mark.parametrize("eviction", ["lfu", "priority", "cost"])
 def test_reuse_is_right_and_nothing_leaks_with_every_order(eviction):
-    """The memory's own model, with random wishes: 6 000 operations on pools that are too small, steps that fail."""
+    """The cache model with random retention: 6 000 operations on pools that are too small, with failing steps."""
     rng = Random(eviction)
     for block_size, windows in ((4, (0,)), (1, (0,)), (4, (0, 6))):
         config = radix_config(70 // block_size + 8, block_size, windows)

@@ -1,4 +1,4 @@
-"""The hash index under a KVCache, against a list of the blocks that are there, and by examples."""
+"""The hash index in a KVCache, against a plain list of the indexed blocks, and by examples."""
 
 import random
 from dataclasses import dataclass, field, replace
@@ -24,7 +24,7 @@ def make(num_blocks=16, block_size=4, windows=(0,), public=()) -> KVCache:
 
 @dataclass
 class Sequence:
-    """As the scheduler sees it: `script` is what its tokens will be, of which `tokens` are known."""
+    """A sequence as the scheduler has it. `script` is all its tokens to come; `tokens` are the known ones."""
 
     namespace: Namespace
     script: tuple[int, ...]
@@ -37,19 +37,19 @@ class Sequence:
 
 @dataclass
 class Launched:
-    """A step in flight. Of each chunk: sequence, start, stop, epoch, whether it samples, whether it read the truth."""
+    """A step in flight. A chunk: sequence, start, stop, epoch, whether it samples, whether it read correct KV."""
 
     id: int
     fails: bool
     entries: list[tuple[int, int, int, int, bool, bool]] = field(default_factory=list)
-    copied: set[int] = field(default_factory=set)  # blocks of any group
+    copied: set[int] = field(default_factory=set)  # of all groups
 
 
 class Driver:
-    """Plans, collects and fails steps at random, beside a memory of stamps and a list of the blocks that are there.
+    """Plans, collects and fails random steps, beside a model of the memory and a list of the indexed blocks.
 
-    The stamp of a position is who wrote it, and all tokens up to it. `there` says what the index has: per key,
-    which is whose block it is and all tokens up to its end, a block of each group.
+    The stamp of a position is its writer's namespace and all tokens up to it. `there` is the expected content of the
+    index: (namespace or "everybody", tokens up to the block's end) -> the block in each group.
     """
 
     def __init__(self, seed, windows, block_size, *, public, steps_in_flight, num_blocks=24) -> None:
@@ -72,7 +72,7 @@ class Driver:
         return ("everybody" if is_public else namespace, tokens)
 
     def reads(self, namespace, stamp, tokens):
-        """Whether a stamp is what a namespace may find at the end of `tokens`: its own, or of a public prefix."""
+        """Whether a namespace may read this stamp at the end of `tokens`: its own stamp, or one of a public prefix."""
         is_public = any(prefix[: len(tokens)] == tokens for prefix in self.public)
         return stamp is not None and stamp[1] == tokens and (is_public or stamp[0] == namespace)
 
@@ -80,7 +80,7 @@ class Driver:
         return self.cache.config.first_seen(group, position)
 
     def longest(self, namespace, tokens):
-        """Whole blocks of `tokens` after which a sequence can go on."""
+        """The number of full blocks of `tokens` in the longest prefix match."""
         blocks = [
             self.there.get(self.key(namespace, tokens, i), [ABSENT] * len(self.windows))
             for i in range(len(tokens) // self.size)
@@ -95,7 +95,7 @@ class Driver:
         raise AssertionError("an empty prefix is always there")
 
     def learn(self, seq_id, before, start, num_blocks):
-        """After `record`: what entered. No block is there twice."""
+        """Add the blocks that `record` indexed to `there`. Asserts that no block is indexed twice."""
         table, seq = self.cache.tables[seq_id], self.sequences[seq_id]
         expected = before
         while expected < num_blocks:
@@ -117,7 +117,7 @@ class Driver:
         self.there = {key: blocks for key, blocks in self.there.items() if set(blocks) != {ABSENT}}
 
     def shrink(self):
-        """Blocks have left the index: which, and which were and are idle."""
+        """Remove evicted blocks from `there`. Returns their keys, and the keys of idle blocks that were idle before."""
         owners = [self.cache.index.owners(group) for group in range(len(self.windows))]
         left, kept = [], []
         for key, blocks in self.there.items():
@@ -143,7 +143,7 @@ class Driver:
             assert max(uses[0]) < min(uses[1]), "another block was the least recently used"
 
     def read_truth(self, seq_id, stop):
-        """Whether what a query at `stop` sees is what its sequence says."""
+        """Whether all stamps that a query at `stop` attends to are those of its sequence."""
         seq, table = self.sequences[seq_id], self.cache.tables[seq_id]
         return all(
             self.reads(
@@ -173,7 +173,7 @@ class Driver:
         self.leaves(seq, 0, max(num_blocks, indexed))
 
     def leaves(self, seq, first, end):
-        """A sequence uses these blocks no longer."""
+        """Record when a sequence stopped using these blocks."""
         for i in range(first, end):
             self.last_used[self.key(seq.namespace, seq.tokens, i)] = (self.tick, -i)
 
@@ -184,7 +184,7 @@ class Driver:
             self.release(seq_id, min(seq.computed, len(seq.tokens)))
 
     def script(self):
-        """Many begin alike."""
+        """Random tokens. Many scripts have common prefixes."""
         rng = self.rng
         length = rng.randint(2, 8 * self.size)
         begin = rng.choice([PUBLIC, (1,) * 24, (0, 1) * 8 + (0,) * 8])[: rng.randint(1, 24)]
@@ -221,7 +221,7 @@ class Driver:
         return self.chunk(seq_id, most) if seq.computed < len(tokens) else None
 
     def branch(self):
-        """A sequence goes on from the beginning of another."""
+        """A new sequence branches from a prefix of another one."""
         donors = [seq_id for seq_id, seq in self.sequences.items() if min(seq.committed, len(seq.tokens)) > 1]
         if not donors:
             return None
@@ -244,7 +244,7 @@ class Driver:
         return entry
 
     def chunk(self, seq_id, most):
-        """Some of the tokens that a sequence lacks, where there is room for them."""
+        """Compute some missing tokens of a sequence if there are blocks for them."""
         seq, table = self.sequences[seq_id], self.cache.tables[seq_id]
         start, end = seq.computed, min(len(seq.script), len(seq.tokens) + seq.pending)
         stop = min(end, start + most)
@@ -264,7 +264,7 @@ class Driver:
         return seq_id, start, stop, seq.epoch, samples
 
     def relies_on_a_copy(self, seq_id):
-        """Whether a step makes it whose failure would not stop the sequence, since it is not part of it."""
+        """Whether it reads a copy made by a step without it. A failure of that step would not roll it back."""
         blocks = {block for blocks in self.cache.tables[seq_id].blocks for block in blocks}
         alone = [step for step in self.in_flight if all(entry[0] != seq_id for entry in step.entries)]
         return any(blocks & step.copied for step in alone)
@@ -386,7 +386,7 @@ A, SALTED, ADAPTED, B = Namespace("a"), Namespace("a", "salt"), Namespace("a", a
 
 
 def admit(cache, seq_id, tokens, namespace=A, *, reusable=None, most=99, cause=Cause()):  # noqa: B008  # frozen
-    """And plan a chunk of `most` tokens."""
+    """Admit a sequence and plan a chunk of `most` tokens."""
     reusable = len(tokens) - 1 if reusable is None else reusable
     admission = cache.admit(seq_id, tokens, namespace, reusable=reusable, limit=len(tokens), most=most, cause=cause)
     table, stop = admission.table, min(len(tokens), admission.num_tokens + most)
@@ -396,7 +396,7 @@ def admit(cache, seq_id, tokens, namespace=A, *, reusable=None, most=99, cause=C
 
 
 def run(cache, seq_id, tokens, namespace=A, **options):
-    """From its admission to its end."""
+    """Run a sequence from its admission to its end."""
     admission = admit(cache, seq_id, tokens, namespace, **options)
     cache.launched(seq_id)
     cache.collected(seq_id)
@@ -479,7 +479,7 @@ def test_all_tenants_read_a_public_prefix_and_nothing_behind_it():
 
 
 def orphans(cache):
-    """Two blocks of TOKENS whose predecessor has left."""
+    """Two blocks of TOKENS whose predecessor was evicted."""
     blocks = run(cache, 1, TOKENS).table.blocks[0]
     cache.index.void({blocks[0]}, [])
     assert (cache.check(), cache.pools.num_idle) == ([], 2)
@@ -544,7 +544,7 @@ def test_a_block_that_is_not_there_is_not_taken_for_one_that_was_never_written()
 
 
 class CountingPool(BlockPool):
-    """Counts how often it is asked."""
+    """A block pool that counts its calls."""
 
     __slots__ = ("asked",)
 

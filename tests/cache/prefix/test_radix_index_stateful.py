@@ -1,4 +1,4 @@
-"""KVCache with the radix tree beside a model of the memory: reuse exact to the token, and nothing leaks."""
+"""KVCache with the radix tree, beside a model of the memory: reuse is exact to the token, and no block leaks."""
 
 from random import Random
 
@@ -18,7 +18,7 @@ MOST_SEQUENCES = 6
 
 
 class PrefixMachine(RuleBasedStateMachine):
-    """Sequences arrive, run, branch, fork, are preempted and end in any order; two steps in flight."""
+    """Sequences arrive, run, branch, fork, are preempted and end in any order, with two steps in flight."""
 
     model: Model
     failing = st.sampled_from((False,))
@@ -64,7 +64,7 @@ class PrefixMachine(RuleBasedStateMachine):
 
 
 class ExactMachine(PrefixMachine):
-    """Nothing is evicted and nothing fails: a sequence begins with the longest prefix that was ever computed."""
+    """Without evictions and failures, a sequence begins with the longest prefix that was ever computed."""
 
     @initialize(block_size=SIZES, public=PUBLIC)
     def begin(self, block_size: int, public) -> None:
@@ -72,7 +72,7 @@ class ExactMachine(PrefixMachine):
 
 
 class RoughMachine(PrefixMachine):
-    """Few blocks, failing steps, windows, flushes and corruption: what is found is right, and nothing leaks."""
+    """With few blocks, failing steps, windows, flushes and corruption, all matched KV is correct and no block leaks."""
 
     failing = st.sampled_from((False, False, False, True))
 
@@ -103,7 +103,7 @@ class RoughMachine(PrefixMachine):
     @precondition(lambda self: self.model.running() and not self.model.in_flight)
     @rule(rng=SEEDS)
     def corrupt(self, rng: Random) -> None:
-        """A count, or the index: `check` sees it, and `repair` mends it."""
+        """Corrupt a reference count or the index. `check` reports it, and `repair` repairs it."""
         cache = self.model.cache
         nodes = [node for node in cache.index.forest.nodes() if node.parent is not None]
         if nodes and rng.random() < 0.5:
@@ -125,7 +125,7 @@ TestRough = RoughMachine.TestCase
 
 
 def drive(model: Model, rng: Random, num_operations: int, *, fails: float = 0.0, every: int = 1) -> None:
-    """The same verbs as the machines', much faster; everything is checked after so many operations."""
+    """Run the operations of the machines, but much faster. Check everything after every `every` operations."""
     for number in range(num_operations):
         kind = rng.random()
         if kind < 0.25:
@@ -158,7 +158,7 @@ def test_reuse_is_the_longest_computed_prefix_whatever_the_block_size(block_size
 
 @pytest.mark.parametrize("seed", range(4))
 def test_nothing_leaks_over_many_random_operations(seed):
-    """100 000 operations in all, on pools that are too small, with failing steps; the seed says which."""
+    """100 000 operations over all seeds, on pools that are too small, with failing steps."""
     rng = Random(seed)
     block_size, windows = ((4, (0,)), (1, (0,)), (8, (0, 6)), (4, (6,)))[seed]
     public = ((), ((PUBLIC_TOKEN,) * 9,), (), ((PUBLIC_TOKEN,) * 20,))[seed]
@@ -168,7 +168,7 @@ def test_nothing_leaks_over_many_random_operations(seed):
 
 
 def test_the_model_sees_a_cache_that_reuses_what_a_failed_step_wrote(monkeypatch):
-    """The tests above can fail: blocks that were never written are found here."""
+    """The tests above can fail: they find blocks that were never written."""
     monkeypatch.setattr(InFlight, "forget_writes", lambda self, step_id: set())
     with pytest.raises(AssertionError, match=r"holds other tokens|does not read back|builds on"):
         drive(Model(radix_config(40, 4)), Random(1), 2000, fails=0.3)

@@ -1,4 +1,4 @@
-"""Children against a sorted dictionary."""
+"""Children of a radix node, against a sorted dictionary."""
 
 import random
 

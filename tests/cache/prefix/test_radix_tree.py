@@ -1,4 +1,4 @@
-"""The radix tree: the documents' worked examples, what is shared, what is evicted first, why something was missing."""
+"""The radix tree: worked examples of the documents, shared blocks, eviction order, reasons of a miss, run time."""
 
 from time import perf_counter
 
@@ -114,9 +114,9 @@ def test_document_003_car_carpet_cartridge_care_gives_five_nodes():
     cache = Cache()
     for word in ("carpet", "cartridge", "care"):
         cache.run(word.encode())
-    table = cache.admit(b"car").table  # an end of its own, as long as somebody is there
+    table = cache.admit(b"car").table  # it has a leaf of its own while it runs
     cache.step()
-    cache.kv.record(table, 3, 3)  # the r that it computed for its logits is exchanged
+    cache.kv.record(table, 3, 3)  # the tree replaces the r that it computed for its logits
     assert words(cache) == ["car", "e", "pet", "tridge"]
     assert len(list(cache.kv.index.forest.nodes())) == 5, "and the root"
     assert cache.matched(b"cartoon") == 4
@@ -302,7 +302,7 @@ def test_a_copy_that_a_failed_step_carried_is_no_ground_for_the_next_step():
     copier = cache.admit([*range(6), 90], record=False).table
     cache.kv.launched(1000)
     assert copier.capacity == 8
-    cache.kv.launched(1001)  # in which the copy is read
+    cache.kv.launched(1001)  # this step reads the copy
     assert cache.kv.failed(1000) == [cache.num_seqs]
     cache.kv.release(cache.num_seqs, 0)
     cache.kv.collected(1001)
@@ -324,7 +324,7 @@ def test_repair_begins_an_index_again_that_cannot_be_trusted():
     assert cache.matched(range(9)) == 9
 
 
-# Why
+# Reasons of a miss
 
 
 def reason(admission) -> tuple[int, str]:
@@ -380,7 +380,7 @@ def test_why_another_namespace_of_the_same_tenant(where, why):
     assert reason(cache.run(range(12))) == (0, why)
 
 
-# What it costs
+# Run time
 
 
 def seconds_per_eviction(num_leaves: int) -> float:

@@ -1,4 +1,4 @@
-"""Steps that are played from tapes: to the bit what they are without, in whatever order they come."""
+"""Captured steps on CPUs: equal to uncaptured steps bit for bit, in any order of batches."""
 
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -24,11 +24,11 @@ rowwise = pytest.importorskip("quire.kernels.cpu.rowwise")
 ROWS = 8
 BLOCK = 16
 RECORDED = ["qwen3-gqa", "llama-gqa-tied", "llama-mqa-biases", "phi3", "mistral-window"]
-COMPUTED = ["gemma2", "gpt2", "opt-post-norm", "qwen3-moe", "falcon-40b", "granite"]  # something of each is plain torch
+COMPUTED = ["gemma2", "gpt2", "opt-post-norm", "qwen3-moe", "falcon-40b", "granite"]  # each is partly plain torch
 
 
 class Watched(kernels_module.CpuKernels):
-    """Keeps the logits that tokens are chosen from."""
+    """Keeps the logits from which tokens are sampled."""
 
     def __init__(self, *, recorded):
         super().__init__(strict=False)
@@ -43,7 +43,7 @@ class Watched(kernels_module.CpuKernels):
 
 @pytest.fixture
 def played(monkeypatch):
-    """Counts the steps that come from tapes."""
+    """A list that grows with each replayed step."""
     counts, play = [], _C.play
 
     def counting(tape):
@@ -56,7 +56,7 @@ def played(monkeypatch):
 
 @pytest.fixture(params=[1, 2])
 def threads(request):
-    """Of a kernel's team."""
+    """Number of kernel threads."""
     _C.set_threads(request.param)
     yield request.param
     _C.set_threads(1)
@@ -70,7 +70,7 @@ def driver_of(folder, *, recorded, dtype="float32", **options):
 
 
 class Script:
-    """Rows that come, decode in changing company, lose their blocks, and find them elsewhere."""
+    """Random rows that start, decode in varying batches, are preempted, and whose blocks move."""
 
     def __init__(self, driver, seed, params=GREEDY):
         self.driver, self.params = driver, params
@@ -78,7 +78,7 @@ class Script:
         self.known, self.done, self.tokens = {}, {}, []
 
     def run(self, num_steps):
-        """The tokens of all steps."""
+        """Run `num_steps` steps. Returns the sampled tokens of all steps so far."""
         for _ in range(num_steps):
             ready = [row for row, known in self.known.items() if self.done[row] == len(known) - 1]
             if not ready or self.random.random() < 0.2:
@@ -91,7 +91,7 @@ class Script:
         return self.tokens
 
     def _comers(self):
-        """Rows that compute a prompt, or what they knew when they were preempted."""
+        """Rows that compute a new prompt, or their known tokens after a preemption."""
         rows = self.random.permutation(ROWS)[: self.random.integers(1, 4)].tolist()
         for row in rows:
             preempted = row in self.known and len(self.known[row]) < 150 and self.random.random() < 0.7
@@ -115,7 +115,7 @@ class Script:
             self.known[row].append(token)
 
     def _move(self, row):
-        """A row's block goes elsewhere, and what it leaves is spoilt."""
+        """Move one block of a row to another place, and overwrite the old one."""
         driver = self.driver
         writes, moves = [], []
         for group, tables in enumerate(driver.tables[row]):
@@ -138,7 +138,7 @@ def assert_alike(one, other):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", RECORDED)
 def test_recorded_steps_have_the_bits_of_others(saved, played, kind, dtype):
-    """They run while batches change, prompts come between, rows are preempted and blocks move."""
+    """Batches vary, prompts are computed between decode steps, rows are preempted and blocks move."""
     folder = saved(kind)[0]
     found, watched = driver_of(folder, recorded=True, dtype=dtype)
     tokens = Script(found, 1).run(120)
@@ -177,7 +177,7 @@ def test_prompts_that_were_generated_are_those_of_the_reference(saved, played):
     prompts = [np.random.default_rng(n).integers(3, 301, n).tolist() for n in (5, 33, 1, 18)]
     driver, _ = driver_of(folder, recorded=True)
     assert driver.generate(prompts, 40) == Driver(load_model(folder)).generate(prompts, 40)
-    assert len(played) == 38  # all but the prompts and the first of its size
+    assert len(played) == 38  # all except the prompts and the first step of its size
 
 
 def test_deterministic_sequences_are_not_recorded(saved, played):
@@ -220,7 +220,7 @@ def test_a_tape_computes_again_from_what_its_inputs_are_now():
         play()
     before = result.clone()
     x.zero_()
-    assert torch.equal(result, before)  # until it is played
+    assert torch.equal(result, before)  # until the replay
 
 
 @pytest.mark.parametrize(
@@ -281,7 +281,7 @@ def test_an_exception_leaves_no_tape_behind(saved):
             kernels.recorder.record(compute)
         with pytest.raises(RuntimeError, match="no tape is being recorded"):
             _C.stop()
-        assert torch.equal(torch.empty(3).fill_(1), torch.ones(3))  # torch is itself again
+        assert torch.equal(torch.empty(3).fill_(1), torch.ones(3))  # torch allocates normally again
     result, play = kernels.recorder.record(lambda: kernels.activate(x, "silu"))
     x.neg_()
     play()
@@ -311,7 +311,7 @@ def test_a_step_that_fails_while_it_is_recorded_can_be_recorded_later(saved, pla
 @given(st.lists(st.tuples(st.integers(0, 3000), st.sampled_from(["take", "view", "drop"])), max_size=60), st.booleans())
 def test_no_buffer_is_given_to_two_live_tensors(actions, keeps):
     arena = memory.Arena(keeps=keeps)
-    alive = []  # (tensor, the number that it is full of)
+    alive = []  # (tensor, the number that fills it)
     for number, (size, action) in enumerate(actions):
         if action == "take" or not alive:
             x = arena.empty((size, 2), torch.float32)
@@ -319,7 +319,7 @@ def test_no_buffer_is_given_to_two_live_tensors(actions, keeps):
             assert x.data_ptr() % 64 == 0 or not size
             x.fill_(number)
             alive.append((x, number))
-        elif action == "view":  # the tensor itself goes, a part of it stays
+        elif action == "view":  # the tensor is freed, a view of it stays
             x, value = alive.pop(size % len(alive))
             alive.append((x[len(x) // 2 :].T, value))
         else:
@@ -374,7 +374,7 @@ def test_whole_pages_of_weights_are_huge_where_the_system_has_them(huge):
 
 @pytest.fixture
 def given_out(monkeypatch):
-    """address -> bytes of the buffers that arenas gave out."""
+    """address -> bytes of the buffers that arenas have allocated"""
     buffers, empty = {}, memory.Arena.empty
 
     def counting(self, shape, dtype):

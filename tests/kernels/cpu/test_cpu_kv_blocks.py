@@ -1,4 +1,4 @@
-"""Blocks of the CPU kernels hold what those of the reference hold, for every build and number of threads."""
+"""KV blocks of the CPU kernels have the reference's content, for every build and number of threads."""
 
 import gc
 from pathlib import Path
@@ -39,7 +39,7 @@ def test_new_memory_is_poisoned_here():
 
 @st.composite
 def groups(draw):
-    """A group of one to three layers, and its block_size."""
+    """A KV group of one to three layers, and a block size."""
     layers, heads = draw(st.integers(1, 3)), draw(st.integers(1, 4))
     head_dim = draw(st.sampled_from([2, 8, 20, 64, 80, 96, 128]))
     dtype = draw(st.sampled_from(sorted(NAMES)))
@@ -49,7 +49,7 @@ def groups(draw):
 
 
 class Pair:
-    """A storage of each module, with the same bytes in both. All of them are random, some NaN."""
+    """A storage of each module with the same random bytes, some of them NaN."""
 
     def __init__(self, group, block_size, seed):
         self.group, self.block_size = group, block_size
@@ -68,7 +68,7 @@ class Pair:
         return int(torch.randint(low, high + 1, (), generator=self.random))
 
     def check(self):
-        """The same bits everywhere, and zeros behind each head."""
+        """Asserts equal bits everywhere, and zeros in the padding of each head."""
         blocks = torch.arange(NUM_BLOCKS)
         fast, slow = cpu.pack(self.fast, blocks), reference.pack(self.slow, blocks)
         assert fast.shape == slow.shape
@@ -76,7 +76,7 @@ class Pair:
         assert zeros_behind_heads(self.fast)
 
     def step(self):
-        """Slots of some sequences, each in blocks of its own, and the blocks that are begun."""
+        """Slots of some sequences, each with blocks of its own, and the blocks whose first slot is written."""
         blocks = torch.randperm(NUM_BLOCKS, generator=self.random).tolist()
         slots = []
         while blocks and (not slots or self.number(0, 3)):
@@ -88,13 +88,13 @@ class Pair:
         return slots, slots[slots % self.block_size == 0] // self.block_size
 
     def store(self, layer, k, v, slots, begun):
-        """What `reference.write_kv` does."""
+        """Store as `reference.write_kv` does."""
         self.slow.data[layer][:, begun] = 0
         self.slow.data[layer].flatten(1, 2)[:, slots] = torch.stack((k, v)).to(self.dtype)
 
 
 def zeros_behind_heads(storage):
-    """Whether what fills heads up is zero, seen by the documented layout."""
+    """Whether the padding of heads is zero, by the documented layout."""
     group, depth = storage.group, cpu.padded(storage.group.head_dim)
     keys, values = storage.data[:, 0], storage.data[:, 1]
     terms = 2 if storage.data.dtype == torch.bfloat16 else 1
@@ -104,7 +104,7 @@ def zeros_behind_heads(storage):
 
 
 def qkv(pair, num_tokens, heads, dtype):
-    """Queries, keys and values that are views into one product."""
+    """Queries, keys and values as views of one product."""
     kv_heads = pair.group.num_kv_heads
     product = pair.normal(num_tokens, heads + 2 * kv_heads, pair.group.head_dim, dtype=dtype)
     return product.tensor_split((heads, heads + kv_heads), 1)
@@ -133,7 +133,7 @@ def test_rotated_tokens_are_those_of_rotary_stored(group, seed, name, share):
     rotation = angles.cos(), angles.sin()
     turned = cpu.rotary_write(pair.fast, 0, q, k, v, rotation, slots)
     assert torch.equal(k, before)
-    also_turned = cpu.rotary_write(other.fast, 0, k, k, v, rotation, slots)  # in the place of queries: the same bits
+    also_turned = cpu.rotary_write(other.fast, 0, k, k, v, rotation, slots)  # keys passed as queries: the same bits
     expected = reference.rotary(q.float(), k.float(), *rotation)
     for result, wanted, x in zip((turned, also_turned), expected, (q, k), strict=True):
         rounding = 2**-8 if result.dtype == torch.bfloat16 else 1e-5

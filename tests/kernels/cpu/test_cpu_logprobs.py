@@ -24,14 +24,14 @@ def normal(num_rows, vocab_size, seed=0, deviation=3.0):
 
 
 def check(logits, tokens, k):
-    """Against float64, and in itself: ranks and order follow from the values."""
+    """Compare with float64, and check that ranks and order follow from the values."""
     values, ranks, top_ids, top_values = likelihood.logprobs(logits, tokens, k)
     assert (values.dtype, ranks.dtype, top_ids.dtype) == (torch.float32, torch.int32, torch.int32)
     assert top_values.shape == top_ids.shape == (len(logits), k)
     exact = logits.double().log_softmax(-1)
     torch.testing.assert_close(values.double(), exact.gather(1, tokens), atol=4e-6, rtol=1e-6)
     every = torch.arange(logits.shape[1]).expand(len(logits), -1)
-    ours = likelihood.logprobs(logits, every, 0)[0]  # all values, to be sorted the slow way
+    ours = likelihood.logprobs(logits, every, 0)[0]  # all values, sorted by torch
     assert torch.equal(ours.gather(1, tokens), values)
     assert ranks.tolist() == ((ours > values[:, :1]).sum(-1) + 1).tolist()
     order = np.argsort(-ours.numpy(), axis=-1, kind="stable")[:, :k]

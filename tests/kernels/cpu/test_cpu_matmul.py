@@ -1,4 +1,4 @@
-"""Products with packed weights by the CPU kernels, beside float64, for every build and number of threads."""
+"""Products with packed weights by the CPU kernels, against float64, for every build and number of threads."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ _C = pytest.importorskip("quire.kernels.cpu._C", reason="the CPU kernels are not
 cpu = pytest.importorskip("quire.kernels.cpu.products")
 
 DTYPES = st.sampled_from((torch.float32, torch.bfloat16))
-COUNTS = (*range(1, 10), 16, 17, 33, 64, 100, 300)  # few, in registers, in tiles, in blocks
+COUNTS = (*range(1, 10), 16, 17, 33, 64, 100, 300)  # for the paths of few rows, registers, tiles and blocks
 ROWS = st.sampled_from(COUNTS)
 SIZES = st.sampled_from([1, 2, 3, 15, 16, 17, 31, 32, 33, 47, 48, 64, 65, 100, 130])
 SEEDS = st.integers(0, 2**32 - 1)
@@ -34,31 +34,31 @@ def normal(seed, *shape, dtype=torch.float32):
 
 
 def weight_of(seed, *shape, dtype):
-    """Products with it are about as large as what they are products of."""
+    """A random weight, scaled so that products have the magnitude of their inputs."""
     return normal(seed, *shape, dtype=torch.float32).div(shape[-1] ** 0.5).to(dtype)
 
 
 def rounding(dtype):
-    """What one rounding changes at most, in parts of a number."""
+    """The largest relative error of one rounding."""
     return 2**-8 if dtype == torch.bfloat16 else 2**-24
 
 
 def assert_near(found, expected, error):
-    """Whether a result is `expected` (float64), but for `error` and one rounding to its own type."""
+    """Asserts that `found` differs from `expected` (float64) by at most `error` and one rounding to its type."""
     assert found.shape == expected.shape
     distance = (found.double() - expected).abs()
     assert (distance <= error + 1.01 * rounding(found.dtype) * expected.abs()).all(), distance.max()
 
 
 def exact(x, weight, bias=None):
-    """A product in float64, and a bound for the error of one whose terms are added up in float32, one by one."""
+    """A product in float64, and an error bound for sequential float32 sums."""
     x, weight = x.double(), weight.double()
     bias = torch.zeros(len(weight), dtype=torch.float64) if bias is None else bias.double()
     return x @ weight.T + bias, (x.shape[1] + 2) * 2**-23 * (x.abs() @ weight.abs().T + bias.abs())
 
 
 def assert_gated(found, x, weight, bias, activation):
-    """Whether `found` is the gated product: gates and what they gate are rounded before they meet."""
+    """Asserts that `found` is the gated product. Gates and gated values are rounded before the multiplication."""
     (gates, gated), (near_gates, near_gated) = (both.chunk(2, 1) for both in exact(x, weight, bias))
     each = near_gates + 1.01 * rounding(found.dtype) * gates.abs()
     shares = [reference.activate(gates + shift, activation) for shift in (-each, 0, each)]
@@ -154,13 +154,13 @@ def test_experts_are_those_of_float64(seed, num_tokens, hidden, inner, dtype, pa
     up = weight_of(seed + 1, num_experts, 2 * inner, hidden, dtype=dtype)
     down = weight_of(seed + 2, num_experts, hidden, inner, dtype=dtype)
     order = torch.rand(num_tokens, num_experts - 1, generator=torch.Generator().manual_seed(seed)).argsort(1)
-    ids = order[:, :each]  # nobody wants the last expert
+    ids = order[:, :each]  # no token picks the last expert
     weights = normal(seed + 3, num_tokens, each).softmax(1)
     packs = (cpu.pack_weight(up, 2), cpu.pack_weight(down)) if packed else (up, down)
     found = cpu.experts(x, ids, weights, *packs, activation, strict=strict)
     assert found.dtype == dtype
     expected = reference.experts(x.double(), ids, weights.double(), up.double(), down.double(), activation)
-    error = 3e-2 if dtype == torch.bfloat16 else 1e-5  # gated products are rounded on their way
+    error = 3e-2 if dtype == torch.bfloat16 else 1e-5  # intermediate gated products are rounded
     assert (found.double() - expected).abs().max() <= error * (1 + expected.abs().max())
 
 

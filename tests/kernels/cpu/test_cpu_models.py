@@ -1,4 +1,4 @@
-"""Families of decoders with the CPU kernels and packed weights: against transformers, and the same bits in company."""
+"""Decoder models with the CPU kernels and packed weights: against transformers, and deterministic in any batch."""
 
 import numpy as np
 import pytest
@@ -16,20 +16,20 @@ from quire.models.loading import load
 _C = pytest.importorskip("quire.kernels.cpu._C", reason="the CPU kernels are not built", exc_type=ImportError)
 CpuKernels = pytest.importorskip("quire.kernels.cpu.kernels").CpuKernels
 
-KINDS = [  # one for each thing that a layer can be made of
+KINDS = [  # one for each variant of a layer
     *("llama-gqa-tied", "llama-mqa-biases", "llama-yarn-mscale", "mistral-window", "qwen2-upper-window"),
     *("qwen3-gqa", "qwen3-tied", "gemma", "gemma2", "gemma3", "phi3", "olmo2", "granite", "mixtral-window"),
     *("qwen2-moe", "qwen3-moe-sparse-step", "gpt2", "opt-post-norm", "opt-no-bias", "gpt-neox", "falcon-mqa"),
     *("falcon-11b", "falcon-sequential", "phi-qk-norm", "starcoder2", "stablelm", "stablelm-parallel-qk-norm"),
     *("cohere-qk-norm", "llama-dynamic", "phi3-longrope"),
 ]
-SERVED = {"llama-dynamic": 96}  # whose positions depend on the longest sequence
+SERVED = {"llama-dynamic": 96}  # positions depend on the longest sequence
 LENGTHS = (1, 5, 16, 17, 31, 33, 48, 70)
 
 
 @pytest.fixture
 def two_threads():
-    """In a kernel's team."""
+    """Number of kernel threads."""
     _C.set_threads(2)
     yield
     _C.set_threads(1)
@@ -52,7 +52,7 @@ def packed_model(folder, dtype, kernels, **options):
 
 
 def logits_of(folder, tokens, cut, *, dtype="float32", num_decoded=10, strict=False, **options):
-    """A prompt in chunks of `cut` tokens, and the last ones one by one."""
+    """Logits of a prompt: all but the last tokens in chunks of `cut`, these one by one."""
     kernels = CpuKernels(strict=strict)
     description, model = packed_model(folder, dtype, kernels, **options)
     sequences = Sequences(description, model, [len(tokens)], kernels=kernels)
@@ -79,7 +79,7 @@ def test_logits_equal_transformers(saved, kind, strict):
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in checkpoints.LENGTH_DEPENDENT])
 def test_a_mixed_batch_equals_transformers(saved, kind):
-    """Prompts in chunks beside sequences that decode, all with the tokens that they are known to have."""
+    """Prompts in chunks beside decoding sequences. Each sequence has given tokens."""
     folder, theirs = saved(kind)
     kernels = CpuKernels(strict=False)
     description, model = packed_model(folder, "float32", kernels)
@@ -99,7 +99,7 @@ def test_a_mixed_batch_equals_transformers(saved, kind):
 @pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("kind", KINDS)
 def test_bfloat16_is_no_further_from_the_truth_than_transformers(tmp_path, kind):
-    """The truth: the same weights in float32."""
+    """The exact result has the same weights in float32."""
     model = checkpoints.save(tmp_path, kind, dtype=torch.bfloat16)
     tokens = tokens_of(60)
     rounded = theirs_of(model, tokens)
@@ -127,7 +127,7 @@ def test_with_strict_kernels_logits_have_the_same_bits_in_any_company(saved, kin
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["qwen3-gqa", "llama-gqa-tied", "gemma2", "qwen2-moe"])
 def test_deterministic_sequences_have_the_same_bits_in_any_company(saved, kind, dtype):
-    """In a runner, beside others that ordinary kernels compute, with any chunks and threads."""
+    """In a runner, beside sequences with ordinary kernels, with varying chunks and threads."""
     random = np.random.default_rng(5)
     prompts = [random.integers(3, 301, length).tolist() for length in (5, 33, 1, 18, 61)]
     kernels, strict = CpuKernels(strict=False), CpuKernels(strict=True)

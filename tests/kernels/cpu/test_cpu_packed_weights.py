@@ -1,4 +1,4 @@
-"""Weights that are read into the layout of the CPU kernels are those of the plain model, packed, bit for bit."""
+"""Weights loaded into the layout of the CPU kernels equal the plain model's weights after packing, bit for bit."""
 
 import shutil
 from itertools import pairwise
@@ -22,19 +22,19 @@ _C = pytest.importorskip("quire.kernels.cpu._C", reason="the CPU kernels are not
 CpuKernels = pytest.importorskip("quire.kernels.cpu.kernels").CpuKernels
 products = pytest.importorskip("quire.kernels.cpu.products")
 
-PIECES = st.lists(st.integers(1, 40), min_size=1, max_size=5)  # rows of each
+PIECES = st.lists(st.integers(1, 40), min_size=1, max_size=5)  # rows of each piece
 
 
 @pytest.fixture(autouse=True)
 def two_threads():
-    """In a kernel's team."""
+    """Number of kernel threads."""
     _C.set_threads(2)
     yield
     _C.set_threads(1)
 
 
 def assert_packed_alike(checkpoint, dtype):
-    """Compare a model that was loaded for the kernels with one that was not. Returns the names of packed weights."""
+    """Compare a model loaded for the kernels with one loaded without. Returns the names of packed weights."""
     plain = load(describe(checkpoint), dtype=dtype)
     model = load(describe(checkpoint), dtype=dtype, kernels=CpuKernels(strict=False))
     kept, packed = dict(model.named_parameters()), []
@@ -91,7 +91,7 @@ def test_rows_may_come_in_any_pieces_types_and_order(pieces, columns, dtype, par
     spans = [(index, *span) for index in range(number or 1) for span in pairwise(cuts)]
     for index, start, stop in data.draw(st.permutations(spans)):
         piece = (whole[index] if number else whole)[start:stop]
-        kind = data.draw(st.sampled_from([dtype, torch.float32, torch.float64]))  # each of which holds its numbers
+        kind = data.draw(st.sampled_from([dtype, torch.float32, torch.float64]))  # each represents its values
         piece = piece.to(kind) if data.draw(st.booleans()) else piece.to(kind).T.contiguous().T
         products.write_rows(weight, piece, start, index)
     assert torch.equal(weight.data, expected.data)
@@ -107,7 +107,7 @@ def test_rows_that_are_converted_in_several_goes_are_all_there(dtype):
 
 
 def test_a_tile_holds_its_rows_term_by_term():
-    """Of float32: [term][row]; of bf16: [pair of terms][row][term], with zeros up to 32 terms."""
+    """float32: [term][row]; bf16: [pair of terms][row][term], padded with zeros to 32 terms."""
     whole = torch.arange(20.0 * 3).view(20, 3)
     tiles = products.pack_weight(whole).data
     padded = torch.cat([whole, torch.zeros(12, 3)])

@@ -1,4 +1,4 @@
-"""Paged attention of the CPU kernels against loops in float64, over scattered blocks in poisoned storage."""
+"""Paged attention of the CPU kernels against float64 loops, over scattered blocks in storage full of NaN."""
 
 from itertools import pairwise
 
@@ -27,7 +27,7 @@ def build(request):
 
 
 def laid_out(tokens, dtype, block_size):
-    """(block_size, head_dim) float32 -> keys and values of a block as the kernels lay them out, filled up by zeros."""
+    """(block_size, head_dim) float32 -> keys and values of a block in the kernels' layout, padded with zeros."""
     padded = -(-tokens.shape[1] // 16) * 16
     parts = np.zeros((block_size // 16, 16, padded), np.float32)
     parts[:, :, : tokens.shape[1]] = tokens.reshape(-1, 16, tokens.shape[1])
@@ -38,7 +38,7 @@ def laid_out(tokens, dtype, block_size):
 
 
 class Case:
-    """Sequences with known keys and values in blocks, everything else NaN, and the queries of some positions."""
+    """Sequences with given keys and values in blocks, NaN everywhere else, and queries of some positions."""
 
     def __init__(
         self, seed, spans, *, kv_heads=2, shared=2, dim=64, block_size=16, dtype="bfloat16", window=0, strict=False
@@ -70,7 +70,7 @@ class Case:
         return torch.from_numpy(self.random.standard_normal(shape)).to(DTYPES[self.dtype])
 
     def store(self, i):
-        """Put what its window has not left of the i-th sequence into layer 1, with numbers behind the last token."""
+        """Write the KV of sequence i from its window on into layer 1, and numbers behind its last token."""
         start, stop = self.spans[i]
         size, lost = self.block_size, max(0, start - self.window + 1) if self.window else 0
         for place in range(lost // size, -(-stop // size)):
@@ -89,7 +89,7 @@ class Case:
         return Batch(starts, stops, self.tables)
 
     def run(self, plan=None, softcap=0.0, scale=0.2):
-        """The output of all chunks, with queries inside of a wider product."""
+        """The output of all chunks. Queries are views into a wider product."""
         plan = paged.plan(self.batch(), self.storage, strict=self.strict) if plan is None else plan
         q = torch.cat(self.q)
         product = torch.full((len(q), q.shape[1] * q.shape[2] + 7), torch.nan, dtype=q.dtype)
@@ -224,7 +224,7 @@ def test_slots_are_where_the_tables_say(build):
 
 
 def strict_rows(spans, threads, *, company, window, dtype, seed=10):
-    """Outputs of the positions of one sequence, cut into chunks at `spans`, beside other sequences."""
+    """Outputs of one sequence's positions, cut into chunks at `spans`, beside other sequences."""
     whole = Case(seed, [(0, spans[-1])], window=window, dtype=dtype, shared=3, strict=True, dim=32)
     outputs = []
     for start, stop in pairwise(spans):

@@ -1,4 +1,4 @@
-"""The small operations of the CPU kernels, beside the reference, for every build and number of threads."""
+"""Rowwise operations of the CPU kernels, against the reference, for every build and number of threads."""
 
 import numpy as np
 import pytest
@@ -33,7 +33,7 @@ def normal(seed, *shape, dtype=torch.float32):
 
 
 def close(result, expected, atol=1e-6):
-    """Whether a result agrees with one computed in float32: to one rounding of its own type."""
+    """Asserts that a result equals one computed in float32, up to one rounding to its type."""
     assert result.shape == expected.shape
     assert expected.dtype == torch.float32
     rtol = 2**-8 if result.dtype == torch.bfloat16 else 1e-5
@@ -41,7 +41,7 @@ def close(result, expected, atol=1e-6):
 
 
 def heads_of_product(x):
-    """The same numbers as views into a wider product: (num_tokens, heads, head_dim) with gaps between tokens."""
+    """The same numbers as views of a wider product: (num_tokens, heads, head_dim) with gaps between tokens."""
     wide = torch.full((x.shape[0], x.shape[1] + 3, x.shape[2]), torch.nan, dtype=x.dtype)
     wide[:, 2:-1] = x
     return wide[:, 2:-1]

@@ -38,7 +38,7 @@ def machine(request):
 def check_random_rows(num_rows, vocab_size, deviation, coarse, dtype, seed):
     logits = normal(num_rows, vocab_size, seed, deviation)
     if coarse:
-        logits = logits.round()  # full of ties
+        logits = logits.round()  # many ties
     logits[torch.rand(logits.shape, generator=torch.Generator().manual_seed(seed)) < 0.1] = -torch.inf
     logits = logits.to(dtype)
     rows = random_draws(num_rows, seed)
@@ -78,7 +78,7 @@ def exact_noise(word):
 
 
 def test_noise_is_exact_where_it_is_largest_and_elsewhere(machine):
-    """Two tokens whose logits make up for all but a little of the difference of their noise."""
+    """The difference of two logits nearly cancels that of their noise."""
     extremes = [279354704, 281247292, 363256242]  # positions where seed 0 has one of the three largest words
     positions = extremes + list(range(300))
     little = [1e-4 if i % 2 else -1e-4 for i in range(len(positions))]
@@ -96,7 +96,7 @@ def test_noise_is_exact_where_it_is_largest_and_elsewhere(machine):
 
 def test_a_long_tail_counts(machine):
     logits = torch.zeros(60, 50000)
-    logits[:, 7] = 10.0  # three tenths of the mass
+    logits[:, 7] = 10.0  # three tenths of the probability
     rows = draws(60, seeds=range(60), top_ps=[0.25, 0.31, 0.9] * 20)
     found = sampling.sample(logits, rows)
     assert found.tolist() == reference.sample(logits, rows).tolist()
@@ -109,7 +109,7 @@ def test_a_long_tail_counts(machine):
 def check_edits(wishes, seed, backwards):
     logits = normal(len(wishes), 23, seed)
     rows = draws_of(wishes, seeds=seed, positions=range(len(wishes)), top_ps=0.9)
-    if backwards:  # entries come in any order of rows
+    if backwards:  # entries may have any order of rows
         for entries in (rows.masks, rows.edits, rows.history):
             for name in entries.__slots__:
                 object.__setattr__(entries, name, getattr(entries, name)[::-1].copy())
@@ -180,7 +180,7 @@ def test_samples_have_the_exact_distribution(machine, temperature, top_p, top_k,
     [
         ({}, {0, 1, 2, 3, 4}),
         ({"top_ks": 2}, {0, 1}),
-        ({"top_ks": 3}, {0, 1, 2, 3}),  # ties stay together
+        ({"top_ks": 3}, {0, 1, 2, 3}),  # ties are kept together
         ({"top_ps": 0.4}, {0}),
         ({"top_ps": 0.41}, {0, 1}),
         ({"top_ps": 0.75}, {0, 1, 2, 3}),
@@ -209,7 +209,7 @@ def test_greedy_takes_the_lowest_of_equals_wherever_it_stands(machine, vocab_siz
     logits = torch.full((len(places), vocab_size), -torch.inf)
     for row, place in enumerate(places):
         logits[row, place:] = 7.0
-    filters = {"top_ps": 0.1, "top_ks": 1, "min_ps": 1.0}  # which greedy rows ignore
+    filters = {"top_ps": 0.1, "top_ks": 1, "min_ps": 1.0}  # ignored by greedy rows
     assert sampling.sample(logits, draws(len(places), temperatures=0.0, **filters)).tolist() == places
     assert sampling.sample(logits.bfloat16(), draws(len(places), temperatures=0.0)).tolist() == places
 
@@ -225,7 +225,7 @@ def test_rows_that_are_not_finite_yield_minus_one_and_hurt_nobody(machine, vocab
     logits[-2] = -torch.inf
     logits = logits.to(dtype)
     for options in ({"temperatures": 0.0}, {"temperatures": 1.0, "top_ps": 0.9, "top_ks": 30, "min_ps": 0.01}):
-        bans = [(row, 0, -math.inf) for row in range(0, len(logits), 4)]  # which hide nothing
+        bans = [(row, 0, -math.inf) for row in range(0, len(logits), 4)]  # they do not hide invalid logits
         rows = draws(len(logits), seeds=range(len(logits)), edits=bans, **options)
         found = sampling.sample(logits, rows).tolist()
         assert found == reference.sample(logits, rows).tolist()

@@ -1,4 +1,4 @@
-"""Invariant kernels: near the reference, and the same bits for a row wherever it stands and whoever is beside it."""
+"""Deterministic kernels: close to the reference, and a row's bits do not depend on its place or on other rows."""
 
 import math
 from fractions import Fraction
@@ -25,7 +25,7 @@ SIZES = ((64, 96), (301, 301), (1024, 40), (1000, 1), (1, 7), (600, 2051))  # (i
 
 @pytest.fixture
 def threads():
-    """Sets the number of threads, and puts it back."""
+    """A function that sets the number of threads, which is restored afterwards."""
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
@@ -36,12 +36,12 @@ def randn(*shape, seed=0, dtype=torch.float32):
 
 
 def alone(function, rows):
-    """function of one row at a time."""
+    """Apply a function to one row at a time."""
     return torch.cat([function(row) for row in rows.split(1)])
 
 
 def rowwise(width, dtype):
-    """All functions of rows (num_rows, width) of the module, by name."""
+    """All rowwise functions (num_rows, width) of the module, by name."""
     weight, bias = randn(width, seed=1, dtype=dtype), randn(width, seed=2, dtype=dtype)
     heads = randn(3, width // 3, seed=3, dtype=dtype)
     square = randn(width + 5, width, seed=4, dtype=dtype) / math.sqrt(width)
@@ -119,7 +119,7 @@ def test_products_have_the_same_bits_beside_any_neighbours(size, dtype, threads)
 
 @pytest.mark.parametrize("number", [1, 2, 3])
 def test_products_of_odd_sizes_have_the_same_bits_in_any_order_and_in_a_padded_tile(number, threads):
-    """Libraries for matrices do not promise this: one of them fails from 5 terms and 4 columns on."""
+    """Libraries do not guarantee this; one of them differs from 5 terms and 4 columns on."""
     threads(number)
     order = torch.randperm(16, generator=torch.Generator().manual_seed(9))
     for inputs in ODD:
@@ -141,7 +141,7 @@ def test_products_take_parts_of_larger_tensors(columns):
 
 
 def by_fractions(x, weight):
-    """The product of what both sides are rounded to, in rational numbers."""
+    """The product of the rounded inputs in rational numbers."""
     left, right = fixed_point(x, row_power(x), LEFT_BITS), fixed_point(weight, row_power(weight), RIGHT_BITS)
     return [
         [float(sum(Fraction(a) * Fraction(b) for a, b in zip(row, other, strict=True))) for other in right.tolist()]
@@ -159,12 +159,12 @@ def test_sums_of_products_are_exact(columns, exponents):
 
 
 def test_the_largest_sums_are_exact():
-    largest = torch.full((3, TERMS), 2.0 - 2.0**-23)  # rounded up, to a power of 2
+    largest = torch.full((3, TERMS), 2.0 - 2.0**-23)  # rounds up to a power of 2
     assert torch.equal(product(largest, largest), torch.full((3, 3), 4.0 * TERMS, dtype=torch.float64))
 
 
 def test_sums_that_need_every_bit_are_exact():
-    """With two bits more the sums would not fit, and with one more the last addition would round."""
+    """With two more bits the sums would overflow, and with one more the last addition would round."""
     random = torch.Generator().manual_seed(0)
     x, weight = (2 - torch.randint(8, (16, TERMS), generator=random) * 2.0**-23 for _ in range(2))
     assert product(x, weight).tolist() == by_fractions(x, weight)
@@ -228,7 +228,7 @@ ELEMENTWISE = {name: getattr(torch, name) for name in ("exp", "log", "log1p", "c
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_elementwise_functions_do_not_depend_on_the_place_of_a_number(name, dtype, threads):
-    """Not on tails, threads, neighbours or the alignment of memory: the place in a vector is what changes."""
+    """The result depends neither on tails, threads and neighbours nor on the alignment of memory."""
     function = ELEMENTWISE[name]
     x = randn(70001, dtype=dtype).abs()
     whole = by_vectors(function, x)
@@ -244,7 +244,7 @@ def test_elementwise_functions_do_not_depend_on_the_place_of_a_number(name, dtyp
 
 
 class Sequences:
-    """Sequences with known queries, keys and values, in a storage of NaN; blocks behind a window are given away."""
+    """Sequences with given queries, keys and values, in storage full of NaN. Tables omit blocks behind a window."""
 
     def __init__(self, seed, stops, *, kv_heads=2, shared=2, dim=8, block_size=4, window=0, dtype=torch.float32):
         random = np.random.default_rng(seed)
@@ -262,7 +262,7 @@ class Sequences:
         self.kv = [randn(2, stop, kv_heads, dim, seed=seed + 100 + i, dtype=dtype) for i, stop in enumerate(stops)]
 
     def attend(self, spans, softcap=0.0, kernels=deterministic):
-        """One step over (sequence, start, stop) spans; the outputs of each."""
+        """The outputs of one step, by its (sequence, start, stop) spans."""
         rows, starts, stops = (np.array(column, np.int64) for column in zip(*spans, strict=True))
         tables = self.tables[rows].copy()
         if self.group.window:
@@ -276,7 +276,7 @@ class Sequences:
         return dict(zip(spans, out.split([stop - start for _, start, stop in spans]), strict=True))
 
     def naive(self, row, start, stop, softcap):
-        """One query and one head at a time, in float64."""
+        """Attention of one query and one head at a time, in float64."""
         q, (k, v) = self.q[row].double(), self.kv[row].double()
         out = torch.zeros(stop - start, *q.shape[1:], dtype=torch.float64)
         shared = q.shape[1] // k.shape[1]
@@ -342,7 +342,7 @@ def test_attention_has_the_same_bits_in_any_chunks_and_company(dtype, window, so
 @pytest.mark.parametrize("place", [0, 40, 299])
 def test_a_value_that_is_not_finite_spoils_only_queries_that_see_it(place):
     clean, spoiled = Sequences(4, [300], block_size=16), Sequences(4, [300], block_size=16)
-    spoiled.kv[0][1, place, 0, 3] = torch.inf  # the first KV head's
+    spoiled.kv[0][1, place, 0, 3] = torch.inf  # of the first KV head
     expected, found = (sequences.attend([(0, 0, 300)])[0, 0, 300].view(300, 4, 8) for sequences in (clean, spoiled))
     assert torch.equal(found[:place], expected[:place])
     assert found[place:, :2].isnan().all()
@@ -355,7 +355,7 @@ def test_scratch_is_bounded(shared):
     plan = deterministic.plan(Batch(np.array([0]), np.array([9000]), sequences.tables), sequences.storage)
     (tiles,) = plan.tiles
     some = [len(part.chunks) for part in tiled.portions(tiles, sequences.group, shared)]
-    # keys and values, scores and their exponentials: as float32 and float64, and once more in fixed point
+    # Keys and values, scores and their exponentials: in float32 and float64, and in fixed point.
     one = 4 * tiled.KEYS * (2 * 12 * 128 + 2 * 12 * tiled.QUERIES * shared)
     assert sum(some) == len(tiles.chunks)
     assert len(some) > 1

@@ -1,4 +1,4 @@
-"""Keys and values in 8 bits: what is lost, and that attention sees exactly what is left."""
+"""8-bit KV: the quantization error, and that attention uses exactly the quantized values."""
 
 from dataclasses import replace
 

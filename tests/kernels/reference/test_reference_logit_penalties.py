@@ -16,7 +16,7 @@ VOCAB = 23
 
 
 def edited(logits, wish):
-    """What the contract says, in its order."""
+    """Edited logits by the contract's rules, in its order."""
     out = []
     prompt = [token for token, is_output in wish["history"] if not is_output]
     output = [token for token, is_output in wish["history"] if is_output]
@@ -68,7 +68,7 @@ def test_tokens_equal_the_oracle(wishes, noise):
     logits = torch.randn(len(wishes), VOCAB, generator=torch.Generator().manual_seed(noise)) * 2
     before = logits.clone()
     found = reference.sample(logits, draws_of(wishes, seeds=noise, positions=range(len(wishes)))).tolist()
-    assert torch.equal(logits, before)  # they are reported raw afterwards
+    assert torch.equal(logits, before)  # logprobs are reported from raw logits
     for row, (values, one, w) in enumerate(zip(logits.tolist(), found, wishes, strict=True)):
         scores = edited(values, w)
         if max(scores) == -math.inf:
@@ -87,16 +87,16 @@ def test_tokens_equal_the_oracle(wishes, noise):
         ({"repetition": 1.2}, 0),
         ({"frequency": 0.6}, 1),  # twice 0.6 off 4
         ({"frequency": 0.4}, 0),
-        ({"presence": 1.1}, 1),  # once, however often
+        ({"presence": 1.1}, 1),  # once, for any count
         ({"presence": 0.9}, 0),
         ({"repetition": 1.1, "frequency": 0.2, "presence": 0.2}, 0),  # 4 / 1.1 - 0.4 - 0.2 = 3.04
         ({"repetition": 1.1, "frequency": 0.2, "presence": 0.3}, 1),
         ({"edits": [(0, 1, 1.1)]}, 1),
         ({"edits": [(0, 0, -math.inf)]}, 1),
-        ({"edits": [(0, 0, 50.0), (0, 0, -math.inf)]}, 1),  # no bias lifts a ban
+        ({"edits": [(0, 0, 50.0), (0, 0, -math.inf)]}, 1),  # a bias does not undo a ban
         ({"edits": [(0, 1, 2.0)], "repetition": 1.3}, 1),
         ({"edits": [(0, 3, 2.5)], "repetition": 4.0}, 1),  # -2 + 2.5 is above 0 before the penalty, so it is divided
-        ({"masked": [0], "masks": mask([{2, 3}], 4), "edits": [(0, 1, 100.0)]}, 2),  # no bias lifts a mask
+        ({"masked": [0], "masks": mask([{2, 3}], 4), "edits": [(0, 1, 100.0)]}, 2),  # a bias does not undo a mask
     ],
 )
 def test_greedy_rows_are_edited_in_order(options, expected):
@@ -130,7 +130,7 @@ def test_a_row_with_nothing_left_yields_minus_one_and_hurts_nobody(temperature):
     logits = torch.randn(4, 5, generator=torch.Generator().manual_seed(0))
     free = reference.sample(logits, draws(4, temperatures=temperature)).tolist()
     bans = [(1, t, -math.inf) for t in range(5)]
-    half = [(3, t, -math.inf) for t in (1, 3)]  # what its mask would allow
+    half = [(3, t, -math.inf) for t in (1, 3)]  # tokens that its mask allows
     rows = draws(4, temperatures=temperature, edits=bans + half, masked=[3], masks=mask([{1, 3}], 5))
     assert reference.sample(logits, rows).tolist() == [free[0], -1, free[2], -1]
 
@@ -144,7 +144,7 @@ def test_edits_do_not_hide_nan():
 
 def test_short_types_are_edited_in_float32():
     logits = torch.tensor([[8.0, 8.0]]).bfloat16()
-    rows = draws(1, temperatures=0.0, edits=[(0, 1, 0.001)])  # which bfloat16 would round away
+    rows = draws(1, temperatures=0.0, edits=[(0, 1, 0.001)])  # bfloat16 would round this away
     assert reference.sample(logits, rows).tolist() == [1]
 
 

@@ -1,4 +1,4 @@
-"""Paged attention against loops in float64, over scattered blocks that are all poisoned beforehand."""
+"""Paged attention against float64 loops, over scattered blocks in storage full of NaN."""
 
 import numpy as np
 import pytest
@@ -12,11 +12,11 @@ from quire.kernels.contract import Batch
 from quire.kernels.reference import paged
 from quire.layers.attend import PagedAttend, Scores
 
-NOWHERE = 10**6  # a block that does not exist: behind a sequence's end tables may hold anything
+NOWHERE = 10**6  # a block that does not exist: entries behind a sequence's end are undefined
 
 
 def naive(q, k, v, start, scale, window=0, softcap=0.0):
-    """q (queries, heads, dim) of positions from `start`; k, v (keys, kv heads, dim); one product at a time."""
+    """q (queries, heads, dim) of positions from `start`; k, v (keys, KV heads, dim). One product at a time."""
     out = np.zeros(q.shape)
     shared = q.shape[1] // k.shape[1]
     for i in range(q.shape[0]):
@@ -32,7 +32,7 @@ def naive(q, k, v, start, scale, window=0, softcap=0.0):
 
 
 class Setup:
-    """Sequences with known keys and values, and a storage of NaN to put them in."""
+    """Sequences with given keys and values, and a storage of NaN for them."""
 
     def __init__(
         self,
@@ -64,10 +64,10 @@ class Setup:
         self.q = [random.standard_normal((b - a, kv_heads * shared, dim)).astype(np.float32) for a, b in spans]
 
     def attend(self, starts, stops, layer=0):
-        """One step over [starts[i], stops[i]) of each sequence that has some; the outputs of all of them."""
+        """The outputs of one step over [starts[i], stops[i]) of each sequence with a nonempty range."""
         some = np.flatnonzero(stops > starts)
         first = np.maximum(starts - self.window + 1, 0) // self.block_size if self.window else 0 * starts
-        lost = np.arange(self.tables.shape[1]) < first[:, None]  # blocks that no window reaches any more
+        lost = np.arange(self.tables.shape[1]) < first[:, None]  # blocks behind the window
         tables = np.where(lost, -1, self.tables)
         plan = reference.plan(Batch(starts[some], stops[some], tables[some]), self.storage)
         k, v = (torch.from_numpy(np.concatenate([self.kv[i][x, starts[i] : stops[i]] for i in some])) for x in range(2))
@@ -83,7 +83,7 @@ class Setup:
         return reference.attention(self.storage, layer, q, plan, 0.3, self.softcap)
 
     def check(self, tolerance=2e-5):
-        """First all cached prefixes in one step, then all chunks in another."""
+        """Compute all cached prefixes in one step, then all chunks in another one, and compare."""
         starts, stops = (np.array(column, np.int64) for column in zip(*self.spans, strict=True))
         if starts.any():
             self.attend(np.zeros_like(starts), starts)

@@ -1,4 +1,4 @@
-"""Philox against its authors' test vectors and against itself in Python integers."""
+"""Philox against its authors' test vectors and against an implementation in Python integers."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Sampling from logits that nobody edits, against a slow oracle in Python floats; masks; independence of mates."""
+"""Sampling without logit edits against a slow oracle in Python floats, masks, and independence from other rows."""
 
 import math
 
@@ -16,7 +16,7 @@ from quire.kernels.reference import sampling
 
 
 def kept_tokens(logits, temperature, top_p, top_k, min_p):
-    """The filters one after the other, as the contract says them: sets of tokens, and Python floats."""
+    """Tokens left by the filters, applied one after the other as in the contract, with sets and Python floats."""
     scores = {token: value / temperature for token, value in enumerate(logits) if value > -math.inf}
 
     def shares():
@@ -36,7 +36,7 @@ def kept_tokens(logits, temperature, top_p, top_k, min_p):
 
 
 def oracle(logits, seed, position, index, temperature, top_p, top_k, min_p):
-    """The token, and by how much it won."""
+    """The token, and the difference of its score to the next one."""
     if temperature == 0:
         return logits.index(max(logits)), math.inf
     noisy = {}
@@ -71,7 +71,7 @@ row = st.fixed_dictionaries(
 def test_tokens_equal_the_oracle(rows, vocab_size, coarse, noise):
     logits = torch.randn(len(rows), vocab_size, generator=torch.Generator().manual_seed(noise)) * 2
     if coarse:
-        logits = logits.round()  # full of ties
+        logits = logits.round()  # many ties
     names = {"seed": "seeds", "position": "positions", "index": "sample_indices", "temperature": "temperatures"}
     names |= {"top_p": "top_ps", "top_k": "top_ks", "min_p": "min_ps"}
     columns = {plural: [r[name] for r in rows] for name, plural in names.items()}
@@ -86,7 +86,7 @@ def test_tokens_equal_the_oracle(rows, vocab_size, coarse, noise):
     [
         ({}, {0, 1, 2, 3, 4}),
         ({"top_ks": 2}, {0, 1}),
-        ({"top_ks": 3}, {0, 1, 2, 3}),  # ties stay together
+        ({"top_ks": 3}, {0, 1, 2, 3}),  # ties are kept together
         ({"top_ps": 0.4}, {0}),
         ({"top_ps": 0.41}, {0, 1}),
         ({"top_ps": 0.75}, {0, 1, 2, 3}),
@@ -219,12 +219,12 @@ def test_rows_that_are_not_finite_yield_minus_one_and_hurt_nobody(temperature):
     logits[0, 7] = torch.nan
     logits[1] = -torch.inf
     logits[2, 3] = torch.inf
-    logits[3, 5] = -torch.inf  # one impossible token is fine
+    logits[3, 5] = -torch.inf  # one impossible token is allowed
     rows = draws(6, **options, masked=[4], masks=mask([set()], 40))
     tokens = reference.sample(logits, rows).tolist()
     assert tokens[:3] == [-1, -1, -1]
     assert tokens[3] not in (-1, 5)
-    assert tokens[4] == -1  # nothing is allowed
+    assert tokens[4] == -1  # no token is allowed
     assert tokens[5] == good[5]
 
 

@@ -1,4 +1,4 @@
-"""Products of one order where kernels are interpreted."""
+"""Matrix products with a fixed order of terms in Triton's interpreter."""
 
 import importlib.util
 
@@ -7,10 +7,10 @@ import pytest
 
 
 class Numpy:
-    """numpy, but products add their terms in the order of their numbers.
+    """numpy, but matrix products add their terms in index order.
 
-    Triton's interpreter multiplies tiles by numpy's matmul. OpenBLAS may give a row other bits at another place in its
-    tile (it does on AMD Zen 5), which tensor cores do not.
+    Triton's interpreter multiplies tiles by numpy's matmul. OpenBLAS may give a row different bits at another place in
+    its tile (it does on AMD Zen 5). Tensor cores do not.
     """
 
     def __getattr__(self, name):

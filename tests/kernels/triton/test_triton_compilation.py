@@ -1,4 +1,4 @@
-"""Every Triton kernel becomes machine code for a Hopper GPU, at a real model's sizes. That takes no GPU."""
+"""Every Triton kernel compiles to machine code for a Hopper GPU, at a real model's sizes. Needs no GPU."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Kernels that find a chunk's table in its row on the device do what they do with tables that a step brings."""
+"""Kernels give the same results with block tables on the device as with tables in the batch."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ ROWS = (5, 0, 2)
 
 @pytest.fixture(autouse=True)
 def poisoned():
-    """What torch.empty gives is full of NaN, so what a kernel leaves out is seen."""
+    """torch.empty gives NaN, so that values which a kernel does not write are found."""
     torch.use_deterministic_algorithms(mode=True)
     yield
     torch.use_deterministic_algorithms(mode=False)
@@ -49,7 +49,7 @@ def test_keys_and_values_are_written_through_it(stored):
 
 
 def test_a_plan_is_refilled_with_other_rows_of_tables_that_grew():
-    """As in a recorded step: everything it reads stays where it is."""
+    """As in a captured step, all its inputs keep their addresses."""
     case = Case(32, [(40, 41), (95, 96)], kv_heads=1)
     tables = torch.full((4, 7), -1, dtype=torch.int32, device=DEVICE)
     rows = np.array([1, 3])

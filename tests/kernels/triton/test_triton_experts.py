@@ -1,4 +1,4 @@
-"""Mixtures of experts by the Triton kernels, beside float64: who goes where, and what comes of it."""
+"""Mixtures of experts by the Triton kernels, against float64: routing tables and results."""
 
 from unittest.mock import patch
 
@@ -20,19 +20,19 @@ routing = pytest.importorskip("quire.kernels.triton.routing")
 
 @pytest.fixture(scope="module", autouse=True)
 def poison():
-    """What a kernel leaves out is seen: new memory is full of NaN."""
+    """torch.empty gives NaN, so that values which a kernel does not write are found."""
     with patch.object(torch, "empty", poisoned_empty):
         yield
 
 
 def picks(seed, num_tokens, num_experts, k):
-    """k different experts for each token, and their shares."""
+    """k different experts per token, and their weights."""
     random = torch.Generator().manual_seed(seed)
     ids = torch.rand(num_tokens, num_experts, generator=random).argsort(1)[:, :k]
     return ids.to(DEVICE), normal(seed + 1, num_tokens, k).softmax(1)
 
 
-# ---- who goes where ----
+# ---- routing tables ----
 
 
 @drawn
@@ -85,14 +85,14 @@ def test_tiles_hold_each_pair_once_and_beside_its_expert(seed, num_tokens, num_e
     assert found == order
 
 
-# ---- what comes of it ----
+# ---- results ----
 
 
 def assert_mixed(found, x, ids, weights, up, down, activation):
     expected = reference.experts(x.double(), ids, weights.double(), up.double(), down.double(), activation)
     assert found.dtype == x.dtype
     assert found.shape == x.shape
-    # gated products are rounded on their way, and so is what they are products of
+    # intermediate results of gated products are rounded, and so are the inputs of the second product
     error = 1e-5 + (6 * ROUNDING[x.dtype] if x.dtype != torch.float32 else 0)
     assert (found.double() - expected).abs().max() <= error * (1 + expected.abs().max())
 
@@ -113,7 +113,7 @@ def test_experts_are_those_of_float64(seed, num_tokens, hidden, inner, k, dtype,
     x = normal(seed, num_tokens, hidden, dtype=dtype)
     up = weight_of(seed + 1, num_experts, 2 * inner, hidden, dtype=dtype)
     down = weight_of(seed + 2, num_experts, hidden, inner, dtype=dtype)
-    ids, weights = picks(seed + 3, num_tokens, num_experts - 1, k)  # nobody wants the last expert
+    ids, weights = picks(seed + 3, num_tokens, num_experts - 1, k)  # no token picks the last expert
     found = experts.experts(x, ids, weights, up, down, activation, strict=strict)
     assert_mixed(found, x, ids, weights, up, down, activation)
     assert torch.equal(experts.experts(x, ids, weights, up, down, activation, strict=strict), found)
@@ -139,7 +139,7 @@ def test_all_tokens_may_want_the_same_experts(dtype, strict):
     [(8, 2, 4096, True, False), (8, 2, 4096, True, True), (128, 8, 2048, True, False), (60, 4, 2048, False, False)],
 )
 def test_numbers_of_experts_of_real_models(num_experts, k, hidden, normalise, strict):
-    """Mixtral 8x7B, Qwen3-30B-A3B and Qwen1.5-MoE, but that their experts are narrow; routed as the layer does."""
+    """Mixtral 8x7B, Qwen3-30B-A3B and Qwen1.5-MoE with narrow experts. Routing is as in the layer."""
     x, inner = normal(0, 2, hidden, dtype=torch.bfloat16), 16
     up = weight_of(1, num_experts, 2 * inner, hidden, dtype=torch.bfloat16)
     down = weight_of(2, num_experts, hidden, inner, dtype=torch.bfloat16)
@@ -150,7 +150,7 @@ def test_numbers_of_experts_of_real_models(num_experts, k, hidden, normalise, st
 
 @pytest.fixture
 def grouped(monkeypatch):
-    """Calls of the library's grouped product: their rows and ends."""
+    """Calls of torch's grouped product: shape of their rows and their ends."""
     calls, product = [], experts.F.grouped_mm
 
     def counted(rows, weight, *, offs):
@@ -213,7 +213,7 @@ def test_tokens_and_shares_may_be_views():
 
 @pytest.mark.parametrize("ids", [[0, 1, 2], [2, 0, 1], [1, 2, 0], [2, 1, 0]])
 def test_results_are_added_in_the_order_of_experts(ids):
-    """In any other order the smallest result would be lost, or would not."""
+    """The order of the additions decides whether the smallest result is lost."""
     x = torch.ones(1, 16, device=DEVICE)
     up = torch.full((3, 32, 16), 1 / 16, device=DEVICE)
     for results, total in (((1e8, -1e8, 1.0), 1.0), ((1e8, 1.0, -1e8), 0.0), ((1.0, 1e8, -1e8), 0.0)):

@@ -1,4 +1,4 @@
-"""What graphs take, as arithmetic, and how one is captured, with a stand-in for the device."""
+"""CUDA graphs: the memory that they need, computed in advance, and their capture with a fake device."""
 
 from contextlib import contextmanager, nullcontext
 
@@ -43,7 +43,7 @@ def test_results_of_neighbouring_sizes_lie_in_one_place():
 
 
 class Device:
-    """Stands in for torch.cuda: a graph is what was computed while it was captured, and replaying computes it again."""
+    """A fake of torch.cuda. A graph records what is computed during its capture; a replay computes it again."""
 
     def __init__(self, monkeypatch):
         self.pools, self.captured, self.failure = [], [], None

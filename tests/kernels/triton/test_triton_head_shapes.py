@@ -1,4 +1,4 @@
-"""Heads of real models in every kernel that sees them, and the same bits twice from every kernel."""
+"""Head shapes of real models in every kernel with heads, and reproducible bits of every kernel."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ from quire.kernels.triton import attention as module
 from quire.kernels.triton import blocks
 from quire.kernels.triton.kernels import TritonKernels
 
-# head_dim, heads that share a KV head, tokens of a block: each size of heads and each number with both sizes of blocks
+# head_dim, heads per KV head, tokens per block. Each head size and each ratio occurs with both block sizes.
 HEADS = [(64, 1, 16), (64, 8, 32), (80, 4, 16), (80, 1, 32), (96, 8, 16), (96, 4, 32), (128, 4, 16), (128, 8, 32)]
 HEADS += [(256, 1, 16), (256, 4, 32)]
 IN_8_BITS = {64: "fp8_e4m3", 128: "int8"}
@@ -23,7 +23,7 @@ IN_8_BITS = {64: "fp8_e4m3", 128: "int8"}
 
 @pytest.fixture(autouse=True)
 def poisoned():
-    """What torch.empty gives is full of NaN, so what a kernel leaves out is seen."""
+    """torch.empty gives NaN, so that values which a kernel does not write are found."""
     torch.use_deterministic_algorithms(mode=True)
     yield
     torch.use_deterministic_algorithms(mode=False)
@@ -54,7 +54,7 @@ def test_keys_and_values_are_rotated_written_and_copied(dim, shared, size):
 
 @pytest.mark.parametrize("dim", sorted({dim for dim, _, _ in HEADS}))
 def test_heads_are_normalised(dim):
-    """As Qwen3 does, on views into one product."""
+    """As in Qwen3, on views of one product."""
     kernels = TritonKernels(strict=False)
     product = torch.randn(3, 7 * dim, generator=torch.Generator().manual_seed(dim)).to(torch.bfloat16).to(DEVICE)
     weight = torch.linspace(0.5, 2, dim).to(torch.bfloat16).to(DEVICE)
@@ -64,7 +64,7 @@ def test_heads_are_normalised(dim):
 
 
 def every_kernel(kernels, random):
-    """Results of one run of each kernel, on the same numbers every time."""
+    """Results of one run of each kernel. The inputs are the same every time."""
 
     def normal(*shape):
         return torch.from_numpy(random.standard_normal(shape)).to(torch.bfloat16).to(DEVICE)

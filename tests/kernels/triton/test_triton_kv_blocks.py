@@ -1,4 +1,4 @@
-"""Blocks of the Triton kernels hold what those of the reference hold, in all types."""
+"""KV blocks of the Triton kernels have the reference's content, in all types."""
 
 import numpy as np
 import pytest
@@ -39,7 +39,7 @@ def group_of(dtype, *, layers=2, heads=2, head_dim=20):
 
 @st.composite
 def groups(draw):
-    """A group of one or two layers, and its block_size."""
+    """A KV group of one or two layers, and a block size."""
     head_dim = draw(st.sampled_from([16, 20, 64, 80, 96]))
     layers, heads = draw(st.integers(1, 2)), draw(st.integers(1, 5))
     group = group_of(draw(st.sampled_from(STORED)), layers=layers, heads=heads, head_dim=head_dim)
@@ -47,7 +47,7 @@ def groups(draw):
 
 
 class Pair:
-    """Blocks of the kernels and of the reference with the same bytes in both: all of them random, some NaN."""
+    """Blocks of the kernels and of the reference with the same random bytes, some of them NaN."""
 
     def __init__(self, group, block_size, seed=0):
         self.group, self.block_size = group, block_size
@@ -58,7 +58,7 @@ class Pair:
         if group.dtype in LARGEST:
             shape = (*shape[:-1], group.head_dim + SCALE_BYTES)
             canonical = torch.randint(0, 256, shape, generator=self.random, dtype=torch.uint8)
-            canonical[..., -1] |= 0x7F  # a scale of NaN or not far from it
+            canonical[..., -1] |= 0x7F  # a scale that is NaN or nearly
         else:
             canonical = self.normal(*shape, dtype=DTYPES[group.dtype])
             canonical[self.normal(*shape) > 2] = torch.nan
@@ -72,7 +72,7 @@ class Pair:
         return int(self.numpy.integers(low, high + 1))
 
     def check(self):
-        """The same numbers everywhere, bit for bit but for the sign of zero."""
+        """Asserts equal numbers everywhere, bit for bit except for the sign of zero."""
         assert torch.equal(self.numbers(blocks.pack(self.fast, ALL).cpu()), self.numbers(self.slow.data))
 
     def numbers(self, canonical):
@@ -84,7 +84,7 @@ class Pair:
         return canonical.nan_to_num(123)
 
     def batch(self, most=3):
-        """Chunks in scattered blocks; where nothing is written or read, tables say -1 or nonsense."""
+        """Chunks in scattered blocks. Unused table entries are -1 or arbitrary."""
         free = self.numpy.permutation(NUM_BLOCKS).tolist()
         starts, stops, tables = [], [], []
         for _ in range(self.number(1, most)):
@@ -97,7 +97,7 @@ class Pair:
         return Batch(np.array(starts), np.array(stops), np.array(tables))
 
     def store(self, layer, k, v, batch):
-        """What `rotary_write` does, a token at a time. k is rotated."""
+        """Store as `rotary_write` does, one token at a time. k is rotated."""
         data = self.slow.data[layer]
         token = 0
         for start, stop, table in zip(batch.starts, batch.stops, batch.tables, strict=True):
@@ -113,7 +113,7 @@ class Pair:
         return quantized(x, self.group.dtype) if self.group.dtype in LARGEST else x.to(self.slow.data.dtype)
 
     def qkv(self, num_tokens, num_heads, dtype):
-        """Queries, keys and values that are views into one product."""
+        """Queries, keys and values as views of one product."""
         kv_heads = self.group.num_kv_heads
         product = self.normal(num_tokens, num_heads + 2 * kv_heads, self.group.head_dim, dtype=dtype).to(DEVICE)
         return product.tensor_split((num_heads, num_heads + kv_heads), 1)
@@ -123,7 +123,7 @@ class Pair:
         return angles.cos().to(DEVICE), angles.sin().to(DEVICE)
 
     def write(self, batch, num_heads, half, dtype, layer=0):
-        """Rotate and write in both, and check what was rotated."""
+        """Rotate and write in both, and compare the rotated values."""
         step = plan(batch, self.fast)
         num_tokens = len(step.chunks)
         q, k, v = self.qkv(num_tokens, num_heads, dtype)
@@ -175,7 +175,7 @@ def test_a_sequence_without_a_block_is_rotated_and_stored_nowhere(stored):
     pair = Pair(group_of(stored), 16)
     tables = np.array([[-1, -1], [3, -1], [-1, 8], [5, -1]])
     batch = Batch(np.array([0, 15, 15, 16]), np.array([1, 17, 17, 17]), tables)
-    pair.write(batch, 4, 10, torch.float32, layer=1)  # block -1 of which would be one of layer 0
+    pair.write(batch, 4, 10, torch.float32, layer=1)  # block -1 would be a block of layer 0
 
 
 def test_heads_that_lie_apart_are_stored_too():
@@ -203,7 +203,7 @@ def test_numbers_between_two_of_8_bits_become_the_nearest_and_halves_the_even_on
     pair.check()
 
 
-@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy's, in the interpreter: inf / inf
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of numpy in the interpreter: inf / inf
 @pytest.mark.parametrize("stored", [*LARGEST])
 def test_scales_suit_numbers_of_any_size_and_tell_of_those_that_are_none(stored):
     pair = Pair(group_of(stored, heads=1), 16)
@@ -242,7 +242,7 @@ def test_copies_are_those_of_the_reference(group, seed):
     for pairs, num_tokens in (
         (apart, pair.number(0, pair.block_size)),
         (apart[:1].to(DEVICE), pair.number(1, pair.block_size)),
-        (apart[:, :1].expand(-1, 2), pair.number(1, pair.block_size)),  # nothing but clears
+        (apart[:, :1].expand(-1, 2), pair.number(1, pair.block_size)),  # only clears
         (apart[1:2], pair.block_size),
         (apart[:0], 3),
     ):

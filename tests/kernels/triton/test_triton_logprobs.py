@@ -12,13 +12,13 @@ from quire.kernels import reference
 pytest.importorskip("triton")
 likelihood = pytest.importorskip("quire.kernels.triton.likelihood")
 
-# the interpreter computes with numpy, which warns of inf - inf and the like; rows with such logits are meant
+# The interpreter computes with numpy, which warns of inf - inf and the like. Rows with such logits are intended.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
 
 
 @pytest.fixture(autouse=True)
 def poison():
-    """New memory is full of NaN and of large integers."""
+    """torch.empty gives NaN and large integers."""
     torch.use_deterministic_algorithms(mode=True)
     yield
     torch.use_deterministic_algorithms(mode=False)
@@ -33,14 +33,14 @@ def logprobs(logits, tokens, k):
 
 
 def check(logits, tokens, k):
-    """Against float64, and in itself: ranks and order follow from the values."""
+    """Compare with float64, and check that ranks and order follow from the values."""
     values, ranks, top_ids, top_values = logprobs(logits, tokens, k)
     assert (values.dtype, ranks.dtype, top_ids.dtype) == (torch.float32, torch.int32, torch.int32)
     assert top_values.shape == top_ids.shape == (len(logits), k)
     exact = logits.double().log_softmax(-1)
     torch.testing.assert_close(values.double(), exact.gather(1, tokens), atol=4e-6, rtol=1e-6)
     every = torch.arange(logits.shape[1]).expand(len(logits), -1)
-    ours = logprobs(logits, every, 0)[0]  # all values, to be sorted the slow way
+    ours = logprobs(logits, every, 0)[0]  # all values, sorted by torch
     assert torch.equal(ours.gather(1, tokens), values)
     assert ranks.tolist() == ((ours > values[:, :1]).sum(-1) + 1).tolist()
     order = np.argsort(-ours.numpy(), axis=-1, kind="stable")[:, :k]
@@ -61,7 +61,7 @@ def check(logits, tokens, k):
 def test_rows_equal_a_slow_softmax(num_rows, vocab_size, num_tokens, coarse, dtype, data, seed):
     logits = normal(num_rows, vocab_size, seed)
     if coarse:
-        logits = logits.round()  # full of ties, and of -0.0
+        logits = logits.round()  # many ties, and -0.0
     generator = torch.Generator().manual_seed(seed)
     logits[:, 1:][torch.rand(num_rows, vocab_size - 1, generator=generator) < 0.2] = -torch.inf
     tokens = torch.randint(vocab_size, (num_rows, num_tokens), generator=generator)
@@ -90,7 +90,7 @@ def test_equals_are_equal_and_in_the_order_of_ids():
 
 
 def test_zeros_of_either_sign_are_the_same_value():
-    """Of a row whose most likely token has all of the probability: 0 - log(1) is a zero."""
+    """In a row whose most likely token has all of the probability, 0 - log(1) is a zero."""
     logits = torch.full((1, 50), -1000.0)
     logits[0, [7, 30]] = torch.tensor([5.0, 5.0])
     logits[0, 30] = -torch.inf

@@ -1,4 +1,4 @@
-"""Products and rows of weights by the Triton kernels, beside float64."""
+"""Matrix products and embedding rows by the Triton kernels, against float64."""
 
 from unittest.mock import patch
 
@@ -21,27 +21,27 @@ SIZES = st.sampled_from([1, 3, 16, 20, 33, 64, 65, 130])
 
 @pytest.fixture(scope="module", autouse=True)
 def poison():
-    """What a kernel leaves out is seen: new memory is full of NaN."""
+    """torch.empty gives NaN, so that values which a kernel does not write are found."""
     with patch.object(torch, "empty", poisoned_empty):
         yield
 
 
 def assert_near(found, expected, error):
-    """Whether a result is `expected` (float64), but for `error` and one rounding to its own type."""
+    """Asserts that `found` differs from `expected` (float64) by at most `error` and one rounding to its type."""
     assert found.shape == expected.shape
     distance = (found.double() - expected).abs()
     assert (distance <= error + 1.01 * ROUNDING[found.dtype] * expected.abs() + 1e-7).all(), distance.max()
 
 
 def exact(x, weight, bias=None):
-    """A product in float64, and a bound for the error of one whose terms are added up in float32, one by one."""
+    """A product in float64, and an error bound for sequential float32 sums."""
     x, weight = x.double(), weight.double()
     bias = torch.zeros(len(weight), dtype=torch.float64, device=DEVICE) if bias is None else bias.double()
     return x @ weight.T + bias, (x.shape[1] + 2) * 2**-23 * (x.abs() @ weight.abs().T + bias.abs())
 
 
 def assert_gated(found, x, weight, bias, activation):
-    """Whether `found` is the gated product: gates and what they gate are rounded before they meet."""
+    """Asserts that `found` is the gated product. Gates and gated values are rounded before the multiplication."""
     (gates, gated), (near_gates, near_gated) = (both.chunk(2, 1) for both in exact(x, weight, bias))
     each = near_gates + 1.01 * ROUNDING[found.dtype] * gates.abs()
     shares = [reference.activate(gates + shift, activation) for shift in (-each, 0, each)]
@@ -66,7 +66,7 @@ def test_ordinary_products_are_those_of_float64(seed, rows, n, k, dtype):
     x, weight, bias = normal(seed, rows, k, dtype=dtype), weight_of(seed + 1, n, k, dtype=dtype), normal(seed + 2, n)
     expected, error = exact(x, weight, bias.to(dtype))
     found = products.linear(x, weight, bias.to(dtype), strict=False)
-    assert_near(found, expected, error + 4 * ROUNDING[dtype] * (1 + expected.abs()))  # libraries may round on their way
+    assert_near(found, expected, error + 4 * ROUNDING[dtype] * (1 + expected.abs()))  # libraries may round in between
 
 
 @drawn
@@ -130,7 +130,7 @@ def test_a_long_row_has_the_same_bits_in_any_company(dtype):
         assert torch.equal(products.linear(x[one : one + 1].clone(), weight, None, strict=True)[0], together[one])
 
 
-@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # the interpreter's, of inf * 0
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # of the interpreter: inf * 0
 @drawn
 @given(SEEDS, ROWS, SIZES, DTYPES, st.sampled_from([torch.nan, torch.inf, -torch.inf]), st.data())
 def test_what_is_not_finite_stays_in_its_row(seed, rows, k, dtype, value, data):

@@ -1,6 +1,6 @@
 """Whole models on the Triton kernels: the tokens of the reference and of transformers, both on the CPU.
 
-In company, in recorded steps (graphs, where there is a GPU), with 8-bit KV.
+In mixed batches, in captured steps (CUDA graphs on a GPU), with 8-bit KV.
 """
 
 import numpy as np
@@ -23,7 +23,7 @@ PINNED = SamplingParams(temperature=0.8, top_k=50, seed=11, deterministic=True)
 
 
 class Replaying(recording.Recording):
-    """Plays a step by computing it once more: on a CPU there are no graphs. Everything else is as on a GPU."""
+    """On a CPU, replays a step by computing it again, as there are no graphs. All else is as on a GPU."""
 
     def __init__(self):
         super().__init__()

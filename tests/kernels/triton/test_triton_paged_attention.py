@@ -1,4 +1,4 @@
-"""Paged attention in Triton against dense products in float64, over scattered blocks in storage full of NaN."""
+"""Paged attention in Triton against dense float64 products, over scattered blocks in storage full of NaN."""
 
 from itertools import pairwise
 
@@ -23,7 +23,7 @@ from quire.kernels.triton.plan import refill
 
 @pytest.fixture(autouse=True)
 def poisoned():
-    """What torch.empty gives is full of NaN, so what a kernel leaves out is seen."""
+    """torch.empty gives NaN, so that values which a kernel does not write are found."""
     torch.use_deterministic_algorithms(mode=True)
     yield
     torch.use_deterministic_algorithms(mode=False)
@@ -131,7 +131,7 @@ def test_contexts_are_split_and_merged(short_splits, window, stored):
     spans = [(275, 276), (0, 1), (90, 98), (16, 17)]
     case = Case(10, spans, kv_heads=1, dim=20, window=window, stored=stored)
     assert num_splits(case) > (6 if window else 2 * module.TOGETHER)
-    for i, kv in enumerate(case.kv):  # the largest scores come last
+    for i, kv in enumerate(case.kv):  # the largest scores are last
         kv[0] *= torch.logspace(-5, 0.8, kv.shape[1])[:, None, None]
         case.store(i)
     first = case.check(softcap=5.0)
@@ -241,7 +241,7 @@ def test_nan_of_one_sequence_stays_there_and_is_seen(split, request):
     if split:
         request.getfixturevalue("short_splits")
     case = Case(21, [(37, 38), (37, 38), (2, 40)], kv_heads=1)
-    case.kv[1][:, 16:32] = torch.nan  # all that one split sees
+    case.kv[1][:, 16:32] = torch.nan  # all keys of one split
     case.store(1)
     out = case.run()
     assert out[1].isnan().all()
@@ -249,7 +249,7 @@ def test_nan_of_one_sequence_stays_there_and_is_seen(split, request):
 
 
 def strict_rows(cuts, *, company, window, dtype, stored):
-    """Outputs of the positions of one sequence, cut into chunks at `cuts`, beside other sequences."""
+    """Outputs of one sequence's positions, cut into chunks at `cuts`, beside other sequences."""
     whole = Case(22, [(0, cuts[-1])], shared=3, dtype=dtype, stored=stored, kv_heads=1)
     others = Case(23, [(5, 9), (60, 61), (0, 11)], shared=3, dtype=dtype, stored=stored, kv_heads=1)
     data = torch.cat([whole.storage.data, others.storage.data], 2)

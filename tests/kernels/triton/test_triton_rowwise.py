@@ -1,4 +1,4 @@
-"""The small operations of the Triton kernels, beside the reference."""
+"""Rowwise operations of the Triton kernels, against the reference."""
 
 from unittest.mock import patch
 
@@ -15,7 +15,7 @@ from quire.kernels.contract import ACTIVATIONS
 pytest.importorskip("triton")
 rowwise = pytest.importorskip("quire.kernels.triton.rowwise")
 
-ROUNDING = {torch.float32: 2**-24, torch.float16: 2**-11, torch.bfloat16: 2**-8}  # parts of a number, at most
+ROUNDING = {torch.float32: 2**-24, torch.float16: 2**-11, torch.bfloat16: 2**-8}  # largest relative error
 DTYPES = st.sampled_from(tuple(ROUNDING))
 SIZES = st.sampled_from([1, 3, 16, 20, 64, 100, 128, 896, 1000])
 SEEDS = st.integers(0, 2**32 - 1)
@@ -28,7 +28,7 @@ def _poisoned(*args, make=torch.empty, **kwargs):
 
 @pytest.fixture(scope="module", autouse=True)
 def poison():
-    """What a kernel leaves out is seen: new memory is full of NaN."""
+    """torch.empty gives NaN, so that values which a kernel does not write are found."""
     with patch.object(torch, "empty", _poisoned):
         yield
 
@@ -38,14 +38,14 @@ def normal(seed, *shape, dtype=torch.float32):
 
 
 def close(result, expected, rtol=2e-6, atol=1e-6):
-    """Whether a result agrees with one of float32 or more, but for an error and one rounding to its own type."""
+    """Asserts that a result equals one of float32 or more, up to an error and one rounding to its type."""
     assert result.shape == expected.shape
     rtol += 1.001 * ROUNDING[result.dtype]
     torch.testing.assert_close(result.double(), expected.double(), rtol=rtol, atol=atol)
 
 
 def heads_of_product(x):
-    """The same numbers as views into a wider product: (num_tokens, heads, head_dim) with gaps between tokens."""
+    """The same numbers as views of a wider product: (num_tokens, heads, head_dim) with gaps between tokens."""
     wide = torch.full((x.shape[0], x.shape[1] + 3, x.shape[2]), torch.nan, dtype=x.dtype, device=DEVICE)
     wide[:, 2:-1] = x
     return wide[:, 2:-1]
@@ -69,9 +69,9 @@ def test_norms_take_heads_that_are_views_into_a_product(seed, rows, heads, size,
     view, wide_bias = heads_of_product(x), bias.double() if biased else None
     close(rowwise.rms_norm(view, weight[0], 1e-5), reference.rms_norm(x.double(), weight[0].double(), 1e-5))
     expected = reference.layer_norm(x.double(), weight.double(), wide_bias, 1e-5)
-    near_zero = 1e-5 if size > 3 else 1e-3  # where all numbers are alike, what is left of them is error
+    near_zero = 1e-5 if size > 3 else 1e-3  # equal numbers: the result is only error
     close(rowwise.layer_norm(view, weight, bias, 1e-5), expected, atol=near_zero)
-    flat = view.transpose(0, 1)  # no two axes of which can be seen as one
+    flat = view.transpose(0, 1)  # no two of its axes can be merged
     close(rowwise.rms_norm(flat, weight[0], 1e-5), reference.rms_norm(flat.double(), weight[0].double(), 1e-5))
 
 
@@ -154,7 +154,7 @@ def test_activations_are_precise_far_out_and_near_zero(activation):
     small = torch.logspace(-20, 0, 500)
     x = torch.cat((torch.linspace(-12, 12, 4001), small, -small)).to(DEVICE)
     exact = reference.activate(x.double(), activation).float()
-    lost = 1e-6 if activation == "gelu" else 1e-12  # 1 + erf of a negative number
+    lost = 1e-6 if activation == "gelu" else 1e-12  # cancellation in 1 + erf of a negative number
     torch.testing.assert_close(rowwise.activate(x, activation), exact, rtol=1e-5, atol=lost)
     far = torch.tensor([1e3, 6e4, 1e15, -1e3, -6e4, -1e15], device=DEVICE)
     exact = reference.activate(far.double(), activation).float()

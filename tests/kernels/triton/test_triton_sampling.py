@@ -1,8 +1,8 @@
 """Sampling in Triton against the reference and slow oracles, compiled on a GPU or interpreted on a CPU.
 
-Tokens must equal the reference's. Where both round differently, one may find another token only if two are within
-some 1e-6 of each other, or if the share of a token ends that near to its row's top_p and the token is chosen: cases
-are few enough for that not to happen, and where a border is looked at itself, seeds are fixed and borders far off.
+Tokens must equal the reference's. Because of rounding a token may differ if two scores are within about 1e-6 of each
+other, or if a chosen token's cumulative share is as close to its row's top_p. There are few enough cases for that not
+to happen. Tests of the limits themselves use fixed seeds and well separated values.
 """
 
 import math
@@ -31,13 +31,13 @@ thresholds = pytest.importorskip("quire.kernels.triton.thresholds")
 uploads = pytest.importorskip("quire.kernels.triton.upload")
 tl = triton.language
 
-# the interpreter computes with numpy, which warns of inf - inf and the like; rows with such logits are meant
+# The interpreter computes with numpy, which warns of inf - inf and the like. Rows with such logits are intended.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
 
 
 @pytest.fixture(autouse=True)
 def poison():
-    """New memory is full of NaN and of large integers."""
+    """torch.empty gives NaN and large integers."""
     torch.use_deterministic_algorithms(mode=True)
     yield
     torch.use_deterministic_algorithms(mode=False)
@@ -115,7 +115,7 @@ def test_kernels_and_the_host_agree_on_what_a_row_asks_for():
 
 
 def kept(logits, rows):
-    """Which tokens the filters leave, all rows being drawn from: bool (num_rows, vocab_size), and the scores."""
+    """Tokens kept by the filters, if all rows are sampled: bool (num_rows, vocab_size), and the scores."""
     vocab_size = logits.shape[1]
     table = sampling.wishes_of(rows, vocab_size)
     told = sampling.edit_columns(rows, table, vocab_size)
@@ -145,10 +145,10 @@ def kept_by_the_reference(logits, rows):
     [(0.0, False, 32), (0.01, False, 8192), (1.0, True, 32), (2.0, False, 8192), (30.0, False, 32)],
 )
 def test_what_is_kept_equals_the_reference_s(monkeypatch, deviation, coarse, copied):
-    monkeypatch.setattr(thresholds, "COPIED", copied)  # with few of them, the row itself is read in every pass
+    monkeypatch.setattr(thresholds, "COPIED", copied)  # with few of them every pass reads the row itself
     logits = normal(6, 1500, 11, deviation)
     if coarse:
-        logits = logits.round()  # full of ties
+        logits = logits.round()  # many ties
     options = [(0, 0.9, 0), (50, 1, 0), (0, 0.3, 0.01), (1, 1, 0), (700, 0.97, 0), (3, 1e-6, 0.4)]
     top_ks, top_ps, min_ps = zip(*options, strict=True)
     rows = draws(6, temperatures=[1, 0.5, 2, 1, 3, 1], top_ks=top_ks, top_ps=top_ps, min_ps=min_ps)
@@ -159,7 +159,7 @@ def test_filters_keep_what_they_say():
     cases = [
         ({}, [0, 1, 2, 3, 4]),
         ({"top_ks": 2}, [0, 1]),
-        ({"top_ks": 3}, [0, 1, 2, 3]),  # ties stay together
+        ({"top_ks": 3}, [0, 1, 2, 3]),  # ties are kept together
         ({"top_ks": 5}, [0, 1, 2, 3, 4]),
         ({"top_ps": 0.39}, [0]),
         ({"top_ps": 0.41}, [0, 1]),
@@ -190,7 +190,7 @@ def test_filters_keep_what_they_say():
     seed=st.integers(0, 200),
 )
 def test_what_is_kept_equals_a_slow_oracle_s(vocab_size, temperature, top_p, top_k, min_p, seed):
-    """Logits are halves: scores are exact, ties are ties, and no share is near to a border but by chance."""
+    """Logits are halves: scores are exact, ties are ties, and no share is close to a limit."""
     logits = (normal(1, vocab_size, seed) * 2).round() / 2
     rows = draws(1, temperatures=temperature, top_ps=top_p, top_ks=top_k, min_ps=min_p)
     expected = kept_tokens(logits[0].tolist(), temperature, top_p, top_k, min_p)
@@ -206,7 +206,7 @@ def test_all_ties_stay_at_a_border(vocab_size):
 
 def test_a_long_tail_counts():
     logits = torch.zeros(3, 20000)
-    logits[:, 7] = 9.0  # three tenths of the mass
+    logits[:, 7] = 9.0  # three tenths of the probability
     found = kept(logits, draws(3, top_ps=[0.25, 0.31, 0.9]))
     assert found.sum(1).tolist() == [1, 20000, 20000]
 
@@ -239,7 +239,7 @@ def test_tokens_of_a_large_vocabulary_equal_the_reference():
 
 
 def test_two_tokens_whose_logits_make_up_for_their_noise():
-    """For all but a little of its difference, in words of all sizes and the three largest that seed 0 has early."""
+    """The difference of two logits nearly cancels that of their noise, for words of all sizes and the largest."""
     extremes = [279354704, 281247292, 363256242]
     positions = extremes + list(range(40))
     little = [1e-4 if i % 2 else -1e-4 for i in range(len(positions))]
@@ -267,7 +267,7 @@ def test_greedy_takes_the_lowest_of_equals_wherever_it_stands(vocab_size):
     logits = torch.full((len(places), vocab_size), -torch.inf)
     for row, place in enumerate(places):
         logits[row, place:] = 7.0
-    filters = {"top_ps": 0.1, "top_ks": 1, "min_ps": 1.0}  # which greedy rows ignore
+    filters = {"top_ps": 0.1, "top_ks": 1, "min_ps": 1.0}  # ignored by greedy rows
     assert sampled(logits, draws(len(places), temperatures=0.0, **filters)) == places
     assert sampled(logits.bfloat16(), draws(len(places), temperatures=0.0)) == places
 
@@ -280,7 +280,7 @@ def test_rows_that_are_not_finite_yield_minus_one_and_hurt_nobody(vocab_size, op
     for row, bad in enumerate(bads):
         logits[2 * row, (0, vocab_size // 2, vocab_size - 1)[row]] = bad
     logits[-4], logits[-2, 0] = -torch.inf, torch.nan
-    bans = [(row, 0, -math.inf) for row in (0, len(logits) - 2)]  # which hide nothing
+    bans = [(row, 0, -math.inf) for row in (0, len(logits) - 2)]  # they do not hide invalid logits
     masked = {"masked": [2], "masks": mask([{1, 2, 3}], vocab_size)}
     found = check(logits, draws(len(logits), seeds=range(len(logits)), edits=bans, **masked, **options))
     assert [token == -1 for token in found] == [True, False] * (len(logits) // 2)
@@ -343,13 +343,13 @@ def test_nothing_waits_for_the_device():
 def test_edited_tokens_equal_the_reference(wishes, seed, backwards):
     logits = normal(len(wishes), 23, seed)
     rows = draws_of(wishes, seeds=seed, positions=range(len(wishes)), top_ps=0.9)
-    if backwards:  # entries come in any order of rows
+    if backwards:  # entries may have any order of rows
         for entries in (rows.masks, rows.edits, rows.history):
             for name in entries.__slots__:
                 object.__setattr__(entries, name, getattr(entries, name)[::-1].copy())
     before = logits.clone()
     check(logits, rows)
-    assert torch.equal(logits, before)  # they are reported raw afterwards
+    assert torch.equal(logits, before)  # logprobs are reported from raw logits
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -380,14 +380,14 @@ def test_edits_of_many_rows_and_tokens_equal_the_reference(dtype):
         ({"repetition": 1.2}, 0),
         ({"frequency": 0.6}, 1),  # twice 0.6 off 4
         ({"frequency": 0.4}, 0),
-        ({"presence": 1.1}, 1),  # once, however often
+        ({"presence": 1.1}, 1),  # once, for any count
         ({"presence": 0.9}, 0),
         ({"repetition": 1.1, "frequency": 0.2, "presence": 0.2}, 0),  # 4 / 1.1 - 0.4 - 0.2 = 3.04
         ({"repetition": 1.1, "frequency": 0.2, "presence": 0.3}, 1),
-        ({"edits": [(0, 0, 50.0), (0, 0, -math.inf)]}, 1),  # no bias lifts a ban
+        ({"edits": [(0, 0, 50.0), (0, 0, -math.inf)]}, 1),  # a bias does not undo a ban
         ({"edits": [(0, 1, 2.0)], "repetition": 1.3}, 1),
         ({"edits": [(0, 3, 2.5)], "repetition": 4.0}, 1),  # -2 + 2.5 is above 0 before the penalty, so it is divided
-        ({"masked": [0], "masks": mask([{2, 3}], 4), "edits": [(0, 1, 100.0)]}, 2),  # no bias lifts a mask
+        ({"masked": [0], "masks": mask([{2, 3}], 4), "edits": [(0, 1, 100.0)]}, 2),  # a bias does not undo a mask
     ],
 )
 def test_greedy_rows_are_edited_in_order(options, expected):

@@ -1,4 +1,4 @@
-"""A converted checkpoint is its source: every tensor bit for bit, and every field of its config that matters."""
+"""Converted GGUF checkpoints equal their source: every tensor bit for bit, and every relevant field of the config."""
 
 import json
 import shutil
@@ -51,7 +51,7 @@ EXPERTS = {"num_local_experts": 3, "num_experts_per_tok": 2}
 FALCON = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 61, "eos_token_id": None,
           "bos_token_id": None}  # fmt: skip
 
-# name -> (class of transformers, what its config is made of)
+# name -> (class in transformers, arguments of its config)
 KINDS = {
     "llama": ("Llama", COMMON),
     "llama-tied-biased": ("Llama", COMMON | {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
@@ -87,7 +87,7 @@ KINDS = {
                 | {"rope_parameters": PARTIAL, "tie_word_embeddings": False}),
 }  # fmt: skip
 
-# fields of a saved config that say nothing about what the model computes
+# fields of a saved config that do not affect what the model computes
 ASIDE = {
     *("transformers_version", "dtype", "use_cache", "initializer_range", "pretraining_tp", "max_window_layers"),
     *("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout"),
@@ -100,7 +100,7 @@ ASIDE = {
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    """kind -> its folder, every number random."""
+    """A function from a kind to its folder. Every number is random."""
     made = {}
 
     def get(kind):
@@ -132,7 +132,7 @@ def test_every_tensor_comes_back_as_it_was(source, tmp_path, kind):
     assert found.keys() == expected.keys() == checkpoint.tensors.keys()
     for name, tensor in expected.items():
         assert checkpoint.tensors[name].shape == found[name].shape == tensor.shape
-        if "gemma" in kind and "norm" in name:  # one was added and taken away again
+        if "gemma" in kind and "norm" in name:  # one was added and subtracted again
             torch.testing.assert_close(found[name], tensor, rtol=0, atol=3e-7)
         else:
             assert torch.equal(found[name], tensor), name
@@ -142,7 +142,7 @@ def test_every_tensor_comes_back_as_it_was(source, tmp_path, kind):
 def test_the_config_says_what_the_source_says(source, tmp_path, kind):
     checkpoint = GgufCheckpoint(gguf_files.write_gguf(source(kind), tmp_path / "model.gguf"))
     expected = json.loads((source(kind) / "config.json").read_text())
-    # fields that only some classes have, or that repeat what others say, may be absent
+    # fields that only some classes have, or that repeat others, may be missing
     implied = {
         "head_dim",
         "layer_types",
@@ -155,7 +155,7 @@ def test_the_config_says_what_the_source_says(source, tmp_path, kind):
     if expected.get("head_dim", 1) is None:
         expected["head_dim"] = COMMON["hidden_size"] // COMMON["num_attention_heads"]
     if kind == "falcon-7b":
-        expected["num_kv_heads"] = 1  # the source says 4, and to ignore it
+        expected["num_kv_heads"] = 1  # the source has 4 and a field that overrides it
     if (rope := expected.get("rope_parameters", {})).get("partial_rotary_factor") == 1:
         del rope["partial_rotary_factor"]
     for name, value in expected.items():
@@ -260,7 +260,7 @@ def test_llama_3_scaling_is_found_in_its_divisors(source, tmp_path, low, high, o
 
 
 def write_small(path, *, tensors=(), **keys):
-    """A little Llama by hand, with some keys changed or, by None, left out."""
+    """Write a small Llama by hand. Some keys are replaced, or left out for None."""
     writer = gguf.GGUFWriter(path, "llama")
     base = {"context_length": 32, "embedding_length": 8, "block_count": 1, "feed_forward_length": 8,
             "attention.head_count": 2, "attention.layer_norm_rms_epsilon": 1e-5}  # fmt: skip

@@ -1,4 +1,4 @@
-"""Dequantization beside the `gguf` package's, bit for bit: random bytes, and numbers that were really quantized."""
+"""Dequantization against the package `gguf`, bit for bit: random bytes, and quantized numbers."""
 
 import gguf
 import numpy as np
@@ -8,7 +8,7 @@ import torch
 from quire.models.gguf.quants import REFUSED, TENSOR_TYPES, dequantize
 
 QUANTIZED = {number: kind for number, kind in TENSOR_TYPES.items() if kind.decode is not None}
-QUANTIZABLE = [2, 3, 6, 7, 8]  # those that the package can make, not only read
+QUANTIZABLE = [2, 3, 6, 7, 8]  # types that the package can also write
 
 
 def theirs(data, number):
@@ -48,7 +48,7 @@ def test_plain_numbers_keep_their_type(number, dtype):
     found = dequantize(numbers.view(torch.uint8).numpy().reshape(-1), TENSOR_TYPES[number], (5, 3))
     assert found.dtype == dtype
     assert torch.equal(found, numbers)
-    found.zero_()  # its own memory, not the file's
+    found.zero_()  # it is a copy, not a view of the file
 
 
 def test_every_type_has_the_number_and_the_size_that_the_package_gives_it():

@@ -1,4 +1,4 @@
-"""Damaged, truncated and malicious GGUF files are refused with a reason: no crash, no hang, no huge allocation."""
+"""Damaged, truncated and malicious GGUF files are rejected with a reason: no crash, hang or huge allocation."""
 
 import struct
 import tracemalloc
@@ -34,7 +34,7 @@ VALUES = {
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    """A model with every kind of value, as bytes, and how many of them are its header."""
+    """A model with every kind of metadata value, as bytes, and the number of its header bytes."""
     path = tmp_path_factory.mktemp("gguf") / "model.gguf"
     writer = gguf.GGUFWriter(path, "llama")
     for key, value in VALUES.items():

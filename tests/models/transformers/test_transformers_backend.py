@@ -1,4 +1,4 @@
-"""The backend against transformers itself: greedy tokens of mixed batches, logits, what it says about a model."""
+"""The transformers backend against transformers: greedy tokens of mixed batches, logits, model descriptions."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ SHAPE = {**checkpoints.SHAPE, "num_key_value_heads": 2, "max_position_embeddings
 WINDOW = {"sliding_window": 9, "num_hidden_layers": 4}
 ALTERNATING = {**WINDOW, "layer_types": ["sliding_attention", "full_attention"] * 2}
 
-# what quire does not describe itself: name -> (name in transformers, what differs from SHAPE)
+# models without a description in quire: name -> (name in transformers, differences from SHAPE)
 UNKNOWN = {
     "glm": ("Glm", {"head_dim": 32}),
     "olmo": ("Olmo", {"clip_qkv": 0.9}),
@@ -34,15 +34,15 @@ UNKNOWN = {
     "helium": ("Helium", {"head_dim": 16}),
     "seed-oss": ("SeedOss", {"head_dim": 24}),
     "hunyuan": ("HunYuanDenseV1", {"head_dim": 16}),
-    "diffllama": ("DiffLlama", {}),  # attends twice in each layer
-    "olmoe": ("Olmoe", checkpoints.EXPERTS),  # experts lie one by one in the file, fused in the model
+    "diffllama": ("DiffLlama", {}),  # two attentions per layer
+    "olmoe": ("Olmoe", checkpoints.EXPERTS),  # one tensor per expert in the file, fused in the model
     "granite-moe": ("GraniteMoe", {"num_local_experts": 4, "num_experts_per_tok": 2, "logits_scaling": 4.0}),
 }
 KNOWN = ("llama-3", "gemma2", "gemma3", "qwen2-upper-window", "gpt2-scaled-by-layer", "mixtral-window")
 
 
 def save(folder, family, dtype=torch.float32, **values):
-    """A random model of transformers, written to a folder; every parameter counts."""
+    """Write a random transformers model to a folder. Every parameter affects the result."""
     torch.manual_seed(sum(map(ord, family)))
     config = getattr(transformers, f"{family}Config")(**{**SHAPE, **values})
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
@@ -57,7 +57,7 @@ def save(folder, family, dtype=torch.float32, **values):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory, saved):
-    """kind -> (folder, the transformers model), made once."""
+    """A function from a kind to (folder, transformers model), each created once."""
     found = {}
 
     def get(kind):
@@ -78,7 +78,7 @@ def loaded(folder, dtype="float32", **options):
 
 
 class Paged:
-    """Several sequences with scattered blocks, in one KV group for each kind of layer."""
+    """Several sequences with scattered blocks, in one KV group per kind of layer."""
 
     def __init__(self, description, model, lengths, dtype="float32", block_size=4):
         self.model = model
@@ -100,7 +100,7 @@ class Paged:
 
     @torch.inference_mode()
     def logits(self, chunks):
-        """chunks: (sequence, start, token ids). Per chunk, logits at all of its positions."""
+        """chunks: (sequence, start, token ids). Returns per chunk the logits at all of its positions."""
         rows, starts, tokens = zip(*chunks, strict=True)
         lengths = [len(some) for some in tokens]
         stops = np.array(starts) + lengths
@@ -231,7 +231,7 @@ def test_long_rope_ends_where_it_would_change_all_sequences_of_a_batch(saved):
 def test_nothing_is_read_to_describe_and_loading_reports_progress(made):
     checkpoint = FolderCheckpoint(made("olmoe")[0])
     read = checkpoint.read
-    checkpoint.read = None  # not to be called
+    checkpoint.read = None  # must not be called
     description = describe_backend(checkpoint)
     checkpoint.read = read
     seen = []

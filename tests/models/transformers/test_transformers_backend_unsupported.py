@@ -1,4 +1,4 @@
-"""What the backend does not run is refused by name, and what would be computed otherwise than described is noticed."""
+"""The transformers backend rejects unsupported models by name, and detects computations other than described."""
 
 import json
 import subprocess
@@ -21,7 +21,7 @@ from quire.models.transformers.loading import check_tokens_apart
 MLA = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 24}
 DENSE = {"first_k_dense_replace": 3, "num_key_value_heads": 4}
 
-# only config.json is looked at: name -> (class in transformers, fields, what the message says)
+# only config.json is read: name -> (class in transformers, fields, part of the error)
 BY_CONFIG = {
     "encoder": ("T5ForConditionalGeneration", {"model_type": "t5"}, "no decoder"),
     "bart": ("BartForCausalLM", {"model_type": "bart"}, "it has an encoder"),
@@ -51,7 +51,7 @@ BY_CONFIG = {
     "deep": ("GlmForCausalLM", {"model_type": "glm", "num_attention_heads": 0}, "cannot build|does not accept"),
 }
 
-# the attention is looked at: name -> (name in transformers, fields, what the message says)
+# the attention is read: name -> (name in transformers, fields, part of the error)
 BY_ATTENTION = {
     "sinks": ("GptOss", {"num_local_experts": 4, "head_dim": 16}, "'s_aux', attention sinks"),
     "latent": ("DeepseekV3", {**MLA, **DENSE}, "16, 16 and 24 numbers"),
@@ -147,12 +147,12 @@ def test_code_that_config_json_names_is_not_run_for_a_model_that_transformers_ha
     assert description.architecture == "GlmForCausalLM"
 
 
-# --- what is noticed when a loaded model runs ---
+# --- detected when a loaded model runs ---
 
 
 @pytest.fixture
 def running(tmp_path):
-    """A loaded model with windows, and its inner model of transformers."""
+    """A loaded model with window attention, and its inner transformers model."""
     family, values = UNKNOWN["cohere2"]
     save(tmp_path, family, **values)
     description, backend = loaded(tmp_path)

@@ -1,4 +1,4 @@
-"""Fairness between tenants, classes that make way, and deadlines."""
+"""Fairness between tenants, preemption by priority class, and deadlines."""
 
 from collections import Counter, defaultdict
 from itertools import count
@@ -58,13 +58,13 @@ def test_who_was_away_earns_nothing_meanwhile_and_keeps_its_debts():
     queue.admitted(sequence(0, "busy"), 500)
     queue.put(away := sequence(2, "away"))
     assert queue.counter("away") == 500
-    assert queue.head is away  # they are equal, and its turn was longer ago
+    assert queue.head is away  # equal counters: the tenant whose last admission is older
     queue.remove(away)
     queue.admitted(away, 10)
     busy = queue.head
     queue.remove(busy)
     queue.admitted(busy, 100)
-    queue.put(sequence(3, "new"))  # nobody waits: as much as who was admitted last
+    queue.put(sequence(3, "new"))  # no tenant waits: it gets the counter of the last admitted one
     assert queue.counter("new") == 600
     queue.served([(away, 0, 1, 0, 0)], [200])
     queue.put(sequence(4, "away"))
@@ -115,7 +115,7 @@ def test_few_tenants_are_remembered_and_those_who_wait_always(monkeypatch):
 @given(st.integers(0, 2**32))
 @settings(max_examples=8)
 def test_two_tenants_that_always_have_work_are_served_alike(seed):
-    """VTC's bound: they differ by less than twice what a batch, or the longest prompt, counts."""
+    """VTC's bound: they differ by less than twice the count of a batch, or of the longest prompt."""
     server = Server(limits("fair", max_num_seqs=6, max_num_batched_tokens=64), memory(400), lambda n: 0.01)
     queue, lengths = server.scheduler._lives.queue, {"a": (20, 5), "b": (100, 40)}
     for i in range(60):
@@ -134,7 +134,7 @@ def test_a_flood_hardly_moves_another_tenant_and_with_first_come_first_served_it
 
 
 def first_step_of(policy: str) -> int:
-    """The step in which a short prompt is answered that comes while another tenant's long ones are computed."""
+    """The step that answers a short prompt which arrives while another tenant's long ones are computed."""
     server = Server(limits(policy, max_num_batched_tokens=128, max_model_len=4096), memory(2000), lambda n: 0.01)
     for i in range(4):
         server.scheduler.add(request(f"long-{i}", [i] * 3000, 4, tenant="long"), 0.0)
@@ -256,14 +256,14 @@ def test_nobody_waits_while_a_worse_class_runs_for_long(data):
 
 
 def paced(rig: Rig) -> None:
-    """The rig knows how fast it is: about 1 ms a step and 0.1 ms a token, times 0.5 to 2."""
+    """Train the rig's cost model: about 1 ms per step and 0.1 ms per token, times 0.5 to 2."""
     for i in range(12):
         rig.add(f"warm {i}", [1 + i] * (10 + 15 * (i % 3)), max_tokens=6)
     rig.run()
 
 
 def busy(rig: Rig) -> None:
-    """Somebody runs, who takes no time worth mentioning: nothing is refused while nobody does."""
+    """Run a request that takes negligible time: while none runs, no request is rejected."""
     rig.add("busy", [3], max_tokens=60)
     rig.step()
 
@@ -310,7 +310,7 @@ def test_what_may_end_early_is_refused_only_for_what_it_certainly_takes():
 
 
 def outcome(policy: str, priority: int, deadline: float, num_seen: int = 33) -> str:
-    """Of a short prompt, while one of 800 tokens runs and 9 such wait, all of another tenant; 80 ms or so each."""
+    """Whether a short prompt is accepted while another tenant's 800-token prompts run (1) and wait (9); 80 ms each."""
     rig = Rig(policy=policy, num_blocks=1024, max_model_len=900, max_num_seqs=1, prefix_index="radix")
     for i in range(num_seen):
         rig.add(f"warm {i}", [i] * (10 + 15 * (i % 3)), max_tokens=1)
@@ -333,7 +333,7 @@ def test_those_before_it_count_where_it_is_certain_that_they_come_first():
     assert waiting == dict(zip(asked, ["refused", "refused", "taken", "taken", "taken"], strict=True))
     running = {one: outcome(*one, deadline=0.03) for one in asked}
     assert running == dict(zip(asked, ["refused", "refused", "taken", "taken", "refused"], strict=True))
-    assert outcome("fcfs", 0, deadline=0.3, num_seen=20) == "taken"  # who waits may have everything in common
+    assert outcome("fcfs", 0, deadline=0.3, num_seen=20) == "taken"  # the waiting prompts may have a common prefix
 
 
 def test_while_nothing_runs_a_wrong_forecast_refuses_nothing_and_is_put_right():
@@ -345,7 +345,7 @@ def test_while_nothing_runs_a_wrong_forecast_refuses_nothing_and_is_put_right():
     rig.run()
     for i in range(60):
         ask(rig, f"first {i}", 20, 4, 1.0)
-        ask(rig, f"second {i}", 20, 4, 1.0)  # of the same body, say: if it was refused the first was given up
+        ask(rig, f"second {i}", 20, 4, 1.0)  # equal bodies: if this one was rejected, the first one was aborted
         rig.run()
     assert {rig.reasons[f"first {i}", 0] for i in range(60)} == {"length"}
     assert rig.reasons["second 0", 0] == "abort"
@@ -474,7 +474,7 @@ def test_a_tenant_that_was_served_less_takes_more_than_half_of_the_rows_and_one_
 
 
 def test_a_burst_of_a_tenant_that_uses_less_than_its_share_does_not_wait_behind_a_flood():
-    """Steps take longer the more sequences they have, and there are few rows: 99 of 100 are admitted at once."""
+    """Steps take longer with more tokens, and there are few rows: 99 of 100 requests are admitted at once."""
     seconds, num_seqs = 5.0, 16
     server = Server(
         limits("fair", max_num_seqs=num_seqs, max_num_batched_tokens=256),

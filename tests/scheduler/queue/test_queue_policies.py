@@ -1,4 +1,4 @@
-"""Orders of the queue against orders made from scratch, and what comes out whatever the order."""
+"""Queue orders against orders computed from scratch, and equal outputs under any order."""
 
 from collections import Counter
 from itertools import pairwise
@@ -27,11 +27,11 @@ from quire.scheduler.sequence import Sequence
 
 POLICIES = get_args(Policy)
 BLOCK = 4
-CHAIN = [list(range(10 * i, 10 * i + BLOCK)) for i in range(3)]  # blocks that prompts are made of
+CHAIN = [list(range(10 * i, 10 * i + BLOCK)) for i in range(3)]  # prompts consist of these blocks
 
 
 def prompts(most_blocks: int = 4):
-    """Prompts that begin alike as often as not, and end anywhere."""
+    """Prompts of random length, many with a common prefix."""
     stem = st.lists(st.sampled_from(CHAIN), min_size=0, max_size=most_blocks)
     rest = st.lists(st.integers(900, 903), min_size=1, max_size=BLOCK)
     return st.builds(lambda blocks, tail: [token for block in blocks for token in block] + tail, stem, rest)
@@ -72,7 +72,7 @@ def num_matched(scheduler, seq) -> int:
 
 
 def deepest(scheduler, waiting) -> Sequence:
-    """Depth first, heaviest subtree first, from what the tree itself says about each."""
+    """The head by depth first, heaviest subtree first, computed from the tree's match of each sequence."""
     paths = {}
     for seq in waiting:
         found = scheduler.cache.index.find(seq.request.namespace, seq.tokens[: seq.reusable])
@@ -162,7 +162,7 @@ def test_going_through_the_tree_needs_a_tree():
         Server(limits("dfs-weight"), memory(128, 16, "hash"), lambda n: 0.01)
 
 
-# What comes out
+# Outputs
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -203,7 +203,7 @@ def test_tokens_do_not_depend_on_the_policy_and_everything_replays(policy, data)
 
 
 def hot_and_cold(policy: str, **options: object) -> float:
-    """Seconds that a prompt nobody shares waits while prompts that share come faster than they can be served."""
+    """Wait in seconds of a prompt without prefix match, while prompts with one arrive faster than they are served."""
     server = Server(limits(policy, max_num_seqs=4, **options), memory(512), lambda n: 0.01)
     hot = [7] * 160
     arrivals = [Arrival(i / 100, request(f"hot-{i}", [*hot, i], 8, tenant="hot")) for i in range(1000)]
@@ -227,7 +227,7 @@ def test_an_explanation_says_the_policy_the_place_and_who_passed():
     told = [server.scheduler.explain(str(i), server.now) for i in range(6)]
     assert {one.policy for one in told} == {"lpm"}
     assert [one.place for one in told] == list(range(6))
-    assert [one.num_passed_by for one in told] == [0, 2, 0, 1, 0, 0]  # 0 2 4 begin alike, then 1 3 5
+    assert [one.num_passed_by for one in told] == [0, 2, 0, 1, 0, 0]  # 0 2 4 share a prefix, so do 1 3 5
 
 
 def test_an_explanation_counts_those_of_its_own_tenant():
@@ -261,7 +261,7 @@ def test_places_are_those_that_counting_the_queue_would_find(data):
     assert rig.scheduler.accounts._tenants == {}
 
 
-# How good orders are
+# Quality of the orders
 
 
 def test_orders_that_heed_the_cache_reach_96_percent_of_the_best_order_on_small_cases():
@@ -286,7 +286,7 @@ def test_orders_that_heed_the_cache_reach_96_percent_of_the_best_order_on_few_sh
     assert served(prompts, "fcfs", **options).rate < 0.9 * bound.rate
 
 
-# What deciding costs
+# Run time
 
 
 @pytest.mark.parametrize("policy", ["lpm", "cache-aware", "dfs-weight"])
@@ -308,7 +308,7 @@ def test_a_step_looks_at_a_bounded_number_of_waiting_sequences(policy, monkeypat
         assert 0 < looked["sequences"] <= prefix_aware.MOST_LOOKED_AT + 4
         assert looked["blocks"] <= prefix_aware.MOST_BLOCKS + 64
         if i == 20:
-            scheduler.abort(scheduler._lives.rows.running[0].request.id, 100.0)  # somebody else may begin
+            scheduler.abort(scheduler._lives.rows.running[0].request.id, 100.0)  # another one may begin
         scheduler.commit(result_of(step, 0.01), 100.0 + i)
     assert scheduler.num_waiting == 1499
 

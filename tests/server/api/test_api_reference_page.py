@@ -1,4 +1,4 @@
-"""docs/api.md names every route, and every field of its body in its own section."""
+"""docs/api.md documents every route, and every field of its body in its section."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Beam search in front of the engine: parameters, text, fields of requests, refusals."""
+"""Beam search in the front end: parameters, text, request fields, errors."""
 
 import pytest
 from embedded_model_server import CHAT, STORY
@@ -14,7 +14,7 @@ from quire.server.api.openai.schema import ChatBody, CompletionBody
 
 EOS = 2
 ROUTES = {"/v1/completions": {"prompt": STORY}, "/v1/chat/completions": {"messages": CHAT}}
-DEFAULTS = {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.1}  # what a model recommends
+DEFAULTS = {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.1}  # a model's generation config
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_parameters_of_the_request():
 
 
 def scripted(results):
-    """What an engine sends about a search: each result at once, best first."""
+    """Engine outputs of a search: all results at once, the best first."""
     return [
         Output("r", i, 9, ids, reason, ids[-1] if reason == "stop" else None, cumulative_logprob=total)
         for i, (ids, reason, total) in enumerate(results)
@@ -69,7 +69,7 @@ def test_results_become_text(tokenizer):
 
 @pytest.fixture
 def searching(llm, monkeypatch):
-    """An LLM over an engine that always finds the same; `asked` is what it was asked for."""
+    """An LLM over an engine with fixed search results. `asked` has the requests."""
     asked = []
     found = [([68, EOS], "stop", -1.5), ([69, 70, 71], "length", -2.5)]
 

@@ -1,4 +1,4 @@
-"""best_of: more sequences are generated than returned; the best are those with the highest mean logprob per token."""
+"""best_of: of the generated sequences, those with the highest mean logprob per token are returned."""
 
 import asyncio
 
@@ -27,7 +27,7 @@ def transcript(tokenizer, **params):
 
 
 def output(index, ids, values, **fields):
-    """Tokens with their logprobs, and none of alternatives."""
+    """An output with logprobs of its tokens, without alternatives."""
     rows = Logprobs(
         np.array(ids, np.int32).reshape(-1, 1),
         np.array(values, np.float32).reshape(-1, 1),
@@ -44,7 +44,7 @@ def test_the_best_come_first(tokenizer, sequences, data):
     n = data.draw(st.integers(1, len(sequences)))
     run = transcript(tokenizer, n=n, best_of=len(sequences), max_tokens=5)
     left = {i: list(values) for i, values in enumerate(sequences)}
-    while left:  # as a scheduler might send them
+    while left:  # in a random order
         index = data.draw(st.sampled_from(sorted(left)))
         value = left[index].pop(0)
         assert not run.finished
@@ -56,7 +56,7 @@ def test_the_best_come_first(tokenizer, sequences, data):
     outputs = run.result().outputs
     assert [one.index for one in outputs] == list(range(n))
     if n == len(sequences):
-        expected = list(range(n))  # in the engine's order: nothing is to be chosen
+        expected = list(range(n))  # in the engine's order, because all are returned
     else:
         means = [sum(values) / len(values) for values in sequences]
         expected = sorted(range(len(sequences)), key=lambda i: (-means[i], i))[:n]
@@ -110,7 +110,7 @@ def test_sequences_of_different_prompts_are_different_choices(tokenizer):
 
 
 class Counting:
-    """Metrics that note what they are told."""
+    """Metrics that record their calls."""
 
     def __init__(self):
         self.ended, self.came = [], []
@@ -126,7 +126,7 @@ class Counting:
 
 
 def replied(run, *pieces):
-    """What is counted of a reply whose outputs come in these pieces."""
+    """The recorded metrics of a reply to outputs that arrive in these groups."""
 
     async def main():
         stream, counted = Stream(lambda: None), Counting()

@@ -1,4 +1,4 @@
-"""What a request leaves out: the model's own recommendation, where it has one, and the route's otherwise."""
+"""Defaults of omitted request fields: the model's generation config, then the route's."""
 
 import dataclasses
 
@@ -18,7 +18,7 @@ ROUTES = {
 
 @pytest.fixture(scope="module")
 def recommending():
-    """A server whose model recommends something, and one whose model does not."""
+    """A server whose model has a generation config, and one whose model has none."""
     built = small_engine()
     other = small_engine()
     recommended = {"temperature": 0.0, "max_tokens": 7}
@@ -48,7 +48,7 @@ def test_the_model_recommends(recommending, path):
     url, _ = recommending
     _, num_tokens, text = ask(url, path)
     assert num_tokens == 7
-    assert ask(url, path, temperature=None, max_tokens=None)[2] == text  # greedy, so the same again
+    assert ask(url, path, temperature=None, max_tokens=None)[2] == text  # greedy: the same text
     assert ask(url, path, max_tokens=3)[1] == 3
     texts = {ask(url, path, temperature=50, max_tokens=10)[2] for _ in range(3)}
     assert len(texts) == 3

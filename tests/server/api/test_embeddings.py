@@ -1,4 +1,4 @@
-"""Embeddings: the vectors beside transformers' hidden states, and OpenAI's format."""
+"""Embeddings: vectors against transformers' hidden states, and OpenAI's format."""
 
 import base64
 
@@ -23,7 +23,7 @@ TEXTS = [STORY, "é 😀", "the kettle stands on the shelf " * 8]
 
 @pytest.fixture(scope="module")
 def states():
-    """The last layer's hidden states of a text, after its norm."""
+    """The last layer's hidden states of a text, after the final norm."""
     model = AutoModel.from_pretrained(embedded.folder(), dtype=torch.float32).eval()
 
     def states(ids):
@@ -66,7 +66,7 @@ def test_what_cannot_be_embedded(llm):
 
 
 def test_the_official_client_gets_numbers(client, llm):
-    """It asks for base64 where nothing is said, and decodes it itself."""
+    """By default it requests base64 and decodes it."""
     answer = client.embeddings.create(model=MODEL, input=TEXTS)
     plain = client.embeddings.create(model=MODEL, input=TEXTS, encoding_format="float")
     assert [item.index for item in answer.data] == [0, 1, 2]

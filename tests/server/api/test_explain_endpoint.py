@@ -1,4 +1,4 @@
-"""What is told about requests and about the cache over HTTP, and to whom."""
+"""Explanations and cache figures over HTTP, and who may read them."""
 
 import json
 from dataclasses import fields
@@ -62,7 +62,7 @@ def test_ids_of_no_request(site, id):
 
 
 def test_an_explanation_is_a_copy_of_what_the_engine_goes_on_with(keyless):
-    """Threads share nothing: what the engine adds meanwhile does not turn up in an answer that is being written."""
+    """Threads share no objects: later changes by the engine do not affect an answer."""
     id = keyless.post(None, "/v1/completions", **GENERATING["/v1/completions"]).json()["id"]
     first, second = keyless.engine.explain(f"{id}-0"), keyless.engine.explain(f"{id}-0")
     assert first == second
@@ -174,7 +174,7 @@ SWAPPING = {
 
 @pytest.fixture
 def figures(keyless):
-    """The engine's figures are these, once a step has been taken."""
+    """Set the engine's metrics and run a request, so that the front end has received them."""
     keyless.engine.figures = FIGURES
     keyless.post(None, "/v1/completions", **GENERATING["/v1/completions"])
     yield FIGURES

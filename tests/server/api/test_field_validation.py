@@ -1,4 +1,4 @@
-"""Nothing is dropped, guessed or called by another name: fields that exclude each other, and what errors say."""
+"""Validation of fields: no field is ignored or changed, fields that exclude each other, texts of errors."""
 
 import json
 
@@ -23,7 +23,7 @@ def refused(http):
 
 @pytest.fixture
 def both_ways(http):
-    """The choices of a completion or chat, whole; and the logprobs of its stream's chunks."""
+    """The choices of a complete answer, and the logprobs in the chunks of a stream."""
 
     def ask(path, **body):
         whole = http.post(path, json=body).json()["choices"]

@@ -1,4 +1,4 @@
-"""What clients send that cannot be served: always OpenAI's error object, never a 5xx, and nobody else notices."""
+"""Invalid requests get OpenAI's error object, never a 5xx, and do not affect other requests."""
 
 import gzip
 import json
@@ -136,7 +136,7 @@ def check(answer, status=400):
 
 @pytest.fixture(scope="module", autouse=True)
 def another_stream(served, http):
-    """A stream that runs beside all of this, and must not notice."""
+    """Streams that run during all tests, and must not change."""
     body = {"prompt": "One Tuesday", "max_tokens": 300, "seed": 1, "ignore_eos": True}
     expected = http.post("/v1/completions", json=body).json()["choices"][0]["text"]
     texts, stop = [], threading.Event()
@@ -178,7 +178,7 @@ def test_depth(http, field, depth):
         value = '[{"a": ' + nested(depth) + "}]"
     body = f'{{"max_tokens": 1, "messages": {json.dumps(USER)}, "{field}": {value}}}'
     answer = http.post("/v1/chat/completions", content=body, headers=JSON)
-    if field == "metadata" and depth == 40:  # has no effect, so it does no harm either
+    if field == "metadata" and depth == 40:  # the field has no effect
         assert answer.status_code == 200
     elif answer.status_code != 200 or field != "metadata":
         check(answer)
@@ -248,7 +248,7 @@ def test_large_bodies(http):
 
     try:
         answer = http.post("/v1/completions", content=pieces(), headers=JSON)
-    except httpx.WriteError:  # the server hung up on the rest
+    except httpx.WriteError:  # the server closed the connection
         return
     check(answer, 413)
 

@@ -1,4 +1,4 @@
-"""Much in one request: it is refused with little work, or done once and not once for each prompt and choice."""
+"""Large requests are rejected with little work, or their work is done once and not per prompt and choice."""
 
 import json
 
@@ -110,7 +110,7 @@ def test_bad_words_are_bounded_together(tokenizer):
     SamplingParams(bad_words=("a" * 1024,) * 16)
     with pytest.raises(RequestError, match=f"at most {MAX_BAD_CHARACTERS} characters together"):
         SamplingParams(bad_words=("a" * 1024,) * 16 + ("a",))
-    words = [chr(0x1F600 + i) * 1000 for i in range(6)]  # 4 bytes each, which this model writes as 4 tokens
+    words = [chr(0x1F600 + i) * 1000 for i in range(6)]  # 4 bytes each, which are 4 tokens of this model
     with pytest.raises(RequestError, match=f"up to {MAX_BAD_TOKENS:,} tokens") as caught:
         bad_word_tokens(words, tokenizer)
     assert caught.value.param == "bad_words"
@@ -174,7 +174,7 @@ def test_rows_of_a_prompt_are_written_once(tokenizer, monkeypatch):
 def test_usage_does_not_walk_the_sequences(tokenizer):
     transcript = Transcript("r", Generation(TokenizedPrompt(None, [67, 68]), SamplingParams()), tokenizer, now=0)
     reply = Reply([transcript], None, None, None)
-    reply.transcripts = None  # would fail where it is looked at
+    reply.transcripts = None  # an access would raise an error
     assert reply.usage()["prompt_tokens"] == 2
 
 
@@ -186,6 +186,6 @@ def test_usage_of_every_chunk(http):
     told = 0
     for chunk in chunks:
         told += sum(len(choice["token_ids"]) for choice in chunk["choices"])
-        assert chunk["usage"]["completion_tokens"] >= told  # a step may bring several sequences further
+        assert chunk["usage"]["completion_tokens"] >= told  # a step may have advanced several sequences
     assert chunks[-1]["usage"]["completion_tokens"] == told == 20
     assert chunks[-1]["usage"]["prompt_tokens_details"]["cached_tokens"] <= chunks[-1]["usage"]["prompt_tokens"]

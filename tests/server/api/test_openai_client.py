@@ -1,4 +1,4 @@
-"""The server through OpenAI's own client, streaming and not, beside the offline interface."""
+"""The server with OpenAI's client, streaming and not, against the offline interface."""
 
 import asyncio
 
@@ -155,7 +155,7 @@ def test_completion_logprobs(client, offline, stream):
     assert [text[offset:].startswith(token) for offset, token in zip(offsets, tokens, strict=True)] == [True] * 20
     expected = offline(logprobs=3, **GREEDY).outputs[0].logprobs
     sampled = [next(iter(row.values())).logprob for row in expected]
-    assert values == pytest.approx(sampled, abs=1e-5)  # whose prompt may have been computed in other company
+    assert values == pytest.approx(sampled, abs=1e-5)  # the prompt may have been computed in another batch
     assert all(len(top) == 3 and max(top.values()) == value for top, value in zip(tops, values, strict=True))
 
 

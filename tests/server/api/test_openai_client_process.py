@@ -15,7 +15,7 @@ LONG = {"max_tokens": 24, "temperature": 0, "extra_body": {"ignore_eos": True}}
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    """URL and key of a server that knows one key."""
+    """URL and key of a server that has one key."""
     keys = tmp_path_factory.mktemp("keys") / "keys.json"
     quire = [sys.executable, "-c", "from quire.cli import main; main()"]
     made = subprocess.run([*quire, "key", "ann", "--file", str(keys)], stdout=subprocess.PIPE, text=True, check=True)
@@ -59,7 +59,7 @@ def client(server):
 
 @pytest.fixture
 def on_loop(server):
-    """The result of a coroutine that is given an asynchronous client."""
+    """The result of a coroutine function of an asynchronous client."""
     url, key = server
 
     def run(work):
@@ -162,7 +162,7 @@ def test_stop_strings(client, stream):
 
 
 def test_embeddings(client, on_loop):
-    vectors = client.embeddings.create(model=MODEL, input=[STORY, "Hello"])  # base64, unless it is told otherwise
+    vectors = client.embeddings.create(model=MODEL, input=[STORY, "Hello"])  # base64 is the client's default
     plain = on_loop(
         lambda client: client.embeddings.create(model=MODEL, input=[STORY, "Hello"], encoding_format="float")
     )
@@ -201,7 +201,7 @@ def test_what_is_wrong_raises_the_clients_own_errors(client, on_loop, server):
 
 
 def test_many_at_once_and_some_that_leave(on_loop, offline):
-    """Streams that are dropped in the middle hurt nobody."""
+    """Cancelled streams do not affect others."""
     expected = offline(**GREEDY).outputs[0].text
 
     async def one(client, leaves):

@@ -1,4 +1,4 @@
-"""Programs: as the engine gets them over HTTP and offline, how they end, and what is refused."""
+"""Programs over HTTP and offline: hints in the engine, ends, errors."""
 
 import pytest
 from embedded_model_server import STORY
@@ -18,7 +18,7 @@ END = "/v1/programs/end"
 
 @pytest.fixture
 def ended(site, monkeypatch):
-    """What the engine is told, by the message that its process gets."""
+    """The arguments of the engine's `end_program`, from the messages to its process."""
     told = []
     end = site.engine.end_program
     monkeypatch.setattr(site.engine, "end_program", lambda *about: (told.append(about), end(*about)), raising=False)
@@ -77,7 +77,7 @@ def test_an_end_is_told_to_the_engine_for_the_tenant_of_the_key_alone(site, ende
         assert answer.status_code == 200
         assert answer.json() == {"object": "program.ended", "id": asked["id"], "branch": asked.get("branch")}
         site.post("ann", "/tokenize", prompt="a")
-        site.ask("root", "GET", "/flush_cache")  # an answer of the engine, which has heard all before it
+        site.ask("root", "GET", "/flush_cache")  # the answer comes after all earlier messages were handled
         assert ended[-1] == expected
     refused(site.post(None, END, id="run-1"), 401, "invalid_api_key")
 

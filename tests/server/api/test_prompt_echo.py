@@ -1,4 +1,4 @@
-"""What is told about a prompt: its text and logprobs, in completions and chat, whole and in streams."""
+"""Echo of a prompt: its text and logprobs, in completions and chat, whole and streamed."""
 
 import json
 
@@ -16,7 +16,7 @@ PROMPT = "é 😀 One Tuesday Mira went"
 
 @pytest.fixture(scope="module")
 def reference():
-    """Logprobs of all tokens after each token of a text, from transformers in full precision."""
+    """Logprobs of all tokens after each token of a text, by transformers in full precision."""
     model = AutoModelForCausalLM.from_pretrained(embedded.folder(), dtype=torch.float32).eval()
 
     def logprobs(ids):
@@ -27,7 +27,7 @@ def reference():
 
 
 def check_rows(rows, ids, table, k):
-    """vLLM's rows of a prompt against a table of logprobs."""
+    """Compare vLLM's rows of a prompt with a table of logprobs."""
     assert rows[0] is None
     assert len(rows) == len(ids)
     for row, token, logprobs in zip(rows[1:], ids[1:], table, strict=False):
@@ -48,7 +48,7 @@ def test_prompt_logprobs_offline(offline, reference, n):
 
 
 def test_a_long_prompt_has_all_its_logprobs(llm, offline, reference):
-    """More than one step can compute, and a part of it cached."""
+    """The prompt takes more than one step, and a part of it is cached."""
     ids = llm.get_tokenizer().encode("One Tuesday Mira went to the shelf, and " * 60)[:600]
     offline(ids[:300], max_tokens=1)
     result = offline(ids, prompt_logprobs=0, max_tokens=1)
@@ -103,7 +103,7 @@ def test_echo_with_logprobs(client, llm, offline, reference):
 
 @pytest.mark.parametrize("as_ids", [False, True])
 def test_evaluation_of_prompts_alone(client, llm, reference, as_ids):
-    """As harnesses score answers: nothing is generated."""
+    """As evaluation harnesses score answers: no token is generated."""
     ids = llm.get_tokenizer().encode(STORY)
     prompts = [ids, ids] if as_ids else [STORY, STORY]
     answer = client.completions.create(model=MODEL, prompt=prompts, echo=True, logprobs=1, max_tokens=0)

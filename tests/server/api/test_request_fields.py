@@ -1,4 +1,4 @@
-"""Each field that a request may have: its effect, beside the offline interface, or its refusal."""
+"""Each request field: its effect, equal to the offline interface, or its error."""
 
 import dataclasses
 
@@ -8,11 +8,11 @@ from embedded_model_server import CHAT, GREEDY, MODEL, STORY
 from quire import SamplingParams
 
 ROUTES = {"/v1/completions": {"prompt": STORY}, "/v1/chat/completions": {"messages": CHAT}}
-OF_FOUR = {"temperature": 1.0, "seed": 4, "allowed_token_ids": [67, 68, 69, 70]}  # says everything more than once
+OF_FOUR = {"temperature": 1.0, "seed": 4, "allowed_token_ids": [67, 68, 69, 70]}  # repeats tokens
 WILD = {"temperature": 5.0, "seed": 4}
 END = "<|im_end|>"
 
-# field -> (what the request has beside it, its value); None: made of the first token of the plain output
+# field -> (further fields, its value); None: derived from the first token of the plain output
 CHANGES = {
     "presence_penalty": (OF_FOUR, -2.0),
     "frequency_penalty": (OF_FOUR, 2.0),
@@ -35,7 +35,7 @@ CHANGES = {
 
 @pytest.fixture(params=ROUTES)
 def ask(request, http):
-    """Sends fields to one of the routes and returns the text."""
+    """Send fields to one of the routes. Returns the text and the whole answer."""
 
     def ask(**fields):
         answer = http.post(request.param, json={**ROUTES[request.param], **GREEDY, **fields})
@@ -49,7 +49,7 @@ def ask(request, http):
 
 @pytest.fixture
 def expect(ask, llm):
-    """What the offline interface makes of the same."""
+    """The result of the offline interface with the same fields."""
 
     def expect(**fields):
         params = dataclasses.replace(llm.get_default_sampling_params(), **{**GREEDY, **fields})
@@ -103,7 +103,7 @@ def test_special_tokens_and_what_ended_the_output_are_text_where_asked_for(clien
 def test_deterministic_and_spaces_are_passed_on(ask):
     plain = ask()[0]
     assert ask(deterministic=True)[0] == plain
-    assert ask(spaces_between_special_tokens=False)[0] == plain  # byte-level tokenizers put none there
+    assert ask(spaces_between_special_tokens=False)[0] == plain  # a byte-level tokenizer adds no spaces
 
 
 @pytest.mark.parametrize("length", [3, -1])

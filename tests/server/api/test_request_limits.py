@@ -1,6 +1,6 @@
-"""Every limit of a request, walked: what is one beyond it is refused with what to change, and never with a 5xx.
+"""Every limit of a request: one more is rejected with the limit in the error, and never with a 5xx.
 
-Heads, slow bodies and what is no HTTP: test_http_protocol.py. What a template may spend: test_chat_sandbox.py.
+Headers, slow bodies and invalid HTTP: test_http_protocol.py. Limits of templates: test_chat_sandbox.py.
 """
 
 import json
@@ -34,7 +34,7 @@ from quire.tokenizer.messages import MAX_DEPTH, MAX_MESSAGES
 
 JSON = {"content-type": "application/json"}
 USER = {"role": "user", "content": "a"}
-CONTEXT = 512  # of the server that the tests ask
+CONTEXT = 512  # of the test server
 COMPLETIONS, CHAT, EMBEDDINGS, GENERATE = "/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/generate"
 TEXT_LIMIT = CHARACTERS_PER_TOKEN * CONTEXT
 
@@ -58,7 +58,7 @@ def nested(depth):
     return value
 
 
-# what is limited -> how much is allowed, and a request with so much (or None, where that would cost too much here)
+# name -> limit, a request of that size (or None, if it would cost too much here), a part of the error
 LIMITS = {
     "prompts": (MAX_CHOICES, lambda size: completion(prompt=["a"] * size), "prompts"),
     "prompts in a body": (MAX_PROMPTS, lambda size: completion(prompt=["a"] * size), "prompts"),
@@ -116,7 +116,7 @@ LIMITS = {
     "timeout": (int(MAX_TIMEOUT), lambda size: completion(timeout=size), "86400"),
     "deadline": (int(MAX_SECONDS), lambda size: completion(deadline=size), "deadline"),
 }
-# where as much as is allowed is refused for another reason, or takes long
+# at the limit rejected for another reason, or slow
 _ONLY_BEYOND = {"prompts", "prompts in a body", "inputs", "texts", "token ids", "characters", "characters of messages"}
 _ONLY_BEYOND |= {"tokens", "messages", "what is told", "prompts times n", "biases", "allowed_token_ids", "beams"}
 _ONLY_BEYOND |= {"depth of tools", "depth of variables", "n", "n of chat", "n of generate", "best_of"}

@@ -1,4 +1,4 @@
-"""`timeout`: a request is given up when its time is over, and says so in the way that its route has."""
+"""`timeout`: a request is aborted after its time, and the answer has the format of its route."""
 
 import asyncio
 import gc
@@ -43,7 +43,7 @@ def test_a_whole_answer_that_takes_too_long(served, http, path):
     begun = time.monotonic()
     answer = http.post(path, json={**LONG[path], "timeout": 0.1})
     assert answer.status_code == 408
-    assert answer.headers["x-should-retry"] == "false"  # or OpenAI's client would ask again by itself
+    assert answer.headers["x-should-retry"] == "false"  # otherwise OpenAI's client would retry by itself
     check(answer.json()["error"])
     assert time.monotonic() - begun > 0.1
     wait_until_idle(served)

@@ -1,4 +1,4 @@
-"""Priority, deadline and retention: as the engine gets them over HTTP and offline, and what is refused."""
+"""Priority, deadline and retention: their values in the engine, over HTTP and offline, and errors."""
 
 import json
 from dataclasses import replace
@@ -100,7 +100,7 @@ def test_a_server_that_heeds_priorities_takes_them(http):
 
 @pytest.fixture
 def noted(llm, monkeypatch):
-    """Terms of the requests that the engine gets, in their order."""
+    """Scheduling parameters of the engine's requests, in order."""
     seen = []
     add = llm._engine.add
 

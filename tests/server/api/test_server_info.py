@@ -1,4 +1,4 @@
-"""What /get_server_info says about costs and block sizes, and deadlines that are refused or missed over HTTP."""
+"""Costs and block sizes in /get_server_info, and rejected or missed deadlines over HTTP."""
 
 import asyncio
 import threading
@@ -48,7 +48,7 @@ def test_costs_and_block_sizes_of_the_requests_so_far(keyless, monkeypatch):
 
 
 class Stuck:
-    """An engine that does nothing until it is let go."""
+    """An engine whose step blocks until `go` is set."""
 
     def __init__(self):
         self.go = threading.Event()
@@ -105,7 +105,7 @@ def test_a_deadline_that_cannot_be_met_is_a_429_that_says_when_to_come_again(key
 
 @pytest.mark.parametrize(("num_before", "status"), [(0, 429), (2, 200)])
 def test_a_deadline_that_is_missed_on_the_way(keyless, monkeypatch, num_before, status):
-    """The engine gives a request up, before or after its first tokens."""
+    """The engine aborts a request before or after its first tokens."""
     step = keyless.engine._engine.step
 
     def missing():

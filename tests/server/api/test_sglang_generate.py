@@ -1,4 +1,4 @@
-"""SGLang's /generate beside /v1/completions."""
+"""SGLang's /generate against /v1/completions."""
 
 import json
 
@@ -16,7 +16,7 @@ def events(answer):
 
 
 def without_clock(value):
-    """An answer without what is another one each time."""
+    """An answer without the fields that vary."""
     about = {name: item for name, item in value["meta_info"].items() if name not in ("id", "e2e_latency")}
     return {"text": value["text"], "output_ids": value["output_ids"], "meta_info": about}
 
@@ -41,7 +41,7 @@ def complete(http):
 
 
 def test_one_prompt(ask, complete):
-    complete(prompt=STORY, temperature=0, max_tokens=12)  # so that both find the prompt in the cache
+    complete(prompt=STORY, temperature=0, max_tokens=12)  # so that both have a prefix match
     got = ask(text=STORY, sampling_params=GREEDY, rid="mine")
     (choice,), usage = complete(prompt=STORY, temperature=0, max_tokens=12)
     assert (got["text"], got["output_ids"]) == (choice["text"], choice["token_ids"])

@@ -1,4 +1,4 @@
-"""A stream adds up to the whole answer, whatever is asked for."""
+"""A stream adds up to the complete answer, for any fields."""
 
 import json
 
@@ -29,7 +29,7 @@ ONCE = ("index", "finish_reason", "stop_reason", "prompt_logprobs", "prompt_toke
 
 
 def add(whole, part):
-    """Join a part of an answer to what came before."""
+    """Append a part of an answer to the parts before."""
     for name, value in part.items():
         if value is None:
             whole.setdefault(name, None)
@@ -43,7 +43,7 @@ def add(whole, part):
 
 
 def joined(answer):
-    """The choices of a stream, and what its chunks say about the prompt."""
+    """The choices of a stream, and the prompt data of its chunks."""
     lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
     assert lines[-1] == "[DONE]"
     choices, about = {}, {}
@@ -70,7 +70,7 @@ def test_chats(http, fields):
     streamed, about = joined(http.post("/v1/chat/completions", json={**body, "stream": True}))
     for choice in streamed:
         choice["message"] = {**choice.pop("delta"), "refusal": None}
-    for choice in (*streamed, *whole["choices"]):  # only streams leave out what nothing is said about
+    for choice in (*streamed, *whole["choices"]):  # only streams omit fields without content
         choice["logprobs"] = choice["logprobs"] and choice["logprobs"]["content"]
     assert streamed == whole["choices"]
     assert about == {name: whole[name] for name in about}

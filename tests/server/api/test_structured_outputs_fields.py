@@ -1,4 +1,4 @@
-"""What form an output has: every field of every route that says so, and what is refused by name."""
+"""Fields of constraints on every route, and errors of invalid ones."""
 
 import json
 
@@ -21,7 +21,7 @@ OLD_TAG = {
 ROUTES = {"/v1/completions": {"prompt": STORY}, "/v1/chat/completions": {"messages": CHAT}}
 BODIES = {"/v1/completions": CompletionBody, "/v1/chat/completions": ChatBody}
 
-# what a body says -> the parameters that this is
+# fields of a body -> their parameters
 FORMS = [
     ({"response_format": {"type": "json_object"}}, {"json_object": True}),
     (
@@ -60,7 +60,7 @@ NOTHING = [{}, {"response_format": None}, {"response_format": {"type": "text"}},
 
 @pytest.fixture(params=ROUTES)
 def read(request):
-    """The parameters that a body of one of the routes is read as, with errors called as the route calls them."""
+    """The parameters of a body on one of the routes. Errors name the route's fields."""
 
     def read(**fields):
         body = BODIES[request.param].model_validate({**ROUTES[request.param], **fields})
@@ -83,7 +83,7 @@ def test_without_a_form_anything_may_come(read, fields):
 
 DEEP = "[" * (MAX_NESTING + 2) + "]" * (MAX_NESTING + 2)
 BIG = {"enum": ["x" * 1000] * (MAX_CHARACTERS // 1000)}
-# what a body says -> the param of the error, and a part of its message
+# fields of a body -> the error's param and a part of its message
 REFUSED = [
     ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "not regex and choice"),
     ({"structured_outputs": {"disable_any_whitespace": True}}, "structured_outputs", "not none"),

@@ -1,4 +1,4 @@
-"""Outputs of a server have the form that was asked for, whatever the route calls it; a bad form is refused at once."""
+"""Structured outputs of a server conform on every route, and an invalid constraint is rejected at once."""
 
 import json
 import re
@@ -27,7 +27,7 @@ GREEDY = {"temperature": 0, "max_tokens": 80}
 TAG = {
     "type": "structural_tag",
     "structures": [{"begin": " the<n>", "schema": {"enum": [1, 2]}, "end": "</n>"}],
-    "triggers": [" the"],  # which the story has
+    "triggers": [" the"],  # it occurs in the story
 }
 ROUTES = {"/v1/completions": {"prompt": STORY}, "/v1/chat/completions": {"messages": ASKED}}
 
@@ -49,11 +49,11 @@ def is_record(text):
 
 
 def is_tagged(text):
-    """Whether there are tags behind triggers, and nothing else."""
+    """Whether there are tags after triggers, and nowhere else."""
     return " the<n>" in text and not re.search(r" the(?!<n>\s*[12]\s*</n>).{20}", text)
 
 
-# what a body says -> what is true of the text then
+# fields of a body -> a check of the text
 FORMS = [
     ({"response_format": {"type": "json_object"}}, lambda text: isinstance(json.loads(text), dict)),
     ({"response_format": BY_SCHEMA}, is_record),
@@ -82,7 +82,7 @@ def test_the_output_has_the_form(http, path, fields, holds):
     (text,) = contents(answer)
     if answer.json()["choices"][0]["finish_reason"] == "stop":
         assert holds(text), text
-    else:  # some forms have no end
+    else:  # some constraints have no end
         assert fields.keys() & {"structured_outputs", "response_format"}
 
 

@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize beside the tokenizer itself."""
+"""/tokenize and /detokenize against the tokenizer."""
 
 import pytest
 from embedded_model_server import CHAT, STORY

@@ -1,4 +1,4 @@
-"""Tenants over HTTP: who comes in, and whose namespace a request gets."""
+"""Authentication: accepted keys, and the namespace of a request."""
 
 import asyncio
 import json
@@ -19,7 +19,7 @@ OPERATORS = {"/metrics", "/flush_cache", "/get_server_info"}
 
 
 def routes(app):
-    """(method, path) of everything that the app answers to, however routers are nested."""
+    """(method, path) of all routes of the app, also of nested routers."""
 
     def each(routes):
         for route in routes:
@@ -110,7 +110,7 @@ def test_without_keys_no_name_leads_here_but_local_ones(keyless, site, host, loc
         assert "localhost" in refused(answer, 403, "host_not_allowed")["message"]
     assert httpx.get(f"{keyless.url}/live", headers={"host": host}).status_code == 200
     mine = {"host": host, "authorization": f"Bearer {site.keys['ann']}"}
-    assert httpx.get(f"{site.url}/v1/models", headers=mine).status_code == 200  # who has a key is known by it
+    assert httpx.get(f"{site.url}/v1/models", headers=mine).status_code == 200  # a key suffices with any host
 
 
 def test_a_route_on_an_open_path_has_no_caller(site):

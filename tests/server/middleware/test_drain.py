@@ -1,4 +1,4 @@
-"""Drain: what was accepted is finished, what comes later is passed on, and a rolling restart loses nothing."""
+"""Drain: accepted requests finish, later ones get 503, and a rolling restart loses no request."""
 
 import asyncio
 import contextlib
@@ -28,7 +28,7 @@ PAUSE = 0.02  # seconds between two pieces of a stream
 
 @dataclass
 class Instance:
-    """A server on a thread, which can be told to end as by a signal."""
+    """A server on a thread, which ends as after a signal."""
 
     server: GracefulServer
     port: int
@@ -65,7 +65,7 @@ def running(app, drain, close, grace=30.0):
 
 
 class Streams:
-    """An app without a model: pieces come slowly, until it is closed."""
+    """An app without a model. It streams slowly until it is closed."""
 
     def __init__(self):
         self.drain, self.closed, self.held = Drain(), False, False
@@ -115,7 +115,7 @@ def test_what_was_accepted_is_finished_while_work_is_refused_and_probes_are_answ
         httpx.stream("POST", f"{one.url}/work", content=b"abc") as answer,
         httpx.Client() as kept,
     ):
-        streams.held = True  # so that the end does not come before all is asked
+        streams.held = True  # so that the answer ends after all requests
         text = answer.iter_text()
         got = next(text)
         assert kept.get(f"{one.url}/probe").text == "ok"
@@ -123,7 +123,7 @@ def test_what_was_accepted_is_finished_while_work_is_refused_and_probes_are_answ
         probe = kept.get(f"{one.url}/probe")
         assert (probe.status_code, probe.text, probe.headers["connection"]) == (200, "draining", "close")
         refused(httpx.post(f"{one.url}/work", content=b"abc"))
-        refused(httpx.post(f"{one.url}/work", content=b"x" * 2**22))  # read, so that the connection is not reset
+        refused(httpx.post(f"{one.url}/work", content=b"x" * 2**22))  # the body is read: no connection reset
         streams.held = False
         assert got + "".join(text) == "." * PIECES + "3"
         one.ended()
@@ -198,16 +198,16 @@ def test_who_sends_no_more_holds_nobody_up(streams, monkeypatch):
 
 
 class Proxy:
-    """Passes each request on to the next instance, and to another one where that refuses or is not there."""
+    """Forwards each request to the next instance, and to another one after a 503 or without a connection."""
 
     def __init__(self, ports):
         self.ports = ports
-        self.passed_on = 0  # from one instance to another
+        self.passed_on = 0  # requests forwarded to a second instance
         self._turn = itertools.count()
         self._tasks = set()
 
     async def serve(self, reader, writer):
-        self._tasks.add(asyncio.current_task())  # the event loop has weak references only
+        self._tasks.add(asyncio.current_task())  # the event loop has only weak references
         with contextlib.suppress(ConnectionError):
             head = await reader.readuntil(b"\r\n\r\n")
             length = next(int(line[15:]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:"))
@@ -268,8 +268,8 @@ BODY = {"prompt": STORY, "max_tokens": 48, "temperature": 0, "ignore_eos": True}
 
 
 def ask(http, url, *, stream):
-    """The text that comes, and why it ends."""
-    close = {"connection": "close"}  # so that the proxy sees the end of an answer
+    """The text and its finish reason."""
+    close = {"connection": "close"}  # so that the proxy knows the end of an answer
     answer = http.post(f"{url}/v1/completions", json={**BODY, "stream": stream}, headers=close)
     assert answer.status_code == 200, answer.text
     if not stream:

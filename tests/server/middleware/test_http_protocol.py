@@ -1,4 +1,4 @@
-"""Connections without a model behind them: heads and bodies that are too long, too slow or no HTTP, and TLS."""
+"""HTTP without a model: headers and bodies that are too long, too slow or invalid, and TLS."""
 
 import asyncio
 import json
@@ -27,11 +27,11 @@ from quire.server.options import ServerOptions
 from quire.server.serve import check_certificate
 
 POST = b"POST / HTTP/1.1\r\nhost: x\r\n"
-SLOW = 0.2  # seconds that heads and bodies have here
+SLOW = 0.2  # time limit of headers and bodies in seconds
 
 
 def echo_app(middleware=BodyLimit):
-    """Says how long a body was."""
+    """An app that answers with the length of the body."""
     app = Starlette()
     app.add_middleware(middleware)
     install(app, None)
@@ -58,7 +58,7 @@ def connected(url):
 
 
 def read_all(client):
-    """What comes until the server hangs up: the status and the body."""
+    """Status and body of all that is received until the server closes the connection."""
     data = b""
     while piece := client.recv(2**16):
         data += piece
@@ -75,7 +75,7 @@ def refused(client, status):
 
 
 def trickle(client, data, pause=SLOW / 10):
-    """Byte by byte, until the server says something or hangs up. Whether it did."""
+    """Send single bytes until the server answers or closes the connection. Returns whether it did."""
     for i in range(len(data)):
         try:
             client.sendall(data[i : i + 1])
@@ -96,10 +96,10 @@ def test_who_sends_no_head_is_not_waited_for(url):
 @pytest.mark.parametrize("later", [False, True])
 def test_a_head_that_comes_byte_by_byte(url, later):
     with connected(url) as client:
-        if later:  # on a connection that has served a request before
+        if later:  # on a connection that has served a request
             client.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
             assert client.recv(1000).startswith(b"HTTP/1.1 200")
-        assert trickle(client, b"GET /" + b"a" * 1000)  # a byte does not start the clock anew
+        assert trickle(client, b"GET /" + b"a" * 1000)  # a byte does not restart the time limit
         assert "head of the request took longer than 0.2 s" in refused(client, 408)
 
 
@@ -130,7 +130,7 @@ def test_what_takes_long_to_answer_is_not_hurried(url):
     with httpx.Client() as client:
         for _ in range(2):
             assert client.post(f"{url}/?sleep={1.5 * SLOW}", content=b"abc").text == "3"
-            time.sleep(1.5 * SLOW)  # idle between two requests is no slow head
+            time.sleep(1.5 * SLOW)  # idle time between requests does not count
 
 
 def test_who_goes_on_sending_after_the_answer_is_cut_off(monkeypatch):
@@ -191,13 +191,13 @@ def test_a_body_that_is_too_long(url, promised):
             for _ in range(MAX_BODY // 2**20 + 1):
                 client.sendall(piece)
             assert refused(client, 413)
-        except ConnectionError:  # it hung up on the rest
+        except ConnectionError:  # the server closed the connection
             pass
 
 
 def test_websockets_are_not_spoken(url):
     upgrade = {"connection": "upgrade", "upgrade": "websocket", "sec-websocket-version": "13", "sec-websocket-key": "a"}
-    assert httpx.get(url, headers=upgrade).status_code == 200  # as if nothing had been asked
+    assert httpx.get(url, headers=upgrade).status_code == 200  # the upgrade is ignored
 
 
 def test_what_proxies_say_is_not_believed(url):
@@ -213,7 +213,7 @@ def test_what_proxies_say_is_not_believed(url):
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory):
-    """A certificate of 127.0.0.1, signed by itself, and its key."""
+    """A self-signed certificate of 127.0.0.1, and its key."""
     if shutil.which("openssl") is None:
         pytest.skip("openssl is not installed")
     folder = tmp_path_factory.mktemp("tls")

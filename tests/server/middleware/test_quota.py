@@ -1,4 +1,4 @@
-"""Quotas: token buckets against exact fractions, and what a key is told that has used its own up."""
+"""Quotas: token buckets against exact fractions, and answers to a key that has exceeded its quota."""
 
 from fractions import Fraction
 
@@ -13,7 +13,7 @@ SECOND = 10**9
 
 
 class Exact:
-    """The same bucket in exact fractions of a unit, moved on from event to event."""
+    """A token bucket in exact fractions, updated at each event."""
 
     def __init__(self, per_minute):
         self.per_minute, self.level, self.now = per_minute, Fraction(per_minute), 0
@@ -36,9 +36,9 @@ class Exact:
 rates = st.one_of(st.integers(1, 100), st.integers(1, 10**9))
 events = st.lists(
     st.tuples(
-        st.one_of(st.integers(0, 5), st.integers(0, 3 * MINUTE)),  # ns since the one before
+        st.one_of(st.integers(0, 5), st.integers(0, 3 * MINUTE)),  # ns since the previous event
         st.integers(-20, 300),  # taken
-        st.integers(0, 300),  # asked for
+        st.integers(0, 300),  # requested
     ),
     max_size=30,
 )
@@ -70,7 +70,7 @@ def test_nobody_gets_more_than_the_rate_and_one_bucket(per_minute, asked):
         if bucket.wait(amount, now) == 0:
             bucket.take(amount, now)
             granted += amount
-        most = max(amount for _, amount in asked)  # which a full bucket lends
+        most = max(amount for _, amount in asked)  # a full bucket admits this
         assert granted * MINUTE <= per_minute * (MINUTE + now) + most * MINUTE
 
 
@@ -97,7 +97,7 @@ def test_requests_are_counted_and_refused_with_the_time(clock):
     quota = Quota(requests_per_minute=3, clock=clock)
     for _ in range(3):
         quota.count_request()
-    for _ in range(2):  # what is refused does not count
+    for _ in range(2):  # a rejected request does not count
         with pytest.raises(RateLimited, match=r"3 requests per minute.* try again in 20s") as refused:
             quota.count_request()
         assert refused.value.retry_after == 20

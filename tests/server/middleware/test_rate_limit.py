@@ -1,4 +1,4 @@
-"""Limits of keys, origins and queues over HTTP: what is told with an answer, and what instead of one."""
+"""Limits of keys, origins and queues over HTTP: headers of answers, and errors."""
 
 import asyncio
 import json
@@ -34,7 +34,7 @@ class Site:
 
 @pytest.fixture(scope="module")
 def serve():
-    """A server with a key of each limit, which pages of one origin may ask."""
+    """A server with a key for each limit, and one allowed origin."""
     made = {who: new_key(who, "user", **limits) for who, limits in LIMITS.items()}
     keys = Keys([entry for _, entry in made.values()])
     with run_app(make_app(service_of(small_engine()), keys, ServerOptions(cors_origins=(ORIGIN,)))) as url:
@@ -57,14 +57,14 @@ def test_requests_beyond_the_limit_are_refused_until_the_time_that_is_told(serve
         assert "3 requests per minute" in error["message"]
         assert 1 <= int(answer.headers["retry-after"]) <= 20
         assert answer.headers["x-ratelimit-remaining-requests"] == "0"
-    assert serve.get("requests", "/v1/models").status_code == 200  # to look is free
+    assert serve.get("requests", "/v1/models").status_code == 200  # this route is free
     free = serve.post("free", **BODY)
     assert free.status_code == 200
     assert not [name for name in free.headers if name.startswith("x-ratelimit")]
 
 
 async def never(_requests):
-    """A stream on which nothing comes."""
+    """A stream without outputs."""
 
     class Stream:
         close = staticmethod(lambda: None)
@@ -81,19 +81,19 @@ def test_tokens_of_prompts_and_outputs_count(stream, monkeypatch):
     service = service_of(small_engine())
     with run_app(make_app(service, Keys([entry]))) as url:
         mine = Site(url, {"tokens": key})
-        long = mine.post("tokens", prompt=[67] * 600)  # is refused, and costs nothing
+        long = mine.post("tokens", prompt=[67] * 600)  # rejected, and not counted
         assert (long.status_code, long.headers["x-ratelimit-remaining-tokens"]) == (400, "60")
         with monkeypatch.context() as patch:
             patch.setattr(service.engine, "generate", never)
             late = mine.post("tokens", "/v1/embeddings", input=[67] * 10, timeout=0.1)
-        assert late.status_code == 408  # it was accepted, and costs what was asked
+        assert late.status_code == 408  # it was accepted, and counts in full
         assert int(late.headers["x-ratelimit-remaining-tokens"]) in (50, 51)
         answer = mine.post("tokens", **BODY, n=2, stream=stream)
         assert answer.status_code == 200
         asked = mine.get("tokens", "/v1/models")
         assert "x-ratelimit-remaining-tokens" not in asked.headers
         answer = mine.post("tokens", **{**BODY, "max_tokens": 0})
-        # 50, less 10 + 2 * 5, less 10; one comes back each second
+        # 50 - (10 + 2 * 5) - 10; one returns per second
         assert 20 <= int(answer.headers["x-ratelimit-remaining-tokens"]) <= 30
         answer = mine.post("tokens", "/v1/embeddings", input=[67] * 20)
         assert answer.status_code == 200
@@ -114,7 +114,7 @@ def test_a_full_queue_says_when_to_come_back():
 
 def test_pages_of_named_origins_may_ask(serve):
     asks = {"origin": ORIGIN, "access-control-request-method": "POST"}
-    asks["access-control-request-headers"] = "authorization, content-type, x-stainless-lang"  # as OpenAI's client asks
+    asks["access-control-request-headers"] = "authorization, content-type, x-stainless-lang"  # of OpenAI's client
     answer = httpx.options(f"{serve.url}/v1/completions", headers=asks)
     assert answer.status_code == 200
     assert answer.headers["access-control-allow-origin"] == ORIGIN

@@ -1,4 +1,4 @@
-"""Many forms that cannot be had: their answers are held back, and nobody else's."""
+"""Tarpit: answers to many invalid constraints are delayed, and no other answers."""
 
 import asyncio
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ TWO_FORMS = {"regex": "a", "ebnf": "b"}
 
 
 class Clock:
-    """One that is told the time, in seconds."""
+    """A clock whose seconds a test sets."""
 
     now = 0.0
 
@@ -80,7 +80,7 @@ def test_a_body_of_unknown_length_counts_as_a_large_one(refusals, monkeypatch):
 
 
 def noting(monkeypatch):
-    """Nobody waits any more, and what they would have waited comes into this list."""
+    """Replaces waiting: a list receives the seconds."""
     slept = []
 
     async def sleep(seconds):
@@ -91,7 +91,7 @@ def noting(monkeypatch):
 
 
 def run(refusals, monkeypatch, request, param, times=2):
-    """How long answers waited, those that did."""
+    """Seconds by which answers were delayed, of those that were."""
     slept = noting(monkeypatch)
     for _ in range(times):
         asyncio.run(refusals.wait(request, RequestError("no", param), param))
@@ -115,7 +115,7 @@ def test_no_more_answers_wait_than_a_bound_and_they_hold_nothing_of_the_body(ref
             bodies.append(frame.f_locals)
 
     async def ask_all():
-        await ask()  # is free
+        await ask()  # without a delay
         waiting = [asyncio.ensure_future(ask()) for _ in range(3)]
         done, pending = await asyncio.wait(waiting, timeout=0.2)
         assert (len(done), len(pending)) == (1, 2)
@@ -125,7 +125,7 @@ def test_no_more_answers_wait_than_a_bound_and_they_hold_nothing_of_the_body(ref
         assert refusals._num_waiting == refusals._num_held == 0
 
     asyncio.run(ask_all())
-    assert [set(one) for one in bodies] == [{"body"}, {"body"}]  # of those who did not wait
+    assert [set(one) for one in bodies] == [{"body"}, {"body"}]  # those without a delay
 
 
 def test_a_server_holds_back_refusals_only(monkeypatch):

@@ -1,4 +1,4 @@
-"""The access log: what is in it, what never is, and that nothing ends because of it."""
+"""The access log: its fields, content that it never has, and errors in it that end no request."""
 
 import json
 import os
@@ -183,7 +183,7 @@ def test_long_lines_that_wait_are_bounded_in_bytes(tmp_path, lost, monkeypatch):
     writes, go_on = threading.Semaphore(0), threading.Event()
     monkeypatch.setattr(AccessLog, "_follow", lambda self: writes.release() or go_on.wait(20))
     log = AccessLog(str(tmp_path / "log"), lost.append)
-    log(record("a" * 5000))  # alone, it may be as long as it is
+    log(record("a" * 5000))  # a single record may have any length
     assert writes.acquire(timeout=20)
     for _ in range(50):
         log(record("b"))

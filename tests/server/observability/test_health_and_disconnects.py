@@ -1,4 +1,4 @@
-"""Health, metrics, disconnects, and errors in the middle of a stream."""
+"""Health, metrics, disconnects, and errors during a stream."""
 
 import dataclasses
 import json
@@ -14,11 +14,11 @@ from quire.server.app import make_app
 from quire.server.observability.metrics import Metrics
 
 LONG = {"prompt": "One Tuesday", "max_tokens": 400, "ignore_eos": True, "temperature": 0}
-DEADLINE = 30  # seconds for what takes milliseconds
+DEADLINE = 30  # seconds; milliseconds are needed
 
 
 def metric(url, name, **labels):
-    """The sum over all series of this name that have these labels."""
+    """The sum over all series of this name with these labels."""
     lines = httpx.get(f"{url}/metrics").text.splitlines()
     told = [line for line in lines if line.startswith(f"quire:{name}{{")]
     chosen = [line for line in told if all(f'{key}="{value}"' in line for key, value in labels.items())]
@@ -46,7 +46,7 @@ def test_health(served, path):
 
 @pytest.fixture
 def pieces(monkeypatch):
-    """What the metrics are told of each piece of a sequence that is read at once: tokens, whether the first."""
+    """Recorded metrics of the pieces of a sequence, each read at once: number of tokens, whether it is the first."""
     told, tokens_came = [], Metrics.tokens_came
 
     def noting(self, metrics, before, now, num_tokens):
@@ -70,7 +70,7 @@ def test_metrics_count_what_happened(served, pieces):
     assert added[:2] == [4, 20]
     assert added[2] >= 5
     assert sum(num_tokens for num_tokens, _ in pieces) == 20
-    # tokens that come together with the first have nothing between them
+    # tokens that arrive with the first one have no inter-token time
     assert added[3:] == [2, 4, sum(num_tokens for num_tokens, is_first in pieces if not is_first)]
     assert metric(served.url, "request_success_total", finished_reason="length") == ended + 4
     assert metric(served.url, "kv_cache_usage_perc", model_name="quire-demo") == 0
@@ -95,7 +95,7 @@ def test_metrics_of_sequences_that_are_compared(served, pieces, fields, num_sequ
     assert sum(num_tokens for num_tokens, _ in pieces) == 5 * num_sequences
     later = sum(num_tokens for num_tokens, is_first in pieces if not is_first)
     assert added == [num_sequences, num_sequences, later]
-    if at_once:  # a search tells its beams when all of them are done
+    if at_once:  # a search returns its beams together at the end
         assert later == 0
 
 
@@ -142,7 +142,7 @@ def test_many_clients_that_go_away_leave_nothing(served):
 
 
 class Failing:
-    """The built engine with another `step`: each outcome in turn, and then the real one."""
+    """The built engine with another `step`: each outcome in turn, then the real one."""
 
     def __init__(self, engine, outcomes):
         self._engine = engine
@@ -168,7 +168,7 @@ class Failing:
 
 @pytest.fixture
 def failing():
-    """Serve an engine whose second step comes to the given end."""
+    """A server whose engine's second step has the given outcome."""
 
     def serve(outcome):
         built = small_engine()

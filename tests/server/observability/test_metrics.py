@@ -1,4 +1,4 @@
-"""Metrics: names, types and labels as vLLM's boards ask for them, and values that are exactly what happened."""
+"""Metrics: names, types and labels that dashboards for vLLM need, and exact values."""
 
 import httpx
 import pytest
@@ -18,7 +18,7 @@ from quire.supervisor.health import Health
 
 CACHE = CacheConfig(16, (KVGroup((0,), "full", 1, 8, "float32", 10, 1024),))
 PLAIN = {"model_name", "engine"}
-# what vLLM has, too: name without prefix and suffix -> type and labels beside PLAIN
+# metrics that vLLM has, too: name without prefix and suffix -> type, labels in addition to PLAIN
 LIKE_VLLM = {
     "num_requests_running": ("gauge", set()),
     "num_requests_waiting": ("gauge", set()),
@@ -72,7 +72,7 @@ class Page:
         self.families = {family.name: family for family in text_string_to_metric_families(text)}
 
     def value(self, name, **labels):
-        """The sum of all samples of this name that have these labels."""
+        """The sum of all samples of this name with these labels."""
         samples = [sample for family in self.families.values() for sample in family.samples if sample.name == name]
         return sum(sample.value for sample in samples if labels.items() <= sample.labels.items())
 
@@ -149,8 +149,8 @@ def test_values_are_what_happened(keyless, page):
     assert sums["queue"] + sums["inference"] <= added("quire:e2e_request_latency_seconds_sum") + 1e-6
     assert added("quire:request_time_per_output_token_seconds_sum") == pytest.approx(sums["decode"] / 4)
     assert added("quire:iteration_tokens_total_count") == added("quire:iterations_total")
-    # the prompts' tokens, and all outputs but the last of each, which is never computed; what is computed again
-    # for the second of two sequences is the last token of the prompt
+    # Tokens of the prompts, and all outputs except the last token of each, which is never computed. The second of two
+    # sequences computes the last token of the prompt again.
     assert added("quire:iteration_tokens_total_sum") >= 45 + 8 * 4
     assert added("quire:requests_refused_total", reason="invalid_type") == 1
     assert added("quire:requests_refused_total", reason="http_404") == 0
@@ -181,7 +181,7 @@ def test_times_of_one_request_exactly(metrics):
 
 def test_what_was_not_measured_is_not_counted(metrics):
     metrics.request_ended(Ended(RequestMetrics(10.0), 3, 0, [0], SamplingParams()), 12.0)
-    metrics.request_ended(Ended(RequestMetrics(10.0, finished_time=11.0), 7), 12.0)  # embedded
+    metrics.request_ended(Ended(RequestMetrics(10.0, finished_time=11.0), 7), 12.0)  # an embedding
     page = Page(metrics.page("").decode())
     assert page.value("e2e_request_latency_seconds_sum") == 3.0
     for phase in ("queue", "prefill", "decode", "inference"):

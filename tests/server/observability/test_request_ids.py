@@ -1,4 +1,4 @@
-"""Request ids: what clients send, what they are told, and how an id leads to an explanation."""
+"""Request ids: ids sent by clients, ids in answers, and explanations by id."""
 
 import re
 from concurrent.futures import ThreadPoolExecutor

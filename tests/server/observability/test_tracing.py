@@ -1,4 +1,4 @@
-"""Tracing: spans as a collector on this machine gets them, over OTLP and HTTP."""
+"""Tracing: spans received by a local collector, over OTLP and HTTP."""
 
 import gzip
 import sys
@@ -81,7 +81,7 @@ def test_each_request_is_a_span(monkeypatch):
         end = time.time_ns()
         httpx.get(f"{site.url}/live")
         assert httpx.post(f"{site.url}/v1/completions", json={"prompt": "x", "max_tokens": -1}, headers=key).is_error
-    # the end of the server sends what waits
+    # the server sends waiting spans when it ends
     assert got.paths == {"/v1/traces"}
     assert got.resources[0]["service.name"] == "quire"
     child, root, refused = got.spans

@@ -1,4 +1,4 @@
-"""The picture of an automaton: nothing covers anything, and the one in docs is what the command makes."""
+"""Pictures of automata: no overlaps, and the picture in docs is the command's output."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""JSON schemas as automata: every text that fits is valid, keywords that are not enforced are refused by name."""
+"""JSON schemas as automata: every accepted text is valid, and unsupported keywords are rejected by name."""
 
 import datetime
 import ipaddress
@@ -42,7 +42,7 @@ PERSON = {
     "$defs": {"day": {"anyOf": [{"type": "string", "format": "date"}, {"type": "null"}]}},
 }
 
-# (schema, values that fit and can be written, values that do not fit)
+# (schema, valid values that the automaton accepts, invalid values)
 SCHEMAS = [
     (PERSON, [{"age": 0}, {"name": "Ann", "age": 120, "born": "2024-02-29", "tags": ["new", 3]}], [{}, {"age": 121}]),
     ({"type": "string"}, ["", "é\n\"\\/\t😀"], [1, None]),

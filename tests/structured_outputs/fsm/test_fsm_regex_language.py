@@ -1,4 +1,4 @@
-"""The automaton of a pattern has the language that `re.fullmatch` says, and no state too many."""
+"""The automaton of a pattern has the language of `re.fullmatch`, and is minimal."""
 
 import random
 import re
@@ -140,7 +140,7 @@ def test_patterns_that_are_slow_elsewhere_are_small_here(pattern):
 
 
 def brute_force_size(dfa: Dfa) -> int:
-    """How many states differ: Moore's partition, all states in each round."""
+    """Number of distinguishable states, by Moore's partition over all states."""
     table = np.vstack([dfa.by_byte, np.full((1, 256), dfa.num_states)])
     table[table == DEAD] = dfa.num_states
     blocks = np.append(dfa.accepts, False).astype(int)

@@ -1,4 +1,4 @@
-"""Tokens of an automaton: masks as by trying every token, as llguidance's, and what is forced."""
+"""Token masks of automata: against trying every token, and against llguidance's; forced tokens."""
 
 import random
 import re
@@ -36,7 +36,7 @@ def mask(matcher: FsmMatcher, vocabulary: Vocabulary) -> set[int]:
 
 
 def by_trying(dfa: Dfa, prefix: bytes, vocabulary: Vocabulary) -> set[int]:
-    """Each token alone: whether text, token and something more are in the language."""
+    """Each token alone: whether the text with the token is a prefix of the language."""
     fits = {t for t, text in enumerate(vocabulary.tokens) if text and dfa.walk(0, prefix + text) != DEAD}
     return (fits - vocabulary.special_ids) | (set(vocabulary.end_ids) if dfa.matches(prefix) else set())
 
@@ -121,7 +121,7 @@ def test_masks_are_those_of_llguidance(pattern):
             fits = mask(ours, vocabulary)
             words = np.zeros(vocabulary.num_words, np.uint32)
             theirs.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
-            if theirs.compute_ff_tokens():  # they allow one way to write what has to come
+            if theirs.compute_ff_tokens():  # they allow only the canonical tokens of forced text
                 assert allowed(words) <= fits
             else:
                 num_compared += 1
@@ -137,7 +137,7 @@ def test_masks_are_those_of_llguidance(pattern):
 
 
 def vocabulary_wrapper(vocabulary: Vocabulary) -> llguidance.TokenizerWrapper:
-    """For llguidance."""
+    """The vocabulary as a tokenizer of llguidance."""
 
     class Tokenizer:
         def __init__(self):
@@ -164,7 +164,7 @@ def test_choices_are_what_may_come():
 
 
 def run(pattern: str, text: bytes, *, fast_forward: bool) -> tuple[list[int], list[bool]]:
-    """A model that writes this text in its canonical tokens: all tokens, and which of them were forced."""
+    """A model that writes this text in canonical tokens. Returns all tokens, and which of them were forced."""
     vocabulary = demo_vocabulary()
     wanted = vocabulary.encode(text.decode())
     matcher = grammar(pattern, vocabulary).start(fast_forward=fast_forward)
@@ -196,7 +196,7 @@ def run(pattern: str, text: bytes, *, fast_forward: bool) -> tuple[list[int], li
     ],
 )
 def test_fast_forward_writes_what_the_tokenizer_would(pattern, share):
-    """Token for token: the text in canonical tokens, with and without; and the share of tokens that it saves."""
+    """The text in canonical tokens, with and without fast-forward, and the least share of forced tokens."""
     num_tokens = num_forced = 0
     for text in samples(of_regex(pattern), 12):
         tokens, forced = run(pattern, text, fast_forward=True)
@@ -286,7 +286,7 @@ def test_a_tokenizer_that_adds_a_space_in_front_is_asked_within_a_text():
     vocabulary = Vocabulary(inner.tokens, inner.end_ids, inner.special_ids, lambda text: inner.encode(" " + text))
     assert vocabulary.encode("ab") == [5]
     assert forced_tokens(b"abb", vocabulary, closed=True) == [2, 4]
-    assert forced_tokens(b"abab", vocabulary) == [2]  # the second may become b"abc"
+    assert forced_tokens(b"abab", vocabulary) == [2]  # the last three bytes may become b"abc"
     assert forced_tokens("ab\N{SNOWMAN}".encode(), vocabulary, closed=True) == []
 
 
@@ -317,7 +317,7 @@ def test_what_a_matcher_says_does_not_depend_on_how_tokens_are_cut(seed, fast_fo
         verdicts[len(tokens) + 1] = verdict
         tokens += [token, *verdict.forced]
     for begin, verdict in verdicts.items():
-        for stop in range(begin, begin + len(verdict.forced) + 1):  # taken up before, within and behind forced tokens
+        for stop in range(begin, begin + len(verdict.forced) + 1):  # resumed before, within and after forced tokens
             resumed = compiled.start(fast_forward=fast_forward)
             told = resumed.advance(tokens[:stop])
             assert told.forced == verdict.forced[stop - begin :]
@@ -350,7 +350,7 @@ def test_what_the_vocabulary_cannot_write_is_kept_out_of():
     assert matcher.advance([]) == Verdict()
     assert mask(matcher, vocabulary) == {0, 1, 2, 5}
     assert matcher.advance([0]) == Verdict()
-    assert mask(matcher, vocabulary) == {1, 5}  # not b"\xc3", behind which no token goes on
+    assert mask(matcher, vocabulary) == {1, 5}  # not b"\xc3": no token continues it
     assert matcher.advance([1]) == Verdict()
     assert mask(matcher, vocabulary) == {5}
 
@@ -362,7 +362,7 @@ def test_a_dead_end_of_the_vocabulary_is_an_error(most, monkeypatch):
     matcher = grammar("a[bc]c", vocabulary).start(fast_forward=False)
     if most:
         assert "no token" in matcher.advance([]).error
-    else:  # it is not known before it is there
+    else:  # found only when it is reached
         assert matcher.advance([0]) == Verdict()
         assert "no token" in matcher.advance([1]).error
     assert mask(matcher, vocabulary) == set()

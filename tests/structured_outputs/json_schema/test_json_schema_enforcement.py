@@ -1,4 +1,4 @@
-"""Whatever a JSON schema says of an output is true of every output that the masks allow."""
+"""Every output that the masks allow is valid under its JSON schema."""
 
 import json
 import random
@@ -22,30 +22,30 @@ NUM_AT_RANDOM = 200
 
 
 def faults(schema: object, data: bytes) -> Iterator[str]:
-    """What two validators that know nothing of each other say of an output."""
-    exact = json.loads(json.dumps(schema), parse_float=Decimal)  # 0.3 is a multiple of 0.1
+    """Errors of an output by two independent validators."""
+    exact = json.loads(json.dumps(schema), parse_float=Decimal)  # so that 0.3 is a multiple of 0.1
     value = json.loads(data.decode(), parse_float=_exact)
     validator = jsonschema.validators.validator_for(exact, jsonschema.Draft202012Validator)
     with localcontext(prec=2000):
         yield from (error.message for error in validator(exact).iter_errors(value))
     other = jsonschema_rs.validator_for(json.dumps(schema), validate_formats=True)
-    if "multipleOf" not in json.dumps(schema):  # which reckons with floats
+    if "multipleOf" not in json.dumps(schema):  # this validator computes it with floats
         yield from (error.message for error in other.iter_errors(json.loads(data, parse_float=_finite)))
 
 
 def _exact(number: str) -> Decimal:
-    """Decimals have bounds, too."""
+    """Decimals have a limited exponent, too."""
     exponent = number.lower().partition("e")[2]
     return Decimal(number) if len(exponent) < 4 else Decimal("1.5e300")
 
 
 def _finite(number: str) -> float:
-    """JSON has larger numbers than floats."""
+    """JSON numbers may exceed the range of floats."""
     return max(-sys.float_info.max, min(sys.float_info.max, float(number)))
 
 
 def completed(schema: object, rng: random.Random, num_walks: int, limit: int) -> int:
-    """Walks that ended, each checked. Raises RequestError for a schema that is refused."""
+    """Number of walks that ended; each output is validated. Raises RequestError for a rejected schema."""
     asked = StructuredOutputsParams(json=schema, disable_any_whitespace=rng.random() < 0.5)
     grammar = compile(asked, vocabulary())
     num = 0
@@ -73,7 +73,7 @@ def test_every_output_fits_a_schema_with(keyword):
     assert schemas
     assert all(keyword in keywords(schema) for schema in schemas)
     ended = [completed(schema, rng, 3, 90) > 0 for schema in schemas]
-    assert sum(ended) >= 0.8 * len(schemas)  # a walk at random may miss the one way out
+    assert sum(ended) >= 0.8 * len(schemas)  # a random walk may miss the only end
 
 
 def test_every_output_fits_schemas_at_random():

@@ -1,4 +1,4 @@
-"""What cannot be enforced is refused by name, and nothing that is asked takes long or brings the process down."""
+"""Schemas that cannot be enforced are rejected by name; no schema takes long or ends the process."""
 
 import json
 import time
@@ -141,7 +141,7 @@ def test_fields_of_a_form_have_names():
 
 
 def chain(length: int) -> dict:
-    """Definitions, each within the one before."""
+    """Definitions, each nested in the previous one."""
     definitions = {
         f"d{i}": {"type": "object", "properties": {"x": {"$ref": f"#/$defs/d{i + 1}"}}} for i in range(length)
     }
@@ -149,7 +149,7 @@ def chain(length: int) -> dict:
 
 
 def bomb(length: int) -> dict:
-    """Twice as large with each definition, where they are written out."""
+    """Definitions, each twice as large as the previous one if references are expanded."""
 
     def joined(i: int) -> dict:
         return {"type": "object", "allOf": [{"$ref": f"#/$defs/d{i}"}]}
