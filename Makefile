@@ -67,7 +67,7 @@ check-native: $(VENV)/.installed-dev  ## the tests of the CPU kernels, watched b
 	@QUIRE_CXXFLAGS="$(SANITIZERS)" $(BIN)/python setup.py -q build_ext --build-temp $(NATIVE)/temp --build-lib $(NATIVE)
 	@ls $(NATIVE)/quire/kernels/cpu/_C*.so
 	@LD_PRELOAD="$(RUNTIMES)" ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 $(BIN)/python -m pytest --capture=sys \
-		-o pythonpath="$(NATIVE) tests/rigs tests/kernels/reference tests/runner" --hypothesis-profile native tests/kernels/cpu $(ARGS)
+		-o pythonpath="$(NATIVE) tests/rigs" --hypothesis-profile native tests/kernels/cpu $(ARGS)
 
 gpu-check:  ## on a machine with a GPU; PYTHON has torch for CUDA and quire's dependencies; ARGS="--run speed", "--dry-run"
 	@$(PYTHON) -m benchmarks.gpu.check $(ARGS)
@@ -88,7 +88,7 @@ soak: $(VENV)/.installed-dev  ## ten minutes of all that can go wrong; ARGS="--s
 	@$(BIN)/python -m benchmarks.trust --only soak --seconds 600 $(ARGS)
 
 fuzz: $(VENV)/.installed-dev  ## all routes by what the OpenAPI document says; ARGS="--examples 1000 --seed 2"
-	@$(BIN)/python -m benchmarks.schema_fuzz $(ARGS)
+	@$(BIN)/python -m tools.schema_fuzz $(ARGS)
 
 flood: $(VENV)/.installed-dev  ## streams beside a flood of bad schemas; ARGS="--seconds 10 --rounds 1"
 	@$(BIN)/python -m benchmarks.structured.flood $(ARGS)

@@ -6,7 +6,7 @@ from random import Random
 
 import numpy as np
 
-from benchmarks.policies.virtual import Arrival, Server, limits, memory, poisson, request
+from tools.virtual_time import Arrival, Server, limits, memory, poisson, request
 
 SECONDS = 60.0
 # Requests per second. The machine completes about 45: the loud tenant normally needs half, the quiet one a quarter.

@@ -15,7 +15,7 @@ from statistics import mean, median
 from benchmarks.policies import embedded
 from benchmarks.policies.embedded import Asked, Play, Played
 from benchmarks.policies.fair import Load, arrivals, percentile
-from benchmarks.policies.virtual import Arrival
+from tools.virtual_time import Arrival
 
 _SHARE = 0.45  # share of the machine's rate that the loud tenant normally needs; the quiet one needs half of it
 _FLOODS = (1.0, 10.0)

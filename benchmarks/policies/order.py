@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from itertools import permutations
 from random import Random
 
-from benchmarks.policies.virtual import Arrival, Server, limits, memory, request
 from quire.scheduler.queue.prefix_aware import score
+from tools.virtual_time import Arrival, Server, limits, memory, request
 
 POLICIES = ("fcfs", "lpm", "dfs-weight", "cache-aware")  # the other policies equal fcfs with one tenant and one class
 FIRST_TOKEN = 16

@@ -3,12 +3,12 @@
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
-from benchmarks.policies.virtual import limits, memory, request, result_of
 from quire.cache.kv_cache import KVCache
 from quire.config import Eviction, Policy
 from quire.core.output import Output
 from quire.core.scheduling_params import Terms
 from quire.scheduler.scheduler import Scheduler
+from tools.virtual_time import limits, memory, request, result_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,13 +4,13 @@ import sys
 from random import Random
 
 import pytest
-from test_eviction_policies import NS, Memory
+from eviction_memory import NS, Memory
 
-from benchmarks.policies.virtual import request
 from quire.cache import incremental_match
 from quire.cache.incremental_match import Match, Matching
 from quire.scheduler.queue.dfs_weight import DepthFirst
 from quire.scheduler.sequence import Sequence
+from tools.virtual_time import request
 
 
 def blocks(*numbers: int) -> list[int]:

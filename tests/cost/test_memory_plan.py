@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.workloads import sharegpt_lengths
 from quire.config import CacheConfig, KVGroup
 from quire.cost.memory_plan import Demand, KVDemand, parse_memory, plan_memory, size
 from quire.cost.step_time import Pace
@@ -208,12 +207,3 @@ def test_pace_stays_sane_whatever_it_sees(steps, seconds):
     assert pace.per_token >= 0
     assert pace.fixed >= 0
     assert 1 <= pace.tokens_within(seconds, 2048) <= 2048
-
-
-def test_tail_waste_on_sharegpt_like_lengths_is_below_four_percent(capsys):
-    lengths = [prompt + output for prompt, output in sharegpt_lengths(5000, seed=1)]
-    reserved = sum(-(-length // 16) * 16 for length in lengths)
-    waste = 1 - sum(lengths) / reserved
-    with capsys.disabled():
-        print(f"\ntail waste, block 16, {len(lengths)} ShareGPT-like sequences at their full length: {waste:.2%}")
-    assert waste < 0.04

@@ -1,27 +1,15 @@
 """The whole engine with a real model: the schedule of a request does not change its tokens (fp32)."""
 
-import random
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
+from engine_equality_cases import GREEDY, SAMPLED, make, prompts
 from random_checkpoints import VOCAB, save
 
-from quire.config import EngineOptions
 from quire.engine.engine import Engine
 from quire.hub import embedded
 from quire.params import SamplingParams
-from quire.startup.build import build
-
-GREEDY = {"temperature": 0.0, "ignore_eos": True}
-SAMPLED = {"temperature": 0.9, "top_p": 0.95, "top_k": 50, "min_p": 0.01, "seed": 7, "ignore_eos": True}
-
-
-def make(folder: Path | None = None, **options) -> Engine:
-    chosen = {"dtype": "float32", "memory": "400MiB", "max_num_seqs": 16, "max_model_len": 512}
-    options = EngineOptions(model=None if folder is None else str(folder), **(chosen | options))
-    return build(options, report=lambda line: None, progress=lambda done, total: None).engine
 
 
 def run(engine: Engine, requests: list[tuple[list[int], dict]]) -> list[list[int]]:
@@ -35,11 +23,6 @@ def run(engine: Engine, requests: list[tuple[list[int], dict]]) -> list[list[int
     assert engine.stats().kv_blocks_used == 0
     assert engine.stats().failed_steps == 0
     return tokens
-
-
-def prompts(lengths: list[int], vocab_size: int, seed: int = 1) -> list[list[int]]:
-    rng = random.Random(seed)
-    return [[rng.randrange(3, vocab_size) for _ in range(length)] for length in lengths]
 
 
 @pytest.mark.parametrize(  # tests/models compares all kinds without the engine

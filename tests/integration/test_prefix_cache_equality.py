@@ -4,8 +4,8 @@ import random
 import shutil
 
 import pytest
+from engine_equality_cases import GREEDY, SAMPLED, make
 from random_checkpoints import VOCAB, save
-from test_engine_equality import GREEDY, SAMPLED, make
 
 from quire.core.request import Namespace
 from quire.engine.engine import Engine

@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from test_engine_equality import GREEDY, SAMPLED, prompts
+from engine_equality_cases import GREEDY, SAMPLED, prompts
 
 from quire.cache.kv_cache import KVCache
 from quire.config import CacheConfig, KVGroup, SchedulerConfig

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from model_equality import assert_alike, prompt_of, theirs_of
 from paged_model_forward import logits_of
 from safetensors.torch import load_file, save_file
-from test_model_families import assert_alike, prompt_of, theirs_of
 from transformers import AutoModelForCausalLM
 
 from quire.models.description import describe

@@ -3,10 +3,10 @@
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import random_checkpoints as checkpoints
 import torch
+from model_equality import assert_alike, prompt_of, theirs_of
 from paged_model_forward import Sequences, generate, logits_of
 from transformers import AutoModelForCausalLM
 
@@ -21,21 +21,6 @@ NUM_TOKENS = 64
 
 # Positions depend on the longest sequence, which here is no longer than the training context.
 SERVED = {"llama-dynamic": 96}
-
-
-@torch.inference_mode()
-def theirs_of(model, prompt):
-    """Logits of transformers at every position."""
-    return model(torch.tensor([prompt])).logits[0].float()
-
-
-def prompt_of(length, vocab_size=checkpoints.VOCAB):
-    return np.random.default_rng(length).integers(0, vocab_size, length).tolist()
-
-
-def assert_alike(found, expected, share):
-    assert found.shape == expected.shape
-    assert (found - expected).abs().max() < share * (expected.max() - expected.min())
 
 
 def test_every_family_has_a_variant():

@@ -1,11 +1,11 @@
-"""The hooks of benchmarks/schema_hooks.py with fewer of schemathesis's cases, to limit the suite's time."""
+"""The hooks of tools/schema_hooks.py with fewer of schemathesis's cases, to limit the suite's time."""
 
 import json
 import zlib
 
 import schemathesis
 
-from benchmarks import schema_hooks  # noqa: F401 (its hooks are registered when it is imported)
+from tools import schema_hooks  # noqa: F401 (its hooks are registered when it is imported)
 
 ONE_IN = 6
 

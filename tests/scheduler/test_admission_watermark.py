@@ -6,7 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripted_engine import Rig
 
-from benchmarks import overload
 from quire.core.events import AdmissionSlowed
 from quire.scheduler.admission_watermark import Caution
 
@@ -71,10 +70,3 @@ def test_who_runs_too_short_of_blocks_slows_admission_and_an_event_says_so():
     assert rig.scheduler.accounts.num_preemptions
     rises = [after > before for before, after in pairwise([0, *slowed])]
     assert rig.engine.stats().num_admissions_slowed == sum(rises)
-
-
-def test_three_times_the_demand_gets_as_much_done_as_what_the_pool_can_take():
-    at_capacity = overload.under(6.0, 40, num_blocks=600)
-    over = overload.under(18.0, 40, num_blocks=600)
-    assert over.waiting > 200 and over.preemptions, "the pool is too small for it"
-    assert over.tokens_per_second > 0.9 * at_capacity.tokens_per_second

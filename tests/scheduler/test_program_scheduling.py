@@ -3,15 +3,11 @@
 from random import Random
 
 import pytest
+from eviction_memory import POLICIES, Memory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_engine import VOCAB, Rig
-from test_eviction_policies import POLICIES, Memory
 
-from benchmarks.policies.virtual import limits, memory, request, result_of
-from benchmarks.programs.driver import Driver
-from benchmarks.programs.servers import Setup, Virtual
-from benchmarks.programs.workloads import starts
 from quire.cache.kv_cache import KVCache
 from quire.cache.prefix.index import symbols
 from quire.core.request import Namespace
@@ -22,6 +18,7 @@ from quire.scheduler import journal
 from quire.scheduler.queue.prefix_aware import MOST_TOGETHER
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.sequence import LEAD, MOST_PROGRAMS, Programs
+from tools.virtual_time import limits, memory, request, result_of
 
 
 @pytest.mark.parametrize(
@@ -363,13 +360,3 @@ def test_a_prompt_computed_for_a_fork_is_found_by_its_branches_even_in_the_same_
     rig.run()
     assert rig.scheduler.accounts.num_hit_tokens >= 3 * 16
     assert sum(rig.scheduler.sizes) <= 20 + 3 * 8
-
-
-def test_a_cache_too_small_for_all_programs_computes_less_with_hints():
-    rows = [
-        Driver(Virtual(Setup("fcfs", "lru", num_blocks=512)), hints).run(starts("tree of thought", 25, 40.0, 0))
-        for hints in ("plain", "hints")
-    ]
-    assert rows[1].counted.num_prompt_tokens == rows[0].counted.num_prompt_tokens
-    assert rows[1].counted.num_computed_tokens < 0.8 * rows[0].counted.num_computed_tokens
-    assert rows[1].mean_latency < rows[0].mean_latency

@@ -1,8 +1,8 @@
 """Prompt logprobs from a position on: tokens before it may be cached."""
 
 import pytest
+from scripted_constraints import FormRig, Whims, expected
 from scripted_engine import Rig
-from test_scheduler_constraints import FormRig, Whims, expected
 
 
 @pytest.mark.parametrize("start", [0, 1, 9, 16, 18, 19, 40])

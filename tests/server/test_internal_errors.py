@@ -6,7 +6,7 @@ import httpx
 import pytest
 from embedded_model_server import run_app, service_of, small_engine
 from multi_tenant_server import GENERATING
-from test_auth import routes
+from server_probes import routes
 
 from quire.server.app import make_app
 

@@ -9,9 +9,9 @@ from fastapi import FastAPI, HTTPException
 from multi_tenant_server import run_site
 from pydantic import BaseModel
 
-from benchmarks.schema_fuzz import fuzz, left
 from quire.params import SamplingParams
 from quire.server.openapi import EXAMPLES
+from tools.schema_fuzz import fuzz, left
 
 
 @pytest.fixture(scope="module")

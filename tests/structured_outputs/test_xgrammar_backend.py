@@ -6,7 +6,7 @@ import random
 import pytest
 from grammar_mask_walks import allowed, encode, text_of, vocabulary, walk
 from json_schema_cases import INTEGER, POINT, STRING, by_keyword
-from test_json_schema_enforcement import faults
+from json_schema_oracle import faults
 
 from quire.errors import ConfigError, RequestError
 from quire.params import StructuredOutputsParams as Asked

@@ -4,8 +4,8 @@ from dataclasses import replace
 from random import Random
 
 import pytest
+from eviction_memory import POLICIES, Memory
 from scripted_engine import Rig
-from test_eviction_policies import POLICIES, Memory
 
 from quire.cache.kv_cache import KVCache
 from quire.cache.prefix.index import NO_REASON, Cause, Reason

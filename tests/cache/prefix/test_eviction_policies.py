@@ -4,75 +4,16 @@ from random import Random
 from time import perf_counter
 
 import pytest
+from eviction_memory import POLICIES, Memory
 from prefix_cache_model import Model, radix_config
 
-from quire.cache.kv_cache import KVCache
 from quire.cache.prefix.eviction import LeastFrequent, LeastRecent, LeastWanted, OrderedLeaves
 from quire.cache.prefix.index import Cause
 from quire.cache.prefix.radix_node import Clock
 from quire.cache.retention import ANYHOW, ORDINARY, Keep
 from quire.config import CacheConfig
-from quire.core.request import Namespace
 from quire.core.scheduling_params import Retention
 from quire.errors import ConfigError
-
-NS = Namespace("tenant")
-POLICIES = ("lru", "lfu", "priority", "cost")
-
-
-class Memory:
-    """A KVCache in which each sequence computes all its tokens in one step and leaves them cached."""
-
-    def __init__(self, eviction="lru", num_blocks=100, block_size=1, **options) -> None:
-        config = radix_config(num_blocks, block_size, **options)
-        self.kv = KVCache(CacheConfig(block_size, config.groups, "radix", config.public_prefixes, eviction))
-        self.num_seqs = 0
-
-    def begin(self, tokens, *, now=0.0, tenant="tenant", spare=None, program=None, age=0, **retention):
-        self.num_seqs += 1
-        self.kv.at(now)
-        admission = self.kv.admit(
-            self.num_seqs,
-            list(tokens),
-            Namespace(tenant),
-            reusable=len(tokens) - 1,
-            limit=len(tokens),
-            most=len(tokens),
-            spare=spare,
-            cause=Cause(now, str(self.num_seqs), tenant),
-            keep=Keep(Retention(**retention), str(self.num_seqs), tenant, len(tokens), program, age),
-        )
-        if admission is None:
-            return None
-        admission.table.launched = admission.num_tokens
-        self.kv.record(admission.table, admission.num_tokens, len(tokens))
-        self.kv.launched(self.num_seqs)
-        self.kv.collected(self.num_seqs)
-        admission.table.launched = len(tokens)
-        return admission
-
-    def end(self, seq_id: int, *, now=0.0) -> None:
-        self.kv.at(now)
-        self.kv.release(seq_id, len(self.kv.tables[seq_id].tokens))
-        assert self.kv.check() == []
-
-    def run(self, tokens, *, now=0.0, **options):
-        admission = self.begin(tokens, now=now, **options)
-        if admission is not None:
-            self.end(self.num_seqs, now=now)
-        return admission
-
-    def evict(self, count: int, *, now=0.0) -> int:
-        freed = self.kv.index.evict(0, count, Cause(now))
-        assert self.kv.check() == []
-        return freed
-
-    def has(self, tokens) -> int:
-        return self.kv.index.find(NS, list(tokens)).num_tokens
-
-    @property
-    def leaves(self):
-        return [node for node in self.kv.index.forest.nodes() if node.is_free]
 
 
 def standing_by_hand(eviction: str, leaf, clock: Clock) -> tuple:

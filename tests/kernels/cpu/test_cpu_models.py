@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import random_checkpoints as checkpoints
 import torch
+from batch_invariance_cases import STRICT, WISHES, record
 from model_runner_driver import Driver, load_model
 from paged_model_forward import Sequences
-from test_runner_batch_invariance import STRICT, WISHES, record
 
 from quire.kernels import reference
 from quire.kernels.contract import Packed

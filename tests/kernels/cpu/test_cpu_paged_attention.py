@@ -5,10 +5,10 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from attention_oracle import naive
 from cpu_kernel_builds import EVERY, in_use
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_reference_paged_attention import naive
 
 from quire.config import KVGroup
 from quire.kernels.contract import DTYPES, Batch, Storage

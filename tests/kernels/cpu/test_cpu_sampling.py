@@ -9,9 +9,7 @@ from cpu_kernel_builds import each_with, in_use
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling_metadata_builders import draws, mask, normal, random_draws
-from test_reference_logit_penalties import draws_of, wish
-from test_reference_philox import in_python
-from test_reference_sampling import chi_square, kept_tokens
+from sampling_oracles import chi_square, draws_of, in_python, kept_tokens, wish
 
 from quire.kernels import reference
 from quire.kernels.contract import Purpose

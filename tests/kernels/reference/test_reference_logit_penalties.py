@@ -8,11 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling_metadata_builders import draws, mask
-from test_reference_sampling import chi_square, kept_tokens, oracle
+from sampling_oracles import VOCAB, chi_square, draws_of, kept_tokens, oracle, wish
 
 from quire.kernels import reference
-
-VOCAB = 23
 
 
 def edited(logits, wish):
@@ -30,36 +28,6 @@ def edited(logits, wish):
         value -= wish["presence"] * (token in output)
         out.append(value)
     return out
-
-
-token = st.integers(0, VOCAB - 1)
-wish = st.fixed_dictionaries(
-    {
-        "temperature": st.sampled_from([0.0, 0.0, 0.7]),
-        "allowed": st.none() | st.sets(token, max_size=12),
-        "edits": st.lists(st.tuples(token, st.sampled_from([-math.inf, -100.0, -1.5, 0.25, 2.0, 100.0])), max_size=6),
-        "history": st.lists(st.tuples(token, st.booleans()), max_size=30),
-        "repetition": st.sampled_from([1.0, 0.5, 1.25, 3.0]),
-        "frequency": st.sampled_from([0.0, 0.75, -1.0, 2.0]),
-        "presence": st.sampled_from([0.0, 1.5, -2.0]),
-    }
-)
-
-
-def draws_of(wishes, **more):
-    masked = [row for row, w in enumerate(wishes) if w["allowed"] is not None]
-    return draws(
-        len(wishes),
-        temperatures=[w["temperature"] for w in wishes],
-        repetition=[w["repetition"] for w in wishes],
-        frequency=[w["frequency"] for w in wishes],
-        presence=[w["presence"] for w in wishes],
-        masked=masked,
-        masks=mask([wishes[row]["allowed"] for row in masked], VOCAB) if masked else None,
-        edits=[(row, *edit) for row, w in enumerate(wishes) for edit in w["edits"]],
-        history=[(row, *entry) for row, w in enumerate(wishes) for entry in w["history"]],
-        **more,
-    )
 
 
 @settings(max_examples=300, deadline=None)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling_oracles import in_python
 
 from quire.kernels.reference.philox import exponential, philox
 
@@ -19,15 +20,6 @@ VECTORS = [
 
 def words(text):
     return [int(word, 16) for word in text.split()]
-
-
-def in_python(counter, key):
-    c, k = list(counter), list(key)
-    for _ in range(10):
-        a, b = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
-        c = [(b >> 32) ^ c[1] ^ k[0], b % 2**32, (a >> 32) ^ c[3] ^ k[1], a % 2**32]
-        k = [(k[0] + 0x9E3779B9) % 2**32, (k[1] + 0xBB67AE85) % 2**32]
-    return c
 
 
 def on_tensors(counter, key):

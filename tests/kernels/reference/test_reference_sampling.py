@@ -8,45 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling_metadata_builders import draws, mask
-from test_reference_philox import in_python
+from sampling_oracles import chi_square, kept_tokens, oracle
 
 from quire.kernels import reference
-from quire.kernels.contract import Purpose
 from quire.kernels.reference import sampling
-
-
-def kept_tokens(logits, temperature, top_p, top_k, min_p):
-    """Tokens left by the filters, applied one after the other as in the contract, with sets and Python floats."""
-    scores = {token: value / temperature for token, value in enumerate(logits) if value > -math.inf}
-
-    def shares():
-        largest = max(scores.values())
-        weights = {token: math.exp(score - largest) for token, score in scores.items()}
-        return {token: weight / sum(weights.values()) for token, weight in weights.items()}
-
-    p = shares()
-    scores = {t: s for t, s in scores.items() if p[t] >= min_p * max(p.values())}
-    if top_k > 0:
-        border = sorted(scores.values(), reverse=True)[: min(top_k, len(scores))][-1]
-        scores = {t: s for t, s in scores.items() if s >= border}
-    p = shares()
-    if top_p < 1:
-        scores = {t: s for t, s in scores.items() if sum(p[u] for u in p if scores[u] > s) < top_p}
-    return scores
-
-
-def oracle(logits, seed, position, index, temperature, top_p, top_k, min_p):
-    """The token, and the difference of its score to the next one."""
-    if temperature == 0:
-        return logits.index(max(logits)), math.inf
-    noisy = {}
-    for token, score in kept_tokens(logits, temperature, top_p, top_k, min_p).items():
-        counter = (position, index, Purpose.SAMPLE, token // 4)
-        word = in_python(counter, (seed % 2**32, seed >> 32))[token % 4]
-        noisy[token] = score - math.log(-math.log1p(-(2**32 - 1 - word + 0.5) / 2**32))
-    ranking = sorted(noisy, key=lambda token: -noisy[token])
-    return ranking[0], noisy[ranking[0]] - noisy[ranking[1]] if len(ranking) > 1 else math.inf
-
 
 row = st.fixed_dictionaries(
     {
@@ -113,15 +78,6 @@ def test_a_tiny_temperature_is_greedy_and_finite():
 def test_greedy_takes_the_lowest_of_equals_and_ignores_filters():
     logits = torch.tensor([[0.0, 2.0, 1.0, 2.0], [5.0, 5.0, 5.0, 5.0]])
     assert reference.sample(logits, draws(2, temperatures=0.0, top_ps=0.1, top_ks=1)).tolist() == [1, 0]
-
-
-def chi_square(tokens, shares):
-    """The statistic over the tokens that can occur, and its degrees of freedom."""
-    counts = np.bincount(tokens, minlength=len(shares))
-    assert not counts[shares == 0].any()
-    expected = shares[shares > 0] * len(tokens)
-    assert expected.min() > 5
-    return ((counts[shares > 0] - expected) ** 2 / expected).sum(), (shares > 0).sum() - 1
 
 
 # The 99.99 % point of chi-square is about df + 3.9 sqrt(2 df) + 10; seeds are fixed, so this passes always or never.

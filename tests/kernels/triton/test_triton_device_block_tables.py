@@ -5,9 +5,9 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from test_triton_kv_blocks import Pair, group_of
 from triton_attention_cases import Case, resident
 from triton_device import DEVICE
+from triton_kernel_pairs import Pair, group_of
 
 from quire.kernels.contract import Batch, Resident
 from quire.kernels.triton import attention as module

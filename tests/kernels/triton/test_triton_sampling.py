@@ -13,9 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling_metadata_builders import draws, mask, normal, random_draws
-from test_reference_logit_penalties import draws_of, wish
-from test_reference_philox import in_python
-from test_reference_sampling import kept_tokens
+from sampling_oracles import draws_of, in_python, kept_tokens, wish
 from triton_device import DEVICE
 
 from quire.kernels import reference

@@ -5,6 +5,7 @@ import pytest
 import random_checkpoints as checkpoints
 import torch
 import transformers
+from unknown_architecture import SHAPE, UNKNOWN, loaded, prompt_of, save
 
 from quire.config import KVGroup
 from quire.kernels import reference
@@ -17,42 +18,9 @@ from quire.models.transformers import describe_backend, load_backend
 
 NUM_TOKENS = 32
 LENGTHS = (1, 13, 30)
-SHAPE = {**checkpoints.SHAPE, "num_key_value_heads": 2, "max_position_embeddings": 256}
-WINDOW = {"sliding_window": 9, "num_hidden_layers": 4}
-ALTERNATING = {**WINDOW, "layer_types": ["sliding_attention", "full_attention"] * 2}
 
 # models without a description in quire: name -> (name in transformers, differences from SHAPE)
-UNKNOWN = {
-    "glm": ("Glm", {"head_dim": 32}),
-    "olmo": ("Olmo", {"clip_qkv": 0.9}),
-    "smollm3": ("SmolLM3", {"num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0]}),
-    "exaone4": ("Exaone4", WINDOW),
-    "cohere2": ("Cohere2", ALTERNATING),
-    "olmo3": ("Olmo3", {**ALTERNATING, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
-    "vaultgemma": ("VaultGemma", {**ALTERNATING, "head_dim": 24, "query_pre_attn_scalar": 50}),
-    "nemotron": ("Nemotron", {}),
-    "helium": ("Helium", {"head_dim": 16}),
-    "seed-oss": ("SeedOss", {"head_dim": 24}),
-    "hunyuan": ("HunYuanDenseV1", {"head_dim": 16}),
-    "diffllama": ("DiffLlama", {}),  # two attentions per layer
-    "olmoe": ("Olmoe", checkpoints.EXPERTS),  # one tensor per expert in the file, fused in the model
-    "granite-moe": ("GraniteMoe", {"num_local_experts": 4, "num_experts_per_tok": 2, "logits_scaling": 4.0}),
-}
 KNOWN = ("llama-3", "gemma2", "gemma3", "qwen2-upper-window", "gpt2-scaled-by-layer", "mixtral-window")
-
-
-def save(folder, family, dtype=torch.float32, **values):
-    """Write a random transformers model to a folder. Every parameter affects the result."""
-    torch.manual_seed(sum(map(ord, family)))
-    config = getattr(transformers, f"{family}Config")(**{**SHAPE, **values})
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            is_norm = "norm" in name and "Gemma" not in family
-            parameter.normal_(std=0.3 if parameter.dim() == 1 else 0.12).add_(float(is_norm))
-    model = model.to(dtype)
-    model.save_pretrained(folder)
-    return model
 
 
 @pytest.fixture(scope="module")
@@ -70,11 +38,6 @@ def made(tmp_path_factory, saved):
         return found[kind]
 
     return get
-
-
-def loaded(folder, dtype="float32", **options):
-    description = describe_backend(FolderCheckpoint(folder))
-    return description, load_backend(description, dtype=dtype, **options)
 
 
 class Paged:
@@ -122,10 +85,6 @@ def generate(paged, prompts, cut):
             if done[row] == len(known[row]):
                 known[row].append(int(logits[-1].argmax()))
     return [tokens[len(prompt) :] for tokens, prompt in zip(known, prompts, strict=True)]
-
-
-def prompt_of(length):
-    return np.random.default_rng(length).integers(3, checkpoints.VOCAB, length).tolist()
 
 
 def theirs(model, prompt):

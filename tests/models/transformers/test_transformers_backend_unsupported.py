@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from test_transformers_backend import UNKNOWN, loaded, prompt_of, save
+from unknown_architecture import UNKNOWN, loaded, prompt_of, save
 
 from quire.errors import ModelError
 from quire.kernels import reference

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from itertools import pairwise
-from random import Random
 from typing import get_args
 
 import pytest
@@ -10,9 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_engine import VOCAB, Rig
 
-from benchmarks.policies.order import best, best_of_all_orders, crossover, few_shot, served, small_case
-from benchmarks.policies.plan import loaded
-from benchmarks.policies.virtual import Arrival, Server, limits, memory, request, result_of
 from quire.cache.incremental_match import Matching
 from quire.config import Policy
 from quire.core.request import Namespace
@@ -22,8 +18,8 @@ from quire.params import SamplingParams
 from quire.runner.scripted_runner import script
 from quire.scheduler.queue import prefix_aware
 from quire.scheduler.queue.fcfs import Ranked
-from quire.scheduler.queue.prefix_aware import score
 from quire.scheduler.sequence import Sequence
+from tools.virtual_time import Arrival, Server, limits, memory, request, result_of
 
 POLICIES = get_args(Policy)
 BLOCK = 4
@@ -35,15 +31,6 @@ def prompts(most_blocks: int = 4):
     stem = st.lists(st.sampled_from(CHAIN), min_size=0, max_size=most_blocks)
     rest = st.lists(st.integers(900, 903), min_size=1, max_size=BLOCK)
     return st.builds(lambda blocks, tail: [token for block in blocks for token in block] + tail, stem, rest)
-
-
-def test_waiting_outweighs_a_longer_match_from_357_tokens_a_second_on():
-    assert crossover((1800, 50), (0.1, 5.0)) == pytest.approx(357.14, abs=0.01)
-    matched, waited = (1800, 50), (0.1, 5.0)
-    assert [score(m, w, 500) for m, w in zip(matched, waited, strict=True)] == [1850, 2550]
-    for weight, first in ((0, 0), (100, 0), (356, 0), (358, 1), (500, 1), (1e12, 1)):
-        scores = [score(m, w, weight) for m, w in zip(matched, waited, strict=True)]
-        assert scores.index(max(scores)) == first
 
 
 @given(st.lists(st.tuples(st.integers(-2, 2), st.booleans()), min_size=1, max_size=30), st.randoms())
@@ -261,56 +248,7 @@ def test_places_are_those_that_counting_the_queue_would_find(data):
     assert rig.scheduler.accounts._tenants == {}
 
 
-# Quality of the orders
-
-
-def test_orders_that_heed_the_cache_reach_96_percent_of_the_best_order_on_small_cases():
-    best_found, found = 0, Counter()
-    for seed in range(8):
-        prompts = small_case(Random(seed), 5, BLOCK)
-        options = {"num_blocks": 6, "block_size": BLOCK}
-        brute = best_of_all_orders(prompts, **options).num_found
-        assert brute <= best(prompts).num_found
-        best_found += brute
-        for policy in ("lpm", "cache-aware", "dfs-weight"):
-            found[policy] += served(prompts, policy, max_num_seqs=1, **options).num_found
-    assert min(found.values()) >= 0.96 * best_found, (found, best_found)
-
-
-@pytest.mark.parametrize("policy", ["lpm", "cache-aware", "dfs-weight"])
-def test_orders_that_heed_the_cache_reach_96_percent_of_the_best_order_on_few_shot_prompts(policy):
-    prompts = few_shot(Random(0), 12, 10)
-    bound = best(prompts)
-    options = {"num_blocks": 200, "block_size": 16, "num_output_tokens": 8, "max_num_seqs": 8}
-    assert served(prompts, policy, **options).rate >= 0.96 * bound.rate
-    assert served(prompts, "fcfs", **options).rate < 0.9 * bound.rate
-
-
 # Run time
-
-
-@pytest.mark.parametrize("policy", ["lpm", "cache-aware", "dfs-weight"])
-def test_a_step_looks_at_a_bounded_number_of_waiting_sequences(policy, monkeypatch):
-    looked = Counter()
-    renew = Matching.renew
-
-    def counted(self, *args):
-        cost = renew(self, *args)
-        looked["sequences"] += 1
-        looked["blocks"] += cost
-        return cost
-
-    monkeypatch.setattr(Matching, "renew", counted)
-    scheduler = loaded(policy, 8, 1500, 40)
-    for i in range(40):
-        looked.clear()
-        step = scheduler.plan(100.0 + i)
-        assert 0 < looked["sequences"] <= prefix_aware.MOST_LOOKED_AT + 4
-        assert looked["blocks"] <= prefix_aware.MOST_BLOCKS + 64
-        if i == 20:
-            scheduler.abort(scheduler._lives.rows.running[0].request.id, 100.0)  # another one may begin
-        scheduler.commit(result_of(step, 0.01), 100.0 + i)
-    assert scheduler.num_waiting == 1499
 
 
 def test_in_turn_everybody_is_looked_at_again():

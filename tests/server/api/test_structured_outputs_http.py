@@ -9,7 +9,7 @@ from embedded_model_server import CHAT, MODEL, STORY
 from jsonschema import validate
 from multi_tenant_server import run_site
 from pydantic import BaseModel
-from test_metrics import Page
+from server_probes import Page
 
 from quire.errors import RequestError
 from quire.structured_outputs import compile

@@ -7,6 +7,7 @@ import httpx
 import pytest
 from embedded_model_server import run_app, service_of, small_engine
 from multi_tenant_server import GENERATING, refused
+from server_probes import routes
 from starlette.requests import Request
 
 from quire.core.request import Namespace
@@ -16,20 +17,6 @@ from quire.server.errors import Unauthenticated
 from quire.server.middleware.auth import OPEN, Gate, caller_of, operators_only
 
 OPERATORS = {"/metrics", "/flush_cache", "/get_server_info"}
-
-
-def routes(app):
-    """(method, path) of all routes of the app, also of nested routers."""
-
-    def each(routes):
-        for route in routes:
-            inner = getattr(route, "original_router", None)
-            if inner is not None:
-                yield from each(inner.routes)
-            else:
-                yield from ((method, route.path) for method in route.methods)
-
-    return sorted(set(each(app.routes)))
 
 
 def test_every_route_needs_a_key(site):

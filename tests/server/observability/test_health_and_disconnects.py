@@ -3,18 +3,17 @@
 import dataclasses
 import json
 import re
-import time
 
 import httpx
 import pytest
 from embedded_model_server import run_app, service_of, small_engine
+from server_probes import wait_until
 
 from quire.core.output import Output
 from quire.server.app import make_app
 from quire.server.observability.metrics import Metrics
 
 LONG = {"prompt": "One Tuesday", "max_tokens": 400, "ignore_eos": True, "temperature": 0}
-DEADLINE = 30  # seconds; milliseconds are needed
 
 
 def metric(url, name, **labels):
@@ -23,13 +22,6 @@ def metric(url, name, **labels):
     told = [line for line in lines if line.startswith(f"quire:{name}{{")]
     chosen = [line for line in told if all(f'{key}="{value}"' in line for key, value in labels.items())]
     return sum(float(line.rsplit(" ", 1)[1]) for line in chosen)
-
-
-def wait_until(condition):
-    end = time.monotonic() + DEADLINE
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 def idle(served):

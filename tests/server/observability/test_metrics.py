@@ -3,8 +3,7 @@
 import httpx
 import pytest
 from multi_tenant_server import run_site
-from prometheus_client.parser import text_string_to_metric_families
-from test_health_and_disconnects import wait_until
+from server_probes import Page, wait_until
 
 from quire.config import CacheConfig, KVGroup
 from quire.core.explanation import Explanation
@@ -65,16 +64,6 @@ OUR_OWN = {
     "grammar_checks": ("counter", {"result"}),
     "grammar_check_seconds": ("histogram", set()),
 }
-
-
-class Page:
-    def __init__(self, text):
-        self.families = {family.name: family for family in text_string_to_metric_families(text)}
-
-    def value(self, name, **labels):
-        """The sum of all samples of this name with these labels."""
-        samples = [sample for family in self.families.values() for sample in family.samples if sample.name == name]
-        return sum(sample.value for sample in samples if labels.items() <= sample.labels.items())
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """Schemathesis on every route of a server: requests that its OpenAPI document allows, and others.
 
-python -m benchmarks.schema_fuzz [--examples 300] [--seed 1] [--url URL --key KEY]
+python -m tools.schema_fuzz [--examples 300] [--seed 1] [--url URL --key KEY]
 
 Without a URL, starts `quire serve` with the embedded model and a key. No status of 500 or above is allowed except 503;
 no answer may take longer than TIMEOUT; invalid requests must be rejected as documented. At the end only the prefix
@@ -29,7 +29,7 @@ NOT_CHECKED = "positive_data_acceptance,allow_header_conformance"
 
 
 def fuzz(
-    url: str, key: str, *, examples: int, seed: int | None, hooks: str = "benchmarks.schema_hooks"
+    url: str, key: str, *, examples: int, seed: int | None, hooks: str = "tools.schema_hooks"
 ) -> subprocess.CompletedProcess[str]:
     """Run all phases, positive and negative. examples: per route. seed: None gives the same cases each time."""
     chance = ["--generation-deterministic"] if seed is None else ["--seed", str(seed), "--generation-database", "none"]
