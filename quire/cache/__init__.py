@@ -1,1 +1,1 @@
-"""The KV memory, decided here and touched elsewhere: which block belongs to whom."""
+"""The KV cache of the control plane: block pools, block tables, prefix index. It has no bytes of KV."""

@@ -1,4 +1,4 @@
-"""Audit: whether the reference counts of the pools are what the owners say. Knows all who own, and no policy."""
+"""Check and repair of the reference counts of the block pools."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,7 +11,7 @@ from quire.cache.prefix.index import PrefixIndex
 
 
 class Audit:
-    """Counts owners from scratch."""
+    """Counts the owners of all blocks from scratch and compares them with the pools."""
 
     def __init__(
         self, pools: Sequence[BlockPool], tables: Mapping[int, BlockTable], in_flight: InFlight, copies: Copies
@@ -22,18 +22,18 @@ class Audit:
         self._copies = copies
 
     def faults(self, index: PrefixIndex) -> list[str]:
-        """Complaints about the index alone; one that cannot even be read is wrong, too."""
+        """Errors of the index itself. An index that raises an exception when it is read has one error."""
         try:
             wrong = index.check()
             for group in range(len(self._pools)):
                 index.owners(group)
-        except Exception as error:  # whatever a structure that makes no sense leads to
+        except Exception as error:  # an inconsistent structure can raise anything
             return [f"the prefix index cannot be read: {error!r}"]
         strangers = [seq_id for seq_id, table in self._tables.items() if not index.knows(table)]
         return [*wrong, f"the prefix index does not know sequences {strangers}"] if strangers else wrong
 
     def check(self, index: PrefixIndex) -> list[str]:
-        """Complaints; empty when all is well."""
+        """Errors of the index or, if it has none, of the reference counts. Empty if there are none."""
         return self.faults(index) or [
             f"group {group}: {wrong}"
             for group, (pool, owners) in enumerate(zip(self._pools, self._owners(index), strict=True))
@@ -41,7 +41,7 @@ class Audit:
         ]
 
     def repair(self, index: PrefixIndex) -> None:
-        """Make the reference counts what the owners say."""
+        """Set the reference counts to the number of owners."""
         for group, (pool, owners) in enumerate(zip(self._pools, self._owners(index), strict=True)):
             pool.repair(owners, index.owners(group))
 
@@ -59,7 +59,7 @@ class Audit:
 
 
 def sharing(tables: Sequence[BlockTable]) -> tuple[int, int]:
-    """Blocks of group 0 that tables would have without sharing, and those that they did not find in the index."""
+    """Blocks of group 0 in these tables, counted per table, and those that are not from the index, counted once."""
     found = {block for table in tables for block in table.blocks[0][: table.num_found]}
     own = {block for table in tables for block in table.blocks[0]} - found - {ABSENT}
     return sum(len(table.blocks[0]) for table in tables), len(own)

@@ -1,7 +1,7 @@
-"""Blocks of one KV group and how many owners each has. Knows nothing about tokens or sequences.
+"""The block pool of one KV group: free blocks and a reference count per block.
 
-One owner is special: the prefix index. A block that nobody else owns is idle: it keeps what was computed,
-for whoever may want it again, and can be had by evicting it.
+The prefix index is a special owner. A block that only the index owns is idle: its KV can be found again, and the block
+can be evicted.
 """
 
 from collections import Counter
@@ -9,37 +9,37 @@ from collections.abc import Collection
 
 
 class BlockPool:
-    """Equal blocks, numbered from 0. Every operation is O(1).
+    """Equal blocks, numbered from 0. Allocating and freeing a block is O(1).
 
-    Free blocks form a stack, so that a block just given back, still warm in the caches, is the next
-    one taken. Invariant: a block is on the stack exactly when its reference count is zero.
+    Free blocks form a stack: the block freed last, which may still be in the CPU's caches, is allocated first.
+    Invariant: a block is on the stack exactly if its reference count is 0.
     """
 
     __slots__ = ("_free", "_indexed", "_refs", "num_blocks", "num_idle")
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self.num_idle = 0  # blocks that only the index owns
+        self.num_idle = 0
         self._free = list(range(num_blocks))
         self._refs = [0] * num_blocks
         self._indexed = bytearray(num_blocks)
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody owns."""
+        """Blocks without an owner."""
         return len(self._free)
 
     @property
     def num_available(self) -> int:
-        """Blocks that are free, or would be if all idle ones were evicted."""
+        """Free blocks and idle blocks."""
         return len(self._free) + self.num_idle
 
     def refs(self, block: int) -> int:
-        """Owners of a block, the index among them."""
+        """Number of owners of a block, the index included."""
         return self._refs[block]
 
     def users(self, block: int) -> int:
-        """Owners of a block besides the index."""
+        """Number of owners of a block, the index excluded."""
         return self._refs[block] - self._indexed[block]
 
     def is_indexed(self, block: int) -> bool:
@@ -51,13 +51,13 @@ class BlockPool:
         return self._refs[block] == 1 and bool(self._indexed[block])
 
     def take(self) -> int:
-        """A free block, with one owner. The caller has made sure that there is one."""
+        """Allocate a free block, with one owner. There must be one."""
         block = self._free.pop()
         self._refs[block] = 1
         return block
 
     def take_many(self, count: int) -> list[int]:
-        """So many free blocks, as `take` would give them. There are as many."""
+        """Allocate `count` free blocks, in the order of repeated `take`. There must be that many."""
         blocks = self._free[: -count - 1 : -1]
         del self._free[len(self._free) - count :]
         for block in blocks:
@@ -65,7 +65,7 @@ class BlockPool:
         return blocks
 
     def hold(self, block: int) -> None:
-        """One more owner for a block that has one."""
+        """Add an owner to a block that has one. Raises ValueError for a free block."""
         refs = self._refs[block]
         if refs == 1:
             self.num_idle -= self._indexed[block]
@@ -74,7 +74,10 @@ class BlockPool:
         self._refs[block] = refs + 1
 
     def drop(self, block: int) -> None:
-        """One owner less; the last one frees the block."""
+        """Remove an owner, and free the block if it was the last. Raises ValueError for a free block.
+
+        The index must use `leave_index`: ValueError if it is the last owner.
+        """
         refs = self._refs[block] - 1
         if refs == 0:
             if self._indexed[block]:
@@ -87,7 +90,7 @@ class BlockPool:
         self._refs[block] = refs
 
     def enter_index(self, block: int) -> None:
-        """The index becomes an owner of a block that has one. It owns a block once."""
+        """Add the index as an owner of a block that has one. Raises ValueError if the block is free or indexed."""
         if self._indexed[block]:
             raise ValueError(f"block {block} is in the index already")
         if not self._refs[block]:
@@ -96,7 +99,7 @@ class BlockPool:
         self._indexed[block] = 1
 
     def leave_index(self, block: int) -> None:
-        """The index lets go of a block."""
+        """Remove the index as an owner, and free the block if it was the last. Raises ValueError if it is none."""
         if not self._indexed[block]:
             raise ValueError(f"block {block} is not in the index")
         self.num_idle -= self._refs[block] == 1
@@ -104,7 +107,7 @@ class BlockPool:
         self.drop(block)
 
     def check(self, owners: Counter[int], indexed: Collection[int] = ()) -> list[str]:
-        """Complaints where the counts do not add up to `owners` (references per block, the index's among them)."""
+        """Errors of the counts. owners: references per block, with those of the index. indexed: blocks of the index."""
         wrong = [
             f"block {block} has {refs} references and {owners[block]} owners"
             for block, refs in enumerate(self._refs)
@@ -122,7 +125,7 @@ class BlockPool:
         return wrong
 
     def repair(self, owners: Counter[int], indexed: Collection[int] = ()) -> None:
-        """Make counts and free stack what `owners` says."""
+        """Set the counts, the free stack and the indexed blocks from `owners` and `indexed`."""
         self._refs = [owners[block] for block in range(self.num_blocks)]
         self._free = [block for block, refs in enumerate(self._refs) if refs == 0]
         self._indexed = bytearray(self.num_blocks)
@@ -132,7 +135,7 @@ class BlockPool:
 
 
 class Pools(list[BlockPool]):
-    """The pools of all KV groups."""
+    """The block pools of all KV groups."""
 
     @property
     def num_blocks(self) -> int:
@@ -141,15 +144,15 @@ class Pools(list[BlockPool]):
 
     @property
     def num_free(self) -> int:
-        """Blocks of all groups that nobody owns."""
+        """Free blocks of all groups."""
         return sum(pool.num_free for pool in self)
 
     @property
     def num_idle(self) -> int:
-        """Blocks of all groups that only the prefix index owns."""
+        """Idle blocks of all groups."""
         return sum(pool.num_idle for pool in self)
 
     @property
     def num_available(self) -> int:
-        """Blocks of all groups that are free or idle."""
+        """Free and idle blocks of all groups."""
         return sum(pool.num_available for pool in self)

@@ -1,4 +1,4 @@
-"""The tables of live sequences and how they grow, over what all verbs of the memory have in common. Decides nothing."""
+"""The block tables of all sequences: growth, trimming, release, and the eviction that these need."""
 
 from collections.abc import Sequence
 from sys import maxsize
@@ -20,7 +20,7 @@ NOBODY = Cause()
 
 
 class Tables:
-    """Block tables by sequence, and all that owns blocks beside them."""
+    """Block tables by sequence id, and the other owners of blocks."""
 
     def __init__(self, config: CacheConfig) -> None:
         self.config = config
@@ -33,22 +33,22 @@ class Tables:
         self.swap = SwapSpace(config)
         self.recompute_seconds: Seconds = seconds_by_default
         self.index = self._new_index()
-        self.num_evicted_before = 0  # by indexes before this one
-        self.given_up: dict[str, GivenUp] = {}  # for whom blocks were evicted, and why, since it was taken
+        self.num_evicted_before = 0  # by earlier indexes that were replaced
+        self.given_up: dict[str, GivenUp] = {}  # evictions by request id, since they were last taken
 
     def add(self, seq_id: int, table: BlockTable) -> BlockTable:
-        """A sequence has a table from now on. Raises ValueError where it has one."""
+        """Register the table of a sequence and return it. Raises ValueError if the sequence has one."""
         if seq_id in self.by_id:
             raise ValueError(f"sequence {seq_id} has a table already")
         self.by_id[seq_id] = table
         return table
 
     def note_due(self, table: BlockTable) -> None:
-        """When the index has to hear of a table again."""
+        """Set `due` to the number of tokens at which the next block may enter the index."""
         table.due = maxsize if self.config.prefix_index == "none" else (table.num_indexed + 1) * self.block_size
 
     def begin_index_again(self) -> None:
-        """An index that cannot be trusted is given up for a new one."""
+        """Replace an inconsistent index by an empty one."""
         self.num_evicted_before += self.index.num_evicted
         self.index = self._new_index()
         for table in self.by_id.values():
@@ -98,18 +98,18 @@ class Tables:
         return firsts
 
     def yield_pin(self) -> bool:
-        """The weakest pin ends; False where there is none."""
+        """End the weakest pin. Returns False if there is none."""
         return self.index.wishes is not None and self.index.wishes.yield_one()
 
     def make_room(self, needed: Sequence[int], cause: Cause) -> bool:
-        """Evict until so many blocks of each group are free."""
+        """Evict until `needed` blocks of each group are free. Returns whether they are."""
         for group, pool in enumerate(self.pools):
             if needed[group] > pool.num_free:
                 self.evict(group, needed[group] - pool.num_free, cause)
         return all(pool.num_free >= count for pool, count in zip(self.pools, needed, strict=True))
 
     def evict(self, group: int, count: int, cause: Cause) -> None:
-        """Evict blocks of a group, and note for whom."""
+        """Evict up to `count` blocks of a group and record the cause."""
         num_blocks = self.index.evict(group, count, cause)
         if not num_blocks:
             return
@@ -120,11 +120,10 @@ class Tables:
             self.given_up[cause.request_id] = before._replace(num_blocks=before.num_blocks + num_blocks)
 
     def is_shared(self, group: int, blocks: list[int], index: int) -> bool:
-        """Whether the block at `index` exists and is in other tables, whose sequences must not see it change.
+        """Whether the block at `index` exists and is in other tables, which must not see a write to it.
 
-        Asked about the block at a table's `capacity`. A copy of it that is still to be made does not count:
-        it is made before the step's writes, and what it copies lies before `capacity`. Nor does the index, which
-        says nothing about what lies behind that.
+        `index` is that of the table's `capacity`. Two owners do not count. A pending copy of the block is made before
+        the step's writes and reads positions before `capacity`. The prefix index exposes no positions behind that.
         """
         if index >= len(blocks):
             return False
@@ -162,24 +161,24 @@ class Tables:
 
 
 class Admission(NamedTuple):
-    """What a sequence begins with."""
+    """The block table of an admitted sequence."""
 
     table: BlockTable
-    num_tokens: int  # leading ones that need not be computed
+    num_tokens: int  # leading tokens whose KV need not be computed
     num_shared_blocks: int
     num_copied_tokens: int
-    miss: Miss | None  # why they are not more; None where the host had more than the index
-    num_swapped_tokens: int = 0  # of them, those that come from the host
+    miss: Miss | None  # why the prefix match ended; None if the host pool had more tokens than the index
+    num_swapped_tokens: int = 0  # of `num_tokens`, those that are copied from the host pool
     num_swapped_bytes: int = 0
 
     @property
     def arriving(self) -> bool:
-        """Whether some of them are on their way until the step that is being planned is collected."""
+        """Whether the planned step copies some of its KV from the host. That KV is valid once the step is collected."""
         return self.num_swapped_tokens > 0
 
 
 class Room(NamedTuple):
-    """What a sequence asks for: see KVCache.admit."""
+    """The arguments of KVCache.admit that say how many blocks the sequence needs, and `cause`."""
 
     num_tokens: int
     limit: int
@@ -189,9 +188,10 @@ class Room(NamedTuple):
 
 
 def fitting(config: CacheConfig, pools: Sequence[BlockPool], found: Found, room: Room) -> Found | None:
-    """What was found, if there is room for a sequence that begins with it; None where blocks are short.
+    """`found`, or the part of it with which there are enough blocks for the sequence. None if there are not enough.
 
-    A block to be copied is left out where there is no room for both it and the copy: there may never be.
+    If the blocks are too few for both a partly matching block and its copy, the copy is left out: waiting might never
+    make space for both.
     """
     if _has_room(config, pools, found, room):
         return found
@@ -200,12 +200,12 @@ def fitting(config: CacheConfig, pools: Sequence[BlockPool], found: Found, room:
     num_tokens = len(found.blocks[0]) * config.block_size
     less = found._replace(num_tokens=num_tokens, partial=())
     if any(ABSENT in blocks[config.first_seen(g, num_tokens) :] for g, blocks in enumerate(found.blocks)):
-        less = NOTHING_FOUND._replace(num_public=found.num_public)  # the next query would see what is gone
+        less = NOTHING_FOUND._replace(num_public=found.num_public)  # the next query would attend to absent blocks
     return less if _has_room(config, pools, less, room) else None
 
 
 def _has_room(config: CacheConfig, pools: Sequence[BlockPool], found: Found, room: Room) -> bool:
-    """Whether enough blocks are available beside what was found, which will not be idle then."""
+    """Whether enough blocks are available beside those of `found`, which are not idle once they are shared."""
     num_shared = len(found.blocks[0]) if found.blocks else 0
     stop = min(room.limit, found.num_tokens + room.most)
     needed, taken = [], []
@@ -219,11 +219,11 @@ def _has_room(config: CacheConfig, pools: Sequence[BlockPool], found: Found, roo
 def is_room(
     pools: Sequence[BlockPool], needed: Sequence[int], taken: Sequence[Sequence[int]], spare: Sequence[int] | None
 ) -> bool:
-    """Whether each group has so many blocks, and `spare` ones, beside blocks that are taken, idle as they may be."""
+    """Whether each group has `needed` plus `spare` blocks available if the blocks of `taken` cannot be evicted."""
     for group, (pool, some) in enumerate(zip(pools, taken, strict=True)):
         wanted = needed[group] + (spare[group] if spare else 0)
         if wanted + len(some) <= pool.num_available:
-            continue  # whichever of them are idle
+            continue  # enough even if all of them are idle
         if wanted > pool.num_available - sum(block != ABSENT and pool.is_idle(block) for block in some):
             return False
     return True

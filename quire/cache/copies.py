@@ -1,9 +1,9 @@
-"""Copies of blocks, from the decision until a step has made them. Knows pools and steps, no tables.
+"""Pending Moves of blocks, from the decision until a step has made them.
 
-A copy holds its source and its target until a step that carries its Move has succeeded, so that nobody else
-can have them meanwhile; the copies of a failed step go into the next one, where anybody is left who wants them.
-Moves to the host and from it travel with them, in the order in which they were decided; who asks for them holds
-their blocks, and where the step fails they are not made again.
+A copy within the device owns its source and its target until a step with its Move has succeeded, so that neither block
+is allocated to another owner. The copies of a failed step go into the next step, unless no table needs them any more.
+Moves to and from the host are in the same order as they were decided. Their blocks have other owners (see SwapSpace),
+and they are not repeated after a failed step.
 """
 
 from collections import Counter
@@ -14,20 +14,23 @@ from quire.core.step import Move
 
 
 class Copies:
-    """Moves, and what those within the device hold."""
+    """Pending Moves, and the references of copies within the device."""
 
     def __init__(self, pools: Sequence[BlockPool], let_go: Callable[[int, int], None]) -> None:
-        """let_go(group, block): how a reference is given back while steps may be in flight."""
+        """let_go(group, block): drops a reference once no step in flight needs the block."""
         self.num_tokens = 0  # copied since the start
         self._pools = pools
         self._let_go = let_go
-        self._waiting: list[Move] = []  # for the next step to carry
-        self._carried: dict[int, list[Move]] = {}  # by step
+        self._waiting: list[Move] = []  # Moves of the next step
+        self._carried: dict[int, list[Move]] = {}  # copies within the device, by step in flight
         self._held: list[Counter[int]] = [Counter() for _ in pools]  # references, per group
         self._last_id = 0
 
     def make(self, group: int, source: int, num_tokens: int) -> int:
-        """A new block that gets the leading tokens of `source`, a reference to which passes to the copy."""
+        """Allocate a block and plan the copy of the leading tokens of `source` to it. Returns the block.
+
+        The caller's reference to `source` passes to the copy.
+        """
         target = self._pools[group].take()
         self._pools[group].hold(target)
         self._last_id += 1
@@ -37,25 +40,25 @@ class Copies:
         return target
 
     def carry(self, group: int, source: str, target: str, pairs: list[tuple[int, int]], num_tokens: int) -> None:
-        """A Move to the host or from it goes with the next step."""
+        """Add a Move to the host, or from it, to the next step."""
         self._last_id += 1
         self._waiting.append(Move(self._last_id, group, source, target, pairs, num_tokens))
 
     @property
     def to_host_or_back(self) -> bool:
-        """Whether the next step has such a Move to carry: it cannot wait."""
+        """Whether the next step has a Move to the host, or from it. It is launched even if it computes nothing."""
         return any(not _is_copy(move) for move in self._waiting)
 
     def waiting(self, group: int) -> list[int]:
-        """Blocks that get their copy with the next step."""
+        """Targets of the copies that the next step makes."""
         return [move.pairs[0][1] for move in self._waiting if move.group == group and _is_copy(move)]
 
     def held(self, group: int) -> Counter[int]:
-        """References that copies hold, per block. To look at, not to change."""
+        """References of copies, per block. Read-only."""
         return self._held[group]
 
     def launched(self, step_id: int) -> list[Move]:
-        """What this step carries."""
+        """The Moves of this step, which was planned last."""
         moves, self._waiting = self._waiting, []
         copies = [move for move in moves if _is_copy(move)]
         if copies:
@@ -63,14 +66,14 @@ class Copies:
         return moves
 
     def collected(self, step_id: int) -> None:
-        """The step has succeeded: its copies are made."""
+        """The step has succeeded: release the blocks of its copies."""
         for move in self._carried.pop(step_id, ()):
             self._forget(move)
 
     def failed(self, step_id: int) -> list[tuple[int, int]]:
-        """The step has failed: its copies are still to be made, by the next one, where anybody wants them.
+        """The step has failed: move its copies to the next step, except those whose target has no other owner.
 
-        Returns (group, block) of those that somebody wants.
+        Returns (group, block) of the targets that are kept.
         """
         carried = self._carried.pop(step_id, [])
         wanted = [move for move in carried if self._pools[move.group].refs(move.pairs[0][1]) > 1]
@@ -81,9 +84,9 @@ class Copies:
         return [(move.group, move.pairs[0][1]) for move in wanted]
 
     def cancel(self, group: int, targets: Collection[int]) -> set[int]:
-        """Copies that no step carries yet, into blocks whose other owner lets go of them, are not needed any more.
+        """Drop the next step's copies to those `targets` that have one owner besides the copy.
 
-        Returns the blocks that stay without what was to be copied.
+        That owner is about to release them. Returns the targets of the dropped copies, which stay without content.
         """
         copies = [move for move in self._waiting if move.group == group and _is_copy(move)]
         waiting = [move for move in copies if move.pairs[0][1] in targets]
@@ -94,7 +97,7 @@ class Copies:
         return {move.pairs[0][1] for move in cancelled}
 
     def _forget(self, move: Move) -> None:
-        """A copy is made, or will not be: it lets go of both blocks."""
+        """Release both blocks of a copy that is made or dropped."""
         for block in move.pairs[0]:
             self._held[move.group][block] -= 1
             self._let_go(move.group, block)

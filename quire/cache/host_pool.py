@@ -1,9 +1,10 @@
-"""The host pool: what preempted sequences left in host memory, until they come back for it or end.
+"""The host pool: KV of swapped sequences in host memory.
 
-Who owns a host block, by reference count as on the device:
-  a record   the leading positions of a sequence that waits; sequences that shared blocks share them here, too
-  a step     a block that one of its Moves writes or reads, until it is over
-Knows host blocks and steps. Device blocks are only noted, for members of a family that come back one after another.
+A host block has these owners, by reference count as on the device:
+  a record   the leading positions of a swapped sequence; sequences that shared blocks share them here too
+  a step     a block that one of its Moves writes or reads, until the step is over
+
+Device blocks are only recorded, so that sequences of one request share copies when they are swapped out and in.
 """
 
 from collections import Counter
@@ -16,16 +17,16 @@ from quire.config import CacheConfig
 
 Place = tuple[int, int]  # a group, and a block of it
 
-_RECORD_AND_STEP = 2  # owners of a host block that only one sequence comes back for
+_RECORD_AND_STEP = 2  # owners of a host block that no other sequence shares
 
 
 @dataclass(slots=True, eq=False)
 class Record:
-    """Where the first `num_tokens` positions of a sequence lie in host memory."""
+    """Where the first `num_tokens` positions of a sequence are in host memory."""
 
     blocks: tuple[list[int], ...]  # per group, by table index; ABSENT before the window of the next query
     num_tokens: int
-    step: int | None = None  # that writes them; None while it is being planned
+    step: int | None = None  # the step that writes them; None while it is being planned
 
     def places(self) -> Iterator[Place]:
         """Its host blocks."""
@@ -33,27 +34,27 @@ class Record:
 
 
 class SwapSpace:
-    """Records of sequences whose KV is in host memory, and the pools of host blocks."""
+    """Records of swapped sequences, and the pools of host blocks."""
 
     def __init__(self, config: CacheConfig) -> None:
         self.pools = Pools(BlockPool(group.num_host_blocks) for group in config.groups)
-        self.num_blocks_out = 0  # copied to the host since the start, and from it
-        self.num_blocks_in = 0
-        self.records: dict[int, Record] = {}  # by sequence. To look at, not to change
-        self._planned: list[Place] = []  # that Moves of the step being planned need
-        self._leaving: dict[Place, tuple[int, int]] = {}  # device blocks that it copies -> host block, tokens
-        self._carried: dict[int, list[Place]] = {}  # the same of steps in flight
-        self._arrivals: dict[Place, tuple[int, int]] = {}  # host blocks that others wait for -> sequence, table index
+        self.num_blocks_out = 0  # copied to the host since the start
+        self.num_blocks_in = 0  # copied from the host since the start
+        self.records: dict[int, Record] = {}  # by sequence id; read-only for other classes
+        self._planned: list[Place] = []  # host blocks of the Moves of the step that is being planned
+        self._leaving: dict[Place, tuple[int, int]] = {}  # device block that this step copies -> host block, tokens
+        self._carried: dict[int, list[Place]] = {}  # host blocks of the Moves of steps in flight
+        self._arrivals: dict[Place, tuple[int, int]] = {}  # shared host block -> sequence that has it back, table index
 
     def leaving(self, place: Place, num_tokens: int) -> int | None:
-        """The host block that the step being planned copies so much of a device block to, if it does."""
+        """The host block to which the planned step copies at least `num_tokens` tokens of a device block, or None."""
         host, count = self._leaving.get(place, (0, 0))
         return host if count >= num_tokens else None
 
     def take(self, lengths: Sequence[Mapping[int, int]]) -> bool:
-        """A host block for each device block of each group, whose leading tokens are copied; False where there is none.
+        """Allocate a host block for each device block. Returns False, and allocates none, if there are too few.
 
-        The step that is being planned owns each once: it writes them.
+        lengths: per group, device block -> leading tokens to copy. The step that is being planned owns the host blocks.
         """
         if any(len(some) > pool.num_free for pool, some in zip(self.pools, lengths, strict=True)):
             return False
@@ -66,23 +67,24 @@ class SwapSpace:
         return True
 
     def put(self, seq_id: int, record: Record) -> None:
-        """A sequence's KV is in host blocks that the step being planned owns; so does the record from now on."""
+        """Store the record of a sequence as an owner of its host blocks, which the planned step writes."""
         self.drop(seq_id)
         for group, block in record.places():
             self.pools[group].hold(block)
         self.records[seq_id] = record
 
     def drop(self, seq_id: int) -> None:
-        """Nobody comes back for what a sequence left, if it did."""
+        """Delete the record of a sequence, if it has one."""
         record = self.records.pop(seq_id, None)
         if record is not None:
             for place in record.places():
                 self._let_go(place)
 
     def come_back(self, seq_id: int, copied: Mapping[Place, int | None]) -> None:
-        """A sequence has a table again, for which the step being planned copies some of its host blocks.
+        """A swapped sequence has a table again, to which the planned step copies host blocks. Deletes its record.
 
-        copied: where in its table they lie that are whole, and that relatives may share; None of others.
+        copied: host block -> its index in the table if the block is whole, so that other sequences can share it; else
+        None.
         """
         for (group, block), index in copied.items():
             self.pools[group].hold(block)
@@ -93,23 +95,23 @@ class SwapSpace:
         self.drop(seq_id)
 
     def arrival(self, group: int, block: int) -> tuple[int, int] | None:
-        """The sequence whose table has what a host block holds, and where in its table; None where nobody has."""
+        """(sequence, table index) of the device block to which a host block was copied back; None if there is none."""
         return self._arrivals.get((group, block))
 
     def forget_arrival(self, seq_id: int) -> None:
-        """A table is given up: nobody can have blocks from it."""
+        """The table of a sequence is released: its blocks cannot be shared any more."""
         if self._arrivals:
             self._arrivals = {place: at for place, at in self._arrivals.items() if at[0] != seq_id}
 
     def is_leaving(self, seq_id: int) -> bool:
-        """Whether a sequence's KV is still on its way to the host."""
+        """Whether the KV of a sequence is still being copied to the host."""
         record = self.records.get(seq_id)
         return record is not None and (record.step is None or record.step in self._carried)
 
     # Steps
 
     def launched(self, step_id: int) -> None:
-        """The step that was being planned begins."""
+        """The step that was being planned is launched."""
         self._carried[step_id], self._planned = self._planned, []
         self._leaving.clear()
         for record in self.records.values():
@@ -117,21 +119,21 @@ class SwapSpace:
                 record.step = step_id
 
     def ended(self, step_id: int) -> None:
-        """A step is over: it owns nothing any more."""
+        """The step is over: release its host blocks."""
         for place in self._carried.pop(step_id, ()):
             self._let_go(place)
 
     def failed(self, step_id: int) -> None:
-        """A step failed: what it was to bring to the host is void, and what later ones bring may be."""
+        """The step failed: drop the records that it or a later step writes."""
         for seq_id, record in list(self.records.items()):
             if record.step is None or record.step >= step_id:
                 self.drop(seq_id)
         self.ended(step_id)
 
-    # Looking
+    # Checks
 
     def check(self) -> list[str]:
-        """Complaints where reference counts and owners do not add up; empty when all is well."""
+        """Errors of the reference counts; empty if there are none."""
         return [
             f"host group {group}: {wrong}"
             for group, (pool, owners) in enumerate(zip(self.pools, self._owners(), strict=True))
@@ -139,7 +141,7 @@ class SwapSpace:
         ]
 
     def repair(self) -> None:
-        """Make the reference counts what the owners say."""
+        """Set the reference counts to the number of owners."""
         for pool, owners in zip(self.pools, self._owners(), strict=True):
             pool.repair(owners)
 

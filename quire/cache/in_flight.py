@@ -1,4 +1,4 @@
-"""What steps in flight own: blocks that tables let go of meanwhile, and the truth of what they write."""
+"""Blocks of steps in flight: blocks that tables released meanwhile, and blocks whose KV these steps write."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -12,18 +12,18 @@ class InFlight:
 
     def __init__(self, pools: Sequence[BlockPool]) -> None:
         self._pools = pools
-        self._retired: dict[int, list[tuple[int, int]]] = {}  # step -> (group, block), owned until it is over
-        self._written: dict[int, set[int]] = {}  # step -> blocks of group 0 in the index that it writes
-        self.fresh: dict[int, int] = {}  # those that the step that is being planned writes -> tokens that were there
-        self._on_fresh: list[BlockTable] = []  # tables that rely on that step
+        self._retired: dict[int, list[tuple[int, int]]] = {}  # step -> (group, block) that it owns until it is over
+        self._written: dict[int, set[int]] = {}  # step -> indexed blocks of group 0 that it writes
+        self.fresh: dict[int, int] = {}  # indexed block that the planned step writes -> tokens that it had before
+        self._on_fresh: list[BlockTable] = []  # tables that depend on the planned step
 
     @property
     def newest(self) -> int | None:
-        """The step launched last, unless it is over."""
+        """The step launched last, if it is still in flight."""
         return next(reversed(self._written), None)
 
     def launch(self, step_id: int) -> None:
-        """The step that was being planned begins."""
+        """The step that was being planned is launched."""
         self._written[step_id] = set(self.fresh)
         self._retired[step_id] = []
         for table in self._on_fresh:
@@ -32,7 +32,7 @@ class InFlight:
         self._on_fresh.clear()
 
     def let_go(self, group: int, block: int) -> None:
-        """A reference is given back as soon as no step in flight may need the block."""
+        """Drop a reference once the steps that are in flight now are over."""
         newest = self.newest
         if newest is None:
             self._pools[group].drop(block)
@@ -40,7 +40,10 @@ class InFlight:
             self._retired[newest].append((group, block))
 
     def record(self, table: BlockTable, entered: Iterable[int], num_written: int, block_size: int) -> None:
-        """Blocks of a table entered the index, by their places. Earlier steps wrote the first `num_written` tokens."""
+        """Record that blocks of a table entered the index.
+
+        entered: their table indices. num_written: tokens that earlier steps wrote; the planned step writes the others.
+        """
         newest, blocks, fresh = self.newest, table.blocks[0], self.fresh
         first, there = divmod(num_written, block_size)
         for i in entered:
@@ -53,13 +56,13 @@ class InFlight:
                 self._written[newest].add(block)
 
     def doubt(self, blocks: Iterable[int]) -> None:
-        """Blocks entered the index; any step in flight may have written them."""
+        """Record that blocks entered the index which any step in flight may have written."""
         for written in self._written.values():
             written.update(blocks)
 
     def base(self, table: BlockTable, blocks: Sequence[int]) -> None:
-        """A table relies on blocks of the index: it has to begin again should a step fail that writes one of them."""
-        unknown = ABSENT in blocks  # of other groups there may be blocks
+        """Record that a table uses blocks of the index: it must start again if a step that writes one of them fails."""
+        unknown = ABSENT in blocks  # other groups may have blocks there, which are not recorded
         for step_id, written in self._written.items():
             if written and (unknown or not written.isdisjoint(blocks)):
                 table.based_on = max(table.based_on, step_id)
@@ -67,21 +70,21 @@ class InFlight:
             self._on_fresh.append(table)
 
     def base_on_planned(self, table: BlockTable) -> None:
-        """A table relies on what the step that is being planned brings from the host."""
+        """Record that a table depends on KV that the planned step copies from the host."""
         self._on_fresh.append(table)
 
     def base_on_newest(self, table: BlockTable) -> None:
-        """A table relies on what any step in flight may have written, and the one that is being planned did not."""
+        """Record that a table depends on KV that any step in flight may have written, but not the planned step."""
         table.based_on = max(table.based_on, -1 if self.newest is None else self.newest)
 
     def end(self, step_id: int) -> None:
-        """A step is over: it owns nothing any more."""
+        """The step is over: drop its references."""
         self._written.pop(step_id, None)
         for group, block in self._retired.pop(step_id, ()):
             self._pools[group].drop(block)
 
     def forget_writes(self, step_id: int) -> set[int]:
-        """Blocks that a step wrote, or one launched after it: of no step any more."""
+        """The indexed blocks that this step or a later one writes. They are not recorded as written any more."""
         void: set[int] = set()
         for later, blocks in self._written.items():
             if later >= step_id:
@@ -90,5 +93,5 @@ class InFlight:
         return void
 
     def retired(self, group: int) -> Counter[int]:
-        """References that steps own, per block."""
+        """References that steps in flight own, per block."""
         return Counter(block for owned in self._retired.values() for g, block in owned if g == group)

@@ -1,9 +1,8 @@
-"""How much of a prompt an index has, asked again and again while the prompt waits. For orders, not for admissions.
+"""Prefix matches of waiting prompts, updated incrementally. They order the waiting queue; admission matches anew.
 
-Counts whole blocks only, and says how they hang together in the radix tree. What was known is not compared again:
-a node whose run is still the same object has not changed, and what lies above a node that is in the tree cannot have
-changed either, since only leaves are given up. That is so within one tree: what begins with a public prefix goes on in
-another one, each changes without the other, and so it is searched from the beginning.
+Matches are in whole blocks. In the radix tree a match continues from its last node. A node whose `edge` is the same
+object has not changed. The nodes above a node of the tree have not changed either, because only leaves are evicted. A
+match that begins with a public prefix spans two trees, which change independently, so it starts at the root.
 """
 
 from collections.abc import Sequence
@@ -16,21 +15,21 @@ from quire.cache.prefix.radix_node import Node
 from quire.cache.prefix.radix_tree import Forest
 from quire.core.request import Namespace
 
-_PIECE = 32  # blocks that are compared at once
+_PIECE = 32  # blocks per comparison
 
 
 @dataclass(slots=True)
 class Match:
-    """What was found of a prompt when it was last looked for."""
+    """The last known prefix match of a prompt."""
 
     num_blocks: int = 0
     num_public: int = 0  # leading blocks that belong to a public prefix
-    node: Node | None = None  # where the match ends; None: nowhere, or the index is no tree
-    edge: bytes = b""  # the node's run, as it was
+    node: Node | None = None  # where the match ends; None: no match, or the index is no tree
+    edge: bytes = b""  # the node's `edge` at that time
 
 
 class Matching:
-    """Matches against the index of a cache. With a radix tree without windows it goes on from where a match ended."""
+    """Prefix matches against the index of a cache. They are incremental for a radix tree without window groups."""
 
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
@@ -40,7 +39,7 @@ class Matching:
 
     @property
     def index(self) -> PrefixIndex:
-        """Matches with another one are void: the cache begins a new index when it cannot trust the one it has."""
+        """The current index. Matches of an earlier one are invalid: the cache replaces an inconsistent index."""
         return self._cache.index
 
     @property
@@ -49,7 +48,7 @@ class Matching:
         return isinstance(self.index, RadixTree) and not self._cache.windowed
 
     def renew(self, match: Match, namespace: Namespace, tokens: Sequence[int], most: int) -> int:
-        """Bring a match with the leading `most` tokens up to date; about how many blocks had to be looked at."""
+        """Update the match of the leading `most` tokens. Returns about how many blocks were compared."""
         index = self._cache.index
         if not isinstance(index, RadixTree) or self._cache.windowed:
             match.num_blocks = index.find(namespace, tokens[:most]).num_tokens // self._block_size if most > 0 else 0
@@ -63,7 +62,7 @@ class Matching:
                 return 1
         else:
             node, depth = node.parent, node.start
-            while depth > match.num_blocks and node.parent is not None:  # it was divided behind where the match ended
+            while depth > match.num_blocks and node.parent is not None:  # it was split behind the end of the match
                 node, depth = node.parent, node.start
         begin = depth
         if node is not None:
@@ -73,13 +72,13 @@ class Matching:
         return depth - begin + 1
 
     def next_key(self, match: Match, namespace: Namespace, tokens: Sequence[int], most: int) -> tuple[object, ...]:
-        """Equal for prompts that agree in the block behind what was found of both, at the same place."""
+        """A key that is equal for prompts that match up to the same place and have the same next block."""
         begin = match.num_blocks * self._block_size
         where = namespace if match.node is None else match.node.id
         return where, match.num_blocks, symbols(tokens[begin : min(begin + self._block_size, most)])
 
     def path(self, match: Match) -> tuple[int, ...]:
-        """Ids of the nodes from a root to where a match ends; that of the public root comes first."""
+        """Ids of the nodes from a root to the end of the match: the namespace's root, or the public one."""
         ids = []
         node = match.node
         while node is not None:
@@ -90,7 +89,7 @@ class Matching:
     def _begin(
         self, match: Match, forest: Forest, namespace: Namespace, tokens: Sequence[int], most: int
     ) -> tuple[Node | None, int]:
-        """The root under which a prompt is found, if there is one."""
+        """The root under which a prompt is matched (None if there is none), and depth 0. Sets `match.num_public`."""
         if self._public.longest:
             match.num_public = min(self._public.num_blocks(symbols(tokens[: self._public.longest])), most)
         if match.num_public:
@@ -107,7 +106,7 @@ class Matching:
         tokens: Sequence[int],
         most: int,
     ) -> tuple[Node, int]:
-        """The end of what a prompt has in common with the tree, from the end of `depth` blocks at a node on."""
+        """(node, depth in blocks) where the match ends, continued from `depth` blocks at `node`."""
         if node.public:
             node, depth = self._descend(node, depth, tokens, match.num_public)
             if depth < match.num_public:

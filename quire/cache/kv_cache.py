@@ -1,13 +1,13 @@
-"""KVCache: the few verbs with which the scheduler speaks about memory.
+"""KVCache: the KV cache methods that the scheduler calls.
 
-Who owns a block, always by reference count:
-  a table       from `admit`, `grow`, `fork` or `branch` until `release`, or until `trim` finds it behind its window
-  the index     from `record` or `release` until it is evicted, or found to have never been written
-  a step        a block that a table let go of while steps were in flight; until it is over
-  a pin         from `release` until it ends, see Wishes
-  a copy        its two blocks, from `admit`, `grow` or `branch` until a step that carries the Move has succeeded
-Blocks of the host pool have owners of their own: see SwapSpace.
-Nothing here touches bytes: a block that must be copied becomes a Move, which the next Step carries.
+Owners of a block, always by reference count:
+  a table       from `admit`, `grow`, `fork` or `branch` until `release`, or until `trim` finds it before its window
+  the index     from `record` or `release` until the block is evicted, or a failed step did not write it
+  a step        for a block that a table released while the step was in flight; until the step is over
+  a pin         from `release` until the pin ends, see Wishes
+  a copy        for its two blocks, from `admit`, `grow` or `branch` until a step with the Move has succeeded
+
+Blocks of the host pool have other owners: see SwapSpace. No bytes are copied here: a copy is a Move in the next Step.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ from quire.core.step import Move
 
 
 class Beginnings:
-    """See KVCache, which has verbs of the same names."""
+    """Creation of block tables. KVCache has methods of the same names with their documentation."""
 
     def __init__(self, tables: Tables, swapping: Swapping) -> None:
         self._tables = tables
@@ -35,7 +35,7 @@ class Beginnings:
         self._size = tables.block_size
 
     def open(self, seq_id: int, table: BlockTable) -> BlockTable:
-        """An empty one."""
+        """Register an empty table."""
         self._tables.add(seq_id, table)
         self._tables.index.enter(table, NOTHING_FOUND)
         self._tables.note_due(table)
@@ -44,9 +44,13 @@ class Beginnings:
     def admit(
         self, seq_id: int, tokens: Sequence[int], namespace: Namespace, reusable: int, room: Room
     ) -> Admission | None:
-        """With what the index has, or what the host has behind that. Where nothing else runs, pins yield to it."""
+        """Create a table with the prefix match, or with more KV from the host pool.
 
-        def new() -> BlockTable:  # for each try, since one that fails may have filled it
+        If there are not enough blocks and nothing else runs (`room.spare` is None and no step is in flight), pins end,
+        the weakest first.
+        """
+
+        def new() -> BlockTable:  # one per attempt, because a failed attempt may have changed it
             return BlockTable(len(self._tables.pools), tokens, namespace)
 
         while (admission := self._try(seq_id, new(), reusable, room)) is None:
@@ -66,7 +70,7 @@ class Beginnings:
         return admission
 
     def fork(self, seq_id: int, new_id: int, num_tokens: int, tokens: Sequence[int]) -> BlockTable:
-        """With the blocks of another, shared."""
+        """Create a table that shares all blocks of another one."""
         parent = self._tables.by_id[seq_id]
         child = self._share(parent, new_id, -(-num_tokens // self._size), num_tokens, tokens)
         if num_tokens % self._size:
@@ -85,7 +89,7 @@ class Beginnings:
         spare: Sequence[int],
         cause: Cause,
     ) -> BlockTable | None:
-        """With whole blocks of another, shared, and a copy of the one that they end in."""
+        """Create a table that shares whole blocks of another one and copies the last partial block."""
         tables = self._tables
         parent = tables.by_id[seq_id]
         whole, rest = divmod(num_tokens, self._size)
@@ -102,13 +106,13 @@ class Beginnings:
                 source = parent.blocks[group][whole]
                 pool.hold(source)
                 child.blocks[group].append(tables.copies.make(group, source, rest))
-            tables.in_flight.base_on_newest(child)  # which may make the copy that is copied here
+            tables.in_flight.base_on_newest(child)  # a step in flight may write the source of this copy
         child.capacity = (whole + bool(rest)) * self._size
         tables.trim(child, num_tokens)
         return child
 
     def _with_found(self, seq_id: int, table: BlockTable, found: Found, reusable: int, room: Room) -> Admission | None:
-        """Share whole blocks that were found, and copy the one that the match ends in."""
+        """Share the whole blocks of the prefix match, and copy the block in which it ends."""
         tables = self._tables
         fits = fitting(tables.config, tables.pools, found, room)
         if fits is None:
@@ -126,7 +130,7 @@ class Beginnings:
         return Admission(table, start, num_shared, start - num_shared * self._size, miss)
 
     def _begin_with(self, table: BlockTable, found: Found, num_shared: int) -> None:
-        """Share the whole blocks that were found, as far as the next query sees them."""
+        """Share the whole blocks of the prefix match that the next query attends to."""
         tables = self._tables
         table.num_found = num_shared
         for group, some in enumerate(found.blocks):
@@ -141,7 +145,7 @@ class Beginnings:
             tables.in_flight.base(table, found.blocks[0])
 
     def _copy_partial(self, table: BlockTable, found: Found, num_tokens: int, cause: Cause) -> bool:
-        """Copy the block that a match ends in. False where there is no block for it."""
+        """Plan the copy of the block in which the match ends. Returns False if there is no block for it."""
         if not found.partial:
             return True
         tables = self._tables
@@ -155,13 +159,13 @@ class Beginnings:
             copy = tables.copies.make(group, source, num_tokens - table.capacity)
             table.blocks[group].append(copy)
         table.capacity += self._size
-        tables.in_flight.base_on_newest(table)  # a sequence that is running may have written it just now
+        tables.in_flight.base_on_newest(table)  # a step in flight may write the source
         return True
 
     def _share(
         self, parent: BlockTable, new_id: int, num_blocks: int, num_tokens: int, tokens: Sequence[int]
     ) -> BlockTable:
-        """A table with the leading blocks of another, of which `num_tokens` positions are shared."""
+        """A table that shares the first `num_blocks` blocks of `parent`, of which `num_tokens` positions count."""
         tables = self._tables
         child = tables.add(new_id, BlockTable(len(tables.pools), tokens, parent.namespace))
         child.keep = parent.keep
@@ -179,7 +183,7 @@ class Beginnings:
 
 
 class KVCache:
-    """Block pools of all groups, the tables of live sequences, the prefix index, and what steps in flight own."""
+    """Block pools of all groups, block tables, the prefix index, the host pool, and blocks of steps in flight."""
 
     def __init__(self, config: CacheConfig) -> None:
         self.config = config
@@ -195,12 +199,12 @@ class KVCache:
 
     @property
     def index(self) -> PrefixIndex:
-        """What finds blocks by their tokens."""
+        """The prefix index. A repair may replace it."""
         return self._parts.index
 
     @property
     def num_evicted(self) -> int:
-        """Blocks that the index gave up, since the start."""
+        """Blocks evicted since the start."""
         return self._parts.num_evicted_before + self.index.num_evicted
 
     @property
@@ -210,41 +214,41 @@ class KVCache:
 
     @property
     def num_swapped_out_blocks(self) -> int:
-        """Blocks that were copied to the host pool, since the start."""
+        """Blocks copied to the host pool since the start."""
         return self._swap.num_blocks_out
 
     @property
     def num_swapped_in_blocks(self) -> int:
-        """Blocks that were copied from the host pool, since the start."""
+        """Blocks copied from the host pool since the start."""
         return self._swap.num_blocks_in
 
     @property
     def tables(self) -> Mapping[int, BlockTable]:
-        """Of all live sequences, by id. To look at, not to change."""
+        """Tables of all sequences, by id. Read-only."""
         return MappingProxyType(self._parts.by_id)
 
     @property
     def num_pinned(self) -> int:
-        """Blocks of all groups that pins hold."""
+        """Pinned blocks of all groups."""
         wishes = self.index.wishes
         return 0 if wishes is None else sum(len(wishes.pinned(group)) for group in range(len(self.pools)))
 
     def at(self, now: float) -> None:
-        """It is so late now: what was to be kept until then may go."""
+        """Advance the clock: expired retention no longer protects blocks."""
         if self.index.wishes is not None:
             self.index.wishes.at(now)
 
     def end_program(self, tenant: str, program: str, branch: str | None) -> None:
-        """Nobody goes on from what a branch of a program left; None: any of its branches."""
+        """End a branch of a program (None: all branches): no request will continue from its KV."""
         if self.index.wishes is not None:
             self.index.wishes.end_program(tenant, program, branch)
 
     def predict_with(self, recompute_seconds: Seconds) -> None:
-        """What eviction by cost goes by: seconds to compute so many tokens behind so many others."""
+        """Set the prediction for eviction by cost: seconds to compute so many tokens behind so many others."""
         self._parts.recompute_seconds = recompute_seconds
 
     def take_events(self) -> list[Event]:
-        """What became of pins since the last call."""
+        """Events of pins since the last call."""
         wishes = self.index.wishes
         if wishes is None or not wishes.events:
             return []
@@ -252,11 +256,11 @@ class KVCache:
         return events
 
     def take_given_up(self) -> list[GivenUp]:
-        """What was evicted since the last call: for whom and why, in the order in which it began."""
+        """Evictions since the last call, one entry per request, in the order of their first eviction."""
         given_up, self._parts.given_up = self._parts.given_up, {}
         return list(given_up.values())
 
-    # How a table begins
+    # Creation of tables
 
     def open(
         self,
@@ -266,15 +270,16 @@ class KVCache:
         *,
         keep: Keep = ANYHOW,
     ) -> BlockTable:
-        """An empty table for a new sequence. tokens: those known of it, a list that grows with it.
+        """Create an empty table for a new sequence.
 
-        keep: what is asked for the KV that it, and what is forked or branched from it, leaves behind.
+        tokens: its known tokens, a list that grows with it. keep: the retention of its KV, and of tables forked or
+        branched from it.
         """
         table = self._beginnings.open(seq_id, BlockTable(len(self.pools), tokens, namespace))
         table.keep = keep
         return table
 
-    def admit(  # noqa: PLR0913  # two of them say who it is for and what is asked, all are given by name
+    def admit(  # noqa: PLR0913  # all but the first three are keyword-only
         self,
         seq_id: int,
         tokens: Sequence[int],
@@ -287,13 +292,15 @@ class KVCache:
         cause: Cause = NOBODY,
         keep: Keep = ANYHOW,
     ) -> Admission | None:
-        """A table that begins with what the index has of the leading `reusable` tokens.
+        """Create a table that begins with the prefix match of the leading `reusable` tokens.
 
-        Behind that, up to `most` positions can be written, below `limit`. Groups without a window have blocks for
-        all `tokens`, and `spare` blocks of each group are left. Whole blocks are shared, and one that the match ends
-        in is copied. None where blocks are short; then nothing has changed.
-        Of a sequence that was swapped out, what the host has behind whole blocks that were found is on its way then:
-        nothing may be computed from it before the step that is being planned is collected.
+        Behind the match, `most` positions can be written, up to `limit`. Groups without a window get blocks for all
+        `tokens`. `spare` blocks of each group remain available. Whole blocks are shared, and the block in which the
+        match ends is copied. Returns None if there are not enough blocks; then no table has changed, but blocks may
+        have been evicted and pins ended.
+
+        A swapped sequence also gets the KV that the host pool has behind the whole blocks of the match. The planned
+        step copies it, so nothing may be computed from it before that step is collected.
         """
         room = Room(len(tokens), limit, most, spare, cause)
         admission = self._beginnings.admit(seq_id, tokens, namespace, reusable, room)
@@ -302,10 +309,10 @@ class KVCache:
         return admission
 
     def fork(self, seq_id: int, new_id: int, num_tokens: int, tokens: Sequence[int] = ()) -> BlockTable:
-        """A table for `new_id` that shares the blocks of the first `num_tokens` positions of `seq_id`.
+        """Create a table for `new_id` that shares the blocks of the first `num_tokens` positions of `seq_id`.
 
-        They are all that `seq_id` has written, or whole blocks: nobody writes between them and its end.
-        Whoever writes first behind them copies the block that they end in.
+        These positions are all that `seq_id` has written, or whole blocks. The first write behind them copies the block
+        in which they end (copy-on-write).
         """
         return self._beginnings.fork(seq_id, new_id, num_tokens, tokens)
 
@@ -320,43 +327,45 @@ class KVCache:
         spare: Sequence[int],
         cause: Cause = NOBODY,
     ) -> BlockTable | None:
-        """A table for `new_id` with the first `num_tokens` positions of `seq_id`, which may have written more.
+        """Create a table for `new_id` with the first `num_tokens` positions of `seq_id`, which may have written more.
 
-        Whole blocks are shared, and the one that they end in is copied at once. None where blocks are short
-        (for `reserve` positions, with `spare` of each group left), or have left the window of the next position.
+        Whole blocks are shared, and the last partial block is copied at once. Returns None if there are not enough
+        blocks for `reserve` positions with `spare` blocks of each group left, or if a window has passed blocks that the
+        next position attends to.
         """
         return self._beginnings.branch(
             seq_id, new_id, num_tokens, tokens=tokens, reserve=reserve, spare=spare, cause=cause
         )
 
-    # How a sequence leaves for the host, and whether it has
+    # Swapping
 
     def swap_out(self, num_valid: Mapping[int, int]) -> bool:
-        """Copy leading positions of some sequences, so many of each, to the host pool. Blocks they share go once.
+        """Copy the leading positions of sequences to the host pool. Shared blocks are copied once.
 
-        To be followed by their `release`: the Moves read the blocks before anything that the Step does later. False
-        where the host pool has no room; then nothing has changed.
+        num_valid: positions per sequence. Call `release` for the sequences next: the Moves read the blocks before
+        anything later in the Step writes them. Returns False if the host pool has too few blocks; then nothing has
+        changed.
         """
         return self._swapping.out(num_valid)
 
     def swap_bytes(self, num_valid: Mapping[int, int]) -> dict[int, int]:
-        """Bytes that `swap_out` would copy, by sequence: blocks that several share count for the first of them."""
+        """Bytes that `swap_out` would copy, by sequence. A block that several share counts for the first of them."""
         return self._swapping.measure(num_valid)
 
     @property
     def swapped(self) -> Mapping[int, object]:
-        """Sequences whose KV is in the host pool, or on its way there. To look at."""
+        """Sequences whose KV is in the host pool, or is being copied there. Read-only."""
         return MappingProxyType(self._swap.records)
 
     def is_leaving(self, seq_id: int) -> bool:
-        """Whether a sequence's KV is on its way to the host: it cannot be admitted before that is over."""
+        """Whether the KV of a sequence is being copied to the host. It cannot be admitted before that is done."""
         return self._swap.is_leaving(seq_id)
 
     def forget_swapped(self, seq_id: int) -> None:
-        """A sequence that was swapped out does not come back."""
+        """Free the host blocks of a sequence that will not resume."""
         self._swap.drop(seq_id)
 
-    # How it grows and ends
+    # Growth and release
 
     def grow(
         self,
@@ -367,19 +376,19 @@ class KVCache:
         spare: Sequence[int] | None = None,
         cause: Cause = NOBODY,
     ) -> list[int] | None:
-        """Make positions up to `num_tokens` writable, by evicting where blocks are short. All or nothing.
+        """Make positions up to `num_tokens` writable, with evictions if blocks are short. All or nothing.
 
-        reserve: positions for which groups without a window get their blocks at once. spare: blocks of each
-        group that have to be left. Returns, for each group, the first index at which the table changed (its
-        length when only the right to write did), or None when there are not enough blocks.
+        reserve: groups without a window get blocks for that many positions. spare: blocks of each group that remain
+        available. Returns per group the first table index that changed (the length of the table if none did), or None
+        if there are not enough blocks.
         """
         return self._parts.grow(table, num_tokens, reserve=reserve, spare=spare, cause=cause)
 
     def record(self, table: BlockTable, start: int, stop: int) -> list[int] | None:
-        """The step that is being planned writes [start, stop); earlier ones wrote what comes before.
+        """Record that the planned step writes [start, stop), behind positions that earlier steps wrote.
 
-        Whole blocks of known tokens enter the index, and where it has them already, the table takes its blocks.
-        Returns, for each group, the first index at which the table changed, or None.
+        Whole blocks of known tokens enter the index. Where the index has the block already, the table takes that block
+        instead of its own. Returns per group the first table index that changed, or None if none did.
         """
         num_blocks = min(stop, len(table.tokens)) // self.block_size
         if num_blocks <= table.num_indexed:
@@ -392,26 +401,26 @@ class KVCache:
         if added.changed_from is None:
             return None
         self._in_flight.base(table, table.blocks[0][added.changed_from : table.num_indexed])
-        self._in_flight.base_on_newest(table)  # rolled back, it would write to what it has in exchange
+        self._in_flight.base_on_newest(table)  # after a rollback it would write to a block of the index
         return [max(added.changed_from, first) for first in table.firsts]
 
     def trim(self, table: BlockTable, num_tokens: int) -> None:
-        """Let go of the blocks that no query from position `num_tokens` on sees."""
+        """Release the blocks that no query from position `num_tokens` on attends to."""
         self._parts.trim(table, num_tokens)
 
     def needed(self, table: BlockTable, num_tokens: int, reserve: int = 0) -> list[int]:
-        """Blocks, per group, that `grow` would take."""
+        """Blocks per group that `grow` would allocate."""
         return self._parts.needed(table, num_tokens, reserve)
 
     def release(self, seq_id: int, num_tokens: int = 0) -> None:
-        """The sequence lets go of its blocks. Steps in flight keep them until they are over.
+        """Delete the table of a sequence and release its blocks. Steps in flight own them until they are over.
 
-        num_tokens: leading positions that hold what its tokens say; the index keeps them.
+        num_tokens: leading positions whose KV is that of the table's tokens; the index keeps them.
         """
         self._parts.release(seq_id, num_tokens)
 
     def fits_once_collected(self, table: BlockTable, num_tokens: int) -> bool:
-        """Whether `grow` will find enough blocks when the steps in flight are over."""
+        """Whether `grow` will find enough blocks once the steps in flight are over."""
         if self._in_flight.newest is None:
             return False
         needed = self.needed(table, num_tokens)
@@ -423,7 +432,7 @@ class KVCache:
         return True
 
     def flush(self, cause: Cause = NOBODY) -> int:
-        """Evict all that nobody uses, and what is pinned; how many blocks were freed."""
+        """End all pins and evict all idle blocks. Returns the number of freed blocks."""
         if self.index.wishes is not None:
             self.index.wishes.end_pins()
         idle = self.pools.num_idle
@@ -435,27 +444,27 @@ class KVCache:
 
     @property
     def has_urgent_moves(self) -> bool:
-        """Whether the next step has Moves to carry that cannot wait for one with something to compute."""
+        """Whether the next step has Moves that cannot wait for a step with chunks."""
         return self._copies.to_host_or_back
 
     def launched(self, step_id: int) -> list[Move]:
-        """The Moves that this step carries. Blocks let go of from now on belong to it until it is over."""
+        """The Moves of this step, which was planned last. Blocks released from now on belong to it until it is over."""
         self._in_flight.launch(step_id)
         self._swap.launched(step_id)
         return self._copies.launched(step_id)
 
     def collected(self, step_id: int) -> None:
-        """A step has succeeded: its copies are made, and it owns nothing any more."""
+        """The step has succeeded: its copies are made, and it owns no blocks any more."""
         self._in_flight.end(step_id)
         self._copies.collected(step_id)
         self._swap.ended(step_id)
 
     def failed(self, step_id: int) -> list[int]:
-        """A step has failed: what it wrote leaves the index, with what later steps wrote.
+        """The step has failed: the blocks that it and later steps wrote leave the index.
 
-        Its copies are still to be made, by the next one, where anybody is left who wants them; what it or a later one
-        copied to the host is void. Returns the sequences that began with something that was never written, or was on
-        its way from the host: they have to begin again.
+        Its copies go to the next step if their targets still have an owner. KV that it or a later step copied to the
+        host is dropped. Returns the sequences that must start again, because their tables depend on KV that was never
+        written or copied.
         """
         self._swap.failed(step_id)
         void = self._in_flight.forget_writes(step_id)
@@ -466,26 +475,26 @@ class KVCache:
         self._in_flight.end(step_id)
         missed = self._copies.failed(step_id)
         if self._in_flight.newest is None:
-            missed = []  # made before anybody reads them
+            missed = []  # the next step makes these copies before any chunk reads them
         return [
             seq_id
             for seq_id, table in self.tables.items()
             if table.based_on >= step_id or any(block in table.blocks[group] for group, block in missed)
         ]
 
-    # Looking
+    # Checks
 
     def sharing(self, seq_ids: Sequence[int]) -> tuple[int, int]:
-        """Blocks of group 0 that some sequences would have without sharing, and those they took themselves."""
+        """Blocks of group 0 of these sequences, counted per table, and those not from the index, counted once."""
         return sharing([self.tables[seq_id] for seq_id in seq_ids])
 
     def check(self) -> list[str]:
-        """Complaints where reference counts and owners do not add up; empty when all is well."""
+        """Errors of the reference counts and of the index; empty if there are none."""
         return self._audit.check(self.index) + self._swap.check()
 
     def repair(self) -> None:
-        """Make the reference counts what the owners say. For a live engine, after it has logged `check`."""
-        if self._audit.faults(self.index):  # an index that cannot be trusted is begun again
+        """Replace an inconsistent index by an empty one, and set the reference counts to the number of owners."""
+        if self._audit.faults(self.index):
             self._parts.begin_index_again()
         self._audit.repair(self.index)
         self._swap.repair()

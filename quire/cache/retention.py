@@ -1,4 +1,4 @@
-"""What a request asks for the KV that it leaves behind, and how much of that counts at some place of the tree."""
+"""Retention that applies to nodes of the radix tree."""
 
 from collections.abc import Iterable
 from math import inf
@@ -6,35 +6,36 @@ from typing import NamedTuple
 
 from quire.core.scheduling_params import Program, Retention
 
-ORDINARY = 50  # the priority of what nothing was asked for
-_MOST_MARKS = 4  # of a node
+ORDINARY = 50  # priority without retention
+_MOST_MARKS = 4  # per node
 
-# What a program says is a priority for the orders that heed one, and a stage for the others: what has less goes first.
+# A program hint is a priority for eviction policies that use priorities, and a stage for the others. Lower is evicted
+# first.
 EXPECTED, FINISHED = 75, 0  # priorities
 Stage = tuple[int, int]
-NO_STAGE: Stage = (0, 0)  # of what no program speaks of
-GIVEN_UP: Stage = (-1, 0)  # what a finished branch left
+NO_STAGE: Stage = (0, 0)  # without a program hint
+GIVEN_UP: Stage = (-1, 0)  # of a finished branch
 
 
 class Keep(NamedTuple):
-    """Comes to the memory with a table, and follows it."""
+    """The retention of a sequence's KV. Forks and branches of its table have the same."""
 
     retention: Retention = Retention()
     request_id: str = ""
     tenant: str = ""
-    num_prompt: int = 0  # tokens of the prompt; what lies behind them was generated
+    num_prompt: int = 0  # tokens of the prompt
     program: Program | None = None
-    program_age: int = 0  # less began earlier
+    program_age: int = 0  # lower for a program that began earlier
 
 
-ANYHOW = Keep()  # nothing is asked
+ANYHOW = Keep()  # no retention
 
 
-Key = tuple[str, ...]  # of a session: tenant and name; of a branch: tenant, program and branch
+Key = tuple[str, ...]  # of a session: (tenant, name); of a branch: (tenant, program, branch)
 
 
 class Asked(NamedTuple):
-    """What a wish asks at some time."""
+    """The retention that a Wish applies at some time."""
 
     priority: int
     expires: float
@@ -42,7 +43,7 @@ class Asked(NamedTuple):
     pin: bool
 
     def is_less_than(self, before: "Asked") -> bool:
-        """In any way."""
+        """Whether it protects less than `before` in any respect."""
         return (
             self.priority < before.priority
             or self.expires < before.expires
@@ -52,7 +53,7 @@ class Asked(NamedTuple):
 
 
 class Wish:
-    """A retention since the end of the request that asked for it. That of a session changes with its latest request."""
+    """Retention that applies since the end of a request. The retention of a session changes with its latest request."""
 
     __slots__ = ("expires", "number", "pin", "priority", "request_id", "session", "stage", "tenant")
 
@@ -61,49 +62,49 @@ class Wish:
         self.number = number
         self.session = session
         self.tenant = tenant
-        self.request_id = ""  # the latest that asked
+        self.request_id = ""  # the latest request
         self.priority = ORDINARY
         self.expires = inf  # seconds of the engine's clock
-        self.pin = False  # whether its blocks are held
+        self.pin = False
         self.stage = NO_STAGE
 
     @property
     def asked(self) -> Asked:
-        """What it asks now."""
+        """The retention that it applies now."""
         return Asked(self.priority, self.expires, self.stage, self.pin)
 
     def asks(self, retention: Retention, now: float) -> None:
-        """A request has ended that asks this."""
+        """Set the retention of a request that has ended."""
         self.priority, self.pin = retention.priority, retention.pin
         self.expires = inf if retention.ttl is None else now + retention.ttl
 
     def expects_more(self, keep: Keep, now: float) -> None:
-        """A request of a program has ended, and another is to go on from there. The oldest program's goes last."""
+        """A request of a program has ended, and another will continue. The oldest program's KV is evicted last."""
         assert keep.program is not None, "it is a program's"
         self.priority, self.stage, self.expires = EXPECTED, (1, -keep.program_age), now + keep.program.ttl
 
     def is_finished(self) -> None:
-        """Nobody of the program goes on from there."""
+        """The branch has ended: no request will continue from its KV."""
         self.priority, self.stage, self.expires = FINISHED, GIVEN_UP, inf
 
     @property
     def strength(self) -> tuple[float, int, float, int]:
-        """Which of two counts for more: pins first, those that last longest; then priorities."""
+        """Sort key. Pins are stronger than priorities, and a pin that expires later is stronger."""
         return self.expires if self.pin else 0.0, self.priority, self.expires, self.number
 
 
-PLAIN = Wish(0)  # of all requests that ask for nothing; never changed
+PLAIN = Wish(0)  # of all requests without retention; never changed
 
 
 class Mark(NamedTuple):
-    """A wish holds for the blocks of a path up to the first `reach` ones."""
+    """A Wish at a node. It applies to the first `reach` blocks of the path."""
 
     wish: Wish
     reach: int
 
 
 def merged(marks: Iterable[Mark], now: float) -> tuple[Mark, ...]:
-    """Marks of one node: each wish once, without those that have expired; where they are too many, the strongest."""
+    """The marks of a node: each wish once, without expired ones, and only the strongest if there are too many."""
     reaches: dict[Wish, int] = {}
     for wish, reach in marks:
         if wish.expires > now:
@@ -115,7 +116,7 @@ def merged(marks: Iterable[Mark], now: float) -> tuple[Mark, ...]:
 
 
 def stage_at(marks: Iterable[Mark], depth: int, now: float) -> Stage:
-    """What programs say of the block that ends there, the one that wants it most."""
+    """The highest stage of the marks that apply to the block at `depth`; NO_STAGE without any."""
     stage = None
     for wish, reach in marks:
         if reach >= depth and (stage is None or wish.stage > stage) and wish.expires > now:
@@ -124,5 +125,5 @@ def stage_at(marks: Iterable[Mark], depth: int, now: float) -> Stage:
 
 
 def priority_at(marks: Iterable[Mark], depth: int, now: float) -> int:
-    """The strongest wish that holds for the block that ends there."""
+    """The highest priority of the marks that apply to the block at `depth`; 50 without any."""
     return max((wish.priority for wish, reach in marks if reach >= depth and wish.expires > now), default=ORDINARY)

@@ -1,7 +1,7 @@
-"""Swapping: the ways of a sequence's blocks to host memory and back, as Moves. Knows tables and the host pool.
+"""Planning of swaps: the Moves of a sequence's blocks to the host pool and back.
 
-A Move to the host reads its blocks before whatever comes later in its Step, so that they are free as soon as it is
-planned. A Move from the host is complete when its Step is collected: nothing may be computed from it before.
+A Move to the host reads its blocks before later parts of its Step write them, so these blocks are free once it is
+planned. A Move from the host is complete when its Step is collected; until then nothing may be computed from its KV.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,23 +13,23 @@ from quire.cache.prefix.index import Found
 from quire.config import CacheConfig
 from quire.core.step import Move
 
-Homes = list[dict[int, int]]  # per group: device blocks that others have already, by table index
+Homes = list[dict[int, int]]  # per group: table index -> device block of another table with the same KV
 
 _WAYS = (("device", "host"), ("host", "device"))
 
 
 class Swapping:
-    """What leaves the device, and what comes back."""
+    """Plans swaps of sequences out of the device and back."""
 
     def __init__(self, tables: Tables) -> None:
         self._tables = tables
         self._config = tables.config
         self._size = tables.block_size
 
-    # Out
+    # Swap out
 
     def measure(self, num_valid: Mapping[int, int]) -> dict[int, int]:
-        """Bytes that swapping sequences out would copy: shared blocks count for the first of those that share."""
+        """Bytes that swapping these sequences out would copy. A block that several share counts for the first one."""
         seen: set[Place] = set()
         sizes = {}
         for seq_id, num_tokens in num_valid.items():
@@ -41,7 +41,7 @@ class Swapping:
     def out(self, num_valid: Mapping[int, int]) -> bool:
         """See KVCache.swap_out."""
         tables = self._tables
-        lengths: list[dict[int, int]] = [{} for _ in tables.pools]  # device blocks, and tokens that matter in them
+        lengths: list[dict[int, int]] = [{} for _ in tables.pools]  # device block -> its leading valid tokens
         for seq_id, num_tokens in num_valid.items():
             for (group, block), count in self._to_copy(tables.by_id[seq_id], num_tokens):
                 lengths[group][block] = max(count, lengths[group].get(block, 0))
@@ -58,7 +58,7 @@ class Swapping:
         return True
 
     def _to_copy(self, table: BlockTable, num_tokens: int) -> Iterator[tuple[Place, int]]:
-        """Blocks of a table that its next query sees and the planned step does not copy yet, and tokens that matter."""
+        """((group, block), valid tokens) of blocks that the next query sees and the planned step does not copy yet."""
         num_tokens = self._settled(table, num_tokens)
         for group, blocks in enumerate(table.blocks):
             for index in range(self._config.first_seen(group, num_tokens), -(-num_tokens // self._size)):
@@ -67,7 +67,10 @@ class Swapping:
                     yield (group, blocks[index]), count
 
     def _settled(self, table: BlockTable, num_tokens: int) -> int:
-        """Leading positions before what a copy is still to bring, and that nobody sees what a window let go of."""
+        """Leading positions whose KV is complete: those before the target of a pending copy.
+
+        0 if the next query at that position would attend to blocks that a window has passed.
+        """
         for group, blocks in enumerate(table.blocks):
             for target in self._tables.copies.waiting(group):
                 if target in blocks:
@@ -85,15 +88,15 @@ class Swapping:
         return Record(tuple(hosts), num_tokens)
 
     def _host(self, group: int, block: int, num_tokens: int) -> int:
-        """Where the planned step copies so much of a block to."""
+        """The host block to which the planned step copies `num_tokens` tokens of a block."""
         host = self._tables.swap.leaving((group, block), num_tokens)
         assert host is not None, "it was taken"
         return host
 
-    # Back
+    # Swap in
 
     def reach(self, seq_id: int, reusable: int) -> int:
-        """Leading positions, of `reusable` at most, that a sequence can have back from the host."""
+        """Leading positions, at most `reusable`, that the host pool has for a sequence."""
         record = self._tables.swap.records.get(seq_id)
         if record is None:
             return 0
@@ -104,9 +107,10 @@ class Swapping:
         return num_tokens
 
     def back(self, seq_id: int, table: BlockTable, found: Found, num_tokens: int, room: Room) -> Admission | None:
-        """Begin a table with the whole blocks that were found, and what the host has behind them.
+        """Create a table from the whole blocks of `found` and the KV that the host pool has behind them.
 
-        num_tokens: leading positions, more than were found. None where blocks are short; then nothing has changed.
+        num_tokens: leading positions of both together, more than `found` has. Returns None if there are not enough
+        blocks; then the tables are unchanged.
         """
         tables, config = self._tables, self._config
         num_shared = len(found.blocks[0]) if found.blocks else 0
@@ -139,7 +143,7 @@ class Swapping:
         return Admission(table, num_tokens, num_shared, 0, None, num_tokens - num_found, num_bytes)
 
     def _homes(self, seq_id: int, begins: Sequence[int], num_tokens: int) -> Homes:
-        """Whole blocks that relatives brought back before, and have still."""
+        """Whole blocks that other sequences of the request have swapped in before and still have."""
         record = self._tables.swap.records[seq_id]
         homes: Homes = [{} for _ in begins]
         for group, first in enumerate(begins):
@@ -151,7 +155,10 @@ class Swapping:
         return homes
 
     def _share(self, table: BlockTable, found: Found, seen: Sequence[int], shared: Sequence[Sequence[int]]) -> None:
-        """Hold what others have, so that it stays, and enter what was found. seen: first table indices, per group."""
+        """Add a reference to each block of `shared`, and put the blocks of `found` into the table.
+
+        seen: per group, the index of the first block that the next query attends to.
+        """
         tables = self._tables
         num_shared = table.num_found = len(found.blocks[0]) if found.blocks else 0
         for group, some in enumerate(shared):
@@ -173,7 +180,10 @@ class Swapping:
         needed: Sequence[int],
         num_tokens: int,
     ) -> dict[Place, int | None]:
-        """Fill a table up; the host blocks that are copied, and where in it the whole ones lie."""
+        """Append the blocks behind `found` to a table and plan the Moves from the host.
+
+        Returns the copied host blocks with their table index, or with None for a partly filled block.
+        """
         tables, record = self._tables, self._tables.swap.records[seq_id]
         copied: dict[Place, int | None] = {}
         for group, (pool, blocks) in enumerate(zip(tables.pools, table.blocks, strict=True)):
@@ -196,7 +206,7 @@ class Swapping:
         return copied
 
     def _move(self, group: int, source: str, target: str, pairs: Sequence[tuple[tuple[int, int], int]]) -> None:
-        """Blocks of which as many tokens matter travel in one Move."""
+        """Add Moves for these pairs: one Move per number of valid tokens."""
         by_count: dict[int, list[tuple[int, int]]] = {}
         for pair, count in pairs:
             by_count.setdefault(count, []).append(pair)

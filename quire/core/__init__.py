@@ -1,1 +1,1 @@
-"""What crosses floors: requests, steps, results, events. Plain data, no torch, no decisions."""
+"""Plain data that passes between the layers: requests, steps, results, events. No torch."""

@@ -1,6 +1,6 @@
-"""Plain data as bytes and back: msgpack, with numpy arrays as (dtype, shape, bytes). No pickle.
+"""Serialization of plain data with msgpack. numpy arrays are (dtype, shape, bytes). No pickle.
 
-The same value always gives the same bytes, so that replays can be compared byte for byte.
+Equal values have equal bytes, so that replays can be compared byte for byte.
 """
 
 from typing import Any, TypeVar
@@ -31,15 +31,15 @@ _ENCODER = msgspec.msgpack.Encoder(enc_hook=_encode_array)
 
 
 def encode(value: object) -> bytes:
-    """Encode a struct of this package."""
+    """The msgpack bytes of a struct of this package. Raises TypeError for a value that is no plain data."""
     return _ENCODER.encode(value)
 
 
 def decode(data: bytes, kind: type[T]) -> T:
-    """Decode what `encode` made; raises msgspec.ValidationError where it does not fit `kind`."""
+    """The value of type `kind` that `encode` serialized. Raises msgspec.ValidationError for data of another type."""
     return msgspec.msgpack.decode(data, type=kind, dec_hook=_decode_array)
 
 
 def decoder(kind: object) -> "msgspec.msgpack.Decoder[Any]":
-    """As `decode`, for many values of one type."""
+    """A reusable decoder for `kind` with the behaviour of `decode`."""
     return msgspec.msgpack.Decoder(kind, dec_hook=_decode_array)

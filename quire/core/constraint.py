@@ -1,4 +1,4 @@
-"""What a constraint is to those who use it. Backends implement Grammar and Matcher; the scheduler knows Constraints."""
+"""Protocols of structured outputs. Backends implement Grammar and Matcher; the scheduler uses Constraints."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -10,11 +10,11 @@ from quire.core.request import Request
 
 
 class Verdict(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """What may follow the tokens so far, where that is certain.
+    """What is certain about the tokens that may follow.
 
-    forced: tokens that come next whatever the model says: text that has to come, as the tokenizer writes it. They are
-    consumed already. is_over: after them nothing may come but the end. error: why nothing can come, not even the end;
-    the tokens up to here are all right.
+    forced: the next tokens, in the tokenizer's spelling, if the grammar allows only one text; the matcher has consumed
+    them already. is_over: after the forced tokens only an end token is allowed. error: the reason why no token is
+    allowed, not even an end token; the tokens so far are valid.
     """
 
     forced: list[int] = []
@@ -26,36 +26,37 @@ OPEN = Verdict()
 
 
 class Matcher(Protocol):
-    """One sequence on its way through a grammar. Nothing raises; what is wrong is a Verdict, or an empty mask."""
+    """The state of one sequence in a grammar. No method raises: a failure is a Verdict or an empty mask."""
 
     def advance(self, tokens: Sequence[int]) -> Verdict:
-        """These tokens came (none: at the beginning). What is forced behind them is consumed, too, if it is wanted."""
+        """Consume new tokens (none at the begin) and, with `fast_forward`, the forced tokens behind them."""
 
     def fill(self, words: np.ndarray) -> None:
-        """Which tokens may come: bit t%32 of word t//32, uint32 (ceil(vocab_size / 32),). End tokens where it may end.
+        """Write the mask of allowed tokens to `words`, uint32 (ceil(vocab_size / 32),).
 
-        All zeros where nothing may come, or it cannot be told within bounds.
+        Bit t%32 of word t//32 is token t. End tokens are allowed where the output may end. The mask is all zeros if no
+        token is allowed, or if the mask exceeds the limits of the backend.
         """
 
 
 class Grammar(Protocol):
-    """A constraint, compiled for one vocabulary. May be used by several threads at once."""
+    """A constraint compiled for one vocabulary. Thread-safe."""
 
     def start(self, *, fast_forward: bool) -> Matcher:
-        """A new sequence. fast_forward: whether verdicts have forced tokens."""
+        """A matcher for a new sequence. fast_forward: verdicts contain forced tokens."""
 
 
 class Constraints(Protocol):
-    """The constraints of all sequences, as the scheduler sees them. What it answers is an input of the journal."""
+    """The matchers of all sequences, as used by the scheduler. The journal records the verdicts as inputs."""
 
     def begin(self, seq_id: int, request: Request, known: Sequence[int]) -> Verdict:
-        """A sequence of a request whose constraint is compiled begins, or goes on behind known output tokens."""
+        """Start the matcher of a sequence whose grammar is compiled. known: its output tokens so far."""
 
     def advance(self, seq_id: int, tokens: Sequence[int]) -> Verdict:
-        """These tokens were sampled."""
+        """Consume sampled tokens of a sequence and return the verdict."""
 
     def end(self, seq_id: int) -> None:
-        """The sequence is over; an unknown one is ignored."""
+        """Delete the matcher of a sequence. An unknown id is ignored."""
 
     def masks(self, seq_ids: Sequence[int]) -> np.ndarray:
-        """uint32 (len(seq_ids), ceil(vocab_size / 32)), as `Matcher.fill` says."""
+        """The masks of these sequences, uint32 (len(seq_ids), ceil(vocab_size / 32)): see `Matcher.fill`."""

@@ -1,4 +1,4 @@
-"""What happened and why, for metrics, the dashboard and `explain`. Plain data on a bounded ring."""
+"""Scheduler events with their reasons, for metrics, the dashboard and `explain`."""
 
 import msgspec
 
@@ -6,62 +6,60 @@ from quire.core.explanation import Miss, RefusalReason
 
 
 class Event(msgspec.Struct, frozen=True, tag=True):
-    """Something the scheduler decided or was told."""
+    """An input or a decision of the scheduler."""
 
     now: float
     request_id: str
 
 
 class Arrived(Event, frozen=True, tag=True):
-    """A request entered the queue."""
+    """A request entered the waiting queue."""
 
     num_prompt_tokens: int
 
 
 class Refused(Event, frozen=True, tag=True):
-    """A request was not taken in."""
+    """A request was rejected."""
 
     reason: RefusalReason
-    predicted_seconds: float  # until its last token; where the queue is full, until there is room for it
-    asked_seconds: float | None = None  # the deadline
+    predicted_seconds: float  # until its last token; for a full queue: until there is room in it
+    asked_seconds: float | None = None  # the deadline of the request
 
 
 class Admitted(Event, frozen=True, tag=True):
-    """A sequence got a row and blocks."""
+    """A sequence was admitted: it has a row and a block table."""
 
     seq_id: int
     waited: float  # seconds since it arrived or was preempted
-    num_cached_tokens: int  # leading ones that were not computed again
-    miss: Miss | None = None  # why they were not more; None where it goes on from another sequence of its request
+    num_cached_tokens: int  # leading tokens that are not computed again
+    miss: Miss | None = None  # why the match ended; None if it branched off a sequence of its request or was swapped in
 
 
 class Preempted(Event, frozen=True, tag=True):
-    """A sequence lost its blocks: it will be computed again, or was copied to host memory."""
+    """A sequence was preempted: its KV is recomputed later or swapped to the host pool."""
 
     seq_id: int
     num_computed_tokens: int
     reason: str
     how: str = "recompute"  # or "swap"
-    why: str = ""  # that way and not the other
-    num_bytes: int = 0  # copied to the host; blocks that its family shares count for the first of them
-    recompute_seconds: float | None = (
-        None  # predicted of it and those of its family that left with it; None: of nothing
-    )
-    copy_seconds: float | None = None  # the same: to the host and back
+    why: str = ""  # reason for that preemption mode
+    num_bytes: int = 0  # copied to the host; a block that sequences of the request share counts for the first of them
+    recompute_seconds: float | None = None  # predicted for all sequences preempted together; None: no prediction
+    copy_seconds: float | None = None  # predicted for the same sequences: to the host and back
 
 
 class Evicted(Event, frozen=True, tag=True):
-    """Blocks of the prefix index were given up for a request, while a step was planned; or for none, in a flush."""
+    """Blocks of the prefix index were evicted for a request during planning, or by a flush (then no request)."""
 
     num_blocks: int
     policy: str = "lru"  # CacheConfig.eviction
-    reason: dict[str, float] = {}  # of the first of them: what the policy went by, see docs/eviction.md
+    reason: dict[str, float] = {}  # eviction key of the first block, see docs/eviction.md
 
 
 class AdmissionSlowed(Event, frozen=True, tag=True):
-    """More, or less, memory is left to those who run before others are admitted: preemptions came, or stayed away."""
+    """The admission watermark rose after preemptions, or fell after steps without one."""
 
-    num_blocks: int  # for each of them
+    num_blocks: int  # that admission leaves free per running sequence
 
 
 class Finished(Event, frozen=True, tag=True):
@@ -73,23 +71,23 @@ class Finished(Event, frozen=True, tag=True):
 
 
 class StepFailed(Event, frozen=True, tag=True):
-    """A step failed; its sequences are tried again, one to a step."""
+    """A step failed. Its sequences are run again, one per step."""
 
     step_id: int
     error: str
 
 
 class PinsRefused(Event, frozen=True, tag=True):
-    """A request wanted its blocks never to be evicted, and pins held as much as they may."""
+    """Blocks of a request were not pinned because pins reached their limit."""
 
-    num_blocks: int  # that were not pinned
-    num_pinned: int  # of the same sequence's, that were
+    num_blocks: int  # not pinned
+    num_pinned: int  # pinned, of the same sequence
 
 
 class PinsYielded(Event, frozen=True, tag=True):
-    """A pin ended early: nothing ran, and the next sequence did not fit beside it.
+    """A pin ended before its `ttl`: nothing ran, and the next sequence did not fit beside it.
 
-    Of a session it is the latest request's.
+    The request id of a session's pin is that of its latest request.
     """
 
     num_blocks: int

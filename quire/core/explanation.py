@@ -1,103 +1,106 @@
-"""Explanation: what became of one request and why. Plain data, for `/v1/requests/{id}/explain` and RequestOutput."""
+"""The explanation of one request, for `/v1/requests/{id}/explain` and RequestOutput. Plain data."""
 
 from typing import Literal
 
 import msgspec
 
 MissReason = Literal[
-    "never_seen",  # nobody in this namespace has computed these tokens
-    "evicted",  # they were computed, and given up at `evicted_at`
-    "being_computed",  # another request is about to compute them
+    "never_seen",  # no request of this namespace has computed these tokens
+    "evicted",  # computed, then evicted at `evicted_at`
+    "being_computed",  # another request is computing them
     "other_salt",  # computed under another cache_salt of the same tenant
     "other_adapter",  # computed with another adapter, or other kernels (deterministic), by the same tenant
-    "last_token",  # all but what has to be computed for its logits was there
-    "recomputed",  # the request asked for what only computing tells (prompt_logprobs, pooling)
+    "last_token",  # everything matched but the last token, which is computed for its logits
+    "recomputed",  # the request needs outputs of its prompt positions (prompt_logprobs, pooling)
     "off",  # no prefix index
 ]
 
 
 RefusalReason = Literal[
-    "deadline",  # it was predicted to take longer
-    "queue_full",  # as many waited as may
+    "deadline",  # the prediction exceeds the deadline
+    "queue_full",  # a queue limit was reached
 ]
 
 
 class Refusal(msgspec.Struct, frozen=True):
-    """Why a request was not taken in."""
+    """Why a request was rejected."""
 
     reason: RefusalReason
-    predicted_seconds: float  # until its last token; where the queue is full, until there is room for it
-    asked_seconds: float | None  # the deadline
-    error: str  # as it was told
+    predicted_seconds: float  # until its last token; for a full queue: until there is room in it
+    asked_seconds: float | None  # the deadline of the request
+    error: str  # the error text that the client got
 
 
 class Eviction(msgspec.Struct, frozen=True):
-    """Blocks that were evicted, so that the request could begin or go on, while one step was planned."""
+    """Blocks that were evicted for the request during the planning of one step."""
 
     at: float
     num_blocks: int
     policy: str  # CacheConfig.eviction
-    reason: dict[str, float]  # of the first of them, see docs/eviction.md; empty where it was another tenant's
+    reason: dict[str, float]  # of the first block, see docs/eviction.md; empty if another tenant owned that block
 
 
 class Miss(msgspec.Struct, frozen=True):
-    """Why the reuse of a prompt ended where it did."""
+    """Why the prefix match of a prompt ended."""
 
     position: int  # of the first token whose KV had to be computed
-    token: int  # its id
+    token: int  # id of that token
     reason: MissReason
     evicted_at: float | None = None  # seconds of the engine's clock
-    evicted_for: str | None = None  # the request that needed the memory; None where it was another tenant's
+    evicted_for: str | None = None  # the request that needed the memory; None if it belongs to another tenant
 
 
 class Preemption(msgspec.Struct, frozen=True):
-    """A time that a sequence of the request lost its blocks."""
+    """One preemption of a sequence of the request."""
 
     at: float
-    index: int  # which of the request's sequences
+    index: int  # of the sequence in its request
     reason: str
-    num_lost_tokens: int  # whose KV had been computed
-    num_recomputed_tokens: int | None = None  # that were not there any more when it ran again; None before
+    num_lost_tokens: int  # tokens whose KV had been computed
+    num_recomputed_tokens: int | None = None  # tokens to compute again at its next admission; None before that
     how: Literal["recompute", "swap"] = "recompute"
-    why: str = ""  # that way and not the other
-    num_bytes_out: int = 0  # copied to the host; blocks that several sequences share count for the first of them
-    recompute_seconds: float | None = None  # predicted, of all sequences of the request that lost their blocks with it
-    copy_seconds: float | None = None  # the same: to the host and back. None where it was not known
-    num_swapped_in_tokens: int | None = None  # that came back from the host; None before it ran again
+    why: str = ""  # reason for that preemption mode
+    num_bytes_out: int = 0  # copied to the host; a block that several sequences share counts for the first of them
+    recompute_seconds: float | None = None  # predicted for all sequences of the request that were preempted together
+    copy_seconds: float | None = None  # the same, to the host and back; None without a prediction
+    num_swapped_in_tokens: int | None = None  # tokens copied from the host at its next admission; None before that
     num_bytes_in: int = 0
 
 
 class Explanation(msgspec.Struct):
-    """Times are seconds of the engine's clock. Blocks are counted once for all KV groups."""
+    """The explanation of one request. Times are in seconds of the engine's clock.
+
+    The blocks of all groups at one table index count as one, except for pins and for evictions from window groups.
+    """
 
     request_id: str
     tenant: str
     arrived: float
     num_prompt_tokens: int
     state: Literal["waiting", "running", "finished", "refused"] = "waiting"
-    policy: str = "fcfs"  # who is next
-    place: int = 0  # sequences of its tenant that waited when it came
-    num_passed_by: int = 0  # requests of its tenant, at least, that came after it and began before it
-    admitted: float | None = None  # first sequence, first time
+    policy: str = "fcfs"  # order of the waiting queue
+    place: int = 0  # waiting sequences of its tenant when it arrived
+    num_passed_by: int = 0  # requests of its tenant that arrived later and were admitted earlier: a lower bound
+    admitted: float | None = None  # first admission of its first sequence
     finished: float | None = None
-    finish_reason: str | None = None  # of the sequence that ended last; "deadline" is an "abort" for whoever asked
+    finish_reason: str | None = None  # of the sequence that ended last; the client sees "abort" for "deadline"
     refusal: Refusal | None = None
-    num_cached_tokens: int = 0  # of the prompt, whose KV was there when it was first admitted
-    num_shared_blocks: int = 0  # whole blocks that it found
-    num_copied_tokens: int = 0  # of the block that the match ended in
+    num_cached_tokens: int = 0  # prompt tokens of the prefix match at its first admission
+    num_shared_blocks: int = 0  # whole blocks of the prefix match
+    num_copied_tokens: int = 0  # of the block in which the match ended
     miss: Miss | None = None  # None until it is admitted
-    waited: dict[str, float] = {}  # seconds by cause, all its sequences together
+    waited: dict[str, float] = {}  # seconds by cause, summed over its sequences
     preemptions: list[Preemption] = []
-    num_evicted_blocks: int = 0  # so that it could run
-    evictions: list[Eviction] = []  # the first of them
-    num_blocks_not_pinned: int = 0  # that it wanted pinned when it ended; pins held as much as they may
-    num_pinned_blocks_yielded: int = 0  # that it had pinned, and the next sequence needed
-    # When the first of its sequences ended: blocks that they would have had without sharing among each other and with
-    # the cache, and blocks that they took themselves, those shared among them counted once.
+    num_evicted_blocks: int = 0  # evicted for this request
+    evictions: list[Eviction] = []  # the first ones; their number is limited
+    num_blocks_not_pinned: int = 0  # that its retention asked to pin, beyond the limit of pins
+    num_pinned_blocks_yielded: int = 0  # whose pin ended early because the next sequence needed memory
+    # When the first of its sequences ended: blocks of group 0 that its sequences would have without any sharing, and
+    # blocks that are not from the prefix index, each counted once.
     num_blocks_unshared: int = 0
     num_blocks_own: int = 0
 
     @property
     def saved(self) -> float:
-        """Share of its memory that sharing saved, 0 to 1."""
+        """Share of its blocks that sharing saved, 0 to 1."""
         return 1 - self.num_blocks_own / self.num_blocks_unshared if self.num_blocks_unshared else 0.0

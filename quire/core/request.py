@@ -1,4 +1,4 @@
-"""A request as the mind sees it: token ids, what was asked, and when it came."""
+"""The request as the control plane uses it: token ids, parameters, scheduling parameters."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -12,10 +12,11 @@ from quire.params import SamplingParams
 
 
 class Namespace(msgspec.Struct, frozen=True):
-    """A root key of the prefix index: KV computed under one is never read under another.
+    """A root key of the prefix index. KV that was computed under one key is never read under another.
 
     tenant: derived by the server from the credential, never from the body. salt: `cache_salt` of the body, which
-    narrows it. deterministic: KV of deterministic requests is computed by other kernels and has other bits.
+    divides a tenant further. deterministic: deterministic requests have roots of their own, because their kernels
+    compute other bits.
     """
 
     tenant: str = ""
@@ -24,90 +25,90 @@ class Namespace(msgspec.Struct, frozen=True):
     deterministic: bool = False
 
 
-NO_NAMESPACE = Namespace()  # that of the one tenant of a server without keys, and of offline use
+NO_NAMESPACE = Namespace()  # of the only tenant of a server without keys, and of offline use
 
 
 class Beams(msgspec.Struct, frozen=True, kw_only=True):
-    """How a beam search goes about it."""
+    """Parameters of a beam search."""
 
     width: int
-    num_candidates: int  # of each beam: its most likely next tokens
+    num_candidates: int  # most likely next tokens considered per beam
     length_penalty: float
     early_stopping: bool | Literal["never"]
 
 
 class Known(msgspec.Struct, frozen=True):
-    """What the front end has of one sequence of a request that an engine before this one has begun."""
+    """Output of one sequence of a resumed request, as the front end got it from an earlier engine."""
 
     token_ids: list[int] = []  # output tokens
-    finished: bool = False  # it has ended, and is not followed again
-    cumulative_logprob: float = 0.0  # of those tokens, as the last Output said; only where sequences are compared
+    finished: bool = False  # the sequence has ended and is not computed again
+    cumulative_logprob: float = 0.0  # of those tokens, from the last Output; only if sequences are ranked (best_of)
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """One prompt, and `num_sequences` sequences to be generated from it.
+    """One prompt and `num_sequences` sequences to generate from it.
 
-    The front end has resolved `params.seed` and `params.max_tokens` (neither is None), so that
-    nothing about the outcome is decided later. Stop strings are the front end's business.
+    The front end has resolved `params.seed` and `params.max_tokens` (neither is None), so that the output is
+    determined. The front end handles stop strings.
 
-    One with `known` goes on: each sequence as if it had been preempted behind its known tokens. Of what its
-    parameters bound, the known tokens are a part.
+    With `known`, each sequence continues as if it had been preempted after its known tokens. The known tokens count
+    towards `max_tokens` and the other limits.
     """
 
     id: str
     prompt: list[int]
     params: SamplingParams
     eos_token_ids: tuple[int, ...] = ()
-    bad_words: Sequence[Sequence[int]] = ()  # tokens of `params.bad_words`, each in all ways in which it can be written
-    pooling: Pooling = Pooling.NONE  # what is wanted in place of tokens; `params.max_tokens` is 0 then
+    bad_words: Sequence[Sequence[int]] = ()  # tokens of `params.bad_words`, each in all its spellings
+    pooling: Pooling = Pooling.NONE  # pooled hidden states instead of tokens; `params.max_tokens` is 0 then
     namespace: Namespace = Namespace()
     terms: Terms = Terms()
-    beams: Beams | None = None  # a beam search in place of sampling; `params.n` of its results are wanted
-    known: tuple[Known, ...] = ()  # none of a new request; else one for each sequence
-    resumed: bool = False  # it was accepted before, and is never refused for lack of room or time
+    beams: Beams | None = None  # beam search instead of sampling; it returns `params.n` results
+    known: tuple[Known, ...] = ()  # empty for a new request; else one per sequence
+    resumed: bool = False  # accepted by an earlier engine; never rejected for the queue limit or its deadline
 
     @property
     def was_accepted(self) -> bool:
-        """Whether an engine before this one has taken it in."""
+        """Whether an earlier engine has accepted it."""
         return self.resumed or bool(self.known)
 
     @property
     def is_constrained(self) -> bool:
-        """Whether its output has to have a form."""
+        """Whether its output has a constraint."""
         return self.params.structured_outputs is not None and self.max_tokens > 0
 
     @property
     def may_end_early(self) -> bool:
-        """Whether a token or a string may end a sequence before `max_tokens`."""
+        """Whether a token, a stop string or a constraint may end a sequence before `max_tokens`."""
         params = self.params
         ends = params.stop or params.stop_token_ids or (self.eos_token_ids and not params.ignore_eos)
         return bool(ends or self.is_constrained)
 
     @property
     def num_open(self) -> int:
-        """Sequences that are to be followed."""
+        """Sequences that have not ended."""
         return self.num_sequences - sum(one.finished for one in self.known)
 
     @property
     def num_sequences(self) -> int:
-        """How many continuations are followed, of which `params.n` are wanted."""
+        """Sequences to compute; `params.n` of them are returned."""
         return self.params.num_sequences if self.beams is None else self.beams.width
 
     @property
     def max_tokens(self) -> int:
-        """Tokens to generate at most."""
+        """The most tokens to generate per sequence."""
         assert self.params.max_tokens is not None, "the front end resolves max_tokens"
         return self.params.max_tokens
 
     @property
     def seed(self) -> int:
-        """64-bit Philox key."""
+        """The seed as an unsigned 64-bit Philox key."""
         assert self.params.seed is not None, "the front end resolves the seed"
         return self.params.seed & (2**64 - 1)
 
     @property
     def stop_ids(self) -> frozenset[int]:
-        """Tokens that end a sequence."""
+        """Token ids that end a sequence."""
         eos = () if self.params.ignore_eos else self.eos_token_ids
         return frozenset(self.params.stop_token_ids) | frozenset(eos)
 
@@ -115,9 +116,10 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 def resolve(
     prompt: list[int], params: SamplingParams, *, vocab_size: int, max_model_len: int, default_seed: int
 ) -> SamplingParams:
-    """Check a prompt against the model's limits and fill in seed and max_tokens.
+    """The parameters with `seed` and `max_tokens` filled in, after a check of the prompt against the model's limits.
 
-    Raises RequestError: empty prompt, ids out of range; ContextLengthExceeded: prompt longer than the context.
+    Raises RequestError for an empty prompt or token ids out of range, and ContextLengthExceeded for a prompt that does
+    not fit into the context.
     """
     if not prompt:
         raise RequestError("the prompt is empty; give at least one token", "prompt")
@@ -135,7 +137,7 @@ def resolve(
 
 
 def check_known(request: Request, vocab_size: int) -> None:
-    """Raises RequestError for known tokens that no engine can have put out for such a request."""
+    """Raise RequestError for known tokens that no engine can have generated for this request."""
     known = request.known
     if not known:
         return
@@ -159,7 +161,10 @@ def check_known(request: Request, vocab_size: int) -> None:
 
 
 def check_length(num_tokens: int, params: SamplingParams, max_model_len: int) -> None:
-    """Raises ContextLengthExceeded for a prompt of so many tokens that leaves no room for the output asked for."""
+    """Raise ContextLengthExceeded if a prompt of `num_tokens` tokens leaves no space for one output token.
+
+    With `max_tokens` 0 the prompt may fill the context.
+    """
     least = 0 if params.max_tokens == 0 else 1
     if num_tokens + least > max_model_len:
         output = " with at least one token of output" * least
@@ -174,7 +179,7 @@ _WORD = 2**64 - 1
 
 
 def nth_seed(seed: int, n: int) -> int:
-    """That of the n-th request of an engine with this seed, 0 to 2^64 - 1; consecutive ones share nothing."""
+    """The seed of the n-th request of an engine with this seed, 0 to 2^64 - 1. Seeds of different n are unrelated."""
     return _mix(_mix(seed) + n)
 
 

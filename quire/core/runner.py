@@ -1,4 +1,4 @@
-"""The body as the engine sees it: anything that does what a Step says."""
+"""The protocol of a runner, which executes Steps."""
 
 from typing import Protocol
 
@@ -6,19 +6,19 @@ from quire.core.step import Late, Step, StepResult
 
 
 class Runner(Protocol):
-    """Calls come in this order for each step: launch, sample, collect; at most two steps overlap.
+    """Executes Steps. Calls per step in this order: launch, sample, collect. At most two steps are in flight.
 
     With two steps in flight: launch(n+1), collect() -> n, sample(n+1). With one: launch, sample, collect.
     """
 
     def launch(self, step: Step) -> None:
-        """Apply the delta, do the moves, start the forward pass."""
+        """Apply the Step to the rows, make its Moves, start the forward pass."""
 
     def sample(self, step_id: int, late: Late) -> None:
-        """Choose the tokens of the step that was launched last: what is launched from now on may continue them."""
+        """Sample the tokens of the step launched last. Steps launched after this call may continue from them."""
 
     def collect(self) -> StepResult:
-        """Wait for the oldest step that was sampled and not collected."""
+        """Wait for the oldest step that was sampled and not collected, and return its result."""
 
     def rest(self) -> None:
-        """Nothing is left to do, and no step in flight: memory that is only kept for the next step may go."""
+        """Release memory that is only kept for the next step. Called when no step is in flight and nothing is to do."""

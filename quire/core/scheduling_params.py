@@ -1,4 +1,4 @@
-"""Terms: what a request asks of the scheduler and of the memory, besides tokens."""
+"""Scheduling parameters of a request: priority, deadline, retention, program hints."""
 
 import msgspec
 
@@ -6,8 +6,8 @@ from quire.errors import RequestError
 
 MAX_SESSION = 256  # characters
 MAX_SECONDS = 1e9
-MAX_PROGRAM_TTL = 600.0  # seconds: who forgets to end a program is not heeded for ever
-_LARGEST = 2**31 - 1  # priority, either way
+MAX_PROGRAM_TTL = 600.0  # seconds, so that hints of a program that is never ended expire
+_LARGEST = 2**31 - 1  # of the absolute value of a priority
 
 
 def _is_whole(value: object) -> bool:
@@ -27,16 +27,16 @@ def _wrong(field: str, expected: str, value: object) -> RequestError:
 
 
 class Retention(msgspec.Struct, frozen=True, kw_only=True):
-    """How long the KV that a request leaves behind is kept, as far as there is room.
+    """Retention of the KV that a request leaves. Raises RequestError for a value out of bounds.
 
-    It is a wish: memory that running sequences need goes to them, but for pins within the bounds of docs/eviction.md.
-    Raises RequestError for a value out of bounds.
+    It has no guarantee: blocks that running sequences need are evicted, except for pins within the limits of
+    docs/eviction.md.
     """
 
-    priority: int = 50  # 0 to 100: what has less goes first, in eviction "priority" and "cost"
-    ttl: float | None = None  # seconds after its end; then it is as if nothing had been asked. None: for ever
-    pin: bool = False  # not to be evicted at all, while the ttl lasts
-    session: str | None = None  # a conversation: what its latest request asks holds for what it left
+    priority: int = 50  # 0 to 100: lower is evicted first, under the eviction policies "priority" and "cost"
+    ttl: float | None = None  # seconds after the end of the request in which retention applies; None: no limit
+    pin: bool = False  # no eviction during the ttl
+    session: str | None = None  # name of a conversation: the retention of its latest request applies to all of its KV
 
     def __post_init__(self) -> None:
         if not _is_whole(self.priority) or not 0 <= self.priority <= 100:
@@ -50,16 +50,15 @@ class Retention(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Program(msgspec.Struct, frozen=True, kw_only=True):
-    """The program that a request is a part of: what runs with it, and what comes behind it (docs/programs.md).
+    """Program hints of a request (docs/programs.md). Raises RequestError for a value out of bounds.
 
-    A hint: it changes in which order requests run and KV is evicted, never what is answered. An id means nothing
-    outside its tenant. Raises RequestError for a value out of bounds.
+    Hints change the order of requests and of evictions, never an output. An id is valid within its tenant.
     """
 
-    id: str  # of one run; its requests count as arrived when it began
-    branch: str = ""  # one line of it; "" is the trunk, which others fork from
-    expects_more: bool = True  # another request goes on from what this one leaves; else the branch ends with it
-    ttl: float = 60.0  # seconds after the end of the request for which that is expected
+    id: str  # of one run of the program
+    branch: str = ""  # branch of the run; "" is the trunk
+    expects_more: bool = True  # another request will continue from the KV of this one; else the branch ends with it
+    ttl: float = 60.0  # seconds after the end of the request in which that is expected
 
     def __post_init__(self) -> None:
         if not _is_name(self.id):
@@ -73,10 +72,10 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Terms(msgspec.Struct, frozen=True, kw_only=True):
-    """Asks for nothing, unless it is said otherwise. Raises RequestError for a value out of bounds."""
+    """The scheduling parameters of a request. Raises RequestError for a value out of bounds."""
 
-    priority: int = 0  # less runs earlier; only policy "priority" heeds it
-    deadline: float | None = None  # seconds after its arrival by which its last token is of use
+    priority: int = 0  # lower runs earlier; only under the policy "priority"
+    deadline: float | None = None  # seconds after arrival at which the last token stops being useful
     retention: Retention = Retention()
     program: Program | None = None
 

@@ -1,13 +1,12 @@
-"""Step and StepResult: the only data between mind and body.
+"""Step and StepResult, the data that passes between control plane and execution.
 
-A Step says what a runner computes next. It is a delta: a sequence's tokens and block table travel
-once, when its row opens, and then only what was appended. Runners keep one fixed row per running
-sequence; a `reset` step empties all rows first and opens them again. Everything is columnar: one
-numpy array per field, one entry per row or chunk. `docs/step.md` shows one in full.
+A Step says what a runner computes next. It is a delta: the tokens and the block table of a sequence are sent when its
+row opens; later Steps have only what was appended. A runner has one fixed row per running sequence. A `reset` step
+empties all rows first and opens them again. Data is columnar: one numpy array per field, one entry per row or chunk.
+`docs/step.md` shows a full example.
 
-Tokens that the runner sampled itself are never sent back: it writes the token sampled at the end of
-a chunk to position `stop` of that row, where the next chunk, possibly launched before anyone else
-has seen the token, reads it.
+Tokens that the runner sampled are not sent back. It writes the token sampled at the end of a chunk to position `stop`
+of that row. The next chunk reads it there, and may be launched before the control plane has the token.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,36 +20,36 @@ from quire.core import codec
 
 
 class ChunkOutput(IntEnum):
-    """What a chunk yields."""
+    """The output of a chunk."""
 
     NONE = 0  # only KV
-    SAMPLE = 1  # one token after its last position (more where drafts are accepted)
-    POOL = 2  # hidden states of its last `num_logits` positions, pooled
+    SAMPLE = 1  # one token after its last position, more if drafts are accepted
+    POOL = 2  # pooled hidden states of its last `num_logits` positions
 
 
 class Pooling(IntEnum):
-    """How hidden states of a sequence become one."""
+    """How the hidden states of a sequence are pooled."""
 
-    NONE = 0  # they do not: the sequence generates
-    LAST = 1  # that of the last position
+    NONE = 0  # no pooling: the sequence generates tokens
+    LAST = 1  # the state of the last position
     MEAN = 2  # the mean over all positions; a chunk yields a sum
 
 
 class ListKind(IntEnum):
-    """What a list of tokens means to the sampling of a row."""
+    """What sampling does with a list of tokens of a row."""
 
     BIAS = 0  # added to the logits: `weights`
-    ALLOWED = 1  # nothing else may be sampled
-    BAD_WORD = 2  # this sequence of tokens may not come up; one list for each
-    END = 3  # may not be sampled before the row's `min_lens`
-    LOGPROB = 4  # to be reported beside each sampled token
+    ALLOWED = 1  # only these may be sampled
+    BAD_WORD = 2  # this sequence of tokens may not be sampled; one list per sequence
+    END = 3  # may not be sampled at positions below the row's `min_lens`
+    LOGPROB = 4  # tokens whose logprobs are reported for each sampled token
 
 
 class Chunk(NamedTuple):
     """Positions [start, stop) of one sequence, computed in one step.
 
-    The last `num_drafts` of them are guesses; logits are wanted at the last `num_logits`. Those that no
-    token is sampled from say how likely the prompt's next tokens were.
+    The last `num_drafts` positions hold draft tokens. Logits are computed at the last `num_logits` positions. Logits
+    that no token is sampled from give the logprobs of the next prompt tokens.
     """
 
     row: int
@@ -68,7 +67,7 @@ class Chunk(NamedTuple):
 
 
 class Chunks(msgspec.Struct, frozen=True, eq=False):
-    """The chunks of a step, one array per field, all of one length."""
+    """The chunks of a step: one array per field, all of shape (number of chunks,)."""
 
     rows: np.ndarray  # int32
     seq_ids: np.ndarray  # int64
@@ -88,23 +87,23 @@ class Chunks(msgspec.Struct, frozen=True, eq=False):
 
     @classmethod
     def of(cls, chunks: Sequence[tuple[int, ...]]) -> "Chunks":
-        """From tuples in the order of the fields."""
+        """Chunks from tuples in the order of the fields."""
         table = np.array(chunks, dtype=np.int64).reshape(-1, 7).T
         types = (np.int32, np.int64, np.int32, np.int32, np.int32, np.int32, np.uint8)
         return cls(*(np.ascontiguousarray(column, dtype) for column, dtype in zip(table, types, strict=True)))
 
 
 class Writes(msgspec.Struct, frozen=True, eq=False):
-    """Spans to be written into a table of rows: span i puts `lengths[i]` values at (rows[i], starts[i]...)."""
+    """Spans to write into a table: span i puts `lengths[i]` values into row `rows[i]`, from column `starts[i]` on."""
 
     rows: np.ndarray  # int32, one per span
     starts: np.ndarray  # int32, one per span
     lengths: np.ndarray  # int32, one per span
-    values: np.ndarray  # int32, of all spans in turn
+    values: np.ndarray  # int32, of all spans, concatenated
 
     @classmethod
     def of(cls, spans: Sequence[tuple[int, int, Sequence[int]]]) -> "Writes":
-        """From (row, start, values) spans."""
+        """Writes from (row, start, values) spans."""
         values: list[int] = []
         for _, _, span in spans:
             values += span
@@ -125,13 +124,13 @@ class Writes(msgspec.Struct, frozen=True, eq=False):
 
 
 class Lists(msgspec.Struct, frozen=True, eq=False):
-    """Lists of tokens that opened rows bring along: list i is of `kinds[i]` and has `lengths[i]` entries."""
+    """Token lists of opened rows: list i belongs to row `rows[i]` and has kind `kinds[i]` and `lengths[i]` entries."""
 
     rows: np.ndarray  # int32, one per list
     kinds: np.ndarray  # uint8, ListKind, one per list
     lengths: np.ndarray  # int32, one per list
-    tokens: np.ndarray  # int32, of all lists in turn
-    weights: np.ndarray  # float32, one per token; 0 where the kind has none
+    tokens: np.ndarray  # int32, of all lists, concatenated
+    weights: np.ndarray  # float32, one per token; 0 for kinds without weights
 
     def __iter__(self) -> Iterator[tuple[int, ListKind, np.ndarray, np.ndarray]]:
         """(row, kind, tokens, weights) of each list."""
@@ -143,7 +142,7 @@ class Lists(msgspec.Struct, frozen=True, eq=False):
 
     @classmethod
     def of(cls, lists: Sequence[tuple[int, ListKind, Mapping[int, float] | Sequence[int]]]) -> "Lists":
-        """From (row, kind, tokens) triples; a mapping gives each token its weight."""
+        """Lists from (row, kind, tokens) triples. A mapping has the weights of its tokens."""
         tokens: list[int] = []
         weights: list[float] = []
         for _, _, entries in lists:
@@ -159,24 +158,24 @@ class Lists(msgspec.Struct, frozen=True, eq=False):
 
 
 class Opens(msgspec.Struct, frozen=True, eq=False):
-    """Rows that begin to hold a sequence, with what sampling needs to know about it."""
+    """Rows that a sequence opens in this step, with its sampling parameters."""
 
     rows: np.ndarray  # int32
     seq_ids: np.ndarray  # int64
     seeds: np.ndarray  # uint64, Philox key
-    sample_indices: np.ndarray  # int32, which of a request's n sequences
+    sample_indices: np.ndarray  # int32, index of the sequence in its request
     temperatures: np.ndarray  # float32, 0 is greedy
-    top_ps: np.ndarray  # float32, 1 keeps all
-    top_ks: np.ndarray  # int32, 0 keeps all
-    min_ps: np.ndarray  # float32, 0 keeps all
-    num_logprobs: np.ndarray  # int32, alternatives to report per sampled token; -1 reports nothing
+    top_ps: np.ndarray  # float32, 1: off
+    top_ks: np.ndarray  # int32, 0: off
+    min_ps: np.ndarray  # float32, 0: off
+    num_logprobs: np.ndarray  # int32, top logprobs to report per sampled token; -1: no logprobs
     num_prompt_logprobs: np.ndarray  # int32, the same for tokens of the prompt
-    prompt_lens: np.ndarray  # int32, tokens of the prompt: presence and frequency count those behind it
-    min_lens: np.ndarray  # int32, positions below this one take none of the row's END tokens
-    presence_penalties: np.ndarray  # float32, 0 is none
-    frequency_penalties: np.ndarray  # float32, 0 is none
-    repetition_penalties: np.ndarray  # float32, 1 is none
-    deterministic: np.ndarray  # uint8, 1: outputs may not depend on who shares the step
+    prompt_lens: np.ndarray  # int32, prompt tokens; presence and frequency penalties count only later tokens
+    min_lens: np.ndarray  # int32, END tokens of the row are not sampled at positions below this one
+    presence_penalties: np.ndarray  # float32, 0: off
+    frequency_penalties: np.ndarray  # float32, 0: off
+    repetition_penalties: np.ndarray  # float32, 1: off
+    deterministic: np.ndarray  # uint8, 1: outputs may not depend on the other sequences of the step
     poolings: np.ndarray  # uint8, Pooling
     lists: Lists
 
@@ -185,7 +184,7 @@ class Opens(msgspec.Struct, frozen=True, eq=False):
 
     @classmethod
     def of(cls, *, lists: Lists | None = None, **columns: Sequence[float]) -> "Opens":
-        """From one list per field. Columns left out ask for nothing."""
+        """Opens from one list per field. Columns that are left out have their neutral value."""
         size = len(columns["rows"])
         arrays = {
             name: np.array(columns.get(name, [neutral] * size), kind) for name, (kind, neutral) in _COLUMNS.items()
@@ -193,7 +192,7 @@ class Opens(msgspec.Struct, frozen=True, eq=False):
         return cls(**arrays, lists=Lists.of([]) if lists is None else lists)
 
 
-_COLUMNS: dict[str, tuple[type[np.generic], float]] = {  # type, and the value that asks for nothing
+_COLUMNS: dict[str, tuple[type[np.generic], float]] = {  # dtype and neutral value
     "rows": (np.int32, 0),
     "seq_ids": (np.int64, 0),
     "seeds": (np.uint64, 0),
@@ -215,11 +214,11 @@ _COLUMNS: dict[str, tuple[type[np.generic], float]] = {  # type, and the value t
 
 
 class Move(msgspec.Struct, frozen=True):
-    """The only way bytes of blocks travel: `pairs` of (source block, target block) of one group.
+    """A copy of blocks: `pairs` of (source block, target block) of one group.
 
-    `num_tokens` counts the leading tokens of each block that matter. Device-to-device moves are done
-    before the writes of the Step that carries them, and those to the host have read their blocks by then; those from
-    the host are done when the Step's result is there.
+    `num_tokens` is the number of leading tokens of each block that are valid. Before the chunks of its Step write KV, a
+    move within the device is done and a move to the host has read its blocks. A move from the host is done when the
+    Step's result is available.
     """
 
     id: int
@@ -235,13 +234,13 @@ class Move(msgspec.Struct, frozen=True):
 
 
 class Step(msgspec.Struct, frozen=True, eq=False):
-    """What a runner does next. Order: reset, opens, writes, moves, then the chunks."""
+    """What a runner does next, in this order: reset, opens, token writes, block writes, moves, chunks."""
 
     id: int
-    reset: bool  # forget all rows first
+    reset: bool  # clear all rows first
     opens: Opens
-    tokens: Writes  # rows x positions: known tokens
-    blocks: list[Writes]  # per group, rows x table indices: block ids
+    tokens: Writes  # known tokens, into a table of rows x positions
+    blocks: list[Writes]  # per group: block ids, into a table of rows x table indices
     moves: list[Move]
     chunks: Chunks
 
@@ -260,53 +259,53 @@ class Step(msgspec.Struct, frozen=True, eq=False):
 
 
 class Late(msgspec.Struct, frozen=True, eq=False):
-    """What sampling a step needs and launching it could not know. Derived, so never journalled."""
+    """Sampling masks of a step, computed after the previous commit. They are derived, so the journal has none."""
 
     rows: np.ndarray  # int32: constrained rows
     masks: np.ndarray  # uint32 (num rows, words): bit t%32 of word t//32 allows token t
 
     @classmethod
     def nothing(cls) -> "Late":
-        """No row is constrained."""
+        """The masks of a step without constrained rows."""
         return cls(np.zeros(0, np.int32), np.zeros((0, 0), np.uint32))
 
 
 class Logprobs(msgspec.Struct, frozen=True, eq=False):
-    """Of each token: itself first, then its row's number of most likely ones, then its row's LOGPROB list.
+    """Logprobs per token: of the token, then of the row's most likely tokens, then of the row's LOGPROB list.
 
-    What a row did not ask for, at the end, is padded: id -1, value -inf, rank 0.
+    Entries that a row did not request are padding at its end: id -1, value -inf. The rank of a token without logprobs
+    is 0.
     """
 
     ids: np.ndarray  # int32 (num tokens, widest row)
-    values: np.ndarray  # float32, natural logarithm, of the model's own logits: before penalties, bias and temperature
-    ranks: np.ndarray  # int32 (num tokens,) of the token itself: 1 is the most likely
+    values: np.ndarray  # float32, natural logarithm, of the model's logits before penalties, bias and temperature
+    ranks: np.ndarray  # int32 (num tokens,), of the token itself; 1 is the most likely
 
     def slice(self, start: int, stop: int) -> "Logprobs":
-        """Those of tokens [start, stop)."""
+        """The logprobs of tokens [start, stop)."""
         return Logprobs(self.ids[start:stop], self.values[start:stop], self.ranks[start:stop])
 
 
 class StepResult(msgspec.Struct, frozen=True, eq=False):
-    """What came of a step. `counts[i]` of `tokens`, in turn, belong to chunk i.
+    """The result of a step. Chunk i has `counts[i]` of the `tokens`, which are concatenated.
 
-    A token of -1 says that nothing could be sampled: the logits of its row were not finite, or its request
-    allowed no token. `error` says that the whole step
-    failed: nothing it would have written may be relied on.
+    Token -1: no token could be sampled, because the row's logits were not finite or its request allowed no token.
+    `error`: the whole step failed, and nothing that it would have written is valid.
     """
 
     step_id: int
     seconds: float
     counts: np.ndarray  # int32, per chunk
     tokens: np.ndarray  # int32
-    logprobs: Logprobs | None = None  # of `tokens`; None when no row of the step asks
-    prompt_logprobs: Logprobs | None = None  # of the prompt tokens behind logits that nothing was sampled from
+    logprobs: Logprobs | None = None  # of `tokens`; None if no row of the step requests logprobs
+    prompt_logprobs: Logprobs | None = None  # of the prompt tokens after the logits that no token was sampled from
     pooled: np.ndarray | None = None  # float32 (chunks that pool, hidden_size)
-    swap_seconds: tuple[float, float] = (0.0, 0.0)  # that moves to the host took, and from it; not part of `seconds`
+    swap_seconds: tuple[float, float] = (0.0, 0.0)  # of moves to the host, and from it; not part of `seconds`
     error: str = ""
 
     @classmethod
     def failed(cls, step_id: int, error: str) -> "StepResult":
-        """A step that could not be run."""
+        """The result of a step that failed."""
         return cls(step_id, 0.0, np.zeros(0, np.int32), np.zeros(0, np.int32), error=error)
 
 
@@ -316,5 +315,5 @@ def to_bytes(step: Step) -> bytes:
 
 
 def from_bytes(data: bytes) -> Step:
-    """The inverse of `to_bytes`."""
+    """The step of these bytes; inverse of `to_bytes`."""
     return codec.decode(data, Step)

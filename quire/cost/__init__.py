@@ -1,1 +1,1 @@
-"""What things cost: bytes of a plan, seconds of a step."""
+"""The cost model: bytes of memory and seconds of steps."""

@@ -1,50 +1,51 @@
-"""Block advice: which block size suits the sequences that were seen. Pure: figures in, a recommendation out.
+"""Block size advice from the lengths of finished sequences.
 
-Large blocks leave slots empty at the end of each sequence, small ones take longer to be found and listed. Both are
-shares of something that runs out, memory and time, and the block size with the least sum of them is recommended,
-where that is clearly less than now. How fast kernels read blocks of another size is not known here.
+Large blocks waste slots at the end of each sequence. Small blocks take longer to find in the prefix index. Wasted
+memory and lookup time are both expressed as shares; the size with the least sum is recommended if it clearly saves
+something. The speed of kernels at other block sizes is not included.
 """
 
 from collections.abc import Mapping
 
 import msgspec
 
-MODULUS = 256  # slots that a block of a size that divides it leaves empty are known exactly
+MODULUS = 256  # lengths are counted modulo this: the waste is exact for block sizes that divide it
 
 
 class BlockFigures(msgspec.Struct, frozen=True):
-    """What was seen so far, all sequences of all requests together."""
+    """Block use of all sequences so far."""
 
     block_size: int
-    num_samples: int  # times that all tables were looked at while something ran
-    mean_slots: float  # of all tables, those of blocks behind a window left out; shared blocks count for each table
-    mean_empty: float  # of these, behind the last token that is known
-    num_ended: int  # sequences that came to their end
-    num_tokens: int  # that these had, prompts included
-    residues: tuple[int, ...]  # how many of them had a length of 0, 1, 2 ... modulo 256
+    num_samples: int  # samples that were taken while sequences ran
+    mean_slots: float  # slots of group 0 in all tables, without absent blocks; a shared block counts for each table
+    mean_empty: float  # of these slots, those behind the last known token
+    num_ended: int  # sequences that ended
+    num_tokens: int  # tokens of these sequences, prompts included
+    residues: tuple[int, ...]  # number of these sequences by length modulo 256
 
     @property
     def internal_waste(self) -> float:
-        """Share of the slots that held nothing, averaged over time."""
+        """Share of slots that held no token, averaged over the samples."""
         return self.mean_empty / self.mean_slots if self.mean_slots else 0.0
 
     def empty_slots(self, block_size: int) -> float:
-        """That all sequences that ended would have left in blocks of this size: exact where it divides 256.
+        """Slots that the ended sequences would have left empty with this block size.
 
-        Otherwise the (block_size - 1) / 2 that are expected of lengths that know nothing of blocks.
+        Exact if the size divides 256. Otherwise (block_size - 1) / 2 per sequence, the mean for lengths that are
+        independent of the block size.
         """
         if MODULUS % block_size:
             return self.num_ended * (block_size - 1) / 2
         return sum(count * (-length % block_size) for length, count in enumerate(self.residues))
 
     def predicted_waste(self, block_size: int) -> float:
-        """Share of the slots that would be empty when sequences end, with blocks of this size."""
+        """Share of slots that would be empty at the end of sequences with this block size."""
         empty = self.empty_slots(block_size)
         return empty / (self.num_tokens + empty) if self.num_tokens else 0.0
 
 
 class BlockUse:
-    """The counters. Bounded: as many for a million sequences as for one."""
+    """Counters of block use. Their size does not depend on the number of sequences."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
@@ -53,20 +54,20 @@ class BlockUse:
         self._residues = [0] * MODULUS
 
     def sample(self, num_slots: int, num_tokens: int) -> None:
-        """All tables have so many slots now, and tokens for so many of them."""
+        """Add a sample: the slots of all tables, and how many of them hold a known token. Ignored without slots."""
         if num_slots:
             self._num_samples += 1
             self._slots += num_slots
             self._empty += num_slots - num_tokens
 
     def ended(self, length: int) -> None:
-        """A sequence ended with so many tokens."""
+        """Count a sequence that ended with `length` tokens."""
         self._num_ended += 1
         self._num_tokens += length
         self._residues[length % MODULUS] += 1
 
     def figures(self) -> BlockFigures:
-        """As they stand."""
+        """The current figures."""
         samples = max(1, self._num_samples)
         return BlockFigures(
             self._block_size,
@@ -80,25 +81,25 @@ class BlockUse:
 
 
 CANDIDATES = (8, 16, 32, 64, 128)
-_ENOUGH = 32  # sequences that have to have ended
-_CLEARLY = 0.01  # of memory and time, that a change has to save
+_ENOUGH = 32  # ended sequences that a recommendation needs
+_CLEARLY = 0.01  # least saving, as a share of memory plus time, that a change needs
 
 
 class Candidate(msgspec.Struct, frozen=True):
-    """What is expected of one block size."""
+    """The prediction for one block size."""
 
     block_size: int
     predicted_waste: float  # share of slots that sequences leave empty
-    half_block_waste: float  # the same by (block_size - 1) / 2 for each
-    lookup_us: float | None  # to find a prompt of the mean length in the prefix index; None where there is none
-    lookup_share: float  # of the time that computing that prompt takes
+    half_block_waste: float  # the same with (block_size - 1) / 2 empty slots per sequence
+    lookup_us: float | None  # microseconds to look up one prompt in the prefix index; None without an index
+    lookup_share: float  # lookup time divided by the time to compute that prompt
 
 
 class BlockAdvice(msgspec.Struct, frozen=True):
-    """What is recommended and why."""
+    """The recommended block size and the reason."""
 
     current: int
-    internal_waste: float  # share of slots in tables that held nothing, averaged over time
+    internal_waste: float  # share of slots in tables that held no token, averaged over the samples
     lookup_us: float | None
     candidates: tuple[Candidate, ...]
     recommended: int
@@ -108,11 +109,11 @@ class BlockAdvice(msgspec.Struct, frozen=True):
 def advise(
     figures: BlockFigures, lookup_seconds: Mapping[int, float], prompt_seconds: float, *, whole_blocks: bool = False
 ) -> BlockAdvice:
-    """What to make of `figures`.
+    """The recommendation for `figures`.
 
-    lookup_seconds: of one prompt by block size, empty without a prefix index. prompt_seconds: that computing it
-    takes; 0 where that is not known. whole_blocks: the index finds nothing smaller, so that half a block is computed
-    again each time.
+    lookup_seconds: seconds to look up one prompt, by block size; empty without a prefix index. prompt_seconds: seconds
+    to compute that prompt; 0 if unknown. whole_blocks: the index finds whole blocks only, so that half a block per
+    sequence is computed again.
     """
     current = figures.block_size
     sizes = sorted({*CANDIDATES, current})
@@ -144,7 +145,7 @@ def _candidate(figures: BlockFigures, size: int, lookup: float | None, prompt_se
 
 
 def _total(one: Candidate, figures: BlockFigures, *, whole_blocks: bool) -> float:
-    """Of memory and time, what this block size wastes."""
+    """The share of memory and time that this block size wastes."""
     again = (one.block_size - 1) / 2 * figures.num_ended / max(1, figures.num_tokens) if whole_blocks else 0.0
     return one.predicted_waste + one.lookup_share + again
 

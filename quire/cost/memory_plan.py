@@ -1,4 +1,4 @@
-"""The memory plan: every byte an engine will use, named, before anything is loaded."""
+"""The memory plan: all memory that an engine will use, in bytes, computed before the weights are loaded."""
 
 import re
 from bisect import bisect_left
@@ -16,35 +16,35 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*((?:[kmgt]i?)?b|[kmgt]i?|)", re.IGNORECAS
 
 @dataclass(frozen=True, slots=True)
 class KVDemand:
-    """What the KV of one group of layers asks of memory."""
+    """The memory that the KV of one group needs."""
 
     bytes_per_token: int
-    window: int  # 0: every token is kept
+    window: int  # in tokens; 0: no window
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """What a model and its options ask of memory."""
+    """The memory that a model with its options needs."""
 
     weight_bytes: int
     weight_reason: str
     kv: tuple[KVDemand, ...]
     block_size: int
-    model_max_len: int  # what the model was made for
-    max_model_len: int | None  # what was asked for
+    model_max_len: int  # context length of the model
+    max_model_len: int | None  # the option; None: not set
     max_num_seqs: int
     max_num_batched_tokens: int
     workspace_bytes_per_token: int  # activations of one token in a step
     workspace_bytes_per_seq: int  # tokens, tables and logits of one row
-    scratch_bytes: int  # of attention, and of sampling beside the logits
-    recording_bytes: int = 0  # that recorded steps keep to themselves
+    scratch_bytes: int  # of attention, and of sampling in addition to the logits
+    recording_bytes: int = 0  # that captured steps own
     recording_reason: str = ""
-    staging_bytes: int = 0  # that blocks pass on their way to the host and back
+    staging_bytes: int = 0  # buffers of swapping on the device
 
     @property
     def workspace_bytes(self) -> int:
-        """What a step takes while it is computed."""
+        """Memory of one step while it is computed."""
         return (
             self.max_num_batched_tokens * self.workspace_bytes_per_token
             + self.max_num_seqs * self.workspace_bytes_per_seq
@@ -52,17 +52,17 @@ class Demand:
         )
 
     def blocks_alone(self, length: int) -> list[int]:
-        """Per group, what one sequence of `length` tokens needs."""
+        """Per group, the blocks that one sequence of `length` tokens needs if it runs alone."""
         return [blocks_alone(kv.window, self.block_size, length, self.max_num_batched_tokens) for kv in self.kv]
 
     def blocks_each(self, length: int) -> list[int]:
-        """Per group, what each of many sequences of `length` tokens holds while it generates."""
+        """Per group, the blocks that a sequence of `length` tokens holds while it decodes."""
         return [blocks_alone(kv.window, self.block_size, length, 1) for kv in self.kv]
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One use of memory and why it has this size."""
+    """One use of memory, its size and the reason for the size."""
 
     name: str
     bytes: int
@@ -74,7 +74,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """The uses of memory, and what follows from them."""
+    """The uses of memory, the sizes of the pools and the longest sequence."""
 
     demand: Demand
     lines: tuple[Line, ...]
@@ -83,7 +83,7 @@ class MemoryPlan:
     max_model_len_reason: str
 
     def concurrency(self, length: int) -> int:
-        """Sequences of `length` tokens that fit at once."""
+        """Number of sequences of `length` tokens that fit at the same time."""
         return min(have // each for have, each in zip(self.num_blocks, self.demand.blocks_each(length), strict=True))
 
     def __str__(self) -> str:
@@ -102,11 +102,14 @@ class MemoryPlan:
 def plan_memory(
     demand: Demand, *, available: int, default_share: float, limit: str | None, keeps: bool = False
 ) -> MemoryPlan:
-    """Divide memory between weights, workspace and KV blocks.
+    """Divide memory between weights, workspace and KV pools.
 
-    The pool gets no more blocks than `max_num_seqs` sequences of `max_model_len` could fill, unless it keeps what
-    earlier requests computed: then it gets all that is left.
-    Raises ConfigError when the weights or one full-length sequence do not fit.
+    available: bytes. default_share: share of them to use if `limit` is None. limit: the option `memory`. keeps: the
+    pool gets all remaining memory, for a prefix cache; otherwise at most the blocks that `max_num_seqs` sequences of
+    `max_model_len` tokens can fill.
+
+    Lowers `max_model_len` to what the KV memory can hold, if it was not set. Raises ConfigError if the weights or one
+    sequence of the set length do not fit.
     """
     budget, budget_reason = _budget(available, default_share, limit)
     beside = demand.workspace_bytes + demand.recording_bytes + demand.staging_bytes
@@ -141,7 +144,7 @@ def plan_memory(
 
 
 def _beside(demand: Demand) -> list[Line]:
-    """What is neither weights nor blocks."""
+    """The lines of everything but weights and blocks."""
     why = (
         f"{demand.max_num_batched_tokens} tokens a step x {size(demand.workspace_bytes_per_token)}, "
         f"{demand.max_num_seqs} rows x {size(demand.workspace_bytes_per_seq)}, "
@@ -160,22 +163,22 @@ def _bytes(demand: Demand, num_blocks: Sequence[int]) -> int:
 
 
 def _longest(demand: Demand, length: int, room: int) -> int:
-    """The longest sequence, in whole blocks where there are any, whose KV takes at most `room` bytes."""
+    """The longest sequence, below `length` tokens, whose KV takes at most `room` bytes."""
     counts = range(2, length)
     fits = bisect_left(counts, 1, key=lambda count: _bytes(demand, demand.blocks_alone(count)) > room)
     return counts[fits - 1]
 
 
 def _useful(demand: Demand, length: int) -> list[int]:
-    """Per group, all the blocks that `max_num_seqs` sequences could ever fill."""
+    """Per group, the most blocks that `max_num_seqs` sequences of `length` tokens can fill."""
     alone, each = demand.blocks_alone(length), demand.blocks_each(length)
     return [most + (demand.max_num_seqs - 1) * one for most, one in zip(alone, each, strict=True)]
 
 
 def _divide(demand: Demand, length: int, useful: Sequence[int], room: int) -> list[int]:
-    """Blocks of each group: as many as sequences of a quarter of the longest length need, in like numbers.
+    """Blocks per group for the same number of sequences, of a quarter of `length`, in each group.
 
-    None gets more than is useful, nor less than one sequence needs.
+    A group gets at most its `useful` blocks, and at least what one sequence of `length` needs.
     """
     least, each = demand.blocks_alone(length), demand.blocks_each(-(-length // 4))
     unit = max(each)
@@ -190,7 +193,10 @@ def _divide(demand: Demand, length: int, useful: Sequence[int], room: int) -> li
 
 
 def parse_memory(text: str, available: int) -> float:
-    """Bytes of '4GiB', '500MB' or '123456789'; a number up to 1 without a unit is a share of `available`."""
+    """Bytes of '4GiB', '500MB' or '123456789'. A number up to 1 without a unit is a share of `available`.
+
+    Raises ConfigError for other text, and for 0.
+    """
     match = _SIZE.fullmatch(text.strip())
     if not match or float(match[1]) == 0:
         raise ConfigError(
@@ -201,7 +207,7 @@ def parse_memory(text: str, available: int) -> float:
 
 
 def size(num_bytes: float) -> str:
-    """Bytes for people: '1.50 GiB'."""
+    """A number of bytes as text with a unit: '1.50 GiB'."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(num_bytes) < 1024:
             return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.2f} {unit}"
@@ -230,22 +236,25 @@ def _max_model_len(demand: Demand) -> tuple[int, str]:
     return demand.max_model_len, "as asked"
 
 
-DEFAULT = 4 * 2**30  # bytes beside a device with memory of its own
-_LARGEST_SHARE = 0.25  # of the host's memory, where nobody asked for a size
+DEFAULT = 4 * 2**30  # bytes, for a device with memory of its own
+_LARGEST_SHARE = 0.25  # of the available host memory, if no size was set
 _GIB = 2**30
 _NUMBER = re.compile(r"\s*\d+(\.\d+)?\s*")
-_MOST_GIB = 4096  # a larger number is one of bytes
+_MOST_GIB = 4096  # a number from here on is in bytes
 
 
 class HostPool(NamedTuple):
-    """Blocks of each group, and the line that says so."""
+    """The blocks of the host pool per group, and its line of the memory plan."""
 
     num_blocks: tuple[int, ...]
-    line: Line | None  # None where there is no pool
+    line: Line | None  # None without a host pool
 
 
 def parse_swap_space(text: str) -> int:
-    """Bytes of '4GiB' or '500MB'. A plain number is one of GiB, as vLLM has it, or from 4096 on one of bytes."""
+    """Bytes of '4GiB' or '500MB'. A plain number below 4096 is in GiB, as in vLLM; a larger one is in bytes.
+
+    Raises ConfigError for other text.
+    """
     if _NUMBER.fullmatch(text):
         number = float(text)
         return int(number * _GIB if number < _MOST_GIB else number)
@@ -258,10 +267,12 @@ def parse_swap_space(text: str) -> int:
 
 
 def plan_host_pool(plan: MemoryPlan, *, asked: str | None, default: int, available: int) -> HostPool:
-    """Divide host memory among the groups as the device's blocks are divided.
+    """Divide host memory among the groups in proportion to their device blocks.
 
-    default: bytes where nobody asked; less where the host has little. available: bytes of host memory that nothing
-    else in the plan uses. Raises ConfigError for more than there is, and for less than a block of each group.
+    asked: the option `swap_space`; None: not set. default: bytes if it is not set, at most a quarter of `available`.
+    available: bytes of host memory that the rest of the plan does not use.
+
+    Raises ConfigError if `asked` exceeds `available` or holds less than one block of each group.
     """
     nothing = HostPool((0,) * len(plan.num_blocks), None)
     wanted = min(default, int(available * _LARGEST_SHARE)) if asked is None else parse_swap_space(asked)

@@ -1,8 +1,8 @@
-"""Turns: when each of those who wait gets its turn, if nobody else comes. Reads no clock; an estimate, in few numbers.
+"""Prediction of the queue wait by a simulation of running and waiting sequences. Reads no clock.
 
-Time passes in steps. In each, whoever runs gets a token, and what is left of the budget goes to prompts. Somebody
-begins as soon as a row is free, memory has room for its prompt, and the prompts before it leave some of a step's
-budget. Preemptions are not foreseen, and what is shared counts for whoever has it.
+Time passes in steps. In each step every running sequence gets one token, and prompts get the rest of the token budget.
+A waiting sequence is admitted when a row is free, memory has space for its tokens, and the prompts before it leave part
+of a step's budget. The simulation has no preemptions and no later arrivals, and shared blocks count for each sequence.
 """
 
 from bisect import bisect_left
@@ -13,43 +13,43 @@ from typing import NamedTuple
 
 
 class Machine(NamedTuple):
-    """What there is to be had, and what it takes."""
+    """Resources of the engine, and the cost of a step."""
 
     rows: int
-    budget: int  # tokens of a step
-    room: float  # tokens that memory holds; infinite where nothing grows
-    fixed: float  # seconds of a step
-    per_token: float  # seconds
+    budget: int  # tokens per step
+    room: float  # tokens that the block pools hold; infinite if all groups have windows
+    fixed: float  # seconds per step
+    per_token: float  # seconds per token
 
 
 class Work(NamedTuple):
-    """What a sequence still has to do, and how much it holds."""
+    """Remaining work and memory of a sequence."""
 
-    num_new: int  # tokens known and to be computed
-    num_outputs: float  # tokens to be generated
-    num_held: float  # tokens that its memory holds, once the new ones are computed
+    num_new: int  # known tokens whose KV is not computed
+    num_outputs: float  # tokens to generate
+    num_held: float  # tokens whose KV it holds once the new ones are computed
 
 
 class Turn(NamedTuple):
-    """The sequences of a request, or some of them, that begin one after the other."""
+    """Waiting sequences of one request that are admitted one after the other."""
 
     works: list[Work]
-    num_tokens: int | None  # of the prompt with which the request leaves the queue; None where it has before
+    num_tokens: int | None  # prompt tokens of the request that leaves the queue here; None if it left the queue before
 
 
 class Turns:
-    """A simulation of those who run, to which those who wait are added in the order of the queue."""
+    """Simulates the running sequences. Waiting sequences are added in the order of the queue."""
 
     def __init__(self, machine: Machine, running: Iterable[Work]) -> None:
         self._machine = machine
-        self._step = self._seconds = self._due = self._held = 0.0  # due: tokens of prompts, not computed yet
-        self._ends: list[tuple[float, float]] = []  # (step in which one ends, tokens that it gives back)
+        self._step = self._seconds = self._due = self._held = 0.0  # due: prompt tokens that are not computed yet
+        self._ends: list[tuple[float, float]] = []  # heap of (step in which a sequence ends, tokens that it frees)
         for work in running:
             self._ends.append(self._begin(work))
         heapify(self._ends)
 
     def next(self, work: Work) -> float:
-        """Seconds from the beginning until one more begins, which comes behind all before it."""
+        """Simulate until one more sequence is admitted, after all before it. Returns seconds from the begin."""
         while self._ends and (len(self._ends) >= self._machine.rows or self._held + work.num_new > self._machine.room):
             self._pass(self._ends[0][0] - self._step)
             self._held -= heappop(self._ends)[1]
@@ -60,7 +60,7 @@ class Turns:
 
     @property
     def _per_step(self) -> float:
-        """Tokens of prompts that a step has room for."""
+        """Prompt tokens that fit into one step."""
         return max(self._machine.budget - len(self._ends), 1)
 
     def _begin(self, work: Work) -> tuple[float, float]:
@@ -70,7 +70,7 @@ class Turns:
         return self._step + num_steps, work.num_held + num_steps
 
     def _pass(self, num_steps: float) -> None:
-        """So many steps pass. Everybody who runs grows by a token in each."""
+        """Simulate `num_steps` steps. Each running sequence grows by one token per step."""
         if num_steps <= 0:
             return
         computed = min(self._due, num_steps * self._per_step)
@@ -82,34 +82,34 @@ class Turns:
 
 
 class Line:
-    """Those who wait, and behind them those who were told to come: who has left the queue when."""
+    """The waiting requests, then rejected requests that were given a Retry-After: when each leaves the queue."""
 
     def __init__(self, turns: Turns, waiting: Iterable[Turn], num_requests: int, num_tokens: int) -> None:
-        """waiting: is asked for as much as is needed. num_requests, num_tokens: that are to leave, all in all."""
+        """waiting: iterated lazily. num_requests, num_tokens: requests in the line and their prompt tokens."""
         self.num_requests = num_requests
         self.num_tokens = num_tokens
         self._turns = turns
         self._waiting = iter(waiting)
         self._behind = deque[Turn]()
-        self._seconds: list[float] = []  # when one leaves the queue
-        self._requests: list[int] = []  # that have left with it
-        self._tokens: list[int] = []  # of their prompts
+        self._seconds: list[float] = []  # per request that leaves the queue: when
+        self._requests: list[int] = []  # requests that have left by then
+        self._tokens: list[int] = []  # prompt tokens of these
 
     def append(self, turn: Turn) -> None:
-        """One more, behind all others."""
+        """Add a request behind all others."""
         self._behind.append(turn)
         if turn.num_tokens is not None:
             self.num_requests += 1
             self.num_tokens += turn.num_tokens
 
     def drop(self, turn: Turn) -> None:
-        """One that was put behind is not to be counted: it came, and stands somewhere else, or it will not come."""
+        """Do not count an appended request any more, because it was accepted meanwhile or did not return."""
         if turn.num_tokens is not None:
             self.num_requests -= 1
             self.num_tokens -= turn.num_tokens
 
     def seconds_until(self, num_requests: int, num_tokens: int) -> float:
-        """From the beginning until so many requests, with so many tokens, have left; or all, where they are fewer."""
+        """Seconds until at least `num_requests` requests and `num_tokens` prompt tokens have left, or all of them."""
         while not (self._seconds and self._requests[-1] >= num_requests and self._tokens[-1] >= num_tokens):
             turn = next(self._waiting, None)
             if turn is None and not self._behind:
@@ -126,11 +126,11 @@ class Line:
             self._tokens.append((self._tokens[-1] if self._tokens else 0) + turn.num_tokens)
 
 
-_FORGET = 0.98  # weight that a sequence keeps when the next one ends
+_FORGET = 0.98  # decay: weight of a sequence when the next one ends
 
 
 class Lengths:
-    """The mean over sequences that ended lately."""
+    """Mean output length of recently ended sequences."""
 
     __slots__ = ("_tokens", "_weight")
 
@@ -138,11 +138,11 @@ class Lengths:
         self._weight = self._tokens = 0.0
 
     def ended(self, num_tokens: int) -> None:
-        """One that an end token or a stop string could end has ended with so many output tokens."""
+        """Add a sequence with `num_tokens` output tokens, of a request that may end before `max_tokens`."""
         self._weight = self._weight * _FORGET + 1
         self._tokens = self._tokens * _FORGET + num_tokens
 
     @property
     def mean(self) -> float | None:
-        """Output tokens; None where nothing is known yet."""
+        """Output tokens; None before any sequence has ended."""
         return self._tokens / self._weight if self._weight else None

@@ -1,7 +1,7 @@
-"""Costs: what computing and copying take on this machine. Reads no clock: durations are inputs.
+"""The cost model: seconds of steps and of block copies on this machine. Reads no clock; durations are inputs.
 
-All that is learnt here follows from the durations of steps and copies that a journal has, and from its calibration:
-a replay learns the same.
+It learns from durations that the journal records, of steps, of copies and of the calibration. So a replay learns the
+same.
 """
 
 from collections.abc import Sequence
@@ -10,14 +10,13 @@ from math import inf
 import msgspec
 
 SHORTEST, LONGEST = 1e-9, 1e6  # seconds of a step
-_STEP_DECAY = 0.98  # weight that a step keeps when the next one is seen
+_STEP_DECAY = 0.98  # weight of a step when the next one is observed
 
 
 class Pace:
-    """seconds = fixed + per_token * num_tokens, by least squares over recent steps.
+    """seconds = fixed + per_token * num_tokens, fitted to recent steps by least squares.
 
-    Both coefficients are kept from falling below zero: a noisy machine must not yield a step that is
-    predicted to take no time.
+    Neither coefficient is negative, so that noise never leads to a predicted time of 0 or less.
     """
 
     __slots__ = ("_n", "_nn", "_ns", "_s", "_weight", "fixed", "per_token")
@@ -28,7 +27,7 @@ class Pace:
         self.per_token = 0.0
 
     def observe(self, num_tokens: int, seconds: float) -> None:
-        """Learn from a step. A duration that no step can have had teaches nothing."""
+        """Learn from a step. A duration outside (SHORTEST, LONGEST) is ignored."""
         if not SHORTEST < seconds < LONGEST:
             return
         self._weight = self._weight * _STEP_DECAY + 1
@@ -39,15 +38,15 @@ class Pace:
         spread = self._nn * self._weight - self._n * self._n
         slope = (self._ns * self._weight - self._n * self._s) / spread if spread > 1e-6 * self._nn else 0.0
         fixed = (self._s - slope * self._n) / self._weight
-        if slope <= 0 or fixed < 0:  # too little variety: put it all on the tokens
+        if slope <= 0 or fixed < 0:  # the steps are too similar for two coefficients: fit per_token alone
             slope, fixed = self._ns / self._nn, 0.0
         self.per_token, self.fixed = slope, fixed
 
     def tokens_within(self, seconds: float, most: int) -> int:
-        """Tokens that a step may have to take about `seconds`: between 1 and `most`.
+        """The number of tokens, from 1 to `most`, with which a step takes about `seconds`.
 
-        At least half of the time is given to tokens, also where the fixed cost leaves less: a step that
-        has to be paid for anyway should not be wasted on a single token.
+        At least half of the time goes to tokens, even if the fixed cost leaves less, so that a step does not pay the
+        fixed cost for a single token.
         """
         if self.per_token <= 0:
             return most
@@ -55,46 +54,46 @@ class Pace:
         return most if tokens >= most else max(1, int(tokens))
 
 
-_PREFILL_DECAY = 0.98  # weight that a step keeps when the next one is seen
-_DISTINCT = 1e-3  # of a quantity's square that has to be its own, or it cannot be told from the others
-OUTLIER = 8.0  # one step counts for no more than so many times what was expected, nor for less than that part
-_MIN_PREFILL_STEPS = 8  # steps, from which on anything is expected
-_TOKENS, _PAIRS, _STEP = range(3)  # what takes time
+_PREFILL_DECAY = 0.98  # weight of a step when the next one is observed
+_DISTINCT = 1e-3  # least share of a term's square that is independent of the other terms; below it the term is left out
+OUTLIER = 8.0  # a step counts as at most this many times the prediction, and at least 1/8 of it
+_MIN_PREFILL_STEPS = 8  # steps after which outliers are clamped
+_TOKENS, _PAIRS, _STEP = range(3)  # the terms
 _FITS = ((_TOKENS, _PAIRS, _STEP), (_TOKENS, _PAIRS), (_TOKENS, _STEP), (_TOKENS,))
 
 
 class Prefill:
-    """seconds = fixed + per_token * num_tokens + per_pair * num_pairs, by least squares over recent steps.
+    """seconds = fixed + per_token * num_tokens + per_pair * num_pairs, fitted to recent steps by least squares.
 
-    A pair is a token and one that it attends to, itself among them: that is what makes a long context dear. No
-    coefficient is negative, and where steps were too much alike to tell two of them apart, tokens carry it all.
+    A pair is a token and a token that it attends to, itself included: its cost grows with the context. No coefficient
+    is negative. A term that the steps cannot separate from the others is left out.
     """
 
     __slots__ = ("_products", "_rows", "_solved", "num_steps")
 
     def __init__(self) -> None:
         self.num_steps = 0
-        self._rows = [[0.0] * 3 for _ in range(3)]  # sums of products of (tokens, pairs, 1), recent steps weigh most
-        self._products = [0.0] * 3  # the same with seconds
+        self._rows = [[0.0] * 3 for _ in range(3)]  # normal equations: decayed sums of products of (tokens, pairs, 1)
+        self._products = [0.0] * 3  # decayed sums of (tokens, pairs, 1) x seconds
         self._solved: tuple[float, float, float] | None = (0.0, 0.0, 0.0)
 
     @property
     def per_token(self) -> float:
-        """Seconds that each token takes, whatever it attends to; 0 where nothing is known yet."""
+        """Seconds per token, without its pairs; 0 before any step."""
         return self._coefficients()[0]
 
     @property
     def per_pair(self) -> float:
-        """Seconds that each pair takes."""
+        """Seconds per pair."""
         return self._coefficients()[1]
 
     @property
     def fixed(self) -> float:
-        """Seconds that a step takes, whatever is in it."""
+        """Seconds per step, whatever it computes."""
         return self._coefficients()[2]
 
     def observe(self, num_tokens: int, num_pairs: float, seconds: float) -> None:
-        """Learn from a step. A duration that no step can have had teaches nothing, and one that is far off little."""
+        """Learn from a step. A duration outside (SHORTEST, LONGEST) is ignored, and an outlier is clamped."""
         if num_tokens < 1 or not SHORTEST < seconds < LONGEST:
             return
         if self.num_steps >= _MIN_PREFILL_STEPS:
@@ -109,7 +108,7 @@ class Prefill:
         self._solved = None
 
     def seconds(self, num_tokens: int, num_pairs: float) -> float:
-        """Of a step with so many tokens and pairs; 0 where nothing is known yet."""
+        """Predicted seconds of a step with these tokens and pairs; 0 before any step."""
         per_token, per_pair, fixed = self._coefficients()
         return fixed + per_token * num_tokens + per_pair * num_pairs
 
@@ -119,7 +118,7 @@ class Prefill:
         return self._solved
 
     def _solve(self) -> tuple[float, float, float]:
-        """The best of the fits in which nothing is negative; that by tokens alone always is one."""
+        """The best fit without a negative coefficient. The fit of tokens alone never has one."""
         best, least = (0.0, 0.0, 0.0), inf
         for wanted in _FITS:
             used, values = _least_squares(self._rows, self._products, wanted)
@@ -131,16 +130,16 @@ class Prefill:
 
 
 def num_pairs(num_tokens: int, num_before: int) -> float:
-    """Of a chunk of `num_tokens` that comes behind `num_before` others."""
+    """Pairs of a chunk of `num_tokens` tokens behind `num_before` others."""
     return num_tokens * (num_before + (num_tokens + 1) / 2)
 
 
 def _least_squares(
     rows: list[list[float]], products: list[float], used: Sequence[int]
 ) -> tuple[list[int], list[float]]:
-    """The quantities among `used` that can be told from those before them, and the coefficient of each.
+    """The terms of `used` that are independent of those before them, and the coefficient of each.
 
-    By Cholesky decomposition of the normal equations.
+    Cholesky decomposition of the normal equations.
     """
     kept: list[int] = []
     lower: list[list[float]] = []
@@ -161,35 +160,35 @@ def _least_squares(
     return kept, values
 
 
-_TRUSTED = 3  # weight of steps, from which on another one is expected to be alike
-_FORGET = 0.9  # weight that a copy, or a step that generates, keeps when the next one is seen
+_TRUSTED = 3  # total weight of decode steps from which on outliers are clamped
+_FORGET = 0.9  # weight of a copy or a decode step when the next one is observed
 
 
 class PrefillSample(msgspec.Struct, frozen=True):
-    """A step that computed one chunk of a prompt."""
+    """A measured step that computed one chunk of a prompt."""
 
     num_tokens: int
-    num_before: int  # tokens of the prompt whose KV was there
+    num_before: int  # prompt tokens before the chunk
     seconds: float
 
 
 class DecodeSample(msgspec.Struct, frozen=True):
-    """A step that computed one token of each of some sequences."""
+    """A measured step that computed one token of each of `num_rows` sequences."""
 
     num_rows: int
     seconds: float
 
 
 class CopySample(msgspec.Struct, frozen=True):
-    """Blocks that were copied to the host and back."""
+    """Measured copies of blocks to the host and back."""
 
-    num_bytes: int  # each way
+    num_bytes: int  # in each direction
     seconds_out: float
     seconds_in: float
 
 
 class Calibration(msgspec.Struct, frozen=True):
-    """What was measured before the first request."""
+    """Measurements from before the first request."""
 
     prefill: list[PrefillSample] = []
     decode: list[DecodeSample] = []
@@ -197,29 +196,29 @@ class Calibration(msgspec.Struct, frozen=True):
 
 
 class CostFigures(msgspec.Struct, frozen=True):
-    """What is known; 0 where nothing is, and None of copies."""
+    """The current estimates; 0 before any measurement, and None for copies."""
 
     prompt_seconds_per_token: float
-    prompt_seconds_per_pair: float  # of a token and one that it attends to
+    prompt_seconds_per_pair: float  # a token and a token that it attends to
     prompt_seconds_per_step: float
-    step_seconds: float  # of one that only generates, as they were lately
+    step_seconds: float  # mean of recent decode steps
     seconds_per_byte_out: float | None  # to the host
     seconds_per_byte_in: float | None
 
 
 class Costs:
-    """Learnt from the steps and copies that ran, and from a calibration before them."""
+    """The cost model. It learns from steps and copies, and from a calibration before them."""
 
     def __init__(self) -> None:
         self.pace = Pace()
         self.prefill = Prefill()
-        self._steps = self._step_seconds = 0.0  # that only generated: weight and sum, the latest weigh most
-        self._copied = [(0.0, 0.0), (0.0, 0.0)]  # bytes and seconds, to the host and from it, the latest weigh most
+        self._steps = self._step_seconds = 0.0  # of decode steps: decayed count and sum of seconds
+        self._copied = [(0.0, 0.0), (0.0, 0.0)]  # to the host, and from it: decayed sums of bytes and of seconds
 
-    # What is learnt from
+    # Observations
 
     def calibrate(self, calibration: Calibration) -> None:
-        """Learn from what was measured."""
+        """Learn from all measurements of a calibration."""
         for chunk in calibration.prefill:
             self.observe_step(chunk.num_tokens, chunk.seconds, num_pairs(chunk.num_tokens, chunk.num_before))
         for step in calibration.decode:
@@ -228,38 +227,36 @@ class Costs:
             self.observe_copies(copy.num_bytes, copy.seconds_out, copy.num_bytes, copy.seconds_in)
 
     def observe_step(self, num_tokens: int, seconds: float, pairs: float = 0) -> None:
-        """Learn from a step. pairs: of tokens and those they attend to, where it computed prompts; 0 where it only
-        generated.
-        """
+        """Learn from a step. pairs: its number of pairs; 0 for a step that only decodes."""
         if num_tokens < 1 or not SHORTEST < seconds < LONGEST:
             return
         self.pace.observe(num_tokens, seconds)
         if pairs > 0:
             self.prefill.observe(num_tokens, pairs, seconds)
         else:
-            if self._steps >= _TRUSTED:  # a pause of the machine is no property of it
+            if self._steps >= _TRUSTED:  # a pause of the machine must not count as the speed of steps
                 seconds = min(max(seconds, self.step_seconds / OUTLIER), self.step_seconds * OUTLIER)
             self._steps = self._steps * _FORGET + 1
             self._step_seconds = self._step_seconds * _FORGET + seconds
 
     def observe_copies(self, bytes_out: int, seconds_out: float, bytes_in: int, seconds_in: float) -> None:
-        """Learn from a step's copies to the host, and from it."""
+        """Learn from a step's copies to the host, and from it. One without bytes or valid seconds is ignored."""
         for i, (num_bytes, seconds) in enumerate(((bytes_out, seconds_out), (bytes_in, seconds_in))):
             if num_bytes > 0 and SHORTEST < seconds < LONGEST:
                 old_bytes, old_seconds = self._copied[i]
                 self._copied[i] = (old_bytes * _FORGET + num_bytes, old_seconds * _FORGET + seconds)
 
-    # What is known
+    # Estimates
 
     @property
     def step_seconds(self) -> float:
-        """That a step takes which only generates, as steps were lately; 0 where nothing is known yet."""
+        """Mean seconds of recent decode steps; 0 before any."""
         return self._step_seconds / self._steps if self._steps else 0.0
 
     def recompute_seconds(self, num_tokens: int, num_cached: int = 0) -> float:
-        """To compute so many tokens that come behind `num_cached` others, beside what steps take that run anyway.
+        """Seconds to compute `num_tokens` tokens behind `num_cached` others, in steps that run anyway.
 
-        0 where nothing is known yet.
+        So it leaves out the fixed cost of a step. 0 before any step.
         """
         if not self.prefill.num_steps:
             return self.pace.per_token * num_tokens
@@ -267,21 +264,21 @@ class Costs:
         return self.prefill.per_token * num_tokens + self.prefill.per_pair * pairs
 
     def copy_seconds(self, num_bytes: int) -> tuple[float, float]:
-        """To copy so much to the host, and from it; infinite where nothing is known yet."""
+        """Seconds to copy `num_bytes` to the host, and from it; infinite before any copy in that direction."""
         out, back = (num_bytes * seconds / size if size else inf for size, seconds in self._copied)
         return out, back
 
     def first_token_seconds(self, num_waiting_tokens: int, num_prompt_tokens: int) -> float:
-        """From now until the first token of a prompt, if so many tokens of others are computed before it.
+        """Seconds until the first token of a prompt behind `num_waiting_tokens` tokens of other prompts.
 
-        Hopeful: nobody else comes, who runs takes no time, and the others have short contexts. What takes longer
-        even so cannot be had. 0 where nothing is known yet.
+        This is a lower bound: no other request arrives, running sequences take no time, and the other prompts have
+        short contexts. A deadline before it cannot be met. 0 before any step.
         """
         waiting = (self.prefill.per_token if self.prefill.num_steps else self.pace.per_token) * num_waiting_tokens
         return self.prefill.fixed + waiting + self.recompute_seconds(num_prompt_tokens)
 
     def predicted_seconds(self, num_tokens: int, pairs: float = 0) -> float:
-        """Of a step, described as to `observe_step`; 0 where nothing is known yet."""
+        """Predicted seconds of a step, with arguments as in `observe_step`; 0 before any step."""
         if num_tokens < 1:
             return 0.0
         if pairs > 0 and self.prefill.num_steps:
@@ -289,17 +286,17 @@ class Costs:
         return self.pace.fixed + self.pace.per_token * num_tokens
 
     def output_seconds(self, num_tokens: int) -> float:
-        """To generate so many tokens behind the first, one a step; 0 where nothing is known yet."""
+        """Seconds to generate `num_tokens` tokens after the first, one per step; 0 before any decode step."""
         return self.step_seconds * num_tokens
 
     def figures(self) -> CostFigures:
-        """As they stand."""
+        """The current estimates."""
         prefill = self.prefill
         out, back = (seconds if seconds < inf else None for seconds in self.copy_seconds(1))
         return CostFigures(prefill.per_token, prefill.per_pair, prefill.fixed, self.step_seconds, out, back)
 
     def __str__(self) -> str:
-        """For people: what is known."""
+        """The estimates as text."""
         if not self.prefill.num_steps:
             return "nothing is known yet"
         told = [

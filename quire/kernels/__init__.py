@@ -1,1 +1,1 @@
-"""Arithmetic on tensors: one contract, several modules that keep it; the torch one is the specification."""
+"""Kernel modules: implementations of one contract. The one in plain torch is the specification."""

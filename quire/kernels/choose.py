@@ -1,4 +1,4 @@
-"""Which kernel module runs: chosen once, by name or by trying them in order of speed; never silently."""
+"""Choice of the kernel module, by name or the fastest that runs. The reason is returned for the log."""
 
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
@@ -15,12 +15,12 @@ from quire.kernels.cpu.kernels import CpuKernels, description
 
 
 class Candidate(NamedTuple):
-    """A module, or why it is not there."""
+    """A kernel module, or the reason why it is unavailable."""
 
     kernels: Kernels | None
-    strict: Kernels | None  # for deterministic sequences, over the same blocks and weights
-    about: str  # of its own: the build it uses, or what is missing
-    passed_by: str | None = None  # why "auto" does not take it, though it runs
+    strict: Kernels | None  # deterministic kernels, for the same blocks and weights
+    about: str  # the build that it uses, or why it is unavailable
+    passed_by: str | None = None  # why "auto" skips it although it runs
 
 
 def _cpu() -> Candidate:
@@ -45,12 +45,12 @@ def _reference() -> Candidate:
     return Candidate(reference, deterministic, "plain torch")
 
 
-# The fastest first. Each engine gets modules of its own: they may keep memory.
+# The fastest first. The C++ and Triton modules are new objects per call, because they keep memory.
 MODULES: Mapping[str, Callable[[], Candidate]] = MappingProxyType(
     {"cpu": _cpu, "triton": _triton, "reference": _reference}
 )
 
-# Names that other engines have for theirs, and why there is no module here.
+# Kernel names of other engines, with the error text.
 ELSEWHERE: Mapping[str, str] = MappingProxyType(
     {
         name: f"kernels of {name} are no part of quire. On NVIDIA GPUs use 'triton', quire's own, or 'auto'"
@@ -69,7 +69,7 @@ class Chosen(NamedTuple):
 
 
 def refusal(name: str, demands: Demands) -> str | None:
-    """Why the module called `name` cannot do what is demanded, or None."""
+    """Why the module called `name` does not meet the requirements, or None if it does."""
     return _refusal(MODULES[name](), demands)
 
 
@@ -78,9 +78,9 @@ def _refusal(candidate: Candidate, demands: Demands) -> str | None:
 
 
 def choose(name: str, demands: Demands) -> Chosen:
-    """The kernel module called `name`, or for "auto" the first that can do what is demanded, and why it is that one.
+    """The kernel module called `name`, or for "auto" the first that meets the requirements, with the reason.
 
-    Raises ConfigError for an unknown name, and when no module can, with what was tried and why each was refused.
+    Raises ConfigError for an unknown name, or if no module meets the requirements, with the reason of each module.
     """
     if name.lower() in ELSEWHERE:
         raise ConfigError(ELSEWHERE[name.lower()])
@@ -102,12 +102,12 @@ def choose(name: str, demands: Demands) -> Chosen:
 
 
 def usable_device(name: str) -> torch.device:
-    """The device called `name`. Raises ConfigError for one that torch does not have."""
+    """The device called `name`. Raises ConfigError unless it is a CPU or CUDA device that torch can use."""
     try:
         device = torch.device(name)
         if device.type not in ("cpu", "cuda"):
             raise RuntimeError(f"quire does not run on {device.type}")
-        torch.empty(0, device=device)  # refuses what this build of torch or this machine does not have
+        torch.empty(0, device=device)  # raises if this build of torch or this machine lacks the device
         return device
     except (RuntimeError, AssertionError) as error:
         first_line = str(error).splitlines()[0]

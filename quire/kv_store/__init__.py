@@ -1,1 +1,1 @@
-"""The bytes of blocks, and their ways."""
+"""Memory of KV blocks on the device and in the host pool, with the copies between them."""

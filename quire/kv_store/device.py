@@ -1,6 +1,6 @@
-"""Blocks on the compute device: allocated once, moved when a step says so, also to a pool in host memory and back.
+"""KV blocks on the compute device: allocated once, copied by the Moves of a step, also to the host pool and back.
 
-It knows nothing about layouts (the kernel module does) nor about who owns a block (the mind does).
+The kernel module defines the layout of a block. The control plane decides which sequence has it.
 """
 
 import time
@@ -19,7 +19,7 @@ _WAYS = (("device", "device"), ("device", "host"), ("host", "device"))
 
 
 class DeviceStore:
-    """The KV storage of all groups, and their host pools."""
+    """The KV storages and host pools of all KV groups."""
 
     def __init__(
         self,
@@ -30,9 +30,9 @@ class DeviceStore:
     ) -> None:
         self._kernels = kernels
         self.storages: list[Storage] = [kernels.allocate(group, cache.block_size, device) for group in cache.groups]
-        self.copies_aside = device.type != "cpu"  # whether host moves take none of the device's time
+        self.copies_aside = device.type != "cpu"  # whether swaps run on a stream of their own, beside forward passes
         stream = torch.cuda.Stream(device) if self.copies_aside else None  # type: ignore[no-untyped-call]
-        self._endings: dict[int, list[tuple[bool, Ending]]] = {}  # by step: whether it comes back, and how it ends
+        self._endings: dict[int, list[tuple[bool, Ending]]] = {}  # step id -> (is swap-in, its end)
         self._hosts: list[HostPool] = [
             PlainPool(one, one.group.num_host_blocks, clock)
             if stream is None
@@ -41,9 +41,9 @@ class DeviceStore:
         ]
 
     def execute(self, step_id: int, moves: Sequence[Move]) -> None:
-        """Begin a step's moves in order; the pairs of one are copied at once. Those from the host end with `finish`.
+        """Start a step's Moves in order. The pairs of one Move are copied at once. `finish` waits for swaps.
 
-        Raises ValueError for a move between other tiers.
+        Raises ValueError for a Move between other tiers than device and host, and from host to host.
         """
         for move in moves:
             if (move.source, move.target) not in _WAYS:
@@ -59,13 +59,13 @@ class DeviceStore:
                 self._kernels.copy_blocks(storage, pairs, move.num_tokens)
 
     def finish(self, step_id: int) -> tuple[float, float]:
-        """Wait for a step's moves to the host and from it; the seconds that they took, each way."""
+        """Wait for a step's swaps. Returns the seconds that swap-out and swap-in took."""
         seconds = [0.0, 0.0]
         for is_back, end in self._endings.pop(step_id, ()):
             seconds[is_back] += end()
         return seconds[0], seconds[1]
 
     def forget(self) -> None:
-        """What steps began that failed on their way is over; nobody wants it."""
+        """Wait for the swaps of failed steps, and discard their durations."""
         for step_id in list(self._endings):
             self.finish(step_id)

@@ -1,8 +1,8 @@
-"""Blocks in host memory: a second pool, to which blocks of the device are copied and from which they come back.
+"""Host pool: blocks in host memory to which blocks of the device are swapped out and from which they are swapped in.
 
-A block keeps the layout that the kernel module gave it. On a CPU, where both pools are host memory, copies are made
-at once. On a GPU they run beside the forward passes, on a stream of their own: forward passes wait until what leaves is
-gathered, so that its blocks can be written again, and nobody reads what comes back before its step is collected.
+A block keeps the layout of the kernel module. On a CPU both pools are host memory, and copies are synchronous. On a
+GPU copies run beside the forward passes, on a stream of their own. Forward passes wait only until swapped-out blocks
+are gathered, because then they may be overwritten. Swapped-in blocks are not read before their step is collected.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,34 +15,34 @@ from torch import Tensor
 from quire.kernels.contract import Storage
 from quire.kv_store.upload import uploaded
 
-STAGED_BYTES = 2**27  # of device memory: blocks that are gathered at once, or came from the host and go to their places
+STAGED_BYTES = 2**27  # most bytes of device memory for staging, in either direction
 
 Pairs = Sequence[tuple[int, int]]
-Ending = Callable[[], float]  # waits until blocks are where they were to go, and says how many seconds that took
+Ending = Callable[[], float]  # waits for the end of a copy and returns its seconds
 
 
 class HostPool(Protocol):
-    """The host pool of one group."""
+    """The host pool of one KV group."""
 
     def put(self, pairs: Pairs) -> Ending:
-        """Copy blocks of the device to host blocks, (source, target) each, as they are now."""
+        """Swap out: copy (device block, host block) pairs. Later writes to the device blocks do not affect the copy."""
 
     def get(self, pairs: Pairs) -> Ending:
-        """Copy host blocks to the device, (source, target) each: nobody may read or write those before the end."""
+        """Swap in: copy (host block, device block) pairs. The device blocks must not be used before the end."""
 
 
 def host_blocks(storage: Storage, num_blocks: int, *, pinned: bool) -> Tensor:
-    """Memory for blocks (num_blocks, ...) of a storage; where it is not pinned, taken when first written."""
+    """Host memory for blocks (num_blocks, ...) of a storage. Unpinned memory is committed at the first write."""
     shape = (num_blocks, *storage.by_block.shape[1:])
     dtype = storage.data.dtype
     if pinned or not num_blocks:
         return torch.empty(shape, dtype=dtype, pin_memory=pinned and num_blocks > 0)
-    # numpy takes zeroed pages from the system, which touches none of them
+    # numpy gets zeroed pages from the system without touching them
     return torch.from_numpy(np.zeros(int(np.prod(shape)) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
 
 class PlainPool:
-    """Beside a device whose memory is the host's."""
+    """Host pool beside a CPU device: synchronous copies."""
 
     def __init__(self, storage: Storage, num_blocks: int, clock: Callable[[], float]) -> None:
         self._device = storage.by_block
@@ -66,7 +66,7 @@ class PlainPool:
 
 
 class StreamedPool:
-    """Beside a GPU: pinned memory, and a stream for copies."""
+    """Host pool beside a GPU: pinned memory, with copies on a stream of their own."""
 
     def __init__(self, storage: Storage, num_blocks: int, stream: torch.cuda.Stream) -> None:
         self._storage = storage
@@ -81,20 +81,20 @@ class StreamedPool:
         self._stream.wait_stream(usual)
         with torch.cuda.stream(self._stream):
             began = gathered = _now()
-            for some in self._pieces(len(sources)):  # one after another, in the same memory
+            for some in self._pieces(len(sources)):  # one after another, so that they reuse the staging memory
                 staged = self._storage.by_block.index_select(0, uploaded(sources[some], device))
                 gathered = _now()
                 for i, first, length in _runs(targets[some]):
                     self._host[first : first + length].copy_(staged[i : i + length], non_blocking=True)
             ended = _now()
-        usual.wait_event(gathered)  # then blocks may be written again
+        usual.wait_event(gathered)  # forward passes may overwrite the blocks after this event
         return _ending(began, ended)
 
     def get(self, pairs: Pairs) -> Ending:
         """See HostPool."""
         sources, targets = _sorted(pairs, by=0)
         data, axis = self._storage.data, self._storage.block_axis
-        self._stream.wait_stream(torch.cuda.current_stream(data.device))  # which may still write what was there before
+        self._stream.wait_stream(torch.cuda.current_stream(data.device))  # which may still use these blocks
         with torch.cuda.stream(self._stream):
             began = _now()
             for some in self._pieces(len(sources)):
@@ -106,7 +106,7 @@ class StreamedPool:
         return _ending(began, ended)
 
     def _pieces(self, number: int) -> list[slice]:
-        """Of so many blocks: as many at once as STAGED_BYTES hold, and at least one."""
+        """Slices of `number` blocks, each of at most STAGED_BYTES, or of one block."""
         each = max(1, STAGED_BYTES // max(self._host[:1].nbytes, 1))
         return [slice(first, first + each) for first in range(0, number, each)]
 
@@ -126,14 +126,14 @@ def _now() -> torch.cuda.Event:
 
 
 def _sorted(pairs: Pairs, *, by: int) -> tuple[np.ndarray, np.ndarray]:
-    """Sources and targets, int64, in the order of one of them: neighbours in host memory travel together."""
+    """Sources and targets, int64, sorted by column `by`, so that neighbours in host memory are one copy."""
     columns = np.array(pairs, np.int64).reshape(-1, 2)
     columns = np.ascontiguousarray(columns[np.argsort(columns[:, by], kind="stable")].T)
     return columns[0], columns[1]
 
 
 def _runs(blocks: np.ndarray) -> list[tuple[int, int, int]]:
-    """(index of the first, the first, length) of runs of rising consecutive numbers."""
+    """(index of the first, the first, length) of each run of consecutive numbers."""
     begins = np.flatnonzero(np.diff(blocks, prepend=-2) != 1)
     lengths = np.diff(begins, append=len(blocks))
     return list(zip(begins.tolist(), blocks[begins].tolist(), lengths.tolist(), strict=True))

@@ -1,4 +1,4 @@
-"""From the host to the compute device."""
+"""Asynchronous copies from the host to the compute device."""
 
 import numpy as np
 import torch
@@ -6,12 +6,12 @@ from torch import Tensor
 
 
 def uploaded(array: np.ndarray, device: torch.device) -> Tensor:
-    """The array on the device, without waiting for what that is doing. On a CPU it stays the array's memory."""
+    """The array as a tensor on the device. Does not wait for the copy. On a CPU it shares the array's memory."""
     host = torch.from_numpy(array)
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
 
 def upload_into(target: Tensor, array: np.ndarray) -> None:
-    """The array to a tensor of its shape, which stays where it is, without waiting for what the device is doing."""
+    """Copy the array into a tensor of the same shape, which keeps its address. Does not wait for the copy."""
     host = torch.from_numpy(array)
     target.copy_(host if target.device.type == "cpu" else host.pin_memory(), non_blocking=True)

@@ -1,6 +1,6 @@
-"""quire.lang: programs of prompts and calls. `import quire.lang as sgl` runs what was written for SGLang's language.
+"""The language: programs of prompts and model calls. `import quire.lang as sgl` runs programs written for SGLang.
 
-Importing it imports no torch: `Engine` and `Runtime` do when they are called. See docs/language.md.
+The import does not load torch; calls of `Engine` and `Runtime` do. See docs/language.md.
 """
 
 from quire.lang.api import (

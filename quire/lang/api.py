@@ -1,4 +1,4 @@
-"""The words of the language: gen, select and roles. They make expressions; nothing runs here."""
+"""Functions that create the expressions of the language, such as gen, select and the roles. They execute nothing."""
 
 from collections.abc import Sequence as Several
 from typing import Literal, Unpack
@@ -24,10 +24,11 @@ def gen(
     ebnf: str | None = None,
     **sampling: Unpack[Sampling],
 ) -> Expr:
-    """Let the model write, at most `max_tokens` tokens, into the variable `name`.
+    """Generate at most `max_tokens` tokens into the variable `name`.
 
-    choices: the same as select(name, choices, choices_method). dtype (int, float, str, bool), regex, json_schema,
-    ebnf: the form of the output. What is not said is as the program's run says. Raises RequestError.
+    choices: the same as select(name, choices, temperature, choices_method). dtype (int, float, str, bool), regex,
+    json_schema, ebnf: the constraint of the output, at most one. A parameter that is None has the default of the run.
+    Raises RequestError.
     """
     forms = {"dtype": dtype, "regex": regex, "json_schema": json_schema, "ebnf": ebnf}
     said = said_of({"max_tokens": max_tokens, **sampling, **forms})
@@ -40,12 +41,12 @@ def gen(
 
 
 def gen_int(name: str | None = None, max_tokens: int | None = None, **sampling: Unpack[Sampling]) -> Expr:
-    """Let the model write a whole number."""
+    """Generate an integer."""
     return gen(name, max_tokens, dtype=int, **sampling)
 
 
 def gen_string(name: str | None = None, max_tokens: int | None = None, **sampling: Unpack[Sampling]) -> Expr:
-    """Let the model write a string in double quotes, which are part of it."""
+    """Generate a string in double quotes. The variable includes the quotes."""
     return gen(name, max_tokens, dtype=str, **sampling)
 
 
@@ -55,9 +56,9 @@ def select(
     temperature: float = 0.0,
     choices_method: ChoicesSamplingMethod | None = None,
 ) -> Expr:
-    """Append the choice that the model finds best, and keep it in the variable `name`.
+    """Append the choice that `choices_method` ranks first, and set the variable `name` to it.
 
-    choices_method: None is token_length_normalized. Raises RequestError.
+    choices_method: None means token_length_normalized. temperature: must be 0. Raises RequestError.
     """
     if isinstance(choices, str) or not choices or not all(isinstance(one, str) and one for one in choices):
         raise RequestError("select needs a list of choices that are texts, none of them empty", "choices")
@@ -72,19 +73,19 @@ def select(
 
 
 def image(expr: object) -> Expr:
-    """Refused: raises RequestError."""
+    """Not supported. Raises RequestError."""
     raise RequestError("image() needs a model that sees, and this engine reads text only; describe it in words")
 
 
 def video(path: str, num_frames: int) -> Expr:
-    """Refused: raises RequestError."""
+    """Not supported. Raises RequestError."""
     raise RequestError("video() needs a model that sees, and this engine reads text only; describe it in words")
 
 
 def separate_reasoning(expr: Expr, model_type: str | None = None) -> Expr:
-    """Append `expr`, and take what the model thought (up to `</think>`) out of it and out of its variable x.
+    """Append `expr`. Move each gen's reasoning (up to the last `</think>`) out of the text and of its variable x.
 
-    It is then in the variable `x_reasoning_content`. model_type: of no effect; SGLang's name of a format.
+    It is then in the variable `x_reasoning_content`. model_type: ignored (SGLang's name of a reasoning format).
     """
     parts: list[Expr] = []
     for part in expression(expr).flat():
@@ -95,50 +96,50 @@ def separate_reasoning(expr: Expr, model_type: str | None = None) -> Expr:
 
 
 def role(name: Role, expr: object = None) -> Expr:
-    """A whole turn."""
+    """A turn of a role with `expr` as its content."""
     return Sequence((RoleBegin(name), *(() if expr is None else expression(expr).flat()), RoleEnd(name)))
 
 
 def system(expr: object = None) -> Expr:
-    """What the system says."""
+    """A turn of the system."""
     return role("system", expr)
 
 
 def user(expr: object = None) -> Expr:
-    """What the user says."""
+    """A turn of the user."""
     return role("user", expr)
 
 
 def assistant(expr: object = None) -> Expr:
-    """What the assistant says."""
+    """A turn of the assistant."""
     return role("assistant", expr)
 
 
 def system_begin() -> Expr:
-    """The system's turn begins."""
+    """Begin a turn of the system."""
     return RoleBegin("system")
 
 
 def system_end() -> Expr:
-    """The system's turn ends."""
+    """End a turn of the system."""
     return RoleEnd("system")
 
 
 def user_begin() -> Expr:
-    """The user's turn begins."""
+    """Begin a turn of the user."""
     return RoleBegin("user")
 
 
 def user_end() -> Expr:
-    """The user's turn ends."""
+    """End a turn of the user."""
     return RoleEnd("user")
 
 
 def assistant_begin() -> Expr:
-    """The assistant's turn begins."""
+    """Begin a turn of the assistant."""
     return RoleBegin("assistant")
 
 
 def assistant_end() -> Expr:
-    """The assistant's turn ends."""
+    """End a turn of the assistant."""
     return RoleEnd("assistant")

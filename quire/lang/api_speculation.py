@@ -1,8 +1,7 @@
-"""API speculative execution on text: what an endpoint wrote past a stop is kept, and used where the program goes on
-in the same way. Knows texts and parameters, no endpoint.
+"""API speculation: text that an endpoint generated past a stop is kept, and used if the program continues with it.
 
-The method is that of the SGLang paper (section 3, "API speculative execution"). A text is taken from the surplus only
-where a call without speculation would have ended there too: a stop string, or the model's end, within max_tokens.
+The method is from the SGLang paper (section 3, "API speculative execution"). Kept text is used only up to a place
+where a call without speculation would have ended too: a stop string, or the model's end, within max_tokens.
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -15,7 +14,7 @@ from quire.lang.params import GenParams
 
 
 class Written(NamedTuple):
-    """All that one call wrote."""
+    """The whole output of one call."""
 
     text: str
     meta: dict[str, Any]
@@ -25,19 +24,22 @@ Call = Callable[[GenParams], Awaitable[Written]]
 
 
 class Surplus:
-    """What is left of the last call. num_tokens: what a call asks for at least; None never asks for more."""
+    """Unused text of the last call. num_tokens: the least max_tokens of a call; None turns speculation off."""
 
     def __init__(self, num_tokens: int | None) -> None:
         self._num_tokens = num_tokens
-        self._params: GenParams | None = None  # under which it was written, without stops and limits
+        self._params: GenParams | None = None  # of the last call, without stop and max_tokens
         self._text = ""
-        self._offsets: list[int] | None = None  # of its tokens, in characters; None where the endpoint does not tell
-        self._most = 0  # tokens that it has at most
-        self._ended = False  # the model ended behind it
+        self._offsets: list[int] | None = None  # of its tokens, in characters; None if unknown
+        self._most = 0  # upper bound of its number of tokens
+        self._ended = False  # whether the model ended at its end
         self._may_tell = True
 
     def helps(self, params: GenParams) -> bool:
-        """Whether these parameters mean the same when a text is written in one call as in several."""
+        """Whether speculation is on and supports these parameters.
+
+        Only stop, max_tokens, temperature, top_p, top_k and min_p may differ from their defaults.
+        """
         said = _without_bounds(params)
         plain = _without_bounds(
             GenParams(temperature=said.temperature, top_p=said.top_p, top_k=said.top_k, min_p=said.min_p)
@@ -45,24 +47,24 @@ class Surplus:
         return self._num_tokens is not None and said == plain
 
     def drop(self) -> None:
-        """The text goes on otherwise."""
+        """Discard the unused text."""
         self._text, self._params = "", None
 
     def fill(self, text: str) -> None:
-        """The program writes this itself: what is left goes on behind it, if it begins with it."""
+        """Record text that the program appended. The unused text is kept only if it begins with `text`."""
         if text and self._text.startswith(text):
             self._consume(len(text))
         elif text:
             self.drop()
 
     async def generate(self, params: GenParams, call: Call) -> Written:
-        """What the program takes of what is left of the last call, or of a new one."""
+        """The output of one gen: from the unused text if that is possible, else from a new call."""
         if self._params == _without_bounds(params) and (taken := self._take(params, fresh=False)) is not None:
             self._consume(len(taken))
             return Written(taken, {"speculated": True})
         meta = await self._call(params, call)
         taken = self._take(params, fresh=True)
-        if taken is None:  # nobody can tell where a call for max_tokens would have ended
+        if taken is None:  # it is unknown where a call for max_tokens would have ended
             self.drop()
             return await call(params)
         meta = {**meta, "finish_reason": self._reason(taken, params) or meta.get("finish_reason")}
@@ -70,7 +72,7 @@ class Surplus:
         return Written(taken, meta)
 
     def _reason(self, taken: str, params: GenParams) -> dict[str, object] | None:
-        """Why a call for that much would have ended; None where it is all that the call wrote."""
+        """The finish_reason of a call that ends after `taken`; None if `taken` is the whole output."""
         stop = first_stop(self._text, params.stop)
         if stop is not None and stop[0] == len(taken):
             return {"type": "stop", "matched": self._text[stop[0] : stop[1]]}
@@ -88,7 +90,7 @@ class Surplus:
         return written.meta
 
     async def _with_offsets(self, asked: GenParams, call: Call) -> Written:
-        """Many endpoints tell where tokens begin along with logprobs; one that refuses those is not asked again."""
+        """Call with logprobs, as many endpoints return token offsets with them. After a RequestError, never again."""
         if self._may_tell:
             try:
                 return await call(replace(asked, return_logprob=True))
@@ -97,9 +99,9 @@ class Surplus:
         return await call(asked)
 
     def _take(self, params: GenParams, *, fresh: bool) -> str | None:
-        """Of what is left, what a call would have written; None where that cannot be told.
+        """The part of the unused text that a call without speculation would have returned; None if that is unknown.
 
-        fresh: nothing has been taken of it, so that it is as long as any call could be.
+        fresh: whether the text is the whole output of a call, so that no other call would be longer.
         """
         stop = first_stop(self._text, params.stop)
         if stop is not None and self._within(stop[1], params.max_tokens):
@@ -110,7 +112,10 @@ class Surplus:
         return self._text if has_all and stop is None and (self._ended or fresh) else None
 
     def _within(self, length: int, max_tokens: int) -> bool:
-        """Whether so many characters are certainly written with so many tokens: none is shorter than a byte."""
+        """Whether the first `length` characters certainly have at most `max_tokens` tokens.
+
+        Without token offsets this assumes that a token has at least one byte.
+        """
         if self._offsets is not None:
             return len(self._offsets) <= max_tokens or length <= self._offsets[max_tokens]
         return self._most <= max_tokens or len(self._text[:length].encode()) <= max_tokens
@@ -122,7 +127,7 @@ class Surplus:
 
 
 def first_stop(text: str, stops: Sequence[str]) -> tuple[int, int] | None:
-    """Where the stop string that is complete first begins and ends."""
+    """Begin and end of the stop string whose match ends first; None if there is no match."""
     found = [(begin + len(stop), begin) for stop in stops if (begin := text.find(stop)) >= 0]
     if not found:
         return None
@@ -131,7 +136,7 @@ def first_stop(text: str, stops: Sequence[str]) -> tuple[int, int] | None:
 
 
 def finish_type(meta: Mapping[str, Any]) -> str | None:
-    """Why a sequence ended: "stop", "length", ..."""
+    """The type of the finish_reason: "stop", "length", ...; None if the sequence has not ended."""
     reason = meta.get("finish_reason")
     return reason.get("type") if isinstance(reason, dict) else reason
 
@@ -140,12 +145,12 @@ def _without_bounds(params: GenParams) -> GenParams:
     return replace(params, max_tokens=0, stop=())
 
 
-_TRIES = 3  # where tokens are drawn: another try may fit
+_TRIES = 3  # calls per turn if tokens are sampled: another output may match the pattern
 
 
 @dataclass
 class Part:
-    """A fixed text, or a gen."""
+    """One part of a chat turn: fixed text, or a gen."""
 
     text: str = ""
     name: str | None = None
@@ -154,7 +159,7 @@ class Part:
 
 
 class ChatTurn:
-    """One assistant's turn. num_tokens: what may be written in it."""
+    """An assistant's turn that is generated in one call. num_tokens: max_tokens of that call."""
 
     def __init__(self, num_tokens: int) -> None:
         self._num_tokens = num_tokens
@@ -162,18 +167,18 @@ class ChatTurn:
 
     @property
     def names(self) -> set[str]:
-        """Variables that are known when it ends."""
+        """Variables that are set when the turn ends."""
         return {part.name for part in self._parts if part.name is not None}
 
     def fill(self, text: str) -> None:
-        """The program wants this text here."""
+        """Append fixed text."""
         if self._parts and self._parts[-1].params is None:
             self._parts[-1].text += text
         elif text:
             self._parts.append(Part(text))
 
     def gen(self, name: str | None, params: GenParams) -> None:
-        """The model is to write here. Raises RequestError for what one call cannot do."""
+        """Append a gen. Raises RequestError if one call cannot generate it."""
         if params.form is not None or params.n > 1:
             raise RequestError(
                 "num_api_spec_tokens writes a chat turn in one call, without n, regex, json_schema, ebnf"
@@ -186,7 +191,7 @@ class ChatTurn:
         self._parts.append(Part(name=name, params=params))
 
     async def complete(self, call: Callable[[GenParams], Awaitable[Written]]) -> list[Part]:
-        """The parts with their texts. Raises GenerationFailed where the model does not follow the pattern."""
+        """The parts with their texts. Raises GenerationFailed if the output does not match the parts."""
         params = next((part.params for part in self._parts if part.params is not None), None)
         if params is None:
             return self._parts
@@ -203,13 +208,13 @@ class ChatTurn:
         )
 
     def _end(self) -> tuple[str, ...]:
-        """Where the turn ends with a gen, its stops end the turn, unless they come up before."""
+        """Stop strings of the call: those of the last part if it is the turn's only gen, else none."""
         last = self._parts[-1].params
         alone = sum(part.params is not None for part in self._parts) == 1
         return last.stop if last is not None and alone else ()
 
     def _read(self, text: str) -> list[str] | None:
-        """The text of each part; None where it does not fit."""
+        """The text of each part; None if `text` does not match the parts."""
         read: list[str] = []
         for place, part in enumerate(self._parts):
             if part.params is None:
@@ -224,7 +229,10 @@ class ChatTurn:
         return read
 
     def _end_of(self, place: int, params: GenParams, text: str) -> int | None:
-        """Where a gen's text ends: at its stop, or with the turn; without a stop, before the fixed text behind it."""
+        """End of the gen at index `place`: its stop, the end of the turn, or without a stop the next fixed text.
+
+        None if that is not found.
+        """
         is_last = place == len(self._parts) - 1
         found = first_stop(text, params.stop)
         if found is not None:

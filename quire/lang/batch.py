@@ -1,4 +1,4 @@
-"""Many runs at a time, on a bounded pool of threads: programs may wait, and run whatever code they like there."""
+"""Runs of a batch on a bounded thread pool: programs may block and execute any Python code."""
 
 import contextvars
 from collections import deque
@@ -20,10 +20,10 @@ MAX_THREADS = 1024
 def run_all(
     work: Sequence[Callable[[], T]], num_threads: int | str, give_up: Callable[[], None], *, shown: bool, name: str
 ) -> Iterator[T]:
-    """The results, in order; those that are ready are given while others run. Raises the first error in that order.
+    """Yields the results in order, each as soon as it is ready. Raises the first error in that order.
 
-    num_threads: how many run at a time; "auto" is 96. give_up: called where something ends it early, so that what
-    has begun ends soon; nothing else is begun then. Raises RequestError.
+    num_threads: how many run at a time; "auto" is 96. give_up: called after an error, or if the iterator is closed
+    early; it must make the running calls end soon. The others are then not started. Raises RequestError.
     """
     threads = AUTO_THREADS if num_threads == "auto" else num_threads
     if isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads <= MAX_THREADS:
@@ -49,7 +49,7 @@ def _run_all(
         with bar:
             for one in work:
                 running.append(pool.submit(contextvars.copy_context().run, one))
-                if len(running) > 2 * threads:  # so that who iterates over many has few of them waiting
+                if len(running) > 2 * threads:  # bounds the results that wait for a slow consumer
                     yield running.popleft().result()
                     bar.advance(task)
             while running:

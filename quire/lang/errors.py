@@ -1,10 +1,10 @@
-"""What can go wrong in programs, as types."""
+"""Errors of programs."""
 
 from quire.errors import QuireError
 
 
 class BackendClosed(QuireError):
-    """The backend takes no calls: it was closed, or is being closed."""
+    """The backend was closed, or is being closed."""
 
 
 class GenerationFailed(QuireError):
@@ -12,4 +12,4 @@ class GenerationFailed(QuireError):
 
 
 class Cancelled(QuireError):
-    """The program was given up before this was done."""
+    """The program was cancelled before this was done."""

@@ -1,4 +1,4 @@
-"""LoopThread: an event loop on a thread of its own, on which one backend makes all its calls."""
+"""An event loop on a thread of its own, which executes all calls of one backend."""
 
 import asyncio
 import threading
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class LoopThread:
-    """Runs until it is closed. All methods may be called from any other thread."""
+    """Runs until `close`. All methods but `spawn` may be called from any other thread."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -24,19 +24,19 @@ class LoopThread:
         self._thread.start()
 
     def call(self, function: Callable[..., object], *arguments: object) -> None:
-        """Call it on the loop, soon. Raises BackendClosed."""
+        """Schedule a call on the loop, and do not wait for it. Raises BackendClosed."""
         with self._lock:
             self._check_open()
             self._loop.call_soon_threadsafe(function, *arguments)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Let it run. To be called on the loop."""
+        """Start a task. To be called on the loop."""
         task = self._loop.create_task(work)
-        self._keep(task)  # the loop itself does not
+        self._keep(task)  # the loop has only a weak reference
         return task
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """What becomes of it on the loop. Raises BackendClosed, and what it raises."""
+        """Run a coroutine on the loop and return its result. Raises BackendClosed, and the coroutine's errors."""
         with self._lock:
             if self._closed:
                 work.close()
@@ -51,7 +51,7 @@ class LoopThread:
             raise
 
     def close(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """End all that runs, run `last`, and end the thread. May be called again."""
+        """Cancel all tasks, run `last`, and end the thread. Further calls have no effect."""
         with self._lock:
             if self._closed:
                 return
@@ -85,7 +85,7 @@ class LoopThread:
         await asyncio.gather(*self._cancelled(), return_exceptions=True)
         await last()
         await self._end_generators()
-        with suppress(RuntimeError):  # Python is ending, and begins no thread that could wait for the others
+        with suppress(RuntimeError):  # at interpreter exit no thread can be started, which this needs
             await self._loop.shutdown_default_executor()
 
     def _cancelled(self) -> list[asyncio.Task[Any]]:
@@ -95,9 +95,9 @@ class LoopThread:
         return tasks
 
     async def _end_generators(self) -> None:
-        """Close the generators that were left before their ends.
+        """Close the async generators that are not exhausted.
 
-        asyncio closes each in a task of its own. A task that is cancelled before its first step closes nothing.
+        asyncio closes each in a task of its own. A task that is cancelled before its first step would close nothing.
         """
         await self._loop.shutdown_asyncgens()
         await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""What programs append to their state: expressions that add up. Plain data; knows nothing of how they are executed."""
+"""Expressions that a program appends to its state. They are plain data; `interpreter.py` executes them."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ Role = Literal["system", "user", "assistant"]
 
 
 class Expr:
-    """Something that can be appended to a state. Strings and expressions add up to sequences of expressions."""
+    """Base class of all expressions. The sum of expressions, or of an expression and a string, is a Sequence."""
 
     def __add__(self, other: object) -> "Sequence":
         return Sequence((*self.flat(), *expression(other).flat()))
@@ -21,49 +21,49 @@ class Expr:
         return Sequence((*expression(other).flat(), *self.flat()))
 
     def flat(self) -> Iterator["Expr"]:
-        """The expressions that it stands for, none of them a sequence."""
+        """The expressions in order, with sequences flattened."""
         yield self
 
     @property
     def variables(self) -> tuple[str, ...]:
-        """The names of the variables that it sets."""
+        """Names of the variables that the expression sets."""
         return ()
 
 
 @dataclass(frozen=True, slots=True)
 class Text(Expr):
-    """Text of the program itself."""
+    """Fixed text."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Sequence(Expr):
-    """One after the other."""
+    """Expressions in order. `parts` contains no Sequence."""
 
     parts: tuple[Expr, ...]
 
     def flat(self) -> Iterator[Expr]:
-        """Its parts, which are flat already."""
+        """The parts."""
         yield from self.parts
 
 
 @dataclass(frozen=True, slots=True)
 class Gen(Expr):
-    """What the model writes. said: fields of GenParams in which it differs from the program's defaults."""
+    """Text that the model generates. said: fields of GenParams that override the defaults of the run."""
 
     name: str | None = None
     said: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def variables(self) -> tuple[str, ...]:
-        """Its name."""
+        """The name, if there is one."""
         return () if self.name is None else (self.name,)
 
 
 @dataclass(frozen=True, slots=True)
 class Select(Expr):
-    """The one of the choices that the model finds best."""
+    """The choice that `method` ranks first."""
 
     name: str | None
     choices: tuple[str, ...]
@@ -71,70 +71,70 @@ class Select(Expr):
 
     @property
     def variables(self) -> tuple[str, ...]:
-        """Its name."""
+        """The name, if there is one."""
         return () if self.name is None else (self.name,)
 
 
 @dataclass(frozen=True, slots=True)
 class RoleBegin(Expr):
-    """A turn begins."""
+    """Begin of a turn."""
 
     role: Role
 
 
 @dataclass(frozen=True, slots=True)
 class RoleEnd(Expr):
-    """A turn ends."""
+    """End of a turn."""
 
     role: Role
 
 
 @dataclass(frozen=True, slots=True)
 class ScopeBegin(Expr):
-    """From here on, all text is in the variable."""
+    """Begin of the text that becomes the variable `name`."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class ScopeEnd(Expr):
-    """Up to here."""
+    """End of the text that becomes the variable `name`."""
 
     name: str
 
     @property
     def variables(self) -> tuple[str, ...]:
-        """Its name."""
+        """The name."""
         return (self.name,)
 
 
 @dataclass(frozen=True, slots=True)
 class Assign(Expr):
-    """A variable that the program sets itself."""
+    """Sets a variable to a value."""
 
     name: str
     value: object
 
     @property
     def variables(self) -> tuple[str, ...]:
-        """Its name."""
+        """The name."""
         return (self.name,)
 
 
 @dataclass(frozen=True, slots=True)
 class Reasoning(Expr):
-    """Takes what the model thought out of its latest answer, which is the variable `name`."""
+    """Moves the reasoning out of the latest output, which is the variable `name`, into another variable."""
 
     name: str
 
     @property
     def variables(self) -> tuple[str, ...]:
-        """The answer that is left, and the thought."""
+        """The answer and the reasoning."""
         return (self.name, f"{self.name}_reasoning_content")
 
 
 def expression(value: object) -> Expr:
-    """A string as an expression. Raises RequestError for what is neither, and for what is no Unicode text."""
+    """An expression unchanged, or a string as Text. Raises RequestError for other types and for lone surrogates."""
     if isinstance(value, Expr):
         return value
     if isinstance(value, str):

@@ -1,4 +1,4 @@
-"""Function: a program, and the ways to run it. SGLang's methods."""
+"""Programs, and the methods to run them, named as in SGLang."""
 
 import asyncio
 import contextvars
@@ -25,12 +25,12 @@ class _Default:
 
 
 def set_default_backend(backend: Backend | None) -> None:
-    """What programs run on that name no backend."""
+    """Set the backend of runs that have no `backend` argument."""
     _Default.backend = backend
 
 
 def backend_or_default(backend: Backend | None) -> Backend:
-    """The one that was given, or else the default. Raises ConfigError where there is none."""
+    """The given backend, or else the default. Raises ConfigError if there is none."""
     found = backend or _Default.backend
     if found is None:
         raise ConfigError("there is no backend: give backend=..., or call set_default_backend(...) first")
@@ -38,7 +38,7 @@ def backend_or_default(backend: Backend | None) -> Backend:
 
 
 def flush_cache(backend: Backend | None = None) -> None:
-    """Let a backend forget all KV that nobody uses. Raises ConfigError, RequestError."""
+    """Evict cached KV that no running request uses. Raises ConfigError, RequestError."""
     backend_or_default(backend).flush_cache()
 
 
@@ -48,8 +48,8 @@ ProgramFunction = Callable[..., object]
 class Function:
     """A program: a function whose first argument is its state.
 
-    num_api_spec_tokens: of backends without constraints: what one call asks for at least, past the stops of a gen.
-    bound: arguments that are given already.
+    num_api_spec_tokens: the least max_tokens of a call, which then continues past the stops of a gen; of a chat
+    endpoint, max_tokens of an assistant's turn. None turns API speculation off. bound: arguments set by `bind`.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Function:
         self.__doc__ = program.__doc__
 
     def bind(self, **arguments: object) -> "Function":
-        """The same program with some arguments given. Raises RequestError for one that it does not have."""
+        """The same program with some arguments set. Raises RequestError for an unknown argument."""
         for name in arguments:
             if name not in self.arg_names and not self._takes_any:
                 raise RequestError(f"{self.__name__} has no argument {name!r}{nearest(name, self.arg_names)}", name)
@@ -88,12 +88,12 @@ class Function:
         backend: Backend | None = None,
         **options: Any,  # noqa: ANN401
     ) -> ProgramState:
-        """Run it to its end. options: the program's arguments, and defaults of its gens (fields of Sampling, and
-        max_new_tokens).
+        """Run the program to its end.
 
-        stream: return at once; the function runs on a thread, and text_iter() tells what comes.
-        Raises what the function raises, RequestError and ConfigError. What goes wrong with a call is not raised
-        here: state.error() tells it, and reading what it left unwritten raises it.
+        options: the program's arguments, and defaults of its gens (fields of Sampling, and max_new_tokens).
+        stream: return at once; the function runs on a thread, and text_iter() yields the text.
+        Raises the errors of the function, RequestError and ConfigError. The error of a model call is not raised here:
+        state.error() returns it, and reading text or variables that are missing because of it raises it.
         """
         setting, arguments = self._split(options, backend, streaming=stream)
         run = Run(setting)
@@ -108,9 +108,9 @@ class Function:
     __call__ = run
 
     async def arun(self, *args: object, backend: Backend | None = None, **options: Any) -> ProgramState:  # noqa: ANN401
-        """As run, for a coroutine: the function runs on a thread, and is given up where the caller is cancelled.
+        """As run, for a coroutine: the function runs on a thread. If the caller is cancelled, so is the program.
 
-        Up to 96 run at a time on a backend.
+        At most 96 programs run at a time on a backend.
         """
         setting, arguments = self._split(options, backend, streaming=bool(options.pop("stream", False)))
         run = Run(setting)
@@ -133,12 +133,12 @@ class Function:
         generator_style: bool = False,
         **options: Any,
     ) -> list[ProgramState] | Iterator[ProgramState]:
-        """Run it once for each entry: a mapping of its arguments, or a list of them in order.
+        """Run the program once per entry: a mapping of its arguments, or a list of them in order.
 
-        options: fields of BatchOptions. generator_style: an iterator that has each state as soon as it and those
-        before it are done, in place of a list.
-        Raises RequestError where entries do not fit the function, and the first thing that one of the functions
-        raises; a failed call is told by its state's error() alone, and the others go on.
+        options: fields of BatchOptions. generator_style: return an iterator, which yields each state as soon as it and
+        those before it are done, instead of a list.
+        Raises RequestError if an entry does not fit the function, and the first error that the function raises. The
+        error of a model call is only returned by its state's error(), and the other runs continue.
         """
         num_threads, bar = options.pop("num_threads", "auto"), bool(options.pop("progress_bar", False))
         setting, _ = self._split(options, options.pop("backend", None), streaming=False)
@@ -168,7 +168,7 @@ class Function:
         return state
 
     def _begun(self, run: Run, args: tuple[object, ...], arguments: Mapping[str, object]) -> Future[ProgramState]:
-        """On one of the backend's threads, as soon as there is one. Raises BackendClosed."""
+        """Submit a run to the backend's thread pool. Raises BackendClosed."""
         state = ProgramState(run, run.trunk)
         try:
             return run.setting.backend.programs.submit(
@@ -180,14 +180,14 @@ class Function:
     def _run_aside(
         self, run: Run, state: ProgramState, args: tuple[object, ...], arguments: Mapping[str, object]
     ) -> None:
-        """What goes wrong is the state's error."""
+        """Run the function, and ignore its errors, which are the state's error."""
         with suppress(Exception):
             self._run(run, state, args, arguments)
 
     def _run_of_batch(self, setting: Setting, runs: list[Run], arguments: Mapping[str, object]) -> ProgramState:
-        """A call that failed is the state's matter, also where the function stumbled over it.
+        """Run one entry of a batch. An error that came from a model call is not raised, also if the function raised it.
 
-        runs: those that go on.
+        runs: the unfinished runs of the batch; this run is in the list while it is unfinished.
         """
         run = Run(setting)
         runs.append(run)
@@ -204,7 +204,7 @@ class Function:
     def _split(
         self, options: dict[str, Any], backend: Backend | None, *, streaming: bool
     ) -> tuple[Setting, dict[str, Any]]:
-        """Defaults of gens and arguments of the function, which have the precedence."""
+        """The options as Setting (defaults of gens) and arguments. A name that is both is an argument."""
         arguments = dict(self.bind_arguments)
         said = {}
         for name, value in options.items():
@@ -224,7 +224,7 @@ class Function:
         return setting, arguments
 
     def _arguments(self, entry: object) -> dict[str, object]:
-        """Of one entry of a batch. Raises RequestError where they are not the function's."""
+        """The arguments of one entry of a batch. Raises RequestError if they do not fit the function."""
         try:
             if isinstance(entry, list | tuple) and len(entry) <= len(self.arg_names):
                 entry = dict(zip(self.arg_names, entry, strict=False))
@@ -242,7 +242,7 @@ class Function:
 
 
 class BatchOptions(Sampling, total=False):
-    """num_threads: programs that run at a time; "auto" is up to 96. progress_bar: on the error stream."""
+    """num_threads: most programs that run at a time; "auto" is 96. progress_bar: show one on stderr."""
 
     max_new_tokens: int
     backend: Backend | None
@@ -261,7 +261,7 @@ def function(*, num_api_spec_tokens: int | None = None) -> Callable[[ProgramFunc
 def function(
     func: ProgramFunction | None = None, num_api_spec_tokens: int | None = None
 ) -> Function | Callable[[ProgramFunction], Function]:
-    """Make a program of a function. num_api_spec_tokens: see Function. Raises RequestError."""
+    """Decorator that makes a function a program. num_api_spec_tokens: see Function. Raises RequestError."""
     if func is not None:
         return Function(func, num_api_spec_tokens)
     return lambda program: Function(program, num_api_spec_tokens)

@@ -1,4 +1,4 @@
-"""Executor: what each operation does to a scene. Runs on the backend's loop; knows no threads and no queue."""
+"""Execution of a program's operations. All methods run on the backend's event loop."""
 
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
@@ -19,7 +19,7 @@ _BEGIN_OF_THOUGHT = "<think>"
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What all streams of a run have in common."""
+    """Options of a run, which all its streams share."""
 
     backend: Backend
     defaults: GenParams
@@ -28,16 +28,16 @@ class Setting:
 
 
 class Executor:
-    """The operations of one stream.
+    """Executes the operations of one stream.
 
-    program: says of the next call which program it is a part of. tell: called whenever there is more to be seen.
+    program: returns the program hints of the next call. tell: called after each new piece of generated text.
     """
 
     def __init__(
         self, setting: Setting, scene: Scene, program: Callable[[], Program | None], tell: Callable[[], None]
     ) -> None:
         self.scene = scene
-        self.turn: ChatTurn | None = None  # of a chat endpoint, whose gens are known when it ends
+        self.turn: ChatTurn | None = None  # open turn of a chat endpoint, which is generated at its end
         self._setting = setting
         self._backend = setting.backend
         self._surplus = Surplus(setting.num_api_spec_tokens)
@@ -45,7 +45,7 @@ class Executor:
         self._tell = tell
 
     async def execute(self, op: expressions.Expr) -> None:
-        """Do what it says. Raises what is wrong with it, and what goes wrong."""
+        """Execute one operation. Raises RequestError, and the errors of model calls."""
         scene = self.scene
         match op:
             case expressions.Text(text):
@@ -68,14 +68,14 @@ class Executor:
                 raise RequestError(f"{type(op).__name__} is nothing that can be appended")
 
     def fill(self, text: str) -> None:
-        """Text of the program itself."""
+        """Append text of the program."""
         if self.turn is not None:
             self.turn.fill(text)
             return
         self._surplus.fill(text)
         self.scene.write(text)
 
-    # What the model writes
+    # Generated text
 
     async def _gen(self, op: expressions.Gen) -> None:
         params = self._setting.defaults.changed(op.said)
@@ -92,7 +92,7 @@ class Executor:
         await self._generate(op.name, params)
 
     async def _generate(self, name: str | None, params: GenParams) -> None:
-        """Piece by piece into the text, of n sequences the first."""
+        """Generate piece by piece. Of n sequences, the first is appended to the text."""
         scene = self.scene
         texts = [""] * params.n
         streaming = self._setting.streaming and params.n == 1
@@ -107,7 +107,7 @@ class Executor:
         self._keep(name, texts[0] if params.n == 1 else texts, None)
 
     async def _written(self, params: GenParams) -> Written:
-        """All of one sequence at once."""
+        """The whole output of a call with one sequence."""
         text, meta = "", {}
         async with aclosing(self._pieces(params, stream=False)) as pieces:
             async for piece in pieces:
@@ -115,7 +115,7 @@ class Executor:
         return Written(text, meta)
 
     async def _pieces(self, params: GenParams, *, stream: bool) -> AsyncGenerator[Piece]:
-        """All that one call writes. Raises GenerationFailed where a sequence does not end as it should."""
+        """The pieces of one call. Raises GenerationFailed if a sequence is incomplete or ended with an error."""
         told: dict[int, dict[str, object]] = {}
         pieces = self._backend.pieces(self.scene.prompt(), params, self._program(), stream=stream)
         async with aclosing(pieces):
@@ -144,7 +144,7 @@ class Executor:
             self.scene.meta.setdefault(name, {})
 
     def separate(self, name: str) -> None:
-        """Take the thought out of what the model wrote last. Raises RequestError where that is no text."""
+        """Move the reasoning out of the latest output. Raises RequestError if the variable is no text."""
         if self.turn is not None:
             raise RequestError("separate_reasoning is not possible in a turn that a chat endpoint writes as a whole")
         scene = self.scene
@@ -157,7 +157,7 @@ class Executor:
         scene.variables[name] = answer
         length = len(said) - len(answer)
         if length:
-            scene.cut(scene.length - len(said), length)  # it stands at the end
+            scene.cut(scene.length - len(said), length)  # the output is at the end of the text
             scene.cuts.append(Cut(name, 0, length))
 
     # Turns
@@ -196,7 +196,7 @@ class Executor:
 
 
 def check_end(meta: Mapping[str, object]) -> None:
-    """Raises GenerationFailed where a sequence did not end, or ended with an error. meta: the last of it."""
+    """Raises GenerationFailed if a sequence did not end, or ended with an error. meta: its last meta info."""
     reason = finish_type(meta)
     if reason is None:
         raise GenerationFailed("the answer was cut off: it ends, and nothing says why")

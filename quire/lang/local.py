@@ -1,4 +1,4 @@
-"""Engine: the backend that runs a model in this process. Made here, so that only who makes one waits for torch."""
+"""Constructors of the backend that runs a model in this process. They import torch only when they are called."""
 
 from os import PathLike, fspath
 from typing import cast
@@ -15,10 +15,10 @@ def Engine(
     hints: bool = True,
     **options: object,
 ) -> Backend:
-    """A model in this process; without a name or folder the one that ships with quire. model_path: SGLang's name.
+    """A backend with a model in this process; without a name or folder, the model that ships with quire.
 
-    hints: whether the scheduler is told of programs. options: fields of EngineOptions, such as memory and dtype.
-    Raises ConfigError, ModelError.
+    model_path: SGLang's name for `model`. hints: whether requests carry program hints. options: fields of
+    EngineOptions, such as memory and dtype. Raises ConfigError, ModelError.
     """
     module = import_with_torch("quire.lang.backends.engine")
     if model is not None and model_path is not None:
@@ -29,5 +29,5 @@ def Engine(
 
 
 def Runtime(model_path: str | PathLike[str] | None = None, **options: object) -> Backend:
-    """The same as Engine: programs reach the engine without a server between. Raises as Engine does."""
-    return Engine(model_path, **options)  # type: ignore[arg-type]  # hints is checked by who reads it
+    """The same as Engine. No server is started, unlike in SGLang."""
+    return Engine(model_path, **options)  # type: ignore[arg-type]  # hints may be any object here

@@ -1,4 +1,4 @@
-"""How tokens of a `gen` are chosen and when it ends: SGLang's names and defaults. Knows no backend."""
+"""Sampling parameters of a `gen`, with SGLang's names and defaults."""
 
 import json
 import re
@@ -9,7 +9,7 @@ from typing import Any, TypedDict
 from quire.errors import RequestError, nearest
 from quire.params import is_unicode
 
-# After a number the model may write white space, which ends it: without that it could only go on with digits.
+# White space is allowed after a number and ends it: otherwise the model could only continue with digits.
 _DTYPES: Mapping[object, tuple[str, tuple[str, ...]]] = {
     int: (r"[-+]?[0-9]+[ \n]*", (" ", "\n")),
     float: (r"[-+]?[0-9]*\.?[0-9]+[ \n]*", (" ", "\n")),
@@ -23,7 +23,7 @@ _DTYPE_NAMES: Mapping[object, type] = {
 
 
 class Sampling(TypedDict, total=False):
-    """What may be said of a `gen`, and as defaults of a whole program. None says nothing."""
+    """Parameters of a `gen`, or defaults of a run. None means the default."""
 
     min_tokens: int | None
     n: int | None
@@ -46,10 +46,10 @@ class Sampling(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenParams:
-    """One `gen`, or the defaults of a program; with the defaults of SGLang's language.
+    """Parameters of one `gen`, or the defaults of a run. The default values are those of SGLang's language.
 
-    dtype, regex, json_schema and ebnf: the form of the output; at most one. return_logprob and what follows it say
-    what the meta info of the variable tells.
+    regex, json_schema, ebnf: the constraint of the output, at most one. return_logprob and the three fields after it
+    select what the meta info of the variable contains.
     """
 
     max_tokens: int = 128
@@ -75,25 +75,25 @@ class GenParams:
 
     @property
     def tells_prompt(self) -> bool:
-        """Whether the prompt's tokens are told of, too."""
+        """Whether the meta info contains logprobs of prompt tokens."""
         return self.return_logprob and self.logprob_start_len is not None and self.logprob_start_len >= 0
 
     @property
     def form(self) -> tuple[str, str] | None:
-        """The form of the output as (regex, json_schema or ebnf, its text)."""
+        """The constraint as ("regex", "json_schema" or "ebnf", its text); None if there is none."""
         for name in _FORMS:
             if (text := getattr(self, name)) is not None:
                 return name, text
         return None
 
     def check(self) -> None:
-        """Raises RequestError for what says something of logprobs that are not asked for."""
+        """Raises RequestError if a field about logprobs is set without return_logprob."""
         for name in ("logprob_start_len", "top_logprobs_num", "return_text_in_logprobs"):
             if getattr(self, name) and not self.return_logprob:
                 raise RequestError(f"{name} needs return_logprob=True", name)
 
     def changed(self, said: Mapping[str, Any]) -> "GenParams":
-        """With what a `gen` says itself."""
+        """A copy with the fields `said` of a gen."""
         return replace(self, **said) if said else self
 
 
@@ -116,10 +116,10 @@ _OTHER_NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
 
 
 def said_of(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What was said, checked by name and type and made plain: no None, dtype as a regex, lists as tuples.
+    """The parameters that are set, checked and normalized: no None, dtype as a regex, lists as tuples.
 
-    Raises RequestError for an unknown name, for another type, for two forms and for what no backend can do. How large
-    values may be is checked by whoever computes them.
+    Raises RequestError for an unknown name, a wrong type, two constraints, and stop_regex. Ranges of values are checked
+    by the backend.
     """
     said: dict[str, Any] = {}
     for name, value in given.items():
@@ -140,7 +140,7 @@ def said_of(given: Mapping[str, Any]) -> dict[str, Any]:
     return said
 
 
-def _plain(name: str, value: Any) -> Any:  # noqa: ANN401  (as it was given)
+def _plain(name: str, value: Any) -> Any:  # noqa: ANN401  (the type is checked here)
     if name in _LISTS:
         kind, what = _LISTS[name]
         given = tuple(value) if isinstance(value, list | tuple) else (value,)
@@ -160,14 +160,14 @@ def _plain(name: str, value: Any) -> Any:  # noqa: ANN401  (as it was given)
 
 
 def _is_a(kind: Any, value: object) -> bool:  # noqa: ANN401  (a type, or several)
-    """Whether it is one, true and false being no numbers, and texts being Unicode."""
+    """Whether a value is of this type. A bool is no number, and a string must not have lone surrogates."""
     if isinstance(value, bool) and kind is not bool:
         return kind is object
     return isinstance(value, kind) and (not isinstance(value, str) or is_unicode(value))
 
 
 def _schema(value: object) -> str:
-    """A schema as text. Raises RequestError for what is no JSON."""
+    """A schema as JSON text. Raises RequestError if it is no JSON."""
     if not isinstance(value, str | bool | Mapping):
         hint = "; of a pydantic model give its model_json_schema()" if hasattr(value, "model_json_schema") else ""
         raise RequestError(f"json_schema must be a JSON schema, as text or as a dict, not {value!r:.80}{hint}", _SCHEMA)
@@ -182,7 +182,7 @@ def _schema(value: object) -> str:
 
 
 def _check_regex(pattern: str) -> None:
-    """What Python cannot read, no backend can: it is wrong where it is written, not when it runs."""
+    """Raises RequestError, when the gen is created, for a regex that Python cannot compile: no backend can either."""
     try:
         re.compile(pattern)
     except (re.error, RecursionError, OverflowError) as error:
@@ -190,7 +190,7 @@ def _check_regex(pattern: str) -> None:
 
 
 def _form_of(dtype: object) -> tuple[str, tuple[str, ...]]:
-    """A regex, and the strings that end it."""
+    """The regex of a dtype, and the stop strings that end it. Raises RequestError for another dtype."""
     kind = _DTYPE_NAMES.get(dtype, dtype)
     if kind not in _DTYPES:
         raise RequestError(f"dtype must be int, float, str or bool, not {dtype!r:.80}", "dtype")

@@ -1,4 +1,4 @@
-"""ProgramState: what a program's function gets as its first argument, and what a run returns. SGLang's methods."""
+"""The state of a program: the first argument of its function, and the result of a run. Methods as in SGLang."""
 
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -12,30 +12,34 @@ from quire.lang.stream import Append, Fork, Gather, Run, Stream
 
 
 class GrowingText:
-    """name: of the variable; None is all text. at_rest: nobody appends anything while the stream rests."""
+    """Reads the text of a stream, or of one variable, while it grows.
+
+    name: of the variable; None means all text. at_rest: whether an idle stream counts as finished, because the thread
+    that reads is the one that would append.
+    """
 
     def __init__(self, stream: Stream, name: str | None, *, at_rest: bool) -> None:
         self._stream = stream
         self._name = name
         self._at_rest = at_rest
-        self._length = 0  # characters that were read
-        self._num_cuts = 0  # that were followed
-        self._is_told = False  # a value that is no text
+        self._length = 0  # characters that were returned
+        self._num_cuts = 0  # cuts that are subtracted from _length
+        self._is_told = False  # whether the value was returned, of a variable that is no text
 
     def has_news(self) -> bool:
-        """Whether there is more, or no more will be. Under the lock."""
+        """Whether there is new text, or the end is reached. To be called under the lock."""
         self._follow_cuts()
         length = self._stream.scene.length if self._name is None else len(self._text())
         return length > self._length or self.is_over()
 
     def is_over(self) -> bool:
-        """Whether no more will come."""
+        """Whether the text is final."""
         if self._name is None or self._name not in self._stream.names:
             return self._stream.is_over(at_rest=self._at_rest)
         return self._stream.is_settled(self._name)
 
     def news(self) -> tuple[Any, dict[str, Any]]:
-        """What is new: text; of a variable that is a list, all of it once it is known."""
+        """The new text and the meta info so far. A value that is no text is returned once, when it is final."""
         with self._stream.changes:
             self._follow_cuts()
             meta = self._stream.scene.meta.get(self._name or "", {})
@@ -49,7 +53,7 @@ class GrowingText:
             return text, meta
 
     def check(self) -> None:
-        """Raises what went wrong."""
+        """Raises the error of the stream or the variable, if there is one."""
         if self._name is not None:
             self._stream.value(self._name)
         elif self._stream.error is not None:
@@ -63,7 +67,7 @@ class GrowingText:
         return value if isinstance(value, str) else ""
 
     def _follow_cuts(self) -> None:
-        """What was read and is there no more is not counted."""
+        """Subtract characters that were returned and then cut."""
         cuts = self._stream.scene.cuts
         for cut in cuts[self._num_cuts :]:
             if cut.name == self._name:
@@ -72,12 +76,12 @@ class GrowingText:
 
 
 class ProgramState:
-    """One line of a program.
+    """The state of a program, or of one fork of it.
 
-    `s += expression` only appends: the backend's loop does it when its turn comes. Whoever reads waits: `s["x"]`
-    for one variable, `s.text()` for all that was appended.
+    `s += expression` only appends an operation, which the backend's event loop executes later. Reading waits: `s["x"]`
+    for one variable, `s.text()` for all appended operations.
 
-    An error ends a state. error() tells it; reading what it left unwritten raises it.
+    An error ends a state. error() returns it; reading text or variables that are missing because of it raises it.
     """
 
     def __init__(self, run: Run, stream: Stream) -> None:
@@ -96,7 +100,7 @@ class ProgramState:
     @overload
     def system(self, expr: object) -> expressions.Expr: ...
     def system(self, expr: object = None) -> expressions.Expr | AbstractContextManager[None]:
-        """Append a turn of the system; without an expression, what is appended inside of `with`."""
+        """Append a turn of the system. Without `expr`: a context manager; the turn is what is appended in `with`."""
         return self._turn("system", expr)
 
     @overload
@@ -104,7 +108,7 @@ class ProgramState:
     @overload
     def user(self, expr: object) -> expressions.Expr: ...
     def user(self, expr: object = None) -> expressions.Expr | AbstractContextManager[None]:
-        """Append a turn of the user; without an expression, what is appended inside of `with`."""
+        """Append a turn of the user. Without `expr`: a context manager; the turn is what is appended in `with`."""
         return self._turn("user", expr)
 
     @overload
@@ -112,18 +116,18 @@ class ProgramState:
     @overload
     def assistant(self, expr: object) -> expressions.Expr: ...
     def assistant(self, expr: object = None) -> expressions.Expr | AbstractContextManager[None]:
-        """Append a turn of the assistant; without an expression, what is appended inside of `with`."""
+        """Append a turn of the assistant. Without `expr`: a context manager; the turn is what is appended in `with`."""
         return self._turn("assistant", expr)
 
     @contextmanager
     def var_scope(self, name: str) -> Iterator[None]:
-        """All that is appended inside of `with` is also the variable `name`."""
+        """The text that is appended in `with` becomes the variable `name`."""
         self._stream.submit(expressions.ScopeBegin(name))
         yield
         self._stream.submit(expressions.ScopeEnd(name))
 
     def fork(self, size: int = 1, position_ids_offset: object = None) -> "ProgramStateGroup":
-        """States that go on from here by themselves. position_ids_offset: must be None. Raises RequestError."""
+        """`size` independent states that start with the text so far. position_ids_offset: must be None."""
         if position_ids_offset is not None:
             raise RequestError("position_ids_offset is not supported; leave it out", "position_ids_offset")
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
@@ -134,7 +138,7 @@ class ProgramState:
 
     @contextmanager
     def copy(self) -> Iterator["ProgramState"]:
-        """A state that goes on from here by itself, and is joined at the end of `with`."""
+        """An independent state that starts with the text so far, and is joined at the end of `with`."""
         group = self.fork(1)
         try:
             yield group[0]
@@ -144,34 +148,34 @@ class ProgramState:
     # Reading
 
     def text(self) -> str:
-        """All text, once all that was appended is done. Raises what went wrong."""
+        """Wait for all appended operations, and return the whole text. Raises the state's error."""
         self._settled()
         return self._stream.scene.text
 
     def messages(self) -> list[dict[str, str]]:
-        """The turns that have ended, as OpenAI's messages. Raises what went wrong."""
+        """Wait for all appended operations, and return the ended turns as OpenAI messages. Raises the state's error."""
         self._settled()
         return [dict(message) for message in self._stream.scene.messages]
 
     def sync(self) -> None:
-        """Wait until all that was appended is done."""
+        """Wait for all appended operations, or for an error."""
         self._stream.sync()
 
     def error(self) -> BaseException | None:
-        """What went wrong, once all that was appended is done or given up."""
+        """Wait for all appended operations, and return the state's error; None if there is none."""
         self._stream.sync()
         return self._stream.error
 
     def get_var(self, name: str) -> Any:  # noqa: ANN401
-        """A variable, once it is known: text, or a list of texts. Raises what went wrong with it, or KeyError."""
+        """Wait for a variable and return it: text, or a list of texts. Raises its error, or KeyError."""
         return self._stream.get_var(name)
 
     def set_var(self, name: str, value: object) -> None:
-        """Set a variable; forks that begin later have it."""
+        """Append an operation that sets a variable. Later forks have it."""
         self._stream.submit(expressions.Assign(name, value))
 
     def get_meta_info(self, name: str, timeout: float | None = None) -> dict[str, Any] | None:
-        """What the backend said of a variable. timeout: seconds, after which TimeoutError is raised."""
+        """Wait for a variable and return its meta info. Raises its error, and TimeoutError after `timeout` seconds."""
         return self._stream.get_meta(name, timeout)
 
     def __getitem__(self, name: str) -> Any:  # noqa: ANN401
@@ -186,12 +190,12 @@ class ProgramState:
     def __repr__(self) -> str:
         return f"ProgramState({self._stream.scene.text!r})"
 
-    # Reading while it grows
+    # Streaming
 
     def text_iter(self, var_name: str | None = None) -> Iterator[str]:
-        """Text as it comes: all of it, or of one variable. Of a run without stream=True, in one piece.
+        """Yield the text, or the text of one variable, as it is generated. Without stream=True it is one piece.
 
-        Raises what went wrong, behind what came before it.
+        Raises the state's error after the text before it.
         """
         part = GrowingText(self._stream, var_name, at_rest=self._run.owner == threading.get_ident())
         if not self._run.setting.streaming:
@@ -207,7 +211,7 @@ class ProgramState:
                 return
 
     def var_iter(self, name: str) -> Iterator[str]:
-        """The text of one variable as it comes."""
+        """Yield the text of one variable as it is generated."""
         return self.text_iter(name)
 
     @overload
@@ -217,7 +221,7 @@ class ProgramState:
         self, var_name: str | None = None, *, return_meta_data: bool
     ) -> AsyncIterator[str | tuple[str, dict[str, Any]]]: ...
     async def text_async_iter(self, var_name: str | None = None, return_meta_data: bool = False) -> AsyncIterator[Any]:  # noqa: FBT001, FBT002 (SGLang's signature)
-        """As text_iter, on any event loop. return_meta_data: pairs of a variable's text and its meta info so far."""
+        """As text_iter, for any event loop. return_meta_data: yield a variable's text in pairs with its meta info."""
         part = GrowingText(self._stream, var_name, at_rest=False)
         while True:
             await self._stream.changes.until(part.has_news if self._run.setting.streaming else part.is_over)
@@ -237,7 +241,7 @@ class ProgramState:
         if expr is None:
             return self._turn_scope(name)
         self._stream.submit(role(name, expr))
-        return expressions.Sequence(())  # so that `s += s.user(...)` means the same as `s.user(...)`
+        return expressions.Sequence(())  # so that `s += s.user(...)` does the same as `s.user(...)`
 
     @contextmanager
     def _turn_scope(self, name: expressions.Role) -> Iterator[None]:
@@ -254,10 +258,10 @@ class ProgramStateGroup:
         self.src_state = src_state
 
     def join(self, mode: str = "gather_variable") -> None:
-        """Let the state that was forked wait for its forks.
+        """Append an operation to the parent state that waits for the operations appended to the forks so far.
 
-        "gather_variable": their new variables become lists, one entry for each fork that has it.
-        "concate_and_append": what each has written since is appended. Raises RequestError for another mode.
+        "gather_variable": the forks' new variables become lists, with one entry for each fork that has the variable.
+        "concate_and_append": the text of each fork since the fork is appended. Raises RequestError for another mode.
         """
         streams = [state._stream for state in self.states]
         parent = self.src_state._stream
@@ -283,7 +287,7 @@ class ProgramStateGroup:
         return self.states[i]
 
     def __setitem__(self, i: int, state: ProgramState) -> None:
-        if state is not self.states[i]:  # what `forks[i] += ...` assigns
+        if state is not self.states[i]:  # `forks[i] += ...` assigns the same state
             raise RequestError("the states of a group stay as they are; append to them with +=")
 
     def __len__(self) -> int:
@@ -294,7 +298,7 @@ class ProgramStateGroup:
 
 
 def _of_fork(other: object, i: int) -> object:
-    """What fork i gets: one for all, one of a list, or what a function says."""
+    """The expression for fork i: entry i of a list, the result of a function of i, or the same for all."""
     if isinstance(other, list | tuple):
         return other[i]
     return other(i) if callable(other) else other

@@ -1,6 +1,6 @@
-"""How `select` decides between choices, given the logprobs of their tokens. Knows numbers, no model.
+"""Methods by which `select` decides between choices, given the logprobs of their tokens.
 
-A method is called with SGLang's arguments, so that one written for SGLang can be handed over as it is.
+Methods have SGLang's signature, so that one written for SGLang can be used unchanged.
 """
 
 import math
@@ -14,18 +14,18 @@ Entry = tuple[float | None, int, str | None]  # logprob, token id, text
 
 @dataclass
 class ChoicesDecision:
-    """The choice that was made, and what led to it."""
+    """The selected choice, with the figures of the decision."""
 
     decision: str
     meta_info: dict[str, Any] = field(default_factory=dict)
 
 
 class ChoicesSamplingMethod(ABC):
-    """Decides between choices."""
+    """Base class of the methods."""
 
     @property
     def requires_unconditional_logprobs(self) -> bool:
-        """Whether it needs the logprobs that the choices' tokens have without the prompt, too."""
+        """Whether it needs the logprobs of the choices' tokens without the prompt, too."""
         return False
 
     @abstractmethod
@@ -38,7 +38,7 @@ class ChoicesSamplingMethod(ABC):
         output_token_logprobs: list[list[Entry]],
         unconditional_token_logprobs: list[list[Entry]] | None = None,
     ) -> ChoicesDecision:
-        """The decision. Each list has an entry per choice: mean logprob per token; the choice's tokens; nothing."""
+        """The decision. Lists have one entry per choice: its mean logprob; its tokens; none; its tokens alone."""
 
 
 class TokenLengthNormalized(ChoicesSamplingMethod):
@@ -53,16 +53,15 @@ class TokenLengthNormalized(ChoicesSamplingMethod):
         output_token_logprobs: list[list[Entry]],
         unconditional_token_logprobs: list[list[Entry]] | None = None,
     ) -> ChoicesDecision:
-        """The decision."""
+        """See ChoicesSamplingMethod."""
         about = _about(normalized_prompt_logprobs, input_token_logprobs, output_token_logprobs)
         return ChoicesDecision(choices[_best(normalized_prompt_logprobs)], about)
 
 
 class GreedyTokenSelection(ChoicesSamplingMethod):
-    """Token by token, the choices stay whose token there is the most likely one.
+    """Keeps, token by token, the choices whose token at this index has the highest logprob; of several, the first.
 
-    A choice that has ended counts with its mean logprob, so that it can be compared with longer ones that begin
-    with it.
+    Beyond its end, a choice has its mean logprob. This makes it comparable with longer choices that begin with it.
     """
 
     def __call__(
@@ -74,7 +73,7 @@ class GreedyTokenSelection(ChoicesSamplingMethod):
         output_token_logprobs: list[list[Entry]],
         unconditional_token_logprobs: list[list[Entry]] | None = None,
     ) -> ChoicesDecision:
-        """The decision."""
+        """See ChoicesSamplingMethod."""
         rows = [known(entries) for entries in input_token_logprobs]
         length = max(map(len, rows))
         matrix = [row + [mean(row)] * (length - len(row)) for row in rows]
@@ -87,14 +86,14 @@ class GreedyTokenSelection(ChoicesSamplingMethod):
 
 
 class UnconditionalLikelihoodNormalized(ChoicesSamplingMethod):
-    """The highest mean of how much likelier the prompt makes each token than it is by itself.
+    """The highest mean of each token's logprob after the prompt minus its logprob without the prompt.
 
-    The first token has no logprob by itself, and counts as it is.
+    The first token has no logprob without the prompt; 0 is subtracted.
     """
 
     @property
     def requires_unconditional_logprobs(self) -> bool:
-        """It does."""
+        """True."""
         return True
 
     def __call__(
@@ -106,7 +105,7 @@ class UnconditionalLikelihoodNormalized(ChoicesSamplingMethod):
         output_token_logprobs: list[list[Entry]],
         unconditional_token_logprobs: list[list[Entry]] | None = None,
     ) -> ChoicesDecision:
-        """The decision."""
+        """See ChoicesSamplingMethod."""
         if unconditional_token_logprobs is None:
             raise ValueError("this method needs the logprobs of the choices by themselves")
         gains = [
@@ -130,7 +129,7 @@ def decide(
     scores: list[list[Entry]],
     unconditional: list[list[Entry]] | None = None,
 ) -> ChoicesDecision:
-    """What the method says. scores: of each choice's tokens behind the prompt. unconditional: by themselves."""
+    """Apply the method. scores: each choice's tokens after the prompt. unconditional: the same without the prompt."""
     return method(
         choices=list(choices),
         normalized_prompt_logprobs=[mean(known(entries)) for entries in scores],
@@ -141,21 +140,21 @@ def decide(
 
 
 def num_shared(one: Sequence[object], other: Sequence[object]) -> int:
-    """The length of what both begin with.
+    """Length of the common prefix.
 
-    Of a prompt's tokens and those of the prompt with a choice: what comes behind it is the choice's. That is one
-    token more than the choice where its beginning makes another token of the prompt's end.
+    Of the tokens of a prompt and of the prompt with a choice, the tokens after it belong to the choice. They include
+    the prompt's last token if the choice changes it.
     """
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def known(entries: Sequence[Entry]) -> list[float]:
-    """The logprobs that there are: a text's very first token has none."""
+    """The logprobs that are not None. The first token of a text has none."""
     return [entry[0] for entry in entries if entry[0] is not None]
 
 
 def mean(values: Sequence[float]) -> float:
-    """0 of none."""
+    """The mean; 0 for an empty sequence."""
     return math.fsum(values) / len(values) if values else 0.0
 
 

@@ -1,8 +1,7 @@
-"""Stream: the operations that a program has appended to one state, done one after the other. Knows threads and the
-backend's loop; what an operation does is the executor's business.
+"""Streams: the operations of one state, executed one after the other on the backend's event loop.
 
-A stream is no thread. While it has operations and may do them, one task on the loop does; otherwise it is only data.
-A fork is an operation of its parent, so that it begins with what the parent has there; a join is one, too.
+A stream has a task on the loop only while it has operations that may run. A fork is an operation of the parent, so
+that it starts with the parent's text at that point. A join is an operation of the parent, too.
 """
 
 import asyncio
@@ -28,7 +27,7 @@ from quire.lang.state_text import Scene
 
 
 class Changes:
-    """A lock around what changes, and a bell for those who wait: `with changes: change it; changes.tell()`."""
+    """A condition variable for threads and coroutines. Usage: `with changes: modify the data; changes.tell()`."""
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
@@ -43,23 +42,23 @@ class Changes:
         self._condition.release()
 
     def tell(self) -> None:
-        """Something has changed."""
+        """Wake all waiting threads and coroutines."""
         with self._condition:
             self._condition.notify_all()
             for bell in self._bells:
                 bell()
 
     def wait(self, is_so: Callable[[], bool], timeout: float | None = None) -> bool:
-        """Wait until `is_so()`, which is asked under the lock; False after `timeout` seconds."""
+        """Wait until `is_so()`, which is called under the lock. False after `timeout` seconds."""
         with self._condition:
             return self._condition.wait_for(is_so, timeout)
 
     async def until(self, is_so: Callable[[], bool]) -> None:
-        """The same, on any event loop."""
+        """As `wait`, for a coroutine on any event loop."""
         loop, event = asyncio.get_running_loop(), asyncio.Event()
 
         def bell() -> None:
-            with suppress(RuntimeError):  # that loop has ended, and with it whoever waited there
+            with suppress(RuntimeError):  # that loop is closed, with the coroutine that waited
                 loop.call_soon_threadsafe(event.set)
 
         with self._condition:
@@ -80,10 +79,10 @@ log = logging.getLogger(__name__)
 
 
 class Stream:
-    """One line of a program.
+    """The operations of one state.
 
-    program, branch: what the scheduler calls it. held: it may not begin before its parent comes to where it was
-    forked. names: variables that it has, or will have once all is done. error: what it ended with.
+    program, branch: ids in the program hints. held: do not start before `release`, which the parent's Fork calls.
+    names: variables that the state has, or will have after all operations. error: the error that ended the stream.
     """
 
     def __init__(
@@ -97,19 +96,19 @@ class Stream:
         self._program = Program(id=program, branch=branch)
         self._executor = Executor(setting, Scene(), self._next_call, self.changes.tell)
         self._queue: deque[Expr] = deque()
-        self._pending: Counter[str] = Counter()  # operations that set a variable
-        self._lost: set[str] = set()  # variables that an error left unset
+        self._pending: Counter[str] = Counter()  # variable -> unfinished operations that set it
+        self._lost: set[str] = set()  # variables that are unset because of the error
         self._held = held
         self._works = False
-        self._ended = False  # nothing more is to come
-        self._promised = False  # the scheduler was told that more is to come
+        self._ended = False  # whether `end` was called
+        self._promised = False  # whether the last program hints had expects_more
         self._num_submitted = self._num_done = 0
         self._task: asyncio.Task[None] | None = None
 
     # For the program
 
     def submit(self, expr: Expr) -> int:
-        """Append operations; the number of all that were. Behind an error nothing is done. Raises BackendClosed."""
+        """Append operations, and return `num_submitted`. After an error they are dropped. Raises BackendClosed."""
         ops = list(expr.flat())
         with self.changes:
             self.names.update(name for op in ops for name in op.variables)
@@ -124,22 +123,22 @@ class Stream:
             return self._num_submitted
 
     def sync(self) -> None:
-        """Wait until all that was appended by now is done, or nothing will be."""
+        """Wait until all operations appended so far are done, or the stream has failed."""
         self.changes.wait(self._has_done(self._num_submitted))
 
     async def done(self, number: int) -> None:
-        """Wait for so many operations. Raises what went wrong."""
+        """Wait until the first `number` operations are done. Raises the stream's error."""
         await self.changes.until(self._has_done(number))
         if self.error is not None:
             raise self.error
 
     @property
     def num_submitted(self) -> int:
-        """Operations that were appended."""
+        """Number of operations that were appended."""
         return self._num_submitted
 
     def end(self) -> None:
-        """Nothing more is to come."""
+        """Declare that no more operations will be appended."""
         with self.changes, suppress(BackendClosed):
             self._ended = True
             self.changes.tell()
@@ -147,12 +146,12 @@ class Stream:
                 self._loop.call(self._tell_end)
 
     def get_var(self, name: str) -> Any:  # noqa: ANN401
-        """A variable, once it is known. Raises what went wrong with it, or KeyError."""
+        """Wait for a variable and return it. Raises its error, or KeyError."""
         self.changes.wait(lambda: self.is_settled(name))
         return self.value(name)
 
     def get_meta(self, name: str, timeout: float | None = None) -> dict[str, Any] | None:
-        """What the backend said of a variable. Raises what went wrong with it, and TimeoutError after seconds."""
+        """Wait for a variable and return its meta info. Raises its error, and TimeoutError after `timeout` seconds."""
         if not self.changes.wait(lambda: self.is_settled(name), timeout):
             raise TimeoutError(f"{name!r} is not known after {timeout} seconds")
         with self.changes:
@@ -162,17 +161,17 @@ class Stream:
 
     @property
     def scene(self) -> Scene:
-        """What is written so far."""
+        """Text and variables so far."""
         return self._executor.scene
 
     def is_settled(self, name: str) -> bool:
-        """Whether a variable is known, or will never be."""
+        """Whether a variable has its final value, or will never be set."""
         if self.error is not None or self._is_at_rest():
             return True
         return not (self._held or self._pending[name] or self._is_deferred(name))
 
     def value(self, name: str) -> Any:  # noqa: ANN401
-        """A variable that is settled. Raises what went wrong with it, or KeyError."""
+        """The value of a settled variable. Raises its error, RequestError for one of an open chat turn, or KeyError."""
         with self.changes:
             variables = self.scene.variables
             if self.error is not None and (name in self._lost or name not in variables):
@@ -184,11 +183,14 @@ class Stream:
             return variables[name]
 
     def is_over(self, *, at_rest: bool) -> bool:
-        """Whether its text stays as it is. at_rest: nobody appends anything while it rests."""
+        """Whether the text is final. at_rest: whether an idle stream counts as final without `end`."""
         return self.error is not None or (self._is_at_rest() and (self._ended or at_rest))
 
     def fail(self, error: BaseException, *, though_done: bool = False) -> None:
-        """Do nothing more; forks that have not begun fail with it. though_done: also where there is nothing to do."""
+        """Cancel all unfinished operations, and fail the forks among them.
+
+        Has no effect on a failed stream, and on an idle one unless `though_done`.
+        """
         with self.changes:
             if self.error is not None or (self._is_at_rest() and not though_done):
                 return
@@ -203,10 +205,10 @@ class Stream:
             self._lose(dropped, error)
             self.changes.tell()
 
-    # On the loop
+    # On the event loop
 
     def release(self, scene: Scene) -> None:
-        """Begin, with what the parent has."""
+        """Start a held stream, with a copy of the parent's text and variables."""
         with self.changes:
             if self.error is not None:
                 return
@@ -248,22 +250,22 @@ class Stream:
                 for child, _ in children:
                     self._executor.fill(child.scene.text[child.scene.fork_start :])
             case expressions.Reasoning(name):
-                with self.changes:  # whoever reads the text sees it before or after
+                with self.changes:  # readers must not see a half-done change
                     self._executor.separate(name)
             case _:
                 await self._executor.execute(op)
 
     def _tell_end(self) -> None:
-        """Tell the scheduler that nothing more comes, though it expects more. No operation: nobody waits for it."""
+        """If no more operations come and the last hints had expects_more, start to send the end of the branch."""
         with self.changes:
             if self._ended and self._promised and self.error is None and self._is_at_rest():
                 self._promised = False
                 self._loop.spawn(self._told_end())
 
     async def _told_end(self) -> None:
-        """A hint: without it everything is as it would be."""
+        """Send the end of the branch. Errors are only logged, as it is a hint."""
         try:
-            branch = self._program.branch or None  # with its trunk, all of it ends
+            branch = self._program.branch or None  # the end of the trunk ends all branches
             await self._setting.backend.end_program(self._program.id, branch)
         except QuireError as error:
             log.debug("the end of a program could not be told: %s", error)
@@ -286,7 +288,7 @@ class Stream:
             self.changes.tell()
 
     def _next_call(self) -> Program | None:
-        """What the scheduler is told with the next call."""
+        """The program hints of the next call."""
         if not self._setting.backend.hints:
             return None
         with self.changes:
@@ -322,19 +324,19 @@ class Stream:
                     child.fail(error)
 
 
-Branches = tuple[tuple[Stream, int], ...]  # each with the number of its operations that count
+Branches = tuple[tuple[Stream, int], ...]  # each with the number of operations to wait for
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fork(Expr):
-    """Streams that begin here."""
+    """Starts streams with the text and variables so far."""
 
     children: tuple[Stream, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Gather(Expr):
-    """Wait for streams, and take over their variables as lists."""
+    """Waits for streams, and sets variables to lists of theirs."""
 
     children: Branches
     names: tuple[str, ...]
@@ -347,7 +349,7 @@ class Gather(Expr):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Append(Expr):
-    """Wait for streams, and append what they have written since they were forked."""
+    """Waits for streams, and appends their text since the fork."""
 
     children: Branches
 
@@ -358,9 +360,10 @@ async def _all_done(children: Branches) -> None:
 
 
 class Run:
-    """owner: the thread on which the program's function runs; None once it is over.
+    """One run of a program, with all its streams.
 
-    failed_by_itself: it was stopped by an error of one of its streams, and not by its function's code.
+    owner: id of the thread on which the program's function runs; None before and after.
+    failed_by_itself: whether the error that stopped the run was the error of a stream, not of the function's own code.
     """
 
     def __init__(self, setting: Setting) -> None:
@@ -375,25 +378,25 @@ class Run:
         self._streams.add(self.trunk)
 
     def fork(self, names: Iterable[str]) -> Stream:
-        """A stream that begins when it is released. names: variables that it will have then."""
+        """A new stream that starts at `release`. names: variables that it will have then."""
         stream = Stream(self.setting, self.id, str(next(self._branches)), held=True, names=names)
         with self._lock:
             self._streams.add(stream)
         return stream
 
     def end(self) -> None:
-        """The function is over: no stream gets more from it."""
+        """The function has returned or raised: end all streams."""
         self.owner = None
         for stream in self._all():
             stream.end()
 
     def sync(self) -> None:
-        """Wait until all that was appended is done."""
+        """Wait for all appended operations of all streams."""
         for stream in self._all():
             stream.sync()
 
     def stop(self, error: BaseException) -> None:
-        """Give up all that is not done, because of an error, which the trunk then has."""
+        """Fail all streams with unfinished operations, and the trunk in any case."""
         self.failed_by_itself = any(stream.error is error for stream in self._all())
         for stream in self._all():
             stream.fail(error)

@@ -1,5 +1,5 @@
-"""The blocks that models are made of. They know shapes and weights, and neither families nor where KV lies.
+"""Layers of models: linear, norms, attention, MLP, experts, rotary embeddings.
 
-Blocks are modules for the names of their parameters. Each defines its call itself: types are checked, and
-hooks, which nothing here uses, cost nothing.
+Layers are torch modules for the names of their parameters. They define `__call__`, not `forward`: mypy checks the
+types of calls, and the overhead of torch's hooks, which are not used, is avoided.
 """

@@ -1,7 +1,4 @@
-"""Attention as a model sees it: queries, keys and values go in, outputs come out.
-
-The model does not learn where keys and values are kept; this file does not know what a model is.
-"""
+"""Attention interface of models: queries, keys and values to outputs. The KV cache is behind it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,25 +10,25 @@ from quire.kernels.contract import Batch, Kernels, Plan, Rotation, Storage
 
 
 class Attend(Protocol):
-    """What a model is handed for its attention."""
+    """The attention function that a model gets as an argument."""
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None = None) -> Tensor:
-        """Keep k and v (num_tokens, num_kv_heads, head_dim) and attend with q (num_tokens, num_heads, head_dim).
+        """Store k and v (num_tokens, num_kv_heads, head_dim), and attend with q (num_tokens, num_heads, head_dim).
 
-        rotation: of q and k, before all else. Returns (num_tokens, num_heads * head_dim).
+        rotation: applied to q and k first. Returns (num_tokens, num_heads * head_dim).
         """
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """How a layer makes attention scores of products: s = scale * q k, then softcap * tanh(s / softcap)."""
+    """Scaling of a layer's attention scores: s = scale * q k, then softcap * tanh(s / softcap)."""
 
     scale: float
     softcap: float = 0.0  # 0: none
 
 
 class PagedAttend:
-    """Attention over the blocks of all groups. It persists; `plan` tells it about the next step."""
+    """Attention over the blocks of all KV groups. One instance serves all steps; `plan` prepares the next one."""
 
     def __init__(self, kernels: Kernels, storages: Sequence[Storage], scores: Sequence[Scores]) -> None:
         """scores: one entry per layer of the model."""
@@ -46,11 +43,11 @@ class PagedAttend:
         }
 
     def plan(self, batches: Sequence[Batch]) -> None:
-        """Make ready for the chunks of a step, seen by each group in turn."""
+        """Prepare the next step from one Batch per KV group."""
         self.use([self._kernels.plan(batch, storage) for batch, storage in zip(batches, self._storages, strict=True)])
 
     def use(self, plans: Sequence[Plan]) -> None:
-        """Go on with plans that were made before, one for each group."""
+        """Use given kernel plans for the next step, one per KV group."""
         self._plans = list(plans)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None = None) -> Tensor:

@@ -1,4 +1,4 @@
-"""The attention half of a layer: projections, norms of queries and keys, rotation. Attention itself is handed in."""
+"""Attention block of a layer: projections, with norms of queries and keys. The attention function is an argument."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -11,13 +11,14 @@ from quire.layers.attend import Attend
 from quire.layers.linear import Linear
 from quire.layers.norm import LayerNorm, Norm, NormKind, make_norm
 
-# over each head with one weight, over each head with a weight of its own, over all heads at once
+# norms of queries and keys; "head": over each head, with one weight for all; "each": over each head, with a weight per
+# head; "projection": over all heads together
 QKNorm = Literal["none", "head", "each", "projection"]
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionConfig:
-    """Sizes and weights of an attention block."""
+    """Sizes and options of an attention block."""
 
     num_heads: int
     num_kv_heads: int
@@ -31,7 +32,7 @@ class AttentionConfig:
 
 
 class Attention(nn.Module):
-    """Query, key and value projections are one parameter, in this order, so that they are one product."""
+    """Query, key and value projections are fused, in this order, into one parameter."""
 
     def __init__(self, hidden: int, config: AttentionConfig, dtype: torch.dtype) -> None:
         super().__init__()
@@ -51,7 +52,7 @@ class Attention(nn.Module):
         return make_norm(config.norm, size, config.norm_eps, dtype, bias=config.qk_norm_bias)
 
     def __call__(self, layer: int, x: Tensor, rotation: Rotation | None, attend: Attend, kernels: Kernels) -> Tensor:
-        """x (num_tokens, hidden_size) -> the same shape. rotation: None where positions are not rotated."""
+        """x (num_tokens, hidden_size) -> the same shape. rotation: None if the layer has no rotary embedding."""
         config = self.config
         qkv = self.qkv(x, kernels).view(x.shape[0], -1, config.head_dim)
         q, k, v = qkv.tensor_split((config.num_heads, config.num_heads + config.num_kv_heads), 1)

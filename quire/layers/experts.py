@@ -1,4 +1,4 @@
-"""A mixture of experts in place of an MLP: a router picks a few gated MLPs for each token (Shazeer et al., 2017)."""
+"""Mixture of experts in place of an MLP: a router selects a few gated MLPs per token (Shazeer et al., 2017)."""
 
 from dataclasses import dataclass
 
@@ -12,19 +12,19 @@ from quire.layers.mlp import MLP
 
 @dataclass(frozen=True, slots=True)
 class ExpertsConfig:
-    """How many experts a sparse layer has and how they are mixed."""
+    """Number and sizes of experts, routing, and which layers have them."""
 
     num_experts: int
     per_token: int
     intermediate_size: int  # of one expert
-    normalise: bool  # the weights of a token's experts add up to 1
-    shared_size: int = 0  # intermediate size of an expert that all tokens pass, weighed by a gate; 0: none
-    step: int = 1  # every step-th layer is sparse,
-    dense_layers: tuple[int, ...] = ()  # but not these
+    normalise: bool  # whether the weights of a token's experts are scaled to sum 1
+    shared_size: int = 0  # intermediate size of an expert for all tokens, weighted by a gate; 0: none
+    step: int = 1  # every step-th layer has experts,
+    dense_layers: tuple[int, ...] = ()  # except these
 
 
 class Experts(nn.Module):
-    """The weights of all experts, stacked, and of what mixes them."""
+    """Stacked weights of all experts, with router and optional shared expert."""
 
     def __init__(self, hidden: int, config: ExpertsConfig, *, activation: str, dtype: torch.dtype) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Experts(nn.Module):
             self.shared_gate = Linear(hidden, 1, bias=False, dtype=dtype)
 
     def lay_out(self, kernels: Kernels) -> None:
-        """Let the weights, which are not filled, have the layout of `kernels`."""
+        """Replace the weights, before they are loaded, by weights in the layout of `kernels`."""
         self.router.lay_out(kernels)
         self.up = laid_out(self, "up", kernels, 2)
         self.down = laid_out(self, "down", kernels)

@@ -1,4 +1,4 @@
-"""Weights of matrix products and tables of rows. The products themselves are the kernels'."""
+"""Linear layers and embeddings: their weights. Kernels compute the products."""
 
 import torch
 from torch import Tensor, nn
@@ -7,7 +7,7 @@ from quire.kernels.contract import Kernels, Weight
 
 
 class Linear(nn.Module):
-    """A weight (out, in) and perhaps a bias (out,), not initialised."""
+    """A weight (out, in) and an optional bias (out,), not initialised."""
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool, dtype: torch.dtype) -> None:
         super().__init__()
@@ -15,7 +15,7 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(outputs, dtype=dtype)) if bias else None
 
     def lay_out(self, kernels: Kernels, parts: int = 1) -> None:
-        """Let the weight, which is not filled, have the layout of `kernels`."""
+        """Replace the weight, before it is loaded, by one in the layout of `kernels`. parts: see Kernels.room."""
         self.weight = laid_out(self, "weight", kernels, parts)
 
     def __call__(self, x: Tensor, kernels: Kernels) -> Tensor:
@@ -24,7 +24,7 @@ class Linear(nn.Module):
 
 
 class Embedding(nn.Module):
-    """A weight (rows, size), not initialised, of which rows are looked up."""
+    """An embedding table (rows, size), not initialised."""
 
     def __init__(self, rows: int, size: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Embedding(nn.Module):
         self.dtype = dtype
 
     def lay_out(self, kernels: Kernels) -> None:
-        """Let the weight, which is not filled, have the layout of products: for one that is a head as well."""
+        """Replace the weight, before it is loaded, by one in the layout of products, because it is also the head."""
         self.weight = laid_out(self, "weight", kernels)
 
     def __call__(self, ids: Tensor, kernels: Kernels, scale: float = 1.0) -> Tensor:
@@ -41,7 +41,7 @@ class Embedding(nn.Module):
 
 
 def laid_out(module: nn.Module, name: str, kernels: Kernels, parts: int = 1) -> Weight:
-    """Room for a weight as `kernels` want it, which is no parameter of the module any more unless it stays as it is."""
+    """The weight `name` in the layout of `kernels`, not filled. It is no longer a parameter if the layout differs."""
     parameter = module.get_parameter(name)
     room = kernels.room(parameter.shape, parameter.dtype, parts)
     if room is None:

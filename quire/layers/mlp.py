@@ -1,4 +1,4 @@
-"""The feed-forward half of a layer: one product up, an activation or a gate, one product down."""
+"""MLP of a layer: up projection, activation or gate, down projection."""
 
 import torch
 from torch import Tensor, nn
@@ -8,7 +8,7 @@ from quire.layers.linear import Linear
 
 
 class MLP(nn.Module):
-    """With a gate, `up` holds the gate's rows and then those that it gates, so that they are one product."""
+    """With a gate, gate and up projections are fused into `up`: first the rows of the gate."""
 
     def __init__(
         self, hidden: int, inner: int, *, activation: str, gated: bool, bias: bool, dtype: torch.dtype
@@ -28,6 +28,6 @@ class MLP(nn.Module):
         return self.down(x, kernels)
 
     def lay_out(self, kernels: Kernels) -> None:
-        """Let the weights, which are not filled, have the layout of `kernels`."""
+        """Replace the weights, before they are loaded, by weights in the layout of `kernels`."""
         self.up.lay_out(kernels, 2 if self.gated else 1)
         self.down.lay_out(kernels)

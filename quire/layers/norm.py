@@ -1,7 +1,4 @@
-"""Normalisation, alone and behind a residual sum: RMS norm, layer norm, or none at all.
-
-The three have the same two uses, so a decoder layer need not ask which one it has.
-"""
+"""Norms, also fused with a residual sum: RMS norm, layer norm, or none. The three have the same interface."""
 
 from typing import Literal
 
@@ -50,15 +47,15 @@ class LayerNorm(nn.Module):
 
 
 class NoNorm(nn.Module):
-    """Stands where a family does not normalise."""
+    """Identity, for families without a norm at this place."""
 
     def __call__(self, x: Tensor, kernels: Kernels) -> Tensor:
-        """x itself."""
+        """x unchanged."""
         del kernels
         return x
 
     def add(self, x: Tensor, residual: Tensor, kernels: Kernels) -> tuple[Tensor, Tensor]:
-        """The sum, twice."""
+        """(x + residual, x + residual)."""
         del kernels
         total = x + residual
         return total, total
@@ -70,7 +67,7 @@ Norm = RMSNorm | LayerNorm | NoNorm
 def make_norm(kind: NormKind, size: int, eps: float, dtype: torch.dtype, *, bias: bool) -> Norm:
     """A norm over `size` numbers.
 
-    Weights that a checkpoint holds minus 1 stay float32: 1 + w has digits that a short type would drop.
+    Weights of "rms_plus_one" stay float32: 1 + w has digits that a 16-bit type would drop.
     """
     if kind == "layer":
         return LayerNorm((size,), eps, dtype, bias=bias)

@@ -1,7 +1,7 @@
-"""Rotary positions (Su et al., RoFormer, 2021) and the ways to stretch them beyond the context of training.
+"""Rotary embeddings (Su et al., RoFormer, 2021), with the scaling methods for contexts longer than in training.
 
-A rotation depends on the position alone, never on how long its sequence is or becomes: a cached key
-stays right. What a method makes of the longest sequence is therefore settled when a Rope is made.
+A rotation depends on the position alone, never on the length of the sequence, so that cached keys stay valid. A
+scaling that depends on a length is therefore fixed when the Rope is constructed.
 """
 
 import math
@@ -13,17 +13,17 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Llama3Scaling:
-    """Llama 3.1's: long waves are slowed by `factor`, short ones kept, those between interpolated."""
+    """Llama 3.1's scaling: low frequencies are divided by `factor`, high ones kept, those between interpolated."""
 
     factor: float
     low_freq_factor: float
     high_freq_factor: float
-    original: int  # positions of the context of training
+    original: int  # positions of the training context
 
 
 @dataclass(frozen=True, slots=True)
 class YarnScaling:
-    """YaRN (Peng et al., 2023, section 3.2): between beta_fast and beta_slow turns in the original context."""
+    """YaRN (Peng et al., 2023, section 3.2): interpolates between beta_fast and beta_slow turns in the context."""
 
     factor: float
     beta_fast: float
@@ -34,17 +34,17 @@ class YarnScaling:
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """One way to rotate: `dim` leading dimensions of a head are turned, in pairs."""
+    """One rotary embedding: the `dim` leading dimensions of a head are rotated, in pairs."""
 
     dim: int
     theta: float
     scaling: Llama3Scaling | YarnScaling | None = None
-    factor: float = 1.0  # that all frequencies are divided by; linear
-    divisors: tuple[float, ...] = ()  # of the frequencies, one for each pair; LongRoPE
-    magnitude: float = 1.0  # of cosines and sines
+    factor: float = 1.0  # linear scaling: divisor of all frequencies
+    divisors: tuple[float, ...] = ()  # LongRoPE: divisor of each pair's frequency
+    magnitude: float = 1.0  # factor of cosines and sines
 
     def frequencies(self) -> Tensor:
-        """Radians per position, float32 (dim / 2,): the numbers of transformers, which rounds in the same places."""
+        """Radians per position, float32 (dim / 2,). Rounding is that of transformers."""
         exponents = torch.arange(0, self.dim, 2, dtype=torch.float32) / self.dim
         waves = self.theta**exponents
         if self.divisors:
@@ -59,7 +59,7 @@ class Rope:
 
 def _llama3(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    lengths = 2 * math.pi / frequencies  # positions of a whole turn
+    lengths = 2 * math.pi / frequencies  # wavelengths in positions
     slowed = frequencies / scaling.factor
     kept = (scaling.original / lengths - low) / (high - low)
     between = (1 - kept) * frequencies / scaling.factor + kept * frequencies
@@ -71,7 +71,7 @@ def _yarn(waves: Tensor, scaling: YarnScaling, theta: float) -> Tensor:
     dim = 2 * len(waves)
 
     def pair(turns: float) -> float:
-        """The index of the pair that makes so many turns in the original context."""
+        """The index of the pair that makes `turns` turns in the original context."""
         return dim * math.log(scaling.original / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     first, last = pair(scaling.beta_fast), pair(scaling.beta_slow)

@@ -1,1 +1,1 @@
-"""Models: what a checkpoint folder says, one shared decoder, and how weights get into it."""
+"""Models: checkpoints, their descriptions, the shared decoder, and weight loading."""

@@ -1,6 +1,6 @@
-"""Checkpoint: what a model's files say, whatever their format. Names and values are Hugging Face's.
+"""Checkpoints: config fields and tensors of a model's files, with Hugging Face's names.
 
-A format that has other names (GGUF) translates them; nothing behind this interface knows.
+An implementation for a format with other names (GGUF) translates them.
 """
 
 import json
@@ -18,45 +18,45 @@ from quire.errors import ModelError
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor as its file's header describes it."""
+    """A tensor's description in the header of its file."""
 
     file: Path
     shape: tuple[int, ...]
-    dtype: str  # as the format calls it: "BF16", "F32", "Q4_K"
+    dtype: str  # the format's name: "BF16", "F32", "Q4_K"
     num_bytes: int  # in the file
-    is_float: bool  # whether it reads as plain floating point numbers
+    is_float: bool  # whether `read` yields plain floating point numbers
 
     @property
     def num_parameters(self) -> int:
-        """Numbers in it."""
+        """Number of elements."""
         return math.prod(self.shape)
 
 
 class Checkpoint(Protocol):
-    """A model on disk. Making one reads headers only; raises ModelError where a file is missing or damaged."""
+    """A model on disk. The constructor reads only headers, and raises ModelError if a file is missing or damaged."""
 
     @property
     def place(self) -> Path:
-        """The folder or file, for messages."""
+        """The folder or file, for error messages."""
 
     @property
     def config(self) -> Mapping[str, object]:
-        """As in config.json."""
+        """The fields of config.json."""
 
     @property
     def generation_config(self) -> Mapping[str, object]:
-        """As in generation_config.json; empty where there is none."""
+        """The fields of generation_config.json; empty without such a file."""
 
     @property
     def tensors(self) -> Mapping[str, Stored]:
-        """All tensors by Hugging Face's names, with their shapes as a Hugging Face checkpoint has them."""
+        """All tensors by Hugging Face name, with the shapes of a Hugging Face checkpoint."""
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """These tensors, one at a time, in the order that suits the files. Raises ModelError for damaged ones."""
+        """Yield (name, tensor), one at a time, in the order of the files. Raises ModelError for a damaged file."""
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file. Raises ModelError for a file that is missing, damaged, or holds something else."""
+    """The JSON object in a file. Raises ModelError if it is missing, damaged, or no JSON object."""
     try:
         value = json.loads(path.read_text("utf-8"))
     except (ValueError, RecursionError, OSError) as error:
@@ -73,9 +73,9 @@ _BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 
 
 def find_weights(folder: Path) -> tuple[Path, ...]:
-    """The safetensors files of a folder: one, or the shards that its index names.
+    """The safetensors files of a folder: one file, or the shards listed in its index.
 
-    Raises ModelError when there are none and when shards are missing.
+    Raises ModelError if there are none, or if shards are missing.
     """
     if (folder / SINGLE).exists():
         return (folder / SINGLE,)
@@ -107,7 +107,7 @@ def _shards(index: Path) -> tuple[Path, ...]:
 
 
 def header(file: Path) -> dict[str, Stored]:
-    """The tensors of a file by name. Raises ModelError where it is truncated or no safetensors file."""
+    """The tensors of a file by name. Raises ModelError if it is truncated or no safetensors file."""
     try:
         with safe_open(file, framework="numpy") as opened:
             tensors = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  (not a dict)
@@ -119,14 +119,14 @@ def header(file: Path) -> dict[str, Stored]:
 
 
 def _stored(file: Path, shape: tuple[int, ...], dtype: str) -> Stored:
-    """Types that are no plain numbers belong to quantized checkpoints."""
+    """A tensor's description. Types that are not in _BYTES belong to quantized checkpoints."""
     return Stored(file, shape, dtype, math.prod(shape) * _BYTES.get(dtype, 1), is_float=dtype in _BYTES)
 
 
 class FolderCheckpoint:
-    """Reads the JSON files and the headers of the weights when it is made.
+    """A folder in Hugging Face's format. The constructor reads the JSON files and the headers of the weights.
 
-    Raises ModelError, saying what to do, when the folder or a file is missing, incomplete or damaged.
+    Raises ModelError with a remedy if the folder or a file is missing, incomplete or damaged.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -153,21 +153,21 @@ class FolderCheckpoint:
 
     @property
     def config(self) -> Mapping[str, object]:
-        """config.json."""
+        """The fields of config.json."""
         return self._config
 
     @property
     def generation_config(self) -> Mapping[str, object]:
-        """generation_config.json; empty where there is none."""
+        """The fields of generation_config.json; empty without such a file."""
         return self._generation_config
 
     @property
     def tensors(self) -> Mapping[str, Stored]:
-        """By name, of all files."""
+        """The tensors of all files, by name."""
         return self._tensors
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """These tensors, file after file, each opened once."""
+        """Yield (name, tensor), file after file. Each file is opened once."""
         by_file: dict[Path, list[str]] = {}
         for name in names:
             by_file.setdefault(self._tensors[name].file, []).append(name)

@@ -1,4 +1,4 @@
-"""What the shared decoder has to know, whichever family it is. Families fill it in (`families.py`)."""
+"""Configuration of the shared decoder. Families define it (`family.py`)."""
 
 import math
 from collections.abc import Mapping
@@ -36,29 +36,29 @@ _NORMS: Mapping[Order, tuple[str, ...]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class LayerConfig:
-    """What may differ from layer to layer."""
+    """Configuration that may differ between layers."""
 
-    window: int  # positions that a query sees, itself among them; 0 is all
-    rope: int | None  # index into the decoder's ropes; None: positions are not rotated
+    window: int  # positions that a query attends to, including its own; 0: all
+    rope: int | None  # index into the decoder's ropes; None: no rotary embedding
     scores: Scores
-    sparse: bool  # experts in place of an MLP
+    sparse: bool  # whether it has experts instead of an MLP
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig:
-    """A decoder. In the table of families a value may be a `Read` instead, which says where config.json has it."""
+    """A decoder. In a Family a value may be a `Read` instead: a reference to a field of config.json."""
 
     vocab_size: int
     hidden_size: int
-    intermediate_size: int  # of an MLP; 0 in a family: four times hidden_size
+    intermediate_size: int  # of an MLP; 0 in a Family: four times hidden_size
     num_layers: int
     num_heads: int
-    num_kv_heads: int  # 0 in a family: num_heads
-    head_dim: int  # 0 in a family: hidden_size / num_heads
-    max_positions: int  # of the longest sequence that the model supports, stretched positions included
-    embed_size: int = 0  # of embeddings, where a projection leads to and from hidden_size; 0: hidden_size
-    position_offset: int = -1  # row of the first position in a table of learned positions; -1: no such table
-    tied: bool  # the head is the embedding
+    num_kv_heads: int  # 0 in a Family: num_heads
+    head_dim: int  # 0 in a Family: hidden_size / num_heads
+    max_positions: int  # of the longest sequence that the model supports, with rope scaling
+    embed_size: int = 0  # of embeddings if they are projected to and from hidden_size; 0: hidden_size
+    position_offset: int = -1  # row of position 0 in the table of learned positions; -1: no such table
+    tied: bool  # whether the head's weight is that of the embedding
 
     order: Order = "pre"
     norm: NormKind = "rms"
@@ -72,11 +72,11 @@ class DecoderConfig:
     mlp_bias: bool = False
     head_bias: bool = False
     activation: str  # one of the kernels' ACTIVATIONS
-    gated: bool = True  # the MLP's activation gates another product
-    experts: ExpertsConfig | None = None  # of the layers that are sparse
+    gated: bool = True  # whether the MLP is gated
+    experts: ExpertsConfig | None = None  # of the sparse layers
 
     embed_scale: float = 1.0
-    residual_scale: float = 1.0  # of what a branch adds
+    residual_scale: float = 1.0  # factor of a branch's output before it is added
     logit_scale: float = 1.0
     logit_softcap: float = 0.0  # l becomes softcap * tanh(l / softcap); 0: none
 
@@ -85,12 +85,12 @@ class DecoderConfig:
 
     @property
     def layer_norms(self) -> tuple[str, ...]:
-        """The norms of each layer, by what they stand before or behind."""
+        """Names of the norms of a layer."""
         return _NORMS[self.order]
 
     @property
     def attention(self) -> AttentionConfig:
-        """Of every layer."""
+        """Configuration of the attention block, which is the same for every layer."""
         return AttentionConfig(
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
@@ -105,7 +105,7 @@ class DecoderConfig:
 
     @property
     def activations_per_token(self) -> int:
-        """Numbers that are alive at once, at most, while a layer computes one token."""
+        """The most activation numbers that one token needs at the same time within a layer."""
         experts = self.experts
         widest = self.intermediate_size
         if experts is not None:
@@ -114,20 +114,21 @@ class DecoderConfig:
 
     @property
     def default_scale(self) -> float:
-        """Of attention scores, where a family says nothing else."""
+        """Scale of attention scores in families without another rule."""
         return 1 / math.sqrt(self.head_dim)
 
 
-# how the rows of a projection to queries, keys and values lie: queries, keys, values; or for each KV head
-# its queries, its key, its value
+# order of rows in a fused query, key and value projection; "plain": all queries, all keys, all values; "grouped": per
+# KV head its queries, its key, its value
 QKVRows = Literal["plain", "grouped"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Names:
-    """Names without `.weight` and `.bias`. All but the head's stand behind `prefix`, a layer's behind `layer` too.
+    """Names of a family's tensors, without `.weight` and `.bias`.
 
-    Braces stand for the number of a layer, an expert or a head.
+    All but the head's are preceded by `prefix`, and those of a layer also by `layer`. Braces stand for the number of a
+    layer, an expert or a head.
     """
 
     prefix: str = "model."
@@ -143,12 +144,12 @@ class Names:
     attn_out_norm: str = ""
     mlp_norm: str = "post_attention_layernorm"
     mlp_out_norm: str = ""
-    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")  # or one name of all
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")  # or one name, fused
     qkv_rows: QKVRows = "plain"
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
     o: str = "self_attn.o_proj"
-    up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")  # or one name of both, or of an MLP without a gate
+    up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")  # or one name, fused or of an MLP without a gate
     down: str = "mlp.down_proj"
 
     router: str = "mlp.gate"
@@ -158,6 +159,6 @@ class Names:
     shared: str = "mlp.shared_expert."
     shared_gate: str = "mlp.shared_expert_gate"
 
-    transposed: bool = False  # weights of layers are stored (in, out)
-    interleaved: bool = False  # rotary pairs are neighbours (2 i, 2 i + 1), not halves of a head
-    derived: tuple[str, ...] = ("rotary_emb.inv_freq",)  # ends of tensors that may be there and say nothing new
+    transposed: bool = False  # whether weights of layers are stored as (in, out)
+    interleaved: bool = False  # whether rotary pairs are (2 i, 2 i + 1), not (i, i + rotary_dim / 2)
+    derived: tuple[str, ...] = ("rotary_emb.inv_freq",)  # suffixes of redundant tensors, which are ignored

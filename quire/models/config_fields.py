@@ -1,6 +1,6 @@
-"""Reads the fields of a config.json with their types checked, and says by name what is wrong with one.
+"""Typed access to the fields of a config.json, with errors that name the field.
 
-A `Read` is a value that config.json has to give: the table of families is written with them.
+A `Read` is a reference to a field. Families are defined with Reads.
 """
 
 from collections.abc import Mapping
@@ -12,31 +12,31 @@ from quire.errors import ModelError
 
 T = TypeVar("T")
 N = TypeVar("N", int, float)
-_MOST = 1e30  # no number of a config.json is larger
+_MOST = 1e30  # larger numbers are refused
 _MOST_INTEGER = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """A field of config.json by its names, the first that is there; what it is if none is, and what its values mean."""
+    """Reference to a field of config.json: the first of `names` that is present, with default and range."""
 
     names: tuple[str, ...]
     kind: type
-    default: Any  # None: it has to be there
-    means: Mapping[Any, object] | None = None  # whose values may be Reads themselves
-    null: Any = None  # what it is if it is there and null, where that is not the default
-    power: float = 1.0  # that a number is raised to
+    default: Any  # None: the field is required
+    means: Mapping[Any, object] | None = None  # maps the field's value to the result, which may contain Reads
+    null: Any = None  # value of a field that is present and null; None: the default
+    power: float = 1.0  # exponent applied to a number
     least: int = 1  # of an integer
     most: int = _MOST_INTEGER
 
 
-# What these return stands where the value will be, so they claim to be of any type.
+# These functions return a Read in the place of a value, so their return type is Any.
 
 
 def integer(
     *names: str, default: int | None = None, null: int | None = None, least: int = 1, most: int = _MOST_INTEGER
 ) -> Any:  # noqa: ANN401
-    """An integer, positive unless `least` says otherwise."""
+    """An integer from `least` to `most`."""
     return Read(names, int, default, null=null, least=least, most=most)
 
 
@@ -46,42 +46,42 @@ def number(*names: str, default: float | None = None, null: float | None = None,
 
 
 def flag(*names: str, default: bool = False, means: Mapping[bool, object] | None = None) -> Any:  # noqa: ANN401
-    """True or false, or what that means."""
+    """A bool, mapped by `means` if given."""
     return Read(names, bool, default, means)
 
 
 def choice(*names: str, default: str | int, means: Mapping[Any, object]) -> Any:  # noqa: ANN401
-    """One of the values that `means` has; others are refused."""
+    """A value mapped by `means`. A value that is not in `means` is an error."""
     return Read(names, type(default), default, means)
 
 
 def integers(*names: str) -> Any:  # noqa: ANN401
-    """A list of integers, empty where it is missing."""
+    """A list of integers; empty if it is missing."""
     return Read(names, list, [])
 
 
 class Fields:
-    """The values of one config.json."""
+    """The fields of one config.json. Methods raise ModelError with the field's name."""
 
     def __init__(self, values: Mapping[str, object], place: Path) -> None:
         self.values = values
         self.place = place
 
     def error(self, message: str) -> ModelError:
-        """An error that says which model it is about."""
+        """A ModelError with the model's path in front."""
         return ModelError(f"{self.place}: {message}")
 
     def within(self, name: str) -> "Fields":
-        """The fields of the object `name`; none where it is missing or null."""
+        """The fields of the object `name`; empty if it is missing or null."""
         return Fields(self.optional(name, dict, {}), self.place)
 
     def numbers(self, name: str) -> tuple[float, ...]:
-        """A list of positive, finite numbers."""
+        """A list of positive, finite numbers; empty if it is missing or null."""
         values = self.optional(name, list, [])
         return tuple(Fields({name: value}, self.place).number(name) for value in values)
 
     def optional(self, name: str, kind: type[T], default: T) -> T:
-        """The field, or `default` where it is missing or null."""
+        """The field, or `default` if it is missing or null."""
         value = self.values.get(name)
         if value is None:
             return default
@@ -92,7 +92,7 @@ class Fields:
         return value
 
     def integer(self, *names: str, default: int | None = None, least: int = 1, most: int = _MOST_INTEGER) -> int:
-        """An integer; an error where it is missing and has no default."""
+        """The first present field of `names`, an integer. An error if none is, and there is no default."""
         name = self._present(names)
         if self.values.get(name) is None:
             return self._default(name, default)
@@ -104,7 +104,7 @@ class Fields:
         return value
 
     def number(self, *names: str, default: float | None = None) -> float:
-        """A positive, finite number; an error where it is missing and has no default."""
+        """The first present field of `names`, a positive number. An error if none is, and there is no default."""
         name = self._present(names)
         value = self.values.get(name)
         if value is None:
@@ -114,7 +114,7 @@ class Fields:
         return float(value)
 
     def resolve(self, value: T) -> T:
-        """A Read becomes its value, a dataclass one whose Reads have become theirs; all else stays."""
+        """Replace a Read by its value, also within fields of dataclasses. Other values are returned unchanged."""
         if isinstance(value, Read):
             found: T = self.resolve(self._read(value))
             return found

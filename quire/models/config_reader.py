@@ -1,6 +1,6 @@
-"""From config.json to the decoder that it describes, by the rules of its family.
+"""DecoderConfig from a config.json, by the rules of its family.
 
-What would silently change a model's output, and is not supported, is refused by name.
+A field that would change the model's output and is not supported is an error with the field's name.
 """
 
 import math
@@ -17,7 +17,7 @@ from quire.models.rope_config import Context, Ropes, read_ropes
 
 _MOST_HEAD_DIM = 1024
 
-# fields that make it another model, each with the test that says so
+# unsupported fields that change the output, each with a test of its value
 _UNSUPPORTED: Mapping[str, Callable[[object], bool]] = MappingProxyType(
     {
         "quantization_config": lambda value: value is not None,
@@ -32,9 +32,9 @@ _UNSUPPORTED: Mapping[str, Callable[[object], bool]] = MappingProxyType(
 
 
 def decoder_config(family: Family, fields: Fields, longest: int | None) -> DecoderConfig:
-    """The decoder that these fields describe, for sequences of up to `longest` positions (None: the most it supports).
+    """The decoder of these fields, for sequences of at most `longest` positions (None: as many as the model supports).
 
-    Raises ModelError naming what is wrong.
+    Raises ModelError with the name of the wrong field.
     """
     for name, changes_output in _UNSUPPORTED.items():
         value = fields.values.get(name)
@@ -55,7 +55,7 @@ def decoder_config(family: Family, fields: Fields, longest: int | None) -> Decod
 
 
 def _sized(config: DecoderConfig, fields: Fields) -> DecoderConfig:
-    """With the sizes that follow from others where config.json does not give them."""
+    """The config with sizes that config.json omits derived from others."""
     heads, kv_heads = config.num_heads, config.num_kv_heads or config.num_heads
     if heads % kv_heads:
         raise fields.error(f"num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({kv_heads})")
@@ -76,7 +76,7 @@ def _sized(config: DecoderConfig, fields: Fields) -> DecoderConfig:
 
 
 def _windows(fields: Fields, rule: WindowRule, num_layers: int) -> tuple[int, ...]:
-    """The window of each layer; 0 is none."""
+    """The window of each layer; 0: none."""
     kinds = fields.optional("layer_types", list, [])
     if kinds:
         slides = _listed(fields, kinds, num_layers)

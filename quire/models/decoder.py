@@ -1,6 +1,6 @@
-"""The one decoder that all families share: embedding, layers of attention and MLP, head.
+"""The shared decoder of all families: embedding, layers of attention and MLP, head.
 
-It never sees a cache, a block table or a backend: attention is something it is handed, and so are kernels.
+The attention function and the kernels are arguments of a forward pass. The decoder has no access to the KV cache.
 """
 
 from typing import cast
@@ -19,7 +19,7 @@ from quire.models.config import DecoderConfig
 
 
 class DecoderLayer(nn.Module):
-    """One layer: two branches, and the norms that its order has (see `Order`)."""
+    """One layer: attention, MLP or experts, and the norms of its `Order`."""
 
     def __init__(self, config: DecoderConfig, index: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -41,9 +41,9 @@ class DecoderLayer(nn.Module):
     def __call__(
         self, x: Tensor, residual: Tensor, after: Norm, rotations: list[Rotation], attend: Attend, kernels: Kernels
     ) -> tuple[Tensor, Tensor]:
-        """What the next layer starts from: (the residual stream normalised by `after`, the stream), from the same.
+        """(x, residual) for the next layer. x is the residual stream normalised by `after`, the norm that follows.
 
-        Both are (num_tokens, hidden_size). A branch's sum is normalised at once by the norm of what comes next.
+        x and residual are (num_tokens, hidden_size). Each residual sum is fused with the norm after it.
         """
         turned = None if self.rope is None else rotations[self.rope]
         branch = self.attention(self.index, x, turned, attend, kernels)
@@ -64,7 +64,7 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A decoder-only transformer, a `Model`. Its parameters are not initialised: `loading.load` fills them."""
+    """A decoder-only transformer that implements `Model`. `loading.load` fills the parameters."""
 
     row_invariant = True
 
@@ -74,7 +74,7 @@ class Decoder(nn.Module):
         hidden, width = config.hidden_size, config.embed_size or config.hidden_size
         self.embed = Embedding(config.vocab_size, width, dtype)
         self.device = torch.get_default_device()
-        self.embed_scale = float(torch.tensor(config.embed_scale, dtype=dtype))  # rounded, as in training
+        self.embed_scale = float(torch.tensor(config.embed_scale, dtype=dtype))  # rounded to the dtype, as in training
         if config.position_offset >= 0:
             rows = config.max_positions + config.position_offset
             self.positions = Embedding(rows, hidden, dtype)
@@ -88,16 +88,16 @@ class Decoder(nn.Module):
 
     @property
     def vocab_size(self) -> int:
-        """Logits per position."""
+        """See Model."""
         return self.config.vocab_size
 
     @property
     def scores(self) -> tuple[Scores, ...]:
-        """How each layer makes attention scores."""
+        """See Model."""
         return tuple(layer.scores for layer in self.config.layers)
 
     def lay_out(self, kernels: Kernels) -> None:
-        """Let the weights of products, which are not filled, have the layout of `kernels`."""
+        """Replace the weights of products, before they are loaded, by weights in the layout of `kernels`."""
         for layer in cast(list[DecoderLayer], list(self.layers)):
             layer.attention.qkv.lay_out(kernels)
             layer.attention.o.lay_out(kernels)
@@ -125,7 +125,7 @@ class Decoder(nn.Module):
         return x
 
     def logits(self, hidden: Tensor, kernels: Kernels) -> Tensor:
-        """hidden (num_rows, hidden_size) -> (num_rows, vocab_size), all scaling and capping done."""
+        """hidden (num_rows, hidden_size) -> (num_rows, vocab_size), including scaling and softcap."""
         config = self.config
         if config.embed_size:
             hidden = self.project_out(hidden, kernels)

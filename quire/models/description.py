@@ -1,7 +1,6 @@
-"""What a checkpoint holds, learnt without reading a weight, but for a head that should be the embedding.
+"""Description of a checkpoint for the shared decoder, without reading weights (except a head that may be tied).
 
-`describe` finds what would go wrong later: missing and half-downloaded files, architectures and
-options that quire does not run.
+`describe` detects errors before loading: missing and half-downloaded files, unsupported architectures and options.
 """
 
 import math
@@ -55,7 +54,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 )
 
 
-_QUANTIZED = re.compile(r"(float|F)[468](_|$)|u?int\d|[IU]\d")  # as torch and safetensors call such types
+_QUANTIZED = re.compile(r"(float|F)[468](_|$)|u?int\d|[IU]\d")  # names of such types in torch and safetensors
 _STORED_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _SAMPLING: Mapping[str, str] = MappingProxyType(  # names of generation_config.json -> of SamplingParams
     {
@@ -70,7 +69,7 @@ _SAMPLING: Mapping[str, str] = MappingProxyType(  # names of generation_config.j
 
 
 def compute_dtype(fields: Fields, checkpoint: Checkpoint) -> str:
-    """As config.json says under its new or old name, else as the first weight is stored."""
+    """The field `dtype` or `torch_dtype` of config.json, else the type of the first tensor. Raises ModelError."""
     name = fields.optional("dtype", str, fields.optional("torch_dtype", str, ""))
     if not name:
         stored = next(iter(checkpoint.tensors.values()), None)
@@ -84,7 +83,7 @@ def compute_dtype(fields: Fields, checkpoint: Checkpoint) -> str:
 
 
 def token_ids(checkpoint: Checkpoint, name: str) -> tuple[int, ...]:
-    """From generation_config.json, else from config.json; a number, a list or nothing."""
+    """Token ids from generation_config.json, else from config.json. The field is an id, a list of ids, or missing."""
     value = checkpoint.generation_config.get(name)
     if value is None:
         value = checkpoint.config.get(name)
@@ -95,7 +94,7 @@ def token_ids(checkpoint: Checkpoint, name: str) -> tuple[int, ...]:
 
 
 def sampling_defaults(generation: Mapping[str, object]) -> Mapping[str, float | int]:
-    """Those of generation_config.json that a request could ask for."""
+    """Fields of generation_config.json that are valid SamplingParams, by names of SamplingParams."""
     found: dict[str, float | int] = {}
     for theirs, ours in _SAMPLING.items():
         value = generation.get(theirs)
@@ -114,75 +113,74 @@ def _is_valid(name: str, value: float | int) -> bool:
 
 
 class UnknownArchitecture(ModelError):
-    """A model that quire has no description of; nothing is wrong with it."""
+    """The architecture is not one of FAMILIES. The checkpoint itself may be valid."""
 
 
 @dataclass(frozen=True, eq=False)
 class ModelDescription:
-    """A checkpoint that quire can load."""
+    """A checkpoint that the shared decoder can load. See Description."""
 
     checkpoint: Checkpoint
     architecture: str
     config: DecoderConfig
     names: Names
-    dtype: str  # "float32", "float16" or "bfloat16": what the checkpoint asks to be computed in
+    dtype: str  # compute dtype: "float32", "float16" or "bfloat16"
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     sampling_defaults: Mapping[str, float | int]  # by names of SamplingParams
 
     @property
     def vocab_size(self) -> int:
-        """Logits per position."""
+        """See Description."""
         return self.config.vocab_size
 
     @property
     def hidden_size(self) -> int:
-        """Numbers in a hidden state."""
+        """See Description."""
         return self.config.hidden_size
 
     @property
     def max_positions(self) -> int:
-        """Tokens in the longest sequence that the model supports."""
+        """See Description."""
         return self.config.max_positions
 
     @property
     def activations_per_token(self) -> int:
-        """Numbers that are alive at once, at most, while a layer computes one token."""
+        """See Description."""
         return self.config.activations_per_token
 
     @property
     def kv_layers(self) -> tuple[KVLayer, ...]:
-        """What each layer keeps."""
+        """See Description."""
         config = self.config
         return tuple(KVLayer(config.num_kv_heads, config.head_dim, layer.window) for layer in config.layers)
 
     @property
     def num_parameters(self) -> int:
-        """Numbers in the weights; a tied head counts once."""
+        """See Description."""
         return sum(math.prod(placement.shape) for placement in self.placements.values())
 
     def weight_bytes(self, dtype: str) -> int:
-        """Bytes of the weights when they are loaded as `dtype`."""
-        kept = sum(math.prod(place.shape) for place in self.placements.values() if place.plus)  # in float32
+        """See Description."""
+        kept = sum(math.prod(place.shape) for place in self.placements.values() if place.plus)  # always float32
         return (self.num_parameters - kept) * DTYPES[dtype].itemsize + kept * DTYPES["float32"].itemsize
 
     @cached_property
     def placements(self) -> Mapping[str, Placement]:
-        """Where each tensor of the checkpoint goes, by its name there."""
+        """The weight map: checkpoint name -> Placement."""
         return placements(self.config, self.names)
 
     def is_harmless(self, name: str) -> bool:
-        """Whether a tensor that has no place can be ignored: it is derived from others."""
+        """Whether a tensor without a Placement can be ignored, because it is derived from others."""
         return name.endswith(self.names.derived) or (self.config.tied and name == f"{self.names.head}.weight")
 
 
 def describe(source: Checkpoint | Path, *, max_model_len: int | None = None) -> ModelDescription:
-    """What a checkpoint, or the folder of one, holds.
+    """The description of a checkpoint, or of the checkpoint in a folder.
 
-    max_model_len: positions of the longest sequence that will be served, where that is less than the model
-    supports; it decides how some models stretch their positions (`ropes.py`).
-    Raises ModelError, saying what to do, when something is missing, incomplete or damaged, and when the
-    model is not one that quire runs.
+    max_model_len: positions of the longest sequence that will be served, if that is less than the model supports. Some
+    rope scalings depend on it (`rope_config.py`).
+    Raises ModelError with a remedy if something is missing, incomplete, damaged or not supported.
     """
     checkpoint = FolderCheckpoint(source) if isinstance(source, Path) else source
     fields = Fields(checkpoint.config, checkpoint.place)
@@ -194,7 +192,7 @@ def describe(source: Checkpoint | Path, *, max_model_len: int | None = None) -> 
     config, names = decoder_config(family, fields, max_model_len), fields.resolve(family.names)
     names = replace(names, prefix=_prefix(names, checkpoint))
     parts = sum(config.experts.num_experts if config.experts and layer.sparse else 1 for layer in config.layers)
-    if 0 < len(checkpoint.tensors) < parts:  # before they are listed one by one
+    if 0 < len(checkpoint.tensors) < parts:  # before the weight map is built, which would be large
         raise fields.error(f"its layers and experts are {parts}, its tensors only {len(checkpoint.tensors)}")
     return ModelDescription(
         checkpoint,
@@ -223,9 +221,9 @@ def _architecture(fields: Fields) -> str:
 
 
 def _has_own_head(names: Names, checkpoint: Checkpoint) -> bool:
-    """Whether the file has a head that is not the embedding, whatever config.json says: it counts, as in transformers.
+    """Whether the checkpoint has a head that differs from the embedding. As in transformers, it overrides config.json.
 
-    Many checkpoints of tied models hold the embedding twice; the two are read only for that.
+    Many checkpoints of tied models have the embedding twice. So the two tensors are read and compared.
     """
     head, embed = f"{names.head}.weight", f"{names.prefix}{names.embed}.weight"
     found = [checkpoint.tensors[name] for name in (head, embed) if name in checkpoint.tensors]
@@ -238,7 +236,7 @@ def _has_own_head(names: Names, checkpoint: Checkpoint) -> bool:
 
 
 def _prefix(names: Names, checkpoint: Checkpoint) -> str:
-    """Checkpoints that were saved without their head have names without the first part of the prefix."""
+    """The prefix of tensor names. Checkpoints that were saved without the head lack its first part."""
     shorter = names.prefix.partition(".")[2]
     full, cut = (f"{prefix}{names.embed}.weight" in checkpoint.tensors for prefix in (names.prefix, shorter))
     return shorter if cut and not full else names.prefix

@@ -1,6 +1,6 @@
-"""What an architecture is, written down: Llama, and how to say in what another differs from it.
+"""Definition of an architecture: Llama, and how another family is derived from it.
 
-Values that config.json gives are Reads (`fields.py`); what they become is described in `config.py`.
+Values from config.json are Reads (`config_fields.py`). `config.py` describes the values.
 """
 
 from collections.abc import Mapping
@@ -15,25 +15,25 @@ from quire.models.rope_config import RopeRule
 
 @dataclass(frozen=True, slots=True)
 class WindowRule:
-    """Which layers see only a window, where config.json does not list `layer_types`; "none" refuses all windows."""
+    """Which layers have a window if config.json has no `layer_types`. "none": a window is an error."""
 
-    kind: Literal["none", "listed", "all", "always", "upper", "pattern"] = "none"  # "always": lists must agree
-    size: int = integer("sliding_window", default=0, least=0)  # positions; 0 is all
+    kind: Literal["none", "listed", "all", "always", "upper", "pattern"] = "none"  # "always": for all layers
+    size: int = integer("sliding_window", default=0, least=0)  # positions; 0: all
     used: bool = True
-    first: int = integer("max_window_layers", default=28, least=0)  # "upper": this layer and those above
-    pattern: int = 0  # "pattern": all but every pattern-th
+    first: int = integer("max_window_layers", default=28, least=0)  # "upper": this layer and all after it
+    pattern: int = 0  # "pattern": all layers but every pattern-th
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """An architecture. `config` has no layers yet: rules say what they are."""
+    """An architecture. `config` has no layers and ropes; they are derived from the rules in the other fields."""
 
     config: DecoderConfig
     names: Names
-    rope: RopeRule | None  # None: positions are not rotated
+    rope: RopeRule | None  # None: no rotary embedding
     windows: WindowRule
     scale: float = 0.0  # of attention scores; 0: 1 / sqrt(head_dim)
-    scale_by_layer: bool = False  # and divided by the layer's number, from 1
+    scale_by_layer: bool = False  # whether the scale is divided by the layer's number, from 1
     softcap: float = 0.0  # of attention scores
 
 
@@ -73,5 +73,5 @@ LLAMA = Family(
 
 
 def like(family: Family, *, rules: Mapping[str, Any] = MappingProxyType({}), **changes: Any) -> Family:  # noqa: ANN401
-    """The family with other rules (fields of Family) and a changed config."""
+    """The family with other rules (fields of Family), and with `changes` in its config."""
     return replace(family, config=replace(family.config, **changes), **rules)

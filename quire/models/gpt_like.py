@@ -1,4 +1,4 @@
-"""Families with layer norms, most of them with biases and without gates: GPT-2 and what came of it."""
+"""Families with layer norms, most of them with biases and without gated MLPs: GPT-2 and similar models."""
 
 from dataclasses import replace
 from typing import Any
@@ -41,7 +41,7 @@ GPT2 = like(
         "scale": flag("scale_attn_weights", default=True, means={True: 0.0, False: 1.0}),
         "scale_by_layer": flag("scale_attn_by_inverse_layer_idx"),
     },
-    # transformers' own names win over these, where a config.json has both
+    # if a config.json has both names, transformers uses the first
     hidden_size=integer("hidden_size", "n_embd"),
     num_layers=integer("num_hidden_layers", "n_layer", most=MOST_PARTS),
     num_heads=integer("num_attention_heads", "n_head", most=MOST_PARTS),
@@ -135,7 +135,7 @@ _FALCON_NAMES = Names(
 
 
 def _falcon(*, two_norms: object, one_norm: object, old: object) -> Any:  # noqa: ANN401
-    """What a value is in the 40B architecture, with two norms or one, and in that of the 7B model."""
+    """A value of the 40B architecture with two norms or one norm, and of the older 7B architecture."""
     new = choice("num_ln_in_parallel_attn", default=2, means={2: two_norms, 1: one_norm})
     return flag("new_decoder_architecture", means={True: new, False: old})
 

@@ -1,4 +1,4 @@
-"""Families with RMS norms and gated MLPs, as Llama has them: Mistral, Qwen, Gemma, Phi-3, OLMo 2, Granite, experts."""
+"""Families with RMS norms and gated MLPs like Llama: Mistral, Qwen, Gemma, Phi-3, OLMo 2, Granite, and MoE models."""
 
 from dataclasses import replace
 
@@ -32,7 +32,7 @@ GEMMA = like(
     head_dim=integer("head_dim", default=256),
     tied=flag("tie_word_embeddings", default=True),
     embed_scale=0.0,
-    # its first checkpoints say "gelu" and mean the approximation
+    # the first checkpoints have "gelu" but need the tanh approximation
     activation=choice(
         "hidden_activation",
         "hidden_act",
@@ -61,7 +61,7 @@ GEMMA2 = like(
 GEMMA3 = like(
     GEMMA2,
     rules={
-        "softcap": 0.0,  # attn_logit_softcapping is a field of Gemma 2 that its configs still have
+        "softcap": 0.0,  # its configs still have Gemma 2's attn_logit_softcapping, which is not used
         "rope": RopeRule(
             theta=number("rope_theta", default=1e6), local_theta=number("rope_local_base_freq", default=1e4)
         ),

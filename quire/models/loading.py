@@ -1,4 +1,4 @@
-"""Weights from a checkpoint into a decoder, one tensor at a time, each directly into its place."""
+"""Loading of a checkpoint's weights into the shared decoder, one tensor at a time, each into its final place."""
 
 from collections.abc import Mapping
 
@@ -24,9 +24,9 @@ def load(
 ) -> Decoder:
     """A decoder with the checkpoint's weights, cast to `dtype` ("float32", "float16" or "bfloat16").
 
-    kernels: those that will compute it; weights are written in their layout. All of them read that of the reference.
-    All names, shapes and types are checked before the first tensor is read. Raises ModelError naming
-    the tensor, what was expected and what was found.
+    kernels: the kernel module that will compute it; weights are written in its layout. All modules can read the
+    reference's layout. Names, shapes and types are checked before the first tensor is read. Raises ModelError with the
+    tensor's name, what was expected and what was found.
     """
     places = description.placements
     _check(description, places)
@@ -38,7 +38,7 @@ def load(
 
 
 def _check(description: ModelDescription, places: Mapping[str, Placement]) -> None:
-    """Raise ModelError unless the checkpoint has exactly the tensors that the decoder needs."""
+    """Raise ModelError unless the checkpoint has the decoder's tensors, and no others but redundant ones."""
     found, architecture, place = description.checkpoint.tensors, description.architecture, description.checkpoint.place
     missing = [name for name in places if name not in found]
     if missing:
@@ -82,7 +82,7 @@ def _weight(model: Decoder, name: str) -> Weight:
 
 
 def put(tensor: Tensor, weight: Weight, place: Placement, kernels: Kernels = reference) -> None:
-    """Write a checkpoint's tensor where it belongs in a weight, in the weight's type: by `kernels` in their layout."""
+    """Write a checkpoint's tensor into its place in a weight, cast to the weight's type."""
     if place.transposed:
         tensor = tensor.T
     if place.order:
@@ -97,4 +97,4 @@ def put(tensor: Tensor, weight: Weight, place: Placement, kernels: Kernels = ref
 
 
 def _no_progress(done: int, total: int) -> None:
-    """Nobody watches."""
+    """Ignore the progress."""

@@ -1,4 +1,4 @@
-"""What the rest of quire needs of a model, whoever describes it: the shared decoder, or a backend."""
+"""Interfaces of a model and its description, for the shared decoder and for models of transformers."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
@@ -14,89 +14,89 @@ Progress = Callable[[int, int], None]  # bytes of weights loaded, bytes in all
 
 
 class KVLayer(NamedTuple):
-    """The keys and values that one layer keeps."""
+    """Shape of the KV of one layer."""
 
     num_kv_heads: int
     head_dim: int
-    window: int  # positions that a query sees, itself among them; 0 is all
+    window: int  # positions that a query attends to, including its own; 0: all
 
 
 class Description(Protocol):
-    """A model as far as it is known without reading a weight."""
+    """Properties of a model that are known before its weights are read."""
 
     @property
     def checkpoint(self) -> Checkpoint:
-        """Its files."""
+        """The checkpoint of the weights."""
 
     @property
     def architecture(self) -> str:
-        """As config.json calls it."""
+        """The class name in config.json's `architectures`."""
 
     @property
     def vocab_size(self) -> int:
-        """Logits per position."""
+        """Number of logits per position."""
 
     @property
     def hidden_size(self) -> int:
-        """Numbers in a hidden state."""
+        """Size of a hidden state."""
 
     @property
     def max_positions(self) -> int:
-        """Tokens in the longest sequence that the model supports."""
+        """The most tokens of a sequence that the model supports."""
 
     @property
     def activations_per_token(self) -> int:
-        """Numbers that are alive at once, at most, while a layer computes one token."""
+        """The most activation numbers that one token needs at the same time within a layer."""
 
     @property
     def kv_layers(self) -> Sequence[KVLayer]:
-        """What each layer keeps."""
+        """Shape of the KV of each layer."""
 
     @property
     def num_parameters(self) -> int:
-        """Numbers in the weights; a tied head counts once."""
+        """Number of parameters; a tied head counts once."""
 
     @property
     def dtype(self) -> str:
-        """What the checkpoint asks to be computed in: "float32", "float16" or "bfloat16"."""
+        """The checkpoint's compute dtype: "float32", "float16" or "bfloat16"."""
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end a sequence."""
+        """Ids of the tokens that end a sequence."""
 
     @property
     def sampling_defaults(self) -> Mapping[str, float | int]:
-        """What generation_config.json recommends, by names of SamplingParams."""
+        """Defaults from generation_config.json, by names of SamplingParams."""
 
     def weight_bytes(self, dtype: str) -> int:
-        """Bytes of the weights when they are loaded as `dtype`."""
+        """Bytes of the weights if they are loaded as `dtype`."""
 
 
 class Model(Protocol):
     """A decoder-only model with its weights.
 
-    The kernels are an argument, so that one set of weights can run with several of them: with those that it was
-    loaded for and their strict ones, or loaded for none, with any.
+    The kernels are an argument, so that one set of weights can run with several kernel modules: those for which it was
+    loaded and their deterministic kernels, or, if it has the reference layout, any.
     """
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are."""
+        """The device of the parameters."""
 
     @property
     def vocab_size(self) -> int:
-        """Logits per position."""
+        """Number of logits per position."""
 
     @property
     def scores(self) -> Sequence[Scores]:
-        """How each layer makes attention scores."""
+        """Scaling of each layer's attention scores."""
 
     @property
     def row_invariant(self) -> bool:
-        """Whether all that a token's output depends on, besides its own sequence, are the kernels."""
+        """Whether a token's output depends only on its own sequence and the kernels, not on the rest of the batch."""
 
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend, kernels: Kernels) -> Tensor:
         """Hidden states (num_tokens, hidden_size) after the last norm; arguments int64 (num_tokens,)."""
 
     def logits(self, hidden: Tensor, kernels: Kernels) -> Tensor:
-        """hidden (num_rows, hidden_size) -> (num_rows, vocab_size), all scaling and capping done."""
+        """hidden (num_rows, hidden_size) -> (num_rows, vocab_size), including scaling and softcap."""

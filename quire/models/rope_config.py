@@ -1,8 +1,9 @@
-"""Which rotations a config.json asks for, in the old spelling (`rope_theta`, `rope_scaling`) and in the new.
+"""Rotary embeddings of a config.json, from `rope_theta` and `rope_scaling` or from the newer `rope_parameters`.
 
-Two methods depend on the length of a sequence, dynamic NTK and LongRoPE. Here the longest sequence that
-will be served decides for all, as a cached key can serve sequences of any length: up to the context of
-training nothing is stretched; beyond it everything is, as transformers does it for the longest sequence.
+Two scalings depend on the length of a sequence: dynamic NTK and LongRoPE. Here the longest sequence that will be
+served determines the scaling of all, because cached keys are shared by sequences of any length. If it is within the
+training context, nothing is scaled (LongRoPE applies short_factor). Otherwise all positions are, as in transformers
+for a sequence of that length.
 """
 
 import math
@@ -19,39 +20,39 @@ _MOST_POSITIONS = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class RopeRule:
-    """Where a family's config.json has its rotations."""
+    """Fields of a family's config.json for rotary embeddings."""
 
     theta: float = number("rope_theta", default=10000.0)
-    share: float = number("partial_rotary_factor", default=1.0)  # of a head's dimensions
-    partial: bool = False  # whether that share may be less than all
-    local_theta: float = 0.0  # of layers with a window, which `rope_parameters` then describes apart; 0: as all others
-    original: int = integer("original_max_position_embeddings", default=0, least=2)  # before all else; 0: none
+    share: float = number("partial_rotary_factor", default=1.0)  # share of a head's dimensions that are rotated
+    partial: bool = False  # whether `share` may be less than 1
+    local_theta: float = 0.0  # of window layers, which then have their own entry in `rope_parameters`; 0: same
+    original: int = integer("original_max_position_embeddings", default=0, least=2)  # overrides the scaling's; 0: none
 
 
 class Context(NamedTuple):
     """Lengths in positions."""
 
     trained: int  # max_position_embeddings
-    longest: int | None  # sequence that will be served; None: as the model says
+    longest: int | None  # longest sequence that will be served; None: as many as the model supports
 
 
 class Stretched(NamedTuple):
-    """A rotation, and the positions that it reaches."""
+    """A rotary embedding with the number of positions that it supports."""
 
     rope: Rope
     max_positions: int
 
 
 class Ropes(NamedTuple):
-    """The rotations of a model."""
+    """The rotary embeddings of a model."""
 
-    full: Rope  # of layers that see all positions
-    window: Rope  # of layers with a window
+    full: Rope  # of full-attention layers
+    window: Rope  # of window layers
     max_positions: int
 
 
 def read_ropes(fields: Fields, rule: RopeRule, head_dim: int, context: Context) -> Ropes:
-    """The rotations of all layers. Raises ModelError naming what is wrong or not supported."""
+    """The rotary embeddings of all layers. Raises ModelError with what is wrong or not supported."""
     new, old = fields.within("rope_parameters"), fields.within("rope_scaling")
     by_kind = any(name.endswith("_attention") for name in new.values)
     if new.values and by_kind != bool(rule.local_theta):
@@ -61,7 +62,7 @@ def read_ropes(fields: Fields, rule: RopeRule, head_dim: int, context: Context) 
         both = Fields({**new.within("full_attention").values, **old.values}, fields.place)
         full = _read(both, fields, rule.theta, rule, head_dim, context)
         local = _read(new.within("sliding_attention"), fields, rule.local_theta, rule, head_dim, context)
-        return Ropes(full.rope, local.rope, context.trained)  # whose config.json counts stretched positions
+        return Ropes(full.rope, local.rope, context.trained)  # its max_position_embeddings includes the scaling
     full = _read(old if old.values else new, fields, rule.theta, rule, head_dim, context)
     return Ropes(full.rope, full.rope, full.max_positions)
 
@@ -78,7 +79,7 @@ def _read(found: Fields, fields: Fields, theta: float, rule: RopeRule, head_dim:
         raise fields.error(f"head_dim must be even for rotary embeddings, and they turn {dim} of its {head_dim}")
     kind = found.optional("rope_type", str, found.optional("type", str, "default"))
     if kind == "su" or (kind == "yarn" and "short_factor" in found.values):
-        kind = "longrope"  # as early Phi-3 checkpoints call it
+        kind = "longrope"  # names in early Phi-3 checkpoints
     if kind not in _KINDS:
         raise fields.error(f"rope_type {kind!r:.80} is not supported; supported: {', '.join(_KINDS)}")
     original = found.integer("original_max_position_embeddings", default=context.trained, least=2)
@@ -101,7 +102,7 @@ def _linear(found: Fields, rope: Rope, original: int, context: Context) -> Stret
 
 
 def _dynamic(found: Fields, rope: Rope, original: int, context: Context) -> Stretched:
-    """NTK-aware: a larger theta, so that the slowest pair turns as it would have within the context of training."""
+    """NTK-aware scaling: a larger theta, with which the slowest pair turns no further than in the training context."""
     del original
     factor = found.number("factor")
     reach = int(context.trained * factor)
@@ -144,7 +145,7 @@ def _yarn(found: Fields, rope: Rope, original: int, context: Context) -> Stretch
 
 
 def _longrope(found: Fields, rope: Rope, original: int, context: Context) -> Stretched:
-    """LongRoPE (Ding et al., 2024): a searched divisor for each pair."""
+    """LongRoPE (Ding et al., 2024): a divisor per pair, found by search."""
     longest = context.longest or context.trained
     name = "long_factor" if longest > original else "short_factor"
     divisors = found.numbers(name)

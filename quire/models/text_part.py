@@ -1,6 +1,6 @@
-"""The text model inside a checkpoint that also sees: a Checkpoint of its fields and tensors alone.
+"""The text model in a multimodal checkpoint, as a Checkpoint of its own.
 
-What is built around it (vision towers, projectors) is left in the file: such a model answers text only.
+Other parts (vision towers, projectors) are not loaded. Such a model supports text only.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,7 +16,7 @@ from quire.models.checkpoint import Checkpoint, Stored
 
 @dataclass(frozen=True, slots=True)
 class Inner:
-    """A text model's own architecture, and the fields that published configs leave out."""
+    """The architecture of a text model, and the fields that published configs omit."""
 
     architecture: str
     defaults: Mapping[str, object]
@@ -38,13 +38,13 @@ INNER: Mapping[str, Inner] = MappingProxyType(
         "Mistral3ForConditionalGeneration": Inner("MistralForCausalLM", {}),
     }
 )
-# fields of the whole that count inside
+# fields of the outer config that override those of text_config
 _OUTER = ("dtype", "torch_dtype", "eos_token_id", "tie_word_embeddings", "quantization_config")
-_PREFIXES = ("language_model.", "model.language_model.")  # as published, and as transformers 5 names its modules
+_PREFIXES = ("language_model.", "model.language_model.")  # of published checkpoints, and of transformers 5
 
 
 class TextPart:
-    """Implements Checkpoint. Raises ModelError where the config has no text model."""
+    """Implements Checkpoint. The constructor raises ModelError if the config has no text_config."""
 
     def __init__(self, whole: Checkpoint, inner: Inner) -> None:
         text = whole.config.get("text_config")
@@ -57,22 +57,22 @@ class TextPart:
 
     @property
     def place(self) -> Path:
-        """That of the whole."""
+        """The folder or file of the outer checkpoint."""
         return self._whole.place
 
     @property
     def config(self) -> Mapping[str, object]:
-        """As the text model alone would have it."""
+        """The config.json that the text model alone would have."""
         return self._config
 
     @property
     def generation_config(self) -> Mapping[str, object]:
-        """That of the whole."""
+        """The generation config of the outer checkpoint."""
         return self._whole.generation_config
 
     @property
     def tensors(self) -> Mapping[str, Stored]:
-        """Those of the text model."""
+        """The tensors of the text model, by its own names."""
         return {short: self._whole.tensors[name] for short, name in self._names.items()}
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
@@ -83,7 +83,7 @@ class TextPart:
 
 
 def _inside(name: str) -> str:
-    """What the text model alone calls a tensor; empty for one that is not its own."""
+    """The text model's name for a tensor; "" for a tensor of another part."""
     if name == "lm_head.weight":
         return name
     prefix = next((prefix for prefix in _PREFIXES if name.startswith(prefix)), None)

@@ -1,7 +1,7 @@
-"""Where each tensor of a checkpoint goes: all of a decoder's parameters, as the places that tensors fill.
+"""Weight map: for each tensor of a checkpoint, its place in a parameter of the decoder.
 
-Query, key and value projections are one parameter of the decoder, gate and up projections another, the
-weights of experts two for all of them; their tensors are written into slices.
+The decoder fuses query, key and value projections into one parameter, gate and up projections into another, and the
+weights of all experts into two. Their tensors fill slices of these.
 """
 
 from collections.abc import Iterator
@@ -12,22 +12,22 @@ from quire.models.config import DecoderConfig, Names
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """One tensor of a checkpoint: its shape, and what it fills of a parameter."""
+    """The shape of a checkpoint's tensor, and the part of a parameter that it fills."""
 
     shape: tuple[int, ...]
     parameter: str
-    start: int = 0  # row
-    part: int | None = None  # index along the parameter's first axis, in front of rows: an expert, a head
-    order: tuple[int, ...] = ()  # rows of the tensor in the parameter's order; () is as they are
+    start: int = 0  # first row in the parameter
+    part: int | None = None  # index on the parameter's first axis if that is not rows: an expert, a head
+    order: tuple[int, ...] = ()  # indices of the tensor's rows in the parameter's order; (): unchanged
     transposed: bool = False
-    plus: float = 0.0  # added to each number
+    plus: float = 0.0  # added to each element
 
 
 Placed = Iterator[tuple[str, Placement]]
 
 
 def placements(config: DecoderConfig, names: Names) -> dict[str, Placement]:
-    """By checkpoint name, all tensors that a checkpoint of this shape has."""
+    """Checkpoint name -> Placement, for all tensors that a checkpoint of this config must have."""
     found = {names.prefix + name: place for name, place in _model(config, names)}
     if not config.tied:
         width = config.embed_size or config.hidden_size
@@ -99,7 +99,7 @@ def _stacked(
     bias: bool,
     orders: tuple[tuple[int, ...], ...] = ((), (), ()),
 ) -> Placed:
-    """Projections of one input, one below the other in one parameter."""
+    """Projections of the same input, stacked by rows in one parameter."""
     start = 0
     for source, height, order in zip(sources, rows, orders, strict=False):
         shape = (columns, height) if names.transposed else (height, columns)
@@ -154,7 +154,7 @@ def _experts(config: DecoderConfig, names: Names) -> Placed:
 
 
 def _ungrouped(config: DecoderConfig) -> tuple[int, ...]:
-    """Queries, keys, values, of rows that lie (num_kv_heads, queries + key + value, head_dim)."""
+    """Row order from (num_kv_heads, queries + key + value, head_dim) to all queries, all keys, all values."""
     shared = config.num_heads // config.num_kv_heads
     groups = [range(kv_head * (shared + 2), (kv_head + 1) * (shared + 2)) for kv_head in range(config.num_kv_heads)]
     heads = [head for group in groups for head in group[:shared]]
@@ -163,6 +163,6 @@ def _ungrouped(config: DecoderConfig) -> tuple[int, ...]:
 
 
 def _halves(heads: int, head_dim: int) -> tuple[int, ...]:
-    """Rotary pairs from neighbours to halves of a head. Scores are the same, as queries and keys move alike."""
+    """Row order from rotary pairs (2 i, 2 i + 1) to halves of a head. Scores do not change: q and k move alike."""
     pairs = (*range(0, head_dim, 2), *range(1, head_dim, 2))
     return tuple(head * head_dim + place for head in range(heads) for place in pairs)

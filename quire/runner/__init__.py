@@ -1,1 +1,1 @@
-"""Runners: they do what a Step says. They decide nothing."""
+"""Runners, which execute Steps."""

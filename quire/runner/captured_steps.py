@@ -1,7 +1,7 @@
-"""Steps in which every sequence computes one token, run from recordings: one for each number of sequences.
+"""Captured steps: decode steps of one token per sequence, captured once per batch size and replayed.
 
-The first step of a size runs as always and is recorded. Later ones refill its inputs and play it, which takes no
-time that depends on the number of layers.
+The first step of a size is captured while it runs. Later steps refill its inputs and replay it, so that the time on
+the host does not grow with the number of layers.
 """
 
 import logging
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Recording:
-    """The inputs and outputs of a step, which stay where they are, and what computes one from the other."""
+    """A captured step: its inputs and outputs, which keep their addresses, and the call that replays it."""
 
     inputs: Fixed
     plans: list[Plan]
@@ -30,7 +30,7 @@ class _Recording:
 
 
 class Recordings:
-    """Recorded steps of one model on one set of blocks."""
+    """Captured steps of one model on one set of blocks, by size."""
 
     def __init__(self, model: Model, kernels: Kernels, storages: Sequence[Storage], max_model_len: int) -> None:
         self._model = model
@@ -42,9 +42,9 @@ class Recordings:
         self._recordings: dict[int, _Recording] = {}
 
     def logits(self, inputs: Inputs, chunks: Chunks) -> Tensor | None:
-        """Logits (num_chunks, vocab_size) of a step whose chunks have one token each.
+        """Logits (num_chunks, vocab_size) of a step whose chunks have one token each, valid until the next step.
 
-        They are valid until the next step. None where such steps cannot be recorded.
+        None if such a step cannot be captured.
         """
         number = len(chunks)
         size = None if self._recorder is None else self._recorder.size(number)
@@ -61,7 +61,7 @@ class Recordings:
         return recording.logits[:number]
 
     def _record(self, recorder: Recorder, inputs: Fixed, chunks: Chunks) -> _Recording | None:
-        """Run a step, and keep it."""
+        """Capture a step, which also runs it. None if the kernels cannot capture it."""
         plans = [
             recorder.plan(batch, storage, -(-self._max_model_len // storage.block_size))
             for batch, storage in zip(inputs.refill(chunks), self._storages, strict=True)
@@ -76,7 +76,7 @@ class Recordings:
             logits, play = recorder.record(compute)
         except NotRecordable as error:
             log.info("decode steps are not recorded: %s", error)
-            self._recorder = None  # nor will any other step be
+            self._recorder = None  # no other step can be captured either
             self._recordings.clear()
             return None
         recording = _Recording(inputs, plans, logits, play)

@@ -1,8 +1,8 @@
-"""Rows that are kept on the device: tokens and block tables, at fixed places, which grow by what steps append.
+"""Device-resident inputs: tokens and block tables of all rows, at fixed addresses.
 
-A step brings no more than its delta, and which rows and positions it computes. What it sampled is written to its rows
-there, where the next step reads it, so nobody waits for the host to see it. All that happens in the order in which it
-was queued: a token that a later step brings replaces the one that was sampled before.
+A step uploads its delta, and the rows and positions that it computes. Sampled tokens are written to their rows on the
+device, where the next step reads them without waiting for the host. All operations run in stream order: a token of a
+later step replaces the token that was sampled before.
 """
 
 import numpy as np
@@ -15,12 +15,12 @@ from quire.kernels.contract import Batch, Resident
 from quire.kv_store.upload import upload_into, uploaded
 from quire.runner.inputs import Fed
 
-_ALIGNED = 4  # words: kernels are compiled for pointers to multiples of 16 bytes
+_ALIGNED = 4  # words of 4 bytes: kernels are compiled for pointers that are multiples of 16 bytes
 _NO_BLOCK = -1
 
 
 class ResidentInputs:
-    """See Inputs. One row more than there are sequences: it has no blocks, and fills up recorded steps."""
+    """See Inputs. There is one row more than sequences. It has no blocks, and pads captured steps."""
 
     def __init__(self, cache: CacheConfig, max_num_seqs: int, max_model_len: int, device: torch.device) -> None:
         num_rows, width = max_num_seqs + 1, -(-max_model_len // cache.block_size)
@@ -68,29 +68,29 @@ class ResidentInputs:
         return FixedResidentInputs(self, size, self._device)
 
     def read(self, places: Tensor) -> Tensor:
-        """Tokens, int64, at places among the words of all rows."""
+        """The words at indices `places` of `words` (tokens), as int64."""
         return self.words.index_select(0, places).long()
 
     def batches(self, starts: np.ndarray, stops: np.ndarray, rows: np.ndarray) -> list[Batch]:
-        """What each group's attention has to know: columns of one entry per chunk."""
+        """The Batch of each KV group. The arguments have one entry per chunk."""
         starts, stops, rows = (column.astype(np.int64) for column in (starts, stops, rows))
         nothing = np.empty((len(rows), 0), np.int64)
         return [Batch(starts, stops, nothing, Resident(table, rows)) for table in self.tables]
 
     def _places(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """Where tokens stand among the words of all rows, int64."""
+        """Indices of tokens in `words`, int64."""
         places: np.ndarray = rows.astype(np.int64) * self.stride + positions
         return places
 
     def _forget(self) -> None:
-        """Empty all rows."""
+        """Clear all rows."""
         self.words.zero_()
         for table in self.tables:
             table[self.spare].fill_(_NO_BLOCK)
 
 
 class FixedResidentInputs:
-    """Which rows and positions a recorded step computes. It looks tokens up itself, when it is played."""
+    """Rows and positions of a captured step. The captured step itself reads the tokens from the rows."""
 
     def __init__(self, inputs: ResidentInputs, size: int, device: torch.device) -> None:
         self._inputs = inputs
@@ -111,16 +111,16 @@ class FixedResidentInputs:
 
 
 def _paired(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Two columns of int64 in a row each, of even length: kernels are compiled for pointers to 16 bytes."""
+    """Two int64 columns as rows of one array. Their length is even, so that both are aligned to 16 bytes."""
     both = np.zeros((2, len(one) + len(one) % 2), np.int64)
     both[0, : len(one)], both[1, : len(one)] = one, other
     return both
 
 
 def _scattered(writes: Writes, begin: int, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """Places, int64, and values, int32, of spans in a table that begins at `begin`. Each place comes once.
+    """Indices, int64, and values, int32, of spans in a table that begins at `begin`. The indices are distinct.
 
-    Of several values for one place the last is taken, as where spans are written one after another.
+    Of several values for one index, the last is used, as if the spans were written in order.
     """
     ends = np.cumsum(writes.lengths, dtype=np.int64)
     firsts = begin + writes.rows.astype(np.int64) * width + writes.starts - (ends - writes.lengths)

@@ -1,7 +1,7 @@
-"""Forward passes of a step: the chunks of deterministic sequences go through the model apart from all others.
+"""Forward passes of a step: one for the chunks of deterministic sequences, one for all others.
 
-A sequence that asks for it gets kernels whose results depend on nothing but the sequence itself. A step
-without one is a single pass, and one with nothing but such sequences is too.
+Deterministic sequences use deterministic kernels, whose results depend on the sequence alone. A step with only one
+of the two kinds is one pass.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from quire.runner.rows import Rows
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Hidden:
-    """Hidden states of all tokens of a step, chunk after chunk."""
+    """Hidden states of all tokens of a step. Chunks are concatenated."""
 
     states: Tensor  # (num_tokens, hidden_size)
     deterministic: np.ndarray  # bool (num_tokens,)
@@ -31,14 +31,14 @@ class Hidden:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Way:
-    """One set of kernels, and the attention made with them."""
+    """One kernel module, and paged attention with it."""
 
     kernels: Kernels
     attend: PagedAttend
 
 
 class Passes:
-    """A model, with kernels for ordinary sequences and perhaps with others for deterministic ones."""
+    """Runs a model. strict: deterministic kernels; None if there are none."""
 
     def __init__(
         self,
@@ -56,9 +56,10 @@ class Passes:
         self._recordings = Recordings(model, kernels, storages, max_model_len)
 
     def decode(self, rows: Rows, chunks: Chunks) -> Tensor | None:
-        """Logits (num_chunks, vocab_size) of a step whose chunks have one token each, and all sample behind it.
+        """Logits (num_chunks, vocab_size) of a step whose chunks all have one token and sample, from a captured step.
 
-        They are valid until the next step. None for other steps, and where a step cannot be recorded.
+        They are valid until the next step. None for other steps, for steps with deterministic sequences, and if the
+        step cannot be captured.
         """
         one_each = (chunks.stops - chunks.starts == 1).all() and (chunks.outputs == ChunkOutput.SAMPLE).all()
         if not one_each or rows.deterministic[chunks.rows].any():
@@ -66,9 +67,9 @@ class Passes:
         return self._recordings.logits(self._inputs, chunks)
 
     def hidden(self, rows: Rows, chunks: Chunks) -> Hidden:
-        """Compute all chunks, at least one.
+        """The hidden states of all chunks, at least one.
 
-        Raises ValueError for a deterministic sequence when there are no kernels for it.
+        Raises ValueError for a deterministic sequence if there are no deterministic kernels.
         """
         strict = rows.deterministic[chunks.rows]
         of_tokens = np.repeat(strict, chunks.stops - chunks.starts)
@@ -76,7 +77,7 @@ class Passes:
         return Hidden(_merge(of_tokens, parts), of_tokens)
 
     def logits(self, hidden: Hidden, tokens: np.ndarray) -> Tensor:
-        """Logits (len(tokens), vocab_size) behind some tokens of the step, by the kernels that computed them."""
+        """Logits (len(tokens), vocab_size) after some tokens of the step, by the kernels of their sequences."""
         strict = hidden.deterministic[tokens]
         parts = [
             self._model.logits(hidden.states[uploaded(tokens[which], hidden.states.device)], way.kernels)
@@ -85,7 +86,7 @@ class Passes:
         return _merge(strict, parts)
 
     def _ways(self, strict: np.ndarray) -> list[tuple[Way, np.ndarray]]:
-        """The ways that are taken, and which entries of `strict` go each: one way where it is enough."""
+        """The kernel modules that are used, each with a mask of its entries of `strict`. One if it has all entries."""
         if not strict.any():
             return [(self._ordinary, ~strict)]
         if self._strict is None:
@@ -107,7 +108,7 @@ def _some(chunks: Chunks, which: np.ndarray) -> Chunks:
 
 
 def _merge(second: np.ndarray, parts: Sequence[Tensor]) -> Tensor:
-    """Rows of one tensor, or of two in turn: from the second where `second` is true, else from the first."""
+    """The rows of one tensor, or of two merged: rows where `second` is true are the second's, in order."""
     if len(parts) == 1:
         return parts[0]
     places = np.concatenate((np.flatnonzero(~second), np.flatnonzero(second)))

@@ -1,7 +1,7 @@
-"""What a step's forward passes read: token ids, positions, block tables.
+"""Inputs of a step's forward passes: token ids, positions, block tables.
 
-There are two ways. Where a CPU computes, and for kernels that want tables from the host, each step brings its own from
-the arrays of `Rows`. Other kernels read rows that are kept on the device: see `resident`.
+There are two implementations. On CPUs, and for kernels that read block tables from the host, inputs are copied from
+the arrays of `Rows` for each step. Other kernels read rows that stay on the device: see `device_inputs.py`.
 """
 
 from typing import NamedTuple, Protocol
@@ -17,17 +17,17 @@ from quire.runner.rows import Rows
 
 
 class Latest:
-    """One token per row."""
+    """The last sampled token of each row, on the device."""
 
     def __init__(self, max_num_seqs: int, device: torch.device) -> None:
         self._tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
 
     def put(self, rows: np.ndarray, tokens: Tensor) -> None:
-        """tokens int64 (len(rows),); -1 becomes 0, as nothing may come of it, but it is looked up."""
+        """Store tokens int64 (len(rows),). -1 becomes 0, a valid index of the embedding; its result is not used."""
         self._tokens.index_copy_(0, uploaded(rows.astype(np.int64), tokens.device), tokens.clamp(min=0))
 
     def fill(self, token_ids: Tensor, missing: tuple[np.ndarray, np.ndarray]) -> None:
-        """Write into token ids what the host does not know: see `Rows.missing`."""
+        """Write into `token_ids` the tokens that the host does not have: see `Rows.missing`."""
         indices, rows = missing
         if len(rows):
             tokens = self._tokens.index_select(0, uploaded(rows, token_ids.device))
@@ -35,46 +35,46 @@ class Latest:
 
 
 class Fed(NamedTuple):
-    """The inputs of one forward pass, chunk after chunk."""
+    """The inputs of one forward pass. Chunks are concatenated."""
 
     token_ids: Tensor  # int64 (num_tokens,)
     positions: Tensor  # int64 (num_tokens,)
-    batches: list[Batch]  # of each group
+    batches: list[Batch]  # one per KV group
 
 
 class Fixed(Protocol):
-    """The inputs of a recorded step, in which every chunk has one token: tensors that stay where they are."""
+    """The inputs of a captured step, in which every chunk has one token. The tensors keep their addresses."""
 
     positions: Tensor  # int64 (size,)
 
     def token_ids(self) -> Tensor:
-        """int64 (size,): a part of what is recorded."""
+        """int64 (size,). Called inside the capture."""
 
     def refill(self, chunks: Chunks) -> list[Batch]:
-        """Put another step, of up to `size` chunks, in the place of the one before, filled up as Recorder says."""
+        """Set the inputs to those of another step with at most `size` chunks, padded as Recorder specifies."""
 
 
 class Inputs(Protocol):
-    """Where forward passes find their inputs."""
+    """Provides the inputs of forward passes."""
 
     def apply(self, step: Step) -> None:
-        """Take in what a step says about rows. `Rows` knows it already."""
+        """Apply a step's new rows, tokens and blocks. Called after `Rows.apply`."""
 
     def put(self, rows: np.ndarray, positions: np.ndarray, tokens: Tensor) -> None:
-        """Tokens int64 (len(rows),) were sampled, and the next step may read them at `positions` of their rows.
+        """Store sampled tokens int64 (len(rows),), which the next step may read at `positions` of their rows.
 
-        -1 becomes 0: nothing may come of it, but it is looked up.
+        -1 becomes 0, a valid index of the embedding; its result is not used.
         """
 
     def of(self, chunks: Chunks) -> Fed:
         """The inputs of one pass over `chunks`, at least one."""
 
     def fixed(self, size: int) -> Fixed:
-        """Place for steps of `size` chunks."""
+        """Inputs of captured steps of `size` chunks."""
 
 
 class HostInputs:
-    """Each step's inputs come from the host, but for tokens that it does not know yet."""
+    """Inputs that each step copies from the host, except for tokens that the host does not have yet."""
 
     def __init__(self, rows: Rows, max_num_seqs: int, device: torch.device) -> None:
         self._rows = rows
@@ -86,7 +86,7 @@ class HostInputs:
 
     def put(self, rows: np.ndarray, positions: np.ndarray, tokens: Tensor) -> None:
         """See Inputs."""
-        del positions  # a row's last token is the only one that the host may be without
+        del positions  # the host can lack only the last token of a row
         self._latest.put(rows, tokens)
 
     def of(self, chunks: Chunks) -> Fed:
@@ -101,7 +101,7 @@ class HostInputs:
 
 
 class FixedHostInputs:
-    """Tensors that each step is copied into."""
+    """Tensors into which each step is copied."""
 
     def __init__(self, rows: Rows, latest: Latest, size: int, device: torch.device) -> None:
         self._rows = rows
@@ -127,7 +127,7 @@ class FixedHostInputs:
 
 
 def _padded(batch: Batch, size: int) -> Batch:
-    """With chunks of one token that have no block: what they compute is written nowhere, and nobody reads it."""
+    """The batch, padded with chunks of one token without blocks. Their KV is not written, their result not used."""
     more = size - len(batch.starts)
     return Batch(
         np.pad(batch.starts, (0, more)),

@@ -1,7 +1,7 @@
-"""Runs steps with torch in this process: forward passes over the tokens of all chunks, then sampling.
+"""Runner that executes steps with torch in this process: forward passes over the tokens of all chunks, then sampling.
 
-On a GPU `launch` and `sample` return when the work is queued, and `collect` waits for the tokens. Until then they are
-known on the device alone, where the step after reads them.
+On a GPU, `launch` and `sample` return when the work is queued, and `collect` waits for the tokens. Until then the
+tokens are only on the device, where the next step reads them.
 """
 
 import time
@@ -28,15 +28,15 @@ from quire.sampling.logprobs import report
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scored:
-    """Tokens of the step whose logits say how likely the prompt's next tokens were, chunk after chunk."""
+    """Tokens of the step whose logits are needed for prompt logprobs. Chunks are concatenated."""
 
-    tokens: np.ndarray  # int64: among all of the step
+    tokens: np.ndarray  # int64: indices into all tokens of the step
     next_tokens: np.ndarray  # int32
     num_logprobs: np.ndarray  # int32
 
 
 def check_supported(chunks: Chunks) -> None:
-    """Raise ValueError for chunks that cannot be run."""
+    """Raise ValueError for chunks that this runner cannot execute."""
     if chunks.num_drafts.any():
         raise ValueError("this runner cannot verify drafts")
     lengths = chunks.stops - chunks.starts
@@ -47,12 +47,12 @@ def check_supported(chunks: Chunks) -> None:
 
 
 def end_positions(chunks: Chunks) -> np.ndarray:
-    """Index behind the last token of each chunk, among all tokens of the step, int64."""
+    """End of each chunk as an index into all tokens of the step, int64."""
     return np.cumsum(chunks.stops - chunks.starts, dtype=np.int64)
 
 
 def scored_positions(chunks: Chunks, rows: Rows) -> Scored:
-    """In rows that ask for it: all positions with logits that nothing is sampled from."""
+    """In rows with prompt logprobs: all positions with logits from which nothing is sampled."""
     columns = rows.sampling
     asking = (columns["num_prompt_logprobs"][chunks.rows] >= 0) & (chunks.outputs != ChunkOutput.POOL)
     counts = np.where(asking, chunks.num_logits - (chunks.outputs == ChunkOutput.SAMPLE), 0)
@@ -68,8 +68,8 @@ def scored_positions(chunks: Chunks, rows: Rows) -> Scored:
 def pooled_states(states: Tensor, chunks: Chunks, rows: Rows) -> np.ndarray | None:
     """One float32 row for each chunk that pools, from the states (num_tokens, hidden_size) of the step.
 
-    That of the chunk's last position, or the sum of those of its last `num_logits` positions. None when no
-    chunk pools. Raises ValueError for a chunk whose row does not say how.
+    LAST: the state of the chunk's last position. MEAN: the sum of the states of its last `num_logits` positions. None
+    if no chunk pools. Raises ValueError for a chunk whose row has no pooling.
     """
     pooling = np.flatnonzero(chunks.outputs == ChunkOutput.POOL)
     if not len(pooling):
@@ -86,7 +86,7 @@ def pooled_states(states: Tensor, chunks: Chunks, rows: Rows) -> np.ndarray | No
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Launched:
-    """A step whose forward pass is done and whose tokens are not chosen."""
+    """A step whose forward pass is launched and whose tokens are not sampled yet."""
 
     step_id: int
     began: float  # seconds, of the runner's clock
@@ -98,23 +98,22 @@ class Launched:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sampled:
-    """A step whose tokens are chosen, and on their way to the host."""
+    """A step whose tokens are sampled and being copied to the host."""
 
     launched: Launched
-    rows: np.ndarray  # that sampled
-    positions: np.ndarray  # of their tokens
-    tokens: Tensor  # int64 (len(rows),), on the host once `arrival` has come
+    rows: np.ndarray  # rows that sampled
+    positions: np.ndarray  # of the sampled tokens
+    tokens: Tensor  # int64 (len(rows),), on the host after the event `arrival`
     arrival: torch.cuda.Event | None
     logprobs: Logprobs | None
-    ended: float | None  # seconds, of the runner's clock; None where the device is still at it
+    ended: float | None  # seconds, of the runner's clock; None if the device has not finished
 
 
 class TorchRunner:
-    """A Runner over one model and the blocks of its cache.
+    """A Runner of one model, with the blocks of its KV cache.
 
-    strict: kernels for deterministic sequences, over the same blocks and weights as `kernels`; None where there
-    are none. After an exception from any call that step is forgotten and the rows cannot be
-    relied on: the next step should reset them.
+    strict: deterministic kernels, for the same blocks and weights as `kernels`; None if there are none. An exception
+    from any call discards that step and leaves the rows undefined: the next step must be a reset step.
     """
 
     def __init__(
@@ -134,7 +133,7 @@ class TorchRunner:
         self._device = model.device
         self._rows = Rows(cache, max_num_seqs, max_model_len, self._vocab_size)
         self._store = DeviceStore(kernels, cache, model.device, clock)
-        self.deterministic = strict is not None and model.row_invariant  # whether it can run such sequences
+        self.deterministic = strict is not None and model.row_invariant  # whether it supports deterministic sequences
         self._inputs: Inputs = (
             ResidentInputs(cache, max_num_seqs, max_model_len, model.device)
             if kernels.RESIDENT
@@ -145,18 +144,18 @@ class TorchRunner:
         )
         self._launched: Launched | None = None
         self._sampled: deque[Sampled] = deque()
-        self._ended = 0.0  # when the step before was done
+        self._ended = 0.0  # when the step before had ended
 
     def launch(self, step: Step) -> None:
-        """Apply the delta, do the moves, run the forward passes.
+        """Apply the delta, start the Moves, run the forward passes.
 
-        Raises ValueError for what this runner cannot do: drafts, moves to or from other tiers than the host,
-        deterministic sequences without kernels for them.
+        Raises ValueError for what this runner does not support: drafts, Moves between other tiers than device and host,
+        and deterministic sequences without deterministic kernels.
         """
         began = self._clock()
         self._launched = None
         if step.reset:
-            self._sampled.clear()  # of steps that failed on their way back
+            self._sampled.clear()  # steps that failed before they were collected
             self._store.forget()
         check_supported(step.chunks)
         self._rows.apply(step)
@@ -165,14 +164,14 @@ class TorchRunner:
         self._launched = self._forward(step, began)
 
     def sample(self, step_id: int, late: Late) -> None:
-        """Choose the tokens of the step launched last, and send them to the host."""
+        """Sample the tokens of the step launched last, and start their copy to the host."""
         launched, self._launched = self._launched, None
         if launched is None or launched.step_id != step_id:
             raise ValueError(f"step {step_id} is not the one that waits to be sampled")
         self._sampled.append(self._choose_tokens(launched, late))
 
     def collect(self) -> StepResult:
-        """The result of the oldest sampled step. Raises ValueError when there is none."""
+        """Wait for the oldest sampled step and return its result. Raises ValueError if there is none."""
         if not self._sampled:
             raise ValueError("no step was sampled and not collected")
         sampled = self._sampled.popleft()
@@ -180,9 +179,9 @@ class TorchRunner:
             sampled.arrival.synchronize()
         launched, tokens = sampled.launched, sampled.tokens.numpy().astype(np.int32)
         ended = self._clock() if sampled.ended is None else sampled.ended
-        began = max(launched.began, self._ended)  # behind the step before it, on the same device
+        began = max(launched.began, self._ended)  # the device ran the step before it first
         swap_seconds = self._store.finish(launched.step_id)
-        self._ended = self._clock() if self._store.copies_aside else ended  # waiting for copies is no step's work
+        self._ended = self._clock() if self._store.copies_aside else ended  # waiting for swaps is no step time
         if not self._store.copies_aside:
             began += sum(swap_seconds)
         self._rows.append(sampled.rows, sampled.positions, tokens)
@@ -221,7 +220,7 @@ class TorchRunner:
         )
 
     def _score(self, hidden: Hidden, chunks: Chunks) -> Logprobs | None:
-        """How likely the next tokens of prompts were, where that was asked."""
+        """Prompt logprobs of the rows that requested them; None if none did."""
         scored = scored_positions(chunks, self._rows)
 
         def logits_of(some: np.ndarray) -> Tensor:
@@ -242,7 +241,7 @@ class TorchRunner:
         return self._on_its_way(launched, rows, positions, chosen, self._report(rows, chosen, logits))
 
     def _report(self, rows: np.ndarray, chosen: Tensor, logits: Tensor) -> Logprobs | None:
-        """How likely the chosen tokens were, where that was asked: it waits for them."""
+        """Logprobs of the sampled tokens in rows that requested them; None if none did. Waits for the tokens."""
         columns = self._rows.sampling
         numbers = columns["num_logprobs"][rows]
         if (numbers < 0).all():
@@ -259,7 +258,7 @@ class TorchRunner:
     def _on_its_way(
         self, launched: Launched, rows: np.ndarray, positions: np.ndarray, chosen: Tensor, logprobs: Logprobs | None
     ) -> Sampled:
-        """Send the tokens to the host, without waiting for them."""
+        """Start the copy of the tokens to the host, without waiting for it."""
         if launched.logits.device.type == "cpu":
             return Sampled(launched, rows, positions, chosen, None, logprobs, self._clock())
         host = torch.empty(len(chosen), dtype=chosen.dtype, pin_memory=True)

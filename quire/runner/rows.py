@@ -1,7 +1,4 @@
-"""The fixed rows of a runner: tokens, block tables and sampling parameters of running sequences.
-
-All of it is on the host, in arrays that a step's columnar writes go into; it knows nothing about models.
-"""
+"""The fixed rows of a runner: tokens, block tables and sampling parameters of running sequences, in host memory."""
 
 import numpy as np
 
@@ -24,10 +21,10 @@ class Rows:
         self.sampling = SamplingColumns(max_num_seqs, vocab_size)
         self.deterministic = np.zeros(max_num_seqs, np.bool_)
         self.poolings = np.zeros(max_num_seqs, np.uint8)
-        self._awaited = np.full(max_num_seqs, _NONE, np.int64)  # position of a sampled token that is not here yet
+        self._awaited = np.full(max_num_seqs, _NONE, np.int64)  # position of a sampled token that the host lacks
 
     def apply(self, step: Step) -> None:
-        """Take in what a step says about rows: reset, opens, tokens, blocks."""
+        """Apply a step's reset, new rows, tokens and blocks."""
         if step.reset:
             for table in (self._tokens, *self._tables):
                 table.fill(0)
@@ -42,7 +39,7 @@ class Rows:
             writes.apply(table)
 
     def _settle(self, told: Writes) -> None:
-        """What a step says of a token counts, also where one is on its way that was sampled."""
+        """Tokens of the step replace sampled tokens that are not on the host yet."""
         if not len(told.rows):
             return
         awaited = self._awaited[told.rows]
@@ -56,26 +53,26 @@ class Rows:
         return self._tokens[np.repeat(chunks.rows, lengths), positions].astype(np.int64), positions
 
     def batches(self, chunks: Chunks) -> list[Batch]:
-        """What each group's attention has to know."""
+        """The Batch of each KV group."""
         starts, stops = chunks.starts.astype(np.int64), chunks.stops.astype(np.int64)
         width = -(-int(stops.max()) // self._block_size)
         return [Batch(starts, stops, table[chunks.rows, :width].astype(np.int64)) for table in self._tables]
 
     def tokens(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """What stands at one position for each of `rows`, int32."""
+        """The token at one position of each of `rows`, int32."""
         found: np.ndarray = self._tokens[rows, positions]
         return found
 
     def draws(self, rows: np.ndarray, positions: np.ndarray, late: Late) -> Draws:
-        """What sampling has to know to choose one token for each of `rows`, at `positions`."""
+        """The sampling metadata for one token of each of `rows`, at `positions`."""
         return self.sampling.draws(rows, positions, self._tokens, late)
 
     def expect(self, rows: np.ndarray, positions: np.ndarray) -> None:
-        """A token was sampled for each of `rows`, and will be brought by `append`."""
+        """Record that a token was sampled at `positions` of `rows`, which `append` will write."""
         self._awaited[rows] = positions
 
     def missing(self, chunks: Chunks) -> tuple[np.ndarray, np.ndarray]:
-        """Which token ids of `inputs` are not here yet: their indices, and the rows that sampled them last."""
+        """The token ids of `inputs` that are not on the host yet: their indices, and their rows, both int64."""
         positions = self._awaited[chunks.rows]
         missing = (chunks.starts <= positions) & (positions < chunks.stops)
         lengths = chunks.stops - chunks.starts
@@ -83,9 +80,9 @@ class Rows:
         return indices[missing], chunks.rows[missing].astype(np.int64)
 
     def append(self, rows: np.ndarray, positions: np.ndarray, tokens: np.ndarray) -> None:
-        """Write sampled tokens, one per row, but for rows that belong to other sequences by now.
+        """Write sampled tokens, one per row. Rows that have another sequence by now are skipped.
 
-        A token of -1 becomes 0: nothing may come of it, but it is looked up.
+        -1 becomes 0, a valid index of the embedding; its result is not used.
         """
         here = self._awaited[rows] == positions
         rows, positions = rows[here], positions[here]

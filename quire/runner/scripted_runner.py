@@ -1,10 +1,9 @@
 """A runner without a model, for tests, benchmarks and simulation: the next token is a hash of all KV.
 
-It keeps what a real one keeps (rows of tokens, block tables, the contents of blocks) and believes
-only what Steps tell it. The KV of a position is a digest of all tokens up to it, and the token after
-a position is a digest of all KV up to it (in a group with a window: of those in the window), read through
-the block tables: a lost copy, a stale block or a wrong table entry anywhere changes what comes out, as it
-would with attention.
+Its state is that of a real runner (rows of tokens, block tables, contents of blocks), and comes from Steps only. The
+KV of a position is a hash of all tokens up to it. The token after a position is a hash of all KV up to it (in a window
+group: of the KV in the window), read through the block tables. So a lost copy, a stale block or a wrong table entry
+changes the output, as it would with attention.
 """
 
 from collections import deque
@@ -22,22 +21,22 @@ _NOTHING = -1
 
 
 def key_after(key: int, token: int) -> int:
-    """The KV of a token behind a prefix whose last KV is `key` (0 for an empty prefix)."""
+    """The KV of a token after a prefix whose last KV is `key` (0 for an empty prefix)."""
     return (key * 48_271 + token * 7_919 + 12_345) % _MODULUS
 
 
 def attend(keys: np.ndarray) -> int:
-    """What a query sees of the KV before it: order matters, and so does every entry."""
+    """Attention output of a query over `keys`: a hash that depends on every entry and on the order."""
     return int((keys * np.arange(1, len(keys) + 1)).sum() % _MODULUS)
 
 
 def token_after(seen: int, vocab_size: int) -> int:
-    """The token that follows what a query saw."""
+    """The next token for an attention output `seen`."""
     return seen * 40_692 % _MODULUS % vocab_size
 
 
 def script(prompt: list[int], num_tokens: int, vocab_size: int, windows: Sequence[int] = (0,)) -> list[int]:
-    """What a ScriptedRunner generates after `prompt`, computed without blocks or steps. windows: of its groups."""
+    """The output of a ScriptedRunner after `prompt`, computed without blocks or steps. windows: of the KV groups."""
     tokens, keys = list(prompt), [0]
     for token in prompt:
         keys.append(key_after(keys[-1], token))
@@ -49,7 +48,7 @@ def script(prompt: list[int], num_tokens: int, vocab_size: int, windows: Sequenc
 
 
 def logprobs_after(seen: int, vocab_size: int) -> np.ndarray:
-    """Logprobs (vocab_size,) of the next token after what a query saw; no two are equal."""
+    """Logprobs (vocab_size,) of the next token for an attention output `seen`; no two are equal."""
     order = (seen + np.arange(vocab_size) * 7_919) % _MODULUS * 40_692 % _MODULUS
     scores = -((order % 1009) / 200 + np.arange(vocab_size) * 1e-4)
     logprobs: np.ndarray = (scores - np.log(np.exp(scores).sum())).astype(np.float32)
@@ -57,10 +56,10 @@ def logprobs_after(seen: int, vocab_size: int) -> np.ndarray:
 
 
 class _Moving(NamedTuple):
-    """A block on its way to the host or back: it is there when its step is collected."""
+    """A block that is swapped out or in. It is written when its step is collected."""
 
     is_back: bool
-    memory: np.ndarray  # of the tier and group that it goes to
+    memory: np.ndarray  # blocks of the target tier and group
     target: int
     keys: np.ndarray  # of its leading tokens
 
@@ -70,21 +69,20 @@ class _InFlight:
     step_id: int
     chunks: list[Chunk]
     seconds: float
-    scored: list[tuple[int, int]]  # a token of a prompt, and its position
-    pooled: list[tuple[int, int]]  # number and sum of tokens
+    scored: list[tuple[int, int]]  # prompt token, position
+    pooled: list[tuple[int, int]]  # number of tokens, their sum
     tokens: list[int]
-    likely: list[tuple[int, np.ndarray, int]]  # token, logprobs of all, how many of them to tell
+    likely: list[tuple[int, np.ndarray, int]]  # token, logprobs of the vocabulary, number to report
     moving: list[_Moving]
 
 
 class ScriptedRunner:
-    """Does what Steps say, on digests instead of tensors.
+    """Executes Steps on hashes instead of tensors.
 
-    Logprobs of the next token are made of what the query saw. A prompt token's logprob is minus its position;
-    tokens are pooled by their number and sum.
-    seconds_of: duration of a step, given its number of tokens. swap_seconds_of: of copies to the host, or from it,
-    given the number of blocks. fails: whether `launch` of a step is
-    to raise after half of its work is done.
+    Logprobs of the next token are a function of the attention output. A prompt token's logprob is minus its position.
+    The pooled state of a chunk is the number and the sum of its tokens.
+    seconds_of: duration of a step, given its number of tokens. swap_seconds_of: the same of swaps in one direction,
+    given their number of blocks. fails: whether `launch` of a step raises after half of its chunks.
     """
 
     def __init__(
@@ -114,7 +112,7 @@ class ScriptedRunner:
         self._sampled: deque[_InFlight] = deque()
 
     def launch(self, step: Step) -> None:
-        """Apply the delta and compute the KV of every chunk."""
+        """Apply the delta, start the Moves, compute the KV of every chunk. Raises ValueError if it reads unset KV."""
         if step.reset:
             self._tokens[:] = _NOTHING
             for table in self._tables:
@@ -182,10 +180,10 @@ class ScriptedRunner:
         )
 
     def rest(self) -> None:
-        """Nothing is kept."""
+        """See Runner. There is no memory to release."""
 
     def _move(self, move: Move) -> list[_Moving]:
-        """Copy within the device; of what goes to the host or comes from it, read what is there now."""
+        """Execute copies within the device, and read the source blocks of swaps, which `collect` writes."""
         tiers = {"device": self._kv[move.group], "host": self._host[move.group]}
         source, target, length = tiers[move.source], tiers[move.target], move.num_tokens
         read = [source[block, :length].copy() for block, _ in move.pairs]
@@ -212,7 +210,7 @@ class ScriptedRunner:
                 kv[block, position % self._block_size] = key
 
     def _score(self, chunk: Chunk) -> list[tuple[int, int]]:
-        """The tokens behind positions whose logits are wanted and not sampled from."""
+        """(token, position) after each position with logits from which nothing is sampled."""
         stop = chunk.stop - (chunk.output is ChunkOutput.SAMPLE)
         positions = range(chunk.stop - chunk.num_logits + 1, stop + 1)
         return [(int(self._tokens[chunk.row, position]), position) for position in positions]
@@ -222,7 +220,7 @@ class ScriptedRunner:
         return len(tokens), int(tokens.sum())
 
     def _keys(self, row: int, stop: int, group: int) -> np.ndarray:
-        """What a query at position `stop - 1` sees of the KV of a group, through its block table."""
+        """The KV of a group that a query at position `stop - 1` reads, through its block table."""
         window = self._windows[group]
         return self._read(row, np.arange(max(0, stop - window) if window else 0, stop), group)
 
@@ -235,7 +233,7 @@ class ScriptedRunner:
 
 
 def _told(likely: list[tuple[int, np.ndarray, int]]) -> Logprobs | None:
-    """The tokens themselves, and as many of the most likely ones as their rows asked for."""
+    """Logprobs of the sampled tokens and of as many most likely ones as their rows requested; None if none did."""
     widest = max((number for _, _, number in likely), default=-1)
     if widest < 0:
         return None

@@ -1,1 +1,1 @@
-"""Logits to tokens: what each row asked for, and what is reported beside the token."""
+"""Sampling: metadata of each row, and logprobs."""

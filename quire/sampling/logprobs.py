@@ -1,4 +1,4 @@
-"""Log probabilities of tokens, of their most likely alternatives, and of tokens that a request lists."""
+"""Log probabilities of tokens, of the most likely tokens, and of tokens that a request lists."""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -10,7 +10,7 @@ from torch import Tensor
 from quire.core.step import Logprobs
 from quire.kernels.contract import Kernels
 
-LOGITS_AT_ONCE = 2**22  # that are reported on together: each takes some 30 bytes meanwhile
+LOGITS_AT_ONCE = 2**22  # logits per call of `Kernels.logprobs`, which needs about 30 bytes each
 _NO_LISTS: Mapping[int, np.ndarray] = MappingProxyType({})
 
 
@@ -22,14 +22,13 @@ def report(
     num_logprobs: np.ndarray,
     listed: Mapping[int, np.ndarray] = _NO_LISTS,
 ) -> Logprobs | None:
-    """For each of `tokens` (num_tokens,): itself, then the most likely ones, then what is listed for it.
+    """Logprobs of each of `tokens` (num_tokens,), then of the most likely tokens, then of the listed tokens.
 
-    Natural logarithms of the softmax of the raw logits, in float32. logits_of(indices) gives those
-    (len(indices), vocab_size) that some of the tokens are judged by; it is asked for few at a time, and each
-    once at most. num_logprobs (num_tokens,) is how many likely ones are wanted, -1 for no report, and no more
-    are given than the vocabulary has. Of equals the lower id is the more likely. listed: index -> token ids.
-    Ends of rows that ask for less, and all of those of tokens of -1, have ids -1, values -inf and ranks 0.
-    None when nothing is wanted.
+    Natural logarithms of the softmax of the raw logits, in float32. logits_of(indices) returns the logits
+    (len(indices), vocab_size) of some of the tokens; it is called for few at a time, and at most once for each.
+    num_logprobs (num_tokens,): number of most likely tokens, at most vocab_size; -1 for no report. Of equal logprobs
+    the lower id counts as more likely. listed: index -> token ids. Unused entries, and whole rows without a report or
+    with token -1, have ids -1, values -inf and ranks 0. Returns None if no token needs a report.
     """
     if not (num_logprobs >= 0).any():
         return None
@@ -58,7 +57,7 @@ def _fill(
     wanted: np.ndarray,
     listed: Mapping[int, np.ndarray],
 ) -> None:
-    """Write the entries `indices`. asked (len(indices), n): the tokens whose values come first in `likelihoods`."""
+    """Write the rows `indices`. asked (len(indices), n): tokens of the values in `likelihoods[0]`."""
     values, ranks, best_ids, best_values = (tensor.cpu().numpy() for tensor in likelihoods)
     k = best_ids.shape[1]
     unwanted = np.arange(k) >= wanted[:, None]
@@ -76,7 +75,7 @@ def _fill(
 
 
 def _asked(tokens: np.ndarray, indices: np.ndarray, listed: Mapping[int, np.ndarray]) -> np.ndarray:
-    """The token of each of `indices` and what is listed for it, filled up with zeros: int64 (len(indices), n)."""
+    """The token of each of `indices` and the tokens listed for it, padded with 0: int64 (len(indices), n)."""
     lists = [listed.get(index, ()) for index in indices.tolist()]
     asked = np.zeros((len(indices), 1 + max(map(len, lists), default=0)), np.int64)
     asked[:, 0] = tokens[indices]

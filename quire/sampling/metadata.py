@@ -1,4 +1,4 @@
-"""What each row of a runner asked of sampling, kept from the step that opened it."""
+"""Sampling metadata of a runner's rows, from the steps that opened them."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,17 +11,17 @@ from quire.kernels.contract import Draws, Edits, History, Masks
 
 
 class BadWords(NamedTuple):
-    """Words of several tokens as their beginnings, laid end to end, and their last tokens."""
+    """Bad words of one row. Words of several tokens are stored as concatenated prefixes, and last tokens."""
 
     always: np.ndarray  # int64: words of one token
-    begins: np.ndarray  # int32: tokens of all words but their last ones
-    distances: np.ndarray  # int64, for each of `begins`: 1 is the token before the last one
-    firsts: np.ndarray  # int64, for each word: where in `begins` it starts
-    lasts: np.ndarray  # int64, for each word
+    begins: np.ndarray  # int32: tokens of all words without the last ones, concatenated
+    distances: np.ndarray  # int64, for each of `begins`: distance to the word's last token
+    firsts: np.ndarray  # int64, for each word: its start in `begins`
+    lasts: np.ndarray  # int64, for each word: its last token
 
     @classmethod
     def of(cls, words: Sequence[np.ndarray]) -> "BadWords":
-        """From words of at least one token each."""
+        """From words as token ids, each with at least one token."""
         several = [word for word in words if len(word) > 1]
         lengths = np.array([len(word) - 1 for word in several], np.int64)
         nothing = np.zeros(0, np.int32)
@@ -34,7 +34,7 @@ class BadWords(NamedTuple):
         )
 
     def banned(self, tokens: np.ndarray) -> np.ndarray:
-        """What may not come after `tokens`, of which there is at least one, int64. Some may be named more than once."""
+        """Tokens that are banned after `tokens` (at least one), int64. May contain duplicates."""
         if not len(self.lasts):
             return self.always
         places = len(tokens) - self.distances
@@ -43,19 +43,19 @@ class BadWords(NamedTuple):
 
 
 class TokenLists:
-    """Per row: allowed tokens, biases, bad words, end tokens, tokens to be reported."""
+    """Token lists per row: allowed tokens, biases, bad words, end tokens, tokens with requested logprobs."""
 
     def __init__(self, num_rows: int, vocab_size: int) -> None:
         self._num_words = -(-vocab_size // 32)
-        self._editing = np.zeros(num_rows, np.bool_)  # rows that `edits` has to look at
-        self._allowed: dict[int, np.ndarray] = {}  # row -> words, as in Masks
+        self._editing = np.zeros(num_rows, np.bool_)  # rows that may have logit edits
+        self._allowed: dict[int, np.ndarray] = {}  # row -> bit mask, as in Masks
         self._biases: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self._bad_words: dict[int, BadWords] = {}
         self._ends: dict[int, np.ndarray] = {}
         self._reported: dict[int, np.ndarray] = {}
 
     def open(self, opens: Opens) -> None:
-        """Forget what the opened rows had, and take in what they bring."""
+        """Replace the lists of the new rows."""
         for lists in (self._allowed, self._biases, self._bad_words, self._ends, self._reported):
             for row in lists.keys() & set(opens.rows.tolist()):
                 del lists[row]
@@ -77,9 +77,9 @@ class TokenLists:
             self._editing[row] = row in self._biases or row in self._bad_words or row in self._ends
 
     def masks(self, rows: np.ndarray, late: Late) -> Masks:
-        """For logits of `rows`: their allowed tokens and their grammars' masks; where there are both, what both allow.
+        """The masks of `rows`: allowed tokens, and the grammar masks `late`. If a row has both, their intersection.
 
-        Late masks of other rows are left out. Raises ValueError for late masks that do not fit the vocabulary.
+        Entries of `late` for other rows are ignored. Raises ValueError if its masks do not have the vocabulary's size.
         """
         if len(late.rows) and late.masks.shape[1] != self._num_words:
             raise ValueError(f"masks must have {self._num_words} words for a row, not {late.masks.shape[1]}")
@@ -93,10 +93,10 @@ class TokenLists:
         return Masks(np.array(list(words), np.int64), stacked)
 
     def edits(self, rows: np.ndarray, positions: np.ndarray, min_lens: np.ndarray, tokens: np.ndarray) -> Edits:
-        """For logits of `rows`, whose tokens will stand at `positions`: biases and bans.
+        """Logit edits for `rows`, whose next tokens are at `positions`: biases and banned tokens.
 
-        min_lens: positions below which end tokens are banned, as long as `rows`. tokens (all rows, positions):
-        what stands in the rows, up to the position sampled.
+        min_lens (len(rows),): positions below which end tokens are banned. tokens (all rows, positions): the tokens of
+        the rows before the sampled position.
         """
         indices = [np.zeros(0, np.int64)]
         edited = [np.zeros(0, np.int64)]
@@ -115,11 +115,11 @@ class TokenLists:
         return Edits(np.concatenate(indices), np.concatenate(edited).astype(np.int64), np.concatenate(values))
 
     def reported(self, rows: np.ndarray) -> Mapping[int, np.ndarray]:
-        """Index into `rows` -> tokens to be reported beside the sampled one, int64; only those with some."""
+        """Index into `rows` -> listed tokens whose logprobs are reported, int64. Other rows are absent."""
         return {index: self._reported[row] for row, index in _present(self._reported, self._indices(rows))}
 
     def _indices(self, rows: np.ndarray) -> np.ndarray:
-        """Row -> where it is in `rows`, or -1."""
+        """Row -> its index in `rows`, or -1."""
         indices = np.full(len(self._editing), -1, np.int64)
         indices[rows] = np.arange(len(rows))
         return indices
@@ -155,30 +155,30 @@ _SMALLEST = np.finfo(np.float32).tiny
 
 
 class SamplingColumns:
-    """One array per parameter, one entry per row, which means nothing before the row was opened."""
+    """Sampling parameters as one array each, with one entry per row. Entries of unused rows are undefined."""
 
     def __init__(self, num_rows: int, vocab_size: int) -> None:
         self._columns = {name: np.zeros(num_rows, kind) for name, kind in _COLUMNS.items()}
         self.lists = TokenLists(num_rows, vocab_size)
 
     def __getitem__(self, name: str) -> np.ndarray:
-        """The column of that name, for all rows."""
+        """The array of a parameter, for all rows."""
         return self._columns[name]
 
     def open(self, opens: Opens) -> None:
-        """Remember what the opened rows ask for, and nothing else about them."""
+        """Replace the parameters of the new rows."""
         if not len(opens):
             return
         for name, column in self._columns.items():
             column[opens.rows] = getattr(opens, name)
         repetition = self._columns["repetition_penalties"]
-        np.maximum(repetition, _SMALLEST, out=repetition)  # 0, which a small float64 may have become, divides badly
+        np.maximum(repetition, _SMALLEST, out=repetition)  # a small float64 may have become 0, and is a divisor
         self.lists.open(opens)
 
     def draws(self, rows: np.ndarray, positions: np.ndarray, tokens: np.ndarray, late: Late) -> Draws:
-        """For logits of `rows`, whose tokens will stand at `positions` of `tokens` (all rows, positions).
+        """The sampling metadata for `rows`, whose next tokens are at `positions` of `tokens` (all rows, positions).
 
-        Late masks of other rows are left out.
+        Entries of `late` for other rows are ignored.
         """
         column = {name: values[rows] for name, values in self._columns.items()}
         return Draws(
@@ -199,7 +199,7 @@ class SamplingColumns:
 
 
 def _history(rows: np.ndarray, stops: np.ndarray, column: dict[str, np.ndarray], tokens: np.ndarray) -> History:
-    """The tokens before `stops` in the rows with penalties."""
+    """The tokens before `stops` of the rows with penalties; prompt tokens only with a repetition penalty."""
     counts_prompt = column["repetition_penalties"] != 1
     counts_output = (column["presence_penalties"] != 0) | (column["frequency_penalties"] != 0)
     asking = np.flatnonzero(counts_prompt | counts_output)

@@ -1,1 +1,1 @@
-"""Which cached KV is given up first, and what requests may ask about that."""
+"""The prefix cache: its two indexes, eviction policies, retention."""

@@ -1,7 +1,7 @@
-"""Orders in which leaves are given up, and a heap of leaves in such an order. The order by worth is in worth.py.
+"""Eviction policies "lru", "lfu" and "priority", and the heap of leaves in their order.
 
-An order gives a leaf its standing: what has the least goes first. A standing may rise at any time, at no cost: the
-heap looks again when a leaf comes up. Where it may have fallen the heap is told (`renew`).
+An order gives each leaf an eviction key; the leaf with the lowest key is evicted first. A key may rise at no cost: the
+heap corrects an entry when it reaches the top. When a key may fall, `renew` must be called.
 """
 
 from heapq import heapify, heappop, heappush
@@ -10,27 +10,27 @@ from typing import Protocol
 from quire.cache.prefix.radix_node import Clock, Node
 from quire.cache.retention import priority_at
 
-_MOST_RETURNED = 2  # leaves that were in use and are looked at again, in a call of `evict`
+_MOST_RETURNED = 2  # leaves set aside as in use that one call of `evict` checks again
 
 
 class Order(Protocol):
-    """A strategy."""
+    """An eviction policy."""
 
     def standing(self, leaf: Node) -> tuple[int, ...]:
-        """What has less is given up first; of equals the older node."""
+        """The eviction key: the leaf with the lowest one is evicted first, the older node if they are equal."""
 
     def used(self, node: Node) -> None:
-        """A node was used, just now."""
+        """The node was used."""
 
     def given_up(self, leaf: Node) -> None:
-        """Blocks of a leaf are about to leave."""
+        """Blocks of a leaf are about to be evicted."""
 
     def reason(self, leaf: Node) -> dict[str, float]:
-        """In numbers, why it goes now."""
+        """The figures of its eviction key, by name."""
 
 
 class LeastRecent:
-    """lru: what was used last goes last."""
+    """lru: the least recently used leaf first."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -51,10 +51,10 @@ class LeastRecent:
 
 
 class LeastFrequent:
-    """lfu: what sequences began with least often, with dynamic ageing (LFU-DA: Arlitt et al., 2000).
+    """lfu: the leaf with the fewest hits first, with dynamic ageing (LFU-DA: Arlitt et al., 2000).
 
-    At each use a node is lifted to its hits, counted from the level of what was given up last: what was popular
-    long ago is overtaken by what is used now.
+    A use sets the level of a node to its hits plus the highest level of any evicted leaf. So a prefix in use now
+    overtakes a prefix that was popular long ago.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -62,7 +62,7 @@ class LeastFrequent:
         self._level = 0
 
     def standing(self, leaf: Node) -> tuple[int, ...]:
-        """See Order. Of equals the one that was used longest ago."""
+        """See Order. Of equal levels the least recently used first."""
         return leaf.uses.level, leaf.tick
 
     def used(self, node: Node) -> None:
@@ -79,7 +79,7 @@ class LeastFrequent:
 
 
 class LeastWanted:
-    """priority: what requests asked for counts (Retention.priority), then recency."""
+    """priority: the leaf with the lowest priority (Retention.priority) first, then the least recently used."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -100,51 +100,51 @@ class LeastWanted:
 
 
 class Leaves(Protocol):
-    """All leaves that may be given up, in some order."""
+    """The leaves that may be evicted, in some order."""
 
     def __contains__(self, node: Node) -> bool:
-        """Whether it is among them."""
+        """Whether the node is among them."""
 
     def add(self, node: Node) -> None:
-        """It may be given up; one that is there already stays."""
+        """Add a leaf. Does nothing if it is there."""
 
     def renew(self, node: Node) -> None:
-        """If it is there: its standing may have fallen."""
+        """Update the eviction key of a leaf that may have fallen. Does nothing if it is not there."""
 
     def discard(self, node: Node) -> None:
-        """It has left the tree."""
+        """Remove a node that has left the tree."""
 
     def set_aside(self, node: Node) -> None:
-        """It came up and somebody uses it: not to be looked at again at once."""
+        """Set a popped leaf aside because it is in use, so that it is not checked again at once."""
 
     def begin(self) -> None:
-        """Blocks are needed: some of those that were set aside are looked at again."""
+        """Put some of the leaves that were set aside back. Called at the start of an eviction."""
 
     def pop(self) -> Node | None:
-        """Take out the first one; those set aside come last."""
+        """Remove and return the leaf to evict next; those set aside come last. None if there is none."""
 
     def used(self, node: Node, *, hit: bool) -> None:
-        """It was used just now. hit: a sequence begins with it."""
+        """The node was used. hit: a sequence begins with it."""
 
     def given_up(self, leaf: Node, num_blocks: int) -> None:
-        """So many blocks at the end of one that was taken out are about to leave."""
+        """`num_blocks` blocks at the end of a popped leaf are about to be evicted."""
 
     def num_at_once(self, leaf: Node) -> int:
-        """Blocks at its end that are given up together: then its standing is another, or it is compared again."""
+        """Blocks at the end of a leaf to evict together; behind them its key differs or is compared again."""
 
     @property
     def asks_for_misses(self) -> bool:
-        """Whether there is anything to learn from what prompts ask for in vain."""
+        """Whether `missed` has any effect."""
 
     def missed(self, root_key: object, data: bytes, first: int, at: int) -> None:
-        """The whole blocks of a prompt from index `at` on are not there. first: where their root begins."""
+        """A prompt's whole blocks from index `at` on are not in the index. first: index at which their root begins."""
 
     def reason(self, leaf: Node) -> dict[str, float]:
-        """In numbers, why it goes now."""
+        """The figures of the eviction key of a leaf, by name."""
 
 
 class Aside:
-    """Leaves that came up while somebody used them. Nobody says when that ends: a few are looked at in each call."""
+    """Leaves that were popped while in use. No event reports the end of the use, so each call checks a few."""
 
     def __init__(self) -> None:
         self._nodes: dict[int, Node] = {}
@@ -153,31 +153,31 @@ class Aside:
         return node.id in self._nodes
 
     def put(self, node: Node) -> None:
-        """It is in use."""
+        """Add a leaf that is in use."""
         self._nodes[node.id] = node
 
     def discard(self, node: Node) -> None:
-        """It need not be remembered here."""
+        """Remove a leaf, if it is there."""
         self._nodes.pop(node.id, None)
 
     def some(self) -> list[Node]:
-        """A few, those that wait longest."""
+        """Remove and return the few that were added first."""
         return [self._nodes.pop(next(iter(self._nodes))) for _ in range(min(_MOST_RETURNED, len(self._nodes)))]
 
     def pop(self) -> Node | None:
-        """The one that waits longest."""
+        """Remove and return the one that was added first."""
         return self._nodes.pop(next(iter(self._nodes))) if self._nodes else None
 
 
 class OrderedLeaves:
-    """Leaves by their standing: a heap whose entries are put right when they come up. See Leaves."""
+    """Leaves in the order of an eviction policy: a heap with entries corrected at the top. See Leaves."""
 
     asks_for_misses = False
 
     def __init__(self, order: Order) -> None:
         self.order = order
         self._heap: list[tuple[tuple[int, ...], int, Node]] = []
-        self._members: dict[int, tuple[tuple[int, ...], int, Node]] = {}  # their latest entries, by id
+        self._members: dict[int, tuple[tuple[int, ...], int, Node]] = {}  # the latest heap entry of each, by id
         self._aside = Aside()
 
     def __contains__(self, node: Node) -> bool:
@@ -223,7 +223,7 @@ class OrderedLeaves:
         return node
 
     def first(self) -> Node | None:
-        """The one that `pop` would take out, of those that were not set aside."""
+        """The leaf that `pop` would return, of those that are not set aside."""
         while self._heap:
             entry = self._heap[0]
             known, number, node = entry

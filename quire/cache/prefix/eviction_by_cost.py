@@ -1,13 +1,12 @@
-"""Leaves by what they are worth: seconds to compute them again x chance that they are used again / bytes.
+"""Eviction policy "cost": evict the leaf with the lowest seconds to recompute x chance of reuse / bytes.
 
-The seconds are the cost model's, the chance is learnt (chance.py). A request's priority doubles what a leaf is worth
-every ten points above 50, and halves it below.
+The seconds come from the cost model, the chance is learned (Chance). Each 10 points of request priority above 50 double
+the key of a leaf, and each 10 below halve it. The learned order applies only while it leads over LRU in set dueling
+(Duels), so it cannot be much worse than LRU.
 
-The learnt order decides while it does better than plain recency (duels.py), which cannot be much worse than it is.
-
-A chance falls as a leaf grows old, and nobody says so: each time that a leaf is to be given up, a few that were
-looked at longest ago are looked at again, and of those that come up the least is taken. So the work for a leaf is
-bounded, and each leaf is looked at again before long.
+A chance falls as a leaf ages, and no event reports it. So for each eviction a few leaves that were checked longest ago
+are checked again, and the lowest of a few leaves at the top of the heap is taken. The work per eviction is bounded, and
+every leaf is checked again after some time.
 """
 
 from collections import OrderedDict, deque
@@ -23,26 +22,26 @@ from quire.cache.prefix.retention_marks import LeavesByTenant
 from quire.cache.retention import ORDINARY, priority_at
 
 _MOST_TENANTS = 1024
-_AGE_RATE, _RATE = 0.05, 0.02  # of learning: the age says most, the others only how leaves of one age differ
+_AGE_RATE, _RATE = 0.05, 0.02  # learning rates: of the age, the main feature, and of the others
 _MOST_WEIGHT = 16.0
 _NUM_AGES, _NUM_KINDS, _NUM_LEVELS = 20, 8, 8
-_YOUNG, _FADE = 4.0, 0.8  # logits before anything was learnt: of a new leaf, and less at twice the age
+_YOUNG, _FADE = 4.0, 0.8  # initial logits: of a new leaf, and their decrease per doubling of the age
 _SMOOTH = 0.02  # weight of the latest outcome in a tenant's rate
 
-# Where the weights of each feature begin. All are one of several: a leaf has as many features as there are rows.
+# Index of the first weight of each feature. A feature has several bins, and one bin of each applies to a leaf.
 _AGE = 0  # (kind, age)
-_BEFORE = _AGE + _NUM_KINDS * _NUM_AGES  # (kind, how often what went on from the same place came back)
-_GAP = _BEFORE + _NUM_KINDS * _NUM_LEVELS  # age by the gap before its last use
+_BEFORE = _AGE + _NUM_KINDS * _NUM_AGES  # (kind, how often earlier continuations of the same place were reused)
+_GAP = _BEFORE + _NUM_KINDS * _NUM_LEVELS  # age / gap between the last two uses
 _DEPTH = _GAP + _NUM_LEVELS
 _HITS = _DEPTH + 2 * _NUM_LEVELS
-_PLACE = _HITS + _NUM_LEVELS  # (in the prompt or behind it, of a session or not, of several tails or not)
+_PLACE = _HITS + _NUM_LEVELS  # (ends behind the prompt or in it, of a session or not, tail or not)
 _TENANT = _PLACE + 8
 _LENGTH = _TENANT + _NUM_LEVELS
 _NUM_WEIGHTS = _LENGTH + _NUM_LEVELS
 
 
 class Features(NamedTuple):
-    """Places of weights. The age lies between two bins: of the first counts the rest."""
+    """Indices of weights. The age lies between two bins; `share` interpolates."""
 
     young: int
     old: int
@@ -51,25 +50,25 @@ class Features(NamedTuple):
 
 
 class Chance:
-    """P(used again before as many blocks have been given up as the pool has) = sigmoid(sum of its features' weights).
+    """P(used again before the index evicts as many blocks as the pool has) = sigmoid(sum of its features' weights).
 
-    Features are bins of what is known of a leaf, on logarithmic scales. Learning is stochastic gradient descent on
-    the log loss, one example at a time; weights are bounded.
+    Features are bins on logarithmic scales. Learning is stochastic gradient descent on the log loss, one example at a
+    time; weights are bounded.
     """
 
     def __init__(self, key_bytes: int) -> None:
-        """key_bytes: of a block; a leaf that has less is a tail."""
+        """key_bytes: bytes of a block's key. A leaf with fewer is a tail."""
         self._key_bytes = key_bytes
         self.weights = [0.0] * _NUM_WEIGHTS
         for kind in range(_NUM_KINDS):
             for age in range(_NUM_AGES):
                 self.weights[_AGE + kind * _NUM_AGES + age] = _YOUNG - _FADE * age
         self.num_learnt = 0
-        self._tenants: OrderedDict[str, float] = OrderedDict()  # share of examples that came back, the latest last
+        self._tenants: OrderedDict[str, float] = OrderedDict()  # share of examples that were reused, latest tenant last
         self._anybody = 0.5
 
     def features(self, leaf: Node, tick: int, tenant: str) -> Features:
-        """What there is to be known of a leaf, as places of weights."""
+        """The features of a leaf as indices of weights."""
         uses, before = leaf.uses, leaf.before
         assert leaf.parent is not None, "roots are not leaves"
         is_tail = len(leaf.edge) < self._key_bytes
@@ -92,7 +91,7 @@ class Chance:
         return Features(young, young + 1, bins % 1, others)
 
     def of(self, features: Features) -> float:
-        """0 to 1."""
+        """The chance, from 0 to 1."""
         weights, (young, old, share, others) = self.weights, features
         total = weights[young] * (1 - share) + weights[old] * share
         for place in others:
@@ -100,7 +99,7 @@ class Chance:
         return 1 / (1 + exp(-total))
 
     def learn(self, features: Features, tenant: str, *, came_back: bool) -> None:
-        """What became of a leaf that looked like this."""
+        """Train on one example. came_back: whether the leaf was used again."""
         error = came_back - self.of(features)
         step = _AGE_RATE * error
         self._add(features.young, step * (1 - features.share))
@@ -119,51 +118,54 @@ class Chance:
 
 
 def _rate_level(before: Uses) -> int:
-    """Uses of what went on from a place, for each time that something went on: 1/8 or less to 8 or more."""
+    """Bin of the uses per continuation of a place, from at most 1/8 to at least 8."""
     return min(max(int(log2((before.num_came_back + 0.5) / (before.num_begun + 1)) + 4), 0), _NUM_LEVELS - 1)
 
 
 _MAX_OPEN_DUELS = 1024
-_FORGET = 1 - 1 / 128  # weight that outcomes keep when the next one comes
-_TO_LEAD = 1.5  # more duels won than lost, of the latest ones
+_FORGET = 1 - 1 / 128  # weight of an outcome when the next one arrives
+_TO_LEAD = 1.5  # least lead, in decayed duels, with which the learned order applies
 
 
 class Duel:
-    """Two leaves, of which each order would give up one."""
+    """Two leaves: the victim of the learned order and the victim of LRU."""
 
     __slots__ = ("due", "is_open", "keys")
 
     def __init__(self, due: int) -> None:
-        """due: blocks that were given up when nobody has won."""
+        """due: number of evicted blocks at which the duel ends without a winner."""
         self.due = due
         self.is_open = True
-        self.keys: list[int] = []  # of leaves that have gone
+        self.keys: list[int] = []  # of leaves that were evicted
 
 
-Side = tuple[Duel, bool]  # whether the learnt order would have given up this leaf
+Side = tuple[Duel, bool]  # whether this leaf is the victim of the learned order
 
 
 class Duels:
-    """A leaf takes part in one open duel at most, `node.duel`. Time is counted in blocks given up."""
+    """Set dueling: when the learned order and LRU select different victims, the one whose victim is used first loses.
+
+    A leaf is in at most one open duel, `node.duel`. Time is the number of evicted blocks.
+    """
 
     def __init__(self, horizon: int) -> None:
-        self.balance = 0.0  # duels that the learnt order won, less those that it lost; old ones count less
+        self.balance = 0.0  # duels that the learned order won minus those that it lost, decayed
         self._horizon = horizon
         self._open: deque[Duel] = deque()
         self._gone: dict[int, Side] = {}
 
     @property
     def learnt_leads(self) -> bool:
-        """Whether the learnt order has earned to decide."""
+        """Whether the learned order applies."""
         return self.balance >= _TO_LEAD
 
     @property
     def any_gone(self) -> bool:
-        """Whether anything could be asked for in vain."""
+        """Whether a leaf of an open duel was evicted."""
         return bool(self._gone)
 
     def begin(self, learnt: Node | None, oldest: Node | None, time: int) -> None:
-        """The learnt order would give up one and recency the other; None: nobody would say when it is used."""
+        """Start a duel between two different victims. None: a leaf whose use is not observed; then no duel starts."""
         while self._open and (not self._open[0].is_open or self._open[0].due <= time):
             self._close(self._open.popleft())
         if learnt is None or oldest is None or learnt is oldest or len(self._open) >= _MAX_OPEN_DUELS:
@@ -174,19 +176,19 @@ class Duels:
             self._open.append(duel)
 
     def used(self, node: Node) -> None:
-        """A leaf in a duel was used."""
+        """A leaf in a duel had a hit."""
         side, node.duel = node.duel, None
         self._lost(side)
 
     def left(self, leaf: Node, key: int) -> None:
-        """A leaf in a duel is given up."""
+        """A leaf in a duel is evicted. key: identifies its last block in `wanted`."""
         side, leaf.duel = leaf.duel, None
         if side[0].is_open:
             side[0].keys.append(key)
             self._gone[key] = side
 
     def wanted(self, key: int) -> None:
-        """A prompt asks for a block that is not there."""
+        """A prompt requests a block that is not in the index."""
         side = self._gone.get(key)
         if side is not None:
             self._lost(side)
@@ -212,75 +214,75 @@ _MAX_OPEN_EXAMPLES = 2048
 
 
 class Example:
-    """How a leaf looked at some time."""
+    """The features of a leaf at some time, as a training example."""
 
     __slots__ = ("due", "features", "is_open", "key", "tenant")
 
     def __init__(self, features: Features, tenant: str, due: int) -> None:
-        """due: blocks that were given up when it counts as not used again."""
+        """due: number of evicted blocks at which the example counts as not reused."""
         self.features = features
         self.tenant = tenant
         self.due = due
-        self.key: int | None = None  # by which a prompt names it when its leaf has gone
+        self.key: int | None = None  # of the leaf's last block, once the leaf is evicted
         self.is_open = True
 
 
 class Examples:
-    """A leaf has one open example at most, `node.example`. Time is counted in blocks given up."""
+    """Open training examples. A leaf has at most one, `node.example`. Time is the number of evicted blocks."""
 
     def __init__(self, chance: Chance, horizon: int) -> None:
-        """horizon: blocks given up within which a leaf has to be used again."""
+        """horizon: number of evicted blocks within which a leaf must be used again to count as reused."""
         self._chance = chance
         self._horizon = horizon
         self._spacing = max(1, horizon // _MAX_OPEN_EXAMPLES)
         self._open: deque[Example] = deque()  # the oldest first
-        self._gone: dict[int, Example] = {}  # by key: their leaves have left the tree
+        self._gone: dict[int, Example] = {}  # by key: examples whose leaves were evicted
         self._last = -self._spacing
 
     def __len__(self) -> int:
         return len(self._open)
 
     def take(self, leaf: Node, features: Features, tenant: str, time: int) -> None:
-        """A leaf is looked at: it becomes an example, unless it is one or there are enough."""
+        """Make a leaf an example, unless it is one, or many examples are open and the last one is too recent."""
         is_busy = len(self._open) > _MAX_OPEN_EXAMPLES // 2
         if leaf.example is not None or (is_busy and time < self._last + self._spacing):
             return
         self._last = time
         leaf.example = Example(features, tenant, time + self._horizon)
         self._open.append(leaf.example)
-        if len(self._open) > 2 * _MAX_OPEN_EXAMPLES:  # many leaves of few blocks each
+        if len(self._open) > 2 * _MAX_OPEN_EXAMPLES:  # possible with many leaves of few blocks each
             self._close(self._open.popleft(), came_back=None)
 
     def used(self, node: Node) -> None:
-        """A leaf was used again."""
+        """A leaf had a hit: its example is labelled as reused."""
         self._close(node.example, came_back=True)
         node.example = None
 
     def left(self, leaf: Node, key: int) -> None:
-        """A leaf that is an example is given up."""
+        """A leaf with an example is evicted. key: identifies its last block in `wanted`."""
         example, leaf.example = leaf.example, None
         if example.is_open:
             example.key = key
             self._gone[key] = example
 
     def wanted(self, key: int) -> None:
-        """A prompt asks for a block that is not there."""
+        """A prompt requests a block that is not in the index: its example, if any, is labelled as reused."""
         example = self._gone.get(key)
         if example is not None:
             self._close(example, came_back=True)
 
     @property
     def any_gone(self) -> bool:
-        """Whether anything could be asked for in vain."""
+        """Whether a leaf with an open example was evicted."""
         return bool(self._gone)
 
     def expire(self, time: int) -> None:
-        """What was not used again until now was not used again."""
+        """Label examples that are due as not reused."""
         while self._open and (not self._open[0].is_open or self._open[0].due <= time):
             self._close(self._open.popleft(), came_back=False)
 
     def _close(self, example: Example, *, came_back: bool | None) -> None:
-        """came_back: None where nobody knows."""
+        """Train on an example and remove it. came_back: None drops it without training."""
         if not example.is_open:
             return
         example.is_open = False
@@ -290,24 +292,24 @@ class Examples:
             self._chance.learn(example.features, example.tenant, came_back=came_back)
 
 
-_REFRESHED, _COMPARED = 6, 3  # leaves looked at for each that is given up: longest ago, and of the least value
-_MOST_AT_ONCE = 16  # blocks that are given up of a leaf before it is compared again
+_REFRESHED, _COMPARED = 6, 3  # leaves checked per eviction: those checked longest ago, and those at the top
+_MOST_AT_ONCE = 16  # blocks of a leaf that are evicted before it is compared again
 _BLOCKS_OF_A_KEY = 4
 _POINTS_TO_DOUBLE = 10
 
-Seconds = Callable[[int, int], float]  # to compute so many tokens behind so many others
+Seconds = Callable[[int, int], float]  # (tokens to compute, tokens before them) -> seconds
 
 
 def seconds_by_default(num_tokens: int, num_before: int) -> float:
-    """In no unit: as many as the tokens, and more behind many others, whose keys are all looked at."""
+    """A cost without a unit: the number of tokens, increased with the number of tokens that they attend to."""
     return num_tokens * (1 + (num_before + num_tokens / 2) / 16384)
 
 
 class LeavesByWorth:
-    """See Leaves. `chance` can be looked into."""
+    """Leaves in the order of the policy "cost". See Leaves. `chance`, `examples` and `duels` are readable."""
 
     def __init__(self, clock: Clock, seconds: Seconds, block_size: int, block_bytes: int, horizon: int) -> None:
-        """block_bytes: of all groups together. horizon: see Examples."""
+        """block_bytes: bytes of a block of all groups together. horizon: see Examples."""
         self._key_bytes = block_size * SYMBOL
         self.chance = Chance(self._key_bytes)
         self.examples = Examples(self.chance, horizon)
@@ -318,12 +320,12 @@ class LeavesByWorth:
         self._block_size = block_size
         self._block_bytes = block_bytes
         self._heap: list[tuple[float, int, Node]] = []
-        self._members: dict[int, tuple[float, int, Node]] = {}  # their latest entries, by id
-        self._turn: deque[Node] = deque()  # those looked at longest ago first; some have left
+        self._members: dict[int, tuple[float, int, Node]] = {}  # the latest heap entry of each, by id
+        self._turn: deque[Node] = deque()  # the leaf checked longest ago first; contains some removed leaves
         self._in_turn: set[int] = set()
         self._aside = Aside()
-        self._by_age = LeavesByTenant(LeastRecent(clock), clock)  # the same members
-        self._victim: tuple[Node, int, int] | None = None  # the last one, its last use, and when it is compared again
+        self._by_age = LeavesByTenant(LeastRecent(clock), clock)  # the same leaves in LRU order
+        self._victim: tuple[Node, int, int] | None = None  # the last one, its tick, and when it is compared again
 
     def __contains__(self, node: Node) -> bool:
         return node.id in self._members or node in self._aside
@@ -337,7 +339,7 @@ class LeavesByWorth:
             return
         self._aside.discard(node)
         if self._victim is not None and self._victim[0] is node:
-            self._push(node, self._heap[0][0] if self._heap else 0.0)  # it goes on being the one
+            self._push(node, self._heap[0][0] if self._heap else 0.0)  # it stays the next victim
         else:
             self._push(node, self._look(node))
         if node.id not in self._in_turn:
@@ -384,7 +386,7 @@ class LeavesByWorth:
             return self._aside.pop()
         oldest = self._by_age.first()
         if oldest is not None and oldest is not best:
-            is_finished = self._by_age.is_finished(oldest)  # then there is nothing to be weighed
+            is_finished = self._by_age.is_finished(oldest)  # then it is evicted without a comparison
             if not is_finished:
                 self.duels.begin(self._told_of_use(best), self._told_of_use(oldest), self.num_given_up)
             if is_finished or not self.duels.learnt_leads:
@@ -399,7 +401,7 @@ class LeavesByWorth:
         return node
 
     def _refresh(self) -> None:
-        """Look again at those looked at longest ago."""
+        """Check the leaves that were checked longest ago."""
         for _ in range(min(_REFRESHED, len(self._turn))):
             node = self._turn.popleft()
             if node.id not in self._members:
@@ -409,7 +411,7 @@ class LeavesByWorth:
             self._push(node, self._look(node, learns=True))
 
     def _least(self) -> Node | None:
-        """The least valuable of those that come up first."""
+        """The leaf with the lowest current key of the few at the top of the heap."""
         looked_at: list[tuple[float, int, Node]] = []
         while self._heap and len(looked_at) < _COMPARED:
             entry = heappop(self._heap)
@@ -441,7 +443,7 @@ class LeavesByWorth:
             if leaf.duel is not None:
                 self.duels.left(leaf, key)
         if num_blocks >= leaf.num_alike:
-            self._victim = None  # what comes before is another matter
+            self._victim = None  # the blocks before are compared anew
         self.num_given_up += num_blocks
 
     def reason(self, leaf: Node) -> dict[str, float]:
@@ -462,14 +464,17 @@ class LeavesByWorth:
         return self.chance.features(leaf, self._clock.tick, leaf.tenant)
 
     def _look(self, leaf: Node, *, learns: bool = False) -> float:
-        """What a leaf is worth now."""
+        """The current eviction key of a leaf. learns: it may become a training example."""
         features = self._features(leaf)
         if learns and not leaf.writers and (told := self._told_of_use(leaf)) is not None:
             self.examples.take(told, features, leaf.tenant, self.num_given_up)
         return self._worth(leaf, self._seconds_of(leaf), self.chance.of(features))
 
     def _told_of_use(self, leaf: Node) -> Node | None:
-        """The node that is told when a leaf is used: not a tail, which is copied, but what comes before it."""
+        """The node whose hits show that a leaf is used; None if there is none.
+
+        That is the leaf itself. A tail is copied and has no hits: then it is the parent, if the tail is its only child.
+        """
         if len(leaf.edge) >= self._key_bytes:
             return leaf
         parent = leaf.parent
@@ -481,7 +486,7 @@ class LeavesByWorth:
         return worth if priority == ORDINARY else worth * 2 ** ((priority - ORDINARY) / _POINTS_TO_DOUBLE)
 
     def _seconds_of(self, leaf: Node) -> float:
-        """To compute its last block again."""
+        """Seconds to compute the last block of a leaf again."""
         before = (leaf.end - 1) * self._block_size
         seconds = self._seconds(self._block_size, before)
         return seconds if 0 < seconds < inf else seconds_by_default(self._block_size, before)
@@ -499,7 +504,7 @@ class LeavesByWorth:
             self._turn = deque(node for node in self._turn if node.id in self._members)
             self._in_turn = {node.id for node in self._turn}
 
-    # What a prompt asks for in vain
+    # Misses
 
     @property
     def asks_for_misses(self) -> bool:
@@ -507,7 +512,7 @@ class LeavesByWorth:
         return self.examples.any_gone or self.duels.any_gone
 
     def missed(self, root_key: object, data: bytes, first: int, at: int) -> None:
-        """The whole blocks of a prompt from index `at` on are not there. first: where their root begins."""
+        """See Leaves. Each missing block counts as a use of the evicted leaf that ended with it."""
         size = self._key_bytes
         for index in range(at, len(data) // size):
             begin = max(first, index + 1 - _BLOCKS_OF_A_KEY)
@@ -516,6 +521,6 @@ class LeavesByWorth:
             self.duels.wanted(key)
 
     def _key_of(self, leaf: Node) -> int:
-        """By which a prompt can ask for the last block of a leaf: its place, and the tokens before its end."""
+        """Key of the last block of a leaf: its position, and the tokens of up to 4 blocks up to its end."""
         tokens = leaf.path_end(len(leaf.edge), _BLOCKS_OF_A_KEY * self._key_bytes)
         return hash((leaf.root.root_key, leaf.end, tokens))

@@ -1,16 +1,17 @@
-"""The prefix index as chained block hashes, as in vLLM's automatic prefix caching. Knows whole blocks only.
+"""The prefix index by chained block hashes, as in vLLM's automatic prefix caching. It matches whole blocks.
 
-A block's key is the SHA-256 of the key before it and its tokens, so that it says all that came before, the
-namespace first. A chain begins at the namespace's root, or, where a prompt begins with a public prefix, at a root
-that all tenants read; behind the public blocks goes on a chain of (namespace, their last key). Which of these a
-block belongs to follows from its tokens alone.
+The key of a block is the SHA-256 of the previous key and its tokens, so it identifies the whole prefix, beginning with
+the namespace. A chain begins at the root of the namespace. If the prompt begins with a public prefix, the chain begins
+at a root that all tenants read, and continues behind the public blocks with a root of (namespace, last public key). The
+chain of a block follows from its tokens and its namespace alone.
 
-An entry stands for itself: it stays when one before it is given up, and is found again when that one is computed
-anew. Entries wait to be given up in the order in which their last sequence left them, its end first.
+Entries are independent: an entry stays when the one before it is evicted, and is found again when that one is computed
+again. Unused entries are evicted in the order in which their last table released them; a table releases the end of its
+chain first.
 
-Invariants, which `check` verifies: an entry is counted as used, per group, by the tables whose chains have it and
-whose windows have not passed it, as far as the index was told; what is used is there, and is the table's own
-block; what is there and not used waits to be evicted.
+Invariants, which `check` verifies: an entry counts as used, per group, by the tables whose chains contain it and whose
+windows had not passed it at the last update. A used entry has a block, which is that of the table. An entry with a
+block that is not used can be evicted.
 """
 
 from collections import Counter, OrderedDict
@@ -31,16 +32,16 @@ from quire.core.request import Namespace
 
 _MOST_LOST = 16384
 _MOST_TENANTS = 4096
-_MOST_NAMESPACES = 16  # of a tenant
+_MOST_NAMESPACES = 16  # per tenant
 
 
 @dataclass(slots=True)
 class Entry:
-    """What is kept under a key: a block of each group, ABSENT where a window has passed."""
+    """The blocks of one key, per group; ABSENT if the block was released or evicted."""
 
     key: bytes
     blocks: list[int]
-    users: list[int]  # per group: tables that have the block, or had it when the index last heard of them
+    users: list[int]  # per group: number of tables that had the block when they last updated the index
 
 
 @dataclass(slots=True)
@@ -48,20 +49,20 @@ class Chain:
     """The keys of a table's indexed blocks."""
 
     keys: list[bytes]
-    firsts: list[int]  # per group: the table uses the entries from here on
+    firsts: list[int]  # per group: index of the first entry that the table uses
 
 
 class HashIndex:
     """See PrefixIndex."""
 
     def __init__(self, config: CacheConfig, pools: Sequence[BlockPool], fresh: Collection[int]) -> None:
-        """fresh: not needed, since nothing is copied."""
+        """fresh: ignored, because no block is copied."""
         del fresh
         self.num_evicted = 0
-        self.wishes: Wishes | None = None  # whole chains would have to be marked
+        self.wishes: Wishes | None = None  # retention is ignored: it would have to mark whole chains
         self._config = config
         self._pools = pools
-        self._size = config.block_size * SYMBOL  # of a block's tokens
+        self._size = config.block_size * SYMBOL  # bytes of a block's key
         self._windowed = [g for g, group in enumerate(config.groups) if group.window]
         self._public = PublicPrefixes(config.public_prefixes, self._size)
         self._entries: dict[bytes, Entry] = {}
@@ -70,10 +71,10 @@ class HashIndex:
         self._lost: OrderedDict[bytes, Cause] = OrderedDict()
         self._namespaces: OrderedDict[str, OrderedDict[Namespace, None]] = OrderedDict()  # by tenant, latest last
 
-    # What is there
+    # Matching
 
     def take_reason(self) -> Reason:
-        """The least recently used goes first, and that is all."""
+        """No reason: the least recently used entry is evicted first."""
         return NO_REASON
 
     def find(self, namespace: Namespace, tokens: Sequence[int]) -> Found:
@@ -88,7 +89,7 @@ class HashIndex:
         for key in self._keys(namespace, data, num_public):
             entry = self._entries.get(key)
             if entry is None and len(gaps) < len(nothing):
-                break  # a group that sees all lacks this block
+                break  # a group without a window lacks this block
             keys.append(key)
             blocks.append(nothing if entry is None else entry.blocks)
             for group in gaps:
@@ -101,13 +102,13 @@ class HashIndex:
         return Found(found, num_found * self._config.block_size, (), num_public, keys[:num_found])
 
     def why(self, namespace: Namespace, tokens: Sequence[int], found: Found, reusable: int) -> Miss:
-        """See PrefixIndex. Of less than a block that is left nothing is known: that is not said to be a loss."""
+        """See PrefixIndex. A miss of less than a block gets the reason "last_token" or "recomputed"."""
         position = found.num_tokens
         token = tokens[position]
         if position // self._config.block_size >= reusable // self._config.block_size:
             return Miss(position, token, "last_token" if reusable == len(tokens) - 1 else "recomputed")
         rest = tokens[position : position + self._config.block_size]
-        keys: list[bytes] = found.place or []  # type: ignore[assignment]  # what `find` put there
+        keys: list[bytes] = found.place or []  # type: ignore[assignment]  # set by `find`
         key = next(self._keys(namespace, symbols(rest), found.num_public, keys))
         cause = self._lost.get(key)
         if cause is not None:
@@ -118,15 +119,15 @@ class HashIndex:
         return Miss(position, token, self._why_never(namespace, tokens[: position + self._config.block_size]))
 
     def _why_never(self, namespace: Namespace, tokens: Sequence[int]) -> MissReason:
-        """Of tokens that were not evicted, the last block of which is missing."""
+        """The reason of a miss of tokens that were not evicted, of which the last block is missing."""
         for other in reversed(self._namespaces.get(namespace.tenant, ())):
             if other != namespace and self.find(other, tokens).num_tokens == len(tokens):
                 return "other_salt" if other.salt != namespace.salt else "other_adapter"
         return "never_seen"
 
     def _is_being_computed(self, namespace: Namespace, rest: Sequence[int], found: Found) -> bool:
-        """Whether the block `rest` comes next in a running sequence."""
-        keys: list[bytes] = found.place or []  # type: ignore[assignment]  # what `find` put there
+        """Whether a running sequence has the tokens `rest` next behind the match."""
+        keys: list[bytes] = found.place or []  # type: ignore[assignment]  # set by `find`
         depth, wanted = len(keys), symbols(rest)
         for table, chain in self._chains.items():
             if len(chain.keys) < depth or chain.keys[depth - 1 : depth] != keys[-1:]:
@@ -140,7 +141,7 @@ class HashIndex:
         return False
 
     def _keys(self, namespace: Namespace, data: bytes, num_public: int, known: Sequence[bytes] = ()) -> Iterator[bytes]:
-        """Keys of the whole blocks of `data`, which comes behind those whose keys are known."""
+        """Keys of the whole blocks of `data`. known: keys of the blocks before them."""
         first = len(known)
         key = known[-1] if known else b""
         for i in range(len(data) // self._size):
@@ -151,11 +152,11 @@ class HashIndex:
             key = sha256(key + data[i * self._size : (i + 1) * self._size]).digest()
             yield key
 
-    # What tables begin with, add and leave behind
+    # Insertion
 
     def enter(self, table: BlockTable, found: Found) -> None:
         """See PrefixIndex."""
-        keys: list[bytes] = found.place or []  # type: ignore[assignment]  # what `find` put there
+        keys: list[bytes] = found.place or []  # type: ignore[assignment]  # set by `find`
         table.num_public = found.num_public
         self._begin(table, keys)
         self._note_namespace(table.namespace)
@@ -199,16 +200,16 @@ class HashIndex:
         table.num_indexed = len(chain.keys)
 
     def _next_keys(self, table: BlockTable, chain: Chain, num_blocks: int) -> Iterator[bytes]:
-        """Keys of a table's blocks up to `num_blocks` that its chain does not have yet."""
+        """Keys of a table's blocks up to `num_blocks`, behind its chain."""
         size, first = self._config.block_size, len(chain.keys)
-        if first <= table.num_public:  # it may go on as a public prefix does
+        if first <= table.num_public:  # its new tokens may extend the match with a public prefix
             whole = symbols(table.tokens[: num_blocks * size])
             table.num_public = max(table.num_public, self._public.num_blocks(whole))
         data = symbols(table.tokens[first * size : num_blocks * size])
         return self._keys(table.namespace, data, table.num_public, chain.keys)
 
     def _take_in(self, table: BlockTable, index: int, key: bytes, added: Added) -> None:
-        """A table's block becomes an entry, unless all its windows have passed it."""
+        """Insert a table's block as an entry, unless the windows of all groups have passed it."""
         blocks = [some[index] for some in table.blocks]
         if all(block == ABSENT for block in blocks):
             return
@@ -220,10 +221,10 @@ class HashIndex:
         added.entered.append(index)
 
     def _exchange(self, table: BlockTable, index: int, entry: Entry, num_exchangeable: int, added: Added) -> bool:
-        """Let a table take the blocks of an entry in place of its own; False where they are still to be written.
+        """Replace the table's blocks by those of an entry. Returns False if the table's blocks are still to be written.
 
-        What the entry lacks it gets from the table. As that may have to leave with a step in flight, it counts as
-        entered.
+        Blocks that the entry lacks are taken from the table. The index then counts as entered, because these blocks
+        must leave the index if a step in flight fails.
         """
         own = [some[index] for some in table.blocks]
         if own == entry.blocks:
@@ -247,10 +248,10 @@ class HashIndex:
             added.entered.append(index)
         return True
 
-    # Who uses what
+    # Use counts
 
     def _extend(self, chain: Chain, key: bytes) -> None:
-        """A table's chain goes on with a key."""
+        """Append a key to a chain."""
         entry = self._entries.get(key)
         if entry is not None:
             for group, first in enumerate(chain.firsts):
@@ -260,7 +261,7 @@ class HashIndex:
         chain.keys.append(key)
 
     def _shorten(self, chain: Chain, length: int) -> None:
-        """Keys leave the end of a chain."""
+        """Remove keys from the end of a chain until it has `length` keys."""
         while len(chain.keys) > length:
             entry = self._entries.get(chain.keys.pop())
             if entry is not None:
@@ -269,7 +270,7 @@ class HashIndex:
                         self._unuse(entry, group)
 
     def _pass(self, table: BlockTable, chain: Chain) -> None:
-        """Hear what the windows of a table have passed."""
+        """Update the entries that the windows of a table have passed since the last call."""
         for group in self._windowed:
             first, seen = chain.firsts[group], table.firsts[group]
             chain.firsts[group] = max(first, seen)
@@ -283,7 +284,7 @@ class HashIndex:
         if not entry.users[group] and entry.blocks[group] != ABSENT:
             self._unused[group][entry.key] = entry
 
-    # What leaves
+    # Eviction
 
     def evict(self, group: int, count: int, cause: Cause) -> int:
         """See PrefixIndex."""
@@ -302,7 +303,7 @@ class HashIndex:
         return len(victims)
 
     def void(self, blocks: Collection[int], tables: Iterable[BlockTable]) -> None:
-        """See PrefixIndex. An entry behind one that leaves stays: its own block was written."""
+        """See PrefixIndex. An entry behind one that leaves stays if its own block was written."""
         gone = {key: one for key, one in self._entries.items() if one.blocks[0] in blocks and one.blocks[0] != ABSENT}
         for table in tables:
             chain = _chain_of(table)
@@ -315,12 +316,12 @@ class HashIndex:
             self._give_up(entry, range(len(self._pools)))
 
     def _victims(self, group: int, count: int) -> list[Entry]:
-        """Entries whose block is idle, the least recently used first. Steps in flight may still need some."""
+        """Unused entries with an idle block, least recently used first. Blocks of steps in flight are not idle."""
         is_idle = self._pools[group].is_idle
         return list(islice((one for one in self._unused[group].values() if is_idle(one.blocks[group])), count))
 
     def _give_up(self, entry: Entry, groups: Iterable[int]) -> None:
-        """Blocks of an entry leave, and with the last one the entry."""
+        """Release the blocks of an entry in these groups, and delete the entry if it has none left."""
         for group in groups:
             if entry.blocks[group] != ABSENT:
                 self._pools[group].leave_index(entry.blocks[group])
@@ -330,7 +331,7 @@ class HashIndex:
             del self._entries[entry.key]
 
     def _note_namespace(self, namespace: Namespace) -> None:
-        """For explanations only."""
+        """Record the namespace of a table, for the reasons of misses only."""
         known = self._namespaces.setdefault(namespace.tenant, OrderedDict())
         known[namespace] = None
         known.move_to_end(namespace)
@@ -340,7 +341,7 @@ class HashIndex:
         if len(self._namespaces) > _MOST_TENANTS:
             self._namespaces.popitem(last=False)
 
-    # Looking
+    # Checks
 
     def owners(self, group: int) -> Counter[int]:
         """See PrefixIndex."""
@@ -386,11 +387,11 @@ class HashIndex:
 
 
 def _root(namespace: Namespace, before: bytes) -> bytes:
-    """The key that a chain begins with; `before`: the last public one."""
+    """The key that a chain begins with. before: the key of the last public block, or empty."""
     return sha256(msgspec.json.encode((namespace, before), order="deterministic")).digest()
 
 
 def _chain_of(table: BlockTable) -> Chain:
-    """What `enter` or `follow` put there."""
+    """The chain of a table, set by `enter` or `follow`."""
     chain: Chain = table.place  # type: ignore[assignment]
     return chain

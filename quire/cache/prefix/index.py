@@ -1,8 +1,8 @@
-"""What a prefix index is: it says which blocks hold the KV of a prompt's beginning, and owns those it knows.
+"""The protocol of a prefix index, which finds the blocks with the KV of a prompt's prefix.
 
-Whole blocks of known tokens enter it in the order of their positions, as soon as a step that writes them is
-planned. A table's leading `num_indexed` blocks are always the index's own: where the index has a block
-with the same tokens already, the table takes it in place of its own, so that none is kept twice.
+Whole blocks of known tokens enter the index in the order of their positions, when a step that writes them is planned.
+The index owns the first `num_indexed` blocks of a table: if it already has a block with the same tokens, the table
+takes that block instead of its own, so that none is kept twice.
 """
 
 from collections import Counter
@@ -16,16 +16,16 @@ from quire.cache.prefix.retention_marks import Wishes
 from quire.core.explanation import Miss
 from quire.core.request import Namespace
 
-SYMBOL = 8  # bytes of a token in keys: 64 bit, so that content that is not text can enter by its hash
+SYMBOL = 8  # bytes of a token in keys: 64 bits, so that a token can also be a hash of content that is no text
 
 
 class Found(NamedTuple):
-    """The longest prefix of a prompt that the index has."""
+    """The longest prefix match of a prompt."""
 
-    blocks: tuple[list[int], ...] = ()  # per group: whole blocks, ABSENT where a window has passed
-    num_tokens: int = 0  # of whole blocks and of the partial one
-    partial: tuple[int, ...] = ()  # per group: a block whose leading tokens go on; empty where none does
-    num_public: int = 0  # leading blocks of the prompt that belong to a public prefix, found or not
+    blocks: tuple[list[int], ...] = ()  # per group: whole blocks, ABSENT before a window
+    num_tokens: int = 0  # of the whole blocks and the partial block
+    partial: tuple[int, ...] = ()  # per group: a block whose leading tokens match next; empty if there is none
+    num_public: int = 0  # leading blocks of the prompt that belong to a public prefix, matched or not
     place: object = None  # where in the index the whole blocks end
 
 
@@ -33,7 +33,7 @@ NOTHING_FOUND = Found()
 
 
 class Cause(NamedTuple):
-    """When blocks are evicted, and for whom."""
+    """The time of an eviction and the request that needs the blocks."""
 
     now: float = 0.0
     request_id: str = ""
@@ -41,17 +41,17 @@ class Cause(NamedTuple):
 
 
 class Reason(NamedTuple):
-    """Why blocks were evicted: of the first of them, what the order goes by, and whose it was."""
+    """Why blocks were evicted: the figures of the first one's eviction key, and its tenant."""
 
     numbers: dict[str, float]  # see docs/eviction.md
-    tenant: str | None  # None where it is not known
+    tenant: str | None  # None if unknown
 
 
 NO_REASON = Reason({}, None)
 
 
 class GivenUp(NamedTuple):
-    """Blocks that were evicted for somebody."""
+    """Blocks that were evicted for one request."""
 
     cause: Cause
     num_blocks: int
@@ -60,78 +60,79 @@ class GivenUp(NamedTuple):
 
 @dataclass(slots=True)
 class Added:
-    """What became of blocks that a table offered."""
+    """Changes to the blocks that a table offered to the index."""
 
-    entered: list[int] = field(default_factory=list)  # table indices of the blocks that the index took in
-    let_go: list[tuple[int, int]] = field(default_factory=list)  # (group, block) that the table gave up in exchange
-    changed_from: int | None = None  # first index at which the table has another block now
+    entered: list[int] = field(default_factory=list)  # table indices of the blocks that entered the index
+    let_go: list[tuple[int, int]] = field(default_factory=list)  # (group, block) that the table exchanged
+    changed_from: int | None = None  # first table index with another block
 
 
 class PrefixIndex(Protocol):
-    """The verbs of an index. None of them takes blocks from the pools; they only own and let go."""
+    """A prefix index. Its methods never allocate blocks; they only add and drop references."""
 
     @property
     def num_evicted(self) -> int:
-        """Blocks, since the start."""
+        """Blocks evicted since the start."""
 
     def take_reason(self) -> Reason:
-        """Why the first one went of all that was evicted since the last call."""
+        """The reason of the first eviction since the last call."""
 
     @property
     def wishes(self) -> Wishes | None:
-        """What requests asked for the KV that they left; None where the index does not heed that."""
+        """Retention of the KV in the index; None if the index ignores retention."""
 
     def find(self, namespace: Namespace, tokens: Sequence[int]) -> Found:
-        """The longest prefix of `tokens` that can be had. Changes nothing.
+        """The longest prefix match of `tokens`. Changes nothing.
 
-        Blocks that are `fresh` (see InFlight) are found whole, but what the step writes is not copied from them.
+        Blocks that the planned step writes (`fresh` of InFlight) match as whole blocks, but the tokens that it writes
+        are not copied from them.
         """
 
     def why(self, namespace: Namespace, tokens: Sequence[int], found: Found, reusable: int) -> Miss:
-        """Why reuse of `tokens` ended where `found` says, when the leading `reusable` were asked for."""
+        """Why the prefix match `found` of `tokens` ended, where the leading `reusable` tokens could have matched."""
 
     def enter(self, table: BlockTable, found: Found) -> None:
-        """A table begins with what was found: all of it counts as used now."""
+        """Register a table that begins with `found`. All blocks of `found` count as used now."""
 
     def follow(self, parent: BlockTable, child: BlockTable) -> None:
-        """A table begins with blocks of another one; `child.num_indexed` of them are the index's."""
+        """Register a table that begins with blocks of another one; the first `child.num_indexed` are in the index."""
 
     def add(self, table: BlockTable, num_blocks: int, num_written: int) -> Added:
-        """Blocks of a table up to `num_blocks` hold known tokens: take them in, or exchange them.
+        """Insert or exchange the whole blocks of a table up to `num_blocks`. They hold known tokens.
 
-        A block that is still to be written, from position `num_written` on, is never exchanged: it, and all behind
-        it, waits for the next call. The caller gives back the references to what the table let go of.
+        A block with positions from `num_written` on is still to be written and never exchanged: it and all blocks
+        behind it stay for the next call. The caller drops the references that the table had to the exchanged blocks.
         """
 
     def leave(self, table: BlockTable, num_tokens: int) -> list[int]:
-        """A table is given up, of which `num_tokens` are valid: take in what is missing of them.
+        """Unregister a table before its release, and insert what the index lacks of its first `num_tokens` tokens.
 
         Returns the table indices of the blocks that entered.
         """
 
     def evict(self, group: int, count: int, cause: Cause) -> int:
-        """Let go of idle blocks, the least recently used first, until `count` of a group are freed; how many were."""
+        """Evict idle blocks in the order of the policy until `count` of a group are freed. Returns how many were."""
 
     def void(self, blocks: Collection[int], tables: Iterable[BlockTable]) -> None:
-        """What these blocks of group 0 hold was never computed: they leave, with all that was computed from them."""
+        """These blocks of group 0 were never computed: they leave the index, with the blocks that depend on them."""
 
     def owners(self, group: int) -> Counter[int]:
-        """References that the index holds, per block: one each."""
+        """References of the index: one per block."""
 
     def knows(self, table: BlockTable) -> bool:
-        """Whether a table that entered is where it says that it is."""
+        """Whether the index has the table registered at its `place`."""
 
     def check(self) -> list[str]:
-        """Complaints about the index's own order; empty when all is well."""
+        """Errors of the index's structure; empty if there are none."""
 
 
 def symbols(tokens: Sequence[int]) -> bytes:
-    """Tokens as keys: bytes that are equal, or begin alike, where the tokens do."""
+    """Tokens as a key: bytes with equal prefixes where the tokens have equal prefixes."""
     return pack(f"{len(tokens)}q", *tokens)
 
 
 def num_common(left: bytes, right: bytes) -> int:
-    """Leading tokens that two keys have in common."""
+    """Length in tokens of the common prefix of two keys."""
     length = min(len(left), len(right))
     if left[:length] == right[:length]:
         return length // SYMBOL
@@ -140,80 +141,80 @@ def num_common(left: bytes, right: bytes) -> int:
 
 
 class NoIndex:
-    """See PrefixIndex."""
+    """The PrefixIndex without prefix caching. It never has a block."""
 
     num_evicted = 0
     wishes = None
 
     def take_reason(self) -> Reason:
-        """Nothing is evicted."""
+        """No reason: there are no evictions."""
         return NO_REASON
 
     def find(self, namespace: Namespace, tokens: Sequence[int]) -> Found:
-        """Nothing."""
+        """No match."""
         del namespace, tokens
         return NOTHING_FOUND
 
     def why(self, namespace: Namespace, tokens: Sequence[int], found: Found, reusable: int) -> Miss:
-        """Because nothing is kept."""
+        """The miss reason "off"."""
         del namespace, found, reusable
         return Miss(0, tokens[0], "off")
 
     def enter(self, table: BlockTable, found: Found) -> None:
-        """Nothing to do."""
+        """Does nothing."""
 
     def follow(self, parent: BlockTable, child: BlockTable) -> None:
-        """Nothing to do."""
+        """Does nothing."""
 
     def add(self, table: BlockTable, num_blocks: int, num_written: int) -> Added:
-        """Nothing is taken in."""
+        """No block enters."""
         del table, num_blocks, num_written
         return Added()
 
     def leave(self, table: BlockTable, num_tokens: int) -> list[int]:
-        """Nothing is taken in."""
+        """No block enters."""
         del table, num_tokens
         return []
 
     def evict(self, group: int, count: int, cause: Cause) -> int:
-        """There is nothing."""
+        """0: there are no blocks."""
         del group, count, cause
         return 0
 
     def void(self, blocks: Collection[int], tables: Iterable[BlockTable]) -> None:
-        """There is nothing."""
+        """Does nothing."""
 
     def owners(self, group: int) -> Counter[int]:
-        """None."""
+        """No references."""
         del group
         return Counter()
 
     def knows(self, table: BlockTable) -> bool:
-        """Nothing is known, and nothing need be."""
+        """True for every table."""
         del table
         return True
 
     def check(self) -> list[str]:
-        """Nothing can be wrong."""
+        """No errors."""
         return []
 
 
-_TENANT = "\0public"  # no credential leads to it
+_TENANT = "\0public"  # no credential maps to this tenant
 
 
 class PublicPrefixes:
-    """A prompt's leading whole blocks are public as far as it agrees with one of the prefixes."""
+    """The public prefixes. The leading whole blocks of a prompt that match one of them are public."""
 
     def __init__(self, prefixes: Sequence[Sequence[int]], block_bytes: int) -> None:
-        """block_bytes: of a block's key."""
-        self.longest = max(map(len, prefixes), default=0)  # tokens; 0: there are none
+        """block_bytes: bytes of a block's key."""
+        self.longest = max(map(len, prefixes), default=0)  # tokens; 0 without public prefixes
         self._prefixes = [symbols(prefix) for prefix in prefixes]
         self._size = block_bytes
 
     def num_blocks(self, prompt: bytes) -> int:
-        """Leading blocks that hold nothing but a public prefix."""
+        """Leading blocks of a prompt that are public."""
         return max((num_common(prefix, prompt) * SYMBOL // self._size for prefix in self._prefixes), default=0)
 
     def root_key(self, namespace: Namespace) -> tuple[Namespace, bytes]:
-        """Where their KV is kept: one place for each adapter and kind of kernels."""
+        """The key of the public root: one for each adapter and kind of kernels."""
         return Namespace(_TENANT, "", namespace.adapter, namespace.deterministic), b""

@@ -1,8 +1,8 @@
-"""Pins: the blocks that are held for wishes, and how many may be held, by all and by one tenant. Knows no marks.
+"""Pins: references that exclude blocks from eviction, with limits for all pins and per tenant.
 
-A pin is an owner of blocks as any other, by reference count: what it holds is not idle, so that nobody plans with it.
-It holds the path to a place from its beginning: of each position the blocks of all groups, or none and nothing behind
-it. So nothing that is idle ever lies before something pinned, and what is idle can be evicted.
+A pin owns blocks by reference count, like a table. So pinned blocks are not idle, and the scheduler does not count them
+as available. A pin covers a path from its first block: at each position the blocks of all groups, or none there and
+none behind. So no idle block ever lies before a pinned one, and every idle block can be evicted.
 """
 
 from collections import Counter
@@ -14,47 +14,47 @@ from quire.cache.prefix.radix_node import Node
 from quire.cache.retention import Wish
 
 MOST_PINNED = 0.5  # share of each pool's blocks
-MOST_OF_TENANT = 0.25  # of one with a name. The nameless tenant of a server without keys has all that there is
+MOST_OF_TENANT = 0.25  # of a named tenant. The unnamed tenant of a server without keys can pin MOST_PINNED
 
-Held = list[list[int]]  # the beginning of a path: its blocks of each group, ABSENT where a window has passed
+Held = list[list[int]]  # the first blocks of a path, per group; ABSENT before a window
 
 
 class Pins:
-    """What is held for each wish, and each place where it counts."""
+    """Pinned blocks, per Wish and per node."""
 
     def __init__(self, pools: Sequence[BlockPool], key_bytes: int) -> None:
-        """key_bytes: of a block."""
+        """key_bytes: bytes of a block's key."""
         self._pools = pools
         self._size = key_bytes
-        self._held: dict[Wish, dict[int, Held]] = {}  # by the id of the node where the path ends
-        self._counts: list[Counter[int]] = [Counter() for _ in pools]  # how many paths hold a block
+        self._held: dict[Wish, dict[int, Held]] = {}  # by the id of the node at which the path ends
+        self._counts: list[Counter[int]] = [Counter() for _ in pools]  # number of pinned paths per block
         self._by_tenant: dict[str, list[Counter[int]]] = {}
 
     def references(self, group: int) -> Counter[int]:
-        """That pins hold, per block."""
+        """References of pins, per block."""
         return self._counts[group]
 
     @property
     def weakest(self) -> Wish | None:
-        """The wish that yields first."""
+        """The pin that ends first if memory is short; None without pins."""
         return min(self._held, key=lambda wish: wish.strength, default=None)
 
     @property
     def wishes(self) -> list[Wish]:
-        """All for which something is held."""
+        """All wishes with pinned blocks."""
         return list(self._held)
 
     def num_blocks(self, wish: Wish) -> int:
-        """Blocks of all groups that are held for a wish."""
+        """Blocks of all groups that are pinned for a wish."""
         places = self._held.get(wish, {}).values()
         return sum(len({*(b for held in places for b in held[g])} - {ABSENT}) for g in range(len(self._pools)))
 
-    # Holding
+    # Pinning
 
     def hold(self, wish: Wish, node: Node) -> tuple[set[tuple[int, int]], set[tuple[int, int]]]:
-        """Hold the whole blocks up to the end of a node, from the first one, as far as they may be.
+        """Pin the whole blocks from the root to the end of a node, from the first one on, within the limits.
 
-        Returns those that could not be held, and where there are any those that are: as (group, block).
+        Returns the blocks that were not pinned and, only if there are any, those that are pinned, as (group, block).
         """
         paths = self._paths(node)
         before = self._held.get(wish, {}).get(node.id, [[] for _ in paths])
@@ -72,13 +72,13 @@ class Pins:
         return refused, set(_blocks_of([path[:stop] for path in paths])) if refused else set()
 
     def _paths(self, node: Node) -> Held:
-        """Whole blocks up to the end of a node."""
+        """Per group, the whole blocks from the root to the end of a node."""
         is_tail = len(node.edge) < self._size
         whole = node.parent if is_tail else node
         return [[] if whole is None else whole.path_blocks(group) for group in range(len(self._pools))]
 
     def _take(self, tenant: str, paths: Held, start: int) -> int:
-        """Hold positions from `start` on; the first one that could not be held."""
+        """Pin positions from `start` on. Returns the first position that was not pinned."""
         ours = self._by_tenant.setdefault(tenant, [Counter() for _ in self._pools])
         share = MOST_OF_TENANT if tenant else MOST_PINNED
         rooms = [
@@ -105,10 +105,10 @@ class Pins:
         if not any(self._by_tenant.get(tenant, ())):
             self._by_tenant.pop(tenant, None)
 
-    # Letting go
+    # Unpinning
 
     def moved(self, wish: Wish, node: Node, other: Node) -> None:
-        """What is held up to a node is held up to another from now on; of two paths the longer one."""
+        """Move the pinned path of a node to another node. Of two paths there, the longer one is kept."""
         places = self._held.get(wish, {})
         held = places.pop(node.id, None)
         if held is None:
@@ -121,19 +121,19 @@ class Pins:
             self._drop(wish.tenant, before)
 
     def let_go(self, wish: Wish, node: Node) -> None:
-        """Of what is held up to a node."""
+        """Unpin the path of one node."""
         held = self._held.get(wish, {}).get(node.id)
         if held is not None:
             self._forget(wish, node)
             self._drop(wish.tenant, held)
 
     def let_all_go(self, wish: Wish) -> None:
-        """Of all that is held for a wish."""
+        """Unpin all paths of a wish."""
         for held in self._held.pop(wish, {}).values():
             self._drop(wish.tenant, held)
 
     def void(self) -> None:
-        """Blocks have left the index for which there was no eviction: paths with such blocks are let go."""
+        """Unpin all paths with blocks that have left the index without an eviction."""
         for wish, places in list(self._held.items()):
             for number, held in list(places.items()):
                 if any(not self._pools[group].is_indexed(block) for group, block in _blocks_of(held)):
@@ -150,7 +150,7 @@ class Pins:
                 del self._held[wish]
 
     def _drop(self, tenant: str, held: Held) -> None:
-        for group, block in _blocks_of(held):  # there may be none: a window has passed all of them
+        for group, block in _blocks_of(held):  # none if a window has passed all of them
             self._pools[group].drop(block)
             for counts in (self._counts[group], self._by_tenant[tenant][group]):
                 counts[block] -= 1
@@ -158,16 +158,16 @@ class Pins:
                     del counts[block]
         self._tidy(tenant)
 
-    # Looking
+    # Checks
 
     def is_held(self, node: Node, i: int) -> bool:
-        """Whether a block at place `i` of a node is held, in any group."""
+        """Whether block `i` of a node is pinned, in any group."""
         return any(blocks[i] in counts for blocks, counts in zip(node.blocks, self._counts, strict=True))
 
     def faults(self, node: Node, windowed: Collection[int]) -> Iterator[str]:
-        """Complaints where something is idle beside or before what is held: it would never be evicted.
+        """Errors: idle blocks beside or before a pinned block, which could never be evicted.
 
-        Blocks of groups with a window leave from anywhere.
+        Groups with a window are excluded, because their blocks can leave any node.
         """
         for i in range(len(node.blocks[0])):
             above, at = (node, i - 1) if i else (node.parent, -1)
@@ -185,5 +185,5 @@ class Pins:
 
 
 def _blocks_of(held: Held) -> Iterator[tuple[int, int]]:
-    """Group and block."""
+    """(group, block) of all blocks."""
     return ((group, block) for group, blocks in enumerate(held) for block in blocks if block != ABSENT)

@@ -1,15 +1,14 @@
-"""The prefix index as a radix tree (RadixAttention: Zheng et al., 2024, section 3), exact to the token.
+"""The prefix index as a radix tree (RadixAttention: Zheng et al., 2024, section 3). Matches are exact to the token.
 
-Edges are runs of whole blocks. A match that ends inside a block is served by copying that block: children are
-sorted, so the block with the longest beginning in common is a neighbour of the place where the match ends, or it
-is still being filled by a running sequence, and then its table is among the `writers` of the node. What a
-sequence leaves behind in a block that is not full becomes a tail. With blocks of one token this is the textbook
-tree.
+Edges are runs of whole blocks. If a match ends within a block, that block is copied. Children are sorted, so the block
+with the longest common prefix is next to the place where the match ends. Or a running sequence is still filling that
+block; then its table is one of the node's `writers`. A partly filled block that a sequence leaves becomes a tail. With
+blocks of one token this is the textbook tree.
 
-Each namespace has a root. The leading blocks of a prompt that hold a public prefix belong to a root that all
-tenants read; what follows them belongs to a root for (namespace, those blocks).
+Each namespace has a root. The leading blocks of a prompt that match a public prefix are under a root that all tenants
+read. The blocks behind them are under a root for (namespace, those blocks).
 
-In a group with a window a match ends where the blocks that its next query sees are there.
+In a group with a window, a match ends where the blocks that its next query attends to are present.
 """
 
 from collections import Counter
@@ -31,19 +30,19 @@ from quire.core.request import Namespace
 
 _MOST_ROOTS_SEARCHED = 16
 
-Partial = tuple[tuple[int, ...], int]  # a block of each group, and how many of its tokens are wanted
-Candidates = Iterator[tuple[bytes, tuple[int, ...]]]  # tokens that are written of a block, and the block of each group
+Partial = tuple[tuple[int, ...], int]  # (block per group, number of its tokens that match)
+Candidates = Iterator[tuple[bytes, tuple[int, ...]]]  # (key of a block's tokens, block per group)
 
 
 class Place(NamedTuple):
-    """The end of `depth` blocks on the path to a node, which may have more."""
+    """The end of `depth` blocks on the path to a node. The node may have more blocks."""
 
     node: Node
     depth: int
 
 
 class RadixSearch:
-    """Reads the trees of a forest."""
+    """Searches the radix trees. Changes nothing."""
 
     def __init__(self, config: CacheConfig, forest: Forest, public: PublicPrefixes, fresh: Mapping[int, int]) -> None:
         """fresh: see RadixTree."""
@@ -52,7 +51,7 @@ class RadixSearch:
         self._fresh = fresh
         self._num_groups = len(config.groups)
         self._block_size = config.block_size
-        self._size = config.block_size * SYMBOL  # of a block's key
+        self._size = config.block_size * SYMBOL  # bytes of a block's key
         self._windows = [(g, group.window) for g, group in enumerate(config.groups) if group.window]
 
     def find(self, namespace: Namespace, tokens: Sequence[int]) -> Found:
@@ -79,7 +78,7 @@ class RadixSearch:
         if position >= reusable:
             return Miss(position, token, "last_token" if reusable == len(tokens) - 1 else "recomputed")
         depth = position // self._block_size
-        data = symbols(tokens[: (depth + 1) * self._block_size])  # nothing behind that tells more
+        data = symbols(tokens[: (depth + 1) * self._block_size])  # later tokens do not change the reason
         rest = data[depth * self._size :]
         for root_key, end in self._root_keys(namespace, data, found.num_public):
             before = data[end * self._size : depth * self._size]
@@ -90,9 +89,9 @@ class RadixSearch:
         return Miss(position, token, self._why_never(namespace, data, found))
 
     def _why_never(self, namespace: Namespace, data: bytes, found: Found) -> MissReason:
-        """Of tokens that were not evicted."""
+        """The reason of a miss of tokens that were not evicted."""
         depth = found.num_tokens // self._block_size
-        places: list[Place] = found.place or []  # type: ignore[assignment]  # what `find` put there
+        places: list[Place] = found.place or []  # type: ignore[assignment]  # set by `find`
         if any(self._is_being_computed(place, data, found.num_tokens) for place in places if place.depth == depth):
             return "being_computed"
         others = (one for one in self._forest.namespaces(namespace.tenant) if one != namespace)
@@ -105,7 +104,7 @@ class RadixSearch:
         return "never_seen"
 
     def _is_being_computed(self, place: Place, data: bytes, position: int) -> bool:
-        """Whether a running sequence has the token at `position` before it, or the step that is being planned has."""
+        """Whether a running sequence, or one of the planned step, has the prompt's tokens including `position`."""
         node, depth = place
         begin = depth * self._size
         wanted, at = data[begin : (position + 1) * SYMBOL], depth * self._block_size
@@ -115,15 +114,15 @@ class RadixSearch:
         return depth == node.end and any(symbols(t.tokens[at : position + 1]) == wanted for t in node.writers)
 
     def _root_keys(self, namespace: Namespace, data: bytes, num_public: int) -> Iterator[tuple[RootKey, int]]:
-        """The roots that a prompt may be found under, and where they begin."""
+        """(root key, index of its first block) of the roots under which a prompt may be matched."""
         yield (namespace, data[: num_public * self._size]), num_public
         if num_public:
             yield self._public.root_key(namespace), 0
 
     def _walk(self, namespace: Namespace, data: bytes, num_public: int, blocks: tuple[list[int], ...]) -> list[Place]:
-        """Collect whole blocks; where that ends in the public root, and where in the namespace's.
+        """Collect the whole blocks that match. Returns where they end under the public root and the namespace's root.
 
-        Where it ends among public blocks, the namespace may still have a part of the next one.
+        If it ends among public blocks, the namespace's root may still have a part of the next block.
         """
         places = []
         public = self._forest.roots.get(self._public.root_key(namespace)) if self._public.longest else None
@@ -136,7 +135,10 @@ class RadixSearch:
         return places
 
     def descend(self, node: Node, data: bytes, blocks: tuple[list[int], ...]) -> Place:
-        """Collect whole blocks behind a node as far as `data` goes, which begins at the root; where that ends."""
+        """Append the whole blocks behind `node` that match to `blocks`. Returns where they end.
+
+        data: the key of the prompt from the root on.
+        """
         size, depth = self._size, node.end
         while (depth + 1) * size <= len(data):
             at = depth * size
@@ -156,7 +158,7 @@ class RadixSearch:
         return Place(node, depth)
 
     def _best_partial(self, places: Sequence[Place], data: bytes) -> Partial:
-        """The block that goes on longest as `data` does where a walk ended."""
+        """The block with the longest common prefix with the prompt at the end of the match."""
         best: Partial = ((), 0)
         for node, depth in places:
             rest = data[depth * self._size : (depth + 1) * self._size]
@@ -175,7 +177,10 @@ class RadixSearch:
         return best
 
     def _candidates(self, node: Node, depth: int, rest: bytes) -> Iterator[Candidates]:
-        """Blocks behind `depth` that may begin as `rest` does; together, those that begin ever less so."""
+        """Blocks behind `depth` that may have a common prefix with `rest`.
+
+        Each iterator yields them in the order of decreasing common length.
+        """
         if depth < node.end:
             i = depth - node.start
             yield iter([(node.edge[i * self._size : (i + 1) * self._size], tuple(blocks[i] for blocks in node.blocks))])
@@ -189,7 +194,7 @@ class RadixSearch:
                 yield iter([(symbols(table.tokens[at:stop]), tuple(blocks[depth] for blocks in table.blocks))])
 
     def _sees(self, blocks: tuple[list[int], ...], position: int) -> bool:
-        """Whether the whole blocks that a query at `position` sees are there."""
+        """Whether the whole blocks that a query at `position` attends to are present."""
         last = position // self._block_size
         return all(
             ABSENT not in blocks[group][max(0, position - window + 1) // self._block_size : last]
@@ -198,7 +203,7 @@ class RadixSearch:
 
 
 def climb(place: Place, depth: int) -> Place:
-    """The end of `depth` blocks on the path to a place."""
+    """The place at `depth` blocks on the path to `place`."""
     node = place.node
     while node.parent is not None and node.start >= depth:
         node = node.parent
@@ -209,7 +214,7 @@ _ORDERS: dict[str, Callable[[Clock], Order]] = {"lru": LeastRecent, "lfu": Least
 
 
 def leaves_in_order(config: CacheConfig, clock: Clock, seconds: Seconds) -> Leaves:
-    """No leaves yet. seconds: to compute tokens again, for order "cost"."""
+    """An empty collection of leaves in the order of `config.eviction`. seconds: prediction for the policy "cost"."""
     if config.eviction == "priority":
         return OrderedLeaves(LeastWanted(clock))
     if config.eviction in _ORDERS:
@@ -229,14 +234,14 @@ class RadixTree:
         fresh: Mapping[int, int],
         seconds: Seconds = seconds_by_default,
     ) -> None:
-        """fresh: blocks of group 0 that the step that is being planned writes -> leading tokens that were there.
+        """fresh: blocks of group 0 that the planned step writes -> leading tokens that were written before.
 
-        seconds: to compute so many tokens behind so many others, for eviction by cost.
+        seconds: seconds to compute tokens behind others, for the policy "cost".
         """
         self._num_groups = len(pools)
         self._pools = pools
         self._block_size = config.block_size
-        self._size = config.block_size * SYMBOL  # of a block's key
+        self._size = config.block_size * SYMBOL  # bytes of a block's key
         self._public = PublicPrefixes(config.public_prefixes, self._size)
         clock = Clock()
         windowed = [g for g, group in enumerate(config.groups) if group.window]
@@ -265,7 +270,7 @@ class RadixTree:
         """See PrefixIndex."""
         return self._search.why(namespace, tokens, found, reusable)
 
-    # What tables begin with, add and leave behind
+    # Insertion
 
     def enter(self, table: BlockTable, found: Found) -> None:
         """See PrefixIndex."""
@@ -273,7 +278,7 @@ class RadixTree:
         depth = len(found.blocks[0]) if found.blocks else 0
         table.num_public = self._num_public(table)
         end = None
-        for node, at in found.place or ():  # type: ignore[attr-defined]  # the places that `find` put there
+        for node, at in found.place or ():  # type: ignore[attr-defined]  # places from `find`
             if at == depth and node.public == (depth < table.num_public):
                 end = node = self.forest.end_at(node, at)
             self.forest.touch(node, hit=True)
@@ -282,7 +287,7 @@ class RadixTree:
             self._note_missing(table, depth)
 
     def _note_missing(self, table: BlockTable, depth: int) -> None:
-        """A table would have begun with more blocks than `depth`, had they been there."""
+        """Report the missing blocks of a table's tokens, behind the first `depth`, to the eviction policy."""
         data, num_public = symbols(table.tokens), table.num_public
         if depth < num_public:
             self.forest.leaves.missed(self._public.root_key(table.namespace), data[: num_public * self._size], 0, depth)
@@ -294,7 +299,7 @@ class RadixTree:
         depth = child.num_indexed
         child.num_public = min(parent.num_public, self._num_public(child))
         place = climb(Place(place_of(parent), parent.num_indexed), depth)
-        if place.node.root.end > depth:  # it ends in the public root
+        if place.node.root.end > depth:  # the child's blocks end under the public root
             place = self._descend_public(parent, depth)
         at_root = depth == child.num_public
         self.forest.write(child, self._root(child, depth) if at_root else self.forest.end_at(*place))
@@ -362,9 +367,10 @@ class RadixTree:
         return self.forest.check()
 
     def _advance(self, table: BlockTable, num_blocks: int, added: Added, num_written: int | None) -> Node:
-        """Take in a table's blocks up to `num_blocks`; the node where they end, or where it has to wait.
+        """Insert a table's blocks up to `num_blocks`. Returns the node where they end, or where the insertion stops.
 
-        num_written: leading positions whose blocks may be exchanged; None: all, and they are about to be given up.
+        num_written: leading positions whose blocks may be exchanged. None: insert all blocks and exchange none, because
+        the table is about to be released.
         """
         num_there = num_blocks * self._block_size if num_written is None else num_written
         node = place_of(table)
@@ -397,7 +403,7 @@ class RadixTree:
     def _exchange(
         self, table: BlockTable, depth: int, child: Node, count: int, num_exchangeable: int, added: Added
     ) -> int:
-        """Let a table take blocks of a node in place of its own; how many of `count` it could."""
+        """Replace blocks of a table by those of a node. Returns for how many of `count` blocks that was possible."""
         for i in range(count):
             index = depth + i
             own, theirs = ([blocks[j] for blocks in some] for some, j in ((table.blocks, index), (child.blocks, i)))
@@ -420,7 +426,10 @@ class RadixTree:
         return count
 
     def _add_tail(self, node: Node, table: BlockTable, num_tokens: int, added: Added) -> Node | None:
-        """The block that a table did not fill, unless one that begins the same way is there."""
+        """Insert the partly filled block of a table as a tail.
+
+        Returns None, and inserts nothing, if a child begins with the same tokens or a block is absent.
+        """
         depth = node.end
         key = symbols(table.tokens[depth * self._block_size : num_tokens])
         blocks = [[blocks[depth]] for blocks in table.blocks]
@@ -431,9 +440,10 @@ class RadixTree:
         return self.forest.append(node, key, blocks, None, self._block_size)
 
     def _withdraw_tail(self, table: BlockTable, depth: int) -> None:
-        """Take back a block that another table left as a tail, where one of the two went on as a public prefix does.
+        """Remove a tail that has the same block as this table but is under the other kind of root.
 
-        It stands in the public root then and belongs under the namespace's, or the other way round.
+        This happens if the tail and the table disagree on whether the block belongs to a public prefix: the tail is
+        under the public root and the block belongs under the namespace's root, or the other way round.
         """
         new = [(pool, blocks[depth]) for pool, blocks in zip(self._pools, table.blocks, strict=True)]
         if not any(b != ABSENT and pool.refs(b) > pool.users(b) for pool, b in new):
@@ -453,14 +463,14 @@ class RadixTree:
         return self._public.num_blocks(symbols(table.tokens[: self._public.longest]))
 
     def _root(self, table: BlockTable, depth: int) -> Node:
-        """The root that blocks from `depth` on belong under, which begins there: the public or the namespace's."""
+        """The root of a table's blocks from `depth` on: the public root or the namespace's root."""
         if depth < table.num_public:
             return self.forest.root(self._public.root_key(table.namespace), 0, public=True)
         before = symbols(table.tokens[: table.num_public * self._block_size])
         return self.forest.root((table.namespace, before), table.num_public, public=False)
 
     def _descend_public(self, table: BlockTable, num_blocks: int) -> Place:
-        """Where leading blocks of a table end in the public root, or as many of them as are there."""
+        """The place where the leading blocks of a table, or those that are present, end under the public root."""
         data = symbols(table.tokens[: num_blocks * self._block_size])
         root = self.forest.root(self._public.root_key(table.namespace), 0, public=True)
         return self._search.descend(root, data, tuple([] for _ in range(self._num_groups)))

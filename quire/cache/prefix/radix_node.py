@@ -1,4 +1,4 @@
-"""The nodes of the radix tree and the order in which they are given up. Knows keys and blocks, no tables."""
+"""The nodes of the radix tree."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
@@ -15,7 +15,7 @@ MOST_IN_A_RUN = 512
 
 
 class Children(Generic[V]):
-    """A sorted map from bytes. A lookup is two bisections; a change moves at most MOST_IN_A_RUN entries."""
+    """A sorted map from bytes. A lookup is two bisections. A change moves at most MOST_IN_A_RUN entries."""
 
     __slots__ = ("_firsts", "_keys", "_values")
 
@@ -40,37 +40,37 @@ class Children(Generic[V]):
 
     @property
     def keys(self) -> list[bytes]:
-        """All of them, in order."""
+        """All keys, sorted."""
         return [key for run in self._keys for key in run]
 
     @property
     def only(self) -> V | None:
-        """The only value there is; None where there are none or more."""
+        """The value if there is exactly one, else None."""
         return self._values[0][0] if len(self._keys) == 1 and len(self._keys[0]) == 1 else None
 
     def get(self, key: bytes) -> V | None:
-        """The value of a key."""
+        """The value of a key, or None."""
         run = max(0, bisect_right(self._firsts, key) - 1) if len(self._firsts) > 1 else 0
         keys = self._keys[run]
         i = bisect_left(keys, key)
         return self._values[run][i] if i < len(keys) and keys[i] == key else None
 
     def before(self, key: bytes) -> Iterator[V]:
-        """Values whose keys come before `key`, nearest first."""
+        """Values of the keys before `key`, nearest first."""
         run, i = self._place(key)
         yield from reversed(self._values[run][:i])
         for values in reversed(self._values[:run]):
             yield from reversed(values)
 
     def since(self, key: bytes) -> Iterator[V]:
-        """Values whose keys are `key` or come behind it, in order."""
+        """Values of the keys from `key` on, sorted by key."""
         run, i = self._place(key)
         yield from self._values[run][i:]
         for values in self._values[run + 1 :]:
             yield from values
 
     def add(self, key: bytes, value: V) -> None:
-        """A new key."""
+        """Insert a new key."""
         run, i = self._place(key)
         keys, values = self._keys[run], self._values[run]
         keys.insert(i, key)
@@ -84,12 +84,12 @@ class Children(Generic[V]):
             del keys[half:], values[half:]
 
     def put(self, key: bytes, value: V) -> None:
-        """Another value for a key that there is."""
+        """Replace the value of a key that exists."""
         run, i = self._place(key)
         self._values[run][i] = value
 
     def remove(self, key: bytes) -> None:
-        """A key that there is goes."""
+        """Remove a key that exists."""
         run, i = self._place(key)
         del self._keys[run][i], self._values[run][i]
         if self._keys[run]:
@@ -98,7 +98,7 @@ class Children(Generic[V]):
             del self._firsts[run], self._keys[run], self._values[run]
 
     def _place(self, key: bytes) -> tuple[int, int]:
-        """The run of a key, and its place there."""
+        """The run of a key, and its index there."""
         run = max(0, bisect_right(self._firsts, key) - 1) if len(self._firsts) > 1 else 0
         return run, bisect_left(self._keys[run], key)
 
@@ -107,41 +107,41 @@ _MOST_PARTS = 4
 
 
 class Clock:
-    """Both are told: nothing here reads a clock."""
+    """The current time and tick, set by the owners. Nothing here reads a clock."""
 
     __slots__ = ("now", "tick")
 
     def __init__(self) -> None:
         self.now = 0.0  # seconds of the engine's clock
-        self.tick = 0  # uses of the cache
+        self.tick = 0  # number of uses of the cache
 
 
 class Uses:
-    """Of a part of a path that one sequence computed, and of the place where it ends."""
+    """Use statistics of a part: the section of a path that one sequence computed."""
 
     __slots__ = ("gap", "hits", "left", "level", "num_begun", "num_came_back", "turns")
 
     def __init__(self, turns: int = 0, gap: int = 0) -> None:
-        self.turns = turns  # how often the path was continued, one part behind the other
-        self.gap = gap  # ticks between its last use and the one before; 0: there was none
+        self.turns = turns  # earlier parts of the path at whose end a sequence ended
+        self.gap = gap  # ticks between its last two uses; before these, that of the part before; 0: unknown
         self.hits = 0  # sequences that began with it
         self.level = 0  # see LeastFrequent
-        self.left = False  # whether a sequence ended here: what comes next is another part
+        self.left = False  # whether a sequence ended here
         self.num_begun = 0  # parts that were computed behind it
-        self.num_came_back = 0  # uses of these
+        self.num_came_back = 0  # hits of these parts
 
     @property
     def is_place(self) -> bool:
-        """Whether somebody ended here or began with it: what is computed next is another part."""
+        """Whether a sequence ended here or began with it: blocks behind it are another part."""
         return self.left or self.hits > 0
 
     def followed(self) -> "Uses":
-        """Of a part that begins where this one ends."""
+        """Statistics of a new part behind this one."""
         self.num_begun += 1
         return Uses(self.turns + self.left, self.gap)
 
     def divided(self) -> "Uses":
-        """Of the beginning of this part, as another path leaves it there: whoever used the end used that, too."""
+        """Statistics of the first section of this part after a split. Each hit of the part was one of the section."""
         uses = Uses(self.turns, self.gap)
         uses.hits, uses.level = self.hits, self.level
         uses.num_begun, uses.num_came_back = 1, self.hits
@@ -149,14 +149,14 @@ class Uses:
 
 
 class Part(NamedTuple):
-    """Uses of an earlier part of a node's run, which ends `reach` blocks from the beginning."""
+    """An earlier part of a node's run, which ends `reach` blocks behind position 0."""
 
     reach: int
     uses: Uses
 
 
 def parts_before(parts: tuple[Part, ...], uses: Uses, end: int) -> tuple[tuple[Part, ...], Uses]:
-    """Of a run that ends at `end` from now on: its earlier parts, and the uses of the last one."""
+    """The earlier parts, and the statistics of the last part, of a run that now ends at `end`."""
     for i, part in enumerate(parts):
         if end <= part.reach:
             return parts[:i], part.uses
@@ -164,16 +164,16 @@ def parts_before(parts: tuple[Part, ...], uses: Uses, end: int) -> tuple[tuple[P
 
 
 def joined(upper: tuple[Part, ...], reach: int, uses: Uses, lower: tuple[Part, ...]) -> tuple[Part, ...]:
-    """Parts of two runs that become one, the upper of which ends at `reach`. The last ones matter first."""
+    """Parts of two runs that become one; the upper run ends at `reach`. Only the last few are kept."""
     return (*upper, Part(reach, uses), *lower)[-_MOST_PARTS:]
 
 
 class Node:
-    """A run of blocks that follow each other, between two places where sequences part.
+    """A run of blocks without a branch.
 
-    `edge` is the tokens of its blocks, a whole number of blocks; only a tail, a leaf of a single block, may be
-    shorter. Children are sorted by their first block, so that the one with the longest beginning in common with
-    a key is a neighbour of the key's place.
+    `edge` is the key of its tokens. It has a whole number of blocks, except for a tail: a leaf of one partly filled
+    block. Children are sorted by their first block, so that the one with the longest common prefix with a key is next
+    to the place of that key.
     """
 
     __slots__ = (
@@ -197,28 +197,28 @@ class Node:
     )
 
     def __init__(self, number: int, edge: bytes, blocks: Sequence[list[int]], parent: "Node | None", end: int) -> None:
-        """number: of all nodes, in order of creation. blocks: per group. end: blocks from the beginning to its end."""
+        """number: of all nodes, in order of creation. blocks: per group. end: blocks from position 0 to its end."""
         self.id = number
         self.edge = edge
         self.blocks = tuple(blocks)
         self.parent = parent
         self.end = end
-        self.root_key: object = None  # of roots
+        self.root_key: object = None  # None for other nodes
         self.tenant: str = "" if parent is None else parent.tenant
         self.public: bool = parent is not None and parent.public
-        self.children: Children[Node] = Children()  # by their first block
+        self.children: Children[Node] = Children()  # by the key of their first block
         self.writers: dict[Any, None] = {}  # tables whose indexed blocks end here, in order of arrival
-        self.tick = 0  # when it was last used
+        self.tick = 0  # of its last use
         self.uses = Uses()  # of its last part
-        self.parts: tuple[Part, ...] = ()  # before that, where the run was continued, or nodes were merged
-        self.marks: tuple[Mark, ...] = ()  # what was asked for it; a mark counts for all before it, too
+        self.parts: tuple[Part, ...] = ()  # earlier parts, if the run was continued or nodes were merged
+        self.marks: tuple[Mark, ...] = ()  # retention; a mark applies to the blocks before the node too
         self.prompt_end = 0  # blocks of the prompt of the latest sequence that ended here
         self.example: Any = None  # see Examples
         self.duel: Any = None  # see Duels
 
     @property
     def start(self) -> int:
-        """Blocks before its first one. Of a tail: those before it."""
+        """Number of blocks from position 0 to its first block."""
         return self.end - len(self.blocks[0])
 
     @property
@@ -233,7 +233,7 @@ class Node:
 
     @property
     def root(self) -> "Node":
-        """The root above it, or itself."""
+        """The root of its tree."""
         node = self
         while node.parent is not None:
             node = node.parent
@@ -241,11 +241,11 @@ class Node:
 
     @property
     def path(self) -> bytes:
-        """Tokens from the root to its end."""
+        """The key of all tokens from the root to its end."""
         return self.path_end(len(self.edge), maxsize)
 
     def path_end(self, size: int, most: int) -> bytes:
-        """The last `most` bytes, or all there are, of the tokens up to `size` bytes behind its begin."""
+        """The last `most` bytes, or fewer, of the key that ends `size` bytes behind the start of this node."""
         runs = [self.edge[max(0, size - most) : size]]
         node, missing = self.parent, most - len(runs[0])
         while missing > 0 and node is not None:
@@ -255,7 +255,7 @@ class Node:
         return b"".join(reversed(runs))
 
     def path_blocks(self, group: int) -> list[int]:
-        """Blocks from the root to its end."""
+        """Blocks of a group from the root to its end."""
         runs = []
         node: Node | None = self
         while node is not None:
@@ -264,41 +264,41 @@ class Node:
         return [block for run in reversed(runs) for block in run]
 
     def child(self, key: bytes) -> "Node | None":
-        """The child whose first block is `key`."""
+        """The child whose first block has this key."""
         return self.children.get(key)
 
     def sides(self, key: bytes) -> "tuple[Iterator[Node], Iterator[Node]]":
-        """Children to both sides of the place of `key`: on each, those with more in common with it come first."""
+        """Children before and from the place of `key` on; on each side the longest common prefix comes first."""
         return self.children.before(key), self.children.since(key)
 
     def neighbours(self, key: bytes) -> "list[Node]":
-        """Children beside the place of `key`: one of them has the longest beginning in common with it."""
+        """The children next to the place of `key`; one of them has the longest common prefix with it."""
         if not self.children:
             return []
         return [*islice(self.children.before(key), 1), *islice(self.children.since(key), 1)]
 
     def attach(self, child: "Node", key: bytes) -> None:
-        """A new child, whose first block is `key`."""
+        """Add a child whose first block has this key."""
         self.children.add(key, child)
         child.parent = self
 
     def detach(self, child: "Node") -> None:
-        """A child leaves the tree."""
+        """Remove a child."""
         self.children.remove(child.first_key)
         child.parent = None
 
     def replace(self, child: "Node", other: "Node") -> None:
-        """Another node takes the place of a child; it begins with the same block."""
+        """Replace a child by a node with the same first block."""
         self.children.put(child.first_key, other)
         other.parent = self
 
     def begin_part(self) -> None:
-        """Another sequence goes on behind the end of one."""
+        """Start a new part: another sequence continues the run."""
         self.parts = joined(self.parts, self.end, self.uses, ())
         self.uses = self.uses.followed()
 
     def divide_uses(self, upper: "Node") -> None:
-        """What is known of the uses up to the end of `upper`, which has just been split off, is known of it now."""
+        """Divide the use statistics with `upper`, the upper half of this node after a split."""
         upper.parts, uses = parts_before(self.parts, self.uses, upper.end)
         upper.uses = (
             uses if uses is not self.uses and self.parts[len(upper.parts)].reach == upper.end else uses.divided()
@@ -307,11 +307,11 @@ class Node:
         upper.prompt_end = self.prompt_end
 
     def join_uses(self, upper: "Node") -> None:
-        """The run of `upper` becomes the beginning of this one."""
+        """Add the use statistics of `upper`, whose run becomes the first section of this node."""
         self.parts = joined(upper.parts, upper.end, upper.uses, self.parts)
 
     def shorten(self, end: int) -> None:
-        """It ends earlier: what was known of the rest counts no more."""
+        """Set an earlier end, and drop the statistics and the reach of marks behind it."""
         self.end = end
         self.parts, self.uses = parts_before(self.parts, self.uses, end)
         if any(reach > end for _, reach in self.marks):
@@ -319,23 +319,23 @@ class Node:
 
     @property
     def num_alike(self) -> int:
-        """Blocks at its end that came there together and for which the same was asked: at least 1."""
+        """Blocks at its end with the same use statistics and retention: at least 1."""
         first = max([self.start, *(reach for reach, _ in self.parts), *(r for _, r in self.marks if r < self.end)])
         return self.end - first
 
     @property
     def before(self) -> Uses:
-        """The uses of what its last part goes on from. It is not a root."""
+        """Use statistics of the part that its last part continues. Not for roots."""
         assert self.parent is not None, "nothing comes before a root"
         return self.parts[-1].uses if self.parts else self.parent.uses
 
     @property
     def first_key(self) -> bytes:
-        """Tokens of its first block."""
+        """The key of its first block."""
         return self.edge[: len(self.edge) // len(self.blocks[0])]
 
     def walk(self) -> "Iterator[Node]":
-        """It and all below it, parents first."""
+        """This node and all nodes below it, parents first."""
         waiting = [self]
         while waiting:
             node = waiting.pop()
@@ -344,7 +344,7 @@ class Node:
 
 
 class LeastRecent:
-    """Nodes in the order of their last use. A use costs nothing: entries are put right when they come up."""
+    """Nodes in the order of their last use. A use costs nothing: an entry is corrected when it reaches the top."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, Node]] = []
@@ -354,20 +354,20 @@ class LeastRecent:
         return len(self._members)
 
     def add(self, node: Node) -> None:
-        """It may be given up; one that is there already stays."""
+        """Add a node. Does nothing if it is there."""
         if node.id not in self._members:
             self._members.add(node.id)
             heappush(self._heap, (node.tick, node.id, node))
 
     def discard(self, node: Node) -> None:
-        """It has left the tree."""
+        """Remove a node that has left the tree."""
         self._members.discard(node.id)
         if len(self._heap) > 2 * len(self._members) + 64:
             self._heap = [entry for entry in self._heap if entry[1] in self._members]
             heapify(self._heap)
 
     def pop(self) -> Node | None:
-        """Take out the least recently used."""
+        """Remove and return the least recently used node; None if there is none."""
         while self._heap:
             tick, number, node = heappop(self._heap)
             if number not in self._members:

@@ -1,7 +1,8 @@
-"""The nodes of all radix trees: how they split, merge, are evicted and found wrong. Knows no tokens but as keys.
+"""All radix trees: splits, merges, eviction and consistency checks of nodes.
 
-Invariants, which `check` verifies: children are sorted and begin differently; a node has one child only where a
-table ends at it or the child is a tail; a leaf ends with a block; tables end at nodes, and hold the blocks on the way.
+Invariants, which `check` verifies: children are sorted, and their first blocks differ. A node with a single child is
+one at which a table ends, or the child is a tail. A leaf ends with a block. A table ends at a node and has the blocks
+on the path to it.
 """
 
 from collections import Counter, OrderedDict
@@ -19,7 +20,7 @@ from quire.core.request import Namespace
 
 
 def faults(node: Node, size: int) -> Iterator[str]:
-    """Complaints about a node. size: bytes of a block's key."""
+    """Errors of a node. size: bytes of a block's key."""
     keys = [child.edge[:size] for child in node.children]
     if keys != node.children.keys or keys != sorted(set(keys)):
         yield "its children are not in order"
@@ -59,20 +60,20 @@ MOST_AT_A_PLACE = 8
 
 
 class LostBlock(NamedTuple):
-    """The first block that was given up at some place."""
+    """The first block of an eviction."""
 
     key: bytes  # its tokens
     cause: Cause
 
 
 class Lost:
-    """The latest evictions, by what came before the first block that was lost: a place, and the tokens before it."""
+    """The latest evictions, by the position of the first evicted block and the tokens before it."""
 
     def __init__(self) -> None:
         self._places: OrderedDict[tuple[object, int], list[LostBlock]] = OrderedDict()
 
     def note(self, place: object, before: bytes, key: bytes, cause: Cause) -> None:
-        """The block `key` was evicted."""
+        """Record the eviction of the block `key`. place: its root and position. before: key of the tokens before it."""
         known = (place, hash(before))
         lost = self._places.setdefault(known, [])
         lost.append(LostBlock(key, cause))
@@ -82,41 +83,41 @@ class Lost:
             self._places.popitem(last=False)
 
     def find(self, place: object, before: bytes, rest: bytes, num_found: int) -> Cause | None:
-        """Why more than `num_found` tokens of `rest`, are not there."""
+        """The cause of the latest eviction of a block that matches more than `num_found` tokens of `rest`, or None."""
         lost = self._places.get((place, hash(before)), ())
         return next((one.cause for one in reversed(lost) if num_common(one.key, rest) > num_found), None)
 
 
 RootKey = tuple[Namespace, bytes]
 
-_BLOCKS_REMEMBERED = 64  # of what came before a block that was evicted; what lies further back only by its length
+_BLOCKS_REMEMBERED = 64  # before an evicted block, whose tokens identify it; of earlier ones only the number counts
 
 
 class Forest:
-    """A tree for each root key. Ticks count uses of the cache; a node's is that of its last use."""
+    """The radix trees: one per root key."""
 
     def __init__(
         self, pools: Sequence[BlockPool], windowed: Sequence[int], key_bytes: int, clock: Clock, leaves: Leaves
     ) -> None:
-        """windowed: groups with a window. key_bytes: of a block. leaves: in the order in which they are given up."""
+        """windowed: groups with a window. key_bytes: bytes of a block's key. leaves: in the eviction order."""
         self.roots: dict[RootKey, Node] = {}
         self._by_tenant: dict[str, dict[RootKey, None]] = {}  # keys of roots, oldest first
         self._lost = Lost()
         self._known = _BLOCKS_REMEMBERED * key_bytes
         self.num_evicted = 0
-        self.reason: Reason | None = None  # why the first one went of what was given up since it was taken
+        self.reason: Reason | None = None  # of the first eviction since `take_reason`
         self.clock = clock
         self.wishes = Wishes(pools, clock, key_bytes, self._relist)
         self._pools = pools
         self._size = key_bytes
         self.leaves = leaves
-        self._passed = {group: LeastRecent() for group in windowed}  # nodes that have blocks of these groups
+        self._passed = {group: LeastRecent() for group in windowed}  # nodes with blocks of these groups
         self._num_nodes = 0
 
-    # Growing
+    # Growth
 
     def root(self, key: RootKey, end: int, *, public: bool) -> Node:
-        """The root of a tree, whose first blocks come behind `end` others; a new one where there is none."""
+        """The root of a tree, created if it does not exist. Its first blocks are behind `end` others."""
         root = self.roots.get(key)
         if root is None:
             root = self.roots[key] = Node(self._number(), b"", [[] for _ in self._pools], None, end)
@@ -127,10 +128,10 @@ class Forest:
     def append(
         self, node: Node, edge: bytes, blocks: Sequence[list[int]], writer: BlockTable | None, num_written: int
     ) -> Node:
-        """New blocks behind a node, none of whose children begins with them; the node where they end.
+        """Append new blocks behind a node, none of whose children begins with them. Returns the node where they end.
 
-        The node itself grows where nobody but `writer` would see its end move. A tail that the first block goes on
-        from is not needed any more, if that much of the block, `num_written` tokens, is there already.
+        The node itself grows if no table but `writer` ends there and it has no children. A tail with which the first
+        block begins is dropped if it has at most `num_written` tokens, because these are in the new block already.
         """
         self.drop_tail(node, edge, num_written * SYMBOL)
         for group, some in enumerate(blocks):
@@ -154,9 +155,9 @@ class Forest:
         return node
 
     def extend(self, node: Node, edge: bytes, blocks: Sequence[int]) -> bool:
-        """One more block of the only table that ends at a leaf: what happens most, and needs none of the care.
+        """Append one block to a leaf at which a single table ends: the fast path of `append`.
 
-        False where it does: nothing has changed then.
+        Returns False, without a change, if `append` is needed.
         """
         if node.children or node.parent is None or len(node.writers) != 1:
             return False
@@ -173,7 +174,10 @@ class Forest:
         return True
 
     def end_at(self, node: Node, depth: int) -> Node:
-        """A node that ends at `depth`, which lies on the run of `node`. It is split where needed, and keeps its end."""
+        """The node that ends at `depth`, a position on the run of `node`, which is split there if needed.
+
+        After a split the lower half is `node`.
+        """
         if depth == node.end:
             return node
         count = depth - node.start
@@ -191,13 +195,13 @@ class Forest:
         return upper
 
     def fill(self, node: Node, i: int, group: int, block: int) -> None:
-        """The block at place `i` of a node, that a window had passed, is there again."""
+        """Set block `i` of a node in a window group, which was ABSENT."""
         node.blocks[group][i] = block
         self._pools[group].enter_index(block)
         self._passed[group].add(node)
 
     def touch(self, node: Node, *, hit: bool) -> None:
-        """A node is used, and so is what comes before it. hit: a sequence begins with it."""
+        """Mark a node and all above it as used. hit: a sequence begins with it."""
         above, tick = node, self.clock.tick
         while above.parent is not None:
             if hit:
@@ -209,30 +213,30 @@ class Forest:
             above = above.parent
 
     def left(self, ends: Sequence[Node], keep: Keep, num_prompt: int) -> None:
-        """A sequence is over, whose prompt had so many blocks, and that is where it ends."""
+        """A sequence with a prompt of `num_prompt` blocks ended at the nodes `ends`: apply its retention."""
         for node in ends:
             if node.parent is not None:
                 node.uses.left, node.prompt_end = True, num_prompt
-                self.leaves.renew(node)  # a new part may count less than what it goes on from
+                self.leaves.renew(node)  # a new part may have a lower eviction key than the one before
         self.wishes.left(ends, keep)
 
     # Tables
 
     def write(self, table: BlockTable, node: Node) -> None:
-        """A table's indexed blocks end at a node."""
+        """Register a table whose indexed blocks end at a node."""
         table.place, table.num_indexed = node, node.end
         node.writers[table] = None
 
     def unwrite(self, table: BlockTable, keep: Node | None = None) -> None:
-        """They do not any more. keep: not to be tidied yet."""
+        """Unregister a table, and tidy its node unless it is `keep`."""
         del (node := place_of(table)).writers[table]
         if node is not keep:
             self.tidy(node)
 
-    # Shrinking
+    # Removal
 
     def tidy(self, node: Node) -> None:
-        """The surroundings of a node changed: it may be merged with an only child, be a leaf, or be of no use."""
+        """Restore the invariants at a node: merge it with an only child, remove it, or list it as a leaf."""
         if node.writers or node.is_gone:
             return
         if node.parent is None:
@@ -265,7 +269,7 @@ class Forest:
             if cut:
                 self._give_up(leaf, cut, cause)
                 freed += cut
-            elif not self.wishes.holds(leaf):  # which lists it again when the pin ends
+            elif not self.wishes.holds(leaf):  # a pinned leaf is listed again when the pin ends
                 busy.append(leaf)
         for leaf in busy:
             self.leaves.set_aside(leaf)
@@ -278,7 +282,7 @@ class Forest:
         return reason or NO_REASON
 
     def _give_up(self, leaf: Node, cut: int, cause: Cause) -> None:
-        """Blocks at the end of a leaf that came up are evicted."""
+        """Evict `cut` blocks at the end of a popped leaf."""
         self.reason = self.reason or Reason(self.leaves.reason(leaf), leaf.tenant)
         self.leaves.given_up(leaf, cut)
         at = len(leaf.blocks[0]) - cut
@@ -290,7 +294,7 @@ class Forest:
             self._remove_leaf(leaf)
 
     def void(self, blocks: Collection[int]) -> None:
-        """These blocks of group 0 were never computed: they leave with all behind them. Tables end before them."""
+        """Remove blocks of group 0 that were never computed, and all behind them. Tables then end before them."""
         for root in list(self.roots.values()):
             for node in list(root.walk()):
                 at = next((i for i, block in enumerate(node.blocks[0]) if block in blocks), None)
@@ -316,7 +320,7 @@ class Forest:
         self.tidy(survivor)
 
     def _evict_passed(self, group: int, count: int) -> int:
-        """Blocks of a group with a window leave any node: what comes before a window is seen by nobody."""
+        """Evict idle blocks of a window group from any node, least recently used node first."""
         pool, freed, rest = self._pools[group], 0, []
         while freed < count and (node := self._passed[group].pop()) is not None:
             blocks = node.blocks[group]
@@ -328,7 +332,7 @@ class Forest:
                     freed += 1
             if any(block != ABSENT for block in blocks):
                 if freed < count:
-                    node.tick = self.clock.tick  # what is left is in use now
+                    node.tick = self.clock.tick  # the remaining blocks are in use now
                 rest.append(node)
             self.tidy(node)
         for node in rest:
@@ -338,7 +342,7 @@ class Forest:
         return freed
 
     def _num_idle_at_end(self, leaf: Node, wanted: int) -> int:
-        """Blocks at the end of a leaf that nobody uses in any group, `wanted` at most."""
+        """Blocks at the end of a leaf that are idle or absent in every group, at most `wanted`."""
         count = 0
         while count < min(wanted, len(leaf.blocks[0])):
             last = [blocks[-1 - count] for blocks in leaf.blocks]
@@ -348,7 +352,7 @@ class Forest:
         return count
 
     def why_lost(self, key: RootKey, before: bytes, rest: bytes, num_found: int) -> Cause | None:
-        """Why more than `num_found` tokens of `rest`, which come behind `before`, are not there; None: never were."""
+        """The cause of the eviction that left only `num_found` tokens of `rest` behind `before`; None without one."""
         return self._lost.find((key, len(before)), before[-self._known :], rest, num_found)
 
     def _note_loss(self, leaf: Node, at: int, cause: Cause) -> None:
@@ -358,7 +362,7 @@ class Forest:
         self._lost.note(place, before, leaf.edge[at * size : (at + 1) * size], cause)
 
     def _cut(self, node: Node, at: int) -> None:
-        """Blocks of a node's end leave the index."""
+        """Remove the blocks of a node from index `at` on."""
         node.shorten(node.start + at)
         for group, blocks in enumerate(node.blocks):
             for block in blocks[at:]:
@@ -376,7 +380,7 @@ class Forest:
         self.tidy(parent)
 
     def _detach(self, leaf: Node) -> None:
-        """A leaf leaves the tree with its blocks; its parent is not tidied."""
+        """Remove a leaf with its blocks from the tree. Its parent is not tidied."""
         assert leaf.parent is not None, "roots are not removed"
         self.wishes.moved_up(leaf, leaf.parent)
         leaf.parent.detach(leaf)
@@ -387,14 +391,14 @@ class Forest:
         self._unlist(leaf)
 
     def drop_tail(self, node: Node, key: bytes, most: int) -> None:
-        """A tail of at most so many bytes with which `key` begins is not needed beside it."""
+        """Remove a tail of at most `most` bytes with which `key` begins."""
         for child in node.neighbours(key[: self._size]):
             if len(child.edge) <= min(most, self._size - 1) and key.startswith(child.edge):
                 self._detach(child)
                 return
 
     def _merge(self, node: Node, child: Node) -> None:
-        """An only child takes over the run of its parent: whoever refers to its end goes on doing so."""
+        """Merge a node into its only child, which keeps its end."""
         parent = node.parent
         assert parent is not None, "roots are not merged"
         parent.replace(node, child)
@@ -409,7 +413,7 @@ class Forest:
         self._list(child)
 
     def _relist(self, node: Node) -> None:
-        """A leaf may stand lower than it did, or have idle blocks again."""
+        """List a leaf whose eviction key may have fallen or which has idle blocks again."""
         if not node.children and not node.is_gone:
             self.leaves.renew(node)
             self.leaves.add(node)
@@ -437,14 +441,14 @@ class Forest:
         if not keys:
             del self._by_tenant[key[0].tenant]
 
-    # Looking
+    # Checks
 
     def namespaces(self, tenant: str) -> Iterator[Namespace]:
-        """Those of a tenant that have a root, the latest first."""
+        """Namespaces of a tenant that have a root, the latest first."""
         return (key[0] for key in reversed(self._by_tenant.get(tenant, {})))
 
     def nodes(self) -> Iterator[Node]:
-        """All of them, roots first."""
+        """All nodes, roots first."""
         for root in self.roots.values():
             yield from root.walk()
 
@@ -463,5 +467,5 @@ class Forest:
 
 
 def place_of(table: BlockTable) -> Node:
-    """Where a table's indexed blocks end."""
-    return table.place  # type: ignore[return-value]  # what `write` put there
+    """The node where a table's indexed blocks end."""
+    return table.place  # type: ignore[return-value]  # set by `write`

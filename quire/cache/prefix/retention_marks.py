@@ -1,12 +1,12 @@
-"""Wishes: what requests asked for the KV that they left, and who it still counts for.
+"""Retention of KV in the radix tree: the marks at nodes, when they apply, and the eviction order that they change.
 
-A mark lies where a sequence ended and counts for all before it, too: it moves up when a leaf is given up. Marks of a
-session all name one wish, so that its latest request speaks for what the session left: at the places where its latest
-sequences ended, so that the end of a request takes no longer the more there were before. A branch of a program is such
-a session, too; what is asked for it is what the program says (docs/programs.md).
+A mark is at the node where a sequence ended and applies to all blocks before it too. It moves up when a leaf is
+evicted. All marks of a session share one Wish, so that the retention of its latest request applies to the whole
+session. The number of marks per session is limited, so that the end of a request does not get slower as a session
+grows. A branch of a program is such a session too; its hints are its retention (docs/programs.md).
 
-Where nothing else runs and the next sequence does not fit, pins yield, the weakest first: nobody waits for ever.
-Whoever flushes ends them all.
+If nothing runs and the next sequence does not fit, pins end, the weakest first, so that no request waits forever. A
+flush ends all pins.
 """
 
 from collections import Counter
@@ -22,23 +22,23 @@ from quire.cache.retention import NO_STAGE, PLAIN, Asked, Keep, Key, Mark, Stage
 from quire.core.events import Event, PinsRefused, PinsYielded
 from quire.core.scheduling_params import Retention
 
-MOST_PLACES = 256  # where marks of one session lie
+MOST_PLACES = 256  # nodes with marks of one session
 
-_OF_SESSION = 2  # parts of the key of a session; that of a branch has one more
+_OF_SESSION = 2  # length of the key of a session; that of a branch is longer by one
 _NOTHING_ASKED = Retention()
 
 
 class Wishes:
-    """All wishes that count for some node."""
+    """All retention that applies to some node, and the pins."""
 
     def __init__(
         self, pools: Sequence[BlockPool], clock: Clock, key_bytes: int, relist: Callable[[Node], None]
     ) -> None:
-        """key_bytes: of a block. relist: a node's standing changed, or blocks of it are idle that were not."""
+        """key_bytes: of a block. relist(node): its eviction key may have fallen, or it has idle blocks again."""
         self.events: list[Event] = []
         self._clock = clock
         self._relist = relist
-        self._nodes: dict[Wish, dict[int, Node]] = {}  # where marks of a wish lie, the latest last
+        self._nodes: dict[Wish, dict[int, Node]] = {}  # nodes with marks of a wish, the latest last
         self._sessions: dict[Key, Wish] = {}
         self._branches: dict[Key, dict[Key, None]] = {}  # keys of sessions by tenant and program
         self._due: list[tuple[float, int, Wish]] = []
@@ -46,7 +46,10 @@ class Wishes:
         self._num_wishes = 0
 
     def left(self, ends: Sequence[Node], keep: Keep) -> None:
-        """A sequence is over. ends: the nodes where it ends; several where part of it is public, or a tail."""
+        """Apply the retention of a sequence that ended.
+
+        ends: the nodes where it ends; several if a part of it is public, or a tail.
+        """
         if keep.program is not None:
             self._left(ends, keep, self._wish_of_program(keep))
         if keep.program is None or keep.retention != _NOTHING_ASKED:
@@ -59,7 +62,7 @@ class Wishes:
             if node.parent is not None:
                 self._merge(node, (*node.marks, Mark(wish, node.end)))
         places = self._nodes.get(wish)
-        if places is None:  # nothing was asked, or nothing is left, or others asked for more
+        if places is None:  # no retention, no blocks left, or stronger marks of others at the node
             if wish.session is not None and self._sessions.get(wish.session) is wish:
                 self._end_session(wish.session)
             return
@@ -73,7 +76,7 @@ class Wishes:
         self._asked(wish, asked_before, new, keep)
 
     def _ask(self, wish: Wish, keep: Keep) -> None:
-        """What the request asks that has just ended."""
+        """Set the wish from the request that has just ended."""
         if wish is PLAIN:
             return
         wish.request_id = keep.request_id
@@ -85,7 +88,7 @@ class Wishes:
             wish.is_finished()
 
     def end_program(self, tenant: str, program: str, branch: str | None) -> None:
-        """Nobody goes on from what a branch left; None: from what any of its branches left. Unknown ones do nothing."""
+        """End a branch of a program (None: all): no request will continue from its KV. Ignores unknown ones."""
         keys = list(self._branches.get((tenant, program), ())) if branch is None else [(tenant, program, branch)]
         for key in keys:
             wish = self._sessions.get(key)
@@ -101,7 +104,7 @@ class Wishes:
             heapify(self._due)
 
     def _asked(self, wish: Wish, before: Asked, new: Sequence[Node], keep: Keep) -> None:
-        """A wish holds for new nodes. What it holds for already is looked at only where it changed."""
+        """Apply a changed wish: to its new nodes, and to its other nodes only as far as its retention changed."""
         places = list(self._nodes[wish].values())
         if wish.pin:
             self._hold(wish, new if before.pin else places, keep)
@@ -111,7 +114,7 @@ class Wishes:
             self._relist(node)
 
     def _hold(self, wish: Wish, nodes: Iterable[Node], keep: Keep) -> None:
-        """Hold the blocks up to some nodes, as far as pins may go."""
+        """Pin the paths to some nodes, within the limits. Adds an event if blocks were not pinned."""
         refused: set[tuple[int, int]] = set()
         held: set[tuple[int, int]] = set()
         for node in nodes:
@@ -122,7 +125,7 @@ class Wishes:
             self.events.append(PinsRefused(self._clock.now, keep.request_id, len(refused), len(held)))
 
     def _wish_of(self, keep: Keep) -> Wish:
-        """The wish of a request that has just ended: a new one, or that of its session, with what was asked before."""
+        """The wish of a request that has just ended: PLAIN without retention, that of its session, or a new one."""
         asked = keep.retention
         if asked == _NOTHING_ASKED:
             return PLAIN
@@ -131,7 +134,7 @@ class Wishes:
         return self._of_session((keep.tenant, asked.session), keep)
 
     def _wish_of_program(self, keep: Keep) -> Wish:
-        """The wish of the branch that a request was a part of."""
+        """The wish of the program branch that a request belongs to."""
         assert keep.program is not None, "it is a program's"
         key = keep.tenant, keep.program.id, keep.program.branch
         self._branches.setdefault(key[:_OF_SESSION], {})[key] = None
@@ -148,7 +151,7 @@ class Wishes:
         return Wish(self._num_wishes, key, keep.tenant)
 
     def _end_session(self, key: Key) -> None:
-        """Nothing is left that it counts for."""
+        """Delete a session without marks."""
         del self._sessions[key]
         if len(key) > _OF_SESSION:
             branches = self._branches[key[:_OF_SESSION]]
@@ -156,10 +159,10 @@ class Wishes:
             if not branches:
                 del self._branches[key[:_OF_SESSION]]
 
-    # Where marks lie
+    # Marks
 
     def _merge(self, node: Node, marks: tuple[Mark, ...]) -> None:
-        """These marks lie at a node, as far as they count; the others hold nothing for it."""
+        """Set the marks of a node to `marks`, without expired and excess ones."""
         self._mark(node, merged(marks, self._clock.now))
         kept = {wish for wish, _ in node.marks}
         if any(wish not in kept for wish, _ in marks):
@@ -176,7 +179,7 @@ class Wishes:
                 self._forget(wish, node)
 
     def _unmark(self, node: Node, wish: Wish) -> None:
-        """A wish counts for a node no more."""
+        """Remove the mark of a wish from a node."""
         self._mark(node, tuple(mark for mark in node.marks if mark.wish is not wish))
         self._relist(node)
 
@@ -190,7 +193,7 @@ class Wishes:
                 self._end_session(wish.session)
 
     def _move(self, node: Node, other: Node) -> None:
-        """Marks of a node lie at another now, as far as they count there, and what is held for them goes with them."""
+        """Remove all marks of a node. Pins of wishes that are also at `other` move there."""
         kept = {wish for wish, _ in other.marks}
         for wish, _ in node.marks:
             if wish in kept:
@@ -198,7 +201,7 @@ class Wishes:
         self._mark(node, ())
 
     def moved_up(self, leaf: Node, parent: Node) -> None:
-        """A leaf leaves the tree: what was asked for it was asked for what comes before, too."""
+        """A leaf is about to leave the tree: its marks, which apply to the blocks before it too, move to its parent."""
         if leaf.marks:
             if parent.parent is not None:
                 moved = (Mark(wish, min(reach, parent.end)) for wish, reach in leaf.marks)
@@ -206,15 +209,15 @@ class Wishes:
             self._move(leaf, parent)
 
     def joined(self, upper: Node, node: Node) -> None:
-        """The run of `upper` becomes the beginning of a node."""
+        """The run of `upper` has become the first section of `node`: its marks move there."""
         if upper.marks:
             self._merge(node, (*upper.marks, *node.marks))
             self._move(upper, node)
 
-    # When they end
+    # Expiry
 
     def at(self, now: float) -> None:
-        """It is so late now: wishes whose time is over count no more."""
+        """Advance the clock and remove the marks of expired wishes."""
         now = self._clock.now = max(now, self._clock.now)
         while self._due and self._due[0][0] <= now:
             wish = heappop(self._due)[2]
@@ -225,15 +228,15 @@ class Wishes:
     # Pins
 
     def holds(self, leaf: Node) -> bool:
-        """Whether a pin holds the block that a leaf ends with, in any group."""
+        """Whether the last block of a leaf is pinned, in any group."""
         return self._pins.is_held(leaf, -1)
 
     def pinned(self, group: int) -> Counter[int]:
-        """References that pins hold, per block."""
+        """References of pins, per block."""
         return self._pins.references(group)
 
     def yield_one(self) -> bool:
-        """The weakest pin ends, so that somebody can run; False where there is none."""
+        """End the weakest pin, so that a sequence can run. Returns False if there is none."""
         wish = self._pins.weakest
         if wish is None:
             return False
@@ -242,12 +245,12 @@ class Wishes:
         return True
 
     def end_pins(self) -> None:
-        """All pins end."""
+        """End all pins."""
         for wish in self._pins.wishes:
             self._end_pin(wish)
 
     def void(self) -> None:
-        """Blocks have left the index for which there was no eviction: pins of such blocks end."""
+        """End the pins of blocks that have left the index without an eviction."""
         self._pins.void()
 
     def _end_pin(self, wish: Wish) -> None:
@@ -256,10 +259,10 @@ class Wishes:
         for node in list(self._nodes.get(wish, {}).values()):
             self._relist(node)
 
-    # Looking
+    # Checks
 
     def faults(self, node: Node, windowed: Collection[int]) -> list[str]:
-        """Complaints about the marks of a node, and what is held of it; empty when all is well."""
+        """Errors of the marks and pins of a node; empty if there are none."""
         unknown = [
             wish.number
             for wish, _ in node.marks
@@ -273,7 +276,7 @@ Standing = tuple[int, ...]
 
 
 class _Staged:
-    """An order within the stages of programs. See Order."""
+    """An eviction policy with program hints as the first part of the key. See Order."""
 
     def __init__(self, order: Order, clock: Clock) -> None:
         self._order = order
@@ -288,7 +291,7 @@ class _Staged:
         self._order.given_up(leaf)
 
     def stage(self, leaf: Node) -> Stage:
-        """What programs say of its end."""
+        """The program hint for the last block of a leaf."""
         return stage_at(leaf.marks, leaf.end, self._clock.now) if leaf.marks else NO_STAGE
 
     def standing(self, leaf: Node) -> Standing:
@@ -296,20 +299,19 @@ class _Staged:
         return *self.stage(leaf), *self._order.standing(leaf)
 
     def reason(self, leaf: Node) -> dict[str, float]:
-        """See Order. program: 1 where one expected to go on from there, -1 where it did not any more."""
+        """See Order. program: 1 if a program expects to continue from it, -1 if a program has finished with it."""
         stage, _ = self.stage(leaf)
         reason = self._order.reason(leaf)
         return {**reason, "program": stage} if stage else reason
 
 
 class _Turns(_Staged):
-    """Whose turn it is: programs say nothing, but that what finished branches left goes before the rest. See Order."""
+    """The order that selects the tenant: without hints, except that finished branches come first. See Order."""
 
     def __init__(self, order: Order, clock: Clock) -> None:
         super().__init__(order, clock)
-        self._places: dict[
-            int, tuple[int, Standing]
-        ] = {}  # of some leaves: another's standing, and when they were used
+        # Leaves that have the eviction key of another leaf: their tick at that time, and the key.
+        self._places: dict[int, tuple[int, Standing]] = {}
 
     def standing(self, leaf: Node) -> Standing:
         """See Order."""
@@ -320,18 +322,22 @@ class _Turns(_Staged):
         return place if tick == leaf.tick else self._order.standing(leaf)
 
     def change(self, one: Node, other: Node) -> None:
-        """Two leaves change places, each until it is used again."""
+        """Swap the eviction keys of two leaves, each until it is used again."""
         place = self._place(one)
         self._places[one.id] = one.tick, self._place(other)
         self._places[other.id] = other.tick, place
 
     def forget(self, leaf: Node) -> bool:
-        """Its place is its own again. Whether it had another's."""
+        """Give a leaf its own eviction key back. Returns whether it had another one."""
         return self._places.pop(leaf.id, None) is not None
 
 
 class LeavesByTenant:
-    """See Leaves."""
+    """Leaves in the order of an eviction policy with program hints. See Leaves.
+
+    The first leaf in the policy's order selects the tenant. Hints then select which of its leaves is evicted, so they
+    cannot protect KV at the expense of other tenants.
+    """
 
     asks_for_misses = False
 
@@ -339,7 +345,7 @@ class LeavesByTenant:
         self._staged = _Staged(order, clock)
         self._turns = _Turns(order, clock)
         self._all = OrderedLeaves(self._turns)
-        self._of: dict[str, OrderedLeaves] = {}  # the same, by tenant
+        self._of: dict[str, OrderedLeaves] = {}  # the same leaves, by tenant
         self._aside = Aside()
 
     def __contains__(self, node: Node) -> bool:
@@ -397,18 +403,18 @@ class LeavesByTenant:
         return node
 
     def first(self) -> Node | None:
-        """The one that `pop` would take out, of those that were not set aside."""
+        """The leaf that `pop` would return, of those that are not set aside."""
         first = self._all.first()
         return None if first is None else self._of[first.tenant].first()
 
     def instead(self, node: Node) -> None:
-        """What `first` said is to be given up, maybe in place of the one whose turn it is."""
+        """Record that `node`, which `first` returned, is evicted: it swaps its key with the policy's first leaf."""
         spared = self._all.first()
         if spared is not None and spared is not node:
             self._turns.change(spared, node)
 
     def is_finished(self, node: Node) -> bool:
-        """Whether a finished branch left its end, and nobody else is known to want it."""
+        """Whether the last block of a leaf belongs to a finished branch, and no other retention protects it."""
         return self._staged.stage(node) < NO_STAGE
 
     def used(self, node: Node, *, hit: bool) -> None:

@@ -1,12 +1,12 @@
-"""Kernels in C++ for processors, compiled for several instruction sets: the best one that runs here is taken."""
+"""C++ kernels for CPUs, compiled for several instruction sets. The best build that runs on this machine is used."""
 
 try:
-    import torch as _torch  # noqa: F401  (first: the extension then shares torch's pool of threads)
+    import torch as _torch  # noqa: F401  (first, so that the extension shares torch's OpenMP thread pool)
 
     from quire.kernels.cpu import _C
 except ImportError as error:
     EXTENSION: str | None = f"its extension cannot be loaded ({error}); install a C++ compiler and quire once more"
-    _C = None  # type: ignore[assignment]  # so that modules here can be imported, which nobody then calls
+    _C = None  # type: ignore[assignment]  # keeps the modules here importable; `choose` never selects them
 else:
     EXTENSION = None
 

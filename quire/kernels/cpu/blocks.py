@@ -1,4 +1,4 @@
-"""Blocks of keys and values on CPUs. Their layout is told in `csrc/blocks.cpp`; it suits attention of many queries."""
+"""KV blocks on CPUs: allocation, writes, copies. `csrc/blocks.cpp` describes the layout."""
 
 from typing import NamedTuple
 
@@ -11,20 +11,21 @@ from quire.kernels.cpu import _C
 from quire.kernels.cpu.memory import empty, pages
 from quire.kernels.cpu.views import dtype_code, heads_together
 
-TOKENS_TOGETHER = 16  # of one head
+TOKENS_TOGETHER = 16  # tokens of one head that are stored as one unit
 
 Rotation = tuple[Tensor, Tensor]  # cosines and sines, float32 (num_tokens, rotary_dim / 2)
 
 
 def padded(head_dim: int) -> int:
-    """Numbers that a head takes in a block: those behind head_dim are zeros."""
+    """head_dim as stored: rounded up to a multiple of 16. The additional numbers are zeros."""
     return -(-head_dim // TOKENS_TOGETHER) * TOKENS_TOGETHER
 
 
 def allocate(group: KVGroup, block_size: int, device: torch.device) -> Storage:
     """Zeros (num_layers, 2, num_blocks, num_kv_heads, block_size / 16, 16 * padded head_dim).
 
-    Memory is taken when it is first written, in pages of 2 MiB where the system has them.
+    The system commits memory page by page when it is first written. Raises ValueError for a device, block_size or type
+    that the kernels do not have.
     """
     if device.type != "cpu":
         raise ValueError(f"the CPU kernels keep no blocks on {device}")
@@ -36,15 +37,15 @@ def allocate(group: KVGroup, block_size: int, device: torch.device) -> Storage:
     stretches = block_size // TOKENS_TOGETHER
     shape = (len(group.layers), 2, group.num_blocks, group.num_kv_heads, stretches, stretch)
     dtype = DTYPES[group.dtype]
-    data = pages(torch.Size(shape).numel() * dtype.itemsize, huge=False)  # touched block by block
+    data = pages(torch.Size(shape).numel() * dtype.itemsize, huge=False)  # blocks are written one by one
     return Storage(group, block_size, data.view(dtype).view(shape))
 
 
 def write_kv(storage: Storage, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
-    """Store k and v (num_tokens, num_kv_heads, head_dim) at `slots`, block * block_size + place, int64 (num_tokens,).
+    """Store k and v (num_tokens, num_kv_heads, head_dim) at `slots`, block * block_size + offset, int64 (num_tokens,).
 
-    Tokens of one block follow one another, each one place behind the one before it. A block whose place 0 is
-    written is cleared before. Slots outside of the storage are passed over.
+    Tokens of one block must be consecutive, with consecutive slots. If slot 0 of a block is written, its slots after
+    these tokens are zeroed. Tokens with slots outside of the storage are skipped.
     """
     _write(storage, layer, k, v, slots, _Turn())
 
@@ -52,7 +53,7 @@ def write_kv(storage: Storage, layer: int, k: Tensor, v: Tensor, slots: Tensor) 
 def rotary_write(
     storage: Storage, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, slots: Tensor
 ) -> Tensor:
-    """Rotate q and k, then `write_kv`. Returns q rotated: without a rotation, q itself."""
+    """Rotate q and k, then `write_kv`. Returns the rotated q, or q itself if `rotation` is None."""
     if rotation is None:
         write_kv(storage, layer, k, v, slots)
         return q
@@ -65,7 +66,7 @@ def rotary_write(
 
 
 class _Turn(NamedTuple):
-    """What is rotated beside keys, and how: nothing."""
+    """Queries to rotate, the rotation and the output; all None without a rotation."""
 
     q: Tensor | None = None
     cos: Tensor | None = None
@@ -92,7 +93,7 @@ def _write(storage: Storage, layer: int, k: Tensor, v: Tensor, slots: Tensor, tu
 
 
 def pack(storage: Storage, blocks: Tensor) -> Tensor:
-    """A copy of `blocks` int64 (num_blocks,): (num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim)."""
+    """A copy of `blocks` int64 (num_blocks,) in the canonical layout."""
     canonical = torch.empty(_canonical_shape(storage, blocks), dtype=storage.data.dtype)
     _C.pack_blocks(storage.data, *_checked(storage, blocks, canonical))
     return canonical
@@ -108,8 +109,8 @@ def unpack(storage: Storage, blocks: Tensor, canonical: Tensor) -> None:
 
 
 def copy_blocks(storage: Storage, pairs: Tensor, num_tokens: int) -> None:
-    """Copy the first `num_tokens` of each source and clear the rest, for all (source, target) `pairs` at once."""
-    if torch.isin(pairs[:, 1], pairs[:, 0]).any():  # read all before the first is written
+    """Copy the first `num_tokens` of each source and zero the rest of its target: see Kernels."""
+    if torch.isin(pairs[:, 1], pairs[:, 0]).any():  # a target is also a source: read all before the first is written
         canonical = pack(storage, pairs[:, 0])
         canonical[:, :, :, num_tokens:] = 0
         unpack(storage, pairs[:, 1], canonical)
@@ -127,7 +128,7 @@ def _canonical_shape(storage: Storage, blocks: Tensor) -> tuple[int, ...]:
 
 
 def _checked(storage: Storage, blocks: Tensor, canonical: Tensor) -> tuple[Tensor | int, ...]:
-    """What the kernels that change layouts take behind the storage's memory."""
+    """Arguments of the pack and unpack kernels after the storage. Raises IndexError for blocks out of range."""
     _check(storage, blocks)
     group = storage.group
     sizes = (len(group.layers), group.num_blocks, len(blocks), group.num_kv_heads, storage.block_size, group.head_dim)

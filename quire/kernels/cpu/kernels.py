@@ -1,4 +1,4 @@
-"""The CPU kernels as the contract wants them: one object for ordinary sequences, one for deterministic ones."""
+"""The kernel contract implemented by the C++ kernels, with one object per mode: ordinary or deterministic."""
 
 from collections.abc import Sequence
 
@@ -16,7 +16,7 @@ DTYPES = ("float32", "bfloat16")
 
 
 class CpuKernels:
-    """Kernels in C++. `strict`: bits do not depend on company, which forbids tile registers and split contexts."""
+    """C++ kernels. strict: deterministic, which excludes AMX tile registers and contexts split over threads."""
 
     NAME = "cpu"
     RESIDENT = False
@@ -27,7 +27,7 @@ class CpuKernels:
         self.recorder: Recorder | None = None if strict else Recording()
 
     def refusal(self, demands: Demands) -> str | None:
-        """Why the module cannot do what is demanded, or None if it can."""
+        """Why the module does not meet the requirements, or None if it does."""
         if demands.device.type != "cpu":
             return f"it runs on CPUs, not on {demands.device.type}"
         if demands.dtype not in DTYPES:
@@ -41,7 +41,7 @@ class CpuKernels:
         return None
 
     def use_threads(self, number: int) -> None:
-        """Threads of torch, and of a kernel's team."""
+        """Set the number of threads of torch and of the C++ kernels."""
         torch.set_num_threads(number)
         _C.set_threads(number)
 
@@ -129,7 +129,7 @@ class CpuKernels:
         return products.embed(ids, weight, scale)
 
     def route(self, logits: Tensor, k: int, *, normalise: bool) -> tuple[Tensor, Tensor]:
-        """By torch: it takes next to nothing beside the experts."""
+        """See `reference`: torch is used, because its time is negligible compared with the experts."""
         return reference.route(logits, k, normalise=normalise)
 
     def experts(self, x: Tensor, ids: Tensor, weights: Tensor, up: Weight, down: Weight, activation: str) -> Tensor:
@@ -146,5 +146,5 @@ class CpuKernels:
 
 
 def description() -> str:
-    """The build that is in use: the best of those that run here."""
+    """The name of the build in use, which is the best one that runs on this machine."""
     return f"{_C.builds()[0]} build"

@@ -1,4 +1,4 @@
-"""Log probabilities on CPUs: what `quire.kernels.reference.likelihood` says, without a copy of the logits."""
+"""Logprobs by the C++ kernels, without a copy of the logits. `quire.kernels.reference.likelihood` specifies them."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,10 @@ from quire.kernels.cpu.sampling import readable
 
 
 def logprobs(logits: Tensor, tokens: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Values of `tokens`, ranks of the first of them, ids and values of the k most likely: see the contract."""
+    """Values of `tokens`, ranks of their first column, ids and values of the k most likely: see Kernels.logprobs.
+
+    Raises ValueError for shapes that do not fit the logits, IndexError for tokens outside of the vocabulary.
+    """
     num_rows, vocab_size = logits.shape
     num_tokens = tokens.shape[1]
     if tokens.shape[0] != num_rows or not num_tokens or not 0 <= k <= vocab_size:

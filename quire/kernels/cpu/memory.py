@@ -1,7 +1,7 @@
-"""Memory of the CPU kernels: pages from the system, and buffers that tensors come and go in.
+"""Memory of the CPU kernels: pages from the system, and arenas that reuse buffers for tensors.
 
-Fresh memory costs more than most kernels: the system clears each page when it is first touched. So what kernels
-compute goes into buffers that are kept, which each thread has for itself, or each set of recordings.
+Fresh memory costs more time than most kernels, because the system clears each page when it is first touched. So the
+outputs of kernels are allocated from an arena. Each thread has one, and each Recorder has one.
 """
 
 import mmap
@@ -20,9 +20,9 @@ _SMALLEST = 4096  # bytes of a buffer
 
 
 def pages(num_bytes: int, *, huge: bool) -> Tensor:
-    """Zeros uint8 (num_bytes,) that the system has yet to provide memory for.
+    """Zeros uint8 (num_bytes,). The system commits a page when it is first touched.
 
-    huge: in pages of 2 MiB, where it has them, for what is written whole; a page that is touched is taken whole.
+    huge: ask for pages of 2 MiB. Only useful for memory that is written completely, as a page is committed as a whole.
     """
     return torch.from_numpy(_pages(num_bytes, huge=huge))
 
@@ -31,54 +31,57 @@ def _pages(num_bytes: int, *, huge: bool) -> np.ndarray:
     huge = huge and num_bytes >= _HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE")
     size = num_bytes + _HUGE_PAGE if huge else max(num_bytes, 1)
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory has no huge pages
-    whole = np.frombuffer(memory, np.uint8)  # which keeps the memory
+    whole = np.frombuffer(memory, np.uint8)  # holds a reference to the mapping
     offset = -whole.ctypes.data % _HUGE_PAGE if huge else 0
     if huge:
-        with suppress(OSError):  # a system without them
+        with suppress(OSError):  # a system without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE, offset, num_bytes // _HUGE_PAGE * _HUGE_PAGE)  # whole pages only
     return whole[offset : offset + num_bytes]
 
 
 class Arena:
-    """Buffers, each of which one tensor has at a time. keeps: none is given back, since tapes know their addresses."""
+    """Reusable buffers; one tensor owns a buffer at a time. keeps: none is freed, as captured steps use its address."""
 
     def __init__(self, *, keeps: bool) -> None:
         self._keeps = keeps
         self._free: list[tuple[int, int]] = []  # (size, address), sorted
-        self._buffers: dict[int, np.ndarray] = {}  # by their addresses
+        self._buffers: dict[int, np.ndarray] = {}  # address -> buffer
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A tensor whose buffer is given back when it and all its views are gone. Not initialised."""
+        """An uninitialised tensor. Its buffer returns to the arena when the tensor and all its views are gone."""
         num_bytes = torch.Size(shape).numel() * dtype.itemsize
         buffer = self._take(max(num_bytes, 1))
-        owner = memoryview(buffer)  # type: ignore[arg-type]  # which the new tensor and its views hold
+        owner = memoryview(buffer)  # type: ignore[arg-type]  # the new tensor and its views hold a reference to it
         weakref.finalize(owner, insort, self._free, (len(buffer), buffer.ctypes.data)).atexit = False
         tensor = torch.frombuffer(owner, dtype=torch.uint8, count=max(num_bytes, 1))
         return tensor[:num_bytes].view(dtype).view(torch.Size(shape))
 
     def lent(self, x: Tensor) -> Tensor:
-        """The same numbers in the same place, which does not keep the buffer: until the next tape runs."""
+        """A tensor on the memory of x that does not own the buffer. It is valid until the next captured step runs.
+
+        Returns x itself if it is not contiguous or does not begin a buffer of this arena.
+        """
         buffer = self._buffers.get(x.data_ptr())
         if buffer is None or not x.is_contiguous():
             return x
         return torch.from_numpy(buffer[: x.nbytes]).view(x.dtype).view(x.shape)
 
     def shrink(self) -> None:
-        """Let go of large buffers that nobody has. Small ones are not worth the pages that would be cleared again."""
+        """Free unused buffers of at least 2 MiB. Smaller ones stay: clearing their pages again would cost more."""
         large = bisect_left(self._free, (_HUGE_PAGE, 0))
         for _, address in self._free[large:]:
             del self._buffers[address]
         del self._free[large:]
 
     def _take(self, num_bytes: int) -> np.ndarray:
-        """The smallest free buffer that is large enough, unless it is more than twice that."""
+        """The smallest free buffer that is large enough, or a new one if that is more than twice as large as needed."""
         size = max(_SMALLEST, 1 << (num_bytes - 1).bit_length())
         place = bisect_left(self._free, (size, 0))
         if place < len(self._free) and self._free[place][0] <= 2 * size:
             found, address = self._free.pop(place)
             if found >= size:
                 return self._buffers[address]
-            insort(self._free, (found, address))  # a tensor that ended in another thread moved the places meanwhile
+            insort(self._free, (found, address))  # the list changed: a tensor was freed in another thread
         if not self._keeps:
             self._give_back(size)
         buffer = _pages(size, huge=True)
@@ -86,14 +89,14 @@ class Arena:
         return buffer
 
     def _give_back(self, size: int) -> None:
-        """Let go of free buffers below a size that is needed anew: steps have grown, and they were of smaller ones."""
+        """Free unused buffers below `size`. A new size means that steps have grown, so smaller buffers are obsolete."""
         while self._free and self._free[0][0] < size:
             _, address = self._free.pop(0)
             del self._buffers[address]
 
 
 class _Thread(threading.local):
-    """What each thread takes its memory from."""
+    """The arena of each thread."""
 
     def __init__(self) -> None:
         self.arena = Arena(keeps=False)
@@ -103,18 +106,18 @@ _thread = _Thread()
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Memory for what a kernel of this thread computes."""
+    """An uninitialised tensor for the output of a kernel, from the arena of this thread."""
     return _thread.arena.empty(shape, dtype)
 
 
 def rest() -> None:
-    """Give back what this thread keeps for kernels that will not run for a while."""
+    """Free unused large buffers of this thread's arena."""
     _thread.arena.shrink()
 
 
 @contextmanager
 def taken_from(arena: Arena) -> Iterator[None]:
-    """Let `empty` take from `arena` meanwhile."""
+    """Context in which `empty` allocates from `arena`."""
     before, _thread.arena = _thread.arena, arena
     try:
         yield

@@ -1,7 +1,7 @@
-"""Paged attention by the C++ kernels: see csrc/attention.cpp for the layout of blocks and for how work is shared.
+"""Paged attention by the C++ kernels. csrc/attention.cpp describes the layout of blocks and the division of work.
 
 A plan holds the tensors that all layers of a step read. They keep their addresses when the plan is refilled for
-another step of the same shape, so that recorded calls can be played again.
+another step of the same shape, so that captured calls can be replayed.
 """
 
 import os
@@ -14,24 +14,24 @@ from quire.kernels.contract import Batch, Storage
 from quire.kernels.cpu import _C
 from quire.kernels.cpu.memory import empty
 
-SPLIT_ROWS = 1024  # for each processor: pairs of a query and a part of its context that another thread may take
+SPLIT_ROWS = 1024  # per CPU: rows of scratch for split contexts; one row per query, head and part of the context
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CpuPlan:
-    """Where the step's tokens are written and what they attend to. int64 but for `scratch`."""
+    """The slots that the step's tokens are written to, and the keys that they attend to. int64 except `scratch`."""
 
     starts: Tensor  # (num_chunks,)
     stops: Tensor  # (num_chunks,)
-    tables: Tensor  # (num_chunks, width): width may be more than a batch has
-    slots: Tensor  # (num_tokens,): block * block_size + place in the block
-    scratch: Tensor  # float32 (rows, padded head_dim + 16): what parts of split items leave
+    tables: Tensor  # (num_chunks, width): width may be larger than that of a batch
+    slots: Tensor  # (num_tokens,): block * block_size + offset in the block
+    scratch: Tensor  # float32 (rows, padded head_dim + 16): partial results of split items
     block_size: int
-    strict: bool  # whether a row's result must depend on nothing but its own sequence, bit for bit
+    strict: bool  # whether the bits of a row may depend on its own sequence only
 
 
 def plan(batch: Batch, storage: Storage, *, strict: bool = False, width: int = 0) -> CpuPlan:
-    """A plan for `batch`, which may be refilled with tables of up to `width` blocks, or of the batch's own width."""
+    """A plan for `batch`. `refill` accepts tables of up to `width` blocks, or of the batch's own width if larger."""
     num_chunks, batch_width = batch.tables.shape
     num_tokens = int((batch.stops - batch.starts).sum())
     rows = 0 if strict else (os.cpu_count() or 1) * SPLIT_ROWS
@@ -50,7 +50,10 @@ def plan(batch: Batch, storage: Storage, *, strict: bool = False, width: int = 0
 
 
 def refill(plan: CpuPlan, batch: Batch) -> None:
-    """Put another step with as many tokens and chunks into the tensors of `plan`."""
+    """Write another step with the same numbers of tokens and chunks into the tensors of `plan`.
+
+    Raises ValueError if the numbers differ or the tables are too wide.
+    """
     num_chunks, width = batch.tables.shape
     num_tokens = int((batch.stops - batch.starts).sum())
     if (num_chunks, num_tokens) != (len(plan.starts), len(plan.slots)) or width > plan.tables.shape[1]:
@@ -75,7 +78,7 @@ def attention(
 ) -> Tensor:
     """Causal attention of q (num_tokens, num_heads, head_dim) -> (num_tokens, num_heads * head_dim).
 
-    q has the storage's type. Tokens may lie further apart in memory than their heads take.
+    q is converted to the storage's type. There may be gaps between tokens in memory.
     """
     num_tokens, num_heads, head_dim = q.shape
     if q.stride(2) != 1 or q.stride(1) != head_dim or q.dtype != storage.data.dtype:
@@ -88,7 +91,7 @@ def attention(
 def arguments(
     storage: Storage, layer: int, q: Tensor, out: Tensor, plan: CpuPlan, scale: float, softcap: float
 ) -> tuple[Tensor | int | float, ...]:
-    """What the kernels `attention` and `attention_contiguous` are given."""
+    """The arguments of the kernels `attention` and `attention_contiguous`."""
     group = storage.group
     return (
         *(q, out, storage.data, plan.starts, plan.stops, plan.tables, plan.scratch),

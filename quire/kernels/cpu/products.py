@@ -1,4 +1,4 @@
-"""Products with packed weights, and rows of them, in C++: see `csrc/products.cpp`."""
+"""Matrix products with packed weights by the C++ kernels, embedding lookup included: see `csrc/products.cpp`."""
 
 from collections.abc import Sequence
 from math import prod
@@ -12,14 +12,15 @@ from quire.kernels.cpu import _C, rowwise
 from quire.kernels.cpu.memory import empty, pages
 from quire.kernels.cpu.views import dtype_code
 
-ROWS_TOGETHER = 16  # of a weight
-_ROWS_AT_ONCE = 1024  # that are brought into a weight's type, so that they are still near when they are packed
+ROWS_TOGETHER = 16  # rows of a tile of a packed weight
+_ROWS_AT_ONCE = 1024  # rows that are converted at once, so that they are still in a CPU cache when they are packed
 
 
 def room(shape: Sequence[int], dtype: torch.dtype, parts: int = 1) -> Packed:
-    """Zeros for a weight (rows, columns), or for several of them (number, rows, columns), in tiles of 16 rows.
+    """A zeroed weight (rows, columns), or stack (number, rows, columns), in tiles of 16 rows.
 
-    The rows are cut into `parts` before, each of which is filled up to whole tiles.
+    The rows are cut into `parts` equal parts, and each is padded to whole tiles. Raises ValueError if they cannot be
+    cut, TypeError for a dtype that the kernels do not have.
     """
     *number, rows, columns = shape
     if rows % parts:
@@ -28,12 +29,15 @@ def room(shape: Sequence[int], dtype: torch.dtype, parts: int = 1) -> Packed:
     terms = columns if dtype == torch.float32 else -(-columns // 32) * 32
     sizes = (*number, parts, tiles, ROWS_TOGETHER * terms)
     data = pages(prod(sizes) * dtype.itemsize, huge=True).view(dtype).view(sizes)
-    dtype_code(data)  # refuses other types than those of products
+    dtype_code(data)  # raises for types that products do not support
     return Packed(data, rows, columns, parts)
 
 
 def write_rows(weight: Packed, rows: Tensor, start: int, index: int = 0) -> None:
-    """Rows (n, columns) of any type to the rows from `start` on of a weight, the `index`-th where it is several."""
+    """Write `rows` (n, columns) of any type to rows [start, start + n) of a weight. index: of the weight in a stack.
+
+    Raises ValueError for rows of another width or outside of the weight.
+    """
     data = weight.data if weight.data.dim() == 3 else weight.data[index]
     if rows.dim() != 2 or rows.shape[1] != weight.columns or not 0 <= start <= weight.rows - len(rows):
         raise ValueError(
@@ -50,7 +54,7 @@ def write_rows(weight: Packed, rows: Tensor, start: int, index: int = 0) -> None
 
 
 def pack_weight(weight: Tensor, parts: int = 1) -> Packed:
-    """A whole weight, or several (see `room`), packed."""
+    """A weight (rows, columns), or stack (number, rows, columns), packed: see `room`."""
     packed = room(weight.shape, weight.dtype, parts)
     for index, one in enumerate(weight if weight.dim() == 3 else [weight]):
         write_rows(packed, one, 0, index)
@@ -71,7 +75,7 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None, *, strict: bool) -> T
 
 
 def gated_linear(x: Tensor, weight: Weight, bias: Tensor | None, activation: str, *, strict: bool) -> Tensor:
-    """activation(x gates) * (x gated), where the weight's first half are the gates."""
+    """activation(first half) * second half of the last axis of `linear`. Raises ValueError unless weight.parts is 2."""
     if isinstance(weight, Tensor):
         return rowwise.gate(F.linear(x, weight, bias), activation)
     if weight.parts != 2:
@@ -82,7 +86,7 @@ def gated_linear(x: Tensor, weight: Weight, bias: Tensor | None, activation: str
 def _product(x: Tensor, weight: Packed, bias: Tensor | None, gate: int, *, strict: bool) -> Tensor:
     _check(x, weight, bias)
     num_rows, columns = x.shape
-    if x.dtype == torch.bfloat16:  # of which kernels read pairs
+    if x.dtype == torch.bfloat16:  # kernels read pairs of bfloat16
         if columns % 2:
             x, columns = F.pad(x, (0, 1)), columns + 1
         if x.stride(0) % 2 or x.storage_offset() % 2:
@@ -113,7 +117,7 @@ def _check(x: Tensor, weight: Packed, bias: Tensor | None) -> None:
 
 
 def embed(ids: Tensor, weight: Weight, scale: float = 1.0) -> Tensor:
-    """Rows of the weight (num_rows, size) for ids int64 (num_tokens,), times `scale`."""
+    """Rows of weight (num_rows, size) for ids int64 (num_tokens,), times `scale`. An id without a row gives zeros."""
     if ids.dtype != torch.int64:
         raise TypeError(f"ids are int64, not {ids.dtype}")
     if isinstance(weight, Tensor):
@@ -131,7 +135,7 @@ def embed(ids: Tensor, weight: Weight, scale: float = 1.0) -> Tensor:
 def experts(
     x: Tensor, ids: Tensor, weights: Tensor, up: Weight, down: Weight, activation: str, *, strict: bool
 ) -> Tensor:
-    """The weighted sum of each token's experts, added up in the order of the experts' numbers."""
+    """The weighted sum of each token's experts: see Kernels. Terms are added in the order of expert ids."""
     out = torch.zeros(x.shape, dtype=torch.float32)
     for expert in sorted(set(ids.flatten().tolist())):
         tokens, places = (ids == expert).nonzero(as_tuple=True)

@@ -1,9 +1,9 @@
-"""Steps as tapes: the calls of kernels that a computation made, run again by one team of threads, without Python.
+"""Captured steps on CPUs: a list of kernel calls, which one team of threads replays without Python.
 
-While a tape is recorded, tensors are given memory that stays: a buffer goes to another tensor once the one that
-had it is gone, and the tape, which makes the same calls in the same order, may do likewise. All tapes share these
-buffers, since only one runs at a time. What is computed by anything but kernels would be missing from a tape, so
-nothing else may happen while one is recorded than new views and empty tensors.
+During capture, tensors get memory from an arena that is never freed. A buffer is reused after its tensor is gone, which
+is valid in the replay too, because it makes the same calls in the same order. All captured steps share these buffers,
+since only one runs at a time. Operations that are not kernels would be missing from the list, so capture allows nothing
+else but views and empty tensors.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,13 +23,13 @@ _VIEWS = frozenset(
         *("transpose", "permute", "unsqueeze", "squeeze", "expand", "alias", "detach", "tensor_split"),
     )
 )
-_PERHAPS_VIEWS = frozenset(("to", "flatten", "reshape", "contiguous"))  # where nothing is to be converted or moved
-MAX_SEQUENCES = 64  # in a recorded step; in larger ones what Python takes hardly counts
+_PERHAPS_VIEWS = frozenset(("to", "flatten", "reshape", "contiguous"))  # views unless they convert or copy
+MAX_SEQUENCES = 64  # of a captured step; in larger steps the time of Python is negligible
 _EMPTY = frozenset(("empty", "new_empty", "empty_like"))
 
 
 class Recording:
-    """Records tapes, all of one model on one set of blocks."""
+    """Recorder of one model and one set of storages."""
 
     def __init__(self) -> None:
         self._arena = Arena(keeps=True)
@@ -39,7 +39,7 @@ class Recording:
         return num_sequences if num_sequences <= MAX_SEQUENCES else None
 
     def takes(self, num_sequences: int, token_bytes: int, logit_bytes: int, scratch_bytes: int) -> Recorded:
-        """Nothing worth a line: all tapes share buffers of 64 tokens, and other steps have far more."""
+        """Counted as 0 bytes: all captured steps share buffers for at most 64 tokens, and other steps need far more."""
         del num_sequences, token_bytes, logit_bytes, scratch_bytes
         return Recorded(0, "")
 
@@ -67,7 +67,7 @@ class Recording:
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Gives out memory of the arena, and notices what is no kernel."""
+    """Allocates empty tensors from the arena, and records the first operation that is no kernel in `foreign`."""
 
     def __init__(self, arena: Arena) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -76,9 +76,9 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # torch's way of not importing its compiler here: a second, and 70 MB
+        return False  # keeps torch from importing its compiler, which costs one second and 70 MB
 
-    def __torch_dispatch__(  # called by torch with whatever its operators take
+    def __torch_dispatch__(  # called by torch for every operator
         self,
         func: Any,  # noqa: ANN401
         types: Sequence[type],

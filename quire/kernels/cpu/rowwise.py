@@ -1,6 +1,6 @@
-"""What is done to each token alone, in C++: see `csrc/rowwise.cpp`.
+"""Operations on each token alone by the C++ kernels: see `csrc/rowwise.cpp`.
 
-A row's result has the same bits whichever rows stand beside it, and for any number of threads.
+The bits of a row depend neither on the other rows nor on the number of threads.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ _CODES: Mapping[str, int] = MappingProxyType({name: code for code, name in enume
 
 
 class _Rows(NamedTuple):
-    """outer * inner rows of `size` numbers; those of one outer index lie behind one another."""
+    """outer * inner rows of `size` numbers. The rows of one outer index are contiguous."""
 
     x: Tensor
     outer: int
@@ -29,7 +29,7 @@ class _Rows(NamedTuple):
 
 
 def _rows(x: Tensor, heads: int) -> _Rows:
-    """The rows of x (..., size), or (..., heads, size). Views into a wider product are taken as they are."""
+    """The rows of x (..., size), or (..., heads, size). Slices of a wider product are not copied."""
     size = x.shape[-1]
     if x.dim() == 3:
         x = heads_together(x)
@@ -41,12 +41,12 @@ def _rows(x: Tensor, heads: int) -> _Rows:
 
 
 def _beside(weight: Tensor, x: Tensor) -> Tensor:
-    """The weight as the kernels take it: of x's type, or float32."""
+    """The weight in a type that the kernels accept with x: x's type, or float32."""
     return (weight if weight.dtype == x.dtype else weight.float()).contiguous()
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root mean square normalisation of x (..., size)."""
+    """RMS norm of x (..., size)."""
     rows, weight = _rows(x, 1), _beside(weight, x)
     out = empty(x.shape, x.dtype)
     sizes = (rows.outer, rows.inner, rows.size, rows.stride)
@@ -66,7 +66,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """Layer normalisation of x (..., size); weight and bias (size,), or (heads, size) for x (..., heads, size)."""
+    """Layer norm of x (..., size); weight and bias (size,), or (heads, size) for x (..., heads, size)."""
     heads = 1 if weight.dim() == 1 else weight.shape[0]
     rows, weight = _rows(x, heads), _beside(weight, x)
     if bias is not None:
@@ -97,7 +97,7 @@ def activate(x: Tensor, activation: str) -> Tensor:
 def rotation(positions: Tensor, frequencies: Tensor, magnitude: float) -> tuple[Tensor, Tensor]:
     """Cosines and sines of positions (num_tokens,) int64, float32 (num_tokens, dim / 2), times `magnitude`.
 
-    Of the angles rounded to float32; the error is one rounding, up to angles of a million and more.
+    Angles are rounded to float32. For angles up to 1.6 million, the only other error is the rounding to float32.
     """
     positions, frequencies = positions.contiguous(), frequencies.contiguous()
     num_tokens, half = len(positions), len(frequencies)

@@ -1,4 +1,4 @@
-"""Sampling on CPUs: what `quire.kernels.reference.sampling` says, without sorting the vocabulary."""
+"""Sampling by the C++ kernels, without sorting the vocabulary. `quire.kernels.reference.sampling` specifies it."""
 
 import numpy as np
 import torch
@@ -7,7 +7,7 @@ from torch import Tensor
 from quire.kernels.contract import Draws
 from quire.kernels.cpu import _C
 
-# One row of Draws as the kernel reads it (struct Wish). Entries [begin, end) of edits and history are the row's.
+# Sampling metadata of one row: struct Wish of csrc/sampling.cpp. begin, end: the row's range in edits and history.
 _WISH = np.dtype(
     [
         ("seed", np.uint64),
@@ -30,7 +30,7 @@ _WISH = np.dtype(
 
 
 def sample(logits: Tensor, draws: Draws) -> Tensor:
-    """One token per row of logits (num_rows, vocab_size) -> int64 (num_rows,); -1 where there is none."""
+    """One token per row of logits (num_rows, vocab_size) -> int64 (num_rows,); -1 if nothing can be sampled."""
     num_rows, vocab_size = logits.shape
     logits = readable(logits)
     wishes = _wishes(draws, num_rows)
@@ -56,7 +56,7 @@ def sample(logits: Tensor, draws: Draws) -> Tensor:
 
 
 def readable(logits: Tensor) -> Tensor:
-    """Logits as kernels read them: float32 or bfloat16, the logits of a row one after another."""
+    """Logits as the kernels read them: float32 or bfloat16, rows contiguous. A copy if they are not."""
     if logits.dtype not in (torch.float32, torch.bfloat16):
         logits = logits.float()
     return logits if logits.stride(1) == 1 else logits.contiguous()
@@ -111,14 +111,14 @@ def _history(draws: Draws, wishes: np.ndarray, vocab_size: int) -> tuple[Tensor 
 
 
 def _by_row(rows: np.ndarray, tokens: np.ndarray, vocab_size: int) -> np.ndarray | slice:
-    """What brings entries in the order of their rows; those of a row stay as they are."""
+    """An index that sorts entries by row and is stable. Raises IndexError for tokens outside of the vocabulary."""
     if tokens.min() < 0 or tokens.max() >= vocab_size:
         raise IndexError(f"tokens must be in [0, {vocab_size}), not {tokens.min()} to {tokens.max()}")
     return slice(None) if (rows[1:] >= rows[:-1]).all() else np.argsort(rows, kind="stable")
 
 
 def _bounds(rows: np.ndarray, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """Where the entries of each row begin and end, in `rows` that never fall."""
+    """Begin and end of the entries of each row. rows: sorted."""
     bounds = np.searchsorted(rows, np.arange(num_rows + 1))
     return bounds[:-1], bounds[1:]
 

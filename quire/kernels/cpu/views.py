@@ -1,4 +1,4 @@
-"""How the CPU kernels see tensors: a number for the dtype, and one stride."""
+"""Conversion of tensors to kernel arguments: dtype codes and strides."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -18,7 +18,7 @@ def dtype_code(x: Tensor) -> int:
 
 
 def heads_together(x: Tensor) -> Tensor:
-    """x (num_tokens, heads, head_dim), copied unless the heads of a token lie behind one another in memory."""
+    """x (num_tokens, heads, head_dim), copied unless the heads of each token are contiguous."""
     _, heads, head_dim = x.shape
     if x.stride(2) == 1 and (x.stride(1) == head_dim or heads == 1):
         return x

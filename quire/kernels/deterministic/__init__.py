@@ -1,19 +1,18 @@
-"""Kernels whose result for a token does not depend on what else is computed with it, bit for bit.
+"""Deterministic kernels in plain torch: the result bits of a token do not depend on the rest of the batch.
 
-They keep the contract, and storage in the layout of `reference`, so both can work on the same blocks. Not
-on other tokens, not on their number, not on how a sequence is cut into chunks, and not on the number of
-threads. What makes a result depend on company, and what is done here instead:
+They depend neither on other tokens nor on their number, nor on how a sequence is cut into chunks, nor on the number of
+threads. Storage has the layout of `reference`, so both modules can use the same blocks. Two causes of such dependence
+are avoided:
 
-- A product of matrices adds up in an order that the library picks by shape, threads and the place of a row.
-  Here both sides are rounded to fixed point first, so that sums of up to 256 products are exact and their
-  order does not matter (`exact.product`). The same goes for attention (`tiled`) and for norms
-  (`exact.exact_sum`).
-- Exponentials and their kin differ between the body and the tail of a vector loop, so they see nothing
-  but whole vectors (`exact.by_vectors`). Sums, products, quotients and roots are correctly rounded anywhere.
+- A matrix library adds in an order that depends on the shape, the threads and the index of a row. Here both operands
+  are rounded to fixed point first, so that sums of up to 256 products are exact and their order does not matter
+  (`exact.product`). Attention (`tiled`) and norms (`exact.exact_sum`) do the same.
+- Exponentials and similar functions differ between the body and the tail of a vector loop, so they are applied to
+  whole vectors only (`exact.by_vectors`). Sums, products, quotients and roots are always correctly rounded.
 
-Of the libraries this asks for IEEE 754 in float64 products, which may be fused or not, for elementwise
-functions that treat all numbers of whole vectors alike, and for softmax and sums over a row (`route`,
-`sample`, `logprobs` of the reference) that treat each row alike.
+The libraries must provide IEEE 754 float64 products, fused or not; elementwise functions that treat all numbers of
+whole vectors alike; and softmax and sums over a row (`route`, `sample`, `logprobs` of the reference) that treat each
+row alike.
 """
 
 from quire.kernels.deterministic.products import experts, gated_linear, linear

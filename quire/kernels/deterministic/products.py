@@ -1,4 +1,4 @@
-"""Products with weights, whose sums are exact and so have no order: see `quire.kernels.exact.product`."""
+"""Matrix products with exact sums, whose result does not depend on the order: see `quire.kernels.exact.product`."""
 
 import torch
 from torch import Tensor
@@ -15,12 +15,12 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
 
 
 def gated_linear(x: Tensor, weight: Weight, bias: Tensor | None, activation: str) -> Tensor:
-    """The product of a gated MLP and its gate."""
+    """The gated product: see Kernels."""
     return gate(linear(x, weight, bias), activation)
 
 
 def experts(x: Tensor, ids: Tensor, weights: Tensor, up: Weight, down: Weight, activation: str) -> Tensor:
-    """The weighted sum of each token's experts, added up in the order of the experts' numbers."""
+    """The weighted sum of each token's experts: see Kernels. Terms are added in the order of expert ids."""
     ups, downs = plain(up), plain(down)
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in sorted(set(ids.flatten().tolist())):

@@ -1,4 +1,4 @@
-"""What a decoder layer does to each token alone: see `quire.kernels.reference.rowwise` for the sources."""
+"""Deterministic operations on each token alone. `quire.kernels.reference.rowwise` cites the papers."""
 
 from functools import partial
 
@@ -10,7 +10,7 @@ from quire.kernels.exact import by_vectors, exact_sum
 
 
 def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotary position embedding, a product and a sum at a time: one instruction for both would round once."""
+    """Rotary position embedding with separate products and sums: a fused multiply-add would round differently."""
     return _rotate(q, cos.unsqueeze(1), sin.unsqueeze(1)), _rotate(k, cos.unsqueeze(1), sin.unsqueeze(1))
 
 
@@ -23,20 +23,20 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root mean square normalisation."""
+    """RMS norm over the last axis."""
     wide = x.float()
     mean = _mean(wide.double().square_())
     return (wide / (mean + eps).sqrt() * weight).to(x.dtype)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The residual sum and its norm."""
+    """(rms_norm(x + residual), x + residual)."""
     total = x + residual
     return rms_norm(total, weight, eps), total
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """Layer normalisation over the last axis."""
+    """Layer norm over the last axis."""
     wide = x.float()
     centred = wide - _mean(wide)
     variance = _mean(centred.double().square_())
@@ -45,16 +45,16 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
 
 
 def _mean(x: Tensor) -> Tensor:
-    """Over the last axis, which is kept: float32."""
+    """The mean over the last axis, which is kept: float32."""
     return (exact_sum(x) / x.shape[-1]).float()
 
 
 def activate(x: Tensor, activation: str) -> Tensor:
-    """The activation of an MLP without a gate."""
+    """activation(x), for an MLP without a gate."""
     return by_vectors(partial(reference.activate, activation=activation), x)
 
 
 def gate(x: Tensor, activation: str) -> Tensor:
-    """The gate of SwiGLU and its kin."""
+    """activation(first half of the last axis) * second half."""
     first, second = x.chunk(2, -1)
     return activate(first, activation) * second

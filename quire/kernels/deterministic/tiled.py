@@ -1,11 +1,11 @@
-"""Paged attention in splits of keys that are always the same, with products whose sums are exact.
+"""Deterministic paged attention: fixed splits of keys, and products with exact sums.
 
-A split is the KEYS positions from a multiple of KEYS on, whichever blocks they lie in. Queries meet the splits that
-they see in turn and keep a running maximum and sum (Milakov and Gimelshein, Online normalizer calculation for
-softmax, 2018). A split of which a query sees nothing leaves that query as it was. Sums of products are exact, as in
-`exact.product`, in fixed point below the largest number of the query, or of the key, alone. So neither the tile in
-which a query is computed nor its neighbours matter, and tiles have the size that is fastest. Scores and their
-exponentials are float32, whatever the types of queries and keys.
+A split is the KEYS positions from a multiple of KEYS on, in whichever blocks they are. Queries process their splits in
+order, with a running maximum and sum (Milakov and Gimelshein, Online normalizer calculation for softmax, 2018). A split
+in which a query attends to no key does not change that query's state. Sums of products are exact, as in
+`exact.product`, in fixed point below the largest number of the query, or of the key, alone. So the result does not
+depend on the tile of a query or on the other queries in it, and tiles have the size that is fastest. Scores and their
+exponentials are float32 for all types of queries and keys.
 """
 
 from collections.abc import Iterator
@@ -22,42 +22,42 @@ from quire.kernels.deterministic.rowwise import rotary
 from quire.kernels.exact import LEFT_BITS, RIGHT_BITS, TERMS, by_vectors, fixed_point, row_power, sum_bits
 from quire.kernels.reference.quantized import numbers, stored
 
-QUERIES = 32  # positions of a tile, of which the last may stand for several; 1 where a chunk has no other
-KEYS = TERMS  # positions of a split: as many as one sum can have
-SCRATCH_BYTES = 2**24  # of the tiles that are computed together, unless one alone takes more
+QUERIES = 32  # positions of a tile, padded with the last one of the chunk; 1 for chunks of one position
+KEYS = TERMS  # positions of a split: the most terms of one exact sum
+SCRATCH_BYTES = 2**24  # of the tiles that are computed together, unless one tile needs more
 _LOWEST = torch.finfo(torch.float32).min
 
 
 class Tiles(NamedTuple):
-    """Tiles with as many queries each, one array per field."""
+    """Tiles with the same number of queries, one array per field."""
 
     chunks: np.ndarray  # int64 (num_tiles,)
-    begins: np.ndarray  # int64 (num_tiles,): first split that some query sees
-    ends: np.ndarray  # int64 (num_tiles,): behind the last one
-    tokens: np.ndarray  # int64 (num_tiles, queries): among those of the step
+    begins: np.ndarray  # int64 (num_tiles,): first split that some query attends to
+    ends: np.ndarray  # int64 (num_tiles,): end of the splits (exclusive)
+    tokens: np.ndarray  # int64 (num_tiles, queries): indices among the step's tokens
     positions: np.ndarray  # int64 (num_tiles, queries)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InvariantPlan:
-    """Where the step's tokens are written and what they attend to."""
+    """The slots that the step's tokens are written to, and the keys that they attend to."""
 
-    slots: Tensor  # int64 (num_tokens,): block * block_size + place in the block
+    slots: Tensor  # int64 (num_tokens,): block * block_size + offset in the block
     begun: Tensor  # int64: blocks whose first slot is written
-    keys: Tensor  # int64 (num_chunks, whole splits): slot of each position; anything where it is never seen
+    keys: Tensor  # int64 (num_chunks, whole splits): slot of each position; any valid slot if no query attends to it
     tiles: list[Tiles]
 
 
 class State(NamedTuple):
-    """What queries know of the keys they have met, (num_tiles, num_kv_heads, rows, 1 or head_dim)."""
+    """Online softmax state of queries, (num_tiles, num_kv_heads, rows, 1 or head_dim)."""
 
-    largest: Tensor  # float32
-    total: Tensor  # float64: of exponentials
-    output: Tensor  # float64: values weighed by exponentials
+    largest: Tensor  # float32: largest score
+    total: Tensor  # float64: sum of exponentials
+    output: Tensor  # float64: sum of values, weighted by exponentials
 
 
 def plan(batch: Batch, storage: Storage) -> InvariantPlan:
-    """Cut the chunks of a step into tiles."""
+    """The plan of a step: slots, and chunks cut into tiles."""
     device = storage.data.device
     lengths = batch.stops - batch.starts
     chunks = np.repeat(np.arange(len(lengths)), lengths)
@@ -76,7 +76,7 @@ def plan(batch: Batch, storage: Storage) -> InvariantPlan:
 
 
 def _tiles(batch: Batch, window: int) -> Iterator[Tiles]:
-    """Chunks of one position in tiles of one, the others in tiles of QUERIES."""
+    """Tiles of one query for chunks of one position, tiles of QUERIES for the others."""
     lengths = batch.stops - batch.starts
     for queries, chunks in ((1, np.flatnonzero(lengths == 1)), (QUERIES, np.flatnonzero(lengths > 1))):
         if not len(chunks):
@@ -84,7 +84,7 @@ def _tiles(batch: Batch, window: int) -> Iterator[Tiles]:
         numbers = -(-lengths[chunks] // queries)
         offsets = queries * (np.arange(numbers.sum()) - np.repeat(np.cumsum(numbers) - numbers, numbers))
         chunks = np.repeat(chunks, numbers)
-        places = np.minimum(offsets[:, None] + np.arange(queries), lengths[chunks, None] - 1)  # within the chunk
+        places = np.minimum(offsets[:, None] + np.arange(queries), lengths[chunks, None] - 1)  # offsets in the chunk
         tokens = (np.cumsum(lengths) - lengths)[chunks, None] + places
         positions = batch.starts[chunks, None] + places
         first_seen = np.maximum(positions[:, 0] - window + 1, 0) if window else np.zeros(len(chunks), np.int64)
@@ -92,7 +92,7 @@ def _tiles(batch: Batch, window: int) -> Iterator[Tiles]:
 
 
 def portions(tiles: Tiles, group: KVGroup, shared: int) -> Iterator[Tiles]:
-    """Tiles in portions that keep to SCRATCH_BYTES. shared: query heads of each KV head."""
+    """Tiles in portions that need at most SCRATCH_BYTES, or are one tile. shared: query heads per KV head."""
     rows = tiles.tokens.shape[1] * shared
     per_tile = 32 * KEYS * group.num_kv_heads * (group.head_dim + rows)
     at_once = max(1, SCRATCH_BYTES // per_tile)
@@ -105,7 +105,7 @@ def _tensor(array: np.ndarray, device: torch.device) -> Tensor:
 
 
 def write_kv(storage: Storage, layer: int, k: Tensor, v: Tensor, plan: InvariantPlan) -> None:
-    """Store the step's keys and values (num_tokens, num_kv_heads, head_dim), clearing blocks that begin."""
+    """Zero the blocks in `plan.begun`, then store keys and values (num_tokens, num_kv_heads, head_dim)."""
     for blocks, new in zip(storage.data[layer], (k, v), strict=True):
         blocks.index_fill_(0, plan.begun, 0)
         blocks.flatten(0, 1).index_copy_(0, plan.slots, stored(new, storage.group.dtype))
@@ -114,7 +114,7 @@ def write_kv(storage: Storage, layer: int, k: Tensor, v: Tensor, plan: Invariant
 def rotary_write(
     storage: Storage, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, plan: InvariantPlan
 ) -> Tensor:
-    """Rotate q and k, then `write_kv`. Returns q."""
+    """Rotate q and k, then `write_kv`. Returns the rotated q."""
     if rotation is not None:
         q, k = rotary(q, k, *rotation)
     write_kv(storage, layer, k, v, plan)
@@ -152,7 +152,7 @@ def _attend(q: Tensor, storage: Storage, layer: int, plan: InvariantPlan, tiles:
         if not which.any():
             continue
         seeing = slice(None) if which.all() else _tensor(np.flatnonzero(which), q.device)
-        stop = min((split + 1) * KEYS, int(tiles.positions[which, -1].max()) + 1)  # behind the last key that is seen
+        stop = min((split + 1) * KEYS, int(tiles.positions[which, -1].max()) + 1)  # no query attends to later keys
         keys = torch.arange(split * KEYS, stop, device=q.device)
         seen = _seen(keys, positions[seeing], group.window)  # (num seeing, queries, num_keys)
         slots = plan.keys[chunks[seeing], split * KEYS : stop]
@@ -169,13 +169,13 @@ def _attend(q: Tensor, storage: Storage, layer: int, plan: InvariantPlan, tiles:
 
 
 def _seen(keys: Tensor, positions: Tensor, window: int) -> Tensor:
-    """Whether queries at positions (num_tiles, queries) see keys (num_keys,)."""
+    """bool (num_tiles, queries, num_keys): whether queries at positions (num_tiles, queries) attend to keys."""
     ages = positions.unsqueeze(-1) - keys
     return (ages >= 0) & (ages < window) if window else ages >= 0
 
 
 def _gather(blocks: Tensor, slots: Tensor, dtype: str) -> Tensor:
-    """Slots (num_tiles, num_keys) of blocks, float32 (num_tiles, num_kv_heads, num_keys, head_dim)."""
+    """Keys or values at `slots` (num_tiles, num_keys): float32 (num_tiles, num_kv_heads, num_keys, head_dim)."""
     found = blocks.flatten(0, 1).index_select(0, slots.flatten()).view(*slots.shape, *blocks.shape[2:])
     return numbers(found.transpose(1, 2).contiguous(), dtype).float()
 
@@ -192,7 +192,7 @@ def _scores(q: Tensor, k: Tensor) -> Tensor:
 
 
 def _meet(state: State, scores: Tensor, v: Tensor, seen: Tensor) -> State:
-    """The state after a split. scores (num_tiles, num_kv_heads, rows, num_keys): -inf where a key is not seen."""
+    """The state after a split. scores (num_tiles, num_kv_heads, rows, num_keys): -inf for keys outside of `seen`."""
     largest = torch.maximum(state.largest, scores.amax(-1, keepdim=True))
     kept = by_vectors(torch.exp, state.largest - largest)
     weights = by_vectors(torch.exp, scores - largest)
@@ -201,18 +201,19 @@ def _meet(state: State, scores: Tensor, v: Tensor, seen: Tensor) -> State:
 
 
 def _weighted_sums(weights: Tensor, v: Tensor, seen: Tensor) -> Tensor:
-    """weights (..., rows, num_keys) times v (..., num_keys, head_dim), float64; num_keys is KEYS at most.
+    """weights (..., rows, num_keys) times v (..., num_keys, head_dim), float64; num_keys is at most KEYS.
 
-    Each value is in fixed point below its own largest number, by which its weights are multiplied instead.
+    Each value vector is rounded to fixed point below its own largest number and scaled to at most 1. Its weights are
+    multiplied by the scale instead.
     """
     powers = row_power(v)
     v = fixed_point(v, powers, RIGHT_BITS).div_(powers)
-    unusable = powers.isinf()  # a number of the value is not finite: see below
+    unusable = powers.isinf()  # the value has a number that is not finite
     spoiled = bool(unusable.any())
     if spoiled:
         v, powers = v.masked_fill_(unusable, 0), powers.masked_fill(unusable, 0)
     weights = weights * powers.mT
     found = fixed_point(weights, row_power(weights), LEFT_BITS) @ v
-    if spoiled:  # a query that sees such a value is NaN; a value that no query sees may be anything
+    if spoiled:  # the output is NaN for queries that attend to such a value; other queries ignore it
         found.masked_fill_((unusable.mT & seen).any(-1, keepdim=True), torch.nan)
     return found

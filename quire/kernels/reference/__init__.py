@@ -1,4 +1,4 @@
-"""Kernels in plain torch: the specification that every other kernel module is tested against."""
+"""Kernels in plain torch: the specification against which every other kernel module is tested."""
 
 import torch
 
@@ -19,18 +19,18 @@ recorder: Recorder | None = None
 
 
 def refusal(demands: Demands) -> str | None:
-    """None: plain torch runs wherever torch does."""
+    """None: plain torch meets all requirements."""
     del demands
     return None
 
 
 def use_threads(number: int) -> None:
-    """Threads of torch."""
+    """Set the number of torch threads."""
     torch.set_num_threads(number)
 
 
 def rest() -> None:
-    """Nothing is kept."""
+    """Does nothing: this module keeps no workspace."""
 
 
 __all__ = [

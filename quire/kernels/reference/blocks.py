@@ -1,4 +1,4 @@
-"""Where blocks lie: this module's own layout is the canonical one."""
+"""KV blocks in the canonical layout: allocation and copies."""
 
 import numpy as np
 import torch
@@ -10,18 +10,21 @@ from quire.kernels.reference.quantized import kept_as
 
 
 def allocate(group: KVGroup, block_size: int, device: torch.device) -> Storage:
-    """Zeros (num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim); in 8 bits the last axis has scales too."""
+    """Zeros (num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim).
+
+    For 8-bit types the last axis also has the scales: see `quantized`.
+    """
     dtype, width = kept_as(group.dtype, group.head_dim)
     shape = (len(group.layers), 2, group.num_blocks, block_size, group.num_kv_heads, width)
     if device.type == "cpu":
-        # numpy takes zeroed pages from the system, which touches none of them; torch.zeros writes them all
+        # np.zeros gets zeroed pages from the system without touching them; torch.zeros writes them all
         pages = torch.from_numpy(np.zeros(int(np.prod(shape)) * dtype.itemsize, np.uint8))
         return Storage(group, block_size, pages.view(dtype).view(shape))
     return Storage(group, block_size, torch.zeros(shape, dtype=dtype, device=device))
 
 
 def pack(storage: Storage, blocks: Tensor) -> Tensor:
-    """A copy of `blocks` (num_blocks,), canonical."""
+    """A copy of `blocks` (num_blocks,) in the canonical layout."""
     return storage.data.index_select(2, blocks)
 
 
@@ -31,7 +34,7 @@ def unpack(storage: Storage, blocks: Tensor, canonical: Tensor) -> None:
 
 
 def copy_blocks(storage: Storage, pairs: Tensor, num_tokens: int) -> None:
-    """Copy the first `num_tokens` of each source to its target, for all `pairs` (num_pairs, 2) at once."""
+    """Copy the first `num_tokens` of each source and zero the rest of its target: see Kernels."""
     canonical = pack(storage, pairs[:, 0])
     canonical[:, :, :, num_tokens:] = 0
     unpack(storage, pairs[:, 1], canonical)

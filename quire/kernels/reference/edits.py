@@ -1,12 +1,12 @@
-"""What a request changes about logits before its token is chosen: masks, bans, biases and penalties.
+"""Changes of logits before sampling: masks, logit edits, penalties.
 
-In this order (vLLM's):
+They are applied in vLLM's order:
 
-1. masks and edits: -inf for what may not be sampled, biases added to the rest;
-2. repetition penalty r, for tokens of the prompt and of the output (Keskar et al., CTRL, 2019, section 4.1):
+1. masks and edits: tokens that are not allowed get -inf, biases are added to the others;
+2. repetition penalty r, for tokens of prompt and output (Keskar et al., CTRL, 2019, section 4.1):
    a logit above 0 is divided by r, any other multiplied;
-3. frequency penalty f: f times how often the token is in the output is subtracted;
-4. presence penalty p: p is subtracted if the token is in the output at all.
+3. frequency penalty f: f times the number of occurrences in the output is subtracted;
+4. presence penalty p: p is subtracted if the token is in the output.
 """
 
 import numpy as np
@@ -19,12 +19,12 @@ _LARGEST = torch.finfo(torch.float32).max
 
 
 def changes(draws: Draws) -> bool:
-    """Whether any row asks for something that `edited` does."""
+    """Whether any row has a mask, a logit edit or a history for `edited` to apply."""
     return len(draws.masks.rows) + len(draws.edits.rows) + len(draws.history.rows) > 0
 
 
 def edited(logits: Tensor, draws: Draws) -> Tensor:
-    """A copy of float32 logits (num_rows, vocab_size) as the rows' wishes leave them."""
+    """A copy of float32 logits (num_rows, vocab_size) with masks, edits and penalties applied."""
     logits = logits.clone(memory_format=torch.contiguous_format)
     if len(draws.masks.rows):
         _mask(logits, draws.masks)
@@ -52,7 +52,7 @@ def _edit(logits: Tensor, edits: Edits) -> None:
 
 
 def _penalise(logits: Tensor, draws: Draws) -> None:
-    """Each token of a history once, whatever the size of the vocabulary."""
+    """Apply the penalties in place. The work grows with the histories, not with the vocabulary."""
     history = draws.history
     places = _tensor(history.rows * logits.shape[-1] + history.tokens, logits)
     places, entries = torch.unique(places, return_inverse=True)
@@ -67,7 +67,7 @@ def _penalise(logits: Tensor, draws: Draws) -> None:
     values = flat[places]
     values = torch.where(values > 0, values / repetition, values * repetition)
     values = values - frequency * counts - presence * (counts > 0)
-    flat[places] = values.clamp(max=_LARGEST)  # a tiny repetition penalty makes a token likely, not a row useless
+    flat[places] = values.clamp(max=_LARGEST)  # a tiny repetition penalty must not give inf, which makes a row invalid
 
 
 def _tensor(array: np.ndarray, like: Tensor) -> Tensor:

@@ -1,15 +1,14 @@
-"""Paged attention: gather each sequence's blocks, then one dense product per bucket of like sequences.
+"""Paged attention: gathers the blocks of each sequence, then computes one dense product per bucket of pieces.
 
-All that layers share (where to write, what to gather, masks) is planned once per step. Chunks are cut
-into pieces of at most MAX_QUERIES positions; pieces whose queries and contexts are alike to a power of
-two share a bucket, so padding wastes less than half. Decode rows have one query each: they are one
-bucket, unless their contexts differ widely.
+What layers share (slots, blocks to gather, masks) is planned once per step. Chunks are cut into pieces of at most
+MAX_QUERIES positions. Pieces whose numbers of queries and of keys have the same next power of two share a bucket, so
+padding less than doubles either number, except below MIN_CONTEXT keys. Decode rows have one query each: they are one
+bucket unless their contexts differ widely.
 
-Queries stand in reverse order in a bucket: query t of a piece that ends at `stop` then sees the keys j
-with j + t < stop, in a window also j + t >= stop - window. That depends on j + t alone, so the mask
-(queries, keys) is a strided view of one row of keys + queries - 1 numbers, and masks take memory linear
-in the context. Blocks before the window of a piece's first query are not gathered: its keys count from
-the first block that it needs, and so does its end.
+Queries are in reverse order in a bucket: query t of a piece that ends at `stop` attends to the keys j with
+j + t < stop, in a window also j + t >= stop - window. That depends on j + t alone, so the mask (queries, keys) is a
+strided view of one row of keys + queries - 1 numbers, and the memory of masks is linear in the context. Blocks before
+the window of a piece's first query are not gathered: keys and `stop` of a piece are counted from its first block.
 """
 
 from collections.abc import Iterator
@@ -25,8 +24,8 @@ from quire.kernels.contract import DTYPES, Batch, Rotation, Storage
 from quire.kernels.reference.quantized import numbers, read_bytes, stored
 from quire.kernels.reference.rowwise import rotary
 
-MAX_QUERIES = 256  # of one piece: keys behind a piece's last position are not even gathered
-MIN_CONTEXT = 256  # shorter contexts count as alike: another call would cost more than the padding
+MAX_QUERIES = 256  # of one piece: keys after the last position of a piece are not gathered
+MIN_CONTEXT = 256  # shorter contexts share a bucket: another call would cost more than the padding
 GATHERED_BYTES = 2**28  # of keys and values of one bucket, unless one sequence alone has more
 
 
@@ -34,34 +33,34 @@ class Pieces(NamedTuple):
     """Parts of chunks, one array per field."""
 
     chunks: np.ndarray
-    begins: np.ndarray  # the first block that is needed, among those of the sequence
-    stops: np.ndarray  # position behind the last one, counted from that block
-    counts: np.ndarray  # positions
+    begins: np.ndarray  # index of the first needed block in the block table
+    stops: np.ndarray  # end position (exclusive), counted from that block
+    counts: np.ndarray  # number of positions
     lasts: np.ndarray  # index of the last position among the step's tokens
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bucket:
-    """Pieces that are computed together, padded to one number of queries and one of keys."""
+    """Pieces that are computed together, padded to the same number of queries and of keys."""
 
     queries: Tensor  # int64 (num_pieces * num_queries,): indices of tokens
-    blocks: Tensor  # int64 (num_pieces * width,): to be gathered
+    blocks: Tensor  # int64 (num_pieces * width,): blocks to gather
     mask: Tensor  # (num_pieces, 1, num_queries, num_keys): 0 or -inf; rows overlap in memory
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReferencePlan:
-    """Where the step's tokens are written and what they attend to."""
+    """The slots that the step's tokens are written to, and the keys that they attend to."""
 
-    slots: Tensor  # int64 (num_tokens,): block * block_size + place in the block
+    slots: Tensor  # int64 (num_tokens,): block * block_size + offset in the block
     begun: Tensor  # int64: blocks whose first slot is written
     buckets: list[Bucket]
-    order: Tensor  # int64 (num_tokens,): where in the buckets' outputs, concatenated, a token's lies
+    order: Tensor  # int64 (num_tokens,): index of each token in the concatenated outputs of the buckets
     gathered: Tensor  # (2, blocks of the widest bucket, block_size, num_kv_heads, head_dim): scratch
 
 
 def plan(batch: Batch, storage: Storage) -> ReferencePlan:
-    """Sort the tokens of a step into slots to be written and buckets to be attended."""
+    """The plan of a step: slots to write and buckets for attention."""
     device = storage.data.device
     lengths = batch.stops - batch.starts
     chunks = np.repeat(np.arange(len(lengths)), lengths)
@@ -84,7 +83,7 @@ def plan(batch: Batch, storage: Storage) -> ReferencePlan:
         _tensor(blocks[places == 0], device),
         buckets,
         _tensor(order, device),
-        # one for all layers: fresh memory for every gather would cost more than the copy
+        # shared by all layers: fresh memory for every gather would cost more than the copy
         storage.data.new_empty(2, widest, *storage.data.shape[3:]),
     )
 
@@ -103,7 +102,7 @@ def _cut(batch: Batch, lengths: np.ndarray, storage: Storage) -> Pieces:
 
 
 def _alike(pieces: Pieces, storage: Storage) -> Iterator[Pieces]:
-    """Group pieces by the powers of two that hold their queries and their context."""
+    """Pieces grouped by the next powers of two of their queries and context, in groups of limited bytes."""
     group = storage.group
     bytes_per_token = 2 * group.num_kv_heads * group.head_dim * read_bytes(group.dtype, _computed_in(storage))
     classes = 64 * _bit_length(pieces.counts - 1) + _bit_length(np.maximum(pieces.stops, MIN_CONTEXT) - 1)
@@ -122,16 +121,16 @@ def _bit_length(values: np.ndarray) -> np.ndarray:
 
 
 def _bucket(pieces: Pieces, tables: np.ndarray, storage: Storage) -> tuple[Bucket, np.ndarray, np.ndarray]:
-    """A bucket; the tokens that it computes; and the rows of its output where they lie."""
+    """A bucket, the tokens that it computes, and their rows in its output."""
     device = storage.data.device
     num_pieces, num_queries = len(pieces.chunks), int(pieces.counts.max())
     counts, stops = pieces.counts[:, None], pieces.stops[:, None]
-    steps = np.arange(num_queries)  # backwards from the last position; padding repeats the first one
+    steps = np.arange(num_queries)  # backwards from the last position; padding repeats the first position
     queries = pieces.lasts[:, None] - np.minimum(steps, counts - 1)
     real = steps < counts
 
     num_blocks = -(-stops // storage.block_size)
-    width = int(num_blocks.max())  # padding repeats a sequence's own last block, which is finite
+    width = int(num_blocks.max())  # padding repeats the last block of the sequence, whose numbers are finite
     blocks = tables[pieces.chunks[:, None], pieces.begins[:, None] + np.minimum(np.arange(width), num_blocks - 1)]
     num_keys = width * storage.block_size
     length = num_keys + num_queries - 1
@@ -155,7 +154,7 @@ def _tensor(array: np.ndarray, device: torch.device) -> Tensor:
 
 
 def write_kv(storage: Storage, layer: int, k: Tensor, v: Tensor, plan: ReferencePlan) -> None:
-    """Store the step's keys and values (num_tokens, num_kv_heads, head_dim), clearing blocks that begin."""
+    """Zero the blocks in `plan.begun`, then store keys and values (num_tokens, num_kv_heads, head_dim)."""
     for blocks, new in zip(storage.data[layer], (k, v), strict=True):
         if len(plan.begun):
             blocks.index_fill_(0, plan.begun, 0)
@@ -165,7 +164,7 @@ def write_kv(storage: Storage, layer: int, k: Tensor, v: Tensor, plan: Reference
 def rotary_write(
     storage: Storage, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, plan: ReferencePlan
 ) -> Tensor:
-    """Rotate q and k, then `write_kv`. Returns q."""
+    """Rotate q and k, then `write_kv`. Returns the rotated q."""
     if rotation is not None:
         q, k = rotary(q, k, *rotation)
     write_kv(storage, layer, k, v, plan)
@@ -195,8 +194,8 @@ def attention(
 def _dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float) -> Tensor:
     """q (pieces, queries, heads, dim), k and v (pieces, keys, kv heads, dim) -> (pieces * queries, heads * dim).
 
-    KV heads are never copied for the query heads that share them: those are rows of one product where
-    there is one query, and otherwise heads of a product per KV head.
+    KV heads are not copied for the query heads that share them. With one query, these heads are rows of one product;
+    otherwise there is one product per KV head, with these heads as its batch.
     """
     num_pieces, num_queries, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[2]
@@ -221,7 +220,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap
     if not softcap:
         return F.scaled_dot_product_attention(q, k, v, mask, scale=scale)
     bytes_per_piece = q.shape[1] * q.shape[2] * k.shape[2] * torch.float32.itemsize
-    at_once = max(1, GATHERED_BYTES // bytes_per_piece)  # scores are written down, so they are bounded too
+    at_once = max(1, GATHERED_BYTES // bytes_per_piece)  # bounds the memory of the scores
     parts = []
     for first in range(0, len(q), at_once):
         some = slice(first, first + at_once)

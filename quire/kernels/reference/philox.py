@@ -1,7 +1,7 @@
-"""Philox4x32-10: random numbers that are counted, not drawn (Salmon et al., Parallel random numbers, SC 2011).
+"""Philox4x32-10: counter-based random numbers (Salmon et al., Parallel random numbers, SC 2011).
 
-The same key and counter give the same words on any device and in any order. Numbers of 32 bits are held
-in int64, whose products wrap modulo 2^64 as the method wants.
+The same key and counter give the same words on any device and in any order. 32-bit numbers are stored in int64, whose
+products wrap modulo 2^64, as the method requires.
 """
 
 import torch
@@ -34,16 +34,16 @@ def philox(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
 
 
 def _high(product: Tensor) -> Tensor:
-    return (product >> 32) & _MASK  # the mask removes the sign that the shift drags along
+    return (product >> 32) & _MASK  # the mask removes the sign bits of the arithmetic shift
 
 
 def exponential(words: Tensor) -> Tensor:
     """Words of 32 bits (int64) as float32 exponential variates: -log(u) with u = (word + 0.5) / 2^32.
 
-    In the upper half 1 - u is exact where u is not, so the variate is -log1p(-(1 - u)) there: small
-    variates, which decide the arg max, keep all their digits.
+    In the upper half 1 - u is more exact than u, so the variate is -log1p(-(1 - u)) there. Small variates, which
+    decide the arg max, keep their full precision.
     """
     upper = words >= 2**31
-    distance = torch.where(upper, _MASK - words, words)  # from the nearer end
+    distance = torch.where(upper, _MASK - words, words)  # from the nearer end of the range
     share = (distance.float() + 0.5) * 2.0**-32
     return -torch.where(upper, by_vectors(torch.log1p, -share), by_vectors(torch.log, share))

@@ -1,4 +1,4 @@
-"""Products with weights, which stay as they are, and rows of them."""
+"""Matrix products with plain (unpacked) weights, embedding lookup included."""
 
 from collections.abc import Sequence
 
@@ -11,12 +11,12 @@ from quire.kernels.reference.rowwise import gate
 
 
 def room(shape: Sequence[int], dtype: torch.dtype, parts: int = 1) -> None:
-    """Weights stay as they are."""
+    """None: products read plain tensors."""
     del shape, dtype, parts
 
 
 def write_rows(weight: Packed, rows: Tensor, start: int, index: int = 0) -> None:
-    """Raises TypeError: there is no room of this module's making."""
+    """Raises TypeError if the weight is packed: this module has no packed weights."""
     del rows, start, index
     plain(weight)
 
@@ -34,7 +34,7 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
 
 
 def gated_linear(x: Tensor, weight: Weight, bias: Tensor | None, activation: str) -> Tensor:
-    """The product of a gated MLP and its gate."""
+    """The gated product: see Kernels."""
     return gate(linear(x, weight, bias), activation)
 
 
@@ -45,13 +45,13 @@ def embed(ids: Tensor, weight: Weight, scale: float = 1.0) -> Tensor:
 
 
 def route(logits: Tensor, k: int, *, normalise: bool) -> tuple[Tensor, Tensor]:
-    """The experts of each token, and their weights."""
+    """The k experts of each token and their weights: see Kernels."""
     weights, ids = logits.float().softmax(-1).topk(k, -1)
     return ids, weights / weights.sum(-1, keepdim=True) if normalise else weights
 
 
 def experts(x: Tensor, ids: Tensor, weights: Tensor, up: Weight, down: Weight, activation: str) -> Tensor:
-    """The weighted sum of each token's experts, added up in the order of the experts' numbers."""
+    """The weighted sum of each token's experts: see Kernels. Terms are added in the order of expert ids."""
     ups, downs = plain(up), plain(down)
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in sorted(set(ids.flatten().tolist())):

@@ -1,7 +1,7 @@
-"""Keys and values as blocks hold them: as floats, or in 8 bits with scales.
+"""Stored types of keys and values: floats, or 8-bit numbers with scales.
 
-In 8 bits a head of a token is head_dim bytes, and behind them the four of a float32 scale, the smallest with which
-its largest number fits: number = byte * scale.
+With 8 bits, one head of one token is head_dim bytes, followed by the four bytes of a float32 scale:
+number = byte * scale. The scale is the smallest with which the largest number fits.
 """
 
 from collections.abc import Mapping
@@ -13,27 +13,27 @@ from torch import Tensor
 from quire.kernels.contract import DTYPES
 
 SCALE_BYTES = 4
-LARGEST: Mapping[str, float] = MappingProxyType({"fp8_e4m3": 448.0, "int8": 127.0})  # that a byte can hold
+LARGEST: Mapping[str, float] = MappingProxyType({"fp8_e4m3": 448.0, "int8": 127.0})  # largest 8-bit number
 _TYPES = {"fp8_e4m3": torch.float8_e4m3fn, "int8": torch.int8}
 
 
 def read_bytes(dtype: str, computed: torch.dtype) -> int:
-    """Bytes that a number takes while it is read: as float32, times its scale, and in the type of the computation."""
+    """Bytes per number while KV is read. 8-bit numbers need two float32 (number, scaled number) and one `computed`."""
     return 2 * torch.float32.itemsize + computed.itemsize if dtype in LARGEST else computed.itemsize
 
 
 def kept_as(dtype: str, head_dim: int) -> tuple[torch.dtype, int]:
-    """The type of stored numbers, and how many of them a head of a token takes."""
+    """The torch type of stored numbers, and their count per head and token."""
     return (torch.uint8, head_dim + SCALE_BYTES) if dtype in LARGEST else (DTYPES[dtype], head_dim)
 
 
 def stored(x: Tensor, dtype: str) -> Tensor:
-    """Numbers (..., head_dim) in the form that blocks of `dtype` hold."""
+    """x (..., head_dim) in the stored type `dtype`."""
     return quantized(x, dtype) if dtype in LARGEST else x.to(DTYPES[dtype])
 
 
 def numbers(x: Tensor, dtype: str) -> Tensor:
-    """The numbers (..., head_dim) that stored ones stand for, as floats."""
+    """Stored numbers as floats (..., head_dim): the inverse of `stored`."""
     return dequantized(x, dtype) if dtype in LARGEST else x
 
 
@@ -43,11 +43,11 @@ def quantized(x: Tensor, dtype: str) -> Tensor:
     scales = x.abs().amax(-1, keepdim=True) / LARGEST[dtype]
     rounded = (x / scales.where(scales != 0, 1)).clamp(-LARGEST[dtype], LARGEST[dtype])
     if dtype == "int8":
-        rounded = rounded.round()  # halves to even
+        rounded = rounded.round()  # ties to even
     return torch.cat((rounded.to(_TYPES[dtype]).view(torch.uint8), scales.view(torch.uint8)), -1)
 
 
 def dequantized(x: Tensor, dtype: str) -> Tensor:
-    """The inverse, float32 (..., head_dim). Zeros are zeros."""
+    """The inverse of `quantized`, float32 (..., head_dim). Blocks of zero bytes give zeros."""
     values, scales = x[..., :-SCALE_BYTES], x[..., -SCALE_BYTES:].contiguous()
     return values.contiguous().view(_TYPES[dtype]).float() * scales.view(torch.float32)

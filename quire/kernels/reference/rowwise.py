@@ -1,4 +1,4 @@
-"""What a decoder layer does to each token alone, besides mixing experts."""
+"""Operations on each token alone: rotary embedding, norms, activations."""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -32,9 +32,9 @@ _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
 
 
 def rotation(positions: Tensor, frequencies: Tensor, magnitude: float) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of positions (num_tokens,), float32 (num_tokens, dim / 2).
+    """Cosines and sines, times `magnitude`, of positions (num_tokens,): float32 (num_tokens, dim / 2).
 
-    A position has the same ones, bit for bit, whichever others there are.
+    The bits for a position do not depend on the other positions.
     """
     angles = positions.float().unsqueeze(1) * frequencies
     cos, sin = by_vectors(torch.cos, angles), by_vectors(torch.sin, angles)
@@ -42,7 +42,10 @@ def rotation(positions: Tensor, frequencies: Tensor, magnitude: float) -> tuple[
 
 
 def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotary position embedding (Su et al., RoFormer, 2021), halves of a head paired as in Hugging Face's Llama."""
+    """Rotary position embedding (Su et al., RoFormer, 2021). The halves of a head are paired as in transformers' Llama.
+
+    Returns the rotated q and k.
+    """
     # x * (cos, cos) + swapped halves of x * (-sin, sin)
     wide_cos = torch.cat((cos, cos), -1).unsqueeze(1)  # (num_tokens, 1, rotary_dim)
     wide_sin = torch.cat((-sin, sin), -1).unsqueeze(1)
@@ -58,20 +61,20 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root mean square normalisation (Zhang and Sennrich, 2019)."""
+    """RMS norm over the last axis (Zhang and Sennrich, 2019)."""
     if weight.dtype != x.dtype:
         return F.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The residual sum and its norm, which always come together in a decoder layer."""
+    """(rms_norm(x + residual), x + residual)."""
     total = x + residual
     return rms_norm(total, weight, eps), total
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """Layer normalisation (Ba et al., 2016) over the last axis."""
+    """Layer norm over the last axis (Ba et al., 2016)."""
     if weight.dim() == 1:
         return F.layer_norm(x, weight.shape, weight, bias, eps)
     normed = F.layer_norm(x.float(), x.shape[-1:], eps=eps) * weight
@@ -79,11 +82,11 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
 
 
 def activate(x: Tensor, activation: str) -> Tensor:
-    """The activation of an MLP without a gate."""
+    """activation(x), for an MLP without a gate."""
     return _ACTIVATIONS[activation](x)
 
 
 def gate(x: Tensor, activation: str) -> Tensor:
-    """The gate of SwiGLU and its kin (Shazeer, 2020)."""
+    """activation(first half of the last axis) * second half, as in SwiGLU and other GLU variants (Shazeer, 2020)."""
     first, second = x.chunk(2, -1)
     return _ACTIVATIONS[activation](first).mul_(second)

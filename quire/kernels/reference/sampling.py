@@ -1,19 +1,18 @@
-"""Logits to tokens: edits and filters, then the arg max of logits plus counted Gumbel noise.
+"""Sampling: logit edits, filters, then the arg max of logits plus counter-based Gumbel noise.
 
-Per row, in this order (vLLM's): masks and bans, bias, repetition, frequency and presence penalty (see
-`edits`), then temperature, min_p, top_k, top_p. Each filter sees the distribution that the ones before
-it left, renormalised:
+Operations per row, in vLLM's order: masks and bans, bias, repetition, frequency and presence penalty (see `edits`),
+then temperature, min_p, top_k, top_p. Each filter applies to the renormalised distribution that the previous one left:
 
 - min_p keeps tokens with p >= min_p * (largest p);
-- top_k keeps tokens whose logit is at least the k-th largest, so ties at the border all stay;
-- top_p keeps a token if the tokens more likely than it have less than top_p together: the smallest set
-  that reaches top_p, ties at its border staying together. The most likely token always stays.
+- top_k keeps tokens whose logit is at least the k-th largest, ties included;
+- top_p keeps a token if the sum over all more likely tokens is less than top_p: the smallest set that reaches top_p,
+  ties included. The most likely token is always kept.
 
-Among the kept tokens the choice is argmax(logit / temperature - log(e)), e exponential (Gumbel-max,
-Maddison et al., A* sampling, 2014). The noise of token t comes from word t % 4 of Philox with the row's
-seed as key and the counter (position, sample index, purpose, t // 4), so a choice depends neither on
-batch-mates nor on the order or the sharding of the vocabulary. Temperature 0 takes the arg max of the
-edited logits, without filters. The lowest id wins ties.
+The sampled token is the arg max of logit / temperature - log(e) over the kept tokens, e exponential (Gumbel-max,
+Maddison et al., A* sampling, 2014). The noise of token t comes from word t % 4 of Philox with the row's seed as key and
+the counter (position, sample index, purpose, t // 4), so the token depends neither on the rest of the batch nor on the
+order or the sharding of the vocabulary. Temperature 0 selects the arg max of the edited logits, without filters. The
+lowest id wins ties.
 """
 
 import numpy as np
@@ -25,13 +24,13 @@ from quire.kernels.exact import by_vectors
 from quire.kernels.reference.edits import changes, edited
 from quire.kernels.reference.philox import exponential, philox
 
-LOGITS_AT_ONCE = 2**22  # that are drawn from together: filters and noise take some 50 bytes for each
+LOGITS_AT_ONCE = 2**22  # logits that are sampled from at once: filters and noise need about 50 bytes for each
 
 
 def sample(logits: Tensor, draws: Draws) -> Tensor:
-    """One token per row of logits (num_rows, vocab_size) -> int64 (num_rows,); -1 where there is none."""
+    """One token per row of logits (num_rows, vocab_size) -> int64 (num_rows,); -1 if nothing can be sampled."""
     logits = logits.float()
-    usable = logits.amax(-1).isfinite()  # the maximum is NaN or inf if any logit is, -inf if all are
+    usable = logits.amax(-1).isfinite()  # the maximum is NaN or +inf if any logit is, -inf if all are
     if changes(draws):
         logits = edited(logits, draws)
         usable &= logits.amax(-1).isfinite()
@@ -46,12 +45,12 @@ def sample(logits: Tensor, draws: Draws) -> Tensor:
 
 
 def _sample_random(logits: Tensor, draws: Draws, rows: np.ndarray) -> Tensor:
-    """Tokens of the rows with a temperature; logits are theirs alone."""
+    """Tokens of `rows`, which have a temperature above 0. logits: of these rows only."""
 
     def column(values: np.ndarray) -> Tensor:
         return torch.from_numpy(values[rows]).to(logits.device)
 
-    # a largest logit of 0 cannot overflow, however small the temperature
+    # with a largest logit of 0, no temperature overflows
     scores = (logits - logits.amax(-1, keepdim=True)) / column(draws.temperatures).unsqueeze(1)
     if draws.min_ps[rows].any():
         scores = scores.masked_fill(scores < column(draws.min_ps).log().unsqueeze(1), -torch.inf)
@@ -72,7 +71,7 @@ def _keep_top_k(scores: Tensor, top_ks: np.ndarray) -> Tensor:
 
 def _keep_top_p(scores: Tensor, top_ps: Tensor) -> Tensor:
     ordered = scores.sort(-1, descending=True).values
-    shares = ordered.double().softmax(-1)  # sums over a large vocabulary need the digits
+    shares = ordered.double().softmax(-1)  # sums over a large vocabulary need float64
     before = shares.cumsum(-1) - shares
     limits = top_ps.double().where(top_ps < 1, torch.inf).unsqueeze(1)
     num_kept = (before < limits).sum(-1, keepdim=True).clamp_(min=1)  # 0 in rows of NaN
@@ -80,7 +79,7 @@ def _keep_top_p(scores: Tensor, top_ps: Tensor) -> Tensor:
 
 
 def gumbel(draws: Draws, rows: np.ndarray, like: Tensor) -> Tensor:
-    """Standard Gumbel noise for `rows` of draws, shaped and placed as `like` (len(rows), vocab_size), float32."""
+    """Standard Gumbel noise of some rows, float32, with the shape (len(rows), vocab_size) and device of `like`."""
     vocab_size = like.shape[-1]
 
     def column(values: np.ndarray) -> Tensor:

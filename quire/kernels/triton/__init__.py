@@ -1,1 +1,1 @@
-"""Kernels in Triton, for GPUs. Its interpreter runs them on CPU tensors: they are tested without a GPU."""
+"""Triton kernels for GPUs. Triton's interpreter runs them on CPU tensors, for tests without a GPU."""

@@ -1,11 +1,11 @@
-"""Paged attention: which tiles are computed, and how contexts are split. See `attention_kernels` for the rest.
+"""Paged attention: choice of tiles and splits, and launch of the kernels in `attention_kernels`.
 
-Chunks of few queries, as in decoding, are cut into tiles of few rows, others into large ones: a step with both takes
-two launches. Where tiles are too few to fill the device, several programs share each tile's context. How many is said
-on the host, from what is known of a step before it is recorded; where they begin is said on the device, from the
-positions that there really are. A program that finds nothing left to do returns at once.
+Chunks of few queries, as in decoding, are cut into tiles of few rows, others into large tiles. A step with both needs
+two launches. If the tiles are too few to fill the device, several programs share each tile's context. The host chooses
+their number, from data that a captured step does not change. The device computes where each split begins, from the
+actual positions. A program without keys returns at once.
 
-In strict steps all tiles have one shape and no context is split, so that a row's bits do not depend on company.
+In strict steps all tiles have one shape and no context is split, so that the bits of a row do not depend on the batch.
 """
 
 import functools
@@ -22,12 +22,12 @@ from quire.kernels.triton.launch import INTERPRETED, pow2
 from quire.kernels.triton.plan import TritonPlan
 
 SCRATCH_BYTES = 2**26  # of partial results
-FEW_ROWS = 16  # the fewest that a product takes
-KEY_BYTES = 2**14  # of a tile of keys in the type of queries: two such tiles on their way keep the memory busy
-WAVES = 2  # programs for each processor, if splitting gives so many
+FEW_ROWS = 16  # the fewest rows of tl.dot
+KEY_BYTES = 2**14  # of a tile of keys in the type of queries: two such tiles in flight saturate the memory
+WAVES = 2  # target number of programs per multiprocessor
 LEAST_KEYS = 256  # of a split
-MOST_KEYS = 2**14  # of a split of a small tile: one long context among short ones must not keep the others waiting
-PROCESSORS = 132  # of a device that does not say
+MOST_KEYS = 2**14  # of a split of a small tile: one long context among short ones must not prolong the step
+PROCESSORS = 132  # assumed multiprocessors of a device that is not CUDA
 
 _STORED = {"fp8_e4m3": torch.float8_e4m3fn, "int8": torch.int8}
 _WEIGHTS = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
@@ -35,10 +35,10 @@ _LOG2E = 1.4426950408889634
 
 
 class Shape(NamedTuple):
-    """How a tile is computed."""
+    """Shape and launch parameters of a tile."""
 
     rows: int  # pairs of a query and a head
-    keys: int  # met at once
+    keys: int  # keys per step
     warps: int
     stages: int
 
@@ -48,9 +48,9 @@ class Blocks(NamedTuple):
 
     keys: Tensor  # (num_blocks, num_kv_heads, ...) of the stored type
     values: Tensor
-    key_scales: Tensor  # of 8-bit numbers the same memory as float32
+    key_scales: Tensor  # for 8-bit types the same memory as float32, else not read
     value_scales: Tensor
-    stride: int  # stored numbers of one head of a block
+    stride: int  # stored numbers of one head in a block
     quantized: bool
 
 
@@ -66,7 +66,7 @@ def attention(
 ) -> Tensor:
     """Causal attention of q (num_tokens, num_heads, head_dim) -> (num_tokens, num_heads * head_dim).
 
-    Tokens may lie further apart in memory than their heads take. strict: see the module.
+    There may be gaps between tokens in memory. strict: see the module.
     """
     num_tokens, num_heads, head_dim = q.shape
     if q.stride(2) != 1 or q.stride(1) != head_dim:
@@ -112,7 +112,7 @@ def attention(
 
 
 def _parts(plan: TritonPlan, shared: int, *, strict: bool) -> list[tuple[range, int]]:
-    """Chunks of a step by their lengths, and rows of the tiles that they are cut into."""
+    """Ranges of chunk lengths, each with the rows of the tiles for these chunks."""
     every = range(1, plan.longest + 1)
     few = max(1, FEW_ROWS // shared)
     if strict or plan.longest <= few:
@@ -122,18 +122,18 @@ def _parts(plan: TritonPlan, shared: int, *, strict: bool) -> list[tuple[range, 
 
 
 def _shape(rows: int, shared: int, q: Tensor) -> Shape:
-    """A shape of `rows` rows, of fewer where registers do not hold them, of more where more heads share keys."""
+    """The tile shape for `rows` rows: fewer if registers do not suffice, more if more heads share a KV head."""
     dim = pow2(max(16, q.shape[2]))
     num_keys = min(max(KEY_BYTES // (dim * q.element_size()), 16), 128)
     if q.dtype == torch.float32:  # tensor cores do not multiply it
         return Shape(max(32, pow2(shared)), num_keys, warps=8, stages=3)
     rows = max(min(rows, 128 if dim <= 128 else 64), FEW_ROWS, pow2(shared))
-    # loads through a table take two stages; with large heads a fifth does not fit everywhere
+    # loads through a block table need two stages; with large heads five stages do not fit on every device
     return Shape(rows, num_keys, warps=8 if rows >= 128 else 4, stages=5 if dim <= 128 else 4)
 
 
 def _splits(storage: Storage, plan: TritonPlan, num_tiles: int, used: int, *, small: bool) -> int:
-    """Programs that share the context of each tile. The plan alone decides, so a recorded step keeps their number."""
+    """The number of splits of each tile's context. It depends on the plan alone, so a captured step keeps it."""
     group = storage.group
     context = min(plan.context, group.window + used) if group.window else plan.context
     programs = num_tiles * group.num_kv_heads
@@ -152,7 +152,7 @@ def _processors(device: torch.device) -> int:
 
 
 def _scratch(splits: int, num_rows: int, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Partial outputs and states, see `attend`. Without splits nobody reads or writes them."""
+    """Partial outputs and states, see `attend`; empty without splits."""
     num = num_rows * splits if splits > 1 else 0
     partials = torch.empty((num, head_dim), dtype=torch.float32, device=device)
     return partials, torch.empty((num, 2), dtype=torch.float32, device=device)
@@ -169,9 +169,10 @@ def _blocks(storage: Storage, layer: int) -> Blocks:
 
 
 def _weight(q: Tensor, *, quantized: bool) -> tl.dtype:
-    """The type in which weights and values are multiplied.
+    """The type in which softmax weights and values are multiplied.
 
-    Weights times the scales of 8-bit values are smaller than float16 can say; bfloat16 holds the values exactly too.
+    Weights times the scales of 8-bit values can be below the range of float16. bfloat16 has the range, and holds 8-bit
+    values exactly.
     """
     if INTERPRETED:
         return tl.float32

@@ -1,24 +1,24 @@
-"""What `attention` launches: one kernel that attends, and one that merges what splits of a context have left.
+"""Triton kernels of paged attention: `attend`, and `merge` for the partial results of split contexts.
 
 Rows of a tile are queries of one chunk, each with all heads that share a KV head: row r is query r // SHARED, head
-r % SHARED. A program meets the keys of its split in tiles of KEYS, which begin at multiples of KEYS, and keeps for
-each row the largest score, the sum of exponentials and the values weighed by them (Milakov and Gimelshein, Online
+r % SHARED. A program processes the keys of its split in tiles of KEYS, which begin at multiples of KEYS. Per row it
+keeps the largest score, the sum of exponentials and the weighted sum of values (Milakov and Gimelshein, Online
 normalizer calculation for softmax, 2018), to base 2.
 
-A tile of keys of which a row sees nothing leaves that row's three numbers as they were, bit for bit: the largest score
-stays, the factor of the others is exp2(0), and zeros are added. Thus nothing depends on who shares a tile.
+A tile of keys that are all masked for a row does not change that row's state, bit for bit: the largest score stays, the
+factor of the others is exp2(0), and zeros are added. So a row does not depend on the other rows of its tile.
 """
 # ruff: noqa: ANN201 -- Triton reads annotations
 
 import triton
 import triton.language as tl
 
-TOGETHER = 16  # splits that `merge` takes at once
+TOGETHER = 16  # splits that `merge` reads at once
 
 
 @triton.jit
 def _span(tiles_ptr, begins_ptr, starts_ptr, stops_ptr, tile):
-    """A tile's chunk, the first of its tokens in the step, that one's position, and the position behind the chunk."""
+    """A tile's chunk, the index of its first token in the step, the position of that token, and the chunk's stop."""
     chunk = tl.load(tiles_ptr + 2 * tile)
     first = tl.load(tiles_ptr + 2 * tile + 1)
     token = tl.load(begins_ptr + chunk) + first
@@ -28,7 +28,7 @@ def _span(tiles_ptr, begins_ptr, starts_ptr, stops_ptr, tile):
 
 @triton.jit
 def _tanh(x):
-    """By the exponential of a negative number, which cannot overflow."""
+    """tanh(x), computed from the exponential of a negative number, which cannot overflow."""
     shrunk = tl.exp2(tl.abs(x) * -2.8853900817779268)  # 2 * log2(e)
     size = (1 - shrunk) / (1 + shrunk)
     return tl.where(x < 0, -size, size)
@@ -36,7 +36,7 @@ def _tanh(x):
 
 @triton.jit
 def _share(start, stop, KEYS: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr, LEAST: tl.constexpr):
-    """Of the keys that queries at [start, stop) see: the first one, and those that this program meets, [low, high)."""
+    """The first key that queries at [start, stop) attend to, and the keys [low, high) of this program's split."""
     begin = 0
     if WINDOW:
         begin = tl.maximum(start - WINDOW + 1, 0)
@@ -55,9 +55,9 @@ def _places(
     table_ptr, first_key, begin, high, kv_head, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_STRIDE: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """A tile of keys: their positions, which are there, and where they and their scales lie.
+    """A tile of keys: positions, which of them to read, and the offsets of keys and of scales.
 
-    What no query of the tile sees is not read: there may be no block, or NaN in it, and 0 * NaN is NaN.
+    Keys that no query of the tile attends to are not read. They may have no block, or NaN in it, and 0 * NaN is NaN.
     """
     key = first_key + tl.arange(0, KEYS)
     wanted = (key >= begin) & (key < high)
@@ -72,7 +72,7 @@ def _scores(
     q, k_ptrs, mask, scale_ptrs, key, held, position, factor, cap,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, QUANTIZED: tl.constexpr,
 ):  # fmt: skip
-    """Of queries (ROWS,) and keys (KEYS,), to base 2: -inf for what a query does not see."""
+    """Scores (ROWS, KEYS) to base 2; -inf for masked keys."""
     k = tl.load(k_ptrs, mask=mask, other=0.0).to(q.dtype)
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * factor
     if QUANTIZED:
@@ -87,16 +87,16 @@ def _scores(
 
 @triton.jit
 def _weights(scores, largest):
-    """Exponentials of scores beside the largest so far, what is kept of the sums before, and that largest one."""
+    """Exponentials of scores relative to the new maximum, the factor that rescales earlier sums, and the maximum."""
     new = tl.maximum(largest, tl.max(scores, 1))
-    base = tl.where(new == float("-inf"), 0.0, new)  # of a row that has seen nothing: -inf - -inf is NaN
+    base = tl.where(new == float("-inf"), 0.0, new)  # while all keys of a row are masked: -inf - -inf is NaN
     return tl.exp2(scores - base[:, None]), tl.exp2(largest - base), new
 
 
 @triton.jit(do_not_specialize=["table_width", "used"])
 def attend(
-    q_ptr,  # (num_tokens, heads, HEAD_DIM), tokens q_stride apart
-    keys_ptr,  # (num_blocks, KV_HEADS, BLOCK_STRIDE) of the layer, as numbers of the stored type
+    q_ptr,  # (num_tokens, heads, HEAD_DIM), stride of tokens q_stride
+    keys_ptr,  # (num_blocks, KV_HEADS, BLOCK_STRIDE) of the layer, in the stored type
     values_ptr,
     key_scales_ptr,  # the same memory as float32, or anything unless QUANTIZED
     value_scales_ptr,
@@ -111,28 +111,28 @@ def attend(
     states_ptr,  # float32 (num_tiles, KV_HEADS, used, splits, 2): largest score, sum; the sum of an empty split is 0
     q_stride,
     table_width,
-    used,  # rows of each tile that may be real
-    factor,  # of scores: to base 2, or what tanh is taken of
-    cap,  # of scores to base 2, if SOFTCAP
+    used,  # rows of each tile that may exist
+    factor,  # of q * k: gives scores to base 2, with SOFTCAP the argument of tanh
+    cap,  # of tanh, gives scores to base 2, if SOFTCAP
     SHARED: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    BLOCK_STRIDE: tl.constexpr,  # numbers of one head of a block
+    BLOCK_STRIDE: tl.constexpr,  # stored numbers of one head in a block
     WINDOW: tl.constexpr,  # 0 is none
     SOFTCAP: tl.constexpr,
     QUANTIZED: tl.constexpr,
     WEIGHT: tl.constexpr,  # the type in which weights and values are multiplied
     SPLIT: tl.constexpr,
-    LEAST: tl.constexpr,  # tiles of keys of a split
+    LEAST: tl.constexpr,  # fewest tiles of keys of a split
     ROWS: tl.constexpr,
     QUERIES: tl.constexpr,  # of a tile: at most ROWS // SHARED
     KEYS: tl.constexpr,
-    DIM: tl.constexpr,  # HEAD_DIM, filled up to a power of two
+    DIM: tl.constexpr,  # HEAD_DIM, padded to a power of two
     UP: tl.constexpr,
 ):
-    """Grid (num_tiles, KV_HEADS, splits)."""
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the last tiles of a chunk see most: they begin first
+    """Attention of one tile, KV head and split. Grid (num_tiles, KV_HEADS, splits)."""
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the last tiles of a chunk have most keys, so they start first
     kv_head = tl.program_id(1)
     chunk, token, start, stop = _span(tiles_ptr, begins_ptr, starts_ptr, stops_ptr, tile)
     stop = tl.minimum(stop, start + QUERIES)
@@ -203,7 +203,7 @@ def merge(
     DIM: tl.constexpr,
     TOGETHER: tl.constexpr,
 ):
-    """Grid (num_tiles, used, KV_HEADS): one row each."""
+    """Merge the partial results of one row. Grid (num_tiles, used, KV_HEADS)."""
     tile, row, kv_head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     _, token, start, stop = _span(tiles_ptr, begins_ptr, starts_ptr, stops_ptr, tile)
     query = row // SHARED
@@ -220,7 +220,7 @@ def merge(
         split = first_split + tl.arange(0, TOGETHER)
         state = first + split
         totals = tl.load(states_ptr + 2 * state + 1, mask=split < splits, other=0.0)
-        met = totals != 0  # where it is NaN, the output shall be
+        met = totals != 0  # true for NaN, which must reach the output
         each = tl.load(states_ptr + 2 * state, mask=met, other=float("-inf"))
         parts_at = state[:, None] * HEAD_DIM + dim[None, :]
         parts = tl.load(partials_ptr + parts_at, mask=met[:, None] & inside[None, :], other=0.0)

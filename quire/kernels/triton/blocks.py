@@ -1,10 +1,10 @@
-"""Blocks of keys and values on a device: their layout, how they leave it, and copies.
+"""KV blocks on GPUs: layout, allocation, copies.
 
-The tokens of one head lie together, so that attention, which takes one head at a time, reads long stretches:
+The tokens of one head are contiguous, so that attention, which reads one head at a time, reads long ranges:
 (num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim).
 
-In 8 bits the last two axes are one of block_size * (head_dim + 4) bytes: the values, token after token, and behind
-them the block_size float32 scales of the head. The canonical layout has each scale behind its own values.
+For 8-bit types the last two axes are one axis of block_size * (head_dim + 4) bytes: the numbers, token after token,
+then the block_size float32 scales of the head. In the canonical layout each scale follows its own numbers.
 """
 
 import torch
@@ -20,12 +20,12 @@ from quire.kernels.triton.writing import rotary_write
 
 __all__ = ["allocate", "copy_blocks", "pack", "rotary_write", "unpack"]
 
-TOKENS_TOGETHER = 16  # that a block is a multiple of
-_COPIED_TOGETHER = 2048  # elements, by one program
+TOKENS_TOGETHER = 16  # block_size is a multiple of it
+_COPIED_TOGETHER = 2048  # the most elements that one program copies
 
 
 def allocate(group: KVGroup, block_size: int, device: torch.device) -> Storage:
-    """Blocks of zeros. Raises ValueError for a block_size or a type that the kernels do not have."""
+    """Zeroed blocks. Raises ValueError for a block_size or a type that the kernels do not support."""
     if block_size % TOKENS_TOGETHER:
         raise ValueError(f"the Triton kernels need a block_size that is a multiple of 16, not {block_size}")
     shape: tuple[int, ...] = (len(group.layers), 2, group.num_blocks, group.num_kv_heads)
@@ -40,10 +40,7 @@ def allocate(group: KVGroup, block_size: int, device: torch.device) -> Storage:
 
 
 def pack(storage: Storage, blocks: Tensor) -> Tensor:
-    """A copy of `blocks` int64 (num_blocks,): (num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim).
-
-    In 8 bits uint8, with head_dim + 4 in the place of head_dim.
-    """
+    """A copy of `blocks` int64 (num_blocks,) in the canonical layout."""
     rows = storage.data.index_select(2, blocks.to(storage.data.device))
     if storage.group.dtype in LARGEST:
         values, scales = rows.split((storage.block_size * storage.group.head_dim, storage.block_size * SCALE_BYTES), -1)
@@ -61,10 +58,10 @@ def unpack(storage: Storage, blocks: Tensor, canonical: Tensor) -> None:
 
 
 def copy_blocks(storage: Storage, pairs: Tensor, num_tokens: int) -> None:
-    """Copy the first `num_tokens` of each source and clear the rest, for all (source, target) `pairs` at once.
+    """Copy the first `num_tokens` of each source and zero the rest of its target: see Kernels.
 
-    All sources are read as they were before, so one pair's target may be another's source: sources of several pairs
-    are gathered beside the storage first. No block may be the target of two pairs.
+    A target may be the source of another pair, because the sources of several pairs are copied out of the storage
+    first. No block may be the target of two pairs.
     """
     if not len(pairs):
         return
@@ -91,11 +88,11 @@ def _copy(
     GATHERED: tl.constexpr, NUM_HEADS: tl.constexpr, ROW: tl.constexpr, HEAD_DIM: tl.constexpr,
     VALUES: tl.constexpr, SCALE_BYTES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """TILE elements of a head of a pair's block: grid (num_pairs * heads * tiles, keys or values of all layers)."""
+    """Copy TILE elements of a head of a pair's block. Grid (num_pairs * heads * tiles, 2 * num_layers)."""
     TILES: tl.constexpr = (ROW + TILE - 1) // TILE
     pair = tl.program_id(0) // (NUM_HEADS * TILES)
     head = tl.program_id(0) // TILES % NUM_HEADS
-    places = tl.program_id(0) % TILES * TILE + tl.arange(0, TILE)  # in the row of a head
+    places = tl.program_id(0) % TILES * TILE + tl.arange(0, TILE)  # offsets in the row of a head
     layer = tl.program_id(1).to(tl.int64)
     source = pair.to(tl.int64) if GATHERED else tl.load(pairs_ptr + 2 * pair)
     target = tl.load(pairs_ptr + 2 * pair + 1)

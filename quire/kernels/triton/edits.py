@@ -1,4 +1,4 @@
-"""What requests change about logits, as `quire.kernels.reference.edits` says it, while logits are read anyway."""
+"""Masks, logit edits and penalties, fused into the first pass over the logits. `reference.edits` specifies them."""
 
 import numpy as np
 import torch
@@ -10,15 +10,15 @@ from quire.kernels.contract import Draws
 from quire.kernels.triton.rows import COUNTED, FREQUENCY, MASK, PRESENCE, REPETITION, TILE, float_wish, num_tiles, wish
 
 _LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
-_ENTRIES = 1024  # of a history, that one program counts
+_ENTRIES = 1024  # history entries that one program counts
 
 
 def edit_columns(draws: Draws, wishes: np.ndarray, vocab_size: int) -> list[np.ndarray]:
-    """What kernels are told about the edits of all rows; `wishes` learn which of them are theirs.
+    """Kernel inputs for the edits of all rows. Sets the fields `mask`, `counted` and `edited` of `wishes`.
 
-    Masks, tokens and values of additions, where those of each tile of an edited row begin, and the history: rows of
-    the counts, and token * 2 + whether it is of the output.
-    Raises ValueError for masks of another width than the vocabulary's, IndexError for tokens outside of it.
+    Returns masks; tokens and values of logit edits, sorted by tile of an edited row; the index at which each tile's
+    edits begin; and the history: rows of the counts, and token * 2 + 1 for output, token * 2 for prompt tokens.
+    Raises ValueError for masks whose width does not match the vocabulary, IndexError for tokens outside of it.
     """
     masks, edits, history = draws.masks, draws.edits, draws.history
     shape = (len(masks.rows), -(-vocab_size // 32))
@@ -31,7 +31,7 @@ def edit_columns(draws: Draws, wishes: np.ndarray, vocab_size: int) -> list[np.n
     wishes["counted"] = numbered(len(wishes), history.rows)
     wishes["edited"] = numbered(len(wishes), masks.rows, edits.rows, history.rows)
     tiles = wishes["edited"][edits.rows] * num_tiles(vocab_size) + edits.tokens // TILE
-    order = np.argsort(tiles, kind="stable")  # those of one logit are added in the order they came in
+    order = np.argsort(tiles, kind="stable")  # several edits of one logit are added in their order
     begins = np.searchsorted(tiles[order], np.arange((wishes["edited"].max() + 1) * num_tiles(vocab_size) + 1))
     return [
         masks.words.astype(np.uint32, copy=False),
@@ -44,7 +44,7 @@ def edit_columns(draws: Draws, wishes: np.ndarray, vocab_size: int) -> list[np.n
 
 
 def numbered(num_rows: int, *chosen: np.ndarray) -> np.ndarray:
-    """int32 (num_rows,): numbers from 0 for the rows that are in any of `chosen`, -1 for the others."""
+    """int32 (num_rows,): consecutive numbers from 0 for the rows in any of `chosen`, -1 for the others."""
     numbers = np.full(num_rows, -1, np.int32)
     for rows in chosen:
         numbers[rows] = 0
@@ -53,9 +53,9 @@ def numbered(num_rows: int, *chosen: np.ndarray) -> np.ndarray:
 
 
 def count_history(rows: Tensor, entries: Tensor, num_counted: int, vocab_size: int) -> Tensor:
-    """int32 (num_counted, vocab_size): 2 for each time a token is in the output, and 1 if it is in the prompt.
+    """int32 (num_counted, vocab_size): 2 per occurrence of a token in the output, plus 1 if it is in the prompt.
 
-    rows and entries: as `edit_columns` gives them. Additions of integers, in any order, have one result.
+    rows and entries: from `edit_columns`. The atomic additions are of integers, so their order does not matter.
     """
     counts = torch.zeros(num_counted, vocab_size, dtype=torch.int32, device=rows.device)
     grid = (-(-len(rows) // _ENTRIES),)
@@ -79,7 +79,7 @@ def _count(rows_ptr, entries_ptr, counts_ptr, number, vocab_size, BLOCK: tl.cons
 def edited(
     x, tokens, row, slot, wishes_ptr, masks_ptr, tokens_ptr, values_ptr, begins_ptr, counts_ptr, vocab_size
 ) -> tl.tensor:
-    """x, the logits of one tile, as the wishes of a row that has some leave them. Program (., tile) of (., tiles)."""
+    """The logits x of one tile of an edited row, with masks, edits and penalties applied. Grid (., tiles)."""
     mask = wish(wishes_ptr, row, MASK)
     if mask >= 0:
         places = masks_ptr + mask.to(tl.int64) * tl.cdiv(vocab_size, 32) + tokens // 32
@@ -102,5 +102,5 @@ def _penalised(x, counts, row, wishes_ptr):
     y = tl.where(x > 0, tl.div_rn(x, repetition), x * repetition)
     y = y - float_wish(wishes_ptr, row, FREQUENCY) * times
     y = y - float_wish(wishes_ptr, row, PRESENCE) * tl.where(times > 0, 1.0, 0.0)
-    y = tl.minimum(y, _LARGEST)  # a tiny repetition penalty makes a token likely, not a row useless
+    y = tl.minimum(y, _LARGEST)  # a tiny repetition penalty must not give inf, which makes a row invalid
     return tl.where(counts != 0, y, x)

@@ -1,8 +1,8 @@
-"""Products of tokens with the weights of their experts. Nothing here waits for the device.
+"""Matrix products of tokens with the weights of their experts, without waiting for the device.
 
-Tiles gather their rows through the order of pairs, and their number has a bound that depends on shapes alone. Where
-tokens are many, the library's grouped product does what the gated half takes: it needs its rows beside one another,
-and sums that it rounds to their type, which gated products are anyway. Others are added up as float32.
+Tiles gather their rows by the sorted order of pairs, and the bound on their number depends on shapes alone. With many
+tokens, torch's grouped matrix product computes the gated product. It needs contiguous rows and rounds its result to
+their type, which the gated product requires anyway. The product with `down` stays in float32.
 """
 
 import functools
@@ -29,7 +29,7 @@ _ALIGNED = 8  # numbers of 16 bits: rows begin at multiples of 16 bytes
 def _grouped(
     x_ptr,
     weight_ptr,  # (num_experts, N, K)
-    order_ptr,  # see `Routes`, as for tiles
+    order_ptr,  # order and tiles: see `Routes`
     tiles_ptr,
     out_ptr,  # (num_pairs, N)
     num_tiles,
@@ -44,8 +44,8 @@ def _grouped(
 ):
     """One tile of rows times the weight (N, K) of its expert.
 
-    SLOTS above 0: x has a row for each token, SLOTS pairs share it, and results stand in the order of experts.
-    SLOTS 0: x has rows in the order of experts, and results stand in that of pairs.
+    SLOTS above 0: x has one row per token, which SLOTS pairs share, and results are in the order of experts.
+    SLOTS 0: the rows of x are in the order of experts, and results are in the order of pairs.
     """
     ACROSS: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
     tile = tl.program_id(0) // ACROSS
@@ -96,10 +96,9 @@ def _of_experts(x: Tensor, weight: Tensor, routes: Routes, slots: int, tile: Til
 def experts(
     x: Tensor, ids: Tensor, weights: Tensor, up: Weight, down: Weight, activation: str, *, strict: bool
 ) -> Tensor:
-    """The weighted sum of each token's experts, added up in the order of the experts' numbers.
+    """The weighted sum of each token's experts: see Kernels. Terms are added in the order of expert ids.
 
-    x (num_tokens, hidden_size), ids int64 and weights float32 (num_tokens, k), up (num_experts, 2 * inner,
-    hidden_size), down (num_experts, hidden_size, inner). Gated products are rounded, those with `down` are not.
+    Gated products are rounded to x's type, products with `down` are float32.
     """
     ups, downs, x = plain(up), plain(down), along_rows(x)
     ids, weights = ids.contiguous(), weights.contiguous()
@@ -117,9 +116,9 @@ def experts(
 
 
 def library_takes(x: Tensor, weight: Tensor) -> bool:
-    """Whether the library has a grouped product of x (num_tokens, K) with weight (num_experts, N, K), a good one.
+    """Whether torch has a fast grouped product of x (num_tokens, K) with weight (num_experts, N, K).
 
-    Elsewhere than on these devices it computes one expert after another, and asks the device how many rows each has.
+    On other devices torch computes one expert after the other, and waits for the device to get their numbers of rows.
     """
     if x.dtype != torch.bfloat16 or any(size % _ALIGNED for size in weight.shape[1:]):
         return False

@@ -1,4 +1,4 @@
-"""The Triton kernels as the contract wants them: one object for ordinary sequences, one for deterministic ones."""
+"""The kernel contract implemented by the Triton kernels, with one object per mode: ordinary or deterministic."""
 
 from collections.abc import Sequence
 
@@ -21,7 +21,7 @@ FP8_FROM = (8, 9)  # compute capability
 
 
 class TritonKernels:
-    """Kernels in Triton. strict: bits do not depend on company, which forbids split contexts and the libraries."""
+    """Triton kernels. strict: deterministic, which excludes split contexts and matrix libraries."""
 
     NAME = "triton"
     RESIDENT = True
@@ -32,7 +32,7 @@ class TritonKernels:
         self.recorder: Recorder | None = None if strict or INTERPRETED else Recording()
 
     def refusal(self, demands: Demands) -> str | None:
-        """Why the module cannot do what is demanded, or None if it can."""
+        """Why the module does not meet the requirements, or None if it does."""
         if demands.device.type != "cuda" and not INTERPRETED:
             return f"it runs on cuda, not on {demands.device.type}, but in Triton's interpreter"
         if demands.device.type == "cuda" and (why := _too_old(demands)) is not None:
@@ -44,11 +44,11 @@ class TritonKernels:
         return None
 
     def use_threads(self, number: int) -> None:
-        """Threads of torch, which prepares steps on the host."""
+        """Set the number of torch threads, which prepare steps on the host."""
         torch.set_num_threads(number)
 
     def rest(self) -> None:
-        """Memory is torch's to keep."""
+        """Does nothing: torch's allocator manages the memory."""
 
     def allocate(self, group: KVGroup, block_size: int, device: torch.device) -> Storage:
         """See `blocks`."""
@@ -80,7 +80,7 @@ class TritonKernels:
         rotation: Rotation | None,
         plan: TritonPlan,
     ) -> Tensor:
-        """See `blocks`."""
+        """See `writing`."""
         return blocks.rotary_write(storage, layer, q, k, v, rotation, plan)
 
     def attention(
@@ -110,11 +110,11 @@ class TritonKernels:
         return rowwise.activate(x, activation)
 
     def room(self, shape: Sequence[int], dtype: torch.dtype, parts: int = 1) -> None:
-        """Weights stay as they are."""
+        """None: products read plain tensors."""
         reference.room(shape, dtype, parts)
 
     def write_rows(self, weight: Packed, rows: Tensor, start: int, index: int = 0) -> None:
-        """Raises TypeError: there is no room of this module's making."""
+        """Raises TypeError if the weight is packed: this module has no packed weights."""
         reference.write_rows(weight, rows, start, index)
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
@@ -147,7 +147,7 @@ class TritonKernels:
 
 
 def _too_old(demands: Demands) -> str | None:
-    """What the device lacks."""
+    """Why the CUDA device cannot be used, or None: it is not the current one, or lacks fp8."""
     index = torch.cuda.current_device() if demands.device.index is None else demands.device.index
     if index != torch.cuda.current_device():
         return f"it runs on the current device, cuda:{torch.cuda.current_device()}, not on cuda:{index}"

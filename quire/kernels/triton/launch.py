@@ -1,8 +1,8 @@
-"""What every kernel here has to know about how it runs: compiled for a GPU, or interpreted on a CPU for tests."""
+"""Launch parameters: whether kernels are compiled or interpreted, and powers of two for tile sizes."""
 
 from triton import knobs
 
-INTERPRETED: bool = knobs.runtime.interpret  # decided by TRITON_INTERPRET before the first import
+INTERPRETED: bool = knobs.runtime.interpret  # on a CPU, for tests; set by TRITON_INTERPRET before the first import
 
 
 def pow2(number: int) -> int:

@@ -1,6 +1,6 @@
-"""Log probabilities: what `quire.kernels.reference.likelihood` says, on the device alone.
+"""Logprobs, without waiting for the device. `quire.kernels.reference.likelihood` specifies them.
 
-A value is (logit - largest logit) - log(sum), each rounded to float32, wherever it is computed: equal logits have
+Every kernel computes a value as (logit - largest logit) - log(sum), each rounded to float32, so that equal logits have
 equal values.
 """
 
@@ -15,7 +15,11 @@ from quire.kernels.triton.upload import moved
 
 
 def logprobs(logits: Tensor, tokens: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Values of `tokens`, ranks of the first of them, ids and values of the k most likely: see the contract."""
+    """Values of `tokens`, ranks of their first column, ids and values of the k most likely: see Kernels.logprobs.
+
+    Raises ValueError for shapes that do not fit the logits. Tokens on the host outside of the vocabulary raise
+    IndexError; tokens on the device are not checked.
+    """
     num_rows, vocab_size = logits.shape
     if tokens.shape[0] != num_rows or not tokens.shape[1] or not 0 <= k <= vocab_size:
         raise ValueError(f"{tuple(tokens.shape)} tokens and {k} likely ones do not fit logits {tuple(logits.shape)}")
@@ -36,7 +40,7 @@ def _values(logits: Tensor, norms: Tensor, tokens: Tensor) -> Tensor:
 def _norms(logits: Tensor) -> Tensor:
     """float32 (num_rows, 2): the largest logit, and the logarithm of the sum of exp(logit - largest logit).
 
-    The latter is NaN where all values of a row are.
+    The logarithm is NaN for rows whose values are NaN by the contract.
     """
     num_rows, vocab_size = logits.shape
     tiles = num_tiles(vocab_size)
@@ -50,7 +54,7 @@ def _norms(logits: Tensor) -> Tensor:
 
 @triton.jit
 def _sum_tiles(logits_ptr, peaks_ptr, sums_ptr, stride, vocab_size, TILE: tl.constexpr):
-    """One program for each tile of each row: its largest logit, and the sum of exp(logit - largest), perhaps NaN."""
+    """Per tile and row, the largest logit and the sum of exp(logit - largest); NaN if the tile has NaN or +inf."""
     row = tl.program_id(0)
     tokens = tl.program_id(1) * TILE + tl.arange(0, TILE)
     x = raw_logits(logits_ptr, row, stride, tokens, tokens < vocab_size)
@@ -77,10 +81,10 @@ def _sum_rows(peaks_ptr, sums_ptr, norms_ptr, num_tiles, TILES: tl.constexpr):
 
 
 def _compare(logits: Tensor, norms: Tensor, own: Tensor, *, with_keys: bool) -> tuple[Tensor, Tensor]:
-    """int32 (num_rows,): 1 and how many values are larger than the first of `own`. Keys, if asked for.
+    """Ranks int32 (num_rows,): 1 + the number of values that are larger than the first of `own`; and sort keys.
 
-    Keys (num_rows, vocab_size) are int64: no two of a row are equal, and the largest are those of the most likely
-    tokens, of equal ones those of the first.
+    Keys are int64 (num_rows, vocab_size), or (num_rows, 0) without `with_keys`. They are distinct within a row, and
+    descend by value, then ascend by id.
     """
     num_rows, vocab_size = logits.shape
     larger = tile_tensor(num_rows, vocab_size, logits, torch.int32)
@@ -114,7 +118,7 @@ def _compare_tiles(
     WITH_KEYS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """One program for each tile of each row."""
+    """Grid (num_rows, tiles)."""
     row = tl.program_id(0)
     tokens = tl.program_id(1) * TILE + tl.arange(0, TILE)
     inside = tokens < vocab_size
@@ -123,9 +127,9 @@ def _compare_tiles(
     are_larger = inside & (values > tl.load(own_ptr + row * num_own))
     tl.store(larger_ptr + row * tl.num_programs(1) + tl.program_id(1), tl.sum(are_larger.to(tl.int32), 0))
     if WITH_KEYS:
-        values = tl.where(values == 0, 0.0, values)  # makes -0.0 the 0.0 that it is equal to
+        values = tl.where(values == 0, 0.0, values)  # turns -0.0 into 0.0, which it is equal to
         bits = values.to(tl.int32, bitcast=True)
-        order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)  # as the floats'
+        order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)  # in the order of the floats
         tl.store(
             keys_ptr + row.to(tl.int64) * vocab_size + tokens,
             (order << 32) + (4294967295 - tokens.to(tl.int64)),

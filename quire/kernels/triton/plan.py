@@ -1,7 +1,7 @@
-"""A step as kernels read it: on the device, with fixed places, so that a recorded step can be refilled.
+"""The plan of a step on the device, in tensors with fixed addresses, so that a captured step can be refilled.
 
-It comes there by copies from pinned memory that nobody waits for. Tables that are resident are not copied at all:
-kernels look a chunk's up in its row.
+It is copied asynchronously from pinned memory. Resident block tables are not copied: a plan has the row of each chunk
+in them.
 """
 
 from dataclasses import dataclass, field
@@ -16,27 +16,27 @@ from quire.kernels.triton.upload import staged, upload
 
 @dataclass(slots=True, eq=False)
 class TritonPlan:
-    """The chunks of one step as one group sees them. All tensors are int32, on the device."""
+    """The chunks of one step for one KV group. All tensors are int32, on the device."""
 
-    chunks: Tensor  # (num_tokens,): which chunk a token is of
+    chunks: Tensor  # (num_tokens,): the chunk of each token
     positions: Tensor  # (num_tokens,)
-    begins: Tensor  # (num_chunks + 1,): where a chunk's tokens begin, and behind the last ones
+    begins: Tensor  # (num_chunks + 1,): index of each chunk's first token, and num_tokens
     starts: Tensor  # (num_chunks,): position of a chunk's first token
-    stops: Tensor  # (num_chunks,): position behind its last one
-    rows: Tensor  # (num_chunks,): which of the tables is a chunk's
+    stops: Tensor  # (num_chunks,): position after its last token
+    rows: Tensor  # (num_chunks,): row of each chunk in `tables`
     tables: Tensor  # (num_tables, width)
     longest: int  # tokens of the longest chunk
-    context: int  # the most positions that a query may see: `stops` of this step and of those it is refilled with
+    context: int  # the most keys of a query, in this step and in those that it is refilled with
     lengths: np.ndarray  # int64 (num_chunks,): tokens of each chunk
-    columns: Tensor  # where all of these but tables lie
-    resident: bool  # whether the tables are others', and a step says no more than whose they are
+    columns: Tensor  # contains chunks, positions, begins, starts, stops and rows, which are views of it
+    resident: bool  # whether `tables` are resident; then a refill does not write them
     tiles: dict[tuple[int, range], Tensor] = field(default_factory=dict)  # see `tiles_of`
 
     def tiles_of(self, queries: int, lengths: range | None = None) -> Tensor:
-        """int32 (num_tiles, 2): chunks cut into tiles of up to so many tokens; which chunk, and its first token there.
+        """int32 (num_tiles, 2): chunks cut into tiles of up to `queries` tokens, as chunk and first token in the chunk.
 
-        lengths: only chunks with so many tokens are cut; default is all. Computed once for all layers, and for
-        recorded steps before they are recorded.
+        lengths: only chunks with these numbers of tokens are cut; default is all. Cached for all layers. For captured
+        steps it is computed before the capture.
         """
         lengths = range(1, self.longest + 1) if lengths is None else lengths
         if (queries, lengths) not in self.tiles:
@@ -50,9 +50,9 @@ class TritonPlan:
 
 
 def plan(batch: Batch, storage: Storage, *, width: int | None = None) -> TritonPlan:
-    """Bring a step to the device.
+    """The plan of a step, on the device.
 
-    width: the most blocks that a chunk has in the steps that it is refilled with; none for a plan that is not.
+    width: the most blocks of a chunk in the steps that it is refilled with; None for a plan that is not refilled.
     """
     device = storage.data.device
     lengths = batch.stops - batch.starts
@@ -79,11 +79,12 @@ def plan(batch: Batch, storage: Storage, *, width: int | None = None) -> TritonP
 
 
 def refill(plan: TritonPlan, batch: Batch) -> None:
-    """Put another step with as many chunks and tokens into the tensors of `plan`, which stay where they are.
+    """Write another step with the same numbers of chunks and tokens into the tensors of `plan`.
 
-    Tables keep what they had behind the batch's, which nobody reads. Tiles stay too where every chunk has as many
-    tokens as before. Otherwise they are cut anew, into new tensors: in a recorded step, chunks keep their lengths.
-    Raises ValueError where the step has another shape.
+    Table entries after the width of the batch keep their old content, which is not read. Tiles are kept if every chunk
+    has the same number of tokens as before; otherwise they are computed again into new tensors, so the chunks of a
+    captured step must keep their lengths. Raises ValueError if the numbers differ, the tables are too wide, or only
+    one of plan and batch has resident tables.
     """
     lengths = batch.stops - batch.starts
     if (batch.resident is not None) != plan.resident:
@@ -105,7 +106,7 @@ def refill(plan: TritonPlan, batch: Batch) -> None:
 
 
 def _columns(batch: Batch) -> list[np.ndarray]:
-    """What the tensors of a plan hold but for tables, in the order of its fields, int32."""
+    """The int32 arrays of a plan except tables, in the order of its fields."""
     lengths = batch.stops - batch.starts
     ends = np.cumsum(lengths)
     chunks = np.repeat(np.arange(len(lengths)), lengths)
@@ -116,6 +117,6 @@ def _columns(batch: Batch) -> list[np.ndarray]:
 
 
 def _write_tables(target: Tensor, tables: np.ndarray) -> None:
-    """Write tables (num_chunks, up to width) to where `target` (num_chunks, width) begins."""
+    """Write tables (num_chunks, up to width) to the first columns of `target` (num_chunks, width)."""
     (there,) = upload([tables.astype(np.int32)], target.device)
     target[:, : tables.shape[1]].copy_(there.view(tables.shape))

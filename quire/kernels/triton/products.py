@@ -1,7 +1,7 @@
-"""Products with weights, which stay as they are, and rows of them.
+"""Matrix products with plain (unpacked) weights, embedding lookup included.
 
-Ordinary products are the library's. Strict ones have tiles of one shape, and each of their numbers one order of
-sums: whatever else is computed, and how much of it, changes no bit.
+torch computes ordinary products. Strict products use one tile shape and one order of sums, so that the bits of a row do
+not depend on the rest of the batch.
 """
 # ruff: noqa: ANN201 -- Triton reads annotations
 
@@ -19,12 +19,12 @@ from quire.kernels.triton.launch import INTERPRETED, pow2
 from quire.kernels.triton.rounding import rounded
 from quire.kernels.triton.rowwise import BLOCK, floats, gate
 
-TOGETHER = 8  # tiles of rows whose programs follow one another, so that they find a weight in the cache
-FEW = 16  # pairs of a token and an expert, for each expert: a short tile holds them
+TOGETHER = 8  # tiles of rows whose programs are consecutive, so that they share a weight in the cache
+FEW = 16  # pairs per expert up to which a short tile is used; also its rows
 
 
 class Tile(NamedTuple):
-    """Of a product: rows and columns that one program computes, and terms that it adds up at once."""
+    """Tile of a product: rows and columns that one program computes, and terms per step."""
 
     rows: int
     columns: int
@@ -39,17 +39,17 @@ def tile_of(rows: int, columns: int, dtype: torch.dtype) -> Tile:
 
 
 def along_rows(x: Tensor) -> Tensor:
-    """x, a copy where its last axis is not contiguous."""
+    """x, or a copy if its last axis is not contiguous."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 @triton.jit
 def product(
     x_ptr,
-    sources,  # (ROWS,): which rows of x
-    present,  # (ROWS,): whether there is one; it counts as zeros otherwise
+    sources,  # (ROWS,): indices of rows of x
+    present,  # (ROWS,): whether the row exists; otherwise it is zeros
     weight_ptr,  # (N, K)
-    columns,  # (COLUMNS,): which rows of the weight
+    columns,  # (COLUMNS,): indices of rows of the weight
     N: tl.constexpr,
     K: tl.constexpr,
     STRIDE: tl.constexpr,  # elements from one row of x to the next
@@ -58,7 +58,7 @@ def product(
     TERMS: tl.constexpr,
     UP: tl.constexpr,
 ):
-    """Rows of x times rows of the weight: float32 (ROWS, COLUMNS), each number a sum in the order of terms."""
+    """Rows of x times rows of the weight: float32 (ROWS, COLUMNS), steps of TERMS terms added in order."""
     terms = tl.arange(0, TERMS)
     x_ptrs = x_ptr + (sources.to(tl.int64) * STRIDE)[:, None] + terms[None, :]
     weight_ptrs = weight_ptr + (columns.to(tl.int64) * K)[None, :] + terms[:, None]
@@ -109,7 +109,7 @@ def _linear(
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None, *, strict: bool) -> Tensor:
-    """x (num_rows, in) times weight (out, in), plus bias (out,). A strict one is rounded once, after the bias."""
+    """x (num_rows, in) times weight (out, in), plus bias (out,). strict: rounded once, after the bias."""
     weight = plain(weight)
     if not strict:
         return F.linear(x, weight, bias)
@@ -136,7 +136,7 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None, *, strict: bool) -> T
 
 
 def gated_linear(x: Tensor, weight: Weight, bias: Tensor | None, activation: str, *, strict: bool) -> Tensor:
-    """activation(first half) * second half of the last axis of `linear`, which is rounded before."""
+    """activation(first half) * second half of the last axis of `linear`, whose result is rounded first."""
     return gate(linear(x, weight, bias, strict=strict), activation)
 
 

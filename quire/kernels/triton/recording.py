@@ -1,4 +1,4 @@
-"""Steps as CUDA graphs: one launch in the place of hundreds, recorded once for each number of sequences."""
+"""Captured steps on GPUs: CUDA graphs, captured once per batch size."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,18 +12,18 @@ from quire.kernels.triton.launch import pow2
 from quire.kernels.triton.plan import TritonPlan
 
 LADDER = (1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256)
-GRAPH_BYTES = 2**24  # that the driver keeps for each graph: an estimate, not measured
-LIBRARY_BYTES = 3 * 2**26  # workspaces of libraries, one for each stream: of other steps, warm-ups, graphs
-_SLACK = 2  # how much more memory graphs of many sizes take together than the largest one alone
-_WARM_UPS = 2  # before a graph is captured: kernels are compiled then, and libraries take their memory
+GRAPH_BYTES = 2**24  # driver memory per graph: an estimate, not measured
+LIBRARY_BYTES = 3 * 2**26  # library workspaces, one per stream: of other steps, warm-ups, graphs
+_SLACK = 2  # estimated memory of graphs of all sizes, relative to the largest graph
+_WARM_UPS = 2  # runs before a capture, in which kernels are compiled and libraries allocate their workspaces
 
 
 class Recording:
-    """Captures graphs, all of one model on one set of blocks. They share memory, since only one runs at a time."""
+    """Recorder of one model and one set of storages. Its graphs share memory, since only one runs at a time."""
 
     def __init__(self) -> None:
-        self._pool: Any = None  # a handle of torch's
-        self._stream: torch.cuda.Stream | None = None  # one for all warm-ups: libraries keep memory for each stream
+        self._pool: Any = None  # handle of torch's graph memory pool
+        self._stream: torch.cuda.Stream | None = None  # one for all warm-ups: libraries allocate per stream
         self._results: dict[tuple[int, int, torch.dtype], Tensor] = {}
 
     def size(self, num_sequences: int) -> int | None:
@@ -35,7 +35,7 @@ class Recording:
         largest = self.size(num_sequences) or LADDER[-1]
         number = LADDER.index(largest) + 1
         computed = _SLACK * (largest * (token_bytes + logit_bytes) + scratch_bytes)
-        kept = 2 * pow2(largest) * logit_bytes  # results of this size, of half of it, and so on
+        kept = 2 * pow2(largest) * logit_bytes  # results of this size, half of it, a quarter, ...
         why = (
             f"{number} graphs of up to {largest} sequences x {GRAPH_BYTES >> 20} MiB, {computed >> 20} MiB that they "
             f"compute in, {kept >> 20} MiB of logits, {LIBRARY_BYTES >> 20} MiB of libraries; estimated"
@@ -65,8 +65,8 @@ class Recording:
         try:
             with torch.cuda.graph(graph, pool=self._pool):
                 result.copy_(compute())
-        except RuntimeError as error:  # something waited for the device, say
-            torch.cuda.set_stream(usual)  # torch stays on the stream of the graph
+        except RuntimeError as error:  # for example, an operation waited for the device
+            torch.cuda.set_stream(usual)  # torch does not leave the stream of the capture
             if isinstance(error, torch.OutOfMemoryError):
                 raise
             raise NotRecordable(str(error)) from error
@@ -75,9 +75,9 @@ class Recording:
         return result, graph.replay
 
     def result_like(self, computed: Tensor) -> Tensor:
-        """Where a graph leaves its result (rows, columns): sizes with the same next power of two share memory.
+        """The tensor (rows, columns) for a graph's result. Sizes with the same next power of two share its memory.
 
-        What a graph itself allocates others may write over only where nothing holds it.
+        It is outside of the graphs' pool, because memory of the pool that is still referenced is not reused.
         """
         rows, columns = computed.shape
         key = (pow2(rows), columns, computed.dtype)

@@ -1,8 +1,8 @@
-"""Which token goes to which experts, and how their results come together. Nothing here waits for the device.
+"""Routing of tokens to experts and combination of the experts' results, without waiting for the device.
 
-Three launches route a step: one chooses experts and weighs them, one sorts pairs by experts (each program counts the
-pairs of those before its own, and then writes its own), one cuts them into tiles. The number of tiles has a bound that
-depends on shapes alone; those that are not needed are empty.
+Three launches route a step. The first selects experts and their weights. The second sorts pairs by expert: each program
+counts the pairs of all experts before its own, then writes its own pairs. The third cuts the pairs into tiles. The
+bound on the number of tiles depends on shapes alone; surplus tiles are empty.
 """
 
 from typing import NamedTuple
@@ -16,42 +16,42 @@ from quire.kernels.triton.launch import INTERPRETED, pow2
 from quire.kernels.triton.rounding import rounded
 from quire.kernels.triton.rowwise import BLOCK, floats
 
-TILES = 16  # that one program describes
-SORTED = 4096  # pairs that a program sees at once
+TILES = 16  # tiles that one program describes
+SORTED = 4096  # pairs that a program reads at once
 _LEAST = tl.constexpr(-(2**63))
 
 
 class Routes(NamedTuple):
-    """Pairs of a token and an expert, in the order of experts, and cut into tiles of pairs with the same one.
+    """Pairs of a token and an expert, sorted by expert and cut into tiles of pairs of one expert.
 
-    A pair's number is its token's times k, and its place among that token's.
+    Pair token * k + i is the token's i-th expert.
     """
 
-    order: Tensor  # int32 (num_pairs,), pairs
-    ends: Tensor  # int32 (num_experts,): where each expert's pairs end in that order
-    tiles: Tensor  # int32 (3, num_tiles): the expert, the first pair in that order, and where its expert's pairs end
+    order: Tensor  # int32 (num_pairs,): pairs, sorted by expert
+    ends: Tensor  # int32 (num_experts,): end of each expert's pairs in `order`
+    tiles: Tensor  # int32 (3, num_tiles): expert, begin of the tile in `order`, end of the expert's pairs in `order`
 
 
 @triton.jit
 def _choose(
-    logits_ptr,  # (num_tokens, EXPERTS), rows `stride` apart
-    ids_ptr,  # (num_tokens, SLOTS), as for weights
+    logits_ptr,  # (num_tokens, EXPERTS)
+    ids_ptr,  # ids and weights: (num_tokens, SLOTS)
     weights_ptr,
-    stride,
+    stride,  # of rows of logits
     EXPERTS: tl.constexpr,
     WIDTH: tl.constexpr,  # EXPERTS or more, a power of two
     SLOTS: tl.constexpr,
     PLACES: tl.constexpr,  # SLOTS or more, a power of two
     NORMALISE: tl.constexpr,
 ):
-    """One token's experts. NaN counts as the largest number, so that each row has SLOTS different ones."""
+    """The experts of one token. NaN counts as the largest logit, so that each row gets SLOTS different experts."""
     token = tl.program_id(0).to(tl.int64)
     experts = tl.arange(0, WIDTH)
     x = floats(logits_ptr + token * stride + experts, experts < EXPERTS)
     x = tl.where(experts < EXPERTS, x, float("-inf"))
     exponentials = tl.exp(x - tl.max(x, 0))
     shares = tl.div_rn(exponentials, tl.sum(exponentials, 0) + tl.zeros_like(exponentials))
-    # the bits of a number above 0 rise with it, those of others fall; of equal numbers the first counts more
+    # integers in the order of the floats: bits of negative floats are inverted; ties are won by the first expert
     bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
     bits = tl.where(x != x, 0x7FFFFFFF, tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits))
     keys = (bits.to(tl.int64) << 32) | (WIDTH - 1 - experts)
@@ -72,7 +72,7 @@ def _choose(
 
 
 def route(logits: Tensor, k: int, *, normalise: bool) -> tuple[Tensor, Tensor]:
-    """The k experts of each token with the largest logits, and their weights: see Kernels. Of equal ones the first."""
+    """The k experts of each token with the largest logits, and their weights: see Kernels. The first wins ties."""
     num_tokens, num_experts = logits.shape
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     ids = torch.empty((num_tokens, k), dtype=torch.int64, device=logits.device)
@@ -101,7 +101,7 @@ def _sort(
     num_pairs,
     BLOCK: tl.constexpr,
 ):
-    """One expert's pairs, in their order, behind those of experts with smaller numbers."""
+    """Write one expert's pairs, in their order, after those of experts with smaller ids."""
     expert = tl.program_id(0)
     end = expert * 0
     for first in range(0, num_pairs, BLOCK):
@@ -120,7 +120,7 @@ def _sort(
 
 @triton.jit(do_not_specialize=["num_tiles"])
 def _cut(
-    ends_ptr,  # see `Routes`, as for tiles
+    ends_ptr,  # ends and tiles: see `Routes`
     tiles_ptr,
     num_tiles,
     EXPERTS: tl.constexpr,
@@ -128,7 +128,7 @@ def _cut(
     ROWS: tl.constexpr,  # of a tile
     TILES: tl.constexpr,
 ):
-    """TILES of the tiles that sorted pairs are cut into. Those behind the last one are empty."""
+    """Describe TILES of the tiles that sorted pairs are cut into. Surplus tiles are empty."""
     experts = tl.arange(0, WIDTH)
     ends = tl.load(ends_ptr + experts, mask=experts < EXPERTS, other=0)
     begins = tl.load(ends_ptr + experts - 1, mask=(experts > 0) & (experts < EXPERTS), other=0)
@@ -147,9 +147,10 @@ def _cut(
 
 
 def arrange(ids: Tensor, num_experts: int, rows: int) -> Routes:
-    """Cut the pairs of ids (num_tokens, k), contiguous, into tiles of so many rows. There is room for any distribution.
+    """Sort the pairs of ids (num_tokens, k), contiguous, by expert, and cut them into tiles of `rows` pairs.
 
-    Each id is one of the experts. Which pair comes before which depends on nothing but ids.
+    The number of tiles is enough for any distribution. Every id must be that of an expert. The order depends on ids
+    alone.
     """
     num_pairs = ids.numel()
     order = torch.empty(num_pairs, dtype=torch.int32, device=ids.device)
@@ -181,7 +182,7 @@ def arrange(ids: Tensor, num_experts: int, rows: int) -> Routes:
 @triton.jit
 def _combine(
     results_ptr,  # float32 (num_tokens, SLOTS, SIZE)
-    ids_ptr,  # (num_tokens, SLOTS), as for weights
+    ids_ptr,  # ids and weights: (num_tokens, SLOTS)
     weights_ptr,
     out_ptr,  # (num_tokens, SIZE)
     SIZE: tl.constexpr,
@@ -191,12 +192,12 @@ def _combine(
     BLOCK: tl.constexpr,
     UP: tl.constexpr,
 ):
-    """One of PIECES pieces of the weighted sum of a token's results, in the order of its experts' numbers."""
+    """One of PIECES pieces of the weighted sum of a token's results, added in the order of expert ids."""
     token = (tl.program_id(0) // PIECES).to(tl.int64)
     columns = tl.program_id(0) % PIECES * BLOCK + tl.arange(0, BLOCK)
     slots = tl.arange(0, WIDTH)
     ids = tl.load(ids_ptr + token * SLOTS + slots, mask=slots < SLOTS, other=2**62)
-    # where two ids are the same one after all, still each place comes once
+    # if two ids are equal, both results are still added once
     sooner = (ids[None, :] < ids[:, None]) | ((ids[None, :] == ids[:, None]) & (slots[None, :] < slots[:, None]))
     ranks = tl.sum(sooner.to(tl.int32), 1)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -208,9 +209,9 @@ def _combine(
 
 
 def combine(results: Tensor, ids: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
-    """The weighted sum of each token's results, float32 (num_tokens * k, size), rounded once.
+    """The weighted sum of each token's `results`, float32 (num_tokens * k, size), rounded once to `dtype`.
 
-    ids and weights (num_tokens, k), contiguous. It is added up in the order of the experts' numbers.
+    ids and weights (num_tokens, k), contiguous. Terms are added in the order of expert ids.
     """
     (num_tokens, slots), size = ids.shape, results.shape[1]
     out = torch.empty((num_tokens, size), dtype=dtype, device=results.device)

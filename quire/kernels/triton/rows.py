@@ -1,4 +1,4 @@
-"""Rows of logits as the kernels of sampling read them, and what each row asks for."""
+"""Rows of logits and their sampling metadata, as the sampling kernels read them."""
 
 import numpy as np
 import torch
@@ -6,13 +6,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TILE = 2048  # logits of a row that one program takes, where rows are cut into tiles
+TILE = 2048  # logits of a tile; most kernels run one program per tile of a row
 
-# What a row asks for: 32-bit words, the same ones on the host and on the device.
+# Sampling metadata of a row: 32-bit words, with the same layout on host and device.
 WISH = np.dtype(
     [
         ("temperature", np.float32),
-        ("least", np.float32),  # no score below it is kept: see `thresholds`
+        ("least", np.float32),  # threshold: lower scores are filtered out, see `thresholds`
         ("top_p", np.float32),
         ("top_k", np.int32),  # 0 keeps all
         ("repetition", np.float32),
@@ -22,15 +22,15 @@ WISH = np.dtype(
         ("seed_high", np.uint32),
         ("position", np.int32),
         ("sample_index", np.int32),
-        ("edited", np.int32),  # which row of the edited logits is this one's; -1 is none, here and below
-        ("mask", np.int32),  # which row of the masks
-        ("counted", np.int32),  # which row of the counts of tokens
-        ("drawn", np.int32),  # which row of the tokens that were drawn
+        ("edited", np.int32),  # the row's index in the edited logits; -1 is none, here and below
+        ("mask", np.int32),  # index in the masks
+        ("counted", np.int32),  # index in the token counts
+        ("drawn", np.int32),  # index among the rows with a temperature above 0
         ("unused", np.int32),
     ]
 )
 
-# Where they are, in the same order
+# Word offsets of the fields, in the same order
 WORDS = tl.constexpr(WISH.itemsize // 4)
 TEMPERATURE, LEAST, TOP_P, TOP_K, REPETITION, FREQUENCY, PRESENCE, SEED_LOW = (tl.constexpr(i) for i in range(8))
 SEED_HIGH, POSITION, SAMPLE_INDEX, EDITED, MASK, COUNTED, DRAWN = (tl.constexpr(i) for i in range(8, 15))
@@ -38,26 +38,26 @@ SEED_HIGH, POSITION, SAMPLE_INDEX, EDITED, MASK, COUNTED, DRAWN = (tl.constexpr(
 
 @triton.jit
 def wish(wishes_ptr, row, name: tl.constexpr) -> tl.tensor:
-    """What a row asks for under a name, as an int32."""
+    """A metadata field of a row, as int32. name: its word offset."""
     return tl.load(wishes_ptr + row * WORDS + name)
 
 
 @triton.jit
 def float_wish(wishes_ptr, row, name: tl.constexpr) -> tl.tensor:
-    """What a row asks for under a name, as the float32 that it is."""
+    """A float32 metadata field of a row. name: its word offset."""
     return wish(wishes_ptr, row, name).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def raw_logits(logits_ptr, row, stride, tokens, inside) -> tl.tensor:
-    """Logits of a row in float32; -inf where they are not inside."""
+    """Logits of a row in float32; -inf where `inside` is false."""
     x = tl.load(logits_ptr + row.to(tl.int64) * stride + tokens, mask=inside, other=0.0)
     return tl.where(inside, x.to(tl.float32), float("-inf"))
 
 
 @triton.jit
 def final_logits(logits_ptr, edited_ptr, row, slot, stride, tokens, vocab_size, ANY_EDITED: tl.constexpr) -> tl.tensor:
-    """Logits of a row as its wishes left them, -inf behind the last one; slot: the row's own under EDITED."""
+    """Logits of a row after edits, -inf after the end of the row. slot: the row's field EDITED."""
     inside = tokens < vocab_size
     if ANY_EDITED:
         places = edited_ptr + slot.to(tl.int64) * vocab_size + tokens
@@ -71,21 +71,21 @@ def final_logits(logits_ptr, edited_ptr, row, slot, stride, tokens, vocab_size, 
 
 @triton.jit
 def largest_of_row(peaks_ptr, row, num_tiles, TILES: tl.constexpr) -> tl.tensor:
-    """The largest logit of a row, from those of its tiles."""
+    """The largest logit of a row, from the largest of each tile."""
     tiles = tl.arange(0, TILES)
     return tl.max(tl.load(peaks_ptr + row * num_tiles + tiles, mask=tiles < num_tiles, other=float("-inf")), 0)
 
 
 def readable(logits: Tensor) -> Tensor:
-    """Logits as kernels read them: the logits of a row one after another."""
+    """Logits with contiguous rows. A copy if they are not."""
     return logits if logits.stride(1) == 1 else logits.contiguous()
 
 
 def num_tiles(vocab_size: int) -> int:
-    """Into how many tiles a row is cut."""
+    """The number of tiles of a row."""
     return -(-vocab_size // TILE)
 
 
 def tile_tensor(num_rows: int, vocab_size: int, like: Tensor, dtype: torch.dtype) -> Tensor:
-    """Memory for one number for each tile of some rows."""
+    """An uninitialised tensor (num_rows, tiles) on the device of `like`."""
     return torch.empty(num_rows, num_tiles(vocab_size), dtype=dtype, device=like.device)

@@ -1,7 +1,7 @@
-"""What is done to each token alone, in Triton.
+"""Operations on each token alone.
 
-A row's result has the same bits whichever rows stand beside it: how many rows a program takes depends on their
-size alone, and each has its own sums. Everything is computed in float32 and rounded once.
+The bits of a row do not depend on the other rows: the number of rows of a program depends on their size alone, and
+each row has its own sums. Norms and activations are computed in float32 and rounded once.
 """
 # ruff: noqa: ANN201 -- values in kernels have no types
 
@@ -16,13 +16,13 @@ from quire.kernels.contract import ACTIVATIONS
 from quire.kernels.triton.launch import INTERPRETED, pow2
 from quire.kernels.triton.rounding import rounded
 
-BLOCK = 1024  # numbers that one program computes, where they have nothing to do with one another
-ROWS = 16  # of a program at most, where rows are short
+BLOCK = 1024  # numbers of one program in elementwise kernels
+ROWS = 16  # the most rows of a program, for short rows
 
 
 @triton.jit
 def floats(pointers, mask):
-    """What pointers point to, in float32; 0 behind the mask."""
+    """The numbers at `pointers` in float32; 0 where `mask` is false."""
     return tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
 
 
@@ -30,7 +30,7 @@ def floats(pointers, mask):
 
 
 class _Rows(NamedTuple):
-    """Rows of a tensor: row r begins r // inner strides, and r % inner inner strides, behind the first one."""
+    """Rows of a tensor: row r begins at element r // inner * stride + r % inner * inner_stride."""
 
     x: Tensor
     number: int
@@ -40,7 +40,7 @@ class _Rows(NamedTuple):
 
 
 def _rows(x: Tensor, heads: int) -> _Rows:
-    """The rows of x (..., size), or (..., heads, size). Views into a wider product are taken as they are."""
+    """The rows of x (..., size), or (..., heads, size). Slices of a wider product are not copied."""
     size = x.shape[-1]
     if x.dim() == 3 and x.stride(2) == 1:
         return _Rows(x, x.shape[0] * x.shape[1], x.shape[1], x.stride(0), x.stride(1))
@@ -67,7 +67,7 @@ def _rms_norm(
     WIDTH: tl.constexpr,  # SIZE or more, a power of two
     UP: tl.constexpr,
 ):
-    """ROWS rows of x, plus those of the residual where there is one: then their sum goes to total_ptr."""
+    """RMS norm of ROWS rows of x, or of x + residual if there is a residual. The sum is then stored at total_ptr."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, WIDTH)
     inside = (rows < num_rows)[:, None] & (columns < SIZE)[None, :]
@@ -89,12 +89,12 @@ def _rms_norm(
 def _layer_norm(
     x_ptr,
     weight_ptr,  # (HEADS, SIZE)
-    bias_ptr,  # likewise, or None
+    bias_ptr,  # (HEADS, SIZE), or None
     out_ptr,  # (num_rows, SIZE)
     num_rows,
     eps,
     SIZE: tl.constexpr,
-    HEADS: tl.constexpr,  # row r has weights r % HEADS
+    HEADS: tl.constexpr,  # row r has the weights of head r % HEADS
     INNER: tl.constexpr,  # see `_Rows`
     STRIDE: tl.constexpr,
     INNER_STRIDE: tl.constexpr,
@@ -102,7 +102,7 @@ def _layer_norm(
     WIDTH: tl.constexpr,  # SIZE or more, a power of two
     UP: tl.constexpr,
 ):
-    """ROWS rows of x."""
+    """Layer norm of ROWS rows of x."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, WIDTH)
     inside = (rows < num_rows)[:, None] & (columns < SIZE)[None, :]
@@ -121,13 +121,13 @@ def _layer_norm(
 
 
 def _shape(size: int) -> tuple[int, int, int]:
-    """(rows, width, warps) of a program for rows of so many numbers."""
+    """(rows, width, warps) of a program for rows of `size` numbers."""
     width = pow2(size)
     return max(1, min(ROWS, BLOCK // width)), width, min(max(width // 512, 4), 16)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root mean square normalisation of x (..., size)."""
+    """RMS norm of x (..., size)."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _rms_norms(_rows(x, 1), None, weight, None, out, eps)
     return out
@@ -136,7 +136,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(rms_norm(x + residual), x + residual), in one pass. The sum is rounded before it is normalised.
 
-    Raises ValueError where x and residual differ in shape or type.
+    Raises ValueError if x and residual differ in shape or type.
     """
     if x.shape != residual.shape or x.dtype != residual.dtype:
         raise ValueError(
@@ -172,7 +172,7 @@ def _rms_norms(
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """Layer normalisation of x (..., size); weight and bias (size,), or (heads, size) for x (..., heads, size)."""
+    """Layer norm of x (..., size); weight and bias (size,), or (heads, size) for x (..., heads, size)."""
     size, heads = x.shape[-1], 1 if weight.dim() == 1 else weight.shape[0]
     rows = _rows(x, heads)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -202,7 +202,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
 
 @triton.jit
 def _sigmoid(x):
-    e = tl.exp(-tl.abs(x))  # at most 1
+    e = tl.exp(-tl.abs(x))  # at most 1: cannot overflow
     return tl.where(x < 0, e, 1.0) / (1.0 + e)
 
 
@@ -210,7 +210,7 @@ def _sigmoid(x):
 def _tanh(x):
     size = tl.abs(x)
     e = tl.exp(-2.0 * size)
-    small = tl.minimum(size, 0.25)  # where 1 - e would cancel
+    small = tl.minimum(size, 0.25)  # here 1 - e would lose digits
     square = small * small
     series = small * (1.0 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835)))))
     found = tl.where(size < 0.25, series, (1.0 - e) / (1.0 + e))
@@ -219,7 +219,7 @@ def _tanh(x):
 
 @triton.jit
 def _gelu_tanh(x):
-    near = tl.minimum(tl.maximum(x, -30.0), 30.0)  # farther out it is 0 or x, and the cube might overflow
+    near = tl.minimum(tl.maximum(x, -30.0), 30.0)  # beyond, the result is 0 or x, and the cube could overflow
     # (1 + tanh(y)) / 2 is sigmoid(2 y)
     return x * _sigmoid(1.5957691216057308 * (near + 0.044715 * near * near * near))
 
@@ -251,9 +251,9 @@ def _activate(
     out_ptr,  # (rows, SIZE)
     SIZE: tl.constexpr,
     STRIDE: tl.constexpr,  # elements from one row of x to the next
-    PIECES: tl.constexpr,  # that a row is cut into
+    PIECES: tl.constexpr,  # pieces of a row
     ACTIVATION: tl.constexpr,
-    GATED: tl.constexpr,  # whether rows of x are twice as long, and their second halves factors
+    GATED: tl.constexpr,  # whether rows of x have 2 * SIZE numbers, the second half being factors
     BLOCK: tl.constexpr,
     UP: tl.constexpr,
 ):
@@ -268,7 +268,7 @@ def _activate(
 
 
 def activate(x: Tensor, activation: str) -> Tensor:
-    """activation(x). Raises ValueError for one that is not among ACTIVATIONS."""
+    """activation(x). Raises ValueError for an activation that is not among ACTIVATIONS."""
     return _activated(x, x.shape[-1], activation, gated=False)
 
 
@@ -310,7 +310,7 @@ def _activated(x: Tensor, size: int, activation: str, *, gated: bool) -> Tensor:
 def _cos_sin(angle):
     """Cosine and sine of float64 angles, within 1e-11 up to 2^20 quarters of a turn."""
     quarters = tl.floor(angle * 0.63661977236758134 + 0.5)
-    # pi / 2 in two parts: the first one has 33 bits, so that its product is exact
+    # pi / 2 in two parts: the first has 33 bits, so that its product with `quarters` is exact
     r = angle - quarters * 1.57079632673412561417 - quarters * 6.07710050650619224932e-11
     z = r * r
     sin = 1 / 362880 - z * (1 / 39916800)
@@ -336,12 +336,12 @@ def _rotation(
     HALF: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """BLOCK of `number` angles, those of one position after those of another."""
+    """Compute BLOCK of `number` angles, in the order of (num_tokens, HALF)."""
     places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = places < number
     positions = tl.load(positions_ptr + places // HALF, mask=inside, other=0)
     frequencies = tl.load(frequencies_ptr + places % HALF, mask=inside, other=0.0)
-    angles = positions.to(tl.float32) * frequencies  # rounded, as they were in training
+    angles = positions.to(tl.float32) * frequencies  # rounded to float32, as in training
     cos, sin = _cos_sin(angles.to(tl.float64))
     tl.store(cos_ptr + places, (cos * magnitude).to(tl.float32), mask=inside)
     tl.store(sin_ptr + places, (sin * magnitude).to(tl.float32), mask=inside)
@@ -350,8 +350,8 @@ def _rotation(
 def rotation(positions: Tensor, frequencies: Tensor, magnitude: float) -> tuple[Tensor, Tensor]:
     """Cosines and sines of positions (num_tokens,) int64, float32 (num_tokens, dim / 2), times `magnitude`.
 
-    Of the angles rounded to float32; the error is one rounding, up to angles of a million and more. GPUs have
-    sines of their own, which are not to be trusted far from 0.
+    Angles are rounded to float32. For angles up to 1.6 million, the only other error is the rounding to float32. The
+    sine instructions of GPUs are not used, because they are inaccurate far from 0.
     """
     num_tokens, half = len(positions), len(frequencies)
     cos, sin = torch.empty((2, num_tokens, half), dtype=torch.float32, device=positions.device)

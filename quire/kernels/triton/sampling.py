@@ -1,8 +1,8 @@
-"""Sampling: what `quire.kernels.reference.sampling` says, without sorting the vocabulary, on the device alone.
+"""Sampling without sorting the vocabulary or waiting for the device. `reference.sampling` specifies it.
 
-Every row is cut into tiles. The largest logit of each tile is found first, after edits, which are kept where there
-are any; then what the filters of a row keep (see `thresholds`); then the best of each tile with its noise, and at
-last the best of each row. A row's token depends on that row alone.
+Every row is cut into tiles. The first kernel applies edits, stores the edited logits, and finds the largest logit of
+each tile. The second finds the threshold of a row's filters (see `thresholds`), the third the best score with noise of
+each tile, the last the best of each row. A row's token depends on that row alone.
 """
 
 import numpy as np
@@ -42,7 +42,7 @@ _SAMPLE = tl.constexpr(int(Purpose.SAMPLE))
 
 
 def sample(logits: Tensor, draws: Draws) -> Tensor:
-    """One token per row of logits (num_rows, vocab_size) -> int64 (num_rows,); -1 where there is none."""
+    """One token per row of logits (num_rows, vocab_size) -> int64 (num_rows,); -1 if nothing can be sampled."""
     num_rows, vocab_size = logits.shape
     out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if not num_rows:
@@ -65,7 +65,7 @@ def sample(logits: Tensor, draws: Draws) -> Tensor:
 
 
 def wishes_of(draws: Draws, vocab_size: int) -> np.ndarray:
-    """What each row asks for, without its edits."""
+    """The sampling metadata as an array of WISH, one entry per row, without the fields of edits."""
     wishes = np.zeros(len(draws.seeds), WISH)
     for name, column in (
         ("temperature", draws.temperatures),
@@ -89,9 +89,9 @@ def wishes_of(draws: Draws, vocab_size: int) -> np.ndarray:
 def find_peaks(
     logits: Tensor, wishes: Tensor, told: list[Tensor], table: np.ndarray
 ) -> tuple[Tensor | None, Tensor, Tensor]:
-    """The edited logits, if any are, and of each tile the largest logit that is left, and its first token.
+    """The edited logits or None, and per tile the largest logit after edits and the first token that has it.
 
-    told: what `edit_columns` gave, on the device. The largest is NaN where a row is not to be sampled from.
+    told: the arrays of `edit_columns`, on the device. The largest logit is NaN if the input tile has NaN or +inf.
     """
     num_rows, vocab_size = logits.shape
     num_edited, num_counted = (int(table[name].max()) + 1 for name in ("edited", "counted"))
@@ -157,7 +157,7 @@ def _peaks(
 
 
 def _draw(logits: Tensor, changed: Tensor | None, wishes: Tensor, peaks: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each tile of the rows that are drawn from, the largest score with noise, and its first token."""
+    """Per tile of `rows`, the largest score with noise and the first token that has it."""
     vocab_size = logits.shape[1]
     best = tile_tensor(len(rows), vocab_size, logits, torch.float32)
     ids = tile_tensor(len(rows), vocab_size, logits, torch.int32)
@@ -203,7 +203,7 @@ def _draw_tiles(
     peak = tl.load(peaks_ptr + row * num_tiles + tl.program_id(1))
     most = tl.full([], float("-inf"), tl.float32)
     best = tl.full([], 0, tl.int32)
-    if tl.div_rn(peak - top, temperature) >= least:  # few tiles have a token that the filters keep
+    if tl.div_rn(peak - top, temperature) >= least:  # false for most tiles: the filters keep none of their tokens
         tokens = first + tl.arange(0, TILE)
         slot = wish(wishes_ptr, row, EDITED)
         x = final_logits(logits_ptr, edited_ptr, row, slot, stride, tokens, vocab_size, ANY_EDITED)
@@ -227,7 +227,7 @@ def _draw_tiles(
 
 @triton.jit
 def _choose(peaks_ptr, ids_ptr, best_ptr, best_ids_ptr, wishes_ptr, out_ptr, num_tiles, TILES: tl.constexpr):
-    """The token of each row, or -1: the first of the best ones of its tiles."""
+    """The token of each row: the smallest id with the best score of all tiles; -1 if nothing can be sampled."""
     row = tl.program_id(0)
     tiles = tl.arange(0, TILES)
     inside = tiles < num_tiles

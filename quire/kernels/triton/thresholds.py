@@ -1,16 +1,17 @@
-"""top_k and top_p without sorting: the lowest score that stays, searched in the bits of scores.
+"""top_k and top_p without sorting: a search for the threshold score in the bits of the scores.
 
-How far a score is below the largest one, which is 0, is a float that is not negative; as integers, its bits
-have the same order. Both filters ask the same: for the largest `far` with
+The distance of a score from the largest one, which is 0, is a non-negative float, so its bits as an integer have the
+same order. Both filters search the largest distance `far` with
 
-    weight of all tokens nearer than far  <  limit,
+    weight of all tokens with a smaller distance  <  limit.
 
-where each token weighs 1 and the limit is k, or each weighs exp(score) and the limit is top_p of the sum. The tokens
-that stay are those no further than that: equal ones stay together, and the most likely always stays.
+For top_k each token has weight 1 and the limit is k. For top_p a token has weight exp(score) and the limit is top_p
+times the sum. Tokens at a distance of at most `far` are kept: ties are kept together, and the most likely token is
+always kept.
 
-The first pass over a row weighs what is nearer than each of 16 pivots; every pass thereafter divides by 16 what
-lies between the last pivot below the limit and the next. Once few tokens are nearer than the latter, they are
-copied, and the row is not read again. Sums are in float64, each in one fixed order.
+The first pass over a row sums the weights below each of 16 pivots. Every later pass divides the interval between the
+last pivot below the limit and the next one by 16. Once few tokens are below the upper end of the interval, their
+distances are copied, and the row is not read again. Sums of exponentials are in float64, in a fixed order.
 """
 
 import torch
@@ -33,16 +34,16 @@ from quire.kernels.triton.rows import (
     wish,
 )
 
-COPIED = 8192  # tokens of a row at most
+COPIED = 8192  # the most tokens of a row that are copied
 _BLOCK = 1024  # tokens that are read at once
-_INFINITE = tl.constexpr(0x7F800000)  # how far -inf is
+_INFINITE = tl.constexpr(0x7F800000)  # distance of -inf
 _BEYOND = tl.constexpr(0x7F800001)
 
 
 def raise_least(logits: Tensor, edited: Tensor | None, wishes: Tensor, peaks: Tensor, rows: Tensor) -> None:
-    """Raise `least` among the wishes of some rows to what their top_k and top_p keep; see `rows.WISH`.
+    """Raise the field `least` of `rows` to the threshold of their top_k and top_p; see `rows.WISH`.
 
-    logits (num_rows, vocab_size), edited those of edited rows, peaks (num_rows, tiles) the largest of each tile.
+    logits (num_rows, vocab_size), edited (edited rows, vocab_size), peaks (num_rows, tiles): the largest of each tile.
     """
     nearest = torch.empty(len(rows), COPIED, dtype=torch.int32, device=logits.device)
     _raise_least[(len(rows),)](
@@ -80,14 +81,14 @@ def _raise_least(
     COPIED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program for each of the rows, and one row of nearest_ptr (., COPIED) for what it copies."""
+    """Grid (rows,). Each program copies distances to its own row of nearest_ptr (rows, COPIED)."""
     row = tl.load(rows_ptr + tl.program_id(0))
     nearest_ptr += tl.program_id(0).to(tl.int64) * COPIED
     top = largest_of_row(peaks_ptr, row, num_tiles, TILES)
     top_k = wish(wishes_ptr, row, TOP_K)
     top_p = float_wish(wishes_ptr, row, TOP_P)
     furthest = tl.abs(float_wish(wishes_ptr, row, LEAST)).to(tl.int32, bitcast=True)
-    num_copied = tl.full([], COPIED + 1, tl.int32)  # more than there is room for: none yet
+    num_copied = tl.full([], COPIED + 1, tl.int32)  # above COPIED: nothing is copied yet
     slot = wish(wishes_ptr, row, EDITED)
     temperature = float_wish(wishes_ptr, row, TEMPERATURE)
     source = (logits_ptr, edited_ptr, nearest_ptr, row, slot, stride, vocab_size, top, temperature)
@@ -112,10 +113,10 @@ def _search(
     BLOCK: tl.constexpr,
     BY_SHARE: tl.constexpr,
 ):
-    """The largest distance with less than `limit` nearer than it; by share, of what is not beyond `furthest`.
+    """The largest distance such that the weight of all smaller distances is below `limit`, and the number of copies.
 
-    Also returns how many tokens are copied, if no more than COPIED: all that are nearer than some distance which is
-    larger than the one returned.
+    BY_SHARE: weights are exp(score) of tokens up to `furthest`, and `limit` is a share of their sum. If at most COPIED
+    tokens are copied, they are all tokens below some distance that is larger than the one returned.
     """
     steps = tl.arange(0, 16) + 1
     squares = (steps * steps).to(tl.float32) * 0.25  # 0.25, 1, 2.25 ... 56.25
@@ -124,7 +125,7 @@ def _search(
     far = tl.full([], _BEYOND, tl.int32)
     weights = _weights(source, num_copied, pivots, furthest, ANY_EDITED, COPIED, BLOCK, BY_SHARE)
     if BY_SHARE:
-        limit = limit * tl.max(weights, 0)  # the last of them is everything's
+        limit = limit * tl.max(weights, 0)  # the last weight is that of all tokens
     near, far = _between(near, far, pivots, weights < limit)
     while far - near > 1:
         if num_copied > COPIED:
@@ -137,7 +138,7 @@ def _search(
 
 @triton.jit
 def _between(near, far, pivots, are_below):
-    """The pivots, or what they were before, between which the limit is reached."""
+    """The narrowed interval [near, far): between the pivots, or former ends, between which the limit is reached."""
     are_below = are_below & (pivots < far)
     near = tl.max(tl.where(are_below, pivots, near), 0)
     return near, tl.min(tl.where(are_below, far, tl.minimum(pivots, far)), 0)
@@ -154,7 +155,7 @@ def _weights(
     BLOCK: tl.constexpr,
     BY_SHARE: tl.constexpr,
 ):
-    """What all tokens nearer than each of the pivots weigh, from the copied tokens if they are copied."""
+    """Per pivot, the weight of all tokens below it, from the copied distances if there are any."""
     _, _, nearest_ptr, _, _, _, vocab_size, _, _ = source
     sums = tl.zeros([BLOCK, 16], tl.float64 if BY_SHARE else tl.int32)
     if num_copied <= COPIED:
@@ -171,7 +172,7 @@ def _weights(
 
 @triton.jit
 def _nearer(distances, pivots, furthest, BY_SHARE: tl.constexpr):
-    """The weights of tokens where they are nearer than pivots, 0 elsewhere."""
+    """(tokens, pivots): the weight of a token if its distance is below the pivot, else 0."""
     are_nearer = distances[:, None] < pivots[None, :]
     if BY_SHARE:
         shares = tl.where(distances <= furthest, tl.exp(-distances.to(tl.float32, bitcast=True)), 0.0)
@@ -183,7 +184,7 @@ def _nearer(distances, pivots, furthest, BY_SHARE: tl.constexpr):
 
 @triton.jit
 def _distances(source, tokens, ANY_EDITED: tl.constexpr):
-    """How far below the largest score tokens are, as the bits of that."""
+    """Distances of tokens from the largest score, as bits."""
     logits_ptr, edited_ptr, _, row, slot, stride, vocab_size, top, temperature = source
     x = final_logits(logits_ptr, edited_ptr, row, slot, stride, tokens, vocab_size, ANY_EDITED)
     return tl.div_rn(top - x, temperature).to(tl.int32, bitcast=True)
@@ -191,7 +192,7 @@ def _distances(source, tokens, ANY_EDITED: tl.constexpr):
 
 @triton.jit
 def _copy(source, far, ANY_EDITED: tl.constexpr, COPIED: tl.constexpr, BLOCK: tl.constexpr):
-    """Copy the distances less than `far` in the order of tokens. Returns how many there are; all, if up to COPIED."""
+    """Copy up to COPIED distances below `far`, in the order of tokens. Returns how many there are."""
     _, _, nearest_ptr, _, _, _, vocab_size, _, _ = source
     number = tl.full([], 0, tl.int32)
     for first in range(0, vocab_size, BLOCK):

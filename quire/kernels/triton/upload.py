@@ -1,4 +1,4 @@
-"""What the host decides on its way to a device: in few copies, none of which waits for what the device is doing."""
+"""Copies of host arrays to the device: few, and asynchronous."""
 
 from collections.abc import Sequence
 
@@ -6,13 +6,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_ALIGNED = 4  # words: kernels are compiled for pointers to multiples of 16 bytes
+_ALIGNED = 4  # words: kernels are compiled for pointers that are multiples of 16 bytes
 
 
 def staged(arrays: Sequence[np.ndarray], device: torch.device) -> tuple[Tensor, list[int]]:
-    """The 32-bit words of all arrays behind one another on the host, int32, and where each begins.
+    """The 32-bit words of all arrays in one host tensor, int32, and the index at which each array begins.
 
-    The memory is torch's own: it gives pinned memory away again when the copies from it are done.
+    torch allocates the memory, pinned for a GPU, and reuses pinned memory only after the copies from it are done.
     """
     columns = [np.ascontiguousarray(array).reshape(-1).view(np.int32) for array in arrays]
     begins = np.cumsum([0, *(-(-len(column) // _ALIGNED) * _ALIGNED for column in columns)]).tolist()
@@ -24,7 +24,7 @@ def staged(arrays: Sequence[np.ndarray], device: torch.device) -> tuple[Tensor, 
 
 
 def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
-    """Each array as a flat int32 tensor on the device. All of them travel in one copy."""
+    """Each array as a flat int32 tensor on the device. One copy transfers all of them."""
     host, begins = staged(arrays, device)
     there = host.to(device, non_blocking=True)
     sizes = [array.size * array.itemsize // 4 for array in arrays]
@@ -32,7 +32,7 @@ def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on the device, where it may be already."""
+    """The tensor on the device, copied asynchronously unless it is already there."""
     if tensor.device == device:
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)

@@ -1,7 +1,7 @@
-"""What writes keys and values of new tokens into blocks: rotation, 8 bits where blocks have them, and zeros.
+"""Rotary embedding fused with the write of new keys and values into blocks, quantized if the blocks are.
 
-A head is read as two halves of columns: a pair that is rotated has one column in each, and columns behind the
-rotated ones are dealt out the same way. See `blocks` for the layout.
+A head is read as two halves of columns. A rotated pair has one column in each half, and the columns after the rotated
+ones are divided in the same way. `blocks` describes the layout.
 """
 
 import torch
@@ -15,25 +15,25 @@ from quire.kernels.triton.launch import INTERPRETED, pow2
 from quire.kernels.triton.plan import TritonPlan
 from quire.kernels.triton.rounding import nearest, rounded
 
-HEADS_TOGETHER = 8  # that one program writes at most
+HEADS_TOGETHER = 8  # the most heads that one program writes
 _WARPS = 2
 
 
 def rotary_write(
     storage: Storage, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, plan: TritonPlan
 ) -> Tensor:
-    """Rotate q and k, and store k and v where the plan says. Returns q rotated: without a rotation, q itself.
+    """Rotate q and k, and store k and v by the plan's block tables. Returns the rotated q, or q itself if not rotated.
 
-    q (num_tokens, num_heads, head_dim), k and v (num_tokens, num_kv_heads, head_dim), any distance between tokens.
+    q (num_tokens, num_heads, head_dim), k and v (num_tokens, num_kv_heads, head_dim), with any stride of tokens.
     A token whose block is -1 is not stored. Raises IndexError for a layer that the group does not have, and
-    ValueError for shapes that do not go together.
+    ValueError for shapes that do not match.
     """
     group = storage.group
     _check(storage, layer, k, v, plan)
     k, v = _heads_together(k), _heads_together(v)
     num_tokens, num_kv_heads, head_dim = k.shape
     num_heads, half = 0, 0
-    turned, cos, sin = q, k, k  # nobody reads those two without a rotation
+    turned, cos, sin = q, k, k  # cos and sin are placeholders, which are not read without a rotation
     if rotation is not None:
         cos, sin = (x.contiguous() for x in rotation)
         num_heads, half = q.shape[1], cos.shape[1]
@@ -77,7 +77,7 @@ def _check(storage: Storage, layer: int, k: Tensor, v: Tensor, plan: TritonPlan)
 
 
 def _heads_together(x: Tensor) -> Tensor:
-    """x (num_tokens, heads, head_dim), copied unless the heads of a token lie behind one another in memory."""
+    """x (num_tokens, heads, head_dim), copied unless the heads of each token are contiguous."""
     _, heads, head_dim = x.shape
     return x if x.stride(2) == 1 and (x.stride(1) == head_dim or heads == 1) else x.contiguous()
 
@@ -91,7 +91,7 @@ def _rotary_write(
     HALF: tl.constexpr, PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     STORED: tl.constexpr, LARGEST: tl.constexpr, UP: tl.constexpr,
 ):  # fmt: skip
-    """HEADS heads of a token's queries, keys or values: grid (num_tokens, parts of the three, in this order)."""
+    """Process HEADS heads of a token's queries, keys or values. Grid (num_tokens, parts of q, then of k, then of v)."""
     Q_PARTS: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
     KV_PARTS: tl.constexpr = (NUM_KV_HEADS + HEADS - 1) // HEADS
     token = tl.program_id(0).to(tl.int64)
@@ -129,12 +129,12 @@ def _rotary_write(
 
 @triton.jit
 def _columns(HEAD_DIM: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr):
-    """Columns of both halves of a head, and which of them exist; each (PADDED,)."""
+    """Column indices of both halves of a head, and masks of those that exist; each (PADDED,)."""
     PAIRS: tl.constexpr = (HEAD_DIM + 1) // 2
     pairs = tl.arange(0, PADDED)
     first = pairs
     second = pairs + PAIRS
-    if HALF > 0 and HALF < PAIRS:  # the columns behind the rotated ones have halves of their own
+    if HALF > 0 and HALF < PAIRS:  # the columns after the rotated ones are halved separately
         first = tl.where(pairs < HALF, pairs, pairs + HALF)
         second = first + tl.where(pairs < HALF, HALF, PAIRS - HALF)
     return first, second, pairs < PAIRS, (pairs < PAIRS) & (second < HEAD_DIM)
@@ -144,7 +144,7 @@ def _columns(HEAD_DIM: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr):
 def _halves(
     x_ptr, heads, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr
 ):  # fmt: skip
-    """Both halves of a token's heads, each (HEADS, PADDED): 0 where there is nothing."""
+    """Both halves of a token's heads, each (HEADS, PADDED), padded with 0."""
     first, second, in_first, in_second = _columns(HEAD_DIM, HALF, PADDED)
     rows = x_ptr + heads[:, None] * HEAD_DIM
     real = (heads < NUM_HEADS)[:, None]
@@ -159,7 +159,7 @@ def _store_halves(
     target_ptr, first, second, heads, NUM_HEADS: tl.constexpr, STRIDE: tl.constexpr,
     HEAD_DIM: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """The inverse of `_halves`, for heads that are STRIDE apart."""
+    """The inverse of `_halves`, for heads with a stride of STRIDE."""
     at_first, at_second, in_first, in_second = _columns(HEAD_DIM, HALF, PADDED)
     rows = target_ptr + heads[:, None] * STRIDE
     real = (heads < NUM_HEADS)[:, None]
@@ -169,7 +169,7 @@ def _store_halves(
 
 @triton.jit
 def _rotated(first, second, cos_ptr, sin_ptr, HALF: tl.constexpr, PADDED: tl.constexpr, UP: tl.constexpr):
-    """Both halves, the leading HALF pairs of them rotated in float32 and rounded once."""
+    """Both halves with their first HALF pairs rotated in float32 and rounded once."""
     pairs = tl.arange(0, PADDED)
     turns = pairs < HALF
     cos = tl.load(cos_ptr + pairs, mask=turns, other=1)[None, :]
@@ -186,9 +186,9 @@ def _store_token(
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, STORED: tl.constexpr, LARGEST: tl.constexpr, UP: tl.constexpr,
 ):  # fmt: skip
-    """Store heads of a token at a place of its block; `left` tokens of its chunk are left, itself among them.
+    """Store heads of a token at slot `place` of its block. left: tokens of the chunk from this one on.
 
-    Whoever writes place 0 clears those that the chunk does not reach, which nobody else writes in this step.
+    The program that writes slot 0 also zeroes the slots after the end of the chunk, which this step does not write.
     """
     VALUES: tl.constexpr = BLOCK_SIZE * HEAD_DIM
     STRIDE: tl.constexpr = VALUES if STORED == "" else VALUES + 4 * BLOCK_SIZE
@@ -212,7 +212,7 @@ def _store_token(
 def _clear(
     data_ptr, heads, begin, END: tl.constexpr, NUM_HEADS: tl.constexpr, STRIDE: tl.constexpr, SPAN: tl.constexpr
 ):  # fmt: skip
-    """Zeros from `begin` to END of each head's row, SPAN at a time."""
+    """Zero [begin, END) of each head's row, SPAN elements at a time."""
     rows = data_ptr + heads[:, None] * STRIDE
     real = (heads < NUM_HEADS)[:, None]
     zeros = tl.zeros((heads.shape[0], SPAN), data_ptr.dtype.element_ty)
@@ -223,7 +223,7 @@ def _clear(
 
 @triton.jit
 def _scales(x, y, LARGEST: tl.constexpr):
-    """The scale of each row of two halves (float32). Magnitudes compare as their bits do, NaN above all others."""
+    """The scale of each row of two halves (float32). Magnitudes are compared as integers, so NaN is the largest."""
     x_bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     y_bits = y.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     largest = tl.max(tl.maximum(x_bits, y_bits), 1).to(tl.float32, bitcast=True)
@@ -232,14 +232,14 @@ def _scales(x, y, LARGEST: tl.constexpr):
 
 @triton.jit
 def _in_8_bits(x, scales, STORED: tl.constexpr, LARGEST: tl.constexpr, UP: tl.constexpr):
-    """x / scales as the bits of 8-bit numbers, rounded to nearest even."""
+    """x / scales as the bits of 8-bit numbers, rounded to nearest, ties to even."""
     x = tl.div_rn(x, tl.where(scales == 0, 1.0, scales)[:, None])
-    x = tl.minimum(tl.maximum(x, -LARGEST), LARGEST)  # no NaN leaves this: the scale tells of it
+    x = tl.minimum(tl.maximum(x, -LARGEST), LARGEST)  # NaN becomes a number here; the scale is NaN then
     if STORED == "int8":
-        # float32 has no places behind the point from 2^23 on, and adding rounds to nearest even
+        # float32 from 2^23 on has no fraction bits, so the addition rounds to an integer, ties to even
         x = ((x + 12582912.0) - 12582912.0).to(tl.int8)
     else:
-        if UP:  # the interpreter rounds wrongly; below 2^-6 numbers are 2^-9 apart, as float32 are at 1.5 * 2^14
+        if UP:  # the interpreter rounds wrongly; fp8 below 2^-6 has steps of 2^-9, like float32 at 1.5 * 2^14
             x = tl.where(tl.abs(x) < 0.015625, (x + 24576.0) - 24576.0, nearest(x, 20))
         x = x.to(tl.float8e4nv)
     return x.to(tl.uint8, bitcast=True)

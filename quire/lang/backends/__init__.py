@@ -1,1 +1,1 @@
-"""What programs run on: an engine in this process, a server of quire, any endpoint with OpenAI's API."""
+"""Backends of the language: an engine in this process, a quire server, or an endpoint with OpenAI's API."""

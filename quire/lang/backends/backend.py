@@ -1,4 +1,4 @@
-"""Backend: what the interpreter needs of whatever generates. Knows texts and parameters, no model and no protocol."""
+"""Base class of backends: what the interpreter needs to generate text."""
 
 import atexit
 from abc import ABC, abstractmethod
@@ -19,9 +19,9 @@ from quire.lang.state_text import Prompt
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """More text of one of n sequences, and all that is known of the sequence by now, as SGLang's meta_info.
+    """A piece of text of one of n sequences, with the meta info of the sequence so far, as SGLang's meta_info.
 
-    meta may have `token_offsets`: for each token so far the characters before it, where the backend knows.
+    meta may have `token_offsets`: for each output token so far, the number of characters before it.
     """
 
     text: str
@@ -30,7 +30,7 @@ class Piece:
 
 
 class RoleTexts(NamedTuple):
-    """What stands before and behind the text of a turn."""
+    """The texts that the chat template puts before and after the text of a turn."""
 
     prefix: str
     suffix: str
@@ -38,24 +38,25 @@ class RoleTexts(NamedTuple):
 
 @dataclass
 class Stats:
-    """What a backend was asked for since it was made."""
+    """Calls and tokens of a backend since its construction."""
 
     num_calls: int = 0
     prompt_tokens: int = 0
-    cached_tokens: int = 0  # of the prompts, whose KV was there
+    cached_tokens: int = 0  # prompt tokens found in the prefix cache
     completion_tokens: int = 0
 
     def count(self, prompt: int, completion: int, cached: int = 0) -> None:
-        """One call's tokens."""
+        """Add tokens to the totals."""
         self.prompt_tokens += prompt
         self.completion_tokens += completion
         self.cached_tokens += cached
 
 
-class Backend(ABC):  # what it may leave out does nothing
-    """Generates. Its coroutines run on a loop of its own; what has no `async` may be called from any thread.
+class Backend(ABC):  # optional methods have empty bodies
+    """Generates text. Coroutines run on the backend's event loop. Other methods may be called from any other thread.
 
-    is_chat_model: it continues conversations, not texts. hints: whether it is told of programs (docs/programs.md).
+    is_chat_model: whether it continues conversations, not text. hints: whether calls carry program hints
+    (docs/programs.md).
     """
 
     is_chat_model: bool = False
@@ -64,11 +65,11 @@ class Backend(ABC):  # what it may leave out does nothing
         self.stats = Stats()
         self.hints = hints
         self.loop = LoopThread()
-        self.programs = ThreadPoolExecutor(AUTO_THREADS, thread_name_prefix="quire-program")  # of coroutines
+        self.programs = ThreadPoolExecutor(AUTO_THREADS, thread_name_prefix="quire-program")  # of `arun`
         atexit.register(self.close)
 
     def close(self) -> None:
-        """Give up what runs, and let go of what it holds. May be called again."""
+        """Cancel running calls and release all resources. Further calls have no effect."""
         atexit.unregister(self.close)
         self.programs.shutdown(wait=False)
         self.loop.close(self.ended)
@@ -84,18 +85,18 @@ class Backend(ABC):  # what it may leave out does nothing
         self.close()
 
     def flush_cache(self) -> None:
-        """Forget all KV that nobody uses. Raises RequestError where the backend cannot."""
+        """Evict cached KV that no running request uses. Raises RequestError if the backend has no cache."""
         self.loop.run(self.flushed())
 
     def cache_prefix(self, prefix: str) -> None:
-        """Compute a text's KV, so that prompts which begin with it find it."""
+        """Compute the KV of a text, so that it is in the prefix cache."""
         self.loop.run(self.prefetch(prefix, None))
 
     @abstractmethod
     def pieces(
         self, prompt: Prompt, params: GenParams, program: Program | None, *, stream: bool
     ) -> AsyncGenerator[Piece]:
-        """What comes behind a prompt, piece by piece; or, without `stream`, in whatever pieces cost least.
+        """The text that follows a prompt, in pieces. stream: as soon as there is new text; else in few pieces.
 
         The last meta of each sequence has a finish_reason.
         """
@@ -104,21 +105,21 @@ class Backend(ABC):  # what it may leave out does nothing
     async def select(
         self, prompt: Prompt, choices: tuple[str, ...], method: ChoicesSamplingMethod, program: Program | None
     ) -> ChoicesDecision:
-        """The choice that the model finds best behind a prompt."""
+        """The choice that `method` ranks first after a prompt."""
 
     @abstractmethod
     async def role_texts(self, roles: tuple[str, ...]) -> RoleTexts:
-        """What stands around the last of these turns. Raises RequestError."""
+        """The texts around the last of these turns. Raises RequestError."""
 
     async def prefetch(self, text: str, program: Program | None) -> None:  # noqa: B027
-        """Compute the KV of a text. Does nothing where that is of no use."""
+        """Compute the KV of a text. Does nothing in backends without a prefix cache."""
 
     async def end_program(self, program: str, branch: str | None) -> None:  # noqa: B027
-        """Nothing more comes of a branch of a program, though it was said that something would; None: of all."""
+        """End a branch of a program (None: all branches) whose last request had expects_more."""
 
     async def flushed(self) -> None:
-        """See flush_cache."""
+        """Coroutine of flush_cache."""
         raise RequestError(f"{type(self).__name__} has no cache that could be flushed")
 
     async def ended(self) -> None:  # noqa: B027
-        """Let go of everything."""
+        """Release all resources: the last coroutine on the loop."""

@@ -1,4 +1,4 @@
-"""EngineBackend: programs on an engine in this process, which runs on a thread of its own."""
+"""Backend with an engine in this process, on a thread of its own."""
 
 import asyncio
 import logging
@@ -30,12 +30,12 @@ from quire.tokenizer.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
-_MOST_CHECKED = 1024  # forms
-_LONG = 2**14  # characters: tokenizing more than that would hold up what others wait for
+_MOST_CHECKED = 1024  # constraints
+_LONG = 2**14  # characters; longer texts are tokenized on a thread, so that they do not block the event loop
 
 
 class EngineBackend(Backend):
-    """An engine that was built; it belongs to the backend from now on. hints: the scheduler is told of programs."""
+    """Backend with a built engine, which it closes at its end. hints: whether requests carry program hints."""
 
     def __init__(self, built: Built, *, hints: bool = True) -> None:
         self._host = EngineThread(built.engine, facts_of(built))
@@ -54,7 +54,7 @@ class EngineBackend(Backend):
             raise
 
     def health(self) -> Health:
-        """Whether the engine answers, and its counters."""
+        """Health and metrics of the engine."""
         return self._engine.health()
 
     def get_tokenizer(self) -> Tokenizer:
@@ -64,7 +64,7 @@ class EngineBackend(Backend):
     async def pieces(
         self, prompt: Prompt, params: GenParams, program: Program | None, *, stream: bool
     ) -> AsyncGenerator[Piece]:
-        """What comes behind a prompt. Raises RequestError, EngineStopped, GenerationFailed."""
+        """See Backend. Raises RequestError, EngineStopped, GenerationFailed."""
         sampling = sampling_params(params)
         if sampling.structured_outputs is not None:
             await self._check(sampling.structured_outputs)
@@ -79,7 +79,7 @@ class EngineBackend(Backend):
     async def select(
         self, prompt: Prompt, choices: tuple[str, ...], method: ChoicesSamplingMethod, program: Program | None
     ) -> ChoicesDecision:
-        """The choice that the method finds best. Raises RequestError, EngineStopped, GenerationFailed."""
+        """See Backend. Raises RequestError, EngineStopped, GenerationFailed."""
         before = await self._encode(prompt.text)
         each = [await self._encode(prompt.text + choice) for choice in choices]
         begins = [num_shared(before, ids) for ids in each]
@@ -91,7 +91,7 @@ class EngineBackend(Backend):
         return decide(choices, method, scores, alone)
 
     async def role_texts(self, roles: tuple[str, ...]) -> RoleTexts:
-        """As the model's chat template has them; of a model without one, plain ones."""
+        """The texts of the model's chat template, or `plain_texts` for a model without one."""
         return await self._roles.texts(roles) if self._tokenizer.has_chat_template else plain_texts(roles)
 
     async def prefetch(self, text: str, program: Program | None) -> None:
@@ -101,24 +101,24 @@ class EngineBackend(Backend):
             pass
 
     async def end_program(self, program: str, branch: str | None) -> None:
-        """Tell the engine, which then evicts what it has left first."""
+        """End the branch in the engine, which then evicts its KV first."""
         self._engine.end_program(NO_NAMESPACE.tenant, program, branch)
 
     async def flushed(self) -> None:
-        """Forget all KV that nobody uses."""
+        """Evict cached KV that no running request uses."""
         await self._engine.flush_cache()
 
     async def ended(self) -> None:
         """End the engine."""
         try:
             await self._engine.close()
-        except RuntimeError:  # Python is ending, and begins no thread that could wait
+        except RuntimeError:  # at interpreter exit no thread can be started
             self._host.wait()
 
     async def _score(
         self, prompts: Sequence[list[int]], begins: Sequence[int], program: Program | None
     ) -> list[list[Entry]]:
-        """The logprobs of each prompt's tokens from `begins` on. What comes before may be in the cache."""
+        """The logprobs of each prompt's tokens from index `begins` on. KV of earlier tokens may come from the cache."""
         transcripts = [
             self._transcript(
                 ids, SamplingParams(max_tokens=0, prompt_logprobs=0, prompt_logprobs_start=max(begin - 1, 0))
@@ -137,7 +137,7 @@ class EngineBackend(Backend):
         return Transcript(uuid4().hex, generation, self._tokenizer, now=time.monotonic())
 
     async def _deltas(self, transcripts: Sequence[Transcript], program: Program | None) -> AsyncGenerator[Delta]:
-        """What the engine says, until all are finished; counted."""
+        """Submit requests and yield their Deltas until all are finished. Updates the stats."""
         by_id = {transcript.request_id: transcript for transcript in transcripts}
         terms = Terms(program=program)
         outputs = await self._engine.generate(
@@ -161,7 +161,7 @@ class EngineBackend(Backend):
                 self.stats.count(len(one.prompt.ids), sum(one.num_output_tokens), one.num_cached_tokens)
 
     async def _check(self, form: StructuredOutputsParams) -> None:
-        """Raises RequestError for a form that outputs cannot have. What was found fine is not looked at again."""
+        """Raises RequestError for an invalid constraint. Valid ones are remembered."""
         if form in self._checked:
             return
         await asyncio.to_thread(check, form, self._grammar_backend)
@@ -170,7 +170,7 @@ class EngineBackend(Backend):
         self._checked.add(form)
 
     async def _encode(self, text: str) -> list[int]:
-        """A text that begins as the tokenizer would begin it gets no second beginning."""
+        """The token ids of a text. Special tokens are not added if the text already begins with the bos token."""
         begin = self._tokenizer.special_tokens.get("bos_token", "")
         special = not (begin and text.startswith(begin))
         if len(text) < _LONG:
@@ -188,7 +188,7 @@ def open_engine(*, hints: bool = True, **options: Any) -> EngineBackend:  # noqa
 
 
 def sampling_params(params: GenParams) -> SamplingParams:
-    """As the engine takes them. Raises RequestError."""
+    """The SamplingParams of a gen. Raises RequestError."""
     return SamplingParams(
         n=params.n,
         max_tokens=params.max_tokens,

@@ -1,4 +1,4 @@
-"""Http: JSON and server-sent events to and from one server. Knows HTTP and its errors, no API."""
+"""HTTP client of one server, for JSON and server-sent events."""
 
 import asyncio
 import json
@@ -13,18 +13,18 @@ from quire.errors import ConfigError, QuireError, RequestError
 from quire.lang.errors import GenerationFailed
 
 _TRIES = 6
-_WAIT = 1.0  # seconds before another try, where the server names none
+_WAIT = 1.0  # seconds before the first retry without a Retry-After; doubled each time
 _LONGEST_WAIT = 30.0
-_LONGEST_END = 1.0  # seconds from [DONE] to the end of the stream
+_LONGEST_END = 1.0  # seconds to wait for the end of the stream after [DONE]
 _BUSY = (429, 503)
 _CONNECTIONS = 1024
-_TIMEOUT = httpx2.Timeout(600.0, connect=10.0)  # seconds; an answer may wait for others
+_TIMEOUT = httpx2.Timeout(600.0, connect=10.0)  # seconds; a request may wait in the server's queue
 
 
 class Http:
-    """One server. To be used on one event loop. verify: a file of certificates, False to check none.
+    """Client of one server. To be used on one event loop. verify: a file of certificates, or False to check none.
 
-    Raises ConfigError for a file that is none.
+    Raises ConfigError if that is no file of certificates.
     """
 
     def __init__(
@@ -49,15 +49,18 @@ class Http:
             raise ConfigError(f"verify must name a file of certificates, and {verify!r} is none: {error}") from error
 
     async def get(self, path: str) -> Any:  # noqa: ANN401
-        """The JSON at a path. Raises as `post` does."""
+        """GET a path and return the JSON. Raises as `post` does."""
         return await self._json("GET", path, None)
 
     async def post(self, path: str, body: Mapping[str, object]) -> Any:  # noqa: ANN401
-        """The JSON that is answered. Raises RequestError for what the server refuses, GenerationFailed otherwise."""
+        """POST a body and return the JSON. Raises RequestError for 4xx but 429, GenerationFailed for other errors."""
         return await self._json("POST", path, body)
 
     async def events(self, path: str, body: Mapping[str, object]) -> AsyncGenerator[Any]:
-        """The JSON of each event, until [DONE]. Raises as `post` does; GenerationFailed where that never comes."""
+        """POST a body and yield the JSON of each event until [DONE].
+
+        Raises as `post` does, and GenerationFailed for an error event and for a stream without [DONE].
+        """
         async with self._sent("POST", path, body) as response:
             lines = response.aiter_lines()
             try:
@@ -75,7 +78,7 @@ class Http:
         raise GenerationFailed(f"the answer of {self.base_url} was cut off: it ends without [DONE]")
 
     async def close(self) -> None:
-        """Close its connections."""
+        """Close the connections."""
         await self._client.aclose()
 
     async def _json(self, method: str, path: str, body: Mapping[str, object] | None) -> Any:  # noqa: ANN401
@@ -88,7 +91,7 @@ class Http:
 
     @asynccontextmanager
     async def _sent(self, method: str, path: str, body: Mapping[str, object] | None) -> AsyncGenerator[httpx2.Response]:
-        """An answer that says yes; a busy server is asked again."""
+        """A response with a status below 400. Retries after 429 and 503."""
         for attempt in range(_TRIES):
             request = self._client.build_request(method, path, json=body)
             try:
@@ -111,7 +114,7 @@ class Http:
 
 
 async def _read_to_end(lines: AsyncIterator[str]) -> None:
-    """A connection that was read to its end is kept for the next request; a server that does not end is left."""
+    """Read a stream to its end, so that the connection is reused; gives up after `_LONGEST_END` seconds."""
     with suppress(TimeoutError, httpx2.HTTPError):
         async with asyncio.timeout(_LONGEST_END):
             async for _ in lines:
@@ -126,7 +129,7 @@ def _context(*, verify: str | bool | None) -> ssl.SSLContext | bool:
 
 @contextmanager
 def understood() -> Iterator[None]:
-    """Around what reads an answer: raises GenerationFailed where that has another form."""
+    """Context manager that turns errors of reading a response, such as a missing key, into GenerationFailed."""
     try:
         yield
     except QuireError:
@@ -144,7 +147,7 @@ def _wait_of(response: httpx2.Response, attempt: int) -> float:
 
 
 def _refusal(status: int, said: str) -> Exception:
-    """What the server says is wrong: with the request, or with itself."""
+    """The error of a response: RequestError for 4xx but 429, else GenerationFailed."""
     message, param = _told(said)
     if status < 500 and status not in _BUSY:
         return RequestError(f"the server refuses this with {status}: {message}", param)

@@ -1,4 +1,4 @@
-"""What is told of a variable: SGLang's meta_info, made of what the engine says."""
+"""SGLang's meta_info of a variable, from the outputs of the engine."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from quire.tokenizer.tokenizer import Tokenizer
 
 
 def meta_of(transcript: Transcript, index: int, params: GenParams, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Of one sequence, as far as it is."""
+    """The meta info of one sequence so far."""
     output = transcript.sequence(index)
     told: dict[str, Any] = {
         "id": transcript.request_id,
@@ -33,7 +33,7 @@ def meta_of(transcript: Transcript, index: int, params: GenParams, tokenizer: To
 
 
 def entries_of(tokens: Sequence[int], rows: Sequence[LogprobRow | None], tokenizer: Tokenizer) -> list[Entry]:
-    """Logprob, token and text of each token."""
+    """(logprob, token id, text) of each token; the logprob is None where the row is None."""
     pairs = zip(tokens, rows, strict=True)
     return [(None if row is None else row[token].logprob, token, tokenizer.token_text(token)) for token, row in pairs]
 

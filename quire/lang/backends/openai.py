@@ -1,4 +1,4 @@
-"""OpenAI: programs on any endpoint with OpenAI's API, completions or chat. Knows its bodies, no engine."""
+"""Backend for endpoints with OpenAI's API, completions or chat."""
 
 import json
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -18,7 +18,7 @@ _PLAIN = GenParams()
 
 
 def sampling(params: GenParams, *, extensions: bool) -> dict[str, object]:
-    """How tokens are chosen and when it ends. Raises RequestError for what the endpoint does not know."""
+    """Sampling fields of a request body. Raises RequestError for a parameter that the endpoint does not support."""
     asked: dict[str, object] = {
         "max_tokens": params.max_tokens,
         "temperature": params.temperature,
@@ -33,19 +33,19 @@ def sampling(params: GenParams, *, extensions: bool) -> dict[str, object]:
 
 
 def completion_logprobs(params: GenParams) -> dict[str, object]:
-    """What completions tell of tokens."""
+    """Logprob fields of a completions body."""
     return {"logprobs": params.top_logprobs_num or 0} if params.return_logprob else {}
 
 
 def chat_logprobs(params: GenParams) -> dict[str, object]:
-    """What chat tells of tokens."""
+    """Logprob fields of a chat body."""
     if not params.return_logprob:
         return {}
     return {"logprobs": True, **({"top_logprobs": params.top_logprobs_num} if params.top_logprobs_num else {})}
 
 
 def text_of(choice: Mapping[str, Any], part: str) -> str:
-    """Of a completion, or of a chat's message or delta."""
+    """The text of a completions choice, or of a chat choice's `part` ("message" or "delta")."""
     if "text" in choice:
         return choice["text"] or ""
     return (choice.get(part) or {}).get("content") or ""
@@ -54,7 +54,7 @@ def text_of(choice: Mapping[str, Any], part: str) -> str:
 def meta_of(
     answer: Mapping[str, Any], choice: Mapping[str, Any], usage: Mapping[str, Any], prompt_length: int | None
 ) -> dict[str, Any]:
-    """As SGLang tells it. prompt_length: of a whole completion; characters."""
+    """SGLang's meta_info of a choice. prompt_length: characters; None for an event of a stream."""
     reason = choice.get("finish_reason")
     why = {"type": reason} if reason else None
     if reason in ("error", "abort"):
@@ -69,7 +69,7 @@ def meta_of(
 
 
 def _relative(offsets: list[int]) -> list[int]:
-    """From the output's beginning: some endpoints count from the prompt's."""
+    """Offsets from the begin of the output. Some endpoints count from the begin of the prompt."""
     return [offset - offsets[0] for offset in offsets]
 
 
@@ -103,12 +103,12 @@ def _form(params: GenParams, *, extensions: bool) -> dict[str, object]:
 
 
 class OpenAI(Backend):
-    """An endpoint, such as https://host/v1.
+    """Backend for an endpoint, such as https://host/v1.
 
-    model_name: None is the first that the endpoint lists. is_chat_model: chat in place of completions.
-    extensions: the endpoint knows vLLM's fields, as quire, vLLM and SGLang do: structured_outputs, top_k, min_p,
-    stop_token_ids, ignore_eos, and continue_final_message, without which gen must begin an assistant's turn.
-    Raises RequestError, GenerationFailed.
+    model_name: None means the first that the endpoint lists. is_chat_model: use chat, which is the default, not
+    completions. extensions: whether the endpoint supports vLLM's fields, as quire, vLLM and SGLang do:
+    structured_outputs, top_k, min_p, stop_token_ids, ignore_eos, min_tokens, and continue_final_message, without which
+    nothing may precede a gen in an assistant's turn. Raises RequestError, GenerationFailed.
     """
 
     def __init__(
@@ -132,13 +132,13 @@ class OpenAI(Backend):
 
     @property
     def token_usage(self) -> Any:  # noqa: ANN401  (SGLang's name)
-        """prompt_tokens and completion_tokens of all calls."""
+        """Tokens of all calls so far; has prompt_tokens and completion_tokens."""
         return self.stats
 
     async def pieces(
         self, prompt: Prompt, params: GenParams, program: Program | None, *, stream: bool
     ) -> AsyncGenerator[Piece]:
-        """What comes behind a prompt. Raises RequestError, GenerationFailed."""
+        """See Backend. Raises RequestError, GenerationFailed."""
         path, body = self._request(prompt, params)
         self.stats.num_calls += 1
         if stream:
@@ -163,10 +163,10 @@ class OpenAI(Backend):
     async def select(
         self, prompt: Prompt, choices: tuple[str, ...], method: ChoicesSamplingMethod, program: Program | None
     ) -> ChoicesDecision:
-        """The choice that the method finds best, of an endpoint that echoes prompts with logprobs.
+        """The choice that the method ranks first. Needs an endpoint that echoes prompts with logprobs.
 
-        In chat, which tells no logprobs of prompts: the one that the model writes if it may write nothing else.
-        Raises RequestError, GenerationFailed.
+        Chat has no prompt logprobs: there, `method` is not used, and the model generates one of the choices under a
+        constraint. Raises RequestError, GenerationFailed.
         """
         if self.is_chat_model:
             return await self._written_choice(prompt, choices)
@@ -185,7 +185,7 @@ class OpenAI(Backend):
         return decide(choices, method, scores, alone)
 
     async def role_texts(self, roles: tuple[str, ...]) -> RoleTexts:
-        """Plain ones: what the model's template has, the endpoint knows."""
+        """`plain_texts`. With chat, the endpoint applies the chat template."""
         return plain_texts(roles)
 
     async def ended(self) -> None:
@@ -246,7 +246,7 @@ class OpenAI(Backend):
         return ChoicesDecision(written)
 
     async def _echoes(self, before: list[str], texts: list[str]) -> list[list[Entry]]:
-        """Logprob and text of each token of each text, as the endpoint echoes them."""
+        """Entries of each text's tokens, from one completions call with echo. The token ids are -1."""
         asked = {"prompt": [*before, *texts], "echo": True, "logprobs": 0, "max_tokens": 0, "temperature": 0.0}
         self.stats.num_calls += 1
         try:
@@ -270,7 +270,7 @@ class OpenAI(Backend):
             return str(told["data"][0]["id"])
 
     def _count(self, usage: Mapping[str, Any] | None) -> dict[str, Any]:
-        """As meta_info has it."""
+        """Token counts for the meta info. Adds them to the stats."""
         if not usage:
             return {}
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
@@ -280,5 +280,5 @@ class OpenAI(Backend):
 
 
 def _named(told: Sequence[Sequence[Entry]]) -> list[list[str | None]]:
-    """Tokens by their texts: this API has no ids."""
+    """The texts of tokens, which identify them, as this API has no ids."""
     return [[text for _, _, text in entries] for entries in told]

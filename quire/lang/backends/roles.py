@@ -1,4 +1,4 @@
-"""What a chat template writes around turns, found by rendering marks. Knows templates as functions, no model."""
+"""The texts that a chat template puts around turns, found by rendering marks."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -9,17 +9,17 @@ from quire.lang.state_text import Message
 
 
 class Render(Protocol):
-    """A template. begun: whether the assistant's turn is begun behind the messages."""
+    """A chat template. begun: whether to open the assistant's turn after the messages (add_generation_prompt)."""
 
     async def __call__(self, messages: list[Message], *, begun: bool) -> str:
         """The conversation as text. Raises RequestError."""
 
 
 class TemplateRoles:
-    """The texts around turns, by who spoke before. They are asked for once.
+    """The texts around a turn, given the roles of all turns so far. Cached per sequence of roles.
 
-    What a template writes may depend on all turns: it is rendered with them, each with a mark for its text, and
-    only what stands behind the mark before the last one is looked at.
+    A template's output may depend on all turns. So it is rendered with all of them, each with a mark as its text. The
+    texts are cut out of the output after the mark of the turn before the last.
     """
 
     def __init__(self, render: Render) -> None:
@@ -27,14 +27,14 @@ class TemplateRoles:
         self._known: dict[tuple[str, ...], RoleTexts] = {}
 
     async def texts(self, roles: tuple[str, ...]) -> RoleTexts:
-        """Of the last of these turns. Raises RequestError where the template takes no such turn."""
+        """The texts around the last of these turns. Raises RequestError if the template refuses such a turn."""
         if roles not in self._known:
             try:
                 self._known[roles] = await self._texts(roles)
             except QuireError:
                 if len(roles) == 1:
                     raise
-                self._known[roles] = await self.texts(roles[-1:])  # as if nobody had spoken before
+                self._known[roles] = await self.texts(roles[-1:])  # as for a first turn
         return self._known[roles]
 
     async def _texts(self, roles: tuple[str, ...]) -> RoleTexts:
@@ -48,7 +48,7 @@ class TemplateRoles:
         return RoleTexts(opening.removeprefix(written), await self._closing(roles))
 
     async def _shown(self, roles: tuple[str, ...]) -> str:
-        """The turns, and the user's behind them where the template writes the last one only with that."""
+        """The rendered turns. A user's turn follows if the template renders a last system turn only with one."""
         try:
             text = await self._render(_marked(roles), begun=False)
         except QuireError:
@@ -60,9 +60,9 @@ class TemplateRoles:
         return await self._render(_marked((*roles, "user")), begun=False)
 
     async def _closing(self, roles: tuple[str, ...]) -> str:
-        """What is written behind the last of these turns, whoever speaks next.
+        """The text after the last of these turns, whatever the next role.
 
-        Nothing where the template writes that turn only together with the next one.
+        Empty if the template renders a last system turn only together with the next turn.
         """
         if not roles:
             return ""
@@ -75,12 +75,12 @@ class TemplateRoles:
 
 
 def plain_texts(roles: tuple[str, ...]) -> RoleTexts:
-    """For who has no template."""
+    """The texts for backends without a chat template: "ROLE: " and a newline."""
     return RoleTexts(f"{roles[-1].upper()}: ", "\n")
 
 
 def _mark(place: int) -> str:
-    return f"\U000f5ec0{place}\U000f5ec1"  # for private use: no template has it
+    return f"\U000f5ec0{place}\U000f5ec1"  # private-use characters, which no template contains
 
 
 def _marked(roles: Sequence[str]) -> list[Message]:
@@ -88,7 +88,7 @@ def _marked(roles: Sequence[str]) -> list[Message]:
 
 
 def _behind(text: str, roles: Sequence[str], *, upto: Sequence[str] = ()) -> str:
-    """What is rendered behind the last of these turns, and before the last of `upto`."""
+    """The part of a rendered text after the mark of the last of `roles`, and before that of the last of `upto`."""
     begin = 0
     if roles:
         mark = _mark(len(roles) - 1)

@@ -1,4 +1,4 @@
-"""RuntimeEndpoint: programs on a server of quire, by SGLang's native route. Knows its bodies, no engine."""
+"""Backend for a quire server, through SGLang's native route /generate."""
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -13,14 +13,14 @@ from quire.lang.params import GenParams
 from quire.lang.select import ChoicesDecision, ChoicesSamplingMethod, Entry, decide, num_shared
 from quire.lang.state_text import Message, Prompt
 
-_LOOK_BACK = 8  # tokens at a prompt's end that a choice may change; more are looked at where it changes these
+_LOOK_BACK = 8  # tokens at a prompt's end that a choice may change; more are requested if it changes all of these
 
 
 class RuntimeEndpoint(Backend):
-    """A server at `base_url`, which is asked for its model at once.
+    """Backend for a server at `base_url`. The constructor requests the server's model.
 
-    verify: a file of certificates, False to check none. hints: the scheduler is told of programs; needs a quire.
-    Raises RequestError, GenerationFailed.
+    verify: a file of certificates, or False to check none. hints: whether requests carry program hints, which only
+    quire supports. Raises RequestError, GenerationFailed.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class RuntimeEndpoint(Backend):
         self._http = Http(base_url, api_key, verify=verify)
         super().__init__(hints=hints)
         self._roles = TemplateRoles(self._render)
-        self._begin: str | None = None  # the text that the tokenizer begins with by itself
+        self._begin: str | None = None  # the text of the special tokens that the tokenizer adds at the begin
         try:
             told = self.loop.run(self._http.get("/v1/models"))
             with understood():
@@ -44,17 +44,17 @@ class RuntimeEndpoint(Backend):
             raise
 
     def get_model_name(self) -> str:
-        """The served model."""
+        """Id of the served model."""
         return str(self.model_info["id"])
 
     def get_server_info(self) -> dict[str, Any]:
-        """The model and the server's figures."""
+        """The model's entry of /v1/models, and the answer of /health."""
         return {**self.model_info, **self.loop.run(self._http.get("/health"))}
 
     async def pieces(
         self, prompt: Prompt, params: GenParams, program: Program | None, *, stream: bool
     ) -> AsyncGenerator[Piece]:
-        """What comes behind a prompt. Raises RequestError, GenerationFailed."""
+        """See Backend. Raises RequestError, GenerationFailed."""
         body = {
             "text": await self._sent_text(prompt.text),
             "sampling_params": sampling_params(params),
@@ -85,7 +85,7 @@ class RuntimeEndpoint(Backend):
     async def select(
         self, prompt: Prompt, choices: tuple[str, ...], method: ChoicesSamplingMethod, program: Program | None
     ) -> ChoicesDecision:
-        """The choice that the method finds best. Raises RequestError, GenerationFailed."""
+        """See Backend. Raises RequestError, GenerationFailed."""
         text = await self._sent_text(prompt.text)
         before = await self._tokens({"prompt": text})
         scores = await self._score_behind(before, [text + choice for choice in choices], _LOOK_BACK, program)
@@ -96,7 +96,7 @@ class RuntimeEndpoint(Backend):
         return decide(choices, method, scores, alone)
 
     async def role_texts(self, roles: tuple[str, ...]) -> RoleTexts:
-        """As the model's chat template has them. Raises RequestError."""
+        """The texts of the model's chat template. Raises RequestError."""
         return await self._roles.texts(roles)
 
     async def prefetch(self, text: str, program: Program | None) -> None:
@@ -105,12 +105,12 @@ class RuntimeEndpoint(Backend):
         await self._http.post("/generate", {**body, **self._hint(program)})
 
     async def end_program(self, program: str, branch: str | None) -> None:
-        """Tell the server, whose engine then evicts what it has left first."""
+        """End the branch in the server's engine, which then evicts its KV first."""
         named = {} if branch is None else {"branch": branch}
         await self._http.post("/v1/programs/end", {"id": program, **named})
 
     async def flushed(self) -> None:
-        """Forget all KV that nobody uses."""
+        """Evict cached KV that no running request uses."""
         await self._http.post("/flush_cache", {})
 
     async def ended(self) -> None:
@@ -120,9 +120,10 @@ class RuntimeEndpoint(Backend):
     async def _score_behind(
         self, before: Sequence[int], texts: Sequence[str], look_back: int, program: Program | None
     ) -> list[list[Entry]]:
-        """Of each text's tokens behind those that it shares with `before`.
+        """Entries of each text's tokens after the prefix that it shares with the tokens `before`.
 
-        The server says which tokens a text has, together with their logprobs, from a little before the prompt's end.
+        The server returns tokens and logprobs from `look_back` tokens before the end of `before`. If a text differs
+        already there, all tokens are requested.
         """
         start = max(len(before) - look_back, 0)
         told = await self._scored({"text": list(texts)}, [start] * len(texts), program)
@@ -134,7 +135,7 @@ class RuntimeEndpoint(Backend):
     async def _scored(
         self, prompts: dict[str, object], starts: Sequence[int], program: Program | None
     ) -> list[list[Entry]]:
-        """Each prompt's tokens from `starts` on; the first of them has no logprob."""
+        """Entries of each prompt's tokens from index `starts` on. The first of them has no logprob."""
         body = {
             **prompts,
             "sampling_params": {"max_new_tokens": 0, "temperature": 0.0},
@@ -165,7 +166,7 @@ class RuntimeEndpoint(Backend):
             return str(answer["prompt"])
 
     async def _sent_text(self, text: str) -> str:
-        """Without the beginning that the server's tokenizer adds."""
+        """The text without the leading special tokens, which the server's tokenizer adds."""
         if self._begin is None:
             try:
                 self._begin = await self._text(await self._tokens({"prompt": ""}))
@@ -179,7 +180,7 @@ class RuntimeEndpoint(Backend):
         return {"program": {"id": program.id, "branch": program.branch, "expects_more": program.expects_more}}
 
     def _count(self, told: Sequence[dict[str, Any]]) -> None:
-        """Of n sequences the prompt is one."""
+        """Add tokens to the stats. The prompt of n sequences counts once."""
         first = told[0] if told else {}
         same = [one for one in told if one.get("id") != first.get("id")]
         for meta in [first, *same]:
@@ -188,7 +189,7 @@ class RuntimeEndpoint(Backend):
 
 
 def sampling_params(params: GenParams) -> dict[str, object]:
-    """As /generate names them."""
+    """The `sampling_params` of a /generate body."""
     asked: dict[str, object] = {
         "max_new_tokens": params.max_tokens,
         "temperature": params.temperature,

@@ -1,1 +1,1 @@
-"""GGUF files as checkpoints: reader, dequantization, and translation into Hugging Face's names and fields."""
+"""GGUF files as checkpoints: header reader, dequantization, translation to Hugging Face's names and fields."""

@@ -1,4 +1,4 @@
-"""A GGUF file as a Checkpoint: Hugging Face's names, shapes and fields in front of llama.cpp's."""
+"""A GGUF file as a Checkpoint, with Hugging Face's names, shapes and fields."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -15,7 +15,7 @@ from quire.models.gguf.names import Origin, origins
 from quire.models.gguf.quants import dequantize
 from quire.models.gguf.reader import Entry, Metadata, read_header
 
-# as tokenizer_config.json calls them: what the file calls them
+# name in tokenizer_config.json -> key of the file
 _KEYS: Mapping[str, str] = MappingProxyType(
     {
         "bos_token": "tokenizer.ggml.bos_token_id",
@@ -26,14 +26,14 @@ _KEYS: Mapping[str, str] = MappingProxyType(
 )
 _MORE_ENDS = ("tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 _SENTENCEPIECE_DEFAULTS = MappingProxyType({"bos_token": 1, "eos_token": 2, "unk_token": 0})
-# tokens that end a turn, which files do not always say; llama.cpp knows them by their names too
+# tokens that end a turn; not all files list them, and llama.cpp detects them by these texts, too
 _TURN_ENDS = frozenset({"<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<EOT>"})
 
 
 def special_tokens(metadata: Metadata) -> dict[str, int]:
-    """By name ("eos_token"), the ids that the file states or, for SentencePiece, implies.
+    """Ids of special tokens by name ("eos_token"), from the file or, for SentencePiece, from its defaults.
 
-    Raises ModelError for an id that no token has.
+    Raises ModelError for an id outside the vocabulary.
     """
     size = len(metadata.texts("tokenizer.ggml.tokens"))
     implied = _SENTENCEPIECE_DEFAULTS if metadata.text("tokenizer.ggml.model", "") == "llama" else {}
@@ -42,12 +42,12 @@ def special_tokens(metadata: Metadata) -> dict[str, int]:
 
 
 def special_token_ids(metadata: Metadata) -> dict[str, int]:
-    """As a config.json has them: bos_token_id, eos_token_id, pad_token_id."""
+    """Fields of a config.json: bos_token_id, eos_token_id, pad_token_id."""
     return {f"{name}_id": token for name, token in special_tokens(metadata).items() if name != "unk_token"}
 
 
 def eos_token_ids(metadata: Metadata) -> list[int]:
-    """All tokens that end an answer, in ascending order."""
+    """Ids of all tokens that end an output, in ascending order."""
     texts = metadata.texts("tokenizer.ggml.tokens")
     ends = {token for name, token in special_tokens(metadata).items() if name == "eos_token"}
     ends |= {_token(metadata, key, len(texts)) for key in _MORE_ENDS if metadata.has(key)}
@@ -63,7 +63,7 @@ def _token(metadata: Metadata, key: str, size: int) -> int:
 
 _EMBEDDING = "token_embd.weight"
 _PLAIN_DTYPES = {"F32": "float32", "F16": "float16"}
-_SAMPLING = {  # keys of the file, as generation_config.json calls them
+_SAMPLING = {  # key of the file -> name in generation_config.json
     "general.sampling.temp": "temperature",
     "general.sampling.top_k": "top_k",
     "general.sampling.top_p": "top_p",
@@ -75,7 +75,7 @@ _SAMPLING = {  # keys of the file, as generation_config.json calls them
 class GgufCheckpoint:
     """A model in one GGUF file, or in shards of which `path` is one.
 
-    Raises ModelError, saying what to do, for files that are missing, damaged or of a kind that is not supported.
+    The constructor raises ModelError with a remedy for files that are missing, damaged or not supported.
     """
 
     def __init__(self, path: Path) -> None:
@@ -99,12 +99,12 @@ class GgufCheckpoint:
 
     @property
     def config(self) -> Mapping[str, object]:
-        """As in the config.json of the model it was converted from."""
+        """The config.json of the model from which the file was converted."""
         return self._config
 
     @property
     def generation_config(self) -> Mapping[str, object]:
-        """The tokens that end an answer, and sampling defaults where the file has some."""
+        """The tokens that end an output, and the file's sampling defaults."""
         found: dict[str, object] = {"eos_token_id": eos_token_ids(self.metadata)}
         for key, name in _SAMPLING.items():
             if self.metadata.has(key):
@@ -113,11 +113,11 @@ class GgufCheckpoint:
 
     @property
     def tensors(self) -> Mapping[str, Stored]:
-        """By Hugging Face's names, with the shapes of a Hugging Face checkpoint."""
+        """All tensors by Hugging Face name, with the shapes of a Hugging Face checkpoint."""
         return self._tensors
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """These tensors in the order of the file: F16 and BF16 as they are, all others as float32."""
+        """Yield (name, tensor) in the order of the file. F16 and BF16 keep their type; all others become float32."""
         wanted = [(self._origin(name), name) for name in names]
         for origin, name in sorted(wanted, key=lambda pair: self._position(pair[0])):
             entry = self._entries[origin.name]
@@ -145,7 +145,7 @@ class GgufCheckpoint:
         return Stored(entry.path, shape, entry.type.name, entry.part_bytes(origin.part), is_float=True)
 
     def _dtype(self) -> str:
-        """To compute in: the type of most numbers; for quantized ones bfloat16, whose rounding is below theirs."""
+        """Compute dtype: the type of most numbers. Quantized types count as bfloat16, which rounds less."""
         sizes: dict[str, int] = {}
         for entry in self._entries.values():
             dtype = _PLAIN_DTYPES.get(entry.type.name, "bfloat16")
@@ -163,5 +163,5 @@ class GgufCheckpoint:
 
 
 def _part_shape(entry: Entry, origin: Origin) -> tuple[int, ...]:
-    """Without the dimension that a stacked tensor is split along."""
+    """The shape of a tensor, or of one part of a stacked tensor."""
     return entry.shape if origin.part is None else entry.shape[1:]

@@ -1,6 +1,6 @@
-"""Metadata of a GGUF file as a Hugging Face config.json: one function for each architecture. No torch here.
+"""Fields of a Hugging Face config.json from the metadata of a GGUF file: one function per architecture.
 
-What llama.cpp fixes in its code and does not store is stated here, each with where it comes from.
+Values that llama.cpp hard-codes and does not store are constants here, with their source.
 """
 
 import math
@@ -12,12 +12,12 @@ import numpy as np
 
 from quire.models.gguf.reader import Metadata
 
-Factors = Callable[[str], np.ndarray | None]  # the divisors in a tensor of the file, float32; None: it has no such
+Factors = Callable[[str], np.ndarray | None]  # tensor name -> its numbers (frequency divisors), float32; None if absent
 _TOLERANCE = 1e-4  # relative, of divisors
 
 
 def rope_parameters(metadata: Metadata, head_dim: int, factors: Factors) -> dict[str, object]:
-    """Type, base and scaling as transformers 5 writes them. Raises ModelError for a scaling that is not known."""
+    """The field `rope_parameters` of transformers 5. Raises ModelError for a scaling that is not supported."""
     theta = metadata.real(".rope.freq_base", 10000.0)
     dimensions = metadata.number(".rope.dimension_count", head_dim)
     if not theta > 0:
@@ -37,7 +37,7 @@ def rope_parameters(metadata: Metadata, head_dim: int, factors: Factors) -> dict
 
 
 def _scaling(metadata: Metadata) -> dict[str, object]:
-    """Scalings that are stored by their parameters."""
+    """Fields of a scaling whose parameters are in the metadata."""
     kind = metadata.text(".rope.scaling.type", "linear" if metadata.has(".rope.scale_linear") else "none")
     factor = metadata.real(".rope.scaling.factor", metadata.real(".rope.scale_linear", 1.0))
     if kind == "none" or factor == 1:
@@ -75,12 +75,12 @@ def _longrope(metadata: Metadata, long: np.ndarray, short: np.ndarray) -> dict[s
 
 
 def _llama3(metadata: Metadata, divisors: np.ndarray, theta: float) -> dict[str, object]:
-    """Parameters that give these divisors: the usual ones where they do, else those that a line fit finds."""
+    """Llama 3 parameters that give these divisors: common ones if they match, else from a line fit."""
     stored = divisors.astype(np.float64)
     factor = float(_decimals(divisors.max(keepdims=True))[0])
     if np.all(stored == 1):
         return {}
-    turns = theta ** (-np.arange(len(stored)) / len(stored)) / (2 * math.pi)  # per token
+    turns = theta ** (-np.arange(len(stored)) / len(stored)) / (2 * math.pi)  # turns per token of each frequency
     usual = [(1.0, 4.0, original) for original in (8192, *(1 << power for power in range(5, 21)))]
     for low, high, original in [*usual, *_fitted(stored, turns, factor)]:
         computed = _llama3_divisors(turns, factor, low, high, original)
@@ -96,13 +96,13 @@ def _llama3(metadata: Metadata, divisors: np.ndarray, theta: float) -> dict[str,
 
 
 def _llama3_divisors(turns: np.ndarray, factor: float, low: float, high: float, original: int) -> np.ndarray:
-    """Llama 3.1's rule: slow frequencies are divided by `factor`, fast ones kept, those between blended."""
+    """Llama 3.1's divisors: `factor` for low frequencies, 1 for high ones, blended between."""
     blend = np.clip((original * turns - low) / (high - low), 0, 1)
     return 1 / ((1 - blend) / factor + blend)
 
 
 def _fitted(stored: np.ndarray, turns: np.ndarray, factor: float) -> list[tuple[float, float, int]]:
-    """From the blended frequencies, whose blend is linear in their turns per token; low_freq_factor is 1 by scaling."""
+    """Parameters from the blended frequencies: the blend is linear in turns per token. low_freq_factor is set to 1."""
     between = (stored > 1 + _TOLERANCE) & (stored < factor * (1 - _TOLERANCE))
     if between.sum() < 2:
         return []
@@ -114,18 +114,18 @@ def _fitted(stored: np.ndarray, turns: np.ndarray, factor: float) -> list[tuple[
 
 
 def _decimals(values: np.ndarray) -> list[float]:
-    """float32 numbers as their shortest decimals, which is how a config.json has them."""
+    """float32 numbers as the floats of their shortest decimals, as in a config.json."""
     return [float(str(value)) for value in values.astype(np.float32)]
 
 
 Fields = dict[str, object]
-_DEFAULT_WINDOW_BASE = 10000.0  # of rotary embeddings in Gemma 3's window layers
-_GEMMA3_PATTERN = 6  # every sixth layer of Gemma 3 attends to everything
+_DEFAULT_WINDOW_BASE = 10000.0  # rope_theta of Gemma 3's window layers
+_GEMMA3_PATTERN = 6  # every sixth layer of Gemma 3 has full attention
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a file says about its model, tensors included."""
+    """Properties of a file's model, from metadata and tensors."""
 
     metadata: Metadata
     names: frozenset[str]  # of all tensors
@@ -134,7 +134,7 @@ class Facts:
 
     @property
     def layers(self) -> int:
-        """Layers; each has a tensor at least."""
+        """Number of layers. Raises ModelError if it is above the number of tensors."""
         layers = self.metadata.number(".block_count", least=1)
         if layers > len(self.names):
             raise self.metadata.error(f"a model of {layers} layers has more than {len(self.names)} tensors")
@@ -142,28 +142,28 @@ class Facts:
 
     @property
     def heads(self) -> int:
-        """Query heads."""
+        """Number of query heads."""
         return self.metadata.number(".attention.head_count", least=1)
 
     @property
     def kv_heads(self) -> int:
-        """Key and value heads."""
+        """Number of KV heads."""
         return self.metadata.number(".attention.head_count_kv", self.heads, least=1)
 
     @property
     def head_dim(self) -> int:
-        """Width of a head; what a file does not say is hidden size / heads, as in llama.cpp."""
+        """Size of a head. The default is hidden size / heads, as in llama.cpp."""
         hidden = self.metadata.number(".embedding_length")
         return self.metadata.number(".attention.key_length", hidden // self.heads, least=1)
 
     @property
     def experts(self) -> int:
-        """Experts of a layer; 0 for a dense model."""
+        """Number of experts of a layer; 0 for a dense model."""
         return self.metadata.number(".expert_count", 0)
 
 
 def _common(facts: Facts) -> Fields:
-    """What the configs of nearly all families have."""
+    """Fields of nearly all families."""
     metadata = facts.metadata
     return {
         "vocab_size": facts.vocab_size,
@@ -179,7 +179,7 @@ def _common(facts: Facts) -> Fields:
 
 
 def _rms(facts: Facts) -> Fields:
-    """Of decoders with RMS norms, SiLU and a head width of its own."""
+    """Fields of families with RMS norms, SiLU and a `head_dim` field."""
     return _common(facts) | {
         "head_dim": facts.head_dim,
         "hidden_act": "silu",
@@ -229,7 +229,7 @@ def _qwen3moe(facts: Facts) -> Fields:
 
 
 def _gemma(facts: Facts, largest: int) -> Fields:
-    """largest: layers of the 27B model, the one whose queries are not scaled by the width of a head."""
+    """Fields of Gemma 2 and 3. largest: layers of the 27B model, whose query scale is not that of head_dim."""
     found = _rms(facts)
     del found["hidden_act"]
     is_largest = facts.layers == largest
@@ -245,7 +245,7 @@ def _gemma(facts: Facts, largest: int) -> Fields:
 
 
 def _layer_types(layers: int, every: int) -> list[str]:
-    """Windows in all layers but each `every`-th."""
+    """Sliding windows in all layers but every `every`-th."""
     return ["sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(layers)]
 
 
@@ -311,7 +311,7 @@ def _stablelm(facts: Facts) -> Fields:
 
 
 def _falcon(facts: Facts) -> Fields:
-    """Falcon 7B has one key head; the newer, larger ones several, and but for the 11B two norms in a layer."""
+    """Falcon 7B has one KV head. Newer models have several and, except for the 11B model, two norms per layer."""
     found = _common(facts)
     del found["num_key_value_heads"], found["intermediate_size"]
     is_new = facts.kv_heads > 1
@@ -377,9 +377,9 @@ _MIXTRAL: Family = ("mixtral", "MixtralForCausalLM", _llama)  # "llama" with exp
 
 
 def config(facts: Facts) -> Fields:
-    """The fields of a config.json but for dtype and token ids.
+    """The fields of a config.json, without dtype and token ids.
 
-    Raises ModelError for an architecture or a value that is not supported, and for one that is missing.
+    Raises ModelError for an unsupported architecture, and for a missing or unsupported value.
     """
     name = facts.metadata.architecture
     if name not in _FAMILIES:

@@ -1,7 +1,4 @@
-"""From a GGUF tensor's name to Hugging Face's, and how to undo what llama.cpp's converter did to its numbers.
-
-No converter is needed in between: the tables give, for each part of a layer, its name in both worlds.
-"""
+"""Hugging Face's names of GGUF tensors, with the inverse of the changes that llama.cpp's converter made to them."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -18,13 +15,13 @@ Change = Callable[[Tensor], Tensor]
 
 
 def halves_of_heads(tensor: Tensor, heads: int) -> Tensor:
-    """llama.cpp rotates neighbours, transformers the halves of a head: rows 0 1 2 3 4 5 become 0 2 4 1 3 5."""
+    """Row order from llama.cpp's rotary pairs (neighbours) to halves of a head: 0 1 2 3 4 5 becomes 0 2 4 1 3 5."""
     rest = tensor.shape[1:]
     return tensor.reshape(heads, -1, 2, *rest).transpose(1, 2).reshape(tensor.shape)
 
 
 def key_groups(tensor: Tensor, heads: int, groups: int) -> Tensor:
-    """All queries, keys, values to groups of some queries, a key and a value."""
+    """Row order from all queries, keys, values to groups: the queries of a KV head, its key, its value."""
     rest = tensor.shape[1:]
     each = tensor.reshape(heads + 2 * groups, -1, *rest)
     queries = each[:heads].reshape(groups, heads // groups, -1, *rest)
@@ -33,21 +30,21 @@ def key_groups(tensor: Tensor, heads: int, groups: int) -> Tensor:
 
 
 def minus_one(tensor: Tensor) -> Tensor:
-    """Gemma's norms multiply by 1 + weight; the converter added the 1."""
+    """The weight minus 1. Gemma's norms multiply by 1 + weight, and the converter added 1."""
     return tensor.float() - 1
 
 
 def transposed(tensor: Tensor) -> Tensor:
-    """GPT-2's linear layers are stored input first."""
+    """The transposed tensor. Hugging Face stores GPT-2's linear layers as (in, out)."""
     return tensor.t().contiguous()
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """How a tensor of a Hugging Face checkpoint comes out of a file."""
+    """The source of a Hugging Face tensor in a GGUF file."""
 
     name: str  # in the file
-    part: int | None = None  # which index of the first dimension, of a stacked tensor
+    part: int | None = None  # of a stacked tensor: index of the first dimension
     change: Change | None = None
 
 
@@ -65,7 +62,7 @@ _POST_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm
 _GEMMA_NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "pre_feedforward_layernorm", **_POST_NORMS}
 _NEOX_MLP = {"ffn_up": "mlp.dense_h_to_4h", "ffn_down": "mlp.dense_4h_to_h"}
 
-# {} is the layer; a second one, the expert or head that a stacked tensor is split into
+# {} is the layer; a second {} is the expert or head into which a stacked tensor is split
 _MIXTRAL_EXPERTS = {
     "ffn_gate_inp": "block_sparse_moe.gate",
     "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
@@ -152,9 +149,10 @@ _LAYER = re.compile(r"blk\.(\d{1,6})\.(.+)")
 
 
 def origins(facts: Facts, name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, Origin]]:
-    """The Hugging Face tensors that a tensor of the file becomes: mostly one, of stacked experts one each.
+    """Yield (Hugging Face name, Origin) for one tensor of the file; for a stacked one, once per expert or head.
 
-    Raises ModelError for a tensor that the architecture does not have.
+    Yields nothing for rope tensors that become part of the config. Raises ModelError for a tensor that the architecture
+    does not have.
     """
     stem, _, suffix = name.rpartition(".")
     if _IN_CONFIG.fullmatch(stem):
@@ -184,7 +182,7 @@ def _table_name(facts: Facts) -> str:
 
 
 def _change(facts: Facts, part: str, suffix: str) -> Change | None:
-    """What the converter did to such a tensor, backwards."""
+    """The inverse of the converter's change to this tensor; None if there was none."""
     name = facts.metadata.architecture
     if name in ("llama", "granite") and part in ("blk.attn_q", "blk.attn_k"):
         return partial(halves_of_heads, heads=facts.heads if part == "blk.attn_q" else facts.kv_heads)

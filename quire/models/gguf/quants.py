@@ -1,7 +1,7 @@
-"""GGUF's simple quantizations, in blocks of 32 numbers with one scale: number = scale * code (+ offset).
+"""Dequantization of GGUF's tensor types: blocks of 32 numbers with one scale, and K-quants with blocks of 256.
 
-Each layout names the fields of a block, each function decodes blocks of that layout. The order of
-operations is that of ggml's reference, so that results agree bit for bit.
+Each layout has the fields of a block, and each function decodes blocks of that layout: number = scale * code
+(+ offset, - low). The order of operations is that of ggml's reference, so that results are equal bit for bit.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,27 +26,27 @@ Q8_0 = np.dtype([("scale", "<f2"), ("codes", "i1", 32)])
 
 
 def q4_0(blocks: Blocks) -> Numbers:
-    """4 bits, 8 means zero."""
+    """4 bits; code 8 is zero."""
     return _column(blocks["scale"]) * (_nibbles(blocks["codes"]).astype(np.int8) - np.int8(8))
 
 
 def q4_1(blocks: Blocks) -> Numbers:
-    """4 bits above an offset."""
+    """4 bits and an offset."""
     return _column(blocks["scale"]) * _nibbles(blocks["codes"]) + _column(blocks["offset"])
 
 
 def q5_0(blocks: Blocks) -> Numbers:
-    """5 bits, 16 means zero."""
+    """5 bits; code 16 is zero."""
     return _column(blocks["scale"]) * (_five_bits(blocks).astype(np.int8) - np.int8(16))
 
 
 def q5_1(blocks: Blocks) -> Numbers:
-    """5 bits above an offset."""
+    """5 bits and an offset."""
     return _column(blocks["scale"]) * _five_bits(blocks) + _column(blocks["offset"])
 
 
 def q8_0(blocks: Blocks) -> Numbers:
-    """8 bits with a sign."""
+    """8 bits, signed."""
     codes: NDArray[np.int8] = blocks["codes"]
     return _column(blocks["scale"]) * codes
 
@@ -56,12 +56,12 @@ def _column(halves: NDArray[np.float16]) -> NDArray[np.float32]:
 
 
 def _nibbles(codes: Codes) -> Codes:
-    """The low halves of all bytes, then the high ones."""
+    """The low 4 bits of all bytes, then the high 4 bits."""
     return np.concatenate([codes & 15, codes >> 4], axis=1)
 
 
 def _five_bits(blocks: Blocks) -> Codes:
-    """Nibbles, each with its fifth bit from a mask."""
+    """5-bit codes: nibbles, with the fifth bit from the mask `high`."""
     fifth = np.unpackbits(blocks["high"], axis=1, bitorder="little")
     return _nibbles(blocks["codes"]) | fifth << np.uint8(4)
 
@@ -82,12 +82,12 @@ def q2_k(blocks: Blocks) -> Numbers:
 
 
 def q3_k(blocks: Blocks) -> Numbers:
-    """16 groups of 16 numbers of 3 bits with a sign, each with a scale of 6 bits."""
+    """16 groups of 16 numbers of 3 bits, signed, each group with a scale of 6 bits."""
     packed = blocks["groups"]
     groups = np.concatenate([packed[:, :8] & 15, packed[:, :8] >> 4], axis=1) | _fields(packed[:, 8:], 2) << 4
     scales = _scaled(blocks["scale"], groups.astype(np.int8) - np.int8(32))
     codes = _fields(blocks["codes"].reshape(-1, 2, 32), 2).reshape(-1, 16, 16)
-    absent = (_fields(blocks["mask"], 1) ^ 1).reshape(-1, 16, 16)  # a bit of the mask that is not set takes 4 off
+    absent = (_fields(blocks["mask"], 1) ^ 1).reshape(-1, 16, 16)  # if the mask's bit is 0, 4 is subtracted
     return (scales * (codes.astype(np.int8) - (absent << 2).astype(np.int8))).reshape(-1, 256)
 
 
@@ -107,26 +107,26 @@ def q5_k(blocks: Blocks) -> Numbers:
 
 
 def q6_k(blocks: Blocks) -> Numbers:
-    """16 groups of 16 numbers of 6 bits, 32 means zero, each group with a scale of 8 bits."""
+    """16 groups of 16 numbers of 6 bits; code 32 is zero. Each group has a scale of 8 bits."""
     codes = _fields(blocks["codes"].reshape(-1, 2, 64), 4) | _fields(blocks["high"].reshape(-1, 2, 32), 2) << 4
     centred = codes.reshape(-1, 16, 16).astype(np.int8) - np.int8(32)
     return (_scaled(blocks["scale"], blocks["groups"]) * centred).reshape(-1, 256)
 
 
 def _scaled(scale: NDArray[np.float16], groups: NDArray[np.integer[Any]]) -> Numbers:
-    """One factor for each group, from the block's: (blocks, groups, 1)."""
+    """The block's scale times each group's factor: (blocks, groups, 1)."""
     return (scale.astype(np.float32)[:, None] * groups)[:, :, None]
 
 
 def _fields(packed: Codes, bits: int) -> Codes:
-    """The lowest `bits` of every byte of a row, then the next higher ones, ...: (..., 8 / bits * bytes)."""
+    """The lowest `bits` bits of every byte of a row, then the next higher bits, ...: (..., 8 / bits * bytes)."""
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
     fields = (packed[..., None, :] >> shifts) & np.uint8((1 << bits) - 1)
     return fields.reshape(*packed.shape[:-1], -1)
 
 
 def _six_bits(blocks: Blocks) -> tuple[Numbers, Numbers]:
-    """Scales and lows of 8 groups: the first 4 of each plain, the high bits of the others above them."""
+    """6-bit scales and lows of 8 groups. The high 2 bits of the last 4 are in the bytes of the first 4."""
     first, second, rest = (blocks["groups"][:, i : i + 4] for i in (0, 4, 8))
     scales = np.concatenate([first & 63, rest & 15 | first >> 2 & 48], axis=1)
     lows = np.concatenate([second & 63, rest >> 4 | second >> 2 & 48], axis=1)
@@ -135,7 +135,7 @@ def _six_bits(blocks: Blocks) -> tuple[Numbers, Numbers]:
 
 @dataclass(frozen=True, slots=True)
 class TensorType:
-    """Numbers in blocks of equal size; a row of a tensor is a whole number of blocks."""
+    """A tensor type of GGUF. A row of a tensor is a whole number of blocks."""
 
     name: str
     block_size: int  # numbers
@@ -152,7 +152,7 @@ TENSOR_TYPES: Mapping[int, TensorType] = MappingProxyType(
     {
         0: TensorType("F32", 1, np.dtype("<f4"), None),
         1: TensorType("F16", 1, np.dtype("<f2"), None),
-        30: TensorType("BF16", 1, np.dtype("<i2"), None),  # its bits: numpy has no such type
+        30: TensorType("BF16", 1, np.dtype("<i2"), None),  # as int16, because numpy has no bfloat16
         2: TensorType("Q4_0", 32, Q4_0, q4_0),
         3: TensorType("Q4_1", 32, Q4_1, q4_1),
         6: TensorType("Q5_0", 32, Q5_0, q5_0),
@@ -175,18 +175,18 @@ REFUSED: Mapping[int, str] = MappingProxyType(
 )
 
 
-_CHUNK = 1 << 16  # numbers decoded at a time, so that what is between stays in a processor's cache
+_CHUNK = 1 << 16  # numbers decoded at a time, so that intermediate arrays fit the CPU cache
 
 
 def dequantize(data: np.ndarray, kind: TensorType, shape: tuple[int, ...]) -> Tensor:
-    """The numbers in `data` (bytes): F16 and BF16 as they are, F32 and quantized ones as float32."""
+    """A tensor of this shape from `data` (bytes). F16 and BF16 keep their type; all other types become float32."""
     blocks = data.view(kind.layout)
     if kind.decode is None:
         plain = torch.from_numpy(blocks.copy())  # a copy, because the file is mapped read-only
         return (plain.view(torch.bfloat16) if kind.name == "BF16" else plain).view(shape)
     numbers = np.empty((len(blocks), kind.block_size), np.float32)
     step = _CHUNK // kind.block_size
-    with np.errstate(over="ignore", invalid="ignore"):  # a scale that is no number gives numbers that are none
+    with np.errstate(over="ignore", invalid="ignore"):  # an invalid scale gives inf or NaN
         for start in range(0, len(blocks), step):
             numbers[start : start + step] = kind.decode(blocks[start : start + step])
     return torch.from_numpy(numbers).view(shape)

@@ -1,4 +1,4 @@
-"""Reads GGUF headers: metadata, and where each tensor lies. Decodes no tensor and knows no model. No torch here.
+"""Reader of GGUF headers: metadata and tensor positions.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little-endian.
 """
@@ -36,7 +36,7 @@ _DTYPES = {
 
 
 class BytesIn:
-    """A position in a mapped file. All methods raise ModelError where the file does not hold what they ask."""
+    """A read position in a mapped file. All methods raise ModelError if the file ends or is invalid there."""
 
     def __init__(self, data: mmap, path: Path) -> None:
         self._data = data
@@ -46,22 +46,22 @@ class BytesIn:
         self.position = 0
 
     def error(self, message: str) -> ModelError:
-        """An error that says which file it is about and what to do."""
+        """A ModelError with the file and a remedy."""
         return ModelError(f"{self._path} is damaged or no GGUF file ({message}); download it again")
 
     def count(self, what: str, smallest: int) -> int:
-        """A number of things of at least `smallest` bytes each, all of which have to follow."""
+        """Read a count of items that follow, each at least `smallest` bytes. An error if the file is too short."""
         value = self.unsigned("Q")
         if value * smallest > self._end - self.position:
             raise self.error(f"{value} {what} cannot fit into what is left of it")
         return value
 
     def unsigned(self, code: str) -> int:
-        """One unsigned integer; code: struct's letter for its width."""
+        """Read an unsigned integer. code: struct's letter for its width."""
         return int(self._scalar(code))
 
     def text(self) -> str:
-        """A string: its length in bytes, then UTF-8."""
+        """Read a string: its length in bytes, then UTF-8."""
         size = self.count("bytes of text", 1)
         start = self._take(size)
         try:
@@ -70,7 +70,7 @@ class BytesIn:
             raise self.error(f"text at byte {start} is not UTF-8") from error
 
     def value(self, kind: int) -> Value:
-        """A metadata value of one of GGUF's kinds. Numeric arrays are views of the file."""
+        """Read a metadata value of one of GGUF's types. Numeric arrays are views of the file."""
         if kind == _STRING:
             return self.text()
         if kind == _ARRAY:
@@ -78,7 +78,7 @@ class BytesIn:
         if kind not in _SCALARS:
             raise self.error(f"metadata of unknown kind {kind} at byte {self.position}")
         value = self._scalar(_SCALARS[kind])
-        # a float32 is meant as its shortest decimal: 1e-06, not 9.99999997e-07
+        # a float32 becomes the float of its shortest decimal: 1e-06, not 9.99999997e-07
         return float(str(np.float32(value))) if kind == 6 else value
 
     def _array(self, kind: int) -> Value:
@@ -95,7 +95,7 @@ class BytesIn:
         return value
 
     def _take(self, size: int) -> int:
-        """Where the next `size` bytes start, having gone past them."""
+        """Advance by `size` bytes, and return where they start."""
         self._values += 1
         if size > self._end - self.position:
             raise self.error(f"it ends, or its header does, within a value at byte {self.position}")
@@ -114,7 +114,7 @@ _SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor of a file: its type, its shape as torch has it, and its bytes."""
+    """One tensor of a file: type, shape in torch's order, position."""
 
     path: Path
     data: mmap
@@ -124,18 +124,18 @@ class Entry:
     num_bytes: int
 
     def part_bytes(self, part: int | None) -> int:
-        """Bytes of one index of the first dimension, or of all."""
+        """Number of bytes of one index of the first dimension, or of the tensor."""
         return self.num_bytes if part is None else self.num_bytes // self.shape[0]
 
     def bytes_of(self, part: int | None) -> np.ndarray:
-        """These bytes, as a view of the file."""
+        """The bytes of one index of the first dimension, or of the tensor, as a view of the file."""
         size = self.part_bytes(part)
         return np.frombuffer(self.data, np.uint8, size, self.start + (part or 0) * size)
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What one file, or a set of shards, says before its numbers begin."""
+    """The header of one file, or the merged headers of all shards."""
 
     path: Path
     metadata: dict[str, Value]
@@ -143,10 +143,10 @@ class Header:
 
 
 def read_header(path: Path) -> Header:
-    """The header of a model: of this file and, where it is one of several shards, of all of them.
+    """The header of a model: of this file or, if it is one of several shards, of all shards.
 
-    Raises ModelError, saying what to do: missing or unreadable files, damage, tensor types that are not
-    supported, big-endian and version 1 files.
+    Raises ModelError with a remedy for missing, unreadable or damaged files, unsupported tensor types, big-endian and
+    version 1 files.
     """
     header = _read_file(path)
     count = _split(header, "count", default=1)
@@ -168,7 +168,7 @@ def read_header(path: Path) -> Header:
 
 
 def _split(header: Header, name: str, *, default: int) -> int:
-    """A number that says how a model is split into files."""
+    """The integer `split.NAME` of the metadata, about a model's shards."""
     value = header.metadata.get(f"split.{name}", default)
     if not isinstance(value, int) or value < 0:
         raise ModelError(f"{header.path}: split.{name} must be a whole number, not {value!r:.80}; download it again")
@@ -206,7 +206,7 @@ def _read_file(path: Path) -> Header:
         raise ModelError(f"{path} is a big-endian GGUF file; get or convert a little-endian one")
     if version not in (2, 3):
         raise ModelError(f"{path} is a GGUF file of version {version}; quire reads versions 2 and 3")
-    num_tensors = source.count("tensors", 24)  # name, dimensions, type and offset take at least as much
+    num_tensors = source.count("tensors", 24)  # least size of name, dimensions, type and offset
     num_pairs = source.count("metadata pairs", 13)
     metadata: dict[str, Value] = {}
     for _ in range(num_pairs):
@@ -243,7 +243,7 @@ def _entries(source: BytesIn, data: mmap, path: Path, count: int, metadata: dict
 
 
 def _describe(source: BytesIn) -> tuple[str, tuple[int, ...], int, int]:
-    """Name, shape, type and offset of one tensor; GGUF writes the shape with the fastest dimension first."""
+    """Read name, shape, type and offset of one tensor. GGUF writes the fastest dimension of a shape first."""
     name = source.text()
     dimensions = source.unsigned("I")
     if not 1 <= dimensions <= _MAX_DIMENSIONS:
@@ -255,13 +255,13 @@ def _describe(source: BytesIn) -> tuple[str, tuple[int, ...], int, int]:
 
 
 T = TypeVar("T", int, float)
-_MOST = 2**31 - 1  # no size or count of a model is larger
+_MOST = 2**31 - 1  # larger sizes and counts are refused
 
 
 class Metadata:
-    """All keys of one file. A key that begins with a dot is prefixed with the architecture: ".block_count".
+    """The metadata of one file. A key that begins with a dot is prefixed with the architecture: ".block_count".
 
-    Raises ModelError, naming the key, for a value that is missing or of another type.
+    Methods raise ModelError with the key if the value is missing or of another type.
     """
 
     def __init__(self, values: Mapping[str, Value], place: Path) -> None:
@@ -270,7 +270,7 @@ class Metadata:
         self.architecture = self.text("general.architecture")
 
     def error(self, message: str) -> ModelError:
-        """An error that says which file it is about."""
+        """A ModelError with the file in front."""
         return ModelError(f"{self.place}: {message}")
 
     def has(self, key: str) -> bool:
@@ -285,35 +285,35 @@ class Metadata:
         return value
 
     def flag(self, key: str, *, default: bool) -> bool:
-        """True or false."""
+        """A bool."""
         value = self._get(key, default)
         if not isinstance(value, bool):
             raise self._wrong(key, "true or false", value)
         return value
 
     def number(self, key: str, default: int | None = None, *, least: int = 0) -> int:
-        """A whole number from `least` to 2**31 - 1. One that is given for each layer has to be the same for all."""
+        """An integer from `least` to 2**31 - 1. If it is a list with a value per layer, all values must be equal."""
         value = self._one(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= _MOST:
             raise self._wrong(key, f"a whole number from {least} to {_MOST}", value)
         return value
 
     def real(self, key: str, default: float | None = None) -> float:
-        """A number."""
+        """A finite number. If it is a list with a value per layer, all values must be equal."""
         value = self._one(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise self._wrong(key, "a number", value)
         return float(value)
 
     def texts(self, key: str) -> list[str]:
-        """A list of strings; empty where there is none."""
+        """A list of strings; empty if the file has none."""
         value = self._values.get(self._name(key), [])
         if not isinstance(value, list):
             raise self._wrong(key, "a list of strings", value)
         return value
 
     def numbers(self, key: str, kind: type[T], length: int) -> list[T]:
-        """A list of `length` numbers, each made a `kind`; empty where the file has none."""
+        """A list of `length` numbers, converted to `kind`; empty if the file has none."""
         value = self._values.get(self._name(key))
         if value is None:
             return []

@@ -1,6 +1,6 @@
-"""Decoders that quire has no description of, run by transformers with quire's attention.
+"""Models that the shared decoder does not support, run by transformers' code with quire's attention.
 
-Importing this package needs transformers (the extra `hf`), so nobody does unless the backend is wanted.
+The package imports transformers (the extra `hf`), so it must be imported only if such a model is loaded.
 """
 
 from quire.models.transformers.description import BackendDescription, describe_backend

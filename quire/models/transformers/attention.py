@@ -1,7 +1,7 @@
-"""The attention of a transformers model, handed to whoever listens while the model runs.
+"""Redirection of a transformers model's attention calls to a listener.
 
-transformers looks attention functions and mask functions up by name, so two names are registered here, once.
-All that one model shares lies in its `Line`, which its modules carry. What the calls are good for is not known here.
+transformers looks up attention functions and mask functions by name. This module registers two names at import. The
+attention function finds the current listener through the `Line`, which is an attribute of all modules of a model.
 """
 
 import math
@@ -15,11 +15,11 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from quire.errors import ModelError
 
-SERVED = "quire"  # no masks are built: attention is causal within a sequence, which only the listener can tell
-TRACED = "quire-traced"  # masks are built, empty, and remember what they hide
+SERVED = "quire"  # without masks: the listener's attention is causal within each sequence
+TRACED = "quire-traced"  # masks are uninitialised tensors with a `Hides`, which has the mask function
 _LINE, _HIDES = "quire_line", "quire_hides"  # attributes of modules and of traced masks
 
-_HARMLESS = frozenset(  # options that may come along and do not change what attention computes
+_HARMLESS = frozenset(  # options that do not change the result of attention
     (
         *("position_ids", "cache_position", "past_key_values", "use_cache", "is_causal", "softcap", "sliding_window"),
         *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict"),
@@ -33,20 +33,20 @@ _MEANINGS = {
 
 
 class Traits(NamedTuple):
-    """What may not change from one call of a layer to the next."""
+    """Parameters of a layer's attention, which must be the same in each call."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     scale: float
     softcap: float  # 0: none
-    told_window: int  # the window as the layer mentions it, if it does; 0: it does not
+    told_window: int  # the option sliding_window; 0: none
 
 
 class Call(NamedTuple):
-    """One layer asks for attention."""
+    """One attention call of a layer."""
 
-    layer: str  # its class, for messages
+    layer: str  # its class, for error messages
     q: Tensor  # (num_tokens, num_heads, head_dim), rotated
     k: Tensor  # (num_tokens, num_kv_heads, head_dim), rotated
     v: Tensor  # like k
@@ -58,24 +58,24 @@ Listener = Callable[[Call], Tensor]  # returns (num_tokens, num_heads * head_dim
 
 
 class Hides(NamedTuple):
-    """What a mask of transformers hides, not written out."""
+    """The mask function of transformers for one mask."""
 
-    sees: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # of (batch, head, query, key) indices: whether it is seen
-    size: int  # of a window or the like; 0 where none is mentioned
+    sees: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # (batch, head, query, key) indices -> whether visible
+    size: int  # of a sliding window; 0: none
 
 
 class Line:
-    """The way from the layers of one model to a listener."""
+    """Passes the attention calls of one model to its current listener."""
 
     def __init__(self, model: nn.Module) -> None:
-        """All modules of the model are given the line: which ones will attend cannot be told from outside."""
+        """Sets an attribute of all modules, as it is not known which ones will call attention."""
         self._listener: Listener | None = None
         for module in model.modules():
             setattr(module, _LINE, self)
 
     @contextmanager
     def to(self, listener: Listener) -> Iterator[None]:
-        """Calls go to `listener` meanwhile."""
+        """Context manager in which calls go to `listener`."""
         self._listener = listener
         try:
             yield
@@ -83,14 +83,14 @@ class Line:
             self._listener = None
 
     def send(self, call: Call) -> Tensor:
-        """What the listener returns."""
+        """The listener's result for a call. Raises ValueError outside of `to`."""
         if self._listener is None:
             raise ValueError("nobody listens to this model's attention")
         return self._listener(call)
 
 
 def hides(mask: Tensor | None) -> Hides | None:
-    """What the mask of a traced call hides; None if it is not as it was built, so that nobody knows."""
+    """The mask function of a traced call's mask; None if the model replaced or modified the mask."""
     return getattr(mask, _HIDES, None)
 
 
@@ -102,7 +102,7 @@ def _attend(
     attention_mask: Tensor | None,
     **options: Any,  # noqa: ANN401  (each model has its own)
 ) -> tuple[Tensor, None]:
-    """The function that layers call: all of (1, heads, num_tokens, head_dim), to (1, num_tokens, heads, head_dim)."""
+    """The attention function: tensors (1, heads, num_tokens, head_dim) to (1, num_tokens, heads, head_dim)."""
     layer = type(module).__name__
     _refuse_others(layer, query, key, value, options)
     q, k, v = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
@@ -124,7 +124,7 @@ def _traits(q: Tensor, k: Tensor, options: Mapping[str, Any]) -> Traits:
 
 
 def _refuse_others(layer: str, query: Tensor, key: Tensor, value: Tensor, options: Mapping[str, Any]) -> None:
-    """Raise ModelError unless this is attention of one row of tokens to itself, with nothing else to it."""
+    """Raise ModelError unless this is plain self-attention of one row of tokens."""
     for name, value_given in options.items():
         if name in ("scaling", "dropout"):
             if isinstance(value_given, Tensor) or (name == "dropout" and value_given):
@@ -150,7 +150,7 @@ def _build_no_mask(
     local_size: int | None = None,
     **_options: Any,  # noqa: ANN401  (of other mask functions)
 ) -> Tensor:
-    """In place of a mask: its shape, and what it would hide."""
+    """An uninitialised mask of the right shape, with its mask function as an attribute."""
     mask = torch.empty(1, 1, q_length, kv_length, device=device)
     setattr(mask, _HIDES, Hides(mask_function, local_size or 0))
     return mask

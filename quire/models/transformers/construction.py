@@ -1,11 +1,10 @@
-"""transformers' models from a Checkpoint: its own code reads names, converts and ties, quire hands it the tensors.
+"""Construction of transformers models from a Checkpoint, by `from_pretrained` with quire's tensors.
 
-transformers knows, per architecture, which tensors of a checkpoint are renamed, fused (the experts of most mixtures)
-or derived, which stay in float32, and how buffers that no file has are computed. All of that is behind
-`from_pretrained`, so it does the loading; a table that repeated it here would be wrong for the next model. It is
-given no file, only a table of names: no file but a Checkpoint's is ever opened, nothing is downloaded, and no code
-but that of transformers runs. The same call with shapes in place of tensors checks a checkpoint before a weight is
-read.
+transformers has, per architecture, which tensors of a checkpoint are renamed, fused (the experts of most MoE models)
+or derived, which stay float32, and how missing buffers are computed. `from_pretrained` does all of that, so no table
+here has to repeat it. It gets no file, only a dict of names: only the Checkpoint's files are opened, nothing is
+downloaded, and only transformers' code runs. The same call with shapes in place of tensors checks a checkpoint before
+weights are read.
 """
 
 import threading
@@ -26,7 +25,7 @@ from quire.models.model import Progress
 
 
 class Shape:
-    """A tensor without numbers, in a table for `from_pretrained`, which asks for `entry[...].to(...)`."""
+    """A tensor without data, in a state dict for `from_pretrained`, which calls `entry[...].to(...)`."""
 
     def __init__(self, stored: Stored) -> None:
         self._shape = stored.shape
@@ -35,13 +34,13 @@ class Shape:
         return self
 
     def to(self, *, device: object, dtype: torch.dtype) -> Tensor:
-        """Wherever it should go, it stays on the meta device."""
+        """An empty tensor of this dtype, on the meta device whatever `device` is."""
         del device
         return torch.empty(self._shape, dtype=dtype, device="meta")
 
 
 class Reading:
-    """Reads tensors when they are asked for, one at a time though transformers asks from several threads."""
+    """Reads tensors on demand, one at a time, although transformers requests them from several threads."""
 
     def __init__(self, checkpoint: Checkpoint, progress: Progress) -> None:
         self._checkpoint = checkpoint
@@ -49,11 +48,11 @@ class Reading:
         self._lock = threading.Lock()
         self._done = 0
         self._total = sum(stored.num_bytes for stored in checkpoint.tensors.values())
-        self.error: ModelError | None = None  # the first one: transformers does not pass errors on as they are
+        self.error: ModelError | None = None  # the first error, as transformers wraps errors
         progress(0, self._total)
 
     def read(self, name: str) -> Tensor:
-        """A tensor, as it is in the file."""
+        """A tensor as `Checkpoint.read` yields it. Raises ModelError."""
         with self._lock:
             try:
                 ((_, tensor),) = self._checkpoint.read([name])
@@ -66,7 +65,7 @@ class Reading:
 
 
 class Read:
-    """A tensor in a file, in a table for `from_pretrained`."""
+    """A tensor that is read on demand, in a state dict for `from_pretrained`."""
 
     def __init__(self, reading: Reading, name: str) -> None:
         self._reading = reading
@@ -87,12 +86,12 @@ def construct(
     attention: str,
     experts: str | None = None,
 ) -> PreTrainedModel:
-    """A model of this kind with these tensors, of the checkpoint's names and shapes.
+    """A model of class `kind` with these tensors, which have the checkpoint's names and shapes.
 
-    attention, experts: names of implementations, as transformers knows them.
-    Raises ModelError where tensors are missing, left over or of another shape.
+    attention, experts: transformers' names of implementations.
+    Raises ModelError if tensors are missing, unexpected or of another shape.
     """
-    build: Any = kind.from_pretrained  # whose types do not say what it returns
+    build: Any = kind.from_pretrained  # its return type is not annotated
     try:
         with quiet():
             model, found = build(
@@ -103,10 +102,10 @@ def construct(
                 attn_implementation=attention,
                 **({} if experts is None else {"experts_implementation": experts}),
                 local_files_only=True,
-                ignore_mismatched_sizes=True,  # they are reported like the others
+                ignore_mismatched_sizes=True,  # they are in the loading info
                 output_loading_info=True,
             )
-    except Exception as error:  # whatever the code of a model may raise about a configuration
+    except Exception as error:  # a model's code may raise any exception
         raise ModelError(
             f"{checkpoint.place}: transformers cannot build its {kind.__name__}: {error!s:.300}"
         ) from error
@@ -118,7 +117,7 @@ def construct(
 
 
 def _check(found: Mapping[str, Any], architecture: str, checkpoint: Checkpoint) -> None:
-    """Raise ModelError unless all tensors found their place."""
+    """Raise ModelError if `found` lists mismatched, missing or unexpected tensors."""
     place = checkpoint.place
     if found["mismatched_keys"]:
         name, shape, expected = min(found["mismatched_keys"])
@@ -136,7 +135,7 @@ def _check(found: Mapping[str, Any], architecture: str, checkpoint: Checkpoint) 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """transformers prints nothing meanwhile: quire says what is wrong, and shows its own progress."""
+    """Context manager without transformers' log messages and progress bars; quire reports errors and progress."""
     prints: Any = logging  # it has no types
     verbosity, has_bar = prints.get_verbosity(), prints.is_progress_bar_enabled()
     prints.set_verbosity(CRITICAL)

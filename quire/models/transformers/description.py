@@ -1,7 +1,7 @@
-"""What a checkpoint holds that transformers can run and quire has no description of.
+"""Description of a checkpoint that runs through transformers.
 
-Everything is found out before a weight is read: the model is built without numbers, its tensors are compared
-with the checkpoint's, and it is run once to see what its layers ask of attention.
+No weight is read: the model is built on the meta device, its tensors are compared with the checkpoint's, and it is
+run once to record the attention calls of its layers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ from quire.models.transformers.construction import Shape, construct, quiet
 from quire.models.transformers.split_model import Halves
 from quire.models.transformers.tracing import Layer, trace
 
-_LEFT_OUT = (  # that say what code should run, from where
+_LEFT_OUT = (  # fields that select code to run
     *("auto_map", "attn_implementation", "experts_implementation", "fusion_config", "distributed_config"),
     "transformers_weights",
 )
@@ -33,7 +33,7 @@ _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk"
 
 @dataclass(frozen=True, eq=False)
 class BackendDescription:
-    """A checkpoint that quire can load through transformers."""
+    """A checkpoint that quire can load through transformers. See Description."""
 
     checkpoint: Checkpoint
     architecture: str
@@ -45,25 +45,24 @@ class BackendDescription:
     max_positions: int
     activations_per_token: int
     num_parameters: int
-    dtype: str  # "float32", "float16" or "bfloat16": what the checkpoint asks to be computed in
+    dtype: str  # compute dtype: "float32", "float16" or "bfloat16"
     eos_token_ids: tuple[int, ...]
     sampling_defaults: Mapping[str, float | int]  # by names of SamplingParams
 
     @property
     def kv_layers(self) -> Sequence[KVLayer]:
-        """What each layer keeps."""
+        """See Description."""
         return tuple(KVLayer(layer.traits.num_kv_heads, layer.traits.head_dim, layer.window) for layer in self.layers)
 
     def weight_bytes(self, dtype: str) -> int:
-        """Bytes of the weights when they are loaded as `dtype`."""
+        """See Description."""
         return self.num_parameters * DTYPES[dtype].itemsize
 
 
 def describe_backend(checkpoint: Checkpoint) -> BackendDescription:
-    """What a checkpoint holds, for a model that transformers has and whose attention quire has.
+    """The description of a checkpoint whose model transformers has, with attention that quire supports.
 
-    Raises ModelError, naming what it is, for anything else, and for a checkpoint whose tensors are not those
-    of its architecture.
+    Raises ModelError with the reason for any other, and if the tensors are not those of the architecture.
     """
     fields = Fields(checkpoint.config, checkpoint.place)
     config = _config(fields)
@@ -71,7 +70,7 @@ def describe_backend(checkpoint: Checkpoint) -> BackendDescription:
     _refuse(fields, kind, config)
     max_positions = _max_positions(fields, config)
     shapes = {name: Shape(stored) for name, stored in checkpoint.tensors.items()}
-    # of the ways to run experts, this one needs no numbers
+    # this implementation of experts runs on the meta device
     model = construct(
         kind, config, shapes, checkpoint, dtype="float32", device="meta", attention=TRACED, experts="batched_mm"
     )
@@ -109,7 +108,7 @@ def _config(fields: Fields) -> PreTrainedConfig:
 
 
 def _with_infinities(value: Any) -> Any:  # noqa: ANN401  (of JSON)
-    """transformers writes numbers that JSON does not have as {"__float__": "Infinity"}."""
+    """The value with floats in place of {"__float__": "Infinity"}, transformers' form of numbers that JSON lacks."""
     if isinstance(value, dict):
         if value.keys() == {"__float__"}:
             return float(value["__float__"])
@@ -118,7 +117,7 @@ def _with_infinities(value: Any) -> Any:  # noqa: ANN401  (of JSON)
 
 
 def _kind(fields: Fields, config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """The class of the model, if it is a decoder of text."""
+    """The class of the model. Raises ModelError if it is no text decoder."""
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     names = fields.optional("architectures", list, [])
     if kind is None or kind.__name__ not in names:
@@ -128,7 +127,7 @@ def _kind(fields: Fields, config: PreTrainedConfig) -> type[PreTrainedModel]:
 
 
 def _refuse(fields: Fields, kind: type[PreTrainedModel], config: PreTrainedConfig) -> None:
-    """Raise ModelError for what is known not to work, by its name."""
+    """Raise ModelError for features that are known not to work, with their name."""
     kinds = fields.optional("layer_types", list, getattr(config, "layer_types", None) or [])
     others = [str(one) for one in kinds if one not in _LAYER_TYPES]
     reasons = {
@@ -147,16 +146,16 @@ def _refuse(fields: Fields, kind: type[PreTrainedModel], config: PreTrainedConfi
 
 
 def _ropes(config: PreTrainedConfig) -> dict[str, Mapping[str, Any]]:
-    """How positions are rotated, by type; some models do it in two ways."""
+    """The rope parameters by rope type. Some models have several."""
     given = getattr(config, "rope_parameters", None) or {}
     ropes = [given, *(value for value in given.values() if isinstance(value, Mapping))]
     return {str(rope.get("rope_type", "default")): rope for rope in ropes}
 
 
 def _max_positions(fields: Fields, config: PreTrainedConfig) -> int:
-    """As the configuration says; with long rope, the positions of training.
+    """max_position_embeddings; with LongRoPE at most the positions of the training context.
 
-    Beyond them transformers rotates all positions of a batch in another way as soon as one of them is there.
+    Beyond these, one long position changes the rotation of all positions of a batch in transformers.
     """
     limits = [getattr(config, "max_position_embeddings", None)]
     if "longrope" in _ropes(config):
@@ -168,9 +167,9 @@ def _max_positions(fields: Fields, config: PreTrainedConfig) -> int:
 
 
 def _activations(model: PreTrainedModel, config: PreTrainedConfig, hidden: int, layers: Sequence[Layer]) -> int:
-    """Numbers alive at once for a token: the hidden state, and what the widest weights make of it."""
+    """The most activation numbers of a token at the same time: hidden states and the widest layer's outputs."""
     tables = {id(table.weight) for table in model.modules() if isinstance(table, nn.Embedding)}
-    outer: Any = model  # its methods have no types
+    outer: Any = model  # its methods are not annotated
     head = outer.get_output_embeddings()
     if head is not None:
         tables.add(id(head.weight))
@@ -181,7 +180,7 @@ def _activations(model: PreTrainedModel, config: PreTrainedConfig, hidden: int, 
 
 
 def _width(shape: torch.Size, config: PreTrainedConfig) -> int:
-    """Numbers that a weight makes of a token; the weight of experts has one more axis, in front."""
+    """Output numbers of a weight per token. A weight of stacked experts has three axes."""
     if len(shape) < 3:
         return max(shape, default=1)
     chosen = next((n for name in _EXPERTS_PER_TOKEN if isinstance(n := getattr(config, name, None), int)), shape[0])

@@ -1,4 +1,4 @@
-"""Weights from a checkpoint into a model of transformers, and a last look at whether it computes token by token."""
+"""Loading of a checkpoint's weights into a transformers model, with a check that tokens are independent."""
 
 import torch
 from torch import Tensor
@@ -12,8 +12,8 @@ from quire.models.transformers.description import BackendDescription
 from quire.models.transformers.model import BackendModel
 from quire.models.transformers.split_model import Halves
 
-_ORDER = (5, 2, 7, 0, 3, 6, 1, 4)  # no token stays where it was, nor beside the same one
-_TOLERANCE = {torch.float32: 1e-3}  # of the difference of two results, in their norm; rounding may grow with depth
+_ORDER = (5, 2, 7, 0, 3, 6, 1, 4)  # a permutation in which no token keeps its index or its neighbours
+_TOLERANCE = {torch.float32: 1e-3}  # relative difference of two results, in their norm; rounding grows with depth
 _SHORT_TOLERANCE = 0.1
 
 
@@ -22,9 +22,9 @@ def load_backend(
 ) -> BackendModel:
     """The model with the checkpoint's weights, cast to `dtype` ("float32", "float16" or "bfloat16").
 
-    Weights are gathered in the memory of the host, whatever the device, as transformers does without further
-    packages. Raises ModelError for weights that cannot be read, and for a model whose tokens depend on each other
-    other than through attention.
+    Weights are loaded into host memory first, whatever the device, as transformers does without further packages.
+    Raises ModelError for weights that cannot be read, and for a model in which tokens depend on each other other than
+    through attention.
     """
     checkpoint = description.checkpoint
     for name, stored in checkpoint.tensors.items():
@@ -50,10 +50,10 @@ def load_backend(
 
 @torch.inference_mode()
 def check_tokens_apart(model: BackendModel, max_positions: int, architecture: str) -> None:
-    """Raise ModelError unless tokens in another order, with their positions, give the same in that order.
+    """Raise ModelError unless permuted tokens with their positions give the same hidden states, permuted.
 
-    Chunks of several sequences lie end to end, so nothing but attention may look at neighbours, and positions may
-    be learnt from nothing but what is said about them. Attention, here, is a function of each token alone.
+    Chunks of several sequences are concatenated. So only attention may read other tokens, and a token's position must
+    come only from `positions`. The attention of this test is a function of each token alone.
     """
     order = torch.tensor(_ORDER, device=model.device)
     token_ids = torch.linspace(0, model.vocab_size - 1, len(_ORDER), device=model.device).long()
@@ -61,7 +61,7 @@ def check_tokens_apart(model: BackendModel, max_positions: int, architecture: st
     one = model.hidden(token_ids, positions, _attend_alone)
     other = model.hidden(token_ids[order], positions[order], _attend_alone)
     difference = (other.float() - one.float()[order]).norm() / one.float().norm()
-    if not difference <= _TOLERANCE.get(one.dtype, _SHORT_TOLERANCE):  # NaN is no agreement
+    if not difference <= _TOLERANCE.get(one.dtype, _SHORT_TOLERANCE):  # `not <=`, so that NaN fails
         raise ModelError(
             f"{architecture} cannot be run through transformers: its tokens depend on their neighbours other than "
             f"through attention, or their positions on the order of a batch (difference {difference:.2g})"
@@ -69,7 +69,7 @@ def check_tokens_apart(model: BackendModel, max_positions: int, architecture: st
 
 
 def _attend_alone(layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None = None) -> Tensor:
-    """Each token's values, weighed by its own queries and keys so that their rotation, transformers', is seen."""
+    """Each token's values, weighted by its own queries and keys, so that the output depends on their rotation."""
     del layer, rotation
     k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], 1) for tensor in (k, v))
     products = q.float() * k.float()
@@ -78,4 +78,4 @@ def _attend_alone(layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotatio
 
 
 def _no_progress(done: int, total: int) -> None:
-    """Nobody watches."""
+    """Ignore the progress."""

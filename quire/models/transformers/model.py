@@ -1,4 +1,4 @@
-"""A model of transformers as a Model: its attention goes to `attend`, and nothing else is changed."""
+"""A transformers model as a Model: `attend` replaces its attention, and all else is transformers' code."""
 
 from collections.abc import Sequence
 
@@ -14,12 +14,12 @@ from quire.models.transformers.tracing import Layer
 
 
 class BackendModel:
-    """A decoder-only model with its weights. All but attention is computed by transformers, so kernels are not used."""
+    """A decoder-only model with its weights. transformers computes all but attention, without quire's kernels."""
 
     row_invariant = False
 
     def __init__(self, halves: Halves, layers: Sequence[Layer], vocab_size: int) -> None:
-        """layers: what was traced, in the order in which they attend."""
+        """layers: traced attention calls, in order."""
         self._halves = halves
         self._layers = tuple(layers)
         self.vocab_size = vocab_size
@@ -27,19 +27,19 @@ class BackendModel:
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are."""
+        """See Model."""
         return self._halves.device
 
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend, kernels: Kernels) -> Tensor:
         """Hidden states (num_tokens, hidden_size) after the last norm; arguments int64 (num_tokens,).
 
-        Raises ModelError where a layer asks for other attention than it was described with.
+        Raises ModelError if a layer's attention call differs from its description.
         """
         del kernels
         return self.hidden(token_ids, positions, attend)
 
     def logits(self, hidden: Tensor, kernels: Kernels) -> Tensor:
-        """hidden (num_rows, hidden_size) -> (num_rows, vocab_size), all scaling and capping done."""
+        """hidden (num_rows, hidden_size) -> (num_rows, vocab_size), including scaling and softcap."""
         del kernels
         return self._halves.logits(hidden)
 
@@ -52,7 +52,7 @@ class BackendModel:
 
 
 class _Pass:
-    """One pass through the model: its calls of attention in turn are those of its layers."""
+    """The listener of one forward pass. Call i is that of layer i."""
 
     def __init__(self, layers: Sequence[Layer], attend: Attend) -> None:
         self._layers = layers
@@ -60,7 +60,7 @@ class _Pass:
         self._done = 0
 
     def __call__(self, call: Call) -> Tensor:
-        """A Listener."""
+        """See Listener. Raises ModelError if the call differs from the description."""
         index = self._done
         if index == len(self._layers):
             raise ModelError(f"{call.layer} attends once more in a pass than the {index} times that were described")
@@ -73,6 +73,6 @@ class _Pass:
         return self._attend(index, call.q, call.k, call.v)
 
     def finish(self) -> None:
-        """Raise ModelError unless all layers had their turn."""
+        """Raise ModelError unless all layers have called."""
         if self._done != len(self._layers):
             raise ModelError(f"the model attended {self._done} times in a pass; {len(self._layers)} were described")

@@ -1,7 +1,7 @@
-"""A causal language model of transformers as two functions: tokens to hidden states, hidden states to logits.
+"""A transformers causal language model as two functions: tokens to hidden states, hidden states to logits.
 
-transformers has one function for both. The second half is the same model with its inner decoder exchanged for one
-that returns what it was given, so that scaling and capping of logits are what transformers does.
+transformers has one function for both. The second function is the same model with its inner decoder replaced by one
+that returns given hidden states, so that scaling and softcap of logits are transformers' own.
 """
 
 import copy
@@ -17,7 +17,7 @@ from quire.models.transformers.attention import Line, Listener
 
 
 class _Outputs(MoeModelOutputWithPast):
-    """A decoder's outputs. The head's half hands on whatever else its decoder returns, and nobody wants it."""
+    """A decoder's outputs. Other fields, which the head may read and pass on, are None."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
@@ -25,32 +25,32 @@ class _Outputs(MoeModelOutputWithPast):
 
 
 class _Given(nn.Module):
-    """In place of the inner decoder: hidden states that are known already."""
+    """Replacement of the inner decoder that returns given hidden states."""
 
     def __init__(self) -> None:
         super().__init__()
         self._hidden: Tensor | None = None
 
     def take(self, hidden: Tensor) -> None:
-        """To be returned next."""
+        """Set the hidden states that the next `forward` returns."""
         self._hidden = hidden
 
     @property
     def was_asked(self) -> bool:
-        """Whether it has returned what it took."""
+        """Whether `forward` was called after `take`."""
         return self._hidden is None
 
-    def forward(self, *_inputs: Any, **_named: Any) -> _Outputs:  # noqa: ANN401  (all are answered)
-        """As a decoder's output, once."""
+    def forward(self, *_inputs: Any, **_named: Any) -> _Outputs:  # noqa: ANN401  (all arguments are ignored)
+        """The given hidden states as a decoder's outputs."""
         hidden, self._hidden = self._hidden, None
         return _Outputs(last_hidden_state=hidden)
 
 
 class Halves:
-    """The two functions, and the model they are made of."""
+    """The two functions of one model."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Raises ModelError where the model has no inner decoder."""
+        """Raises ModelError if the model has no inner decoder."""
         if model.base_model is model:
             raise ModelError(f"{type(model).__name__} has no decoder inside that could run without its head")
         self.model = model
@@ -58,18 +58,18 @@ class Halves:
         self._decoder = model.base_model
         self._given = _Given()
         self._head = copy.copy(model)
-        # a copy has the same table of modules as the original, so it is given one of its own
+        # a shallow copy shares the dict of modules with the original, so it gets its own
         self._head.__dict__["_modules"] = {**model._modules, model.base_model_prefix: self._given}
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are."""
+        """The device of the parameters."""
         return next(self.model.parameters()).device
 
     def hidden(self, token_ids: Tensor, positions: Tensor, listener: Listener, mask: Tensor | None = None) -> Tensor:
-        """(num_tokens, hidden_size) after the last norm; arguments (num_tokens,). Attention goes to `listener`.
+        """(num_tokens, hidden_size) after the last norm; arguments (num_tokens,). `listener` gets the attention calls.
 
-        mask: what is real and what is padding, for a model whose masks are traced.
+        mask: attention_mask (1, num_tokens), 1 for tokens and 0 for padding; needed to trace masks.
         """
         with self._line.to(listener):
             outputs = self._decoder(

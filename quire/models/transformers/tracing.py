@@ -1,6 +1,6 @@
-"""What the layers of a model ask of attention, found out by running it without numbers (on torch's meta device).
+"""Tracing of the attention calls of a model, by running it on torch's meta device.
 
-Nothing is read from a configuration here: windows, scales and caps are what the modules of transformers use.
+Windows, scales and softcaps are those that transformers' modules use. The configuration is not read.
 """
 
 from typing import NamedTuple
@@ -13,18 +13,18 @@ from quire.models.transformers.attention import Call, Hides, Traits, hides
 from quire.models.transformers.split_model import Halves
 
 _NUM_TOKENS = 3
-_SIGHT = 2**17  # positions, of those that a mask is tried on
+_SIGHT = 2**17  # most positions on which a mask function is tested
 
 
 class Layer(NamedTuple):
-    """One call of attention in a pass through the model; it has keys and values of its own."""
+    """One attention call of a forward pass. It has its own KV."""
 
     traits: Traits
-    window: int  # positions that a query sees, itself among them; 0 is all
+    window: int  # positions that a query attends to, including its own; 0: all
 
 
 class Traced(NamedTuple):
-    """What a model does with tokens."""
+    """Result of a trace."""
 
     layers: tuple[Layer, ...]
     hidden_size: int
@@ -32,9 +32,9 @@ class Traced(NamedTuple):
 
 
 def trace(halves: Halves, max_positions: int) -> Traced:
-    """Run a model that was made for it (`attention.TRACED`, parameters on the meta device).
+    """Run a model that was constructed with `attention.TRACED` and parameters on the meta device.
 
-    Raises ModelError for attention that quire does not have, and where more would be needed than shapes.
+    Raises ModelError for attention that quire does not support, and if the model's code needs values, not only shapes.
     """
     calls: list[Call] = []
 
@@ -49,7 +49,7 @@ def trace(halves: Halves, max_positions: int) -> Traced:
         logits = halves.logits(hidden)
     except ModelError:
         raise
-    except Exception as error:  # whatever the code of a model may raise when there are no numbers
+    except Exception as error:  # a model's code may raise any exception on the meta device
         raise ModelError(
             f"{name} cannot be run through quire's attention: without weights it stops with {error!s:.200}"
         ) from error
@@ -64,7 +64,7 @@ def trace(halves: Halves, max_positions: int) -> Traced:
 
 
 def _window(call: Call, max_positions: int, known: dict[Hides, int]) -> int:
-    """The window that the mask of a call makes; `known`: of masks that were tried before."""
+    """The window of a call's mask; 0: full attention. known: cache, by mask function."""
     mask = hides(call.mask)
     if mask is None:
         raise ModelError(f"{call.layer} attends with a mask of its own; quire's attention cannot")
@@ -77,7 +77,7 @@ def _window(call: Call, max_positions: int, known: dict[Hides, int]) -> int:
 
 
 def _tried(layer: str, mask: Hides, max_positions: int) -> int:
-    """The window of a mask, after a look at what some queries see of all positions before and behind them."""
+    """The window of a mask, checked for some queries against all positions. Raises ModelError for another mask."""
     size = mask.size
     length = min(max_positions, max(_SIGHT, 4 * size))
     keys, zero = torch.arange(length), torch.zeros((), dtype=torch.int64)
@@ -88,7 +88,7 @@ def _tried(layer: str, mask: Hides, max_positions: int) -> int:
             expected &= keys > query - size
         try:
             seen = mask.sees(zero, zero, query, keys)
-        except (RuntimeError, IndexError) as error:  # it looks things up that are known only while it runs
+        except (RuntimeError, IndexError) as error:  # the mask function needs data of the run
             raise ModelError(f"{layer} attends with a mask that depends on more than positions") from error
         if not torch.equal(seen.expand(length), expected):
             raise ModelError(f"{layer} attends with a mask that is neither causal nor a sliding window")

@@ -12,9 +12,10 @@ INLINE Vec rounded(Vec x) {
   return sizeof(T) == sizeof(bf16) ? (Vec)((UVec)to_bf16(x) << 16) : x;
 }
 
-INLINE Vec sigmoid(Vec x) { return reciprocal(splat(1.0f) + exp(-x)); }  // of NaN: some number
+INLINE Vec sigmoid(Vec x) { return reciprocal(splat(1.0f) + exp(-x)); }  // undefined for NaN
 
-// e^2x loses what is small: there, the polynomial of Cephes (Moshier). Relative error below 2^-22; NaN stays NaN.
+// e^2x loses digits for small x, so the polynomial of Cephes (Moshier) is used there. Relative error below 2^-22; NaN
+// stays NaN.
 INLINE Vec hyperbolic_tangent(Vec x) {
   Vec z = x * x;
   Vec p = splat(-5.70498872745e-3f);
@@ -26,7 +27,7 @@ INLINE Vec hyperbolic_tangent(Vec x) {
   return select(vmax(x, -x) > 0.625f, tanh(x), near);
 }
 
-// The standard normal distribution function, whose relative error is about 1e-6 on either side: half of erfc, which is
+// The standard normal distribution function, with a relative error of about 1e-6 in both tails: half of erfc, which is
 // a fit in 1 / (1 + a / 2) times e^-a^2 (Press et al., Numerical Recipes, 6.2).
 INLINE Vec normal_below(Vec x) {
   Vec a = vmax(x, -x) * splat(0.70710678f);

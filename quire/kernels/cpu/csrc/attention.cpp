@@ -1,22 +1,22 @@
-// Paged attention: queries of chunks of sequences to keys and values that lie in blocks.
+// Paged attention of the queries of chunks to keys and values in blocks.
 //
 // Storage is (num_layers, 2, num_blocks, kv_heads, block_size / 16, 16 * Dp): parts of 16 tokens of one head, with
-// Dp = head_dim filled up to a multiple of 16 by zeros. Keys of a part: bf16 [Dp / 2][16][2], float32 [Dp][16]. Values:
-// bf16 [8][Dp][2], float32 [16][Dp]. That is what the dot-product instructions read, and keys are tiles of AMX.
+// Dp = head_dim padded by zeros to a multiple of 16. Keys of a part: bf16 [Dp / 2][16][2], float32 [Dp][16]. Values:
+// bf16 [8][Dp][2], float32 [16][Dp]. The dot-product instructions read this layout, and keys are AMX tiles.
 //
-// Threads take items of work (see attention_items.h) one by one, the longest first. An item goes over its positions in
-// steps with a running maximum and sum (Milakov and Gimelshein 2018, Dao et al. 2022). The parts of a split item leave
-// maxima, sums and weighted values in shared memory, and are merged behind a barrier.
+// Threads take items of work (see attention_items.h) one by one, the most expensive first. An item processes its
+// positions in steps with a running maximum and sum (Milakov and Gimelshein 2018, Dao et al. 2022). The parts of a
+// split item write maxima, sums and weighted values to scratch, and are merged after a barrier.
 //
-// A strict call splits nothing and uses no tile registers. Its steps end at multiples of STEP_TOKENS, and what a row
-// does not see changes nothing, exactly: a row's result then depends on its own sequence only.
+// A strict call splits no item and uses no tile registers. Its steps end at multiples of STEP_TOKENS, and masked keys
+// do not change a row's state, bit for bit. So a row's result depends on its own sequence only.
 #include "attention_rows.h"
 
 namespace quire::ISA {
 
 // ---- blocks ----
 
-// Where the parts of positions [begin, end) lie, in bytes. Returns how many there are.
+// Writes the byte offsets of the parts of positions [begin, end). Returns the number of parts.
 template <bool PAGED>
 static int64_t locate(const Attention& a, int64_t chunk, int64_t head, int64_t begin, int64_t end, int64_t* places) {
   const int64_t* table = a.tables + chunk * a.table_stride;
@@ -33,7 +33,7 @@ static int64_t locate(const Attention& a, int64_t chunk, int64_t head, int64_t b
 
 // ---- items ----
 
-// What a thread keeps of the rows of an item.
+// A thread's state of the rows of an item.
 struct Rows {
   void* q;        // [row][padded]
   float* tops;    // [row / ROWS_AT_ONCE][16]
@@ -89,7 +89,7 @@ static void begin_rows(const Attention& a, const Item& item, const Rows& rows) {
   memset(rows.values, 0, item.rows * a.padded * sizeof(float));
 }
 
-// Whether rows at `positions` see anything of [begin, end), what each sees of it, and where that ends for all of them.
+// Whether rows at `positions` attend to any of [begin, *end). Sets `seen` per row; lowers *end to the last row's end.
 static bool look(const Attention& a, const int32_t* positions, int64_t count, int64_t begin, int64_t* end, Seen* seen) {
   int64_t last = positions[count - 1];
   if (last < begin || first_seen(a, positions[0]) >= *end) return false;
@@ -101,7 +101,7 @@ static bool look(const Attention& a, const int32_t* positions, int64_t count, in
   return true;
 }
 
-// The first step of what comes behind [.., end) of `item`: of the item itself, or of the next one.
+// Like `locate` for the next step to compute: the item's step from `end` on, or the first step of the next item.
 template <bool PAGED>
 static int64_t locate_coming(const Attention& a, const Item& item, int64_t end, Queue* queue, int64_t* places) {
   if (end < item.end) return locate<PAGED>(a, item.chunk, item.head, end, min(item.end, end + STEP_TOKENS), places);
@@ -119,7 +119,7 @@ static void attend(const Attention& a, const Item& item, Queue* queue, const Row
     end = min(item.end, (begin / STEP_TOKENS + 1) * STEP_TOKENS);
     int64_t parts = locate<PAGED>(a, item.chunk, item.head, begin, end, places[0]);
     int64_t coming = locate_coming<PAGED>(a, item, end, queue, places[1]);
-    for (int64_t i = coming; i < parts; i++) places[1][i] = places[0][i];  // which is no work
+    for (int64_t i = coming; i < parts; i++) places[1][i] = places[0][i];  // prefetches cached memory, which is cheap
     bool first = true;
     for (int64_t row = 0; row < item.rows; row += ROWS_AT_ONCE) {
       Seen seen[ROWS_AT_ONCE];
@@ -137,7 +137,7 @@ static void attend(const Attention& a, const Item& item, Queue* queue, const Row
                sum(load(rows.sums + i * 16)));
 }
 
-// One row of a split item, from what its parts have left.
+// Merges the partial results of one row of a split item.
 static void merge_row(const Attention& a, const Merge& merge, int64_t row) {
   alignas(64) float values[256] = {};
   int64_t stride = a.padded + 16;
@@ -245,13 +245,13 @@ void attention(const Arg* args, const Team& team) {
   attend_all<true>(a, team);
 }
 
-// The same for blocks that lie one behind the other from each table's first entry on: what paging costs is measured so.
+// The same for block tables with consecutive ids, of which only the first entry is read: to measure the cost of paging.
 void attention_contiguous(const Arg* args, const Team& team) {
   Attention a = read(args);
   attend_all<false>(a, team);
 }
 
-// Where the step's tokens are stored: block * block_size + place in the block.
+// Computes the slots of the step's tokens: block * block_size + offset in the block.
 // starts, stops, tables, slots (num_tokens,), num_chunks, table_stride, block_size
 void attention_plan(const Arg* args, const Team& team) {
   auto starts = (const int64_t*)args[0].data, stops = (const int64_t*)args[1].data;

@@ -1,8 +1,9 @@
-// What an attention kernel is asked for, and how its work is cut into items that threads take one by one.
+// Arguments of an attention kernel, and the division of its work into items that threads take one by one.
 //
-// An item is a block of rows of one chunk and one KV head, and a span of positions. Rows are pairs of a query's
-// position and a head of those that share the KV head, so keys and values are loaded once for all of these. Long items
-// are split. Each thread draws up the same list for itself: it depends on the arguments and the number of threads only.
+// An item is a block of rows of one chunk and one KV head, and a range of positions. A row is a pair of a query's
+// position and a query head. The heads that share the KV head are in one item, so keys and values are loaded once for
+// all of them. Long items are split. Each thread computes the same list, which depends only on the arguments and the
+// number of threads.
 #pragma once
 #include "simd.h"
 #include "team.h"
@@ -13,10 +14,10 @@ namespace quire::ISA {
 constexpr int64_t PART_TOKENS = 16;
 constexpr int64_t STEP_TOKENS = 128;
 constexpr int64_t STEP_PARTS = STEP_TOKENS / PART_TOKENS;
-constexpr int64_t SPLIT_TOKENS = 512;       // a part of a split item is not shorter
-constexpr int64_t ITEMS_PER_THREAD = 8;     // so that threads end together, whichever is slower
-constexpr float LOWEST = -1e30f;            // the maximum of no scores: finite, so that differences are numbers
-constexpr int ROWS_AT_ONCE = VECTORS_AT_ONCE > 8 ? 8 : VECTORS_AT_ONCE > 4 ? 4 : 2;  // in registers
+constexpr int64_t SPLIT_TOKENS = 512;       // the parts of a split item have at least so many on average
+constexpr int64_t ITEMS_PER_THREAD = 8;     // balances load: fast threads take more items
+constexpr float LOWEST = -1e30f;            // the initial maximum: finite, so that differences are not NaN
+constexpr int ROWS_AT_ONCE = VECTORS_AT_ONCE > 8 ? 8 : VECTORS_AT_ONCE > 4 ? 4 : 2;  // rows of one vector kernel
 #if defined(__AMX_TILE__)
 constexpr int64_t MAX_ROWS = 256;  // of an item
 #else
@@ -34,18 +35,18 @@ struct Attention {
   float* scratch;  // (scratch_rows, padded + 16): weighted values, maximum, sum
   int64_t is_bf16, strict, layer, num_chunks, num_heads, kv_heads, head_dim, block_size, num_blocks;
   int64_t table_stride, q_stride, window, scratch_rows;
-  float scale, softcap;  // scores are in powers of two: log2(e) is part of both
+  float scale, softcap;  // scores are to base 2: both include log2(e)
   int64_t shared;        // query heads per KV head
-  int64_t padded;        // Dp
-  int64_t part_bytes;    // of keys, or of values
+  int64_t padded;        // head_dim padded to a multiple of 16
+  int64_t part_bytes;    // of the keys, or the values, of a part
   int64_t max_rows;      // of an item
 };
 
 struct Item {
-  int64_t chunk, token;  // the chunk, and its first token among those of the step
+  int64_t chunk, token;  // the chunk, and the index of its first token in the step
   int64_t row, rows, head;
   int64_t begin, end;  // positions; begin is a multiple of PART_TOKENS
-  int64_t partial;     // row of scratch where the results go, or -1: they are whole
+  int64_t partial;     // first row of scratch for partial results, or -1 if the item is not split
 };
 
 struct Merge {
@@ -69,7 +70,7 @@ INLINE int64_t first_seen(const Attention& a, int64_t position) {
 }
 INLINE int64_t cost_of(const Item& item) { return (item.end - item.begin) * up_to(item.rows, 8); }
 
-// Calls visit(item) for blocks of rows of all chunks, whole and of head 0.
+// Calls visit(item) for each block of rows of each chunk, for head 0 and before splitting.
 template <class Visit>
 INLINE void each_block(const Attention& a, Visit visit) {
   int64_t token = 0;
@@ -86,8 +87,8 @@ INLINE void each_block(const Attention& a, Visit visit) {
 }
 
 struct Splitter {
-  int64_t limit;      // what an item may cost
-  int64_t rows_left;  // of scratch
+  int64_t limit;      // target cost of an item
+  int64_t rows_left;  // free rows of scratch
   int64_t parts(const Item& item) {
     int64_t parts = min((cost_of(item) + limit - 1) / limit, (item.end - item.begin) / SPLIT_TOKENS);
     parts = min(parts, rows_left / item.rows);
@@ -97,7 +98,7 @@ struct Splitter {
   }
 };
 
-INLINE int class_of(int64_t cost) {  // 0 is the longest; four classes for a factor of two
+INLINE int class_of(int64_t cost) {  // lower classes cost more; four classes per factor of two
   int log = 63 - __builtin_clzll((uint64_t)cost | 4);
   return 255 - (log * 4 + (int)((cost >> (log - 2)) & 3));
 }
@@ -112,7 +113,7 @@ INLINE Item part_of(const Item& item, int64_t i, int64_t parts) {
   return part;
 }
 
-// What the step costs decides how many rows an item has and how much it may cost.
+// Sets a->max_rows, and returns the splitter, from the total rows and cost of the step.
 static Splitter measure(Attention* a, const Team& team) {
   int64_t rows = 0, cost = 0;
   for (int64_t chunk = 0; chunk < a->num_chunks; chunk++) rows += (a->stops[chunk] - a->starts[chunk]) * a->shared;
@@ -123,7 +124,7 @@ static Splitter measure(Attention* a, const Team& team) {
   return {max(1, cost / (team.size * ITEMS_PER_THREAD)), alone ? 0 : a->scratch_rows};
 }
 
-// Numbers of items and merges for `splitter`, and of items by class.
+// Counts items and merges, and items per class.
 static void count_work(const Attention& a, Splitter splitter, Work* work, int64_t* by_class) {
   work->num_items = work->num_merges = 0;
   each_block(a, [&](const Item& item) {
@@ -153,7 +154,7 @@ static void list_work(const Attention& a, Splitter splitter, Work* work, int64_t
   });
 }
 
-// Items in the order in which a thread takes them. The next one is known during the last step of the one before.
+// The items of a thread. `peek` takes the next item early, so that its first step can be prefetched.
 struct Queue {
   const Team& team;
   const Work& work;

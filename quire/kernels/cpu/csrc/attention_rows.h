@@ -1,13 +1,13 @@
-// One step of attention for a few rows, by vectors: scores of up to STEP_TOKENS keys, a softmax that goes on from the
-// steps before, and the values' weighted sums. While that is done, what is needed next is prefetched.
+// One step of attention for a few rows, in vector code: scores of up to STEP_TOKENS keys, the update of the online
+// softmax, the weighted sums of values. The keys and values that are needed next are prefetched.
 #pragma once
 #include "attention_items.h"
 #include "terms.h"
 
 namespace quire::ISA {
 
-// 2^x for x up to 0, or little more: exactly 0 below -126, NaN for NaN. Off by up to 8e-5 for weights in bf16, which
-// is little beside their rounding, and by 2e-7 otherwise.
+// 2^x for x up to 0 or slightly above: exactly 0 below -126, NaN for NaN. The relative error is up to 8e-5 for weights
+// in bf16, which is small compared with their rounding, and 2e-7 otherwise.
 template <class T>
 INLINE Vec power_of_two(Vec x) {
 #if !defined(__AVX512F__)
@@ -27,7 +27,7 @@ INLINE Vec power_of_two(Vec x) {
     p = fma(p, f, splat(1.0f));
   }
 #if defined(__AVX512F__)
-  // results below the normal numbers would take the processor a hundred times as long
+  // denormal results would take the processor about a hundred times as long
   __mmask16 normal = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
   return (Vec)_mm512_maskz_scalef_ps(normal, (__m512)p, (__m512)n);
 #else
@@ -38,7 +38,7 @@ INLINE Vec power_of_two(Vec x) {
 
 INLINE Vec capped(Vec score, float softcap) { return softcap * tanh(score * (1.0f / softcap)); }
 
-// Vectors of sums per row that fit into registers.
+// The number of vectors of sums per row that fit into registers.
 constexpr int wide(int rows) {
   int count = 1;
   while (2 * count * rows <= VECTORS_AT_ONCE && count < 8) count *= 2;
@@ -46,12 +46,12 @@ constexpr int wide(int rows) {
 }
 
 struct Span {
-  const int64_t* places;  // of its parts
-  const int64_t* coming;  // of the parts that are needed next
+  const int64_t* places;  // byte offsets of its parts
+  const int64_t* coming;  // byte offsets of the parts that are needed next, or null
   int64_t parts;
 };
 
-// Products of MR rows of q with the keys of NB parts.
+// Scores of MR rows of q and the keys of NB parts.
 template <class T, int MR, int NB>
 INLINE void score(const Attention& a, const typename Term<T>::Held* q, const int64_t* places, const int64_t* coming,
                   float* scores) {
@@ -74,7 +74,7 @@ INLINE void score(const Attention& a, const typename Term<T>::Held* q, const int
     for (int n = 0; n < NB; n++) store(scores + m * STEP_TOKENS + n * 16, acc[m][n]);
 }
 
-// sums (MR, padded) * rescale + weights * values, for NV vectors of dimensions that begin at `column`.
+// sums (MR, padded) = sums * rescale + weights * values, for NV vectors of dimensions from `column` on.
 template <class T, int MR, int NV>
 INLINE void weigh(const Attention& a, const typename Term<T>::Held* weights, const Span& span, int64_t column,
                   const float* rescale, float* sums) {
@@ -99,12 +99,12 @@ INLINE void weigh(const Attention& a, const typename Term<T>::Held* weights, con
     for (int n = 0; n < NV; n++) store(sums + m * a.padded + column + n * 16, acc[m][n]);
 }
 
-// Which positions a row sees, counted from the first of a step.
+// The positions [from, to) that a row attends to, relative to the first of a step.
 struct Seen {
   int32_t from, to;
 };
 
-// Scores are scaled, capped and masked. Returns the vector of their maxima.
+// Scales, caps and masks scores in place. Returns the lanewise maxima.
 INLINE Vec prepare(const Attention& a, float* scores, int64_t parts, Seen seen) {
   Vec top = splat(-__builtin_inff());
   bool masked = seen.from > 0 || seen.to < parts * 16;
@@ -121,7 +121,7 @@ INLINE Vec prepare(const Attention& a, float* scores, int64_t parts, Seen seen) 
   return top;
 }
 
-// The running state of up to ROWS_AT_ONCE rows.
+// The online softmax state of up to ROWS_AT_ONCE rows.
 struct State {
   float* tops;  // [16]: maxima
   float* sums;  // [row][16]: sums of weights, lane by lane

@@ -1,15 +1,15 @@
 // The part of attention.cpp that uses AMX: 32 rows of queries times 32 keys at once.
 //
-// Keys are tiles as they are stored. Values of a step are put together, so that a tile has 32 tokens of them. Between
-// the two products stand weights, which are laid out as tiles of 16 rows and 32 tokens.
+// Stored keys are tiles already. The values of a step are copied together, so that a tile has 32 tokens of them. The
+// softmax weights between the two products are written as tiles of 16 rows and 32 tokens.
 //
-// Sums and weighted values are scaled down only when a maximum has grown by more than a factor of 2^SLACK. Until then
-// weights are above 1, which costs no digits.
-constexpr int64_t TILES_FROM_ROWS = 4;  // with fewer, vectors read memory as fast
+// Sums and weighted values are rescaled only when a maximum has grown by more than a factor of 2^SLACK. Until then
+// weights can be above 1, which costs no precision.
+constexpr int64_t TILES_FROM_ROWS = 4;  // with fewer rows, vectors read memory as fast
 constexpr int64_t TILE_BYTES = 1024;
 constexpr int64_t TILE_GROUPS = STEP_TOKENS / 32;       // of 32 tokens
 constexpr int64_t TILE_ROWS = 32;                            // rows at once
-constexpr int64_t SCORE_STRIDE = STEP_TOKENS + 16;  // rows are no power of two apart: they share no cache sets
+constexpr int64_t SCORE_STRIDE = STEP_TOKENS + 16;  // no power of two, so that rows do not share cache sets
 constexpr float SLACK = 8.0f;
 
 struct alignas(64) TileConfig {
@@ -29,7 +29,7 @@ INLINE void begin_tiles() {
 
 struct Tiles {
   char* values;      // [STEP_TOKENS / 2][head_dim][2]
-  float* scores[2];  // [TILE_ROWS][SCORE_STRIDE], by turns
+  float* scores[2];  // [TILE_ROWS][SCORE_STRIDE], used alternately
   char* weights[2];  // [TILE_ROWS / 16][TILE_GROUPS][16][32]
 };
 
@@ -44,7 +44,7 @@ INLINE Tiles tiles_in(const Attention& a, char* values) {
   return {values, {scores, scores + SCORE_BYTES / 4}, {weights, weights + WEIGHT_BYTES}};
 }
 
-// Rows of q as tiles: [row / 16][head_dim / 32][16][32].
+// Copies rows of q to tiles [row / 16][head_dim / 32][16][32], and resets the rows' state.
 static void begin_tile_rows(const Attention& a, const Item& item, const Rows& rows) {
   int64_t padded_rows = up_to(item.rows, TILE_ROWS), row_tile = a.head_dim * 32;
   for (int64_t i = 0; i < padded_rows; i++) {
@@ -61,7 +61,7 @@ INLINE void prefetch_part(const Attention& a, const char* part) {
   for (int64_t at = 0; at < a.part_bytes; at += 64) _mm_prefetch(part + at, _MM_HINT_T1);
 }
 
-// What is needed next is prefetched part by part.
+// Copies the values of a step together. Prefetches the parts that are needed next.
 static void gather_values(const Attention& a, const int64_t* places, const int64_t* coming, int64_t parts,
                           const Tiles& tiles) {
   for (int64_t i = 0; i < parts; i++) {
@@ -71,7 +71,7 @@ static void gather_values(const Attention& a, const int64_t* places, const int64
   if (parts % 2) memset(tiles.values + parts * a.part_bytes, 0, a.part_bytes);
 }
 
-// Products of 32 rows (16 if not BOTH) with the keys of two parts.
+// Scores of 32 rows (16 if not BOTH) and the keys of two parts.
 template <bool BOTH>
 INLINE void score_tiles(const char* q, int64_t row_tile, const char* keys0, const char* keys1, float* scores) {
   _tile_zero(0);
@@ -130,7 +130,7 @@ INLINE void weigh_tiles(const char* weights, const char* values, int64_t groups,
   }
 }
 
-// Scores that a row must not see become -inf.
+// Sets the scores of keys that a row must not attend to to -inf.
 INLINE void mask_scores(float* scores, int64_t groups, Seen seen) {
   IVec lanes = lane_numbers();
   Vec nothing = splat(-__builtin_inff());
@@ -140,7 +140,7 @@ INLINE void mask_scores(float* scores, int64_t groups, Seen seen) {
     store(scores + i, select(lanes + i < seen.to, load(scores + i), nothing));
 }
 
-// The maximum of a row's scores, which are masked and capped but not scaled.
+// The maximum of a row's scores. Caps and masks the scores in place; the scale is not applied.
 INLINE float largest_score(const Attention& a, float* scores, int64_t groups, Seen seen) {
   if (a.softcap > 0)
     for (int64_t i = 0; i < groups * 32; i += 16)
@@ -154,7 +154,7 @@ INLINE float largest_score(const Attention& a, float* scores, int64_t groups, Se
   return largest(vmax(even, odd));
 }
 
-// Scores of one row become weights, its sums and maximum go on.
+// Turns scores of one row into weights, and updates its maximum, sums and weighted values.
 INLINE void weights_of(const Attention& a, const Rows& rows, int64_t row, float* scores, char* weights, int64_t groups,
                        Seen seen) {
   float top = largest_score(a, scores, groups, seen) * a.scale, before = rows.tops[row];
@@ -181,8 +181,8 @@ INLINE void weights_of(const Attention& a, const Rows& rows, int64_t row, float*
 // Up to TILE_ROWS rows in one step.
 struct Pass {
   int64_t row, count;
-  int64_t parts, groups;  // of the step, as far as some of the rows see
-  const int64_t* coming;  // the parts that are needed next, if this pass prefetches them
+  int64_t parts, groups;  // of the step, up to the last key of any of the rows
+  const int64_t* coming;  // the parts that are needed next, or null if this pass does not prefetch
   Seen seen[TILE_ROWS];
 };
 
@@ -209,8 +209,8 @@ INLINE void weigh_columns(const Attention& a, const Rows& rows, const Pass& pass
     weigh_tiles<false>(weights, tiles.values + d * 4, pass.groups, a.padded, sums);
 }
 
-// All passes of one step. While vectors turn the scores of one pass into weights, tiles have the values of the pass
-// before to weigh, and the next one to score: that is strewn in between, so that both kinds of units are busy.
+// All passes of one step. Vector code that turns the scores of one pass into weights is interleaved with tile code that
+// weighs the values of the previous pass and computes the scores of the next one, so that both kinds of units are busy.
 static void run_passes(const Attention& a, const Rows& rows, const Tiles& tiles, const int64_t* places,
                        const Pass* passes, int64_t count) {
   for (int64_t g = 0; g < passes[0].groups; g++) score_group(a, rows, passes[0], places, g, tiles.scores[0]);
@@ -244,7 +244,7 @@ static void attend_with_tiles(const Attention& a, const Item& item, Queue* queue
     end = min(item.end, (begin / STEP_TOKENS + 1) * STEP_TOKENS);
     int64_t parts = locate<PAGED>(a, item.chunk, item.head, begin, end, places[0]);
     int64_t coming = locate_coming<PAGED>(a, item, end, queue, places[1]);
-    for (int64_t i = coming; i < parts; i++) places[1][i] = places[0][i];  // which is no work
+    for (int64_t i = coming; i < parts; i++) places[1][i] = places[0][i];  // prefetches cached memory, which is cheap
     gather_values(a, places[0], places[1], parts, tiles);
     Pass passes[MAX_ROWS / TILE_ROWS];
     int64_t count = 0;

@@ -1,9 +1,9 @@
-// Blocks of keys and values: (num_layers, 2, num_blocks, kv_heads, block_size / 16, 16 * depth), 0 of the second axis
-// are keys. depth is head_dim up to a multiple of 16, filled with zeros.
+// KV blocks: (num_layers, 2, num_blocks, kv_heads, block_size / 16, 16 * depth); index 0 of the second axis is keys.
+// depth is head_dim padded by zeros to a multiple of 16.
 //
-// Sixteen tokens of a head are one stretch of memory. Keys are transposed, so that 16 scores are one vector:
-// float32 [depth][16 tokens], bf16 [depth / 2][16 tokens][2]. Values are [16 tokens][depth], in bf16
-// [8 pairs of tokens][depth][2]. In words of 4 bytes keys are [words][16 tokens] in either type.
+// Sixteen tokens of a head are contiguous. Keys are transposed, so that 16 scores are one vector: float32
+// [depth][16 tokens], bf16 [depth / 2][16 tokens][2]. Values are [16 tokens][depth], in bf16
+// [8 pairs of tokens][depth][2]. In words of 4 bytes, keys are [words][16 tokens] for both types.
 #include "rows.h"
 
 namespace quire::ISA {
@@ -16,7 +16,7 @@ struct Layout {
   int64_t num_blocks, heads, block_size, dim;
 
   int64_t depth() const { return up_to(dim, 16); }
-  // elements before the keys of a head in a block of a layer, or before its values
+  // element offset of the keys, or values, of a head in a block of a layer
   int64_t offset(int64_t layer, int64_t is_value, int64_t block, int64_t head) const {
     return (((layer * 2 + is_value) * num_blocks + block) * heads + head) * block_size * depth();
   }
@@ -41,7 +41,7 @@ INLINE void transpose(Quad* rows) {
   rows[3] = __builtin_shuffle(c, d, second);
 }
 
-// Keys of `count` tokens, rows of `words`, become those at `place` and behind it among sixteen.
+// Writes the keys of `count` tokens, rows of `words`, to tokens [place, place + count) of sixteen.
 static void put_keys(const Word* rows, Word* sixteen, int64_t place, int64_t count, int64_t words) {
   for (int64_t t = 0; t < count;) {
     const Word* row = rows + t * words;
@@ -61,7 +61,7 @@ static void put_keys(const Word* rows, Word* sixteen, int64_t place, int64_t cou
   }
 }
 
-// All sixteen keys, as rows of `words`.
+// Reads all sixteen keys as rows of `words`.
 static void get_keys(const Word* sixteen, Word* rows, int64_t words) {
   for (int64_t t = 0; t < 16; t += 4)
     for (int64_t w = 0; w < words; w += 4) {
@@ -74,7 +74,7 @@ static void get_keys(const Word* sixteen, Word* rows, int64_t words) {
 
 // ---- values ----
 
-// Values of `count` tokens, `stride` elements apart, become those at `place` and behind it among sixteen.
+// Writes the values of `count` tokens, `stride` elements apart, to tokens [place, place + count) of sixteen.
 template <class T>
 static void put_values(const T* v, int64_t stride, float* sixteen, int64_t place, int64_t count, const Layout& layout) {
   int64_t dim = layout.dim, depth = layout.depth();
@@ -115,7 +115,7 @@ INLINE void get_value(const bf16* sixteen, int64_t place, bf16* out, const Layou
 
 // ---- writing ----
 
-// One head of tokens that follow one another: rows `stride` elements apart. A half of 0 leaves keys as they are.
+// One head of consecutive tokens. half: rotary_dim / 2; 0 for keys that are not rotated.
 namespace {
 template <class T>
 struct Tokens {
@@ -126,7 +126,7 @@ struct Tokens {
 };
 }  // namespace
 
-// Stores `count` tokens from `place` of a block on. A block that begins with them is cleared where they leave it empty.
+// Stores `count` tokens from slot `place` of a block on. If `place` is 0, the slots after them are zeroed.
 template <class T, class K>
 static void store_tokens(Tokens<T> in, K* keys, K* values, int64_t place, int64_t count, const Layout& layout, K* rows) {
   int64_t depth = layout.depth();
@@ -150,7 +150,7 @@ static void store_tokens(Tokens<T> in, K* keys, K* values, int64_t place, int64_
   }
 }
 
-// Sixteen rows of keys, zeros behind those of a head.
+// Zeroed scratch for sixteen rows of keys.
 template <class K>
 static K* zero_rows(const Layout& layout, const Team& team) {
   size_t num_bytes = 16 * layout.depth() * sizeof(K);
@@ -162,10 +162,10 @@ struct Slots {
   const int64_t* of_tokens;
   int64_t num_tokens, block_size;
 
-  bool begins(int64_t token) const {  // whether it is the first token that the step stores in its block
+  bool begins(int64_t token) const {  // whether it is the first token of a run of consecutive slots in one block
     return token == 0 || of_tokens[token] != of_tokens[token - 1] + 1 || of_tokens[token] % block_size == 0;
   }
-  int64_t count(int64_t token) const {  // tokens from this one on, in one block
+  int64_t count(int64_t token) const {  // tokens of the run from this one on
     int64_t end = token + 1;
     while (end < num_tokens && !begins(end)) end++;
     return end - token;
@@ -173,12 +173,12 @@ struct Slots {
 };
 }  // namespace
 
-// The first tokens in blocks are shared among threads, and each head is a thread's own: no two write one stretch.
+// Threads divide pairs of a run of tokens and a head, so that no two threads write the same memory.
 template <class T, class K>
 static void store_step(const Tokens<T>& all, const Slots& slots, K* data, int64_t layer, const Layout& layout,
                        const Team& team) {
   int64_t heads = layout.heads, dim = layout.dim, begin, end, counted = -1, count = 0;
-  part_of(team, slots.num_tokens * heads, 16 * dim, &begin, &end);  // a single key touches a line for each word
+  part_of(team, slots.num_tokens * heads, 16 * dim, &begin, &end);  // 16 *: a key touches one cache line per word
   K* rows = zero_rows<K>(layout, team);
   for (int64_t i = begin; i < end; i++) {
     int64_t token = i / heads, head = i % heads, slot = slots.of_tokens[token];
@@ -213,8 +213,8 @@ static void rotary_write_of(const Arg* a, const Team& team) {
 
 // q or None, k, v, cos or None, sin, q_out, slots int64 (num_tokens,), blocks, dtype, dtype of blocks, num_tokens, heads,
 // kv_heads, head_dim, token strides of q, k, v, block_size, num_blocks, layer, rotary_dim / 2
-// Rotates q into q_out, which has no gaps, and stores rotated k and v. A slot is block * block_size + place; tokens whose
-// slots are outside of the blocks are not stored. Those of one block follow one another.
+// Rotates q into q_out, which is contiguous, and stores rotated k, and v. A slot is block * block_size + offset; tokens
+// whose slots are outside of the blocks are not stored. The tokens of one block must be consecutive.
 void rotary_write(const Arg* a, const Team& team) {
   if (a[8].integer)
     rotary_write_of<bf16>(a, team);
@@ -271,7 +271,7 @@ void pack_blocks(const Arg* a, const Team& team) {
     pack<float>(a, layout, a[4].integer, a[6].integer, team);
 }
 
-// As pack_blocks, the other way.
+// The inverse of pack_blocks, with the same arguments.
 void unpack_blocks(const Arg* a, const Team& team) {
   Layout layout = {a[5].integer, a[7].integer, a[8].integer, a[9].integer};
   if (a[3].integer)
@@ -282,7 +282,7 @@ void unpack_blocks(const Arg* a, const Team& team) {
 
 // ---- copies ----
 
-// The first `count` tokens of sixteen, zeros behind them. Rows of 16 words hold a word of each token.
+// Copies the first `count` tokens of sixteen and zeroes the others. A row of 16 words has one word of each token.
 static void copy_keys(const Word* source, Word* target, int64_t count, int64_t words) {
   for (int64_t w = 0; w < words * 16; w++) target[w] = w % 16 < count ? source[w] : 0;
 }

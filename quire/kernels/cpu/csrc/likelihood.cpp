@@ -1,10 +1,10 @@
-// Log probabilities of tokens, their ranks, and the most likely tokens: quire.kernels.reference.likelihood.
+// Logprobs: quire.kernels.reference.likelihood specifies them.
 #include "logit_rows.h"
 #include "team.h"
 
 namespace quire::ISA {
 
-// A logit's log probability, in the two steps in which the reference rounds.
+// The log probability of a logit, in two steps that are rounded like those of the reference.
 struct LogShare {
   float top, log_total;
   Vec operator()(Vec x) const { return (x - top) - log_total; }
@@ -18,7 +18,7 @@ static double total_of(const Row<T>& row, float top, const float* maxima) {
   for (int64_t first = 0; first < row.num_groups(); first += LANES) {
     Vec some{};
     for (int64_t g = first; g < min(first + LANES, row.num_groups()); g++) {
-      if (maxima[g] - top < -80.0f) continue;  // nothing beside the largest
+      if (maxima[g] - top < -80.0f) continue;  // negligible relative to the largest
       const float* x = row.group(g, buffer);
       for (int64_t i = 0; i < GROUP; i += LANES) some += exp(load(x + i) - top);
     }
@@ -43,9 +43,9 @@ static int64_t rank_of(const Row<T>& row, const LogShare& share, float own, cons
 
 // ---- the most likely ----
 
-// Keys fall as values fall, and where values are equal, as ids grow.
+// Keys descend with the values; for equal values they descend as ids ascend.
 INLINE uint64_t key_of(float value, int64_t id) {
-  uint32_t bits = as_bits(value + 0.0f);  // makes -0.0 the 0.0 that it is equal to
+  uint32_t bits = as_bits(value + 0.0f);  // turns -0.0 into 0.0, which it is equal to
   bits = bits >> 31 ? ~bits : bits | 0x80000000u;
   return (uint64_t)bits << 32 | (0xffffffffu - (uint32_t)id);
 }
@@ -60,7 +60,7 @@ static void sink(uint64_t* heap, int64_t at, int64_t size) {
   heap[at] = key;
 }
 
-static void sort_falling(uint64_t* keys, int64_t count) {  // heapsort: the least goes to the end
+static void sort_falling(uint64_t* keys, int64_t count) {  // heapsort in descending order
   for (int64_t i = count / 2; i-- > 0;) sink(keys, i, count);
   for (int64_t last = count; --last > 0;) {
     uint64_t least = keys[0];
@@ -70,14 +70,14 @@ static void sort_falling(uint64_t* keys, int64_t count) {  // heapsort: the leas
   }
 }
 
-// Keys of the k most likely, in any order.
+// Keys of the k most likely tokens, in any order.
 template <class T>
 static void collect(const Row<T>& row, const LogShare& share, const float* maxima, int64_t k, float* memory,
                     uint64_t* keys) {
   float least = share(least_of_largest(maxima, row.num_groups(), k, memory));
   int64_t count = gather(row, maxima, share, least, memory);
   Border border = find_border(memory, nullptr, count, (double)k, least);
-  int64_t equals = k - (int64_t)border.above, found = 0;  // of the border's, the first ones
+  int64_t equals = k - (int64_t)border.above, found = 0;  // equals: how many tokens with the border's score to keep
   alignas(64) float buffer[GROUP];
   for (int64_t g = 0; g < row.num_groups() && found < k; g++) {
     if (share(maxima[g]) < border.score) continue;
@@ -98,7 +98,7 @@ struct Report {
   float* top_values;
 };
 
-// A row in which nothing is likely: all values are NaN, and equal.
+// A row with NaN or +inf, or of -inf only: all values are NaN and count as equal.
 static void report_nothing(const Report& r) {
   for (int64_t i = 0; i < r.n; i++) r.values[i] = __builtin_nanf("");
   *r.rank = 1;

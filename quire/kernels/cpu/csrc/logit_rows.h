@@ -1,5 +1,5 @@
-// Rows of logits, read in groups of 64 tokens. The maxima of the groups, found in one pass, tell which groups need
-// another look: few of them, mostly. Nothing here sorts a vocabulary.
+// Rows of logits, read in groups of 64 tokens. One pass finds the maxima of the groups. Later passes read only groups
+// whose maximum is large enough, usually few. The vocabulary is never sorted.
 #pragma once
 #include "simd.h"
 
@@ -14,7 +14,7 @@ struct Row {
   int64_t size;
 
   int64_t num_groups() const { return (size + GROUP - 1) / GROUP; }
-  // The logits of a group, in place or in `buffer`; -inf behind the end of the row.
+  // The logits of a group, in place or copied to `buffer`; -inf after the end of the row.
   const float* group(int64_t g, float* buffer) const {
     const T* begin = x + g * GROUP;
     int64_t count = min(GROUP, size - g * GROUP);
@@ -28,16 +28,16 @@ struct Row {
   }
 };
 
-// Floats for the maxima of `size` logits: whole vectors.
+// Number of floats for the maxima of `size` logits, padded to whole vectors.
 INLINE int64_t maxima_size(int64_t size) { return up_to((size + GROUP - 1) / GROUP, LANES); }
 
 INLINE bool any(IVec mask) { return bits_of(mask) != 0; }
 
-// Lanes of 0 while all x so far are below inf and not NaN, and else of NaN.
+// A lane stays 0 while no x is +inf or NaN, and becomes NaN otherwise.
 INLINE Vec check(Vec sofar, Vec x) { return fma(vmax(splat(-3.0e38f), x), Vec{}, sofar); }
 INLINE bool passed(Vec checks) { return sum(checks) == 0; }
 
-// The largest logit, or NaN where a logit is NaN or inf. maxima: of the groups, and -inf up to a whole vector.
+// The largest logit, or NaN if a logit is NaN or +inf. Writes the groups' maxima, padded by -inf to whole vectors.
 template <class T>
 static float find_maxima(const Row<T>& row, float* maxima) {
   alignas(64) float buffer[GROUP];
@@ -56,7 +56,7 @@ static float find_maxima(const Row<T>& row, float* maxima) {
 }
 
 #if defined(__AVX2__) && !defined(__AVX512F__)
-// For each set of 8 lanes, their numbers one after another, a byte each.
+// For each set of 8 lanes, the indices of its lanes, one byte each.
 struct Orders {
   uint64_t of[256];
   constexpr Orders() : of() {
@@ -71,7 +71,7 @@ INLINE __m256 compressed(__m256 v, uint32_t set) {
 }
 #endif
 
-// Writes the lanes of v where mask is set one after another, and up to 16 floats more than these; their number.
+// Writes the lanes of v where mask is set contiguously, and up to 16 more floats. Returns the number of lanes set.
 INLINE int64_t compress(float* target, Vec v, IVec mask) {
   uint32_t kept = bits_of(mask);
 #if defined(__AVX512F__)
@@ -92,8 +92,8 @@ INLINE int64_t compress(float* target, Vec v, IVec mask) {
   return __builtin_popcount(kept);
 }
 
-// All score(logit) that are at least `least`, in the order of their tokens, and their number; score must not fall.
-// `out` needs room for the groups, and a vector more.
+// Writes every score(logit) that is at least `least`, in the order of tokens, and returns their number. score must be
+// non-decreasing. `out` needs space for all groups and one more vector.
 template <class T, class Score>
 static int64_t gather(const Row<T>& row, const float* maxima, const Score& score, float least, float* out) {
   alignas(64) float buffer[GROUP];
@@ -113,7 +113,7 @@ static int64_t gather(const Row<T>& row, const float* maxima, const Score& score
 
 // e^x for x in [-700, 0], within 1e-14 of its value.
 INLINE DVec exp(DVec x) {
-  const double magic = 6755399441055744.0;  // 1.5 * 2^52: the sum has no room for fractions
+  const double magic = 6755399441055744.0;  // 1.5 * 2^52: the sum is rounded to an integer
   DVec shifted = x * 1.4426950408889634 + magic, n = shifted - magic;
   DVec r = x - n * 0.693147180369123816490;
   r -= n * 1.90821492927058770002e-10;
@@ -142,7 +142,7 @@ INLINE IVec first_lanes(int64_t count) { return count >= LANES ? splat_int(-1) :
 
 INLINE int64_t count_of(IVec mask) { return __builtin_popcount(bits_of(mask)); }
 
-// e^score of each, none below -700, in `masses`, which is filled up to a whole vector; their sum.
+// Writes e^score of each score, none below -700, to `masses`, padded to whole vectors. Returns their sum.
 static double weigh(const float* scores, int64_t count, double* masses) {
   DVec total{};
   for (int64_t i = 0; i < count; i += LANES) {
@@ -194,7 +194,7 @@ INLINE void compress(double* target, const double* masses, IVec mask) {
 #endif
 }
 
-// The middle of up to nine scores, taken evenly.
+// The median of up to nine evenly spaced scores.
 static float pivot_of(const float* scores, int64_t count) {
   float some[9];
   int size = (int)min(count, 9);
@@ -208,16 +208,16 @@ static float pivot_of(const float* scores, int64_t count) {
 }
 
 struct Border {
-  float score;   // the lowest whose betters weigh less than the limit
-  double above;  // what they weigh
+  float score;   // the lowest score such that the weight of all larger scores is below the limit
+  double above;  // that weight
 };
 
-// Quickselect by weight: what lies on the wrong side of a pivot is dropped. Each score weighs its mass, or 1 where
-// masses is null. Overwrites both, which may be read and written a vector too far. The limit is above 0. The first
-// pivot is the caller's guess.
+// Quickselect by weight: scores on the wrong side of a pivot are dropped. The weight of a score is its mass, or 1 if
+// masses is null. Overwrites both arrays, and reads and writes up to one vector after their end. The limit must be
+// above 0. pivot: the first pivot, a guess.
 static Border find_border(float* scores, double* masses, int64_t count, double limit, float pivot) {
   Border border{INF, 0};
-  double dropped = 0;  // the weight of those that are certainly above the border
+  double dropped = 0;  // weight of the dropped scores that are above the border
   while (count > 0) {
     DVec larger_mass{}, equal_mass{};
     int64_t larger_count = 0, equal_count = 0;
@@ -254,7 +254,7 @@ static Border find_border(float* scores, double* masses, int64_t count, double l
   return border;
 }
 
-// What the k largest of `count` maxima prove: no fewer than k logits are at least this. -inf if they are too few.
+// The k-th largest of `count` maxima: at least k logits are not below it. -inf if count is below k.
 static float least_of_largest(const float* maxima, int64_t count, int64_t k, float* memory) {
   if (k > count) return -INF;
   memcpy(memory, maxima, count * sizeof(float));

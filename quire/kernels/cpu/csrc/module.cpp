@@ -1,12 +1,12 @@
-// The Python module: kernels take tensors, whose memory is asked for here, so that no address outlives its tensor.
+// The Python module `_C`. Kernels take tensors and read their addresses here, so that no address outlives its tensor.
 //
 //   builds()            names of the builds that run on this machine, the fastest first
-//   use(name)           take kernels from that build
-//   set_threads(n)      threads of a kernel's team
-//   <kernel>(*args)     run one, and write it down while a tape is recorded
-//   record()            begin a tape
-//   stop()              end it: the tape, to be given to `play`
-//   play(tape)          run all its kernels with one team, on the same memory: whoever recorded it keeps that alive
+//   use(name)           use the kernels of that build
+//   set_threads(n)      set the number of threads of a team
+//   <kernel>(*args)     run a kernel; during a capture, also append the call to the tape
+//   record()            start a capture
+//   stop()              end the capture; returns the tape, a list of kernel calls
+//   play(tape)          replay its calls with one team, on the same addresses: the caller must keep the memory alive
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
@@ -39,7 +39,7 @@ struct State {
   int num_threads = 1;
   PyObject* data_ptr = nullptr;  // the method's name
 };
-static State state;  // of the module: used under the GIL
+static State state;  // of the module; protected by the GIL
 static thread_local Tape* recording = nullptr;
 
 constexpr const char* kTapeName = "quire.kernels.cpu.tape";
@@ -158,7 +158,7 @@ static PyMethodDef kMethods[] = {
     {nullptr, nullptr, 0, nullptr}};
 static PyModuleDef kModule = {PyModuleDef_HEAD_INIT, "_C", nullptr, -1, kMethods, nullptr, nullptr, nullptr, nullptr};
 
-// The same C function stands behind all kernels: the number of the kernel is what it is bound to.
+// All kernels are the same C function, bound to the index of the kernel.
 static PyMethodDef kKernelMethods[128];
 
 static bool add_kernels(PyObject* module) {

@@ -1,4 +1,4 @@
-// Counted noise: Philox4x32-10 (Salmon et al., Parallel random numbers, SC 2011) and Gumbel variates of its words.
+// Counter-based noise: Philox4x32-10 (Salmon et al., Parallel random numbers, SC 2011), Gumbel variates of its words.
 #pragma once
 #include "simd.h"
 
@@ -21,12 +21,12 @@ INLINE Pair<H> multiply(Pair<H> a, uint32_t m) {
   return {multiply(a.low, m), multiply(a.high, m)};
 }
 
-// The words of 8 counters: lane i of words[j] is word j of counter i, in its lower half; the upper one is anything.
+// The words of 8 counters: the lower half of lane i of words[j] is word j of counter i. The upper half is undefined.
 struct Words {
   ULVec words[4];
 };
 
-// The counter (position, sample index, 0, quad): 0 is the purpose of choosing a token, `quad` four tokens.
+// The counter (position, sample index, 0, quad): 0 is Purpose.SAMPLE, a quad is four tokens.
 struct Philox {
   uint32_t position, sample_index, key[2];
 
@@ -73,15 +73,15 @@ INLINE Vec log(Vec x) {
   return fma(e, splat(0.693359375f), m + p);
 }
 
-// -log(-log(u)) with u = (word + 0.5) / 2^32. In the upper half 1 - u is exact where u is not: what is lost when u is
-// rounded is added to its logarithm.
+// -log(-log(u)) with u = (word + 0.5) / 2^32. In the upper half 1 - u is more exact than u: the rounding error of u is
+// added to its logarithm.
 INLINE Vec gumbel(UVec words) {
   IVec upper = (IVec)words < 0;
-  Vec share = (to_floats((IVec)words ^ upper) + 0.5f) * 0x1p-32f;  // from the nearer end
+  Vec share = (to_floats((IVec)words ^ upper) + 0.5f) * 0x1p-32f;  // from the nearer end of the range
   Vec u = select(upper, splat(1.0f) - share, share);
   Vec lost = (splat(1.0f) - u - share) / u;
   return -log(-(log(u) + (Vec)((IVec)lost & upper)));
 }
-constexpr float LARGEST_GUMBEL = 23;  // a bound: the largest is 22.9
+constexpr float LARGEST_GUMBEL = 23;  // upper bound; the largest value is 22.9
 
 }  // namespace quire::ISA

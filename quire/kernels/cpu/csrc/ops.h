@@ -1,8 +1,8 @@
-// All kernels and the kinds of their arguments (see Op). Each file says what the arguments of its kernels mean.
+// All kernels and the kinds of their arguments (see Op). The files of the kernels document the arguments.
 #pragma once
 
 namespace quire {
-bool has_tiles();  // whether the processor has AMX and the system lets this process use it
+bool has_tiles();  // whether the processor has AMX and the system permits this process to use it
 }
 
 #define QUIRE_OPS \

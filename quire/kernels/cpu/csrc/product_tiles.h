@@ -1,14 +1,14 @@
 // The part of products.cpp that uses AMX: 16 rows of x times 16 rows of the weight, 32 terms at once.
 //
-// Sums of 32 rows and 32 columns stay in four registers over all of k. What is loaded meanwhile comes from the second
-// cache, which keeps up: a block of x stays there while all columns pass by. Where k is so long that only few rows
-// would stay, and the weight would pass by too often, a block has a part of k, and sums wait in memory for the next part.
+// Sums of 32 rows and 32 columns stay in four registers over all of k. Operands are loaded from the L2 cache, which is
+// fast enough: a block of x stays there while all columns are computed. If k is so long that only few rows would fit,
+// and the weight would be read too often, a block has a part of k, and the sums are stored in memory between parts.
 
-constexpr int64_t TILES_FROM_ROWS = 4;  // with fewer rows, vectors are as fast as memory
+constexpr int64_t TILES_FROM_ROWS = 4;  // up to so many rows, vectors are as fast as memory
 constexpr int64_t TILE_BYTES = 1024;
 constexpr int64_t AHEAD = 16 * TILE_BYTES;
 constexpr int64_t BLOCK_BYTES = 5 << 18;  // of x
-constexpr int64_t BLOCK_ROWS = 256;       // that a block should have, if there are as many
+constexpr int64_t BLOCK_ROWS = 256;       // of x: target rows of a block
 
 struct alignas(64) TileConfig {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
@@ -16,14 +16,14 @@ struct alignas(64) TileConfig {
   uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
 
-// A part of k in steps of 32 terms, and where sums of all columns and rows wait between parts.
+// A part of k, in steps of 32 terms. sums: memory for the sums of all columns and rows between parts.
 struct Part {
   int64_t begin, end;
   bool first, last;
   char* sums;
 };
 
-// Rows [row, row + count) of x as tile registers want them: [rows / 16][steps][16][32], filled up by zeros.
+// Copies rows [row, row + count) of x to the layout of tile registers, [rows / 16][steps][16][32], padded with zeros.
 static void lay_out(const Product& p, int64_t row, int64_t count, const Part& part, char* target) {
   int64_t steps = part.end - part.begin;
   for (int64_t i = 0; i < up_to(count, 16); i++) {
@@ -41,13 +41,13 @@ static void lay_out(const Product& p, int64_t row, int64_t count, const Part& pa
   }
 }
 
-// Sums of up to 32 rows and two tiles of columns that wait to be written down.
+// Sums of up to 32 rows and two tiles of columns that are not yet written to the output.
 struct Sums {
   alignas(64) float values[2][2][16][16];  // [row / 16][tile][row % 16][column]
   int64_t first, rows, done;
   int64_t column;
   Vec bias[2];
-  bool alone;  // there is no second tile
+  bool alone;  // whether there is no second tile
 };
 
 template <bool GATED>
@@ -63,15 +63,15 @@ INLINE void finish_row(const Product& p, Sums& sums) {
   if (!sums.alone) store_some(out + 16, y, left - 16);
 }
 
-// What the loops below do beside their products, a little at each step, because it costs no time there: write down
-// the sums before, and bring the next tiles of the weight nearer, lines [from, to) of each.
+// Work that the loops below interleave with their products, at no cost: write the previous sums to the output, and
+// prefetch the next tiles of the weight, cache lines [from, to) of each.
 template <bool GATED>
 struct Beside {
   const Product& p;
   Sums* before;
-  const char* w[2];      // the tiles at hand,
-  const char* next[2];   // and those after them, or null
-  int64_t size, ahead;   // bytes of a tile of columns, and how far to look ahead: up to `size`
+  const char* w[2];      // the current tiles of columns
+  const char* next[2];   // the next ones, or null
+  int64_t size, ahead;   // bytes of a tile of columns; prefetch distance in bytes, at most `size`
   int64_t from, to;
 
   __attribute__((always_inline)) inline void step(int64_t at) {
@@ -87,7 +87,7 @@ struct Beside {
   }
 };
 
-// 32 rows of x times two tiles of the weight, added to the sums `from`, or to zero, and left in `to`: [4][16][16].
+// 32 rows of x times two tiles of the weight, plus the sums `from` unless null, written to `to`: [4][16][16].
 template <bool GATED>
 INLINE void two_by_two(const char* a, int64_t a_tile, Beside<GATED> beside, const float* from, float* to) {
   const char *w0 = beside.w[0], *w1 = beside.w[1];
@@ -119,7 +119,7 @@ INLINE void two_by_two(const char* a, int64_t a_tile, Beside<GATED> beside, cons
   _tile_stored(3, to + 768, 64);
 }
 
-// 16 rows of x times two tiles of the weight.
+// Like two_by_two for 16 rows of x.
 template <bool GATED>
 INLINE void one_by_two(const char* a, int64_t a_tile, Beside<GATED> beside, const float* from, float* to) {
   const char *w0 = beside.w[0], *w1 = beside.w[1];
@@ -147,7 +147,7 @@ template <bool GATED>
 static void tiled_block(const Product& p, int64_t row, int64_t rows, int64_t begin, int64_t end, const Part& part, char* a) {
   int64_t a_tile = (part.end - part.begin) * TILE_BYTES, w_tile = up_to(p.k, 32) / 32 * TILE_BYTES, wide = GATED ? 1 : 2;
   int64_t pieces = (rows + 31) / 32;
-  int64_t ahead = pieces == 1 ? min(a_tile, AHEAD) : a_tile;  // many rows have time to bring all of the next tiles
+  int64_t ahead = pieces == 1 ? min(a_tile, AHEAD) : a_tile;  // with many rows, all of the next tiles are prefetched
   Sums sums[2];
   Sums* before = nullptr;
   int turn = 0;
@@ -192,7 +192,7 @@ static void tiled_block(const Product& p, int64_t row, int64_t rows, int64_t beg
   while (before != nullptr && before->done < before->rows) finish_row<GATED>(p, *before);
 }
 
-// Threads share rows where there are many, and columns otherwise.
+// Threads divide rows if there are many, otherwise columns.
 static void with_tiles(const Product& p, const Team& team) {
   int64_t by_rows = team.size, steps = up_to(p.k, 32) / 32, begin, end, first, last;
   while (by_rows > 1 && (team.size % by_rows || p.rows < 128 * by_rows)) by_rows--;

@@ -1,10 +1,10 @@
-// Products with weights: x (rows, k) times a packed weight (n, k), in bf16 or float32.
+// Matrix products: x (rows, k) times a packed weight (n, k), in bf16 or float32.
 //
-// A packed weight is cut into tiles of 16 of its rows. A tile holds, for each step along k, one vector of 64 bytes:
-// float32 [k][16], or in bf16 pairs of terms [k / 2][16][2] with k filled up to a multiple of 32 by zeros. That is what the
-// dot-product instructions read, and 16 steps of bf16 are one tile register of AMX, so one copy serves all.
-// Terms are added up in order, by one thread: a row's result depends neither on other rows nor on threads, but on
-// whether tile registers were used.
+// A packed weight is cut into tiles of 16 of its rows. A tile has one vector of 64 bytes for each step along k: float32
+// [k][16], or bf16 pairs of terms [k / 2][16][2] with k padded by zeros to a multiple of 32. The dot-product
+// instructions read this layout, and 16 steps of bf16 are one AMX tile register, so one copy serves all builds.
+// One thread adds the terms in order. So the result of a row depends neither on the values of other rows nor on
+// threads, but on whether tile registers are used.
 #include "activation.h"
 #include "team.h"
 #include "terms.h"
@@ -21,7 +21,7 @@ INLINE int64_t steps_of(int64_t k) {
 
 // ---- packing ----
 
-// Rows [start, start + n) of a packed weight, of which no other place is written: padding is zero from the beginning.
+// Writes rows [start, start + n) of a packed weight and nothing else: the caller has zeroed the padding.
 // source (n, k), target, dtype (0 float32, 1 bf16), n, k, start
 template <class T>
 static void pack(const Arg* a, const Team& team) {
@@ -33,9 +33,9 @@ static void pack(const Arg* a, const Team& team) {
   team.share((start + n + 15) / 16 - first_tile, 1, &begin, &end);
   for (int64_t tile = first_tile + begin; tile < first_tile + end; tile++) {
     T* out = target + tile * steps * 16 * terms;
-    int64_t before = tile * 16 - start;  // rows of the source; less than none where the tile begins before it
+    int64_t before = tile * 16 - start;  // first source row of the tile; negative if the tile begins before the source
     int64_t first = max(0, -before), last = min(16, n - before);
-    int64_t whole = last - first == 16 && k % terms == 0 ? k / terms / 16 * 16 : 0;  // steps that go vector by vector
+    int64_t whole = last - first == 16 && k % terms == 0 ? k / terms / 16 * 16 : 0;  // steps copied vector by vector
     for (int64_t s = 0; s < whole; s += 16)
       for (int64_t i = 0; i < 16; i++) {
         const T* row = source + (before + i) * k + s * terms;
@@ -49,7 +49,7 @@ static void pack(const Arg* a, const Team& team) {
 
 void pack_rows(const Arg* a, const Team& team) { a[2].integer ? pack<bf16>(a, team) : pack<float>(a, team); }
 
-// Rows of a packed weight, times a number: for the embeddings of tokens, and for whoever wants the weight back.
+// Rows of a packed weight, times `scale`: for embeddings, and to unpack a weight.
 // weight, ids (count,) int64, target (count, k), dtype, count, k, n (other ids give zeros), scale
 template <class T>
 static void unpack(const Arg* a, const Team& team) {
@@ -86,18 +86,18 @@ struct Product {
   int64_t is_bf16;
   int64_t rows, n, k;    // n: columns of `out`
   int64_t x_stride, out_stride;  // elements from row to row
-  int64_t gate;          // -1, or an Activation: out = activation(x gate_rows) * (x up_rows), each n rows and padded
+  int64_t gate;          // -1, or an Activation: out = activation(x * gate rows) * (x * up rows), n rows each, padded
   int64_t tiles;         // whether tile registers may be used
 };
 
-// Columns are computed in panels of up to four tiles. Those of a gated product alternate: gate, up, gate, up.
+// Columns are computed in panels of up to four tiles. The tiles of a gated product alternate: gate, up, gate, up.
 template <class T>
 struct Panel {
   const char* w[4];  // tile by tile
-  int64_t columns[4];  // first column in `out`, and in its half of the bias
+  int64_t columns[4];  // first column in `out`, and in each half of the bias
 };
 
-// Tiles from `end` on are another thread's, or none: their place takes the first, and its columns are not written.
+// Tiles from `end` on belong to another thread or do not exist: the first tile replaces them, and is not written there.
 template <class T, int NB>
 INLINE Panel<T> panel_of(const Product& p, int64_t tile, int64_t end) {
   Panel<T> panel;
@@ -119,7 +119,7 @@ INLINE Vec bias_of(const Product& p, int64_t column, int64_t half) {
   return load_some((const T*)p.bias + half * p.n + column, min(16, p.n - column));
 }
 
-// What becomes of 16 sums, or of 16 gates and 16 that they gate.
+// Writes 16 columns of a row: adds the bias, and applies the gate if there is one (sums: gate rows, gated: up rows).
 template <class T>
 INLINE void finish(const Product& p, int64_t row, int64_t column, Vec sums, Vec gated) {
   T* out = (T*)p.out + row * p.out_stride + column;
@@ -128,11 +128,11 @@ INLINE void finish(const Product& p, int64_t row, int64_t column, Vec sums, Vec 
   store_some(out, sums, min(16, p.n - column));
 }
 
-// Rows as they are held, or a block of them.
+// A block of rows in the type Held.
 template <class T>
 struct HeldRows {
   const typename Term<T>::Held* x;
-  int64_t stride, first, count;  // the first of them is row `first` of the product
+  int64_t stride, first, count;  // rows [first, first + count) of the product
 };
 
 template <class T, int MR, int NB>
@@ -161,11 +161,11 @@ static void multiply(const Product& p, const Panel<T>& panel, const HeldRows<T>&
       finish<T>(p, rows.first + row + m, panel.columns[n], load(all[m][n]), load(all[m][n + 1 < NB ? n + 1 : n]));
 }
 
-constexpr int64_t HELD_ROWS = 256;      // that stay in the nearer caches while all columns pass by,
-constexpr int64_t HELD_BYTES = 1 << 20;  // if they have no more bytes
+constexpr int64_t HELD_ROWS = 256;      // the most rows of a block, which stays in the L1 and L2 caches
+constexpr int64_t HELD_BYTES = 1 << 20;  // the most bytes of a block, unless 24 rows need more
 constexpr int64_t PREFETCH_BYTES = 2048;
 
-// Tiles of columns [begin, end), NB tiles of the weight at once.
+// Computes tiles of columns [begin, end), NB tiles of the weight at once.
 template <class T, int NB>
 static void multiply_block(const Product& p, const HeldRows<T>& rows, int64_t begin, int64_t end) {
   constexpr int most = min(8, VECTORS_AT_ONCE / NB);
@@ -186,19 +186,19 @@ static void multiply_block(const Product& p, const HeldRows<T>& rows, int64_t be
   }
 }
 
-// Rows [first, first + count), in a thread's own memory unless they are used as they lie.
+// Rows [first, first + count): converted in the thread's memory if Held is another type, otherwise in place.
 template <class T>
 static HeldRows<T> hold_rows(const Product& p, int64_t first, int64_t count, const Team& team) {
   using Held = typename Term<T>::Held;
   auto x = (const T*)p.x + first * p.x_stride;
   if (sizeof(T) == sizeof(Held)) return {(const Held*)x, p.x_stride, first, count};
-  int64_t stride = up_to(p.k, LANES) + LANES;  // mostly no power of two: rows share no cache sets
+  int64_t stride = up_to(p.k, LANES) + LANES;  // rarely a power of two, so that rows do not share cache sets
   auto held = (Held*)team.scratch(count * stride * sizeof(Held));
   for (int64_t i = 0; i < count; i++) hold(x + i * p.x_stride, held + i * stride, p.k);
   return {held, stride, first, count};
 }
 
-// Few rows are multiplied with several tiles at once, so that sums do not wait for one another.
+// With few rows, several tiles are computed at once, so that there are enough independent sums.
 template <class T>
 static void with_vectors(const Product& p, const Team& team) {
   bool gated = p.gate >= 0;

@@ -1,20 +1,20 @@
-// What kernels that work row by row have in common.
+// Functions for kernels that work row by row: division of work, row sums, rotation.
 #pragma once
 #include "activation.h"
 #include "team.h"
 
 namespace quire::ISA {
 
-constexpr int64_t FEW_NUMBERS = 16384;  // so much work that a second thread would only come to wait
+constexpr int64_t FEW_NUMBERS = 16384;  // up to this much work, a second thread gains nothing
 
-// This thread's part of `count` rows of `size` numbers each. Little work is left to the first thread.
+// This thread's part of `count` rows of `size` numbers each. The first thread does small work alone.
 INLINE void part_of(const Team& team, int64_t count, int64_t size, int64_t* begin, int64_t* end) {
   if (count * size > FEW_NUMBERS) return team.share(count, 1, begin, end);
   *begin = 0;
   *end = team.rank == 0 ? count : 0;
 }
 
-// visit(i, n) for each stretch [i, i + n) of a row: whole vectors, and what is left.
+// Calls visit(i, n) for each range [i, i + n) of a row: whole vectors, then the rest.
 template <class F>
 INLINE void each_vector(int64_t size, F visit) {
   int64_t i = 0;
@@ -22,10 +22,10 @@ INLINE void each_vector(int64_t size, F visit) {
   if (i < size) visit(i, size - i);
 }
 
-// The sum over a row, in an order that depends on its size alone; add(sum, i, n) adds the stretch [i, i + n).
+// The sum over a row, in an order that depends on its size alone. add(sum, i, n) adds the range [i, i + n).
 template <class F>
 INLINE float sum_row(int64_t size, F add) {
-  Vec sums[4] = {};  // as one addition waits for the one before it
+  Vec sums[4] = {};  // four independent sums hide the latency of additions
   int64_t i = 0;
   for (; i + 4 * LANES <= size; i += 4 * LANES)
     for (int j = 0; j < 4; j++) sums[j] = add(sums[j], i + j * LANES, LANES);
@@ -34,8 +34,8 @@ INLINE float sum_row(int64_t size, F add) {
   return sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
 }
 
-// Rotates pairs (x[i], x[i + half]) of a head; the numbers behind them are copied. x may be `out`.
-// Rounded to T, whichever type the target has.
+// Rotates pairs (x[i], x[i + half]) of a head and copies the numbers after them. x may be `out`. Results are rounded to
+// T even if Target is a wider type.
 template <class T, class Target>
 INLINE void rotate(const T* x, Target* out, const float* cos, const float* sin, int64_t half, int64_t dim) {
   each_vector(half, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
@@ -53,7 +53,7 @@ INLINE void rotate(const T* x, Target* out, const float* cos, const float* sin, 
   });
 }
 
-// All heads of x, whose tokens are `stride` elements apart. Those of `out` have no gaps. cos and sin (num_tokens, half).
+// Rotates all heads of x. stride: elements between tokens of x; `out` is contiguous. cos and sin (num_tokens, half).
 template <class T>
 static void rotate_heads(const T* x, int64_t stride, T* out, const float* cos, const float* sin, int64_t half,
                          int64_t num_tokens, int64_t heads, int64_t dim, const Team& team) {

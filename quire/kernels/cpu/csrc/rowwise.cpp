@@ -1,7 +1,7 @@
-// What is done to each row alone: to a token, or to one of its heads.
+// Operations on each row alone. A row is a token, or one of its heads.
 //
-// dtype is 0 for float32 and 1 for bf16. All is computed in float32 and rounded once. What becomes of a row depends
-// neither on the rows beside it nor on the number of threads.
+// dtype is 0 for float32 and 1 for bf16. Norms and activations are computed in float32 and rounded once. The result of
+// a row depends neither on other rows nor on the number of threads.
 #include "rows.h"
 
 namespace quire::ISA {
@@ -9,7 +9,7 @@ namespace quire::ISA {
 // ---- norms ----
 
 namespace {
-// outer * inner rows. Those of one outer index lie behind one another in x; in what is written, all do.
+// outer * inner rows. In x, the rows of one outer index are contiguous; in the output, all rows are.
 struct Norm {
   int64_t outer, inner, size, stride;  // stride: elements of x from one outer index to the next
   float eps;
@@ -73,7 +73,7 @@ static void add_rms_norms(const Arg* a, int64_t rows, int64_t size, float eps, c
 }
 
 // x, residual, weight, total, out, dtype, dtype of the weight (not bf16 beside float32), rows, size, eps
-// total may be x or residual, out may be the other one of them.
+// total may be the memory of x or of residual, out that of the other one.
 void add_rms_norm(const Arg* a, const Team& team) {
   int64_t rows = a[7].integer, size = a[8].integer;
   float eps = (float)a[9].number;
@@ -130,7 +130,7 @@ void layer_norm(const Arg* a, const Team& team) {
 
 // ---- activations ----
 
-constexpr int64_t PIECE = 1024;  // numbers of a row that one thread does: few tokens may have very long rows
+constexpr int64_t PIECE = 1024;  // numbers of a row that are one unit of work: few tokens may have very long rows
 
 template <class T, Activation kind>
 INLINE void activate_piece(const T* x, const T* second, T* out, int64_t size) {
@@ -165,7 +165,7 @@ static void activate_rows_by(Activation kind, const Arg* a, const Team& team) {
 }
 
 // x, out, dtype, activation, gated, rows, size (of a row of `out`), stride (elements of x from row to row)
-// out = activation(first `size` numbers of a row), where gated times the `size` numbers behind them. out may be x.
+// out = activation(first `size` numbers of a row), if gated times the next `size` numbers. out may be x.
 void activate(const Arg* a, const Team& team) {
   if (a[2].integer)
     activate_rows_by<bf16>((Activation)a[3].integer, a, team);
@@ -179,9 +179,9 @@ INLINE DVec select(LVec mask, DVec a, DVec b) { return (DVec)(((LVec)a & mask) |
 
 // Cosine and sine within 1e-11, up to angles of 2^20 quarters of a turn; beyond, the error grows with the angle.
 INLINE void cos_sin(DVec angle, DVec* cos, DVec* sin) {
-  const double magic = 6755399441055744.0;  // 1.5 * 2^52: the sum has no room for fractions
+  const double magic = 6755399441055744.0;  // 1.5 * 2^52: the sum is rounded to an integer
   DVec shifted = angle * 0.63661977236758134 + magic;
-  LVec quarter = (LVec)shifted;  // its last bits count quarters of a turn
+  LVec quarter = (LVec)shifted;  // the low bits are the number of quarters of a turn
   DVec n = shifted - magic;
   DVec r = angle - n * 1.57079632673412561417;  // pi / 2 to 33 bits: the product is exact
   r = r - n * 6.07710050650619224932e-11;       // the rest of pi / 2
@@ -194,13 +194,13 @@ INLINE void cos_sin(DVec angle, DVec* cos, DVec* sin) {
 }
 
 // positions (num_tokens,) int64, frequencies (half,), cos, sin (num_tokens, half), num_tokens, half, magnitude
-// Angles are rounded to float32, as they were in training.
+// Angles are rounded to float32, as in training.
 void rotation(const Arg* a, const Team& team) {
   auto positions = (const int64_t*)a[0].data;
   auto frequencies = (const float*)a[1].data;
   int64_t half = a[5].integer, begin, end;
   double magnitude = a[6].number;
-  part_of(team, a[4].integer, 8 * half, &begin, &end);  // a cosine takes as long as several numbers elsewhere
+  part_of(team, a[4].integer, 8 * half, &begin, &end);  // 8 *: a cosine costs as much as several numbers elsewhere
   for (int64_t token = begin; token < end; token++)
     each_vector(half, [&](int64_t i, int64_t n) __attribute__((always_inline)) {
       Vec angles = load_some(frequencies + i, n) * (float)positions[token];

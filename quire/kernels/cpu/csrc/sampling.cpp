@@ -1,21 +1,21 @@
-// Logits to tokens: quire.kernels.reference.sampling says what is done in which order.
+// Sampling: quire.kernels.reference.sampling specifies the operations and their order.
 //
-// A row is one thread's work. The filters come down to one score that a token must reach, which is selected among
-// the few groups of tokens that matter. Then the choice is the arg max of score plus noise. Both logarithms of the
-// noise are spared where the word of the random numbers is too small to win, and the word too where no noise could:
-// what is skipped could not have won, so the choice is exact.
+// One thread handles one row. The filters are reduced to one threshold score, which is selected among the few groups of
+// tokens that can contain it. The token is the arg max of score plus noise. The two logarithms of the noise are skipped
+// if the random word is too small to win, and the random word is skipped if no noise could win. Skipped tokens cannot
+// be the arg max, so the result is exact.
 #include "noise.h"
 #include "logit_rows.h"
 #include "team.h"
 
 namespace quire::ISA {
 
-// What one row of Draws asks for, as the wrapper packs it. Entries [begin, end) of edits and history are the row's.
+// Sampling metadata of one row, packed by the Python wrapper. begin, end: the row's range in edits and history.
 struct Wish {
   uint64_t seed;
   int64_t edits_begin, edits_end, history_begin, history_end;
   int32_t sample_index, position, top_k;
-  int32_t mask;  // which one, or -1
+  int32_t mask;  // index in the masks, or -1
   float temperature, top_p;
   float min_score;  // the logarithm of min_p
   float presence, frequency, repetition;
@@ -34,17 +34,17 @@ struct Sampling {
   const uint8_t* are_output;
 };
 
-// A thread's memory.
+// Scratch of a thread.
 struct Memory {
   float* maxima;
-  float* scores;  // candidates, and before there are any: int32 counts of tokens
+  float* scores;  // scores of candidates; during edits, int32 counts of tokens
   double* masses;  // of candidates
   float* edited;
 };
 
 // ---- edits ----
 
-// A copy of the row with -inf where the mask has no bit. Whether all that it held was below inf and no NaN.
+// Copies the row, with -inf where the mask has no bit. Returns whether the row has no NaN and no +inf.
 template <class T>
 static bool copy(const Row<T>& row, const uint32_t* mask, float* out) {
   const IVec bit = splat_int(1) << lane_numbers();
@@ -66,8 +66,8 @@ static bool copy(const Row<T>& row, const uint32_t* mask, float* out) {
   return passed(checks);
 }
 
-// Products are rounded by themselves, as the reference does: in double they are exact, so no fused multiply-add of
-// the compiler can change what comes out.
+// Products are rounded separately, as in the reference. In double they are exact, so a fused multiply-add of the
+// compiler cannot change the result.
 INLINE float product(float a, float b) { return (float)((double)a * b); }
 
 static void penalise(const Sampling& s, const Wish& wish, int32_t* counts, float* x) {
@@ -77,7 +77,7 @@ static void penalise(const Sampling& s, const Wish& wish, int32_t* counts, float
   for (int64_t i = wish.history_begin; i < wish.history_end; i++) counts[tokens[i]] += s.are_output[i] != 0;
   for (int64_t i = wish.history_begin; i < wish.history_end; i++) {
     int32_t& count = counts[tokens[i]];
-    if (count < 0) continue;  // it had its turn
+    if (count < 0) continue;  // already penalised
     float value = x[tokens[i]];
     value = value > 0 ? value / wish.repetition : product(value, wish.repetition);
     value = value - product(wish.frequency, (float)count) - (count > 0 ? wish.presence : 0.0f);
@@ -86,7 +86,7 @@ static void penalise(const Sampling& s, const Wish& wish, int32_t* counts, float
   }
 }
 
-// The row as its wishes leave it, in memory; false where it held NaN or inf.
+// Writes the row after masks, edits and penalties to memory.edited. Returns false if the row has NaN or +inf.
 template <class T>
 static bool edit(const Sampling& s, const Wish& wish, const Row<T>& row, const Memory& memory) {
   int64_t words = (s.vocab_size + 31) / 32;
@@ -104,10 +104,10 @@ struct Scale {
   float operator()(float x) const { return (x - top) / temperature; }
 };
 
-// Scores below this have no part in the mass that a top_p below 1 could name.
+// Scores below this have a part of the probability mass that is too small to affect a float32 top_p below 1.
 constexpr float NEGLIGIBLE = -45;
 
-// The lowest score that stays, of those that are at least `least`.
+// The lowest score that the filter keeps, of those that are at least `least`.
 template <class T>
 static float top_k_border(const Row<T>& row, const Scale& scale, float least, int64_t k, const Memory& memory) {
   float proven = scale(least_of_largest(memory.maxima, row.num_groups(), k, memory.scores));
@@ -121,7 +121,7 @@ static float top_p_border(const Row<T>& row, const Scale& scale, float least, fl
   int64_t count = gather(row, memory.maxima, scale, maxf(least, NEGLIGIBLE), memory.scores);
   double limit = top_p * weigh(memory.scores, count, memory.masses);
   float border = find_border(memory.scores, memory.masses, count, limit, -4.0f).score;
-  return border < 0 ? border : 0;  // the most likely stays, whatever the limit
+  return border < 0 ? border : 0;  // the most likely token is always kept
 }
 
 // ---- choice ----
@@ -131,7 +131,7 @@ struct Best {
   int64_t token;
 };
 
-// Improves on `best` with the tokens of a group whose score is at least `least`.
+// Updates `best` with the tokens of a group whose score is at least `least`.
 static void compete(const float* x, const uint32_t* words, const Scale& scale, float least, int64_t first, Best* best) {
   alignas(64) float values[GROUP];
   Vec most = splat(-INF);
@@ -147,7 +147,7 @@ static void compete(const float* x, const uint32_t* words, const Scale& scale, f
       *best = {values[i], first + i};
 }
 
-// Whether any word of the group is at least `least`; then all of them, in the order of tokens.
+// Whether any random word of the group is at least `least`. If so, writes all words in the order of tokens.
 INLINE bool draw_words(const Philox& philox, int64_t g, uint32_t least, uint32_t* out) {
   Words low = Philox::of(philox, g * (GROUP / 4)), high = Philox::of(philox, g * (GROUP / 4) + 8);
   IVec reached = splat_int(0);
@@ -168,8 +168,8 @@ INLINE bool draw_words(const Philox& philox, int64_t g, uint32_t least, uint32_t
   return true;
 }
 
-// The least word with which a token can win that lacks `lead` (up to 0) before its noise. Noise is no more than
-// -log(1 - u); the bound on 1 - u is taken wider by far than all rounding.
+// The smallest random word with which a token can win. share_needed: e^lead, where lead is the score of the token
+// before noise minus the best value so far. Noise is at most -log(1 - u); the margin exceeds all rounding by far.
 INLINE uint32_t least_word(float share_needed) {
   float distance = share_needed * 4299262263.0f + 4.0f;
   return distance >= 4294967040.0f ? 0 : 0xffffffffu - (uint32_t)distance;
@@ -186,7 +186,7 @@ static int64_t draw(const Row<T>& row, const Wish& wish, const Scale& scale, flo
   while (maxima[peak] != scale.top) peak++;
   draw_words(philox, peak, 0, words);
   Best best{-INF, 0};
-  compete(row.group(peak, buffer), words, scale, least, peak * GROUP, &best);  // what others have to beat
+  compete(row.group(peak, buffer), words, scale, least, peak * GROUP, &best);  // a good first value to compare with
   for (int64_t first = 0; first < row.num_groups(); first += LANES) {
     Vec scores = scale(load(maxima + first)), lead = scores - best.value;
     store(tops, scores);

@@ -1,10 +1,10 @@
-// Vectors of 16 numbers, for whichever instruction set this file is compiled with.
+// Vectors of 16 numbers, for the instruction set that this file is compiled with.
 //
-// Everything is in the namespace of the instruction set and inlined: were two builds to share one symbol, the
-// linker might keep the code that this machine cannot run.
+// Everything is in the namespace of the instruction set and inlined. If two builds shared a symbol, the linker could
+// keep the code that this machine cannot run.
 //
-// A register holds 16 numbers, or 8, or 4. What depends on the machine is written for one register; pairs of registers
-// make a vector where one is too short (see simd_pair.h).
+// A register has 16, 8 or 4 numbers. Machine-dependent functions are written for one register; shorter registers form a
+// vector as pairs (see simd_pair.h).
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -24,7 +24,7 @@ struct bf16 {
 
 #if defined(__AVX512F__)
 constexpr int REGISTER_BYTES = 64;
-constexpr int VECTORS_AT_ONCE = 16;  // sums that fit into registers, beside what is added to them
+constexpr int VECTORS_AT_ONCE = 16;  // sums that fit into registers together with the operands
 #elif defined(__AVX2__)
 constexpr int REGISTER_BYTES = 32;
 constexpr int VECTORS_AT_ONCE = 6;
@@ -49,7 +49,7 @@ using Vector = typename Several<Register, 64 / REGISTER_BYTES>::Type;
 using Vec = Vector<Floats>;
 using IVec = Vector<Ints>;
 using UVec = Vector<UInts>;
-using DVec = Vector<Doubles>;  // of 8, as those that follow
+using DVec = Vector<Doubles>;  // 8 numbers, like the next two
 using LVec = Vector<Longs>;
 using ULVec = Vector<ULongs>;
 
@@ -73,7 +73,7 @@ INLINE uint32_t as_bits(float x) {
 INLINE float to_float(float x) { return x; }
 INLINE float to_float(bf16 x) { return as_float((uint32_t)x.bits << 16); }
 INLINE void put(float* target, float x) { *target = x; }
-INLINE void put(bf16* target, float x) {  // to the nearest, ties to even; NaN stays NaN
+INLINE void put(bf16* target, float x) {  // rounds to nearest, ties to even; NaN stays NaN
   uint32_t bits = as_bits(x);
   target->bits = x != x ? (uint16_t)((bits >> 16) | 0x40) : (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
@@ -87,7 +87,7 @@ INLINE IVec lane_numbers() {
 
 // ---- bf16 ----
 
-// The bf16 nearest to each number, in the lower half of its lane; NaN stays NaN.
+// Rounds each number to bf16, in the lower half of its lane; NaN stays NaN.
 INLINE UInts to_bf16(Floats v) {
 #if defined(__AVX512BF16__)
   return (UInts)_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)v));
@@ -153,7 +153,7 @@ INLINE void store_two(bf16* p, Vec first, Vec second) {
 #endif
 }
 
-// the first n of 16 numbers; the others are 0, and are not written
+// load or store the first n of 16 numbers; the others are loaded as 0 and not written
 template <class T>
 INLINE Vec load_some(const T* p, int64_t n) {
   if (n >= LANES) return load(p);
@@ -177,7 +177,7 @@ INLINE Floats fma(Floats a, Floats b, Floats c) {
 #elif defined(__FMA__)
   return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
 #else
-  return a * b + c;  // contracted where the machine can
+  return a * b + c;  // contracted if the machine has a fused multiply-add
 #endif
 }
 INLINE Floats select(Ints mask, Floats a, Floats b) {  // lanes of mask are 0 or -1
@@ -217,11 +217,11 @@ INLINE Floats round_to_int(Floats x) {
 #elif defined(__AVX2__)
   return (Floats)_mm256_round_ps((__m256)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #else
-  const float magic = 12582912.0f;  // 1.5 * 2^23: the sum has no room for fractions
+  const float magic = 12582912.0f;  // 1.5 * 2^23: the sum is rounded to an integer
   return (x + magic) - magic;
 #endif
 }
-// 1 / x for finite x above 0 that are no denormals, within 2 units in the last place
+// 1 / x for normal x above 0, within 2 units in the last place
 INLINE Floats reciprocal(Floats x) {
 #if defined(__AVX512F__)
   Floats r = (Floats)_mm512_rcp14_ps((__m512)x);
@@ -248,7 +248,7 @@ EACH(reciprocal)
 EACH(to_ints)
 EACH(to_floats)
 
-// Float32 as doubles, and back.
+// Conversion of float32 to doubles and back.
 INLINE void to_doubles(Vec v, DVec* low, DVec* high) {
   alignas(64) float numbers[LANES];
   alignas(64) double wide[LANES];
@@ -270,7 +270,7 @@ INLINE Vec from_doubles(DVec low, DVec high) {
 
 // ---- all lanes ----
 
-// One bit for each lane of a mask.
+// One bit per lane of a mask.
 INLINE uint32_t bits_of(Ints mask) {
 #if defined(__AVX512F__)
   return _mm512_movepi32_mask((__m512i)mask);
@@ -289,7 +289,7 @@ INLINE uint32_t bits_of(Pair<H> mask) {
   return bits_of(mask.low) | bits_of(mask.high) << sizeof(H) / 4;
 }
 
-// Sums and maxima of the lanes, in an order that is the same on every machine: halves are put together.
+// Sums and maxima of the lanes, by adding halves: the order is the same on every machine.
 template <int width, class Both>
 INLINE Floats folded(Floats v, Both both) {
   Ints other;
@@ -330,7 +330,7 @@ INLINE float largest(Vec v) {
 
 // ---- functions ----
 
-// e^x within 2 units in the last place between -87 and 88; beyond, what it is there.
+// e^x within 2 units in the last place between -87 and 88; x is clamped to this range.
 INLINE Vec exp(Vec x) {
   x = vmax(splat(-87.0f), vmin(splat(88.0f), x));  // in this order, NaN stays NaN
   Vec n = round_to_int(x * splat(1.44269504f));

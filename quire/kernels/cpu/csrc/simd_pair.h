@@ -1,7 +1,7 @@
-// Vectors longer than the machine's registers: pairs of halves, with the operators that vectors of GCC have.
+// Vectors longer than the machine's registers: pairs of halves, with the operators of GCC's vectors.
 //
-// GCC has vectors of any length, too, but keeps those that are longer than a register in memory, and takes their
-// comparisons and conversions apart number by number.
+// GCC also supports vectors of any length, but it keeps those longer than a register in memory, and compiles their
+// comparisons and conversions number by number.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -11,7 +11,7 @@
 
 namespace quire::ISA {
 
-// Only for their types.
+// Declared only for their types.
 template <class H>
 H& some();
 template <class N>
@@ -61,7 +61,7 @@ struct Several<Register, 1> {
   using Type = Register;
 };
 
-// Bits from and to memory.
+// Loads and stores of bits.
 template <class V>
 INLINE void read_bits(const void* p, V* v) {
   memcpy(v, p, sizeof(V));
@@ -87,7 +87,7 @@ INLINE void store_bits(void* p, Pair<H> v) {
   store_bits((char*)p + sizeof(H), v.high);
 }
 
-// Functions of simd.h that treat lanes or registers one by one, for pairs of what they are written for.
+// Define a function of simd.h that works lane by lane for pairs, from its definition for one half.
 #define EACH(name) \
   template <class H> \
   INLINE auto name(Pair<H> a) -> Pair<decltype(name(a.low))> { \

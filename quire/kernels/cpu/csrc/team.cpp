@@ -15,7 +15,7 @@
 
 namespace quire {
 
-constexpr int kSpins = 4000;  // about 50 us: longer than kernels' threads differ, far shorter than a time slice
+constexpr int kSpins = 4000;  // about 50 us: longer than threads of a kernel differ, far shorter than a time slice
 
 struct Team::Shared {
   alignas(64) int arrived = 0;
@@ -88,7 +88,7 @@ void* Team::scratch(size_t num_bytes) const {
     free(buffer.data);
     size_t size = (num_bytes + 4095) / 4096 * 4096;
     buffer.data = aligned_alloc(64, size);
-    if (buffer.data == nullptr) abort();  // some megabytes at most: the machine is beyond help
+    if (buffer.data == nullptr) abort();  // at most some megabytes, so there is no way to continue
     buffer.size = size;
   }
   return buffer.data;

@@ -1,4 +1,4 @@
-// What every kernel is given: its arguments as 8-byte words, and the team of threads that runs it.
+// Arguments of every kernel: 8-byte words, and the team of threads that runs it.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -11,23 +11,23 @@ union Arg {
   void* data;
 };
 
-// Threads that run one kernel after another. All of them call each kernel, with the same arguments.
+// Threads that run one kernel after another. Every thread calls each kernel with the same arguments.
 struct Team {
   struct Shared;
   Shared* shared;
   int rank;
   int size;
 
-  // Waits for all threads: spins for a while, then blocks. What one wrote before, all see behind it.
+  // Waits for all threads: spins for a while, then blocks. Writes before it are visible to all threads after it.
   void barrier() const;
 
-  // Numbers 0, 1, 2, ... of which each is given to one thread of the team, from one barrier to the next.
+  // Returns 0, 1, 2, ...: each number to one thread of the team only. A barrier resets the counter.
   int64_t take() const;
 
-  // Memory of this thread alone, aligned to 64 bytes, valid until it asks again. Not initialised.
+  // Uninitialised memory of this thread, aligned to 64 bytes, valid until its next call.
   void* scratch(size_t num_bytes) const;
 
-  // The part of [0, count) that is this thread's, in multiples of `unit`. Inlined, or builds would share it.
+  // The part of [0, count) of this thread, in multiples of `unit`. Inlined, or all builds would share one build's code.
   __attribute__((always_inline)) void share(int64_t count, int64_t unit, int64_t* begin, int64_t* end) const {
     int64_t units = (count + unit - 1) / unit;
     *begin = units * rank / size * unit;
@@ -44,7 +44,7 @@ struct Call {
   Arg args[32];
 };
 
-// Runs calls one after another with a team of `num_threads`, which is forked once.
+// Runs calls one after another with a team of `num_threads`, which is started once.
 void run(const Call* calls, size_t num_calls, int num_threads);
 
 struct Op {

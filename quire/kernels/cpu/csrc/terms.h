@@ -1,17 +1,17 @@
-// Products of rows with what is stored for them: weights, keys and values, in vectors of 64 bytes per step. These hold
-// one float32, or a pair of bf16, for each of 16 columns.
+// Products of rows with stored operands (weights, keys, values), which are vectors of 64 bytes per step: one float32,
+// or a pair of bf16, for each of 16 columns.
 #pragma once
 #include "simd.h"
 
 namespace quire::ISA {
 
-// A step adds up `width` terms, in `parts`: part(y, i) is what its i-th part multiplies, and x the row's next terms.
+// A step adds `width` terms, in `parts`: part(y, i) is the stored operand of part i, and x has the row's next terms.
 template <class T>
 struct Term;
 
 template <>
 struct Term<float> {
-  using Held = float;  // what a row's numbers are kept as
+  using Held = float;  // type of a row's numbers in a thread's memory
   static constexpr int width = 1, parts = 1;
   INLINE Vec part(const char* y, int) { return load((const float*)y); }
   INLINE Vec dot(Vec acc, const float* x, Vec y) { return fma(splat(*x), y, acc); }
@@ -32,7 +32,7 @@ struct Term<bf16> {
 #else
 template <>
 struct Term<bf16> {
-  using Held = float;  // is read into all lanes at once
+  using Held = float;  // can be broadcast to all lanes
   static constexpr int width = 2, parts = 2;
   INLINE Vec part(const char* y, int i) {
     UVec pairs = load_bits<UVec>(y);
@@ -42,15 +42,15 @@ struct Term<bf16> {
 };
 #endif
 
-// Loads stay on their side of it: GCC would do them all first, and have more at hand than 16 registers.
+// A compiler barrier for loads. Without it GCC does all loads first, which needs more than 16 registers.
 INLINE void one_after_another() {
 #if !defined(__AVX512F__)
   __asm__ volatile("" ::: "memory");
 #endif
 }
 
-// Adds a step's terms to sums of MR rows and N vectors of columns: those of row m, from x + m * stride on, times what
-// lies at place(n).
+// Adds a step's terms to sums of MR rows and N vectors of columns: the terms of row m at x + m * stride, times the
+// vector at place(n).
 template <class T, int MR, int N, class Place>
 INLINE void add_terms(Vec (&sums)[MR][N], const typename Term<T>::Held* x, int64_t stride, Place place) {
 #pragma GCC unroll 2
@@ -65,7 +65,7 @@ INLINE void add_terms(Vec (&sums)[MR][N], const typename Term<T>::Held* x, int64
   }
 }
 
-// A row as it is held.
+// Copies a row, converted to Held.
 template <class T>
 INLINE void hold(const T* row, T* held, int64_t count) {
   memcpy(held, row, count * sizeof(T));

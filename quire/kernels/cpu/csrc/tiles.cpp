@@ -1,4 +1,4 @@
-// Whether AMX may be used. On Linux a process has to ask for the tiles' registers before the first use.
+// Whether AMX can be used. On Linux a process must request permission for the tile registers before the first use.
 #include "ops.h"
 
 #if defined(__x86_64__) && defined(__linux__)
