@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from quire.cost.model_shape import KVLayer
 from quire.errors import ModelError, RequestError, nearest
 from quire.kernels.contract import DTYPES
 from quire.models import gpt_like, llama_like
@@ -22,7 +23,6 @@ from quire.models.config import DecoderConfig, Names
 from quire.models.config_fields import Fields
 from quire.models.config_reader import decoder_config
 from quire.models.family import LLAMA, Family
-from quire.models.model import KVLayer
 from quire.models.text_part import INNER, TextPart
 from quire.models.weight_map import Placement, placements
 from quire.params import SamplingParams

@@ -1,24 +1,17 @@
 """Interfaces of a model and its description, for the shared decoder and for models of transformers."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from quire.cost.model_shape import KVLayer
 from quire.kernels.contract import Kernels
 from quire.layers.attend import Attend, Scores
 from quire.models.checkpoint import Checkpoint
 
 Progress = Callable[[int, int], None]  # bytes of weights loaded, bytes in all
-
-
-class KVLayer(NamedTuple):
-    """Shape of the KV of one layer."""
-
-    num_kv_heads: int
-    head_dim: int
-    window: int  # positions that a query attends to, including its own; 0: all
 
 
 class Description(Protocol):

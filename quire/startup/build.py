@@ -30,7 +30,7 @@ from quire.scheduler.journal import JournalledScheduler
 from quire.scheduler.scheduler import Scheduler
 from quire.startup.calibration import measure
 from quire.startup.hardware import available_memory, pick_device, return_freed_memory
-from quire.startup.memory_demand import cache_of, demand_of, kv_groups
+from quire.startup.memory_demand import cache_of, demand_of, shape_of
 from quire.startup.model_loading import ModelFiles, open_model
 from quire.structured_outputs.backends import check as check_form
 from quire.structured_outputs.compile import Grammars, vocabulary_of
@@ -177,18 +177,18 @@ def prepare(options: EngineOptions, *, report: Report, progress: Progress) -> Pr
     description = files.description
     device = pick_device(options.device)
     dtype, kv_dtype = _dtypes(options, description.dtype)
-    head_dims = tuple({layer.head_dim for layer in description.kv_layers})
+    shape = shape_of(description, dtype)
+    head_dims = tuple({layer.head_dim for layer in shape.layers})
     chosen = choose(options.kernels, Demands(usable_device(device), dtype, kv_dtype, options.block_size, head_dims))
-    threads = _threads(options.threads, description.weight_bytes(dtype))
+    threads = _threads(options.threads, shape.weight_bytes)
     chosen.kernels.use_threads(threads)
     kept = "" if kv_dtype == dtype else f", keys and values in {kv_dtype}"
     report(f"{description.architecture} from {path}, {dtype} on {device}{kept}")
     report(f"model      {files.runs_on}")
     report(f"kernels    {chosen.reason}; {threads} threads")
-    groups = kv_groups(description.kv_layers)
     kind = torch.device(device).type
     swaps_beside = kind != "cpu" and options.preemption != "recompute"
-    demand = demand_of(description, options, (dtype, kv_dtype), groups, chosen.kernels, swaps_beside=swaps_beside)
+    demand = demand_of(shape, options, (dtype, kv_dtype), chosen.kernels, swaps_beside=swaps_beside)
     share = _SHARES[kind]
     plan = plan_memory(
         demand,
@@ -206,7 +206,7 @@ def prepare(options: EngineOptions, *, report: Report, progress: Progress) -> Pr
     # a second step in flight overlaps planning with a device; without one it gains no time and may be discarded
     steps_in_flight = (2 if kind == "cuda" else 1) if options.steps_in_flight is None else options.steps_in_flight
     limits = _limits(options, plan.max_model_len, steps_in_flight)
-    cache = _with_prefixes(cache_of(groups, kv_dtype, plan, host), options, files, limits)
+    cache = _with_prefixes(cache_of(shape, kv_dtype, plan, host), options, files, limits)
     report(_about_prefixes(cache))
     resolved = replace(
         options,

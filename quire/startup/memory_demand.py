@@ -1,33 +1,34 @@
-"""Input of the memory plan, computed from a model's description, with the cache config made from the plan."""
-
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+"""Input of the memory plan, computed from a model's shape, with the cache config made from the plan."""
 
 from quire.config import CacheConfig, EngineOptions, KVGroup
 from quire.cost.memory_plan import Demand, HostPool, KVDemand, MemoryPlan
+from quire.cost.model_shape import KVLayer, ModelShape
 from quire.kernels.contract import DTYPES, Kernels, Recorded
 from quire.kernels.reference.quantized import kept_as, read_bytes
 from quire.kernels.reference.sampling import LOGITS_AT_ONCE
 from quire.kv_store.host import STAGED_BYTES
-from quire.models.model import Description, KVLayer
+from quire.models.model import Description
 
 _LOGIT_COPIES = 4  # of the logits of all rows: in the model's dtype, in float32, with edits, and the result
 _SAMPLING_BYTES = 50  # per logit that is sampled at once: filtered, sorted, cumulative sums, random numbers
 
 
-def kv_groups(layers: Sequence[KVLayer]) -> Mapping[KVLayer, tuple[int, ...]]:
-    """Layer indices by KV group, groups without a window first."""
-    groups: dict[KVLayer, list[int]] = defaultdict(list)
-    for index, layer in enumerate(layers):
-        groups[layer].append(index)
-    return {layer: tuple(groups[layer]) for layer in sorted(groups, key=lambda layer: layer.window)}
+def shape_of(description: Description, dtype: str) -> ModelShape:
+    """The shape of a model whose weights are loaded as `dtype`."""
+    return ModelShape(
+        vocab_size=description.vocab_size,
+        max_positions=description.max_positions,
+        num_parameters=description.num_parameters,
+        weight_bytes=description.weight_bytes(dtype),
+        activations_per_token=description.activations_per_token,
+        layers=tuple(description.kv_layers),
+    )
 
 
 def demand_of(
-    description: Description,
+    shape: ModelShape,
     options: EngineOptions,
     dtypes: tuple[str, str],
-    groups: Mapping[KVLayer, tuple[int, ...]],
     kernels: Kernels,
     *,
     swaps_beside: bool = False,
@@ -37,22 +38,22 @@ def demand_of(
     swaps_beside: whether blocks may be swapped to the host while the device computes, which needs staging buffers.
     """
     dtype, kv_dtype = dtypes
-    length = min(options.max_model_len or description.max_positions, description.max_positions)
+    groups = shape.kv_groups
+    length = min(options.max_model_len or shape.max_positions, shape.max_positions)
     read = read_bytes(kv_dtype, DTYPES[dtype])
     widest = max(2 * layer.num_kv_heads * layer.head_dim * read for layer in groups)
-    weight_bytes = description.weight_bytes(dtype)
     attention = min(max(kernels.SCRATCH_BYTES, length * widest), options.max_num_seqs * length * widest)
-    sampled = min(max(LOGITS_AT_ONCE, description.vocab_size), options.max_num_seqs * description.vocab_size)
-    token_bytes, logit_bytes = description.activations_per_token * 4, description.vocab_size * 4
+    sampled = min(max(LOGITS_AT_ONCE, shape.vocab_size), options.max_num_seqs * shape.vocab_size)
+    token_bytes, logit_bytes = shape.activations_per_token * 4, shape.vocab_size * 4
     recorded = Recorded(0, "")
     if kernels.recorder is not None:
         recorded = kernels.recorder.takes(options.max_num_seqs, token_bytes, logit_bytes, kernels.SCRATCH_BYTES)
     return Demand(
-        weight_bytes=weight_bytes,
-        weight_reason=f"{description.num_parameters / 1e6:.2f} M parameters, {dtype}",
+        weight_bytes=shape.weight_bytes,
+        weight_reason=f"{shape.num_parameters / 1e6:.2f} M parameters, {dtype}",
         kv=tuple(_kv_demand(layer, len(layers), kv_dtype) for layer, layers in groups.items()),
         block_size=options.block_size,
-        model_max_len=description.max_positions,
+        model_max_len=shape.max_positions,
         max_model_len=options.max_model_len,
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
@@ -76,7 +77,7 @@ def _kv_demand(layer: KVLayer, num_layers: int, kv_dtype: str) -> KVDemand:
     )
 
 
-def cache_of(groups: Mapping[KVLayer, tuple[int, ...]], dtype: str, plan: MemoryPlan, host: HostPool) -> CacheConfig:
+def cache_of(shape: ModelShape, dtype: str, plan: MemoryPlan, host: HostPool) -> CacheConfig:
     """The cache config with pools of the planned sizes, without a prefix index."""
     block_size = plan.demand.block_size
     return CacheConfig(
@@ -94,7 +95,7 @@ def cache_of(groups: Mapping[KVLayer, tuple[int, ...]], dtype: str, plan: Memory
                 num_host_blocks=num_host_blocks,
             )
             for (layer, layers), kv, num_blocks, num_host_blocks in zip(
-                groups.items(), plan.demand.kv, plan.num_blocks, host.num_blocks, strict=True
+                shape.kv_groups.items(), plan.demand.kv, plan.num_blocks, host.num_blocks, strict=True
             )
         ),
     )

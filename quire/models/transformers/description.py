@@ -13,11 +13,11 @@ import transformers
 from torch import nn
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
+from quire.cost.model_shape import KVLayer
 from quire.kernels.contract import DTYPES
 from quire.models.checkpoint import Checkpoint
 from quire.models.config_fields import Fields
 from quire.models.description import compute_dtype, sampling_defaults, token_ids
-from quire.models.model import KVLayer
 from quire.models.transformers.attention import TRACED
 from quire.models.transformers.construction import Shape, construct, quiet
 from quire.models.transformers.split_model import Halves

@@ -11,7 +11,7 @@ from quire.config import EngineOptions
 from quire.kernels.contract import NotRecordable
 from quire.kv_store.host import STAGED_BYTES
 from quire.models.description import describe
-from quire.startup.memory_demand import demand_of, kv_groups
+from quire.startup.memory_demand import demand_of, shape_of
 
 pytest.importorskip("triton")
 from quire.kernels.triton import recording
@@ -114,10 +114,10 @@ def test_what_cannot_be_captured_is_refused_and_memory_that_is_short_is_an_error
 @pytest.mark.parametrize("most", [6, 300])
 def test_the_demand_of_a_model_counts_it(saved, most):
     description = describe(saved("qwen3-gqa")[0])
-    groups = kv_groups(description.kv_layers)
+    shape = shape_of(description, "float32")
     kernels = TritonKernels(strict=False)
     without, recorded = (
-        demand_of(description, EngineOptions(max_num_seqs=most), ("float32", "float32"), groups, kernels)
+        demand_of(shape, EngineOptions(max_num_seqs=most), ("float32", "float32"), kernels)
         for kernels.recorder in (None, recording.Recording())
     )
     assert (without.recording_bytes, without.recording_reason) == (0, "")
@@ -125,6 +125,6 @@ def test_the_demand_of_a_model_counts_it(saved, most):
     expected = recording.Recording().takes(most, *sizes)
     assert (recorded.recording_bytes, recorded.recording_reason) == expected
     assert (without.staging_bytes, recorded.staging_bytes) == (0, 0)
-    beside = demand_of(description, EngineOptions(), ("float32",) * 2, groups, kernels, swaps_beside=True)
+    beside = demand_of(shape, EngineOptions(), ("float32",) * 2, kernels, swaps_beside=True)
     assert beside.staging_bytes == 2 * STAGED_BYTES
     assert expected.reason.startswith("4 graphs of up to 8 " if most == 6 else "22 graphs of up to 256 ")

@@ -8,12 +8,12 @@ import transformers
 from unknown_architecture import SHAPE, UNKNOWN, loaded, prompt_of, save
 
 from quire.config import KVGroup
+from quire.cost.model_shape import KVLayer
 from quire.kernels import reference
 from quire.kernels.contract import Batch
 from quire.layers.attend import PagedAttend, Scores
 from quire.models.checkpoint import FolderCheckpoint
 from quire.models.description import FAMILIES
-from quire.models.model import KVLayer
 from quire.models.transformers import describe_backend, load_backend
 
 NUM_TOKENS = 32
