@@ -105,12 +105,12 @@ def under(
         needed += sum(len(one.token_ids) - (one.finish_reason is not None) for one in outputs)
         if now >= _WARM * seconds:
             counted += sum(len(one.token_ids) for one in outputs)
-    admitted = scheduler.accounts.num_query_tokens - scheduler.accounts.num_hit_tokens
+    admitted = scheduler.request_stats.num_query_tokens - scheduler.request_stats.num_hit_tokens
     return Load(
         rate,
         counted / ((1 - _WARM) * seconds),
         num_steps,
-        scheduler.accounts.num_preemptions,
+        scheduler.request_stats.num_preemptions,
         max(0, computed - needed - admitted),
         scheduler.num_waiting,
     )

@@ -60,10 +60,10 @@ class Case:
         self.plans = [paged.plan(Batch(*spans, order.reshape(batch, width)), self.storage) for order in orders]
 
     def scattered(self) -> None:
-        _C.attention(*paged.arguments(self.storage, 0, self.q, self.out, self.plans[0], 0.125, 0.0))
+        _C.attention(*paged.kernel_arguments(self.storage, 0, self.q, self.out, self.plans[0], 0.125, 0.0))
 
     def contiguous(self) -> None:
-        _C.attention_contiguous(*paged.arguments(self.storage, 0, self.q, self.out, self.plans[1], 0.125, 0.0))
+        _C.attention_contiguous(*paged.kernel_arguments(self.storage, 0, self.q, self.out, self.plans[1], 0.125, 0.0))
 
 
 def read_everything(num_bytes: int) -> tuple[Callable[[], None], int]:

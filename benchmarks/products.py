@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-from quire.kernels.contract import Packed
+from quire.kernels.contract import PackedWeight
 from quire.kernels.cpu.kernels import CpuKernels
 from quire.kernels.cpu.products import pack_weight
 
@@ -37,7 +37,7 @@ def measure(kernels: CpuKernels, columns: int, terms: int, rows: int) -> tuple[f
     """Seconds of one product by quire and by oneDNN."""
     copies = max(2, WEIGHT_BYTES // (2 * columns * terms))
     weights = [torch.randn(columns, terms).mul_(0.02).to(torch.bfloat16) for _ in range(copies)]
-    ours: list[Packed] = [pack_weight(weight) for weight in weights]
+    ours: list[PackedWeight] = [pack_weight(weight) for weight in weights]
     theirs = [torch.ops.mkldnn._reorder_linear_weight(weight, None) for weight in weights]
     x = torch.randn(rows, terms).to(torch.bfloat16)
 
@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--rows", default="1,4,8,16,32,64,128,512,2048")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     args = parser.parse_args()
-    kernels = CpuKernels(strict=False)
+    kernels = CpuKernels(deterministic=False)
     kernels.use_threads(args.threads)
     print(f"{'':<14}{'rows':>6}{'quire us':>10}{'oneDNN us':>11}{'ratio':>7}{'GFLOP/s':>9}{'GB/s':>7}")
     for name, (columns, terms) in SHAPES.items():

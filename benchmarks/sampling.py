@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels import reference
-from quire.kernels.contract import DTYPES, Draws, Edits, History, Masks
+from quire.kernels.contract import DTYPES, History, LogitEdits, Masks, SamplingMetadata
 from quire.kernels.cpu import _C, sampling
 
 SECONDS = 0.5  # per implementation and case, after a first run
@@ -36,14 +36,14 @@ CASES = {
 }
 
 
-def draws(num_rows: int, temperature: float, top_k: int, top_p: float) -> Draws:
+def draws(num_rows: int, temperature: float, top_k: int, top_p: float) -> SamplingMetadata:
     """Rows with equal parameters and different seeds."""
 
     def column(value: float, dtype: type[np.generic]) -> np.ndarray:
         return np.full(num_rows, value, dtype)
 
     integers, none = np.zeros(0, np.int64), column(0, np.float32)
-    return Draws(
+    return SamplingMetadata(
         np.arange(num_rows, dtype=np.uint64),
         column(0, np.int32),
         np.arange(num_rows, dtype=np.int32),
@@ -55,7 +55,7 @@ def draws(num_rows: int, temperature: float, top_k: int, top_p: float) -> Draws:
         none,
         column(1, np.float32),
         Masks(integers, np.zeros((0, 0), np.uint32)),
-        Edits(integers, integers, np.zeros(0, np.float32)),
+        LogitEdits(integers, integers, np.zeros(0, np.float32)),
         History(integers, integers, np.zeros(0, np.bool_)),
     )
 

@@ -54,7 +54,7 @@ def timed_kernels() -> Iterator[Counter[str]]:
 def engine_for(folder: Path, *, recorded: bool) -> Engine:
     """An engine with default options, with or without captured steps."""
     options = EngineOptions(model=str(folder), dtype="bfloat16", memory="6GiB", step_seconds=1e9)
-    with patch.object(kernels, "Recording", kernels.Recording if recorded else lambda: None):
+    with patch.object(kernels, "CallListCapture", kernels.CallListCapture if recorded else lambda: None):
         return build(options, report=lambda line: None, progress=lambda done, total: None).engine
 
 
@@ -62,7 +62,7 @@ def start(engine: Engine, batch: int, prompt: int, output: int, tag: str) -> Non
     """Queue `batch` prompts of random tokens."""
     for i in range(batch):
         ids = [random.randrange(16, VOCAB_SIZE) for _ in range(prompt)]
-        engine.add(f"{tag}-{i}", ids, SamplingParams(temperature=0, max_tokens=output, ignore_eos=True))
+        engine.add_request(f"{tag}-{i}", ids, SamplingParams(temperature=0, max_tokens=output, ignore_eos=True))
 
 
 def finish(engine: Engine) -> None:

@@ -23,7 +23,7 @@ import torch
 from benchmarks.cpu.machine import describe
 from quire.config import CacheConfig, EngineOptions
 from quire.core.step import Move
-from quire.cost.step_time import Costs
+from quire.cost.step_time import CostModel
 from quire.engine.engine import Engine
 from quire.kv_store.device import DeviceStore
 from quire.params import SamplingParams
@@ -92,7 +92,7 @@ def swap_seconds(store: DeviceStore, cache: CacheConfig, length: int, repeats: i
                 Move(2 * group + 1, group, "host", "device", list(zip(host, again, strict=True)), cache.block_size)
             )
         store.execute(repeat, [*out, *back])
-        found.append(store.finish(repeat))
+        found.append(store.wait_swaps(repeat))
     left, came = zip(*found[1:], strict=True)  # the first copy touches new memory
     return min(left), min(came)
 
@@ -103,7 +103,7 @@ def recompute_seconds(engine: Engine, length: int, repeats: int) -> float:
     for repeat in range(repeats + 1):
         prompt = [rng.randrange(3, engine.vocab_size) for _ in range(length)]
         began = time.perf_counter()
-        engine.add(f"{length} {repeat}", prompt, SamplingParams(max_tokens=1, temperature=0.0))
+        engine.add_request(f"{length} {repeat}", prompt, SamplingParams(max_tokens=1, temperature=0.0))
         while engine.has_work:
             engine.step()
         found.append(time.perf_counter() - began)
@@ -119,7 +119,7 @@ def measure(model: str | None, blocks: Sequence[int], lengths: Sequence[int], re
         most = 2 * max(-(-length // block_size) for length in lengths)
         groups = tuple(replace(one, num_blocks=most, num_host_blocks=most) for one in prepared.cache.groups)
         cache = replace(prepared.cache, groups=groups)
-        store = DeviceStore(prepared.chosen.kernels, cache, torch.device(prepared.device))
+        store = DeviceStore(prepared.kernels.kernels, cache, torch.device(prepared.device))
         for storage in store.storages:
             storage.data.fill_(1)
         engine = build(chosen, report=silent, progress=silent).engine
@@ -176,7 +176,7 @@ def documents(blocks: Sequence[int]) -> list[dict[str, Any]]:
     rows = []
     print(f"\n{LLAMA_70B.name}: milliseconds, reported and ours")
     print(f"{'tokens':>8}{'swap':>9}{'ours':>9}{'again':>9}{'ours':>9}{'again/swap':>12}")
-    costs = Costs()
+    costs = CostModel()
     costs.observe_copies(int(PCIE), 1.0, int(PCIE), 1.0)
     assert LLAMA_70B.prefill_rate is not None
     costs.observe_step(int(LLAMA_70B.prefill_rate), int(LLAMA_70B.prefill_rate) / LLAMA_70B.prefill_rate)

@@ -68,10 +68,10 @@ class CacheConfig:
         blocks = " and ".join(str(group.num_blocks) for group in self.groups)
         return f"{blocks} blocks of {self.block_size} tokens"
 
-    def holds_alone(self, length: int, step_tokens: int) -> bool:
+    def fits_sequence(self, length: int, step_tokens: int) -> bool:
         """Whether one sequence of `length` tokens fits into empty pools if a step computes at most `step_tokens`."""
         return all(
-            blocks_alone(group.window, self.block_size, length, step_tokens) <= group.num_blocks
+            max_blocks_of_sequence(group.window, self.block_size, length, step_tokens) <= group.num_blocks
             for group in self.groups
         )
 
@@ -81,13 +81,13 @@ class CacheConfig:
             num_tokens = max(num_tokens, reserve)
         return -(-num_tokens // self.block_size)
 
-    def first_seen(self, group: int, position: int) -> int:
+    def first_attended_block(self, group: int, position: int) -> int:
         """Index of the first block that a query at `position` attends to."""
         window = self.groups[group].window
         return max(0, position - window + 1) // self.block_size if window else 0
 
 
-def blocks_alone(window: int, block_size: int, length: int, step_tokens: int) -> int:
+def max_blocks_of_sequence(window: int, block_size: int, length: int, step_tokens: int) -> int:
     """The most blocks that one sequence holds at once in a group with this window (0: no window).
 
     A step needs the blocks that it writes and the `window - 1` positions before its first query.
@@ -222,7 +222,7 @@ class EngineOptions:
     journal: Annotated[str | None, Help("file that records every input of the scheduler", "beta")] = None
 
 
-_PLACE = re.compile(r" - at `\$\.([^`]*)`")  # the field, in an error of msgspec
+_FIELD_PATH = re.compile(r" - at `\$\.([^`]*)`")  # the field, in an error of msgspec
 
 
 def check_options(options: Any) -> None:  # noqa: ANN401 (a dataclass)
@@ -231,15 +231,15 @@ def check_options(options: Any) -> None:  # noqa: ANN401 (a dataclass)
         msgspec.convert(asdict(options), type(options))
     except msgspec.ValidationError as error:
         message = str(error)
-        place = _PLACE.search(message)
-        raise ConfigError((f"{place[1]}: " if place else "") + _PLACE.sub("", message)) from error
+        place = _FIELD_PATH.search(message)
+        raise ConfigError((f"{place[1]}: " if place else "") + _FIELD_PATH.sub("", message)) from error
 
 
 _QUEUED_PER_ROW = 16
 _QUEUED_TOKENS = 4 * 2**20
 
 
-def with_bounded_queue(options: EngineOptions) -> EngineOptions:
+def with_queue_limits(options: EngineOptions) -> EngineOptions:
     """A copy with a server's queue limits in place of those that are None."""
     requests, tokens = options.max_queued_requests, options.max_queued_tokens
     return replace(

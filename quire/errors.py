@@ -32,14 +32,14 @@ class ContextLengthExceeded(RequestError):
 class DeadlineUnreachable(RequestError):
     """A request that is predicted to miss its deadline. predicted: time that it takes; asked: deadline, in seconds."""
 
-    def __init__(self, predicted: float, asked: float) -> None:
+    def __init__(self, predicted: float, deadline: float) -> None:
         super().__init__(
-            f"the deadline is {asked:.3g} s away, and this request is predicted to take {predicted:.3g} s at least; "
+            f"the deadline is {deadline:.3g} s away, and this request is predicted to take {predicted:.3g} s at least; "
             "allow more time, shorten the prompt or lower max_tokens",
             "deadline",
         )
         self.predicted = predicted
-        self.asked = asked
+        self.deadline = deadline
 
 
 class QueueFull(RequestError):

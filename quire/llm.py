@@ -16,8 +16,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from quire.config import EngineOptions
 from quire.core.output import Output
 from quire.core.request import NO_NAMESPACE, Beams
-from quire.core.scheduling_params import NO_TERMS, Terms
-from quire.engine.embeddings import PooledBatch, pooling_of
+from quire.core.scheduling_params import DEFAULT_SCHEDULING_PARAMS, SchedulingParams
+from quire.engine.embeddings import EmbeddingBatch, parse_pooling
 from quire.engine.engine import Engine, EngineStats
 from quire.engine.inputs import (
     NewRequest,
@@ -25,14 +25,14 @@ from quire.engine.inputs import (
     Prompt,
     RetentionLike,
     TokenizedPrompt,
-    generations,
-    listed,
-    make_terms,
+    as_prompt_list,
+    make_scheduling_params,
+    prepare_generations,
+    scheduling_params_per_prompt,
     template_variables,
-    terms_each,
     tokenize,
 )
-from quire.engine.output_text import Transcript
+from quire.engine.output_text import RequestOutputProcessor
 from quire.engine.outputs import (
     BeamSearchOutput,
     BeamSearchSequence,
@@ -79,7 +79,7 @@ class TokenProgress:
     ) -> None:
         self._bar.stop()
 
-    def add(self, num_tokens: int, num_finished: int) -> None:
+    def update(self, num_tokens: int, num_finished: int) -> None:
         """Count the tokens of a step and the sequences that ended in it."""
         if self._bar.disable:
             return
@@ -162,8 +162,8 @@ class LLM:
         program: program hints (Program or a mapping with its fields).
         Raises RequestError if any prompt cannot be served. Then no prompt is.
         """
-        tokenized = [tokenize(prompt, self._tokenizer) for prompt in listed(prompts)]
-        terms = self._terms(len(tokenized), priority, deadline, retention, program)
+        tokenized = [tokenize(prompt, self._tokenizer) for prompt in as_prompt_list(prompts)]
+        terms = self._scheduling_params(len(tokenized), priority, deadline, retention, program)
         return self._complete(tokenized, sampling_params, use_tqdm, terms=terms)
 
     def end_program(self, program: str, branch: str | None = None) -> None:
@@ -171,7 +171,7 @@ class LLM:
 
         Raises RequestError for an invalid name.
         """
-        make_terms(self._options, program={"id": program, "branch": branch or ""})  # checks the names
+        make_scheduling_params(self._options, program={"id": program, "branch": branch or ""})  # checks the names
         self._engine.end_program(NO_NAMESPACE.tenant, program, branch)
 
     def chat(  # noqa: PLR0913 (vLLM's arguments, and those of `generate`)
@@ -209,7 +209,7 @@ class LLM:
             for conversation in conversations
         ]
         tokenized = [tokenize(text, self._tokenizer, add_special_tokens=False) for text in texts]
-        terms = self._terms(len(tokenized), priority, deadline, retention, program)
+        terms = self._scheduling_params(len(tokenized), priority, deadline, retention, program)
         return self._complete(tokenized, sampling_params, use_tqdm, terms=terms)
 
     def stream_chat(self, messages: Sequence[Message], sampling_params: SamplingParams | None = None) -> Iterator[str]:
@@ -219,7 +219,7 @@ class LLM:
         """
         text = self._tokenizer.apply_chat_template(messages)
         tokenized = [tokenize(text, self._tokenizer, add_special_tokens=False)]
-        (transcript,) = self._transcripts(tokenized, sampling_params)
+        (transcript,) = self._output_processors(tokenized, sampling_params)
         transcript.params.check_streamable()
         with closing(self._deltas([transcript])) as deltas:
             for delta in deltas:
@@ -237,7 +237,7 @@ class LLM:
             raise RequestError(f"params must be BeamSearchParams(...), not {type(params).__name__}")
         engine = self._engine
         beams = plan_beams(params, vocab_size=engine.vocab_size, num_end_tokens=engine.num_end_tokens)
-        tokenized = [tokenize(prompt, self._tokenizer) for prompt in listed(prompts)]
+        tokenized = [tokenize(prompt, self._tokenizer) for prompt in as_prompt_list(prompts)]
         results = self._complete(tokenized, params.sampling_params(), use_tqdm, beams)
         return [BeamSearchOutput([self._beam(result, one, params) for one in result.outputs]) for result in results]
 
@@ -255,17 +255,17 @@ class LLM:
         pooling: "last" is the state of the last token, "mean" the mean over all tokens. normalize: to length 1.
         Raises RequestError like `generate`, and EmbeddingFailed if the model failed.
         """
-        how = pooling_of(pooling)
+        how = parse_pooling(pooling)
         params = SamplingParams(max_tokens=0, truncate_prompt_tokens=truncate_prompt_tokens)
-        tokenized = [tokenize(prompt, self._tokenizer) for prompt in listed(prompts)]
-        asked = generations(tokenized, [params] * len(tokenized), self._tokenizer, self.max_model_len)
-        batch = PooledBatch(asked, how)
+        tokenized = [tokenize(prompt, self._tokenizer) for prompt in as_prompt_list(prompts)]
+        asked = prepare_generations(tokenized, [params] * len(tokenized), self._tokenizer, self.max_model_len)
+        batch = EmbeddingBatch(asked, how)
         outputs = self._outputs(batch.requests, batch.is_open)
         with TokenProgress("embedding", len(asked), shown=use_tqdm) as progress, closing(outputs):
             for output in outputs:
-                one = batch.add(output)
+                one = batch.process_output(output)
                 if one.finish_reason is not None:
-                    progress.add(len(one.prompt_token_ids), 1)
+                    progress.update(len(one.prompt_token_ids), 1)
         return [
             EmbeddingRequestOutput(
                 request_id=one.request_id,
@@ -282,12 +282,12 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None,
         shown: bool | None,  # noqa: FBT001 (three states: yes, no, only on a terminal)
         beams: Beams | None = None,
-        terms: Sequence[Terms] = (),
+        terms: Sequence[SchedulingParams] = (),
     ) -> list[RequestOutput]:
-        transcripts = self._transcripts(prompts, params)
+        transcripts = self._output_processors(prompts, params)
         with TokenProgress("generating", sum(t.params.num_sequences for t in transcripts), shown=shown) as progress:
             for delta in self._deltas(transcripts, beams, terms):
-                progress.add(len(delta.token_ids), int(delta.finish_reason is not None))
+                progress.update(len(delta.token_ids), int(delta.finish_reason is not None))
         return [transcript.result() for transcript in transcripts]
 
     def _beam(self, result: RequestOutput, output: CompletionOutput, params: BeamSearchParams) -> BeamSearchSequence:
@@ -302,9 +302,9 @@ class LLM:
             stop_reason=output.stop_reason,
         )
 
-    def _transcripts(
+    def _output_processors(
         self, prompts: Sequence[TokenizedPrompt], params: SamplingParams | Sequence[SamplingParams] | None
-    ) -> list[Transcript]:
+    ) -> list[RequestOutputProcessor]:
         if isinstance(params, list | tuple):
             each = list(params)
         else:
@@ -317,37 +317,40 @@ class LLM:
         for form in {one.structured_outputs for one in each} - {None}:
             check_form(form, self._options.grammar_backend)
         now = time.monotonic()
-        asked = generations(prompts, each, self._tokenizer, self.max_model_len)
-        return [Transcript(uuid4().hex, generation, self._tokenizer, now=now) for generation in asked]
+        asked = prepare_generations(prompts, each, self._tokenizer, self.max_model_len)
+        return [RequestOutputProcessor(uuid4().hex, generation, self._tokenizer, now=now) for generation in asked]
 
-    def _terms(
+    def _scheduling_params(
         self,
         count: int,
         priority: int | Sequence[int] | None,
         deadline: float | Sequence[float | None] | None,
         retention: RetentionLike | Sequence[RetentionLike | None] | None,
         program: ProgramLike | Sequence[ProgramLike | None] | None,
-    ) -> list[Terms]:
+    ) -> list[SchedulingParams]:
         names = {"priority": priority, "deadline": deadline, "retention": retention, "program": program}
-        return terms_each(count, self._options, **names)  # type: ignore[arg-type]  # each has its own type
+        return scheduling_params_per_prompt(count, self._options, **names)  # type: ignore[arg-type]  # each has its own type
 
     def _deltas(
-        self, transcripts: Sequence[Transcript], beams: Beams | None = None, terms: Sequence[Terms] = ()
+        self,
+        transcripts: Sequence[RequestOutputProcessor],
+        beams: Beams | None = None,
+        terms: Sequence[SchedulingParams] = (),
     ) -> Generator[Delta]:
         """Run the engine until all requests are finished, and yield what each step adds.
 
         beams: beam search instead of sampling. terms: scheduling parameters, one for each request.
         """
         by_id = {transcript.request_id: transcript for transcript in transcripts}
-        each = terms or [NO_TERMS] * len(transcripts)
+        each = terms or [DEFAULT_SCHEDULING_PARAMS] * len(transcripts)
         requests = [
-            transcript.generation.request(name, beams=beams, terms=one)
+            transcript.generation.request(name, beams=beams, scheduling_params=one)
             for (name, transcript), one in zip(by_id.items(), each, strict=True)
         ]
         with closing(self._outputs(requests, lambda name: not by_id[name].finished)) as outputs:
             for output in outputs:
                 transcript = by_id[output.request_id]
-                delta = transcript.add(output, time.monotonic())
+                delta = transcript.process_output(output, time.monotonic())
                 if delta is None:
                     continue
                 if delta.stopped_after is not None:
@@ -364,7 +367,7 @@ class LLM:
         open_ids = [request.request_id for request in requests]
         try:
             for request in requests:
-                self._engine.add(*request)
+                self._engine.add_request(*request)
             while open_ids:
                 yield from self._engine.step()
                 open_ids = [name for name in open_ids if is_open(name)]

@@ -9,7 +9,7 @@ from typing import Literal, Self
 
 from quire.errors import RequestError, known_arguments_only
 
-Kind = Literal["json", "regex", "choice", "grammar", "structural_tag"]
+ConstraintKind = Literal["json", "regex", "choice", "grammar", "structural_tag"]
 
 MAX_CHARACTERS = 131_072  # of a schema, pattern, grammar or tag, and of all choices
 MAX_CHOICES = 4096
@@ -48,9 +48,9 @@ class StructuredOutputsParams:
         if self.json_object is False:
             object.__setattr__(self, "json_object", None)
         if self.json is not None:
-            object.__setattr__(self, "json", _written("json", self.json))
+            object.__setattr__(self, "json", _as_json("json", self.json))
         if self.structural_tag is not None:
-            object.__setattr__(self, "structural_tag", _written("structural_tag", self.structural_tag))
+            object.__setattr__(self, "structural_tag", _as_json("structural_tag", self.structural_tag))
         if self.choice is not None:
             object.__setattr__(self, "choice", _choices(self.choice))
         given = [name for name in _KINDS if getattr(self, name) is not None]
@@ -68,11 +68,11 @@ class StructuredOutputsParams:
         _check_text("whitespace_pattern", self.whitespace_pattern, MAX_WHITESPACE)
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> ConstraintKind:
         """The kind of `text`. json_object counts as "json"."""
         if self.json_object:
             return "json"
-        kinds: tuple[Kind, ...] = ("json", "regex", "choice", "grammar", "structural_tag")
+        kinds: tuple[ConstraintKind, ...] = ("json", "regex", "choice", "grammar", "structural_tag")
         return next(name for name in kinds if getattr(self, name) is not None)
 
     @property
@@ -87,7 +87,7 @@ class StructuredOutputsParams:
         return text
 
 
-def _written(name: str, value: object) -> str:
+def _as_json(name: str, value: object) -> str:
     """A schema or tag as JSON text. Raises RequestError if it is invalid, too long or nested too deeply."""
     if isinstance(value, str):
         _check_text(name, value, MAX_CHARACTERS)
@@ -232,11 +232,11 @@ class SamplingParams:
     ebnf: str | None = None
 
     def __post_init__(self) -> None:
-        self._gather_form()
+        self._gather_constraint()
         for name, one in _LISTS.items():
-            object.__setattr__(self, name, _listed(name, one, getattr(self, name)))
+            object.__setattr__(self, name, _as_tuple(name, one, getattr(self, name)))
         if self.allowed_token_ids is not None:
-            object.__setattr__(self, "allowed_token_ids", _listed("allowed_token_ids", int, self.allowed_token_ids))
+            object.__setattr__(self, "allowed_token_ids", _as_tuple("allowed_token_ids", int, self.allowed_token_ids))
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
         for name, (kind, low, high) in NUMBERS.items():
             _check_number(name, getattr(self, name), kind, low, high, optional=name in _OPTIONAL)
@@ -278,16 +278,16 @@ class SamplingParams:
             object.__setattr__(params, name, value)
         return params
 
-    def _gather_form(self) -> None:
+    def _gather_constraint(self) -> None:
         """Move SGLang's fields to `structured_outputs`. Raises RequestError if two constraints are given."""
-        form = _form(self.structured_outputs)
-        for name, kind in _FORMS.items():
+        form = _as_constraint(self.structured_outputs)
+        for name, kind in _SGLANG_CONSTRAINT_FIELDS.items():
             value = getattr(self, name)
             if value is None:
                 continue
             if form is not None:
                 raise RequestError(f"{name} is another name for structured_outputs; give one form", name)
-            form = _form({kind: value})
+            form = _as_constraint({kind: value})
             object.__setattr__(self, name, None)
         object.__setattr__(self, "structured_outputs", form)
 
@@ -329,7 +329,9 @@ class SamplingParams:
 _LISTS: Mapping[str, type] = MappingProxyType(
     {"stop": str, "stop_token_ids": int, "bad_words": str, "logprob_token_ids": int}
 )
-_FORMS: Mapping[str, str] = MappingProxyType({"json_schema": "json", "regex": "regex", "ebnf": "grammar"})
+_SGLANG_CONSTRAINT_FIELDS: Mapping[str, str] = MappingProxyType(
+    {"json_schema": "json", "regex": "regex", "ebnf": "grammar"}
+)
 _FLAGS = (
     *("ignore_eos", "deterministic", "include_stop_str_in_output"),
     *("skip_special_tokens", "spaces_between_special_tokens"),
@@ -413,7 +415,7 @@ def _check_span(min_tokens: int, max_tokens: int | None) -> None:
         raise RequestError(f"min_tokens ({min_tokens}) is above max_tokens ({max_tokens})", "min_tokens")
 
 
-def _listed(name: str, one: type, value: object) -> tuple[object, ...]:
+def _as_tuple(name: str, one: type, value: object) -> tuple[object, ...]:
     """A list as a tuple. A single item counts as a list of one; None as an empty list."""
     items = () if value is None else (value,) if isinstance(value, one) else value
     if not isinstance(items, list | tuple):
@@ -421,7 +423,7 @@ def _listed(name: str, one: type, value: object) -> tuple[object, ...]:
     return tuple(items)
 
 
-def _form(value: object) -> StructuredOutputsParams | None:
+def _as_constraint(value: object) -> StructuredOutputsParams | None:
     """StructuredOutputsParams from the same, or from a mapping with its fields. Raises RequestError for other types."""
     if value is None or isinstance(value, StructuredOutputsParams):
         return value

@@ -24,8 +24,8 @@ def import_with_torch(name: str) -> ModuleType:
     """
     if "torch" in sys.modules:
         return import_module(name)
-    with collector_at_rest():
-        opening = Thread(target=_open_torch, name="quire-open-torch", daemon=True)
+    with gc_disabled():
+        opening = Thread(target=_load_torch_libraries, name="quire-open-torch", daemon=True)
         opening.start()
         for other in _WITHOUT_TORCH:
             import_module(other)
@@ -34,7 +34,7 @@ def import_with_torch(name: str) -> ModuleType:
 
 
 @contextmanager
-def collector_at_rest() -> Iterator[None]:
+def gc_disabled() -> Iterator[None]:
     """Disable the garbage collector for the block, then move all objects to its oldest generation.
 
     Importing torch creates about 200 000 permanent objects. A collection of them takes 0.1 s, and without this they
@@ -52,7 +52,7 @@ def collector_at_rest() -> Iterator[None]:
             gc.enable()
 
 
-def _open_torch() -> None:
+def _load_torch_libraries() -> None:
     """Load torch's libraries except its Python bindings. Errors are ignored, because `import torch` reports them."""
     spec = find_spec("torch")
     if spec is not None and spec.origin is not None:

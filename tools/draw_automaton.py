@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from quire.errors import RequestError
-from quire.structured_outputs.fsm.construct import of_regex
+from quire.structured_outputs.fsm.construct import regex_to_dfa
 from quire.structured_outputs.fsm.dfa import DEAD, CompressedFsm, Dfa, compress
 
 RADIUS = 10.0
@@ -250,7 +250,7 @@ def draw(before: Dfa, after: CompressedFsm, title: str = "") -> str:
     """The picture as SVG: byte by byte above, compressed below. Raises RequestError above MAX_STATES states."""
     if before.num_states > MAX_STATES:
         raise RequestError(f"{before.num_states} states are too many for a picture: at most {MAX_STATES}", "regex")
-    kept = after.kept()
+    kept = after.states()
     panels = [
         (f"Byte by byte: {before.num_states} states", list(range(before.num_states)), byte_arrows(before)),
         (f"Compressed: {len(kept)} states, what has to come is one edge", kept, edge_arrows(after)),
@@ -291,7 +291,7 @@ def edge_arrows(fsm: CompressedFsm) -> list[Arrow]:
     """One arrow for each compressed edge."""
     return [
         Arrow(state, edge.target, one_of(edge.first) + "".join(map(_name, edge.rest)))
-        for state in fsm.kept()
+        for state in fsm.states()
         for edge in fsm.edges(state)
     ]
 
@@ -341,7 +341,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--out", type=Path, help="where to write the SVG; the standard output if not given")
     asked = parser.parse_args(arguments)
     try:
-        dfa = of_regex(asked.pattern)
+        dfa = regex_to_dfa(asked.pattern)
         picture = draw(dfa, compress(dfa), asked.pattern)
     except RequestError as error:
         parser.error(str(error))

@@ -30,14 +30,14 @@ BACKGROUND, INK, FREE = "#ffffff", "#333333", "#f1f1ef"
 
 
 @dataclass
-class Film:
+class PoolHistory:
     """The blocks and tokens of each step."""
 
     num_blocks: int = 0
     owners: list[dict[int, list[int]]] = field(default_factory=list)  # per step: block -> sequences
     tokens: list[tuple[int, int]] = field(default_factory=list)  # per step: prompt tokens, decoded tokens
 
-    def shoot(self, num_blocks: int, owners: dict[int, list[int]], step: Step) -> None:
+    def add_step(self, num_blocks: int, owners: dict[int, list[int]], step: Step) -> None:
         """Add a step. owners: block -> ids of the sequences that hold it."""
         self.num_blocks = num_blocks
         self.owners.append(owners)
@@ -45,18 +45,18 @@ class Film:
         self.tokens.append((sum(size for size in sizes if size > 1), sum(size for size in sizes if size == 1)))
 
 
-def read(path: Path, num_steps: int) -> Film:
+def read(path: Path, num_steps: int) -> PoolHistory:
     """The first `num_steps` steps of a journal. Raises OSError, JournalError."""
-    film = Film()
+    film = PoolHistory()
     with path.open("rb") as file:
-        for scheduler, step, _ in journal.rerun(journal.read(file)):
+        for scheduler, step, _ in journal.replay_steps(journal.read_records(file)):
             if step is None:
                 continue
             owners: dict[int, list[int]] = {}
             for seq_id, table in scheduler.cache.tables.items():
                 for block in table.blocks[0]:
                     owners.setdefault(block, []).append(seq_id)
-            film.shoot(scheduler.cache.pools.num_blocks, owners, step)
+            film.add_step(scheduler.cache.pools.num_blocks, owners, step)
             if len(film.owners) == num_steps:
                 break
     return film
@@ -67,7 +67,7 @@ def colour(seq_id: int) -> str:
     return f"hsl({seq_id * 137.508 % 360:.0f} 62% 58%)"
 
 
-def draw(film: Film) -> str:
+def draw(film: PoolHistory) -> str:
     """The picture as SVG."""
     top_block = max((block for owners in film.owners for block in owners), default=0)
     low_block = min((block for owners in film.owners for block in owners), default=0)
@@ -90,7 +90,7 @@ def draw(film: Film) -> str:
     return "\n".join([*parts, "</svg>\n"])
 
 
-def _runs(film: Film, block: int, y: int) -> list[str]:
+def _runs(film: PoolHistory, block: int, y: int) -> list[str]:
     """One rectangle for each run of steps in which a block has the same owners."""
     parts = []
     begin = 0
@@ -108,7 +108,7 @@ def _runs(film: Film, block: int, y: int) -> list[str]:
     return parts
 
 
-def _chart(film: Film, y: int) -> list[str]:
+def _chart(film: PoolHistory, y: int) -> list[str]:
     most = max((sum(tokens) for tokens in film.tokens), default=1)
     parts = [f'<text x="{LEFT}" y="{y - 8}">tokens per step: prompt (dark), output (light)</text>']
     parts += [f'<text x="{LEFT - 8}" y="{y + 10}" text-anchor="end">{most}</text>']
@@ -137,7 +137,7 @@ def record_demo(path: Path) -> None:
         engine = Engine(scheduler, runner, vocab_size=1000, clock=lambda: next(clock) / 1000)
         for i in range(16):
             prompt = [rng.randrange(1000) for _ in range(rng.choice([16, 30, 60, 100, 160]))]
-            engine.add(str(i), prompt, SamplingParams(max_tokens=rng.choice([20, 40, 60, 90])))
+            engine.add_request(str(i), prompt, SamplingParams(max_tokens=rng.choice([20, 40, 60, 90])))
             engine.step()
         while engine.has_work:
             engine.step()

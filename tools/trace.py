@@ -25,7 +25,7 @@ from quire.config import EngineOptions
 from quire.server.app import make_app
 from quire.server.batch.in_process_client import post
 from quire.server.service import Service
-from quire.startup.build import build, facts_of
+from quire.startup.build import build, model_info_of
 from quire.supervisor.async_engine import AsyncEngine
 from quire.supervisor.launcher import EngineThread
 
@@ -134,7 +134,7 @@ def offline_scenes(recorder: Recorder) -> dict[str, Trace]:
 async def http_scene(recorder: Recorder) -> dict[str, Trace]:
     """The scene http. Raises RuntimeError if the chat fails."""
     built = build(EngineOptions(**SIZES), report=lambda line: None, progress=lambda done, total: None)
-    facts = facts_of(built)
+    facts = model_info_of(built)
     host = EngineThread(built.engine, facts)
     host.launch()
     app = make_app(Service(facts, built.tokenizer, AsyncEngine(host)))

@@ -9,7 +9,7 @@ import numpy as np
 from quire.cache.kv_cache import KVCache
 from quire.config import CacheConfig, KVGroup, SchedulerConfig
 from quire.core.request import Namespace, Request
-from quire.core.scheduling_params import Terms
+from quire.core.scheduling_params import SchedulingParams
 from quire.core.step import ChunkOutput, Step, StepResult
 from quire.errors import RequestError
 from quire.params import SamplingParams
@@ -44,11 +44,18 @@ class Outcome:
 
 
 def request(
-    request_id: str, prompt: list[int], num_output_tokens: int, *, tenant: str = "", terms: Terms | None = None
+    request_id: str,
+    prompt: list[int],
+    num_output_tokens: int,
+    *,
+    tenant: str = "",
+    terms: SchedulingParams | None = None,
 ) -> Request:
     """A greedy request with a fixed output length."""
     params = SamplingParams(max_tokens=num_output_tokens, seed=0, ignore_eos=True, temperature=0.0)
-    return Request(id=request_id, prompt=prompt, params=params, namespace=Namespace(tenant), terms=terms or Terms())
+    return Request(
+        id=request_id, prompt=prompt, params=params, namespace=Namespace(tenant), terms=terms or SchedulingParams()
+    )
 
 
 def memory(num_blocks: int, block_size: int = 16, prefix_index: str = "radix") -> CacheConfig:
@@ -117,7 +124,7 @@ class Server:
     def step(self) -> None:
         """Plan a step, advance the clock by its duration, commit it."""
         step = self.scheduler.plan(self.now)
-        outputs = self.scheduler.missed()
+        outputs = self.scheduler.take_ended()
         if step is not None:
             seconds = self._seconds_of(step.num_tokens)
             self.now += seconds

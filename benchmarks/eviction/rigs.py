@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from benchmarks.eviction.traces import Ask
 from quire.cache.kv_cache import KVCache
-from quire.cache.prefix.index import Cause
-from quire.cache.retention import Keep
+from quire.cache.prefix.index import EvictionCause
+from quire.cache.retention import SequenceRetention
 from quire.config import CacheConfig, Eviction, KVGroup
 from quire.core.request import Namespace
 
@@ -38,18 +38,18 @@ def run(asks: Sequence[Ask], cache: KVCache) -> Outcome:
     """Run all requests. Each computes its prompt in one step and its output in another, then releases its blocks."""
     outcome = Outcome()
     for number, ask in enumerate(asks):
-        cache.at(ask.at)
+        cache.advance_clock(ask.at)
         tokens = list(ask.prompt)
-        cause = Cause(ask.at, str(number), ask.tenant)
+        cause = EvictionCause(ask.at, str(number), ask.tenant)
         admission = cache.admit(
             number,
             tokens,
             Namespace(ask.tenant),
             reusable=len(tokens) - 1,
             limit=len(tokens),
-            most=len(tokens),
+            max_new_positions=len(tokens),
             cause=cause,
-            keep=Keep(tenant=ask.tenant, num_prompt=len(tokens)),
+            retention=SequenceRetention(tenant=ask.tenant, num_prompt_tokens=len(tokens)),
         )
         assert admission is not None, "the pool holds one request"
         table = admission.table
@@ -68,11 +68,11 @@ def run(asks: Sequence[Ask], cache: KVCache) -> Outcome:
 
 def _step(cache: KVCache, step_id: int, start: int, stop: int, seq_id: int) -> None:
     table = cache.tables[seq_id]
-    table.launched = start
-    cache.record(table, start, stop)
+    table.num_launched = start
+    cache.cache_blocks(table, start, stop)
     cache.launched(step_id)
     cache.collected(step_id)
-    table.launched = stop
+    table.num_launched = stop
 
 
 def longest(asks: Sequence[Ask]) -> int:

@@ -82,7 +82,7 @@ class Bench:
         self.part = part
         self.device = settings.device
         self.heads = heads
-        self.kernels = TritonKernels(strict=False)
+        self.kernels = TritonKernels(deterministic=False)
         self.cold_bytes = 0 if settings.tiny else COLD_BYTES
 
     def decode(self, batch: int, context: int) -> None:

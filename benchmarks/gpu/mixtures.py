@@ -49,7 +49,7 @@ class Layer:
     def __init__(self, mixture: Mixture, device: str) -> None:
         self.mixture = mixture
         self.device = device
-        self.kernels = TritonKernels(strict=False)
+        self.kernels = TritonKernels(deterministic=False)
         self.up = self._weight(mixture.num_experts, 2 * mixture.inner, mixture.hidden)
         self.down = self._weight(mixture.num_experts, mixture.hidden, mixture.inner)
 
@@ -78,8 +78,8 @@ class Layer:
         read, multiplied = part.limits.get("read_gb_per_second"), part.limits.get("bf16_tflops")
         if read and multiplied:
             figures["share_of_bound"] = max(num_bytes / read / 1e9, flops / multiplied / 1e12) / seconds
-        if ids.numel() > module.FEW * mixture.num_experts and module.library_takes(x, self.up):
-            with patch.object(module, "library_takes", lambda x, weight: False):
+        if ids.numel() > module.SHORT_TILE_ROWS * mixture.num_experts and module.has_grouped_mm(x, self.up):
+            with patch.object(module, "has_grouped_mm", lambda x, weight: False):
                 (own,) = clock.seconds([compute], self.device)
             figures["own_over_library"] = own / seconds
         part.row(what, **figures)

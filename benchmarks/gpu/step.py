@@ -28,7 +28,7 @@ from quire.config import EngineOptions
 from quire.core.output import Output
 from quire.engine.engine import Engine
 from quire.kernels.triton import kernels
-from quire.kernels.triton.recording import Recording
+from quire.kernels.triton.recording import CudaGraphCapture
 from quire.params import SamplingParams
 from quire.startup.build import build
 
@@ -80,16 +80,16 @@ def _shape(part: Part, settings: Settings, shape: str, sizes: Sizes) -> None:
             part.attempt(f"{shape} decode, batch {batch}, host time", lambda s=steps, b=batch: s.host(b))
 
 
-class Kept(Recording):
+class Kept(CudaGraphCapture):
     """Captured steps, and the function that replays each, by its number of sequences."""
 
     def __init__(self) -> None:
         super().__init__()
         self.plays: dict[int, Callable[[], None]] = {}
 
-    def record(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
-        """See Recorder."""
-        result, play = super().record(compute)
+    def capture(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
+        """See StepCapture."""
+        result, play = super().capture(compute)
         self.plays[len(result)] = play
         return result, play
 
@@ -135,7 +135,7 @@ class Steps:
             self.recordings.append(Kept())
             return self.recordings[-1]
 
-        with patch.object(kernels, "Recording", kept):
+        with patch.object(kernels, "CudaGraphCapture", kept):
             return build(options, report=lambda line: None, progress=lambda done, total: None).engine
 
     def _weights(self, folder: Path) -> None:
@@ -194,7 +194,7 @@ class Steps:
         self.part.row(what, replay_ms=1e3 * replay, between_ms=1e3 * (wall - replay))
 
     def _play(self, batch: int) -> Callable[[], None]:
-        plays = [kept.plays.get(kept.size(batch) or 0) for kept in self.recordings]
+        plays = [kept.plays.get(kept.capture_size(batch) or 0) for kept in self.recordings]
         play = next((play for play in plays if play is not None), None)
         if play is None:
             raise LookupError(f"no step of {batch} sequences was recorded")
@@ -248,7 +248,7 @@ class Steps:
         params = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True)
         for i in range(batch):
             ids = [random.randrange(16, self.vocab) for _ in range(prompt)]
-            self.engine.add(f"{time.monotonic_ns()}-{i}", ids, params)
+            self.engine.add_request(f"{time.monotonic_ns()}-{i}", ids, params)
 
     def _step(self) -> list[Output]:
         """Run one step. Raises RuntimeError for a step that failed."""

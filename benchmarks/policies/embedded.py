@@ -12,7 +12,7 @@ from quire.core.request import Namespace
 from quire.engine.engine import Engine
 from quire.params import SamplingParams
 from quire.startup.build import build
-from quire.supervisor.engine_loop import Garbage
+from quire.supervisor.engine_loop import GCPolicy
 
 MAX_NUM_SEQS = 16
 STEP_TOKENS = 256
@@ -59,7 +59,7 @@ class Played:
 def serve(connection: Connection, play: Play) -> None:
     """Send the vocabulary size, serve the requests, then send a Played."""
     engine = _engine(play.policy)
-    garbage = Garbage() if play.collector == "quire" else None
+    garbage = GCPolicy() if play.collector == "quire" else None
     collections = _note_collections()
     connection.send(engine.vocab_size)
     played = _Turns(engine, connection, play, garbage).played()
@@ -73,7 +73,7 @@ def measure(connection: Connection, load: Load) -> None:
     requests = arrivals({"all": load}, 8 * MAX_NUM_SEQS / load.rate, 99)
     for one in requests:
         prompt = [token % engine.vocab_size for token in one.request.prompt]
-        engine.add(one.request.id, prompt, one.request.params)
+        engine.add_request(one.request.id, prompt, one.request.params)
     begin = time.monotonic()
     while engine.has_work:
         engine.step()
@@ -115,7 +115,7 @@ def _note_collections() -> list[float]:
 class _Turns:
     """Runs an engine from its first request to the last watched one."""
 
-    def __init__(self, engine: Engine, connection: Connection, play: Play, garbage: Garbage | None) -> None:
+    def __init__(self, engine: Engine, connection: Connection, play: Play, garbage: GCPolicy | None) -> None:
         self._engine = engine
         self._connection = connection
         self._play = play
@@ -129,7 +129,7 @@ class _Turns:
         while self._ends is None or (self._taken and time.monotonic() < self._ends):
             idle = not self._engine.has_work and not self._connection.poll(0.5)
             if self._garbage is not None:
-                self._garbage.look(idle=idle)
+                self._garbage.collect_if_due(idle=idle)
             self._take()
             self._step()
         self._played.num_waiting = self._engine.stats().num_waiting
@@ -142,7 +142,7 @@ class _Turns:
                 self._ends = time.monotonic() + self._play.patience
                 return
             params = SamplingParams(max_tokens=asked.num_output, seed=0, ignore_eos=True, temperature=0.0)
-            self._engine.add(asked.id, asked.prompt, params, namespace=Namespace(asked.tenant))
+            self._engine.add_request(asked.id, asked.prompt, params, namespace=Namespace(asked.tenant))
             if asked.tenant == self._play.watched:
                 self._taken[asked.id] = time.monotonic()
 

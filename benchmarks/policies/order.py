@@ -64,7 +64,7 @@ def served(
         for i, prompt in enumerate(prompts)
     ]
     server.run(arrivals)
-    accounts = server.scheduler.accounts
+    accounts = server.scheduler.request_stats
     return Hits(accounts.num_query_tokens, accounts.num_hit_tokens)
 
 

@@ -6,7 +6,7 @@ from typing import get_args
 
 from quire.cache.kv_cache import KVCache
 from quire.config import Policy
-from quire.core.scheduling_params import Terms
+from quire.core.scheduling_params import SchedulingParams
 from quire.scheduler.scheduler import Scheduler
 from tools.virtual_time import limits, memory, request, result_of
 
@@ -35,7 +35,7 @@ def loaded(policy: str, num_running: int, num_waiting: int, num_steps: int) -> S
         stem = [kind] * (16 * (1 + kind % 3))
         prompt = stem + [100 + i] * (PROMPT - len(stem) - i % 16 + 1)
         of_class = 0 if i < num_running else 1  # with one class the first waiting request would get a row
-        terms = Terms(priority=of_class)
+        terms = SchedulingParams(priority=of_class)
         asked = request(str(i), prompt, num_steps + 8, tenant=str(kind % 8), terms=terms)
         scheduler.add(asked, i * 1e-3)
     return scheduler

@@ -129,7 +129,7 @@ def shared_prefix(note: Note, *, quick: bool) -> Section:
     section, num_requests, length = Section(), 100, 1000
     note("M12: 100 requests with a prefix of 1000 tokens")
     forked = KVCache(cache_config("none", 1000))
-    first = forked.open(0)
+    first = forked.new_table(0)
     forked.grow(first, length)
     for i in range(1, num_requests):
         forked.fork(0, i, length)
@@ -161,7 +161,7 @@ def _with_questions(index: PrefixIndexKind, num_requests: int, length: int) -> t
     queries = [Query([*prefix, i, *(rng.randrange(1000) for _ in range(20))], 8) for i in range(num_requests)]
     engine, cached = rig.engine, dict[str, int]()
     for i, query in enumerate(queries):
-        engine.add(str(i), query.prompt, greedy(query.num_output_tokens))
+        engine.add_request(str(i), query.prompt, greedy(query.num_output_tokens))
         if i == 0:
             engine.step()  # the others arrive after the first step
     num_blocks, most = -(-length // BLOCK_SIZE), (0, 0)
@@ -217,7 +217,7 @@ def _prompt_of(width: int, with_sharing: float) -> int:
 def _beams(width: int, prompt: int, length: int) -> tuple[int, int]:
     """Blocks without and with sharing, of beams that fork at the end of the prompt and have `length` tokens."""
     cache = KVCache(cache_config("none", width * (length // BLOCK_SIZE + 2), BLOCK_SIZE * BYTES_PER_TOKEN))
-    first = cache.open(0)
+    first = cache.new_table(0)
     cache.grow(first, prompt)
     for i in range(1, width):
         cache.fork(0, i, prompt)

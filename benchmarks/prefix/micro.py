@@ -10,7 +10,7 @@ from benchmarks import mind
 from benchmarks.prefix.rigs import BLOCK_SIZE, INDEXES, VerbClock, cache_config
 from benchmarks.prefix.rows import Note, Row, Section
 from quire.cache.kv_cache import KVCache
-from quire.cache.prefix.index import Cause
+from quire.cache.prefix.index import EvictionCause
 from quire.config import PrefixIndexKind
 from quire.core.request import Namespace
 
@@ -33,10 +33,12 @@ class Filler:
         number, length = self._next, len(tokens)
         self._next += 1
         start = time.perf_counter()
-        admission = self.cache.admit(number, tokens, NAMESPACE, reusable=length - 1, limit=length, most=length)
+        admission = self.cache.admit(
+            number, tokens, NAMESPACE, reusable=length - 1, limit=length, max_new_positions=length
+        )
         admitted = time.perf_counter()
         assert admission is not None, "the pool is large enough"
-        self.cache.record(admission.table, admission.num_tokens, length)
+        self.cache.cache_blocks(admission.table, admission.num_tokens, length)
         recorded = time.perf_counter()
         self._end(number, length)
         return admitted - start, recorded - admitted
@@ -45,9 +47,9 @@ class Filler:
         """Cache a sequence without a lookup, which is faster."""
         number, length = self._next, len(tokens)
         self._next += 1
-        table = self.cache.open(number, tokens, NAMESPACE)
+        table = self.cache.new_table(number, tokens, NAMESPACE)
         self.cache.grow(table, length)
-        self.cache.record(table, 0, length)
+        self.cache.cache_blocks(table, 0, length)
         self._end(number, length)
 
     def _end(self, number: int, length: int) -> None:
@@ -97,7 +99,7 @@ def _matches(index: PrefixIndexKind, num_cached: int, num_tries: int) -> dict[st
     stems = [_tokens(rng, STEM) for _ in range(NUM_STEMS)]
     for i in range(num_cached):
         filler.plant(stems[i % NUM_STEMS] + _tokens(rng, TAIL))
-    clock = VerbClock(filler.cache.index, ("find", "enter", "add"))
+    clock = VerbClock(filler.cache.index, ("match_prefix", "register", "insert"))
     tried: dict[str, list[tuple[float, float, float]]] = {f"{part} matches": [] for part in ("nothing", "half", "all")}
     for i in range(num_tries):
         half = stems[i % NUM_STEMS] + _tokens(rng, PROMPT - STEM)
@@ -134,7 +136,7 @@ def _evictions(index: PrefixIndexKind, num_leaves: int, num_tries: int) -> Itera
         filler.plant(_tokens(rng, BLOCK_SIZE))
     for i in range(num_tries):
         start = time.perf_counter()
-        freed = filler.cache.index.evict(0, 1, Cause(float(i), "somebody"))
+        freed = filler.cache.index.evict(0, 1, EvictionCause(float(i), "somebody"))
         yield time.perf_counter() - start
         assert freed == 1, "a leaf is idle"
         filler.plant(_tokens(rng, BLOCK_SIZE))

@@ -22,7 +22,16 @@ from quire.tokenizer.tokenizer import Tokenizer
 
 INDEXES: tuple[PrefixIndexKind, ...] = ("none", "hash", "radix")
 BLOCK_SIZE = 16
-VERBS = ("open", "admit", "fork", "branch", "grow", "record", "trim", "release")  # methods of KVCache for a sequence
+VERBS = (
+    "new_table",
+    "admit",
+    "fork",
+    "branch",
+    "grow",
+    "cache_blocks",
+    "trim",
+    "release",
+)  # methods of KVCache for a sequence
 
 
 class WatchedScheduler(Scheduler):
@@ -78,21 +87,21 @@ class Embedded:
     def __init__(self) -> None:
         options = EngineOptions(memory="1GiB", max_num_seqs=64, step_seconds=1e9)
         self._prepared = prepare(options, report=_ignore, progress=_ignore)
-        files, kernels = self._prepared.files, self._prepared.chosen.kernels
+        files, kernels = self._prepared.files, self._prepared.kernels.kernels
         self._model = files.load(self._prepared.dtype, self._prepared.device, kernels, _ignore)
         self.tokenizer: Tokenizer = files.tokenizer
         self.vocab_size: int = files.description.vocab_size
 
     def rig(self, prefix_index: PrefixIndexKind) -> Rig:
         """An engine with this prefix index."""
-        limits, config = self._prepared.limits, replace(self._prepared.cache, prefix_index=prefix_index)
+        limits, config = self._prepared.scheduler_config, replace(self._prepared.cache, prefix_index=prefix_index)
         runner = TorchRunner(
             self._model,
-            self._prepared.chosen.kernels,
+            self._prepared.kernels.kernels,
             cache=config,
             max_num_seqs=limits.max_num_seqs,
             max_model_len=limits.max_model_len,
-            strict=self._prepared.chosen.strict,
+            deterministic_kernels=self._prepared.kernels.deterministic,
         )
         return _rig(limits, config, runner, vocab_size=self.vocab_size, clock=time.monotonic)
 
@@ -119,7 +128,7 @@ def ask(engine: Engine, queries: Sequence[Query], *, n: int = 1, beams: Beams | 
         # Samples with one seed differ from each other by their index; greedy sequences would be equal.
         params = SamplingParams(max_tokens=query.num_output_tokens, n=n, seed=i, ignore_eos=True)
         plain = n == 1 or beams is not None
-        engine.add(str(i), query.prompt, greedy(query.num_output_tokens, n) if plain else params, beams=beams)
+        engine.add_request(str(i), query.prompt, greedy(query.num_output_tokens, n) if plain else params, beams=beams)
     cached = [0] * len(queries)
     while engine.has_work:
         for output in engine.step():
@@ -157,7 +166,7 @@ def play(engine: Engine, sessions: Sequence[Session]) -> None:
         for i, query in enumerate(queries):
             name = str(next(numbers))
             asked[name] = (turn, i)
-            engine.add(name, query.prompt, greedy(query.num_output_tokens))
+            engine.add_request(name, query.prompt, greedy(query.num_output_tokens))
 
     for session in sessions:
         ask_next(session, None)

@@ -8,7 +8,7 @@ from benchmarks.programs.servers import Counted, Server
 from benchmarks.programs.workloads import QUESTION, Call, Program, Start, Tokens, Turn
 from quire.core.output import Output
 from quire.core.scheduling_params import Program as Hint
-from quire.core.scheduling_params import Terms
+from quire.core.scheduling_params import SchedulingParams
 
 
 @dataclass(slots=True)
@@ -97,7 +97,7 @@ class Driver:
             self._num_calls += 1
             name = f"{run.number}-{self._num_calls}"
             self._calls[name] = run, i
-            terms = Terms(program=self._hint(run, call))
+            terms = SchedulingParams(program=self._hint(run, call))
             self.server.add(name, list(call.prompt), call.num_output_tokens, terms)
         if not calls:
             self._next(run)

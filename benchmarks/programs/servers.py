@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 from quire.cache.kv_cache import KVCache
 from quire.config import Eviction, Policy
 from quire.core.output import Output
-from quire.core.scheduling_params import Terms
+from quire.core.scheduling_params import SchedulingParams
 from quire.scheduler.scheduler import Scheduler
 from tools.virtual_time import limits, memory, request, result_of
 
@@ -39,7 +39,7 @@ class Server(Protocol):
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
 
-    def add(self, name: str, prompt: list[int], num_output_tokens: int, terms: Terms) -> None:
+    def add(self, name: str, prompt: list[int], num_output_tokens: int, terms: SchedulingParams) -> None:
         """Add a request."""
 
     def end_program(self, program: str, branch: str | None) -> None:
@@ -69,7 +69,7 @@ class Virtual:
         """See Server."""
         return self.scheduler.has_work
 
-    def add(self, name: str, prompt: list[int], num_output_tokens: int, terms: Terms) -> None:
+    def add(self, name: str, prompt: list[int], num_output_tokens: int, terms: SchedulingParams) -> None:
         """See Server."""
         self.scheduler.add(request(name, prompt, num_output_tokens, terms=terms), self.now)
 
@@ -93,6 +93,6 @@ class Virtual:
 
     def counted(self) -> Counted:
         """See Server."""
-        accounts = self.scheduler.accounts
+        accounts = self.scheduler.request_stats
         counts = accounts.num_query_tokens, accounts.num_hit_tokens
         return Counted(*counts, self._num_computed, accounts.num_preemptions)

@@ -52,7 +52,7 @@ def _measure(asked: StructuredOutputsParams, backend: str, vocabulary: Vocabular
     rng = random.Random(0)
     ends = set(vocabulary.end_ids)
     for _ in range(WALKS):
-        matcher = grammar.start(fast_forward=True)
+        matcher = grammar.new_matcher(fast_forward=True)
         verdict = matcher.advance([])
         for _ in range(MAX_TOKENS):
             num_tokens += len(verdict.forced)
@@ -62,7 +62,7 @@ def _measure(asked: StructuredOutputsParams, backend: str, vocabulary: Vocabular
                 break
             words[:] = 0
             began = time.perf_counter()
-            matcher.fill(words)
+            matcher.fill_bitmask(words)
             masks.append(time.perf_counter() - began)
             allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
             token = int(rng.choice(allowed))

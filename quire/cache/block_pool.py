@@ -34,11 +34,11 @@ class BlockPool:
         """Free blocks and idle blocks."""
         return len(self._free) + self.num_idle
 
-    def refs(self, block: int) -> int:
+    def num_refs(self, block: int) -> int:
         """Number of owners of a block, the index included."""
         return self._refs[block]
 
-    def users(self, block: int) -> int:
+    def num_refs_without_index(self, block: int) -> int:
         """Number of owners of a block, the index excluded."""
         return self._refs[block] - self._indexed[block]
 
@@ -50,13 +50,13 @@ class BlockPool:
         """Whether only the index owns a block."""
         return self._refs[block] == 1 and bool(self._indexed[block])
 
-    def take(self) -> int:
+    def allocate(self) -> int:
         """Allocate a free block, with one owner. There must be one."""
         block = self._free.pop()
         self._refs[block] = 1
         return block
 
-    def take_many(self, count: int) -> list[int]:
+    def allocate_many(self, count: int) -> list[int]:
         """Allocate `count` free blocks, in the order of repeated `take`. There must be that many."""
         blocks = self._free[: -count - 1 : -1]
         del self._free[len(self._free) - count :]
@@ -64,7 +64,7 @@ class BlockPool:
             self._refs[block] = 1
         return blocks
 
-    def hold(self, block: int) -> None:
+    def incr_ref(self, block: int) -> None:
         """Add an owner to a block that has one. Raises ValueError for a free block."""
         refs = self._refs[block]
         if refs == 1:
@@ -73,7 +73,7 @@ class BlockPool:
             raise ValueError(f"block {block} is free and cannot be shared")
         self._refs[block] = refs + 1
 
-    def drop(self, block: int) -> None:
+    def decr_ref(self, block: int) -> None:
         """Remove an owner, and free the block if it was the last. Raises ValueError for a free block.
 
         The index must use `leave_index`: ValueError if it is the last owner.
@@ -104,7 +104,7 @@ class BlockPool:
             raise ValueError(f"block {block} is not in the index")
         self.num_idle -= self._refs[block] == 1
         self._indexed[block] = 0
-        self.drop(block)
+        self.decr_ref(block)
 
     def check(self, owners: Counter[int], indexed: Collection[int] = ()) -> list[str]:
         """Errors of the counts. owners: references per block, with those of the index. indexed: blocks of the index."""

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from sys import maxsize
 
-from quire.cache.retention import ANYHOW
+from quire.cache.retention import NO_RETENTION
 from quire.core.request import Namespace
 
 ABSENT = -1  # instead of a block that lies wholly before the window of its group
@@ -25,18 +25,18 @@ class BlockTable:
     """
 
     __slots__ = (
-        "based_on",
         "blocks",
         "capacity",
-        "due",
+        "depends_on_step",
         "firsts",
-        "keep",
-        "launched",
+        "index_handle",
         "namespace",
-        "num_found",
+        "next_insert_at",
         "num_indexed",
+        "num_launched",
+        "num_matched",
         "num_public",
-        "place",
+        "retention",
         "tokens",
     )
 
@@ -52,14 +52,16 @@ class BlockTable:
         self.capacity = 0
         self.tokens = tokens
         self.namespace = namespace
-        self.place: object = None  # of a type that the index chooses
+        self.index_handle: object = None  # of a type that the index chooses
         self.num_indexed = 0
-        self.num_found = 0  # whole blocks of the prefix match
+        self.num_matched = 0  # whole blocks of the prefix match
         self.num_public = 0  # leading blocks that hold a public prefix
-        self.due = maxsize
-        self.launched = 0
-        self.keep = ANYHOW  # retention of its KV
-        self.based_on = -1  # the newest step whose failure invalidates KV that the table was created from; -1: none
+        self.next_insert_at = maxsize
+        self.num_launched = 0
+        self.retention = NO_RETENTION  # retention of its KV
+        self.depends_on_step = (
+            -1
+        )  # the newest step whose failure invalidates KV that the table was created from; -1: none
 
     def __len__(self) -> int:
         """Blocks of the longest list, absent ones included."""

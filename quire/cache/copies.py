@@ -13,74 +13,74 @@ from quire.cache.block_pool import BlockPool
 from quire.core.step import Move
 
 
-class Copies:
+class PendingMoves:
     """Pending Moves, and the references of copies within the device."""
 
-    def __init__(self, pools: Sequence[BlockPool], let_go: Callable[[int, int], None]) -> None:
+    def __init__(self, pools: Sequence[BlockPool], deferred_decr_ref: Callable[[int, int], None]) -> None:
         """let_go(group, block): drops a reference once no step in flight needs the block."""
         self.num_tokens = 0  # copied since the start
         self._pools = pools
-        self._let_go = let_go
-        self._waiting: list[Move] = []  # Moves of the next step
-        self._carried: dict[int, list[Move]] = {}  # copies within the device, by step in flight
+        self._deferred_decr_ref = deferred_decr_ref
+        self._pending: list[Move] = []  # Moves of the next step
+        self._in_flight: dict[int, list[Move]] = {}  # copies within the device, by step in flight
         self._held: list[Counter[int]] = [Counter() for _ in pools]  # references, per group
         self._last_id = 0
 
-    def make(self, group: int, source: int, num_tokens: int) -> int:
+    def plan_copy(self, group: int, source: int, num_tokens: int) -> int:
         """Allocate a block and plan the copy of the leading tokens of `source` to it. Returns the block.
 
         The caller's reference to `source` passes to the copy.
         """
-        target = self._pools[group].take()
-        self._pools[group].hold(target)
+        target = self._pools[group].allocate()
+        self._pools[group].incr_ref(target)
         self._last_id += 1
-        self._waiting.append(Move(self._last_id, group, "device", "device", [(source, target)], num_tokens))
+        self._pending.append(Move(self._last_id, group, "device", "device", [(source, target)], num_tokens))
         self._held[group].update((source, target))
         self.num_tokens += num_tokens
         return target
 
-    def carry(self, group: int, source: str, target: str, pairs: list[tuple[int, int]], num_tokens: int) -> None:
+    def plan_swap(self, group: int, source: str, target: str, pairs: list[tuple[int, int]], num_tokens: int) -> None:
         """Add a Move to the host, or from it, to the next step."""
         self._last_id += 1
-        self._waiting.append(Move(self._last_id, group, source, target, pairs, num_tokens))
+        self._pending.append(Move(self._last_id, group, source, target, pairs, num_tokens))
 
     @property
-    def to_host_or_back(self) -> bool:
+    def has_swaps(self) -> bool:
         """Whether the next step has a Move to the host, or from it. It is launched even if it computes nothing."""
-        return any(not _is_copy(move) for move in self._waiting)
+        return any(not _is_copy(move) for move in self._pending)
 
-    def waiting(self, group: int) -> list[int]:
+    def pending_targets(self, group: int) -> list[int]:
         """Targets of the copies that the next step makes."""
-        return [move.pairs[0][1] for move in self._waiting if move.group == group and _is_copy(move)]
+        return [move.pairs[0][1] for move in self._pending if move.group == group and _is_copy(move)]
 
-    def held(self, group: int) -> Counter[int]:
+    def held_refs(self, group: int) -> Counter[int]:
         """References of copies, per block. Read-only."""
         return self._held[group]
 
     def launched(self, step_id: int) -> list[Move]:
         """The Moves of this step, which was planned last."""
-        moves, self._waiting = self._waiting, []
+        moves, self._pending = self._pending, []
         copies = [move for move in moves if _is_copy(move)]
         if copies:
-            self._carried[step_id] = copies
+            self._in_flight[step_id] = copies
         return moves
 
     def collected(self, step_id: int) -> None:
         """The step has succeeded: release the blocks of its copies."""
-        for move in self._carried.pop(step_id, ()):
-            self._forget(move)
+        for move in self._in_flight.pop(step_id, ()):
+            self._release(move)
 
     def failed(self, step_id: int) -> list[tuple[int, int]]:
         """The step has failed: move its copies to the next step, except those whose target has no other owner.
 
         Returns (group, block) of the targets that are kept.
         """
-        carried = self._carried.pop(step_id, [])
-        wanted = [move for move in carried if self._pools[move.group].refs(move.pairs[0][1]) > 1]
+        carried = self._in_flight.pop(step_id, [])
+        wanted = [move for move in carried if self._pools[move.group].num_refs(move.pairs[0][1]) > 1]
         for move in carried:
             if move not in wanted:
-                self._forget(move)
-        self._waiting = wanted + self._waiting
+                self._release(move)
+        self._pending = wanted + self._pending
         return [(move.group, move.pairs[0][1]) for move in wanted]
 
     def cancel(self, group: int, targets: Collection[int]) -> set[int]:
@@ -88,19 +88,19 @@ class Copies:
 
         That owner is about to release them. Returns the targets of the dropped copies, which stay without content.
         """
-        copies = [move for move in self._waiting if move.group == group and _is_copy(move)]
+        copies = [move for move in self._pending if move.group == group and _is_copy(move)]
         waiting = [move for move in copies if move.pairs[0][1] in targets]
-        cancelled = [move for move in waiting if self._pools[group].refs(move.pairs[0][1]) == 2]
+        cancelled = [move for move in waiting if self._pools[group].num_refs(move.pairs[0][1]) == 2]
         for move in cancelled:
-            self._waiting.remove(move)
-            self._forget(move)
+            self._pending.remove(move)
+            self._release(move)
         return {move.pairs[0][1] for move in cancelled}
 
-    def _forget(self, move: Move) -> None:
+    def _release(self, move: Move) -> None:
         """Release both blocks of a copy that is made or dropped."""
         for block in move.pairs[0]:
             self._held[move.group][block] -= 1
-            self._let_go(move.group, block)
+            self._deferred_decr_ref(move.group, block)
 
 
 def _is_copy(move: Move) -> bool:

@@ -14,8 +14,10 @@ class InFlight:
         self._pools = pools
         self._retired: dict[int, list[tuple[int, int]]] = {}  # step -> (group, block) that it owns until it is over
         self._written: dict[int, set[int]] = {}  # step -> indexed blocks of group 0 that it writes
-        self.fresh: dict[int, int] = {}  # indexed block that the planned step writes -> tokens that it had before
-        self._on_fresh: list[BlockTable] = []  # tables that depend on the planned step
+        self.planned_writes: dict[
+            int, int
+        ] = {}  # indexed block that the planned step writes -> tokens that it had before
+        self._depending_on_planned: list[BlockTable] = []  # tables that depend on the planned step
 
     @property
     def newest(self) -> int | None:
@@ -24,27 +26,27 @@ class InFlight:
 
     def launch(self, step_id: int) -> None:
         """The step that was being planned is launched."""
-        self._written[step_id] = set(self.fresh)
+        self._written[step_id] = set(self.planned_writes)
         self._retired[step_id] = []
-        for table in self._on_fresh:
-            table.based_on = step_id
-        self.fresh.clear()
-        self._on_fresh.clear()
+        for table in self._depending_on_planned:
+            table.depends_on_step = step_id
+        self.planned_writes.clear()
+        self._depending_on_planned.clear()
 
-    def let_go(self, group: int, block: int) -> None:
+    def deferred_decr_ref(self, group: int, block: int) -> None:
         """Drop a reference once the steps that are in flight now are over."""
         newest = self.newest
         if newest is None:
-            self._pools[group].drop(block)
+            self._pools[group].decr_ref(block)
         else:
             self._retired[newest].append((group, block))
 
-    def record(self, table: BlockTable, entered: Iterable[int], num_written: int, block_size: int) -> None:
+    def record_insert(self, table: BlockTable, entered: Iterable[int], num_written: int, block_size: int) -> None:
         """Record that blocks of a table entered the index.
 
         entered: their table indices. num_written: tokens that earlier steps wrote; the planned step writes the others.
         """
-        newest, blocks, fresh = self.newest, table.blocks[0], self.fresh
+        newest, blocks, fresh = self.newest, table.blocks[0], self.planned_writes
         first, there = divmod(num_written, block_size)
         for i in entered:
             block = blocks[i]
@@ -55,35 +57,35 @@ class InFlight:
             elif newest is not None:
                 self._written[newest].add(block)
 
-    def doubt(self, blocks: Iterable[int]) -> None:
+    def record_written_by_any(self, blocks: Iterable[int]) -> None:
         """Record that blocks entered the index which any step in flight may have written."""
         for written in self._written.values():
             written.update(blocks)
 
-    def base(self, table: BlockTable, blocks: Sequence[int]) -> None:
+    def add_dependency(self, table: BlockTable, blocks: Sequence[int]) -> None:
         """Record that a table uses blocks of the index: it must start again if a step that writes one of them fails."""
         unknown = ABSENT in blocks  # other groups may have blocks there, which are not recorded
         for step_id, written in self._written.items():
             if written and (unknown or not written.isdisjoint(blocks)):
-                table.based_on = max(table.based_on, step_id)
-        if self.fresh and (unknown or not self.fresh.keys().isdisjoint(blocks)):
-            self._on_fresh.append(table)
+                table.depends_on_step = max(table.depends_on_step, step_id)
+        if self.planned_writes and (unknown or not self.planned_writes.keys().isdisjoint(blocks)):
+            self._depending_on_planned.append(table)
 
-    def base_on_planned(self, table: BlockTable) -> None:
+    def depend_on_planned(self, table: BlockTable) -> None:
         """Record that a table depends on KV that the planned step copies from the host."""
-        self._on_fresh.append(table)
+        self._depending_on_planned.append(table)
 
-    def base_on_newest(self, table: BlockTable) -> None:
+    def depend_on_newest(self, table: BlockTable) -> None:
         """Record that a table depends on KV that any step in flight may have written, but not the planned step."""
-        table.based_on = max(table.based_on, -1 if self.newest is None else self.newest)
+        table.depends_on_step = max(table.depends_on_step, -1 if self.newest is None else self.newest)
 
     def end(self, step_id: int) -> None:
         """The step is over: drop its references."""
         self._written.pop(step_id, None)
         for group, block in self._retired.pop(step_id, ()):
-            self._pools[group].drop(block)
+            self._pools[group].decr_ref(block)
 
-    def forget_writes(self, step_id: int) -> set[int]:
+    def pop_writes(self, step_id: int) -> set[int]:
         """The indexed blocks that this step or a later one writes. They are not recorded as written any more."""
         void: set[int] = set()
         for later, blocks in self._written.items():

@@ -9,17 +9,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from quire.cache.kv_cache import KVCache
-from quire.cache.prefix.index import SYMBOL, PrefixIndex, PublicPrefixes, num_common, symbols
-from quire.cache.prefix.radix_index import RadixTree
+from quire.cache.prefix.index import BYTES_PER_TOKEN, PrefixIndex, PublicPrefixes, common_prefix_len, token_key
+from quire.cache.prefix.radix_index import RadixIndex
 from quire.cache.prefix.radix_node import Node
-from quire.cache.prefix.radix_tree import Forest
+from quire.cache.prefix.radix_tree import RadixTrees
 from quire.core.request import Namespace
 
-_PIECE = 32  # blocks per comparison
+_BLOCKS_PER_COMPARISON = 32  # blocks per comparison
 
 
 @dataclass(slots=True)
-class Match:
+class IncrementalMatch:
     """The last known prefix match of a prompt."""
 
     num_blocks: int = 0
@@ -28,13 +28,13 @@ class Match:
     edge: bytes = b""  # the node's `edge` at that time
 
 
-class Matching:
+class IncrementalMatcher:
     """Prefix matches against the index of a cache. They are incremental for a radix tree without window groups."""
 
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
         self._block_size = cache.block_size
-        self._size = cache.block_size * SYMBOL
+        self._size = cache.block_size * BYTES_PER_TOKEN
         self._public = PublicPrefixes(cache.config.public_prefixes, self._size)
 
     @property
@@ -43,20 +43,24 @@ class Matching:
         return self._cache.index
 
     @property
-    def follows_tree(self) -> bool:
+    def uses_radix_tree(self) -> bool:
         """Whether matches have nodes."""
-        return isinstance(self.index, RadixTree) and not self._cache.windowed
+        return isinstance(self.index, RadixIndex) and not self._cache.windowed
 
-    def renew(self, match: Match, namespace: Namespace, tokens: Sequence[int], most: int) -> int:
+    def update(self, match: IncrementalMatch, namespace: Namespace, tokens: Sequence[int], num_tokens: int) -> int:
         """Update the match of the leading `most` tokens. Returns about how many blocks were compared."""
         index = self._cache.index
-        if not isinstance(index, RadixTree) or self._cache.windowed:
-            match.num_blocks = index.find(namespace, tokens[:most]).num_tokens // self._block_size if most > 0 else 0
-            return most // self._block_size + 1
-        most = max(most, 0) // self._block_size
+        if not isinstance(index, RadixIndex) or self._cache.windowed:
+            match.num_blocks = (
+                index.match_prefix(namespace, tokens[:num_tokens]).num_tokens // self._block_size
+                if num_tokens > 0
+                else 0
+            )
+            return num_tokens // self._block_size + 1
+        num_tokens = max(num_tokens, 0) // self._block_size
         node, depth = match.node, match.num_blocks
-        if node is None or node.is_gone or node.parent is None or match.num_public:
-            node, depth = self._begin(match, index.forest, namespace, tokens, most)
+        if node is None or node.is_removed or node.parent is None or match.num_public:
+            node, depth = self._find_root(match, index.trees, namespace, tokens, num_tokens)
         elif node.edge is match.edge:
             if depth < node.end:
                 return 1
@@ -66,18 +70,20 @@ class Matching:
                 node, depth = node.parent, node.start
         begin = depth
         if node is not None:
-            node, depth = self._go_on(match, index.forest, namespace, node, depth, tokens, most)
+            node, depth = self._continue_match(match, index.trees, namespace, node, depth, tokens, num_tokens)
             match.edge = node.edge
         match.node, match.num_blocks = node, depth
         return depth - begin + 1
 
-    def next_key(self, match: Match, namespace: Namespace, tokens: Sequence[int], most: int) -> tuple[object, ...]:
+    def next_block_key(
+        self, match: IncrementalMatch, namespace: Namespace, tokens: Sequence[int], num_tokens: int
+    ) -> tuple[object, ...]:
         """A key that is equal for prompts that match up to the same place and have the same next block."""
         begin = match.num_blocks * self._block_size
         where = namespace if match.node is None else match.node.id
-        return where, match.num_blocks, symbols(tokens[begin : min(begin + self._block_size, most)])
+        return where, match.num_blocks, token_key(tokens[begin : min(begin + self._block_size, num_tokens)])
 
-    def path(self, match: Match) -> tuple[int, ...]:
+    def path(self, match: IncrementalMatch) -> tuple[int, ...]:
         """Ids of the nodes from a root to the end of the match: the namespace's root, or the public one."""
         ids = []
         node = match.node
@@ -86,20 +92,20 @@ class Matching:
             node = node.parent
         return tuple(reversed(ids))
 
-    def _begin(
-        self, match: Match, forest: Forest, namespace: Namespace, tokens: Sequence[int], most: int
+    def _find_root(
+        self, match: IncrementalMatch, forest: RadixTrees, namespace: Namespace, tokens: Sequence[int], most: int
     ) -> tuple[Node | None, int]:
         """The root under which a prompt is matched (None if there is none), and depth 0. Sets `match.num_public`."""
         if self._public.longest:
-            match.num_public = min(self._public.num_blocks(symbols(tokens[: self._public.longest])), most)
+            match.num_public = min(self._public.num_blocks(token_key(tokens[: self._public.longest])), most)
         if match.num_public:
             return forest.roots.get(self._public.root_key(namespace)), 0
         return forest.roots.get((namespace, b"")), 0
 
-    def _go_on(
+    def _continue_match(
         self,
-        match: Match,
-        forest: Forest,
+        match: IncrementalMatch,
+        forest: RadixTrees,
         namespace: Namespace,
         node: Node,
         depth: int,
@@ -111,7 +117,7 @@ class Matching:
             node, depth = self._descend(node, depth, tokens, match.num_public)
             if depth < match.num_public:
                 return node, depth
-            own = forest.roots.get((namespace, symbols(tokens[: depth * self._block_size])))
+            own = forest.roots.get((namespace, token_key(tokens[: depth * self._block_size])))
             if own is None:
                 return node, depth
             node = own
@@ -120,15 +126,15 @@ class Matching:
     def _descend(self, node: Node, depth: int, tokens: Sequence[int], most: int) -> tuple[Node, int]:
         size = self._block_size
         while depth < most:
-            child = node.children.get(symbols(tokens[depth * size : (depth + 1) * size]))
+            child = node.children.get(token_key(tokens[depth * size : (depth + 1) * size]))
             if child is None:
                 break
             node, end = child, min(child.end, most)
             while depth < end:
-                piece = min(_PIECE, end - depth)
-                run = symbols(tokens[depth * size : (depth + piece) * size])
+                piece = min(_BLOCKS_PER_COMPARISON, end - depth)
+                run = token_key(tokens[depth * size : (depth + piece) * size])
                 begin = (depth - child.start) * self._size
                 if (there := child.edge[begin : begin + len(run)]) != run:
-                    return node, depth + num_common(run, there) * SYMBOL // self._size
+                    return node, depth + common_prefix_len(run, there) * BYTES_PER_TOKEN // self._size
                 depth += piece
         return node, depth

@@ -6,35 +6,35 @@ from typing import NamedTuple
 
 from quire.core.scheduling_params import Program, Retention
 
-ORDINARY = 50  # priority without retention
+DEFAULT_PRIORITY = 50  # priority without retention
 _MOST_MARKS = 4  # per node
 
 # A program hint is a priority for eviction policies that use priorities, and a stage for the others. Lower is evicted
 # first.
-EXPECTED, FINISHED = 75, 0  # priorities
+EXPECTED_PRIORITY, FINISHED_PRIORITY = 75, 0  # priorities
 Stage = tuple[int, int]
 NO_STAGE: Stage = (0, 0)  # without a program hint
-GIVEN_UP: Stage = (-1, 0)  # of a finished branch
+FINISHED_STAGE: Stage = (-1, 0)  # of a finished branch
 
 
-class Keep(NamedTuple):
+class SequenceRetention(NamedTuple):
     """The retention of a sequence's KV. Forks and branches of its table have the same."""
 
-    retention: Retention = Retention()
+    params: Retention = Retention()
     request_id: str = ""
     tenant: str = ""
-    num_prompt: int = 0  # tokens of the prompt
+    num_prompt_tokens: int = 0  # tokens of the prompt
     program: Program | None = None
     program_age: int = 0  # lower for a program that began earlier
 
 
-ANYHOW = Keep()  # no retention
+NO_RETENTION = SequenceRetention()  # no retention
 
 
-Key = tuple[str, ...]  # of a session: (tenant, name); of a branch: (tenant, program, branch)
+SessionKey = tuple[str, ...]  # of a session: (tenant, name); of a branch: (tenant, program, branch)
 
 
-class Asked(NamedTuple):
+class HintState(NamedTuple):
     """The retention that a Wish applies at some time."""
 
     priority: int
@@ -42,7 +42,7 @@ class Asked(NamedTuple):
     stage: Stage
     pin: bool
 
-    def is_less_than(self, before: "Asked") -> bool:
+    def protects_less_than(self, before: "HintState") -> bool:
         """Whether it protects less than `before` in any respect."""
         return (
             self.priority < before.priority
@@ -52,40 +52,44 @@ class Asked(NamedTuple):
         )
 
 
-class Wish:
+class RetentionHint:
     """Retention that applies since the end of a request. The retention of a session changes with its latest request."""
 
     __slots__ = ("expires", "number", "pin", "priority", "request_id", "session", "stage", "tenant")
 
-    def __init__(self, number: int, session: Key | None = None, tenant: str = "") -> None:
+    def __init__(self, number: int, session: SessionKey | None = None, tenant: str = "") -> None:
         """number: of all wishes, in order of creation."""
         self.number = number
         self.session = session
         self.tenant = tenant
         self.request_id = ""  # the latest request
-        self.priority = ORDINARY
+        self.priority = DEFAULT_PRIORITY
         self.expires = inf  # seconds of the engine's clock
         self.pin = False
         self.stage = NO_STAGE
 
     @property
-    def asked(self) -> Asked:
+    def state(self) -> HintState:
         """The retention that it applies now."""
-        return Asked(self.priority, self.expires, self.stage, self.pin)
+        return HintState(self.priority, self.expires, self.stage, self.pin)
 
-    def asks(self, retention: Retention, now: float) -> None:
+    def set_retention(self, retention: Retention, now: float) -> None:
         """Set the retention of a request that has ended."""
         self.priority, self.pin = retention.priority, retention.pin
         self.expires = inf if retention.ttl is None else now + retention.ttl
 
-    def expects_more(self, keep: Keep, now: float) -> None:
+    def set_expects_more(self, retention: SequenceRetention, now: float) -> None:
         """A request of a program has ended, and another will continue. The oldest program's KV is evicted last."""
-        assert keep.program is not None, "it is a program's"
-        self.priority, self.stage, self.expires = EXPECTED, (1, -keep.program_age), now + keep.program.ttl
+        assert retention.program is not None, "it is a program's"
+        self.priority, self.stage, self.expires = (
+            EXPECTED_PRIORITY,
+            (1, -retention.program_age),
+            now + retention.program.ttl,
+        )
 
-    def is_finished(self) -> None:
+    def set_finished(self) -> None:
         """The branch has ended: no request will continue from its KV."""
-        self.priority, self.stage, self.expires = FINISHED, GIVEN_UP, inf
+        self.priority, self.stage, self.expires = FINISHED_PRIORITY, FINISHED_STAGE, inf
 
     @property
     def strength(self) -> tuple[float, int, float, int]:
@@ -93,19 +97,19 @@ class Wish:
         return self.expires if self.pin else 0.0, self.priority, self.expires, self.number
 
 
-PLAIN = Wish(0)  # of all requests without retention; never changed
+NO_HINT = RetentionHint(0)  # of all requests without retention; never changed
 
 
 class Mark(NamedTuple):
     """A Wish at a node. It applies to the first `reach` blocks of the path."""
 
-    wish: Wish
+    hint: RetentionHint
     reach: int
 
 
-def merged(marks: Iterable[Mark], now: float) -> tuple[Mark, ...]:
+def merge_marks(marks: Iterable[Mark], now: float) -> tuple[Mark, ...]:
     """The marks of a node: each wish once, without expired ones, and only the strongest if there are too many."""
-    reaches: dict[Wish, int] = {}
+    reaches: dict[RetentionHint, int] = {}
     for wish, reach in marks:
         if wish.expires > now:
             reaches[wish] = max(reach, reaches.get(wish, 0))
@@ -126,4 +130,6 @@ def stage_at(marks: Iterable[Mark], depth: int, now: float) -> Stage:
 
 def priority_at(marks: Iterable[Mark], depth: int, now: float) -> int:
     """The highest priority of the marks that apply to the block at `depth`; 50 without any."""
-    return max((wish.priority for wish, reach in marks if reach >= depth and wish.expires > now), default=ORDINARY)
+    return max(
+        (wish.priority for wish, reach in marks if reach >= depth and wish.expires > now), default=DEFAULT_PRIORITY
+    )

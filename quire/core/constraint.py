@@ -22,7 +22,7 @@ class Verdict(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     error: str = ""
 
 
-OPEN = Verdict()
+EMPTY_VERDICT = Verdict()
 
 
 class Matcher(Protocol):
@@ -31,7 +31,7 @@ class Matcher(Protocol):
     def advance(self, tokens: Sequence[int]) -> Verdict:
         """Consume new tokens (none at the begin) and, with `fast_forward`, the forced tokens behind them."""
 
-    def fill(self, words: np.ndarray) -> None:
+    def fill_bitmask(self, bitmask: np.ndarray) -> None:
         """Write the mask of allowed tokens to `words`, uint32 (ceil(vocab_size / 32),).
 
         Bit t%32 of word t//32 is token t. End tokens are allowed where the output may end. The mask is all zeros if no
@@ -42,14 +42,14 @@ class Matcher(Protocol):
 class Grammar(Protocol):
     """A constraint compiled for one vocabulary. Thread-safe."""
 
-    def start(self, *, fast_forward: bool) -> Matcher:
+    def new_matcher(self, *, fast_forward: bool) -> Matcher:
         """A matcher for a new sequence. fast_forward: verdicts contain forced tokens."""
 
 
 class Constraints(Protocol):
     """The matchers of all sequences, as used by the scheduler. The journal records the verdicts as inputs."""
 
-    def begin(self, seq_id: int, request: Request, known: Sequence[int]) -> Verdict:
+    def begin(self, seq_id: int, request: Request, output_tokens: Sequence[int]) -> Verdict:
         """Start the matcher of a sequence whose grammar is compiled. known: its output tokens so far."""
 
     def advance(self, seq_id: int, tokens: Sequence[int]) -> Verdict:

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from quire.core.explanation import Miss, RefusalReason
+from quire.core.explanation import Miss, RejectionReason
 
 
 class Event(msgspec.Struct, frozen=True, tag=True):
@@ -21,7 +21,7 @@ class Arrived(Event, frozen=True, tag=True):
 class Refused(Event, frozen=True, tag=True):
     """A request was rejected."""
 
-    reason: RefusalReason
+    reason: RejectionReason
     predicted_seconds: float  # until its last token; for a full queue: until there is room in it
     asked_seconds: float | None = None  # the deadline of the request
 

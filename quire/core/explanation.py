@@ -16,16 +16,16 @@ MissReason = Literal[
 ]
 
 
-RefusalReason = Literal[
+RejectionReason = Literal[
     "deadline",  # the prediction exceeds the deadline
     "queue_full",  # a queue limit was reached
 ]
 
 
-class Refusal(msgspec.Struct, frozen=True):
+class Rejection(msgspec.Struct, frozen=True):
     """Why a request was rejected."""
 
-    reason: RefusalReason
+    reason: RejectionReason
     predicted_seconds: float  # until its last token; for a full queue: until there is room in it
     asked_seconds: float | None  # the deadline of the request
     error: str  # the error text that the client got
@@ -84,7 +84,7 @@ class Explanation(msgspec.Struct):
     admitted: float | None = None  # first admission of its first sequence
     finished: float | None = None
     finish_reason: str | None = None  # of the sequence that ended last; the client sees "abort" for "deadline"
-    refusal: Refusal | None = None
+    refusal: Rejection | None = None
     num_cached_tokens: int = 0  # prompt tokens of the prefix match at its first admission
     num_shared_blocks: int = 0  # whole blocks of the prefix match
     num_copied_tokens: int = 0  # of the block in which the match ended

@@ -6,7 +6,7 @@ import numpy as np
 from quire.core.step import Logprobs
 
 NO_SEQUENCE = -1  # seq_id of an Output for a request that never had a sequence
-NO_TOKEN = "no token could be sampled: the request allows none, or the logits are not finite"
+NO_TOKEN_ERROR = "no token could be sampled: the request allows none, or the logits are not finite"
 
 
 class Output(msgspec.Struct, frozen=True, eq=False, array_like=True, omit_defaults=True):

@@ -5,7 +5,7 @@ from typing import Literal
 
 import msgspec
 
-from quire.core.scheduling_params import Terms
+from quire.core.scheduling_params import SchedulingParams
 from quire.core.step import Pooling
 from quire.errors import ContextLengthExceeded, RequestError
 from quire.params import SamplingParams
@@ -37,7 +37,7 @@ class Beams(msgspec.Struct, frozen=True, kw_only=True):
     early_stopping: bool | Literal["never"]
 
 
-class Known(msgspec.Struct, frozen=True):
+class KnownOutput(msgspec.Struct, frozen=True):
     """Output of one sequence of a resumed request, as the front end got it from an earlier engine."""
 
     token_ids: list[int] = []  # output tokens
@@ -62,9 +62,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     bad_words: Sequence[Sequence[int]] = ()  # tokens of `params.bad_words`, each in all its spellings
     pooling: Pooling = Pooling.NONE  # pooled hidden states instead of tokens; `params.max_tokens` is 0 then
     namespace: Namespace = Namespace()
-    terms: Terms = Terms()
+    terms: SchedulingParams = SchedulingParams()
     beams: Beams | None = None  # beam search instead of sampling; it returns `params.n` results
-    known: tuple[Known, ...] = ()  # empty for a new request; else one per sequence
+    known: tuple[KnownOutput, ...] = ()  # empty for a new request; else one per sequence
     resumed: bool = False  # accepted by an earlier engine; never rejected for the queue limit or its deadline
 
     @property
@@ -85,7 +85,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         return bool(ends or self.is_constrained)
 
     @property
-    def num_open(self) -> int:
+    def num_unfinished(self) -> int:
         """Sequences that have not ended."""
         return self.num_sequences - sum(one.finished for one in self.known)
 
@@ -113,7 +113,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
         return frozenset(self.params.stop_token_ids) | frozenset(eos)
 
 
-def resolve(
+def resolve_params(
     prompt: list[int], params: SamplingParams, *, vocab_size: int, max_model_len: int, default_seed: int
 ) -> SamplingParams:
     """The parameters with `seed` and `max_tokens` filled in, after a check of the prompt against the model's limits.
@@ -136,7 +136,7 @@ def resolve(
     return params.resolved(max_tokens, default_seed if params.seed is None else params.seed)
 
 
-def check_known(request: Request, vocab_size: int) -> None:
+def check_known_tokens(request: Request, vocab_size: int) -> None:
     """Raise RequestError for known tokens that no engine can have generated for this request."""
     known = request.known
     if not known:
@@ -175,17 +175,17 @@ def check_length(num_tokens: int, params: SamplingParams, max_model_len: int) ->
         )
 
 
-_WORD = 2**64 - 1
+_MASK64 = 2**64 - 1
 
 
 def nth_seed(seed: int, n: int) -> int:
     """The seed of the n-th request of an engine with this seed, 0 to 2^64 - 1. Seeds of different n are unrelated."""
-    return _mix(_mix(seed) + n)
+    return _splitmix64(_splitmix64(seed) + n)
 
 
-def _mix(number: int) -> int:
+def _splitmix64(number: int) -> int:
     """SplitMix64 (Steele, Lea and Flood, 2014)."""
-    z = (number * 0x9E3779B97F4A7C15) & _WORD
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _WORD
+    z = (number * 0x9E3779B97F4A7C15) & _MASK64
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK64
     return z ^ (z >> 31)

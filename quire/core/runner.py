@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from quire.core.step import Late, Step, StepResult
+from quire.core.step import SamplingMasks, Step, StepResult
 
 
 class Runner(Protocol):
@@ -14,11 +14,11 @@ class Runner(Protocol):
     def launch(self, step: Step) -> None:
         """Apply the Step to the rows, make its Moves, start the forward pass."""
 
-    def sample(self, step_id: int, late: Late) -> None:
+    def sample(self, step_id: int, masks: SamplingMasks) -> None:
         """Sample the tokens of the step launched last. Steps launched after this call may continue from them."""
 
     def collect(self) -> StepResult:
         """Wait for the oldest step that was sampled and not collected, and return its result."""
 
-    def rest(self) -> None:
+    def release_workspace(self) -> None:
         """Release memory that is only kept for the next step. Called when no step is in flight and nothing is to do."""

@@ -4,25 +4,25 @@ import msgspec
 
 from quire.errors import RequestError
 
-MAX_SESSION = 256  # characters
+MAX_NAME_LEN = 256  # characters
 MAX_SECONDS = 1e9
 MAX_PROGRAM_TTL = 600.0  # seconds, so that hints of a program that is never ended expire
-_LARGEST = 2**31 - 1  # of the absolute value of a priority
+_MAX_PRIORITY = 2**31 - 1  # of the absolute value of a priority
 
 
-def _is_whole(value: object) -> bool:
+def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _is_number(value: object) -> bool:
-    return _is_whole(value) or isinstance(value, float)
+    return _is_int(value) or isinstance(value, float)
 
 
 def _is_name(value: object) -> bool:
-    return isinstance(value, str) and 0 < len(value) <= MAX_SESSION and value.isprintable()
+    return isinstance(value, str) and 0 < len(value) <= MAX_NAME_LEN and value.isprintable()
 
 
-def _wrong(field: str, expected: str, value: object) -> RequestError:
+def _invalid_value(field: str, expected: str, value: object) -> RequestError:
     return RequestError(f"{field} must be {expected}, not {value!r:.80}", field)
 
 
@@ -39,14 +39,14 @@ class Retention(msgspec.Struct, frozen=True, kw_only=True):
     session: str | None = None  # name of a conversation: the retention of its latest request applies to all of its KV
 
     def __post_init__(self) -> None:
-        if not _is_whole(self.priority) or not 0 <= self.priority <= 100:
-            raise _wrong("retention.priority", "a whole number from 0 to 100", self.priority)
+        if not _is_int(self.priority) or not 0 <= self.priority <= 100:
+            raise _invalid_value("retention.priority", "a whole number from 0 to 100", self.priority)
         if self.ttl is not None and (not _is_number(self.ttl) or not 0 <= self.ttl <= MAX_SECONDS):
-            raise _wrong("retention.ttl", f"a number of seconds from 0 to {MAX_SECONDS:.0e}", self.ttl)
+            raise _invalid_value("retention.ttl", f"a number of seconds from 0 to {MAX_SECONDS:.0e}", self.ttl)
         if not isinstance(self.pin, bool):
-            raise _wrong("retention.pin", "true or false", self.pin)
+            raise _invalid_value("retention.pin", "true or false", self.pin)
         if self.session is not None and not _is_name(self.session):
-            raise _wrong("retention.session", f"1 to {MAX_SESSION} printable characters", self.session)
+            raise _invalid_value("retention.session", f"1 to {MAX_NAME_LEN} printable characters", self.session)
 
 
 class Program(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,16 +62,16 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if not _is_name(self.id):
-            raise _wrong("program.id", f"1 to {MAX_SESSION} printable characters", self.id)
+            raise _invalid_value("program.id", f"1 to {MAX_NAME_LEN} printable characters", self.id)
         if self.branch != "" and not _is_name(self.branch):
-            raise _wrong("program.branch", f"up to {MAX_SESSION} printable characters", self.branch)
+            raise _invalid_value("program.branch", f"up to {MAX_NAME_LEN} printable characters", self.branch)
         if not isinstance(self.expects_more, bool):
-            raise _wrong("program.expects_more", "true or false", self.expects_more)
+            raise _invalid_value("program.expects_more", "true or false", self.expects_more)
         if not _is_number(self.ttl) or not 0 <= self.ttl <= MAX_PROGRAM_TTL:
-            raise _wrong("program.ttl", f"a number of seconds from 0 to {MAX_PROGRAM_TTL:g}", self.ttl)
+            raise _invalid_value("program.ttl", f"a number of seconds from 0 to {MAX_PROGRAM_TTL:g}", self.ttl)
 
 
-class Terms(msgspec.Struct, frozen=True, kw_only=True):
+class SchedulingParams(msgspec.Struct, frozen=True, kw_only=True):
     """The scheduling parameters of a request. Raises RequestError for a value out of bounds."""
 
     priority: int = 0  # lower runs earlier; only under the policy "priority"
@@ -80,10 +80,10 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
     program: Program | None = None
 
     def __post_init__(self) -> None:
-        if not _is_whole(self.priority) or abs(self.priority) > _LARGEST:
-            raise _wrong("priority", f"a whole number from {-_LARGEST} to {_LARGEST}", self.priority)
+        if not _is_int(self.priority) or abs(self.priority) > _MAX_PRIORITY:
+            raise _invalid_value("priority", f"a whole number from {-_MAX_PRIORITY} to {_MAX_PRIORITY}", self.priority)
         if self.deadline is not None and (not _is_number(self.deadline) or not 0 < self.deadline <= MAX_SECONDS):
-            raise _wrong("deadline", f"a number of seconds above 0 and up to {MAX_SECONDS:.0e}", self.deadline)
+            raise _invalid_value("deadline", f"a number of seconds above 0 and up to {MAX_SECONDS:.0e}", self.deadline)
 
 
-NO_TERMS = Terms()
+DEFAULT_SCHEDULING_PARAMS = SchedulingParams()

@@ -35,7 +35,7 @@ class Pooling(IntEnum):
     MEAN = 2  # the mean over all positions; a chunk yields a sum
 
 
-class ListKind(IntEnum):
+class TokenListKind(IntEnum):
     """What sampling does with a list of tokens of a row."""
 
     BIAS = 0  # added to the logits: `weights`
@@ -93,7 +93,7 @@ class Chunks(msgspec.Struct, frozen=True, eq=False):
         return cls(*(np.ascontiguousarray(column, dtype) for column, dtype in zip(table, types, strict=True)))
 
 
-class Writes(msgspec.Struct, frozen=True, eq=False):
+class TableUpdates(msgspec.Struct, frozen=True, eq=False):
     """Spans to write into a table: span i puts `lengths[i]` values into row `rows[i]`, from column `starts[i]` on."""
 
     rows: np.ndarray  # int32, one per span
@@ -102,7 +102,7 @@ class Writes(msgspec.Struct, frozen=True, eq=False):
     values: np.ndarray  # int32, of all spans, concatenated
 
     @classmethod
-    def of(cls, spans: Sequence[tuple[int, int, Sequence[int]]]) -> "Writes":
+    def of(cls, spans: Sequence[tuple[int, int, Sequence[int]]]) -> "TableUpdates":
         """Writes from (row, start, values) spans."""
         values: list[int] = []
         for _, _, span in spans:
@@ -123,7 +123,7 @@ class Writes(msgspec.Struct, frozen=True, eq=False):
         table[np.repeat(self.rows, self.lengths), columns] = self.values
 
 
-class Lists(msgspec.Struct, frozen=True, eq=False):
+class TokenLists(msgspec.Struct, frozen=True, eq=False):
     """Token lists of opened rows: list i belongs to row `rows[i]` and has kind `kinds[i]` and `lengths[i]` entries."""
 
     rows: np.ndarray  # int32, one per list
@@ -132,16 +132,16 @@ class Lists(msgspec.Struct, frozen=True, eq=False):
     tokens: np.ndarray  # int32, of all lists, concatenated
     weights: np.ndarray  # float32, one per token; 0 for kinds without weights
 
-    def __iter__(self) -> Iterator[tuple[int, ListKind, np.ndarray, np.ndarray]]:
+    def __iter__(self) -> Iterator[tuple[int, TokenListKind, np.ndarray, np.ndarray]]:
         """(row, kind, tokens, weights) of each list."""
         ends = np.cumsum(self.lengths).tolist()
         for row, kind, length, end in zip(
             self.rows.tolist(), self.kinds.tolist(), self.lengths.tolist(), ends, strict=True
         ):
-            yield row, ListKind(kind), self.tokens[end - length : end], self.weights[end - length : end]
+            yield row, TokenListKind(kind), self.tokens[end - length : end], self.weights[end - length : end]
 
     @classmethod
-    def of(cls, lists: Sequence[tuple[int, ListKind, Mapping[int, float] | Sequence[int]]]) -> "Lists":
+    def of(cls, lists: Sequence[tuple[int, TokenListKind, Mapping[int, float] | Sequence[int]]]) -> "TokenLists":
         """Lists from (row, kind, tokens) triples. A mapping has the weights of its tokens."""
         tokens: list[int] = []
         weights: list[float] = []
@@ -157,7 +157,7 @@ class Lists(msgspec.Struct, frozen=True, eq=False):
         )
 
 
-class Opens(msgspec.Struct, frozen=True, eq=False):
+class NewRows(msgspec.Struct, frozen=True, eq=False):
     """Rows that a sequence opens in this step, with its sampling parameters."""
 
     rows: np.ndarray  # int32
@@ -177,19 +177,19 @@ class Opens(msgspec.Struct, frozen=True, eq=False):
     repetition_penalties: np.ndarray  # float32, 1: off
     deterministic: np.ndarray  # uint8, 1: outputs may not depend on the other sequences of the step
     poolings: np.ndarray  # uint8, Pooling
-    lists: Lists
+    lists: TokenLists
 
     def __len__(self) -> int:
         return len(self.rows)
 
     @classmethod
-    def of(cls, *, lists: Lists | None = None, **columns: Sequence[float]) -> "Opens":
+    def of(cls, *, lists: TokenLists | None = None, **columns: Sequence[float]) -> "NewRows":
         """Opens from one list per field. Columns that are left out have their neutral value."""
         size = len(columns["rows"])
         arrays = {
             name: np.array(columns.get(name, [neutral] * size), kind) for name, (kind, neutral) in _COLUMNS.items()
         }
-        return cls(**arrays, lists=Lists.of([]) if lists is None else lists)
+        return cls(**arrays, lists=TokenLists.of([]) if lists is None else lists)
 
 
 _COLUMNS: dict[str, tuple[type[np.generic], float]] = {  # dtype and neutral value
@@ -238,9 +238,9 @@ class Step(msgspec.Struct, frozen=True, eq=False):
 
     id: int
     reset: bool  # clear all rows first
-    opens: Opens
-    tokens: Writes  # known tokens, into a table of rows x positions
-    blocks: list[Writes]  # per group: block ids, into a table of rows x table indices
+    opens: NewRows
+    tokens: TableUpdates  # known tokens, into a table of rows x positions
+    blocks: list[TableUpdates]  # per group: block ids, into a table of rows x table indices
     moves: list[Move]
     chunks: Chunks
 
@@ -258,14 +258,14 @@ class Step(msgspec.Struct, frozen=True, eq=False):
         return "\n".join(lines)
 
 
-class Late(msgspec.Struct, frozen=True, eq=False):
+class SamplingMasks(msgspec.Struct, frozen=True, eq=False):
     """Sampling masks of a step, computed after the previous commit. They are derived, so the journal has none."""
 
     rows: np.ndarray  # int32: constrained rows
     masks: np.ndarray  # uint32 (num rows, words): bit t%32 of word t//32 allows token t
 
     @classmethod
-    def nothing(cls) -> "Late":
+    def empty(cls) -> "SamplingMasks":
         """The masks of a step without constrained rows."""
         return cls(np.zeros(0, np.int32), np.zeros((0, 0), np.uint32))
 

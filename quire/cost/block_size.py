@@ -60,7 +60,7 @@ class BlockUse:
             self._slots += num_slots
             self._empty += num_slots - num_tokens
 
-    def ended(self, length: int) -> None:
+    def record_finished(self, length: int) -> None:
         """Count a sequence that ended with `length` tokens."""
         self._num_ended += 1
         self._num_tokens += length
@@ -81,8 +81,8 @@ class BlockUse:
 
 
 CANDIDATES = (8, 16, 32, 64, 128)
-_ENOUGH = 32  # ended sequences that a recommendation needs
-_CLEARLY = 0.01  # least saving, as a share of memory plus time, that a change needs
+_MIN_ENDED_SEQUENCES = 32  # ended sequences that a recommendation needs
+_MIN_SAVING = 0.01  # least saving, as a share of memory plus time, that a change needs
 
 
 class Candidate(msgspec.Struct, frozen=True):
@@ -122,14 +122,17 @@ def advise(
     totals = {one.block_size: _total(one, figures, whole_blocks=whole_blocks) for one in candidates}
     best = min(sizes, key=lambda size: (totals[size], size))
     saved = totals[current] - totals[best]
-    if figures.num_ended < _ENOUGH:
-        best, reason = current, f"only {figures.num_ended} sequences have ended; {_ENOUGH} are needed to say more"
-    elif saved < _CLEARLY:
+    if figures.num_ended < _MIN_ENDED_SEQUENCES:
+        best, reason = (
+            current,
+            f"only {figures.num_ended} sequences have ended; {_MIN_ENDED_SEQUENCES} are needed to say more",
+        )
+    elif saved < _MIN_SAVING:
         best = current
-        reason = f"no other size would save {_CLEARLY:.0%} of memory and time: {_about(now, figures)}"
+        reason = f"no other size would save {_MIN_SAVING:.0%} of memory and time: {_describe(now, figures)}"
     else:
         other = candidates[sizes.index(best)]
-        reason = f"{_about(other, figures)}, where {_about(now, figures)}"
+        reason = f"{_describe(other, figures)}, where {_describe(now, figures)}"
     return BlockAdvice(current, figures.internal_waste, now.lookup_us, candidates, best, reason)
 
 
@@ -150,7 +153,7 @@ def _total(one: Candidate, figures: BlockFigures, *, whole_blocks: bool) -> floa
     return one.predicted_waste + one.lookup_share + again
 
 
-def _about(one: Candidate, figures: BlockFigures) -> str:
+def _describe(one: Candidate, figures: BlockFigures) -> str:
     mean = figures.num_tokens / max(1, figures.num_ended)
     lookup = "" if one.lookup_us is None else f" and finding a prompt takes {one.lookup_us:.0f} us"
     return (

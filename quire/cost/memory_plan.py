@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from quire.config import blocks_alone
+from quire.config import max_blocks_of_sequence
 from quire.errors import ConfigError
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -15,7 +15,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*((?:[kmgt]i?)?b|[kmgt]i?|)", re.IGNORECAS
 
 
 @dataclass(frozen=True, slots=True)
-class KVDemand:
+class KVProfile:
     """The memory that the KV of one group needs."""
 
     bytes_per_token: int
@@ -24,12 +24,12 @@ class KVDemand:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Demand:
+class MemoryProfile:
     """The memory that a model with its options needs."""
 
     weight_bytes: int
     weight_reason: str
-    kv: tuple[KVDemand, ...]
+    kv: tuple[KVProfile, ...]
     block_size: int
     model_max_len: int  # context length of the model
     max_model_len: int | None  # the option; None: not set
@@ -38,8 +38,8 @@ class Demand:
     workspace_bytes_per_token: int  # activations of one token in a step
     workspace_bytes_per_seq: int  # tokens, tables and logits of one row
     scratch_bytes: int  # of attention, and of sampling in addition to the logits
-    recording_bytes: int = 0  # that captured steps own
-    recording_reason: str = ""
+    captured_steps_bytes: int = 0  # that captured steps own
+    captured_steps_reason: str = ""
     staging_bytes: int = 0  # buffers of swapping on the device
 
     @property
@@ -53,15 +53,17 @@ class Demand:
 
     def blocks_alone(self, length: int) -> list[int]:
         """Per group, the blocks that one sequence of `length` tokens needs if it runs alone."""
-        return [blocks_alone(kv.window, self.block_size, length, self.max_num_batched_tokens) for kv in self.kv]
+        return [
+            max_blocks_of_sequence(kv.window, self.block_size, length, self.max_num_batched_tokens) for kv in self.kv
+        ]
 
-    def blocks_each(self, length: int) -> list[int]:
+    def blocks_while_decoding(self, length: int) -> list[int]:
         """Per group, the blocks that a sequence of `length` tokens holds while it decodes."""
-        return [blocks_alone(kv.window, self.block_size, length, 1) for kv in self.kv]
+        return [max_blocks_of_sequence(kv.window, self.block_size, length, 1) for kv in self.kv]
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class PlanLine:
     """One use of memory, its size and the reason for the size."""
 
     name: str
@@ -69,25 +71,27 @@ class Line:
     reason: str
 
     def __str__(self) -> str:
-        return f"{self.name:<10} {size(self.bytes):>10}  {self.reason}"
+        return f"{self.name:<10} {format_bytes(self.bytes):>10}  {self.reason}"
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
     """The uses of memory, the sizes of the pools and the longest sequence."""
 
-    demand: Demand
-    lines: tuple[Line, ...]
+    profile: MemoryProfile
+    lines: tuple[PlanLine, ...]
     num_blocks: tuple[int, ...]  # per group
     max_model_len: int
     max_model_len_reason: str
 
     def concurrency(self, length: int) -> int:
         """Number of sequences of `length` tokens that fit at the same time."""
-        return min(have // each for have, each in zip(self.num_blocks, self.demand.blocks_each(length), strict=True))
+        return min(
+            have // each for have, each in zip(self.num_blocks, self.profile.blocks_while_decoding(length), strict=True)
+        )
 
     def __str__(self) -> str:
-        length, block_size = self.max_model_len, self.demand.block_size
+        length, block_size = self.max_model_len, self.profile.block_size
         pools = " and ".join(f"{num} blocks of {block_size} = {num * block_size} tokens" for num in self.num_blocks)
         return "\n".join(
             [
@@ -100,7 +104,7 @@ class MemoryPlan:
 
 
 def plan_memory(
-    demand: Demand, *, available: int, default_share: float, limit: str | None, keeps: bool = False
+    profile: MemoryProfile, *, available: int, default_share: float, limit: str | None, fill_budget: bool = False
 ) -> MemoryPlan:
     """Divide memory between weights, workspace and KV pools.
 
@@ -112,75 +116,78 @@ def plan_memory(
     sequence of the set length do not fit.
     """
     budget, budget_reason = _budget(available, default_share, limit)
-    beside = demand.workspace_bytes + demand.recording_bytes + demand.staging_bytes
-    length, length_reason = _max_model_len(demand)
-    room = budget - demand.weight_bytes - beside
-    if _bytes(demand, demand.blocks_alone(length)) > room:
-        if demand.max_model_len is not None or _bytes(demand, demand.blocks_alone(2)) > room:
-            need = demand.weight_bytes + beside + _bytes(demand, demand.blocks_alone(length))
+    beside = profile.workspace_bytes + profile.captured_steps_bytes + profile.staging_bytes
+    length, length_reason = _max_model_len(profile)
+    room = budget - profile.weight_bytes - beside
+    if _kv_bytes(profile, profile.blocks_alone(length)) > room:
+        if profile.max_model_len is not None or _kv_bytes(profile, profile.blocks_alone(2)) > room:
+            need = profile.weight_bytes + beside + _kv_bytes(profile, profile.blocks_alone(length))
             raise ConfigError(
-                f"one sequence of {length} tokens needs {size(need)} (weights {size(demand.weight_bytes)}, workspace "
-                f"{size(beside)}, the rest KV), but the budget is {size(budget)}, {budget_reason}. Raise memory, or "
-                "lower max_model_len, max_num_batched_tokens or max_num_seqs"
+                f"one sequence of {length} tokens needs {format_bytes(need)} (weights "
+                f"{format_bytes(profile.weight_bytes)}, workspace {format_bytes(beside)}, the rest KV), but the budget "
+                f"is {format_bytes(budget)}, {budget_reason}. Raise memory, or lower "
+                "max_model_len, max_num_batched_tokens or max_num_seqs"
             )
-        length = _longest(demand, length, room)
-        length_reason = f"lowered from {demand.model_max_len}, all that the KV memory can hold"
-    useful = _useful(demand, length)
-    if keeps:
-        block_bytes = [demand.block_size * kv.bytes_per_token for kv in demand.kv]
+        length = _longest_fitting_len(profile, length, room)
+        length_reason = f"lowered from {profile.model_max_len}, all that the KV memory can hold"
+    useful = _max_useful_blocks(profile, length)
+    if fill_budget:
+        block_bytes = [profile.block_size * kv.bytes_per_token for kv in profile.kv]
         useful = [max(num, room // one) for num, one in zip(useful, block_bytes, strict=True)]
-    num_blocks = _divide(demand, length, useful, room)
-    lines = [Line("weights", demand.weight_bytes, demand.weight_reason)]
-    for kv, num, most in zip(demand.kv, num_blocks, useful, strict=True):
-        why = f"{num} blocks x {demand.block_size} tokens x {kv.bytes_per_token} B ({kv.reason}); "
+    num_blocks = _divide_among_groups(profile, length, useful, room)
+    lines = [PlanLine("weights", profile.weight_bytes, profile.weight_reason)]
+    for kv, num, most in zip(profile.kv, num_blocks, useful, strict=True):
+        why = f"{num} blocks x {profile.block_size} tokens x {kv.bytes_per_token} B ({kv.reason}); "
         why += (
-            f"enough for {demand.max_num_seqs} sequences of {length}"
-            if num == most and not keeps
-            else f"what is left of {size(budget)}, {budget_reason}"
+            f"enough for {profile.max_num_seqs} sequences of {length}"
+            if num == most and not fill_budget
+            else f"what is left of {format_bytes(budget)}, {budget_reason}"
         )
         name = f"KV pool {kv.window}" if kv.window else "KV pool"
-        lines.append(Line(name, num * demand.block_size * kv.bytes_per_token, why))
-    return MemoryPlan(demand, (*lines, *_beside(demand)), tuple(num_blocks), length, length_reason)
+        lines.append(PlanLine(name, num * profile.block_size * kv.bytes_per_token, why))
+    return MemoryPlan(profile, (*lines, *_other_lines(profile)), tuple(num_blocks), length, length_reason)
 
 
-def _beside(demand: Demand) -> list[Line]:
+def _other_lines(profile: MemoryProfile) -> list[PlanLine]:
     """The lines of everything but weights and blocks."""
     why = (
-        f"{demand.max_num_batched_tokens} tokens a step x {size(demand.workspace_bytes_per_token)}, "
-        f"{demand.max_num_seqs} rows x {size(demand.workspace_bytes_per_seq)}, "
-        f"attention and sampling {size(demand.scratch_bytes)}"
+        f"{profile.max_num_batched_tokens} tokens a step x {format_bytes(profile.workspace_bytes_per_token)}, "
+        f"{profile.max_num_seqs} rows x {format_bytes(profile.workspace_bytes_per_seq)}, "
+        f"attention and sampling {format_bytes(profile.scratch_bytes)}"
     )
-    lines = [Line("workspace", demand.workspace_bytes, why)]
-    if demand.recording_bytes:
-        lines.append(Line("recordings", demand.recording_bytes, demand.recording_reason))
-    if demand.staging_bytes:
-        lines.append(Line("staging", demand.staging_bytes, "that blocks pass on their way to host memory and back"))
+    lines = [PlanLine("workspace", profile.workspace_bytes, why)]
+    if profile.captured_steps_bytes:
+        lines.append(PlanLine("recordings", profile.captured_steps_bytes, profile.captured_steps_reason))
+    if profile.staging_bytes:
+        lines.append(
+            PlanLine("staging", profile.staging_bytes, "that blocks pass on their way to host memory and back")
+        )
     return lines
 
 
-def _bytes(demand: Demand, num_blocks: Sequence[int]) -> int:
-    return sum(num * demand.block_size * kv.bytes_per_token for num, kv in zip(num_blocks, demand.kv, strict=True))
+def _kv_bytes(profile: MemoryProfile, num_blocks: Sequence[int]) -> int:
+    return sum(num * profile.block_size * kv.bytes_per_token for num, kv in zip(num_blocks, profile.kv, strict=True))
 
 
-def _longest(demand: Demand, length: int, room: int) -> int:
+def _longest_fitting_len(profile: MemoryProfile, length: int, available_bytes: int) -> int:
     """The longest sequence, below `length` tokens, whose KV takes at most `room` bytes."""
     counts = range(2, length)
-    fits = bisect_left(counts, 1, key=lambda count: _bytes(demand, demand.blocks_alone(count)) > room)
+    fits = bisect_left(counts, 1, key=lambda count: _kv_bytes(profile, profile.blocks_alone(count)) > available_bytes)
     return counts[fits - 1]
 
 
-def _useful(demand: Demand, length: int) -> list[int]:
+def _max_useful_blocks(profile: MemoryProfile, length: int) -> list[int]:
     """Per group, the most blocks that `max_num_seqs` sequences of `length` tokens can fill."""
-    alone, each = demand.blocks_alone(length), demand.blocks_each(length)
-    return [most + (demand.max_num_seqs - 1) * one for most, one in zip(alone, each, strict=True)]
+    alone, each = profile.blocks_alone(length), profile.blocks_while_decoding(length)
+    return [most + (profile.max_num_seqs - 1) * one for most, one in zip(alone, each, strict=True)]
 
 
-def _divide(demand: Demand, length: int, useful: Sequence[int], room: int) -> list[int]:
+def _divide_among_groups(profile: MemoryProfile, length: int, useful: Sequence[int], available_bytes: int) -> list[int]:
     """Blocks per group for the same number of sequences, of a quarter of `length`, in each group.
 
     A group gets at most its `useful` blocks, and at least what one sequence of `length` needs.
     """
-    least, each = demand.blocks_alone(length), demand.blocks_each(-(-length // 4))
+    least, each = profile.blocks_alone(length), profile.blocks_while_decoding(-(-length // 4))
     unit = max(each)
 
     def blocks(shares: int) -> list[int]:
@@ -188,7 +195,7 @@ def _divide(demand: Demand, length: int, useful: Sequence[int], room: int) -> li
         return [min(max(num, low), high) for num, low, high in zip(wanted, least, useful, strict=True)]
 
     counts = range(unit * max(useful) + 1)
-    too_many = bisect_left(counts, 1, key=lambda shares: _bytes(demand, blocks(shares)) > room)
+    too_many = bisect_left(counts, 1, key=lambda shares: _kv_bytes(profile, blocks(shares)) > available_bytes)
     return blocks(too_many - 1)
 
 
@@ -206,7 +213,7 @@ def parse_memory(text: str, available: int) -> float:
     return number * (available if number <= 1 and not unit else _UNITS[unit])
 
 
-def size(num_bytes: float) -> str:
+def format_bytes(num_bytes: float) -> str:
     """A number of bytes as text with a unit: '1.50 GiB'."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(num_bytes) < 1024:
@@ -219,35 +226,35 @@ def _budget(available: int, default_share: float, limit: str | None) -> tuple[in
     if limit is None:
         return int(
             available * default_share
-        ), f"{default_share:.0%} of the {size(available)} available (memory not set)"
+        ), f"{default_share:.0%} of the {format_bytes(available)} available (memory not set)"
     asked = parse_memory(limit, available)
     if asked > available:
-        raise ConfigError(f"memory={limit} is more than the {size(available)} available")
+        raise ConfigError(f"memory={limit} is more than the {format_bytes(available)} available")
     return int(asked), f"memory={limit}"
 
 
-def _max_model_len(demand: Demand) -> tuple[int, str]:
-    if demand.max_model_len is None:
-        return demand.model_max_len, "the model's own context"
-    if not 2 <= demand.max_model_len <= demand.model_max_len:
+def _max_model_len(profile: MemoryProfile) -> tuple[int, str]:
+    if profile.max_model_len is None:
+        return profile.model_max_len, "the model's own context"
+    if not 2 <= profile.max_model_len <= profile.model_max_len:
         raise ConfigError(
-            f"max_model_len must be between 2 and the model's {demand.model_max_len}, not {demand.max_model_len}"
+            f"max_model_len must be between 2 and the model's {profile.model_max_len}, not {profile.max_model_len}"
         )
-    return demand.max_model_len, "as asked"
+    return profile.max_model_len, "as asked"
 
 
-DEFAULT = 4 * 2**30  # bytes, for a device with memory of its own
+DEFAULT_SWAP_SPACE = 4 * 2**30  # bytes, for a device with memory of its own
 _LARGEST_SHARE = 0.25  # of the available host memory, if no size was set
 _GIB = 2**30
 _NUMBER = re.compile(r"\s*\d+(\.\d+)?\s*")
 _MOST_GIB = 4096  # a number from here on is in bytes
 
 
-class HostPool(NamedTuple):
+class HostPoolPlan(NamedTuple):
     """The blocks of the host pool per group, and its line of the memory plan."""
 
     num_blocks: tuple[int, ...]
-    line: Line | None  # None without a host pool
+    line: PlanLine | None  # None without a host pool
 
 
 def parse_swap_space(text: str) -> int:
@@ -266,7 +273,7 @@ def parse_swap_space(text: str) -> int:
         ) from error
 
 
-def plan_host_pool(plan: MemoryPlan, *, asked: str | None, default: int, available: int) -> HostPool:
+def plan_host_pool(plan: MemoryPlan, *, asked: str | None, default: int, available: int) -> HostPoolPlan:
     """Divide host memory among the groups in proportion to their device blocks.
 
     asked: the option `swap_space`; None: not set. default: bytes if it is not set, at most a quarter of `available`.
@@ -274,25 +281,26 @@ def plan_host_pool(plan: MemoryPlan, *, asked: str | None, default: int, availab
 
     Raises ConfigError if `asked` exceeds `available` or holds less than one block of each group.
     """
-    nothing = HostPool((0,) * len(plan.num_blocks), None)
+    nothing = HostPoolPlan((0,) * len(plan.num_blocks), None)
     wanted = min(default, int(available * _LARGEST_SHARE)) if asked is None else parse_swap_space(asked)
     if wanted <= 0:
         return nothing
     if wanted > available:
-        raise ConfigError(f"swap_space={asked} is more than the {size(available)} of host memory available")
-    block_bytes = [kv.bytes_per_token * plan.demand.block_size for kv in plan.demand.kv]
+        raise ConfigError(f"swap_space={asked} is more than the {format_bytes(available)} of host memory available")
+    block_bytes = [kv.bytes_per_token * plan.profile.block_size for kv in plan.profile.kv]
     num_blocks = _divide_host_bytes(plan.num_blocks, block_bytes, wanted)
     if not all(num_blocks):
         if asked is None:
             return nothing
         raise ConfigError(
-            f"swap_space={asked} holds no block of {size(sum(block_bytes))}; give it more, or 0 to have no host pool"
+            f"swap_space={asked} holds no block of {format_bytes(sum(block_bytes))}; give it more, or 0 to have no "
+            "host pool"
         )
     taken = sum(num * one for num, one in zip(num_blocks, block_bytes, strict=True))
     blocks = " and ".join(map(str, num_blocks))
     asked_by = "by default" if asked is None else f"swap_space={asked}"
-    why = f"{blocks} blocks of {plan.demand.block_size} tokens in host memory, {asked_by}; no part of memory"
-    return HostPool(num_blocks, Line("host pool", taken, why))
+    why = f"{blocks} blocks of {plan.profile.block_size} tokens in host memory, {asked_by}; no part of memory"
+    return HostPoolPlan(num_blocks, PlanLine("host pool", taken, why))
 
 
 def _divide_host_bytes(device_blocks: Sequence[int], block_bytes: Sequence[int], wanted: int) -> tuple[int, ...]:

@@ -12,12 +12,12 @@ from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
 
-class Machine(NamedTuple):
+class SimulatedEngine(NamedTuple):
     """Resources of the engine, and the cost of a step."""
 
     rows: int
-    budget: int  # tokens per step
-    room: float  # tokens that the block pools hold; infinite if all groups have windows
+    token_budget: int  # tokens per step
+    kv_capacity: float  # tokens that the block pools hold; infinite if all groups have windows
     fixed: float  # seconds per step
     per_token: float  # seconds per token
 
@@ -30,106 +30,116 @@ class Work(NamedTuple):
     num_held: float  # tokens whose KV it holds once the new ones are computed
 
 
-class Turn(NamedTuple):
+class QueuedRequest(NamedTuple):
     """Waiting sequences of one request that are admitted one after the other."""
 
     works: list[Work]
-    num_tokens: int | None  # prompt tokens of the request that leaves the queue here; None if it left the queue before
+    num_prompt_tokens: (
+        int | None
+    )  # prompt tokens of the request that leaves the queue here; None if it left the queue before
 
 
-class Turns:
+class QueueSimulation:
     """Simulates the running sequences. Waiting sequences are added in the order of the queue."""
 
-    def __init__(self, machine: Machine, running: Iterable[Work]) -> None:
-        self._machine = machine
-        self._step = self._seconds = self._due = self._held = 0.0  # due: prompt tokens that are not computed yet
+    def __init__(self, engine: SimulatedEngine, running: Iterable[Work]) -> None:
+        self._engine = engine
+        self._step = self._seconds = self._num_prefill_tokens = self._num_held_tokens = (
+            0.0  # due: prompt tokens that are not computed yet
+        )
         self._ends: list[tuple[float, float]] = []  # heap of (step in which a sequence ends, tokens that it frees)
         for work in running:
-            self._ends.append(self._begin(work))
+            self._ends.append(self._start(work))
         heapify(self._ends)
 
-    def next(self, work: Work) -> float:
+    def admit(self, work: Work) -> float:
         """Simulate until one more sequence is admitted, after all before it. Returns seconds from the begin."""
-        while self._ends and (len(self._ends) >= self._machine.rows or self._held + work.num_new > self._machine.room):
-            self._pass(self._ends[0][0] - self._step)
-            self._held -= heappop(self._ends)[1]
-        if self._due >= self._per_step:
-            self._pass((self._due - self._per_step) / self._per_step + 1)
-        heappush(self._ends, self._begin(work))
+        while self._ends and (
+            len(self._ends) >= self._engine.rows or self._num_held_tokens + work.num_new > self._engine.kv_capacity
+        ):
+            self._advance(self._ends[0][0] - self._step)
+            self._num_held_tokens -= heappop(self._ends)[1]
+        if self._num_prefill_tokens >= self._prefill_tokens_per_step:
+            self._advance(
+                (self._num_prefill_tokens - self._prefill_tokens_per_step) / self._prefill_tokens_per_step + 1
+            )
+        heappush(self._ends, self._start(work))
         return self._seconds
 
     @property
-    def _per_step(self) -> float:
+    def _prefill_tokens_per_step(self) -> float:
         """Prompt tokens that fit into one step."""
-        return max(self._machine.budget - len(self._ends), 1)
+        return max(self._engine.token_budget - len(self._ends), 1)
 
-    def _begin(self, work: Work) -> tuple[float, float]:
-        self._due += work.num_new
-        num_steps = self._due / self._per_step + work.num_outputs
-        self._held += work.num_held
+    def _start(self, work: Work) -> tuple[float, float]:
+        self._num_prefill_tokens += work.num_new
+        num_steps = self._num_prefill_tokens / self._prefill_tokens_per_step + work.num_outputs
+        self._num_held_tokens += work.num_held
         return self._step + num_steps, work.num_held + num_steps
 
-    def _pass(self, num_steps: float) -> None:
+    def _advance(self, num_steps: float) -> None:
         """Simulate `num_steps` steps. Each running sequence grows by one token per step."""
         if num_steps <= 0:
             return
-        computed = min(self._due, num_steps * self._per_step)
-        machine, rows = self._machine, len(self._ends)
+        computed = min(self._num_prefill_tokens, num_steps * self._prefill_tokens_per_step)
+        machine, rows = self._engine, len(self._ends)
         self._seconds += num_steps * (machine.fixed + machine.per_token * rows) + machine.per_token * computed
-        self._due -= computed
+        self._num_prefill_tokens -= computed
         self._step += num_steps
-        self._held += num_steps * rows
+        self._num_held_tokens += num_steps * rows
 
 
-class Line:
+class QueueForecast:
     """The waiting requests, then rejected requests that were given a Retry-After: when each leaves the queue."""
 
-    def __init__(self, turns: Turns, waiting: Iterable[Turn], num_requests: int, num_tokens: int) -> None:
+    def __init__(
+        self, simulation: QueueSimulation, waiting: Iterable[QueuedRequest], num_requests: int, num_tokens: int
+    ) -> None:
         """waiting: iterated lazily. num_requests, num_tokens: requests in the line and their prompt tokens."""
         self.num_requests = num_requests
         self.num_tokens = num_tokens
-        self._turns = turns
+        self._simulation = simulation
         self._waiting = iter(waiting)
-        self._behind = deque[Turn]()
+        self._appended = deque[QueuedRequest]()
         self._seconds: list[float] = []  # per request that leaves the queue: when
         self._requests: list[int] = []  # requests that have left by then
         self._tokens: list[int] = []  # prompt tokens of these
 
-    def append(self, turn: Turn) -> None:
+    def append(self, request: QueuedRequest) -> None:
         """Add a request behind all others."""
-        self._behind.append(turn)
-        if turn.num_tokens is not None:
+        self._appended.append(request)
+        if request.num_prompt_tokens is not None:
             self.num_requests += 1
-            self.num_tokens += turn.num_tokens
+            self.num_tokens += request.num_prompt_tokens
 
-    def drop(self, turn: Turn) -> None:
+    def remove(self, request: QueuedRequest) -> None:
         """Do not count an appended request any more, because it was accepted meanwhile or did not return."""
-        if turn.num_tokens is not None:
+        if request.num_prompt_tokens is not None:
             self.num_requests -= 1
-            self.num_tokens -= turn.num_tokens
+            self.num_tokens -= request.num_prompt_tokens
 
     def seconds_until(self, num_requests: int, num_tokens: int) -> float:
         """Seconds until at least `num_requests` requests and `num_tokens` prompt tokens have left, or all of them."""
         while not (self._seconds and self._requests[-1] >= num_requests and self._tokens[-1] >= num_tokens):
             turn = next(self._waiting, None)
-            if turn is None and not self._behind:
+            if turn is None and not self._appended:
                 break
-            self._pass(turn or self._behind.popleft())
+            self._admit(turn or self._appended.popleft())
         at = max(bisect_left(self._requests, num_requests), bisect_left(self._tokens, num_tokens))
         return self._seconds[min(at, len(self._seconds) - 1)] if self._seconds else 0.0
 
-    def _pass(self, turn: Turn) -> None:
-        began = [self._turns.next(work) for work in turn.works]
-        if turn.num_tokens is not None:
+    def _admit(self, request: QueuedRequest) -> None:
+        began = [self._simulation.admit(work) for work in request.works]
+        if request.num_prompt_tokens is not None:
             self._seconds.append(began[0])
             self._requests.append(len(self._requests) + 1)
-            self._tokens.append((self._tokens[-1] if self._tokens else 0) + turn.num_tokens)
+            self._tokens.append((self._tokens[-1] if self._tokens else 0) + request.num_prompt_tokens)
 
 
-_FORGET = 0.98  # decay: weight of a sequence when the next one ends
+_DECAY = 0.98  # decay: weight of a sequence when the next one ends
 
 
-class Lengths:
+class MeanOutputLength:
     """Mean output length of recently ended sequences."""
 
     __slots__ = ("_tokens", "_weight")
@@ -137,10 +147,10 @@ class Lengths:
     def __init__(self) -> None:
         self._weight = self._tokens = 0.0
 
-    def ended(self, num_tokens: int) -> None:
+    def observe(self, num_tokens: int) -> None:
         """Add a sequence with `num_tokens` output tokens, of a request that may end before `max_tokens`."""
-        self._weight = self._weight * _FORGET + 1
-        self._tokens = self._tokens * _FORGET + num_tokens
+        self._weight = self._weight * _DECAY + 1
+        self._tokens = self._tokens * _DECAY + num_tokens
 
     @property
     def mean(self) -> float | None:

@@ -9,11 +9,11 @@ from math import inf
 
 import msgspec
 
-SHORTEST, LONGEST = 1e-9, 1e6  # seconds of a step
+MIN_SECONDS, MAX_SECONDS = 1e-9, 1e6  # seconds of a step
 _STEP_DECAY = 0.98  # weight of a step when the next one is observed
 
 
-class Pace:
+class StepTime:
     """seconds = fixed + per_token * num_tokens, fitted to recent steps by least squares.
 
     Neither coefficient is negative, so that noise never leads to a predicted time of 0 or less.
@@ -28,7 +28,7 @@ class Pace:
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         """Learn from a step. A duration outside (SHORTEST, LONGEST) is ignored."""
-        if not SHORTEST < seconds < LONGEST:
+        if not MIN_SECONDS < seconds < MAX_SECONDS:
             return
         self._weight = self._weight * _STEP_DECAY + 1
         self._n = self._n * _STEP_DECAY + num_tokens
@@ -42,39 +42,43 @@ class Pace:
             slope, fixed = self._ns / self._nn, 0.0
         self.per_token, self.fixed = slope, fixed
 
-    def tokens_within(self, seconds: float, most: int) -> int:
+    def tokens_within(self, seconds: float, max_tokens: int) -> int:
         """The number of tokens, from 1 to `most`, with which a step takes about `seconds`.
 
         At least half of the time goes to tokens, even if the fixed cost leaves less, so that a step does not pay the
         fixed cost for a single token.
         """
         if self.per_token <= 0:
-            return most
+            return max_tokens
         tokens = max(seconds - self.fixed, seconds / 2) / self.per_token
-        return most if tokens >= most else max(1, int(tokens))
+        return max_tokens if tokens >= max_tokens else max(1, int(tokens))
 
 
 _PREFILL_DECAY = 0.98  # weight of a step when the next one is observed
-_DISTINCT = 1e-3  # least share of a term's square that is independent of the other terms; below it the term is left out
+_MIN_INDEPENDENT_SHARE = (
+    1e-3  # least share of a term's square that is independent of the other terms; below it the term is left out
+)
 OUTLIER = 8.0  # a step counts as at most this many times the prediction, and at least 1/8 of it
 _MIN_PREFILL_STEPS = 8  # steps after which outliers are clamped
 _TOKENS, _PAIRS, _STEP = range(3)  # the terms
-_FITS = ((_TOKENS, _PAIRS, _STEP), (_TOKENS, _PAIRS), (_TOKENS, _STEP), (_TOKENS,))
+_TERM_SETS = ((_TOKENS, _PAIRS, _STEP), (_TOKENS, _PAIRS), (_TOKENS, _STEP), (_TOKENS,))
 
 
-class Prefill:
+class PrefillTime:
     """seconds = fixed + per_token * num_tokens + per_pair * num_pairs, fitted to recent steps by least squares.
 
     A pair is a token and a token that it attends to, itself included: its cost grows with the context. No coefficient
     is negative. A term that the steps cannot separate from the others is left out.
     """
 
-    __slots__ = ("_products", "_rows", "_solved", "num_steps")
+    __slots__ = ("_normal_matrix", "_normal_vector", "_solved", "num_steps")
 
     def __init__(self) -> None:
         self.num_steps = 0
-        self._rows = [[0.0] * 3 for _ in range(3)]  # normal equations: decayed sums of products of (tokens, pairs, 1)
-        self._products = [0.0] * 3  # decayed sums of (tokens, pairs, 1) x seconds
+        self._normal_matrix = [
+            [0.0] * 3 for _ in range(3)
+        ]  # normal equations: decayed sums of products of (tokens, pairs, 1)
+        self._normal_vector = [0.0] * 3  # decayed sums of (tokens, pairs, 1) x seconds
         self._solved: tuple[float, float, float] | None = (0.0, 0.0, 0.0)
 
     @property
@@ -94,16 +98,16 @@ class Prefill:
 
     def observe(self, num_tokens: int, num_pairs: float, seconds: float) -> None:
         """Learn from a step. A duration outside (SHORTEST, LONGEST) is ignored, and an outlier is clamped."""
-        if num_tokens < 1 or not SHORTEST < seconds < LONGEST:
+        if num_tokens < 1 or not MIN_SECONDS < seconds < MAX_SECONDS:
             return
         if self.num_steps >= _MIN_PREFILL_STEPS:
             expected = self.seconds(num_tokens, num_pairs)
             seconds = min(max(seconds, expected / OUTLIER), expected * OUTLIER)
         features = (float(num_tokens), float(num_pairs), 1.0)
         for i, one in enumerate(features):
-            self._products[i] = self._products[i] * _PREFILL_DECAY + one * seconds
+            self._normal_vector[i] = self._normal_vector[i] * _PREFILL_DECAY + one * seconds
             for j, other in enumerate(features):
-                self._rows[i][j] = self._rows[i][j] * _PREFILL_DECAY + one * other
+                self._normal_matrix[i][j] = self._normal_matrix[i][j] * _PREFILL_DECAY + one * other
         self.num_steps += 1
         self._solved = None
 
@@ -120,9 +124,9 @@ class Prefill:
     def _solve(self) -> tuple[float, float, float]:
         """The best fit without a negative coefficient. The fit of tokens alone never has one."""
         best, least = (0.0, 0.0, 0.0), inf
-        for wanted in _FITS:
-            used, values = _least_squares(self._rows, self._products, wanted)
-            missed = -sum(value * self._products[i] for i, value in zip(used, values, strict=True))
+        for wanted in _TERM_SETS:
+            used, values = _least_squares(self._normal_matrix, self._normal_vector, wanted)
+            missed = -sum(value * self._normal_vector[i] for i, value in zip(used, values, strict=True))
             if min(values) >= 0 and missed < least:
                 found, least = dict(zip(used, values, strict=True)), missed
                 best = found[_TOKENS], found.get(_PAIRS, 0.0), found.get(_STEP, 0.0)
@@ -148,7 +152,7 @@ def _least_squares(
         for j, other in enumerate(kept):
             row.append((rows[i][other] - sum(row[k] * lower[j][k] for k in range(j))) / lower[j][j])
         own = rows[i][i] - sum(value * value for value in row)
-        if own > _DISTINCT * rows[i][i]:
+        if own > _MIN_INDEPENDENT_SHARE * rows[i][i]:
             kept.append(i)
             lower.append([*row, own**0.5])
     forward: list[float] = []
@@ -160,8 +164,8 @@ def _least_squares(
     return kept, values
 
 
-_TRUSTED = 3  # total weight of decode steps from which on outliers are clamped
-_FORGET = 0.9  # weight of a copy or a decode step when the next one is observed
+_MIN_DECODE_WEIGHT = 3  # total weight of decode steps from which on outliers are clamped
+_DECAY = 0.9  # weight of a copy or a decode step when the next one is observed
 
 
 class PrefillSample(msgspec.Struct, frozen=True):
@@ -206,13 +210,13 @@ class CostFigures(msgspec.Struct, frozen=True):
     seconds_per_byte_in: float | None
 
 
-class Costs:
+class CostModel:
     """The cost model. It learns from steps and copies, and from a calibration before them."""
 
     def __init__(self) -> None:
-        self.pace = Pace()
-        self.prefill = Prefill()
-        self._steps = self._step_seconds = 0.0  # of decode steps: decayed count and sum of seconds
+        self.step_time = StepTime()
+        self.prefill = PrefillTime()
+        self._decode_weight = self._decode_seconds = 0.0  # of decode steps: decayed count and sum of seconds
         self._copied = [(0.0, 0.0), (0.0, 0.0)]  # to the host, and from it: decayed sums of bytes and of seconds
 
     # Observations
@@ -228,30 +232,30 @@ class Costs:
 
     def observe_step(self, num_tokens: int, seconds: float, pairs: float = 0) -> None:
         """Learn from a step. pairs: its number of pairs; 0 for a step that only decodes."""
-        if num_tokens < 1 or not SHORTEST < seconds < LONGEST:
+        if num_tokens < 1 or not MIN_SECONDS < seconds < MAX_SECONDS:
             return
-        self.pace.observe(num_tokens, seconds)
+        self.step_time.observe(num_tokens, seconds)
         if pairs > 0:
             self.prefill.observe(num_tokens, pairs, seconds)
         else:
-            if self._steps >= _TRUSTED:  # a pause of the machine must not count as the speed of steps
-                seconds = min(max(seconds, self.step_seconds / OUTLIER), self.step_seconds * OUTLIER)
-            self._steps = self._steps * _FORGET + 1
-            self._step_seconds = self._step_seconds * _FORGET + seconds
+            if self._decode_weight >= _MIN_DECODE_WEIGHT:  # a pause of the machine must not count as the speed of steps
+                seconds = min(max(seconds, self.decode_step_seconds / OUTLIER), self.decode_step_seconds * OUTLIER)
+            self._decode_weight = self._decode_weight * _DECAY + 1
+            self._decode_seconds = self._decode_seconds * _DECAY + seconds
 
     def observe_copies(self, bytes_out: int, seconds_out: float, bytes_in: int, seconds_in: float) -> None:
         """Learn from a step's copies to the host, and from it. One without bytes or valid seconds is ignored."""
         for i, (num_bytes, seconds) in enumerate(((bytes_out, seconds_out), (bytes_in, seconds_in))):
-            if num_bytes > 0 and SHORTEST < seconds < LONGEST:
+            if num_bytes > 0 and MIN_SECONDS < seconds < MAX_SECONDS:
                 old_bytes, old_seconds = self._copied[i]
-                self._copied[i] = (old_bytes * _FORGET + num_bytes, old_seconds * _FORGET + seconds)
+                self._copied[i] = (old_bytes * _DECAY + num_bytes, old_seconds * _DECAY + seconds)
 
     # Estimates
 
     @property
-    def step_seconds(self) -> float:
+    def decode_step_seconds(self) -> float:
         """Mean seconds of recent decode steps; 0 before any."""
-        return self._step_seconds / self._steps if self._steps else 0.0
+        return self._decode_seconds / self._decode_weight if self._decode_weight else 0.0
 
     def recompute_seconds(self, num_tokens: int, num_cached: int = 0) -> float:
         """Seconds to compute `num_tokens` tokens behind `num_cached` others, in steps that run anyway.
@@ -259,7 +263,7 @@ class Costs:
         So it leaves out the fixed cost of a step. 0 before any step.
         """
         if not self.prefill.num_steps:
-            return self.pace.per_token * num_tokens
+            return self.step_time.per_token * num_tokens
         pairs = num_pairs(num_tokens, num_cached)
         return self.prefill.per_token * num_tokens + self.prefill.per_pair * pairs
 
@@ -274,26 +278,26 @@ class Costs:
         This is a lower bound: no other request arrives, running sequences take no time, and the other prompts have
         short contexts. A deadline before it cannot be met. 0 before any step.
         """
-        waiting = (self.prefill.per_token if self.prefill.num_steps else self.pace.per_token) * num_waiting_tokens
+        waiting = (self.prefill.per_token if self.prefill.num_steps else self.step_time.per_token) * num_waiting_tokens
         return self.prefill.fixed + waiting + self.recompute_seconds(num_prompt_tokens)
 
-    def predicted_seconds(self, num_tokens: int, pairs: float = 0) -> float:
+    def predicted_step_seconds(self, num_tokens: int, pairs: float = 0) -> float:
         """Predicted seconds of a step, with arguments as in `observe_step`; 0 before any step."""
         if num_tokens < 1:
             return 0.0
         if pairs > 0 and self.prefill.num_steps:
             return self.prefill.seconds(num_tokens, pairs)
-        return self.pace.fixed + self.pace.per_token * num_tokens
+        return self.step_time.fixed + self.step_time.per_token * num_tokens
 
     def output_seconds(self, num_tokens: int) -> float:
         """Seconds to generate `num_tokens` tokens after the first, one per step; 0 before any decode step."""
-        return self.step_seconds * num_tokens
+        return self.decode_step_seconds * num_tokens
 
     def figures(self) -> CostFigures:
         """The current estimates."""
         prefill = self.prefill
         out, back = (seconds if seconds < inf else None for seconds in self.copy_seconds(1))
-        return CostFigures(prefill.per_token, prefill.per_pair, prefill.fixed, self.step_seconds, out, back)
+        return CostFigures(prefill.per_token, prefill.per_pair, prefill.fixed, self.decode_step_seconds, out, back)
 
     def __str__(self) -> str:
         """The estimates as text."""
@@ -304,8 +308,8 @@ class Costs:
             f"{1e9 * self.prefill.per_pair:.3g} us more for each thousand before it",
             f"{1e3 * self.prefill.fixed:.3g} ms a step",
         ]
-        if self._steps:
-            told.append(f"generating {1e3 * self.step_seconds:.3g} ms a step")
+        if self._decode_weight:
+            told.append(f"generating {1e3 * self.decode_step_seconds:.3g} ms a step")
         out, back = self.copy_seconds(10**9)
         if max(out, back) < inf:
             told.append(f"copies {1 / out:.3g} GB/s to the host, {1 / back:.3g} GB/s from it")

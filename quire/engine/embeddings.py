@@ -7,9 +7,9 @@ import numpy as np
 
 from quire.core.output import Output
 from quire.core.request import NO_NAMESPACE, Namespace
-from quire.core.scheduling_params import NO_TERMS, Terms
+from quire.core.scheduling_params import DEFAULT_SCHEDULING_PARAMS, SchedulingParams
 from quire.core.step import Pooling
-from quire.engine.inputs import Generation, part_id
+from quire.engine.inputs import Generation, prompt_request_id
 from quire.errors import QuireError, RequestError
 
 _POOLINGS = {"last": Pooling.LAST, "mean": Pooling.MEAN}
@@ -19,18 +19,18 @@ class EmbeddingFailed(QuireError):
     """The engine failed to compute a prompt."""
 
 
-class EmbeddingLate(EmbeddingFailed):
+class EmbeddingDeadlineMissed(EmbeddingFailed):
     """A prompt was aborted because it could not meet its deadline any more."""
 
 
-def pooling_of(name: str) -> Pooling:
+def parse_pooling(name: str) -> Pooling:
     """The pooling "last" or "mean". Raises RequestError for another name."""
     if name not in _POOLINGS:
         raise RequestError(f"pooling must be one of {', '.join(_POOLINGS)}, not {name!r:.80}", "pooling")
     return _POOLINGS[name]
 
 
-class Pooled:
+class PooledPrompt:
     """The vector of one prompt, accumulated over its chunks."""
 
     def __init__(self, request_id: str, prompt_token_ids: list[int], pooling: Pooling) -> None:
@@ -41,7 +41,7 @@ class Pooled:
         self._pooling = pooling
         self._vector = np.zeros(0, np.float32)
 
-    def add(self, output: Output) -> None:
+    def accumulate(self, output: Output) -> None:
         """Add the output of a chunk: LAST keeps the newest vector, MEAN the sum."""
         if output.pooled is not None:
             more = self._pooling is Pooling.MEAN and len(self._vector)
@@ -56,25 +56,25 @@ class Pooled:
         return (vector / length).astype(np.float32) if normalized and length > 0 else vector.astype(np.float32)
 
 
-class PooledBatch:
+class EmbeddingBatch:
     """Prompts that are embedded together. `requests` are the requests for the engine. id: of the whole batch."""
 
     def __init__(
         self,
-        asked: Sequence[Generation],
+        generations: Sequence[Generation],
         pooling: Pooling,
         namespace: Namespace = NO_NAMESPACE,
-        terms: Terms = NO_TERMS,
+        terms: SchedulingParams = DEFAULT_SCHEDULING_PARAMS,
         id: str | None = None,
     ) -> None:
         self.id = id or f"embd-{uuid4().hex}"
         self.requests = [
-            generation.request(part_id(self.id, i), pooling, namespace, terms=terms)
-            for i, generation in enumerate(asked)
+            generation.request(prompt_request_id(self.id, i), pooling, namespace, scheduling_params=terms)
+            for i, generation in enumerate(generations)
         ]
-        self._pooled = {each.request_id: Pooled(each.request_id, each.prompt, pooling) for each in self.requests}
+        self._pooled = {each.request_id: PooledPrompt(each.request_id, each.prompt, pooling) for each in self.requests}
 
-    def __iter__(self) -> Iterator[Pooled]:
+    def __iter__(self) -> Iterator[PooledPrompt]:
         """The prompts in their order."""
         return iter(self._pooled.values())
 
@@ -87,12 +87,12 @@ class PooledBatch:
         """Whether a prompt has not finished."""
         return self._pooled[request_id].finish_reason is None
 
-    def add(self, output: Output) -> Pooled:
+    def process_output(self, output: Output) -> PooledPrompt:
         """Add an output and return its prompt. Raises EmbeddingFailed, EmbeddingLate."""
         one = self._pooled[output.request_id]
-        one.add(output)
+        one.accumulate(output)
         if output.finish_reason == "error":
             raise EmbeddingFailed(f"a prompt could not be embedded: {output.error}")
         if output.finish_reason == "abort":
-            raise EmbeddingLate(output.error)
+            raise EmbeddingDeadlineMissed(output.error)
         return one

@@ -15,9 +15,18 @@ import msgspec
 
 from quire.core.explanation import Explanation
 from quire.core.output import Output
-from quire.core.request import NO_NAMESPACE, Beams, Known, Namespace, Request, check_known, nth_seed, resolve
+from quire.core.request import (
+    NO_NAMESPACE,
+    Beams,
+    KnownOutput,
+    Namespace,
+    Request,
+    check_known_tokens,
+    nth_seed,
+    resolve_params,
+)
 from quire.core.runner import Runner
-from quire.core.scheduling_params import NO_TERMS, Terms
+from quire.core.scheduling_params import DEFAULT_SCHEDULING_PARAMS, SchedulingParams
 from quire.core.step import Pooling, Step, StepResult
 from quire.cost.block_size import BlockFigures
 from quire.cost.step_time import CostFigures
@@ -26,7 +35,7 @@ from quire.params import SamplingParams, is_unicode
 from quire.scheduler.scheduler import Scheduler
 from quire.structured_outputs.compile import Compiler
 
-BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # tokens; vLLM's
+STEP_SIZE_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # tokens; vLLM's
 
 
 class StepSizes:
@@ -34,17 +43,17 @@ class StepSizes:
 
     def __init__(self) -> None:
         self.num_tokens = 0  # sum over all steps
-        self._counts = [0] * (len(BOUNDS) + 1)
+        self._counts = [0] * (len(STEP_SIZE_BUCKETS) + 1)
 
     @property
     def counts(self) -> tuple[int, ...]:
         """(len(BOUNDS) + 1,): number of steps per bucket, not cumulative."""
         return tuple(self._counts)
 
-    def add(self, num_tokens: int) -> None:
+    def observe(self, num_tokens: int) -> None:
         """Count a step of `num_tokens` tokens."""
         self.num_tokens += num_tokens
-        self._counts[bisect_left(BOUNDS, num_tokens)] += 1
+        self._counts[bisect_left(STEP_SIZE_BUCKETS, num_tokens)] += 1
 
 
 log = logging.getLogger(__name__)
@@ -90,12 +99,12 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     forced_tokens: int = 0  # forced tokens among generation_tokens
 
     @classmethod
-    def nothing(cls) -> Self:
+    def zero(cls) -> Self:
         """Metrics of an engine that has reported none: all zero."""
         return msgspec.convert([0] * (len(cls.__struct_fields__) - len(cls.__struct_defaults__)), cls)
 
 
-class Learnt(msgspec.Struct, frozen=True):
+class CostModelStats(msgspec.Struct, frozen=True):
     """Figures of the cost model and of block use, measured from the requests so far."""
 
     costs: CostFigures
@@ -129,11 +138,11 @@ class Engine:
         self._compiler = compiler
         self._clock = clock
         self._overlap = scheduler.config.steps_in_flight > 1
-        self._uncollected: deque[int] = deque()  # ids of in-flight steps, oldest first
+        self._in_flight: deque[int] = deque()  # ids of in-flight steps, oldest first
         self._errors: dict[int, str] = {}  # step id -> error of its launch or sampling
         self._num_requests = self._num_steps = self._failed_steps = 0
         self._prompt_tokens = self._generation_tokens = self._forced_tokens = 0
-        self._failed_in_a_row = self._checked_at = 0
+        self._failed_in_a_row = self._last_checked_step = 0
         self._next_check = 0.0
         self._last_step_seconds = 0.0
         self._step_sizes = StepSizes()
@@ -149,16 +158,16 @@ class Engine:
         return self._scheduler.predicted_seconds
 
     @property
-    def newest_rows(self) -> list[tuple[str, int]]:
+    def last_step_positions(self) -> list[tuple[str, int]]:
         """Per chunk of the step planned last: the request id, and the position at which the chunk stops."""
-        return self._scheduler.newest_rows
+        return self._scheduler.last_step_positions
 
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
         return self._scheduler.has_work
 
-    def add(  # noqa: PLR0913 (the fields of NewRequest)
+    def add_request(  # noqa: PLR0913 (the fields of NewRequest)
         self,
         request_id: str,
         prompt: list[int],
@@ -167,8 +176,8 @@ class Engine:
         pooling: Pooling = Pooling.NONE,
         namespace: Namespace = NO_NAMESPACE,
         beams: Beams | None = None,
-        terms: Terms = NO_TERMS,
-        known: Sequence[Known] = (),
+        scheduling_params: SchedulingParams = DEFAULT_SCHEDULING_PARAMS,
+        known_outputs: Sequence[KnownOutput] = (),
         resumed: bool = False,  # noqa: FBT001, FBT002
     ) -> None:
         """Queue a request of token ids. bad_words: tokens of `params.bad_words`, in all their spellings.
@@ -189,9 +198,13 @@ class Engine:
             raise ValueError("a request that is pooled has one sequence and generates no tokens")
         if beams is not None and (pooling or params.max_tokens == 0 or params.prompt_logprobs is not None):
             raise ValueError("a beam search generates tokens, and tells nothing about the prompt")
-        if params.seed is None and params.temperature > 0 and any(one.token_ids and not one.finished for one in known):
+        if (
+            params.seed is None
+            and params.temperature > 0
+            and any(one.token_ids and not one.finished for one in known_outputs)
+        ):
             raise RequestError("a request that goes on needs the seed that it had", "seed")
-        params = resolve(
+        params = resolve_params(
             prompt,
             params,
             vocab_size=self.vocab_size,
@@ -203,15 +216,15 @@ class Engine:
             prompt=prompt,
             params=params,
             eos_token_ids=self._eos_token_ids,
-            bad_words=self._possible(bad_words),
+            bad_words=self._in_vocabulary(bad_words),
             pooling=pooling,
             namespace=msgspec.structs.replace(namespace, deterministic=params.deterministic),
             beams=beams,
-            terms=terms,
-            known=tuple(known),
+            terms=scheduling_params,
+            known=tuple(known_outputs),
             resumed=resumed,
         )
-        check_known(request, self.vocab_size)
+        check_known_tokens(request, self.vocab_size)
         self._scheduler.add(request, self._clock())
         if request.is_constrained and self._compiler is not None and params.structured_outputs is not None:
             self._compiler.submit(request_id, params.structured_outputs)
@@ -219,7 +232,7 @@ class Engine:
         if not request.was_accepted:  # otherwise an earlier engine has counted them
             self._prompt_tokens += len(prompt)
 
-    def _possible(self, words: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
+    def _in_vocabulary(self, words: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
         """The words whose tokens are all in the vocabulary: the same list if none is left out, as requests share it."""
         if all(max(word) < self.vocab_size for word in words):
             return words
@@ -245,15 +258,15 @@ class Engine:
         Returns the outputs of the committed step, and of sequences that ended outside of a commit. With two steps in
         flight, that is the step launched by the previous call, if there is one.
         """
-        self._take_compiled()
+        self._process_compiled()
         step = None
         if not self._errors:  # a failed step leaves the runner's rows invalid until it is committed and rolled back
             step = self._scheduler.plan(self._clock())
         if step is not None:
-            self._step_sizes.add(step.num_tokens)
+            self._step_sizes.observe(step.num_tokens)
             self._launch(step)
-        outputs = self._scheduler.missed()
-        if self._uncollected:  # the step before this one
+        outputs = self._scheduler.take_ended()
+        if self._in_flight:  # the step before this one
             outputs += self._commit()
         if step is not None:
             self._sample(step)
@@ -264,14 +277,14 @@ class Engine:
         if step is None and not outputs and self._scheduler.is_compiling and self._compiler is not None:
             self._compiler.wait(_COMPILE_SECONDS)
         if not self._scheduler.has_work:
-            self._runner.rest()
+            self._runner.release_workspace()
         if self._scheduler.leaks:
             self._repair()
         return outputs
 
     def stats(self) -> EngineStats:
         """The current metrics."""
-        cache, accounts = self._scheduler.cache, self._scheduler.accounts
+        cache, accounts = self._scheduler.cache, self._scheduler.request_stats
         return EngineStats(
             self._scheduler.num_running,
             self._scheduler.num_waiting,
@@ -293,16 +306,16 @@ class Engine:
             cache.host_pools.num_blocks,
             cache.num_swapped_out_blocks,
             cache.num_swapped_in_blocks,
-            accounts.num_slowed,
+            accounts.num_watermark_raises,
             self._step_sizes.num_tokens,
             self._step_sizes.counts,
             accounts.wait_cause,
             self._forced_tokens,
         )
 
-    def learnt(self) -> Learnt:
+    def cost_model_stats(self) -> CostModelStats:
         """Figures of the cost model and of block use."""
-        return Learnt(self._scheduler.costs.figures(), self._scheduler.block_use.figures())
+        return CostModelStats(self._scheduler.costs.figures(), self._scheduler.block_use.figures())
 
     def explain(self, request_id: str) -> Explanation | None:
         """The explanation of a request so far; None if the request is unknown or ended too long ago."""
@@ -312,15 +325,15 @@ class Engine:
         """Evict all cached KV that no running request uses, pinned or not. Returns the number of freed blocks."""
         return self._scheduler.flush(self._clock())
 
-    def look_over(self) -> None:
+    def check_block_accounting(self) -> None:
         """Check all block accounting, and log and repair errors. Slow: call it when the engine is idle.
 
         Returns at once if no step was committed since the last check, or the check was too recent.
         """
         now = self._clock()
-        if self._num_steps == self._checked_at or now < self._next_check:
+        if self._num_steps == self._last_checked_step or now < self._next_check:
             return
-        self._checked_at = self._num_steps
+        self._last_checked_step = self._num_steps
         if self._scheduler.check():
             self._repair()
         ended = self._clock()
@@ -332,7 +345,7 @@ class Engine:
         if self._compiler is not None:
             self._compiler.close()
 
-    def _take_compiled(self) -> None:
+    def _process_compiled(self) -> None:
         """Report finished compilations to the scheduler, which queues these requests or ends them with the error."""
         if self._compiler is None:
             return
@@ -346,19 +359,19 @@ class Engine:
         try:
             self._runner.launch(step)
         except Exception as error:  # an error of a kernel or allocator fails this step only
-            self._note_failure(step.id, error)
+            self._record_failure(step.id, error)
 
     def _sample(self, step: Step) -> None:
-        self._uncollected.append(step.id)
+        self._in_flight.append(step.id)
         if step.id in self._errors:
             return
         try:
-            self._runner.sample(step.id, self._scheduler.late(step))
+            self._runner.sample(step.id, self._scheduler.sampling_masks(step))
         except Exception as error:
-            self._note_failure(step.id, error)
+            self._record_failure(step.id, error)
 
     def _commit(self) -> list[Output]:
-        step_id = self._uncollected.popleft()
+        step_id = self._in_flight.popleft()
         result = self._collect(step_id)
         self._num_steps += 1
         self._failed_steps += bool(result.error)
@@ -374,10 +387,10 @@ class Engine:
                     return result
                 raise RuntimeError(f"the runner brought step {result.step_id} in place of step {step_id}")
             except Exception as error:
-                self._note_failure(step_id, error)
+                self._record_failure(step_id, error)
         return StepResult.failed(step_id, self._errors.pop(step_id))
 
-    def _note_failure(self, step_id: int, error: Exception) -> None:
+    def _record_failure(self, step_id: int, error: Exception) -> None:
         log.exception("step %d failed", step_id)
         self._errors[step_id] = f"{type(error).__name__}: {error}"
 

@@ -5,8 +5,8 @@ from numbers import Integral
 from typing import Any, NamedTuple, TypedDict, TypeVar
 
 from quire.config import EngineOptions
-from quire.core.request import NO_NAMESPACE, Beams, Known, Namespace, check_length
-from quire.core.scheduling_params import NO_TERMS, Program, Retention, Terms
+from quire.core.request import NO_NAMESPACE, Beams, KnownOutput, Namespace, check_length
+from quire.core.scheduling_params import DEFAULT_SCHEDULING_PARAMS, Program, Retention, SchedulingParams
 from quire.core.step import Pooling
 from quire.errors import RequestError, nearest
 from quire.params import MAX_TOKENS, SamplingParams
@@ -35,7 +35,7 @@ class TokenizedPrompt(NamedTuple):
     ids: list[int]
 
 
-def listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or several as a list. A list of integers is one prompt. Raises RequestError for other types."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
@@ -115,8 +115,8 @@ class NewRequest(NamedTuple):
     pooling: Pooling = Pooling.NONE
     namespace: Namespace = NO_NAMESPACE
     beams: Beams | None = None
-    terms: Terms = NO_TERMS
-    known: Sequence[Known] = ()
+    scheduling_params: SchedulingParams = DEFAULT_SCHEDULING_PARAMS
+    known_outputs: Sequence[KnownOutput] = ()
     resumed: bool = False
 
 
@@ -133,18 +133,20 @@ class Generation(NamedTuple):
         pooling: Pooling = Pooling.NONE,
         namespace: Namespace = NO_NAMESPACE,
         beams: Beams | None = None,
-        terms: Terms = NO_TERMS,
+        scheduling_params: SchedulingParams = DEFAULT_SCHEDULING_PARAMS,
     ) -> NewRequest:
         """The engine request of this prompt. Arguments as in `Engine.add`."""
-        return NewRequest(request_id, self.prompt.ids, self.params, self.bad_words, pooling, namespace, beams, terms)
+        return NewRequest(
+            request_id, self.prompt.ids, self.params, self.bad_words, pooling, namespace, beams, scheduling_params
+        )
 
 
-def part_id(request_id: str, place: int) -> str:
+def prompt_request_id(request_id: str, index: int) -> str:
     """The engine's request id of the prompt at index `place` of a request with several prompts."""
-    return f"{request_id}-{place}"
+    return f"{request_id}-{index}"
 
 
-def generations(
+def prepare_generations(
     prompts: Sequence[TokenizedPrompt], params: Sequence[SamplingParams], tokenizer: Tokenizer, max_model_len: int
 ) -> list[Generation]:
     """One Generation per prompt and its parameters.
@@ -186,30 +188,30 @@ def _truncate(
     return TokenizedPrompt(None if prompt.text is None else tokenizer.decode(ids), ids)
 
 
-_BY_PRIORITY = ("priority", "cost")  # eviction policies that use retention.priority
+_EVICTION_BY_PRIORITY = ("priority", "cost")  # eviction policies that use retention.priority
 
 RetentionLike = Retention | Mapping[str, object]  # a mapping has the fields of Retention
 ProgramLike = Program | Mapping[str, object]  # a mapping has the fields of Program
 T = TypeVar("T", Retention, Program)
 
 
-def make_terms(
+def make_scheduling_params(
     options: EngineOptions,
     priority: int | None = None,
     deadline: float | None = None,
     retention: RetentionLike | None = None,
     program: ProgramLike | None = None,
-) -> Terms:
+) -> SchedulingParams:
     """The scheduling parameters of one request; None means the default. options: of the engine.
 
     Raises RequestError, also for a priority, retention priority or pin that would have no effect with these options.
     Program hints are accepted with any options.
     """
-    terms = Terms(
+    terms = SchedulingParams(
         priority=0 if priority is None else priority,
         deadline=deadline,
-        retention=Retention() if retention is None else _made("retention", Retention, retention),
-        program=None if program is None else _made("program", Program, program),
+        retention=Retention() if retention is None else _from_mapping("retention", Retention, retention),
+        program=None if program is None else _from_mapping("program", Program, program),
     )
     if terms.priority and options.policy != "priority":
         raise RequestError(
@@ -217,28 +219,28 @@ def make_terms(
             "out, or start the engine with policy='priority' (--policy priority)",
             "priority",
         )
-    _check_heeded(terms.retention, options)
+    _check_retention_supported(terms.retention, options)
     return terms
 
 
-def _check_heeded(asked: Retention, options: EngineOptions) -> None:
+def _check_retention_supported(retention: Retention, options: EngineOptions) -> None:
     has_tree = options.enable_prefix_caching and options.prefix_index == "radix"
-    if asked.pin and not has_tree:
+    if retention.pin and not has_tree:
         kind = f"the {options.prefix_index} one" if options.enable_prefix_caching else "no prefix cache"
         raise RequestError(
             f"retention.pin needs the radix prefix index, and this engine has {kind}; leave it out, or start the "
             "engine with prefix_index='radix' (--prefix-index radix) and enable_prefix_caching",
             "retention.pin",
         )
-    if asked.priority != Retention().priority and not (has_tree and options.eviction in _BY_PRIORITY):
+    if retention.priority != Retention().priority and not (has_tree and options.eviction in _EVICTION_BY_PRIORITY):
         raise RequestError(
-            f"retention.priority {asked.priority} needs eviction 'priority' or 'cost', and this engine evicts by "
+            f"retention.priority {retention.priority} needs eviction 'priority' or 'cost', and this engine evicts by "
             f"{options.eviction!r}; leave it out, or start the engine with eviction='priority' (--eviction priority)",
             "retention.priority",
         )
 
 
-def terms_each(
+def scheduling_params_per_prompt(
     count: int,
     options: EngineOptions,
     *,
@@ -246,17 +248,17 @@ def terms_each(
     deadline: float | Sequence[float | None] | None,
     retention: RetentionLike | Sequence[RetentionLike | None] | None,
     program: ProgramLike | Sequence[ProgramLike | None] | None = None,
-) -> list[Terms]:
+) -> list[SchedulingParams]:
     """Scheduling parameters of `count` prompts. A list has one value per prompt; any other value is for all prompts.
 
     Raises RequestError.
     """
     names = {"priority": priority, "deadline": deadline, "retention": retention, "program": program}
-    columns = [_each(name, value, count) for name, value in names.items()]
-    return [make_terms(options, *values) for values in zip(*columns, strict=True)]
+    columns = [_per_prompt(name, value, count) for name, value in names.items()]
+    return [make_scheduling_params(options, *values) for values in zip(*columns, strict=True)]
 
 
-def _made(name: str, kind: type[T], given: T | Mapping[str, object]) -> T:
+def _from_mapping(name: str, kind: type[T], given: T | Mapping[str, object]) -> T:
     """A `kind` from the same, or from a mapping with its fields. Raises RequestError for unknown names and values."""
     if isinstance(given, kind):
         return given
@@ -271,7 +273,7 @@ def _made(name: str, kind: type[T], given: T | Mapping[str, object]) -> T:
     return kind(**given)  # type: ignore[arg-type]  # checked by name here, and by value when it is made
 
 
-def _each(name: str, value: object, count: int) -> list[Any]:
+def _per_prompt(name: str, value: object, count: int) -> list[Any]:
     """A list with one value per prompt, unchecked. Raises RequestError for a list of another length."""
     if not isinstance(value, list | tuple):
         return [value] * count

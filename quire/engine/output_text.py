@@ -18,18 +18,20 @@ from quire.tokenizer.stop_strings import Pattern, StopStrings, compile_stops
 from quire.tokenizer.tokenizer import Tokenizer
 
 
-def read_rows(logprobs: Logprobs, num_most_likely: int, tokenizer: Tokenizer) -> list[LogprobRow]:
+def logprob_rows(logprobs: Logprobs, num_most_likely: int, tokenizer: Tokenizer) -> list[LogprobRow]:
     """One row per token. num_most_likely: number of columns after the sampled token that are the most likely tokens."""
     columns = zip(logprobs.ids.tolist(), logprobs.values.tolist(), logprobs.ranks.tolist(), strict=True)
-    return [_row(ids, values, rank, num_most_likely, tokenizer) for ids, values, rank in columns]
+    return [_logprob_row(ids, values, rank, num_most_likely, tokenizer) for ids, values, rank in columns]
 
 
-def forced_row(token: int, tokenizer: Tokenizer) -> LogprobRow:
+def forced_logprob_row(token: int, tokenizer: Tokenizer) -> LogprobRow:
     """The row of a forced token: logprob 0, rank 1."""
     return {token: Logprob(0.0, 1, tokenizer.token_text(token), forced=True)}
 
 
-def _row(ids: list[int], values: list[float], rank: int, num_most_likely: int, tokenizer: Tokenizer) -> LogprobRow:
+def _logprob_row(
+    ids: list[int], values: list[float], rank: int, num_most_likely: int, tokenizer: Tokenizer
+) -> LogprobRow:
     row = {ids[0]: Logprob(values[0], rank, tokenizer.token_text(ids[0]))}
     for place, (token, value) in enumerate(zip(ids[1:], values[1:], strict=True), 1):
         if token >= 0 and token not in row:  # negative ids are padding
@@ -37,7 +39,7 @@ def _row(ids: list[int], values: list[float], rank: int, num_most_likely: int, t
     return row
 
 
-class SequenceText:
+class SequenceOutputProcessor:
     """Detokenizes one sequence: turns the engine's outputs into Deltas and accumulates them in `result`.
 
     A token's offset is the number of characters that the tokens before it completed. All tokens of a character that
@@ -69,12 +71,12 @@ class SequenceText:
         self._texts: list[str] = []
         self._num_characters = 0
 
-    def add(self, output: Output) -> Delta:
+    def process_output(self, output: Output) -> Delta:
         """Add an output and return its Delta. The sequence must not have ended."""
-        text, offsets = self._read(output)
+        text, offsets = self._detokenize(output)
         tokens = output.token_ids[: len(offsets)]
         logprobs = self._logprobs(output, len(tokens))
-        reason, cause = output.finish_reason, self._cause(output)
+        reason, cause = output.finish_reason, self._stop_reason(output)
         if self._stops.matched is not None:
             reason, cause = "stop", self._stops.matched
         result = self.result
@@ -98,32 +100,32 @@ class SequenceText:
             stopped_after=None if told else len(result.token_ids),
         )
 
-    def collected(self) -> CompletionOutput:
+    def current_output(self) -> CompletionOutput:
         """The result so far."""
         self.result.text = "".join(self._texts)
         return self.result
 
-    def _read(self, output: Output) -> tuple[str, list[int]]:
+    def _detokenize(self, output: Output) -> tuple[str, list[int]]:
         """The text of an output, and the offsets of its tokens up to a stop string."""
         pieces, offsets = [], []
         for token in output.token_ids:
             offsets.append(self._num_characters)
             ends = output.stop_token is not None and len(offsets) == len(output.token_ids)
             if not ends or self._params.include_stop_str_in_output:  # by default the text excludes the stop token
-                pieces.append(self._pass(self._detokenizer.add(token), len(offsets)))
+                pieces.append(self._check_stop(self._detokenizer.append_token(token), len(offsets)))
             if self._stops.matched is not None:
                 return "".join(pieces), offsets
         if output.finish_reason is not None:
-            pieces.append(self._pass(self._detokenizer.close(), len(offsets)))
-            pieces.append(self._stops.close())
+            pieces.append(self._check_stop(self._detokenizer.flush(), len(offsets)))
+            pieces.append(self._stops.flush())
         return "".join(pieces), offsets
 
-    def _pass(self, text: str, num_tokens: int) -> str:
+    def _check_stop(self, text: str, num_tokens: int) -> str:
         self._num_characters += len(text)
         enough = len(self.result.token_ids) + num_tokens >= self._params.min_tokens
-        return self._stops.add(text, may_stop=enough)
+        return self._stops.append_text(text, may_stop=enough)
 
-    def _cause(self, output: Output) -> str | int | None:
+    def _stop_reason(self, output: Output) -> str | int | None:
         if output.finish_reason in ("error", "abort"):
             return output.error
         return output.stop_token if output.stop_token in self._params.stop_token_ids else None
@@ -144,14 +146,14 @@ class SequenceText:
             return None
         added: list[LogprobRow] = []
         if logprobs is not None:
-            added = read_rows(logprobs.slice(0, num_sampled), self._params.logprobs or 0, self._tokenizer)
+            added = logprob_rows(logprobs.slice(0, num_sampled), self._params.logprobs or 0, self._tokenizer)
         for place in forced:  # ascending, so that earlier insertions do not shift later ones
-            added.insert(place, forced_row(output.token_ids[place], self._tokenizer))
+            added.insert(place, forced_logprob_row(output.token_ids[place], self._tokenizer))
         result.logprobs += added
         return added
 
 
-class Transcript:
+class RequestOutputProcessor:
     """The output of one request: text, tokens and metrics of its `params.num_sequences` sequences.
 
     prompt_logprobs: None if the request has none; complete when the first output token arrives.
@@ -170,7 +172,8 @@ class Transcript:
         self._tokenizer = tokenizer
         patterns = compile_stops(params.stop)
         self._sequences = [
-            SequenceText(i, params, tokenizer, self.prompt.ids, patterns) for i in range(params.num_sequences)
+            SequenceOutputProcessor(i, params, tokenizer, self.prompt.ids, patterns)
+            for i in range(params.num_sequences)
         ]
 
     @property
@@ -178,18 +181,18 @@ class Transcript:
         """Whether all sequences have ended."""
         return None not in self.finish_reasons
 
-    def add(self, output: Output, now: float) -> Delta | None:
+    def process_output(self, output: Output, now: float) -> Delta | None:
         """Add `output` to its sequence and return the Delta.
 
         Returns None if it adds nothing, or the sequence has ended here (the engine may not have processed the stop
         string yet). If the Delta has `stopped_after`, the caller must call `Engine.finish`.
         """
-        self._read_prompt(output)
+        self._process_prompt_output(output)
         sequence = self._sequences[output.index]
         new = output.token_ids or output.finish_reason is not None
         if sequence.result.finish_reason is not None or not new:
             return None
-        delta = sequence.add(output)
+        delta = sequence.process_output(output)
         if output.token_ids:
             if self.metrics.first_token_time is None:
                 self.metrics.first_token_time = now
@@ -211,11 +214,11 @@ class Transcript:
 
     def sequence(self, index: int) -> CompletionOutput:
         """The result so far of the sequence with this index in the engine."""
-        return self._sequences[index].collected()
+        return self._sequences[index].current_output()
 
     def result(self) -> RequestOutput:
         """The result so far. If more than n sequences are generated, it has the n best ones, best first."""
-        outputs = [sequence.collected() for sequence in self._sequences]
+        outputs = [sequence.current_output() for sequence in self._sequences]
         if self.params.is_ranked:
             best = sorted(outputs, key=_mean_logprob, reverse=True)[: self.params.n]  # the sort is stable
             outputs = [replace(output, index=i) for i, output in enumerate(best)]
@@ -230,12 +233,14 @@ class Transcript:
             prompt_logprobs=self.prompt_logprobs,
         )
 
-    def _read_prompt(self, output: Output) -> None:
+    def _process_prompt_output(self, output: Output) -> None:
         """Take the figures of the prompt from sequence 0, which computes it for all sequences."""
         if output.index == 0:
             self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
         if self.prompt_logprobs is not None and output.prompt_logprobs is not None:
-            self.prompt_logprobs += read_rows(output.prompt_logprobs, self.params.prompt_logprobs or 0, self._tokenizer)
+            self.prompt_logprobs += logprob_rows(
+                output.prompt_logprobs, self.params.prompt_logprobs or 0, self._tokenizer
+            )
 
 
 def _mean_logprob(output: CompletionOutput) -> float:

@@ -15,10 +15,10 @@ from quire.tokenizer.tokenizer import Tokenizer
 
 MAX_PREFIXES = 256
 MAX_FILE = 16 * 2**20  # bytes
-_FORMS = ("prompt_token_ids", "messages")
+_ENTRY_FIELDS = ("prompt_token_ids", "messages")
 
 
-class Bounds(NamedTuple):
+class PrefixLimits(NamedTuple):
     """Limits of the model and the cache. block_size: tokens; only whole blocks are shared."""
 
     vocab_size: int
@@ -26,7 +26,7 @@ class Bounds(NamedTuple):
     block_size: int
 
 
-def read_public_prefixes(path: str | Path, tokenizer: Tokenizer, bounds: Bounds) -> tuple[tuple[int, ...], ...]:
+def read_public_prefixes(path: str | Path, tokenizer: Tokenizer, bounds: PrefixLimits) -> tuple[tuple[int, ...], ...]:
     """The token ids of each prefix, in the order of the file. Raises ConfigError that names the invalid entry."""
     prefixes = []
     for place, entry in enumerate(_entries(path)):
@@ -61,7 +61,7 @@ def _entries(path: str | Path) -> list[object]:
     return entries
 
 
-def _token_ids(entry: object, tokenizer: Tokenizer, bounds: Bounds) -> tuple[int, ...]:
+def _token_ids(entry: object, tokenizer: Tokenizer, bounds: PrefixLimits) -> tuple[int, ...]:
     """The token ids of one entry. Raises RequestError, ModelError."""
     ids = _tokenized(entry, tokenizer)
     if not ids:
@@ -82,11 +82,11 @@ def _tokenized(entry: object, tokenizer: Tokenizer) -> list[int]:
     if isinstance(entry, str):
         return tokenize(entry, tokenizer).ids
     if not isinstance(entry, Mapping) or len(entry) != 1:
-        raise RequestError(f"it must be a string, or an object with one of {' or '.join(_FORMS)}")
+        raise RequestError(f"it must be a string, or an object with one of {' or '.join(_ENTRY_FIELDS)}")
     (name,) = entry
     if name == "messages":
         text = tokenizer.apply_chat_template(entry[name], add_generation_prompt=False)
         return tokenize(text, tokenizer, add_special_tokens=False).ids
     if name != "prompt_token_ids":
-        raise RequestError(f"unknown field {name!r:.100}{nearest(name, _FORMS)}")
+        raise RequestError(f"unknown field {name!r:.100}{nearest(name, _ENTRY_FIELDS)}")
     return tokenize({"prompt_token_ids": entry[name]}, tokenizer).ids

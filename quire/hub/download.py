@@ -17,12 +17,12 @@ from quire.errors import ModelError
 TIMEOUT = 10.0  # seconds without an answer or a byte
 _ATTEMPTS = 5  # attempts in a row without new bytes, after which the download fails
 _PAUSE = 0.25  # seconds before the next attempt, doubled for each attempt in a row without new bytes
-_PIECE = 1 << 20  # bytes per read of an existing partial file
-_PASSING = frozenset({408, 429, 500, 502, 503, 504})  # statuses that are retried
+_READ_BYTES = 1 << 20  # bytes per read of an existing partial file
+_RETRIED_STATUSES = frozenset({408, 429, 500, 502, 503, 504})  # statuses that are retried
 
 
 def fetch(
-    url: str, target: Path, *, size: int, sha256: str, headers: Mapping[str, str], arrived: Callable[[int], None]
+    url: str, target: Path, *, size: int, sha256: str, headers: Mapping[str, str], on_progress: Callable[[int], None]
 ) -> None:
     """Write the file at `url` to `target`, and continue a partial file that is there.
 
@@ -31,16 +31,16 @@ def fetch(
     """
     with target.open("a+b") as file:
         partial = _Partial(file)
-        arrived(partial.size)
+        on_progress(partial.size)
         failed = 0
         while partial.size < size:
             before = partial.size
             try:
-                _receive(url, headers, partial, arrived)
+                _receive(url, headers, partial, on_progress)
                 if partial.size < size:
                     raise httpx2.ReadError("the connection ended early")
             except (httpx2.TransportError, httpx2.HTTPStatusError) as error:
-                if isinstance(error, httpx2.HTTPStatusError) and error.response.status_code not in _PASSING:
+                if isinstance(error, httpx2.HTTPStatusError) and error.response.status_code not in _RETRIED_STATUSES:
                     raise
                 failed = failed + 1 if partial.size <= before else 0
                 if failed == _ATTEMPTS:
@@ -59,7 +59,7 @@ class _Partial:
         self._sum = hashlib.sha256()
         self.size = 0
         file.seek(0)
-        while piece := file.read(_PIECE):
+        while piece := file.read(_READ_BYTES):
             self._sum.update(piece)
             self.size += len(piece)
 
@@ -80,7 +80,7 @@ class _Partial:
         return self._sum.hexdigest()
 
 
-def _receive(url: str, headers: Mapping[str, str], partial: _Partial, arrived: Callable[[int], None]) -> None:
+def _receive(url: str, headers: Mapping[str, str], partial: _Partial, on_progress: Callable[[int], None]) -> None:
     """Request the missing bytes once, and append them until the response ends."""
     wanted = {**headers, "Accept-Encoding": "identity", "Range": f"bytes={partial.size}-"}
     with get_session().stream("GET", url, headers=wanted, timeout=TIMEOUT, follow_redirects=True) as response:
@@ -89,4 +89,4 @@ def _receive(url: str, headers: Mapping[str, str], partial: _Partial, arrived: C
             partial.clear()
         for piece in response.iter_bytes():
             partial.append(piece)
-            arrived(partial.size)
+            on_progress(partial.size)

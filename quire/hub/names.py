@@ -32,7 +32,7 @@ def parse_hub_name(model: str, revision: str | None) -> HubName:
     """The Hub id that a name stands for. Raises ModelError for a name that is no id, ConfigError for two revisions."""
     matched = _NAME.fullmatch(model)
     if matched is None or _is_path(model):
-        raise _no_such(model)
+        raise _unknown_model_error(model)
     repo, at, quantization = matched["repo"], matched["revision"], matched["quantization"]
     if at is not None and revision is not None and at != revision:
         raise ConfigError(f"{model!r} names the revision {at!r}, the option {revision!r}; give one")
@@ -42,9 +42,9 @@ def parse_hub_name(model: str, revision: str | None) -> HubName:
     owner_and_name, file = "/".join(repo.split("/")[:2]), "/".join(repo.split("/")[2:]) or None
     is_file = repo.endswith(".gguf")
     if not _REPO.fullmatch(owner_and_name) or is_file is (file is None) or (is_file and quantization):
-        raise _no_such(model)
+        raise _unknown_model_error(model)
     if chosen is None and quantization is None and _is_near_a_path(repo):
-        raise _no_such(model)
+        raise _unknown_model_error(model)
     return HubName(owner_and_name, chosen, quantization, file)
 
 
@@ -66,7 +66,7 @@ def _models_in(folder: Path) -> list[str]:
         return []
 
 
-def _no_such(model: str) -> ModelError:
+def _unknown_model_error(model: str) -> ModelError:
     path = Path(model)
     hint = nearest(path.name, _models_in(path.parent))
     return ModelError(

@@ -30,9 +30,9 @@ from huggingface_hub.errors import (
 from quire.errors import ModelError, nearest
 from quire.hub.download import TIMEOUT, fetch
 from quire.hub.names import HubName
-from quire.models.checkpoint import INDEX, SINGLE, read_object
+from quire.models.checkpoint import INDEX_FILE, WEIGHTS_FILE, read_json_object
 
-_NEEDED = ("*.json", "*.jinja", "merges.txt", "vocab.txt", "additional_chat_templates/*.jinja")
+_SMALL_FILE_PATTERNS = ("*.json", "*.jinja", "merges.txt", "vocab.txt", "additional_chat_templates/*.jinja")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _SHARD = re.compile(r"-\d{5}-of-(\d{5})(?=\.gguf$)")
 
@@ -53,14 +53,14 @@ def gguf_files(name: HubName, names: Iterable[str]) -> list[str]:
     if name.file is not None:
         whole = _SHARD.sub("", name.file)
         if name.file not in sets.get(whole, ()):
-            raise ModelError(f"{name.repo} has no file {name.file}{nearest(name.file, sets)}; {_there_are(sets)}")
+            raise ModelError(f"{name.repo} has no file {name.file}{nearest(name.file, sets)}; {_list_available(sets)}")
         return sets[whole]
     if name.quantization is not None:
         wanted = re.compile(rf"(?<![^\W_]){re.escape(name.quantization)}(?!\w)", re.IGNORECASE)
         fitting = [whole for whole in sets if wanted.search(whole)]
         if len(fitting) != 1:
             found = f"several files called {name.quantization}" if fitting else f"no GGUF file {name.quantization}"
-            raise ModelError(f"{name.repo} has {found}; {_there_are(fitting or sets)}")
+            raise ModelError(f"{name.repo} has {found}; {_list_available(fitting or sets)}")
         return sets[fitting[0]]
     return []
 
@@ -77,11 +77,12 @@ def small_files(name: HubName, names: Iterable[str]) -> list[str]:
     Raises ModelError if the repository has no weights that quire reads, or no config.json.
     """
     listing = sorted(names)
-    if SINGLE not in listing and INDEX not in listing:
+    if WEIGHTS_FILE not in listing and INDEX_FILE not in listing:
         ggufs = {_SHARD.sub("", path) for path in listing if path.endswith(".gguf")}
         if ggufs:
             raise ModelError(
-                f"{name.repo} has its weights as GGUF; choose a file, as in {name.repo}:Q4_K_M; {_there_are(ggufs)}"
+                f"{name.repo} has its weights as GGUF; choose a file, as in {name.repo}:Q4_K_M; "
+                f"{_list_available(ggufs)}"
             )
         pickles = [path for path in listing if path.endswith(_PICKLES)]
         if pickles:
@@ -89,27 +90,27 @@ def small_files(name: HubName, names: Iterable[str]) -> list[str]:
                 f"{name.repo} has weights only as pickles ({pickles[0]}), which can run code; quire reads safetensors "
                 f"and GGUF. Look for a converted copy: another repository, or a pull request's revision (@refs/pr/1)"
             )
-        raise ModelError(f"{name.repo} has no weights: neither {SINGLE} nor {INDEX}")
+        raise ModelError(f"{name.repo} has no weights: neither {WEIGHTS_FILE} nor {INDEX_FILE}")
     if "config.json" not in listing:
         raise ModelError(f"{name.repo} has no config.json, so it is not a model that quire can run")
     return [path for path in listing if any(fnmatch(path, pattern) and path.count("/") == pattern.count("/")
-                                            for pattern in _NEEDED)]  # fmt: skip
+                                            for pattern in _SMALL_FILE_PATTERNS)]  # fmt: skip
 
 
 def weight_files(names: Iterable[str], indexed: Iterable[str]) -> list[str]:
     """The safetensors files of a repository: the single file, or those in `indexed`, the names in its index."""
     listing = set(names)
-    return [SINGLE] if SINGLE in listing else sorted(listing & set(indexed))
+    return [WEIGHTS_FILE] if WEIGHTS_FILE in listing else sorted(listing & set(indexed))
 
 
-def _there_are(sets: Iterable[str]) -> str:
+def _list_available(sets: Iterable[str]) -> str:
     names = sorted(sets)
     more = f" and {len(names) - 12} more" if len(names) > 12 else ""
     return f"there are {', '.join(names[:12])}{more}" if names else "there is none at all"
 
 
 @contextmanager
-def explained(repo: str, revision: str, cache: Path) -> Iterator[None]:
+def convert_errors(repo: str, revision: str, cache: Path) -> Iterator[None]:
     """Convert errors of huggingface_hub, HTTP and the disk in the block to ModelError and NoNetwork."""
     try:
         yield
@@ -126,7 +127,7 @@ def explained(repo: str, revision: str, cache: Path) -> Iterator[None]:
             f"or set HF_TOKEN to a token that may read it"
         ) from error
     except (HfHubHTTPError, httpx2.HTTPStatusError) as error:
-        raise ModelError(_refusal(repo, error.response.status_code)) from error
+        raise ModelError(_http_error_message(repo, error.response.status_code)) from error
     except (httpx2.RequestError, OfflineModeIsEnabled, LocalEntryNotFoundError) as error:
         raise NoNetwork(f"{error}" or type(error).__name__) from error
     except OSError as error:
@@ -134,7 +135,7 @@ def explained(repo: str, revision: str, cache: Path) -> Iterator[None]:
         raise ModelError(f"{repo} cannot be written to {cache}: {what}; make room, or name another folder") from error
 
 
-def _refusal(repo: str, status: int) -> str:
+def _http_error_message(repo: str, status: int) -> str:
     if status in (401, 403):
         return f"the Hub refused {repo} (status {status}); set HF_TOKEN to a token that may read it, or unset a bad one"
     if status == 429:
@@ -149,7 +150,7 @@ _DEFAULT_BRANCH = "main"
 
 
 @dataclass(frozen=True, slots=True)
-class _Listed:
+class _RemoteFile:
     """A file of a repository."""
 
     size: int  # bytes
@@ -168,7 +169,7 @@ class Repository:
 
     def in_cache(self) -> Path | None:
         """The folder or GGUF file if all of it is in the cache, else None. Uses no network."""
-        commit = self._revision if _COMMIT.fullmatch(self._revision) else self._ref()
+        commit = self._revision if _COMMIT.fullmatch(self._revision) else self._cached_commit()
         folder = self._folder / "snapshots" / commit if commit else None
         if folder is None or not folder.is_dir():
             return None
@@ -180,7 +181,11 @@ class Repository:
             small_files(self._name, names)
         except ModelError:
             return None
-        missing = [name for name in self._indexed(folder / INDEX) if name not in names] if SINGLE not in names else []
+        missing = (
+            [name for name in self._files_of_index(folder / INDEX_FILE) if name not in names]
+            if WEIGHTS_FILE not in names
+            else []
+        )
         return None if missing else folder
 
     def download(self, report: Callable[[str], None], progress: Callable[[int, int], None]) -> Path:
@@ -188,33 +193,33 @@ class Repository:
 
         progress(done, total): in bytes, called only if a file is downloaded. Also raises NoNetwork.
         """
-        with explained(self._name.repo, self._revision, self._cache):
+        with convert_errors(self._name.repo, self._revision, self._cache):
             commit, files = self._listing()
             ggufs = gguf_files(self._name, files)
             if ggufs:
-                self._bring(ggufs, files, commit, report, progress)
+                self._download_missing(ggufs, files, commit, report, progress)
             else:
-                self._bring(small_files(self._name, files), files, commit, report, progress)
-                indexed = [] if SINGLE in files else self._indexed(self._path(INDEX, commit))
-                self._bring(weight_files(files, indexed), files, commit, report, progress)
-            self._write_ref(commit)
+                self._download_missing(small_files(self._name, files), files, commit, report, progress)
+                indexed = [] if WEIGHTS_FILE in files else self._files_of_index(self._path(INDEX_FILE, commit))
+                self._download_missing(weight_files(files, indexed), files, commit, report, progress)
+            self._write_cached_commit(commit)
         folder = self._folder / "snapshots" / commit
         return folder / ggufs[0] if ggufs else folder
 
-    def _ref(self) -> str | None:
+    def _cached_commit(self) -> str | None:
         try:
             commit = (self._folder / "refs" / self._revision).read_text().strip()
         except OSError:
             return None
         return commit if _COMMIT.fullmatch(commit) else None
 
-    def _write_ref(self, commit: str) -> None:
+    def _write_cached_commit(self, commit: str) -> None:
         if commit != self._revision:
             path = self._folder / "refs" / self._revision
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(commit)
 
-    def _listing(self) -> tuple[str, dict[str, _Listed]]:
+    def _listing(self) -> tuple[str, dict[str, _RemoteFile]]:
         """The commit of the revision and its files by path, from one HTTP request."""
         api = HfApi(endpoint=self._endpoint)
         try:
@@ -222,52 +227,54 @@ class Repository:
         except (ValueError, KeyError, TypeError) as error:
             if isinstance(error, OSError):  # an HTTP error of the library, which may also be a ValueError
                 raise
-            raise ModelError(_no_hub(api.endpoint)) from error
+            raise ModelError(_not_a_hub_message(api.endpoint)) from error
         if info.sha is None or not _COMMIT.fullmatch(info.sha):
-            raise ModelError(_no_hub(api.endpoint))
+            raise ModelError(_not_a_hub_message(api.endpoint))
         unsafe = [each.rfilename for each in info.siblings or () if _UNSAFE.search(each.rfilename)]
         if unsafe:
             raise ModelError(f"{self._name.repo} lists the unsafe path {unsafe[0]!r:.80}; do not use it")
         return info.sha, {
-            each.rfilename: _Listed(each.lfs.size, each.lfs.sha256) if each.lfs else _Listed(each.size or 0, None)
+            each.rfilename: _RemoteFile(each.lfs.size, each.lfs.sha256)
+            if each.lfs
+            else _RemoteFile(each.size or 0, None)
             for each in info.siblings or ()
         }
 
     def _path(self, name: str, commit: str) -> Path:
         return self._folder / "snapshots" / commit / name
 
-    def _indexed(self, path: Path) -> list[str]:
+    def _files_of_index(self, path: Path) -> list[str]:
         """The names of weight files in an index."""
-        weights = read_object(path).get("weight_map")
+        weights = read_json_object(path).get("weight_map")
         return sorted({str(file) for file in weights.values()}) if isinstance(weights, dict) else []
 
-    def _bring(
+    def _download_missing(
         self,
         wanted: list[str],
-        files: dict[str, _Listed],
+        files: dict[str, _RemoteFile],
         commit: str,
         report: Callable[[str], None],
         progress: Callable[[int, int], None],
     ) -> None:
         """Download those of the `wanted` files that are not in the cache, one after another."""
-        missing = [name for name in wanted if not self._has(name, commit)]
+        missing = [name for name in wanted if not self._is_cached(name, commit)]
         total = sum(files[name].size for name in missing)
         if not missing:
             return
-        self._check_space(total - sum(self._arrived(files[name]) for name in missing))
+        self._check_space(total - sum(self._partial_size(files[name]) for name in missing))
         if total > 1e6:
             report(f"downloading {self._name}: {len(missing)} files, {total / 1e9:.2f} GB, to {self._cache}")
         done = 0
         for name in missing:
-            self._bring_one(name, files[name], commit, partial(_advance, progress, done, total))
+            self._download_file(name, files[name], commit, partial(_advance, progress, done, total))
             done += files[name].size
             progress(done, total)
 
-    def _has(self, name: str, commit: str) -> bool:
+    def _is_cached(self, name: str, commit: str) -> bool:
         found = try_to_load_from_cache(self._name.repo, name, cache_dir=self._cache, revision=commit)
         return isinstance(found, str)
 
-    def _bring_one(self, name: str, listed: _Listed, commit: str, arrived: Callable[[int], None]) -> None:
+    def _download_file(self, name: str, listed: _RemoteFile, commit: str, on_progress: Callable[[int], None]) -> None:
         """Download a file. `fetch` writes large files to their blob; huggingface_hub does the rest."""
         repo, endpoint = self._name.repo, self._endpoint
         if listed.sha256 is not None and _SHA256.fullmatch(listed.sha256):
@@ -277,7 +284,7 @@ class Repository:
                 folder.mkdir(parents=True, exist_ok=True)
             with FileLock(lock):
                 if not blob.exists():
-                    growing = _growing(blob)
+                    growing = _partial_path(blob)
                     url = hf_hub_url(repo, name, revision=commit, endpoint=endpoint)
                     fetch(
                         url,
@@ -285,7 +292,7 @@ class Repository:
                         size=listed.size,
                         sha256=listed.sha256,
                         headers={"authorization": f"Bearer {token}"} if (token := get_token()) else {},
-                        arrived=arrived,
+                        on_progress=on_progress,
                     )
                     growing.rename(blob)
         hf_hub_download(
@@ -294,12 +301,12 @@ class Repository:
             revision=commit,
             cache_dir=self._cache,
             endpoint=endpoint,
-            tqdm_class=_NoBar,
+            tqdm_class=_NoProgressBar,
         )
 
-    def _arrived(self, listed: _Listed) -> int:
+    def _partial_size(self, listed: _RemoteFile) -> int:
         """Size in bytes of the partial file of an earlier download."""
-        path = _growing(self._folder / "blobs" / (listed.sha256 or "none"))
+        path = _partial_path(self._folder / "blobs" / (listed.sha256 or "none"))
         return path.stat().st_size if path.exists() else 0
 
     def _check_space(self, needed: int) -> None:
@@ -312,7 +319,7 @@ class Repository:
             )
 
 
-def _growing(blob: Path) -> Path:
+def _partial_path(blob: Path) -> Path:
     """The path of a partial file."""
     return blob.with_name(f"{blob.name}.partial")
 
@@ -321,17 +328,17 @@ def _advance(progress: Callable[[int, int], None], before: int, total: int, here
     progress(before + here, total)
 
 
-def _no_hub(endpoint: str) -> str:
+def _not_a_hub_message(endpoint: str) -> str:
     return f"{endpoint} does not answer as the Hugging Face Hub does; check the network's log-in page, and HF_ENDPOINT"
 
 
-class _NoBar:
+class _NoProgressBar:
     """A stand-in for tqdm that shows nothing."""
 
     def __init__(self, *args: object, **options: object) -> None:
         """Accept all arguments of tqdm."""
 
-    def __enter__(self) -> "_NoBar":
+    def __enter__(self) -> "_NoProgressBar":
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from quire.errors import ConfigError, nearest
 from quire.kernels import deterministic, reference
-from quire.kernels.contract import Demands, Kernels
+from quire.kernels.contract import Kernels, Requirements
 from quire.kernels.cpu import EXTENSION
 from quire.kernels.cpu.kernels import CpuKernels, description
 
@@ -18,15 +18,15 @@ class Candidate(NamedTuple):
     """A kernel module, or the reason why it is unavailable."""
 
     kernels: Kernels | None
-    strict: Kernels | None  # deterministic kernels, for the same blocks and weights
-    about: str  # the build that it uses, or why it is unavailable
-    passed_by: str | None = None  # why "auto" skips it although it runs
+    deterministic: Kernels | None  # deterministic kernels, for the same blocks and weights
+    description: str  # the build that it uses, or why it is unavailable
+    skip_reason: str | None = None  # why "auto" skips it although it runs
 
 
 def _cpu() -> Candidate:
     if EXTENSION is not None:
         return Candidate(None, None, EXTENSION)
-    return Candidate(CpuKernels(strict=False), CpuKernels(strict=True), description())
+    return Candidate(CpuKernels(deterministic=False), CpuKernels(deterministic=True), description())
 
 
 def _triton() -> Candidate:
@@ -37,8 +37,10 @@ def _triton() -> Candidate:
 
     if INTERPRETED:
         why = "it is interpreted, which is for tests"
-        return Candidate(TritonKernels(strict=False), TritonKernels(strict=True), "interpreted", passed_by=why)
-    return Candidate(TritonKernels(strict=False), TritonKernels(strict=True), "compiled when first used")
+        return Candidate(
+            TritonKernels(deterministic=False), TritonKernels(deterministic=True), "interpreted", skip_reason=why
+        )
+    return Candidate(TritonKernels(deterministic=False), TritonKernels(deterministic=True), "compiled when first used")
 
 
 def _reference() -> Candidate:
@@ -51,7 +53,7 @@ MODULES: Mapping[str, Callable[[], Candidate]] = MappingProxyType(
 )
 
 # Kernel names of other engines, with the error text.
-ELSEWHERE: Mapping[str, str] = MappingProxyType(
+OTHER_ENGINES_KERNELS: Mapping[str, str] = MappingProxyType(
     {
         name: f"kernels of {name} are no part of quire. On NVIDIA GPUs use 'triton', quire's own, or 'auto'"
         for name in ("flashinfer", "flash-attn", "xformers")
@@ -64,26 +66,26 @@ class Chosen(NamedTuple):
     """The kernels of an engine."""
 
     kernels: Kernels
-    strict: Kernels
+    deterministic: Kernels
     reason: str
 
 
-def refusal(name: str, demands: Demands) -> str | None:
+def unsupported_reason(name: str, requirements: Requirements) -> str | None:
     """Why the module called `name` does not meet the requirements, or None if it does."""
-    return _refusal(MODULES[name](), demands)
+    return _unsupported_reason(MODULES[name](), requirements)
 
 
-def _refusal(candidate: Candidate, demands: Demands) -> str | None:
-    return candidate.about if candidate.kernels is None else candidate.kernels.refusal(demands)
+def _unsupported_reason(candidate: Candidate, requirements: Requirements) -> str | None:
+    return candidate.description if candidate.kernels is None else candidate.kernels.unsupported_reason(requirements)
 
 
-def choose(name: str, demands: Demands) -> Chosen:
+def choose(name: str, requirements: Requirements) -> Chosen:
     """The kernel module called `name`, or for "auto" the first that meets the requirements, with the reason.
 
     Raises ConfigError for an unknown name, or if no module meets the requirements, with the reason of each module.
     """
-    if name.lower() in ELSEWHERE:
-        raise ConfigError(ELSEWHERE[name.lower()])
+    if name.lower() in OTHER_ENGINES_KERNELS:
+        raise ConfigError(OTHER_ENGINES_KERNELS[name.lower()])
     if name != "auto" and name not in MODULES:
         known = ["auto", *MODULES]
         raise ConfigError(f"there are no kernels {name!r}{nearest(name, known)}; known: {', '.join(known)}")
@@ -92,13 +94,13 @@ def choose(name: str, demands: Demands) -> Chosen:
         if name not in ("auto", tried):
             continue
         kernels, strict, about, passed_by = candidate = make()
-        refused = _refusal(candidate, demands) or (passed_by if name == "auto" else None)
+        refused = _unsupported_reason(candidate, requirements) or (passed_by if name == "auto" else None)
         if refused is None and kernels is not None and strict is not None:
-            why = "asked for by name" if name == tried else f"the fastest that runs on {demands.device}"
+            why = "asked for by name" if name == tried else f"the fastest that runs on {requirements.device}"
             reason = f"{tried} ({about}): {why}" + "".join(f"; not {other}" for other in refusals)
             return Chosen(kernels, strict, reason)
         refusals.append(f"{tried}: {refused}")
-    raise ConfigError(f"no kernels for {demands.dtype} on {demands.device}; tried {'; '.join(refusals)}")
+    raise ConfigError(f"no kernels for {requirements.dtype} on {requirements.device}; tried {'; '.join(refusals)}")
 
 
 def usable_device(name: str) -> torch.device:

@@ -32,7 +32,7 @@ Rotation = tuple[Tensor, Tensor]  # cosines and sines, float32 (num_tokens, rota
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Packed:
+class PackedWeight:
     """A weight (rows, columns), or a stack of such weights, in the layout of the module that packed it."""
 
     data: Tensor  # of a stack: (number, ...)
@@ -40,12 +40,12 @@ class Packed:
     columns: int
     parts: int = 1  # equal parts of the rows that are packed separately; 2 for gate and up of a gated product
 
-    def __getitem__(self, index: int) -> "Packed":
+    def __getitem__(self, index: int) -> "PackedWeight":
         """One weight of a stack."""
-        return Packed(self.data[index], self.rows, self.columns, self.parts)
+        return PackedWeight(self.data[index], self.rows, self.columns, self.parts)
 
 
-Weight = Tensor | Packed
+Weight = Tensor | PackedWeight
 
 
 class Purpose(IntEnum):
@@ -75,7 +75,7 @@ class Storage:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Resident:
+class ResidentTables:
     """Block tables that stay on the device. A step sends only the block ids that were appended."""
 
     tables: Tensor  # int32 (num_rows, width); its address is fixed, and kernels read it during the step
@@ -95,7 +95,7 @@ class Batch:
     starts: np.ndarray  # int64 (num_chunks,)
     stops: np.ndarray  # int64 (num_chunks,)
     tables: np.ndarray  # int64 (num_chunks, width)
-    resident: Resident | None = None  # replaces `tables`, which are empty then; only for modules with RESIDENT
+    resident: ResidentTables | None = None  # replaces `tables`, which are empty then; only for modules with RESIDENT
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,7 +107,7 @@ class Masks:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Edits:
+class LogitEdits:
     """Logit edits: values that are added to single logits. Several values for one logit add up."""
 
     rows: np.ndarray  # int64
@@ -125,7 +125,7 @@ class History:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Draws:
+class SamplingMetadata:
     """Sampling metadata: host arrays with one entry per row of logits."""
 
     seeds: np.ndarray  # uint64
@@ -139,12 +139,12 @@ class Draws:
     frequency_penalties: np.ndarray  # float32, 0 is none
     repetition_penalties: np.ndarray  # float32 above 0, 1 is none
     masks: Masks
-    edits: Edits
+    edits: LogitEdits
     history: History  # of rows with a penalty; without a repetition penalty, prompt tokens are left out
 
 
 @dataclass(frozen=True, slots=True)
-class Demands:
+class Requirements:
     """Requirements of a model on a kernel module."""
 
     device: torch.device
@@ -154,24 +154,26 @@ class Demands:
     head_dims: tuple[int, ...]
 
 
-class Recorded(NamedTuple):
+class CaptureMemory(NamedTuple):
     """Memory that captured steps need in addition to the workspace of other steps."""
 
     bytes: int
     reason: str
 
 
-class Recorder(Protocol):
+class StepCapture(Protocol):
     """Captures steps of a module and replays them without Python, on the same tensors with new contents."""
 
-    def size(self, num_sequences: int) -> int | None:
+    def capture_size(self, num_sequences: int) -> int | None:
         """The batch size at which a step of `num_sequences` sequences is captured, or None if it is not captured.
 
         If the size is larger, the step is padded with chunks of one token at position 0 whose tables are all -1.
         Kernels must not write anything for them. Their results are undefined.
         """
 
-    def takes(self, num_sequences: int, token_bytes: int, logit_bytes: int, scratch_bytes: int) -> Recorded:
+    def capture_memory(
+        self, num_sequences: int, token_bytes: int, logit_bytes: int, scratch_bytes: int
+    ) -> CaptureMemory:
         """The most memory of captured steps of all sizes up to `num_sequences`.
 
         Each token of a step needs `token_bytes` of activations and `logit_bytes` of logits, attention `scratch_bytes`.
@@ -183,14 +185,14 @@ class Recorder(Protocol):
     def refill(self, plan: Plan, batch: Batch) -> None:
         """Replace the step of a plan by another one with the same numbers of chunks and tokens, in place."""
 
-    def record(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
+    def capture(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
         """Run `compute`, perhaps several times. Returns its result, and a function that replays it into this tensor.
 
         Weights and inputs must keep their addresses. Raises NotRecordable if `compute` does more than call kernels.
         """
 
 
-class NotRecordable(Exception):
+class NotCapturable(Exception):
     """The computation includes an operation that cannot be captured."""
 
 
@@ -198,18 +200,18 @@ class Kernels(Protocol):
     """A kernel module. In shapes, num_tokens counts the tokens of all chunks, concatenated."""
 
     NAME: str
-    RESIDENT: bool  # whether it reads block tables that stay on the device
+    USES_RESIDENT_TABLES: bool  # whether it reads block tables that stay on the device
     SCRATCH_BYTES: int  # the most workspace of attention, unless the KV of one sequence and layer needs more
 
-    recorder: Recorder | None  # captures steps; None if capture is not supported or has no benefit
+    step_capture: StepCapture | None  # captures steps; None if capture is not supported or has no benefit
 
-    def refusal(self, demands: Demands) -> str | None:
+    def unsupported_reason(self, requirements: Requirements) -> str | None:
         """Why the module does not meet the requirements, or None if it does."""
 
     def use_threads(self, number: int) -> None:
         """Set the number of host threads."""
 
-    def rest(self) -> None:
+    def release_workspace(self) -> None:
         """Release workspace that is kept only for reuse. Called when the engine is idle."""
 
     def allocate(self, group: KVGroup, block_size: int, device: torch.device) -> Storage:
@@ -278,13 +280,13 @@ class Kernels(Protocol):
     def activate(self, x: Tensor, activation: str) -> Tensor:
         """activation(x). activation: one of ACTIVATIONS."""
 
-    def room(self, shape: Sequence[int], dtype: torch.dtype, parts: int = 1) -> Packed | None:
+    def allocate_weight(self, shape: Sequence[int], dtype: torch.dtype, parts: int = 1) -> PackedWeight | None:
         """A zeroed weight (out, in), or stack (number, out, in), in the layout that this module's products read.
 
         parts: 2 for the weight of a gated product. Returns None if products read plain tensors.
         """
 
-    def write_rows(self, weight: Packed, rows: Tensor, start: int, index: int = 0) -> None:
+    def write_rows(self, weight: PackedWeight, rows: Tensor, start: int, index: int = 0) -> None:
         """Write `rows` (n, in) of any floating point type to rows [start, start + n) of a weight from `room`.
 
         Each row may be written only once. index: of the weight in a stack.
@@ -314,7 +316,7 @@ class Kernels(Protocol):
         Returns the shape of x.
         """
 
-    def sample(self, logits: Tensor, draws: Draws) -> Tensor:
+    def sample(self, logits: Tensor, sampling_metadata: SamplingMetadata) -> Tensor:
         """One token id per row of logits (num_rows, vocab_size), int64; -1 if nothing can be sampled.
 
         It is -1 for a row with any NaN or +inf, and for a row in which every allowed logit is -inf.

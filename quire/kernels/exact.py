@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 VECTOR = 64  # numbers; a multiple of the SIMD width of elementwise loops
-AT_ONCE = 2**14  # numbers that torch gives to one thread; it splits larger tensors between threads at any index
+CHUNK_NUMBERS = 2**14  # numbers that torch gives to one thread; it splits larger tensors between threads at any index
 TERMS = 256  # of one exact sum: 2**8
 LEFT_BITS = 22  # fixed-point bits of the left operand of a product
 RIGHT_BITS = 53 - 8 - LEFT_BITS  # of the right operand: float64 holds every partial sum of TERMS products exactly
-_NUMBERS = 2**17  # of a weight that are converted to float64 at once, so that they stay in a CPU cache
-_SUMS = 2**22  # of products that are computed at once
+_WEIGHT_CHUNK_NUMBERS = 2**17  # of a weight that are converted to float64 at once, so that they stay in a CPU cache
+_OUTPUT_CHUNK_NUMBERS = 2**22  # of products that are computed at once
 _BITS: Mapping[torch.dtype, torch.dtype] = MappingProxyType(
     {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32, torch.float64: torch.int64}
 )
@@ -38,20 +38,20 @@ def sum_bits(terms: int) -> int:
     return 53 - terms.bit_length()
 
 
-def by_vectors(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+def apply_to_whole_vectors(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """function(x) for an elementwise function, computed on contiguous pieces of whole vectors."""
     flat = x.reshape(-1)
     size = len(flat)
-    flat = _fill_up(flat, -size % VECTOR)
-    if len(flat) <= AT_ONCE:
+    flat = _pad_last_axis(flat, -size % VECTOR)
+    if len(flat) <= CHUNK_NUMBERS:
         return function(flat)[:size].view(x.shape)
     out = torch.empty_like(flat)
-    for first in range(0, len(flat), AT_ONCE):
-        out[first : first + AT_ONCE] = function(flat[first : first + AT_ONCE])
+    for first in range(0, len(flat), CHUNK_NUMBERS):
+        out[first : first + CHUNK_NUMBERS] = function(flat[first : first + CHUNK_NUMBERS])
     return out[:size].view(x.shape)
 
 
-def _fill_up(x: Tensor, number: int) -> Tensor:
+def _pad_last_axis(x: Tensor, number: int) -> Tensor:
     """x with `number` zeros appended to its last axis."""
     return F.pad(x, (0, number)) if number else x
 
@@ -69,8 +69,8 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, dtype: torch.
     2**-RIGHT_BITS times the sum of |x| times the largest |weight|. A row with a number that is not finite is NaN.
     """
     num_sums = -(-x.shape[1] // TERMS)
-    at_once = max(64, _NUMBERS // (num_sums * TERMS))
-    rows = max(16, _SUMS // (num_sums * at_once))
+    at_once = max(64, _WEIGHT_CHUNK_NUMBERS // (num_sums * TERMS))
+    rows = max(16, _OUTPUT_CHUNK_NUMBERS // (num_sums * at_once))
     out = x.new_empty(len(x), len(weight), dtype=dtype)
     for first in range(0, len(x), rows):
         _product(x[first : first + rows], weight, bias, at_once, out[first : first + rows])
@@ -81,20 +81,20 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, at_once: int, out: 
     """Write the product to `out`: see `product`. at_once: rows of the weight that are converted at once."""
     num_rows, columns = x.shape
     num_sums = -(-columns // TERMS)
-    left = _fill_up(x, num_sums * TERMS - columns).reshape(num_rows, num_sums, TERMS)
+    left = _pad_last_axis(x, num_sums * TERMS - columns).reshape(num_rows, num_sums, TERMS)
     left = fixed_point(left, row_power(left), LEFT_BITS).transpose(0, 1)  # (num_sums, num_rows, TERMS)
     right = x.new_empty(min(at_once, len(weight)), num_sums * TERMS, dtype=torch.float64)
     right[:, columns:] = 0
     for start in range(0, len(weight), at_once):
         part = weight[start : start + at_once]
-        magic = _magic(row_power(part), RIGHT_BITS)
+        magic = _rounding_constant(row_power(part), RIGHT_BITS)
         right[: len(part), :columns].copy_(part)
         rounded = right[: len(part)].add_(magic).sub_(magic).view(len(part), num_sums, TERMS)
-        sums = _added(torch.bmm(left, rounded.permute(1, 2, 0)))
+        sums = _pairwise_sum(torch.bmm(left, rounded.permute(1, 2, 0)))
         out[:, start : start + at_once] = sums if bias is None else sums + bias[start : start + at_once]
 
 
-def _added(parts: Tensor) -> Tensor:
+def _pairwise_sum(parts: Tensor) -> Tensor:
     """The sum over the first axis. Halves are added in place until one is left."""
     while len(parts) > 1:
         half = (len(parts) + 1) // 2
@@ -105,7 +105,7 @@ def _added(parts: Tensor) -> Tensor:
 
 def fixed_point(x: Tensor, power: Tensor | float, bits: int) -> Tensor:
     """x as float64, rounded to multiples of power * 2**-bits. `power`, a power of 2, must not be below any |x|."""
-    magic = _magic(power, bits)
+    magic = _rounding_constant(power, bits)
     return x.to(torch.float64, copy=True).add_(magic).sub_(magic)
 
 
@@ -122,6 +122,6 @@ def power_above(x: Tensor) -> Tensor:
     return exponents.view(torch.float64).mul_(2).clamp_min_(_TINY)
 
 
-def _magic(power: Tensor | float, bits: int) -> Tensor | float:
+def _rounding_constant(power: Tensor | float, bits: int) -> Tensor | float:
     """A constant that, added and subtracted again, rounds numbers of magnitude up to `power` to fixed point."""
     return power * (1.5 * 2.0 ** (52 - bits))

@@ -13,21 +13,21 @@ import torch
 from torch import Tensor
 
 from quire.kernels.contract import Storage
-from quire.kv_store.upload import uploaded
+from quire.kv_store.upload import to_device
 
-STAGED_BYTES = 2**27  # most bytes of device memory for staging, in either direction
+STAGING_BYTES = 2**27  # most bytes of device memory for staging, in either direction
 
 Pairs = Sequence[tuple[int, int]]
-Ending = Callable[[], float]  # waits for the end of a copy and returns its seconds
+WaitForSwap = Callable[[], float]  # waits for the end of a copy and returns its seconds
 
 
 class HostPool(Protocol):
     """The host pool of one KV group."""
 
-    def put(self, pairs: Pairs) -> Ending:
+    def swap_out(self, pairs: Pairs) -> WaitForSwap:
         """Swap out: copy (device block, host block) pairs. Later writes to the device blocks do not affect the copy."""
 
-    def get(self, pairs: Pairs) -> Ending:
+    def swap_in(self, pairs: Pairs) -> WaitForSwap:
         """Swap in: copy (host block, device block) pairs. The device blocks must not be used before the end."""
 
 
@@ -49,15 +49,15 @@ class PlainPool:
         self._host = host_blocks(storage, num_blocks, pinned=False)
         self._clock = clock
 
-    def put(self, pairs: Pairs) -> Ending:
+    def swap_out(self, pairs: Pairs) -> WaitForSwap:
         """See HostPool."""
         return self._copy(self._device, self._host, pairs)
 
-    def get(self, pairs: Pairs) -> Ending:
+    def swap_in(self, pairs: Pairs) -> WaitForSwap:
         """See HostPool."""
         return self._copy(self._host, self._device, pairs)
 
-    def _copy(self, source: Tensor, target: Tensor, pairs: Pairs) -> Ending:
+    def _copy(self, source: Tensor, target: Tensor, pairs: Pairs) -> WaitForSwap:
         began = self._clock()
         for one, other in pairs:
             target[other].copy_(source[one])
@@ -73,7 +73,7 @@ class StreamedPool:
         self._host = host_blocks(storage, num_blocks, pinned=True)
         self._stream = stream
 
-    def put(self, pairs: Pairs) -> Ending:
+    def swap_out(self, pairs: Pairs) -> WaitForSwap:
         """See HostPool."""
         sources, targets = _sorted(pairs, by=1)
         device = self._storage.data.device
@@ -81,37 +81,37 @@ class StreamedPool:
         self._stream.wait_stream(usual)
         with torch.cuda.stream(self._stream):
             began = gathered = _now()
-            for some in self._pieces(len(sources)):  # one after another, so that they reuse the staging memory
-                staged = self._storage.by_block.index_select(0, uploaded(sources[some], device))
+            for some in self._staging_slices(len(sources)):  # one after another, so that they reuse the staging memory
+                staged = self._storage.by_block.index_select(0, to_device(sources[some], device))
                 gathered = _now()
                 for i, first, length in _runs(targets[some]):
                     self._host[first : first + length].copy_(staged[i : i + length], non_blocking=True)
             ended = _now()
         usual.wait_event(gathered)  # forward passes may overwrite the blocks after this event
-        return _ending(began, ended)
+        return _wait_function(began, ended)
 
-    def get(self, pairs: Pairs) -> Ending:
+    def swap_in(self, pairs: Pairs) -> WaitForSwap:
         """See HostPool."""
         sources, targets = _sorted(pairs, by=0)
         data, axis = self._storage.data, self._storage.block_axis
         self._stream.wait_stream(torch.cuda.current_stream(data.device))  # which may still use these blocks
         with torch.cuda.stream(self._stream):
             began = _now()
-            for some in self._pieces(len(sources)):
+            for some in self._staging_slices(len(sources)):
                 staged = torch.empty((len(sources[some]), *self._host.shape[1:]), dtype=data.dtype, device=data.device)
                 for i, first, length in _runs(sources[some]):
                     staged[i : i + length].copy_(self._host[first : first + length], non_blocking=True)
-                data.index_copy_(axis, uploaded(targets[some], data.device), staged.movedim(0, axis))
+                data.index_copy_(axis, to_device(targets[some], data.device), staged.movedim(0, axis))
             ended = _now()
-        return _ending(began, ended)
+        return _wait_function(began, ended)
 
-    def _pieces(self, number: int) -> list[slice]:
+    def _staging_slices(self, number: int) -> list[slice]:
         """Slices of `number` blocks, each of at most STAGED_BYTES, or of one block."""
-        each = max(1, STAGED_BYTES // max(self._host[:1].nbytes, 1))
+        each = max(1, STAGING_BYTES // max(self._host[:1].nbytes, 1))
         return [slice(first, first + each) for first in range(0, number, each)]
 
 
-def _ending(began: torch.cuda.Event, ended: torch.cuda.Event) -> Ending:
+def _wait_function(began: torch.cuda.Event, ended: torch.cuda.Event) -> WaitForSwap:
     def end() -> float:
         ended.synchronize()
         return float(began.elapsed_time(ended)) / 1000

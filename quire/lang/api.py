@@ -5,7 +5,7 @@ from typing import Literal, Unpack
 
 from quire.errors import RequestError
 from quire.lang.expressions import Expr, Gen, Reasoning, Role, RoleBegin, RoleEnd, Select, Sequence, expression
-from quire.lang.params import Sampling, said_of
+from quire.lang.params import Sampling, normalize_params
 from quire.lang.select import ChoicesSamplingMethod, token_length_normalized
 from quire.params import is_unicode
 
@@ -31,7 +31,7 @@ def gen(
     Raises RequestError.
     """
     forms = {"dtype": dtype, "regex": regex, "json_schema": json_schema, "ebnf": ebnf}
-    said = said_of({"max_tokens": max_tokens, **sampling, **forms})
+    said = normalize_params({"max_tokens": max_tokens, **sampling, **forms})
     if choices is None:
         return Gen(name, said)
     for form in ("regex", "json_schema", "ebnf"):

@@ -13,17 +13,17 @@ from quire.lang.errors import GenerationFailed
 from quire.lang.params import GenParams
 
 
-class Written(NamedTuple):
+class Completion(NamedTuple):
     """The whole output of one call."""
 
     text: str
     meta: dict[str, Any]
 
 
-Call = Callable[[GenParams], Awaitable[Written]]
+Call = Callable[[GenParams], Awaitable[Completion]]
 
 
-class Surplus:
+class SpeculatedText:
     """Unused text of the last call. num_tokens: the least max_tokens of a call; None turns speculation off."""
 
     def __init__(self, num_tokens: int | None) -> None:
@@ -31,11 +31,11 @@ class Surplus:
         self._params: GenParams | None = None  # of the last call, without stop and max_tokens
         self._text = ""
         self._offsets: list[int] | None = None  # of its tokens, in characters; None if unknown
-        self._most = 0  # upper bound of its number of tokens
+        self._max_num_tokens = 0  # upper bound of its number of tokens
         self._ended = False  # whether the model ended at its end
-        self._may_tell = True
+        self._request_offsets = True
 
-    def helps(self, params: GenParams) -> bool:
+    def supports(self, params: GenParams) -> bool:
         """Whether speculation is on and supports these parameters.
 
         Only stop, max_tokens, temperature, top_p, top_k and min_p may differ from their defaults.
@@ -46,7 +46,7 @@ class Surplus:
         )
         return self._num_tokens is not None and said == plain
 
-    def drop(self) -> None:
+    def clear(self) -> None:
         """Discard the unused text."""
         self._text, self._params = "", None
 
@@ -55,23 +55,23 @@ class Surplus:
         if text and self._text.startswith(text):
             self._consume(len(text))
         elif text:
-            self.drop()
+            self.clear()
 
-    async def generate(self, params: GenParams, call: Call) -> Written:
+    async def generate(self, params: GenParams, call: Call) -> Completion:
         """The output of one gen: from the unused text if that is possible, else from a new call."""
-        if self._params == _without_bounds(params) and (taken := self._take(params, fresh=False)) is not None:
+        if self._params == _without_bounds(params) and (taken := self._usable_text(params, fresh=False)) is not None:
             self._consume(len(taken))
-            return Written(taken, {"speculated": True})
+            return Completion(taken, {"speculated": True})
         meta = await self._call(params, call)
-        taken = self._take(params, fresh=True)
+        taken = self._usable_text(params, fresh=True)
         if taken is None:  # it is unknown where a call for max_tokens would have ended
-            self.drop()
+            self.clear()
             return await call(params)
-        meta = {**meta, "finish_reason": self._reason(taken, params) or meta.get("finish_reason")}
+        meta = {**meta, "finish_reason": self._finish_reason(taken, params) or meta.get("finish_reason")}
         self._consume(len(taken))
-        return Written(taken, meta)
+        return Completion(taken, meta)
 
-    def _reason(self, taken: str, params: GenParams) -> dict[str, object] | None:
+    def _finish_reason(self, taken: str, params: GenParams) -> dict[str, object] | None:
         """The finish_reason of a call that ends after `taken`; None if `taken` is the whole output."""
         stop = first_stop(self._text, params.stop)
         if stop is not None and stop[0] == len(taken):
@@ -85,40 +85,40 @@ class Surplus:
         self._params = _without_bounds(params)
         self._text = written.text
         self._offsets = written.meta.get("token_offsets")
-        self._most = min(most, written.meta.get("completion_tokens", most))
+        self._max_num_tokens = min(most, written.meta.get("completion_tokens", most))
         self._ended = finish_type(written.meta) == "stop"
         return written.meta
 
-    async def _with_offsets(self, asked: GenParams, call: Call) -> Written:
+    async def _with_offsets(self, asked: GenParams, call: Call) -> Completion:
         """Call with logprobs, as many endpoints return token offsets with them. After a RequestError, never again."""
-        if self._may_tell:
+        if self._request_offsets:
             try:
                 return await call(replace(asked, return_logprob=True))
             except RequestError:
-                self._may_tell = False
+                self._request_offsets = False
         return await call(asked)
 
-    def _take(self, params: GenParams, *, fresh: bool) -> str | None:
+    def _usable_text(self, params: GenParams, *, fresh: bool) -> str | None:
         """The part of the unused text that a call without speculation would have returned; None if that is unknown.
 
         fresh: whether the text is the whole output of a call, so that no other call would be longer.
         """
         stop = first_stop(self._text, params.stop)
-        if stop is not None and self._within(stop[1], params.max_tokens):
+        if stop is not None and self._fits_max_tokens(stop[1], params.max_tokens):
             return self._text[: stop[0]]
         if self._offsets is not None and len(self._offsets) > params.max_tokens:
             return self._text[: self._offsets[params.max_tokens]]
-        has_all = self._offsets is not None or self._most <= params.max_tokens
+        has_all = self._offsets is not None or self._max_num_tokens <= params.max_tokens
         return self._text if has_all and stop is None and (self._ended or fresh) else None
 
-    def _within(self, length: int, max_tokens: int) -> bool:
+    def _fits_max_tokens(self, length: int, max_tokens: int) -> bool:
         """Whether the first `length` characters certainly have at most `max_tokens` tokens.
 
         Without token offsets this assumes that a token has at least one byte.
         """
         if self._offsets is not None:
             return len(self._offsets) <= max_tokens or length <= self._offsets[max_tokens]
-        return self._most <= max_tokens or len(self._text[:length].encode()) <= max_tokens
+        return self._max_num_tokens <= max_tokens or len(self._text[:length].encode()) <= max_tokens
 
     def _consume(self, length: int) -> None:
         self._text = self._text[length:]
@@ -145,7 +145,7 @@ def _without_bounds(params: GenParams) -> GenParams:
     return replace(params, max_tokens=0, stop=())
 
 
-_TRIES = 3  # calls per turn if tokens are sampled: another output may match the pattern
+_MAX_ATTEMPTS = 3  # calls per turn if tokens are sampled: another output may match the pattern
 
 
 @dataclass
@@ -179,7 +179,7 @@ class ChatTurn:
 
     def gen(self, name: str | None, params: GenParams) -> None:
         """Append a gen. Raises RequestError if one call cannot generate it."""
-        if params.form is not None or params.n > 1:
+        if params.constraint is not None or params.n > 1:
             raise RequestError(
                 "num_api_spec_tokens writes a chat turn in one call, without n, regex, json_schema, ebnf"
             )
@@ -190,15 +190,15 @@ class ChatTurn:
             raise RequestError(f"gen {self._parts[-1].name!r} needs a stop, since another gen follows in its turn")
         self._parts.append(Part(name=name, params=params))
 
-    async def complete(self, call: Callable[[GenParams], Awaitable[Written]]) -> list[Part]:
+    async def complete(self, call: Callable[[GenParams], Awaitable[Completion]]) -> list[Part]:
         """The parts with their texts. Raises GenerationFailed if the output does not match the parts."""
         params = next((part.params for part in self._parts if part.params is not None), None)
         if params is None:
             return self._parts
-        asked = replace(params, max_tokens=self._num_tokens, stop=self._end())
-        for _ in range(_TRIES if params.temperature else 1):
+        asked = replace(params, max_tokens=self._num_tokens, stop=self._stop_strings())
+        for _ in range(_MAX_ATTEMPTS if params.temperature else 1):
             written = await call(asked)
-            if (read := self._read(written.text)) is not None:
+            if (read := self._match_parts(written.text)) is not None:
                 return [
                     replace(part, text=text, meta=written.meta) for part, text in zip(self._parts, read, strict=True)
                 ]
@@ -207,13 +207,13 @@ class ChatTurn:
             "example, or raise num_api_spec_tokens"
         )
 
-    def _end(self) -> tuple[str, ...]:
+    def _stop_strings(self) -> tuple[str, ...]:
         """Stop strings of the call: those of the last part if it is the turn's only gen, else none."""
         last = self._parts[-1].params
         alone = sum(part.params is not None for part in self._parts) == 1
         return last.stop if last is not None and alone else ()
 
-    def _read(self, text: str) -> list[str] | None:
+    def _match_parts(self, text: str) -> list[str] | None:
         """The text of each part; None if `text` does not match the parts."""
         read: list[str] = []
         for place, part in enumerate(self._parts):
@@ -221,14 +221,14 @@ class ChatTurn:
                 if not text.startswith(part.text):
                     return None
                 read.append(part.text)
-            elif (end := self._end_of(place, part.params, text)) is None:
+            elif (end := self._gen_end(place, part.params, text)) is None:
                 return None
             else:
                 read.append(text[:end])
             text = text[len(read[-1]) :]
         return read
 
-    def _end_of(self, place: int, params: GenParams, text: str) -> int | None:
+    def _gen_end(self, place: int, params: GenParams, text: str) -> int | None:
         """End of the gen at index `place`: its stop, the end of the turn, or without a stop the next fixed text.
 
         None if that is not found.

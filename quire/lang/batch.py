@@ -18,7 +18,12 @@ MAX_THREADS = 1024
 
 
 def run_all(
-    work: Sequence[Callable[[], T]], num_threads: int | str, give_up: Callable[[], None], *, shown: bool, name: str
+    work: Sequence[Callable[[], T]],
+    num_threads: int | str,
+    cancel: Callable[[], None],
+    *,
+    show_progress: bool,
+    name: str,
 ) -> Iterator[T]:
     """Yields the results in order, each as soon as it is ready. Raises the first error in that order.
 
@@ -28,11 +33,11 @@ def run_all(
     threads = AUTO_THREADS if num_threads == "auto" else num_threads
     if isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads <= MAX_THREADS:
         raise RequestError(f"num_threads must be 'auto' or 1 to {MAX_THREADS}, not {num_threads!r}", "num_threads")
-    return _run_all(work, threads, give_up, shown=shown, name=name)
+    return _run_all(work, threads, cancel, show_progress=show_progress, name=name)
 
 
 def _run_all(
-    work: Sequence[Callable[[], T]], threads: int, give_up: Callable[[], None], *, shown: bool, name: str
+    work: Sequence[Callable[[], T]], threads: int, cancel: Callable[[], None], *, show_progress: bool, name: str
 ) -> Iterator[T]:
     bar = Progress(
         TextColumn(name),
@@ -40,7 +45,7 @@ def _run_all(
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         console=Console(stderr=True),
-        disable=not shown,
+        disable=not show_progress,
     )
     task = bar.add_task(name, total=len(work))
     pool = ThreadPoolExecutor(max(1, min(threads, len(work))), thread_name_prefix="quire-program")
@@ -57,7 +62,7 @@ def _run_all(
                 bar.advance(task)
     except BaseException:
         pool.shutdown(wait=False, cancel_futures=True)
-        give_up()
+        cancel()
         raise
     finally:
         pool.shutdown()

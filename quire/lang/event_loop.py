@@ -23,7 +23,7 @@ class LoopThread:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._thread.start()
 
-    def call(self, function: Callable[..., object], *arguments: object) -> None:
+    def call_soon(self, function: Callable[..., object], *arguments: object) -> None:
         """Schedule a call on the loop, and do not wait for it. Raises BackendClosed."""
         with self._lock:
             self._check_open()
@@ -32,7 +32,7 @@ class LoopThread:
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Start a task. To be called on the loop."""
         task = self._loop.create_task(work)
-        self._keep(task)  # the loop has only a weak reference
+        self._track(task)  # the loop has only a weak reference
         return task
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
@@ -41,7 +41,7 @@ class LoopThread:
             if self._closed:
                 work.close()
             self._check_open()
-            result: Future[T] = asyncio.run_coroutine_threadsafe(self._kept(work), self._loop)
+            result: Future[T] = asyncio.run_coroutine_threadsafe(self._tracked(work), self._loop)
         try:
             return result.result()
         except CancelledError as error:
@@ -50,13 +50,13 @@ class LoopThread:
             result.cancel()
             raise
 
-    def close(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    def close(self, cleanup: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Cancel all tasks, run `last`, and end the thread. Further calls have no effect."""
         with self._lock:
             if self._closed:
                 return
             self._closed = True
-            end = asyncio.run_coroutine_threadsafe(self._end(last), self._loop)
+            end = asyncio.run_coroutine_threadsafe(self._end(cleanup), self._loop)
         try:
             end.result()
         finally:
@@ -72,23 +72,23 @@ class LoopThread:
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
 
-    async def _kept(self, work: Coroutine[Any, Any, T]) -> T:
-        self._keep(asyncio.current_task())
+    async def _tracked(self, work: Coroutine[Any, Any, T]) -> T:
+        self._track(asyncio.current_task())
         return await work
 
-    def _keep(self, task: asyncio.Task[Any] | None) -> None:
+    def _track(self, task: asyncio.Task[Any] | None) -> None:
         if task is not None:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def _end(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        await asyncio.gather(*self._cancelled(), return_exceptions=True)
-        await last()
+    async def _end(self, cleanup: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        await asyncio.gather(*self._cancel_tasks(), return_exceptions=True)
+        await cleanup()
         await self._end_generators()
         with suppress(RuntimeError):  # at interpreter exit no thread can be started, which this needs
             await self._loop.shutdown_default_executor()
 
-    def _cancelled(self) -> list[asyncio.Task[Any]]:
+    def _cancel_tasks(self) -> list[asyncio.Task[Any]]:
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -102,6 +102,6 @@ class LoopThread:
         await self._loop.shutdown_asyncgens()
         await asyncio.sleep(0)
         while others := asyncio.all_tasks() - {asyncio.current_task()}:
-            self._cancelled()
+            self._cancel_tasks()
             await asyncio.gather(*others, return_exceptions=True)
             await asyncio.sleep(0)

@@ -53,7 +53,7 @@ class Gen(Expr):
     """Text that the model generates. said: fields of GenParams that override the defaults of the run."""
 
     name: str | None = None
-    said: Mapping[str, Any] = field(default_factory=dict)
+    overrides: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def variables(self) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from quire.lang.backends.backend import Backend
 from quire.lang.batch import run_all
 from quire.lang.errors import BackendClosed, Cancelled
 from quire.lang.interpreter import Setting
-from quire.lang.params import GenParams, Sampling, said_of
+from quire.lang.params import GenParams, Sampling, normalize_params
 from quire.lang.program_state import ProgramState
 from quire.lang.stream import Run
 
@@ -70,14 +70,14 @@ class Function:
         self.num_api_spec_tokens = num_api_spec_tokens
         self.bind_arguments = dict(bound or {})
         self.arg_names = [one.name for one in parameters[1:]]
-        self._takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters)
+        self._has_var_keyword = any(one.kind is one.VAR_KEYWORD for one in parameters)
         self.__name__ = program.__name__
         self.__doc__ = program.__doc__
 
     def bind(self, **arguments: object) -> "Function":
         """The same program with some arguments set. Raises RequestError for an unknown argument."""
         for name in arguments:
-            if name not in self.arg_names and not self._takes_any:
+            if name not in self.arg_names and not self._has_var_keyword:
                 raise RequestError(f"{self.__name__} has no argument {name!r}{nearest(name, self.arg_names)}", name)
         return Function(self.func, self.num_api_spec_tokens, {**self.bind_arguments, **arguments})
 
@@ -101,7 +101,7 @@ class Function:
         if not stream:
             return self._run(run, state, args, arguments)
         context = contextvars.copy_context()
-        aside = (self._run_aside, run, state, args, arguments)
+        aside = (self._run_in_thread, run, state, args, arguments)
         threading.Thread(target=context.run, args=aside, name="quire-program", daemon=True).start()
         return state
 
@@ -115,7 +115,7 @@ class Function:
         setting, arguments = self._split(options, backend, streaming=bool(options.pop("stream", False)))
         run = Run(setting)
         try:
-            return await asyncio.wrap_future(self._begun(run, args, arguments))
+            return await asyncio.wrap_future(self._submit(run, args, arguments))
         except asyncio.CancelledError:
             run.stop(Cancelled("the program was given up"))
             raise
@@ -149,8 +149,8 @@ class Function:
             for run in list(runs):
                 run.stop(Cancelled("the batch was given up"))
 
-        work = [partial(self._run_of_batch, setting, runs, one) for one in each]
-        states = run_all(work, num_threads, give_up, shown=bar, name=self.__name__)
+        work = [partial(self._run_batch_entry, setting, runs, one) for one in each]
+        states = run_all(work, num_threads, give_up, show_progress=bar, name=self.__name__)
         return states if generator_style else list(states)
 
     def _run(
@@ -167,24 +167,24 @@ class Function:
             raise
         return state
 
-    def _begun(self, run: Run, args: tuple[object, ...], arguments: Mapping[str, object]) -> Future[ProgramState]:
+    def _submit(self, run: Run, args: tuple[object, ...], arguments: Mapping[str, object]) -> Future[ProgramState]:
         """Submit a run to the backend's thread pool. Raises BackendClosed."""
         state = ProgramState(run, run.trunk)
         try:
-            return run.setting.backend.programs.submit(
+            return run.setting.backend.program_pool.submit(
                 contextvars.copy_context().run, self._run, run, state, args, arguments
             )
         except RuntimeError as error:
             raise BackendClosed("this backend is closed; make another one") from error
 
-    def _run_aside(
+    def _run_in_thread(
         self, run: Run, state: ProgramState, args: tuple[object, ...], arguments: Mapping[str, object]
     ) -> None:
         """Run the function, and ignore its errors, which are the state's error."""
         with suppress(Exception):
             self._run(run, state, args, arguments)
 
-    def _run_of_batch(self, setting: Setting, runs: list[Run], arguments: Mapping[str, object]) -> ProgramState:
+    def _run_batch_entry(self, setting: Setting, runs: list[Run], arguments: Mapping[str, object]) -> ProgramState:
         """Run one entry of a batch. An error that came from a model call is not raised, also if the function raised it.
 
         runs: the unfinished runs of the batch; this run is in the list while it is unfinished.
@@ -195,7 +195,7 @@ class Function:
         try:
             return self._run(run, state, (), arguments)
         except Exception:
-            if not run.failed_by_itself:
+            if not run.failed_by_stream:
                 raise
             return state
         finally:
@@ -208,7 +208,7 @@ class Function:
         arguments = dict(self.bind_arguments)
         said = {}
         for name, value in options.items():
-            if name in self.arg_names or (name not in _DEFAULTS and self._takes_any):
+            if name in self.arg_names or (name not in _DEFAULTS and self._has_var_keyword):
                 arguments[name] = value
             elif name in _DEFAULTS:
                 said[name] = value
@@ -217,7 +217,7 @@ class Function:
                 raise RequestError(f"{self.__name__} has no argument {name!r}{nearest(name, known)}", name)
         setting = Setting(
             backend=backend_or_default(backend),
-            defaults=GenParams().changed(said_of(said)),
+            defaults=GenParams().with_overrides(normalize_params(said)),
             streaming=streaming,
             num_api_spec_tokens=self.num_api_spec_tokens,
         )

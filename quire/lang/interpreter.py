@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from quire.core.scheduling_params import Program
 from quire.errors import RequestError
 from quire.lang import expressions
-from quire.lang.api_speculation import ChatTurn, Surplus, Written, finish_type
+from quire.lang.api_speculation import ChatTurn, Completion, SpeculatedText, finish_type
 from quire.lang.backends.backend import Backend, Piece
 from quire.lang.errors import GenerationFailed
 from quire.lang.params import GenParams
-from quire.lang.state_text import Cut, Scene
+from quire.lang.state_text import Cut, StateText
 
 _END_OF_THOUGHT = "</think>"
 _BEGIN_OF_THOUGHT = "<think>"
@@ -34,19 +34,23 @@ class Executor:
     """
 
     def __init__(
-        self, setting: Setting, scene: Scene, program: Callable[[], Program | None], tell: Callable[[], None]
+        self,
+        setting: Setting,
+        state_text: StateText,
+        next_program: Callable[[], Program | None],
+        on_change: Callable[[], None],
     ) -> None:
-        self.scene = scene
-        self.turn: ChatTurn | None = None  # open turn of a chat endpoint, which is generated at its end
+        self.state_text = state_text
+        self.chat_turn: ChatTurn | None = None  # open turn of a chat endpoint, which is generated at its end
         self._setting = setting
         self._backend = setting.backend
-        self._surplus = Surplus(setting.num_api_spec_tokens)
-        self._program = program
-        self._tell = tell
+        self._speculated = SpeculatedText(setting.num_api_spec_tokens)
+        self._next_program = next_program
+        self._on_change = on_change
 
     async def execute(self, op: expressions.Expr) -> None:
         """Execute one operation. Raises RequestError, and the errors of model calls."""
-        scene = self.scene
+        scene = self.state_text
         match op:
             case expressions.Text(text):
                 self.fill(text)
@@ -69,31 +73,31 @@ class Executor:
 
     def fill(self, text: str) -> None:
         """Append text of the program."""
-        if self.turn is not None:
-            self.turn.fill(text)
+        if self.chat_turn is not None:
+            self.chat_turn.fill(text)
             return
-        self._surplus.fill(text)
-        self.scene.write(text)
+        self._speculated.fill(text)
+        self.state_text.write(text)
 
     # Generated text
 
     async def _gen(self, op: expressions.Gen) -> None:
-        params = self._setting.defaults.changed(op.said)
+        params = self._setting.defaults.with_overrides(op.overrides)
         params.check()
-        if self.turn is not None:
-            self.turn.gen(op.name, params)
+        if self.chat_turn is not None:
+            self.chat_turn.gen(op.name, params)
             return
-        if self._surplus.helps(params):
-            written = await self._surplus.generate(params, self._written)
-            self.scene.write(written.text)
-            self._keep(op.name, written.text, written.meta)
+        if self._speculated.supports(params):
+            written = await self._speculated.generate(params, self._completion)
+            self.state_text.write(written.text)
+            self._set_variable(op.name, written.text, written.meta)
             return
-        self._surplus.drop()
+        self._speculated.clear()
         await self._generate(op.name, params)
 
     async def _generate(self, name: str | None, params: GenParams) -> None:
         """Generate piece by piece. Of n sequences, the first is appended to the text."""
-        scene = self.scene
+        scene = self.state_text
         texts = [""] * params.n
         streaming = self._setting.streaming and params.n == 1
         async with aclosing(self._pieces(params, stream=streaming)) as pieces:
@@ -102,22 +106,22 @@ class Executor:
                 if piece.index == 0:
                     scene.write(piece.text)
                 meta = piece.meta if piece.index == 0 else None
-                self._keep(name, texts[0] if params.n == 1 else texts, meta)
-                self._tell()
-        self._keep(name, texts[0] if params.n == 1 else texts, None)
+                self._set_variable(name, texts[0] if params.n == 1 else texts, meta)
+                self._on_change()
+        self._set_variable(name, texts[0] if params.n == 1 else texts, None)
 
-    async def _written(self, params: GenParams) -> Written:
+    async def _completion(self, params: GenParams) -> Completion:
         """The whole output of a call with one sequence."""
         text, meta = "", {}
         async with aclosing(self._pieces(params, stream=False)) as pieces:
             async for piece in pieces:
                 text, meta = text + piece.text, piece.meta
-        return Written(text, meta)
+        return Completion(text, meta)
 
     async def _pieces(self, params: GenParams, *, stream: bool) -> AsyncGenerator[Piece]:
         """The pieces of one call. Raises GenerationFailed if a sequence is incomplete or ended with an error."""
         told: dict[int, dict[str, object]] = {}
-        pieces = self._backend.pieces(self.scene.prompt(), params, self._program(), stream=stream)
+        pieces = self._backend.generate(self.state_text.prompt(), params, self._next_program(), stream=stream)
         async with aclosing(pieces):
             async for piece in pieces:
                 if not 0 <= piece.index < params.n:
@@ -128,26 +132,26 @@ class Executor:
             check_end(told.get(index, {}))
 
     async def _select(self, op: expressions.Select) -> None:
-        if self.turn is not None:
+        if self.chat_turn is not None:
             raise RequestError("select is not possible in a turn that a chat endpoint writes as a whole")
-        decision = await self._backend.select(self.scene.prompt(), op.choices, op.method, self._program())
+        decision = await self._backend.select(self.state_text.prompt(), op.choices, op.method, self._next_program())
         self.fill(decision.decision)
-        self._keep(op.name, decision.decision, decision.meta_info)
+        self._set_variable(op.name, decision.decision, decision.meta_info)
 
-    def _keep(self, name: str | None, value: object, meta: dict[str, object] | None) -> None:
+    def _set_variable(self, name: str | None, value: object, meta: dict[str, object] | None) -> None:
         if name is None:
             return
-        self.scene.variables[name] = value
+        self.state_text.variables[name] = value
         if meta is not None:
-            self.scene.meta[name] = meta
+            self.state_text.meta[name] = meta
         else:
-            self.scene.meta.setdefault(name, {})
+            self.state_text.meta.setdefault(name, {})
 
-    def separate(self, name: str) -> None:
+    def separate_reasoning(self, name: str) -> None:
         """Move the reasoning out of the latest output. Raises RequestError if the variable is no text."""
-        if self.turn is not None:
+        if self.chat_turn is not None:
             raise RequestError("separate_reasoning is not possible in a turn that a chat endpoint writes as a whole")
-        scene = self.scene
+        scene = self.state_text
         said = scene.variables.get(name)
         if not isinstance(said, str):
             raise RequestError(f"separate_reasoning is about one text, and {name!r} is none")
@@ -163,7 +167,7 @@ class Executor:
     # Turns
 
     async def _begin(self, role: expressions.Role) -> None:
-        scene = self.scene
+        scene = self.state_text
         if scene.role is not None:
             raise RequestError(f"the {role}'s turn begins inside the {scene.role}'s; end that one first")
         texts = await self._backend.role_texts(self._roles(role))
@@ -171,14 +175,14 @@ class Executor:
         scene.role, scene.turn_start = role, scene.length
         spec = self._setting.num_api_spec_tokens
         if role == "assistant" and spec is not None and self._backend.is_chat_model:
-            self.turn = ChatTurn(spec)
+            self.chat_turn = ChatTurn(spec)
 
     async def _end(self, role: expressions.Role) -> None:
-        scene = self.scene
+        scene = self.state_text
         if scene.role != role:
             raise RequestError(f"the {role}'s turn ends, and {scene.role or 'nobody'} speaks")
-        if self.turn is not None:
-            await self._end_chat_turn(self.turn)
+        if self.chat_turn is not None:
+            await self._end_chat_turn(self.chat_turn)
         texts = await self._backend.role_texts(self._roles(role))
         content = scene.turn.lstrip()
         scene.role = None
@@ -186,13 +190,13 @@ class Executor:
         self.fill(texts.suffix)
 
     async def _end_chat_turn(self, turn: ChatTurn) -> None:
-        self.turn = None
-        for part in await turn.complete(self._written):
-            self.scene.write(part.text)
-            self._keep(part.name, part.text, part.meta)
+        self.chat_turn = None
+        for part in await turn.complete(self._completion):
+            self.state_text.write(part.text)
+            self._set_variable(part.name, part.text, part.meta)
 
     def _roles(self, last: expressions.Role) -> tuple[str, ...]:
-        return (*(message["role"] for message in self.scene.messages), last)
+        return (*(message["role"] for message in self.state_text.messages), last)
 
 
 def check_end(meta: Mapping[str, object]) -> None:

@@ -74,14 +74,14 @@ class GenParams:
     ebnf: str | None = None
 
     @property
-    def tells_prompt(self) -> bool:
+    def returns_prompt_logprobs(self) -> bool:
         """Whether the meta info contains logprobs of prompt tokens."""
         return self.return_logprob and self.logprob_start_len is not None and self.logprob_start_len >= 0
 
     @property
-    def form(self) -> tuple[str, str] | None:
+    def constraint(self) -> tuple[str, str] | None:
         """The constraint as ("regex", "json_schema" or "ebnf", its text); None if there is none."""
-        for name in _FORMS:
+        for name in _CONSTRAINTS:
             if (text := getattr(self, name)) is not None:
                 return name, text
         return None
@@ -92,30 +92,30 @@ class GenParams:
             if getattr(self, name) and not self.return_logprob:
                 raise RequestError(f"{name} needs return_logprob=True", name)
 
-    def changed(self, said: Mapping[str, Any]) -> "GenParams":
+    def with_overrides(self, overrides: Mapping[str, Any]) -> "GenParams":
         """A copy with the fields `said` of a gen."""
-        return replace(self, **said) if said else self
+        return replace(self, **overrides) if overrides else self
 
 
-_FORMS = ("regex", "json_schema", "ebnf")
+_CONSTRAINTS = ("regex", "json_schema", "ebnf")
 _NAMES = {field.name for field in fields(GenParams)}
 _SCHEMA = "json_schema"
-_WHOLE: tuple[Any, str] = (int, "a whole number")
+_INTEGER: tuple[Any, str] = (int, "a whole number")
 _NUMBER: tuple[Any, str] = (int | float, "a number")
-_SWITCH: tuple[Any, str] = (bool, "True or False")
+_BOOL: tuple[Any, str] = (bool, "True or False")
 _TEXT: tuple[Any, str] = (str, "Unicode text")
 _TYPES: Mapping[str, tuple[Any, str]] = {
-    **dict.fromkeys(("max_tokens", "min_tokens", "n", "top_k", "seed"), _WHOLE),
-    **dict.fromkeys(("logprob_start_len", "top_logprobs_num"), _WHOLE),
+    **dict.fromkeys(("max_tokens", "min_tokens", "n", "top_k", "seed"), _INTEGER),
+    **dict.fromkeys(("logprob_start_len", "top_logprobs_num"), _INTEGER),
     **dict.fromkeys(("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty"), _NUMBER),
-    **dict.fromkeys(("ignore_eos", "return_logprob", "return_text_in_logprobs"), _SWITCH),
+    **dict.fromkeys(("ignore_eos", "return_logprob", "return_text_in_logprobs"), _BOOL),
     **dict.fromkeys(("regex", "ebnf"), _TEXT),
 }
-_LISTS: Mapping[str, tuple[Any, str]] = {"stop": _TEXT, "stop_token_ids": _WHOLE}
-_OTHER_NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
+_LISTS: Mapping[str, tuple[Any, str]] = {"stop": _TEXT, "stop_token_ids": _INTEGER}
+_ALIASES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
 
 
-def said_of(given: Mapping[str, Any]) -> dict[str, Any]:
+def normalize_params(given: Mapping[str, Any]) -> dict[str, Any]:
     """The parameters that are set, checked and normalized: no None, dtype as a regex, lists as tuples.
 
     Raises RequestError for an unknown name, a wrong type, two constraints, and stop_regex. Ranges of values are checked
@@ -123,24 +123,24 @@ def said_of(given: Mapping[str, Any]) -> dict[str, Any]:
     """
     said: dict[str, Any] = {}
     for name, value in given.items():
-        name = _OTHER_NAMES.get(name, name)
+        name = _ALIASES.get(name, name)
         if value is None:
             continue
         if name == "stop_regex":
             raise RequestError("stop_regex is not supported; use stop strings, or regex for the whole output", name)
         if name not in _NAMES and name != "dtype":
             raise RequestError(f"unknown parameter {name!r}{nearest(name, _NAMES)}", name)
-        said[name] = _plain(name, value)
-    forms = [name for name in ("dtype", *_FORMS) if name in said]
+        said[name] = _normalize_value(name, value)
+    forms = [name for name in ("dtype", *_CONSTRAINTS) if name in said]
     if len(forms) > 1:
         raise RequestError(f"{' and '.join(forms)} both say what the output looks like; give one", forms[1])
     if "dtype" in said:
-        said["regex"], ends = _form_of(said.pop("dtype"))
+        said["regex"], ends = _dtype_constraint(said.pop("dtype"))
         said["stop"] = (*said.get("stop", ()), *ends)
     return said
 
 
-def _plain(name: str, value: Any) -> Any:  # noqa: ANN401  (the type is checked here)
+def _normalize_value(name: str, value: Any) -> Any:  # noqa: ANN401  (the type is checked here)
     if name in _LISTS:
         kind, what = _LISTS[name]
         given = tuple(value) if isinstance(value, list | tuple) else (value,)
@@ -189,7 +189,7 @@ def _check_regex(pattern: str) -> None:
         raise RequestError(f"regex is not a regular expression: {error}", "regex") from error
 
 
-def _form_of(dtype: object) -> tuple[str, tuple[str, ...]]:
+def _dtype_constraint(dtype: object) -> tuple[str, tuple[str, ...]]:
     """The regex of a dtype, and the stop strings that end it. Raises RequestError for another dtype."""
     kind = _DTYPE_NAMES.get(dtype, dtype)
     if kind not in _DTYPES:

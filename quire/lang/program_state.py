@@ -11,42 +11,42 @@ from quire.lang.api import role
 from quire.lang.stream import Append, Fork, Gather, Run, Stream
 
 
-class GrowingText:
+class TextStream:
     """Reads the text of a stream, or of one variable, while it grows.
 
     name: of the variable; None means all text. at_rest: whether an idle stream counts as finished, because the thread
     that reads is the one that would append.
     """
 
-    def __init__(self, stream: Stream, name: str | None, *, at_rest: bool) -> None:
+    def __init__(self, stream: Stream, name: str | None, *, idle_is_final: bool) -> None:
         self._stream = stream
         self._name = name
-        self._at_rest = at_rest
+        self._idle_is_final = idle_is_final
         self._length = 0  # characters that were returned
         self._num_cuts = 0  # cuts that are subtracted from _length
-        self._is_told = False  # whether the value was returned, of a variable that is no text
+        self._value_returned = False  # whether the value was returned, of a variable that is no text
 
-    def has_news(self) -> bool:
+    def has_new_text(self) -> bool:
         """Whether there is new text, or the end is reached. To be called under the lock."""
-        self._follow_cuts()
-        length = self._stream.scene.length if self._name is None else len(self._text())
-        return length > self._length or self.is_over()
+        self._apply_cuts()
+        length = self._stream.state_text.length if self._name is None else len(self._text())
+        return length > self._length or self.is_final()
 
-    def is_over(self) -> bool:
+    def is_final(self) -> bool:
         """Whether the text is final."""
         if self._name is None or self._name not in self._stream.names:
-            return self._stream.is_over(at_rest=self._at_rest)
+            return self._stream.is_final(idle_is_final=self._idle_is_final)
         return self._stream.is_settled(self._name)
 
-    def news(self) -> tuple[Any, dict[str, Any]]:
+    def read_new(self) -> tuple[Any, dict[str, Any]]:
         """The new text and the meta info so far. A value that is no text is returned once, when it is final."""
-        with self._stream.changes:
-            self._follow_cuts()
-            meta = self._stream.scene.meta.get(self._name or "", {})
-            value = self._stream.scene.variables.get(self._name or "", "")
+        with self._stream.condition:
+            self._apply_cuts()
+            meta = self._stream.state_text.meta.get(self._name or "", {})
+            value = self._stream.state_text.variables.get(self._name or "", "")
             if self._name is not None and not isinstance(value, str):
-                is_new = not self._is_told and self.is_over() and self._stream.error is None
-                self._is_told |= is_new
+                is_new = not self._value_returned and self.is_final() and self._stream.error is None
+                self._value_returned |= is_new
                 return value if is_new else "", meta
             text = self._text()[self._length :]
             self._length += len(text)
@@ -60,15 +60,15 @@ class GrowingText:
             raise self._stream.error
 
     def _text(self) -> str:
-        scene = self._stream.scene
+        scene = self._stream.state_text
         if self._name is None:
             return scene.text
         value = scene.variables.get(self._name, "")
         return value if isinstance(value, str) else ""
 
-    def _follow_cuts(self) -> None:
+    def _apply_cuts(self) -> None:
         """Subtract characters that were returned and then cut."""
-        cuts = self._stream.scene.cuts
+        cuts = self._stream.state_text.cuts
         for cut in cuts[self._num_cuts :]:
             if cut.name == self._name:
                 self._length = cut.moved(self._length)
@@ -149,13 +149,13 @@ class ProgramState:
 
     def text(self) -> str:
         """Wait for all appended operations, and return the whole text. Raises the state's error."""
-        self._settled()
-        return self._stream.scene.text
+        self._sync_and_check()
+        return self._stream.state_text.text
 
     def messages(self) -> list[dict[str, str]]:
         """Wait for all appended operations, and return the ended turns as OpenAI messages. Raises the state's error."""
-        self._settled()
-        return [dict(message) for message in self._stream.scene.messages]
+        self._sync_and_check()
+        return [dict(message) for message in self._stream.state_text.messages]
 
     def sync(self) -> None:
         """Wait for all appended operations, or for an error."""
@@ -188,7 +188,7 @@ class ProgramState:
         return name in self._stream.names
 
     def __repr__(self) -> str:
-        return f"ProgramState({self._stream.scene.text!r})"
+        return f"ProgramState({self._stream.state_text.text!r})"
 
     # Streaming
 
@@ -197,16 +197,16 @@ class ProgramState:
 
         Raises the state's error after the text before it.
         """
-        part = GrowingText(self._stream, var_name, at_rest=self._run.owner == threading.get_ident())
+        part = TextStream(self._stream, var_name, idle_is_final=self._run.owner == threading.get_ident())
         if not self._run.setting.streaming:
             yield self.text() if var_name is None else self.get_var(var_name)
             return
         while True:
-            self._stream.changes.wait(part.has_news)
-            text, _ = part.news()
+            self._stream.condition.wait(part.has_new_text)
+            text, _ = part.read_new()
             if text:
                 yield text
-            elif part.is_over():
+            elif part.is_final():
                 part.check()
                 return
 
@@ -222,17 +222,17 @@ class ProgramState:
     ) -> AsyncIterator[str | tuple[str, dict[str, Any]]]: ...
     async def text_async_iter(self, var_name: str | None = None, return_meta_data: bool = False) -> AsyncIterator[Any]:  # noqa: FBT001, FBT002 (SGLang's signature)
         """As text_iter, for any event loop. return_meta_data: yield a variable's text in pairs with its meta info."""
-        part = GrowingText(self._stream, var_name, at_rest=False)
+        part = TextStream(self._stream, var_name, idle_is_final=False)
         while True:
-            await self._stream.changes.until(part.has_news if self._run.setting.streaming else part.is_over)
-            text, meta = part.news()
+            await self._stream.condition.wait_async(part.has_new_text if self._run.setting.streaming else part.is_final)
+            text, meta = part.read_new()
             if text:
                 yield (text, meta) if return_meta_data and var_name is not None else text
-            elif part.is_over():
+            elif part.is_final():
                 part.check()
                 return
 
-    def _settled(self) -> None:
+    def _sync_and_check(self) -> None:
         self._stream.sync()
         if self._stream.error is not None:
             raise self._stream.error
@@ -280,7 +280,7 @@ class ProgramStateGroup:
         if isinstance(other, list | tuple) and len(other) != len(self.states):
             raise RequestError(f"there are {len(self.states)} forks, and the list says what {len(other)} get")
         for i, state in enumerate(self.states):
-            state += _of_fork(other, i)
+            state += _expr_for_fork(other, i)
         return self
 
     def __getitem__(self, i: int) -> ProgramState:
@@ -297,7 +297,7 @@ class ProgramStateGroup:
         return iter(self.states)
 
 
-def _of_fork(other: object, i: int) -> object:
+def _expr_for_fork(other: object, i: int) -> object:
     """The expression for fork i: entry i of a list, the result of a function of i, or the same for all."""
     if isinstance(other, list | tuple):
         return other[i]

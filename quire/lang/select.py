@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-Entry = tuple[float | None, int, str | None]  # logprob, token id, text
+TokenLogprob = tuple[float | None, int, str | None]  # logprob, token id, text
 
 
 @dataclass
@@ -34,9 +34,9 @@ class ChoicesSamplingMethod(ABC):
         *,
         choices: list[str],
         normalized_prompt_logprobs: list[float],
-        input_token_logprobs: list[list[Entry]],
-        output_token_logprobs: list[list[Entry]],
-        unconditional_token_logprobs: list[list[Entry]] | None = None,
+        input_token_logprobs: list[list[TokenLogprob]],
+        output_token_logprobs: list[list[TokenLogprob]],
+        unconditional_token_logprobs: list[list[TokenLogprob]] | None = None,
     ) -> ChoicesDecision:
         """The decision. Lists have one entry per choice: its mean logprob; its tokens; none; its tokens alone."""
 
@@ -49,13 +49,13 @@ class TokenLengthNormalized(ChoicesSamplingMethod):
         *,
         choices: list[str],
         normalized_prompt_logprobs: list[float],
-        input_token_logprobs: list[list[Entry]],
-        output_token_logprobs: list[list[Entry]],
-        unconditional_token_logprobs: list[list[Entry]] | None = None,
+        input_token_logprobs: list[list[TokenLogprob]],
+        output_token_logprobs: list[list[TokenLogprob]],
+        unconditional_token_logprobs: list[list[TokenLogprob]] | None = None,
     ) -> ChoicesDecision:
         """See ChoicesSamplingMethod."""
-        about = _about(normalized_prompt_logprobs, input_token_logprobs, output_token_logprobs)
-        return ChoicesDecision(choices[_best(normalized_prompt_logprobs)], about)
+        about = _meta_info(normalized_prompt_logprobs, input_token_logprobs, output_token_logprobs)
+        return ChoicesDecision(choices[_argmax(normalized_prompt_logprobs)], about)
 
 
 class GreedyTokenSelection(ChoicesSamplingMethod):
@@ -69,19 +69,19 @@ class GreedyTokenSelection(ChoicesSamplingMethod):
         *,
         choices: list[str],
         normalized_prompt_logprobs: list[float],
-        input_token_logprobs: list[list[Entry]],
-        output_token_logprobs: list[list[Entry]],
-        unconditional_token_logprobs: list[list[Entry]] | None = None,
+        input_token_logprobs: list[list[TokenLogprob]],
+        output_token_logprobs: list[list[TokenLogprob]],
+        unconditional_token_logprobs: list[list[TokenLogprob]] | None = None,
     ) -> ChoicesDecision:
         """See ChoicesSamplingMethod."""
-        rows = [known(entries) for entries in input_token_logprobs]
+        rows = [present_logprobs(entries) for entries in input_token_logprobs]
         length = max(map(len, rows))
         matrix = [row + [mean(row)] * (length - len(row)) for row in rows]
         left = list(range(len(choices)))
         for place in range(length):
             most = max(matrix[i][place] for i in left)
             left = [i for i in left if matrix[i][place] == most]
-        about = _about(normalized_prompt_logprobs, input_token_logprobs, output_token_logprobs)
+        about = _meta_info(normalized_prompt_logprobs, input_token_logprobs, output_token_logprobs)
         return ChoicesDecision(choices[left[0]], {**about, "greedy_logprob_matrix": matrix})
 
 
@@ -101,9 +101,9 @@ class UnconditionalLikelihoodNormalized(ChoicesSamplingMethod):
         *,
         choices: list[str],
         normalized_prompt_logprobs: list[float],
-        input_token_logprobs: list[list[Entry]],
-        output_token_logprobs: list[list[Entry]],
-        unconditional_token_logprobs: list[list[Entry]] | None = None,
+        input_token_logprobs: list[list[TokenLogprob]],
+        output_token_logprobs: list[list[TokenLogprob]],
+        unconditional_token_logprobs: list[list[TokenLogprob]] | None = None,
     ) -> ChoicesDecision:
         """See ChoicesSamplingMethod."""
         if unconditional_token_logprobs is None:
@@ -112,10 +112,10 @@ class UnconditionalLikelihoodNormalized(ChoicesSamplingMethod):
             mean([(own[0] or 0.0) - (alone[0] or 0.0) for own, alone in zip(entries, by_itself, strict=True)])
             for entries, by_itself in zip(input_token_logprobs, unconditional_token_logprobs, strict=True)
         ]
-        about = _about(normalized_prompt_logprobs, input_token_logprobs, output_token_logprobs)
+        about = _meta_info(normalized_prompt_logprobs, input_token_logprobs, output_token_logprobs)
         about["unconditional_token_logprobs"] = unconditional_token_logprobs
         about["normalized_unconditional_prompt_logprobs"] = gains
-        return ChoicesDecision(choices[_best(gains)], about)
+        return ChoicesDecision(choices[_argmax(gains)], about)
 
 
 token_length_normalized = TokenLengthNormalized()
@@ -126,20 +126,20 @@ unconditional_likelihood_normalized = UnconditionalLikelihoodNormalized()
 def decide(
     choices: Sequence[str],
     method: ChoicesSamplingMethod,
-    scores: list[list[Entry]],
-    unconditional: list[list[Entry]] | None = None,
+    scores: list[list[TokenLogprob]],
+    unconditional: list[list[TokenLogprob]] | None = None,
 ) -> ChoicesDecision:
     """Apply the method. scores: each choice's tokens after the prompt. unconditional: the same without the prompt."""
     return method(
         choices=list(choices),
-        normalized_prompt_logprobs=[mean(known(entries)) for entries in scores],
+        normalized_prompt_logprobs=[mean(present_logprobs(entries)) for entries in scores],
         input_token_logprobs=scores,
         output_token_logprobs=[[] for _ in choices],
         unconditional_token_logprobs=unconditional,
     )
 
 
-def num_shared(one: Sequence[object], other: Sequence[object]) -> int:
+def common_prefix_len(one: Sequence[object], other: Sequence[object]) -> int:
     """Length of the common prefix.
 
     Of the tokens of a prompt and of the prompt with a choice, the tokens after it belong to the choice. They include
@@ -148,7 +148,7 @@ def num_shared(one: Sequence[object], other: Sequence[object]) -> int:
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
-def known(entries: Sequence[Entry]) -> list[float]:
+def present_logprobs(entries: Sequence[TokenLogprob]) -> list[float]:
     """The logprobs that are not None. The first token of a text has none."""
     return [entry[0] for entry in entries if entry[0] is not None]
 
@@ -158,11 +158,13 @@ def mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values) if values else 0.0
 
 
-def _best(values: Sequence[float]) -> int:
+def _argmax(values: Sequence[float]) -> int:
     return max(range(len(values)), key=values.__getitem__)
 
 
-def _about(normalized: list[float], tokens: list[list[Entry]], outputs: list[list[Entry]]) -> dict[str, Any]:
+def _meta_info(
+    normalized: list[float], tokens: list[list[TokenLogprob]], outputs: list[list[TokenLogprob]]
+) -> dict[str, Any]:
     return {
         "normalized_prompt_logprobs": normalized,
         "input_token_logprobs": tokens,

@@ -33,7 +33,7 @@ class Prompt(NamedTuple):
 
 
 @dataclass
-class Scene:
+class StateText:
     """Text, variables and turns. The text is a list of pieces while it grows, and forks share the joined string.
 
     One thread writes. Other threads may read meanwhile, and see all pieces up to some point.
@@ -82,7 +82,7 @@ class Scene:
         self.pieces = [self.text]
         return Prompt(self.text, tuple(self.messages), self.role, self.turn)
 
-    def forked(self) -> "Scene":
+    def fork(self) -> "StateText":
         """An independent copy for a fork."""
         return replace(
             self,

@@ -23,15 +23,15 @@ from quire.lang import expressions
 from quire.lang.errors import BackendClosed
 from quire.lang.expressions import Expr
 from quire.lang.interpreter import Executor, Setting
-from quire.lang.state_text import Scene
+from quire.lang.state_text import StateText
 
 
-class Changes:
+class StreamCondition:
     """A condition variable for threads and coroutines. Usage: `with changes: modify the data; changes.tell()`."""
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
-        self._bells: list[Callable[[], None]] = []
+        self._callbacks: list[Callable[[], None]] = []
 
     def __enter__(self) -> None:
         self._condition.acquire()
@@ -41,19 +41,19 @@ class Changes:
     ) -> None:
         self._condition.release()
 
-    def tell(self) -> None:
+    def notify_all(self) -> None:
         """Wake all waiting threads and coroutines."""
         with self._condition:
             self._condition.notify_all()
-            for bell in self._bells:
+            for bell in self._callbacks:
                 bell()
 
-    def wait(self, is_so: Callable[[], bool], timeout: float | None = None) -> bool:
+    def wait(self, predicate: Callable[[], bool], timeout: float | None = None) -> bool:
         """Wait until `is_so()`, which is called under the lock. False after `timeout` seconds."""
         with self._condition:
-            return self._condition.wait_for(is_so, timeout)
+            return self._condition.wait_for(predicate, timeout)
 
-    async def until(self, is_so: Callable[[], bool]) -> None:
+    async def wait_async(self, predicate: Callable[[], bool]) -> None:
         """As `wait`, for a coroutine on any event loop."""
         loop, event = asyncio.get_running_loop(), asyncio.Event()
 
@@ -62,17 +62,17 @@ class Changes:
                 loop.call_soon_threadsafe(event.set)
 
         with self._condition:
-            self._bells.append(bell)
+            self._callbacks.append(bell)
         try:
             while True:
                 event.clear()
                 with self._condition:
-                    if is_so():
+                    if predicate():
                         return
                 await event.wait()
         finally:
             with self._condition:
-                self._bells.remove(bell)
+                self._callbacks.remove(bell)
 
 
 log = logging.getLogger(__name__)
@@ -88,20 +88,20 @@ class Stream:
     def __init__(
         self, setting: Setting, program: str, branch: str = "", *, held: bool = False, names: Iterable[str] = ()
     ) -> None:
-        self.changes = Changes()
+        self.condition = StreamCondition()
         self.error: BaseException | None = None
         self.names = set(names)
         self._setting = setting
         self._loop = setting.backend.loop
         self._program = Program(id=program, branch=branch)
-        self._executor = Executor(setting, Scene(), self._next_call, self.changes.tell)
+        self._executor = Executor(setting, StateText(), self._next_program, self.condition.notify_all)
         self._queue: deque[Expr] = deque()
         self._pending: Counter[str] = Counter()  # variable -> unfinished operations that set it
-        self._lost: set[str] = set()  # variables that are unset because of the error
+        self._unset_names: set[str] = set()  # variables that are unset because of the error
         self._held = held
-        self._works = False
+        self._is_running = False
         self._ended = False  # whether `end` was called
-        self._promised = False  # whether the last program hints had expects_more
+        self._expects_more = False  # whether the last program hints had expects_more
         self._num_submitted = self._num_done = 0
         self._task: asyncio.Task[None] | None = None
 
@@ -110,25 +110,25 @@ class Stream:
     def submit(self, expr: Expr) -> int:
         """Append operations, and return `num_submitted`. After an error they are dropped. Raises BackendClosed."""
         ops = list(expr.flat())
-        with self.changes:
+        with self.condition:
             self.names.update(name for op in ops for name in op.variables)
             if self.error is not None:
-                self._lose(ops, self.error)
+                self._drop(ops, self.error)
                 return self._num_submitted
             for op in ops:
                 self._pending.update(op.variables)
             self._queue.extend(ops)
             self._num_submitted += len(ops)
-            self._wake()
+            self._maybe_start()
             return self._num_submitted
 
     def sync(self) -> None:
         """Wait until all operations appended so far are done, or the stream has failed."""
-        self.changes.wait(self._has_done(self._num_submitted))
+        self.condition.wait(self._has_done(self._num_submitted))
 
-    async def done(self, number: int) -> None:
+    async def wait_done(self, number: int) -> None:
         """Wait until the first `number` operations are done. Raises the stream's error."""
-        await self.changes.until(self._has_done(number))
+        await self.condition.wait_async(self._has_done(number))
         if self.error is not None:
             raise self.error
 
@@ -139,42 +139,42 @@ class Stream:
 
     def end(self) -> None:
         """Declare that no more operations will be appended."""
-        with self.changes, suppress(BackendClosed):
+        with self.condition, suppress(BackendClosed):
             self._ended = True
-            self.changes.tell()
-            if self._promised:
-                self._loop.call(self._tell_end)
+            self.condition.notify_all()
+            if self._expects_more:
+                self._loop.call_soon(self._maybe_send_end)
 
     def get_var(self, name: str) -> Any:  # noqa: ANN401
         """Wait for a variable and return it. Raises its error, or KeyError."""
-        self.changes.wait(lambda: self.is_settled(name))
+        self.condition.wait(lambda: self.is_settled(name))
         return self.value(name)
 
     def get_meta(self, name: str, timeout: float | None = None) -> dict[str, Any] | None:
         """Wait for a variable and return its meta info. Raises its error, and TimeoutError after `timeout` seconds."""
-        if not self.changes.wait(lambda: self.is_settled(name), timeout):
+        if not self.condition.wait(lambda: self.is_settled(name), timeout):
             raise TimeoutError(f"{name!r} is not known after {timeout} seconds")
-        with self.changes:
-            if self.error is not None and name in self._lost:
+        with self.condition:
+            if self.error is not None and name in self._unset_names:
                 raise self.error
-            return self.scene.meta.get(name)
+            return self.state_text.meta.get(name)
 
     @property
-    def scene(self) -> Scene:
+    def state_text(self) -> StateText:
         """Text and variables so far."""
-        return self._executor.scene
+        return self._executor.state_text
 
     def is_settled(self, name: str) -> bool:
         """Whether a variable has its final value, or will never be set."""
-        if self.error is not None or self._is_at_rest():
+        if self.error is not None or self._is_idle():
             return True
         return not (self._held or self._pending[name] or self._is_deferred(name))
 
     def value(self, name: str) -> Any:  # noqa: ANN401
         """The value of a settled variable. Raises its error, RequestError for one of an open chat turn, or KeyError."""
-        with self.changes:
-            variables = self.scene.variables
-            if self.error is not None and (name in self._lost or name not in variables):
+        with self.condition:
+            variables = self.state_text.variables
+            if self.error is not None and (name in self._unset_names or name not in variables):
                 raise self.error
             if self._is_deferred(name):
                 raise RequestError(f"{name!r} is known when the turn ends, which this endpoint writes as a whole")
@@ -182,44 +182,44 @@ class Stream:
                 raise KeyError(f"the program has no variable {name!r}{nearest(name, variables)}")
             return variables[name]
 
-    def is_over(self, *, at_rest: bool) -> bool:
+    def is_final(self, *, idle_is_final: bool) -> bool:
         """Whether the text is final. at_rest: whether an idle stream counts as final without `end`."""
-        return self.error is not None or (self._is_at_rest() and (self._ended or at_rest))
+        return self.error is not None or (self._is_idle() and (self._ended or idle_is_final))
 
-    def fail(self, error: BaseException, *, though_done: bool = False) -> None:
+    def fail(self, error: BaseException, *, even_if_idle: bool = False) -> None:
         """Cancel all unfinished operations, and fail the forks among them.
 
         Has no effect on a failed stream, and on an idle one unless `though_done`.
         """
-        with self.changes:
-            if self.error is not None or (self._is_at_rest() and not though_done):
+        with self.condition:
+            if self.error is not None or (self._is_idle() and not even_if_idle):
                 return
             self.error = error
             if self._task is not None:
                 with suppress(BackendClosed):
-                    self._loop.call(self._task.cancel)
+                    self._loop.call_soon(self._task.cancel)
             dropped, self._queue = list(self._queue), deque()
-            self._lost.update(name for name, count in self._pending.items() if count)
-            self._lost.update(self._executor.turn.names if self._executor.turn is not None else ())
-            self._works = self._held = False
-            self._lose(dropped, error)
-            self.changes.tell()
+            self._unset_names.update(name for name, count in self._pending.items() if count)
+            self._unset_names.update(self._executor.chat_turn.names if self._executor.chat_turn is not None else ())
+            self._is_running = self._held = False
+            self._drop(dropped, error)
+            self.condition.notify_all()
 
     # On the event loop
 
-    def release(self, scene: Scene) -> None:
+    def release(self, state_text: StateText) -> None:
         """Start a held stream, with a copy of the parent's text and variables."""
-        with self.changes:
+        with self.condition:
             if self.error is not None:
                 return
-            self._executor.scene = scene
+            self._executor.state_text = state_text
             self._held = False
-            self._wake()
-            self.changes.tell()
+            self._maybe_start()
+            self.condition.notify_all()
 
     def _start(self) -> None:
-        with self.changes:
-            if self._works:
+        with self.condition:
+            if self._is_running:
                 self._task = self._loop.spawn(self._work())
 
     async def _work(self) -> None:
@@ -240,29 +240,29 @@ class Stream:
         match op:
             case Fork(children):
                 for child in children:
-                    child.release(self.scene.forked())
+                    child.release(self.state_text.fork())
             case Gather(children, names):
                 await _all_done(children)
-                written = [child.scene.variables for child, _ in children]
-                self.scene.variables |= {name: [one[name] for one in written if name in one] for name in names}
+                written = [child.state_text.variables for child, _ in children]
+                self.state_text.variables |= {name: [one[name] for one in written if name in one] for name in names}
             case Append(children):
                 await _all_done(children)
                 for child, _ in children:
-                    self._executor.fill(child.scene.text[child.scene.fork_start :])
+                    self._executor.fill(child.state_text.text[child.state_text.fork_start :])
             case expressions.Reasoning(name):
-                with self.changes:  # readers must not see a half-done change
-                    self._executor.separate(name)
+                with self.condition:  # readers must not see a half-done change
+                    self._executor.separate_reasoning(name)
             case _:
                 await self._executor.execute(op)
 
-    def _tell_end(self) -> None:
+    def _maybe_send_end(self) -> None:
         """If no more operations come and the last hints had expects_more, start to send the end of the branch."""
-        with self.changes:
-            if self._ended and self._promised and self.error is None and self._is_at_rest():
-                self._promised = False
-                self._loop.spawn(self._told_end())
+        with self.condition:
+            if self._ended and self._expects_more and self.error is None and self._is_idle():
+                self._expects_more = False
+                self._loop.spawn(self._send_end())
 
-    async def _told_end(self) -> None:
+    async def _send_end(self) -> None:
         """Send the end of the branch. Errors are only logged, as it is a hint."""
         try:
             branch = self._program.branch or None  # the end of the trunk ends all branches
@@ -271,54 +271,54 @@ class Stream:
             log.debug("the end of a program could not be told: %s", error)
 
     def _next(self) -> Expr | None:
-        with self.changes:
+        with self.condition:
             if self.error is not None:
                 return None
             if self._queue:
                 return self._queue.popleft()
-            self._works = False
-            self.changes.tell()
-            self._tell_end()
+            self._is_running = False
+            self.condition.notify_all()
+            self._maybe_send_end()
             return None
 
     def _finish(self, op: Expr) -> None:
-        with self.changes:
+        with self.condition:
             self._num_done += 1
             self._pending.subtract(op.variables)
-            self.changes.tell()
+            self.condition.notify_all()
 
-    def _next_call(self) -> Program | None:
+    def _next_program(self) -> Program | None:
         """The program hints of the next call."""
         if not self._setting.backend.hints:
             return None
-        with self.changes:
-            self._promised = bool(self._queue) or not self._ended
-            return Program(id=self._program.id, branch=self._program.branch, expects_more=self._promised)
+        with self.condition:
+            self._expects_more = bool(self._queue) or not self._ended
+            return Program(id=self._program.id, branch=self._program.branch, expects_more=self._expects_more)
 
     # Under the lock
 
-    def _wake(self) -> None:
-        if self._works or self._held or not self._queue:
+    def _maybe_start(self) -> None:
+        if self._is_running or self._held or not self._queue:
             return
-        self._works = True
+        self._is_running = True
         try:
-            self._loop.call(self._start)
+            self._loop.call_soon(self._start)
         except BackendClosed as error:
             self.fail(error)
             raise
 
-    def _is_at_rest(self) -> bool:
-        return not (self._held or self._works or self._queue)
+    def _is_idle(self) -> bool:
+        return not (self._held or self._is_running or self._queue)
 
     def _is_deferred(self, name: str) -> bool:
-        return self._executor.turn is not None and name in self._executor.turn.names
+        return self._executor.chat_turn is not None and name in self._executor.chat_turn.names
 
     def _has_done(self, number: int) -> Callable[[], bool]:
         return lambda: self.error is not None or (not self._held and self._num_done >= number)
 
-    def _lose(self, ops: Iterable[Expr], error: BaseException) -> None:
+    def _drop(self, ops: Iterable[Expr], error: BaseException) -> None:
         for op in ops:
-            self._lost.update(op.variables)
+            self._unset_names.update(op.variables)
             if isinstance(op, Fork):
                 for child in op.children:
                     child.fail(error)
@@ -356,7 +356,7 @@ class Append(Expr):
 
 async def _all_done(children: Branches) -> None:
     for child, number in children:
-        await child.done(number)
+        await child.wait_done(number)
 
 
 class Run:
@@ -370,7 +370,7 @@ class Run:
         self.setting = setting
         self.id = uuid4().hex
         self.owner: int | None = None
-        self.failed_by_itself = False
+        self.failed_by_stream = False
         self._branches = count(1)
         self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
         self._lock = threading.Lock()
@@ -397,10 +397,10 @@ class Run:
 
     def stop(self, error: BaseException) -> None:
         """Fail all streams with unfinished operations, and the trunk in any case."""
-        self.failed_by_itself = any(stream.error is error for stream in self._all())
+        self.failed_by_stream = any(stream.error is error for stream in self._all())
         for stream in self._all():
             stream.fail(error)
-        self.trunk.fail(error, though_done=True)
+        self.trunk.fail(error, even_if_idle=True)
 
     def _all(self) -> list[Stream]:
         with self._lock:

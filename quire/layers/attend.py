@@ -20,7 +20,7 @@ class Attend(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Scores:
+class ScoreScaling:
     """Scaling of a layer's attention scores: s = scale * q k, then softcap * tanh(s / softcap)."""
 
     scale: float
@@ -30,13 +30,13 @@ class Scores:
 class PagedAttend:
     """Attention over the blocks of all KV groups. One instance serves all steps; `plan` prepares the next one."""
 
-    def __init__(self, kernels: Kernels, storages: Sequence[Storage], scores: Sequence[Scores]) -> None:
+    def __init__(self, kernels: Kernels, storages: Sequence[Storage], score_scaling: Sequence[ScoreScaling]) -> None:
         """scores: one entry per layer of the model."""
         self._kernels = kernels
         self._storages = storages
-        self._scores = scores
+        self._score_scaling = score_scaling
         self._plans: list[Plan] = []
-        self._places = {
+        self._layer_index = {
             layer: (group, index)
             for group, storage in enumerate(storages)
             for index, layer in enumerate(storage.group.layers)
@@ -44,15 +44,17 @@ class PagedAttend:
 
     def plan(self, batches: Sequence[Batch]) -> None:
         """Prepare the next step from one Batch per KV group."""
-        self.use([self._kernels.plan(batch, storage) for batch, storage in zip(batches, self._storages, strict=True)])
+        self.set_plans(
+            [self._kernels.plan(batch, storage) for batch, storage in zip(batches, self._storages, strict=True)]
+        )
 
-    def use(self, plans: Sequence[Plan]) -> None:
+    def set_plans(self, plans: Sequence[Plan]) -> None:
         """Use given kernel plans for the next step, one per KV group."""
         self._plans = list(plans)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None = None) -> Tensor:
         """See Attend."""
-        group, index = self._places[layer]
-        storage, plan, scores = self._storages[group], self._plans[group], self._scores[layer]
+        group, index = self._layer_index[layer]
+        storage, plan, scores = self._storages[group], self._plans[group], self._score_scaling[layer]
         q = self._kernels.rotary_write(storage, index, q, k, v, rotation, plan)
         return self._kernels.attention(storage, index, q, plan, scores.scale, scores.softcap)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.kernels.contract import Kernels, Weight
-from quire.layers.linear import Linear, laid_out
+from quire.layers.linear import Linear, allocate_weight
 from quire.layers.mlp import MLP
 
 
@@ -19,7 +19,7 @@ class ExpertsConfig:
     intermediate_size: int  # of one expert
     normalise: bool  # whether the weights of a token's experts are scaled to sum 1
     shared_size: int = 0  # intermediate size of an expert for all tokens, weighted by a gate; 0: none
-    step: int = 1  # every step-th layer has experts,
+    sparse_step: int = 1  # every step-th layer has experts,
     dense_layers: tuple[int, ...] = ()  # except these
 
 
@@ -40,14 +40,14 @@ class Experts(nn.Module):
             self.shared = MLP(hidden, config.shared_size, activation=activation, gated=True, bias=False, dtype=dtype)
             self.shared_gate = Linear(hidden, 1, bias=False, dtype=dtype)
 
-    def lay_out(self, kernels: Kernels) -> None:
+    def use_kernel_layout(self, kernels: Kernels) -> None:
         """Replace the weights, before they are loaded, by weights in the layout of `kernels`."""
-        self.router.lay_out(kernels)
-        self.up = laid_out(self, "up", kernels, 2)
-        self.down = laid_out(self, "down", kernels)
+        self.router.use_kernel_layout(kernels)
+        self.up = allocate_weight(self, "up", kernels, 2)
+        self.down = allocate_weight(self, "down", kernels)
         if self.shared is not None:
-            self.shared.lay_out(kernels)
-            self.shared_gate.lay_out(kernels)
+            self.shared.use_kernel_layout(kernels)
+            self.shared_gate.use_kernel_layout(kernels)
 
     def __call__(self, x: Tensor, kernels: Kernels) -> Tensor:
         """x (num_tokens, hidden_size) -> the same shape."""

@@ -27,7 +27,7 @@ class MLP(nn.Module):
             x = kernels.activate(self.up(x, kernels), self.activation)
         return self.down(x, kernels)
 
-    def lay_out(self, kernels: Kernels) -> None:
+    def use_kernel_layout(self, kernels: Kernels) -> None:
         """Replace the weights, before they are loaded, by weights in the layout of `kernels`."""
-        self.up.lay_out(kernels, 2 if self.gated else 1)
-        self.down.lay_out(kernels)
+        self.up.use_kernel_layout(kernels, 2 if self.gated else 1)
+        self.down.use_kernel_layout(kernels)

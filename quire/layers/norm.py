@@ -22,7 +22,7 @@ class RMSNorm(nn.Module):
         """x normalised over its last axis."""
         return kernels.rms_norm(x, self.weight, self.eps)
 
-    def add(self, x: Tensor, residual: Tensor, kernels: Kernels) -> tuple[Tensor, Tensor]:
+    def add_and_norm(self, x: Tensor, residual: Tensor, kernels: Kernels) -> tuple[Tensor, Tensor]:
         """(x + residual normalised, x + residual)."""
         return kernels.add_rms_norm(x, residual, self.weight, self.eps)
 
@@ -40,7 +40,7 @@ class LayerNorm(nn.Module):
         """x normalised over its last axis."""
         return kernels.layer_norm(x, self.weight, self.bias, self.eps)
 
-    def add(self, x: Tensor, residual: Tensor, kernels: Kernels) -> tuple[Tensor, Tensor]:
+    def add_and_norm(self, x: Tensor, residual: Tensor, kernels: Kernels) -> tuple[Tensor, Tensor]:
         """(x + residual normalised, x + residual)."""
         total = x + residual
         return kernels.layer_norm(total, self.weight, self.bias, self.eps), total
@@ -54,7 +54,7 @@ class NoNorm(nn.Module):
         del kernels
         return x
 
-    def add(self, x: Tensor, residual: Tensor, kernels: Kernels) -> tuple[Tensor, Tensor]:
+    def add_and_norm(self, x: Tensor, residual: Tensor, kernels: Kernels) -> tuple[Tensor, Tensor]:
         """(x + residual, x + residual)."""
         del kernels
         total = x + residual

@@ -18,7 +18,7 @@ class Llama3Scaling:
     factor: float
     low_freq_factor: float
     high_freq_factor: float
-    original: int  # positions of the training context
+    original_max_positions: int  # positions of the training context
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class YarnScaling:
     factor: float
     beta_fast: float
     beta_slow: float
-    original: int
+    original_max_positions: int
     truncate: bool
 
 
@@ -61,10 +61,10 @@ def _llama3(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     lengths = 2 * math.pi / frequencies  # wavelengths in positions
     slowed = frequencies / scaling.factor
-    kept = (scaling.original / lengths - low) / (high - low)
+    kept = (scaling.original_max_positions / lengths - low) / (high - low)
     between = (1 - kept) * frequencies / scaling.factor + kept * frequencies
-    between = torch.where(lengths > scaling.original / low, slowed, between)
-    return torch.where(lengths < scaling.original / high, frequencies, between)
+    between = torch.where(lengths > scaling.original_max_positions / low, slowed, between)
+    return torch.where(lengths < scaling.original_max_positions / high, frequencies, between)
 
 
 def _yarn(waves: Tensor, scaling: YarnScaling, theta: float) -> Tensor:
@@ -72,7 +72,7 @@ def _yarn(waves: Tensor, scaling: YarnScaling, theta: float) -> Tensor:
 
     def pair(turns: float) -> float:
         """The index of the pair that makes `turns` turns in the original context."""
-        return dim * math.log(scaling.original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+        return dim * math.log(scaling.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     first, last = pair(scaling.beta_fast), pair(scaling.beta_slow)
     if scaling.truncate:

@@ -17,7 +17,7 @@ from quire.errors import ModelError
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredTensor:
     """A tensor's description in the header of its file."""
 
     file: Path
@@ -36,7 +36,7 @@ class Checkpoint(Protocol):
     """A model on disk. The constructor reads only headers, and raises ModelError if a file is missing or damaged."""
 
     @property
-    def place(self) -> Path:
+    def path(self) -> Path:
         """The folder or file, for error messages."""
 
     @property
@@ -48,14 +48,14 @@ class Checkpoint(Protocol):
         """The fields of generation_config.json; empty without such a file."""
 
     @property
-    def tensors(self) -> Mapping[str, Stored]:
+    def tensors(self) -> Mapping[str, StoredTensor]:
         """All tensors by Hugging Face name, with the shapes of a Hugging Face checkpoint."""
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, tensor), one at a time, in the order of the files. Raises ModelError for a damaged file."""
 
 
-def read_object(path: Path) -> dict[str, Any]:
+def read_json_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file. Raises ModelError if it is missing, damaged, or no JSON object."""
     try:
         value = json.loads(path.read_text("utf-8"))
@@ -66,10 +66,10 @@ def read_object(path: Path) -> dict[str, Any]:
     return value
 
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
 _OTHER_FORMATS = ("*.bin", "*.pt", "*.pth")
-_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+_DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 
 
 def find_weights(folder: Path) -> tuple[Path, ...]:
@@ -77,22 +77,22 @@ def find_weights(folder: Path) -> tuple[Path, ...]:
 
     Raises ModelError if there are none, or if shards are missing.
     """
-    if (folder / SINGLE).exists():
-        return (folder / SINGLE,)
-    if (folder / INDEX).exists():
-        return _shards(folder / INDEX)
+    if (folder / WEIGHTS_FILE).exists():
+        return (folder / WEIGHTS_FILE,)
+    if (folder / INDEX_FILE).exists():
+        return _shards(folder / INDEX_FILE)
     others = sorted(path.name for pattern in _OTHER_FORMATS for path in folder.glob(pattern))
     if others:
         raise ModelError(
             f"{folder} has weights only as {', '.join(others[:3])}; quire reads safetensors only, because the "
             f"others can run code or are not supported yet. Save the model with `save_pretrained` to convert it"
         )
-    raise ModelError(f"{folder} has neither {SINGLE} nor {INDEX}; download the weights")
+    raise ModelError(f"{folder} has neither {WEIGHTS_FILE} nor {INDEX_FILE}; download the weights")
 
 
 def _shards(index: Path) -> tuple[Path, ...]:
     try:
-        names = sorted(set(read_object(index)["weight_map"].values()))
+        names = sorted(set(read_json_object(index)["weight_map"].values()))
     except (KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"{index} is damaged ({type(error).__name__}: {error}); download it again") from error
     if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
@@ -106,7 +106,7 @@ def _shards(index: Path) -> tuple[Path, ...]:
     return tuple(index.parent / name for name in names)
 
 
-def header(file: Path) -> dict[str, Stored]:
+def header(file: Path) -> dict[str, StoredTensor]:
     """The tensors of a file by name. Raises ModelError if it is truncated or no safetensors file."""
     try:
         with safe_open(file, framework="numpy") as opened:
@@ -118,9 +118,11 @@ def header(file: Path) -> dict[str, Stored]:
         raise ModelError(f"{file} is damaged or truncated ({error}); delete it and download it again") from error
 
 
-def _stored(file: Path, shape: tuple[int, ...], dtype: str) -> Stored:
+def _stored(file: Path, shape: tuple[int, ...], dtype: str) -> StoredTensor:
     """A tensor's description. Types that are not in _BYTES belong to quantized checkpoints."""
-    return Stored(file, shape, dtype, math.prod(shape) * _BYTES.get(dtype, 1), is_float=dtype in _BYTES)
+    return StoredTensor(
+        file, shape, dtype, math.prod(shape) * _DTYPE_BYTES.get(dtype, 1), is_float=dtype in _DTYPE_BYTES
+    )
 
 
 class FolderCheckpoint:
@@ -140,14 +142,14 @@ class FolderCheckpoint:
             raise ModelError(f"{folder} has no config.json, so it is not the folder of a Hugging Face checkpoint")
         generation = folder / "generation_config.json"
         self._folder = folder
-        self._config = read_object(path)
-        self._generation_config = read_object(generation) if generation.exists() else {}
-        self._tensors: dict[str, Stored] = {}
+        self._config = read_json_object(path)
+        self._generation_config = read_json_object(generation) if generation.exists() else {}
+        self._tensors: dict[str, StoredTensor] = {}
         for file in find_weights(folder):
             self._tensors |= header(file)
 
     @property
-    def place(self) -> Path:
+    def path(self) -> Path:
         """The folder."""
         return self._folder
 
@@ -162,7 +164,7 @@ class FolderCheckpoint:
         return self._generation_config
 
     @property
-    def tensors(self) -> Mapping[str, Stored]:
+    def tensors(self) -> Mapping[str, StoredTensor]:
         """The tensors of all files, by name."""
         return self._tensors
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
-from quire.layers.attend import Scores
+from quire.layers.attend import ScoreScaling
 from quire.layers.attention import AttentionConfig, QKNorm
 from quire.layers.experts import ExpertsConfig
 from quire.layers.norm import NormKind
@@ -40,8 +40,8 @@ class LayerConfig:
 
     window: int  # positions that a query attends to, including its own; 0: all
     rope: int | None  # index into the decoder's ropes; None: no rotary embedding
-    scores: Scores
-    sparse: bool  # whether it has experts instead of an MLP
+    score_scaling: ScoreScaling
+    has_experts: bool  # whether it has experts instead of an MLP
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +124,7 @@ QKVRows = Literal["plain", "grouped"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Names:
+class TensorNames:
     """Names of a family's tensors, without `.weight` and `.bias`.
 
     All but the head's are preceded by `prefix`, and those of a layer also by `layer`. Braces stand for the number of a
@@ -161,4 +161,4 @@ class Names:
 
     transposed: bool = False  # whether weights of layers are stored as (in, out)
     interleaved: bool = False  # whether rotary pairs are (2 i, 2 i + 1), not (i, i + rotary_dim / 2)
-    derived: tuple[str, ...] = ("rotary_emb.inv_freq",)  # suffixes of redundant tensors, which are ignored
+    ignored_suffixes: tuple[str, ...] = ("rotary_emb.inv_freq",)  # suffixes of redundant tensors, which are ignored

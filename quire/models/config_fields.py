@@ -17,13 +17,13 @@ _MOST_INTEGER = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
+class ConfigField:
     """Reference to a field of config.json: the first of `names` that is present, with default and range."""
 
     names: tuple[str, ...]
     kind: type
     default: Any  # None: the field is required
-    means: Mapping[Any, object] | None = None  # maps the field's value to the result, which may contain Reads
+    value_map: Mapping[Any, object] | None = None  # maps the field's value to the result, which may contain Reads
     null: Any = None  # value of a field that is present and null; None: the default
     power: float = 1.0  # exponent applied to a number
     least: int = 1  # of an integer
@@ -37,48 +37,48 @@ def integer(
     *names: str, default: int | None = None, null: int | None = None, least: int = 1, most: int = _MOST_INTEGER
 ) -> Any:  # noqa: ANN401
     """An integer from `least` to `most`."""
-    return Read(names, int, default, null=null, least=least, most=most)
+    return ConfigField(names, int, default, null=null, least=least, most=most)
 
 
 def number(*names: str, default: float | None = None, null: float | None = None, power: float = 1.0) -> Any:  # noqa: ANN401
     """A positive, finite number."""
-    return Read(names, float, default, null=null, power=power)
+    return ConfigField(names, float, default, null=null, power=power)
 
 
-def flag(*names: str, default: bool = False, means: Mapping[bool, object] | None = None) -> Any:  # noqa: ANN401
+def flag(*names: str, default: bool = False, value_map: Mapping[bool, object] | None = None) -> Any:  # noqa: ANN401
     """A bool, mapped by `means` if given."""
-    return Read(names, bool, default, means)
+    return ConfigField(names, bool, default, value_map)
 
 
-def choice(*names: str, default: str | int, means: Mapping[Any, object]) -> Any:  # noqa: ANN401
+def choice(*names: str, default: str | int, value_map: Mapping[Any, object]) -> Any:  # noqa: ANN401
     """A value mapped by `means`. A value that is not in `means` is an error."""
-    return Read(names, type(default), default, means)
+    return ConfigField(names, type(default), default, value_map)
 
 
 def integers(*names: str) -> Any:  # noqa: ANN401
     """A list of integers; empty if it is missing."""
-    return Read(names, list, [])
+    return ConfigField(names, list, [])
 
 
 class Fields:
     """The fields of one config.json. Methods raise ModelError with the field's name."""
 
-    def __init__(self, values: Mapping[str, object], place: Path) -> None:
+    def __init__(self, values: Mapping[str, object], path: Path) -> None:
         self.values = values
-        self.place = place
+        self.path = path
 
     def error(self, message: str) -> ModelError:
         """A ModelError with the model's path in front."""
-        return ModelError(f"{self.place}: {message}")
+        return ModelError(f"{self.path}: {message}")
 
     def within(self, name: str) -> "Fields":
         """The fields of the object `name`; empty if it is missing or null."""
-        return Fields(self.optional(name, dict, {}), self.place)
+        return Fields(self.optional(name, dict, {}), self.path)
 
     def numbers(self, name: str) -> tuple[float, ...]:
         """A list of positive, finite numbers; empty if it is missing or null."""
         values = self.optional(name, list, [])
-        return tuple(Fields({name: value}, self.place).number(name) for value in values)
+        return tuple(Fields({name: value}, self.path).number(name) for value in values)
 
     def optional(self, name: str, kind: type[T], default: T) -> T:
         """The field, or `default` if it is missing or null."""
@@ -115,7 +115,7 @@ class Fields:
 
     def resolve(self, value: T) -> T:
         """Replace a Read by its value, also within fields of dataclasses. Other values are returned unchanged."""
-        if isinstance(value, Read):
+        if isinstance(value, ConfigField):
             found: T = self.resolve(self._read(value))
             return found
         if is_dataclass(value) and not isinstance(value, type):
@@ -127,22 +127,22 @@ class Fields:
             raise self.error(f"{name} is missing")
         return default
 
-    def _read(self, read: Read) -> Any:  # noqa: ANN401
+    def _read(self, read: ConfigField) -> Any:  # noqa: ANN401
         name = self._present(read.names)
         if read.null is not None and name in self.values and self.values[name] is None:
             return read.null
         if read.kind is float:
             return self.number(*read.names, default=read.default) ** read.power
-        if read.kind is int and read.means is None:
+        if read.kind is int and read.value_map is None:
             return self.integer(*read.names, default=read.default, least=read.least, most=read.most)
         value = self.optional(name, read.kind, read.default)
         if read.kind is list:
             return self._integers(name, value)
-        if read.means is None:
+        if read.value_map is None:
             return value
-        if value not in read.means:
+        if value not in read.value_map:
             raise self.error(f"{name} = {value!r:.80} is not supported; quire would compute something else")
-        return read.means[value]
+        return read.value_map[value]
 
     def _integers(self, name: str, values: list[object]) -> tuple[int, ...]:
         found = tuple(value for value in values if isinstance(value, int) and not isinstance(value, bool))

@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
-from quire.layers.attend import Scores
+from quire.layers.attend import ScoreScaling
 from quire.layers.rope import Rope
 from quire.models.config import DecoderConfig, LayerConfig
 from quire.models.config_fields import Fields
 from quire.models.family import Family, WindowRule
-from quire.models.rope_config import Context, Ropes, read_ropes
+from quire.models.rope_config import ContextLengths, Ropes, read_ropes
 
 _MOST_HEAD_DIM = 1024
 
@@ -41,20 +41,20 @@ def decoder_config(family: Family, fields: Fields, longest: int | None) -> Decod
         if changes_output(value):
             raise fields.error(f"{name} = {value!r:.80} is not supported; quire would compute something else")
     family = fields.resolve(family)
-    config = _sized(family.config, fields)
+    config = _with_derived_sizes(family.config, fields)
     windows = _windows(fields, family.windows, config.num_layers)
     if family.rope is None:
         return replace(config, layers=_layers(config, family, windows, ropes=None))
-    ropes = read_ropes(fields, family.rope, config.head_dim, Context(config.max_positions, longest))
+    ropes = read_ropes(fields, family.rope, config.head_dim, ContextLengths(config.max_positions, longest))
     return replace(
         config,
         max_positions=ropes.max_positions,
         layers=_layers(config, family, windows, ropes),
-        ropes=_distinct(ropes),
+        ropes=_distinct_ropes(ropes),
     )
 
 
-def _sized(config: DecoderConfig, fields: Fields) -> DecoderConfig:
+def _with_derived_sizes(config: DecoderConfig, fields: Fields) -> DecoderConfig:
     """The config with sizes that config.json omits derived from others."""
     heads, kv_heads = config.num_heads, config.num_kv_heads or config.num_heads
     if heads % kv_heads:
@@ -79,7 +79,7 @@ def _windows(fields: Fields, rule: WindowRule, num_layers: int) -> tuple[int, ..
     """The window of each layer; 0: none."""
     kinds = fields.optional("layer_types", list, [])
     if kinds:
-        slides = _listed(fields, kinds, num_layers)
+        slides = _sliding_layers(fields, kinds, num_layers)
     elif rule.kind == "pattern":
         slides = [bool((layer + 1) % rule.pattern) for layer in range(num_layers)]
     else:
@@ -96,7 +96,7 @@ def _windows(fields: Fields, rule: WindowRule, num_layers: int) -> tuple[int, ..
     return tuple(rule.size if rule.used and slide else 0 for slide in slides)
 
 
-def _listed(fields: Fields, kinds: list[object], num_layers: int) -> list[bool]:
+def _sliding_layers(fields: Fields, kinds: list[object], num_layers: int) -> list[bool]:
     known = ("full_attention", "sliding_attention")
     if len(kinds) != num_layers or any(kind not in known for kind in kinds):
         raise fields.error(f"layer_types must have one of {', '.join(known)} for each of {num_layers} layers")
@@ -110,11 +110,11 @@ def _layers(
     layers = []
     for index, window in enumerate(windows):
         scale = (family.scale or config.default_scale) / (index + 1 if family.scale_by_layer else 1)
-        rope = None if ropes is None else _distinct(ropes).index(ropes.window if window else ropes.full)
-        sparse = experts is not None and index not in experts.dense_layers and (index + 1) % experts.step == 0
-        layers.append(LayerConfig(window, rope, Scores(scale, family.softcap), sparse))
+        rope = None if ropes is None else _distinct_ropes(ropes).index(ropes.window if window else ropes.full)
+        sparse = experts is not None and index not in experts.dense_layers and (index + 1) % experts.sparse_step == 0
+        layers.append(LayerConfig(window, rope, ScoreScaling(scale, family.softcap), sparse))
     return tuple(layers)
 
 
-def _distinct(ropes: Ropes) -> tuple[Rope, ...]:
+def _distinct_ropes(ropes: Ropes) -> tuple[Rope, ...]:
     return tuple(dict.fromkeys((ropes.full, ropes.window)))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.kernels.contract import Kernels, Rotation
-from quire.layers.attend import Attend, Scores
+from quire.layers.attend import Attend, ScoreScaling
 from quire.layers.attention import Attention
 from quire.layers.experts import Experts
 from quire.layers.linear import Embedding, Linear
@@ -39,7 +39,7 @@ class DecoderLayer(nn.Module):
         return _norm(config, dtype) if name in config.layer_norms else NoNorm()
 
     def __call__(
-        self, x: Tensor, residual: Tensor, after: Norm, rotations: list[Rotation], attend: Attend, kernels: Kernels
+        self, x: Tensor, residual: Tensor, next_norm: Norm, rotations: list[Rotation], attend: Attend, kernels: Kernels
     ) -> tuple[Tensor, Tensor]:
         """(x, residual) for the next layer. x is the residual stream normalised by `after`, the norm that follows.
 
@@ -49,15 +49,15 @@ class DecoderLayer(nn.Module):
         branch = self.attention(self.index, x, turned, attend, kernels)
         if self.order.startswith("parallel"):
             y = x if self.order == "parallel" else self.mlp_norm(residual, kernels)
-            return after.add(self._scaled(branch + self.mlp(y, kernels)), residual, kernels)
+            return next_norm.add_and_norm(self._scaled(branch + self.mlp(y, kernels)), residual, kernels)
         if self.order == "post":
-            x, _ = self.attn_out_norm.add(branch, residual, kernels)
-            x, _ = self.mlp_out_norm.add(self.mlp(x, kernels), x, kernels)
+            x, _ = self.attn_out_norm.add_and_norm(branch, residual, kernels)
+            x, _ = self.mlp_out_norm.add_and_norm(self.mlp(x, kernels), x, kernels)
             return x, x
         branch = self.attn_out_norm(branch, kernels)
-        x, residual = self.mlp_norm.add(self._scaled(branch), residual, kernels)
+        x, residual = self.mlp_norm.add_and_norm(self._scaled(branch), residual, kernels)
         branch = self.mlp_out_norm(self.mlp(x, kernels), kernels)
-        return after.add(self._scaled(branch), residual, kernels)
+        return next_norm.add_and_norm(self._scaled(branch), residual, kernels)
 
     def _scaled(self, branch: Tensor) -> Tensor:
         return branch if self.residual_scale == 1 else branch * self.residual_scale
@@ -66,7 +66,7 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """A decoder-only transformer that implements `Model`. `loading.load` fills the parameters."""
 
-    row_invariant = True
+    batch_invariant = True
 
     def __init__(self, config: DecoderConfig, dtype: torch.dtype) -> None:
         super().__init__()
@@ -92,23 +92,23 @@ class Decoder(nn.Module):
         return self.config.vocab_size
 
     @property
-    def scores(self) -> tuple[Scores, ...]:
+    def score_scaling(self) -> tuple[ScoreScaling, ...]:
         """See Model."""
-        return tuple(layer.scores for layer in self.config.layers)
+        return tuple(layer.score_scaling for layer in self.config.layers)
 
-    def lay_out(self, kernels: Kernels) -> None:
+    def use_kernel_layout(self, kernels: Kernels) -> None:
         """Replace the weights of products, before they are loaded, by weights in the layout of `kernels`."""
         for layer in cast(list[DecoderLayer], list(self.layers)):
-            layer.attention.qkv.lay_out(kernels)
-            layer.attention.o.lay_out(kernels)
-            layer.mlp.lay_out(kernels)
+            layer.attention.qkv.use_kernel_layout(kernels)
+            layer.attention.o.use_kernel_layout(kernels)
+            layer.mlp.use_kernel_layout(kernels)
         if self.head is not None:
-            self.head.lay_out(kernels)
+            self.head.use_kernel_layout(kernels)
         else:
-            self.embed.lay_out(kernels)
+            self.embed.use_kernel_layout(kernels)
         if self.config.embed_size:
-            self.project_in.lay_out(kernels)
-            self.project_out.lay_out(kernels)
+            self.project_in.use_kernel_layout(kernels)
+            self.project_out.use_kernel_layout(kernels)
 
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend, kernels: Kernels) -> Tensor:
         """Hidden states (num_tokens, hidden_size) after the last norm; arguments int64 (num_tokens,)."""
@@ -152,7 +152,7 @@ def _norm(config: DecoderConfig, dtype: torch.dtype) -> Norm:
 
 
 def _mlp(config: DecoderConfig, index: int, dtype: torch.dtype) -> MLP | Experts:
-    if config.experts is not None and config.layers[index].sparse:
+    if config.experts is not None and config.layers[index].has_experts:
         return Experts(config.hidden_size, config.experts, activation=config.activation, dtype=dtype)
     return MLP(
         config.hidden_size,

@@ -19,12 +19,12 @@ from quire.errors import ModelError, RequestError, nearest
 from quire.kernels.contract import DTYPES
 from quire.models import gpt_like, llama_like
 from quire.models.checkpoint import Checkpoint, FolderCheckpoint
-from quire.models.config import DecoderConfig, Names
+from quire.models.config import DecoderConfig, TensorNames
 from quire.models.config_fields import Fields
 from quire.models.config_reader import decoder_config
 from quire.models.family import LLAMA, Family
-from quire.models.text_part import INNER, TextPart
-from quire.models.weight_map import Placement, placements
+from quire.models.text_part import TEXT_MODELS, TextCheckpoint
+from quire.models.weight_map import Placement, build_weight_map
 from quire.params import SamplingParams
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
@@ -89,7 +89,7 @@ def token_ids(checkpoint: Checkpoint, name: str) -> tuple[int, ...]:
         value = checkpoint.config.get(name)
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
-        raise ModelError(f"{checkpoint.place}: {name} must be a token id or a list of them, not {value!r:.80}")
+        raise ModelError(f"{checkpoint.path}: {name} must be a token id or a list of them, not {value!r:.80}")
     return tuple(ids)
 
 
@@ -123,7 +123,7 @@ class ModelDescription:
     checkpoint: Checkpoint
     architecture: str
     config: DecoderConfig
-    names: Names
+    names: TensorNames
     dtype: str  # compute dtype: "float32", "float16" or "bfloat16"
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
@@ -158,21 +158,21 @@ class ModelDescription:
     @property
     def num_parameters(self) -> int:
         """See Description."""
-        return sum(math.prod(placement.shape) for placement in self.placements.values())
+        return sum(math.prod(placement.shape) for placement in self.weight_map.values())
 
     def weight_bytes(self, dtype: str) -> int:
         """See Description."""
-        kept = sum(math.prod(place.shape) for place in self.placements.values() if place.plus)  # always float32
+        kept = sum(math.prod(place.shape) for place in self.weight_map.values() if place.offset)  # always float32
         return (self.num_parameters - kept) * DTYPES[dtype].itemsize + kept * DTYPES["float32"].itemsize
 
     @cached_property
-    def placements(self) -> Mapping[str, Placement]:
+    def weight_map(self) -> Mapping[str, Placement]:
         """The weight map: checkpoint name -> Placement."""
-        return placements(self.config, self.names)
+        return build_weight_map(self.config, self.names)
 
-    def is_harmless(self, name: str) -> bool:
+    def is_redundant(self, name: str) -> bool:
         """Whether a tensor without a Placement can be ignored, because it is derived from others."""
-        return name.endswith(self.names.derived) or (self.config.tied and name == f"{self.names.head}.weight")
+        return name.endswith(self.names.ignored_suffixes) or (self.config.tied and name == f"{self.names.head}.weight")
 
 
 def describe(source: Checkpoint | Path, *, max_model_len: int | None = None) -> ModelDescription:
@@ -183,15 +183,15 @@ def describe(source: Checkpoint | Path, *, max_model_len: int | None = None) -> 
     Raises ModelError with a remedy if something is missing, incomplete, damaged or not supported.
     """
     checkpoint = FolderCheckpoint(source) if isinstance(source, Path) else source
-    fields = Fields(checkpoint.config, checkpoint.place)
+    fields = Fields(checkpoint.config, checkpoint.path)
     architecture = _architecture(fields)
-    if architecture in INNER:
-        text = TextPart(checkpoint, INNER[architecture])
+    if architecture in TEXT_MODELS:
+        text = TextCheckpoint(checkpoint, TEXT_MODELS[architecture])
         return replace(describe(text, max_model_len=max_model_len), architecture=architecture)
     family = FAMILIES[architecture]
     config, names = decoder_config(family, fields, max_model_len), fields.resolve(family.names)
     names = replace(names, prefix=_prefix(names, checkpoint))
-    parts = sum(config.experts.num_experts if config.experts and layer.sparse else 1 for layer in config.layers)
+    parts = sum(config.experts.num_experts if config.experts and layer.has_experts else 1 for layer in config.layers)
     if 0 < len(checkpoint.tensors) < parts:  # before the weight map is built, which would be large
         raise fields.error(f"its layers and experts are {parts}, its tensors only {len(checkpoint.tensors)}")
     return ModelDescription(
@@ -208,19 +208,19 @@ def describe(source: Checkpoint | Path, *, max_model_len: int | None = None) -> 
 
 def _architecture(fields: Fields) -> str:
     names = [str(name) for name in fields.optional("architectures", list, [])]
-    supported = ", ".join([*FAMILIES, *INNER])
+    supported = ", ".join([*FAMILIES, *TEXT_MODELS])
     if not names:
         raise fields.error(f"architectures is missing; supported: {supported}")
     for name in names:
-        if name in FAMILIES or name in INNER:
+        if name in FAMILIES or name in TEXT_MODELS:
             return name
     raise UnknownArchitecture(
-        f"{fields.place}: architecture {names[0]!r:.80} is not supported{nearest(names[0], FAMILIES)}; "
+        f"{fields.path}: architecture {names[0]!r:.80} is not supported{nearest(names[0], FAMILIES)}; "
         f"supported: {supported}"
     )
 
 
-def _has_own_head(names: Names, checkpoint: Checkpoint) -> bool:
+def _has_own_head(names: TensorNames, checkpoint: Checkpoint) -> bool:
     """Whether the checkpoint has a head that differs from the embedding. As in transformers, it overrides config.json.
 
     Many checkpoints of tied models have the embedding twice. So the two tensors are read and compared.
@@ -235,7 +235,7 @@ def _has_own_head(names: Names, checkpoint: Checkpoint) -> bool:
     return not torch.equal(tensors[head], tensors[embed])
 
 
-def _prefix(names: Names, checkpoint: Checkpoint) -> str:
+def _prefix(names: TensorNames, checkpoint: Checkpoint) -> str:
     """The prefix of tensor names. Checkpoints that were saved without the head lack its first part."""
     shorter = names.prefix.partition(".")[2]
     full, cut = (f"{prefix}{names.embed}.weight" in checkpoint.tensors for prefix in (names.prefix, shorter))

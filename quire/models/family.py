@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
-from quire.models.config import DecoderConfig, Names
+from quire.models.config import DecoderConfig, TensorNames
 from quire.models.config_fields import choice, flag, integer, number
 from quire.models.rope_config import RopeRule
 
@@ -29,7 +29,7 @@ class Family:
     """An architecture. `config` has no layers and ropes; they are derived from the rules in the other fields."""
 
     config: DecoderConfig
-    names: Names
+    names: TensorNames
     rope: RopeRule | None  # None: no rotary embedding
     windows: WindowRule
     scale: float = 0.0  # of attention scores; 0: 1 / sqrt(head_dim)
@@ -37,7 +37,7 @@ class Family:
     softcap: float = 0.0  # of attention scores
 
 
-MOST_PARTS = 4096  # layers of a model, heads or experts of a layer
+MAX_PARTS = 4096  # layers of a model, heads or experts of a layer
 ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -54,19 +54,19 @@ LLAMA = Family(
         vocab_size=integer("vocab_size"),
         hidden_size=integer("hidden_size"),
         intermediate_size=integer("intermediate_size"),
-        num_layers=integer("num_hidden_layers", most=MOST_PARTS),
-        num_heads=integer("num_attention_heads", most=MOST_PARTS),
+        num_layers=integer("num_hidden_layers", most=MAX_PARTS),
+        num_heads=integer("num_attention_heads", most=MAX_PARTS),
         num_kv_heads=integer("num_key_value_heads", default=0),
         head_dim=integer("head_dim", default=0),
         max_positions=integer("max_position_embeddings"),
         tied=flag("tie_word_embeddings"),
         norm_eps=number("rms_norm_eps", default=1e-6),
-        activation=choice("hidden_act", default="silu", means=ACTIVATIONS),
+        activation=choice("hidden_act", default="silu", value_map=ACTIVATIONS),
         qkv_bias=flag("attention_bias"),
         o_bias=flag("attention_bias"),
         mlp_bias=flag("mlp_bias"),
     ),
-    names=Names(),
+    names=TensorNames(),
     rope=RopeRule(),
     windows=WindowRule(),
 )

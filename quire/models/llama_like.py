@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 from quire.layers.experts import ExpertsConfig
-from quire.models.config import Names
+from quire.models.config import TensorNames
 from quire.models.config_fields import choice, flag, integer, integers, number
-from quire.models.family import ACTIVATIONS, LLAMA, MOST_PARTS, WindowRule, like
+from quire.models.family import ACTIVATIONS, LLAMA, MAX_PARTS, WindowRule, like
 from quire.models.rope_config import RopeRule
 
 _WINDOW = integer("sliding_window", default=4096, null=0, least=0)
@@ -37,14 +37,14 @@ GEMMA = like(
         "hidden_activation",
         "hidden_act",
         default="gelu_pytorch_tanh",
-        means={"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu_tanh"},
+        value_map={"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu_tanh"},
     ),
 )
 
 GEMMA2 = like(
     GEMMA,
     rules={
-        "names": Names(
+        "names": TensorNames(
             attn_out_norm="post_attention_layernorm",
             mlp_norm="pre_feedforward_layernorm",
             mlp_out_norm="post_feedforward_layernorm",
@@ -54,7 +54,7 @@ GEMMA2 = like(
         "softcap": number("attn_logit_softcapping", default=50.0, null=0.0),
     },
     order="both",
-    activation=choice("hidden_activation", default="gelu_pytorch_tanh", means=ACTIVATIONS),
+    activation=choice("hidden_activation", default="gelu_pytorch_tanh", value_map=ACTIVATIONS),
     logit_softcap=number("final_logit_softcapping", default=30.0, null=0.0),
 )
 
@@ -76,8 +76,11 @@ GEMMA3 = like(
 PHI3 = like(
     LLAMA,
     rules={
-        "names": Names(qkv=("self_attn.qkv_proj",), up=("mlp.gate_up_proj",)),
-        "rope": RopeRule(partial=True, original=integer("original_max_position_embeddings", default=4096, least=2)),
+        "names": TensorNames(qkv=("self_attn.qkv_proj",), up=("mlp.gate_up_proj",)),
+        "rope": RopeRule(
+            allows_partial=True,
+            original_max_positions=integer("original_max_position_embeddings", default=4096, least=2),
+        ),
         "windows": WindowRule("always"),
     },
     norm_eps=number("rms_norm_eps", default=1e-5),
@@ -89,7 +92,7 @@ PHI3 = like(
 OLMO2 = like(
     LLAMA,
     rules={
-        "names": Names(attn_out_norm="post_attention_layernorm", mlp_out_norm="post_feedforward_layernorm"),
+        "names": TensorNames(attn_out_norm="post_attention_layernorm", mlp_out_norm="post_feedforward_layernorm"),
     },
     order="branch",
     norm_eps=number("rms_norm_eps", default=1e-5),
@@ -107,7 +110,7 @@ GRANITE = like(
 MIXTRAL = like(
     LLAMA,
     rules={
-        "names": Names(
+        "names": TensorNames(
             router="block_sparse_moe.gate",
             expert="block_sparse_moe.experts.{}.",
             expert_up=("w1", "w3"),
@@ -118,7 +121,7 @@ MIXTRAL = like(
     },
     norm_eps=number("rms_norm_eps", default=1e-5),
     experts=ExpertsConfig(
-        num_experts=integer("num_local_experts", "num_experts", default=8, most=MOST_PARTS),
+        num_experts=integer("num_local_experts", "num_experts", default=8, most=MAX_PARTS),
         per_token=integer("num_experts_per_tok", default=2),
         intermediate_size=integer("intermediate_size"),
         normalise=True,
@@ -126,11 +129,11 @@ MIXTRAL = like(
 )
 
 _QWEN_EXPERTS = ExpertsConfig(
-    num_experts=integer("num_experts", "num_local_experts", most=MOST_PARTS),
+    num_experts=integer("num_experts", "num_local_experts", most=MAX_PARTS),
     per_token=integer("num_experts_per_tok"),
     intermediate_size=integer("moe_intermediate_size"),
     normalise=flag("norm_topk_prob"),
-    step=integer("decoder_sparse_step", default=1),
+    sparse_step=integer("decoder_sparse_step", default=1),
     dense_layers=integers("mlp_only_layers"),
 )
 

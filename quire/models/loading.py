@@ -7,7 +7,7 @@ from torch import Tensor
 
 from quire.errors import ModelError
 from quire.kernels import reference
-from quire.kernels.contract import DTYPES, Kernels, Packed, Weight
+from quire.kernels.contract import DTYPES, Kernels, PackedWeight, Weight
 from quire.models.decoder import Decoder
 from quire.models.description import ModelDescription
 from quire.models.model import Progress
@@ -28,25 +28,25 @@ def load(
     reference's layout. Names, shapes and types are checked before the first tensor is read. Raises ModelError with the
     tensor's name, what was expected and what was found.
     """
-    places = description.placements
+    places = description.weight_map
     _check(description, places)
     with torch.device(device):
         model = Decoder(description.config, DTYPES[dtype])
-    model.lay_out(kernels)
-    _fill(model, description, kernels, progress or _no_progress)
+    model.use_kernel_layout(kernels)
+    _load_weights(model, description, kernels, progress or _no_progress)
     return model.requires_grad_(requires_grad=False).eval()
 
 
 def _check(description: ModelDescription, places: Mapping[str, Placement]) -> None:
     """Raise ModelError unless the checkpoint has the decoder's tensors, and no others but redundant ones."""
-    found, architecture, place = description.checkpoint.tensors, description.architecture, description.checkpoint.place
+    found, architecture, place = description.checkpoint.tensors, description.architecture, description.checkpoint.path
     missing = [name for name in places if name not in found]
     if missing:
         raise ModelError(
             f"{place} lacks {len(missing)} of the {len(places)} tensors of its {architecture}: "
             f"expected {missing[0]} with shape {places[missing[0]].shape}, found nothing"
         )
-    extra = [name for name in found if name not in places and not description.is_harmless(name)]
+    extra = [name for name in found if name not in places and not description.is_redundant(name)]
     if extra:
         raise ModelError(
             f"{place} has {len(extra)} tensors that its {architecture} has no place for: "
@@ -64,13 +64,13 @@ def _check(description: ModelDescription, places: Mapping[str, Placement]) -> No
 
 
 @torch.no_grad()
-def _fill(model: Decoder, description: ModelDescription, kernels: Kernels, progress: Progress) -> None:
-    checkpoint, places = description.checkpoint, description.placements
+def _load_weights(model: Decoder, description: ModelDescription, kernels: Kernels, progress: Progress) -> None:
+    checkpoint, places = description.checkpoint, description.weight_map
     total = sum(checkpoint.tensors[name].num_bytes for name in places)
     done = 0
     progress(done, total)
     for name, tensor in checkpoint.read(places):
-        put(tensor, _weight(model, places[name].parameter), places[name], kernels)
+        write_weight(tensor, _weight(model, places[name].parameter), places[name], kernels)
         done += checkpoint.tensors[name].num_bytes
         progress(done, total)
 
@@ -81,15 +81,15 @@ def _weight(model: Decoder, name: str) -> Weight:
     return weight
 
 
-def put(tensor: Tensor, weight: Weight, place: Placement, kernels: Kernels = reference) -> None:
+def write_weight(tensor: Tensor, weight: Weight, place: Placement, kernels: Kernels = reference) -> None:
     """Write a checkpoint's tensor into its place in a weight, cast to the weight's type."""
     if place.transposed:
         tensor = tensor.T
-    if place.order:
-        tensor = tensor.reshape(len(place.order), -1)[list(place.order)].reshape(tensor.shape)
-    if place.plus:
-        tensor = tensor.float() + place.plus
-    if isinstance(weight, Packed):
+    if place.row_order:
+        tensor = tensor.reshape(len(place.row_order), -1)[list(place.row_order)].reshape(tensor.shape)
+    if place.offset:
+        tensor = tensor.float() + place.offset
+    if isinstance(weight, PackedWeight):
         kernels.write_rows(weight, tensor, place.start, place.part or 0)
         return
     target = weight if place.part is None else weight[place.part]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from quire.cost.model_shape import KVLayer
 from quire.kernels.contract import Kernels
-from quire.layers.attend import Attend, Scores
+from quire.layers.attend import Attend, ScoreScaling
 from quire.models.checkpoint import Checkpoint
 
 Progress = Callable[[int, int], None]  # bytes of weights loaded, bytes in all
@@ -81,11 +81,11 @@ class Model(Protocol):
         """Number of logits per position."""
 
     @property
-    def scores(self) -> Sequence[Scores]:
+    def score_scaling(self) -> Sequence[ScoreScaling]:
         """Scaling of each layer's attention scores."""
 
     @property
-    def row_invariant(self) -> bool:
+    def batch_invariant(self) -> bool:
         """Whether a token's output depends only on its own sequence and the kernels, not on the rest of the batch."""
 
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend, kernels: Kernels) -> Tensor:

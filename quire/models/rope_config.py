@@ -23,20 +23,24 @@ class RopeRule:
     """Fields of a family's config.json for rotary embeddings."""
 
     theta: float = number("rope_theta", default=10000.0)
-    share: float = number("partial_rotary_factor", default=1.0)  # share of a head's dimensions that are rotated
-    partial: bool = False  # whether `share` may be less than 1
+    rotary_fraction: float = number(
+        "partial_rotary_factor", default=1.0
+    )  # share of a head's dimensions that are rotated
+    allows_partial: bool = False  # whether `share` may be less than 1
     local_theta: float = 0.0  # of window layers, which then have their own entry in `rope_parameters`; 0: same
-    original: int = integer("original_max_position_embeddings", default=0, least=2)  # overrides the scaling's; 0: none
+    original_max_positions: int = integer(
+        "original_max_position_embeddings", default=0, least=2
+    )  # overrides the scaling's; 0: none
 
 
-class Context(NamedTuple):
+class ContextLengths(NamedTuple):
     """Lengths in positions."""
 
     trained: int  # max_position_embeddings
     longest: int | None  # longest sequence that will be served; None: as many as the model supports
 
 
-class Stretched(NamedTuple):
+class ScaledRope(NamedTuple):
     """A rotary embedding with the number of positions that it supports."""
 
     rope: Rope
@@ -51,7 +55,7 @@ class Ropes(NamedTuple):
     max_positions: int
 
 
-def read_ropes(fields: Fields, rule: RopeRule, head_dim: int, context: Context) -> Ropes:
+def read_ropes(fields: Fields, rule: RopeRule, head_dim: int, context: ContextLengths) -> Ropes:
     """The rotary embeddings of all layers. Raises ModelError with what is wrong or not supported."""
     new, old = fields.within("rope_parameters"), fields.within("rope_scaling")
     by_kind = any(name.endswith("_attention") for name in new.values)
@@ -59,7 +63,7 @@ def read_ropes(fields: Fields, rule: RopeRule, head_dim: int, context: Context) 
         wanted = "full_attention and sliding_attention apart" if rule.local_theta else "all layers alike"
         raise fields.error(f"rope_parameters must describe {wanted} for this architecture")
     if rule.local_theta:
-        both = Fields({**new.within("full_attention").values, **old.values}, fields.place)
+        both = Fields({**new.within("full_attention").values, **old.values}, fields.path)
         full = _read(both, fields, rule.theta, rule, head_dim, context)
         local = _read(new.within("sliding_attention"), fields, rule.local_theta, rule, head_dim, context)
         return Ropes(full.rope, local.rope, context.trained)  # its max_position_embeddings includes the scaling
@@ -67,10 +71,12 @@ def read_ropes(fields: Fields, rule: RopeRule, head_dim: int, context: Context) 
     return Ropes(full.rope, full.rope, full.max_positions)
 
 
-def _read(found: Fields, fields: Fields, theta: float, rule: RopeRule, head_dim: int, context: Context) -> Stretched:
+def _read(
+    found: Fields, fields: Fields, theta: float, rule: RopeRule, head_dim: int, context: ContextLengths
+) -> ScaledRope:
     theta = found.number("rope_theta", default=theta)
-    share = found.number("partial_rotary_factor", default=rule.share)
-    if share != 1 and not rule.partial:
+    share = found.number("partial_rotary_factor", default=rule.rotary_fraction)
+    if share != 1 and not rule.allows_partial:
         raise fields.error(f"partial_rotary_factor = {share} is not supported for this architecture")
     dim = int(head_dim * share)
     if theta <= 1:
@@ -83,25 +89,25 @@ def _read(found: Fields, fields: Fields, theta: float, rule: RopeRule, head_dim:
     if kind not in _KINDS:
         raise fields.error(f"rope_type {kind!r:.80} is not supported; supported: {', '.join(_KINDS)}")
     original = found.integer("original_max_position_embeddings", default=context.trained, least=2)
-    original = rule.original or original
+    original = rule.original_max_positions or original
     stretched = _KINDS[kind](found, Rope(dim, theta), original, context)
     if not 1 <= stretched.max_positions <= _MOST_POSITIONS:
         raise fields.error(f"{kind} rotations reach {stretched.max_positions} positions, not 1 to {_MOST_POSITIONS}")
     return stretched
 
 
-def _default(found: Fields, rope: Rope, original: int, context: Context) -> Stretched:
+def _default(found: Fields, rope: Rope, original: int, context: ContextLengths) -> ScaledRope:
     del found, original
-    return Stretched(rope, context.trained)
+    return ScaledRope(rope, context.trained)
 
 
-def _linear(found: Fields, rope: Rope, original: int, context: Context) -> Stretched:
+def _linear(found: Fields, rope: Rope, original: int, context: ContextLengths) -> ScaledRope:
     del original
     factor = found.number("factor")
-    return Stretched(replace(rope, factor=factor), int(context.trained * factor))
+    return ScaledRope(replace(rope, factor=factor), int(context.trained * factor))
 
 
-def _dynamic(found: Fields, rope: Rope, original: int, context: Context) -> Stretched:
+def _dynamic(found: Fields, rope: Rope, original: int, context: ContextLengths) -> ScaledRope:
     """NTK-aware scaling: a larger theta, with which the slowest pair turns no further than in the training context."""
     del original
     factor = found.number("factor")
@@ -110,28 +116,28 @@ def _dynamic(found: Fields, rope: Rope, original: int, context: Context) -> Stre
     if longest > context.trained and rope.dim > 2:
         growth = factor * longest / context.trained - (factor - 1)
         rope = replace(rope, theta=rope.theta * growth ** (rope.dim / (rope.dim - 2)))
-    return Stretched(rope, reach)
+    return ScaledRope(rope, reach)
 
 
-def _llama3(found: Fields, rope: Rope, original: int, context: Context) -> Stretched:
+def _llama3(found: Fields, rope: Rope, original: int, context: ContextLengths) -> ScaledRope:
     scaling = Llama3Scaling(
         factor=found.number("factor"),
         low_freq_factor=found.number("low_freq_factor"),
         high_freq_factor=found.number("high_freq_factor"),
-        original=original,
+        original_max_positions=original,
     )
     if scaling.low_freq_factor >= scaling.high_freq_factor:
         raise found.error("low_freq_factor must be below high_freq_factor")
-    return Stretched(replace(rope, scaling=scaling), context.trained)
+    return ScaledRope(replace(rope, scaling=scaling), context.trained)
 
 
-def _yarn(found: Fields, rope: Rope, original: int, context: Context) -> Stretched:
+def _yarn(found: Fields, rope: Rope, original: int, context: ContextLengths) -> ScaledRope:
     factor = found.number("factor", default=context.trained / original)
     scaling = YarnScaling(
         factor=factor,
         beta_fast=found.number("beta_fast", default=32.0),
         beta_slow=found.number("beta_slow", default=1.0),
-        original=original,
+        original_max_positions=original,
         truncate=found.optional("truncate", bool, default=True),
     )
 
@@ -141,10 +147,10 @@ def _yarn(found: Fields, rope: Rope, original: int, context: Context) -> Stretch
     above, below = (found.optional(name, float, 0.0) for name in ("mscale", "mscale_all_dim"))
     default = magnitude(above) / magnitude(below) if above and below else magnitude(1.0)
     rope = replace(rope, scaling=scaling, magnitude=found.number("attention_factor", default=default))
-    return Stretched(rope, max(int(original * factor), context.trained))
+    return ScaledRope(rope, max(int(original * factor), context.trained))
 
 
-def _longrope(found: Fields, rope: Rope, original: int, context: Context) -> Stretched:
+def _longrope(found: Fields, rope: Rope, original: int, context: ContextLengths) -> ScaledRope:
     """LongRoPE (Ding et al., 2024): a divisor per pair, found by search."""
     longest = context.longest or context.trained
     name = "long_factor" if longest > original else "short_factor"
@@ -154,10 +160,10 @@ def _longrope(found: Fields, rope: Rope, original: int, context: Context) -> Str
     factor = found.number("factor", default=context.trained / original)
     default = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     magnitude = found.number("attention_factor", default=default)
-    return Stretched(replace(rope, divisors=divisors, magnitude=magnitude), context.trained)
+    return ScaledRope(replace(rope, divisors=divisors, magnitude=magnitude), context.trained)
 
 
-_KINDS: Mapping[str, Callable[[Fields, Rope, int, Context], Stretched]] = MappingProxyType(
+_KINDS: Mapping[str, Callable[[Fields, Rope, int, ContextLengths], ScaledRope]] = MappingProxyType(
     {
         "default": _default,
         "linear": _linear,

@@ -11,20 +11,20 @@ from types import MappingProxyType
 from torch import Tensor
 
 from quire.errors import ModelError
-from quire.models.checkpoint import Checkpoint, Stored
+from quire.models.checkpoint import Checkpoint, StoredTensor
 
 
 @dataclass(frozen=True, slots=True)
-class Inner:
+class TextModel:
     """The architecture of a text model, and the fields that published configs omit."""
 
     architecture: str
     defaults: Mapping[str, object]
 
 
-INNER: Mapping[str, Inner] = MappingProxyType(
+TEXT_MODELS: Mapping[str, TextModel] = MappingProxyType(
     {
-        "Gemma3ForConditionalGeneration": Inner(
+        "Gemma3ForConditionalGeneration": TextModel(
             "Gemma3ForCausalLM",
             {
                 "vocab_size": 262208,
@@ -35,30 +35,30 @@ INNER: Mapping[str, Inner] = MappingProxyType(
                 "tie_word_embeddings": True,
             },
         ),
-        "Mistral3ForConditionalGeneration": Inner("MistralForCausalLM", {}),
+        "Mistral3ForConditionalGeneration": TextModel("MistralForCausalLM", {}),
     }
 )
 # fields of the outer config that override those of text_config
-_OUTER = ("dtype", "torch_dtype", "eos_token_id", "tie_word_embeddings", "quantization_config")
+_OUTER_FIELDS = ("dtype", "torch_dtype", "eos_token_id", "tie_word_embeddings", "quantization_config")
 _PREFIXES = ("language_model.", "model.language_model.")  # of published checkpoints, and of transformers 5
 
 
-class TextPart:
+class TextCheckpoint:
     """Implements Checkpoint. The constructor raises ModelError if the config has no text_config."""
 
-    def __init__(self, whole: Checkpoint, inner: Inner) -> None:
-        text = whole.config.get("text_config")
+    def __init__(self, checkpoint: Checkpoint, text_model: TextModel) -> None:
+        text = checkpoint.config.get("text_config")
         if not isinstance(text, dict):
-            raise ModelError(f"{whole.place}: text_config must be an object, not {text!r:.80}; download it again")
-        outer = {name: whole.config[name] for name in _OUTER if name in whole.config}
-        self._whole = whole
-        self._config = {**inner.defaults, **text, **outer, "architectures": [inner.architecture]}
-        self._names = {short: name for name in whole.tensors if (short := _inside(name))}
+            raise ModelError(f"{checkpoint.path}: text_config must be an object, not {text!r:.80}; download it again")
+        outer = {name: checkpoint.config[name] for name in _OUTER_FIELDS if name in checkpoint.config}
+        self._checkpoint = checkpoint
+        self._config = {**text_model.defaults, **text, **outer, "architectures": [text_model.architecture]}
+        self._names = {short: name for name in checkpoint.tensors if (short := _text_name(name))}
 
     @property
-    def place(self) -> Path:
+    def path(self) -> Path:
         """The folder or file of the outer checkpoint."""
-        return self._whole.place
+        return self._checkpoint.path
 
     @property
     def config(self) -> Mapping[str, object]:
@@ -68,21 +68,21 @@ class TextPart:
     @property
     def generation_config(self) -> Mapping[str, object]:
         """The generation config of the outer checkpoint."""
-        return self._whole.generation_config
+        return self._checkpoint.generation_config
 
     @property
-    def tensors(self) -> Mapping[str, Stored]:
+    def tensors(self) -> Mapping[str, StoredTensor]:
         """The tensors of the text model, by its own names."""
-        return {short: self._whole.tensors[name] for short, name in self._names.items()}
+        return {short: self._checkpoint.tensors[name] for short, name in self._names.items()}
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         """See Checkpoint."""
         shorts = {self._names[short]: short for short in names}
-        for name, tensor in self._whole.read(shorts):
+        for name, tensor in self._checkpoint.read(shorts):
             yield shorts[name], tensor
 
 
-def _inside(name: str) -> str:
+def _text_name(name: str) -> str:
     """The text model's name for a tensor; "" for a tensor of another part."""
     if name == "lm_head.weight":
         return name

@@ -7,7 +7,7 @@ weights of all experts into two. Their tensors fill slices of these.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from quire.models.config import DecoderConfig, Names
+from quire.models.config import DecoderConfig, TensorNames
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,15 +18,15 @@ class Placement:
     parameter: str
     start: int = 0  # first row in the parameter
     part: int | None = None  # index on the parameter's first axis if that is not rows: an expert, a head
-    order: tuple[int, ...] = ()  # indices of the tensor's rows in the parameter's order; (): unchanged
+    row_order: tuple[int, ...] = ()  # indices of the tensor's rows in the parameter's order; (): unchanged
     transposed: bool = False
-    plus: float = 0.0  # added to each element
+    offset: float = 0.0  # added to each element
 
 
 Placed = Iterator[tuple[str, Placement]]
 
 
-def placements(config: DecoderConfig, names: Names) -> dict[str, Placement]:
+def build_weight_map(config: DecoderConfig, names: TensorNames) -> dict[str, Placement]:
     """Checkpoint name -> Placement, for all tensors that a checkpoint of this config must have."""
     found = {names.prefix + name: place for name, place in _model(config, names)}
     if not config.tied:
@@ -35,12 +35,12 @@ def placements(config: DecoderConfig, names: Names) -> dict[str, Placement]:
     for index, layer in enumerate(config.layers):
         source, target = names.prefix + names.layer.format(index), f"layers.{index}."
         blocks = [*_norms(config, names), *_attention(config, names)]
-        blocks += _experts(config, names) if layer.sparse else _mlp(config, names)
+        blocks += _experts(config, names) if layer.has_experts else _mlp(config, names)
         found |= {source + name: replace(place, parameter=target + place.parameter) for name, place in blocks}
     return found
 
 
-def _model(config: DecoderConfig, names: Names) -> Placed:
+def _model(config: DecoderConfig, names: TensorNames) -> Placed:
     hidden, width = config.hidden_size, config.embed_size or config.hidden_size
     yield f"{names.embed}.weight", Placement((config.vocab_size, width), "embed.weight")
     if config.position_offset >= 0:
@@ -62,24 +62,28 @@ def _linear(source: str, target: str, rows: int, columns: int, *, bias: bool) ->
 
 def _norm(source: str, target: str, config: DecoderConfig, shape: tuple[int, ...]) -> Placed:
     plus = 1.0 if config.norm == "rms_plus_one" else 0.0
-    yield f"{source}.weight", Placement(shape, f"{target}.weight", plus=plus)
+    yield f"{source}.weight", Placement(shape, f"{target}.weight", offset=plus)
     if config.norm_bias:
         yield f"{source}.bias", Placement(shape, f"{target}.bias")
 
 
-def _norms(config: DecoderConfig, names: Names) -> Placed:
+def _norms(config: DecoderConfig, names: TensorNames) -> Placed:
     for norm in config.layer_norms:
         yield from _norm(getattr(names, norm), norm, config, (config.hidden_size,))
 
 
-def _attention(config: DecoderConfig, names: Names) -> Placed:
+def _attention(config: DecoderConfig, names: TensorNames) -> Placed:
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     rows = (q_size, kv_size, kv_size) if len(names.qkv) == 3 else (q_size + 2 * kv_size,)
     orders: tuple[tuple[int, ...], ...] = ((), (), ())
     if names.interleaved:
-        orders = (_halves(config.num_heads, config.head_dim), _halves(config.num_kv_heads, config.head_dim), ())
+        orders = (
+            _deinterleaved_rows(config.num_heads, config.head_dim),
+            _deinterleaved_rows(config.num_kv_heads, config.head_dim),
+            (),
+        )
     if names.qkv_rows == "grouped":
-        orders = (_ungrouped(config),)
+        orders = (_ungrouped_rows(config),)
     yield from _stacked(
         names.qkv, "attention.qkv", rows, config.hidden_size, names, bias=config.qkv_bias, orders=orders
     )
@@ -94,7 +98,7 @@ def _stacked(
     target: str,
     rows: tuple[int, ...],
     columns: int,
-    names: Names,
+    names: TensorNames,
     *,
     bias: bool,
     orders: tuple[tuple[int, ...], ...] = ((), (), ()),
@@ -105,10 +109,10 @@ def _stacked(
         shape = (columns, height) if names.transposed else (height, columns)
         yield (
             f"{source}.weight",
-            Placement(shape, f"{target}.weight", start, order=order, transposed=names.transposed),
+            Placement(shape, f"{target}.weight", start, row_order=order, transposed=names.transposed),
         )
         if bias:
-            yield f"{source}.bias", Placement((height,), f"{target}.bias", start, order=order)
+            yield f"{source}.bias", Placement((height,), f"{target}.bias", start, row_order=order)
         start += height
 
 
@@ -121,10 +125,10 @@ def _qk_norm(source: str, target: str, config: DecoderConfig, heads: int, order:
         return
     shapes = {"head": (config.head_dim,), "each": (heads, config.head_dim), "projection": (heads * config.head_dim,)}
     for name, place in _norm(source, target, config, shapes[config.qk_norm]):
-        yield name, replace(place, order=order)
+        yield name, replace(place, row_order=order)
 
 
-def _mlp(config: DecoderConfig, names: Names) -> Placed:
+def _mlp(config: DecoderConfig, names: TensorNames) -> Placed:
     hidden, inner = config.hidden_size, config.intermediate_size
     yield from _stacked(names.up, "mlp.up", _up_rows(config, names.up, inner), hidden, names, bias=config.mlp_bias)
     yield from _stacked((names.down,), "mlp.down", (hidden,), inner, names, bias=config.mlp_bias)
@@ -136,7 +140,7 @@ def _up_rows(config: DecoderConfig, sources: tuple[str, ...], inner: int) -> tup
     return (2 * inner,) if config.gated else (inner,)
 
 
-def _experts(config: DecoderConfig, names: Names) -> Placed:
+def _experts(config: DecoderConfig, names: TensorNames) -> Placed:
     experts, hidden = config.experts, config.hidden_size
     if experts is None:
         raise ValueError("a sparse layer needs experts")
@@ -153,7 +157,7 @@ def _experts(config: DecoderConfig, names: Names) -> Placed:
         yield from _linear(names.shared_gate, "mlp.shared_gate", 1, hidden, bias=False).items()
 
 
-def _ungrouped(config: DecoderConfig) -> tuple[int, ...]:
+def _ungrouped_rows(config: DecoderConfig) -> tuple[int, ...]:
     """Row order from (num_kv_heads, queries + key + value, head_dim) to all queries, all keys, all values."""
     shared = config.num_heads // config.num_kv_heads
     groups = [range(kv_head * (shared + 2), (kv_head + 1) * (shared + 2)) for kv_head in range(config.num_kv_heads)]
@@ -162,7 +166,7 @@ def _ungrouped(config: DecoderConfig) -> tuple[int, ...]:
     return tuple(row for head in heads for row in range(head * config.head_dim, (head + 1) * config.head_dim))
 
 
-def _halves(heads: int, head_dim: int) -> tuple[int, ...]:
+def _deinterleaved_rows(heads: int, head_dim: int) -> tuple[int, ...]:
     """Row order from rotary pairs (2 i, 2 i + 1) to halves of a head. Scores do not change: q and k move alike."""
     pairs = (*range(0, head_dim, 2), *range(1, head_dim, 2))
     return tuple(head * head_dim + place for head in range(heads) for place in pairs)

@@ -11,25 +11,25 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from quire.core.step import Chunks
-from quire.kernels.contract import Kernels, NotRecordable, Plan, Recorder, Storage
+from quire.kernels.contract import Kernels, NotCapturable, Plan, StepCapture, Storage
 from quire.layers.attend import PagedAttend
 from quire.models.model import Model
-from quire.runner.inputs import Fixed, Inputs
+from quire.runner.inputs import CapturedInputs, Inputs
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Recording:
+class _CapturedStep:
     """A captured step: its inputs and outputs, which keep their addresses, and the call that replays it."""
 
-    inputs: Fixed
+    inputs: CapturedInputs
     plans: list[Plan]
     logits: Tensor  # (size, vocab_size)
-    play: Callable[[], None]
+    replay: Callable[[], None]
 
 
-class Recordings:
+class CapturedSteps:
     """Captured steps of one model on one set of blocks, by size."""
 
     def __init__(self, model: Model, kernels: Kernels, storages: Sequence[Storage], max_model_len: int) -> None:
@@ -37,9 +37,9 @@ class Recordings:
         self._kernels = kernels
         self._storages = storages
         self._max_model_len = max_model_len
-        self._attend = PagedAttend(kernels, storages, model.scores)
-        self._recorder = kernels.recorder
-        self._recordings: dict[int, _Recording] = {}
+        self._attend = PagedAttend(kernels, storages, model.score_scaling)
+        self._recorder = kernels.step_capture
+        self._captured: dict[int, _CapturedStep] = {}
 
     def logits(self, inputs: Inputs, chunks: Chunks) -> Tensor | None:
         """Logits (num_chunks, vocab_size) of a step whose chunks have one token each, valid until the next step.
@@ -47,38 +47,38 @@ class Recordings:
         None if such a step cannot be captured.
         """
         number = len(chunks)
-        size = None if self._recorder is None else self._recorder.size(number)
+        size = None if self._recorder is None else self._recorder.capture_size(number)
         if self._recorder is None or size is None:
             return None
-        recording = self._recordings.get(size)
+        recording = self._captured.get(size)
         if recording is None:
-            recording = self._record(self._recorder, inputs.fixed(size), chunks)
+            recording = self._capture(self._recorder, inputs.captured_inputs(size), chunks)
             return None if recording is None else recording.logits[:number]
         batches = recording.inputs.refill(chunks)
         for plan, batch in zip(recording.plans, batches, strict=True):
             self._recorder.refill(plan, batch)
-        recording.play()
+        recording.replay()
         return recording.logits[:number]
 
-    def _record(self, recorder: Recorder, inputs: Fixed, chunks: Chunks) -> _Recording | None:
+    def _capture(self, recorder: StepCapture, inputs: CapturedInputs, chunks: Chunks) -> _CapturedStep | None:
         """Capture a step, which also runs it. None if the kernels cannot capture it."""
         plans = [
             recorder.plan(batch, storage, -(-self._max_model_len // storage.block_size))
             for batch, storage in zip(inputs.refill(chunks), self._storages, strict=True)
         ]
-        self._attend.use(plans)
+        self._attend.set_plans(plans)
 
         def compute() -> Tensor:
             hidden = self._model.forward(inputs.token_ids(), inputs.positions, self._attend, self._kernels)
             return self._model.logits(hidden, self._kernels)
 
         try:
-            logits, play = recorder.record(compute)
-        except NotRecordable as error:
+            logits, play = recorder.capture(compute)
+        except NotCapturable as error:
             log.info("decode steps are not recorded: %s", error)
             self._recorder = None  # no other step can be captured either
-            self._recordings.clear()
+            self._captured.clear()
             return None
-        recording = _Recording(inputs, plans, logits, play)
-        self._recordings[len(inputs.positions)] = recording
+        recording = _CapturedStep(inputs, plans, logits, play)
+        self._captured[len(inputs.positions)] = recording
         return recording

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from quire.config import CacheConfig
-from quire.core.step import Chunks, Step, Writes
-from quire.kernels.contract import Batch, Resident
-from quire.kv_store.upload import upload_into, uploaded
-from quire.runner.inputs import Fed
+from quire.core.step import Chunks, Step, TableUpdates
+from quire.kernels.contract import Batch, ResidentTables
+from quire.kv_store.upload import copy_to_device, to_device
+from quire.runner.inputs import ForwardInputs
 
 _ALIGNED = 4  # words of 4 bytes: kernels are compiled for pointers that are multiples of 16 bytes
 _NO_BLOCK = -1
@@ -24,7 +24,7 @@ class ResidentInputs:
 
     def __init__(self, cache: CacheConfig, max_num_seqs: int, max_model_len: int, device: torch.device) -> None:
         num_rows, width = max_num_seqs + 1, -(-max_model_len // cache.block_size)
-        self.spare = max_num_seqs
+        self.padding_row = max_num_seqs
         self.stride = max_model_len + 1  # tokens of a row
         sizes = [num_rows * self.stride, *([num_rows * width] * len(cache.groups))]
         begins = np.cumsum([0, *(-(-size // _ALIGNED) * _ALIGNED for size in sizes)]).tolist()
@@ -33,91 +33,93 @@ class ResidentInputs:
         self.tables = [self.words[begin : begin + sizes[1]].view(num_rows, width) for begin in begins[1:]]
         self._regions = list(zip(begins, [self.stride, *([width] * len(cache.groups))], strict=True))
         self._device = device
-        self._forget()
+        self._clear()
 
     def apply(self, step: Step) -> None:
         """See Inputs."""
         if step.reset:
-            self._forget()
+            self._clear()
         delta = [
-            _scattered(writes, begin, width)
+            _scatter_indices(writes, begin, width)
             for writes, (begin, width) in zip((step.tokens, *step.blocks), self._regions, strict=True)
             if len(writes.values)
         ]
         if not delta:
             return
         places, values = (np.concatenate(parts) for parts in zip(*delta, strict=True))
-        there = uploaded(np.concatenate((places.view(np.int32), values)), self._device)
+        there = to_device(np.concatenate((places.view(np.int32), values)), self._device)
         self.words.index_copy_(0, there[: 2 * len(places)].view(torch.int64), there[2 * len(places) :])
 
-    def put(self, rows: np.ndarray, positions: np.ndarray, tokens: Tensor) -> None:
+    def put_sampled(self, rows: np.ndarray, positions: np.ndarray, tokens: Tensor) -> None:
         """See Inputs."""
-        places = uploaded(self._places(rows, positions), self._device)
+        places = to_device(self._token_indices(rows, positions), self._device)
         self.words.index_copy_(0, places, tokens.clamp(min=0).to(torch.int32))
 
-    def of(self, chunks: Chunks) -> Fed:
+    def forward_inputs(self, chunks: Chunks) -> ForwardInputs:
         """See Inputs."""
         lengths = chunks.stops - chunks.starts
         positions = np.arange(lengths.sum()) + np.repeat(chunks.stops - np.cumsum(lengths), lengths)
-        places = self._places(np.repeat(chunks.rows, lengths), positions)
-        there = uploaded(_paired(places, positions), self._device)[:, : len(places)]
-        return Fed(self.read(there[0]), there[1], self.batches(chunks.starts, chunks.stops, chunks.rows))
+        places = self._token_indices(np.repeat(chunks.rows, lengths), positions)
+        there = to_device(_aligned_pair(places, positions), self._device)[:, : len(places)]
+        return ForwardInputs(
+            self.read_tokens(there[0]), there[1], self.batches(chunks.starts, chunks.stops, chunks.rows)
+        )
 
-    def fixed(self, size: int) -> "FixedResidentInputs":
+    def captured_inputs(self, size: int) -> "CapturedResidentInputs":
         """See Inputs."""
-        return FixedResidentInputs(self, size, self._device)
+        return CapturedResidentInputs(self, size, self._device)
 
-    def read(self, places: Tensor) -> Tensor:
+    def read_tokens(self, indices: Tensor) -> Tensor:
         """The words at indices `places` of `words` (tokens), as int64."""
-        return self.words.index_select(0, places).long()
+        return self.words.index_select(0, indices).long()
 
     def batches(self, starts: np.ndarray, stops: np.ndarray, rows: np.ndarray) -> list[Batch]:
         """The Batch of each KV group. The arguments have one entry per chunk."""
         starts, stops, rows = (column.astype(np.int64) for column in (starts, stops, rows))
         nothing = np.empty((len(rows), 0), np.int64)
-        return [Batch(starts, stops, nothing, Resident(table, rows)) for table in self.tables]
+        return [Batch(starts, stops, nothing, ResidentTables(table, rows)) for table in self.tables]
 
-    def _places(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    def _token_indices(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """Indices of tokens in `words`, int64."""
         places: np.ndarray = rows.astype(np.int64) * self.stride + positions
         return places
 
-    def _forget(self) -> None:
+    def _clear(self) -> None:
         """Clear all rows."""
         self.words.zero_()
         for table in self.tables:
-            table[self.spare].fill_(_NO_BLOCK)
+            table[self.padding_row].fill_(_NO_BLOCK)
 
 
-class FixedResidentInputs:
+class CapturedResidentInputs:
     """Rows and positions of a captured step. The captured step itself reads the tokens from the rows."""
 
     def __init__(self, inputs: ResidentInputs, size: int, device: torch.device) -> None:
         self._inputs = inputs
-        self._there = torch.zeros((2, size + size % 2), dtype=torch.int64, device=device)
-        self._places, self.positions = self._there[:, :size].unbind()
+        self._uploaded = torch.zeros((2, size + size % 2), dtype=torch.int64, device=device)
+        self._token_indices, self.positions = self._uploaded[:, :size].unbind()
 
     def token_ids(self) -> Tensor:
         """See Fixed."""
-        return self._inputs.read(self._places)
+        return self._inputs.read_tokens(self._token_indices)
 
     def refill(self, chunks: Chunks) -> list[Batch]:
         """See Fixed."""
         more = (0, len(self.positions) - len(chunks))
-        rows = np.pad(chunks.rows.astype(np.int64), more, constant_values=self._inputs.spare)
+        rows = np.pad(chunks.rows.astype(np.int64), more, constant_values=self._inputs.padding_row)
         starts = np.pad(chunks.starts.astype(np.int64), more)
-        upload_into(self._there, _paired(rows * self._inputs.stride + starts, starts))
+        copy_to_device(self._uploaded, _aligned_pair(rows * self._inputs.stride + starts, starts))
         return self._inputs.batches(starts, starts + 1, rows)
 
 
-def _paired(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+def _aligned_pair(one: np.ndarray, other: np.ndarray) -> np.ndarray:
     """Two int64 columns as rows of one array. Their length is even, so that both are aligned to 16 bytes."""
     both = np.zeros((2, len(one) + len(one) % 2), np.int64)
     both[0, : len(one)], both[1, : len(one)] = one, other
     return both
 
 
-def _scattered(writes: Writes, begin: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+def _scatter_indices(writes: TableUpdates, begin: int, width: int) -> tuple[np.ndarray, np.ndarray]:
     """Indices, int64, and values, int32, of spans in a table that begins at `begin`. The indices are distinct.
 
     Of several values for one index, the last is used, as if the spans were written in order.

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from quire.core.step import ChunkOutput, Chunks
 from quire.kernels.contract import Kernels, Storage
-from quire.kv_store.upload import uploaded
+from quire.kv_store.upload import to_device
 from quire.layers.attend import PagedAttend
 from quire.models.model import Model
-from quire.runner.captured_steps import Recordings
+from quire.runner.captured_steps import CapturedSteps
 from quire.runner.inputs import Inputs
 from quire.runner.rows import Rows
 
@@ -30,30 +30,34 @@ class Hidden:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Way:
+class KernelSet:
     """One kernel module, and paged attention with it."""
 
     kernels: Kernels
     attend: PagedAttend
 
 
-class Passes:
+class ForwardPasses:
     """Runs a model. strict: deterministic kernels; None if there are none."""
 
     def __init__(
         self,
         model: Model,
         kernels: Kernels,
-        strict: Kernels | None,
+        deterministic_kernels: Kernels | None,
         storages: Sequence[Storage],
         max_model_len: int,
         inputs: Inputs,
     ) -> None:
         self._model = model
         self._inputs = inputs
-        self._ordinary = Way(kernels, PagedAttend(kernels, storages, model.scores))
-        self._strict = None if strict is None else Way(strict, PagedAttend(strict, storages, model.scores))
-        self._recordings = Recordings(model, kernels, storages, max_model_len)
+        self._default = KernelSet(kernels, PagedAttend(kernels, storages, model.score_scaling))
+        self._deterministic = (
+            None
+            if deterministic_kernels is None
+            else KernelSet(deterministic_kernels, PagedAttend(deterministic_kernels, storages, model.score_scaling))
+        )
+        self._captured_steps = CapturedSteps(model, kernels, storages, max_model_len)
 
     def decode(self, rows: Rows, chunks: Chunks) -> Tensor | None:
         """Logits (num_chunks, vocab_size) of a step whose chunks all have one token and sample, from a captured step.
@@ -64,7 +68,7 @@ class Passes:
         one_each = (chunks.stops - chunks.starts == 1).all() and (chunks.outputs == ChunkOutput.SAMPLE).all()
         if not one_each or rows.deterministic[chunks.rows].any():
             return None
-        return self._recordings.logits(self._inputs, chunks)
+        return self._captured_steps.logits(self._inputs, chunks)
 
     def hidden(self, rows: Rows, chunks: Chunks) -> Hidden:
         """The hidden states of all chunks, at least one.
@@ -73,35 +77,35 @@ class Passes:
         """
         strict = rows.deterministic[chunks.rows]
         of_tokens = np.repeat(strict, chunks.stops - chunks.starts)
-        parts = [self._compute(way, _some(chunks, which)) for way, which in self._ways(strict)]
+        parts = [self._compute(way, _select_chunks(chunks, which)) for way, which in self._split_by_kernels(strict)]
         return Hidden(_merge(of_tokens, parts), of_tokens)
 
     def logits(self, hidden: Hidden, tokens: np.ndarray) -> Tensor:
         """Logits (len(tokens), vocab_size) after some tokens of the step, by the kernels of their sequences."""
         strict = hidden.deterministic[tokens]
         parts = [
-            self._model.logits(hidden.states[uploaded(tokens[which], hidden.states.device)], way.kernels)
-            for way, which in self._ways(strict)
+            self._model.logits(hidden.states[to_device(tokens[which], hidden.states.device)], way.kernels)
+            for way, which in self._split_by_kernels(strict)
         ]
         return _merge(strict, parts)
 
-    def _ways(self, strict: np.ndarray) -> list[tuple[Way, np.ndarray]]:
+    def _split_by_kernels(self, deterministic: np.ndarray) -> list[tuple[KernelSet, np.ndarray]]:
         """The kernel modules that are used, each with a mask of its entries of `strict`. One if it has all entries."""
-        if not strict.any():
-            return [(self._ordinary, ~strict)]
-        if self._strict is None:
+        if not deterministic.any():
+            return [(self._default, ~deterministic)]
+        if self._deterministic is None:
             raise ValueError("this runner has no kernels for deterministic sequences")
-        if strict.all():
-            return [(self._strict, strict)]
-        return [(self._ordinary, ~strict), (self._strict, strict)]
+        if deterministic.all():
+            return [(self._deterministic, deterministic)]
+        return [(self._default, ~deterministic), (self._deterministic, deterministic)]
 
-    def _compute(self, way: Way, chunks: Chunks) -> Tensor:
-        token_ids, positions, batches = self._inputs.of(chunks)
-        way.attend.plan(batches)
-        return self._model.forward(token_ids, positions, way.attend, way.kernels)
+    def _compute(self, kernel_set: KernelSet, chunks: Chunks) -> Tensor:
+        token_ids, positions, batches = self._inputs.forward_inputs(chunks)
+        kernel_set.attend.plan(batches)
+        return self._model.forward(token_ids, positions, kernel_set.attend, kernel_set.kernels)
 
 
-def _some(chunks: Chunks, which: np.ndarray) -> Chunks:
+def _select_chunks(chunks: Chunks, which: np.ndarray) -> Chunks:
     if which.all():
         return chunks
     return Chunks(*(getattr(chunks, name)[which] for name in chunks.__struct_fields__))
@@ -112,4 +116,4 @@ def _merge(second: np.ndarray, parts: Sequence[Tensor]) -> Tensor:
     if len(parts) == 1:
         return parts[0]
     places = np.concatenate((np.flatnonzero(~second), np.flatnonzero(second)))
-    return torch.cat(tuple(parts))[uploaded(np.argsort(places), parts[0].device)]
+    return torch.cat(tuple(parts))[to_device(np.argsort(places), parts[0].device)]

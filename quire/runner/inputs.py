@@ -12,11 +12,11 @@ from torch import Tensor
 
 from quire.core.step import Chunks, Step
 from quire.kernels.contract import Batch
-from quire.kv_store.upload import uploaded
+from quire.kv_store.upload import to_device
 from quire.runner.rows import Rows
 
 
-class Latest:
+class LastTokens:
     """The last sampled token of each row, on the device."""
 
     def __init__(self, max_num_seqs: int, device: torch.device) -> None:
@@ -24,17 +24,17 @@ class Latest:
 
     def put(self, rows: np.ndarray, tokens: Tensor) -> None:
         """Store tokens int64 (len(rows),). -1 becomes 0, a valid index of the embedding; its result is not used."""
-        self._tokens.index_copy_(0, uploaded(rows.astype(np.int64), tokens.device), tokens.clamp(min=0))
+        self._tokens.index_copy_(0, to_device(rows.astype(np.int64), tokens.device), tokens.clamp(min=0))
 
-    def fill(self, token_ids: Tensor, missing: tuple[np.ndarray, np.ndarray]) -> None:
+    def fill(self, token_ids: Tensor, pending: tuple[np.ndarray, np.ndarray]) -> None:
         """Write into `token_ids` the tokens that the host does not have: see `Rows.missing`."""
-        indices, rows = missing
+        indices, rows = pending
         if len(rows):
-            tokens = self._tokens.index_select(0, uploaded(rows, token_ids.device))
-            token_ids.index_copy_(0, uploaded(indices, token_ids.device), tokens)
+            tokens = self._tokens.index_select(0, to_device(rows, token_ids.device))
+            token_ids.index_copy_(0, to_device(indices, token_ids.device), tokens)
 
 
-class Fed(NamedTuple):
+class ForwardInputs(NamedTuple):
     """The inputs of one forward pass. Chunks are concatenated."""
 
     token_ids: Tensor  # int64 (num_tokens,)
@@ -42,7 +42,7 @@ class Fed(NamedTuple):
     batches: list[Batch]  # one per KV group
 
 
-class Fixed(Protocol):
+class CapturedInputs(Protocol):
     """The inputs of a captured step, in which every chunk has one token. The tensors keep their addresses."""
 
     positions: Tensor  # int64 (size,)
@@ -60,16 +60,16 @@ class Inputs(Protocol):
     def apply(self, step: Step) -> None:
         """Apply a step's new rows, tokens and blocks. Called after `Rows.apply`."""
 
-    def put(self, rows: np.ndarray, positions: np.ndarray, tokens: Tensor) -> None:
+    def put_sampled(self, rows: np.ndarray, positions: np.ndarray, tokens: Tensor) -> None:
         """Store sampled tokens int64 (len(rows),), which the next step may read at `positions` of their rows.
 
         -1 becomes 0, a valid index of the embedding; its result is not used.
         """
 
-    def of(self, chunks: Chunks) -> Fed:
+    def forward_inputs(self, chunks: Chunks) -> ForwardInputs:
         """The inputs of one pass over `chunks`, at least one."""
 
-    def fixed(self, size: int) -> Fixed:
+    def captured_inputs(self, size: int) -> CapturedInputs:
         """Inputs of captured steps of `size` chunks."""
 
 
@@ -79,33 +79,33 @@ class HostInputs:
     def __init__(self, rows: Rows, max_num_seqs: int, device: torch.device) -> None:
         self._rows = rows
         self._device = device
-        self._latest = Latest(max_num_seqs, device)
+        self._last_tokens = LastTokens(max_num_seqs, device)
 
     def apply(self, step: Step) -> None:
         """See Inputs."""
 
-    def put(self, rows: np.ndarray, positions: np.ndarray, tokens: Tensor) -> None:
+    def put_sampled(self, rows: np.ndarray, positions: np.ndarray, tokens: Tensor) -> None:
         """See Inputs."""
         del positions  # the host can lack only the last token of a row
-        self._latest.put(rows, tokens)
+        self._last_tokens.put(rows, tokens)
 
-    def of(self, chunks: Chunks) -> Fed:
+    def forward_inputs(self, chunks: Chunks) -> ForwardInputs:
         """See Inputs."""
-        token_ids, positions = (uploaded(array, self._device) for array in self._rows.inputs(chunks))
-        self._latest.fill(token_ids, self._rows.missing(chunks))
-        return Fed(token_ids, positions, self._rows.batches(chunks))
+        token_ids, positions = (to_device(array, self._device) for array in self._rows.inputs(chunks))
+        self._last_tokens.fill(token_ids, self._rows.pending_tokens(chunks))
+        return ForwardInputs(token_ids, positions, self._rows.batches(chunks))
 
-    def fixed(self, size: int) -> "FixedHostInputs":
+    def captured_inputs(self, size: int) -> "CapturedHostInputs":
         """See Inputs."""
-        return FixedHostInputs(self._rows, self._latest, size, self._device)
+        return CapturedHostInputs(self._rows, self._last_tokens, size, self._device)
 
 
-class FixedHostInputs:
+class CapturedHostInputs:
     """Tensors into which each step is copied."""
 
-    def __init__(self, rows: Rows, latest: Latest, size: int, device: torch.device) -> None:
+    def __init__(self, rows: Rows, last_tokens: LastTokens, size: int, device: torch.device) -> None:
         self._rows = rows
-        self._latest = latest
+        self._last_tokens = last_tokens
         self._token_ids = torch.zeros(size, dtype=torch.int64, device=device)
         self.positions = torch.zeros(size, dtype=torch.int64, device=device)
 
@@ -121,8 +121,8 @@ class FixedHostInputs:
             columns = (np.pad(columns[0], (0, more)), np.pad(columns[1], (0, more)))
             batches = [_padded(batch, size) for batch in batches]
         for target, column in zip((self._token_ids, self.positions), columns, strict=True):
-            target.copy_(uploaded(column, target.device))
-        self._latest.fill(self._token_ids, self._rows.missing(chunks))
+            target.copy_(to_device(column, target.device))
+        self._last_tokens.fill(self._token_ids, self._rows.pending_tokens(chunks))
         return batches
 
 

@@ -14,20 +14,20 @@ import torch
 from torch import Tensor
 
 from quire.config import CacheConfig
-from quire.core.step import ChunkOutput, Chunks, Late, Logprobs, Pooling, Step, StepResult
+from quire.core.step import ChunkOutput, Chunks, Logprobs, Pooling, SamplingMasks, Step, StepResult
 from quire.kernels.contract import Kernels
 from quire.kv_store.device import DeviceStore
-from quire.kv_store.upload import uploaded
+from quire.kv_store.upload import to_device
 from quire.models.model import Model
 from quire.runner.device_inputs import ResidentInputs
-from quire.runner.forward import Hidden, Passes
+from quire.runner.forward import ForwardPasses, Hidden
 from quire.runner.inputs import HostInputs, Inputs
 from quire.runner.rows import Rows
-from quire.sampling.logprobs import report
+from quire.sampling.logprobs import compute_logprobs
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Scored:
+class PromptLogprobPositions:
     """Tokens of the step whose logits are needed for prompt logprobs. Chunks are concatenated."""
 
     tokens: np.ndarray  # int64: indices into all tokens of the step
@@ -51,14 +51,14 @@ def end_positions(chunks: Chunks) -> np.ndarray:
     return np.cumsum(chunks.stops - chunks.starts, dtype=np.int64)
 
 
-def scored_positions(chunks: Chunks, rows: Rows) -> Scored:
+def prompt_logprob_positions(chunks: Chunks, rows: Rows) -> PromptLogprobPositions:
     """In rows with prompt logprobs: all positions with logits from which nothing is sampled."""
     columns = rows.sampling
     asking = (columns["num_prompt_logprobs"][chunks.rows] >= 0) & (chunks.outputs != ChunkOutput.POOL)
     counts = np.where(asking, chunks.num_logits - (chunks.outputs == ChunkOutput.SAMPLE), 0)
     within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     of_row = np.repeat(chunks.rows, counts)
-    return Scored(
+    return PromptLogprobPositions(
         within + np.repeat(end_positions(chunks) - chunks.num_logits, counts),
         rows.tokens(of_row, within + np.repeat(chunks.stops - chunks.num_logits, counts) + 1),
         columns["num_prompt_logprobs"][of_row],
@@ -85,7 +85,7 @@ def pooled_states(states: Tensor, chunks: Chunks, rows: Rows) -> np.ndarray | No
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Launched:
+class LaunchedStep:
     """A step whose forward pass is launched and whose tokens are not sampled yet."""
 
     step_id: int
@@ -97,14 +97,14 @@ class Launched:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Sampled:
+class SampledStep:
     """A step whose tokens are sampled and being copied to the host."""
 
-    launched: Launched
+    launched: LaunchedStep
     rows: np.ndarray  # rows that sampled
     positions: np.ndarray  # of the sampled tokens
     tokens: Tensor  # int64 (len(rows),), on the host after the event `arrival`
-    arrival: torch.cuda.Event | None
+    copy_done: torch.cuda.Event | None
     logprobs: Logprobs | None
     ended: float | None  # seconds, of the runner's clock; None if the device has not finished
 
@@ -124,7 +124,7 @@ class TorchRunner:
         cache: CacheConfig,
         max_num_seqs: int,
         max_model_len: int,
-        strict: Kernels | None = None,
+        deterministic_kernels: Kernels | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._kernels = kernels
@@ -133,17 +133,24 @@ class TorchRunner:
         self._device = model.device
         self._rows = Rows(cache, max_num_seqs, max_model_len, self._vocab_size)
         self._store = DeviceStore(kernels, cache, model.device, clock)
-        self.deterministic = strict is not None and model.row_invariant  # whether it supports deterministic sequences
+        self.supports_deterministic = (
+            deterministic_kernels is not None and model.batch_invariant
+        )  # whether it supports deterministic sequences
         self._inputs: Inputs = (
             ResidentInputs(cache, max_num_seqs, max_model_len, model.device)
-            if kernels.RESIDENT
+            if kernels.USES_RESIDENT_TABLES
             else HostInputs(self._rows, max_num_seqs, model.device)
         )
-        self._passes = Passes(
-            model, kernels, strict if self.deterministic else None, self._store.storages, max_model_len, self._inputs
+        self._forward_passes = ForwardPasses(
+            model,
+            kernels,
+            deterministic_kernels if self.supports_deterministic else None,
+            self._store.storages,
+            max_model_len,
+            self._inputs,
         )
-        self._launched: Launched | None = None
-        self._sampled: deque[Sampled] = deque()
+        self._launched: LaunchedStep | None = None
+        self._sampled: deque[SampledStep] = deque()
         self._ended = 0.0  # when the step before had ended
 
     def launch(self, step: Step) -> None:
@@ -156,35 +163,35 @@ class TorchRunner:
         self._launched = None
         if step.reset:
             self._sampled.clear()  # steps that failed before they were collected
-            self._store.forget()
+            self._store.drain()
         check_supported(step.chunks)
         self._rows.apply(step)
         self._inputs.apply(step)
         self._store.execute(step.id, step.moves)
         self._launched = self._forward(step, began)
 
-    def sample(self, step_id: int, late: Late) -> None:
+    def sample(self, step_id: int, masks: SamplingMasks) -> None:
         """Sample the tokens of the step launched last, and start their copy to the host."""
         launched, self._launched = self._launched, None
         if launched is None or launched.step_id != step_id:
             raise ValueError(f"step {step_id} is not the one that waits to be sampled")
-        self._sampled.append(self._choose_tokens(launched, late))
+        self._sampled.append(self._sample_tokens(launched, masks))
 
     def collect(self) -> StepResult:
         """Wait for the oldest sampled step and return its result. Raises ValueError if there is none."""
         if not self._sampled:
             raise ValueError("no step was sampled and not collected")
         sampled = self._sampled.popleft()
-        if sampled.arrival is not None:
-            sampled.arrival.synchronize()
+        if sampled.copy_done is not None:
+            sampled.copy_done.synchronize()
         launched, tokens = sampled.launched, sampled.tokens.numpy().astype(np.int32)
         ended = self._clock() if sampled.ended is None else sampled.ended
         began = max(launched.began, self._ended)  # the device ran the step before it first
-        swap_seconds = self._store.finish(launched.step_id)
-        self._ended = self._clock() if self._store.copies_aside else ended  # waiting for swaps is no step time
-        if not self._store.copies_aside:
+        swap_seconds = self._store.wait_swaps(launched.step_id)
+        self._ended = self._clock() if self._store.has_copy_stream else ended  # waiting for swaps is no step time
+        if not self._store.has_copy_stream:
             began += sum(swap_seconds)
-        self._rows.append(sampled.rows, sampled.positions, tokens)
+        self._rows.write_sampled(sampled.rows, sampled.positions, tokens)
         return StepResult(
             launched.step_id,
             ended - began,
@@ -196,73 +203,75 @@ class TorchRunner:
             swap_seconds=swap_seconds,
         )
 
-    def rest(self) -> None:
+    def release_workspace(self) -> None:
         """See Runner."""
-        self._kernels.rest()
+        self._kernels.release_workspace()
 
     @torch.inference_mode()
-    def _forward(self, step: Step, began: float) -> Launched:
+    def _forward(self, step: Step, began: float) -> LaunchedStep:
         chunks = step.chunks
         if not len(chunks):
-            return Launched(step.id, began, chunks, torch.empty(0, self._vocab_size, device=self._device), None, None)
-        logits = self._passes.decode(self._rows, chunks)
+            return LaunchedStep(
+                step.id, began, chunks, torch.empty(0, self._vocab_size, device=self._device), None, None
+            )
+        logits = self._forward_passes.decode(self._rows, chunks)
         if logits is not None:
-            return Launched(step.id, began, chunks, logits, None, None)
-        hidden = self._passes.hidden(self._rows, chunks)
+            return LaunchedStep(step.id, began, chunks, logits, None, None)
+        hidden = self._forward_passes.hidden(self._rows, chunks)
         last = end_positions(chunks)[chunks.outputs == ChunkOutput.SAMPLE] - 1
-        return Launched(
+        return LaunchedStep(
             step.id,
             began,
             chunks,
-            self._passes.logits(hidden, last),
-            self._score(hidden, chunks),
+            self._forward_passes.logits(hidden, last),
+            self._prompt_logprobs(hidden, chunks),
             pooled_states(hidden.states, chunks, self._rows),
         )
 
-    def _score(self, hidden: Hidden, chunks: Chunks) -> Logprobs | None:
+    def _prompt_logprobs(self, hidden: Hidden, chunks: Chunks) -> Logprobs | None:
         """Prompt logprobs of the rows that requested them; None if none did."""
-        scored = scored_positions(chunks, self._rows)
+        scored = prompt_logprob_positions(chunks, self._rows)
 
         def logits_of(some: np.ndarray) -> Tensor:
-            return self._passes.logits(hidden, scored.tokens[some])
+            return self._forward_passes.logits(hidden, scored.tokens[some])
 
-        return report(self._kernels, logits_of, self._vocab_size, scored.next_tokens, scored.num_logprobs)
+        return compute_logprobs(self._kernels, logits_of, self._vocab_size, scored.next_tokens, scored.num_logprobs)
 
     @torch.inference_mode()
-    def _choose_tokens(self, launched: Launched, late: Late) -> Sampled:
+    def _sample_tokens(self, launched: LaunchedStep, sampling_masks: SamplingMasks) -> SampledStep:
         chunks, logits = launched.chunks, launched.logits
         sampling = chunks.outputs == ChunkOutput.SAMPLE
         rows, positions = chunks.rows[sampling], chunks.stops[sampling]
         if not len(rows):
-            return self._on_its_way(launched, rows, positions, torch.zeros(0, dtype=torch.int64), None)
-        chosen = self._kernels.sample(logits, self._rows.draws(rows, positions, late))
-        self._inputs.put(rows, positions, chosen)
-        self._rows.expect(rows, positions)
-        return self._on_its_way(launched, rows, positions, chosen, self._report(rows, chosen, logits))
+            return self._copy_to_host(launched, rows, positions, torch.zeros(0, dtype=torch.int64), None)
+        chosen = self._kernels.sample(logits, self._rows.sampling_metadata(rows, positions, sampling_masks))
+        self._inputs.put_sampled(rows, positions, chosen)
+        self._rows.mark_pending(rows, positions)
+        return self._copy_to_host(launched, rows, positions, chosen, self._sample_logprobs(rows, chosen, logits))
 
-    def _report(self, rows: np.ndarray, chosen: Tensor, logits: Tensor) -> Logprobs | None:
+    def _sample_logprobs(self, rows: np.ndarray, chosen: Tensor, logits: Tensor) -> Logprobs | None:
         """Logprobs of the sampled tokens in rows that requested them; None if none did. Waits for the tokens."""
         columns = self._rows.sampling
         numbers = columns["num_logprobs"][rows]
         if (numbers < 0).all():
             return None
-        return report(
+        return compute_logprobs(
             self._kernels,
-            lambda some: logits[uploaded(some, logits.device)],
+            lambda some: logits[to_device(some, logits.device)],
             self._vocab_size,
             chosen.cpu().numpy().astype(np.int32),
             numbers,
-            columns.lists.reported(rows),
+            columns.token_lists.logprob_tokens(rows),
         )
 
-    def _on_its_way(
-        self, launched: Launched, rows: np.ndarray, positions: np.ndarray, chosen: Tensor, logprobs: Logprobs | None
-    ) -> Sampled:
+    def _copy_to_host(
+        self, launched: LaunchedStep, rows: np.ndarray, positions: np.ndarray, chosen: Tensor, logprobs: Logprobs | None
+    ) -> SampledStep:
         """Start the copy of the tokens to the host, without waiting for it."""
         if launched.logits.device.type == "cpu":
-            return Sampled(launched, rows, positions, chosen, None, logprobs, self._clock())
+            return SampledStep(launched, rows, positions, chosen, None, logprobs, self._clock())
         host = torch.empty(len(chosen), dtype=chosen.dtype, pin_memory=True)
         host.copy_(chosen, non_blocking=True)
         arrival = torch.cuda.Event()  # type: ignore[no-untyped-call]
         arrival.record()
-        return Sampled(launched, rows, positions, host, arrival, logprobs, None)
+        return SampledStep(launched, rows, positions, host, arrival, logprobs, None)

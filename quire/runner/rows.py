@@ -3,8 +3,8 @@
 import numpy as np
 
 from quire.config import CacheConfig
-from quire.core.step import Chunks, Late, Step, Writes
-from quire.kernels.contract import Batch, Draws
+from quire.core.step import Chunks, SamplingMasks, Step, TableUpdates
+from quire.kernels.contract import Batch, SamplingMetadata
 from quire.sampling.metadata import SamplingColumns
 
 _NONE = -1  # no position
@@ -21,30 +21,32 @@ class Rows:
         self.sampling = SamplingColumns(max_num_seqs, vocab_size)
         self.deterministic = np.zeros(max_num_seqs, np.bool_)
         self.poolings = np.zeros(max_num_seqs, np.uint8)
-        self._awaited = np.full(max_num_seqs, _NONE, np.int64)  # position of a sampled token that the host lacks
+        self._pending_positions = np.full(
+            max_num_seqs, _NONE, np.int64
+        )  # position of a sampled token that the host lacks
 
     def apply(self, step: Step) -> None:
         """Apply a step's reset, new rows, tokens and blocks."""
         if step.reset:
             for table in (self._tokens, *self._tables):
                 table.fill(0)
-            self._awaited.fill(_NONE)
-        self._awaited[step.opens.rows] = _NONE
-        self.sampling.open(step.opens)
+            self._pending_positions.fill(_NONE)
+        self._pending_positions[step.opens.rows] = _NONE
+        self.sampling.set_rows(step.opens)
         self.deterministic[step.opens.rows] = step.opens.deterministic
         self.poolings[step.opens.rows] = step.opens.poolings
         step.tokens.apply(self._tokens)
-        self._settle(step.tokens)
+        self._clear_pending(step.tokens)
         for writes, table in zip(step.blocks, self._tables, strict=True):
             writes.apply(table)
 
-    def _settle(self, told: Writes) -> None:
+    def _clear_pending(self, writes: TableUpdates) -> None:
         """Tokens of the step replace sampled tokens that are not on the host yet."""
-        if not len(told.rows):
+        if not len(writes.rows):
             return
-        awaited = self._awaited[told.rows]
-        settled = (told.starts <= awaited) & (awaited < told.starts + told.lengths)
-        self._awaited[told.rows[settled]] = _NONE
+        awaited = self._pending_positions[writes.rows]
+        settled = (writes.starts <= awaited) & (awaited < writes.starts + writes.lengths)
+        self._pending_positions[writes.rows[settled]] = _NONE
 
     def inputs(self, chunks: Chunks) -> tuple[np.ndarray, np.ndarray]:
         """Token ids and positions of all chunks, concatenated, int64."""
@@ -63,28 +65,30 @@ class Rows:
         found: np.ndarray = self._tokens[rows, positions]
         return found
 
-    def draws(self, rows: np.ndarray, positions: np.ndarray, late: Late) -> Draws:
+    def sampling_metadata(
+        self, rows: np.ndarray, positions: np.ndarray, sampling_masks: SamplingMasks
+    ) -> SamplingMetadata:
         """The sampling metadata for one token of each of `rows`, at `positions`."""
-        return self.sampling.draws(rows, positions, self._tokens, late)
+        return self.sampling.metadata(rows, positions, self._tokens, sampling_masks)
 
-    def expect(self, rows: np.ndarray, positions: np.ndarray) -> None:
+    def mark_pending(self, rows: np.ndarray, positions: np.ndarray) -> None:
         """Record that a token was sampled at `positions` of `rows`, which `append` will write."""
-        self._awaited[rows] = positions
+        self._pending_positions[rows] = positions
 
-    def missing(self, chunks: Chunks) -> tuple[np.ndarray, np.ndarray]:
+    def pending_tokens(self, chunks: Chunks) -> tuple[np.ndarray, np.ndarray]:
         """The token ids of `inputs` that are not on the host yet: their indices, and their rows, both int64."""
-        positions = self._awaited[chunks.rows]
+        positions = self._pending_positions[chunks.rows]
         missing = (chunks.starts <= positions) & (positions < chunks.stops)
         lengths = chunks.stops - chunks.starts
         indices = np.cumsum(lengths) - chunks.stops + positions
         return indices[missing], chunks.rows[missing].astype(np.int64)
 
-    def append(self, rows: np.ndarray, positions: np.ndarray, tokens: np.ndarray) -> None:
+    def write_sampled(self, rows: np.ndarray, positions: np.ndarray, tokens: np.ndarray) -> None:
         """Write sampled tokens, one per row. Rows that have another sequence by now are skipped.
 
         -1 becomes 0, a valid index of the embedding; its result is not used.
         """
-        here = self._awaited[rows] == positions
+        here = self._pending_positions[rows] == positions
         rows, positions = rows[here], positions[here]
         self._tokens[rows, positions] = np.maximum(tokens[here], 0)
-        self._awaited[rows] = _NONE
+        self._pending_positions[rows] = _NONE

@@ -14,10 +14,10 @@ from typing import NamedTuple
 import numpy as np
 
 from quire.config import CacheConfig
-from quire.core.step import Chunk, ChunkOutput, Late, Logprobs, Move, Step, StepResult
+from quire.core.step import Chunk, ChunkOutput, Logprobs, Move, SamplingMasks, Step, StepResult
 
 _MODULUS = 2**31 - 1
-_NOTHING = -1
+_UNSET = -1
 
 
 def key_after(key: int, token: int) -> int:
@@ -55,10 +55,10 @@ def logprobs_after(seen: int, vocab_size: int) -> np.ndarray:
     return logprobs
 
 
-class _Moving(NamedTuple):
+class _PendingSwap(NamedTuple):
     """A block that is swapped out or in. It is written when its step is collected."""
 
-    is_back: bool
+    is_swap_in: bool
     memory: np.ndarray  # blocks of the target tier and group
     target: int
     keys: np.ndarray  # of its leading tokens
@@ -69,11 +69,11 @@ class _InFlight:
     step_id: int
     chunks: list[Chunk]
     seconds: float
-    scored: list[tuple[int, int]]  # prompt token, position
+    prompt_logprobs: list[tuple[int, int]]  # prompt token, position
     pooled: list[tuple[int, int]]  # number of tokens, their sum
     tokens: list[int]
-    likely: list[tuple[int, np.ndarray, int]]  # token, logprobs of the vocabulary, number to report
-    moving: list[_Moving]
+    logprobs: list[tuple[int, np.ndarray, int]]  # token, logprobs of the vocabulary, number to report
+    swaps: list[_PendingSwap]
 
 
 class ScriptedRunner:
@@ -98,12 +98,12 @@ class ScriptedRunner:
     ) -> None:
         self._block_size = cache.block_size
         self._windows = [group.window for group in cache.groups]
-        self._kv = [np.full((group.num_blocks, cache.block_size), _NOTHING, np.int64) for group in cache.groups]
-        self._host = [np.full((group.num_host_blocks, cache.block_size), _NOTHING, np.int64) for group in cache.groups]
-        self._tokens = np.full((max_num_seqs, max_model_len + 1), _NOTHING, np.int32)
+        self._kv = [np.full((group.num_blocks, cache.block_size), _UNSET, np.int64) for group in cache.groups]
+        self._host = [np.full((group.num_host_blocks, cache.block_size), _UNSET, np.int64) for group in cache.groups]
+        self._tokens = np.full((max_num_seqs, max_model_len + 1), _UNSET, np.int32)
         self._num_logprobs = np.full(max_num_seqs, -1, np.int32)
         width = -(-(max_model_len + 1) // cache.block_size)
-        self._tables = [np.full((max_num_seqs, width), _NOTHING, np.int32) for _ in cache.groups]
+        self._tables = [np.full((max_num_seqs, width), _UNSET, np.int32) for _ in cache.groups]
         self._vocab_size = vocab_size
         self._seconds_of = seconds_of
         self._swap_seconds_of = swap_seconds_of
@@ -114,15 +114,15 @@ class ScriptedRunner:
     def launch(self, step: Step) -> None:
         """Apply the delta, start the Moves, compute the KV of every chunk. Raises ValueError if it reads unset KV."""
         if step.reset:
-            self._tokens[:] = _NOTHING
+            self._tokens[:] = _UNSET
             for table in self._tables:
-                table[:] = _NOTHING
+                table[:] = _UNSET
             self._launched = None
             self._sampled.clear()
         for row in step.opens.rows.tolist():
-            self._tokens[row] = _NOTHING
+            self._tokens[row] = _UNSET
             for table in self._tables:
-                table[row] = _NOTHING
+                table[row] = _UNSET
         self._num_logprobs[step.opens.rows] = step.opens.num_logprobs
         step.tokens.apply(self._tokens)
         for writes, table in zip(step.blocks, self._tables, strict=True):
@@ -134,13 +134,15 @@ class ScriptedRunner:
             self._compute(chunk)
         if failing:
             raise RuntimeError(f"scripted failure of step {step.id}")
-        scored = [one for chunk in chunks if chunk.output is not ChunkOutput.POOL for one in self._score(chunk)]
+        scored = [
+            one for chunk in chunks if chunk.output is not ChunkOutput.POOL for one in self._prompt_logprobs(chunk)
+        ]
         pooled = [self._pool(chunk) for chunk in chunks if chunk.output is ChunkOutput.POOL]
         self._launched = _InFlight(step.id, chunks, self._seconds_of(step.num_tokens), scored, pooled, [], [], moving)
 
-    def sample(self, step_id: int, late: Late) -> None:
+    def sample(self, step_id: int, masks: SamplingMasks) -> None:
         """Write the next token of every chunk that samples."""
-        del late
+        del masks
         launched = self._launched
         if launched is None or launched.step_id != step_id:
             raise ValueError(f"step {step_id} was not launched last")
@@ -151,21 +153,21 @@ class ScriptedRunner:
                 token = token_after(seen, self._vocab_size)
                 self._tokens[chunk.row, chunk.stop] = token
                 launched.tokens.append(token)
-                launched.likely.append((token, logprobs_after(seen, self._vocab_size), self._num_logprobs[chunk.row]))
+                launched.logprobs.append((token, logprobs_after(seen, self._vocab_size), self._num_logprobs[chunk.row]))
         self._sampled.append(launched)
 
     def collect(self) -> StepResult:
         """The result of the oldest sampled step."""
         done = self._sampled.popleft()
-        for _, memory, target, keys in done.moving:
-            memory[target] = _NOTHING
+        for _, memory, target, keys in done.swaps:
+            memory[target] = _UNSET
             memory[target, : len(keys)] = keys
-        back = sum(one.is_back for one in done.moving)
+        back = sum(one.is_swap_in for one in done.swaps)
         counts = np.array([chunk.output is ChunkOutput.SAMPLE for chunk in done.chunks], np.int32)
         tokens = np.array(done.tokens, np.int32)
         scored = None
-        if done.scored:
-            ids, positions = np.array(done.scored, np.int32).T
+        if done.prompt_logprobs:
+            ids, positions = np.array(done.prompt_logprobs, np.int32).T
             scored = Logprobs(ids[:, None], -positions[:, None].astype(np.float32), np.ones_like(ids))
         pooled = np.array(done.pooled, np.float32) if done.pooled else None
         return StepResult(
@@ -173,16 +175,16 @@ class ScriptedRunner:
             done.seconds,
             counts,
             tokens,
-            _told(done.likely),
+            _top_logprobs(done.logprobs),
             prompt_logprobs=scored,
             pooled=pooled,
-            swap_seconds=(self._swap_seconds_of(len(done.moving) - back), self._swap_seconds_of(back)),
+            swap_seconds=(self._swap_seconds_of(len(done.swaps) - back), self._swap_seconds_of(back)),
         )
 
-    def rest(self) -> None:
+    def release_workspace(self) -> None:
         """See Runner. There is no memory to release."""
 
-    def _move(self, move: Move) -> list[_Moving]:
+    def _move(self, move: Move) -> list[_PendingSwap]:
         """Execute copies within the device, and read the source blocks of swaps, which `collect` writes."""
         tiers = {"device": self._kv[move.group], "host": self._host[move.group]}
         source, target, length = tiers[move.source], tiers[move.target], move.num_tokens
@@ -191,12 +193,12 @@ class ScriptedRunner:
             for (_, block), keys in zip(move.pairs, read, strict=True):
                 target[block, :length] = keys
             return []
-        if any((keys == _NOTHING).any() for keys in read):
+        if any((keys == _UNSET).any() for keys in read):
             raise ValueError(f"{move}: it reads KV that was never written")
         is_back = move.source == "host"
         if is_back:
-            target[[block for _, block in move.pairs]] = _NOTHING
-        return [_Moving(is_back, target, block, keys) for (_, block), keys in zip(move.pairs, read, strict=True)]
+            target[[block for _, block in move.pairs]] = _UNSET
+        return [_PendingSwap(is_back, target, block, keys) for (_, block), keys in zip(move.pairs, read, strict=True)]
 
     def _compute(self, chunk: Chunk) -> None:
         key = int(self._read(chunk.row, np.array([chunk.start - 1]), 0)[0]) if chunk.start else 0
@@ -205,11 +207,11 @@ class ScriptedRunner:
             key = key_after(key, token)
             for kv, table in zip(self._kv, self._tables, strict=True):
                 block = table[chunk.row, position // self._block_size]
-                if token == _NOTHING or block == _NOTHING:
+                if token == _UNSET or block == _UNSET:
                     raise ValueError(f"{chunk}: position {position} has token {token} and block {block}")
                 kv[block, position % self._block_size] = key
 
-    def _score(self, chunk: Chunk) -> list[tuple[int, int]]:
+    def _prompt_logprobs(self, chunk: Chunk) -> list[tuple[int, int]]:
         """(token, position) after each position with logits from which nothing is sampled."""
         stop = chunk.stop - (chunk.output is ChunkOutput.SAMPLE)
         positions = range(chunk.stop - chunk.num_logits + 1, stop + 1)
@@ -227,12 +229,12 @@ class ScriptedRunner:
     def _read(self, row: int, positions: np.ndarray, group: int) -> np.ndarray:
         blocks = self._tables[group][row, positions // self._block_size]
         keys: np.ndarray = self._kv[group][blocks, positions % self._block_size]
-        if (blocks == _NOTHING).any() or (keys == _NOTHING).any():
+        if (blocks == _UNSET).any() or (keys == _UNSET).any():
             raise ValueError(f"row {row} reads KV of positions {positions} that was never written")
         return keys
 
 
-def _told(likely: list[tuple[int, np.ndarray, int]]) -> Logprobs | None:
+def _top_logprobs(likely: list[tuple[int, np.ndarray, int]]) -> Logprobs | None:
     """Logprobs of the sampled tokens and of as many most likely ones as their rows requested; None if none did."""
     widest = max((number for _, _, number in likely), default=-1)
     if widest < 0:

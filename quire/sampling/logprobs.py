@@ -10,17 +10,17 @@ from torch import Tensor
 from quire.core.step import Logprobs
 from quire.kernels.contract import Kernels
 
-LOGITS_AT_ONCE = 2**22  # logits per call of `Kernels.logprobs`, which needs about 30 bytes each
+MAX_LOGITS_PER_CALL = 2**22  # logits per call of `Kernels.logprobs`, which needs about 30 bytes each
 _NO_LISTS: Mapping[int, np.ndarray] = MappingProxyType({})
 
 
-def report(
+def compute_logprobs(
     kernels: Kernels,
     logits_of: Callable[[np.ndarray], Tensor],
     vocab_size: int,
     tokens: np.ndarray,
     num_logprobs: np.ndarray,
-    listed: Mapping[int, np.ndarray] = _NO_LISTS,
+    listed_tokens: Mapping[int, np.ndarray] = _NO_LISTS,
 ) -> Logprobs | None:
     """Logprobs of each of `tokens` (num_tokens,), then of the most likely tokens, then of the listed tokens.
 
@@ -33,19 +33,19 @@ def report(
     if not (num_logprobs >= 0).any():
         return None
     wanted = np.minimum(num_logprobs, vocab_size)
-    ends = [int(wanted[index]) + len(ids) for index, ids in listed.items() if wanted[index] >= 0]
+    ends = [int(wanted[index]) + len(ids) for index, ids in listed_tokens.items() if wanted[index] >= 0]
     width = 1 + max(int(wanted.max()), *ends, 0)
     size = len(tokens)
     logprobs = Logprobs(
         np.full((size, width), -1, np.int32), np.full((size, width), -np.inf, np.float32), np.zeros(size, np.int32)
     )
     asking = np.flatnonzero((wanted >= 0) & (tokens >= 0))
-    at_once = max(1, LOGITS_AT_ONCE // vocab_size)
+    at_once = max(1, MAX_LOGITS_PER_CALL // vocab_size)
     for first in range(0, len(asking), at_once):
         some = asking[first : first + at_once]
-        asked, k = _asked(tokens, some, listed), int(wanted[some].max())
+        asked, k = _requested_tokens(tokens, some, listed_tokens), int(wanted[some].max())
         likelihoods = kernels.logprobs(logits_of(some), torch.from_numpy(asked), k)
-        _fill(logprobs, some, likelihoods, asked, wanted[some], listed)
+        _fill(logprobs, some, likelihoods, asked, wanted[some], listed_tokens)
     return logprobs
 
 
@@ -74,7 +74,7 @@ def _fill(
             logprobs.values[index, start:stop] = values[place, 1 : 1 + count]
 
 
-def _asked(tokens: np.ndarray, indices: np.ndarray, listed: Mapping[int, np.ndarray]) -> np.ndarray:
+def _requested_tokens(tokens: np.ndarray, indices: np.ndarray, listed: Mapping[int, np.ndarray]) -> np.ndarray:
     """The token of each of `indices` and the tokens listed for it, padded with 0: int64 (len(indices), n)."""
     lists = [listed.get(index, ()) for index in indices.tolist()]
     asked = np.zeros((len(indices), 1 + max(map(len, lists), default=0)), np.int64)

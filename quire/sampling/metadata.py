@@ -6,18 +6,18 @@ from typing import NamedTuple
 
 import numpy as np
 
-from quire.core.step import Late, ListKind, Opens
-from quire.kernels.contract import Draws, Edits, History, Masks
+from quire.core.step import NewRows, SamplingMasks, TokenListKind
+from quire.kernels.contract import History, LogitEdits, Masks, SamplingMetadata
 
 
 class BadWords(NamedTuple):
     """Bad words of one row. Words of several tokens are stored as concatenated prefixes, and last tokens."""
 
-    always: np.ndarray  # int64: words of one token
-    begins: np.ndarray  # int32: tokens of all words without the last ones, concatenated
+    single_tokens: np.ndarray  # int64: words of one token
+    prefixes: np.ndarray  # int32: tokens of all words without the last ones, concatenated
     distances: np.ndarray  # int64, for each of `begins`: distance to the word's last token
-    firsts: np.ndarray  # int64, for each word: its start in `begins`
-    lasts: np.ndarray  # int64, for each word: its last token
+    starts: np.ndarray  # int64, for each word: its start in `begins`
+    last_tokens: np.ndarray  # int64, for each word: its last token
 
     @classmethod
     def of(cls, words: Sequence[np.ndarray]) -> "BadWords":
@@ -35,11 +35,11 @@ class BadWords(NamedTuple):
 
     def banned(self, tokens: np.ndarray) -> np.ndarray:
         """Tokens that are banned after `tokens` (at least one), int64. May contain duplicates."""
-        if not len(self.lasts):
-            return self.always
+        if not len(self.last_tokens):
+            return self.single_tokens
         places = len(tokens) - self.distances
-        same = (places >= 0) & (tokens[np.maximum(places, 0)] == self.begins)
-        return np.concatenate((self.always, self.lasts[np.logical_and.reduceat(same, self.firsts)]))
+        same = (places >= 0) & (tokens[np.maximum(places, 0)] == self.prefixes)
+        return np.concatenate((self.single_tokens, self.last_tokens[np.logical_and.reduceat(same, self.starts)]))
 
 
 class TokenLists:
@@ -47,52 +47,54 @@ class TokenLists:
 
     def __init__(self, num_rows: int, vocab_size: int) -> None:
         self._num_words = -(-vocab_size // 32)
-        self._editing = np.zeros(num_rows, np.bool_)  # rows that may have logit edits
+        self._has_edits = np.zeros(num_rows, np.bool_)  # rows that may have logit edits
         self._allowed: dict[int, np.ndarray] = {}  # row -> bit mask, as in Masks
         self._biases: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self._bad_words: dict[int, BadWords] = {}
-        self._ends: dict[int, np.ndarray] = {}
-        self._reported: dict[int, np.ndarray] = {}
+        self._end_tokens: dict[int, np.ndarray] = {}
+        self._logprob_tokens: dict[int, np.ndarray] = {}
 
-    def open(self, opens: Opens) -> None:
+    def set_rows(self, new_rows: NewRows) -> None:
         """Replace the lists of the new rows."""
-        for lists in (self._allowed, self._biases, self._bad_words, self._ends, self._reported):
-            for row in lists.keys() & set(opens.rows.tolist()):
+        for lists in (self._allowed, self._biases, self._bad_words, self._end_tokens, self._logprob_tokens):
+            for row in lists.keys() & set(new_rows.rows.tolist()):
                 del lists[row]
         words: dict[int, list[np.ndarray]] = defaultdict(list)
-        for row, kind, tokens, weights in opens.lists:
+        for row, kind, tokens, weights in new_rows.lists:
             match kind:
-                case ListKind.ALLOWED:
+                case TokenListKind.ALLOWED:
                     self._allowed[row] = self._mask(tokens)
-                case ListKind.BIAS:
+                case TokenListKind.BIAS:
                     self._biases[row] = (tokens, weights)
-                case ListKind.BAD_WORD:
+                case TokenListKind.BAD_WORD:
                     words[row].append(tokens)
-                case ListKind.END:
-                    self._ends[row] = tokens
-                case ListKind.LOGPROB:
-                    self._reported[row] = tokens.astype(np.int64)
+                case TokenListKind.END:
+                    self._end_tokens[row] = tokens
+                case TokenListKind.LOGPROB:
+                    self._logprob_tokens[row] = tokens.astype(np.int64)
         self._bad_words |= {row: BadWords.of(some) for row, some in words.items()}
-        for row in opens.rows.tolist():
-            self._editing[row] = row in self._biases or row in self._bad_words or row in self._ends
+        for row in new_rows.rows.tolist():
+            self._has_edits[row] = row in self._biases or row in self._bad_words or row in self._end_tokens
 
-    def masks(self, rows: np.ndarray, late: Late) -> Masks:
+    def masks(self, rows: np.ndarray, sampling_masks: SamplingMasks) -> Masks:
         """The masks of `rows`: allowed tokens, and the grammar masks `late`. If a row has both, their intersection.
 
         Entries of `late` for other rows are ignored. Raises ValueError if its masks do not have the vocabulary's size.
         """
-        if len(late.rows) and late.masks.shape[1] != self._num_words:
-            raise ValueError(f"masks must have {self._num_words} words for a row, not {late.masks.shape[1]}")
+        if len(sampling_masks.rows) and sampling_masks.masks.shape[1] != self._num_words:
+            raise ValueError(f"masks must have {self._num_words} words for a row, not {sampling_masks.masks.shape[1]}")
         indices = self._indices(rows)
         words = {index: self._allowed[row] for row, index in _present(self._allowed, indices)}
-        for row, mask in zip(late.rows.tolist(), late.masks, strict=True):
+        for row, mask in zip(sampling_masks.rows.tolist(), sampling_masks.masks, strict=True):
             index = int(indices[row])
             if index >= 0:
                 words[index] = words[index] & mask if index in words else mask
         stacked = np.array(list(words.values()), np.uint32).reshape(-1, self._num_words)
         return Masks(np.array(list(words), np.int64), stacked)
 
-    def edits(self, rows: np.ndarray, positions: np.ndarray, min_lens: np.ndarray, tokens: np.ndarray) -> Edits:
+    def logit_edits(
+        self, rows: np.ndarray, positions: np.ndarray, min_lens: np.ndarray, tokens: np.ndarray
+    ) -> LogitEdits:
         """Logit edits for `rows`, whose next tokens are at `positions`: biases and banned tokens.
 
         min_lens (len(rows),): positions below which end tokens are banned. tokens (all rows, positions): the tokens of
@@ -101,26 +103,26 @@ class TokenLists:
         indices = [np.zeros(0, np.int64)]
         edited = [np.zeros(0, np.int64)]
         values = [np.zeros(0, np.float32)]
-        for index in np.flatnonzero(self._editing[rows]).tolist():
+        for index in np.flatnonzero(self._has_edits[rows]).tolist():
             row, position = int(rows[index]), int(positions[index])
             added, weights = self._biases.get(row, (edited[0], values[0]))
             bans = []
-            if row in self._ends and position < min_lens[index]:
-                bans.append(self._ends[row])
+            if row in self._end_tokens and position < min_lens[index]:
+                bans.append(self._end_tokens[row])
             if row in self._bad_words:
                 bans.append(self._bad_words[row].banned(tokens[row, :position]))
             edited += [added, *bans]
             values += [weights, *(np.full(len(banned), -np.inf, np.float32) for banned in bans)]
             indices.append(np.full(len(added) + sum(map(len, bans)), index, np.int64))
-        return Edits(np.concatenate(indices), np.concatenate(edited).astype(np.int64), np.concatenate(values))
+        return LogitEdits(np.concatenate(indices), np.concatenate(edited).astype(np.int64), np.concatenate(values))
 
-    def reported(self, rows: np.ndarray) -> Mapping[int, np.ndarray]:
+    def logprob_tokens(self, rows: np.ndarray) -> Mapping[int, np.ndarray]:
         """Index into `rows` -> listed tokens whose logprobs are reported, int64. Other rows are absent."""
-        return {index: self._reported[row] for row, index in _present(self._reported, self._indices(rows))}
+        return {index: self._logprob_tokens[row] for row, index in _present(self._logprob_tokens, self._indices(rows))}
 
     def _indices(self, rows: np.ndarray) -> np.ndarray:
         """Row -> its index in `rows`, or -1."""
-        indices = np.full(len(self._editing), -1, np.int64)
+        indices = np.full(len(self._has_edits), -1, np.int64)
         indices[rows] = np.arange(len(rows))
         return indices
 
@@ -159,29 +161,31 @@ class SamplingColumns:
 
     def __init__(self, num_rows: int, vocab_size: int) -> None:
         self._columns = {name: np.zeros(num_rows, kind) for name, kind in _COLUMNS.items()}
-        self.lists = TokenLists(num_rows, vocab_size)
+        self.token_lists = TokenLists(num_rows, vocab_size)
 
     def __getitem__(self, name: str) -> np.ndarray:
         """The array of a parameter, for all rows."""
         return self._columns[name]
 
-    def open(self, opens: Opens) -> None:
+    def set_rows(self, new_rows: NewRows) -> None:
         """Replace the parameters of the new rows."""
-        if not len(opens):
+        if not len(new_rows):
             return
         for name, column in self._columns.items():
-            column[opens.rows] = getattr(opens, name)
+            column[new_rows.rows] = getattr(new_rows, name)
         repetition = self._columns["repetition_penalties"]
         np.maximum(repetition, _SMALLEST, out=repetition)  # a small float64 may have become 0, and is a divisor
-        self.lists.open(opens)
+        self.token_lists.set_rows(new_rows)
 
-    def draws(self, rows: np.ndarray, positions: np.ndarray, tokens: np.ndarray, late: Late) -> Draws:
+    def metadata(
+        self, rows: np.ndarray, positions: np.ndarray, tokens: np.ndarray, sampling_masks: SamplingMasks
+    ) -> SamplingMetadata:
         """The sampling metadata for `rows`, whose next tokens are at `positions` of `tokens` (all rows, positions).
 
         Entries of `late` for other rows are ignored.
         """
         column = {name: values[rows] for name, values in self._columns.items()}
-        return Draws(
+        return SamplingMetadata(
             seeds=column["seeds"],
             sample_indices=column["sample_indices"],
             positions=positions,
@@ -192,8 +196,8 @@ class SamplingColumns:
             presence_penalties=column["presence_penalties"],
             frequency_penalties=column["frequency_penalties"],
             repetition_penalties=column["repetition_penalties"],
-            masks=self.lists.masks(rows, late),
-            edits=self.lists.edits(rows, positions, column["min_lens"], tokens),
+            masks=self.token_lists.masks(rows, sampling_masks),
+            edits=self.token_lists.logit_edits(rows, positions, column["min_lens"], tokens),
             history=_history(rows, positions, column, tokens),
         )
 

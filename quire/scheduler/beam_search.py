@@ -13,13 +13,13 @@ import numpy as np
 from msgspec import structs
 
 from quire.cache.kv_cache import KVCache
-from quire.config import CacheConfig, SchedulerConfig, blocks_alone
+from quire.config import CacheConfig, SchedulerConfig, max_blocks_of_sequence
 from quire.core.output import Output
 from quire.core.request import Beams, Request
 from quire.core.step import Logprobs
 from quire.errors import RequestError
 from quire.params import BeamSearchParams
-from quire.scheduler.lifecycle import Lives, ask_nothing
+from quire.scheduler.lifecycle import SchedulerState, clear_retention
 from quire.scheduler.sequence import Sequence
 
 
@@ -201,40 +201,40 @@ class Search:
 
 
 @dataclass(slots=True)
-class _Open:
+class _OpenSearch:
     """A search with the sequences of its live beams."""
 
     search: Search
     live: list[Sequence]
-    heard: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)  # by sequence id: ids, logprobs
+    candidates: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)  # by sequence id: ids, logprobs
 
 
-class Searches:
+class BeamSearches:
     """The open beam searches, by request id."""
 
-    def __init__(self, cache: KVCache, lives: Lives) -> None:
+    def __init__(self, cache: KVCache, state: SchedulerState) -> None:
         self._cache = cache
-        self._lives = lives
-        self._open: dict[str, _Open] = {}
+        self._state = state
+        self._open: dict[str, _OpenSearch] = {}
 
-    def add(self, first: Sequence) -> None:
+    def start(self, first: Sequence) -> None:
         """Start a search with the sequence that computes the prompt."""
-        self._open[first.request.id] = _Open(Search(Rules.of(first.request)), [first])
+        self._open[first.request.id] = _OpenSearch(Search(Rules.of(first.request)), [first])
 
     def drop(self, request_id: str) -> None:
         """Remove the search of a request that has ended. Ignores an unknown one."""
         self._open.pop(request_id, None)
 
-    def hear(self, seq: Sequence, logprobs: Logprobs, now: float) -> list[Output]:
+    def add_candidates(self, seq: Sequence, logprobs: Logprobs, now: float) -> list[Output]:
         """Record the candidates of a beam; advance the search once all have theirs. Returns the results at its end."""
         one = self._open[seq.request.id]
         seq.num_pending = 0
         if seq in one.live:
-            one.heard[seq.id] = (logprobs.ids[0, 1:], logprobs.values[0, 1:])
-        if len(one.heard) < len(one.live):
+            one.candidates[seq.id] = (logprobs.ids[0, 1:], logprobs.values[0, 1:])
+        if len(one.candidates) < len(one.live):
             return []
         num_prompt = len(seq.request.prompt)
-        ids, values = zip(*(one.heard[beam.id] for beam in one.live), strict=True)
+        ids, values = zip(*(one.candidates[beam.id] for beam in one.live), strict=True)
         width = min(map(len, ids))
         outputs = [beam.tokens[num_prompt:] for beam in one.live]
         selection = one.search.advance(
@@ -242,19 +242,19 @@ class Searches:
         )
         if selection.over:
             self.drop(seq.request.id)
-            return _results(seq, one.search.hypotheses, self._lives.families.members(seq.request.id))
+            return _results(seq, one.search.hypotheses, self._state.sequence_groups.members(seq.request.id))
         for beam in one.live:
-            if self._lives.is_in_flight(beam):  # recomputed after a preemption: discard its in-flight chunk
-                self._lives.requeue(beam, beam.num_written, now)
-        self._choose(one, selection.live, now)
+            if self._state.is_in_flight(beam):  # recomputed after a preemption: discard its in-flight chunk
+                self._state.requeue(beam, beam.num_written, now)
+        self._assign_beams(one, selection.live, now)
         return []
 
-    def _choose(self, one: _Open, beams: list[Beam], now: float) -> None:
+    def _assign_beams(self, one: _OpenSearch, beams: list[Beam], now: float) -> None:
         """Assign the selected beams to sequences, and hold the sequences that have no beam."""
         parents = one.live
         bases = [list(parent.tokens) for parent in parents]
         spare = [seq for i, seq in enumerate(parents) if all(beam.parent != i for beam in beams)]
-        spare += self._lives.families.release(parents[0].request.id)
+        spare += self._state.sequence_groups.release_held(parents[0].request.id)
         one.live = []
         begun: set[int] = set()
         for beam in beams:
@@ -264,51 +264,51 @@ class Searches:
             if seq is not parent:
                 seq.tokens = bases[beam.parent]
                 bases[beam.parent] = list(seq.tokens)
-                self._take_over(seq, parent, now)
+                self._fork_or_requeue(seq, parent, now)
             one.live.append(seq)
         for beam, seq in zip(beams, one.live, strict=True):
             seq.tokens.append(beam.token)
             seq.limit = len(seq.tokens)
             seq.epoch += 1
-            if seq.row < 0 and seq not in self._lives.queue:
+            if seq.row < 0 and seq not in self._state.queue:
                 seq.num_written = 0
-                self._lives.requeue(seq, 0, now)
-            if seq.row >= 0 and seq not in self._lives.rows.unmet:
-                self._lives.rows.corrected.append((seq, len(seq.tokens) - 1))
-        one.heard.clear()
+                self._state.requeue(seq, 0, now)
+            if seq.row >= 0 and seq not in self._state.running_queue.unsent:
+                self._state.running_queue.corrected.append((seq, len(seq.tokens) - 1))
+        one.candidates.clear()
         for seq in spare:
-            self._park(seq)
+            self._hold(seq)
 
-    def _take_over(self, seq: Sequence, parent: Sequence, now: float) -> None:
+    def _fork_or_requeue(self, seq: Sequence, parent: Sequence, now: float) -> None:
         """Fork the parent's block table for a sequence, or requeue it if the parent has no row or none is free."""
-        was_held = seq.row < 0 and seq not in self._lives.queue
-        if parent.row < 0 or (seq.row < 0 and not self._lives.rows.has_free):
+        was_held = seq.row < 0 and seq not in self._state.queue
+        if parent.row < 0 or (seq.row < 0 and not self._state.running_queue.has_free_row):
             if seq.row >= 0 or was_held:
-                self._lives.requeue(seq, seq.num_valid, now)
+                self._state.requeue(seq, seq.num_valid, now)
             return
         if seq.row >= 0:
-            ask_nothing(seq)
+            clear_retention(seq)
             self._cache.release(seq.id)
         elif not was_held:
-            self._lives.queue.remove(seq)
+            self._state.queue.remove(seq)
         table = self._cache.fork(parent.id, seq.id, parent.num_computed, seq.tokens)
         if seq.row >= 0:
-            self._lives.rows.hold(seq, table, parent.num_computed)
+            self._state.running_queue.set_table(seq, table, parent.num_computed)
         else:
-            self._lives.rows.take(seq, table, parent.num_computed)
-            self._lives.accounts.branched(seq, parent.num_computed, now)
-        self._lives.rows.meet(seq)
+            self._state.running_queue.allocate_row(seq, table, parent.num_computed)
+            self._state.request_stats.branched(seq, parent.num_computed, now)
+        self._state.running_queue.mark_unsent(seq)
 
-    def _park(self, seq: Sequence) -> None:
+    def _hold(self, seq: Sequence) -> None:
         """Hold a sequence that has no beam; take its row and blocks."""
         if seq.row >= 0:
-            ask_nothing(seq)
-            self._lives.rows.give_up(seq, 0)
-        elif seq in self._lives.queue:
-            self._lives.queue.remove(seq)
+            clear_retention(seq)
+            self._state.running_queue.free(seq, 0)
+        elif seq in self._state.queue:
+            self._state.queue.remove(seq)
         seq.epoch += 1
-        self._lives.accounts.parked(seq)
-        self._lives.families.hold(seq)
+        self._state.request_stats.held(seq)
+        self._state.sequence_groups.hold(seq)
 
 
 def _results(seq: Sequence, hypotheses: list[Hypothesis], members: list[Sequence]) -> list[Output]:
@@ -341,7 +341,7 @@ def check_search(request: Request, limits: SchedulerConfig, cache: CacheConfig) 
     length = len(request.prompt) + request.max_tokens
     shared = len(request.prompt) // cache.block_size
     for group in cache.groups:
-        alone = blocks_alone(group.window, cache.block_size, length, limits.max_num_batched_tokens)
+        alone = max_blocks_of_sequence(group.window, cache.block_size, length, limits.max_num_batched_tokens)
         needed = width * (alone + 1) if group.window else shared + width * (alone - shared + 1)
         if needed > group.num_blocks:
             raise RequestError(

@@ -10,52 +10,54 @@ from collections.abc import Sequence as Listing
 from typing import NamedTuple
 
 from quire.config import Policy
-from quire.scheduler.queue.fair import PROMPT_WEIGHT, Fair
+from quire.scheduler.queue.fair import PROMPT_WEIGHT, FairQueue
 from quire.scheduler.queue.waiting_queue import Queue
 from quire.scheduler.sequence import Sequence
 
-Party = str | int  # a tenant, or a priority class
+TenantOrClass = str | int  # a tenant, or a priority class
 
 
-class Sharing(NamedTuple):
+class SharingRule(NamedTuple):
     """A rule of budget sharing: how sequences are grouped, how groups are ordered, and which sequence is preempted."""
 
-    party: Callable[[Sequence], Party]
-    place: Callable[[Queue, Party], int]  # the lowest is first
-    least: float  # fraction of an equal part that each group gets, if it has that many tokens to compute
-    gives_way: Callable[[Listing[Sequence], Queue, Sequence], Sequence | None]  # for the head
+    group_of: Callable[[Sequence], TenantOrClass]
+    order_of: Callable[[Queue, TenantOrClass], int]  # the lowest is first
+    min_fraction: float  # fraction of an equal part that each group gets, if it has that many tokens to compute
+    select_victim: Callable[[Listing[Sequence], Queue, Sequence], Sequence | None]  # for the head
     reason: str
 
 
-def split(wanted: Mapping[Party, int], total: int, places: Mapping[Party, int], least: float) -> dict[Party, int]:
+def split(
+    wanted: Mapping[TenantOrClass, int], total: int, order: Mapping[TenantOrClass, int], min_fraction: float
+) -> dict[TenantOrClass, int]:
     """Tokens per group of `total`. wanted: tokens to compute.
 
     Each group first gets up to `least` of an equal part. The rest goes to the groups in the order of `places`.
     """
-    part = int(total * least / len(wanted)) if wanted else 0
+    part = int(total * min_fraction / len(wanted)) if wanted else 0
     shares = {party: min(count, part) for party, count in wanted.items()}
     left = total - sum(shares.values())
-    for party in sorted(wanted, key=lambda party: places[party]):
+    for party in sorted(wanted, key=lambda party: order[party]):
         more = min(wanted[party] - shares[party], left)
         shares[party] += more
         left -= more
     return shares
 
 
-def _tenant(seq: Sequence) -> Party:
+def _tenant(seq: Sequence) -> TenantOrClass:
     return seq.request.namespace.tenant
 
 
-def _class(seq: Sequence) -> Party:
+def _class(seq: Sequence) -> TenantOrClass:
     return seq.rank[0]
 
 
-def _worst_class(running: Listing[Sequence], _: Queue, head: Sequence) -> Sequence | None:
+def _victim_by_class(running: Listing[Sequence], _: Queue, head: Sequence) -> Sequence | None:
     """The last sequence of the worst running class, if that class is worse than the head's."""
     return running[-1] if running and running[-1].rank[0] > head.rank[0] else None
 
 
-def _most_rows(running: Listing[Sequence], head: Sequence) -> Sequence | None:
+def _victim_by_rows(running: Listing[Sequence], head: Sequence) -> Sequence | None:
     """The last sequence of the tenant with the most rows without whose request it has more rows than the head's tenant.
 
     If the head's tenant has no row, any request qualifies. None if the head's tenant has at most one row less.
@@ -70,7 +72,7 @@ def _most_rows(running: Listing[Sequence], head: Sequence) -> Sequence | None:
     return next((seq for seq in theirs if not own or most - families[seq.request.id] > own), None)
 
 
-def _served_more(running: Listing[Sequence], queue: Queue, head: Sequence) -> Sequence | None:
+def _victim_by_service(running: Listing[Sequence], queue: Queue, head: Sequence) -> Sequence | None:
     """The last sequence of the tenant served most, if its counter is not below the head's tenant's plus the prompt.
 
     Its request has no more rows than the head's request has sequences. So bursts of a tenant below its share do not
@@ -85,41 +87,43 @@ def _served_more(running: Listing[Sequence], queue: Queue, head: Sequence) -> Se
     return next((seq for seq in theirs if families[seq.request.id] <= head.request.num_sequences), None)
 
 
-def _fair(running: Listing[Sequence], queue: Queue, head: Sequence) -> Sequence | None:
-    return _most_rows(running, head) or _served_more(running, queue, head)
+def _victim_by_tenant(running: Listing[Sequence], queue: Queue, head: Sequence) -> Sequence | None:
+    return _victim_by_rows(running, head) or _victim_by_service(running, queue, head)
 
 
-def _served(queue: Queue, party: Party) -> int:
-    assert isinstance(queue, Fair), "who shares by tenant counts what each was served"
-    return queue.counter(str(party))
+def _served(queue: Queue, tenant: TenantOrClass) -> int:
+    assert isinstance(queue, FairQueue), "who shares by tenant counts what each was served"
+    return queue.counter(str(tenant))
 
 
-SHARINGS: Mapping[Policy, Sharing] = {
-    "fair": Sharing(_tenant, _served, 0.25, _fair, "a tenant that has fewer rows, or was served less, waits"),
-    "priority": Sharing(_class, lambda _, of_class: int(of_class), 0.0, _worst_class, "a better class waits"),
+SHARING_RULES: Mapping[Policy, SharingRule] = {
+    "fair": SharingRule(
+        _tenant, _served, 0.25, _victim_by_tenant, "a tenant that has fewer rows, or was served less, waits"
+    ),
+    "priority": SharingRule(_class, lambda _, of_class: int(of_class), 0.0, _victim_by_class, "a better class waits"),
 }
 
 
-class Shares:
+class TokenShares:
     """The tokens of one step for running sequences, beyond one each, that budget sharing grants per group."""
 
-    def __init__(self, sharing: Sharing, running: Iterable[Sequence], queue: Queue, total: int) -> None:
+    def __init__(self, sharing: SharingRule, running: Iterable[Sequence], queue: Queue, total: int) -> None:
         """total: tokens to divide. The queue must not be empty: the head's group has a share, too."""
-        self._party = sharing.party
+        self._group_of = sharing.group_of
         head = queue.head
         assert head is not None, "somebody waits"
-        wanted = {sharing.party(head): min(queue.num_tokens_before(head), total)}  # with its own tokens
+        wanted = {sharing.group_of(head): min(queue.num_tokens_before(head), total)}  # with its own tokens
         for seq in running:
             count = min(len(seq.tokens) + seq.num_pending, seq.limit) - seq.num_computed - 1
             if count > 0:
-                party = sharing.party(seq)
+                party = sharing.group_of(seq)
                 wanted[party] = wanted.get(party, 0) + count
-        places = {party: sharing.place(queue, party) for party in wanted}
-        self._left = split(wanted, total, places, sharing.least)
+        places = {party: sharing.order_of(queue, party) for party in wanted}
+        self._left = split(wanted, total, places, sharing.min_fraction)
 
-    def take(self, seq: Sequence, most: int) -> int:
+    def allocate(self, seq: Sequence, most: int) -> int:
         """Take up to `most` of the remaining tokens of the sequence's group. Returns their number."""
-        party = self._party(seq)
+        party = self._group_of(seq)
         count = min(most, self._left.get(party, 0))
         self._left[party] = self._left.get(party, 0) - count
         return count

@@ -11,23 +11,23 @@ import numpy as np
 
 from quire.core.constraint import Constraints, Verdict
 from quire.core.request import Request
-from quire.core.step import ChunkOutput, Late, Step
+from quire.core.step import ChunkOutput, SamplingMasks, Step
 from quire.errors import RequestError
-from quire.scheduler.lifecycle import Launched, Rows
+from quire.scheduler.lifecycle import InFlightStep, RunningQueue
 from quire.scheduler.sequence import Sequence
 
 DEAD_END = "the constraint on the output allows nothing here: "
 _NO_TOKEN = "no token that it allows could be sampled; other parameters may forbid what it asks for"
 
 
-class Forms:
+class StructuredOutputManager:
     """Passes tokens to the constraints and applies their verdicts to sequences."""
 
-    def __init__(self, constraints: Constraints | None, rows: Rows) -> None:
+    def __init__(self, constraints: Constraints | None, running_queue: RunningQueue) -> None:
         self.constraints = constraints
         self.compiling: dict[str, tuple[Request, float]] = {}  # by id: the request, its arrival in seconds
-        self._rows = rows
-        self._open: set[int] = set()  # ids of sequences with a matcher
+        self._running_queue = running_queue
+        self._constrained_ids: set[int] = set()  # ids of sequences with a matcher
 
     def check(self, request: Request) -> None:
         """Raises RequestError for a constrained request if there are no constraints, or if it is a beam search."""
@@ -46,10 +46,10 @@ class Forms:
         Returns the finish reason or None, and the error or "".
         """
         assert self.constraints is not None, "checked when it came"
-        self._open.add(seq.id)
+        self._constrained_ids.add(seq.id)
         known = seq.tokens[len(seq.request.prompt) :]
-        kept, reason, error = self._obey(seq, self.constraints.begin(seq.id, seq.request, known))
-        seq.unsaid = kept
+        kept, reason, error = self._apply_verdict(seq, self.constraints.begin(seq.id, seq.request, known))
+        seq.unreported_tokens = kept
         return reason, error
 
     def advance(self, seq: Sequence, tokens: Listing[int]) -> tuple[list[int], str | None, str]:
@@ -59,24 +59,24 @@ class Forms:
         """
         assert self.constraints is not None, "checked when it came"
         verdict = self.constraints.advance(seq.id, tokens)
-        if len(seq.tokens) == seq.end:  # the output may be complete for the grammar, too
+        if len(seq.tokens) == seq.max_length:  # the output may be complete for the grammar, too
             return [], "stop" if verdict.is_over and not verdict.forced else "length", ""
         first = len(seq.tokens)
-        kept, reason, error = self._obey(seq, verdict)
+        kept, reason, error = self._apply_verdict(seq, verdict)
         if kept and seq.row >= 0:
-            self._rows.corrected.append((seq, first))
+            self._running_queue.corrected.append((seq, first))
         return kept, reason, error
 
     def end(self, seq: Sequence) -> None:
         """Drop the matcher of a sequence. Ignores a sequence without one."""
-        if seq.id in self._open and self.constraints is not None:
-            self._open.discard(seq.id)
+        if seq.id in self._constrained_ids and self.constraints is not None:
+            self._constrained_ids.discard(seq.id)
             self.constraints.end(seq.id)
 
-    def late(self, step: Step, launched: Launched) -> Late:
+    def sampling_masks(self, step: Step, launched: InFlightStep) -> SamplingMasks:
         """The sampling masks for the constrained rows of the newest step whose next token is not forced."""
-        if not self._open:
-            return Late.nothing()
+        if not self._constrained_ids:
+            return SamplingMasks.empty()
         assert self.constraints is not None, "somebody is constrained"
         samples = (step.chunks.outputs == ChunkOutput.SAMPLE).tolist()
         asking = [
@@ -84,15 +84,15 @@ class Forms:
             for row, (seq, _, _, epoch, _), is_sampled in zip(
                 step.chunks.rows.tolist(), launched.entries, samples, strict=True
             )
-            if is_sampled and seq.constrained and not (seq.finished or seq.num_foreseen) and seq.epoch == epoch
+            if is_sampled and seq.constrained and not (seq.finished or seq.num_ignored_samples) and seq.epoch == epoch
         ]
         if not asking:
-            return Late.nothing()
+            return SamplingMasks.empty()
         rows, seq_ids = zip(*asking, strict=True)
-        return Late(np.array(rows, np.int32), self.constraints.masks(seq_ids))
+        return SamplingMasks(np.array(rows, np.int32), self.constraints.masks(seq_ids))
 
-    def _obey(self, seq: Sequence, verdict: Verdict) -> tuple[list[int], str | None, str]:
-        kept, reason = seq.force(verdict.forced) if verdict.forced else ([], None)
+    def _apply_verdict(self, seq: Sequence, verdict: Verdict) -> tuple[list[int], str | None, str]:
+        kept, reason = seq.append_forced(verdict.forced) if verdict.forced else ([], None)
         if verdict.is_over and reason != "stop" and len(kept) == len(verdict.forced):
             reason = "stop"
         if verdict.error and reason is None:
@@ -100,6 +100,6 @@ class Forms:
         return kept, reason, ""
 
 
-def no_token(seq: Sequence, error: str) -> str:
+def no_token_error(seq: Sequence, error: str) -> str:
     """The error of a sequence without a sampled token: `error`, or the one of its constraint."""
     return DEAD_END + _NO_TOKEN if seq.constrained else error

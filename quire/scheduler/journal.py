@@ -21,7 +21,7 @@ import numpy as np
 from quire.cache.kv_cache import KVCache
 from quire.config import CacheConfig, SchedulerConfig
 from quire.core import codec, step
-from quire.core.constraint import OPEN, Constraints, Verdict
+from quire.core.constraint import EMPTY_VERDICT, Constraints, Verdict
 from quire.core.output import Output
 from quire.core.request import Request
 from quire.core.step import Step, StepResult
@@ -30,20 +30,20 @@ from quire.errors import QuireError, RequestError
 from quire.scheduler.scheduler import Scheduler
 
 
-class Heard:
+class RecordingConstraints:
     """Constraints that append their verdicts to a list."""
 
-    def __init__(self, constraints: Constraints, heard: list[Verdict]) -> None:
+    def __init__(self, constraints: Constraints, verdicts: list[Verdict]) -> None:
         self._constraints = constraints
-        self._heard = heard
+        self._verdicts = verdicts
 
     def begin(self, seq_id: int, request: Request, known: Sequence[int]) -> Verdict:
         """See Constraints."""
-        return self._note(self._constraints.begin(seq_id, request, known))
+        return self._record(self._constraints.begin(seq_id, request, known))
 
     def advance(self, seq_id: int, tokens: Sequence[int]) -> Verdict:
         """See Constraints."""
-        return self._note(self._constraints.advance(seq_id, tokens))
+        return self._record(self._constraints.advance(seq_id, tokens))
 
     def end(self, seq_id: int) -> None:
         """See Constraints."""
@@ -53,12 +53,12 @@ class Heard:
         """See Constraints. Masks go to the runner only and are not recorded."""
         return self._constraints.masks(seq_ids)
 
-    def _note(self, verdict: Verdict) -> Verdict:
-        self._heard.append(verdict)
+    def _record(self, verdict: Verdict) -> Verdict:
+        self._verdicts.append(verdict)
         return verdict
 
 
-class Recorded:
+class ReplayedConstraints:
     """Constraints that return the recorded `verdicts` in order, then OPEN."""
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ class Recorded:
         return np.zeros((len(seq_ids), 0), np.uint32)
 
     def _next(self) -> Verdict:
-        return self.verdicts.popleft() if self.verdicts else OPEN
+        return self.verdicts.popleft() if self.verdicts else EMPTY_VERDICT
 
 
 log = logging.getLogger(__name__)
@@ -183,7 +183,7 @@ class JournalError(QuireError):
     """A file is not a journal, is damaged, or has another format."""
 
 
-class Differs(QuireError):
+class ReplayMismatch(QuireError):
     """A request that was rejected in the record is accepted in the replay, or rejected with another message."""
 
 
@@ -193,10 +193,12 @@ class JournalledScheduler(Scheduler):
     def __init__(
         self, config: SchedulerConfig, cache: KVCache, file: BinaryIO, constraints: Constraints | None = None
     ) -> None:
-        self._heard: list[Verdict] = []
-        super().__init__(config, cache, None if constraints is None else Heard(constraints, self._heard))
+        self._new_verdicts: list[Verdict] = []
+        super().__init__(
+            config, cache, None if constraints is None else RecordingConstraints(constraints, self._new_verdicts)
+        )
         self._file = file
-        self._lost = False  # whether a write failed; later records would be useless
+        self._write_failed = False  # whether a write failed; later records would be useless
         self._write(Header(FORMAT, config, cache.config, constraints is not None))
 
     def add(self, request: Request, now: float) -> None:
@@ -210,7 +212,7 @@ class JournalledScheduler(Scheduler):
 
     def compiled(self, request_id: str, error: str, now: float) -> None:
         super().compiled(request_id, error, now)
-        self._write(Compiled(request_id, error, now, self._verdicts()))
+        self._write(Compiled(request_id, error, now, self._take_verdicts()))
 
     def abort(self, request_id: str, now: float) -> None:
         self._write(Abort(request_id, now))
@@ -240,38 +242,38 @@ class JournalledScheduler(Scheduler):
         planned = super().plan(now)
         self._write(Plan(now, _bytes(planned)))
         if planned is not None:
-            self._keep(lambda file: file.flush())  # the step may crash the process
+            self._with_file(lambda file: file.flush())  # the step may crash the process
         return planned
 
     def commit(self, result: StepResult, now: float) -> list[Output]:
         outputs = super().commit(result, now)
-        self._write(Commit(result, now, self._verdicts()))
+        self._write(Commit(result, now, self._take_verdicts()))
         return outputs
 
     def close(self) -> None:
         with suppress(OSError):  # on a full disk, buffered records are lost
             self._file.close()
 
-    def _verdicts(self) -> list[Verdict]:
+    def _take_verdicts(self) -> list[Verdict]:
         """Return and clear the verdicts since the last record."""
-        heard = list(self._heard)
-        self._heard.clear()
+        heard = list(self._new_verdicts)
+        self._new_verdicts.clear()
         return heard
 
     def _write(self, record: Record) -> None:
         self._write_bytes(codec.encode(record))
 
     def _write_bytes(self, data: bytes) -> None:
-        self._keep(lambda file: file.write(len(data).to_bytes(4, "little") + data))
+        self._with_file(lambda file: file.write(len(data).to_bytes(4, "little") + data))
 
-    def _keep(self, action: Callable[[BinaryIO], object]) -> None:
+    def _with_file(self, action: Callable[[BinaryIO], object]) -> None:
         """Apply `action` to the file. An OSError ends the journal, not the engine."""
-        if self._lost:
+        if self._write_failed:
             return
         try:
             action(self._file)
         except OSError as error:
-            self._lost = True
+            self._write_failed = True
             log.error("the journal ends here: %s", error)
 
 
@@ -282,7 +284,7 @@ class ReplayReport(msgspec.Struct, frozen=True):
     difference: str
 
 
-def read(file: BinaryIO) -> Iterator[Record]:
+def read_records(file: BinaryIO) -> Iterator[Record]:
     """The records of a journal. An incomplete last record (the process died) is omitted. Raises JournalError."""
     while True:
         head = file.read(4)
@@ -295,7 +297,7 @@ def read(file: BinaryIO) -> Iterator[Record]:
             raise JournalError(f"not a quire journal, or damaged: {error}") from error
 
 
-def rerun(records: Iterator[Record]) -> Iterator[tuple[Scheduler, Step | None, bytes]]:
+def replay_steps(records: Iterator[Record]) -> Iterator[tuple[Scheduler, Step | None, bytes]]:
     """Replay the inputs in a new scheduler. Yields (scheduler, its step, the recorded bytes) after each `plan`.
 
     Raises JournalError, and Differs for a rejection that is not repeated with the same message.
@@ -305,7 +307,7 @@ def rerun(records: Iterator[Record]) -> Iterator[tuple[Scheduler, Step | None, b
         raise JournalError("not a quire journal: it does not begin with a header")
     if header.format != FORMAT:
         raise JournalError(f"journal format {header.format} is not supported; this quire reads format {FORMAT}")
-    constraints = Recorded()
+    constraints = ReplayedConstraints()
     scheduler = Scheduler(header.scheduler, KVCache(header.cache), constraints if header.is_constrained else None)
     for record in records:
         if isinstance(record, Plan):
@@ -313,10 +315,10 @@ def rerun(records: Iterator[Record]) -> Iterator[tuple[Scheduler, Step | None, b
             continue
         if isinstance(record, Compiled | Commit):
             constraints.verdicts.extend(record.verdicts)
-        _give(scheduler, record)
+        _apply_record(scheduler, record)
 
 
-def _give(scheduler: Scheduler, record: Record) -> None:
+def _apply_record(scheduler: Scheduler, record: Record) -> None:
     """Apply one record, other than a Plan, to the scheduler."""
     match record:
         case Add(request, now):
@@ -324,7 +326,7 @@ def _give(scheduler: Scheduler, record: Record) -> None:
         case Compiled(request_id, error, now):
             scheduler.compiled(request_id, error, now)
         case Refused():
-            _refuse(scheduler, record)
+            _replay_rejection(scheduler, record)
         case Abort(request_id, now):
             scheduler.abort(request_id, now)
         case Finish(seq_id, num_tokens, now):
@@ -343,7 +345,7 @@ def _give(scheduler: Scheduler, record: Record) -> None:
             raise JournalError("a second header inside a journal")
 
 
-def _refuse(scheduler: Scheduler, record: Refused) -> None:
+def _replay_rejection(scheduler: Scheduler, record: Refused) -> None:
     """Add a request that was rejected. Raises Differs if it is not rejected with the same message."""
     said = ""
     try:
@@ -352,7 +354,7 @@ def _refuse(scheduler: Scheduler, record: Refused) -> None:
         said = str(error)
     if said != record.error:
         replayed = f"refused: {said}" if said else "taken in"
-        raise Differs(f"recorded:\nrefused: {record.error}\nreplayed:\n{replayed}")
+        raise ReplayMismatch(f"recorded:\nrefused: {record.error}\nreplayed:\n{replayed}")
 
 
 def replay(records: Iterator[Record]) -> ReplayReport:
@@ -362,12 +364,12 @@ def replay(records: Iterator[Record]) -> ReplayReport:
     """
     num_steps = 0
     try:
-        for _, planned, expected in rerun(records):
+        for _, planned, expected in replay_steps(records):
             data = _bytes(planned)
             if data != expected:
                 return ReplayReport(num_steps, _difference(expected, data))
             num_steps += planned is not None
-    except Differs as error:
+    except ReplayMismatch as error:
         return ReplayReport(num_steps, str(error))
     except JournalError:
         raise
@@ -379,7 +381,7 @@ def replay(records: Iterator[Record]) -> ReplayReport:
 def replay_file(path: Path) -> ReplayReport:
     """`replay` of a file. Raises JournalError, OSError."""
     with path.open("rb") as file:
-        return replay(read(file))
+        return replay(read_records(file))
 
 
 def _bytes(planned: Step | None) -> bytes:

@@ -10,22 +10,22 @@ import msgspec
 from quire.cache.block_table import BlockTable
 from quire.cache.block_tables import Admission
 from quire.cache.kv_cache import KVCache
-from quire.cache.prefix.index import Cause
-from quire.cache.retention import Keep
+from quire.cache.prefix.index import EvictionCause
+from quire.cache.retention import SequenceRetention
 from quire.config import SchedulerConfig
 from quire.core.request import Request
 from quire.core.scheduling_params import Retention
-from quire.cost.step_time import Costs
-from quire.scheduler.admission_watermark import Caution
-from quire.scheduler.preemption import NOTHING_LOST, VOID, Way, Ways
-from quire.scheduler.queue.select import class_of, new_queue
+from quire.cost.step_time import CostModel
+from quire.scheduler.admission_watermark import AdmissionWatermark
+from quire.scheduler.preemption import KV_INVALID, NO_KV_LOST, PreemptionDecision, PreemptionPlanner
+from quire.scheduler.queue.select import new_queue, priority_class
 from quire.scheduler.queue.waiting_queue import RANK, Queue
-from quire.scheduler.request_stats import Accounts
+from quire.scheduler.request_stats import RequestStats
 from quire.scheduler.sequence import Programs, Sequence, program_of
 from quire.scheduler.step_builder import Entry
 
 
-class Families:
+class SequenceGroups:
     """Unfinished sequences by request.
 
     If sequences share a prompt or a beam search, only the first is queued. The others are held outside of the queue
@@ -59,11 +59,11 @@ class Families:
         """Hold a sequence."""
         self._held.setdefault(seq.request.id, []).append(seq)
 
-    def release(self, request_id: str) -> list[Sequence]:
+    def release_held(self, request_id: str) -> list[Sequence]:
         """Stop holding the sequences of a request. Returns the unfinished ones."""
         return [seq for seq in self._held.pop(request_id, ()) if not seq.finished] if self._held else []
 
-    def donor(self, seq: Sequence) -> Sequence | None:
+    def branch_source(self, seq: Sequence) -> Sequence | None:
         """A running sequence of the request with committed KV of the positions that `seq` shares; None without one."""
         if not seq.num_shared or seq.swapped:
             return None
@@ -77,7 +77,7 @@ class Families:
         relatives.remove(seq)
         if not relatives:
             del self._members[request_id]
-        held = self.release(request_id)
+        held = self.release_held(request_id)
         if not held:
             return None
         self._queue.put(held[0])
@@ -86,7 +86,7 @@ class Families:
         return held[0]
 
 
-class Rows:
+class RunningQueue:
     """The running sequences and their rows.
 
     `running` is sorted by rank. The runner has no or wrong data of the sequences in `unmet`.
@@ -94,50 +94,50 @@ class Rows:
 
     def __init__(self, num_rows: int, cache: KVCache) -> None:
         self.running: list[Sequence] = []
-        self.unmet: list[Sequence] = []
+        self.unsent: list[Sequence] = []
         self.corrected: list[tuple[Sequence, int]] = []  # the runner has wrong tokens from this position
         self._cache = cache
         self._free = list(range(num_rows))[::-1]
 
     @property
-    def has_free(self) -> bool:
+    def has_free_row(self) -> bool:
         """Whether a row is free."""
         return bool(self._free)
 
-    def take(self, seq: Sequence, table: BlockTable, num_computed: int) -> None:
+    def allocate_row(self, seq: Sequence, table: BlockTable, num_computed: int) -> None:
         """Give a row to a sequence that has a block table, of which `num_computed` positions are computed."""
         seq.row = self._free.pop()
         insort(self.running, seq, key=RANK)
-        self.hold(seq, table, num_computed)
+        self.set_table(seq, table, num_computed)
 
-    def hold(self, seq: Sequence, table: BlockTable, num_computed: int) -> None:
+    def set_table(self, seq: Sequence, table: BlockTable, num_computed: int) -> None:
         """Set the block table of a running sequence, of which `num_computed` positions are computed."""
         seq.table = table
         seq.num_computed = seq.num_written = num_computed
 
-    def meet(self, seq: Sequence) -> None:
+    def mark_unsent(self, seq: Sequence) -> None:
         """Have the next step send all data of a running sequence to the runner."""
-        if seq not in self.unmet:
-            self.unmet.append(seq)
+        if seq not in self.unsent:
+            self.unsent.append(seq)
 
-    def told(self) -> None:
+    def mark_sent(self) -> None:
         """Clear `unmet` and `corrected`, because the planned step sends them."""
-        self.unmet.clear()
+        self.unsent.clear()
         self.corrected.clear()
 
-    def give_up(self, seq: Sequence, num_valid: int) -> None:
+    def free(self, seq: Sequence, num_valid: int) -> None:
         """Take row and blocks from a sequence. In-flight steps keep the blocks until they end.
 
         num_valid: leading positions with valid KV, which enter the prefix cache.
         """
         self.running.remove(seq)
-        self.unmet = [one for one in self.unmet if one is not seq]
+        self.unsent = [one for one in self.unsent if one is not seq]
         self.corrected = [one for one in self.corrected if one[0] is not seq]
         self._cache.release(seq.id, num_valid)
         self._free.append(seq.row)
-        seq.row, seq.table, seq.arriving = -1, None, -1
+        seq.row, seq.table, seq.swap_in_step = -1, None, -1
 
-    def slots(self) -> tuple[int, int]:
+    def count_slots(self) -> tuple[int, int]:
         """(slots, slots with a known token) of the block tables of group 0, without blocks behind a window."""
         slots = tokens = 0
         for seq in self.running:
@@ -150,7 +150,7 @@ class Rows:
         return slots, tokens
 
 
-class Newcomers:
+class NewRequests:
     """Counts of requests that have never run, and of their prompt tokens."""
 
     def __init__(self) -> None:
@@ -174,40 +174,40 @@ class Newcomers:
 
 
 @dataclass(frozen=True, slots=True)
-class Launched:
+class InFlightStep:
     """An in-flight step."""
 
     id: int
     entries: list[Entry]
     num_tokens: int
-    alone: bool  # whether no other step may be in flight
-    arrivals: list[Sequence]  # sequences whose KV it swaps in
-    num_bytes: tuple[int, int] = (0, 0)  # copied to the host, and from it
+    exclusive: bool  # whether no other step may be in flight
+    swapped_in: list[Sequence]  # sequences whose KV it swaps in
+    num_swapped_bytes: tuple[int, int] = (0, 0)  # copied to the host, and from it
 
 
-class Lives:
+class SchedulerState:
     """All unfinished sequences. Each is queued, running or held."""
 
-    def __init__(self, config: SchedulerConfig, cache: KVCache, costs: Costs) -> None:
+    def __init__(self, config: SchedulerConfig, cache: KVCache, costs: CostModel) -> None:
         self.sequences: dict[int, Sequence] = {}
         self.queue = new_queue(config, cache)
-        self.families = Families(self.queue)
-        self.newcomers = Newcomers()
+        self.sequence_groups = SequenceGroups(self.queue)
+        self.new_requests = NewRequests()
         self.programs = Programs()
-        self.rows = Rows(config.max_num_seqs, cache)
-        self.accounts = Accounts(config.policy)
-        self.in_flight: deque[Launched] = deque()
-        self.caution = Caution([pool.num_blocks for pool in cache.pools], config.watermark)
+        self.running_queue = RunningQueue(config.max_num_seqs, cache)
+        self.request_stats = RequestStats(config.policy)
+        self.in_flight: deque[InFlightStep] = deque()
+        self.watermark = AdmissionWatermark([pool.num_blocks for pool in cache.pools], config.watermark)
         self._config = config
         self._cache = cache
         self.on_end: Callable[[Sequence], None] = lambda _seq: None
-        self._ways = Ways(config.preemption, cache, costs)
+        self._preemption = PreemptionPlanner(config.preemption, cache, costs)
         self._next_id = 0
 
     @property
-    def spare(self) -> list[int]:
+    def watermark_blocks(self) -> list[int]:
         """Blocks per group that an admission has to leave free."""
-        return self.caution.spare(len(self.rows.running))
+        return self.watermark.watermark_blocks(len(self.running_queue.running))
 
     def is_in_flight(self, seq: Sequence) -> bool:
         """Whether an in-flight step has a chunk of a sequence."""
@@ -226,9 +226,9 @@ class Lives:
 
         begin: called with each of them before the first is queued.
         """
-        of_class, first_id = class_of(self._config, request.terms.priority), self._next_id
+        of_class, first_id = priority_class(self._config, request.terms.priority), self._next_id
         wanted = [i for i in range(request.num_sequences) if not (request.known and request.known[i].finished)]
-        place = self.programs.place(request, first_id, now)
+        place = self.programs.arrival(request, first_id, now)
         sequences = [Sequence(first_id + i, request, i, now, of_class, place) for i in wanted]
         self._next_id += request.num_sequences
         if not sequences:
@@ -237,47 +237,47 @@ class Lives:
             for seq in sequences:
                 begin(seq)
         self.sequences.update((seq.id, seq) for seq in sequences)
-        self.newcomers.add(request)
-        self.accounts.arrived(request, now)
-        for seq in self.families.add(request.id, sequences):
-            self.accounts.waits(seq, now)
+        self.new_requests.add(request)
+        self.request_stats.arrived(request, now)
+        for seq in self.sequence_groups.add(request.id, sequences):
+            self.request_stats.queued(seq, now)
         return sequences
 
     def admit(self, seq: Sequence, admission: Admission, now: float) -> None:
         """Move the head of the queue, which has got a block table, to the running sequences."""
         self.queue.remove(seq)
-        self.newcomers.drop(seq.request.id)
+        self.new_requests.drop(seq.request.id)
         seq.swapped = False
-        self.rows.take(seq, admission.table, admission.num_tokens)
-        self.accounts.admitted(seq, admission, now)
+        self.running_queue.allocate_row(seq, admission.table, admission.num_tokens)
+        self.request_stats.admitted(seq, admission, now)
 
     def preempt(self, seq: Sequence, reason: str, now: float) -> None:
         """Preempt a sequence and all running sequences of its request, except for those that are being swapped in.
 
         None of them may have a chunk in the step that is being planned.
         """
-        family = self.families.members(seq.request.id)
-        leaving = [one for one in family if one.row >= 0 and one.arriving < 0]
+        family = self.sequence_groups.members(seq.request.id)
+        leaving = [one for one in family if one.row >= 0 and one.swap_in_step < 0]
         if leaving:
-            self._leave(leaving, reason, now)
+            self._preempt_all(leaving, reason, now)
 
-    def preempt_alone(self, seq: Sequence, reason: str, now: float) -> None:
+    def preempt_one(self, seq: Sequence, reason: str, now: float) -> None:
         """Preempt one sequence only, for an earlier one of its request."""
-        self._leave([seq], reason, now)
+        self._preempt_all([seq], reason, now)
 
-    def _leave(self, leaving: list[Sequence], reason: str, now: float) -> None:
-        way = self._ways.take(leaving)
-        for seq in leaving:
+    def _preempt_all(self, victims: list[Sequence], reason: str, now: float) -> None:
+        way = self._preemption.decide(victims)
+        for seq in victims:
             seq.swapped = seq.id in self._cache.swapped
-            is_bare = way.how == "swap" and not seq.swapped  # none of its KV would have to be computed again
-            self._note_preempted(seq, reason, NOTHING_LOST if is_bare else way, now)
+            is_bare = way.mode == "swap" and not seq.swapped  # none of its KV would have to be computed again
+            self._record_preempted(seq, reason, NO_KV_LOST if is_bare else way, now)
             self.requeue(seq, seq.num_valid, now)
 
-    def begin_again(self, seq: Sequence, now: float) -> None:
+    def restart(self, seq: Sequence, now: float) -> None:
         """Requeue a sequence whose KV is invalid, because the step that was to write it failed."""
-        self._note_preempted(seq, "the step failed that computed what it began with", VOID, now)
+        self._record_preempted(seq, "the step failed that computed what it began with", KV_INVALID, now)
         seq.epoch += 1
-        seq.num_pending = seq.num_foreseen = 0
+        seq.num_pending = seq.num_ignored_samples = 0
         self.requeue(seq, 0, now)
 
     def requeue(self, seq: Sequence, num_valid: int, now: float) -> None:
@@ -288,40 +288,40 @@ class Lives:
         """
         aside = seq.request.beams is not None and seq.num_written >= seq.limit
         if seq.row >= 0:
-            ask_nothing(seq)
-            self.rows.give_up(seq, num_valid)
+            clear_retention(seq)
+            self.running_queue.free(seq, num_valid)
         seq.num_computed = seq.num_written = 0
         if aside:
             return
         self.queue.put(seq)
-        self.accounts.waits(seq, now)
+        self.request_stats.queued(seq, now)
 
     def end(self, seq: Sequence, reason: str, now: float) -> None:
         """End a sequence. In-flight steps keep its blocks until they end."""
-        relatives = self.families.members(seq.request.id)
-        if len(relatives) == seq.request.num_open:  # the first to end
+        relatives = self.sequence_groups.members(seq.request.id)
+        if len(relatives) == seq.request.num_unfinished:  # the first to end
             running = [one.id for one in relatives if one.row >= 0]
-            self.accounts.shares(seq.request.id, *self._cache.sharing(running))
+            self.request_stats.record_blocks(seq.request.id, *self._cache.sharing(running))
         seq.finished = True
         self.on_end(seq)
         if seq.row >= 0:
-            self.rows.give_up(seq, seq.num_valid)
+            self.running_queue.free(seq, seq.num_valid)
         elif seq in self.queue:
             self.queue.remove(seq)
         if seq.swapped:
-            self._cache.forget_swapped(seq.id)
+            self._cache.drop_swapped(seq.id)
         del self.sequences[seq.id]
         if len(relatives) == 1:
-            self.newcomers.drop(seq.request.id)
-        queued = self.families.remove(seq)
+            self.new_requests.drop(seq.request.id)
+        queued = self.sequence_groups.remove(seq)
         if queued is not None:
-            self.accounts.waits(queued, now)
-        self.accounts.ended(seq, reason, now, last=len(relatives) == 1)
+            self.request_stats.queued(queued, now)
+        self.request_stats.ended(seq, reason, now, last=len(relatives) == 1)
 
     def end_all(self, request_id: str, reason: str, now: float) -> None:
         """End all sequences of a request."""
-        self.families.release(request_id)
-        for seq in self.families.members(request_id):
+        self.sequence_groups.release_held(request_id)
+        for seq in self.sequence_groups.members(request_id):
             self.end(seq, reason, now)
 
     def end_program(self, tenant: str, program: str, branch: str | None) -> None:
@@ -329,77 +329,77 @@ class Lives:
         if branch is None:
             self.programs.end(tenant, program)
         self._cache.end_program(tenant, program, branch)
-        for seq in self.rows.running:
+        for seq in self.running_queue.running:
             if program_of(seq.request) != (tenant, program):
                 continue
             assert seq.table is not None, "it runs"
-            asked = seq.table.keep.program
+            asked = seq.table.retention.program
             if asked is not None and branch in (None, asked.branch):
                 ended = msgspec.structs.replace(asked, expects_more=False)
-                seq.table.keep = seq.table.keep._replace(program=ended)
+                seq.table.retention = seq.table.retention._replace(program=ended)
 
-    def look_for_swapped(self) -> None:
+    def update_swapped(self) -> None:
         """Update `swapped` of all sequences after a failed step, which may have invalidated host blocks."""
         for seq in self.sequences.values():
             seq.swapped = seq.swapped and seq.id in self._cache.swapped
 
-    def _note_preempted(self, seq: Sequence, reason: str, way: Way, now: float) -> None:
-        relatives = self.families.members(seq.request.id)
+    def _record_preempted(self, seq: Sequence, reason: str, decision: PreemptionDecision, now: float) -> None:
+        relatives = self.sequence_groups.members(seq.request.id)
         last = not any(one.row >= 0 for one in relatives if one is not seq)
-        self.accounts.preempted(seq, reason, way, now, last=last)
+        self.request_stats.preempted(seq, reason, decision, now, last=last)
 
     # Branching: the prompt of several sequences is computed once
 
-    def branch_held(self, donor: Sequence, now: float) -> None:
+    def branch_held(self, source: Sequence, now: float) -> None:
         """Branch the held sequences of a request from `donor`, which has the prompt's KV. Queue those without room."""
-        for held in self.families.release(donor.request.id):
-            if not self._branch(held, donor, now):
+        for held in self.sequence_groups.release_held(source.request.id):
+            if not self._branch(held, source, now):
                 self.queue.put(held)
-                self.accounts.waits(held, now)
+                self.request_stats.queued(held, now)
 
     def branch_waiting(self, now: float) -> None:
         """Branch sequences at the head of the queue, as long as a running one of their request has the prompt's KV."""
         while (seq := self.queue.head) is not None:
-            donor = self.families.donor(seq)
+            donor = self.sequence_groups.branch_source(seq)
             if donor is None or self.is_in_flight(seq) or not self._branch(seq, donor, now):
                 return
             self.queue.remove(seq)
 
-    def _branch(self, seq: Sequence, donor: Sequence, now: float) -> bool:
+    def _branch(self, seq: Sequence, source: Sequence, now: float) -> bool:
         """Start a sequence with the prompt KV of `donor`. False if rows or blocks are short, or KV left the window."""
-        if not self.rows.has_free:
+        if not self.running_queue.has_free_row:
             return False
         table = self._cache.branch(
-            donor.id,
+            source.id,
             seq.id,
             seq.num_shared,
             tokens=seq.tokens,
             reserve=len(seq.tokens),
-            spare=self.spare,
+            watermark_blocks=self.watermark_blocks,
             cause=cause_of(seq, now),
         )
         if table is None:
             return False
-        self.rows.take(seq, table, seq.num_shared)
-        self.rows.meet(seq)
-        self.accounts.branched(seq, seq.num_shared, now)
+        self.running_queue.allocate_row(seq, table, seq.num_shared)
+        self.running_queue.mark_unsent(seq)
+        self.request_stats.branched(seq, seq.num_shared, now)
         return True
 
 
-def keep_of(seq: Sequence) -> Keep:
+def retention_of(seq: Sequence) -> SequenceRetention:
     """Retention and program hints for the KV that a sequence leaves."""
     request = seq.request
     terms = request.terms
     about = (terms.retention, request.id, request.namespace.tenant, len(request.prompt))
-    return Keep(*about) if terms.program is None else Keep(*about, terms.program, seq.rank[2])
+    return SequenceRetention(*about) if terms.program is None else SequenceRetention(*about, terms.program, seq.rank[2])
 
 
-def ask_nothing(seq: Sequence) -> None:
+def clear_retention(seq: Sequence) -> None:
     """Clear retention and program hints of a running sequence that loses its table: they apply at its end only."""
     assert seq.table is not None, "it runs"
-    seq.table.keep = seq.table.keep._replace(retention=Retention(), program=None)
+    seq.table.retention = seq.table.retention._replace(params=Retention(), program=None)
 
 
-def cause_of(seq: Sequence, now: float) -> Cause:
+def cause_of(seq: Sequence, now: float) -> EvictionCause:
     """The cause of evictions on behalf of a sequence."""
-    return Cause(now, seq.request.id, seq.request.namespace.tenant)
+    return EvictionCause(now, seq.request.id, seq.request.namespace.tenant)

@@ -8,15 +8,15 @@ from quire.cache.kv_cache import KVCache
 from quire.core.output import Output
 from quire.core.step import Logprobs, StepResult
 from quire.cost.block_size import BlockUse
-from quire.scheduler.beam_search import Searches
-from quire.scheduler.constraints import Forms, no_token
-from quire.scheduler.lifecycle import Launched, Lives
-from quire.scheduler.queue_limit import QueueBound
+from quire.scheduler.beam_search import BeamSearches
+from quire.scheduler.constraints import StructuredOutputManager, no_token_error
+from quire.scheduler.lifecycle import InFlightStep, SchedulerState
+from quire.scheduler.queue_limit import QueueLimit
 from quire.scheduler.sequence import Sequence
 from quire.scheduler.step_builder import Entry
 
 
-class News(NamedTuple):
+class ChunkData(NamedTuple):
     """Logprobs, prompt logprobs and pooled state of one chunk, as far as its request asked for them."""
 
     logprobs: Logprobs | None = None
@@ -24,141 +24,150 @@ class News(NamedTuple):
     pooled: np.ndarray | None = None
 
 
-NOTHING = News()
+NO_DATA = ChunkData()
 
 
-class Extras:
+class ResultSlices:
     """Slices the logprobs, prompt logprobs and pooled states of a StepResult by chunk, in order."""
 
     def __init__(self, result: StepResult) -> None:
         self._result = result
         self.has_logprobs = result.logprobs is not None
-        self._scored = self._pooled = 0  # rows of earlier chunks
+        self._prompt_offset = self._pooled_offset = 0  # rows of earlier chunks
 
-    def take(self, entry: Entry, token: int, count: int) -> News:
+    def next_chunk(self, entry: Entry, token: int, count: int) -> ChunkData:
         """The data of the next chunk that has any. Its `count` sampled tokens start at index `token` of the result."""
         result, (seq, _, _, _, num_told) = self._result, entry
         logprobs = scored = pooled = None
         if count and result.logprobs is not None and seq.num_logprobs >= 0:
             logprobs = result.logprobs.slice(token, token + count)
-        if num_told and seq.pools:
-            pooled = None if result.pooled is None else result.pooled[self._pooled]
-            self._pooled += 1
+        if num_told and seq.is_pooling:
+            pooled = None if result.pooled is None else result.pooled[self._pooled_offset]
+            self._pooled_offset += 1
         elif num_told:
             if result.prompt_logprobs is not None:
-                scored = result.prompt_logprobs.slice(self._scored, self._scored + num_told)
-            self._scored += num_told
-        return News(logprobs, scored, pooled)
+                scored = result.prompt_logprobs.slice(self._prompt_offset, self._prompt_offset + num_told)
+            self._prompt_offset += num_told
+        return ChunkData(logprobs, scored, pooled)
 
 
-class Intake:
+class OutputProcessor:
     """Applies step results to sequences: tokens, constraints, beam searches, ends."""
 
     def __init__(
-        self, cache: KVCache, lives: Lives, searches: Searches, forms: Forms, block_use: BlockUse, bound: QueueBound
+        self,
+        cache: KVCache,
+        state: SchedulerState,
+        searches: BeamSearches,
+        structured_outputs: StructuredOutputManager,
+        block_use: BlockUse,
+        queue_limit: QueueLimit,
     ) -> None:
         self._cache = cache
-        self._lives = lives
+        self._state = state
         self._searches = searches
-        self._forms = forms
+        self._structured_outputs = structured_outputs
         self._block_use = block_use
-        self._bound = bound
+        self._queue_limit = queue_limit
 
-    def take(self, launched: Launched, result: StepResult, now: float) -> list[Output]:
+    def process(self, launched: InFlightStep, result: StepResult, now: float) -> list[Output]:
         """Apply the result of a successful step. Returns the outputs."""
         outputs = []
-        tokens, counts, extras, at = result.tokens.tolist(), result.counts.tolist(), Extras(result), 0
-        self._lives.queue.served(launched.entries, counts)
+        tokens, counts, extras, at = result.tokens.tolist(), result.counts.tolist(), ResultSlices(result), 0
+        self._state.queue.served(launched.entries, counts)
         for entry, count in zip(launched.entries, counts, strict=True):
             seq, _, stop, epoch, num_told = entry
-            news = extras.take(entry, at, count) if num_told or extras.has_logprobs else NOTHING
+            news = extras.next_chunk(entry, at, count) if num_told or extras.has_logprobs else NO_DATA
             if not seq.finished and seq.epoch == epoch:
-                seq.suspect = False
-                self._wrote(seq, stop, now)
+                seq.runs_alone = False
+                self._mark_written(seq, stop, now)
                 if seq.request.beams is not None:
-                    outputs += self._hear(seq, tokens[at : at + count], news, now)
+                    outputs += self._process_beam(seq, tokens[at : at + count], news, now)
                 elif count or num_told or seq.is_over:
-                    output = self._extend(entry, tokens[at : at + count], news, now)
+                    output = self._process_chunk(entry, tokens[at : at + count], news, now)
                     if output is not None:
                         outputs.append(output)
             at += count
         return outputs
 
-    def note_length(self, seq: Sequence) -> None:
+    def record_length(self, seq: Sequence) -> None:
         """Record the length of a sequence that ends, for block use and length statistics."""
-        self._block_use.ended(len(seq.tokens))
-        self._bound.ended(seq)
+        self._block_use.record_finished(len(seq.tokens))
+        self._queue_limit.ended(seq)
 
     def fail_search(self, seq: Sequence, error: str, now: float) -> list[Output]:
         """End a beam search with an error, because one of its beams failed. Returns one output per result."""
         request = seq.request
         self._searches.drop(request.id)
-        self._lives.end_all(request.id, "error", now)
+        self._state.end_all(request.id, "error", now)
         return [Output(request.id, i, seq.id, [], "error", error=error) for i in range(request.params.n)]
 
-    def _wrote(self, seq: Sequence, num_tokens: int, now: float) -> None:
+    def _mark_written(self, seq: Sequence, num_tokens: int, now: float) -> None:
         """Record that the KV of the first `num_tokens` positions is committed; branch held sequences, trim windows."""
         if seq.row < 0:
             return
         seq.num_written = num_tokens
         if num_tokens >= seq.num_shared > 0:
-            self._lives.branch_held(seq, now)
+            self._state.branch_held(seq, now)
         if self._cache.windowed:
             assert seq.table is not None
             self._cache.trim(seq.table, num_tokens)
 
-    def _extend(self, entry: Entry, tokens: list[int], news: News, now: float) -> Output | None:
+    def _process_chunk(self, entry: Entry, tokens: list[int], data: ChunkData, now: float) -> Output | None:
         """Append the sampled and forced tokens of a chunk, and end the sequence if it is complete.
 
         Returns None without anything to output, for example if the sampled token had been forced before.
         """
         seq, _, stop, _, num_told = entry
         if num_told:
-            seq.num_told = min(stop, seq.to_tell)
-        kept, reason, error = seq.extend(tokens) if tokens else (tokens, None, "")
-        logprobs, scored, pooled = news
+            seq.num_reported = min(stop, seq.num_to_report)
+        kept, reason, error = seq.append_sampled(tokens) if tokens else (tokens, None, "")
+        logprobs, scored, pooled = data
         if logprobs is not None:
             logprobs = logprobs.slice(0, len(kept)) if kept else None
-        total = seq.add_up(logprobs) if kept and seq.request.params.is_ranked else None
+        total = seq.add_logprobs(logprobs) if kept and seq.request.params.is_ranked else None
         forced: list[int] = []
         if seq.constrained and tokens:
-            kept, forced, reason, error = self._obey(seq, kept, reason, error)
+            kept, forced, reason, error = self._apply_constraint(seq, kept, reason, error)
         if not (kept or reason or num_told or seq.is_over):
             return None
-        if seq.told_end[0] is not None and seq.is_over:
-            (reason, error), kept, seq.unsaid = seq.told_end, seq.unsaid, []
+        if seq.deferred_finish[0] is not None and seq.is_over:
+            (reason, error), kept, seq.unreported_tokens = seq.deferred_finish, seq.unreported_tokens, []
             forced = list(range(len(kept)))
         begins = kept and len(kept) == seq.num_generated
-        queued = self._lives.accounts.queue_seconds(seq.request.id) if begins else None
-        if reason is None and not seq.samples and seq.is_over:
-            reason = "stop" if seq.pools else "length"
+        queued = self._state.request_stats.queue_seconds(seq.request.id) if begins else None
+        if reason is None and not seq.is_generation and seq.is_over:
+            reason = "stop" if seq.is_pooling else "length"
         if reason is not None:
-            self.note_length(seq)
-            self._lives.end(seq, reason, now)
+            self.record_length(seq)
+            self._state.end(seq, reason, now)
         stop_token = kept[-1] if kept and reason == "stop" and kept[-1] in seq.stop_ids else None
         about = (seq.request.id, seq.index, seq.id, kept, reason, stop_token)
         return Output(*about, logprobs, scored, pooled, seq.num_cached or 0, total, error, queued, forced)
 
-    def _obey(
+    def _apply_constraint(
         self, seq: Sequence, sampled: list[int], reason: str | None, error: str
     ) -> tuple[list[int], list[int], str | None, str]:
         """Pass sampled tokens to the constraint. Returns (tokens to output, indices of forced ones, reason, error)."""
         if reason == "error":
-            error = no_token(seq, error)
+            error = no_token_error(seq, error)
         behind: list[int] = []
         if sampled and reason in (None, "length"):
-            behind, reason, error = self._forms.advance(seq, sampled)
-        before, seq.unsaid = seq.unsaid if sampled or reason else [], [] if sampled or reason else seq.unsaid
+            behind, reason, error = self._structured_outputs.advance(seq, sampled)
+        before, seq.unreported_tokens = (
+            seq.unreported_tokens if sampled or reason else [],
+            [] if sampled or reason else seq.unreported_tokens,
+        )
         told = before + sampled + behind
         return told, [*range(len(before)), *range(len(before) + len(sampled), len(told))], reason, error
 
-    def _hear(self, seq: Sequence, tokens: list[int], news: News, now: float) -> list[Output]:
+    def _process_beam(self, seq: Sequence, tokens: list[int], data: ChunkData, now: float) -> list[Output]:
         """Pass the candidates of a beam's chunk, if it has any, to its search. Returns outputs if the search ends."""
         if not tokens:
             return []
-        if tokens[0] < 0 or news.logprobs is None:
+        if tokens[0] < 0 or data.logprobs is None:
             return self.fail_search(seq, "no token could be chosen: the logits are not finite", now)
-        outputs = self._searches.hear(seq, news.logprobs, now)
+        outputs = self._searches.add_candidates(seq, data.logprobs, now)
         if outputs:
-            self._lives.end_all(seq.request.id, "stop", now)
+            self._state.end_all(seq.request.id, "stop", now)
         return outputs

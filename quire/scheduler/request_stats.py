@@ -26,10 +26,10 @@ from quire.core.events import (
     Refused,
     StepFailed,
 )
-from quire.core.explanation import Eviction, Explanation, Miss, Preemption, Refusal
+from quire.core.explanation import Eviction, Explanation, Miss, Preemption, Rejection
 from quire.core.request import Request
 from quire.errors import DeadlineUnreachable, QueueFull
-from quire.scheduler.preemption import Way
+from quire.scheduler.preemption import PreemptionDecision
 from quire.scheduler.sequence import Sequence
 
 WaitCause = Literal[
@@ -43,7 +43,7 @@ WaitCause = Literal[
 ]
 
 
-class Waits:
+class QueueTimes:
     """Cumulative queue time by cause, in seconds. The difference of two snapshots is the time between them."""
 
     def __init__(self) -> None:
@@ -56,20 +56,20 @@ class Waits:
         """The current cause."""
         return self._cause
 
-    def because(self, cause: WaitCause, now: float) -> None:
+    def set_cause(self, cause: WaitCause, now: float) -> None:
         """Set the current cause."""
         self._advance(now)
         self._cause = cause
 
-    def note(self, now: float) -> dict[str, float]:
+    def snapshot(self, now: float) -> dict[str, float]:
         """A snapshot: seconds by cause."""
         self._advance(now)
         return dict(self._seconds)
 
-    def since(self, noted: dict[str, float], now: float) -> dict[str, float]:
+    def since(self, snapshot: dict[str, float], now: float) -> dict[str, float]:
         """Seconds by cause since the snapshot `noted`; causes without time are left out."""
         self._advance(now)
-        passed = {cause: seconds - noted.get(cause, 0.0) for cause, seconds in self._seconds.items()}
+        passed = {cause: seconds - snapshot.get(cause, 0.0) for cause, seconds in self._seconds.items()}
         return {cause: seconds for cause, seconds in passed.items() if seconds > 0}
 
     def _advance(self, now: float) -> None:
@@ -93,20 +93,20 @@ class _Tenant:
     num_admitted: int = 0  # requests, since it last had none unfinished
 
 
-class Accounts:
+class RequestStats:
     """Explanations by request, recent events, and counters that never fall."""
 
     def __init__(self, policy: str = "fcfs") -> None:
         self.events: deque[Event] = deque(maxlen=MOST_EVENTS)
         self.num_preemptions = 0
-        self.num_slowed = 0  # times that the blocks per running sequence of the watermark were raised
+        self.num_watermark_raises = 0  # times that the blocks per running sequence of the watermark were raised
         self.num_query_tokens = 0  # prompt tokens at the first admission of their request
         self.num_hit_tokens = 0  # prefix matches among them
         self._open: dict[str, Explanation] = {}
         self._ended: dict[str, Explanation] = {}
         self._ended_by_tenant: dict[str, deque[str]] = {}  # request ids, oldest first
-        self._waits = Waits()
-        self._noted: dict[int, dict[str, float]] = {}  # snapshot of the waits when a sequence was queued
+        self._queue_times = QueueTimes()
+        self._snapshots: dict[int, dict[str, float]] = {}  # snapshot of the waits when a sequence was queued
         self._policy = policy
         self.num_admitted = 0
         self._tenants: dict[str, _Tenant] = {}
@@ -114,7 +114,7 @@ class Accounts:
 
     def explain(self, request_id: str, seq_ids: Iterable[int], now: float) -> Explanation | None:
         """A copy of a request's explanation; None if it is unknown or dropped. seq_ids: its unfinished sequences."""
-        found = self._known(request_id)
+        found = self._find(request_id)
         if found is None:
             return None
         told = structs.replace(
@@ -124,8 +124,8 @@ class Accounts:
             evictions=list(found.evictions),
         )
         for seq_id in seq_ids:
-            if seq_id in self._noted:
-                self._note_waited(told, self._waits.since(self._noted[seq_id], now))
+            if seq_id in self._snapshots:
+                self._record_waited(told, self._queue_times.since(self._snapshots[seq_id], now))
         return told
 
     def arrived(self, request: Request, now: float) -> None:
@@ -140,13 +140,13 @@ class Accounts:
         )
         self._admitted_before[request.id] = tenant.num_admitted
 
-    def refused(self, request: Request, error: DeadlineUnreachable | QueueFull, now: float) -> None:
+    def rejected(self, request: Request, error: DeadlineUnreachable | QueueFull, now: float) -> None:
         """Record the rejection of a request."""
         match error:
             case DeadlineUnreachable():
-                refusal = Refusal("deadline", error.predicted, error.asked, str(error))
+                refusal = Rejection("deadline", error.predicted, error.deadline, str(error))
             case QueueFull():
-                refusal = Refusal("queue_full", error.retry_after, request.terms.deadline, str(error))
+                refusal = Rejection("queue_full", error.retry_after, request.terms.deadline, str(error))
         self.events.append(Refused(now, request.id, refusal.reason, refusal.predicted_seconds, refusal.asked_seconds))
         tenant = self._tenants.get(request.namespace.tenant)
         explanation = Explanation(
@@ -157,31 +157,31 @@ class Accounts:
             finished=now,
             refusal=refusal,
         )
-        self._keep(explanation)
+        self._keep_ended(explanation)
 
-    def waits(self, seq: Sequence, now: float) -> None:
+    def queued(self, seq: Sequence, now: float) -> None:
         """Record that a sequence was queued."""
-        seq.since = now
-        self._tenants[seq.request.namespace.tenant].num_waiting += seq.id not in self._noted
-        self._noted[seq.id] = self._waits.note(now)
+        seq.queued_at = now
+        self._tenants[seq.request.namespace.tenant].num_waiting += seq.id not in self._snapshots
+        self._snapshots[seq.id] = self._queue_times.snapshot(now)
 
-    def parked(self, seq: Sequence) -> None:
+    def held(self, seq: Sequence) -> None:
         """Record that a sequence is held, so it does not wait."""
-        self._leaves_queue(seq)
+        self._remove_snapshot(seq)
 
     @property
     def wait_cause(self) -> WaitCause:
         """The cause for which the queue waits now."""
-        return self._waits.cause
+        return self._queue_times.cause
 
     def queue_seconds(self, request_id: str) -> float | None:
         """Seconds from arrival (if constrained, from the end of compilation) to the first admission; None before."""
         explanation = self._open[request_id]
         return None if explanation.admitted is None else explanation.admitted - explanation.arrived
 
-    def held_up(self, cause: WaitCause, now: float) -> None:
+    def set_wait_cause(self, cause: WaitCause, now: float) -> None:
         """Set the cause for which the queue waits from now on."""
-        self._waits.because(cause, now)
+        self._queue_times.set_cause(cause, now)
 
     def admitted(self, seq: Sequence, admission: Admission, now: float) -> None:
         """Record that a sequence was admitted from the queue."""
@@ -203,51 +203,57 @@ class Accounts:
             seq.num_cached = num_cached
         else:
             swapped = (admission.num_swapped_tokens, admission.num_swapped_bytes)
-            self._note_recomputed(explanation, seq, admission.num_tokens, swapped)
-        self._note_waited(explanation, self._waits.since(self._leaves_queue(seq) or {}, now))
-        self._note_running(seq, admission.num_tokens, admission, now)
+            self._record_recomputed(explanation, seq, admission.num_tokens, swapped)
+        self._record_waited(explanation, self._queue_times.since(self._remove_snapshot(seq) or {}, now))
+        self._record_running(seq, admission.num_tokens, admission, now)
 
     def branched(self, seq: Sequence, num_tokens: int, now: float) -> None:
         """Record that a sequence was branched or forked from another one of its request."""
         explanation = self._open[seq.request.id]
-        noted = self._leaves_queue(seq)
+        noted = self._remove_snapshot(seq)
         if seq.num_cached is None:
             seq.num_cached = explanation.num_cached_tokens
         else:
-            self._note_recomputed(explanation, seq, num_tokens)
-        waited = {"prompt": now - seq.since} if noted is None else self._waits.since(noted, now)
-        self._note_waited(explanation, waited)
-        self._note_running(seq, num_tokens, None, now)
+            self._record_recomputed(explanation, seq, num_tokens)
+        waited = {"prompt": now - seq.queued_at} if noted is None else self._queue_times.since(noted, now)
+        self._record_waited(explanation, waited)
+        self._record_running(seq, num_tokens, None, now)
 
-    def preempted(self, seq: Sequence, reason: str, way: Way, now: float, *, last: bool) -> None:
+    def preempted(self, seq: Sequence, reason: str, decision: PreemptionDecision, now: float, *, last: bool) -> None:
         """Record that a sequence was preempted. last: no sequence of its request runs any more."""
         if last:
             self._open[seq.request.id].state = "waiting"
         self.num_preemptions += 1
-        taken = (way.how, way.why, way.num_bytes.get(seq.id, 0), way.recompute_seconds, way.copy_seconds)
+        taken = (
+            decision.mode,
+            decision.reason,
+            decision.num_bytes.get(seq.id, 0),
+            decision.recompute_seconds,
+            decision.copy_seconds,
+        )
         self.events.append(Preempted(now, seq.request.id, seq.id, seq.num_computed, reason, *taken))
         self._open[seq.request.id].preemptions.append(
             Preemption(now, seq.index, reason, seq.num_computed, None, *taken)
         )
 
-    def caution_changed(self, num_blocks: int, now: float, *, more: bool) -> None:
+    def watermark_changed(self, num_blocks: int, now: float, *, more: bool) -> None:
         """Record a change of the watermark's blocks per running sequence. more: whether they were raised."""
-        self.num_slowed += more
+        self.num_watermark_raises += more
         self.events.append(AdmissionSlowed(now, "", num_blocks))
 
     def failed(self, step_id: int, error: str, now: float) -> None:
         """Record a failed step."""
         self.events.append(StepFailed(now, "", step_id, error))
 
-    def memory_told(self, cache: KVCache, now: float) -> None:
+    def take_cache_events(self, cache: KVCache, now: float) -> None:
         """Take the events and evictions of the cache since the last call."""
-        for event in cache.take_events():
+        for event in cache.take_pin_events():
             self.events.append(event)
-            self._note_pins(event)
+            self._record_pins(event)
         policy = cache.config.eviction
-        for cause, num_blocks, reason in cache.take_given_up():
+        for cause, num_blocks, reason in cache.take_evictions():
             self.events.append(Evicted(now, cause.request_id, num_blocks, policy, reason.numbers))
-            explanation = self._known(cause.request_id)
+            explanation = self._find(cause.request_id)
             if explanation is None:
                 continue
             explanation.num_evicted_blocks += num_blocks
@@ -255,7 +261,7 @@ class Accounts:
                 numbers = reason.numbers if reason.tenant == explanation.tenant else {}
                 explanation.evictions.append(Eviction(now, num_blocks, policy, numbers))
 
-    def shares(self, request_id: str, num_unshared: int, num_own: int) -> None:
+    def record_blocks(self, request_id: str, num_unshared: int, num_own: int) -> None:
         """Record a request's blocks without sharing, and with it. The larger measurement is kept."""
         explanation = self._open[request_id]
         if num_unshared > explanation.num_blocks_unshared:
@@ -264,9 +270,9 @@ class Accounts:
     def ended(self, seq: Sequence, reason: str, now: float, *, last: bool) -> None:
         """Record the end of a sequence. last: it was the last unfinished one of its request."""
         self.events.append(Finished(now, seq.request.id, seq.id, reason, seq.num_generated))
-        noted = self._leaves_queue(seq)
+        noted = self._remove_snapshot(seq)
         if noted is not None:
-            self._note_waited(self._open[seq.request.id], self._waits.since(noted, now))
+            self._record_waited(self._open[seq.request.id], self._queue_times.since(noted, now))
         if not last:
             return
         explanation = self._open.pop(seq.request.id)
@@ -276,27 +282,27 @@ class Accounts:
         tenant.num_open -= 1
         if not tenant.num_open:
             del self._tenants[explanation.tenant]
-        self._keep(explanation)
+        self._keep_ended(explanation)
 
-    def _known(self, request_id: str) -> Explanation | None:
+    def _find(self, request_id: str) -> Explanation | None:
         return self._open.get(request_id) or self._ended.get(request_id)
 
-    def _note_pins(self, event: Event) -> None:
-        explanation = self._known(event.request_id)
+    def _record_pins(self, event: Event) -> None:
+        explanation = self._find(event.request_id)
         match event:
             case PinsRefused() if explanation is not None:
                 explanation.num_blocks_not_pinned += event.num_blocks
             case PinsYielded() if explanation is not None:
                 explanation.num_pinned_blocks_yielded += event.num_blocks
 
-    def _leaves_queue(self, seq: Sequence) -> dict[str, float] | None:
+    def _remove_snapshot(self, seq: Sequence) -> dict[str, float] | None:
         """Remove the snapshot of a sequence that leaves the queue, and return it; None if it was not queued."""
-        noted = self._noted.pop(seq.id, None)
+        noted = self._snapshots.pop(seq.id, None)
         if noted is not None:
             self._tenants[seq.request.namespace.tenant].num_waiting -= 1
         return noted
 
-    def _keep(self, ended: Explanation) -> None:
+    def _keep_ended(self, ended: Explanation) -> None:
         ids = self._ended_by_tenant.setdefault(ended.tenant, deque())
         if ended.request_id not in self._ended:
             ids.append(ended.request_id)
@@ -307,19 +313,19 @@ class Accounts:
             ids = max(self._ended_by_tenant.values(), key=len)
         del self._ended[ids.popleft()]
 
-    def _note_running(self, seq: Sequence, num_tokens: int, admission: Admission | None, now: float) -> None:
+    def _record_running(self, seq: Sequence, num_tokens: int, admission: Admission | None, now: float) -> None:
         explanation = self._open[seq.request.id]
         explanation.state = "running"
         if explanation.admitted is None:
             explanation.admitted = now
         miss = None if admission is None else _miss(seq, admission)
-        self.events.append(Admitted(now, seq.request.id, seq.id, now - seq.since, num_tokens, miss))
+        self.events.append(Admitted(now, seq.request.id, seq.id, now - seq.queued_at, num_tokens, miss))
 
-    def _note_waited(self, explanation: Explanation, waited: dict[str, float]) -> None:
+    def _record_waited(self, explanation: Explanation, waited: dict[str, float]) -> None:
         for cause, seconds in waited.items():
             explanation.waited[cause] = explanation.waited.get(cause, 0.0) + seconds
 
-    def _note_recomputed(
+    def _record_recomputed(
         self, explanation: Explanation, seq: Sequence, num_found: int, swapped: tuple[int, int] = (0, 0)
     ) -> None:
         """Set the cost in tokens and bytes of a sequence's latest preemption."""
@@ -336,6 +342,6 @@ class Accounts:
 def _miss(seq: Sequence, admission: Admission) -> Miss | None:
     """Why the prefix match ended. The index cannot tell that a token is computed only for its logits."""
     miss = admission.miss
-    if miss is not None and miss.reason == "recomputed" and seq.num_told >= seq.to_tell:
+    if miss is not None and miss.reason == "recomputed" and seq.num_reported >= seq.num_to_report:
         return structs.replace(miss, reason="last_token")
     return miss

@@ -21,24 +21,24 @@ one per step, and a sequence that fails again alone ends with an error.
 from collections import deque
 
 from quire.cache.kv_cache import KVCache
-from quire.cache.prefix.index import Cause
+from quire.cache.prefix.index import EvictionCause
 from quire.cache.swap_planner import bytes_swapped
 from quire.config import SchedulerConfig
 from quire.core.constraint import Constraints
 from quire.core.explanation import Explanation
 from quire.core.output import NO_SEQUENCE, Output
 from quire.core.request import Request
-from quire.core.step import Late, Step, StepResult
+from quire.core.step import SamplingMasks, Step, StepResult
 from quire.cost.block_size import BlockUse
-from quire.cost.step_time import Calibration, Costs
+from quire.cost.step_time import Calibration, CostModel
 from quire.errors import ConfigError, DeadlineUnreachable, QueueFull, RequestError
-from quire.scheduler.batch import Filling
-from quire.scheduler.beam_search import Searches, check_search
-from quire.scheduler.constraints import Forms
+from quire.scheduler.batch import BatchComposer
+from quire.scheduler.beam_search import BeamSearches, check_search
+from quire.scheduler.constraints import StructuredOutputManager
 from quire.scheduler.deadlines import Deadlines
-from quire.scheduler.lifecycle import Launched, Lives
-from quire.scheduler.output_processing import Intake
-from quire.scheduler.queue_limit import QueueBound
+from quire.scheduler.lifecycle import InFlightStep, SchedulerState
+from quire.scheduler.output_processing import OutputProcessor
+from quire.scheduler.queue_limit import QueueLimit
 from quire.scheduler.sequence import Sequence
 from quire.scheduler.step_builder import StepBuilder
 
@@ -50,56 +50,63 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig, cache: KVCache, constraints: Constraints | None = None) -> None:
         """constraints: None rejects constrained requests. Raises ConfigError if the cache cannot hold one sequence."""
-        if not cache.config.holds_alone(config.max_model_len, config.max_num_batched_tokens):
+        if not cache.config.fits_sequence(config.max_model_len, config.max_num_batched_tokens):
             raise ConfigError(
                 f"{cache.config} cannot hold one sequence of max_model_len ({config.max_model_len}); give the cache "
                 "more memory or lower max_model_len"
             )
         self.config = config
         self.cache = cache
-        self.costs = Costs()
-        cache.predict_with(self.costs.recompute_seconds)
+        self.costs = CostModel()
+        cache.set_recompute_seconds(self.costs.recompute_seconds)
         self.block_use = BlockUse(cache.block_size)
-        self._lives = Lives(config, cache, self.costs)
-        self.accounts = self._lives.accounts
-        self._forms = Forms(constraints, self._lives.rows)
-        self._lives.on_end = self._forms.end
-        self._searches = Searches(cache, self._lives)
-        self._filling = Filling(config, cache, self._lives, self.costs.pace)
-        self._deadlines = Deadlines(config, cache, self._lives, self.costs)
-        self._bound = QueueBound(config, cache, self._lives, self.costs)
-        self._intake = Intake(cache, self._lives, self._searches, self._forms, self.block_use, self._bound)
+        self._state = SchedulerState(config, cache, self.costs)
+        self.request_stats = self._state.request_stats
+        self._structured_outputs = StructuredOutputManager(constraints, self._state.running_queue)
+        self._state.on_end = self._structured_outputs.end
+        self._searches = BeamSearches(cache, self._state)
+        self._batch = BatchComposer(config, cache, self._state, self.costs.step_time)
+        self._deadlines = Deadlines(config, cache, self._state, self.costs)
+        self._queue_limit = QueueLimit(config, cache, self._state, self.costs)
+        self._output_processor = OutputProcessor(
+            cache, self._state, self._searches, self._structured_outputs, self.block_use, self._queue_limit
+        )
         self.predicted_seconds = 0.0  # of the step planned last; 0 without observations
-        self._unsaid: list[Output] = []  # outputs of sequences that ended outside of a commit
-        self._suspects: deque[Sequence] = deque()
+        self._pending_outputs: list[Output] = []  # outputs of sequences that ended outside of a commit
+        self._to_run_alone: deque[Sequence] = deque()
         self._next_step = 0
         self._reset = True  # the next Step has to reset the runner: it has no rows, or its rows are invalid
 
     @property
     def num_running(self) -> int:
         """Number of sequences that have a row and blocks."""
-        return len(self._lives.rows.running)
+        return len(self._state.running_queue.running)
 
     @property
     def num_waiting(self) -> int:
         """Number of unfinished sequences without a row: queued, held, or with a constraint that is being compiled."""
-        compiling = sum(request.num_open for request, _ in self._forms.compiling.values())
-        return len(self._lives.sequences) - len(self._lives.rows.running) + compiling
+        compiling = sum(request.num_unfinished for request, _ in self._structured_outputs.compiling.values())
+        return len(self._state.sequences) - len(self._state.running_queue.running) + compiling
 
     @property
     def is_compiling(self) -> bool:
         """Whether the constraint of a request is being compiled."""
-        return bool(self._forms.compiling)
+        return bool(self._structured_outputs.compiling)
 
     @property
-    def newest_rows(self) -> list[tuple[str, int]]:
+    def last_step_positions(self) -> list[tuple[str, int]]:
         """(request id, stop) of each chunk of the step planned last, which must be in flight."""
-        return [(seq.request.id, stop) for seq, _, stop, _, _ in self._lives.in_flight[-1].entries]
+        return [(seq.request.id, stop) for seq, _, stop, _, _ in self._state.in_flight[-1].entries]
 
     @property
     def has_work(self) -> bool:
         """Whether there are unfinished sequences, constraints being compiled, steps in flight or pending outputs."""
-        return bool(self._lives.sequences or self._lives.in_flight or self._unsaid or self._forms.compiling)
+        return bool(
+            self._state.sequences
+            or self._state.in_flight
+            or self._pending_outputs
+            or self._structured_outputs.compiling
+        )
 
     def close(self) -> None:
         """Do nothing. A subclass that writes a journal closes it."""
@@ -109,7 +116,7 @@ class Scheduler:
 
         Raises ValueError if a step is in flight.
         """
-        if self._lives.in_flight:
+        if self._state.in_flight:
             raise ValueError("a step is in flight: a calibration comes before or between steps")
         self.costs.calibrate(calibration)
         self._reset = True
@@ -122,44 +129,44 @@ class Scheduler:
         Raises RequestError for an id that is in use, a beam search that cannot fit, or a constraint that is not
         supported; QueueFull; DeadlineUnreachable. A request whose sequences have all finished before has no outputs.
         """
-        if request.id in self._lives.families or request.id in self._forms.compiling:
+        if request.id in self._state.sequence_groups or request.id in self._structured_outputs.compiling:
             raise RequestError(f"request id {request.id!r} is in use; choose another", "request_id")
         check_search(request, self.config, self.cache.config)
-        self._forms.check(request)
+        self._structured_outputs.check(request)
         try:
             self._deadlines.check(request)
-            self._bound.check(request, self._next_step, now)
+            self._queue_limit.check(request, self._next_step, now)
         except (DeadlineUnreachable, QueueFull) as error:
-            self.accounts.refused(request, error, now)
+            self.request_stats.rejected(request, error, now)
             raise
         if request.is_constrained:
-            self._forms.compiling[request.id] = request, now
-            self._lives.newcomers.add(request)
+            self._structured_outputs.compiling[request.id] = request, now
+            self._state.new_requests.add(request)
         else:
-            self._enter(request, now, now)
+            self._enqueue(request, now, now)
 
     def compiled(self, request_id: str, error: str, now: float) -> None:
         """Queue a request whose constraint is compiled, or end it if `error` is not empty. Ignores an unknown id."""
-        found = self._forms.compiling.pop(request_id, None)
+        found = self._structured_outputs.compiling.pop(request_id, None)
         if found is None:
             return
         request, arrived = found
-        self._lives.newcomers.drop(request_id)
+        self._state.new_requests.drop(request_id)
         if not error:
-            self._enter(request, arrived, now)
+            self._enqueue(request, arrived, now)
             return
         open_ones = [i for i, known in enumerate(request.known) if not known.finished]
         for i in open_ones if request.known else range(request.num_sequences):
-            self._unsaid.append(Output(request_id, i, NO_SEQUENCE, [], "error", error=error))
+            self._pending_outputs.append(Output(request_id, i, NO_SEQUENCE, [], "error", error=error))
 
     def abort(self, request_id: str, now: float) -> None:
         """End all sequences of a request. It has no further outputs. Ignores an unknown id."""
-        self.cache.at(now)
-        self._unsaid = [output for output in self._unsaid if output.request_id != request_id]
-        if self._forms.compiling.pop(request_id, None) is not None:
-            self._lives.newcomers.drop(request_id)
+        self.cache.advance_clock(now)
+        self._pending_outputs = [output for output in self._pending_outputs if output.request_id != request_id]
+        if self._structured_outputs.compiling.pop(request_id, None) is not None:
+            self._state.new_requests.drop(request_id)
         self._searches.drop(request_id)
-        self._lives.end_all(request_id, "abort", now)
+        self._state.end_all(request_id, "abort", now)
 
     def finish(self, seq_id: int, num_tokens: int, now: float) -> None:
         """End a sequence after `num_tokens` output tokens, because the front end found a stop string.
@@ -167,28 +174,30 @@ class Scheduler:
         Later tokens are dropped. The sequence has no further outputs. Ignores beams, and an unknown id: the sequence
         may have ended before. Raises ValueError for a negative `num_tokens`.
         """
-        self.cache.at(now)
+        self.cache.advance_clock(now)
         if num_tokens < 0:
             raise ValueError(f"a sequence cannot have ended after {num_tokens} tokens")
-        seq = self._lives.sequences.get(seq_id)
+        seq = self._state.sequences.get(seq_id)
         if seq is not None and seq.request.beams is None:  # beams end with their search
             del seq.tokens[len(seq.request.prompt) + num_tokens :]
-            self._intake.note_length(seq)
-            self._lives.end(seq, "stop", now)
+            self._output_processor.record_length(seq)
+            self._state.end(seq, "stop", now)
 
     def end_program(self, tenant: str, program: str, branch: str | None, now: float) -> None:
         """Mark a branch of a program as finished, or all its branches (None). Ignores unknown ones."""
-        self.cache.at(now)
-        self._lives.end_program(tenant, program, branch)
+        self.cache.advance_clock(now)
+        self._state.end_program(tenant, program, branch)
 
     def flush(self, now: float) -> int:
         """Evict all idle blocks, pinned ones included. Returns the number of freed blocks."""
-        return self.cache.flush(Cause(now))
+        return self.cache.flush(EvictionCause(now))
 
     def explain(self, request_id: str, now: float) -> Explanation | None:
         """The explanation of a request; None if it is unknown or no longer kept."""
-        self.accounts.memory_told(self.cache, now)
-        return self.accounts.explain(request_id, [seq.id for seq in self._lives.families.members(request_id)], now)
+        self.request_stats.take_cache_events(self.cache, now)
+        return self.request_stats.explain(
+            request_id, [seq.id for seq in self._state.sequence_groups.members(request_id)], now
+        )
 
     # The loop: plan, late, commit
 
@@ -197,73 +206,73 @@ class Scheduler:
 
         Ends waiting requests that cannot meet their deadline; `missed` returns their outputs.
         """
-        self.cache.at(now)
-        self._end_missed(now)
-        suspect = self._next_suspect()
+        self.cache.advance_clock(now)
+        self._end_past_deadline(now)
+        suspect = self._next_to_run_alone()
         alone = self._reset or suspect is not None  # no other step may be in flight
-        in_flight = self._lives.in_flight
-        if len(in_flight) >= (1 if alone else self.config.steps_in_flight) or (in_flight and in_flight[-1].alone):
+        in_flight = self._state.in_flight
+        if len(in_flight) >= (1 if alone else self.config.steps_in_flight) or (in_flight and in_flight[-1].exclusive):
             return None
         builder = StepBuilder(self._next_step, len(self.cache.pools), reset=self._reset)
         if suspect is None:
-            self._filling.fill(builder, now)
+            self._batch.schedule(builder, now)
         else:
-            self._filling.fill_alone(suspect, builder, now)
-        opened = {seq.id for seq in builder.opened}
-        for seq in self._lives.rows.running if self._reset else self._lives.rows.unmet:
+            self._batch.schedule_alone(suspect, builder, now)
+        opened = {seq.id for seq in builder.new_rows}
+        for seq in self._state.running_queue.running if self._reset else self._state.running_queue.unsent:
             if seq.id not in opened:
-                builder.open(seq)
-        for seq, first in () if self._reset else self._lives.rows.corrected:
-            builder.correct(seq, first)
-        self.accounts.memory_told(self.cache, now)
-        if not (builder.chunks or builder.arrivals or self.cache.has_urgent_moves):
+                builder.add_row(seq)
+        for seq, first in () if self._reset else self._state.running_queue.corrected:
+            builder.rewrite_tokens(seq, first)
+        self.request_stats.take_cache_events(self.cache, now)
+        if not (builder.chunks or builder.swapped_in or self.cache.has_urgent_moves):
             return None
         self._reset = False
-        self._lives.rows.told()
+        self._state.running_queue.mark_sent()
         self._next_step += 1
         moves = self.cache.launched(builder.id)
         num_bytes = bytes_swapped(moves, self.cache.config)
-        launched = Launched(builder.id, builder.entries, builder.num_tokens, alone, builder.arrivals, num_bytes)
-        self._lives.in_flight.append(launched)
-        self.predicted_seconds = self.costs.predicted_seconds(launched.num_tokens, _pairs(launched))
+        launched = InFlightStep(builder.id, builder.entries, builder.num_tokens, alone, builder.swapped_in, num_bytes)
+        self._state.in_flight.append(launched)
+        self.predicted_seconds = self.costs.predicted_step_seconds(launched.num_tokens, _num_attention_pairs(launched))
         return builder.build(moves)
 
-    def missed(self) -> list[Output]:
+    def take_ended(self) -> list[Output]:
         """Return and clear the outputs of sequences that ended outside of a commit.
 
         Such sequences cannot meet their deadline, have a constraint that did not compile, or end with their known or
         forced tokens.
         """
-        outputs, self._unsaid = self._unsaid, []
+        outputs, self._pending_outputs = self._pending_outputs, []
         return outputs
 
-    def late(self, step: Step) -> Late:
+    def sampling_masks(self, step: Step) -> SamplingMasks:
         """The sampling masks of the constrained rows of `step`, which must be the step planned last."""
-        return self._forms.late(step, self._lives.in_flight[-1])
+        return self._structured_outputs.sampling_masks(step, self._state.in_flight[-1])
 
     def commit(self, result: StepResult, now: float) -> list[Output]:
         """Apply the result of the oldest in-flight step. Raises ValueError for the result of another step."""
-        if not self._lives.in_flight or self._lives.in_flight[0].id != result.step_id:
+        if not self._state.in_flight or self._state.in_flight[0].id != result.step_id:
             raise ValueError(f"step {result.step_id} was committed, but is not the oldest in flight")
-        self.cache.at(now)
-        launched = self._lives.in_flight.popleft()
+        self.cache.advance_clock(now)
+        launched = self._state.in_flight.popleft()
         if result.error:
             alone = launched.entries[0][0].id if len(launched.entries) == 1 else None
             for seq_id in self.cache.failed(launched.id):
                 if seq_id != alone:  # which depends on no other sequence of this step
-                    self._lives.begin_again(self._lives.sequences[seq_id], now)
-            self._lives.look_for_swapped()
+                    self._state.restart(self._state.sequences[seq_id], now)
+            self._state.update_swapped()
             return self._roll_back(launched, result.error, now)
         self.cache.collected(launched.id)
-        for seq in launched.arrivals:
-            if seq.arriving == launched.id:
-                seq.arriving = -1
-        (bytes_out, bytes_in), (seconds_out, seconds_in) = launched.num_bytes, result.swap_seconds
+        for seq in launched.swapped_in:
+            if seq.swap_in_step == launched.id:
+                seq.swap_in_step = -1
+        (bytes_out, bytes_in), (seconds_out, seconds_in) = launched.num_swapped_bytes, result.swap_seconds
         self.costs.observe_copies(bytes_out, seconds_out, bytes_in, seconds_in)
-        self.costs.observe_step(launched.num_tokens, result.seconds, _pairs(launched))
+        self.costs.observe_step(launched.num_tokens, result.seconds, _num_attention_pairs(launched))
         if launched.id % _STEPS_PER_SAMPLE == 0:
-            self.block_use.sample(*self._lives.rows.slots())
-        return self._intake.take(launched, result, now)
+            self.block_use.sample(*self._state.running_queue.count_slots())
+        return self._output_processor.process(launched, result, now)
 
     @property
     def leaks(self) -> bool:
@@ -275,10 +284,10 @@ class Scheduler:
     def check(self) -> list[str]:
         """Errors in the block accounting, and sequences with a table or host blocks that should have none."""
         wrong = self.cache.check()
-        strangers = [seq_id for seq_id in self.cache.tables if not self._lives.is_running(seq_id)]
+        strangers = [seq_id for seq_id in self.cache.tables if not self._state.is_running(seq_id)]
         if strangers:
             wrong.append(f"sequences {strangers} do not run and have tables")
-        strangers = [seq_id for seq_id in self.cache.swapped if not self._lives.is_swapped(seq_id)]
+        strangers = [seq_id for seq_id in self.cache.swapped if not self._state.is_swapped(seq_id)]
         if strangers:
             wrong.append(f"sequences {strangers} do not wait and are in the host pool")
         return wrong
@@ -287,37 +296,37 @@ class Scheduler:
         """Repair reference counts, and release blocks without an owner. For an engine that has logged `check`."""
         self.cache.repair()  # first, because a release needs a consistent index
         for seq_id in list(self.cache.tables):
-            if not self._lives.is_running(seq_id):
+            if not self._state.is_running(seq_id):
                 self.cache.release(seq_id)
         for seq_id in list(self.cache.swapped):
-            if not self._lives.is_swapped(seq_id):
-                self.cache.forget_swapped(seq_id)
+            if not self._state.is_swapped(seq_id):
+                self.cache.drop_swapped(seq_id)
 
-    def _next_suspect(self) -> Sequence | None:
+    def _next_to_run_alone(self) -> Sequence | None:
         """A running sequence of a failed step that has not succeeded since. Drops suspects that do not run."""
-        while self._suspects:
-            seq = self._suspects[0]
-            if seq.suspect and not seq.finished and seq.row >= 0:
+        while self._to_run_alone:
+            seq = self._to_run_alone[0]
+            if seq.runs_alone and not seq.finished and seq.row >= 0:
                 return seq
-            seq.suspect = False
-            self._suspects.popleft()
+            seq.runs_alone = False
+            self._to_run_alone.popleft()
         return None
 
-    def _enter(self, request: Request, arrived: float, now: float) -> None:
+    def _enqueue(self, request: Request, arrived: float, now: float) -> None:
         """Queue a request, and end its sequences that are complete with their known or forced tokens."""
         ends: dict[int, tuple[str | None, str]] = {}
 
         def begin(seq: Sequence) -> None:
-            if seq.known_end is None:
-                ends[seq.id] = self._forms.begin(seq)
+            if seq.known_finish is None:
+                ends[seq.id] = self._structured_outputs.begin(seq)
 
-        sequences = self._lives.add(request, now, begin if request.is_constrained else None)
+        sequences = self._state.add(request, now, begin if request.is_constrained else None)
         if not sequences:
             return
-        self._bound.add(request, now)
+        self._queue_limit.add(request, now)
         self._deadlines.add(sequences[0], arrived)
         if request.beams is not None:
-            self._searches.add(sequences[0])
+            self._searches.start(sequences[0])
         for seq in sequences if request.known else ():
             if seq.id not in ends:
                 self._end_known(seq, now)
@@ -328,63 +337,63 @@ class Scheduler:
 
     def _end_forced(self, seq: Sequence, reason: str, error: str, now: float) -> None:
         """End a sequence with its first forced tokens. If it still has to output prompt data, it ends after those."""
-        if seq.num_told < seq.to_tell:
-            seq.told_end = reason, error
-            seq.samples, seq.limit = False, seq.to_tell
+        if seq.num_reported < seq.num_to_report:
+            seq.deferred_finish = reason, error
+            seq.is_generation, seq.limit = False, seq.num_to_report
             return
-        tokens, seq.unsaid = seq.unsaid, []
-        self._intake.note_length(seq)
-        self._lives.end(seq, reason, now)
+        tokens, seq.unreported_tokens = seq.unreported_tokens, []
+        self._output_processor.record_length(seq)
+        self._state.end(seq, reason, now)
         stop_token = tokens[-1] if tokens and reason == "stop" and tokens[-1] in seq.stop_ids else None
         about = (seq.request.id, seq.index, seq.id, tokens, reason, stop_token)
-        self._unsaid.append(Output(*about, error=error, forced=list(range(len(tokens)))))
+        self._pending_outputs.append(Output(*about, error=error, forced=list(range(len(tokens)))))
 
     def _end_known(self, seq: Sequence, now: float) -> None:
         """End a sequence if the known tokens of its request complete it."""
-        if (known := seq.known_end) is not None:
+        if (known := seq.known_finish) is not None:
             reason, stop_token = known
-            self._lives.end(seq, reason, now)
-            self._unsaid.append(Output(seq.request.id, seq.index, seq.id, [], reason, stop_token))
+            self._state.end(seq, reason, now)
+            self._pending_outputs.append(Output(seq.request.id, seq.index, seq.id, [], reason, stop_token))
 
-    def _end_missed(self, now: float) -> None:
+    def _end_past_deadline(self, now: float) -> None:
         """End waiting requests that cannot meet their deadline any more."""
         for request_id in self._deadlines.missed(now):
-            members = self._lives.families.members(request_id)
+            members = self._state.sequence_groups.members(request_id)
             request = members[0].request
             error = f"it waited too long to meet its deadline of {request.terms.deadline:.3g} s"
             ended = [(seq.index, seq.id) for seq in members]
             if request.beams is not None:
                 ended = [(i, members[0].id) for i in range(request.params.n)]
-            self._unsaid += [Output(request_id, i, seq_id, [], "abort", error=error) for i, seq_id in ended]
+            self._pending_outputs += [Output(request_id, i, seq_id, [], "abort", error=error) for i, seq_id in ended]
             self._searches.drop(request_id)
-            self._lives.end_all(request_id, "deadline", now)
+            self._state.end_all(request_id, "deadline", now)
 
     # Committing
 
-    def _roll_back(self, failed: Launched, error: str, now: float) -> list[Output]:
+    def _roll_back(self, failed: InFlightStep, error: str, now: float) -> list[Output]:
         """Undo a failed step. Its sequences become suspects. A suspect that fails again alone ends with the error."""
         self._reset = True
-        self.accounts.failed(failed.id, error, now)
+        self.request_stats.failed(failed.id, error, now)
         alive = [(seq, start) for seq, start, _, epoch, _ in failed.entries if not seq.finished and seq.epoch == epoch]
         outputs = []
         for seq, start in alive:
             seq.epoch += 1  # its chunks in later steps depend on this one
-            seq.num_pending = seq.num_foreseen = 0
+            seq.num_pending = seq.num_ignored_samples = 0
             seq.num_computed = min(seq.num_computed, start)
             if seq.table is not None:
-                seq.table.launched = min(seq.table.launched, start)
-            if seq.suspect and len(failed.entries) == 1:
+                seq.table.num_launched = min(seq.table.num_launched, start)
+            if seq.runs_alone and len(failed.entries) == 1:
                 if seq.request.beams is not None:
-                    return self._intake.fail_search(seq, error, now)
-                self._lives.end(seq, "error", now)
+                    return self._output_processor.fail_search(seq, error, now)
+                self._state.end(seq, "error", now)
                 outputs.append(Output(seq.request.id, seq.index, seq.id, [], "error", error=error))
             else:
-                seq.suspect = True
-                self._suspects.append(seq)
+                seq.runs_alone = True
+                self._to_run_alone.append(seq)
         return outputs
 
 
-def _pairs(launched: Launched) -> float:
+def _num_attention_pairs(launched: InFlightStep) -> float:
     """Number of (token, attended token) pairs of a step with prompt tokens; 0 for a step with one token per chunk."""
     if launched.num_tokens <= len(launched.entries):
         return 0.0

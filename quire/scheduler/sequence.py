@@ -3,14 +3,14 @@
 from collections import OrderedDict
 
 from quire.cache.block_table import BlockTable
-from quire.core.output import NO_TOKEN
-from quire.core.request import Known, Request
+from quire.core.output import NO_TOKEN_ERROR
+from quire.core.request import KnownOutput, Request
 from quire.core.step import Logprobs, Pooling
 
-LEAD = 10.0  # seconds: a request of a program counts as at most that much older than it is
+PROGRAM_LEAD_SECONDS = 10.0  # seconds: a request of a program counts as at most that much older than it is
 MOST_PROGRAMS = 4096  # whose arrival is kept
 
-Place = tuple[float, int]  # effective arrival in seconds, and the first sequence id of that arrival
+Arrival = tuple[float, int]  # effective arrival in seconds, and the first sequence id of that arrival
 
 
 class Programs:
@@ -20,24 +20,24 @@ class Programs:
     """
 
     def __init__(self) -> None:
-        self._begun: OrderedDict[tuple[str, str], Place] = OrderedDict()  # least recently used first
+        self._arrivals: OrderedDict[tuple[str, str], Arrival] = OrderedDict()  # least recently used first
         self._now = 0.0
 
-    def place(self, request: Request, first_id: int, now: float) -> Place:
+    def arrival(self, request: Request, first_id: int, now: float) -> Arrival:
         """The effective arrival of a request that arrives now. first_id: the id of its sequence 0."""
         now = self._now = max(self._now, now)
         key = program_of(request)
         if key is None:
             return now, first_id
-        began, number = self._begun.setdefault(key, (now, first_id))
-        self._begun.move_to_end(key)
-        if len(self._begun) > MOST_PROGRAMS:
-            self._begun.popitem(last=False)
-        return max(began, now - LEAD), number
+        began, number = self._arrivals.setdefault(key, (now, first_id))
+        self._arrivals.move_to_end(key)
+        if len(self._arrivals) > MOST_PROGRAMS:
+            self._arrivals.popitem(last=False)
+        return max(began, now - PROGRAM_LEAD_SECONDS), number
 
     def end(self, tenant: str, program: str) -> None:
         """Forget a program that has ended. Ignores an unknown one."""
-        self._begun.pop((tenant, program), None)
+        self._arrivals.pop((tenant, program), None)
 
 
 def program_of(request: Request) -> tuple[str, str] | None:
@@ -46,7 +46,7 @@ def program_of(request: Request) -> tuple[str, str] | None:
     return None if program is None else (request.namespace.tenant, program.id)
 
 
-_NOTHING_KNOWN = Known()
+_NOTHING_KNOWN = KnownOutput()
 
 Rank = tuple[int, float, int, int]  # class, effective arrival (2 numbers), sequence id
 
@@ -65,90 +65,99 @@ class Sequence:
     """
 
     __slots__ = (
-        "arriving",
         "constrained",
         "cumulative_logprob",
-        "end",
+        "deferred_finish",
         "epoch",
         "finished",
         "id",
         "index",
+        "is_generation",
+        "is_pooling",
         "last_step",
         "limit",
+        "max_length",
         "min_length",
         "num_cached",
         "num_computed",
-        "num_foreseen",
+        "num_ignored_samples",
         "num_logprobs",
         "num_pending",
+        "num_reported",
         "num_shared",
-        "num_told",
+        "num_to_report",
         "num_written",
-        "pools",
+        "queued_at",
         "rank",
         "request",
         "row",
-        "samples",
-        "since",
+        "runs_alone",
         "stop_ids",
-        "suspect",
+        "swap_in_step",
         "swapped",
         "table",
-        "to_tell",
         "tokens",
-        "told_end",
-        "unsaid",
+        "unreported_tokens",
     )
 
     def __init__(
-        self, seq_id: int, request: Request, index: int, now: float, of_class: int = 0, place: Place | None = None
+        self,
+        seq_id: int,
+        request: Request,
+        index: int,
+        now: float,
+        priority_class: int = 0,
+        arrival: Arrival | None = None,
     ) -> None:
         """now: arrival in seconds. place: effective arrival; None orders by id alone."""
         self.id = seq_id
         # the lowest is scheduled first; the highest running one is preempted first
-        self.rank = (of_class, *(place or (0.0, seq_id)), seq_id)
+        self.rank = (priority_class, *(arrival or (0.0, seq_id)), seq_id)
         self.request = request
         self.index = index
         known = request.known[index] if request.known else _NOTHING_KNOWN
         self.tokens = [*request.prompt, *known.token_ids]
         self.cumulative_logprob = known.cumulative_logprob  # updated only with best_of above n
-        self.end = len(request.prompt) + request.max_tokens
+        self.max_length = len(request.prompt) + request.max_tokens
         self.stop_ids = request.stop_ids
         self.min_length = len(request.prompt) + request.params.min_tokens  # a stop token ends it above this length only
-        self.samples = request.max_tokens > 0  # whether tokens are sampled
-        self.pools = request.pooling is not Pooling.NONE
+        self.is_generation = request.max_tokens > 0  # whether tokens are sampled
+        self.is_pooling = request.pooling is not Pooling.NONE
         self.constrained = request.is_constrained
         # the KV of the last token is never read; if none is sampled, neither are the logits of the last prompt token
-        self.limit = self.end if self.pools else max(self.end - 1, 1)
+        self.limit = self.max_length if self.is_pooling else max(self.max_length - 1, 1)
         if request.beams is not None:
             self.limit = len(request.prompt)  # the next token is selected among all beams
         # positions shared by all n sequences; each computes the last prompt token itself, for its logits
-        shares = request.params.num_sequences > 1 and self.samples and request.beams is None
+        shares = request.params.num_sequences > 1 and self.is_generation and request.beams is None
         self.num_shared = len(request.prompt) - 1 if shares else 0
         self.num_logprobs = _num_logprobs(request)
-        self.to_tell = _positions_to_tell(request, index)
+        self.num_to_report = _num_to_report(request, index)
         self.num_cached: int | None = None  # prompt tokens of the prefix match at the first admission; None before
         self.num_computed = 0
         self.num_pending = 0
-        self.num_foreseen = 0
+        self.num_ignored_samples = 0
         self.num_written = 0
-        self.unsaid: list[int] = []  # last tokens: forced before the first sample, not output yet
+        self.unreported_tokens: list[int] = []  # last tokens: forced before the first sample, not output yet
         # Pooling.LAST needs the hidden state of the last position only
-        self.num_told = len(request.prompt) - 1 if request.pooling is Pooling.LAST else 0
-        if not self.pools and self.to_tell:
-            self.num_told = min(request.params.prompt_logprobs_start, self.to_tell)
+        self.num_reported = len(request.prompt) - 1 if request.pooling is Pooling.LAST else 0
+        if not self.is_pooling and self.num_to_report:
+            self.num_reported = min(request.params.prompt_logprobs_start, self.num_to_report)
         if known.token_ids:  # prompt data was output before the first output token
-            self.num_told = self.to_tell
-        self.told_end: tuple[str | None, str] = (None, "")  # end that follows the prompt data, if all tokens are forced
+            self.num_reported = self.num_to_report
+        self.deferred_finish: tuple[str | None, str] = (
+            None,
+            "",
+        )  # end that follows the prompt data, if all tokens are forced
         self.row = -1  # -1 without a row
-        self.arriving = -1  # the step that swaps its KV in; it computes nothing before that step is committed
+        self.swap_in_step = -1  # the step that swaps its KV in; it computes nothing before that step is committed
         self.swapped = False  # whether its KV is in the host pool
         self.table: BlockTable | None = None
         self.last_step = -1  # the newest step with a chunk of it
         self.epoch = 0  # incremented to invalidate its chunks in in-flight steps
-        self.since = now  # seconds: when it arrived or was queued last
+        self.queued_at = now  # seconds: when it arrived or was queued last
         self.finished = False
-        self.suspect = False  # part of a failed step: it runs alone until a chunk of it succeeds
+        self.runs_alone = False  # part of a failed step: it runs alone until a chunk of it succeeds
 
     @property
     def num_generated(self) -> int:
@@ -156,49 +165,49 @@ class Sequence:
         return len(self.tokens) - len(self.request.prompt)
 
     @property
-    def has_begun(self) -> bool:
+    def has_run(self) -> bool:
         """Whether it has run, in this or an earlier engine, or another sequence of its request computes its prompt."""
         is_held_back = self.num_shared > 0 or self.request.beams is not None
-        is_known = self.num_generated > len(self.unsaid)
+        is_known = self.num_generated > len(self.unreported_tokens)
         return self.num_cached is not None or is_known or (self.index > 0 and is_held_back)
 
     @property
-    def known_end(self) -> tuple[str, int | None] | None:
+    def known_finish(self) -> tuple[str, int | None] | None:
         """(finish reason, stop token) if the known output tokens complete the sequence, else None."""
         for length, token in enumerate(self.tokens[len(self.request.prompt) :], len(self.request.prompt) + 1):
             if token in self.stop_ids and length > self.min_length:
                 return "stop", token
-        return ("length", None) if self.samples and len(self.tokens) == self.end else None
+        return ("length", None) if self.is_generation and len(self.tokens) == self.max_length else None
 
-    def extend(self, tokens: list[int]) -> tuple[list[int], str | None, str]:
+    def append_sampled(self, tokens: list[int]) -> tuple[list[int], str | None, str]:
         """Append sampled tokens. Returns the appended tokens, the finish reason or None, and the error or ""."""
-        if self.num_foreseen:
-            self.num_foreseen -= 1
+        if self.num_ignored_samples:
+            self.num_ignored_samples -= 1
             return [], None, ""
         self.num_pending -= 1
         if -1 in tokens:
             kept, reason = self._append(tokens[: tokens.index(-1)])
-            return kept, reason or "error", "" if reason else NO_TOKEN
+            return kept, reason or "error", "" if reason else NO_TOKEN_ERROR
         return *self._append(tokens), ""
 
-    def force(self, tokens: list[int]) -> tuple[list[int], str | None]:
+    def append_forced(self, tokens: list[int]) -> tuple[list[int], str | None]:
         """Append forced tokens up to the sequence's end. Returns the appended tokens and the finish reason or None."""
-        self.num_foreseen += self.num_pending
+        self.num_ignored_samples += self.num_pending
         self.num_pending = 0
         return self._append(tokens)
 
     def _append(self, tokens: list[int]) -> tuple[list[int], str | None]:
-        if len(self.tokens) >= self.end:
+        if len(self.tokens) >= self.max_length:
             return [], "length"
         for num_kept, token in enumerate(tokens, 1):
             self.tokens.append(token)
             if token in self.stop_ids and len(self.tokens) > self.min_length:
                 return tokens[:num_kept], "stop"
-            if len(self.tokens) == self.end:
+            if len(self.tokens) == self.max_length:
                 return tokens[:num_kept], "length"
         return tokens, None
 
-    def add_up(self, logprobs: Logprobs | None) -> float:
+    def add_logprobs(self, logprobs: Logprobs | None) -> float:
         """Add the logprobs of new tokens (column 0). Returns the sum over all output tokens."""
         if logprobs is not None:
             self.cumulative_logprob = sum(logprobs.values[:, 0].tolist(), self.cumulative_logprob)
@@ -210,30 +219,30 @@ class Sequence:
 
         The last known token is always computed for its logits, and positions with outstanding prompt data, too.
         """
-        told = self.num_told if self.num_told < self.to_tell else len(self.tokens)
+        told = self.num_reported if self.num_reported < self.num_to_report else len(self.tokens)
         return min(told, len(self.tokens) - 1, self.limit - 1)
 
     @property
     def num_valid(self) -> int:
         """Number of leading positions whose KV is valid once the in-flight steps are committed."""
-        return 0 if self.arriving >= 0 else min(self.num_computed, len(self.tokens))
+        return 0 if self.swap_in_step >= 0 else min(self.num_computed, len(self.tokens))
 
     @property
-    def num_kept(self) -> int:
+    def num_resumable(self) -> int:
         """Number of valid positions that a resumed sequence would not compute again."""
-        return min(self.num_valid, self.num_told) if self.num_told < self.to_tell else self.num_valid
+        return min(self.num_valid, self.num_reported) if self.num_reported < self.num_to_report else self.num_valid
 
     def has_written(self, num_tokens: int) -> bool:
         """Whether it runs and the KV of `num_tokens` leading positions is committed."""
-        return self.row >= 0 and self.arriving < 0 and self.num_written >= num_tokens
+        return self.row >= 0 and self.swap_in_step < 0 and self.num_written >= num_tokens
 
     @property
     def is_over(self) -> bool:
         """Whether no tokens are sampled and all positions up to `limit` are committed."""
-        return not self.samples and self.num_written >= self.limit
+        return not self.is_generation and self.num_written >= self.limit
 
 
-def _positions_to_tell(request: Request, index: int) -> int:
+def _num_to_report(request: Request, index: int) -> int:
     """Number of leading positions with prompt logprobs or pooled states in the output."""
     if request.pooling is not Pooling.NONE:
         return len(request.prompt)

@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from collections.abc import Sequence as Listing
 
-from quire.core.step import Chunks, ListKind, Lists, Move, Opens, Step, Writes
+from quire.core.step import Chunks, Move, NewRows, Step, TableUpdates, TokenListKind, TokenLists
 from quire.scheduler.sequence import Sequence
 
-TokenList = tuple[int, ListKind, Mapping[int, float] | Listing[int]]
+TokenList = tuple[int, TokenListKind, Mapping[int, float] | Listing[int]]
 
 
 # A planned chunk, kept until its step is committed: sequence, start, stop, the sequence's epoch when the chunk was
@@ -18,36 +18,36 @@ Entry = tuple[Sequence, int, int, int, int]
 class StepBuilder:
     """The opened rows, table changes and chunks of a Step so far, as plain lists."""
 
-    __slots__ = ("arrivals", "blocks", "chunks", "entries", "id", "num_tokens", "opened", "reset", "tokens")
+    __slots__ = ("blocks", "chunks", "entries", "id", "new_rows", "num_tokens", "reset", "swapped_in", "tokens")
 
     def __init__(self, step_id: int, num_groups: int, *, reset: bool) -> None:
         self.id = step_id
         self.reset = reset
-        self.opened: list[Sequence] = []
-        self.arrivals: list[Sequence] = []  # opened sequences whose KV is swapped in
+        self.new_rows: list[Sequence] = []
+        self.swapped_in: list[Sequence] = []  # opened sequences whose KV is swapped in
         self.tokens: list[tuple[int, int, list[int]]] = []
         self.blocks: list[list[tuple[int, int, list[int]]]] = [[] for _ in range(num_groups)]
         self.chunks: list[tuple[int, ...]] = []
         self.entries: list[Entry] = []
         self.num_tokens = 0
 
-    def open(self, seq: Sequence) -> None:
+    def add_row(self, seq: Sequence) -> None:
         """Send all tokens and blocks of a sequence to the runner."""
         assert seq.table is not None
-        self.opened.append(seq)
+        self.new_rows.append(seq)
         self.tokens.append((seq.row, 0, seq.tokens))
-        self.give_blocks(seq, seq.table.firsts)
+        self.update_table(seq, seq.table.firsts)
 
-    def arrive(self, seq: Sequence) -> None:
+    def add_swapped_in(self, seq: Sequence) -> None:
         """Mark a sequence whose KV this step swaps in."""
-        seq.arriving = self.id
-        self.arrivals.append(seq)
+        seq.swap_in_step = self.id
+        self.swapped_in.append(seq)
 
-    def correct(self, seq: Sequence, first: int) -> None:
+    def rewrite_tokens(self, seq: Sequence, first: int) -> None:
         """Send the tokens of a sequence from position `first` again, because the runner has other ones."""
         self.tokens.append((seq.row, first, seq.tokens[first:]))
 
-    def give_blocks(self, seq: Sequence, firsts: Listing[int]) -> None:
+    def update_table(self, seq: Sequence, firsts: Listing[int]) -> None:
         """Send the block table of a sequence, in each group from table index `firsts[group]`."""
         assert seq.table is not None
         for spans, blocks, first in zip(self.blocks, seq.table.blocks, firsts, strict=True):
@@ -59,23 +59,23 @@ class StepBuilder:
         return Step(
             self.id,
             self.reset,
-            _opens(self.opened),
-            Writes.of(self.tokens),
-            [Writes.of(spans) for spans in self.blocks],
+            _new_rows(self.new_rows),
+            TableUpdates.of(self.tokens),
+            [TableUpdates.of(spans) for spans in self.blocks],
             moves,
             Chunks.of(self.chunks),
         )
 
 
-_NO_ROWS = Opens.of(rows=[])
+_NO_ROWS = NewRows.of(rows=[])
 
 
-def _opens(sequences: list[Sequence]) -> Opens:
+def _new_rows(sequences: list[Sequence]) -> NewRows:
     if not sequences:
         return _NO_ROWS
     params = [seq.request.params for seq in sequences]
     lists = [one for seq in sequences for one in _lists(seq)]
-    return Opens.of(
+    return NewRows.of(
         rows=[seq.row for seq in sequences],
         seq_ids=[seq.id for seq in sequences],
         seeds=[seq.request.seed for seq in sequences],
@@ -93,21 +93,21 @@ def _opens(sequences: list[Sequence]) -> Opens:
         repetition_penalties=[p.repetition_penalty for p in params],
         deterministic=[p.deterministic for p in params],
         poolings=[seq.request.pooling for seq in sequences],
-        lists=Lists.of(lists),
+        lists=TokenLists.of(lists),
     )
 
 
 def _lists(seq: Sequence) -> list[TokenList]:
     request, params = seq.request, seq.request.params
-    lists: list[TokenList] = [(seq.row, ListKind.BAD_WORD, word) for word in request.bad_words]
+    lists: list[TokenList] = [(seq.row, TokenListKind.BAD_WORD, word) for word in request.bad_words]
     if params.logit_bias:
-        lists.append((seq.row, ListKind.BIAS, params.logit_bias))
+        lists.append((seq.row, TokenListKind.BIAS, params.logit_bias))
     if params.allowed_token_ids is not None:
-        lists.append((seq.row, ListKind.ALLOWED, params.allowed_token_ids))
+        lists.append((seq.row, TokenListKind.ALLOWED, params.allowed_token_ids))
     # with ignore_eos, too, eos tokens end a constrained output
     ends = seq.stop_ids.union(request.eos_token_ids) if seq.constrained else seq.stop_ids
     if params.min_tokens and ends:
-        lists.append((seq.row, ListKind.END, sorted(ends)))
+        lists.append((seq.row, TokenListKind.END, sorted(ends)))
     if params.logprob_token_ids:
-        lists.append((seq.row, ListKind.LOGPROB, params.logprob_token_ids))
+        lists.append((seq.row, TokenListKind.LOGPROB, params.logprob_token_ids))
     return lists

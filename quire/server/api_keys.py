@@ -25,7 +25,7 @@ MAX_KEYS = 4096  # the key of each request is compared with all of them
 MAX_PER_MINUTE = 10**9
 MAX_TENANT = 128  # characters
 _MAX_FILE = 4 * 2**20  # bytes
-_OF_NOTHING = hashlib.sha256().hexdigest()
+_EMPTY_KEY_SHA256 = hashlib.sha256().hexdigest()
 _PREFIX = "qk-"  # makes a key recognizable
 
 PerMinute = Annotated[int, Meta(ge=1, le=MAX_PER_MINUTE)]
@@ -48,7 +48,7 @@ class Caller(msgspec.Struct, frozen=True):
         return Namespace(tenant=self.tenant, salt=salt or "")
 
 
-ANYBODY = Caller(tenant="", role="admin")  # every caller of a server without keys
+KEYLESS_CALLER = Caller(tenant="", role="admin")  # every caller of a server without keys
 
 
 class KeyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -69,7 +69,7 @@ class KeyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Raises ConfigError for an invalid tenant and for the hash of an empty key."""
         if not (1 <= len(self.tenant) <= MAX_TENANT and self.tenant.isprintable() and self.tenant.strip()):
             raise ConfigError(f"a tenant's name must have 1 to {MAX_TENANT} printable characters, not only spaces")
-        if self.sha256.lower() == _OF_NOTHING:
+        if self.sha256.lower() == _EMPTY_KEY_SHA256:
             raise ConfigError("this is the sha256 of an empty key, which everybody has")
 
 
@@ -106,10 +106,10 @@ class Keys:
 
 def read_keys(path: str | Path) -> Keys:
     """The keys in a file. Raises ConfigError for a missing, empty or invalid file."""
-    data = _bytes(Path(path))
+    data = _read_bytes(Path(path))
     if data is None:
         raise ConfigError(f"the key file {path} is not there; `quire key TENANT --file {path}` makes one")
-    entries = _entries(Path(path), data)
+    entries = _parse_entries(Path(path), data)
     if not entries:
         raise ConfigError(f"{path} lists no keys, so that nobody could come in; `quire key TENANT --file` adds one")
     return Keys(entries)
@@ -133,8 +133,8 @@ def add_key(path: Path, entry: KeyEntry) -> None:
     path = Path(os.path.realpath(path))  # replaces the target of a link, not the link
     if path.is_symlink():
         raise ConfigError(f"the key file {path} is a link that leads to itself; name another")
-    data = _bytes(path)
-    entries = (*(() if data is None else _entries(path, data)), entry)
+    data = _read_bytes(path)
+    entries = (*(() if data is None else _parse_entries(path, data)), entry)
     if len(entries) > MAX_KEYS:
         raise ConfigError(f"{path} holds {MAX_KEYS} keys already; take out some that are no longer used")
     try:
@@ -148,7 +148,7 @@ def add_key(path: Path, entry: KeyEntry) -> None:
         raise ConfigError(f"the key file {path} cannot be written: {error.strerror}") from error
 
 
-def _bytes(path: Path) -> bytes | None:
+def _read_bytes(path: Path) -> bytes | None:
     """The content of a key file; None if there is no file. Raises ConfigError."""
     try:
         with path.open("rb") as file:
@@ -162,7 +162,7 @@ def _bytes(path: Path) -> bytes | None:
     return data
 
 
-def _entries(path: Path, data: bytes) -> tuple[KeyEntry, ...]:
+def _parse_entries(path: Path, data: bytes) -> tuple[KeyEntry, ...]:
     """The entries of a key file. Raises ConfigError, also for a key that is listed twice."""
     try:
         entries = msgspec.json.decode(data, type=KeyFile).keys

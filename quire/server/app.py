@@ -8,9 +8,9 @@ from fastapi import FastAPI, Response
 from starlette.requests import Request
 
 from quire import __version__
-from quire.server.api.native.admin import operator_routes
+from quire.server.api.native.admin import admin_routes
 from quire.server.api.native.explain import explain_routes
-from quire.server.api.native.health import operation_routes
+from quire.server.api.native.health import health_routes
 from quire.server.api.native.programs import program_routes
 from quire.server.api.native.tokenize import token_routes
 from quire.server.api.openai.chat import chat_routes
@@ -18,14 +18,14 @@ from quire.server.api.openai.completions import completion_routes
 from quire.server.api.openai.embeddings import embedding_routes
 from quire.server.api.sglang.routes import generate_routes
 from quire.server.api_keys import Keys
-from quire.server.error_handlers import install
-from quire.server.middleware.auth import Gate
+from quire.server.error_handlers import install_error_handlers
+from quire.server.middleware.auth import AuthMiddleware
 from quire.server.middleware.body_limit import BodyLimit
 from quire.server.middleware.cors import Cors
-from quire.server.middleware.drain import Drain, DrainGate
+from quire.server.middleware.drain import Drain, DrainMiddleware
 from quire.server.middleware.rate_limit import RateLimit
-from quire.server.middleware.tarpit import SlowRefusals
-from quire.server.observability.middleware import Observers, Watch
+from quire.server.middleware.tarpit import Tarpit
+from quire.server.observability.middleware import ObservabilityMiddleware, Observers
 from quire.server.openapi import describe_api
 from quire.server.options import ServerOptions
 from quire.server.service import Service
@@ -41,7 +41,7 @@ def make_app(
     options: ServerOptions = DEFAULTS,
     drain: Drain | None = None,
     *,
-    holds_back: bool = True,
+    with_tarpit: bool = True,
 ) -> FastAPI:
     """An app that starts the engine of `service`, and closes `service` when it shuts down.
 
@@ -62,23 +62,23 @@ def make_app(
     app = FastAPI(title="quire", version=__version__, lifespan=running, redoc_url=None)
     app.add_middleware(BodyLimit)
     app.add_middleware(RateLimit)
-    app.add_middleware(DrainGate, drain=drain)
-    app.add_middleware(Gate, keys=keys)
+    app.add_middleware(DrainMiddleware, drain=drain)
+    app.add_middleware(AuthMiddleware, keys=keys)
     if options.cors_origins:
         app.add_middleware(Cors, origins=options.cors_origins)
-    app.add_middleware(Watch, sinks=observers.sinks)  # the one that is added last is the outermost
-    install(app, SlowRefusals() if holds_back else None)
-    app.add_exception_handler(ClientGone, _nobody)
+    app.add_middleware(ObservabilityMiddleware, sinks=observers.sinks)  # the one that is added last is the outermost
+    install_error_handlers(app, Tarpit() if with_tarpit else None)
+    app.add_exception_handler(ClientGone, _client_gone_response)
     for routes in (
         *(completion_routes, chat_routes, embedding_routes),
         *(token_routes, generate_routes, explain_routes, program_routes),
     ):
         app.include_router(routes(service))
-    app.include_router(operation_routes(service, drain))
-    app.include_router(operator_routes(service, options.metrics_prefix))
+    app.include_router(health_routes(service, drain))
+    app.include_router(admin_routes(service, options.metrics_prefix))
     describe_api(app, service, with_keys=keys is not None)
     return app
 
 
-async def _nobody(_request: Request, _error: Exception) -> Response:
+async def _client_gone_response(_request: Request, _error: Exception) -> Response:
     return Response(status_code=_CLIENT_GONE)

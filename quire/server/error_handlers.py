@@ -8,16 +8,16 @@ from quire.engine.embeddings import EmbeddingFailed
 from quire.errors import EngineStopped, ModelError, RequestError
 from quire.server.errors import SequenceFailed, response_to
 from quire.server.middleware.quota import RateLimited
-from quire.server.middleware.tarpit import SlowRefusals
+from quire.server.middleware.tarpit import Tarpit
 
 
-def install(app: FastAPI, refusals: SlowRefusals | None) -> None:
+def install_error_handlers(app: FastAPI, tarpit: Tarpit | None) -> None:
     """Make the app answer every exception with an error object. refusals: the tarpit; None: no delays."""
 
     async def answer(request: Request, error: Exception) -> Response:
         response = response_to(error)
-        if refusals is not None:
-            await refusals.wait(request, error, response.param)
+        if tarpit is not None:
+            await tarpit.delay(request, error, response.param)
         return response
 
     known = (RequestError, ModelError, EngineStopped, SequenceFailed, EmbeddingFailed, RequestValidationError)

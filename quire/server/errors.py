@@ -32,19 +32,19 @@ _WORD = re.compile(r"\w+")
 _TYPE_NAME = re.compile(r"str|int|float|bool|.*\[.*")  # added to `loc` by pydantic for each member of a union
 
 
-class Unknown(RequestError):
+class NotFound(RequestError):
     """The request names something that does not exist. The status is 404."""
 
     code: ClassVar[str]
 
 
-class UnknownModel(Unknown):
+class UnknownModel(NotFound):
     """The request names a model that is not served."""
 
     code = "model_not_found"
 
 
-class UnknownRequest(Unknown):
+class UnknownRequest(NotFound):
     """The request id is unknown, or belongs to another tenant. Both give the same answer."""
 
     code = "request_not_found"
@@ -64,14 +64,14 @@ class Busy(HTTPException):
         super().__init__(429, "too many requests wait to be read; try again in a second", {"retry-after": "1"})
 
 
-class Refusal(HTTPException):
+class Rejection(HTTPException):
     """A rejection with a `code` in its error object."""
 
     code: ClassVar[str]
     param: ClassVar[str | None] = None
 
 
-class Draining(Refusal):
+class Draining(Rejection):
     """The server drains and accepts no new requests. The client should retry, with another instance."""
 
     code = "draining"
@@ -81,7 +81,7 @@ class Draining(Refusal):
         super().__init__(503, "this server is about to end and takes no new requests; ask again", headers)
 
 
-class TimedOut(Refusal):
+class TimedOut(Rejection):
     """The request took longer than its `timeout`. The header x-should-retry keeps OpenAI's clients from retrying."""
 
     code = "request_timeout"
@@ -91,7 +91,7 @@ class TimedOut(Refusal):
         super().__init__(408, message, {"x-should-retry": "false"})
 
 
-class BodyLate(Refusal):
+class BodyTimeout(Rejection):
     """The body of a request was not received in time."""
 
     code = "request_timeout"
@@ -102,7 +102,7 @@ class BodyLate(Refusal):
         )
 
 
-class NotAllowed(Refusal):
+class NotAllowed(Rejection):
     """The caller is not authenticated or lacks the permission."""
 
 
@@ -137,7 +137,7 @@ class CrossSite(NotAllowed):
         super().__init__(403, "a page of another site may not ask for this; ask with a program such as curl")
 
 
-class OtherHost(NotAllowed):
+class HostNotAllowed(NotAllowed):
     """A server without keys got a Host header that is neither local nor an address."""
 
     code = "host_not_allowed"
@@ -162,7 +162,7 @@ def error_object(status: int, message: str, param: str | None = None, code: str 
 def describe(error: Exception) -> tuple[int, dict[str, object]]:
     """Status and error object of an exception. An unexpected one is logged under a random id, which is the code."""
     match error:
-        case Refusal():
+        case Rejection():
             return error.status_code, error_object(error.status_code, error.detail, error.param, error.code)
         case RateLimited():
             return 429, error_object(429, str(error), None, "rate_limit_exceeded")
@@ -174,7 +174,7 @@ def describe(error: Exception) -> tuple[int, dict[str, object]]:
         case EngineStopped():
             return 503, error_object(503, str(error))
         case RequestValidationError():
-            return 400, error_object(400, *_telling_problem(error.errors()))
+            return 400, error_object(400, *_validation_message(error.errors()))
         case ModelError():  # such as a chat template that the sandbox stops; other requests continue
             log.error("%s", error)
             return 400, error_object(400, str(error))
@@ -189,7 +189,7 @@ def describe(error: Exception) -> tuple[int, dict[str, object]]:
 
 def _status_and_code(error: RequestError) -> tuple[int, str]:
     match error:
-        case Unknown():
+        case NotFound():
             return 404, error.code
         case ContextLengthExceeded():
             return 400, "context_length_exceeded"
@@ -211,7 +211,7 @@ def _headers(error: Exception) -> Mapping[str, str] | None:
         case HTTPException():
             return error.headers
         case DeadlineUnreachable():  # after this time the backlog is shorter by the excess if no request arrives
-            return _retry_after(error.predicted - error.asked)
+            return _retry_after(error.predicted - error.deadline)
         case RateLimited() | QueueFull():
             return _retry_after(error.retry_after)
     return None
@@ -223,7 +223,7 @@ def _retry_after(seconds: float) -> Mapping[str, str]:
 
 
 @contextmanager
-def renamed(names: Mapping[str, str]) -> Iterator[None]:
+def renamed_fields(names: Mapping[str, str]) -> Iterator[None]:
     """Context manager that renames fields in RequestErrors. names: the engine's names -> those of the route.
 
     Renames `param` and names in the message: its first word, and every word with an underscore.
@@ -240,7 +240,7 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
         raise type(error)(message, param) from error
 
 
-def _telling_problem(problems: Sequence[dict[str, object]]) -> tuple[str, str | None, str | None]:
+def _validation_message(problems: Sequence[dict[str, object]]) -> tuple[str, str | None, str | None]:
     """Message, field and OpenAI's code of one of pydantic's errors: the first of those with the longest `loc`.
 
     For a union of text and list, the error inside the list says more than "not a text".

@@ -19,14 +19,14 @@ from typing import Literal, NamedTuple
 from quire.errors import EngineStopped, RequestError
 from quire.params import StructuredOutputsParams
 from quire.server.errors import Busy
-from quire.structured_outputs.compile import deep_stacks
+from quire.structured_outputs.compile import large_thread_stacks
 
 log = logging.getLogger(__name__)
 
 NUM_THREADS = 2
 MAX_JOBS = 64  # running and waiting
 MAX_SECONDS = 5.0  # maximum wait for the beginning of a check, and again for its end
-MAX_KEPT = 4096  # cached results
+MAX_CACHED_RESULTS = 4096  # cached results
 _MAX_MESSAGE = 1000  # characters; a backend may quote a whole schema
 
 Check = Callable[[StructuredOutputsParams], None]  # raises RequestError
@@ -45,33 +45,33 @@ class _Job:
     """A check that all concurrent requests with the same constraint share."""
 
     key: bytes
-    form: StructuredOutputsParams
+    constraint: StructuredOutputsParams
     loop: asyncio.AbstractEventLoop
     began: asyncio.Future[float]  # time of the loop's clock
     ended: asyncio.Future[Fault | None]
     num_waiting: int = 0
 
 
-class FormChecks:
+class GrammarChecks:
     """check: validates; raises RequestError. tell(result, seconds): called for each check, not for cached results."""
 
-    def __init__(self, check: Check, tell: Callable[[Result, float], None]) -> None:
+    def __init__(self, check: Check, report: Callable[[Result, float], None]) -> None:
         self._check = check
-        self._tell = tell
-        self._known: OrderedDict[bytes, Fault | None] = OrderedDict()
+        self._report = report
+        self._cached_results: OrderedDict[bytes, Fault | None] = OrderedDict()
         self._jobs: dict[bytes, _Job] = {}
         self._queue: SimpleQueue[_Job | None] = SimpleQueue()
         self._threads: list[Thread] = []
         self._closed = False
 
-    async def check(self, form: StructuredOutputsParams) -> None:
+    async def check(self, constraint: StructuredOutputsParams) -> None:
         """Raises RequestError for an invalid constraint, Busy if too many checks wait, EngineStopped after `close`."""
-        key = _key(form)
-        if key in self._known:
-            self._known.move_to_end(key)
-            fault = self._known[key]
+        key = _key(constraint)
+        if key in self._cached_results:
+            self._cached_results.move_to_end(key)
+            fault = self._cached_results[key]
         else:
-            fault = await self._found(key, form)
+            fault = await self._wait_for_result(key, constraint)
         self._check_open()
         if fault is not None:
             raise RequestError(*fault)
@@ -81,12 +81,12 @@ class FormChecks:
         self._closed = True
         for job in self._jobs.values():
             self._begin(job)
-            self._settle(job, None)
+            self._set_result(job, None)
         for _ in self._threads:
             self._queue.put(None)
 
-    async def _found(self, key: bytes, form: StructuredOutputsParams) -> Fault | None:
-        job = self._jobs.get(key) or self._ask(key, form)
+    async def _wait_for_result(self, key: bytes, constraint: StructuredOutputsParams) -> Fault | None:
+        job = self._jobs.get(key) or self._submit(key, constraint)
         job.num_waiting += 1
         try:
             async with asyncio.timeout(MAX_SECONDS):
@@ -100,21 +100,21 @@ class FormChecks:
                 return await asyncio.shield(job.ended)
         except TimeoutError:
             if not job.ended.done():
-                self._tell("slow", MAX_SECONDS)
-                message = f"{form.kind} could not be checked within {MAX_SECONDS:g} s; make it smaller or simpler"
-                self._settle(job, Fault(message, form.kind))
+                self._report("slow", MAX_SECONDS)
+                message = f"{constraint.kind} could not be checked within {MAX_SECONDS:g} s; make it smaller or simpler"
+                self._set_result(job, Fault(message, constraint.kind))
             return job.ended.result()
 
-    def _ask(self, key: bytes, form: StructuredOutputsParams) -> _Job:
+    def _submit(self, key: bytes, constraint: StructuredOutputsParams) -> _Job:
         self._check_open()
         if len(self._jobs) >= MAX_JOBS:
             raise Busy
         while len(self._threads) < NUM_THREADS:
             self._threads.append(Thread(target=self._work, name="quire-checks", daemon=True))
-            with deep_stacks():
+            with large_thread_stacks():
                 self._threads[-1].start()
         loop = asyncio.get_running_loop()
-        job = self._jobs[key] = _Job(key, form, loop, loop.create_future(), loop.create_future())
+        job = self._jobs[key] = _Job(key, constraint, loop, loop.create_future(), loop.create_future())
         self._queue.put(job)
         return job
 
@@ -127,17 +127,17 @@ class FormChecks:
                     continue
                 job.loop.call_soon_threadsafe(self._begin, job)
                 start = time.perf_counter()
-                fault = self._fault(job.form)
+                fault = self._run_check(job.constraint)
                 job.loop.call_soon_threadsafe(self._end, job, fault, time.perf_counter() - start)
 
-    def _fault(self, form: StructuredOutputsParams) -> Fault | None:
+    def _run_check(self, constraint: StructuredOutputsParams) -> Fault | None:
         try:
-            self._check(form)
+            self._check(constraint)
         except RequestError as error:
-            return Fault(str(error)[:_MAX_MESSAGE], error.param or form.kind)
+            return Fault(str(error)[:_MAX_MESSAGE], error.param or constraint.kind)
         except BaseException:  # also a panic of a backend
-            log.exception("a %s could not be checked", form.kind)
-            return Fault(f"{form.kind} cannot be read by this server; change it", form.kind)
+            log.exception("a %s could not be checked", constraint.kind)
+            return Fault(f"{constraint.kind} cannot be read by this server; change it", constraint.kind)
         return None
 
     def _drop(self, job: _Job) -> None:
@@ -153,23 +153,28 @@ class FormChecks:
     def _end(self, job: _Job, fault: Fault | None, seconds: float) -> None:
         self._jobs.pop(job.key)
         if not job.ended.done():  # no timeout has set a result
-            self._tell("bad" if fault else "ok", seconds)
-        self._settle(job, fault)  # after a timeout, this replaces the cached result
+            self._report("bad" if fault else "ok", seconds)
+        self._set_result(job, fault)  # after a timeout, this replaces the cached result
 
-    def _settle(self, job: _Job, fault: Fault | None) -> None:
+    def _set_result(self, job: _Job, fault: Fault | None) -> None:
         """Set the result of a job for its waiting callers, and cache it."""
         if not job.ended.done():
             job.ended.set_result(fault)
-        self._known[job.key] = fault
-        if len(self._known) > MAX_KEPT:
-            self._known.popitem(last=False)
+        self._cached_results[job.key] = fault
+        if len(self._cached_results) > MAX_CACHED_RESULTS:
+            self._cached_results.popitem(last=False)
 
     def _check_open(self) -> None:
         if self._closed:
             raise EngineStopped("the server is shutting down")
 
 
-def _key(form: StructuredOutputsParams) -> bytes:
+def _key(constraint: StructuredOutputsParams) -> bytes:
     """Hash of all that a check depends on. The texts are not kept, as they can be long."""
-    asked = (form.kind, form.text, form.disable_any_whitespace, form.disable_additional_properties)
-    return hashlib.sha256(repr((*asked, form.whitespace_pattern)).encode()).digest()
+    asked = (
+        constraint.kind,
+        constraint.text,
+        constraint.disable_any_whitespace,
+        constraint.disable_additional_properties,
+    )
+    return hashlib.sha256(repr((*asked, constraint.whitespace_pattern)).encode()).digest()

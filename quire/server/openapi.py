@@ -9,7 +9,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from quire.core.scheduling_params import MAX_PROGRAM_TTL, MAX_SECONDS, MAX_SESSION
+from quire.core.scheduling_params import MAX_NAME_LEN, MAX_PROGRAM_TTL, MAX_SECONDS
 from quire.params import (
     MAX_BAD_WORDS,
     MAX_CHARACTERS,
@@ -22,14 +22,14 @@ from quire.params import (
     NUMBERS,
 )
 from quire.server.api.request_params import NEUTRAL
-from quire.server.middleware.auth import OPEN
+from quire.server.middleware.auth import OPEN_PATHS
 from quire.server.service import Service
 
 Keywords = Mapping[str, object]  # of JSON Schema
 Limits = Mapping[str, Keywords]  # by JSON type: of a field, and of the items of its list
 
 
-def _numbers() -> dict[str, Limits]:
+def _number_limits() -> dict[str, Limits]:
     limits: dict[str, Limits] = {}
     for name, (_, low, high) in NUMBERS.items():
         above = name in ("top_p", "repetition_penalty")  # 0 is not allowed
@@ -51,14 +51,14 @@ _TOKENS = (
     *("prompt", "input", "input_ids", "tokens", "stop_token_ids", "allowed_token_ids"),
     *("logprob_token_ids", "token_ids_logprob"),
 )
-_FORMS = (
+_CONSTRAINT_FIELDS = (
     *("json", "regex", "grammar", "structural_tag", "schema", "json_schema", "ebnf"),
     *("guided_json", "guided_regex", "guided_grammar"),
 )
 _SECONDS: Keywords = {"exclusiveMinimum": 0, "maximum": MAX_SECONDS}
 
 LIMITS: Mapping[str, Limits] = {
-    **_numbers(),
+    **_number_limits(),
     "stop": {"string": _TEXT, "array": {"maxItems": MAX_STOPS}},
     "bad_words": {"string": _TEXT, "array": {"maxItems": MAX_BAD_WORDS}},
     "stop_token_ids": {"array": {"maxItems": MAX_STOPS}},
@@ -71,23 +71,25 @@ LIMITS: Mapping[str, Limits] = {
             "maxProperties": MAX_LISTED_TOKENS,
         }
     },
-    **{name: {"string": {"minLength": 1, "maxLength": MAX_CHARACTERS}} for name in _FORMS},
+    **{name: {"string": {"minLength": 1, "maxLength": MAX_CHARACTERS}} for name in _CONSTRAINT_FIELDS},
     **{name: {"string": {"minLength": 1}, "array": {"minItems": 1}} for name in ("choice", "guided_choice")},
     "whitespace_pattern": {"string": {"minLength": 1, "maxLength": MAX_WHITESPACE}},
     "length_penalty": {"number": {"minimum": -MAX_LENGTH_PENALTY, "maximum": MAX_LENGTH_PENALTY}},
     "early_stopping": {"string": {"const": "never"}},
     "deadline": {"number": _SECONDS},
     "ttl": {"number": {"minimum": 0, "maximum": MAX_SECONDS}},
-    "session": {"string": {"minLength": 1, "maxLength": MAX_SESSION}},
+    "session": {"string": {"minLength": 1, "maxLength": MAX_NAME_LEN}},
     "messages": {"array": {"minItems": 1}},
     **{name: {"string": {"minLength": 1}, "array": {"minItems": 1}} for name in ("prompt", "input", "input_ids")},
     "text": {"array": {"minItems": 1}},
     "pooling": {"string": {"enum": ["last", "mean"]}},
     "logprob_start_len": {"integer": {"minimum": -1}},
 }
-_ID: Limits = {"string": {"minLength": 1, "maxLength": MAX_SESSION}}
-_BRANCH: Limits = {"string": {"maxLength": MAX_SESSION}}
-_OWN: Mapping[str, Mapping[str, Limits]] = {  # by schema, for fields whose names have other limits elsewhere
+_ID: Limits = {"string": {"minLength": 1, "maxLength": MAX_NAME_LEN}}
+_BRANCH: Limits = {"string": {"maxLength": MAX_NAME_LEN}}
+_LIMITS_BY_SCHEMA: Mapping[
+    str, Mapping[str, Limits]
+] = {  # by schema, for fields whose names have other limits elsewhere
     "RetentionBody": {"priority": {"integer": {"minimum": 0, "maximum": 100}}},
     "ProgramBody": {"id": _ID, "branch": _BRANCH, "ttl": {"number": {"minimum": 0, "maximum": MAX_PROGRAM_TTL}}},
     "EndProgramBody": {"id": _ID, "branch": _BRANCH},
@@ -149,20 +151,20 @@ def describe_api(app: FastAPI, service: Service, *, with_keys: bool) -> None:
 
     def openapi() -> dict[str, Any]:
         if not done:
-            done.update(_told(plain(), limits, with_keys=with_keys))
+            done.update(_augmented(plain(), limits, with_keys=with_keys))
         return done
 
     app.openapi = openapi  # type: ignore[method-assign]  # as FastAPI documents it
 
 
-def _told(document: dict[str, Any], limits: Mapping[str, Limits], *, with_keys: bool) -> dict[str, Any]:
+def _augmented(document: dict[str, Any], limits: Mapping[str, Limits], *, with_keys: bool) -> dict[str, Any]:
     parts = document["components"]
     schemas = parts["schemas"]
     for name in ("HTTPValidationError", "ValidationError"):  # FastAPI's error format, which no route of this app uses
         schemas.pop(name, None)
     for name, schema in schemas.items():
         for field, value in schema["properties"].items():
-            _narrow(value, _OWN.get(name, {}).get(field) or limits.get(field, {}))
+            _add_limits(value, _LIMITS_BY_SCHEMA.get(name, {}).get(field) or limits.get(field, {}))
     schemas["Error"] = ERROR
     if with_keys:
         parts["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
@@ -171,22 +173,22 @@ def _told(document: dict[str, Any], limits: Mapping[str, Limits], *, with_keys: 
             if path in EXAMPLES:
                 operation["requestBody"]["content"]["application/json"]["examples"] = EXAMPLES[path]
             operation["responses"] = _responses(path, operation["responses"]["200"], _has_stream(operation, schemas))
-            if with_keys and path not in OPEN:
+            if with_keys and path not in OPEN_PATHS:
                 operation["security"] = [{"key": []}]
     return document
 
 
-def _narrow(schema: dict[str, Any], limits: Limits, *, in_list: bool = False) -> None:
+def _add_limits(schema: dict[str, Any], limits: Limits, *, in_list: bool = False) -> None:
     """Add the limits to a field's schema, in place. in_list: whether `schema` describes items of a list."""
     if NEUTRAL in schema:
         schema["enum"] = [None, *schema[NEUTRAL]]
     for branch in schema.get("anyOf", ()):
-        _narrow(branch, limits, in_list=in_list)
+        _add_limits(branch, limits, in_list=in_list)
     kind = str(schema.get("type"))
     if not (in_list and kind == "array"):
         schema.update(limits.get(kind, {}))
     if kind == "array":
-        _narrow(schema["items"], limits, in_list=True)
+        _add_limits(schema["items"], limits, in_list=True)
 
 
 def _has_stream(operation: Mapping[str, Any], schemas: Mapping[str, Any]) -> bool:

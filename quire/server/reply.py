@@ -9,24 +9,26 @@ from typing import Protocol
 import msgspec
 from fastapi import Request, Response
 
-from quire.core.output import NO_SEQUENCE, NO_TOKEN, Output
-from quire.engine.output_text import Transcript
+from quire.core.output import NO_SEQUENCE, NO_TOKEN_ERROR, Output
+from quire.engine.output_text import RequestOutputProcessor
 from quire.engine.outputs import Delta, RequestMetrics
 from quire.errors import EngineStopped, RequestError
 from quire.params import SamplingParams
 from quire.scheduler.constraints import DEAD_END
 from quire.server.errors import DeadlineMissed, SequenceFailed
 from quire.server.middleware.auth import caller_of
-from quire.server.observability.metrics import Ended, Metrics
-from quire.server.observability.request_record import Told, record_of
+from quire.server.observability.metrics import FinishedRequestStats, Metrics
+from quire.server.observability.request_record import RequestStats, record_of
 from quire.server.sse import EventStream, TimeLimit, while_connected
 from quire.supervisor.async_engine import Stream
 
 
-def told_of(transcripts: Sequence[Transcript], finish_reasons: list[str], *, content: bool) -> Told:
+def request_stats(
+    transcripts: Sequence[RequestOutputProcessor], finish_reasons: list[str], *, content: bool
+) -> RequestStats:
     """The figures of transcripts for the request record. content: whether to include prompts and outputs."""
     first = transcripts[0].metrics
-    return Told(
+    return RequestStats(
         num_prompt_tokens=sum(len(one.prompt.ids) for one in transcripts),
         num_output_tokens=sum(sum(one.num_output_tokens) for one in transcripts),
         num_cached_tokens=sum(one.num_cached_tokens for one in transcripts),
@@ -39,9 +41,9 @@ def told_of(transcripts: Sequence[Transcript], finish_reasons: list[str], *, con
     )
 
 
-def ended_of(transcript: Transcript) -> Ended:
+def finished_request_stats(transcript: RequestOutputProcessor) -> FinishedRequestStats:
     """The figures of one prompt for the metrics."""
-    return Ended(
+    return FinishedRequestStats(
         transcript.metrics,
         len(transcript.prompt.ids),
         transcript.num_cached_tokens,
@@ -62,13 +64,13 @@ class Reply:
 
     def __init__(
         self,
-        transcripts: Sequence[Transcript],
+        transcripts: Sequence[RequestOutputProcessor],
         stream: Stream,
         finish: Callable[[str, int, int], None],
         metrics: Metrics,
     ) -> None:
         self.transcripts = transcripts
-        self._places = {transcript.request_id: i for i, transcript in enumerate(transcripts)}
+        self._transcript_indices = {transcript.request_id: i for i, transcript in enumerate(transcripts)}
         self._first_choices = [0, *accumulate(transcript.params.num_sequences for transcript in transcripts)]
         self._stream = stream
         self._finish = finish
@@ -77,24 +79,24 @@ class Reply:
         self._num_output = 0  # running totals, as a stream can report usage with every chunk
         self._num_cached = 0
         self._num_forced = 0
-        self._has_forms = any(one.params.structured_outputs is not None for one in transcripts)
+        self._has_constraints = any(one.params.structured_outputs is not None for one in transcripts)
         self._last_tokens: dict[tuple[int, int], float] = {}  # time of the last tokens, by prompt and sequence index
-        self._unfinished = "abort"  # finish reason of sequences that have none when it is closed
+        self._default_finish_reason = "abort"  # finish reason of sequences that have none when it is closed
         self._closed = False
-        self._spend: Callable[[int], None] = _nothing
+        self._spend: Callable[[int], None] = _no_quota
 
     @property
     def num_choices(self) -> int:
         """Number of sequences of all prompts."""
         return self._first_choices[-1]
 
-    def place(self, delta: Delta) -> int:
+    def transcript_index(self, delta: Delta) -> int:
         """Index of a delta's transcript."""
-        return self._places[delta.request_id]
+        return self._transcript_indices[delta.request_id]
 
-    def choice(self, delta: Delta) -> int:
+    def choice_index(self, delta: Delta) -> int:
         """OpenAI's choice index of a delta: the sequences of the first prompt, then those of the second, ..."""
-        return self._first_choices[self.place(delta)] + delta.index
+        return self._first_choices[self.transcript_index(delta)] + delta.index
 
     def charge(self, spend: Callable[[int], None]) -> None:
         """Call `spend` with the number of output tokens as they arrive."""
@@ -109,11 +111,11 @@ class Reply:
             try:
                 outputs = await anext(self._stream)
             except EngineStopped:
-                self._unfinished = "error"
+                self._default_finish_reason = "error"
                 raise
             now = time.monotonic()
             deltas = [delta for output in outputs if (delta := self._read(output, now)) is not None]
-            self._note_times(deltas, now)
+            self._observe_latencies(deltas, now)
             if deltas:
                 yield deltas
 
@@ -124,7 +126,7 @@ class Reply:
 
     def usage(self) -> dict[str, object]:
         """OpenAI's usage so far. Each prompt counts once, for any n. Has the forced tokens if there is a constraint."""
-        details = {"completion_tokens_details": {"forced_tokens": self._num_forced}} if self._has_forms else {}
+        details = {"completion_tokens_details": {"forced_tokens": self._num_forced}} if self._has_constraints else {}
         return {
             "prompt_tokens": self._num_prompt,
             "completion_tokens": self._num_output,
@@ -133,9 +135,9 @@ class Reply:
             **details,
         }
 
-    def told(self, content: bool) -> Told:  # noqa: FBT001
+    def stats(self, content: bool) -> RequestStats:  # noqa: FBT001
         """`told_of` this reply."""
-        return told_of(self.transcripts, self._finish_reasons, content=content)
+        return request_stats(self.transcripts, self._finish_reasons, content=content)
 
     def close(self) -> None:
         """Abort unfinished sequences, whose blocks are freed within a step. The first call updates the metrics."""
@@ -144,19 +146,19 @@ class Reply:
             return
         self._closed = True
         for transcript in self.transcripts:
-            self._metrics.request_ended(ended_of(transcript), time.monotonic())
+            self._metrics.observe_finished_request(finished_request_stats(transcript), time.monotonic())
         for reason in self._finish_reasons:
-            self._metrics.sequence_ended(reason)
+            self._metrics.observe_finished_sequence(reason)
 
     @property
     def _finish_reasons(self) -> list[str]:
         """Of all sequences; `_unfinished` for those that have not ended."""
-        return [reason or self._unfinished for one in self.transcripts for reason in one.finish_reasons]
+        return [reason or self._default_finish_reason for one in self.transcripts for reason in one.finish_reasons]
 
     def _read(self, output: Output, now: float) -> Delta | None:
-        transcript = self.transcripts[self._places[output.request_id]]
+        transcript = self.transcripts[self._transcript_indices[output.request_id]]
         cached = transcript.num_cached_tokens
-        delta = transcript.add(output, now)
+        delta = transcript.process_output(output, now)
         self._num_cached += transcript.num_cached_tokens - cached
         if delta is None:
             return None
@@ -165,30 +167,30 @@ class Reply:
         self._spend(len(delta.token_ids))
         if delta.stopped_after is not None:
             self._finish(delta.request_id, delta.index, delta.stopped_after)
-        if delta.finish_reason == "error" and not self._is_partial(transcript, delta):
-            self._unfinished = "error"
+        if delta.finish_reason == "error" and not self._is_dead_end(transcript, delta):
+            self._default_finish_reason = "error"
             raise _failure(delta, transcript.params)
         if delta.finish_reason == "abort" and not self._num_output:
             raise DeadlineMissed(delta.stop_reason)
         return delta
 
-    def _is_partial(self, transcript: Transcript, delta: Delta) -> bool:
+    def _is_dead_end(self, transcript: RequestOutputProcessor, delta: Delta) -> bool:
         """Whether the grammar allows no further token after valid output. Other sequences of the request continue."""
         got = transcript.num_output_tokens[delta.index]
         return got > 0 and str(delta.stop_reason).startswith(DEAD_END)
 
-    def _note_times(self, deltas: Sequence[Delta], now: float) -> None:
+    def _observe_latencies(self, deltas: Sequence[Delta], now: float) -> None:
         """Observe the latencies. Deltas of one sequence that were read at once count as one."""
         came = Counter[tuple[int, int]]()
         for delta in deltas:
-            came[self.place(delta), delta.index] += len(delta.token_ids)
+            came[self.transcript_index(delta), delta.index] += len(delta.token_ids)
         for sequence in (one for one, num_tokens in came.items() if num_tokens):
             metrics = self.transcripts[sequence[0]].metrics
-            self._metrics.tokens_came(metrics, self._last_tokens.get(sequence), now, came[sequence])
+            self._metrics.observe_tokens(metrics, self._last_tokens.get(sequence), now, came[sequence])
             self._last_tokens[sequence] = now
 
 
-def _nothing(_num_tokens: int) -> None:
+def _no_quota(_num_tokens: int) -> None:
     """The default of `charge`: no quota."""
 
 
@@ -197,7 +199,7 @@ def _failure(delta: Delta, params: SamplingParams) -> Exception:
     reason = delta.stop_reason
     if params.structured_outputs is not None and (delta.seq_id == NO_SEQUENCE or str(reason).startswith(DEAD_END)):
         return RequestError(str(reason), "structured_outputs")
-    if reason == NO_TOKEN and (params.allowed_token_ids is not None or params.bad_words):
+    if reason == NO_TOKEN_ERROR and (params.allowed_token_ids is not None or params.bad_words):
         return RequestError(
             "no token is left that the request allows; allow more in allowed_token_ids, fewer bad_words or min_tokens",
             "allowed_token_ids" if params.allowed_token_ids is not None else "bad_words",
@@ -210,7 +212,7 @@ class Answer(Protocol):
 
     id: str
 
-    def whole(self, reply: Reply) -> object:
+    def full_response(self, reply: Reply) -> object:
         """The body of the response, after all sequences have ended."""
 
     def events(self, reply: Reply) -> AsyncIterator[bytes]:
@@ -219,17 +221,17 @@ class Answer(Protocol):
 
 async def respond(request: Request, answer: Answer, reply: Reply, limit: TimeLimit, *, stream: bool) -> Response:
     """The response. `reply` is closed at its end. Unstreamed, raises the errors of `deltas`, ClientGone, TimedOut."""
-    record_of(request).told = reply.told
+    record_of(request).get_stats = reply.stats
     reply.charge(caller_of(request).quota.spend)
     if stream:
-        return EventStream(limit.each(answer.events(reply)), reply.close)
+        return EventStream(limit.iterate(answer.events(reply)), reply.close)
     try:
-        await limit.of(while_connected(request.receive, reply.end))
+        await limit.run(while_connected(request.receive, reply.end))
     finally:
         reply.close()
-    return Response(msgspec.json.encode(answer.whole(reply)), media_type="application/json")
+    return Response(msgspec.json.encode(answer.full_response(reply)), media_type="application/json")
 
 
-def shows(delta: Delta, *, ids: bool) -> bool:
+def is_visible(delta: Delta, *, ids: bool) -> bool:
     """Whether a delta changes the response. ids: whether the client requested token ids."""
     return bool(delta.text or delta.logprobs or delta.finish_reason or (ids and delta.token_ids))

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from quire.config import EngineOptions, with_bounded_queue
+from quire.config import EngineOptions, with_queue_limits
 from quire.errors import ConfigError
 from quire.server.api_keys import Keys, read_keys
 from quire.server.app import make_app
@@ -38,21 +38,21 @@ def launched(
 
     watchdog: as in AsyncEngine. Raises ConfigError, ModelError, EngineStopped.
     """
-    host = EngineProcess(for_a_server(options), report=report, progress=progress)
+    host = EngineProcess(with_server_defaults(options), report=report, progress=progress)
     host.launch()
     try:
-        tokenizer = open_tokenizer(Path(host.facts.path))
-        yield Service(host.facts, tokenizer, AsyncEngine(host, watchdog=watchdog), model_name)
+        tokenizer = open_tokenizer(Path(host.model_info.path))
+        yield Service(host.model_info, tokenizer, AsyncEngine(host, watchdog=watchdog), model_name)
     finally:
         host.kill()
         host.wait()
 
 
-def for_a_server(options: EngineOptions) -> EngineOptions:
+def with_server_defaults(options: EngineOptions) -> EngineOptions:
     """A copy with a server's defaults in place of None: calibration and queue limits."""
     if options.calibration is None:
         options = replace(options, calibration=CALIBRATION_SECONDS)
-    return with_bounded_queue(options)
+    return with_queue_limits(options)
 
 
 def check_certificate(certfile: str | None, keyfile: str | None) -> None:
@@ -115,7 +115,7 @@ def serve(
                 drain=drain,
                 ready=lambda: _announce(report, url, service.model_name, with_key=keys is not None),
                 close=service.close,
-                grace=server.drain_timeout,
+                drain_timeout=server.drain_timeout,
             )
             gc.freeze()  # loaded objects stay; the collector need not scan them while a large body is read
             http.run(sockets=[listener])
@@ -141,7 +141,7 @@ def _bind(host: str, port: int, keys: Keys | None) -> socket.socket:
         listener.bind(address)
     except (OSError, OverflowError) as error:
         listener.close()
-        raise _unusable(host, port, error) from error
+        raise _port_error(host, port, error) from error
     return listener
 
 
@@ -154,10 +154,10 @@ def _listen(listener: socket.socket, backlog: int) -> None:
         listener.listen(backlog)
     except OSError as error:
         host, port = listener.getsockname()[:2]
-        raise _unusable(host, port, error) from error
+        raise _port_error(host, port, error) from error
 
 
-def _unusable(host: str, port: int, error: Exception) -> ConfigError:
+def _port_error(host: str, port: int, error: Exception) -> ConfigError:
     return ConfigError(f"port {port} on {host} cannot be used ({error}); choose another with --port")
 
 

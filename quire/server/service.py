@@ -5,22 +5,22 @@ from collections.abc import Sequence
 
 from quire.core.explanation import Explanation
 from quire.core.request import Beams, Namespace, check_length
-from quire.core.scheduling_params import NO_TERMS, Terms
-from quire.engine.inputs import Generation, Prompt, generations, part_id, tokenize
-from quire.engine.output_text import Transcript
+from quire.core.scheduling_params import DEFAULT_SCHEDULING_PARAMS, SchedulingParams
+from quire.engine.inputs import Generation, Prompt, prepare_generations, prompt_request_id, tokenize
+from quire.engine.output_text import RequestOutputProcessor
 from quire.errors import ContextLengthExceeded
 from quire.params import SamplingParams
 from quire.server.api.request_params import MAX_PROMPTS
 from quire.server.errors import UnknownModel
-from quire.server.grammar_check import FormChecks
+from quire.server.grammar_check import GrammarChecks
 from quire.server.observability.metrics import Metrics
 from quire.server.observability.request_record import RequestIds
 from quire.server.reply import Reply
-from quire.server.thread_pool import Aside
-from quire.startup.build import Facts
+from quire.server.thread_pool import ThreadPool
+from quire.startup.build import ModelInfo
 from quire.structured_outputs.backends import check
 from quire.supervisor.async_engine import AsyncEngine
-from quire.tokenizer.chat_sandbox import MAX_SIZE, TooMuch, size_of
+from quire.tokenizer.chat_sandbox import MAX_SIZE, LimitExceeded, size_of
 from quire.tokenizer.tokenizer import Tokenizer
 
 CHARACTERS_PER_TOKEN = 64  # upper bound; the longest tokens are runs of spaces
@@ -29,7 +29,9 @@ CHARACTERS_PER_TOKEN = 64  # upper bound; the longest tokens are runs of spaces
 class Service:
     """One served model: engine, tokenizer, metrics, thread pool."""
 
-    def __init__(self, facts: Facts, tokenizer: Tokenizer, engine: AsyncEngine, model_name: str | None = None) -> None:
+    def __init__(
+        self, facts: ModelInfo, tokenizer: Tokenizer, engine: AsyncEngine, model_name: str | None = None
+    ) -> None:
         self.model_name = model_name or facts.model_name
         self.max_model_len = facts.max_model_len
         self.vocab_size = facts.vocab_size
@@ -40,12 +42,12 @@ class Service:
         self.sampling_defaults = facts.sampling_defaults
         self.tokenizer = tokenizer
         self.engine = engine
-        self.aside = Aside()
+        self.thread_pool = ThreadPool()
         self.metrics = Metrics(
             self.model_name, lambda: self.engine.health(), cache=self.cache, max_model_len=self.max_model_len
         )
-        self.form_checks = FormChecks(
-            lambda form: check(form, facts.options.grammar_backend), self.metrics.form_checked
+        self.grammar_checks = GrammarChecks(
+            lambda form: check(form, facts.options.grammar_backend), self.metrics.observe_grammar_check
         )
         self.request_ids = RequestIds(self.model_name)
         self.created = int(time.time())
@@ -62,7 +64,7 @@ class Service:
         limit = min(CHARACTERS_PER_TOKEN * self.max_model_len, MAX_SIZE)
         try:
             fits = size_of(value) <= limit
-        except TooMuch:
+        except LimitExceeded:
             fits = False
         if not fits:
             raise ContextLengthExceeded(
@@ -87,9 +89,9 @@ class Service:
 
         def work() -> list[Generation]:
             tokenized = [tokenize(prompt, self.tokenizer, add_special_tokens=added) for prompt in prompts]
-            return generations(tokenized, params, self.tokenizer, self.max_model_len)
+            return prepare_generations(tokenized, params, self.tokenizer, self.max_model_len)
 
-        return await self.aside.run(work)
+        return await self.thread_pool.run(work)
 
     async def start(
         self,
@@ -97,7 +99,7 @@ class Service:
         asked: Sequence[Generation],
         namespace: Namespace,
         beams: Beams | None = None,
-        terms: Terms = NO_TERMS,
+        terms: SchedulingParams = DEFAULT_SCHEDULING_PARAMS,
     ) -> Reply:
         """Check the constraints and queue generations, all or none. The engine's id of the i-th is its `part_id`.
 
@@ -106,11 +108,14 @@ class Service:
         now = time.monotonic()
         for form in dict.fromkeys(one.params.structured_outputs for one in asked):
             if form is not None:
-                await self.form_checks.check(form)
-        transcripts = [Transcript(part_id(request_id, i), one, self.tokenizer, now=now) for i, one in enumerate(asked)]
+                await self.grammar_checks.check(form)
+        transcripts = [
+            RequestOutputProcessor(prompt_request_id(request_id, i), one, self.tokenizer, now=now)
+            for i, one in enumerate(asked)
+        ]
         stream = await self.engine.generate(
             [
-                one.generation.request(one.request_id, namespace=namespace, beams=beams, terms=terms)
+                one.generation.request(one.request_id, namespace=namespace, beams=beams, scheduling_params=terms)
                 for one in transcripts
             ]
         )
@@ -122,10 +127,10 @@ class Service:
         request_id may also be the engine's id of one prompt. The engine drops explanations in the order in which
         prompts end, so any prompt of a batch can be missing. Therefore all possible ids are looked up.
         """
-        return await self.engine.explain([request_id, *(part_id(request_id, i) for i in range(MAX_PROMPTS))])
+        return await self.engine.explain([request_id, *(prompt_request_id(request_id, i) for i in range(MAX_PROMPTS))])
 
     async def close(self) -> None:
         """Close the thread pool, the grammar checks and the engine. Open streams fail. Can be called again."""
-        self.aside.close()
-        self.form_checks.close()
+        self.thread_pool.close()
+        self.grammar_checks.close()
         await self.engine.close()

@@ -11,7 +11,7 @@ from fastapi import Response
 from starlette.types import Receive, Scope, Send
 
 from quire.server.errors import TimedOut, describe
-from quire.server.observability.request_record import note_error
+from quire.server.observability.request_record import record_error
 
 T = TypeVar("T")
 
@@ -37,7 +37,7 @@ def event(value: object) -> bytes:
 async def while_connected(receive: Receive, work: Callable[[], Coroutine[object, object, T]]) -> T:
     """The result of `work()`. If the client disconnects first, cancels it and raises ClientGone."""
     task = asyncio.ensure_future(work())
-    leaving = asyncio.ensure_future(_disconnect(receive))
+    leaving = asyncio.ensure_future(_wait_for_disconnect(receive))
     try:
         await asyncio.wait((task, leaving), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -78,12 +78,12 @@ class EventStream(Response):
             raise
         except Exception as error:  # the status is already sent, so the error is an event
             _, body = describe(error)
-            note_error(scope, body)
+            record_error(scope, body)
             await send({"type": "http.response.body", "body": event(body) + DONE, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def _disconnect(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -113,7 +113,7 @@ class TimeLimit:
         except TimeoutError:
             raise self._error() from error
 
-    async def of(self, work: Coroutine[object, object, T]) -> T:
+    async def run(self, work: Coroutine[object, object, T]) -> T:
         """The result of `work`."""
         try:
             async with self:
@@ -121,7 +121,7 @@ class TimeLimit:
         finally:
             work.close()  # for work that was never started
 
-    async def each(self, items: AsyncIterator[T]) -> AsyncIterator[T]:
+    async def iterate(self, items: AsyncIterator[T]) -> AsyncIterator[T]:
         """The items until the limit. The time between items counts as well, also while none is requested."""
         if self._end is None:
             async for item in items:

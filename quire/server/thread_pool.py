@@ -14,7 +14,7 @@ NUM_THREADS = 2
 MAX_JOBS = 256  # running and waiting
 
 
-class Aside:
+class ThreadPool:
     """A few threads with a bounded queue."""
 
     def __init__(self) -> None:

@@ -14,15 +14,22 @@ import torch
 
 from quire.cache.kv_cache import KVCache
 from quire.config import CacheConfig, DType, EngineOptions, KVDType, SchedulerConfig, check_options
-from quire.cost.memory_plan import DEFAULT, HostPool, MemoryPlan, parse_swap_space, plan_host_pool, plan_memory
+from quire.cost.memory_plan import (
+    DEFAULT_SWAP_SPACE,
+    HostPoolPlan,
+    MemoryPlan,
+    parse_swap_space,
+    plan_host_pool,
+    plan_memory,
+)
 from quire.engine.engine import Engine
-from quire.engine.shared_prefixes import Bounds, num_public_blocks, read_public_prefixes
+from quire.engine.shared_prefixes import PrefixLimits, num_public_blocks, read_public_prefixes
 from quire.errors import ConfigError
 from quire.hub import embedded
 from quire.hub.locate import locate
 from quire.kernels.choose import Chosen, choose, usable_device
-from quire.kernels.contract import Demands
-from quire.kernels.reference.quantized import LARGEST
+from quire.kernels.contract import Requirements
+from quire.kernels.reference.quantized import MAX_QUANTIZED
 from quire.models.model import Progress
 from quire.params import StructuredOutputsParams
 from quire.runner.model_runner import TorchRunner
@@ -30,19 +37,19 @@ from quire.scheduler.journal import JournalledScheduler
 from quire.scheduler.scheduler import Scheduler
 from quire.startup.calibration import measure
 from quire.startup.hardware import available_memory, pick_device, return_freed_memory
-from quire.startup.memory_demand import cache_of, demand_of, shape_of
+from quire.startup.memory_demand import make_cache_config, memory_profile, shape_of
 from quire.startup.model_loading import ModelFiles, open_model
 from quire.structured_outputs.backends import check as check_form
-from quire.structured_outputs.compile import Grammars, vocabulary_of
+from quire.structured_outputs.compile import GrammarCompiler, vocabulary_of
 from quire.tokenizer.tokenizer import Tokenizer
 
-_BY_PREFIX = ("lpm", "dfs-weight", "cache-aware")  # prefix-aware policies
+_PREFIX_AWARE_POLICIES = ("lpm", "dfs-weight", "cache-aware")  # prefix-aware policies
 _LONGEST_CALIBRATION = 600.0  # seconds
 
 
 def check_policies(options: EngineOptions) -> None:
     """Raises ConfigError for options that contradict each other or have no effect, and says what to change."""
-    if options.policy in _BY_PREFIX and not options.enable_prefix_caching:
+    if options.policy in _PREFIX_AWARE_POLICIES and not options.enable_prefix_caching:
         raise ConfigError(
             f"policy {options.policy!r} orders requests by what the prefix cache has of them; do not turn off "
             "enable_prefix_caching, or choose another policy"
@@ -69,7 +76,7 @@ def _check_preemption(options: EngineOptions) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
+class ModelInfo:
     """Information about a model and its engine, as plain data."""
 
     model_name: str
@@ -83,21 +90,24 @@ class Facts:
     cache: CacheConfig
 
 
-def facts_of(built: Facts) -> Facts:
+def model_info_of(built: ModelInfo) -> ModelInfo:
     """A copy with the fields of Facts only, for example of Built."""
-    return Facts(**{field.name: getattr(built, field.name) for field in fields(Facts)})
+    return ModelInfo(**{field.name: getattr(built, field.name) for field in fields(ModelInfo)})
 
 
-_SHARES = {"cpu": 0.5, "cuda": 0.9}  # default share of available memory; a host has other users, a GPU has not
-_ANY_FORM = StructuredOutputsParams(choice=("a",))
-_TINY = 32 * 2**20  # bytes of weights that fit into the caches of one or two cores
+_DEFAULT_MEMORY_SHARES = {
+    "cpu": 0.5,
+    "cuda": 0.9,
+}  # default share of available memory; a host has other users, a GPU has not
+_PROBE_CONSTRAINT = StructuredOutputsParams(choice=("a",))
+_TINY_WEIGHT_BYTES = 32 * 2**20  # bytes of weights that fit into the caches of one or two cores
 _DTYPE_ALIASES: Mapping[str, str] = MappingProxyType({"float": "float32", "half": "float16", "fp8": "fp8_e4m3"})
 
 Report = Callable[[str], None]  # receives a line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Built(Facts):
+class Built(ModelInfo):
     """An engine with its tokenizer and model information."""
 
     engine: Engine
@@ -111,11 +121,11 @@ class Prepared:
     name: str
     path: Path
     files: ModelFiles
-    chosen: Chosen
+    kernels: Chosen
     device: str
     dtype: str
     cache: CacheConfig
-    limits: SchedulerConfig
+    scheduler_config: SchedulerConfig
     options: EngineOptions  # resolved; `memory` is the default share if none was given
 
 
@@ -126,18 +136,18 @@ def build(options: EngineOptions, *, report: Report, progress: Progress) -> Buil
     Raises ConfigError, ModelError.
     """
     prepared = prepare(options, report=report, progress=progress)
-    limits, cache, description = prepared.limits, prepared.cache, prepared.files.description
-    grammars = _grammars(prepared)
+    limits, cache, description = prepared.scheduler_config, prepared.cache, prepared.files.description
+    grammars = _grammar_cache(prepared)
     scheduler = _scheduler(prepared, grammars)  # before the weights, so that a bad journal path fails early
-    model = prepared.files.load(prepared.dtype, prepared.device, prepared.chosen.kernels, progress)
+    model = prepared.files.load(prepared.dtype, prepared.device, prepared.kernels.kernels, progress)
     return_freed_memory()  # loading makes temporary copies
     runner = TorchRunner(
         model,
-        prepared.chosen.kernels,
+        prepared.kernels.kernels,
         cache=cache,
         max_num_seqs=limits.max_num_seqs,
         max_model_len=limits.max_model_len,
-        strict=prepared.chosen.strict,
+        deterministic_kernels=prepared.kernels.deterministic,
     )
     if prepared.options.calibration:
         _calibrate(scheduler, runner, prepared, report)
@@ -147,7 +157,7 @@ def build(options: EngineOptions, *, report: Report, progress: Progress) -> Buil
         vocab_size=description.vocab_size,
         eos_token_ids=description.eos_token_ids,
         seed=options.seed,
-        deterministic=runner.deterministic,
+        deterministic=runner.supports_deterministic,
         compiler=grammars,
     )
     return Built(
@@ -172,31 +182,33 @@ def prepare(options: EngineOptions, *, report: Report, progress: Progress) -> Pr
     """
     check_options(options)
     check_policies(options)
-    name, path = _find(options, report, progress)
+    name, path = _locate_model(options, report, progress)
     files = open_model(path, options.model_impl, max_model_len=options.max_model_len)
     description = files.description
     device = pick_device(options.device)
     dtype, kv_dtype = _dtypes(options, description.dtype)
     shape = shape_of(description, dtype)
     head_dims = tuple({layer.head_dim for layer in shape.layers})
-    chosen = choose(options.kernels, Demands(usable_device(device), dtype, kv_dtype, options.block_size, head_dims))
+    chosen = choose(
+        options.kernels, Requirements(usable_device(device), dtype, kv_dtype, options.block_size, head_dims)
+    )
     threads = _threads(options.threads, shape.weight_bytes)
     chosen.kernels.use_threads(threads)
     kept = "" if kv_dtype == dtype else f", keys and values in {kv_dtype}"
     report(f"{description.architecture} from {path}, {dtype} on {device}{kept}")
-    report(f"model      {files.runs_on}")
+    report(f"model      {files.implementation}")
     report(f"kernels    {chosen.reason}; {threads} threads")
     kind = torch.device(device).type
     swaps_beside = kind != "cpu" and options.preemption != "recompute"
-    demand = demand_of(shape, options, (dtype, kv_dtype), chosen.kernels, swaps_beside=swaps_beside)
-    share = _SHARES[kind]
+    demand = memory_profile(shape, options, (dtype, kv_dtype), chosen.kernels, overlaps_swaps=swaps_beside)
+    share = _DEFAULT_MEMORY_SHARES[kind]
     plan = plan_memory(
         demand,
         available=available_memory(device),
         default_share=share,
         limit=options.memory,
         # by default an engine on a host leaves memory that it does not need to other programs
-        keeps=options.enable_prefix_caching and (options.memory is not None or kind == "cuda"),
+        fill_budget=options.enable_prefix_caching and (options.memory is not None or kind == "cuda"),
     )
     for line in str(plan).splitlines():
         report(line)
@@ -205,9 +217,9 @@ def prepare(options: EngineOptions, *, report: Report, progress: Progress) -> Pr
         report(str(host.line))
     # a second step in flight overlaps planning with a device; without one it gains no time and may be discarded
     steps_in_flight = (2 if kind == "cuda" else 1) if options.steps_in_flight is None else options.steps_in_flight
-    limits = _limits(options, plan.max_model_len, steps_in_flight)
-    cache = _with_prefixes(cache_of(shape, kv_dtype, plan, host), options, files, limits)
-    report(_about_prefixes(cache))
+    limits = _scheduler_config(options, plan.max_model_len, steps_in_flight)
+    cache = _with_prefix_cache(make_cache_config(shape, kv_dtype, plan, host), options, files, limits)
+    report(_prefix_cache_line(cache))
     resolved = replace(
         options,
         dtype=cast(DType, dtype),
@@ -225,20 +237,20 @@ def prepare(options: EngineOptions, *, report: Report, progress: Progress) -> Pr
     return Prepared(name, path, files, chosen, device, dtype, cache, limits, resolved)
 
 
-def _dtypes(options: EngineOptions, models: str) -> tuple[str, str]:
+def _dtypes(options: EngineOptions, model_dtype: str) -> tuple[str, str]:
     """Dtypes of weights and computation, and of KV. models: the checkpoint's dtype. Raises ConfigError."""
-    dtype = models if options.dtype == "auto" else _DTYPE_ALIASES.get(options.dtype, options.dtype)
+    dtype = model_dtype if options.dtype == "auto" else _DTYPE_ALIASES.get(options.dtype, options.dtype)
     kv_dtype = dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
     kv_dtype = _DTYPE_ALIASES.get(kv_dtype, kv_dtype)
-    if kv_dtype != dtype and kv_dtype not in LARGEST:
+    if kv_dtype != dtype and kv_dtype not in MAX_QUANTIZED:
         raise ConfigError(
             f"kv_cache_dtype {kv_dtype!r} is not dtype {dtype!r}; "
-            f"keys and values are kept in it, or in {' or '.join(LARGEST)}"
+            f"keys and values are kept in it, or in {' or '.join(MAX_QUANTIZED)}"
         )
     return dtype, kv_dtype
 
 
-def _limits(options: EngineOptions, max_model_len: int, steps_in_flight: int) -> SchedulerConfig:
+def _scheduler_config(options: EngineOptions, max_model_len: int, steps_in_flight: int) -> SchedulerConfig:
     return SchedulerConfig(
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
@@ -254,20 +266,20 @@ def _limits(options: EngineOptions, max_model_len: int, steps_in_flight: int) ->
     )
 
 
-def _threads(asked: int | None, weight_bytes: int) -> int:
+def _threads(requested: int | None, weight_bytes: int) -> int:
     """Number of compute threads on the host. Raises ConfigError.
 
     The default for a tiny model is 1: it gains little from a second thread, and other programs slow down both.
     """
-    threads = asked
+    threads = requested
     if threads is None:
-        threads = 1 if weight_bytes < _TINY else torch.get_num_threads()
+        threads = 1 if weight_bytes < _TINY_WEIGHT_BYTES else torch.get_num_threads()
     if threads < 1:
         raise ConfigError(f"threads: must be at least 1, not {threads}")
     return threads
 
 
-def _find(options: EngineOptions, report: Report, progress: Progress) -> tuple[str, Path]:
+def _locate_model(options: EngineOptions, report: Report, progress: Progress) -> tuple[str, Path]:
     """The model name that requests use, and the path of its files."""
     if options.model is None:
         if options.revision is not None:
@@ -288,7 +300,7 @@ def _find(options: EngineOptions, report: Report, progress: Progress) -> tuple[s
     return options.model, path
 
 
-def _host_pool(options: EngineOptions, plan: MemoryPlan, kind: str) -> HostPool:
+def _host_pool(options: EngineOptions, plan: MemoryPlan, kind: str) -> HostPoolPlan:
     """The host pool. A device that uses host memory has none by default, because swapping gains nothing there.
 
     Raises ConfigError for preemption "swap" without a host pool.
@@ -297,7 +309,7 @@ def _host_pool(options: EngineOptions, plan: MemoryPlan, kind: str) -> HostPool:
         return plan_host_pool(plan, asked="0", default=0, available=0)
     used = sum(line.bytes for line in plan.lines) if kind == "cpu" else 0
     available = available_memory("cpu") - used
-    default = DEFAULT if kind == "cuda" else 0
+    default = DEFAULT_SWAP_SPACE if kind == "cuda" else 0
     host = plan_host_pool(plan, asked=options.swap_space, default=default, available=available)
     if options.preemption == "swap" and host.line is None:
         raise ConfigError("preemption 'swap' needs host memory to swap to; give swap_space, such as 4GiB")
@@ -309,7 +321,7 @@ def _calibrate(scheduler: Scheduler, runner: TorchRunner, prepared: Prepared, re
     measured = measure(
         runner,
         prepared.cache,
-        prepared.limits,
+        prepared.scheduler_config,
         vocab_size=prepared.files.description.vocab_size,
         seconds=prepared.options.calibration or 0.0,
     )
@@ -317,7 +329,7 @@ def _calibrate(scheduler: Scheduler, runner: TorchRunner, prepared: Prepared, re
     report(f"costs      {scheduler.costs}{f'; {measured.problem}' if measured.problem else ''}")
 
 
-def _with_prefixes(
+def _with_prefix_cache(
     cache: CacheConfig, options: EngineOptions, files: ModelFiles, limits: SchedulerConfig
 ) -> CacheConfig:
     """The config with prefix index, public prefixes and eviction policy. Raises ConfigError."""
@@ -328,12 +340,12 @@ def _with_prefixes(
     public: tuple[tuple[int, ...], ...] = ()
     if options.public_prefixes is not None:
         vocab_size = files.description.vocab_size
-        bounds = Bounds(vocab_size, limits.max_model_len, cache.block_size)
+        bounds = PrefixLimits(vocab_size, limits.max_model_len, cache.block_size)
         public = read_public_prefixes(options.public_prefixes, files.tokenizer, bounds)
     return replace(cache, prefix_index=options.prefix_index, public_prefixes=public, eviction=options.eviction)
 
 
-def _about_prefixes(cache: CacheConfig) -> str:
+def _prefix_cache_line(cache: CacheConfig) -> str:
     kinds = {
         "radix": "radix index, exact to the token",
         "hash": f"hash index, whole blocks of {cache.block_size} tokens",
@@ -344,11 +356,11 @@ def _about_prefixes(cache: CacheConfig) -> str:
     return f"prefixes   {kinds[cache.prefix_index]}{public if cache.public_prefixes else ''}"
 
 
-def _grammars(prepared: Prepared) -> Grammars:
+def _grammar_cache(prepared: Prepared) -> GrammarCompiler:
     """The grammar cache. Raises ConfigError for a backend that is not installed."""
-    check_form(_ANY_FORM, prepared.options.grammar_backend)
+    check_form(_PROBE_CONSTRAINT, prepared.options.grammar_backend)
     description, tokenizer = prepared.files.description, prepared.files.tokenizer
-    return Grammars(
+    return GrammarCompiler(
         lambda: vocabulary_of(tokenizer, description.vocab_size, description.eos_token_ids),
         description.vocab_size,
         backend=prepared.options.grammar_backend,
@@ -356,8 +368,8 @@ def _grammars(prepared: Prepared) -> Grammars:
     )
 
 
-def _scheduler(prepared: Prepared, grammars: Grammars) -> Scheduler:
-    limits, cache, journal = prepared.limits, prepared.cache, prepared.options.journal
+def _scheduler(prepared: Prepared, grammars: GrammarCompiler) -> Scheduler:
+    limits, cache, journal = prepared.scheduler_config, prepared.cache, prepared.options.journal
     if journal is None:
         return Scheduler(limits, KVCache(cache), grammars.constraints)
     try:

@@ -14,18 +14,18 @@ from quire.cache.kv_cache import KVCache
 from quire.config import CacheConfig, KVGroup, PrefixIndexKind, SchedulerConfig
 from quire.core.request import NO_NAMESPACE
 from quire.core.runner import Runner
-from quire.core.step import ChunkOutput, Chunks, Late, Move, Opens, Step, StepResult, Writes
+from quire.core.step import ChunkOutput, Chunks, Move, NewRows, SamplingMasks, Step, StepResult, TableUpdates
 from quire.cost.step_time import Calibration, CopySample, DecodeSample, PrefillSample
 
 log = logging.getLogger(__name__)
 
 _FIRST_CHUNK, _GROWTH = 16, 4  # tokens of the first chunk; factor from one chunk to the next
-_MOST_CHUNKS = 8  # consecutive chunks that build up a context
-_ROWS = (1, 4, 16)  # batch sizes of decode
-_PROMPT, _OUTPUT = 8, 4  # tokens per sequence of these
-_COPIED = 2**26  # the most bytes of a copy per KV group
+_MAX_CHUNKS = 8  # consecutive chunks that build up a context
+_DECODE_BATCH_SIZES = (1, 4, 16)  # batch sizes of decode
+_DECODE_PROMPT_TOKENS, _DECODE_OUTPUT_TOKENS = 8, 4  # tokens per sequence of these
+_MAX_COPY_BYTES = 2**26  # the most bytes of a copy per KV group
 _REPEATS = 2
-_SHARES = (0.6, 0.8, 1.0)  # share of the time after which prefill, decode and copies must have ended
+_TIME_SHARES = (0.6, 0.8, 1.0)  # share of the time after which prefill, decode and copies must have ended
 
 
 class Measured(NamedTuple):
@@ -38,7 +38,7 @@ class Measured(NamedTuple):
 def measure(
     runner: Runner,
     cache: CacheConfig,
-    limits: SchedulerConfig,
+    scheduler_config: SchedulerConfig,
     *,
     vocab_size: int,
     seconds: float,
@@ -49,36 +49,36 @@ def measure(
     No step begins that is expected to end too late, except for the first and warm-up steps of a part.
     Errors of the runner are logged, end the part in which they occur, and are not raised.
     """
-    trial = _Trial(runner, cache, limits, vocab_size, clock)
+    trial = _CalibrationRun(runner, cache, scheduler_config, vocab_size, clock)
     found, problem = Calibration(), ""
     began = clock()
-    parts = (("prompts", trial.prompts), ("generating", trial.generating), ("copies", trial.copies))
-    for (name, part), share in zip(parts, _SHARES, strict=True):
-        trial.ends = began + share * seconds
+    parts = (("prompts", trial.measure_prefill), ("generating", trial.measure_decode), ("copies", trial.measure_copies))
+    for (name, part), share in zip(parts, _TIME_SHARES, strict=True):
+        trial.deadline = began + share * seconds
         try:
             part(found)
         except Exception as error:  # requests may still be served after any error of a kernel
             log.exception("the calibration of %s failed", name)
             problem = problem or f"{name} could not be measured ({type(error).__name__}: {error})"
-    runner.rest()
+    runner.release_workspace()
     return Measured(found, problem)
 
 
-class _Trial:
+class _CalibrationRun:
     """Builds steps and runs them one after the other. Step ids and sequence ids are negative."""
 
     def __init__(
         self,
         runner: Runner,
         cache: CacheConfig,
-        limits: SchedulerConfig,
+        scheduler_config: SchedulerConfig,
         vocab_size: int,
         clock: Callable[[], float],
     ) -> None:
-        self.ends = 0.0  # time by which steps must end, of `clock`
+        self.deadline = 0.0  # time by which steps must end, of `clock`
         self._runner = runner
         self._cache = cache
-        self._limits = limits
+        self._scheduler_config = scheduler_config
         self._vocab_size = vocab_size
         self._clock = clock
         self._next_id = -1
@@ -86,49 +86,55 @@ class _Trial:
 
     # What is measured
 
-    def prompts(self, found: Calibration) -> None:
+    def measure_prefill(self, found: Calibration) -> None:
         """Measure chunks of growing length without context, then chunks with more and more context."""
-        length = self._limits.max_model_len - 1
-        most = min(length, self._limits.max_num_batched_tokens)
+        length = self._scheduler_config.max_model_len - 1
+        most = min(length, self._scheduler_config.max_num_batched_tokens)
         size, seconds = min(_FIRST_CHUNK, most), 0.0
-        self._open({0: length})
+        self._open_rows({0: length})
         longest = 0
-        while longest < most and self._fits(seconds * _GROWTH**1.5):
-            self._chunk(size, 0)  # warm-up
-            seconds = self._chunk(size, 0, found)
+        while longest < most and self._has_time(seconds * _GROWTH**1.5):
+            self._run_chunk(size, 0)  # warm-up
+            seconds = self._run_chunk(size, 0, found)
             longest, size = size, min(size * _GROWTH, most)
         if not longest:
             return
         small = min(_FIRST_CHUNK * _GROWTH, longest)
-        if longest > small and self._fits(seconds):
-            self._chunk(small, longest - small, found)
-        for at in range(longest, min(length, longest * _MOST_CHUNKS) - longest + 1, longest):
-            if not self._fits(2 * seconds):
+        if longest > small and self._has_time(seconds):
+            self._run_chunk(small, longest - small, found)
+        for at in range(longest, min(length, longest * _MAX_CHUNKS) - longest + 1, longest):
+            if not self._has_time(2 * seconds):
                 return
-            seconds = self._chunk(longest, at, found)
-            self._chunk(small, at + longest - small, found)
+            seconds = self._run_chunk(longest, at, found)
+            self._run_chunk(small, at + longest - small, found)
 
-    def generating(self, found: Calibration) -> None:
+    def measure_decode(self, found: Calibration) -> None:
         """Measure decode steps with the batch sizes of _ROWS."""
-        length = min(_PROMPT + _OUTPUT + 1, self._limits.max_model_len - 1)
-        prompt = min(_PROMPT, length - 1)
+        length = min(_DECODE_PROMPT_TOKENS + _DECODE_OUTPUT_TOKENS + 1, self._scheduler_config.max_model_len - 1)
+        prompt = min(_DECODE_PROMPT_TOKENS, length - 1)
         seconds = min((sample.seconds for sample in found.prefill), default=0.0)
-        for count in _ROWS if prompt else ():
-            rows = range(min(count, self._limits.max_num_seqs, self._limits.max_num_batched_tokens // _PROMPT))
-            if len(rows) < count or not self._fits(2 * seconds * (1 + _OUTPUT)):
+        for count in _DECODE_BATCH_SIZES if prompt else ():
+            rows = range(
+                min(
+                    count,
+                    self._scheduler_config.max_num_seqs,
+                    self._scheduler_config.max_num_batched_tokens // _DECODE_PROMPT_TOKENS,
+                )
+            )
+            if len(rows) < count or not self._has_time(2 * seconds * (1 + _DECODE_OUTPUT_TOKENS)):
                 return
-            self._open(dict.fromkeys(rows, length))
-            self._run([(row, -1 - row, 0, prompt, 0, 1, ChunkOutput.SAMPLE) for row in rows])
+            self._open_rows(dict.fromkeys(rows, length))
+            self._run_step([(row, -1 - row, 0, prompt, 0, 1, ChunkOutput.SAMPLE) for row in rows])
             for at in range(prompt, length):
                 chunks = [(row, -1 - row, at, at + 1, 0, 1, ChunkOutput.SAMPLE) for row in rows]
-                seconds = self._run(chunks).seconds
+                seconds = self._run_step(chunks).seconds
                 if at > prompt:  # the first decode step is a warm-up
                     found.decode.append(DecodeSample(len(rows), seconds))
 
-    def copies(self, found: Calibration) -> None:
+    def measure_copies(self, found: Calibration) -> None:
         """Measure copies of blocks to the host pool and back, of two sizes."""
         most = [
-            min(group.num_blocks, group.num_host_blocks, max(1, _COPIED // group.bytes_per_block))
+            min(group.num_blocks, group.num_host_blocks, max(1, _MAX_COPY_BYTES // group.bytes_per_block))
             for group in self._cache.groups
         ]
         if not any(most):
@@ -136,12 +142,12 @@ class _Trial:
         seconds = 0.0
         for part in (8, 1):
             for repeat in range(1 + _REPEATS):
-                if not self._fits(seconds * (1 if repeat else 10)):
+                if not self._has_time(seconds * (1 if repeat else 10)):
                     return
                 began = self._clock()
                 counts = [-(-count // part) for count in most]
-                out, _ = self._copy("device", "host", counts)
-                _, back = self._copy("host", "device", counts)
+                out, _ = self._run_copy("device", "host", counts)
+                _, back = self._run_copy("host", "device", counts)
                 seconds = self._clock() - began
                 size = sum(n * group.bytes_per_block for n, group in zip(counts, self._cache.groups, strict=True))
                 if repeat:  # the first copy touches new memory pages
@@ -149,24 +155,26 @@ class _Trial:
 
     # Steps
 
-    def _fits(self, seconds: float) -> bool:
-        return self._clock() + seconds <= self.ends
+    def _has_time(self, seconds: float) -> bool:
+        return self._clock() + seconds <= self.deadline
 
-    def _open(self, lengths: dict[int, int]) -> None:
+    def _open_rows(self, lengths: dict[int, int]) -> None:
         """Open rows for sequences of these lengths. If the pool has too few blocks, block tables overlap."""
         rows = list(lengths)
         block_size = self._cache.block_size
         width = -(-(max(lengths.values()) + 1) // block_size)
-        self._run(
+        self._run_step(
             [],
-            opens=Opens.of(
+            new_rows=NewRows.of(
                 rows=rows,
                 seq_ids=[-1 - row for row in rows],
                 prompt_lens=list(lengths.values()),
             ),
-            tokens=Writes.of([(row, 0, self._tokens(row, length)) for row, length in lengths.items()]),
+            tokens=TableUpdates.of([(row, 0, self._tokens(row, length)) for row, length in lengths.items()]),
             blocks=[
-                Writes.of([(row, 0, [(row * width + i) % group.num_blocks for i in range(width)]) for row in rows])
+                TableUpdates.of(
+                    [(row, 0, [(row * width + i) % group.num_blocks for i in range(width)]) for row in rows]
+                )
                 for group in self._cache.groups
             ],
         )
@@ -175,44 +183,44 @@ class _Trial:
         """Varied token ids, so that a mixture-of-experts model uses all its experts."""
         return [(7919 * at + 104_729 * row + 1) % self._vocab_size for at in range(length)]
 
-    def _chunk(self, size: int, at: int, found: Calibration | None = None) -> float:
+    def _run_chunk(self, size: int, at: int, found: Calibration | None = None) -> float:
         """Compute positions [at, at + size) of row 0. Returns the seconds of the step."""
-        seconds = self._run([(0, -1, at, at + size, 0, 1, ChunkOutput.SAMPLE)]).seconds
+        seconds = self._run_step([(0, -1, at, at + size, 0, 1, ChunkOutput.SAMPLE)]).seconds
         if found is not None:
             found.prefill.append(PrefillSample(size, at, seconds))
         return seconds
 
-    def _copy(self, source: str, target: str, counts: Sequence[int]) -> tuple[float, float]:
+    def _run_copy(self, source: str, target: str, counts: Sequence[int]) -> tuple[float, float]:
         moves = []
         for group, count in enumerate(counts):
             if count:
                 self._num_moves += 1
                 pairs = [(block, block) for block in range(count)]
                 moves.append(Move(-self._num_moves, group, source, target, pairs, self._cache.block_size))
-        return self._run([], moves=moves).swap_seconds
+        return self._run_step([], moves=moves).swap_seconds
 
-    def _run(
+    def _run_step(
         self,
         chunks: Sequence[tuple[int, ...]],
         *,
-        opens: Opens | None = None,
-        tokens: Writes | None = None,
-        blocks: list[Writes] | None = None,
+        new_rows: NewRows | None = None,
+        tokens: TableUpdates | None = None,
+        blocks: list[TableUpdates] | None = None,
         moves: Sequence[Move] = (),
     ) -> StepResult:
         """Run one step. Raises errors of the runner, and RuntimeError for a failed step."""
         step = Step(
             self._next_id,
-            opens is not None,
-            Opens.of(rows=[]) if opens is None else opens,
-            Writes.of([]) if tokens is None else tokens,
-            [Writes.of([]) for _ in self._cache.groups] if blocks is None else blocks,
+            new_rows is not None,
+            NewRows.of(rows=[]) if new_rows is None else new_rows,
+            TableUpdates.of([]) if tokens is None else tokens,
+            [TableUpdates.of([]) for _ in self._cache.groups] if blocks is None else blocks,
             list(moves),
             Chunks.of(chunks),
         )
         self._next_id -= 1
         self._runner.launch(step)
-        self._runner.sample(step.id, Late.nothing())
+        self._runner.sample(step.id, SamplingMasks.empty())
         result = self._runner.collect()
         if result.error:
             raise RuntimeError(result.error)
@@ -220,7 +228,7 @@ class _Trial:
 
 
 _PROMPTS = 32  # number of prompts in the index
-_SHARED = 8  # size of a group of prompts with the same first half
+_PROMPT_GROUP_SIZE = 8  # size of a group of prompts with the same first half
 _LOOKUP_REPEATS = 3  # the fastest counts, because other programs slow down the rest
 
 
@@ -240,14 +248,14 @@ def _measure(kind: PrefixIndexKind, block_size: int, num_tokens: int, clock: Cal
     cache = KVCache(_config(kind, block_size, _PROMPTS * (num_tokens // block_size + 1)))
     prompts = [_prompt(i, num_tokens) for i in range(_PROMPTS)]
     for i, prompt in enumerate(prompts):
-        table = cache.open(i, prompt)
+        table = cache.new_table(i, prompt)
         cache.grow(table, num_tokens)
         cache.release(i, num_tokens)
     times = []
     for _ in range(_LOOKUP_REPEATS):
         began = clock()
         for prompt in prompts:
-            cache.index.find(NO_NAMESPACE, prompt)
+            cache.index.match_prefix(NO_NAMESPACE, prompt)
         times.append(clock() - began)
     return min(times) / _PROMPTS
 
@@ -260,5 +268,5 @@ def _config(kind: PrefixIndexKind, block_size: int, num_blocks: int) -> CacheCon
 def _prompt(number: int, length: int) -> list[int]:
     """Token ids whose first half is the same in groups of `_SHARED` prompts, and whose second half is unique."""
     half = length // 2
-    begins = [(7919 * at + number // _SHARED) % 50_021 for at in range(half)]
+    begins = [(7919 * at + number // _PROMPT_GROUP_SIZE) % 50_021 for at in range(half)]
     return begins + [(104_729 * at + 31 * number) % 50_021 for at in range(half, length)]

@@ -9,10 +9,10 @@ import torch
 
 from quire.config import EngineOptions
 from quire.cost.block_size import CANDIDATES
-from quire.cost.memory_plan import size
+from quire.cost.memory_plan import format_bytes
 from quire.errors import QuireError
-from quire.kernels.choose import MODULES, choose, refusal, usable_device
-from quire.kernels.contract import Demands
+from quire.kernels.choose import MODULES, choose, unsupported_reason, usable_device
+from quire.kernels.contract import Requirements
 from quire.models.model import Progress
 from quire.startup.build import prepare
 from quire.startup.calibration import lookup_seconds
@@ -42,14 +42,16 @@ def examine(options: EngineOptions, progress: Progress = lambda _done, _total: N
     yield Finding("hardware", f"GPU: {gpu_description()}")
     device = pick_device(options.device)
     try:
-        demands = Demands(usable_device(device), _USUAL_DTYPE, _USUAL_DTYPE, options.block_size, (_USUAL_HEAD_DIM,))
+        demands = Requirements(
+            usable_device(device), _USUAL_DTYPE, _USUAL_DTYPE, options.block_size, (_USUAL_HEAD_DIM,)
+        )
         chosen = choose(options.kernels, demands).reason
     except QuireError as error:
         yield Finding("kernels", str(error), problem=True)
         return
-    yield Finding("hardware", f"memory: {size(available_memory(device))} available on {device}")
+    yield Finding("hardware", f"memory: {format_bytes(available_memory(device))} available on {device}")
     for name in MODULES:
-        refused = refusal(name, demands)
+        refused = unsupported_reason(name, demands)
         yield Finding("kernels", f"{name}: {f'not on {device}, {refused}' if refused else f'runs on {device}'}")
     yield Finding("kernels", f"chosen: {chosen}")
     yield from _block_sizes(options)

@@ -1,12 +1,12 @@
 """Input of the memory plan, computed from a model's shape, with the cache config made from the plan."""
 
 from quire.config import CacheConfig, EngineOptions, KVGroup
-from quire.cost.memory_plan import Demand, HostPool, KVDemand, MemoryPlan
+from quire.cost.memory_plan import HostPoolPlan, KVProfile, MemoryPlan, MemoryProfile
 from quire.cost.model_shape import KVLayer, ModelShape
-from quire.kernels.contract import DTYPES, Kernels, Recorded
-from quire.kernels.reference.quantized import kept_as, read_bytes
+from quire.kernels.contract import DTYPES, CaptureMemory, Kernels
+from quire.kernels.reference.quantized import read_bytes, stored_dtype_and_size
 from quire.kernels.reference.sampling import LOGITS_AT_ONCE
-from quire.kv_store.host import STAGED_BYTES
+from quire.kv_store.host import STAGING_BYTES
 from quire.models.model import Description
 
 _LOGIT_COPIES = 4  # of the logits of all rows: in the model's dtype, in float32, with edits, and the result
@@ -25,14 +25,14 @@ def shape_of(description: Description, dtype: str) -> ModelShape:
     )
 
 
-def demand_of(
+def memory_profile(
     shape: ModelShape,
     options: EngineOptions,
     dtypes: tuple[str, str],
     kernels: Kernels,
     *,
-    swaps_beside: bool = False,
-) -> Demand:
+    overlaps_swaps: bool = False,
+) -> MemoryProfile:
     """The input of the memory plan, in bytes. dtypes: of weights and computation, and of KV.
 
     swaps_beside: whether blocks may be swapped to the host while the device computes, which needs staging buffers.
@@ -45,13 +45,15 @@ def demand_of(
     attention = min(max(kernels.SCRATCH_BYTES, length * widest), options.max_num_seqs * length * widest)
     sampled = min(max(LOGITS_AT_ONCE, shape.vocab_size), options.max_num_seqs * shape.vocab_size)
     token_bytes, logit_bytes = shape.activations_per_token * 4, shape.vocab_size * 4
-    recorded = Recorded(0, "")
-    if kernels.recorder is not None:
-        recorded = kernels.recorder.takes(options.max_num_seqs, token_bytes, logit_bytes, kernels.SCRATCH_BYTES)
-    return Demand(
+    recorded = CaptureMemory(0, "")
+    if kernels.step_capture is not None:
+        recorded = kernels.step_capture.capture_memory(
+            options.max_num_seqs, token_bytes, logit_bytes, kernels.SCRATCH_BYTES
+        )
+    return MemoryProfile(
         weight_bytes=shape.weight_bytes,
         weight_reason=f"{shape.num_parameters / 1e6:.2f} M parameters, {dtype}",
-        kv=tuple(_kv_demand(layer, len(layers), kv_dtype) for layer, layers in groups.items()),
+        kv=tuple(_kv_profile(layer, len(layers), kv_dtype) for layer, layers in groups.items()),
         block_size=options.block_size,
         model_max_len=shape.max_positions,
         max_model_len=options.max_model_len,
@@ -61,25 +63,25 @@ def demand_of(
         workspace_bytes_per_seq=logit_bytes * _LOGIT_COPIES
         + (length + len(groups) * -(-length // options.block_size)) * 4,
         scratch_bytes=attention + _SAMPLING_BYTES * sampled,
-        recording_bytes=recorded.bytes,
-        recording_reason=recorded.reason,
-        staging_bytes=len(groups) * 2 * STAGED_BYTES if swaps_beside else 0,
+        captured_steps_bytes=recorded.bytes,
+        captured_steps_reason=recorded.reason,
+        staging_bytes=len(groups) * 2 * STAGING_BYTES if overlaps_swaps else 0,
     )
 
 
-def _kv_demand(layer: KVLayer, num_layers: int, kv_dtype: str) -> KVDemand:
+def _kv_profile(layer: KVLayer, num_layers: int, kv_dtype: str) -> KVProfile:
     window = f", last {layer.window} tokens" if layer.window else ""
-    stored, size = kept_as(kv_dtype, layer.head_dim)
-    return KVDemand(
+    stored, size = stored_dtype_and_size(kv_dtype, layer.head_dim)
+    return KVProfile(
         num_layers * 2 * layer.num_kv_heads * size * stored.itemsize,
         layer.window,
         f"{num_layers} layers x 2 x {layer.num_kv_heads} heads x {size} x {stored.itemsize} B{window}",
     )
 
 
-def cache_of(shape: ModelShape, dtype: str, plan: MemoryPlan, host: HostPool) -> CacheConfig:
+def make_cache_config(shape: ModelShape, dtype: str, plan: MemoryPlan, host: HostPoolPlan) -> CacheConfig:
     """The cache config with pools of the planned sizes, without a prefix index."""
-    block_size = plan.demand.block_size
+    block_size = plan.profile.block_size
     return CacheConfig(
         block_size,
         tuple(
@@ -95,7 +97,7 @@ def cache_of(shape: ModelShape, dtype: str, plan: MemoryPlan, host: HostPool) ->
                 num_host_blocks=num_host_blocks,
             )
             for (layer, layers), kv, num_blocks, num_host_blocks in zip(
-                shape.kv_groups.items(), plan.demand.kv, plan.num_blocks, host.num_blocks, strict=True
+                shape.kv_groups.items(), plan.profile.kv, plan.num_blocks, host.num_blocks, strict=True
             )
         ),
     )

@@ -29,7 +29,7 @@ class ModelFiles:
     description: Description
     tokenizer: Tokenizer
     load: Load
-    runs_on: str  # name of the implementation, and why it was chosen
+    implementation: str  # name of the implementation, and why it was chosen
 
 
 def open_model(path: Path, implementation: ModelImpl, *, max_model_len: int | None) -> ModelFiles:
@@ -43,13 +43,13 @@ def open_model(path: Path, implementation: ModelImpl, *, max_model_len: int | No
                 f"{path}: transformers as a backend reads folders only; leave model_impl out, or use 'quire'"
             )
         gguf = GgufCheckpoint(path)
-        return _own(gguf, gguf_tokenizer(gguf.metadata), max_model_len)
+        return _native(gguf, gguf_tokenizer(gguf.metadata), max_model_len)
     checkpoint = FolderCheckpoint(path)
     tokenizer = Tokenizer.from_folder(path)
     if implementation == "transformers":
-        return _backend(checkpoint, tokenizer, "asked for by name")
+        return _transformers_backend(checkpoint, tokenizer, "asked for by name")
     try:
-        return _own(checkpoint, tokenizer, max_model_len)
+        return _native(checkpoint, tokenizer, max_model_len)
     except UnknownArchitecture as unknown:
         if implementation == "quire":
             raise
@@ -57,10 +57,10 @@ def open_model(path: Path, implementation: ModelImpl, *, max_model_len: int | No
             raise ModelError(
                 f"{unknown}. Transformers may run it as a backend: install it with pip install 'quire[hf]'"
             ) from unknown
-        return _backend(checkpoint, tokenizer, "quire's own decoder does not describe this architecture")
+        return _transformers_backend(checkpoint, tokenizer, "quire's own decoder does not describe this architecture")
 
 
-def _own(checkpoint: Checkpoint, tokenizer: Tokenizer, max_model_len: int | None) -> ModelFiles:
+def _native(checkpoint: Checkpoint, tokenizer: Tokenizer, max_model_len: int | None) -> ModelFiles:
     description = describe(checkpoint, max_model_len=max_model_len)
 
     def read(dtype: str, device: str, kernels: Kernels, progress: Progress) -> Model:
@@ -69,14 +69,14 @@ def _own(checkpoint: Checkpoint, tokenizer: Tokenizer, max_model_len: int | None
     return ModelFiles(description, tokenizer, read, "quire's own decoder")
 
 
-def _backend(checkpoint: Checkpoint, tokenizer: Tokenizer, reason: str) -> ModelFiles:
-    from quire.models.transformers import describe_backend, load_backend  # noqa: PLC0415  (needs an optional extra)
+def _transformers_backend(checkpoint: Checkpoint, tokenizer: Tokenizer, reason: str) -> ModelFiles:
+    from quire.models.transformers import describe_transformers, load_transformers  # noqa: PLC0415  (needs an optional extra)
 
-    description = describe_backend(checkpoint)
+    description = describe_transformers(checkpoint)
 
     def read(dtype: str, device: str, kernels: Kernels, progress: Progress) -> Model:
         del kernels  # transformers uses its own kernels and weight layout
-        return load_backend(description, dtype=dtype, device=device, progress=progress)
+        return load_transformers(description, dtype=dtype, device=device, progress=progress)
 
     return ModelFiles(
         description, tokenizer, read, f"transformers as a backend: {reason}; slower, without deterministic"

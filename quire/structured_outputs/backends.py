@@ -16,10 +16,10 @@ from quire.structured_outputs.xgrammar import XgrammarBackend
 class Backend(Protocol):
     """Compiles constraints to grammars. Thread-safe."""
 
-    def check(self, asked: StructuredOutputsParams) -> None:
+    def check(self, params: StructuredOutputsParams) -> None:
         """Raises RequestError for a constraint that `compile` refuses with any vocabulary."""
 
-    def compile(self, asked: StructuredOutputsParams, vocabulary: Vocabulary) -> Grammar:
+    def compile(self, params: StructuredOutputsParams, vocabulary: Vocabulary) -> Grammar:
         """The grammar of a constraint for one vocabulary. Raises RequestError."""
 
 
@@ -29,14 +29,14 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
 )
 
 
-def check(asked: StructuredOutputsParams, backend: str = "auto") -> None:
+def check(params: StructuredOutputsParams, backend: str = "auto") -> None:
     """Raises RequestError for a constraint that the backend refuses, ConfigError for an unknown backend."""
-    _named(backend).check(asked)
+    _named(backend).check(params)
 
 
-def compile(asked: StructuredOutputsParams, vocabulary: Vocabulary, backend: str = "auto") -> Grammar:
+def compile(params: StructuredOutputsParams, vocabulary: Vocabulary, backend: str = "auto") -> Grammar:
     """The grammar of a constraint for one vocabulary. Raises RequestError and ConfigError as `check` does."""
-    return _named(backend).compile(asked, vocabulary)
+    return _named(backend).compile(params, vocabulary)
 
 
 def _named(name: str) -> Backend:

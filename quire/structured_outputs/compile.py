@@ -24,13 +24,13 @@ from quire.tokenizer.tokenizer import Tokenizer
 
 STACK_BYTES = 16 * 2**20  # twice the stack with which the limits of constraints were tested
 
-_SETTING = threading.Lock()
+_STACK_SIZE_LOCK = threading.Lock()
 
 
 @contextmanager
-def deep_stacks() -> Iterator[None]:
+def large_thread_stacks() -> Iterator[None]:
     """Threads that are started inside have a stack of STACK_BYTES, whatever the system's limit is."""
-    with _SETTING:
+    with _STACK_SIZE_LOCK:
         before = threading.stack_size(STACK_BYTES)
         try:
             yield
@@ -40,27 +40,27 @@ def deep_stacks() -> Iterator[None]:
 
 NUM_THREADS = 2
 DEADLINE = 5.0  # seconds
-MAX_KEPT = 256  # cached grammars and errors
-MAX_CHARACTERS = 2**20  # of the cached constraints; a grammar takes up to 100 bytes per character
+MAX_CACHED = 256  # cached grammars and errors
+MAX_CACHED_CHARACTERS = 2**20  # of the cached constraints; a grammar takes up to 100 bytes per character
 
 log = logging.getLogger(__name__)
 
 
-class _Work:
+class _Compilation:
     """The compilation of one constraint. began: time at which a thread started it; None before."""
 
     def __init__(self) -> None:
         self.grammar: Future[Grammar]
-        self.began: float | None = None
+        self.started_at: float | None = None
         self.num_waiting = 0  # requests that wait for the grammar
 
 
-class _Job(NamedTuple):
+class _WaitingRequest(NamedTuple):
     """A request that waits for a compilation. since: time of its submission."""
 
-    asked: StructuredOutputsParams
-    work: _Work
-    since: float
+    params: StructuredOutputsParams
+    compilation: _Compilation
+    submitted_at: float
 
 
 class Compiler(Protocol):
@@ -68,7 +68,7 @@ class Compiler(Protocol):
 
     constraints: Constraints
 
-    def submit(self, request_id: str, asked: StructuredOutputsParams) -> None:
+    def submit(self, request_id: str, params: StructuredOutputsParams) -> None:
         """Start to compile the constraint of a request."""
 
     def finished(self) -> list[tuple[str, str]]:
@@ -84,7 +84,7 @@ class Compiler(Protocol):
         """Stop the compiler. No method may be called afterwards."""
 
 
-class Grammars:
+class GrammarCompiler:
     """See Compiler. All methods must be called from one thread."""
 
     def __init__(
@@ -102,84 +102,90 @@ class Grammars:
         self.constraints: Constraints = self._matchers
         self._make_vocabulary = vocabulary
         self._vocabulary: Vocabulary | None = None
-        self._making = threading.Lock()
+        self._vocabulary_lock = threading.Lock()
         self._backend = backend
         self._deadline = deadline
         self._clock = clock
         self._pool = ThreadPoolExecutor(NUM_THREADS, "quire-grammar")
-        self._kept: OrderedDict[StructuredOutputsParams, _Work] = OrderedDict()
-        self._num_kept_characters = 0
-        self._jobs: dict[str, _Job] = {}
+        self._cache: OrderedDict[StructuredOutputsParams, _Compilation] = OrderedDict()
+        self._num_cached_characters = 0
+        self._waiting_requests: dict[str, _WaitingRequest] = {}
 
-    def submit(self, request_id: str, asked: StructuredOutputsParams) -> None:
+    def submit(self, request_id: str, params: StructuredOutputsParams) -> None:
         """See Compiler."""
-        key = replace(asked, fast_forward=True)  # a grammar does not depend on it
-        work = self._kept.get(key)
+        key = replace(params, fast_forward=True)  # a grammar does not depend on it
+        work = self._cache.get(key)
         if work is None:
-            work = self._kept[key] = _Work()
-            self._num_kept_characters += len(key.text)
-            with deep_stacks():  # submit may start a thread
+            work = self._cache[key] = _Compilation()
+            self._num_cached_characters += len(key.text)
+            with large_thread_stacks():  # submit may start a thread
                 work.grammar = self._pool.submit(self._compile, key, work)
-        self._kept.move_to_end(key)
+        self._cache.move_to_end(key)
         work.num_waiting += 1
-        self._jobs[request_id] = _Job(key, work, self._clock())
-        while len(self._kept) > MAX_KEPT or (self._num_kept_characters > MAX_CHARACTERS and len(self._kept) > 1):
-            self._drop(next(iter(self._kept)))
+        self._waiting_requests[request_id] = _WaitingRequest(key, work, self._clock())
+        while len(self._cache) > MAX_CACHED or (
+            self._num_cached_characters > MAX_CACHED_CHARACTERS and len(self._cache) > 1
+        ):
+            self._evict(next(iter(self._cache)))
 
     def finished(self) -> list[tuple[str, str]]:
         """See Compiler."""
-        if not self._jobs:
+        if not self._waiting_requests:
             return []
         now, told = self._clock(), []
-        for request_id, (_, work, since) in list(self._jobs.items()):
+        for request_id, (_, work, since) in list(self._waiting_requests.items()):
             if work.grammar.done():
                 told.append((request_id, self._outcome(request_id, work.grammar)))
-            elif work.began is not None and now - work.began > self._deadline:
+            elif work.started_at is not None and now - work.started_at > self._deadline:
                 told.append((request_id, f"it took longer than {self._deadline:g} s to compile this form; simplify it"))
-            elif work.began is None and now - since > self._deadline:
+            elif work.started_at is None and now - since > self._deadline:
                 told.append((request_id, "too many forms are being compiled; try again later"))
         for request_id, _ in told:
-            self._leave(request_id)
+            self._stop_waiting(request_id)
         return told
 
     def forget(self, request_id: str) -> None:
         """See Compiler."""
-        self._leave(request_id)
-        self._matchers.forget(request_id)
+        self._stop_waiting(request_id)
+        self._matchers.remove_grammar(request_id)
 
     def wait(self, seconds: float) -> None:
         """See Compiler."""
-        wait([job.work.grammar for job in self._jobs.values()], seconds, FIRST_COMPLETED)
+        wait([job.compilation.grammar for job in self._waiting_requests.values()], seconds, FIRST_COMPLETED)
 
     def close(self) -> None:
         """See Compiler."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _leave(self, request_id: str) -> None:
+    def _stop_waiting(self, request_id: str) -> None:
         """Remove a waiting request. Cancel its compilation if it has not begun and no other request waits for it."""
-        job = self._jobs.pop(request_id, None)
+        job = self._waiting_requests.pop(request_id, None)
         if job is None:
             return
-        job.work.num_waiting -= 1
-        if not job.work.num_waiting and job.work.grammar.cancel() and self._kept.get(job.asked) is job.work:
-            self._drop(job.asked)
+        job.compilation.num_waiting -= 1
+        if (
+            not job.compilation.num_waiting
+            and job.compilation.grammar.cancel()
+            and self._cache.get(job.params) is job.compilation
+        ):
+            self._evict(job.params)
 
-    def _drop(self, asked: StructuredOutputsParams) -> None:
-        del self._kept[asked]
-        self._num_kept_characters -= len(asked.text)
+    def _evict(self, params: StructuredOutputsParams) -> None:
+        del self._cache[params]
+        self._num_cached_characters -= len(params.text)
 
-    def _compile(self, asked: StructuredOutputsParams, work: _Work) -> Grammar:
-        work.began = self._clock()
-        with self._making:
+    def _compile(self, params: StructuredOutputsParams, work: _Compilation) -> Grammar:
+        work.started_at = self._clock()
+        with self._vocabulary_lock:
             if self._vocabulary is None:
                 self._vocabulary = self._make_vocabulary()
-        return compile_grammar(asked, self._vocabulary, self._backend)
+        return compile_grammar(params, self._vocabulary, self._backend)
 
     def _outcome(self, request_id: str, compiled: "Future[Grammar]") -> str:
         """The error of a finished compilation; "" if it succeeded, and then the matchers have the grammar."""
         error = compiled.exception()
         if error is None:
-            self._matchers.expect(request_id, compiled.result())
+            self._matchers.add_grammar(request_id, compiled.result())
             return ""
         if not isinstance(error, RequestError):
             log.error("a form could not be compiled", exc_info=error)

@@ -14,12 +14,12 @@ from itertools import permutations
 
 from quire.errors import RequestError
 from quire.params import MAX_LITERAL
-from quire.structured_outputs.lark import MAX_RULES, check_length, check_stacked
+from quire.structured_outputs.lark import MAX_RULES, check_length, check_total_nesting
 
 Ranges = tuple[tuple[int, int], ...]  # code points, both ends included
 
 LAST = 0x10FFFF
-_MAX_LOOKS = 50_000
+_MAX_STEPS = 50_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Repeat:
     """A repeated part. how: "*", "+", "?" or "{m,n}", as in Lark."""
 
     part: "Node"
-    how: str
+    quantifier: str
 
 
 Node = Text | Name | Sequence | Either | Repeat
@@ -84,18 +84,18 @@ class TooLarge(Exception):
     """A grammar is too large to be analysed."""
 
 
-class Shapes:
+class FirstSets:
     """Character sets of the rules of a grammar, as bit masks over ranges of code points. Raises TooLarge."""
 
     def __init__(self, rules: Mapping[str, Node]) -> None:
         texts = (leaf for body in rules.values() for leaf in leaves(body) if isinstance(leaf, Text))
         ends = {end for text in texts for one in text.sets for low, high in one for end in (low, high + 1)}
         self._cuts = sorted(ends)
-        self._num_looks = 0
+        self._num_steps = 0
         self._empty = dict.fromkeys(rules, False)
         self._first = dict.fromkeys(rules, 0)
-        self._any = dict.fromkeys(rules, 0)
-        self._more = dict.fromkeys(rules, 0)
+        self._characters = dict.fromkeys(rules, 0)
+        self._continuations = dict.fromkeys(rules, 0)
         is_new = True
         while is_new:
             is_new = False
@@ -103,19 +103,19 @@ class Shapes:
                 known = self._known(name)
                 self._empty[name] = self.may_be_empty(body)
                 self._first[name] = self.first(body)
-                self._any[name] = self.any(body)
-                self._more[name] = self.more(body)
+                self._characters[name] = self.characters(body)
+                self._continuations[name] = self.continuations(body)
                 is_new = is_new or known != self._known(name)
 
-    def look(self) -> None:
+    def count_step(self) -> None:
         """Count a step of the analysis. Raises TooLarge after _MAX_LOOKS steps."""
-        self._num_looks += 1
-        if self._num_looks > _MAX_LOOKS:
+        self._num_steps += 1
+        if self._num_steps > _MAX_STEPS:
             raise TooLarge
 
     def may_be_empty(self, node: Node) -> bool:
         """Whether the node matches the empty text."""
-        self.look()
+        self.count_step()
         match node:
             case Text(_, sets):
                 return not sets
@@ -144,9 +144,9 @@ class Shapes:
                 return found
         return self._union(self.first, node)
 
-    def any(self, node: Node) -> int:
+    def characters(self, node: Node) -> int:
         """The characters that a match can contain."""
-        self.look()
+        self.count_step()
         match node:
             case Text(_, sets):
                 found = 0
@@ -154,37 +154,37 @@ class Shapes:
                     found |= self._mask(one)
                 return found
             case Name(name):
-                return self._any[name]
-        return self._union(self.any, node)
+                return self._characters[name]
+        return self._union(self.characters, node)
 
-    def more(self, node: Node) -> int:
+    def continuations(self, node: Node) -> int:
         """The characters with which a complete match can continue to a longer one, or a superset of them."""
         match node:
             case Text():
                 return 0
             case Name(name):
-                return self._more[name]
+                return self._continuations[name]
             case Sequence(parts):
                 found = 0
                 for part in reversed(parts):
-                    found |= self.more(part)
+                    found |= self.continuations(part)
                     if not self.may_be_empty(part):
                         break
                     found |= self.first(part)
                 return found
             case Either(options):
-                found = self._union(self.more, node)
+                found = self._union(self.continuations, node)
                 seen = 0
                 for option in options:  # with a common first character, one option may match more
                     if seen & self.first(option):
-                        return found | self.any(node)
+                        return found | self.characters(node)
                     seen |= self.first(option)
                 return found
             case Repeat(part, how):
-                return self.more(part) | (0 if how == "?" else self.first(part))
+                return self.continuations(part) | (0 if how == "?" else self.first(part))
 
     def _known(self, name: str) -> tuple[bool, int, int, int]:
-        return self._empty[name], self._first[name], self._any[name], self._more[name]
+        return self._empty[name], self._first[name], self._characters[name], self._continuations[name]
 
     def _union(self, of: Callable[[Node], int], node: Node) -> int:
         found = 0
@@ -230,10 +230,10 @@ def ebnf_to_lark(text: str) -> str:
     if "root" not in rules:
         raise RequestError("grammar: there is no rule root ::= ...", "grammar")
     recursive = _recursive(rules)
-    is_apart = "root" not in recursive or _are_apart(rules, recursive)
+    is_apart = "root" not in recursive or _are_terminals_exact(rules, recursive)
     names = {name: f"T{i}" if is_apart and name not in recursive else f"r{i}" for i, name in enumerate(rules)}
     lines = [f"start: {names['root']}"]
-    lines += [f"{names[rule]}: {_written(body, names, is_apart=is_apart)}" for rule, body in rules.items()]
+    lines += [f"{names[rule]}: {_to_lark(body, names, use_terminals=is_apart)}" for rule, body in rules.items()]
     return "\n".join(lines) + "\n"
 
 
@@ -251,16 +251,16 @@ class _Parser:
         rules: dict[str, Node] = {}
         num_levels = 0
         while self._kind():
-            written = self._take("rule", "a rule: name ::= ...")
+            written = self._expect("rule", "a rule: name ::= ...")
             name = written.removesuffix("::=").strip()
             if name in rules:
-                raise self._refuse(f"a second rule {name!r:.100}")
+                raise self._error(f"a second rule {name!r:.100}")
             self._deepest = 0
             rules[name] = self._either(0)
             num_levels += 1 + self._deepest
             if len(rules) > MAX_RULES:
-                raise self._refuse(f"more than {MAX_RULES} rules")
-        check_stacked(num_levels)
+                raise self._error(f"more than {MAX_RULES} rules")
+        check_total_nesting(num_levels)
         return rules
 
     def _split(self) -> Iterator[tuple[str, str, int]]:
@@ -268,9 +268,9 @@ class _Parser:
         while place < len(self._text):
             found = _TOKEN.match(self._text, place)
             if found is None:
-                raise self._refuse(f"unexpected {self._text[place : place + 20]!r}", place)
+                raise self._error(f"unexpected {self._text[place : place + 20]!r}", place)
             if found.lastgroup == "text" and len(found[0]) > MAX_LITERAL:
-                raise self._refuse(f"a text must have at most {MAX_LITERAL:,} characters", place)
+                raise self._error(f"a text must have at most {MAX_LITERAL:,} characters", place)
             if found.lastgroup != "space":
                 yield str(found.lastgroup), found[0], place
             place = found.end()
@@ -282,20 +282,20 @@ class _Parser:
     def _mark(self) -> str:
         return self._tokens[self._next][1] if self._kind() == "mark" else ""
 
-    def _take(self, kind: str, what: str) -> str:
+    def _expect(self, kind: str, what: str) -> str:
         if self._kind() != kind:
-            raise self._refuse(f"expected {what}")
+            raise self._error(f"expected {what}")
         self._next += 1
         return self._tokens[self._next - 1][1]
 
-    def _refuse(self, why: str, place: int | None = None) -> RequestError:
+    def _error(self, why: str, place: int | None = None) -> RequestError:
         if place is None:
             place = self._tokens[self._next][2] if self._next < len(self._tokens) else len(self._text)
         return RequestError(f"grammar, line {self._text.count(chr(10), 0, place) + 1}: {why}", "grammar")
 
     def _either(self, depth: int) -> Node:
         if depth > _MAX_NESTING:
-            raise self._refuse(f"parentheses are nested more than {_MAX_NESTING} levels deep")
+            raise self._error(f"parentheses are nested more than {_MAX_NESTING} levels deep")
         self._deepest = max(self._deepest, depth)
         options = [self._sequence(depth)]
         while self._mark() == "|":
@@ -309,7 +309,7 @@ class _Parser:
             part = self._part(depth)
             if self._kind() == "repeat":
                 self._deepest = max(self._deepest, depth + 1)
-                part = Repeat(part, self._how(self._take("repeat", "a repetition")))
+                part = Repeat(part, self._quantifier(self._expect("repeat", "a repetition")))
             parts.append(part)
         return parts[0] if len(parts) == 1 else Sequence(tuple(parts))
 
@@ -326,8 +326,8 @@ class _Parser:
         if written == ".":
             return Text("/(?s:.)/", (((0, LAST),),))
         inner = self._either(depth + 1)
-        if self._take("mark", "')'") != ")":
-            raise self._refuse("expected ')'")
+        if self._expect("mark", "')'") != ")":
+            raise self._error("expected ')'")
         return inner
 
     def _characters(self, written: str) -> list[tuple[str, bool]]:
@@ -337,7 +337,7 @@ class _Parser:
             number = match[1] or match[2] or match[3]
             if number:
                 if not int(number, 16) <= 0x10FFFF or 0xD800 <= int(number, 16) < 0xE000:
-                    raise self._refuse(f"there is no character {match[0]}")
+                    raise self._error(f"there is no character {match[0]}")
                 found.append((chr(int(number, 16)), False))
             elif match[4]:
                 found.append((_ESCAPES.get(match[4], match[4]), False))
@@ -356,23 +356,23 @@ class _Parser:
                 high = characters[place + 2][0]
                 place += 2
             if high < low:
-                raise self._refuse(f"the range {low}-{high} is empty")
+                raise self._error(f"the range {low}-{high} is empty")
             ranges.append((ord(low), ord(high)))
             place += 1
         if not ranges:
-            raise self._refuse("a set has at least one character")
+            raise self._error("a set has at least one character")
         inner = "".join(rf"\u{{{low:x}}}-\u{{{high:x}}}" for low, high in ranges)
-        return Text(f"/[{'^' if negated else ''}{inner}]/", (_others(ranges) if negated else tuple(ranges),))
+        return Text(f"/[{'^' if negated else ''}{inner}]/", (_complement(ranges) if negated else tuple(ranges),))
 
-    def _how(self, written: str) -> str:
+    def _quantifier(self, written: str) -> str:
         if written in "*+?":
             return written
         bounds = [int(part) if part.strip() else None for part in written[1:-1].split(",")]
         low, high = bounds[0] or 0, bounds[-1]
         if max(low, high or 0) > _MAX_REPEAT or bounds == [None]:
-            raise self._refuse(f"repetitions are {{m}}, {{m,}} or {{m,n}} with at most {_MAX_REPEAT:,}")
+            raise self._error(f"repetitions are {{m}}, {{m,}} or {{m,n}} with at most {_MAX_REPEAT:,}")
         if high is not None and high < low:
-            raise self._refuse(f"the repetition {written} is empty")
+            raise self._error(f"the repetition {written} is empty")
         return f"{{{low},{'' if high is None else high}}}"
 
 
@@ -380,7 +380,7 @@ def _literal(characters: str) -> Text:
     return Text(json.dumps(characters, ensure_ascii=False), tuple(((ord(one), ord(one)),) for one in characters))
 
 
-def _others(ranges: list[tuple[int, int]]) -> Ranges:
+def _complement(ranges: list[tuple[int, int]]) -> Ranges:
     """The complement of these ranges."""
     others, place = [], 0
     for low, high in sorted(ranges):
@@ -410,69 +410,71 @@ def _recursive(rules: Mapping[str, Node]) -> set[str]:
     return rules.keys() - set(ready)
 
 
-def _are_apart(rules: Mapping[str, Node], recursive: Set[str]) -> bool:
+def _are_terminals_exact(rules: Mapping[str, Node], recursive: Set[str]) -> bool:
     """Whether longest-match terminals in recursive rules are exact. False if the grammar is too large to tell."""
     try:
-        return _is_clear(rules, recursive, Shapes(rules))
+        return _is_unambiguous(rules, recursive, FirstSets(rules))
     except TooLarge:
         return False
 
 
-def _is_clear(rules: Mapping[str, Node], recursive: Set[str], shapes: Shapes) -> bool:
+def _is_unambiguous(rules: Mapping[str, Node], recursive: Set[str], shapes: FirstSets) -> bool:
     behind = dict.fromkeys(recursive, 0)  # characters that can follow a rule
     terminals: dict[Node, int] = {}  # characters that can follow a terminal
     is_new = True
     while is_new:
         known = dict(behind), dict(terminals)
         for rule in recursive:
-            _note_behind(rules[rule], behind[rule], shapes, behind, terminals)
+            _add_follow_sets(rules[rule], behind[rule], shapes, behind, terminals)
         is_new = known != (behind, terminals)
-    if any(shapes.more(one) & follows for one, follows in terminals.items()):
+    if any(shapes.continuations(one) & follows for one, follows in terminals.items()):
         return False
     for (one, follows), (other, _) in permutations(terminals.items(), 2):
-        shapes.look()
-        if shapes.first(one) & shapes.first(other) and shapes.any(other) & follows:
+        shapes.count_step()
+        if shapes.first(one) & shapes.first(other) and shapes.characters(other) & follows:
             return False
     return True
 
 
-def _note_behind(node: Node, follows: int, shapes: Shapes, behind: dict[str, int], terminals: dict[Node, int]) -> None:
+def _add_follow_sets(
+    node: Node, follows: int, shapes: FirstSets, rule_follow_sets: dict[str, int], terminal_follow_sets: dict[Node, int]
+) -> None:
     """Add to `behind` and `terminals` what can follow the rules and terminals in a node. follows: what follows it."""
-    shapes.look()
+    shapes.count_step()
     match node:
-        case Name(name) if name in behind:
-            behind[name] |= follows
+        case Name(name) if name in rule_follow_sets:
+            rule_follow_sets[name] |= follows
         case Text() | Name():
-            terminals[node] = terminals.get(node, 0) | follows
+            terminal_follow_sets[node] = terminal_follow_sets.get(node, 0) | follows
         case Sequence(parts):
             for part in reversed(parts):
-                _note_behind(part, follows, shapes, behind, terminals)
+                _add_follow_sets(part, follows, shapes, rule_follow_sets, terminal_follow_sets)
                 follows = shapes.first(part) | (follows if shapes.may_be_empty(part) else 0)
         case Either(options):
             for option in options:
-                _note_behind(option, follows, shapes, behind, terminals)
+                _add_follow_sets(option, follows, shapes, rule_follow_sets, terminal_follow_sets)
         case Repeat(part, how):
             again = 0 if how == "?" else shapes.first(part)
-            _note_behind(part, follows | again, shapes, behind, terminals)
+            _add_follow_sets(part, follows | again, shapes, rule_follow_sets, terminal_follow_sets)
 
 
-def _written(node: Node, names: Mapping[str, str], *, is_apart: bool) -> str:
+def _to_lark(node: Node, names: Mapping[str, str], *, use_terminals: bool) -> str:
     """A node in Lark. Unless is_apart, a literal is written as single characters."""
     match node:
         case Text(lark, sets):
-            if is_apart or len(sets) < 2:
+            if use_terminals or len(sets) < 2:
                 return lark
             return " ".join(_literal(one).lark for one in json.loads(lark))
         case Name(name):
             return names[name]
         case Sequence(parts):
-            return " ".join(_grouped(part, names, is_apart=is_apart) for part in parts) or '""'
+            return " ".join(_grouped(part, names, use_terminals=use_terminals) for part in parts) or '""'
         case Either(options):
-            return " | ".join(_written(option, names, is_apart=is_apart) for option in options)
+            return " | ".join(_to_lark(option, names, use_terminals=use_terminals) for option in options)
         case Repeat(part, how):
-            return f"({_written(part, names, is_apart=is_apart)}){how}"
+            return f"({_to_lark(part, names, use_terminals=use_terminals)}){how}"
 
 
-def _grouped(node: Node, names: Mapping[str, str], *, is_apart: bool) -> str:
-    written = _written(node, names, is_apart=is_apart)
+def _grouped(node: Node, names: Mapping[str, str], *, use_terminals: bool) -> str:
+    written = _to_lark(node, names, use_terminals=use_terminals)
     return f"({written})" if isinstance(node, Either) else written

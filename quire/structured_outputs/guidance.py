@@ -18,8 +18,8 @@ from quire.structured_outputs.ebnf import ebnf_to_lark, is_ebnf
 from quire.structured_outputs.forced_tokens import encode_within, forced_tokens
 from quire.structured_outputs.json_schema.reader import Schema, read_schema
 from quire.structured_outputs.lark import checked_lark, read_tags, tags_to_lark
-from quire.structured_outputs.library_matcher import Follower, Masks
-from quire.structured_outputs.limits import MAX_FORCED, MAX_MESSAGE, ByVocabulary, checked_regex, options_of
+from quire.structured_outputs.library_matcher import LibraryMatcher, Masks
+from quire.structured_outputs.limits import MAX_FORCED, MAX_MESSAGE, VocabularyCache, checked_regex, choice_alternatives
 from quire.structured_outputs.vocabulary import Vocabulary
 
 # White space between the tokens of JSON is bounded, so that a model cannot generate it without end.
@@ -28,36 +28,36 @@ _SPACES = r" \n\r\t"
 _WHITESPACE_PATTERN = re.compile(r"(?: |\\[nrts]|\\x20|[\[\]()|?*+\n\r\t]|\(\?:|\{\d{1,4}(?:,\d{0,4})?\})*")
 
 
-def grammar_of(asked: StructuredOutputsParams) -> str:
+def grammar_of(params: StructuredOutputsParams) -> str:
     """The constraint as a grammar of llguidance. Raises RequestError if it cannot be enforced exactly."""
 
     def write(schema: Schema) -> dict[str, object]:
-        return with_options(schema, asked)
+        return with_options(schema, params)
 
-    match asked.kind:
+    match params.kind:
         case "json":
-            schema = read_schema(asked.text, "json", closed=asked.disable_additional_properties)
+            schema = read_schema(params.text, "json", closed=params.disable_additional_properties)
             if schema is False:
                 raise RequestError("nothing fits the schema false", "json")
             return str(llguidance.LLMatcher.grammar_from_json_schema(write(schema)))
         case "regex":
-            return str(llguidance.LLMatcher.grammar_from_regex(checked_regex(asked)))
+            return str(llguidance.LLMatcher.grammar_from_regex(checked_regex(params)))
         case "choice":
-            return _lark(f"start: CHOICE\nCHOICE: {options_of(asked)}\n")
+            return _lark(f"start: CHOICE\nCHOICE: {choice_alternatives(params)}\n")
         case "grammar":
-            return _lark(ebnf_to_lark(asked.text) if is_ebnf(asked.text) else checked_lark(asked.text, write))
+            return _lark(ebnf_to_lark(params.text) if is_ebnf(params.text) else checked_lark(params.text, write))
         case "structural_tag":
-            return _lark(tags_to_lark(read_tags(asked), write))
+            return _lark(tags_to_lark(read_tags(params), write))
 
 
-def with_options(schema: Schema, asked: StructuredOutputsParams) -> dict[str, object]:
+def with_options(schema: Schema, params: StructuredOutputsParams) -> dict[str, object]:
     """A schema of `read_schema` with llguidance's options for white space and escapes."""
     options: dict[str, object] = {
-        "whitespace_pattern": _whitespace(asked),
-        "whitespace_flexible": not asked.disable_any_whitespace,
+        "whitespace_pattern": _whitespace(params),
+        "whitespace_flexible": not params.disable_any_whitespace,
         # The separators of json.dumps, which are the most common in training data; xgrammar has the same.
-        "item_separator": ", " if asked.disable_any_whitespace else None,
-        "key_separator": ": " if asked.disable_any_whitespace else None,
+        "item_separator": ", " if params.disable_any_whitespace else None,
+        "key_separator": ": " if params.disable_any_whitespace else None,
         # Without \u a name has one spelling: "a" cannot be repeated as "\u0061".
         "json_allowed_escapes": 'nrbtf\\"',
     }
@@ -65,10 +65,10 @@ def with_options(schema: Schema, asked: StructuredOutputsParams) -> dict[str, ob
     return {**(schema if isinstance(schema, dict) else {}), "x-guidance": named}
 
 
-def _whitespace(asked: StructuredOutputsParams) -> str | None:
-    if asked.disable_any_whitespace:
+def _whitespace(params: StructuredOutputsParams) -> str | None:
+    if params.disable_any_whitespace:
         return None
-    pattern = asked.whitespace_pattern
+    pattern = params.whitespace_pattern
     if pattern is None:
         return WHITESPACE
     if not _WHITESPACE_PATTERN.fullmatch(pattern):
@@ -104,38 +104,38 @@ class GuidanceBackend:
     """See Backend."""
 
     def __init__(self) -> None:
-        self._tokens = ByVocabulary(_Tokens)  # about 1 s for 100,000 tokens
-        self._bytes = llguidance.LLTokenizer("byte")
+        self._vocabularies = VocabularyCache(_GuidanceVocabulary)  # about 1 s for 100,000 tokens
+        self._byte_tokenizer = llguidance.LLTokenizer("byte")
 
-    def check(self, asked: StructuredOutputsParams) -> None:
+    def check(self, params: StructuredOutputsParams) -> None:
         """See Backend. It compiles the constraint, with single bytes as tokens."""
-        _compiled(asked, self._bytes)
+        _compiled(params, self._byte_tokenizer)
 
-    def compile(self, asked: StructuredOutputsParams, vocabulary: Vocabulary) -> "GuidanceGrammar":
+    def compile(self, params: StructuredOutputsParams, vocabulary: Vocabulary) -> "GuidanceGrammar":
         """See Backend."""
-        tokens = self._tokens(vocabulary)
-        return GuidanceGrammar(_compiled(asked, tokens.tokenizer), tokens)
+        tokens = self._vocabularies(vocabulary)
+        return GuidanceGrammar(_compiled(params, tokens.tokenizer), tokens)
 
 
 class GuidanceGrammar:
     """See Grammar. beginning: a matcher that has consumed no token; each sequence gets a copy."""
 
-    def __init__(self, beginning: llguidance.LLMatcher, tokens: "_Tokens") -> None:
-        self._beginning = beginning
-        self._tokens = tokens
+    def __init__(self, initial_matcher: llguidance.LLMatcher, tokens: "_GuidanceVocabulary") -> None:
+        self._initial_matcher = initial_matcher
+        self._vocabulary = tokens
 
-    def start(self, *, fast_forward: bool) -> Matcher:
+    def new_matcher(self, *, fast_forward: bool) -> Matcher:
         """See Grammar."""
-        parser = _GuidanceParser(self._beginning.deep_copy(), self._tokens.num_words)
-        return Follower(parser, self._tokens.masks, fast_forward=fast_forward)
+        parser = _GuidanceParser(self._initial_matcher.deep_copy(), self._vocabulary.num_words)
+        return LibraryMatcher(parser, self._vocabulary.masks, fast_forward=fast_forward)
 
 
-class _Tokens:
+class _GuidanceVocabulary:
     """llguidance's tokenizer for a vocabulary, with its masks."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.masks = Masks(vocabulary)
-        wrapper = _Wrapper(vocabulary)
+        wrapper = _TokenizerAdapter(vocabulary)
         self.num_words = -(-len(wrapper.tokens) // 32)
         self.tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(wrapper), eos_token=wrapper.end_ids)
 
@@ -147,15 +147,15 @@ class _GuidanceParser:
         self._matcher = matcher
         self._num_words = num_words
 
-    def take(self, tokens: Sequence[int]) -> str:
+    def accept_tokens(self, tokens: Sequence[int]) -> str:
         """See Parser."""
         ids = list(tokens)
         num_taken = self._matcher.try_consume_tokens(ids)
         if self._matcher.is_error():
-            return f"the constraint cannot be followed any further: {_plain(self._matcher.get_error())}"
+            return f"the constraint cannot be followed any further: {_clean_message(self._matcher.get_error())}"
         return "" if num_taken == len(ids) else f"token {ids[num_taken]} does not fit the constraint"
 
-    def span(self) -> list[int]:
+    def forced_tokens(self) -> list[int]:
         """See Parser."""
         span = self._matcher.compute_ff_tokens()
         ahead, more = self._matcher.deep_copy() if span else self._matcher, span
@@ -172,17 +172,17 @@ class _GuidanceParser:
         """See Parser."""
         return self._matcher.is_stopped() and self._matcher.is_accepting()
 
-    def fill(self, words: np.ndarray) -> None:
+    def fill_bitmask(self, words: np.ndarray) -> None:
         """See Parser."""
         found = np.zeros(self._num_words, np.uint32)  # _Wrapper may have one more token than the vocabulary
         self._matcher.unsafe_compute_mask_ptr(found.ctypes.data, found.nbytes)
         words[:] = 0 if self._matcher.is_error() else found[: len(words)]
 
 
-def _compiled(asked: StructuredOutputsParams, tokenizer: llguidance.LLTokenizer) -> llguidance.LLMatcher:
+def _compiled(params: StructuredOutputsParams, tokenizer: llguidance.LLTokenizer) -> llguidance.LLMatcher:
     """A matcher that has consumed no token. Raises RequestError."""
     limits = llguidance.LLParserLimits(
-        max_items_in_row=_MAX_ITEMS_OF_SCHEMA if asked.kind == "json" else _MAX_ITEMS,
+        max_items_in_row=_MAX_ITEMS_OF_SCHEMA if params.kind == "json" else _MAX_ITEMS,
         initial_lexer_fuel=200_000,
         step_lexer_fuel=100_000,
         step_max_items=300_000,
@@ -190,7 +190,7 @@ def _compiled(asked: StructuredOutputsParams, tokenizer: llguidance.LLTokenizer)
         max_grammar_size=60_000,
         verbose_errors=False,
     )
-    matcher = llguidance.LLMatcher(tokenizer, grammar_of(asked), log_level=0, limits=limits)
+    matcher = llguidance.LLMatcher(tokenizer, grammar_of(params), log_level=0, limits=limits)
     if not matcher.is_error():
         # Only a trial shows a limit that is exceeded at once, or a grammar without any text.
         trial = matcher.deep_copy()
@@ -201,11 +201,11 @@ def _compiled(asked: StructuredOutputsParams, tokenizer: llguidance.LLTokenizer)
         matcher = trial
     error = matcher.get_error()
     if error.startswith("NoExtension"):
-        raise RequestError(f"nothing fits this {asked.kind}", asked.kind)
-    raise RequestError(f"{asked.kind} cannot be enforced: {_plain(error)}", asked.kind)
+        raise RequestError(f"nothing fits this {params.kind}", params.kind)
+    raise RequestError(f"{params.kind} cannot be enforced: {_clean_message(error)}", params.kind)
 
 
-def _plain(error: str) -> str:
+def _clean_message(error: str) -> str:
     """An error message of llguidance without parser state and places in its source, and without its option names."""
     if error.startswith("oneOf constraints are not supported"):
         return "the branches of a oneOf are not seen to exclude each other; use anyOf"
@@ -214,7 +214,7 @@ def _plain(error: str) -> str:
     return error.partition("<non-verbose/>")[0].strip()[:MAX_MESSAGE]
 
 
-class _Wrapper:
+class _TokenizerAdapter:
     """A vocabulary with the attributes that llguidance's TokenizerWrapper reads."""
 
     bos_token_id = None

@@ -15,7 +15,7 @@ from quire.structured_outputs.json_schema.reader import Schema, read_schema
 
 MAX_GRAMMAR = 32_768  # characters
 MAX_RULES = 512
-MAX_STACKED = 1024  # levels of parentheses, summed over all rules; llguidance recurses through them
+MAX_TOTAL_NESTING = 1024  # levels of parentheses, summed over all rules; llguidance recurses through them
 _PARAM = "grammar"
 
 _OPTIONS = frozenset({"no_forcing", "allow_initial_skip", "ignore_once"})
@@ -30,7 +30,7 @@ _PIECE = re.compile(
 )
 
 
-def checked_lark(text: str, write: Callable[[Schema], object]) -> str:
+def checked_lark(text: str, translate_schema: Callable[[Schema], object]) -> str:
     """The same grammar without comments, with its JSON schemas read strictly. write: translates a schema.
 
     Raises RequestError. Other errors are found when the grammar is compiled.
@@ -45,11 +45,11 @@ def checked_lark(text: str, write: Callable[[Schema], object]) -> str:
         place = piece.end()
         kind, written = piece.lastgroup, piece[0]
         if kind == "special":
-            raise _refuse(text, piece.start(), f"special tokens such as {written!r:.100} cannot come; write text")
+            raise _error(text, piece.start(), f"special tokens such as {written!r:.100} cannot come; write text")
         if kind == "text" and len(written) > MAX_LITERAL:
-            raise _refuse(text, piece.start(), f"a text must have at most {MAX_LITERAL:,} characters")
+            raise _error(text, piece.start(), f"a text must have at most {MAX_LITERAL:,} characters")
         if kind == "directive":
-            written, place = _directive(text, written, place, write)
+            written, place = _directive(text, written, place, translate_schema)
         if kind == "other":
             bare.append(written)
         if kind != "comment":
@@ -64,29 +64,29 @@ def check_length(text: str) -> None:
         raise RequestError(f"grammar must have at most {MAX_GRAMMAR:,} characters", _PARAM)
 
 
-def _directive(text: str, name: str, place: int, write: Callable[[Schema], object]) -> tuple[str, int]:
+def _directive(text: str, name: str, place: int, translate_schema: Callable[[Schema], object]) -> tuple[str, int]:
     """The translation of a directive with its JSON, and the position at which it ends. Raises RequestError."""
     if name in ("%import", "%ignore"):
         return name, place
     if name not in ("%json", "%llguidance", "%regex"):
-        raise _refuse(text, place, f"unknown directive {name!r:.100}")
+        raise _error(text, place, f"unknown directive {name!r:.100}")
     start = place + len(text[place:]) - len(text[place:].lstrip())
     try:
         value, end = json.JSONDecoder().raw_decode(text, start)
     except (ValueError, RecursionError) as error:
-        raise _refuse(text, start, f"{name} needs JSON: {error}") from error
+        raise _error(text, start, f"{name} needs JSON: {error}") from error
     if name == "%llguidance" and not (isinstance(value, dict) and value.keys() <= _OPTIONS):
-        raise _refuse(text, start, f"options are {', '.join(sorted(_OPTIONS))}")
+        raise _error(text, start, f"options are {', '.join(sorted(_OPTIONS))}")
     if name == "%json":
-        value = write(read_schema(text[start:end], _PARAM))
+        value = translate_schema(read_schema(text[start:end], _PARAM))
     return f"{name} {json.dumps(value)} ", end
 
 
-def check_stacked(num_levels: int) -> None:
+def check_total_nesting(num_levels: int) -> None:
     """Raises RequestError. num_levels: sum over all rules of 1 + the depth of parentheses."""
-    if num_levels > MAX_STACKED:
+    if num_levels > MAX_TOTAL_NESTING:
         raise RequestError(
-            f"grammar: rules and their parentheses have more than {MAX_STACKED:,} levels together", _PARAM
+            f"grammar: rules and their parentheses have more than {MAX_TOTAL_NESTING:,} levels together", _PARAM
         )
 
 
@@ -106,10 +106,10 @@ def _check_bare(text: str) -> None:
         elif character == ":":
             num_levels += deepest + 1
             deepest = depth
-    check_stacked(num_levels + deepest)
+    check_total_nesting(num_levels + deepest)
 
 
-def _refuse(text: str, place: int, why: str) -> RequestError:
+def _error(text: str, place: int, why: str) -> RequestError:
     return RequestError(f"grammar, line {text.count(chr(10), 0, place) + 1}: {why}", _PARAM)
 
 
@@ -128,9 +128,9 @@ class Tag:
     end: str
 
 
-def read_tags(asked: StructuredOutputsParams) -> list[Tag]:
+def read_tags(params: StructuredOutputsParams) -> list[Tag]:
     """The structures of a structural tag. Raises RequestError that names the invalid one."""
-    value = json.loads(asked.text)
+    value = json.loads(params.text)
     if not isinstance(value, dict) or value.get("type", "structural_tag") != "structural_tag":
         raise RequestError(
             'structural_tag is {"type": "structural_tag", "structures": [...], "triggers": [...]}', _TAG_PARAM
@@ -148,10 +148,10 @@ def read_tags(asked: StructuredOutputsParams) -> list[Tag]:
     structures = value.get("structures")
     if not isinstance(structures, list) or not structures or len(structures) > _MAX_TAGS:
         raise RequestError(f"structural_tag: structures is a list of 1 to {_MAX_TAGS} objects", _TAG_PARAM)
-    return [_tag(one, f"structures/{i}", triggers, asked) for i, one in enumerate(structures)]
+    return [_tag(one, f"structures/{i}", triggers, params) for i, one in enumerate(structures)]
 
 
-def tags_to_lark(tags: list[Tag], write: Callable[[Schema], object]) -> str:
+def tags_to_lark(tags: list[Tag], translate_schema: Callable[[Schema], object]) -> str:
     """A Lark grammar of free text and tags. write: translates a schema."""
     triggers = list(dict.fromkeys(tag.trigger for tag in tags))
     lines = [
@@ -165,11 +165,11 @@ def tags_to_lark(tags: list[Tag], write: Callable[[Schema], object]) -> str:
         lines += [f"head{index}[lazy]: TEXT {_quoted(trigger)}", f"after{index}: head{index} ({options})"]
     for index, tag in enumerate(tags):
         begin = _quoted(tag.begin.removeprefix(tag.trigger))
-        lines.append(f"tag{index}: {begin} %json {json.dumps(write(tag.schema))} {_quoted(tag.end)}")
+        lines.append(f"tag{index}: {begin} %json {json.dumps(translate_schema(tag.schema))} {_quoted(tag.end)}")
     return "\n".join(lines) + "\n"
 
 
-def _tag(value: object, at: str, triggers: list[str], asked: StructuredOutputsParams) -> Tag:
+def _tag(value: object, at: str, triggers: list[str], params: StructuredOutputsParams) -> Tag:
     if not isinstance(value, dict) or value.keys() - {"begin", "schema", "end"} or "begin" not in value:
         raise RequestError(f"structural_tag: {at} is an object with begin, schema and end", _TAG_PARAM)
     begin, end = value["begin"], value.get("end", "")
@@ -178,7 +178,7 @@ def _tag(value: object, at: str, triggers: list[str], asked: StructuredOutputsPa
     trigger = next((one for one in triggers if begin.startswith(one)), None)
     if trigger is None:
         raise RequestError(f"structural_tag: {at}/begin begins with none of the triggers", _TAG_PARAM)
-    schema = read_schema(json.dumps(value.get("schema", True)), _TAG_PARAM, closed=asked.disable_additional_properties)
+    schema = read_schema(json.dumps(value.get("schema", True)), _TAG_PARAM, closed=params.disable_additional_properties)
     return Tag(trigger, begin, schema, end)
 
 

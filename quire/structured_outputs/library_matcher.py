@@ -6,17 +6,17 @@ from typing import Protocol
 import numpy as np
 
 from quire.core.constraint import Verdict
-from quire.structured_outputs.limits import MAX_FORCED, num_common, packed
+from quire.structured_outputs.limits import MAX_FORCED, num_common, pack_bitmask
 from quire.structured_outputs.vocabulary import Vocabulary
 
 
 class Parser(Protocol):
     """The parser state of one sequence in a library. It gets no end tokens."""
 
-    def take(self, tokens: Sequence[int]) -> str:
+    def accept_tokens(self, tokens: Sequence[int]) -> str:
         """Consume tokens. Returns an error message, "" if the tokens match the grammar."""
 
-    def span(self) -> list[int]:
+    def forced_tokens(self) -> list[int]:
         """The forced tokens of this state, the first MAX_FORCED at least. They are not consumed."""
 
     def may_end(self) -> bool:
@@ -25,7 +25,7 @@ class Parser(Protocol):
     def is_over(self) -> bool:
         """Whether the text so far is complete and no text can follow it."""
 
-    def fill(self, words: np.ndarray) -> None:
+    def fill_bitmask(self, words: np.ndarray) -> None:
         """See Matcher. Bits of ids that are no text may be set."""
 
 
@@ -36,11 +36,11 @@ class Masks:
         self.end_ids = frozenset(vocabulary.end_ids)
         ends = np.array([token in self.end_ids for token in range(vocabulary.size)], bool)
         text = [bool(data) and token not in vocabulary.special_ids for token, data in enumerate(vocabulary.tokens)]
-        self.allowed = packed(ends | np.array(text, bool))
-        self.ends = packed(ends)
+        self.allowed = pack_bitmask(ends | np.array(text, bool))
+        self.ends = pack_bitmask(ends)
 
 
-class Follower:
+class LibraryMatcher:
     """See Matcher. Verdicts depend on the tokens so far, not on how they are divided into calls."""
 
     def __init__(self, parser: Parser, masks: Masks, *, fast_forward: bool) -> None:
@@ -53,7 +53,7 @@ class Follower:
 
     def advance(self, tokens: Sequence[int]) -> Verdict:
         """See Matcher. When a sequence is resumed, `tokens` has the forced tokens that were appended before, too."""
-        span = [] if self._has_begun else self._span()
+        span = [] if self._has_begun else self._forced_tokens()
         self._has_begun = True
         rest = list(tokens)
         while rest:
@@ -61,37 +61,37 @@ class Follower:
             if same == len(rest):
                 break
             came = rest[: same + 1] if self._fast_forward else rest
-            self._take(came)
-            rest, span = rest[len(came) :], self._span()
-        self._take(span)
+            self._accept_tokens(came)
+            rest, span = rest[len(came) :], self._forced_tokens()
+        self._accept_tokens(span)
         if self._error:
             return Verdict(error=self._error)
         return Verdict(forced=span[len(rest) :], is_over=self._has_ended or self._parser.is_over())
 
-    def fill(self, words: np.ndarray) -> None:
+    def fill_bitmask(self, words: np.ndarray) -> None:
         """See Matcher."""
         if self._error:
             words[:] = 0
         elif self._has_ended:
             words[:] = self._masks.ends
         else:
-            self._parser.fill(words)
+            self._parser.fill_bitmask(words)
             words &= self._masks.allowed
 
-    def _span(self) -> list[int]:
+    def _forced_tokens(self) -> list[int]:
         """At most MAX_FORCED forced tokens. The mask then allows only the next token; the next verdict has the rest."""
         if not self._fast_forward or self._error or self._has_ended:
             return []
-        return self._parser.span()[:MAX_FORCED]
+        return self._parser.forced_tokens()[:MAX_FORCED]
 
-    def _take(self, tokens: Sequence[int]) -> None:
+    def _accept_tokens(self, tokens: Sequence[int]) -> None:
         if self._error or self._has_ended or not tokens:
             return
         end_ids = self._masks.end_ids
         text = [token for token in tokens if token not in end_ids]
         if len(text) < len(tokens):
             text = list(tokens[: next(place for place, token in enumerate(tokens) if token in end_ids)])
-        self._error = self._parser.take(text)
+        self._error = self._parser.accept_tokens(text)
         if not self._error and len(text) < len(tokens):
             self._has_ended = self._parser.may_end()
             self._error = "" if self._has_ended else "the output ended before it was complete"

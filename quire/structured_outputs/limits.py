@@ -20,32 +20,32 @@ _MAX_VOCABULARIES = 4
 T = TypeVar("T")
 
 
-class ByVocabulary(Generic[T]):
+class VocabularyCache(Generic[T]):
     """Cache of one value per vocabulary, for the latest _MAX_VOCABULARIES. Concurrent calls are serialized."""
 
     def __init__(self, make: Callable[[Vocabulary], T]) -> None:
         self._lock = Lock()
-        self._made = lru_cache(maxsize=_MAX_VOCABULARIES)(make)
+        self._cached = lru_cache(maxsize=_MAX_VOCABULARIES)(make)
 
     def __call__(self, vocabulary: Vocabulary) -> T:
         """The value for this vocabulary."""
         with self._lock:
-            return self._made(vocabulary)
+            return self._cached(vocabulary)
 
 
-def checked_regex(asked: StructuredOutputsParams) -> str:
+def checked_regex(params: StructuredOutputsParams) -> str:
     """The pattern. Raises RequestError if it is too long."""
-    if len(asked.text) > MAX_REGEX:
+    if len(params.text) > MAX_REGEX:
         raise RequestError(f"regex must have at most {MAX_REGEX:,} characters", "regex")
-    return asked.text
+    return params.text
 
 
-def options_of(asked: StructuredOutputsParams) -> str:
+def choice_alternatives(params: StructuredOutputsParams) -> str:
     """The choices as alternatives in the syntax of Lark and EBNF."""
-    return " | ".join(json.dumps(one, ensure_ascii=False) for one in asked.choice or ())
+    return " | ".join(json.dumps(one, ensure_ascii=False) for one in params.choice or ())
 
 
-def packed(allowed: np.ndarray) -> np.ndarray:
+def pack_bitmask(allowed: np.ndarray) -> np.ndarray:
     """Packs bool (vocab_size,) into a read-only mask, uint32 (ceil(vocab_size / 32),)."""
     bits = np.zeros(-(-len(allowed) // 32) * 32, bool)
     bits[: len(allowed)] = allowed

@@ -14,8 +14,8 @@ from quire.structured_outputs.ebnf import ebnf_to_lark, is_ebnf
 from quire.structured_outputs.forced_tokens import forced_tokens
 from quire.structured_outputs.json_schema.bounds import children
 from quire.structured_outputs.json_schema.reader import read_schema
-from quire.structured_outputs.library_matcher import Follower, Masks
-from quire.structured_outputs.limits import MAX_MESSAGE, ByVocabulary, checked_regex, options_of
+from quire.structured_outputs.library_matcher import LibraryMatcher, Masks
+from quire.structured_outputs.limits import MAX_MESSAGE, VocabularyCache, checked_regex, choice_alternatives
 from quire.structured_outputs.vocabulary import Vocabulary
 
 _MAX_WHITESPACE = 128
@@ -31,7 +31,7 @@ _ENFORCED = frozenset(
 )
 
 
-_ALONE = frozenset({"$ref", "const", "enum", "anyOf", "oneOf"})
+_EXCLUSIVE = frozenset({"$ref", "const", "enum", "anyOf", "oneOf"})
 _TYPES = {"string": str, "integer": int, "boolean": bool}
 
 
@@ -39,16 +39,18 @@ class XgrammarBackend:
     """See Backend. Its methods raise ConfigError if xgrammar is not installed."""
 
     def __init__(self) -> None:
-        self._compiler = ByVocabulary(_Compiler)
-        self._bytes = Vocabulary([bytes([i]) for i in range(256)] + [b""], (256,), frozenset({256}), _no_tokens)
+        self._compiler = VocabularyCache(_Compiler)
+        self._byte_vocabulary = Vocabulary(
+            [bytes([i]) for i in range(256)] + [b""], (256,), frozenset({256}), _no_tokens
+        )
 
-    def check(self, asked: StructuredOutputsParams) -> None:
+    def check(self, params: StructuredOutputsParams) -> None:
         """See Backend. It compiles the constraint, with single bytes as tokens."""
-        self.compile(asked, self._bytes)
+        self.compile(params, self._byte_vocabulary)
 
-    def compile(self, asked: StructuredOutputsParams, vocabulary: Vocabulary) -> "XgrammarGrammar":
+    def compile(self, params: StructuredOutputsParams, vocabulary: Vocabulary) -> "XgrammarGrammar":
         """See Backend."""
-        return self._compiler(vocabulary).compile(asked)
+        return self._compiler(vocabulary).compile(params)
 
 
 class XgrammarGrammar:
@@ -59,11 +61,11 @@ class XgrammarGrammar:
         self._vocabulary = vocabulary
         self._masks = masks
 
-    def start(self, *, fast_forward: bool) -> Matcher:
+    def new_matcher(self, *, fast_forward: bool) -> Matcher:
         """See Grammar."""
         matcher = _module().GrammarMatcher(self._compiled, override_stop_tokens=list(self._vocabulary.end_ids))
         parser = _XgrammarParser(matcher, self._vocabulary, self._masks)
-        return Follower(parser, self._masks, fast_forward=fast_forward)
+        return LibraryMatcher(parser, self._masks, fast_forward=fast_forward)
 
 
 class _Compiler:
@@ -78,33 +80,33 @@ class _Compiler:
         )
         self._compiler = xgrammar.GrammarCompiler(known, max_threads=1, cache_enabled=False)
 
-    def compile(self, asked: StructuredOutputsParams) -> XgrammarGrammar:
+    def compile(self, params: StructuredOutputsParams) -> XgrammarGrammar:
         """The grammar of a constraint. Raises RequestError."""
         try:
-            compiled = self._compiled(asked)
+            compiled = self._compiled(params)
         except RuntimeError as error:
             # The message begins with a time and a place in xgrammar's source.
             message = str(error).partition(": ")[2].strip()[:MAX_MESSAGE]
-            raise RequestError(f"{asked.kind} cannot be enforced: {message}", asked.kind) from error
+            raise RequestError(f"{params.kind} cannot be enforced: {message}", params.kind) from error
         grammar = XgrammarGrammar(compiled, self._vocabulary, self._masks)
         words = np.zeros(self._vocabulary.num_words, np.uint32)
-        grammar.start(fast_forward=False).fill(words)
+        grammar.new_matcher(fast_forward=False).fill_bitmask(words)
         if not words.any():
-            raise RequestError(f"nothing fits this {asked.kind}", asked.kind)
+            raise RequestError(f"nothing fits this {params.kind}", params.kind)
         return grammar
 
-    def _compiled(self, asked: StructuredOutputsParams) -> Any:  # noqa: ANN401
-        match asked.kind:
+    def _compiled(self, params: StructuredOutputsParams) -> Any:  # noqa: ANN401
+        match params.kind:
             case "json":
-                return self._compiler.compile_json_schema(_schema(asked), **_whitespace(asked))
+                return self._compiler.compile_json_schema(_schema(params), **_whitespace(params))
             case "regex":
-                return self._compiler.compile_regex(checked_regex(asked))
+                return self._compiler.compile_regex(checked_regex(params))
             case "choice":
-                return self._compiler.compile_grammar(f"root ::= {options_of(asked)}\n")
-            case "grammar" if is_ebnf(asked.text):
-                ebnf_to_lark(asked.text)  # raises RequestError for an invalid grammar
-                return self._compiler.compile_grammar(asked.text)
-        raise RequestError(f"the xgrammar backend takes no such {asked.kind}: use the llguidance backend", asked.kind)
+                return self._compiler.compile_grammar(f"root ::= {choice_alternatives(params)}\n")
+            case "grammar" if is_ebnf(params.text):
+                ebnf_to_lark(params.text)  # raises RequestError for an invalid grammar
+                return self._compiler.compile_grammar(params.text)
+        raise RequestError(f"the xgrammar backend takes no such {params.kind}: use the llguidance backend", params.kind)
 
 
 class _XgrammarParser:
@@ -115,14 +117,14 @@ class _XgrammarParser:
         self._vocabulary = vocabulary
         self._masks = masks
 
-    def take(self, tokens: Sequence[int]) -> str:
+    def accept_tokens(self, tokens: Sequence[int]) -> str:
         """See Parser."""
         for token in tokens:
             if not self._matcher.accept_token(token):
                 return f"token {token} does not fit the constraint"
         return ""
 
-    def span(self) -> list[int]:
+    def forced_tokens(self) -> list[int]:
         """See Parser."""
         try:
             data = self._matcher.find_jump_forward_string().encode()
@@ -131,7 +133,7 @@ class _XgrammarParser:
         if not data:
             return []
         ahead = self._matcher.fork()
-        is_last = len(data) <= _MAX_SPAN and ahead.accept_string(data) and self._only_ends(ahead)
+        is_last = len(data) <= _MAX_SPAN and ahead.accept_string(data) and self._is_terminated(ahead)
         return forced_tokens(data[:_MAX_SPAN], self._vocabulary, closed=is_last)
 
     def may_end(self) -> bool:
@@ -140,14 +142,14 @@ class _XgrammarParser:
 
     def is_over(self) -> bool:
         """See Parser."""
-        return self._only_ends(self._matcher)
+        return self._is_terminated(self._matcher)
 
-    def fill(self, words: np.ndarray) -> None:
+    def fill_bitmask(self, words: np.ndarray) -> None:
         """See Parser."""
         words[:] = 0xFFFFFFFF
         self._matcher.fill_next_token_bitmask(words.view(np.int32)[None])
 
-    def _only_ends(self, matcher: Any) -> bool:  # noqa: ANN401
+    def _is_terminated(self, matcher: Any) -> bool:  # noqa: ANN401
         if not matcher.is_completed():
             return False
         words = np.full(self._vocabulary.num_words, 0xFFFFFFFF, np.uint32)
@@ -155,9 +157,9 @@ class _XgrammarParser:
         return not (words & self._masks.allowed & ~self._masks.ends).any()
 
 
-def _schema(asked: StructuredOutputsParams) -> str:
+def _schema(params: StructuredOutputsParams) -> str:
     """The schema as JSON. Raises RequestError for keywords that xgrammar does not enforce."""
-    schema = read_schema(asked.text, "json", closed=True)
+    schema = read_schema(params.text, "json", closed=True)
     if isinstance(schema, dict):
         definitions = schema.get("$defs", {})
         assert isinstance(definitions, dict)
@@ -172,18 +174,18 @@ def _check(schema: object) -> None:
         return
     keys = schema.keys() - {"$defs"}
     for key in keys - _ENFORCED:
-        raise _refusal(repr(key))
-    alone = keys & _ALONE
+        raise _not_enforced(repr(key))
+    alone = keys & _EXCLUSIVE
     if alone and len(keys) > 1 and not _is_typed(schema):
-        raise _refusal(f"other keywords beside {min(alone)!r}")
+        raise _not_enforced(f"other keywords beside {min(alone)!r}")
     if keys - alone and "type" not in keys:
-        raise _refusal(f"{min(keys - alone)!r} without a type")
+        raise _not_enforced(f"{min(keys - alone)!r} without a type")
     if any(isinstance(value, float) for value in schema.get("enum", [schema.get("const")])):
-        raise _refusal("constants with a fraction")
+        raise _not_enforced("constants with a fraction")
     for side in ("Minimum", "Maximum"):
         bounds = [schema[key] for key in (side.lower(), f"exclusive{side}") if key in schema]
         if len(bounds) > 1 or any(bound % 1 for bound in bounds):
-            raise _refusal("several bounds, and bounds with a fraction")
+            raise _not_enforced("several bounds, and bounds with a fraction")
     _check_object(schema, keys)
     for _, child in children(schema):
         _check(child)
@@ -191,10 +193,10 @@ def _check(schema: object) -> None:
 
 def _check_object(schema: Mapping[str, Any], keys: Set[str]) -> None:
     if "properties" in keys and schema["additionalProperties"] is not False:
-        raise _refusal("additionalProperties beside properties")
+        raise _not_enforced("additionalProperties beside properties")
     for name in schema.get("required", ()):
         if name not in schema.get("properties", {}):
-            raise _refusal(f"required {name!r:.100}, which is none of the properties")
+            raise _not_enforced(f"required {name!r:.100}, which is none of the properties")
 
 
 def _is_typed(schema: Mapping[str, Any]) -> bool:
@@ -204,14 +206,14 @@ def _is_typed(schema: Mapping[str, Any]) -> bool:
     return kind is not None and len(schema.keys() - {"$defs"}) == 2 and all(type(value) is kind for value in values)
 
 
-def _refusal(what: str) -> RequestError:
+def _not_enforced(what: str) -> RequestError:
     return RequestError(f"the xgrammar backend does not enforce {what}: use the llguidance backend", "json")
 
 
-def _whitespace(asked: StructuredOutputsParams) -> dict[str, object]:
-    if asked.whitespace_pattern is not None and not asked.disable_any_whitespace:
+def _whitespace(params: StructuredOutputsParams) -> dict[str, object]:
+    if params.whitespace_pattern is not None and not params.disable_any_whitespace:
         raise RequestError("the xgrammar backend has no whitespace_pattern: leave it out", "whitespace_pattern")
-    if asked.disable_any_whitespace:
+    if params.disable_any_whitespace:
         return {"any_whitespace": False, "separators": (", ", ": "), "strict_mode": False}
     return {"any_whitespace": True, "max_whitespace_cnt": _MAX_WHITESPACE, "strict_mode": False}
 

@@ -15,18 +15,18 @@ from typing import Any, Self
 from quire.core.explanation import Explanation
 from quire.core.output import Output
 from quire.core.request import nth_seed
-from quire.engine.engine import EngineStats, Learnt
+from quire.engine.engine import CostModelStats, EngineStats
 from quire.engine.inputs import NewRequest
 from quire.errors import EngineStopped, QueueFull, QuireError, RequestError
 from quire.params import is_unicode
 from quire.supervisor import protocol
 from quire.supervisor.connection import Connection
-from quire.supervisor.crash_isolation import GivenUp, Suspects
-from quire.supervisor.health import FAILED_STEPS, STALL_SECONDS, Health, State, Tally, Vitals
-from quire.supervisor.launcher import Host, Keeper
-from quire.supervisor.open_requests import Ledger, StepsInFlight
-from quire.supervisor.pending_calls import Questions
-from quire.supervisor.protocol import Answer, BadFrame, Batch, News
+from quire.supervisor.crash_isolation import CrashBisection, Denylist
+from quire.supervisor.health import FAILED_STEPS, STALL_SECONDS, CumulativeStats, Health, StallDetector, State
+from quire.supervisor.launcher import EngineHandle, Launcher
+from quire.supervisor.open_requests import OpenRequests, StepsInFlight
+from quire.supervisor.pending_calls import PendingCalls
+from quire.supervisor.protocol import Answer, BadFrame, Batch, EngineMessage
 
 
 class Stream:
@@ -66,13 +66,15 @@ class Stream:
 
 log = logging.getLogger(__name__)
 
-WATCH_SECONDS = 0.25
-MAX_ASKED = 4096  # the most pending calls
-_RESTART_SECONDS = 5.0  # Retry-After of requests beyond MAX_ASKED
-_IN_VAIN = 24  # restarts in a row without a committed step, after which the engine stops; bisection needs fewer
-_DEADLY = "the engine died whenever this request was computed; it is not tried again"
-_LAST_WORDS = 0.5  # seconds that a stalled engine has for writing its stacks
-_SHORT_LIFE = 5.0  # seconds; an idle engine that dies sooner counts for _IN_VAIN
+WATCHDOG_INTERVAL = 0.25
+MAX_PENDING_CALLS = 4096  # the most pending calls
+_RETRY_AFTER_SECONDS = 5.0  # Retry-After of requests beyond MAX_ASKED
+_MAX_RESTARTS_WITHOUT_STEP = (
+    24  # restarts in a row without a committed step, after which the engine stops; bisection needs fewer
+)
+_CRASH_MESSAGE = "the engine died whenever this request was computed; it is not tried again"
+_STACK_DUMP_SECONDS = 0.5  # seconds that a stalled engine has for writing its stacks
+_MIN_LIFETIME_SECONDS = 5.0  # seconds; an idle engine that dies sooner counts for _IN_VAIN
 
 
 class AsyncEngine:
@@ -82,31 +84,31 @@ class AsyncEngine:
     restarted; 0 means no limit.
     """
 
-    def __init__(self, host: Host, *, watchdog: float = 0.0) -> None:
-        self._host = host
-        self._keeper = Keeper(host)
+    def __init__(self, engine_handle: EngineHandle, *, watchdog: float = 0.0) -> None:
+        self._engine_handle = engine_handle
+        self._launcher = Launcher(engine_handle)
         self._watchdog = watchdog
         self._streams: dict[str, Stream] = {}
-        self._ledger = Ledger()
-        self._suspects = Suspects()
-        self._resumed: set[str] = set()  # open requests that the current engine has
-        self._questions = Questions()
-        self._given_up = GivenUp()
+        self._open_requests = OpenRequests()
+        self._bisection = CrashBisection()
+        self._submitted_ids: set[str] = set()  # open requests that the current engine has
+        self._pending_calls = PendingCalls()
+        self._denylist = Denylist()
         self._num_requests = 0
         self._stopped: EngineStopped | None = EngineStopped("the engine has not been started")
         self._connection: Connection | None = None
-        self._vitals = Vitals(time.monotonic())
-        self._tally = Tally(EngineStats.nothing())
+        self._stall_detector = StallDetector(time.monotonic())
+        self._cumulative_stats = CumulativeStats(EngineStats.zero())
         self._steps = StepsInFlight()
-        self._stalled = 0.0  # seconds; 0 while the engine makes progress
-        self._num_restarts = self._in_vain = 0
+        self._stalled_seconds = 0.0  # seconds; 0 while the engine makes progress
+        self._num_restarts = self._num_restarts_without_step = 0
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         """Connect to the engine that the host has launched, and start the watchdog."""
         self._stopped = None
         await self._connect()
-        self._spawn(self._watch())
+        self._spawn(self._run_watchdog())
 
     async def close(self) -> None:
         """End the engine after its current step, or kill it if the step takes long. Open streams fail."""
@@ -119,8 +121,8 @@ class AsyncEngine:
             self._connection.send(protocol.Close())
             self._connection.close()
             self._connection = None
-            await self._keeper.ended()
-        await self._keeper.abandon()
+            await self._launcher.wait_ended()
+        await self._launcher.abandon()
 
     async def generate(self, requests: Sequence[NewRequest]) -> Stream:
         """Queue requests, all or none. Raises RequestError if one cannot be served, and EngineStopped."""
@@ -130,13 +132,13 @@ class AsyncEngine:
             raise RequestError("a request id is in use; choose another", "request_id")
         if not all(map(is_unicode, ids)):
             raise RequestError("a request id must be valid Unicode", "request_id")
-        if any(request in self._given_up for request in requests):
-            raise RequestError(_DEADLY)
+        if any(request in self._denylist for request in requests):
+            raise RequestError(_CRASH_MESSAGE)
         requests = [self._seeded(request) for request in requests]
-        stream = Stream(partial(self._give_up, ids))
+        stream = Stream(partial(self._abort, ids))
         self._streams.update(dict.fromkeys(ids, stream))
         try:
-            await self._ask(lambda number: protocol.Add(number, requests), requests)
+            await self._call(lambda number: protocol.Add(number, requests), requests)
         except BaseException:  # also when the caller is cancelled
             stream.close()
             raise
@@ -144,12 +146,12 @@ class AsyncEngine:
 
     def finish(self, request_id: str, index: int, num_tokens: int) -> None:
         """End a sequence at a stop string, after `num_tokens` output tokens."""
-        seq_id = self._ledger.finish(request_id, index, num_tokens)
+        seq_id = self._open_requests.finish(request_id, index, num_tokens)
         if seq_id is not None:
             self._send(protocol.Finish(seq_id, num_tokens))
-        elif request_id not in self._ledger:  # the engine may have the request although it sent no output yet
+        elif request_id not in self._open_requests:  # the engine may have the request although it sent no output yet
             self._send(protocol.Abort([request_id]))
-        self._look_at(request_id)
+        self._release_if_ended(request_id)
 
     def end_program(self, tenant: str, program: str, branch: str | None = None) -> None:
         """End a branch of a program (None: all branches): no request will continue from it.
@@ -161,18 +163,18 @@ class AsyncEngine:
     async def explain(self, request_ids: Iterable[str]) -> list[Explanation]:
         """Explanations of requests, without those that are unknown or ended too long ago. Raises EngineStopped."""
         ids = list(request_ids)
-        found: list[Explanation] = await self._ask(lambda number: protocol.Explain(number, ids))
+        found: list[Explanation] = await self._call(lambda number: protocol.Explain(number, ids))
         return found
 
     async def flush_cache(self) -> int:
         """Evict cached KV that no running request uses. Returns the number of freed blocks. Raises EngineStopped."""
-        freed: int = await self._ask(protocol.Flush)
+        freed: int = await self._call(protocol.Flush)
         return freed
 
-    async def learnt(self) -> Learnt | None:
+    async def cost_model_stats(self) -> CostModelStats | None:
         """Figures of the cost model and of block use; None if the engine does not answer within STALL_SECONDS."""
         try:
-            learnt: Learnt = await asyncio.wait_for(self._ask(protocol.AskLearnt), STALL_SECONDS)
+            learnt: CostModelStats = await asyncio.wait_for(self._call(protocol.AskLearnt), STALL_SECONDS)
         except (EngineStopped, TimeoutError):
             return None
         return learnt
@@ -180,18 +182,18 @@ class AsyncEngine:
     def health(self) -> Health:
         """The health of the engine as seen by the front end."""
         state, problem = self._state()
-        vitals = self._vitals
-        age = time.monotonic() - vitals.heard
-        return Health(problem, state, age, self._tally.stats, vitals.predicted_seconds, self._num_restarts)
+        vitals = self._stall_detector
+        age = time.monotonic() - vitals.last_message_at
+        return Health(problem, state, age, self._cumulative_stats.stats, vitals.predicted_seconds, self._num_restarts)
 
     def _state(self) -> tuple[State, str]:
         if self._stopped is not None:
             return "stopped", str(self._stopped)
         if self._connection is None:
             return "restarting", "the engine ended and is started again; what was accepted goes on then"
-        if self._stalled:
+        if self._stalled_seconds:
             return "stalled", "the engine has not moved for longer than its step should take"
-        if self._tally.stats.failed_in_a_row >= FAILED_STEPS:
+        if self._cumulative_stats.stats.failed_in_a_row >= FAILED_STEPS:
             return "ok", f"the last {FAILED_STEPS} steps failed; the log says why"
         return "ok", ""
 
@@ -200,50 +202,50 @@ class AsyncEngine:
         self._num_requests += 1
         if request.params.seed is not None:
             return request
-        seed = nth_seed(self._host.facts.options.seed, self._num_requests - 1)
+        seed = nth_seed(self._engine_handle.model_info.options.seed, self._num_requests - 1)
         return request._replace(params=request.params.changed(seed=seed))
 
-    def _give_up(self, ids: Sequence[str]) -> None:
+    def _abort(self, ids: Sequence[str]) -> None:
         known = [request_id for request_id in ids if self._streams.pop(request_id, None) is not None]
         for request_id in known:
-            self._ledger.drop(request_id)
+            self._open_requests.remove(request_id)
         if known:  # the engine ignores a request that has ended
             self._send(protocol.Abort(known))
         for request_id in known:
-            self._look_at(request_id)
+            self._release_if_ended(request_id)
 
-    def _look_at(self, request_id: str) -> None:
+    def _release_if_ended(self, request_id: str) -> None:
         """If a request has ended, remove it from the bisection, and submit the requests that it held back."""
-        if request_id in self._ledger:
+        if request_id in self._open_requests:
             return
-        self._resumed.discard(request_id)
-        if self._suspects.watching:
-            self._suspects.forget(request_id)
+        self._submitted_ids.discard(request_id)
+        if self._bisection.has_suspects:
+            self._bisection.forget(request_id)
             if self._connection is not None:
                 self._submit()
 
     # Pending calls
 
-    async def _ask(self, command: Callable[[int], Any], requests: Sequence[NewRequest] = ()) -> Any:  # noqa: ANN401
+    async def _call(self, command: Callable[[int], Any], requests: Sequence[NewRequest] = ()) -> Any:  # noqa: ANN401
         """Send a command, and return the engine's answer, which it gives between two steps.
 
         Raises the engine's error, QueueFull beyond MAX_ASKED pending calls, and EngineStopped.
         """
         self._check_running()
-        if len(self._questions) >= MAX_ASKED:
-            raise QueueFull("too many requests wait for the engine; try again later", _RESTART_SECONDS)
-        number, question = self._questions.put(command, requests)
-        self._ask_on()
+        if len(self._pending_calls) >= MAX_PENDING_CALLS:
+            raise QueueFull("too many requests wait for the engine; try again later", _RETRY_AFTER_SECONDS)
+        number, question = self._pending_calls.add(command, requests)
+        self._send_pending_calls()
         try:
             return await question.answer
         finally:
-            self._questions.take(number)
+            self._pending_calls.pop(number)
 
-    def _ask_on(self) -> None:
+    def _send_pending_calls(self) -> None:
         """Send the pending calls that may be sent now."""
         if self._connection is None:
             return
-        for number, question in self._questions.to_send(adding=self._suspects.trying is None):
+        for number, question in self._pending_calls.to_send(allow_adds=self._bisection.current_group is None):
             try:
                 self._send(question.command(number))
                 question.sent = True
@@ -251,50 +253,50 @@ class AsyncEngine:
                 wrong = f"this is more than can be handed to the engine: {error}; ask for less at once"
                 question.answer.set_exception(RequestError(wrong))
 
-    def _answered(self, answer: Answer) -> None:
-        question = self._questions.take(answer.number)
-        if question is not None and question.was_there:
-            self._ask_on()  # such calls are sent one at a time
+    def _on_answer(self, answer: Answer) -> None:
+        question = self._pending_calls.pop(answer.number)
+        if question is not None and question.was_pending_at_crash:
+            self._send_pending_calls()  # such calls are sent one at a time
         if question is None or question.answer.done():  # the caller was cancelled and has aborted its requests
             return
         if answer.failure is not None:
-            question.answer.set_exception(protocol.error_of(answer.failure))
+            question.answer.set_exception(protocol.decode_error(answer.failure))
             return
-        self._resumed.update(request.request_id for request in question.requests)
-        self._ledger.add(question.requests)
+        self._submitted_ids.update(request.request_id for request in question.requests)
+        self._open_requests.add(question.requests)
         question.answer.set_result(answer.result)
 
     # The current engine
 
     async def _connect(self) -> None:
         """Connect to a launched engine, and submit all open requests to it."""
-        self._vitals = Vitals(time.monotonic())
-        self._steps, self._stalled = StepsInFlight(), 0.0
-        self._resumed.clear()
-        self._questions.restart()
-        self._connection = connection = Connection(self._hear, self._lost)
-        await asyncio.get_running_loop().create_connection(lambda: connection, sock=self._host.connection)
-        await connection.heard.wait()
+        self._stall_detector = StallDetector(time.monotonic())
+        self._steps, self._stalled_seconds = StepsInFlight(), 0.0
+        self._submitted_ids.clear()
+        self._pending_calls.mark_unsent()
+        self._connection = connection = Connection(self._on_message, self._on_lost)
+        await asyncio.get_running_loop().create_connection(lambda: connection, sock=self._engine_handle.connection)
+        await connection.first_message.wait()
         if connection is self._connection:  # otherwise this engine has died meanwhile
             self._submit()
 
     def _submit(self) -> None:
         """Submit the open requests that the engine does not have: during bisection only those of the current group."""
-        trying = self._suspects.trying
-        for request_id in list(self._ledger) if trying is None else trying:
-            if request_id not in self._resumed and request_id in self._ledger:
-                self._resumed.add(request_id)
+        trying = self._bisection.current_group
+        for request_id in list(self._open_requests) if trying is None else trying:
+            if request_id not in self._submitted_ids and request_id in self._open_requests:
+                self._submitted_ids.add(request_id)
                 self._resubmit(request_id)
-        self._ask_on()
+        self._send_pending_calls()
 
     def _resubmit(self, request_id: str) -> None:
-        request = self._ledger.resume(request_id)
-        _, question = self._questions.put(lambda number: protocol.Add(number, [request]), lasts=False)
-        question.answer.add_done_callback(partial(self._resubmitted, request_id))
+        request = self._open_requests.resume(request_id)
+        _, question = self._pending_calls.add(lambda number: protocol.Add(number, [request]), resend=False)
+        question.answer.add_done_callback(partial(self._on_resubmitted, request_id))
 
-    def _resubmitted(self, request_id: str, answer: "asyncio.Future[Any]") -> None:
+    def _on_resubmitted(self, request_id: str, answer: "asyncio.Future[Any]") -> None:
         error = None if answer.cancelled() else answer.exception()
-        if error is not None and self._stopped is None and request_id in self._ledger:
+        if error is not None and self._stopped is None and request_id in self._open_requests:
             log.error("request %s could not be taken up again: %s", request_id, error)
             self._fail(request_id, str(error))
 
@@ -302,46 +304,46 @@ class AsyncEngine:
         if self._connection is not None:
             self._connection.send(command)
 
-    def _hear(self, news: News) -> None:
+    def _on_message(self, news: EngineMessage) -> None:
         now = time.monotonic()
         match news:
             case Batch():
-                self._take(news, now)
+                self._on_batch(news, now)
             case protocol.Pulse(turned):
-                self._vitals.pulse(turned, now)
+                self._stall_detector.record_heartbeat(turned, now)
 
-    def _take(self, batch: Batch, now: float) -> None:
-        self._tally.take(batch.stats)
-        self._committed(batch.num_steps)
+    def _on_batch(self, batch: Batch, now: float) -> None:
+        self._cumulative_stats.update(batch.stats)
+        self._on_commit(batch.num_steps)
         for answer in batch.answers:
-            self._answered(answer)
+            self._on_answer(answer)
         for output in batch.outputs:
             self._deliver(output)
         if batch.launched is None:
-            self._vitals.idles(now)
+            self._stall_detector.record_idle(now)
         else:
-            self._steps.launched(batch.launched)
-            self._vitals.launched(batch.launched.predicted_seconds, now, waits=len(self._steps) > 1)
+            self._steps.record_launch(batch.launched)
+            self._stall_detector.record_launch(batch.launched.predicted_seconds, now, is_queued=len(self._steps) > 1)
 
     def _deliver(self, output: Output) -> None:
-        told, stopped_after = self._ledger.take(output)
+        told, stopped_after = self._open_requests.record_output(output)
         if stopped_after is not None:
             self._send(protocol.Finish(output.seq_id, stopped_after))
         stream = self._streams.get(output.request_id)
         if told is not None and stream is not None:
             stream.put(told)
-        self._look_at(output.request_id)
+        self._release_if_ended(output.request_id)
 
-    def _committed(self, num_steps: int) -> None:
-        for rows in self._steps.committed(num_steps):
-            if self._suspects.watching:
+    def _on_commit(self, num_steps: int) -> None:
+        for rows in self._steps.record_commits(num_steps):
+            if self._bisection.has_suspects:
                 for name, position in rows.items():
-                    self._suspects.survived(name, position)
+                    self._bisection.record_progress(name, position)
                 self._submit()
 
     # Crash, restart, watchdog
 
-    def _lost(self, connection: Connection, why: Exception | None) -> None:
+    def _on_lost(self, connection: Connection, why: Exception | None) -> None:
         if connection is self._connection and self._stopped is None:
             self._connection = None
             self._spawn(self._recover(why))
@@ -353,63 +355,69 @@ class AsyncEngine:
         """
         if why is not None:  # a message could not be read
             log.error("the engine is ended: %s", why)
-            self._host.kill()
-        lived = time.monotonic() - self._vitals.began
-        how = await self._keeper.ended()
-        rows, num_gone = self._steps.at_death(self._ledger)
+            self._engine_handle.kill()
+        lived = time.monotonic() - self._stall_detector.connected_at
+        how = await self._launcher.wait_ended()
+        rows, num_gone = self._steps.at_crash(self._open_requests)
         log.error("the engine ended %s, with %d requests in its last step", how, len(rows))
-        if not self._host.can_restart:
+        if not self._engine_handle.can_restart:
             self._stop(EngineStopped(f"the engine failed: it ended {how}, and its log says why"))
             return
-        in_vain = self._steps.num_committed == 0 and (self._ledger or self._questions or lived < _SHORT_LIFE)
-        self._in_vain = self._in_vain + 1 if in_vain else 0
-        self._blame(rows, num_gone)
-        self._tally.died(len(self._ledger))
-        if self._in_vain > _IN_VAIN:
-            self._stop(EngineStopped(f"{self._in_vain} engines died one after the other without doing anything"))
+        in_vain = self._steps.num_committed == 0 and (
+            self._open_requests or self._pending_calls or lived < _MIN_LIFETIME_SECONDS
+        )
+        self._num_restarts_without_step = self._num_restarts_without_step + 1 if in_vain else 0
+        self._record_crash(rows, num_gone)
+        self._cumulative_stats.engine_ended(len(self._open_requests))
+        if self._num_restarts_without_step > _MAX_RESTARTS_WITHOUT_STEP:
+            self._stop(
+                EngineStopped(
+                    f"{self._num_restarts_without_step} engines died one after the other without doing anything"
+                )
+            )
             return
-        if await self._keeper.launch():
+        if await self._launcher.launch():
             self._num_restarts += 1
             await self._connect()
         else:
             self._stop(EngineStopped("the engine could not be started again, and the log says why"))  # text for clients
 
-    def _blame(self, rows: dict[str, int], num_gone: int) -> None:
-        culprit = self._suspects.died(rows, num_gone)
+    def _record_crash(self, rows: dict[str, int], num_gone: int) -> None:
+        culprit = self._bisection.record_crash(rows, num_gone)
         if culprit is not None:
             log.error("request %s is given up: the engine died whenever it was computed", culprit)
-            self._given_up.add(self._ledger.request(culprit))
-            self._fail(culprit, _DEADLY)
+            self._denylist.add(self._open_requests.request(culprit))
+            self._fail(culprit, _CRASH_MESSAGE)
         if not rows and not self._steps.num_committed:
-            for question in self._questions.died():
+            for question in self._pending_calls.record_crash():
                 if not question.answer.done():
-                    question.answer.set_exception(RequestError(_DEADLY))
+                    question.answer.set_exception(RequestError(_CRASH_MESSAGE))
 
     def _fail(self, request_id: str, error: str) -> None:
-        outputs = self._ledger.fail(request_id, error)
+        outputs = self._open_requests.fail(request_id, error)
         stream = self._streams.get(request_id)
         for output in outputs if stream is not None else ():
             stream.put(output)  # type: ignore[union-attr]  # it is not None
-        self._look_at(request_id)
+        self._release_if_ended(request_id)
 
-    async def _watch(self) -> None:
+    async def _run_watchdog(self) -> None:
         """The watchdog loop: update `_stalled`, and kill an engine that is stalled for too long."""
         while True:
             asleep = time.monotonic()
-            await asyncio.sleep(WATCH_SECONDS)
+            await asyncio.sleep(WATCHDOG_INTERVAL)
             now = time.monotonic()
-            if self._connection is None or now - asleep > 2 * WATCH_SECONDS:
-                self._stalled = 0.0  # after a delay of the event loop, heartbeats may be unread
+            if self._connection is None or now - asleep > 2 * WATCHDOG_INTERVAL:
+                self._stalled_seconds = 0.0  # after a delay of the event loop, heartbeats may be unread
                 continue
-            self._stalled = self._vitals.stalled(now)
-            if self._host.can_restart and 0 < self._watchdog < self._stalled:
-                log.error("the engine has been stalled for %.1f s and is ended", self._stalled)
+            self._stalled_seconds = self._stall_detector.stalled_seconds(now)
+            if self._engine_handle.can_restart and 0 < self._watchdog < self._stalled_seconds:
+                log.error("the engine has been stalled for %.1f s and is ended", self._stalled_seconds)
                 stalled = self._connection
-                self._host.dump_stacks()
-                await asyncio.sleep(_LAST_WORDS)
+                self._engine_handle.dump_stacks()
+                await asyncio.sleep(_STACK_DUMP_SECONDS)
                 if self._connection is stalled:  # otherwise it has died, and the host has another engine
-                    self._host.kill()
-                await asyncio.sleep(_LAST_WORDS)
+                    self._engine_handle.kill()
+                await asyncio.sleep(_STACK_DUMP_SECONDS)
 
     def _check_running(self) -> None:
         if self._stopped is not None:
@@ -419,14 +427,14 @@ class AsyncEngine:
         self._stopped = reason
         for stream in set(self._streams.values()):
             stream.fail(reason)
-        self._questions.fail(reason)
+        self._pending_calls.fail(reason)
 
     def _spawn(self, work: Any) -> None:  # noqa: ANN401  (a coroutine)
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._over)
+        task.add_done_callback(self._on_task_done)
 
-    def _over(self, task: "asyncio.Task[None]") -> None:
+    def _on_task_done(self, task: "asyncio.Task[None]") -> None:
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
         if error is not None and self._stopped is None:  # without this task requests would wait forever

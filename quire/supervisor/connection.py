@@ -5,23 +5,25 @@ from collections.abc import Callable
 from typing import Any
 
 from quire.supervisor import protocol
-from quire.supervisor.protocol import BadFrame, Frames, News
+from quire.supervisor.protocol import BadFrame, EngineMessage, FrameReader
 
 
 class Connection(asyncio.Protocol):
     """Calls hear(news) per message, lost(self, why) once at the end. `why`: error of an unreadable message."""
 
-    def __init__(self, hear: Callable[[News], None], lost: Callable[["Connection", Exception | None], None]) -> None:
-        self._hear = hear
-        self._lost = lost
-        self._frames = Frames()
+    def __init__(
+        self, on_message: Callable[[EngineMessage], None], on_lost: Callable[["Connection", Exception | None], None]
+    ) -> None:
+        self._on_message = on_message
+        self._on_lost = on_lost
+        self._frames = FrameReader()
         self._unsent: list[bytes] = []
         self._transport: asyncio.Transport | None = None
-        self.heard = asyncio.Event()  # set by the first message, or the end of the connection
+        self.first_message = asyncio.Event()  # set by the first message, or the end of the connection
 
     def send(self, command: Any) -> None:  # noqa: ANN401  (one of Commands)
         """Send a command, in one write with the others of this event loop turn. Raises BadFrame for an invalid one."""
-        message = protocol.packed([command])  # one message each, as all together may be longer than MAX_FRAME
+        message = protocol.encode_frame([command])  # one message each, as all together may be longer than MAX_FRAME
         if not self._unsent:
             asyncio.get_running_loop().call_soon(self._flush)
         self._unsent.append(message)
@@ -45,8 +47,8 @@ class Connection(asyncio.Protocol):
         """Called by the event loop."""
         try:
             for message in self._frames.feed(data):
-                self.heard.set()
-                self._hear(protocol.news_of(message))
+                self.first_message.set()
+                self._on_message(protocol.decode_message(message))
         except BadFrame as error:
             assert self._transport is not None
             self._transport.abort()
@@ -57,8 +59,8 @@ class Connection(asyncio.Protocol):
         self._end(None)
 
     def _end(self, why: Exception | None) -> None:
-        self.heard.set()
-        lost, self._lost = self._lost, _ignore
+        self.first_message.set()
+        lost, self._on_lost = self._on_lost, _ignore
         lost(self, why)
 
 

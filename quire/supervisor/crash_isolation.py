@@ -13,47 +13,47 @@ from hashlib import sha256
 from quire.core import codec
 from quire.engine.inputs import NewRequest
 
-ALONE = 3  # crashes
-_TOGETHER = 2  # crashes that make a request a suspect
-_PARTS = 8  # parts of a split: an innocent group costs one or two steps, a guilty one costs an engine start
+MAX_CRASHES_ALONE = 3  # crashes
+_SUSPECT_CRASHES = 2  # crashes that make a request a suspect
+_NUM_PARTS = 8  # parts of a split: an innocent group costs one or two steps, a guilty one costs an engine start
 
 
-class Suspects:
+class CrashBisection:
     """State of the crash bisection: from crashes and progress it derives which requests may run."""
 
     def __init__(self) -> None:
-        self._marks: dict[str, int] = {}  # request id -> position that was being computed at the crash
-        self._deaths: dict[str, int] = {}  # request id -> crashes without progress
-        self._alone: dict[str, int] = {}  # request id -> crashes in which it was alone
+        self._crash_positions: dict[str, int] = {}  # request id -> position that was being computed at the crash
+        self._num_crashes: dict[str, int] = {}  # request id -> crashes without progress
+        self._num_crashes_alone: dict[str, int] = {}  # request id -> crashes in which it was alone
         self._groups: list[list[str]] = []  # groups to try; the first one runs
 
     @property
-    def watching(self) -> bool:
+    def has_suspects(self) -> bool:
         """Whether `survived` would change anything."""
-        return bool(self._marks)
+        return bool(self._crash_positions)
 
     @property
-    def trying(self) -> tuple[str, ...] | None:
+    def current_group(self) -> tuple[str, ...] | None:
         """Ids of the requests that may run during a bisection; None if all may run."""
         return tuple(self._groups[0]) if self._groups else None
 
-    def died(self, rows: Mapping[str, int], num_gone: int = 0) -> str | None:
+    def record_crash(self, rows: Mapping[str, int], num_ended: int = 0) -> str | None:
         """Record a crash. rows: requests of the uncommitted steps -> the last position that was to be computed.
 
         num_gone: number of other requests in these steps that have ended since, and may be the cause.
         Returns the id of the guilty request if it is certain, and forgets it; else None.
         """
         for name, position in rows.items():
-            self._marks[name] = max(position, self._marks.get(name, 0))
-            self._deaths[name] = self._deaths.get(name, 0) + 1
+            self._crash_positions[name] = max(position, self._crash_positions.get(name, 0))
+            self._num_crashes[name] = self._num_crashes.get(name, 0) + 1
         tried = self._groups[0] if self._groups else []
-        hit = [name for name in rows if self._deaths[name] >= _TOGETHER]
+        hit = [name for name in rows if self._num_crashes[name] >= _SUSPECT_CRASHES]
         if not hit:
             return None
-        if len(rows) + num_gone == 1:
+        if len(rows) + num_ended == 1:
             (name,) = hit
-            self._alone[name] = self._alone.get(name, 0) + 1
-            if self._alone[name] >= ALONE:
+            self._num_crashes_alone[name] = self._num_crashes_alone.get(name, 0) + 1
+            if self._num_crashes_alone[name] >= MAX_CRASHES_ALONE:
                 self.forget(name)
                 return name
         spared = [name for name in tried if name not in rows]
@@ -61,14 +61,14 @@ class Suspects:
         self._groups = [group for group in (*_parts(hit), spared, *rest) if group]
         return None
 
-    def survived(self, name: str, position: int) -> None:
+    def record_progress(self, name: str, position: int) -> None:
         """Record that a step was committed which computed a request up to `position`. Clears it if that is progress."""
-        if name in self._marks and position >= self._marks[name]:
+        if name in self._crash_positions and position >= self._crash_positions[name]:
             self.forget(name)
 
     def forget(self, name: str) -> None:
         """Remove a request that has ended or is cleared."""
-        for notes in (self._marks, self._deaths, self._alone):
+        for notes in (self._crash_positions, self._num_crashes, self._num_crashes_alone):
             notes.pop(name, None)
         remaining = ([one for one in group if one != name] for group in self._groups)
         self._groups = [group for group in remaining if group]
@@ -76,14 +76,14 @@ class Suspects:
 
 def _parts(names: Iterable[str]) -> list[list[str]]:
     names = list(names)
-    size = -(-len(names) // _PARTS)
+    size = -(-len(names) // _NUM_PARTS)
     return [names[i : i + size] for i in range(0, len(names), size)]
 
 
-_REMEMBERED = 256  # entries of the denylist; the oldest are dropped
+_MAX_ENTRIES = 256  # entries of the denylist; the oldest are dropped
 
 
-class GivenUp:
+class Denylist:
     """The denylist: content of requests that crashed the engine, compared without id, seed and delivered tokens."""
 
     def __init__(self) -> None:
@@ -95,11 +95,11 @@ class GivenUp:
     def add(self, request: NewRequest) -> None:
         """Add the content of a request."""
         self._contents[_content(request)] = None
-        if len(self._contents) > _REMEMBERED:
+        if len(self._contents) > _MAX_ENTRIES:
             del self._contents[next(iter(self._contents))]
 
 
 def _content(request: NewRequest) -> bytes:
     """SHA-256 of a request without its id, seed, known tokens and `resumed`."""
-    asked = request._replace(request_id="", params=request.params.changed(seed=None), known=(), resumed=False)
+    asked = request._replace(request_id="", params=request.params.changed(seed=None), known_outputs=(), resumed=False)
     return sha256(codec.encode(asked)).digest()

@@ -16,9 +16,9 @@ from collections.abc import Callable
 
 from quire.core.explanation import Explanation
 from quire.core.output import Output
-from quire.engine.engine import Engine, Learnt
+from quire.engine.engine import CostModelStats, Engine
 from quire.supervisor import protocol
-from quire.supervisor.protocol import Answer, BadFrame, Batch, Command, Frames, Launched, News, Pulse
+from quire.supervisor.protocol import Answer, BadFrame, Batch, Command, EngineMessage, FrameReader, Launched, Pulse
 
 _NEVER = 2**31 - 1
 _IDLE_SHARE = 1 / 100  # the most share of time of full collections while the engine is idle
@@ -26,67 +26,71 @@ _BUSY_SHARE = 1 / 2000  # the same while requests run
 _BUSY_SECONDS = 300.0  # least time between these: with a longer queue a collection takes longer than the last one
 
 
-class Garbage:
+class GCPolicy:
     """Garbage collection policy of the engine process: schedules full collections. Use one instance per process."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """Freeze all live objects, which are not scanned any more, and disable automatic full collections."""
         self._clock = clock
-        self._took = 0.0  # seconds of the last full collection
+        self._collection_seconds = 0.0  # seconds of the last full collection
         gc.collect()
         gc.freeze()
         young, middle, _ = gc.get_threshold()
         gc.set_threshold(young, middle, _NEVER)
-        self._ended = clock()
+        self._last_collection = clock()
 
-    def look(self, *, idle: bool) -> None:
+    def collect_if_due(self, *, idle: bool) -> None:
         """Run a full collection if it is due. idle: whether the engine has no requests."""
         begin = self._clock()
-        pause = self._took / _IDLE_SHARE if idle else max(self._took / _BUSY_SHARE, _BUSY_SECONDS)
-        if begin - self._ended < pause or not gc.get_count()[2]:
+        pause = (
+            self._collection_seconds / _IDLE_SHARE
+            if idle
+            else max(self._collection_seconds / _BUSY_SHARE, _BUSY_SECONDS)
+        )
+        if begin - self._last_collection < pause or not gc.get_count()[2]:
             return
         gc.collect()
-        self._ended = self._clock()
-        self._took = self._ended - begin
+        self._last_collection = self._clock()
+        self._collection_seconds = self._last_collection - begin
 
 
 log = logging.getLogger(__name__)
 
 IDLE_SECONDS = 0.5  # the longest wait of an idle engine for commands
-PULSE_SECONDS = 0.25
-_AT_ONCE = 2**18  # bytes
+HEARTBEAT_SECONDS = 0.25
+_RECV_BYTES = 2**18  # bytes
 
 
 class EngineLoop:
     """Runs one engine on one socket. `run` returns when the other end closes the socket or sends Close."""
 
-    def __init__(self, engine: Engine, connection: socket.socket, garbage: Garbage | None = None) -> None:
+    def __init__(self, engine: Engine, connection: socket.socket, gc_policy: GCPolicy | None = None) -> None:
         """garbage: policy of this process; None if the process has other work."""
         self._engine = engine
-        self._garbage = garbage
+        self._gc_policy = gc_policy
         self._connection = connection
         self._wake = threading.Condition()
         self._commands: deque[Command] = deque()
         self._closing = False
         self._sending = threading.Lock()
-        self._turned = time.monotonic()
-        self._rows: list[str] = []  # request ids of the last step that was sent
+        self._turn_began = time.monotonic()
+        self._last_request_ids: list[str] = []  # request ids of the last step that was sent
         self._outputs: list[Output] = []  # not sent yet
         self._answers: list[Answer] = []  # not sent yet
-        self._told = False  # whether this turn has sent its message
+        self._sent_batch = False  # whether this turn has sent its message
 
     def run(self) -> None:
         """Execute commands and run steps until the end. Closes the socket and the engine."""
-        self._engine.on_launch = lambda _step: self._tell(begins=True)
-        self._tell(begins=False)
-        for work in (self._listen, self._beat):
+        self._engine.on_launch = lambda _step: self._send_batch(begins=True)
+        self._send_batch(begins=False)
+        for work in (self._listen, self._heartbeat):
             threading.Thread(target=work, name=f"quire-{work.__name__.strip('_')}", daemon=True).start()
         try:
             while self._turn():
                 pass
         finally:
             self._engine.on_launch = None
-            self._end()
+            self._close_connection()
             self._engine.close()
 
     def _turn(self) -> bool:
@@ -96,27 +100,27 @@ class EngineLoop:
                 idle = not self._wake.wait(IDLE_SECONDS)
             commands = list(self._commands)
             self._commands.clear()
-        self._turned, self._told = time.monotonic(), False
+        self._turn_began, self._sent_batch = time.monotonic(), False
         if idle:
-            self._look_over()
-        if self._garbage is not None:
-            self._garbage.look(idle=idle)
+            self._check_block_accounting()
+        if self._gc_policy is not None:
+            self._gc_policy.collect_if_due(idle=idle)
         for command in commands:
-            self._carry_out(command)
+            self._execute(command)
         if self._engine.has_work and not self._closing:
             outputs = self._engine.step()  # on_launch sends and clears self._outputs meanwhile
             self._outputs += outputs
-        if not (self._told and self._engine.has_work):  # otherwise sent with the next step, which begins at once
-            self._tell(begins=False)
+        if not (self._sent_batch and self._engine.has_work):  # otherwise sent with the next step, which begins at once
+            self._send_batch(begins=False)
         return not self._closing
 
-    def _look_over(self) -> None:
+    def _check_block_accounting(self) -> None:
         try:
-            self._engine.look_over()
+            self._engine.check_block_accounting()
         except Exception:  # an error of the check must not end the engine
             log.exception("the memory could not be checked")
 
-    def _carry_out(self, command: Command) -> None:
+    def _execute(self, command: Command) -> None:
         match command:
             case protocol.Abort(request_ids):
                 for request_id in request_ids:
@@ -131,9 +135,9 @@ class EngineLoop:
                 try:
                     self._answers.append(Answer(number, self._answer(command)))
                 except Exception as error:  # any error of a call is sent to its caller
-                    self._answers.append(Answer(number, failure=protocol.failure_of(error)))
+                    self._answers.append(Answer(number, failure=protocol.encode_error(error)))
 
-    def _answer(self, command: Command) -> int | Learnt | list[Explanation] | None:
+    def _answer(self, command: Command) -> int | CostModelStats | list[Explanation] | None:
         match command:
             case protocol.Add():
                 self._add(command)
@@ -143,48 +147,48 @@ class EngineLoop:
                 return [one for one in found if one is not None]
             case protocol.Flush():
                 return self._engine.flush_cache()
-        return self._engine.learnt()
+        return self._engine.cost_model_stats()
 
     def _add(self, command: protocol.Add) -> None:
         for i, request in enumerate(command.requests):
-            self._turned = time.monotonic()  # adding many requests is slow, and must not count as a stall
+            self._turn_began = time.monotonic()  # adding many requests is slow, and must not count as a stall
             try:
-                self._engine.add(*request)
+                self._engine.add_request(*request)
             except Exception:
                 for before in command.requests[:i]:
                     self._engine.abort(before.request_id)
                 raise
 
-    def _tell(self, *, begins: bool) -> None:
+    def _send_batch(self, *, begins: bool) -> None:
         """Send outputs, answers and metrics. begins: with the step that is launched now."""
         stats = self._engine.stats()
         launched = self._launched() if begins else None
         batch = Batch(self._outputs, self._answers, stats.num_steps, launched, stats)
         self._send(batch)
-        self._outputs, self._answers, self._told = [], [], True
+        self._outputs, self._answers, self._sent_batch = [], [], True
 
     def _launched(self) -> Launched:
-        rows = self._engine.newest_rows
+        rows = self._engine.last_step_positions
         names = [request_id for request_id, _ in rows]
-        changed, self._rows = names != self._rows, names
+        changed, self._last_request_ids = names != self._last_request_ids, names
         positions = [position for _, position in rows]
         return Launched(names if changed else None, positions, self._engine.predicted_seconds)
 
-    def _send(self, news: News) -> None:
+    def _send(self, news: EngineMessage) -> None:
         try:
             with self._sending:
-                self._connection.sendall(protocol.packed(news))
+                self._connection.sendall(protocol.encode_frame(news))
         except OSError:  # the front end has closed the socket
             self._closing = True
 
     # Threads of `_listen` and `_beat`
 
     def _listen(self) -> None:
-        frames = Frames()
+        frames = FrameReader()
         try:
-            while data := self._connection.recv(_AT_ONCE):
+            while data := self._connection.recv(_RECV_BYTES):
                 for message in frames.feed(data):
-                    commands = protocol.commands_of(message)
+                    commands = protocol.decode_commands(message)
                     with self._wake:
                         self._commands += commands
                         self._wake.notify()
@@ -196,12 +200,12 @@ class EngineLoop:
             self._closing = True
             self._wake.notify()
 
-    def _beat(self) -> None:
+    def _heartbeat(self) -> None:
         while not self._closing:
-            self._send(Pulse(self._turned))
-            time.sleep(PULSE_SECONDS)
+            self._send(Pulse(self._turn_began))
+            time.sleep(HEARTBEAT_SECONDS)
 
-    def _end(self) -> None:
+    def _close_connection(self) -> None:
         self._closing = True
         with contextlib.suppress(OSError):  # the other end is already closed
             self._connection.shutdown(socket.SHUT_RDWR)

@@ -9,11 +9,11 @@ import socket
 from collections.abc import Callable
 
 from quire.errors import QuireError
-from quire.startup.build import Built, build, facts_of
+from quire.startup.build import Built, build, model_info_of
 from quire.supervisor import protocol
-from quire.supervisor.engine_loop import EngineLoop, Garbage
+from quire.supervisor.engine_loop import EngineLoop, GCPolicy
 from quire.supervisor.launcher import DUMP_SIGNAL
-from quire.supervisor.protocol import BadFrame, Begin, Loading, News, Ready, Refused, Report, received
+from quire.supervisor.protocol import BadFrame, Begin, EngineMessage, Loading, Ready, Refused, Report, receive_frame
 
 _LOADING_STEPS = 100  # progress messages per load
 
@@ -28,37 +28,39 @@ def run(connection: socket.socket, build: Callable[..., Built] = build) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the front end ends this process with Close, or by its own end
 
-    def say(news: News) -> None:
-        connection.sendall(protocol.packed(news))
+    def say(news: EngineMessage) -> None:
+        connection.sendall(protocol.encode_frame(news))
 
     try:
-        built = build(_begin(connection).options, report=lambda line: say(Report(line)), progress=_Loads(say))
+        built = build(
+            _receive_begin(connection).options, report=lambda line: say(Report(line)), progress=_LoadingProgress(say)
+        )
     except QuireError as error:
-        say(Refused(protocol.failure_of(error)))
+        say(Refused(protocol.encode_error(error)))
         return
-    say(Ready(facts_of(built)))
-    EngineLoop(built.engine, connection, Garbage()).run()
+    say(Ready(model_info_of(built)))
+    EngineLoop(built.engine, connection, GCPolicy()).run()
 
 
-class _Loads:
+class _LoadingProgress:
     """Progress callback that sends at most one message per percent."""
 
-    def __init__(self, say: Callable[[News], None]) -> None:
-        self._say = say
-        self._told = -1
+    def __init__(self, say: Callable[[EngineMessage], None]) -> None:
+        self._send = say
+        self._last_percent = -1
 
     def __call__(self, done: int, total: int) -> None:
         part = _LOADING_STEPS * done // max(1, total)
-        if part != self._told:
-            self._told = part
-            self._say(Loading(done, total))
+        if part != self._last_percent:
+            self._last_percent = part
+            self._send(Loading(done, total))
 
 
-def _begin(connection: socket.socket) -> Begin:
-    message = received(connection)
+def _receive_begin(connection: socket.socket) -> Begin:
+    message = receive_frame(connection)
     if message is None:
         raise SystemExit  # the front end has closed the socket
-    match protocol.commands_of(message):
+    match protocol.decode_commands(message):
         case [Begin() as begin]:
             return begin
     raise BadFrame("something else came before the engine was there")

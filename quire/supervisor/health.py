@@ -13,7 +13,7 @@ State = Literal["ok", "stalled", "restarting", "stopped"]
 
 STALL_SECONDS = 1.5  # without a message, after which an engine counts as stalled
 FAILED_STEPS = 3  # in a row, reported as a problem; fewer may be caused by one request
-_SLOWER = 3  # factor on the predicted time of a step before it counts as stalled
+_STALL_FACTOR = 3  # factor on the predicted time of a step before it counts as stalled
 _UNKNOWN_SECONDS = 10.0  # the same for a step without a prediction
 
 
@@ -28,58 +28,58 @@ class Health(NamedTuple):
     num_restarts: int
 
 
-class Vitals:
+class StallDetector:
     """Stall detection of one engine. now: when it was connected."""
 
     def __init__(self, now: float) -> None:
-        self.began = self.heard = self.turned = now
+        self.connected_at = self.last_message_at = self.turn_began_at = now
         self.predicted_seconds = 0.0
-        self._patience = STALL_SECONDS  # time that the current turn may take
-        self._step_patience = 0.0  # the part of it for the newest step
+        self._allowed_seconds = STALL_SECONDS  # time that the current turn may take
+        self._step_allowed_seconds = 0.0  # the part of it for the newest step
 
-    def launched(self, predicted_seconds: float, now: float, *, waits: bool = False) -> None:
+    def record_launch(self, predicted_seconds: float, now: float, *, is_queued: bool = False) -> None:
         """Record the launch of a step. waits: whether it begins only after the in-flight step before it."""
-        self.heard = self.turned = now
-        before = self._step_patience if waits else 0.0
-        self.predicted_seconds, self._step_patience = predicted_seconds, _patience(predicted_seconds)
-        self._patience = before + self._step_patience
+        self.last_message_at = self.turn_began_at = now
+        before = self._step_allowed_seconds if is_queued else 0.0
+        self.predicted_seconds, self._step_allowed_seconds = predicted_seconds, _allowed_step_seconds(predicted_seconds)
+        self._allowed_seconds = before + self._step_allowed_seconds
 
-    def idles(self, now: float) -> None:
+    def record_idle(self, now: float) -> None:
         """Record that the engine has no step in flight."""
-        self.heard = self.turned = now
-        self._patience = STALL_SECONDS
+        self.last_message_at = self.turn_began_at = now
+        self._allowed_seconds = STALL_SECONDS
 
-    def pulse(self, turned: float, now: float) -> None:
+    def record_heartbeat(self, turned: float, now: float) -> None:
         """Record a heartbeat. turned: when the last turn of the engine loop began."""
-        self.heard, self.turned = now, max(turned, self.turned)
+        self.last_message_at, self.turn_began_at = now, max(turned, self.turn_began_at)
 
-    def stalled(self, now: float) -> float:
+    def stalled_seconds(self, now: float) -> float:
         """Seconds without a message or without progress if that is too long; else 0."""
-        if now - self.heard > STALL_SECONDS:
-            return now - self.heard
-        return now - self.turned if now - self.turned > self._patience else 0.0
+        if now - self.last_message_at > STALL_SECONDS:
+            return now - self.last_message_at
+        return now - self.turn_began_at if now - self.turn_began_at > self._allowed_seconds else 0.0
 
 
-def _patience(predicted_seconds: float) -> float:
-    return max(STALL_SECONDS, _SLOWER * predicted_seconds) if predicted_seconds else _UNKNOWN_SECONDS
+def _allowed_step_seconds(predicted_seconds: float) -> float:
+    return max(STALL_SECONDS, _STALL_FACTOR * predicted_seconds) if predicted_seconds else _UNKNOWN_SECONDS
 
 
-class Tally:
+class CumulativeStats:
     """Metrics across restarts: counters are summed over engines, gauges are of the current engine."""
 
     def __init__(self, first: EngineStats) -> None:
         self.stats = first
-        self._before: dict[str, float] = {}
+        self._previous_totals: dict[str, float] = {}
 
-    def take(self, stats: EngineStats) -> None:
+    def update(self, stats: EngineStats) -> None:
         """Take the metrics of the current engine."""
-        sums = {name: getattr(stats, name) + value for name, value in self._before.items()}
+        sums = {name: getattr(stats, name) + value for name, value in self._previous_totals.items()}
         self.stats = msgspec.structs.replace(stats, **sums) if sums else stats
 
-    def died(self, num_waiting: int) -> None:
+    def engine_ended(self, num_waiting: int) -> None:
         """Keep the counters of an engine that has ended. num_waiting: open requests, which wait for the next engine."""
-        self._before = {name: getattr(self.stats, name) for name in EngineStats.__struct_fields__}
+        self._previous_totals = {name: getattr(self.stats, name) for name in EngineStats.__struct_fields__}
         for name in EngineStats.GAUGES:
-            del self._before[name]
+            del self._previous_totals[name]
         idle = {"num_running": 0, "kv_blocks_used": 0, "kv_blocks_cached": 0, "host_blocks_used": 0}
         self.stats = msgspec.structs.replace(self.stats, num_waiting=num_waiting, failed_in_a_row=0, **idle)

@@ -18,10 +18,10 @@ from typing import Any, Protocol
 from quire.config import EngineOptions
 from quire.engine.engine import Engine
 from quire.errors import EngineStopped, QuireError
-from quire.startup.build import Facts
+from quire.startup.build import ModelInfo
 from quire.supervisor import protocol
 from quire.supervisor.engine_loop import EngineLoop
-from quire.supervisor.protocol import Begin, News, received
+from quire.supervisor.protocol import Begin, EngineMessage, receive_frame
 
 log = logging.getLogger(__name__)
 
@@ -30,11 +30,11 @@ _PROGRAM = ("-m", "quire.supervisor")
 _SIGNALS = {one.value: one.name for one in signal.Signals}  # most real-time signals have no name
 
 
-class Host(Protocol):
+class EngineHandle(Protocol):
     """Launches an engine and, if `can_restart`, further ones after it. One engine runs at a time."""
 
     can_restart: bool
-    facts: Facts
+    model_info: ModelInfo
     connection: socket.socket
 
     def launch(self) -> None:
@@ -58,7 +58,7 @@ class EngineProcess:
     """
 
     can_restart = True
-    facts: Facts
+    model_info: ModelInfo
     connection: socket.socket
 
     def __init__(
@@ -88,8 +88,8 @@ class EngineProcess:
             )
         try:
             with suppress(ConnectionError):  # the process has died, which _until_ready reports
-                self.connection.sendall(protocol.packed([Begin(self._next_options())]))
-            self.facts = self._until_ready()
+                self.connection.sendall(protocol.encode_frame([Begin(self._next_options())]))
+            self.model_info = self._wait_until_ready()
         except BaseException:
             self.connection.close()
             self.kill()
@@ -117,9 +117,9 @@ class EngineProcess:
             return self._options
         return replace(self._options, journal=f"{journal}.{self._num_starts}")
 
-    def _until_ready(self) -> Facts:
+    def _wait_until_ready(self) -> ModelInfo:
         while (message := self._receive()) is not None:
-            facts = self._hear(protocol.news_of(message))
+            facts = self._handle_message(protocol.decode_message(message))
             if facts is not None:
                 return facts  # later messages are left in the socket for AsyncEngine
         self.connection.close()
@@ -127,17 +127,17 @@ class EngineProcess:
 
     def _receive(self) -> bytes | None:
         try:
-            return received(self.connection)
+            return receive_frame(self.connection)
         except ConnectionError:
             return None
 
-    def _hear(self, news: News) -> Facts | None:
+    def _handle_message(self, news: EngineMessage) -> ModelInfo | None:
         """Handle a message of a starting engine. Returns the facts of Ready, else None. Raises the error of Refused."""
         match news:
             case protocol.Ready(facts):
                 return facts
             case protocol.Refused(failure):
-                raise protocol.error_of(failure)
+                raise protocol.decode_error(failure)
             case protocol.Report(line) if self._num_starts == 0:
                 self._report(line)
             case protocol.Loading(done, total) if self._num_starts == 0:
@@ -151,16 +151,16 @@ class EngineThread:
     can_restart = False
     connection: socket.socket
 
-    def __init__(self, engine: Engine, facts: Facts) -> None:
-        self.facts = facts
+    def __init__(self, engine: Engine, model_info: ModelInfo) -> None:
+        self.model_info = model_info
         self._engine = engine
         self._thread = threading.Thread(target=self._run, name="quire-engine", daemon=True)
-        self._theirs: socket.socket
+        self._engine_socket: socket.socket
         self._failed = False
 
     def launch(self) -> None:
         """Start the thread."""
-        self.connection, self._theirs = socket.socketpair()
+        self.connection, self._engine_socket = socket.socketpair()
         self._thread.start()
 
     def dump_stacks(self) -> None:
@@ -176,63 +176,67 @@ class EngineThread:
 
     def _run(self) -> None:
         try:
-            EngineLoop(self._engine, self._theirs).run()
+            EngineLoop(self._engine, self._engine_socket).run()
         except Exception:
             log.exception("the engine failed")
             self._failed = True
 
 
-STARTS = 5  # attempts of one restart
-PAUSE = 0.25  # seconds after the first failed attempt, doubled after each further one
+MAX_START_ATTEMPTS = 5  # attempts of one restart
+RETRY_SECONDS = 0.25  # seconds after the first failed attempt, doubled after each further one
 _END_SECONDS = 5.0  # time for an engine to end after its connection is closed, before it is killed
 
 
-class Keeper:
+class Launcher:
     """Runs the blocking calls of a Host on threads.
 
     All methods must be called on one event loop. Only `abandon` may be called while another method runs.
     """
 
-    def __init__(self, host: Host) -> None:
-        self._host = host
-        self._work: asyncio.Task[Any] | None = None  # the current or last call of the host
-        self._is_left = False  # whether that call is a launch whose caller was cancelled
+    def __init__(self, engine_handle: EngineHandle) -> None:
+        self._engine_handle = engine_handle
+        self._host_call: asyncio.Task[Any] | None = None  # the current or last call of the host
+        self._launch_cancelled = False  # whether that call is a launch whose caller was cancelled
 
     async def launch(self) -> bool:
         """Start another engine, with up to STARTS attempts. Returns whether it runs."""
-        for attempt in range(STARTS):
+        for attempt in range(MAX_START_ATTEMPTS):
             try:
-                self._work = asyncio.ensure_future(asyncio.to_thread(self._host.launch))
-                self._work.add_done_callback(_look_at)  # retrieves the error if the caller is cancelled
-                await asyncio.shield(self._work)
+                self._host_call = asyncio.ensure_future(asyncio.to_thread(self._engine_handle.launch))
+                self._host_call.add_done_callback(_retrieve_error)  # retrieves the error if the caller is cancelled
+                await asyncio.shield(self._host_call)
                 return True
             except asyncio.CancelledError:
-                self._is_left = True
+                self._launch_cancelled = True
                 raise
             except (QuireError, OSError):  # OSError: for example no memory for a process
                 log.exception("the engine could not be started")
-                await asyncio.sleep(PAUSE * 2**attempt)
+                await asyncio.sleep(RETRY_SECONDS * 2**attempt)
         return False
 
-    async def ended(self) -> str:
+    async def wait_ended(self) -> str:
         """Wait until the engine has ended; kill it after _END_SECONDS. Returns how it ended."""
-        self._work = waiting = asyncio.ensure_future(asyncio.to_thread(self._host.wait))
+        self._host_call = waiting = asyncio.ensure_future(asyncio.to_thread(self._engine_handle.wait))
         await asyncio.wait({waiting}, timeout=_END_SECONDS)
         if not waiting.done():
-            self._host.kill()
+            self._engine_handle.kill()
         return await asyncio.shield(waiting)
 
     async def abandon(self) -> None:
         """End an engine that is starting or ending. For shutdown, after the other methods were cancelled."""
-        while self._work is not None and not self._work.done():  # the process may be created after the first kill
-            self._host.kill()
-            await asyncio.wait({self._work}, timeout=PAUSE)
-        if self._work is not None and self._is_left and self._work.exception() is None:  # the launch succeeded
-            self._is_left = False
-            self._host.connection.close()
-            await self.ended()
+        while (
+            self._host_call is not None and not self._host_call.done()
+        ):  # the process may be created after the first kill
+            self._engine_handle.kill()
+            await asyncio.wait({self._host_call}, timeout=RETRY_SECONDS)
+        if (
+            self._host_call is not None and self._launch_cancelled and self._host_call.exception() is None
+        ):  # the launch succeeded
+            self._launch_cancelled = False
+            self._engine_handle.connection.close()
+            await self.wait_ended()
 
 
-def _look_at(work: "asyncio.Future[Any]") -> None:
+def _retrieve_error(work: "asyncio.Future[Any]") -> None:
     if not work.cancelled():
         work.exception()

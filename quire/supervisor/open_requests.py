@@ -11,13 +11,13 @@ import msgspec
 import numpy as np
 
 from quire.core.output import Output
-from quire.core.request import Known
+from quire.core.request import KnownOutput
 from quire.core.step import Logprobs, Pooling
 from quire.engine.inputs import NewRequest
 from quire.supervisor.protocol import Launched
 
 
-class _Sequence:
+class _DeliveredSequence:
     """The delivered part of one sequence."""
 
     def __init__(self) -> None:
@@ -28,15 +28,17 @@ class _Sequence:
         self.seq_id: int | None = None  # in the current engine
 
 
-class _Entry:
+class _OpenRequest:
     """An open request."""
 
     def __init__(self, request: NewRequest) -> None:
         self.request = request
         searched = request.beams is not None
-        self.sequences = [_Sequence() for _ in range(request.params.n if searched else request.params.num_sequences)]
-        self.num_told = 0  # prompt tokens whose logprobs were delivered
-        self.num_known_told = 0  # among them, those that the current engine will repeat
+        self.sequences = [
+            _DeliveredSequence() for _ in range(request.params.n if searched else request.params.num_sequences)
+        ]
+        self.num_delivered_prompt_logprobs = 0  # prompt tokens whose logprobs were delivered
+        self.num_repeated_prompt_logprobs = 0  # among them, those that the current engine will repeat
         self.pooled: np.ndarray | None = None  # partial result; delivered when it is complete
 
     @property
@@ -44,21 +46,21 @@ class _Entry:
         return all(sequence.finished for sequence in self.sequences)
 
     @property
-    def resumed(self) -> NewRequest:
+    def resubmission(self) -> NewRequest:
         """The request for another engine. Beam search and pooling start over, so they have no known tokens."""
         request = self.request
         begun = any(sequence.token_ids or sequence.finished for sequence in self.sequences)
         if not begun or request.beams is not None or request.pooling:
             return request._replace(resumed=True)
-        known = tuple(Known(one.token_ids, one.finished, one.cumulative_logprob) for one in self.sequences)
-        return request._replace(params=request.params.changed(prompt_logprobs=None), known=known, resumed=True)
+        known = tuple(KnownOutput(one.token_ids, one.finished, one.cumulative_logprob) for one in self.sequences)
+        return request._replace(params=request.params.changed(prompt_logprobs=None), known_outputs=known, resumed=True)
 
 
-class Ledger:
+class OpenRequests:
     """Open requests by id, in the order in which they were accepted."""
 
     def __init__(self) -> None:
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, _OpenRequest] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -71,9 +73,9 @@ class Ledger:
 
     def add(self, requests: Iterable[NewRequest]) -> None:
         """Add accepted requests."""
-        self._entries.update((request.request_id, _Entry(request)) for request in requests)
+        self._entries.update((request.request_id, _OpenRequest(request)) for request in requests)
 
-    def drop(self, request_id: str) -> bool:
+    def remove(self, request_id: str) -> bool:
         """Remove a request that has ended or was aborted. Returns whether it was open."""
         return self._entries.pop(request_id, None) is not None
 
@@ -86,10 +88,10 @@ class Ledger:
         entry = self._entries[request_id]
         for sequence in entry.sequences:
             sequence.seq_id = None
-        entry.num_known_told, entry.pooled = entry.num_told, None
-        return entry.resumed
+        entry.num_repeated_prompt_logprobs, entry.pooled = entry.num_delivered_prompt_logprobs, None
+        return entry.resubmission
 
-    def take(self, output: Output) -> tuple[Output | None, int | None]:
+    def record_output(self, output: Output) -> tuple[Output | None, int | None]:
         """Record an output of the engine. Returns (the output to deliver or None, num_tokens or None).
 
         num_tokens is set if a stop string ended the sequence after that many tokens and the engine has not ended it
@@ -103,7 +105,7 @@ class Ledger:
         if sequence.finished:
             return None, None if output.finish_reason else sequence.stopped_after
         if output.prompt_logprobs is not None:
-            output = self._untold(entry, output, output.prompt_logprobs)
+            output = self._undelivered(entry, output, output.prompt_logprobs)
         if output.pooled is not None:
             output = _pool(entry, output, output.pooled)
         sequence.token_ids += output.token_ids
@@ -111,7 +113,7 @@ class Ledger:
             sequence.cumulative_logprob = output.cumulative_logprob
         if output.finish_reason is not None:
             sequence.finished = True
-            self._close(entry)
+            self._remove_if_finished(entry)
         return output, None
 
     def finish(self, request_id: str, index: int, num_tokens: int) -> int | None:
@@ -125,33 +127,33 @@ class Ledger:
         sequence = entry.sequences[index]
         sequence.finished, sequence.stopped_after = True, num_tokens
         del sequence.token_ids[num_tokens:]
-        self._close(entry)
+        self._remove_if_finished(entry)
         return sequence.seq_id
 
     def fail(self, request_id: str, error: str) -> list[Output]:
         """Remove a request, and return the error outputs of its unfinished sequences."""
         entry = self._entries[request_id]
-        self.drop(request_id)
+        self.remove(request_id)
         return [
             Output(request_id, index, -1, [], "error", error=error)
             for index, sequence in enumerate(entry.sequences)
             if not sequence.finished
         ]
 
-    def _close(self, entry: _Entry) -> None:
+    def _remove_if_finished(self, entry: _OpenRequest) -> None:
         if entry.finished:
-            self.drop(entry.request.request_id)
+            self.remove(entry.request.request_id)
 
-    def _untold(self, entry: _Entry, output: Output, told: Logprobs) -> Output:
+    def _undelivered(self, entry: _OpenRequest, output: Output, prompt_logprobs: Logprobs) -> Output:
         """The output without prompt logprobs that were delivered before."""
-        size = len(told.ranks)
-        skipped = min(size, entry.num_known_told)
-        entry.num_known_told -= skipped
-        entry.num_told += size - skipped
-        return msgspec.structs.replace(output, prompt_logprobs=told.slice(skipped, size))
+        size = len(prompt_logprobs.ranks)
+        skipped = min(size, entry.num_repeated_prompt_logprobs)
+        entry.num_repeated_prompt_logprobs -= skipped
+        entry.num_delivered_prompt_logprobs += size - skipped
+        return msgspec.structs.replace(output, prompt_logprobs=prompt_logprobs.slice(skipped, size))
 
 
-def _pool(entry: _Entry, output: Output, pooled: np.ndarray) -> Output:
+def _pool(entry: _OpenRequest, output: Output, pooled: np.ndarray) -> Output:
     """Accumulate pooled states. The output has them only when they are complete, as a new engine starts over."""
     more = entry.pooled is not None and entry.request.pooling is Pooling.MEAN
     entry.pooled = entry.pooled + pooled if more else pooled
@@ -169,7 +171,7 @@ class StepsInFlight:
     def __len__(self) -> int:
         return len(self._steps)
 
-    def launched(self, step: Launched) -> None:
+    def record_launch(self, step: Launched) -> None:
         """Record the launch of a step."""
         self._names = self._names if step.names is None else step.names
         rows: dict[str, int] = {}
@@ -177,17 +179,17 @@ class StepsInFlight:
             rows[name] = max(position, rows.get(name, 0))
         self._steps.append(rows)
 
-    def committed(self, num_steps: int) -> list[dict[str, int]]:
+    def record_commits(self, num_steps: int) -> list[dict[str, int]]:
         """Record that `num_steps` steps are committed in total. Returns the newly committed ones, oldest first."""
         new = min(num_steps - self.num_committed, len(self._steps))
         self.num_committed = num_steps
         return [self._steps.popleft() for _ in range(new)]
 
-    def at_death(self, known: Container[str]) -> tuple[dict[str, int], int]:
+    def at_crash(self, open_ids: Container[str]) -> tuple[dict[str, int], int]:
         """(positions of the uncommitted steps' requests that are in `known`, number of their other requests)."""
         rows: dict[str, int] = {}
         for step in self._steps:
             for name, position in step.items():
                 rows[name] = max(position, rows.get(name, 0))
-        open_ones = {name: position for name, position in rows.items() if name in known}
+        open_ones = {name: position for name, position in rows.items() if name in open_ids}
         return open_ones, len(rows) - len(open_ones)

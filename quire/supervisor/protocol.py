@@ -11,7 +11,7 @@ from quire.config import EngineOptions
 from quire.core import codec
 from quire.core.explanation import Explanation
 from quire.core.output import Output
-from quire.engine.engine import EngineStats, Learnt
+from quire.engine.engine import CostModelStats, EngineStats
 from quire.engine.inputs import NewRequest
 from quire.errors import (
     ConfigError,
@@ -22,7 +22,7 @@ from quire.errors import (
     QuireError,
     RequestError,
 )
-from quire.startup.build import Facts
+from quire.startup.build import ModelInfo
 
 MAX_FRAME = 2**28  # bytes; enough for 2**24 tokens, more than a body of 16 MiB has
 _LENGTH = struct.Struct("<I")
@@ -40,13 +40,13 @@ def frame(data: bytes) -> bytes:
     return _LENGTH.pack(len(data)) + data
 
 
-def received(connection: socket.socket) -> bytes | None:
+def receive_frame(connection: socket.socket) -> bytes | None:
     """The next message, read without any byte after it; None if the other side has closed. Raises BadFrame."""
-    head = _exactly(connection, _LENGTH.size)
-    return None if head is None else _exactly(connection, _announced(head))
+    head = _receive_exactly(connection, _LENGTH.size)
+    return None if head is None else _receive_exactly(connection, _frame_length(head))
 
 
-def _exactly(connection: socket.socket, size: int) -> bytes | None:
+def _receive_exactly(connection: socket.socket, size: int) -> bytes | None:
     data = bytearray()
     while len(data) < size:
         more = connection.recv(min(size - len(data), _AT_ONCE))
@@ -56,14 +56,14 @@ def _exactly(connection: socket.socket, size: int) -> bytes | None:
     return bytes(data)
 
 
-def _announced(data: bytes | bytearray, at: int = 0) -> int:
+def _frame_length(data: bytes | bytearray, at: int = 0) -> int:
     length: int = _LENGTH.unpack_from(data, at)[0]
     if length > MAX_FRAME:
         raise BadFrame(f"a message announces {length:,} bytes, more than the {MAX_FRAME:,} that are allowed")
     return length
 
 
-class Frames:
+class FrameReader:
     """Splits a byte stream into messages."""
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class Frames:
         self._bytes += data
         at = 0
         while len(self._bytes) - at >= _LENGTH.size:
-            end = at + _LENGTH.size + _announced(self._bytes, at)
+            end = at + _LENGTH.size + _frame_length(self._bytes, at)
             if len(self._bytes) < end:
                 break
             yield bytes(self._bytes[at + _LENGTH.size : end])
@@ -156,7 +156,7 @@ class Answer(msgspec.Struct, frozen=True):
     """The result or the error of the command with this number."""
 
     number: int
-    result: int | Learnt | list[Explanation] | None = None
+    result: int | CostModelStats | list[Explanation] | None = None
     failure: Failure | None = None
 
 
@@ -200,7 +200,7 @@ class Loading(msgspec.Struct, frozen=True, array_like=True, tag=True):
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The engine accepts commands."""
 
-    facts: Facts
+    facts: ModelInfo
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -210,13 +210,13 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 Commands = list[Begin | Add | Abort | Finish | EndProgram | Explain | Flush | AskLearnt | Close]
-News = Batch | Pulse | Report | Loading | Ready | Refused
+EngineMessage = Batch | Pulse | Report | Loading | Ready | Refused
 
 _COMMANDS = codec.decoder(Commands)
-_NEWS = codec.decoder(News)
+_ENGINE_MESSAGE = codec.decoder(EngineMessage)
 
 
-def packed(message: Commands | News) -> bytes:
+def encode_frame(message: Commands | EngineMessage) -> bytes:
     """An encoded message with its length prefix. Raises BadFrame for invalid Unicode or one that is too long."""
     try:
         return frame(codec.encode(message))
@@ -224,19 +224,19 @@ def packed(message: Commands | News) -> bytes:
         raise BadFrame(f"a message cannot be written: {error}") from error
 
 
-def commands_of(data: bytes) -> Commands:
+def decode_commands(data: bytes) -> Commands:
     """Decode commands. Raises BadFrame for invalid data."""
-    commands: Commands = _read(_COMMANDS, data)
+    commands: Commands = _decode(_COMMANDS, data)
     return commands
 
 
-def news_of(data: bytes) -> News:
+def decode_message(data: bytes) -> EngineMessage:
     """Decode a message of the engine. Raises BadFrame for invalid data."""
-    news: News = _read(_NEWS, data)
+    news: EngineMessage = _decode(_ENGINE_MESSAGE, data)
     return news
 
 
-def _read(decoder: "msgspec.msgpack.Decoder[Any]", data: bytes) -> Any:  # noqa: ANN401  (as the decoder says)
+def _decode(decoder: "msgspec.msgpack.Decoder[Any]", data: bytes) -> Any:  # noqa: ANN401  (as the decoder says)
     try:
         return decoder.decode(data)
     except (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError) as error:  # also of a value
@@ -248,11 +248,11 @@ _PLAIN = {kind.__name__: kind for kind in (ConfigError, ModelError, QuireError)}
 _KINDS = {*_WITH_PARAM, *_PLAIN, "DeadlineUnreachable", "QueueFull"}
 
 
-def failure_of(error: Exception) -> Failure:
+def encode_error(error: Exception) -> Failure:
     """An error as data."""
     match error:
         case DeadlineUnreachable():
-            numbers = [error.predicted, error.asked]
+            numbers = [error.predicted, error.deadline]
         case QueueFull():
             numbers = [error.retry_after]
         case _:
@@ -262,7 +262,7 @@ def failure_of(error: Exception) -> Failure:
     return Failure(kind, str(error), getattr(error, "param", None), numbers)
 
 
-def error_of(failure: Failure) -> Exception:
+def decode_error(failure: Failure) -> Exception:
     """The exception of a Failure: the class named by `kind` if it is an error of quire, else RuntimeError."""
     match failure:
         case Failure("DeadlineUnreachable", _, _, [predicted, asked]):

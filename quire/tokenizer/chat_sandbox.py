@@ -82,7 +82,7 @@ _WIDE_FIELD = re.compile(r"\d{4}")
 _CONTAINERS = (list, tuple, set, frozenset, KeysView, ValuesView, ItemsView)
 
 
-class TooMuch(Exception):
+class LimitExceeded(Exception):
     """A template exceeded a limit."""
 
 
@@ -96,14 +96,14 @@ class Meter:
     def step(self) -> None:
         """Check the time before an operation. Raises TooMuch."""
         if time.thread_time() > self._deadline:
-            raise TooMuch("it takes too long")
+            raise LimitExceeded("it takes too long")
 
     def measure(self, value: object) -> int:
         """Add the size of `value` to the total and return it, in characters. Raises TooMuch."""
         size = size_of(value)
         self._total += size
         if self._total > MAX_TOTAL:
-            raise TooMuch("it makes too much text")
+            raise LimitExceeded("it makes too much text")
         return size
 
     def count(self, items: Iterator[object]) -> Iterator[object]:
@@ -135,7 +135,7 @@ def size_of(value: object) -> int:
         elif isinstance(item, range):
             size += ITEM_SIZE * len(item)
     if size > MAX_SIZE:
-        raise TooMuch(f"it makes a value of more than {MAX_SIZE} characters")
+        raise LimitExceeded(f"it makes a value of more than {MAX_SIZE} characters")
     return size
 
 
@@ -143,13 +143,13 @@ def check_growth(value: object, operands: Sequence[object]) -> None:
     """Raises TooMuch if the size of `value` times the largest operand exceeds MAX_WORK."""
     longest = max([abs(o) if isinstance(o, int) else size_of(o) for o in operands], default=1)
     if max(1, size_of(value)) * longest > MAX_WORK:
-        raise TooMuch("it makes a text grow too much at once")
+        raise LimitExceeded("it makes a text grow too much at once")
 
 
 def check_format(text: str, operands: Sequence[object]) -> None:
     """Raises TooMuch for a format string with wide fields or large operands."""
     if _WIDE_FIELD.search(text):
-        raise TooMuch("it formats a field of a thousand characters or more")
+        raise LimitExceeded("it formats a field of a thousand characters or more")
     check_growth(text, operands)
 
 
@@ -158,7 +158,7 @@ def check_numbers(operator: str, left: object, right: object) -> None:
     if isinstance(left, int) and isinstance(right, int):
         bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
         if bits > MAX_SIZE // 1024:
-            raise TooMuch("it makes a number with thousands of digits")
+            raise LimitExceeded("it makes a number with thousands of digits")
 
 
 class PlainNamespace(Namespace):
@@ -203,7 +203,7 @@ def tojson(
 ) -> str:
     """JSON without HTML escapes, unlike Jinja's filter. Raises TooMuch for a wide indent."""
     if indent is not None and not 0 <= indent <= 16:
-        raise TooMuch("it indents JSON by more than 16 spaces")
+        raise LimitExceeded("it indents JSON by more than 16 spaces")
     marks = None if separators is None else (str(separators[0])[:16], str(separators[1])[:16])
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=marks, sort_keys=sort_keys)
 
@@ -294,7 +294,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.meter.step()
         text = getattr(function, "__self__", None)
         if isinstance(text, str):
-            args = tuple(self._settled(arg) for arg in args)
+            args = tuple(self._materialized(arg) for arg in args)
             if function.__name__ in _REFUSED_METHODS:
                 raise SecurityError(f"it calls {function.__name__}")
             if function.__name__ in _COSTLY_METHODS:
@@ -325,7 +325,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         @wraps(function)
         def run(*args: object, **kwargs: object) -> object:
             self.meter.step()
-            args = tuple(self._settled(arg) for arg in args)
+            args = tuple(self._materialized(arg) for arg in args)
             operands = (*args[skipped + 1 :], *kwargs.values())
             if name == "format":
                 check_format(str(args[skipped]), operands)
@@ -335,5 +335,5 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
         return run
 
-    def _settled(self, value: object) -> object:
+    def _materialized(self, value: object) -> object:
         return list(self.counted(value)) if isinstance(value, Iterator) else value

@@ -13,8 +13,8 @@ from jinja2 import Template, TemplateError
 from jinja2.exceptions import SecurityError
 
 from quire.errors import ModelError, RequestError, nearest
-from quire.models.checkpoint import read_object
-from quire.tokenizer.chat_sandbox import MAX_SECONDS, MAX_SIZE, Meter, Sandbox, TooMuch
+from quire.models.checkpoint import read_json_object
+from quire.tokenizer.chat_sandbox import MAX_SECONDS, MAX_SIZE, LimitExceeded, Meter, Sandbox
 from quire.tokenizer.messages import REASONING_FIELDS, Message, plain_json, plain_messages
 
 MAX_SOURCE = 2**20  # characters
@@ -34,7 +34,7 @@ class ChatTemplate:
         self._seconds = seconds
         try:
             self._template: Template = self._sandbox.from_string(source)
-        except (TemplateError, TooMuch, RecursionError, ValueError, TypeError) as error:
+        except (TemplateError, LimitExceeded, RecursionError, ValueError, TypeError) as error:
             raise ModelError(f"the model's chat template is broken: {_reason(error)}") from error
 
     def render(self, variables: Mapping[str, object]) -> str:
@@ -48,7 +48,7 @@ class ChatTemplate:
                 return _collect(self._template, variables)
             except SecurityError as error:
                 raise ModelError(f"the model's chat template was stopped: {_reason(error)}") from error
-            except TooMuch as error:
+            except LimitExceeded as error:
                 raise RequestError(
                     f"the chat template was stopped: {error}; shorten the messages", "messages"
                 ) from error
@@ -66,7 +66,7 @@ def _collect(template: Template, variables: Mapping[str, object]) -> str:
     for piece in template.generate(variables):
         size += len(piece)
         if size > MAX_SIZE:
-            raise TooMuch(f"it makes more than {MAX_SIZE} characters")
+            raise LimitExceeded(f"it makes more than {MAX_SIZE} characters")
         pieces.append(piece)
     return "".join(pieces)
 
@@ -92,7 +92,7 @@ def read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
         found = {**_named(config.get("chat_template"), "tokenizer_config.json"), **found}
     older = folder / "chat_template.json"
     if not found and older.is_file():
-        return _named(read_object(older).get("chat_template"), older.name)
+        return _named(read_json_object(older).get("chat_template"), older.name)
     return found
 
 
@@ -124,7 +124,7 @@ _MARK = "\U000f5ecd"  # a private-use character, which conversations do not have
 _PARAM = "continue_final_message"
 
 
-class OpenEnd:
+class ContinuedFinalMessage:
     """A conversation whose last message is continued, with a mark at the end of its text.
 
     field: the continued text of the message, such as "content" or "reasoning_content".
@@ -141,7 +141,7 @@ class OpenEnd:
         self.messages = [*messages[:-1], {**last, **marked}]
         self._text = text.strip()
 
-    def cut(self, rendered: str) -> str:
+    def truncate(self, rendered: str) -> str:
         """The text up to the mark; without trailing white space if the template stripped the space after the mark."""
         end = rendered.rfind(_MARK)
         if end < 0 or self._text not in rendered:
@@ -207,7 +207,7 @@ def render_conversation(
     plain = plain_messages(messages)
     end = None
     if continue_final_message:
-        end = OpenEnd(plain, "content" if continue_final_message is True else continue_final_message)
+        end = ContinuedFinalMessage(plain, "content" if continue_final_message is True else continue_final_message)
         plain = end.messages
     rendered = template.render(
         {
@@ -218,7 +218,7 @@ def render_conversation(
             "add_generation_prompt": end is None if add_generation_prompt is None else add_generation_prompt,
         }
     )
-    return rendered if end is None else end.cut(rendered)
+    return rendered if end is None else end.truncate(rendered)
 
 
 def _objects(values: Sequence[Mapping[str, object]] | None, name: str) -> object:

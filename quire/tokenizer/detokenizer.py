@@ -42,15 +42,17 @@ class Detokenizer:
         end = self._end_of(prompt)
         self._begun = bool(end)
         self._utf8.decode(end)
-        self._owed = len(self._utf8.getstate()[0].decode(errors=tokenizer.byte_errors))  # U+FFFD of the prompt
+        self._num_prompt_replacements = len(
+            self._utf8.getstate()[0].decode(errors=tokenizer.byte_errors)
+        )  # U+FFFD of the prompt
 
-    def add(self, token: int) -> str:
+    def append_token(self, token: int) -> str:
         """The text that this token completes."""
-        return self._let_out(self._bytes(token))
+        return self._decode(self._bytes(token))
 
-    def close(self) -> str:
+    def flush(self) -> str:
         """The text that was held back. Call it after the last token."""
-        return self._let_out(b"", final=True)
+        return self._decode(b"", final=True)
 
     def _end_of(self, prompt: Sequence[int]) -> bytes:
         """The last bytes of the prompt, enough to find an incomplete character; empty if it has no text."""
@@ -75,11 +77,11 @@ class Detokenizer:
         self._begun = True
         return self._tokenizer.token_bytes(token, first=True)
 
-    def _let_out(self, data: bytes, *, final: bool = False) -> str:
+    def _decode(self, data: bytes, *, final: bool = False) -> str:
         text = _ESCAPED.sub(_REPLACEMENT, self._utf8.decode(data, final))
-        while text and self._owed and text[0] == _REPLACEMENT:
+        while text and self._num_prompt_replacements and text[0] == _REPLACEMENT:
             text = text[1:]
-            self._owed -= 1
+            self._num_prompt_replacements -= 1
         if text:
-            self._owed = 0
+            self._num_prompt_replacements = 0
         return text

@@ -36,7 +36,7 @@ def gguf_tokenizer(metadata: Metadata) -> Tokenizer:
     try:
         core = _KINDS[kind](metadata, tokens, types)
         _add_special(core, tokens, types)
-        _add_ends(core, metadata, tokens, special)
+        _add_bos_eos(core, metadata, tokens, special)
     except QuireError:
         raise
     except Exception as error:  # the library raises no specific exception
@@ -132,7 +132,7 @@ def _add_special(core: Core, tokens: list[str], types: list[int]) -> None:
     core.add_tokens([AddedToken(text, special=False, normalized=False) for text in plain])
 
 
-def _add_ends(core: Core, metadata: Metadata, tokens: list[str], special: Mapping[str, int]) -> None:
+def _add_bos_eos(core: Core, metadata: Metadata, tokens: list[str], special: Mapping[str, int]) -> None:
     """Set the post-processor that adds begin and end tokens to each text, if there are any."""
     is_sentencepiece = metadata.text("tokenizer.ggml.model") == "llama"
     rule = SPLITS.get(metadata.text("tokenizer.ggml.pre", "default"))

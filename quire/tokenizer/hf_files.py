@@ -17,7 +17,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from quire.errors import ModelError
-from quire.models.checkpoint import read_object
+from quire.models.checkpoint import read_json_object
 
 _STANDARD_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
@@ -155,7 +155,7 @@ _CLASSES = {  # model_type -> the tokenizer class if the folder names none
     **dict.fromkeys(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"), "Qwen2Tokenizer"),
     **dict.fromkeys(("gemma", "gemma2", "gemma3", "gemma3_text"), "GemmaTokenizer"),
 }
-_CLASS_UNHEEDED = frozenset(  # model types for which transformers ignores the folder's tokenizer class
+_CLASS_IGNORED = frozenset(  # model types for which transformers ignores the folder's tokenizer class
     {"granite", "mistral", "mixtral", "nemotron", "olmo2", "olmo3", "phi3", "phimoe", "qwen2", "stablelm"}
 )
 _END_OF_TEXT = "<|endoftext|>"
@@ -209,9 +209,9 @@ def read_tokenizer(folder: Path) -> TokenizerFiles:
         _optional(folder / "added_tokens.json"),
     )
     if not whole:
-        _set_ends(core, special, begin=config.get("add_bos_token") is True, end=config.get("add_eos_token") is True)
-    elif kind == "GPTNeoXTokenizer" and model_type not in _CLASS_UNHEEDED:
-        _set_ends(core, special)  # since version 4 transformers ignores begin and end tokens of these files
+        _set_bos_eos(core, special, begin=config.get("add_bos_token") is True, end=config.get("add_eos_token") is True)
+    elif kind == "GPTNeoXTokenizer" and model_type not in _CLASS_IGNORED:
+        _set_bos_eos(core, special)  # since version 4 transformers ignores begin and end tokens of these files
     core.no_truncation()
     core.no_padding()
     core.encode_special_tokens = config.get("split_special_tokens") is True
@@ -219,7 +219,7 @@ def read_tokenizer(folder: Path) -> TokenizerFiles:
 
 
 def _optional(path: Path) -> dict[str, Any]:
-    return read_object(path) if path.is_file() else {}
+    return read_json_object(path) if path.is_file() else {}
 
 
 def _from_file(path: Path) -> tokenizers.Tokenizer:
@@ -256,7 +256,7 @@ def _missing(folder: Path) -> str:
     return f"{path} is missing; download the model's tokenizer.json, or its vocab.json and merges.txt"
 
 
-def _set_ends(
+def _set_bos_eos(
     core: tokenizers.Tokenizer, special: Mapping[str, str], *, begin: bool = False, end: bool = False
 ) -> None:
     """Replace the post-processor: each text gets the begin token, the end token, both or none."""

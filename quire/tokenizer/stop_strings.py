@@ -34,7 +34,7 @@ class StopStrings:
         self._lengths = [0] * len(patterns)  # by pattern: length of its longest prefix that the text ends with
         self._held = ""
 
-    def add(self, text: str, *, may_stop: bool = True) -> str:
+    def append_text(self, text: str, *, may_stop: bool = True) -> str:
         """Add text. Returns the text that is certain to be output; "" after a match.
 
         may_stop: False ignores stop strings that become complete in this text.
@@ -55,7 +55,7 @@ class StopStrings:
         self._held = text[kept:]
         return text[:kept]
 
-    def close(self) -> str:
+    def flush(self) -> str:
         """The text that was held back. Call it after the last text."""
         held, self._held = self._held, ""
         return held

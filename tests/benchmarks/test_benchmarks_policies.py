@@ -8,7 +8,7 @@ import pytest
 from benchmarks.policies.fair import Load, arrivals, harm
 from benchmarks.policies.order import best, best_of_all_orders, crossover, few_shot, served, small_case
 from benchmarks.policies.plan import loaded
-from quire.cache.incremental_match import Matching
+from quire.cache.incremental_match import IncrementalMatcher
 from quire.scheduler.queue import prefix_aware
 from quire.scheduler.queue.prefix_aware import score
 from tools.virtual_time import Server, limits, memory, result_of
@@ -50,7 +50,7 @@ def test_orders_that_heed_the_cache_reach_96_percent_of_the_best_order_on_few_sh
 @pytest.mark.parametrize("policy", ["lpm", "cache-aware", "dfs-weight"])
 def test_a_step_looks_at_a_bounded_number_of_waiting_sequences(policy, monkeypatch):
     looked = Counter()
-    renew = Matching.renew
+    renew = IncrementalMatcher.update
 
     def counted(self, *args):
         cost = renew(self, *args)
@@ -58,15 +58,15 @@ def test_a_step_looks_at_a_bounded_number_of_waiting_sequences(policy, monkeypat
         looked["blocks"] += cost
         return cost
 
-    monkeypatch.setattr(Matching, "renew", counted)
+    monkeypatch.setattr(IncrementalMatcher, "update", counted)
     scheduler = loaded(policy, 8, 1500, 40)
     for i in range(40):
         looked.clear()
         step = scheduler.plan(100.0 + i)
-        assert 0 < looked["sequences"] <= prefix_aware.MOST_LOOKED_AT + 4
+        assert 0 < looked["sequences"] <= prefix_aware.MAX_MATCH_UPDATES + 4
         assert looked["blocks"] <= prefix_aware.MOST_BLOCKS + 64
         if i == 20:
-            scheduler.abort(scheduler._lives.rows.running[0].request.id, 100.0)  # another one may begin
+            scheduler.abort(scheduler._state.running_queue.running[0].request.id, 100.0)  # another one may begin
         scheduler.commit(result_of(step, 0.01), 100.0 + i)
     assert scheduler.num_waiting == 1499
 

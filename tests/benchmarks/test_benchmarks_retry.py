@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.retry import LOADS, Load, Site, measure
-from quire.cost.queue_wait import Line
+from quire.cost.queue_wait import QueueForecast
 
 
 def test_turns_are_those_of_the_scheduler():
@@ -14,11 +14,11 @@ def test_turns_are_those_of_the_scheduler():
     began, line, made = {}, None, 0.0
     while site.scheduler.has_work:
         step = site.scheduler.plan(site.now)
-        for seq in site.scheduler._lives.rows.running:
+        for seq in site.scheduler._state.running_queue.running:
             began.setdefault(seq.request.id, site.now)
         if step.id == 150:
-            bound, made = site.scheduler._bound, site.now
-            line = Line(bound._turns(), bound._who_waits([]), 0, 0)
+            bound, made = site.scheduler._queue_limit, site.now
+            line = QueueForecast(bound._simulation(), bound._waiting_turns([]), 0, 0)
             line.seconds_until(10**9, 0)  # freezes the current state
         result = site._result(step)
         site.now += result.seconds

@@ -11,7 +11,7 @@ from scripted_engine import cache_config
 from quire.cache.block_pool import BlockPool
 from quire.cache.block_table import ABSENT
 from quire.cache.kv_cache import KVCache
-from quire.config import blocks_alone
+from quire.config import max_blocks_of_sequence
 from quire.core.step import Move
 
 
@@ -24,24 +24,24 @@ def append(cache: KVCache, seq_id: int, num_tokens: int) -> tuple[int, int]:
 
 def test_a_pool_counts_owners():
     pool = BlockPool(2)
-    block = pool.take()
-    pool.hold(block)
-    pool.drop(block)
-    assert (pool.refs(block), pool.num_free) == (1, 1)
-    pool.drop(block)
+    block = pool.allocate()
+    pool.incr_ref(block)
+    pool.decr_ref(block)
+    assert (pool.num_refs(block), pool.num_free) == (1, 1)
+    pool.decr_ref(block)
     assert pool.num_free == 2
     with pytest.raises(ValueError, match="free already"):
-        pool.drop(block)
+        pool.decr_ref(block)
     with pytest.raises(ValueError, match="cannot be shared"):
-        pool.hold(block)
-    assert pool.take() == block, "the block given back last is taken first"
+        pool.incr_ref(block)
+    assert pool.allocate() == block, "the block given back last is taken first"
 
 
 def test_check_sees_a_leak_and_repair_mends_it():
     cache = KVCache(cache_config(4))
-    cache.open(1)
+    cache.new_table(1)
     cache.grow(cache.tables[1], 5)
-    cache.pools[0].hold(cache.tables[1].blocks[0][0])
+    cache.pools[0].incr_ref(cache.tables[1].blocks[0][0])
     assert cache.check() == ["group 0: block 3 has 2 references and 1 owners"]
     cache.repair()
     assert cache.check() == []
@@ -49,9 +49,9 @@ def test_check_sees_a_leak_and_repair_mends_it():
 
 def test_document_002_two_requests_on_twenty_blocks_of_four():
     cache = KVCache(cache_config(20))
-    cache.open(0)
+    cache.new_table(0)
     assert [append(cache, 0, i) for i in range(5)] == [(19, 0), (19, 1), (19, 2), (19, 3), (18, 0)]
-    cache.open(1)
+    cache.new_table(1)
     assert append(cache, 1, 0) == (17, 0)
     cache.release(0)
     assert cache.pools.num_free == 19
@@ -59,7 +59,7 @@ def test_document_002_two_requests_on_twenty_blocks_of_four():
 
 def test_document_000_algorithm_1_five_tokens_take_two_blocks_and_free_returns_both():
     cache = KVCache(cache_config(8))
-    cache.open(0)
+    cache.new_table(0)
     cache.grow(cache.tables[0], 5)
     assert cache.pools.num_free == 6
     cache.release(0)
@@ -68,7 +68,7 @@ def test_document_000_algorithm_1_five_tokens_take_two_blocks_and_free_returns_b
 
 def test_document_004_figure_4_a_prompt_of_seven_grows_to_sixteen():
     cache = KVCache(cache_config(10))
-    table = cache.open(0)
+    table = cache.new_table(0)
     cache.grow(table, 7)
     assert len(table) == 2
     sizes = []
@@ -80,27 +80,27 @@ def test_document_004_figure_4_a_prompt_of_seven_grows_to_sixteen():
 
 def test_document_004_figure_5_the_first_write_to_a_shared_half_full_block_copies_it():
     cache = KVCache(cache_config(10))
-    first = cache.open(0)
+    first = cache.new_table(0)
     cache.grow(first, 7)
     second = cache.fork(0, 1, 7)
     shared = first.blocks[0][1]
-    assert [cache.pools[0].refs(block) for block in first.blocks[0]] == [2, 2]
+    assert [cache.pools[0].num_refs(block) for block in first.blocks[0]] == [2, 2]
     assert cache.grow(second, 8) == [1]
     (move,) = cache.launched(0)
     assert (move.pairs, move.num_tokens) == ([(shared, second.blocks[0][1])], 3)
     assert second.blocks[0][0] == first.blocks[0][0]
-    assert cache.pools[0].refs(shared) == 2, "the first sequence, and the copy until it is made"
+    assert cache.pools[0].num_refs(shared) == 2, "the first sequence, and the copy until it is made"
     assert cache.grow(first, 8) == [2], "the last sequence writes in place"
     assert cache.launched(1) == []
     cache.collected(0)
     cache.collected(1)
     assert first.blocks[0][1] == shared
-    assert cache.pools[0].refs(shared) == 1
+    assert cache.pools[0].num_refs(shared) == 1
 
 
 def test_document_001_life_of_a_request_of_45_tokens_that_ends_at_112():
     cache = KVCache(cache_config(200, block_size=16))
-    table = cache.open(0)
+    table = cache.new_table(0)
     cache.grow(table, 45)
     assert len(table) == 3
     fourth = next(n for n in range(45, 113) if append(cache, 0, n) and len(table) == 4)
@@ -112,11 +112,11 @@ def test_document_001_life_of_a_request_of_45_tokens_that_ends_at_112():
 
 def test_blocks_let_go_belong_to_the_steps_in_flight_until_they_are_collected():
     cache = KVCache(cache_config(4))
-    cache.open(0)
+    cache.new_table(0)
     cache.grow(cache.tables[0], 8)
     cache.launched(7)
     cache.launched(8)
-    other = cache.open(1)
+    other = cache.new_table(1)
     assert cache.grow(other, 12) is None
     assert not cache.fits_once_collected(other, 12)
     cache.release(0)
@@ -132,36 +132,36 @@ def test_blocks_let_go_belong_to_the_steps_in_flight_until_they_are_collected():
 
 def test_a_copy_that_a_failed_step_carried_is_made_by_the_next_one():
     cache = KVCache(cache_config(6))
-    cache.grow(cache.open(0), 7)
+    cache.grow(cache.new_table(0), 7)
     cache.grow(cache.fork(0, 1, 7), 8)
     (move,) = cache.launched(0)
     cache.failed(0)
     cache.release(0)
     ((source, _),) = move.pairs
-    assert cache.pools[0].refs(source) == 1, "the copy still needs it"
+    assert cache.pools[0].num_refs(source) == 1, "the copy still needs it"
     assert cache.launched(1) == [move]
     cache.collected(1)
-    assert cache.pools[0].refs(source) == 0
+    assert cache.pools[0].num_refs(source) == 0
     assert cache.check() == []
 
 
 def test_growth_is_all_or_nothing():
     cache = KVCache(cache_config(3, windows=(0, 0)))
-    table = cache.open(0)
+    table = cache.new_table(0)
     assert cache.grow(table, 13) is None
     assert (len(table), cache.pools.num_free) == (0, 6)
-    assert cache.grow(table, 12, spare=[1, 0]) is None
+    assert cache.grow(table, 12, watermark_blocks=[1, 0]) is None
     assert cache.grow(table, 12) == [0, 0]
     assert [len(blocks) for blocks in table.blocks] == [3, 3]
 
 
 def test_a_copy_that_nobody_wants_any_more_is_forgotten():
     cache = KVCache(cache_config(6))
-    cache.grow(cache.open(0), 10)
-    assert cache.branch(0, 1, 7, reserve=7, spare=[0]) is not None
+    cache.grow(cache.new_table(0), 10)
+    assert cache.branch(0, 1, 7, reserve=7, watermark_blocks=[0]) is not None
     cache.release(1)
     assert cache.launched(0) == []
-    assert cache.branch(0, 2, 7, reserve=7, spare=[0]) is not None
+    assert cache.branch(0, 2, 7, reserve=7, watermark_blocks=[0]) is not None
     assert len(cache.launched(1)) == 1
     cache.release(2)
     cache.release(0)
@@ -172,11 +172,11 @@ def test_a_copy_that_nobody_wants_any_more_is_forgotten():
 
 def test_a_branch_shares_whole_blocks_and_copies_the_one_it_ends_in():
     cache = KVCache(cache_config(8))
-    parent = cache.open(0)
+    parent = cache.new_table(0)
     cache.grow(parent, 14)
-    child = cache.branch(0, 1, 10, reserve=10, spare=[3])
+    child = cache.branch(0, 1, 10, reserve=10, watermark_blocks=[3])
     assert child is not None and cache.pools.num_free == 3
-    assert cache.branch(0, 2, 10, reserve=10, spare=[3]) is None, "one must be left"
+    assert cache.branch(0, 2, 10, reserve=10, watermark_blocks=[3]) is None, "one must be left"
     assert child.blocks[0][:2] == parent.blocks[0][:2] and child.blocks[0][2] != parent.blocks[0][2]
     (move,) = cache.launched(0)
     assert (move.pairs, move.num_tokens) == ([(parent.blocks[0][2], child.blocks[0][2])], 2)
@@ -185,7 +185,7 @@ def test_a_branch_shares_whole_blocks_and_copies_the_one_it_ends_in():
 
 def test_a_window_keeps_the_blocks_that_its_next_query_sees():
     cache = KVCache(cache_config(10, windows=(0, 6)))
-    table = cache.open(0)
+    table = cache.new_table(0)
     cache.grow(table, 8, reserve=20)
     assert [len(blocks) for blocks in table.blocks] == [5, 2], "only groups without a window take blocks ahead"
     cache.grow(table, 20)
@@ -193,8 +193,8 @@ def test_a_window_keeps_the_blocks_that_its_next_query_sees():
         cache.trim(table, num_tokens)
         assert table.blocks[1].count(ABSENT) == table.firsts[1] == absent, num_tokens
     assert ABSENT not in table.blocks[0]
-    assert cache.branch(0, 1, 10, reserve=10, spare=[0, 0]) is None, "what its next query sees is gone"
-    child = cache.branch(0, 1, 19, reserve=19, spare=[0, 0])
+    assert cache.branch(0, 1, 10, reserve=10, watermark_blocks=[0, 0]) is None, "what its next query sees is gone"
+    child = cache.branch(0, 1, 19, reserve=19, watermark_blocks=[0, 0])
     assert child is not None and child.firsts == [0, 3]
     assert cache.check() == []
     cache.launched(0)
@@ -206,8 +206,8 @@ def test_a_window_keeps_the_blocks_that_its_next_query_sees():
 
 def test_a_lone_sequence_never_has_more_blocks_of_a_window_than_it_is_promised():
     for window, step_tokens, length in ((6, 5, 40), (1, 1, 9), (16, 3, 50), (5, 40, 30)):
-        cache = KVCache(cache_config(blocks_alone(window, 4, length, step_tokens), windows=(window,)))
-        table, rng = cache.open(0), random.Random(window)
+        cache = KVCache(cache_config(max_blocks_of_sequence(window, 4, length, step_tokens), windows=(window,)))
+        table, rng = cache.new_table(0), random.Random(window)
         written = 0
         while written < length:
             written = min(length, written + rng.randint(1, step_tokens))
@@ -256,7 +256,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule()
     def open(self) -> None:
-        self.cache.open(self.next_id)
+        self.cache.new_table(self.next_id)
         self.sequences[self.next_id] = []
         self.unwritten[self.next_id] = self.committed[self.next_id] = 0
         self.next_id += 1
@@ -266,7 +266,7 @@ class CacheMachine(RuleBasedStateMachine):
     def grow(self, data: st.DataObject, more: int) -> None:
         seq_id = self.sequence(data)
         stamps, table = self.sequences[seq_id], self.cache.tables[seq_id]
-        needed, free = self.cache.needed(table, len(stamps) + more), self.num_free()
+        needed, free = self.cache.num_needed_blocks(table, len(stamps) + more), self.num_free()
         if self.cache.grow(table, len(stamps) + more) is None:
             assert any(blocks > left for blocks, left in zip(needed, free, strict=True))
             return
@@ -299,7 +299,7 @@ class CacheMachine(RuleBasedStateMachine):
         parent = self.sequence(data)
         num_tokens = data.draw(st.integers(0, self.committed[parent]))
         gone = self.seen(num_tokens, 1) < 4 * self.cache.tables[parent].firsts[1]
-        child = self.cache.branch(parent, self.next_id, num_tokens, reserve=reserve, spare=[0, 0])
+        child = self.cache.branch(parent, self.next_id, num_tokens, reserve=reserve, watermark_blocks=[0, 0])
         if child is None:
             assert gone or min(self.num_free()) <= -(-max(reserve, num_tokens) // 4) - num_tokens // 4
             return
@@ -361,7 +361,7 @@ class CacheMachine(RuleBasedStateMachine):
                 assert read == stamps[first:written]
 
     def copies_wait(self) -> bool:
-        return bool(self.cache._copies._waiting) or any(failing for _, failing, _ in self.in_flight)
+        return bool(self.cache._copies._pending) or any(failing for _, failing, _ in self.in_flight)
 
     def teardown(self) -> None:
         for seq_id in self.sequences:

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.config import CacheConfig, KVGroup
-from quire.cost.memory_plan import Demand, KVDemand, parse_memory, plan_memory, size
-from quire.cost.step_time import Pace
+from quire.cost.memory_plan import KVProfile, MemoryProfile, format_bytes, parse_memory, plan_memory
+from quire.cost.step_time import StepTime
 from quire.errors import ConfigError
 
 GIB = 2**30
@@ -18,7 +18,7 @@ def demand(**changes):
     values = {
         "weight_bytes": GIB,
         "weight_reason": "0.5 G parameters x 2 B",
-        "kv": (KVDemand(12288, 0, "24 layers x 2 heads x 64 x 2 x 2 B"),),
+        "kv": (KVProfile(12288, 0, "24 layers x 2 heads x 64 x 2 x 2 B"),),
         "block_size": 16,
         "model_max_len": 8192,
         "max_model_len": None,
@@ -28,7 +28,7 @@ def demand(**changes):
         "workspace_bytes_per_seq": 500_000,
         "scratch_bytes": 10_000_000,
     }
-    return Demand(**(values | changes))
+    return MemoryProfile(**(values | changes))
 
 
 def test_a_pool_that_is_never_larger_than_useful():
@@ -40,7 +40,7 @@ def test_a_pool_that_is_never_larger_than_useful():
 
 
 def test_a_pool_that_keeps_what_was_computed_takes_all_that_is_left():
-    plan = plan_memory(demand(), available=64 * GIB, default_share=0.5, limit="16GiB", keeps=True)
+    plan = plan_memory(demand(), available=64 * GIB, default_share=0.5, limit="16GiB", fill_budget=True)
     assert plan.num_blocks[0] > 8 * 8192 // 16
     assert 16 * GIB - 12288 * 16 < sum(line.bytes for line in plan.lines) <= 16 * GIB
     assert "what is left of 16.00 GiB" in str(plan)
@@ -68,7 +68,7 @@ def test_a_context_that_does_not_fit_is_lowered_unless_it_was_asked_for():
 def test_recordings_are_taken_from_the_pool_and_have_a_line():
     plain, recorded = (
         plan_memory(demand(**some, max_num_seqs=1000), available=64 * GIB, default_share=0.5, limit="4GiB")
-        for some in ({}, {"recording_bytes": GIB, "recording_reason": "22 graphs"})
+        for some in ({}, {"captured_steps_bytes": GIB, "captured_steps_reason": "22 graphs"})
     )
     assert plain.num_blocks[0] - recorded.num_blocks[0] == pytest.approx(GIB / (12288 * 16), abs=1)
     line = recorded.lines[-1]
@@ -78,7 +78,7 @@ def test_recordings_are_taken_from_the_pool_and_have_a_line():
     staged = plan_memory(demand(staging_bytes=GIB), available=64 * GIB, default_share=0.5, limit=None)
     assert (staged.lines[-1].name, staged.lines[-1].bytes) == ("staging", GIB)
     with pytest.raises(ConfigError, match=r"workspace 1\.51 GiB"):
-        plan_memory(demand(recording_bytes=GIB, max_num_seqs=1000), available=GIB * 2, default_share=1, limit=None)
+        plan_memory(demand(captured_steps_bytes=GIB, max_num_seqs=1000), available=GIB * 2, default_share=1, limit=None)
 
 
 @pytest.mark.parametrize("max_model_len", [0, 1, -5, 8193])
@@ -118,7 +118,7 @@ def test_bad_sizes_say_what_a_size_is(text):
     block_size=st.sampled_from([1, 16, 64]),
 )
 def test_groups_share_a_budget(window, budget, seqs, length, block_size):
-    kv = (KVDemand(6144, 0, "full"), KVDemand(3 * 6144, window, "window"))
+    kv = (KVProfile(6144, 0, "full"), KVProfile(3 * 6144, window, "window"))
     asked = demand(kv=kv, max_num_seqs=seqs, max_model_len=length, block_size=block_size)
     try:
         plan = plan_memory(asked, available=64 * GIB, default_share=0.5, limit=f"{budget}MiB")
@@ -134,13 +134,13 @@ def test_groups_share_a_budget(window, budget, seqs, length, block_size):
             for (kind, seen), num in zip(groups, plan.num_blocks, strict=True)
         ),
     )
-    assert cache.holds_alone(plan.max_model_len, asked.max_num_batched_tokens)
+    assert cache.fits_sequence(plan.max_model_len, asked.max_num_batched_tokens)
     if plan.max_model_len == 8192 and window > 8192:
         assert plan.num_blocks[0] == plan.num_blocks[1], "a window that is never left is none"
 
 
 def test_no_group_is_left_short_when_another_has_enough():
-    kv = (KVDemand(1, 0, ""), KVDemand(1, 1, ""), KVDemand(1, 0, ""))
+    kv = (KVProfile(1, 0, ""), KVProfile(1, 1, ""), KVProfile(1, 0, ""))
     asked = demand(kv=kv, max_num_seqs=4, max_model_len=96, max_num_batched_tokens=96)
     for extra in range(0, 3000, 7):
         plan = plan_memory(asked, available=64 * GIB, default_share=0.5, limit=str(1_125_700_000 + extra))
@@ -151,8 +151,8 @@ def test_no_group_is_left_short_when_another_has_enough():
 
 def test_a_window_leaves_more_of_the_budget_to_the_other_group():
     asked = {"max_num_seqs": 1000, "max_num_batched_tokens": 64}
-    both = demand(kv=(KVDemand(6144, 0, ""), KVDemand(6144, 0, "")), **asked)
-    windowed = demand(kv=(KVDemand(6144, 0, ""), KVDemand(6144, 512, "")), **asked)
+    both = demand(kv=(KVProfile(6144, 0, ""), KVProfile(6144, 0, "")), **asked)
+    windowed = demand(kv=(KVProfile(6144, 0, ""), KVProfile(6144, 512, "")), **asked)
     full, saved = (plan_memory(d, available=64 * GIB, default_share=0.5, limit="2GiB") for d in (both, windowed))
     assert saved.concurrency(4096) > 1.5 * full.concurrency(4096)
 
@@ -174,11 +174,11 @@ def test_more_than_there_is():
 
 
 def test_sizes_for_people():
-    assert (size(512), size(1536), size(3 * GIB)) == ("512 B", "1.50 KiB", "3.00 GiB")
+    assert (format_bytes(512), format_bytes(1536), format_bytes(3 * GIB)) == ("512 B", "1.50 KiB", "3.00 GiB")
 
 
 def test_pace_finds_the_line_through_noise():
-    pace, rng = Pace(), random.Random(1)
+    pace, rng = StepTime(), random.Random(1)
     assert pace.tokens_within(0.1, 500) == 500, "nothing known, nothing held back"
     for _ in range(300):
         n = rng.choice([1, 8, 64, 512])
@@ -192,7 +192,7 @@ def test_pace_finds_the_line_through_noise():
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("inf"), float("nan"), 1e-320])
 def test_pace_learns_nothing_from_durations_that_cannot_be(seconds):
-    pace = Pace()
+    pace = StepTime()
     pace.observe(8, 0.01)
     before = (pace.fixed, pace.per_token)
     pace.observe(8, seconds)
@@ -201,7 +201,7 @@ def test_pace_learns_nothing_from_durations_that_cannot_be(seconds):
 
 @given(st.lists(st.tuples(st.integers(1, 4096), st.floats()), min_size=1, max_size=50), st.floats(1e-6, 1e300))
 def test_pace_stays_sane_whatever_it_sees(steps, seconds):
-    pace = Pace()
+    pace = StepTime()
     for n, took in steps:
         pace.observe(n, took)
     assert pace.per_token >= 0

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from scripted_engine import Rig
 
 from quire.core import codec
-from quire.core.scheduling_params import Retention, Terms
+from quire.core.scheduling_params import Retention, SchedulingParams
 from quire.core.step import StepResult
 from quire.cost.block_size import CANDIDATES, BlockUse, advise
-from quire.cost.memory_plan import Demand, KVDemand, parse_swap_space, plan_host_pool, plan_memory
-from quire.cost.step_time import Calibration, CopySample, Costs, DecodeSample, Prefill, PrefillSample, num_pairs
+from quire.cost.memory_plan import KVProfile, MemoryProfile, parse_swap_space, plan_host_pool, plan_memory
+from quire.cost.step_time import Calibration, CopySample, CostModel, DecodeSample, PrefillSample, PrefillTime, num_pairs
 from quire.errors import ConfigError, RequestError
 
 MIB, GIB = 2**20, 2**30
@@ -36,7 +36,7 @@ def test_pairs_are_tokens_and_what_they_attend_to():
 
 
 def test_what_steps_cost_is_found_exactly_where_nothing_disturbs():
-    prefill, rng = Prefill(), random.Random(1)
+    prefill, rng = PrefillTime(), random.Random(1)
     for num_tokens, pairs in chunks(rng, 60):
         prefill.observe(num_tokens, pairs, seconds_of(num_tokens, pairs))
     found = (prefill.fixed, prefill.per_token, prefill.per_pair)
@@ -44,7 +44,7 @@ def test_what_steps_cost_is_found_exactly_where_nothing_disturbs():
 
 
 def test_noise_of_a_fifth_leaves_predictions_within_a_tenth():
-    prefill, rng = Prefill(), random.Random(2)
+    prefill, rng = PrefillTime(), random.Random(2)
     for num_tokens, pairs in chunks(rng, 300):
         prefill.observe(num_tokens, pairs, seconds_of(num_tokens, pairs) * rng.uniform(0.8, 1.2))
     for num_tokens, before in ((2048, 0), (2048, 30_000), (700, 4096)):
@@ -54,7 +54,7 @@ def test_noise_of_a_fifth_leaves_predictions_within_a_tenth():
 
 def test_the_fit_is_that_of_numpy():
     rng, kept = random.Random(3), []
-    prefill = Prefill()
+    prefill = PrefillTime()
     for num_tokens, pairs in chunks(rng, 40):
         seconds = seconds_of(num_tokens, pairs) * rng.uniform(0.97, 1.03)
         prefill.observe(num_tokens, pairs, seconds)
@@ -71,7 +71,7 @@ steps = st.tuples(st.integers(1, 10**6), st.integers(0, 10**6), st.floats(1e-9, 
 
 @given(st.lists(steps, max_size=40))
 def test_no_coefficient_is_ever_negative_nor_without_bounds(seen):
-    prefill = Prefill()
+    prefill = PrefillTime()
     for num_tokens, before, seconds in seen:
         prefill.observe(num_tokens, num_pairs(num_tokens, before), seconds)
         found = (prefill.fixed, prefill.per_token, prefill.per_pair)
@@ -81,14 +81,14 @@ def test_no_coefficient_is_ever_negative_nor_without_bounds(seen):
 
 
 def test_of_steps_that_were_all_alike_tokens_carry_everything():
-    prefill = Prefill()
+    prefill = PrefillTime()
     for _ in range(5):
         prefill.observe(100, num_pairs(100, 0), 0.5)
     assert (prefill.per_token, prefill.per_pair, prefill.fixed) == (pytest.approx(0.005), 0.0, 0.0)
 
 
 def test_one_step_of_a_machine_that_slept_spoils_little_and_a_slower_machine_is_believed():
-    prefill, rng = Prefill(), random.Random(4)
+    prefill, rng = PrefillTime(), random.Random(4)
     for num_tokens, pairs in chunks(rng, 60):
         prefill.observe(num_tokens, pairs, seconds_of(num_tokens, pairs))
     pairs = num_pairs(700, 0)
@@ -101,23 +101,23 @@ def test_one_step_of_a_machine_that_slept_spoils_little_and_a_slower_machine_is_
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, 1e7, inf, float("nan")])
 def test_durations_that_cannot_be_teach_nothing(seconds):
-    costs = Costs()
+    costs = CostModel()
     costs.observe_step(10, seconds, num_pairs(10, 0))
     costs.observe_step(10, seconds)
     costs.observe_copies(100, seconds, 100, seconds)
-    assert costs.recompute_seconds(1000) == costs.step_seconds == 0.0
+    assert costs.recompute_seconds(1000) == costs.decode_step_seconds == 0.0
     assert costs.copy_seconds(100) == (inf, inf)
     assert str(costs) == "nothing is known yet"
 
 
 def test_a_step_without_tokens_teaches_nothing():
-    costs = Costs()
+    costs = CostModel()
     costs.observe_step(0, 1.0)
-    assert (costs.pace.per_token, costs.step_seconds) == (0.0, 0.0)
+    assert (costs.step_time.per_token, costs.decode_step_seconds) == (0.0, 0.0)
 
 
 def test_nothing_is_known_at_first():
-    costs = Costs()
+    costs = CostModel()
     assert costs.recompute_seconds(100) == costs.first_token_seconds(1000, 100) == costs.output_seconds(50) == 0.0
     assert costs.copy_seconds(1) == (inf, inf)
     figures = costs.figures()
@@ -134,19 +134,19 @@ def calibration():
 
 
 def test_a_calibration_teaches_all_of_it():
-    costs = Costs()
+    costs = CostModel()
     costs.calibrate(calibration())
     assert costs.recompute_seconds(1000, 500) == pytest.approx(1e-5 * 1000 + 3e-9 * num_pairs(1000, 500), rel=1e-6)
     alone = 2e-3 + 1e-5 * 3000 + 3e-9 * num_pairs(1000, 0)
     assert costs.first_token_seconds(2000, 1000) == pytest.approx(alone, rel=1e-6)
     assert 100 * 4e-3 < costs.output_seconds(100) < 100 * 6e-3
     assert costs.copy_seconds(2**20) == (pytest.approx(1e-3), pytest.approx(2e-3))
-    assert costs.pace.per_token > 0
+    assert costs.step_time.per_token > 0
     assert "copies 1.05 GB/s to the host, 0.524 GB/s from it" in str(costs)
 
 
 def test_a_longer_context_makes_tokens_dearer():
-    costs = Costs()
+    costs = CostModel()
     costs.calibrate(calibration())
     halves = costs.recompute_seconds(500), costs.recompute_seconds(500, 500)
     assert sum(halves) == pytest.approx(costs.recompute_seconds(1000))
@@ -154,7 +154,7 @@ def test_a_longer_context_makes_tokens_dearer():
 
 
 def test_copies_of_late_weigh_most():
-    costs = Costs()
+    costs = CostModel()
     for seconds in [1.0] * 5 + [3.0] * 50:
         costs.observe_copies(10**6, seconds, 0, 0.0)
     out, back = costs.copy_seconds(10**6)
@@ -171,7 +171,7 @@ def test_steps_that_compute_prompts_and_steps_that_generate_are_told_apart():
     rig.run()
     sizes = rig.scheduler.sizes
     assert rig.scheduler.costs.prefill.num_steps == sum(size > 1 for size in sizes) >= 3
-    assert rig.scheduler.costs.step_seconds > 0
+    assert rig.scheduler.costs.decode_step_seconds > 0
 
 
 def test_a_calibrated_scheduler_replays_and_keeps_its_first_step_short():
@@ -214,7 +214,7 @@ lengths = st.lists(st.integers(1, 5000), min_size=1, max_size=60)
 def test_predicted_waste_is_exact_where_the_size_divides_256(seen, block_size):
     use = BlockUse(16)
     for length in seen:
-        use.ended(length)
+        use.record_finished(length)
     slots = sum(-(-length // block_size) * block_size for length in seen)
     assert use.figures().predicted_waste(block_size) == pytest.approx(1 - sum(seen) / slots)
 
@@ -222,7 +222,7 @@ def test_predicted_waste_is_exact_where_the_size_divides_256(seen, block_size):
 def test_predicted_waste_of_other_sizes_is_half_a_block_each():
     use = BlockUse(16)
     for length in (100, 200):
-        use.ended(length)
+        use.record_finished(length)
     assert use.figures().predicted_waste(24) == pytest.approx(23 / (300 + 23))
 
 
@@ -249,7 +249,7 @@ def test_measured_waste_is_that_of_the_tables():
 def figures_of(lengths, block_size=16):
     use = BlockUse(block_size)
     for length in lengths:
-        use.ended(length)
+        use.record_finished(length)
     use.sample(1000, 900)
     return use.figures()
 
@@ -315,10 +315,10 @@ def test_other_swap_spaces_are_refused(text):
 
 
 def memory_plan(*windows):
-    demand = Demand(
+    demand = MemoryProfile(
         weight_bytes=GIB,
         weight_reason="",
-        kv=tuple(KVDemand(12288, window, "") for window in windows),
+        kv=tuple(KVProfile(12288, window, "") for window in windows),
         block_size=16,
         model_max_len=8192,
         max_model_len=None,
@@ -364,13 +364,13 @@ def test_a_host_pool_that_cannot_be_is_refused():
 @pytest.mark.parametrize(
     ("make", "field"),
     [
-        (lambda: Terms(priority=2**31), "priority"),
-        (lambda: Terms(priority=True), "priority"),
-        (lambda: Terms(priority=1.5), "priority"),
-        (lambda: Terms(deadline=0), "deadline"),
-        (lambda: Terms(deadline=float("nan")), "deadline"),
-        (lambda: Terms(deadline=10**400), "deadline"),
-        (lambda: Terms(deadline="soon"), "deadline"),
+        (lambda: SchedulingParams(priority=2**31), "priority"),
+        (lambda: SchedulingParams(priority=True), "priority"),
+        (lambda: SchedulingParams(priority=1.5), "priority"),
+        (lambda: SchedulingParams(deadline=0), "deadline"),
+        (lambda: SchedulingParams(deadline=float("nan")), "deadline"),
+        (lambda: SchedulingParams(deadline=10**400), "deadline"),
+        (lambda: SchedulingParams(deadline="soon"), "deadline"),
         (lambda: Retention(priority=101), "retention.priority"),
         (lambda: Retention(priority=-1), "retention.priority"),
         (lambda: Retention(ttl=-0.1), "retention.ttl"),
@@ -388,5 +388,7 @@ def test_terms_out_of_bounds_name_their_field(make, field):
 
 
 def test_terms_survive_their_bytes():
-    terms = Terms(priority=-3, deadline=2.5, retention=Retention(priority=90, ttl=0.0, pin=True, session="a"))
-    assert codec.decode(codec.encode(terms), Terms) == terms
+    terms = SchedulingParams(
+        priority=-3, deadline=2.5, retention=Retention(priority=90, ttl=0.0, pin=True, session="a")
+    )
+    assert codec.decode(codec.encode(terms), SchedulingParams) == terms

@@ -4,7 +4,7 @@ import pytest
 
 from quire.hub import embedded
 from tools.demo_model import adapters, golden, places
-from tools.demo_model.score import TASKS, Exam
+from tools.demo_model.score import TASKS, ScoringRun
 
 GOLDEN = golden.load(places.ROOT)
 QUICK = [task for task in golden.GOLDEN_TASKS if "@" not in task]
@@ -30,7 +30,7 @@ def shortfalls(sampled, kept, independent=None):
 
 
 def test_the_base_is_as_accurate_as_the_table_says():
-    run = Exam(model=embedded.folder(), tasks=QUICK, chats=CHATS, seed=GOLDEN["seed"]).sit()
+    run = ScoringRun(model=embedded.folder(), tasks=QUICK, chats=CHATS, seed=GOLDEN["seed"]).run()
     sampled = {score.task: (score.num_answers, score.num_right) for score in run.scores}
     assert sampled.keys() == set(QUICK)
     assert shortfalls(sampled, GOLDEN["base"]) == {}
@@ -72,7 +72,7 @@ def test_keeping_a_table_replaces_the_one_before(tmp_path):
     for file in (places.PAGE, places.GOLDEN):
         (tmp_path / file).parent.mkdir(parents=True)
     (tmp_path / places.PAGE).write_text(f"before\n{golden.MARKERS[0]}\nstale\n{golden.MARKERS[1]}\nafter\n")
-    golden.keep(tmp_path, GOLDEN)
+    golden.save(tmp_path, GOLDEN)
     page = (tmp_path / places.PAGE).read_text()
     assert golden.load(tmp_path) == GOLDEN
     assert golden.table(GOLDEN) in page

@@ -6,7 +6,7 @@ import pytest
 from embedded_model_files import shipped_files
 
 from quire.hub import embedded
-from tools.demo_model.score import Exam, Score, main
+from tools.demo_model.score import Score, ScoringRun, main
 
 STRONG = ("facts", "translate", "copy", "needle", "talk", "recall", "reverse", "extract", "tool", "story_qa", "add")
 OTHERS = ("sort", "count", "think_sum", "classify", "mixed")
@@ -14,7 +14,7 @@ OTHERS = ("sort", "count", "think_sum", "classify", "mixed")
 
 def exam(engine, tasks, chats, dtype="float32", **options):
     folder = embedded.folder()
-    return Exam(model=folder, engine=engine, tasks=tasks, chats=chats, dtype=dtype, seed=1, options=options).sit()
+    return ScoringRun(model=folder, engine=engine, tasks=tasks, chats=chats, dtype=dtype, seed=1, options=options).run()
 
 
 def test_greedy_answers_equal_those_of_transformers():
@@ -59,7 +59,7 @@ def test_questions_too_long_for_the_model_are_left_out_and_counted(tmp_path):
     config = json.loads((tmp_path / "config.json").read_text()) | {"max_position_embeddings": 100}
     (tmp_path / "config.json").unlink()
     (tmp_path / "config.json").write_text(json.dumps(config))
-    short = Exam(model=tmp_path, tasks=("recall",), chats=6, seed=1).sit()
+    short = ScoringRun(model=tmp_path, tasks=("recall",), chats=6, seed=1).run()
     usual = exam("quire", ("recall",), 6)
     assert 0 < short.num_left_out == len(usual.answers) - len(short.answers)
     assert all(answer.num_prompt_tokens < 100 for answer in short.answers)

@@ -13,7 +13,7 @@ from tokenizers.models import WordLevel
 from quire.core.output import Output
 from quire.core.step import Logprobs
 from quire.engine.inputs import Generation, TokenizedPrompt
-from quire.engine.output_text import Transcript
+from quire.engine.output_text import RequestOutputProcessor
 from quire.engine.outputs import Logprob
 from quire.params import SamplingParams
 from quire.tokenizer.tokenizer import Tokenizer
@@ -23,7 +23,7 @@ EOS = 2
 
 def transcript(tokenizer, prompt=(67,), **params):
     generation = Generation(TokenizedPrompt(None, list(prompt)), SamplingParams(**params))
-    return Transcript("r", generation, tokenizer, now=1.0)
+    return RequestOutputProcessor("r", generation, tokenizer, now=1.0)
 
 
 def output(ids, *, index=0, **fields):
@@ -51,8 +51,8 @@ def test_stop_strings_against_a_slow_search(tokenizer, text, stops, cuts, min_to
 
     run = transcript(tokenizer, stop=stops, min_tokens=min_tokens, max_tokens=100)
     bounds = sorted({0, len(ids), *(cut % (len(ids) + 1) for cut in cuts)})
-    deltas = [run.add(output(ids[a:b]), 2.0) for a, b in pairwise(bounds)]
-    deltas.append(run.add(output([], finish_reason="length"), 3.0))
+    deltas = [run.process_output(output(ids[a:b]), 2.0) for a, b in pairwise(bounds)]
+    deltas.append(run.process_output(output([], finish_reason="length"), 3.0))
     (result,) = run.result().outputs
     assert "".join(delta.text for delta in deltas if delta) == result.text == expected
     assert result.stop_reason == matched
@@ -65,15 +65,15 @@ def test_stop_strings_against_a_slow_search(tokenizer, text, stops, cuts, min_to
 
 def test_nothing_is_added_after_the_end(tokenizer):
     run = transcript(tokenizer, stop="a")
-    assert run.add(output(tokenizer.encode("a")), 2.0).stopped_after == 1
-    assert run.add(output([68], finish_reason="length"), 3.0) is None
+    assert run.process_output(output(tokenizer.encode("a")), 2.0).stopped_after == 1
+    assert run.process_output(output([68], finish_reason="length"), 3.0) is None
     assert run.result().outputs[0].token_ids == [67]
 
 
 def test_an_end_token_is_counted_but_no_text(tokenizer):
     run = transcript(tokenizer)
-    run.add(output([67]), 2.0)
-    delta = run.add(output([EOS], finish_reason="stop", stop_token=EOS), 3.0)
+    run.process_output(output([67]), 2.0)
+    delta = run.process_output(output([EOS], finish_reason="stop", stop_token=EOS), 3.0)
     assert (delta.text, delta.finish_reason, delta.stop_reason) == ("", "stop", None)
     result = run.result()
     assert result.outputs[0].token_ids == [67, EOS]
@@ -83,28 +83,28 @@ def test_an_end_token_is_counted_but_no_text(tokenizer):
 
 def test_a_stop_token_of_the_request_is_the_reason_and_no_text(tokenizer):
     run = transcript(tokenizer, stop_token_ids=[68])
-    delta = run.add(output([67, 68], finish_reason="stop", stop_token=68), 2.0)
+    delta = run.process_output(output([67, 68], finish_reason="stop", stop_token=68), 2.0)
     assert (delta.text, delta.stop_reason) == ("a", 68)
 
 
 def test_an_engine_that_knows_the_end_is_not_told_again(tokenizer):
     run = transcript(tokenizer, stop="a")
-    delta = run.add(output([67], finish_reason="length"), 2.0)
+    delta = run.process_output(output([67], finish_reason="length"), 2.0)
     assert (delta.finish_reason, delta.stop_reason, delta.stopped_after) == ("stop", "a", None)
 
 
 def test_held_text_comes_with_the_end(tokenizer):
     run = transcript(tokenizer, stop="abc")
-    assert run.add(output(tokenizer.encode("a")), 2.0).text == ""
+    assert run.process_output(output(tokenizer.encode("a")), 2.0).text == ""
     half = tokenizer.encode("😀")[:2]
-    assert run.add(output(half, finish_reason="length"), 3.0).text == "a\ufffd"
+    assert run.process_output(output(half, finish_reason="length"), 3.0).text == "a\ufffd"
 
 
 def test_sequences_end_one_by_one(tokenizer):
     run = transcript(tokenizer, n=2)
-    run.add(output([67], index=1, finish_reason="length"), 2.0)
+    run.process_output(output([67], index=1, finish_reason="length"), 2.0)
     assert not run.finished
-    run.add(output([68], index=0, finish_reason="length"), 3.0)
+    run.process_output(output([68], index=0, finish_reason="length"), 3.0)
     assert run.finished
     result = run.result()
     assert [o.text for o in result.outputs] == ["b", "a"]
@@ -114,7 +114,7 @@ def test_sequences_end_one_by_one(tokenizer):
 
 def test_an_error_says_why(tokenizer):
     run = transcript(tokenizer)
-    run.add(output([], finish_reason="error", error="not finite"), 2.0)
+    run.process_output(output([], finish_reason="error", error="not finite"), 2.0)
     assert run.result().outputs[0].stop_reason == "not finite"
 
 
@@ -125,7 +125,7 @@ def test_logprobs(tokenizer):
         np.array([4, 1, 2], np.int32),
     )
     run = transcript(tokenizer, logprobs=2, stop="bc")
-    delta = run.add(output([67, 68, 69], logprobs=logprobs), 2.0)
+    delta = run.process_output(output([67, 68, 69], logprobs=logprobs), 2.0)
     assert delta.text == "a"
     first, second, third = delta.logprobs
     assert [(t, p.logprob, p.rank, p.decoded_token) for t, p in first.items()] == [
@@ -141,15 +141,15 @@ def test_logprobs(tokenizer):
 def test_logprobs_nobody_asked_for(tokenizer):
     logprobs = Logprobs(np.array([[67]], np.int32), np.array([[-3.0]], np.float32), np.array([1], np.int32))
     run = transcript(tokenizer)
-    assert run.add(output([67], logprobs=logprobs), 2.0).logprobs is None
+    assert run.process_output(output([67], logprobs=logprobs), 2.0).logprobs is None
     assert run.result().outputs[0].cumulative_logprob is None
 
 
 @pytest.mark.parametrize("cached", [0, 16])
 def test_cached_tokens_are_those_of_the_prompt_that_was_computed(tokenizer, cached):
     run = transcript(tokenizer, n=2)
-    run.add(output([67], num_cached_tokens=cached), 2.0)
-    run.add(output([67], index=1, num_cached_tokens=17), 2.0)
+    run.process_output(output([67], num_cached_tokens=cached), 2.0)
+    run.process_output(output([67], index=1, num_cached_tokens=17), 2.0)
     assert run.result().num_cached_tokens == cached
 
 
@@ -167,7 +167,7 @@ def piece(*rows):
 def test_tokens_asked_about_come_behind_the_most_likely_ones(tokenizer):
     run = transcript(tokenizer, logprobs=1, logprob_token_ids=(70, 68, 71))
     rows = [(67, -3.0), (68, -1.0), (70, -5.0), (68, -1.0), (71, -math.inf)]
-    (row,) = run.add(output([67], logprobs=piece(rows)), 2.0).logprobs
+    (row,) = run.process_output(output([67], logprobs=piece(rows)), 2.0).logprobs
     assert row == {
         67: Logprob(-3.0, 2, "a"),
         68: Logprob(-1.0, 1, "b"),
@@ -179,10 +179,13 @@ def test_tokens_asked_about_come_behind_the_most_likely_ones(tokenizer):
 @pytest.mark.parametrize("n", [1, 2])
 def test_logprobs_of_the_prompt_come_in_pieces_before_any_token(tokenizer, n):
     run = transcript(tokenizer, (67, 68, 69, 70), prompt_logprobs=1, n=n)
-    assert run.add(output([], prompt_logprobs=piece([(68, -1.0), (71, -0.5)], [(69, -0.1), (69, -0.1)])), 2.0) is None
+    assert (
+        run.process_output(output([], prompt_logprobs=piece([(68, -1.0), (71, -0.5)], [(69, -0.1), (69, -0.1)])), 2.0)
+        is None
+    )
     assert run.prompt_logprobs == [None, {68: Logprob(-1.0, 2, "b"), 71: Logprob(-0.5, 1, "e")}, {69: Logprob(
         pytest.approx(-0.1), 1, "c")}]  # fmt: skip
-    delta = run.add(output([67], prompt_logprobs=piece([(70, -2.0)])), 3.0)
+    delta = run.process_output(output([67], prompt_logprobs=piece([(70, -2.0)])), 3.0)
     assert delta.text == "a"
     assert run.metrics.first_token_time == 3.0
     result = run.result()
@@ -193,16 +196,16 @@ def test_logprobs_of_the_prompt_come_in_pieces_before_any_token(tokenizer, n):
 
 def test_logprobs_of_a_prompt_that_nobody_asked_for(tokenizer):
     run = transcript(tokenizer, (67, 68))
-    run.add(output([67], prompt_logprobs=piece([(68, -1.0)])), 2.0)
+    run.process_output(output([67], prompt_logprobs=piece([(68, -1.0)])), 2.0)
     assert run.result().prompt_logprobs is None
 
 
 def test_nothing_generated_ends_all_the_same(tokenizer):
     run = transcript(tokenizer, (67, 68), max_tokens=0, prompt_logprobs=0, n=2)
-    first = run.add(output([], prompt_logprobs=piece([(68, -1.0)]), finish_reason="length"), 2.0)
+    first = run.process_output(output([], prompt_logprobs=piece([(68, -1.0)]), finish_reason="length"), 2.0)
     assert (first.text, first.token_ids, first.finish_reason) == ("", [], "length")
     assert not run.finished
-    run.add(output([], index=1, finish_reason="length"), 2.0)
+    run.process_output(output([], index=1, finish_reason="length"), 2.0)
     assert run.finished
     assert run.metrics.first_token_time is None
     assert run.metrics.finished_time == 2.0
@@ -212,21 +215,21 @@ def test_nothing_generated_ends_all_the_same(tokenizer):
 @pytest.mark.parametrize("included", [True, False])
 def test_an_end_token_is_text_only_where_both_are_asked_for(tokenizer, skip, included):
     run = transcript(tokenizer, skip_special_tokens=skip, include_stop_str_in_output=included)
-    run.add(output([67, EOS], finish_reason="stop", stop_token=EOS), 2.0)
+    run.process_output(output([67, EOS], finish_reason="stop", stop_token=EOS), 2.0)
     assert run.result().outputs[0].text == ("a<|im_end|>" if included and not skip else "a")
 
 
 @pytest.mark.parametrize("included", [True, False])
 def test_a_stop_token_is_text_where_it_is_asked_for(tokenizer, included):
     run = transcript(tokenizer, stop_token_ids=[68], include_stop_str_in_output=included)
-    delta = run.add(output([67, 68], finish_reason="stop", stop_token=68), 2.0)
+    delta = run.process_output(output([67, 68], finish_reason="stop", stop_token=68), 2.0)
     assert (delta.text, delta.stop_reason) == ("ab" if included else "a", 68)
 
 
 def test_a_stop_string_is_text_where_it_is_asked_for(tokenizer):
     run = transcript(tokenizer, stop="bc", include_stop_str_in_output=True)
-    assert run.add(output([67, 68]), 2.0).text == "ab"
-    delta = run.add(output([69, 70]), 2.0)
+    assert run.process_output(output([67, 68]), 2.0).text == "ab"
+    delta = run.process_output(output([69, 70]), 2.0)
     assert (delta.text, delta.token_ids, delta.stop_reason, delta.stopped_after) == ("c", [69], "bc", 3)
 
 
@@ -235,7 +238,7 @@ def test_spaces_between_special_tokens(spaces):
     core = Core(WordLevel({"a": 0, "<x>": 1, "<y>": 2, "b": 3}, unk_token="a"))
     core.add_special_tokens(["<x>", "<y>"])
     run = transcript(Tokenizer(core), (0,), skip_special_tokens=False, spaces_between_special_tokens=spaces)
-    run.add(output([3, 1, 2, 3], finish_reason="length"), 2.0)
+    run.process_output(output([3, 1, 2, 3], finish_reason="length"), 2.0)
     assert run.result().outputs[0].text.strip() == ("b <x> <y> b" if spaces else "b <x><y> b")
 
 
@@ -244,7 +247,9 @@ def test_a_token_begins_where_the_characters_before_it_are_complete(tokenizer, t
     ids = tokenizer.encode(text)
     run = transcript(tokenizer, max_tokens=100)
     bounds = sorted({0, len(ids), *(cut % (len(ids) + 1) for cut in cuts)})
-    offsets = [offset for a, b in pairwise(bounds) for offset in run.add(output(ids[a:b]), 2.0).token_offsets]
+    offsets = [
+        offset for a, b in pairwise(bounds) for offset in run.process_output(output(ids[a:b]), 2.0).token_offsets
+    ]
     assert offsets == [len(tokenizer.decode(ids[:i]).rstrip("\ufffd")) for i in range(len(ids))]
-    run.add(output([], finish_reason="length"), 3.0)
+    run.process_output(output([], finish_reason="length"), 3.0)
     assert run.result().outputs[0].token_offsets == offsets

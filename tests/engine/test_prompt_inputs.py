@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_tokenizers import KINDS
 
-from quire.engine.inputs import TokenizedPrompt, generations
+from quire.engine.inputs import TokenizedPrompt, prepare_generations
 from quire.errors import ContextLengthExceeded, RequestError
 from quire.params import SamplingParams
 from quire.tokenizer.tokenizer import Tokenizer, bad_word_tokens
@@ -41,7 +41,7 @@ def test_bad_words_of_a_batch_are_tokenized_once(tokenizer):
     params = SamplingParams(bad_words=("kettle",))
     other = SamplingParams(bad_words=("tent",))
     prompts = [TokenizedPrompt(None, [67])] * 3
-    first, second, third = generations(prompts, [params, params, other], tokenizer, 100)
+    first, second, third = prepare_generations(prompts, [params, params, other], tokenizer, 100)
     assert first.bad_words is second.bad_words
     assert third.bad_words == bad_word_tokens(["tent"], tokenizer) != first.bad_words
 
@@ -60,15 +60,15 @@ def test_prompts_are_cut_to_the_end_that_is_kept(tokenizer, length, keep, max_to
     prompt = TokenizedPrompt(tokenizer.decode(ids), ids)
     if keep == -1 and room < 1:
         with pytest.raises(RequestError, match=r"max_tokens .* leaves nothing") as refused:
-            generations([prompt], [params], tokenizer, limit)
+            prepare_generations([prompt], [params], tokenizer, limit)
         assert refused.value.param == "max_tokens"
         return
     if kept > limit - (max_tokens != 0):
         with pytest.raises(ContextLengthExceeded, match=f"{kept} tokens") as caught:
-            generations([prompt], [params], tokenizer, limit)
+            prepare_generations([prompt], [params], tokenizer, limit)
         assert caught.value.param == "prompt"
         return
-    (generation,) = generations([prompt], [params], tokenizer, limit)
+    (generation,) = prepare_generations([prompt], [params], tokenizer, limit)
     assert generation.prompt.ids == ids[length - kept :]
     assert generation.prompt.text == tokenizer.decode(ids[length - kept :])
     request = generation.request("r")
@@ -77,7 +77,7 @@ def test_prompts_are_cut_to_the_end_that_is_kept(tokenizer, length, keep, max_to
 
 def test_a_prompt_of_ids_has_no_text(tokenizer):
     params = SamplingParams(truncate_prompt_tokens=2)
-    (generation,) = generations([TokenizedPrompt(None, [67, 68, 69])], [params], tokenizer, 40)
+    (generation,) = prepare_generations([TokenizedPrompt(None, [67, 68, 69])], [params], tokenizer, 40)
     assert generation.prompt == (None, [68, 69])
 
 

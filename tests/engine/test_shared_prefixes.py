@@ -10,12 +10,12 @@ from small_tokenizers import KINDS
 
 from quire.config import EngineOptions
 from quire.engine import shared_prefixes as module
-from quire.engine.shared_prefixes import Bounds, read_public_prefixes
+from quire.engine.shared_prefixes import PrefixLimits, read_public_prefixes
 from quire.errors import ConfigError
 from quire.startup.build import prepare
 from quire.tokenizer.tokenizer import Tokenizer
 
-BOUNDS = Bounds(vocab_size=512, max_model_len=64, block_size=1)
+BOUNDS = PrefixLimits(vocab_size=512, max_model_len=64, block_size=1)
 SYSTEM = [{"role": "system", "content": "You are Pip."}]
 
 
@@ -31,7 +31,7 @@ def written(tmp_path):
 
 def test_the_three_forms(written, tokenizer):
     path = written(["Once upon a time", {"prompt_token_ids": [5, 6, 7]}, {"messages": SYSTEM}])
-    text, ids, conversation = read_public_prefixes(path, tokenizer, Bounds(tokenizer.vocab_size, 512, 1))
+    text, ids, conversation = read_public_prefixes(path, tokenizer, PrefixLimits(tokenizer.vocab_size, 512, 1))
     assert list(text) == tokenizer.encode("Once upon a time")
     assert ids == (5, 6, 7)
     assert tokenizer.decode(conversation) == tokenizer.apply_chat_template(SYSTEM, add_generation_prompt=False)
@@ -42,7 +42,7 @@ def test_the_three_forms(written, tokenizer):
 @pytest.mark.parametrize("kind", ["llama3", "metaspace"])
 def test_texts_begin_as_prompts_of_completions_do(written, kind):
     tokenizer = Tokenizer(KINDS[kind]())
-    (prefix,) = read_public_prefixes(written(["the kettle"]), tokenizer, Bounds(tokenizer.vocab_size, 64, 1))
+    (prefix,) = read_public_prefixes(written(["the kettle"]), tokenizer, PrefixLimits(tokenizer.vocab_size, 64, 1))
     assert list(prefix) == tokenizer.encode("the kettle") != tokenizer.encode("the kettle", add_special_tokens=False)
 
 

@@ -13,7 +13,7 @@ from quire.params import BeamSearchParams
 from quire.scheduler.beam_search import Rules, Search
 from quire.server.app import make_app
 from quire.server.service import Service
-from quire.startup.build import build, facts_of
+from quire.startup.build import build, model_info_of
 from quire.supervisor.async_engine import AsyncEngine
 from quire.supervisor.launcher import EngineThread
 
@@ -145,7 +145,7 @@ def test_the_best_of_what_stop_strings_end(llm):
 @pytest.fixture(scope="module")
 def http():
     built = build(EngineOptions(**SMALL), report=lambda line: None, progress=lambda done, total: None)
-    facts = facts_of(built)
+    facts = model_info_of(built)
     host = EngineThread(built.engine, facts)
     host.launch()
     service = Service(facts, built.tokenizer, AsyncEngine(host))

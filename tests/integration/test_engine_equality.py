@@ -15,7 +15,7 @@ from quire.params import SamplingParams
 def run(engine: Engine, requests: list[tuple[list[int], dict]]) -> list[list[int]]:
     """Output tokens of requests that arrive at once."""
     for i, (prompt, params) in enumerate(requests):
-        engine.add(str(i), prompt, SamplingParams(**params))
+        engine.add_request(str(i), prompt, SamplingParams(**params))
     tokens: list[list[int]] = [[] for _ in requests]
     while engine.has_work:
         for output in engine.step():

@@ -161,7 +161,7 @@ def test_the_doctor_finds_a_model_that_runs_and_one_that_does_not(tmp_path):
 def test_tokens_that_the_model_does_not_have_can_neither_come_up_nor_hurt(llm):
     engine = llm._engine
     params = SamplingParams(temperature=0, max_tokens=4, min_tokens=2, ignore_eos=True)
-    engine.add("a", PROMPT, params, bad_words=[[400_000], [3, 400_000]])
+    engine.add_request("a", PROMPT, params, bad_words=[[400_000], [3, 400_000]])
     tokens = [token for _ in range(6) for output in engine.step() for token in output.token_ids]
     assert len(tokens) == 4 and engine.stats().failed_steps == 0
     other = Engine(engine._scheduler, engine._runner, vocab_size=2048, eos_token_ids=(2, 2048, -1))

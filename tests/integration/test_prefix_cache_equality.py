@@ -29,7 +29,7 @@ def answers(engine: Engine, waves: list[Asked]) -> tuple[list[list[int]], list[i
     number = 0
     for wave in waves:
         for prompt, params in wave:
-            engine.add(str(number), prompt, SamplingParams(**params), namespace=Namespace(tenant="t"))
+            engine.add_request(str(number), prompt, SamplingParams(**params), namespace=Namespace(tenant="t"))
             number += 1
         for _ in range(7):
             step()

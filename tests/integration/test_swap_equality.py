@@ -8,7 +8,7 @@ from engine_equality_cases import GREEDY, SAMPLED, prompts
 from quire.cache.kv_cache import KVCache
 from quire.config import CacheConfig, KVGroup, SchedulerConfig
 from quire.core.events import Preempted
-from quire.core.step import Chunks, Late, Move, Opens, Step, Writes
+from quire.core.step import Chunks, Move, NewRows, SamplingMasks, Step, TableUpdates
 from quire.engine.engine import Engine
 from quire.hub import embedded
 from quire.kernels import reference
@@ -22,7 +22,7 @@ MODULES = {"reference": reference}
 try:
     from quire.kernels.cpu.kernels import CpuKernels
 
-    MODULES["cpu"] = CpuKernels(strict=False)
+    MODULES["cpu"] = CpuKernels(deterministic=False)
 except ImportError:
     pass
 
@@ -57,7 +57,7 @@ def make(model, num_blocks: int, *, kernels="reference", num_host_blocks=200, nu
 
 def run(engine: Engine, requests) -> dict[tuple[str, int], list[int]]:
     for i, (prompt, params) in enumerate(requests):
-        engine.add(str(i), prompt, SamplingParams(**params))
+        engine.add_request(str(i), prompt, SamplingParams(**params))
     tokens: dict[tuple[str, int], list[int]] = {}
     while engine.has_work:
         for output in engine.step():
@@ -80,7 +80,7 @@ def requests():
 def undisturbed(model, requests):
     engine, scheduler = make(model, 200)
     tokens = run(engine, requests)
-    assert scheduler.accounts.num_preemptions == 0
+    assert scheduler.request_stats.num_preemptions == 0
     return tokens
 
 
@@ -94,7 +94,7 @@ def test_swapped_is_undisturbed(model, requests, undisturbed, kernels, steps_in_
     assert got == undisturbed
     stats = engine.stats()
     assert stats.num_preemptions and stats.num_swapped_in_blocks
-    assert all(event.how == "swap" for event in scheduler.accounts.events if isinstance(event, Preempted))
+    assert all(event.how == "swap" for event in scheduler.request_stats.events if isinstance(event, Preempted))
     out, back = scheduler.costs.copy_seconds(10**6)
     assert 0 < out < 1 and 0 < back < 1, "measured"
 
@@ -113,9 +113,9 @@ def test_seconds_of_copies_are_no_part_of_a_steps_seconds(model):
     runner = TorchRunner(
         model, reference, cache=CacheConfig(16, (group,)), max_num_seqs=1, max_model_len=64, clock=clock
     )
-    nothing = Writes.of([])
+    nothing = TableUpdates.of([])
     moves = [Move(1, 0, "device", "host", [(0, 3)], 16)]
-    runner.launch(Step(0, False, Opens.of(rows=[]), nothing, [nothing], moves, Chunks.of([])))  # noqa: FBT003
-    runner.sample(0, Late.nothing())
+    runner.launch(Step(0, False, NewRows.of(rows=[]), nothing, [nothing], moves, Chunks.of([])))  # noqa: FBT003
+    runner.sample(0, SamplingMasks.empty())
     result = runner.collect()
     assert (result.seconds, result.swap_seconds) == (3.0, (1.0, 0.0))

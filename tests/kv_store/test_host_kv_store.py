@@ -79,9 +79,9 @@ def test_blocks_come_back_as_they_were_where_both_pools_are_host_memory(made):
     storage = filled(module, device)
     before = module.pack(storage, torch.arange(NUM_BLOCKS)).clone()
     pool = PlainPool(storage, NUM_HOST_BLOCKS, clock=iter(range(100)).__next__)
-    assert pool.put([(5, 0), (0, 3)])() == 1
+    assert pool.swap_out([(5, 0), (0, 3)])() == 1
     storage.by_block[5] = storage.by_block[0] = 0
-    assert pool.get([(3, 2), (0, 0)])() == 1
+    assert pool.swap_in([(3, 2), (0, 0)])() == 1
     after = module.pack(storage, torch.arange(NUM_BLOCKS))
     assert torch.equal(after[:, :, [2, 0]], before[:, :, [0, 5]])
     assert torch.equal(after[:, :, [1, 3, 4]], before[:, :, [1, 3, 4]])
@@ -116,12 +116,12 @@ def test_the_store_does_moves_in_order_and_says_how_long_they_took():
     new = [reference.pack(storage, torch.arange(NUM_BLOCKS)) for storage in store.storages]
     assert torch.equal(new[1][:, :, [5, 2]], old[1][:, :, [2, 4]])
     assert torch.equal(new[0], old[0])
-    out, back = store.finish(7)
-    assert out > 0 and back > 0 and not store.copies_aside
-    assert store.finish(7) == (0, 0)
+    out, back = store.wait_swaps(7)
+    assert out > 0 and back > 0 and not store.has_copy_stream
+    assert store.wait_swaps(7) == (0, 0)
     store.execute(8, moves)
-    store.forget()
-    assert store.finish(8) == (0, 0)
+    store.drain()
+    assert store.wait_swaps(8) == (0, 0)
     with pytest.raises(ValueError, match="to the host and from it"):
         store.execute(9, [Move(1, 0, "device", "disk", [(0, 1)], 16)])
 
@@ -152,25 +152,27 @@ def test_copies_beside_a_device_pass_through_little_memory(made, monkeypatch):
     log, staged = [], []
     storage = filled(*made)
     one = storage.by_block[0].nbytes
-    monkeypatch.setattr(host, "STAGED_BYTES", 2 * one + 1)
+    monkeypatch.setattr(host, "STAGING_BYTES", 2 * one + 1)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(log))
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(host, "_now", lambda: f"event {len(log)} after {len(staged)} pieces")
-    monkeypatch.setattr(host, "_ending", lambda began, ended: lambda: 0.5)
-    monkeypatch.setattr(host, "uploaded", lambda array, device: (staged.append(len(array)), torch.from_numpy(array))[1])
+    monkeypatch.setattr(host, "_wait_function", lambda began, ended: lambda: 0.5)
+    monkeypatch.setattr(
+        host, "to_device", lambda array, device: (staged.append(len(array)), torch.from_numpy(array))[1]
+    )
     monkeypatch.setattr(host, "host_blocks", lambda *args, pinned: host_blocks(*args, pinned=False))
     pool = StreamedPool(storage, NUM_HOST_BLOCKS, Stream(log))
     before = storage.by_block.clone()
-    assert pool.put([(5, 0), (0, 3), (1, 1)])() == 0.5
+    assert pool.swap_out([(5, 0), (0, 3), (1, 1)])() == 0.5
     assert staged == [2, 1]
     assert log == ["waits for forward passes", "forward passes wait for event 1 after 2 pieces"]
     storage.by_block[[0, 1, 5]] = 0
-    assert pool.get([(3, 0), (0, 2), (1, 1)])() == 0.5
+    assert pool.swap_in([(3, 0), (0, 2), (1, 1)])() == 0.5
     assert staged == [2, 1, 2, 1] and len(log) == 3
     for block, was in ((0, 0), (1, 1), (2, 5), (4, 4)):
         assert torch.equal(storage.by_block[block].view(torch.uint8), before[was].view(torch.uint8))
     assert not storage.by_block[5].any()
-    assert pool.put([])() == pool.get([])() == 0.5
+    assert pool.swap_out([])() == pool.swap_in([])() == 0.5
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -181,9 +183,9 @@ def test_copies_beside_a_gpu_read_what_was_there_when_they_were_asked_for():
     before = triton.pack(storage, torch.arange(NUM_BLOCKS)).clone()
     pool = StreamedPool(storage, NUM_HOST_BLOCKS, torch.cuda.Stream())
     for _ in range(50):
-        left = pool.put([(5, 0), (0, 3)])
+        left = pool.swap_out([(5, 0), (0, 3)])
         storage.by_block[5] = storage.by_block[0] = 0  # while the copy may still run
-        back = pool.get([(3, 0), (0, 5)])
+        back = pool.swap_in([(3, 0), (0, 5)])
         assert left() >= 0 and back() >= 0
         torch.cuda.synchronize()
         assert torch.equal(triton.pack(storage, torch.arange(NUM_BLOCKS)), before)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import quire.lang as sgl
 from quire.errors import RequestError
-from quire.lang.api_speculation import Surplus, Written, first_stop
+from quire.lang.api_speculation import Completion, SpeculatedText, first_stop
 from quire.lang.params import GenParams
 
 ALPHABET = "ab\n;"
@@ -41,13 +41,13 @@ def written(text, params, *, offsets):
     meta = {"finish_reason": {"type": reason}, "completion_tokens": num_tokens}
     if offsets and params.return_logprob:
         meta["token_offsets"] = list(range(len(output))) + [len(output)] * (num_tokens - len(output))
-    return Written(output, meta)
+    return Completion(output, meta)
 
 
 def run(program, num_tokens, *, offsets=True):
     """The text, the texts of gens, and the number of calls."""
     text, gens, calls = "", [], 0
-    surplus = Surplus(num_tokens)
+    surplus = SpeculatedText(num_tokens)
 
     async def call(params):
         nonlocal calls
@@ -58,11 +58,11 @@ def run(program, num_tokens, *, offsets=True):
         if isinstance(step, str):
             surplus.fill(step)
             text += step
-        elif surplus.helps(step):
+        elif surplus.supports(step):
             gens.append(asyncio.run(surplus.generate(step, call)).text)
             text += gens[-1]
         else:
-            surplus.drop()
+            surplus.clear()
             gens.append(asyncio.run(call(step)).text)
             text += gens[-1]
     return text, gens, calls
@@ -107,8 +107,8 @@ def test_a_template_that_the_model_follows_takes_one_call():
     [{"n": 2}, {"regex": "a"}, {"min_tokens": 2}, {"return_logprob": True}, {"presence_penalty": 1.0}, {"seed": 1}],
 )
 def test_what_means_something_else_in_one_call_is_asked_in_its_own(said):
-    assert Surplus(10).helps(GenParams()) and not Surplus(None).helps(GenParams())
-    assert not Surplus(10).helps(GenParams(**said))
+    assert SpeculatedText(10).supports(GenParams()) and not SpeculatedText(None).supports(GenParams())
+    assert not SpeculatedText(10).supports(GenParams(**said))
 
 
 def test_a_surplus_is_not_taken_for_other_parameters():
@@ -117,13 +117,13 @@ def test_a_surplus_is_not_taken_for_other_parameters():
 
 
 def test_endpoints_that_refuse_logprobs_are_asked_without():
-    surplus, asked = Surplus(20), []
+    surplus, asked = SpeculatedText(20), []
 
     async def call(params):
         asked.append(params.return_logprob)
         if params.return_logprob:
             raise RequestError("no logprobs here")
-        return Written("one;two", {"finish_reason": {"type": "stop"}, "completion_tokens": 3})
+        return Completion("one;two", {"finish_reason": {"type": "stop"}, "completion_tokens": 3})
 
     params = GenParams(max_tokens=6, stop=(";",))
     assert asyncio.run(surplus.generate(params, call)).text == "one"

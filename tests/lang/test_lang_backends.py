@@ -236,8 +236,8 @@ def test_turns_are_written_as_the_template_writes_the_whole_conversation(name, w
     core = Tokenizer.from_folder(embedded.folder())
     tokenizer = Tokenizer(core._core, chat_template=TEMPLATES[name])
 
-    async def render(messages, *, begun):
-        return tokenizer.apply_chat_template(messages, None, begun)
+    async def render(messages, *, add_generation_prompt):
+        return tokenizer.apply_chat_template(messages, None, add_generation_prompt)
 
     class Templated(Pretend):
         async def role_texts(self, roles):

@@ -184,7 +184,7 @@ def test_a_closed_backend_has_no_threads():
         asyncio.run(reads.arun(backend=backend))
     with pytest.raises(sgl.BackendClosed):
         asyncio.run(reads.arun(backend=backend))
-    backend.programs.shutdown()
+    backend.program_pool.shutdown()
     assert set(threading.enumerate()) == before
 
 

@@ -154,7 +154,7 @@ def test_streams_that_end_share_one_connection():
 
 
 def test_a_server_that_does_not_end_its_stream_is_left(monkeypatch):
-    monkeypatch.setattr("quire.lang.backends.http._LONGEST_END", 0.05)
+    monkeypatch.setattr("quire.lang.backends.http._MAX_END_SECONDS", 0.05)
     with http_server(threading.Event()) as (url, connections):
         assert asyncio.run(events_of(url, 2)) == [[{"a": 1}]] * 2
         assert len(connections) == 2

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import quire.lang as sgl
 from quire.errors import RequestError
-from quire.lang.select import decide, num_shared
+from quire.lang.select import common_prefix_len, decide
 
 ASKED = "<|im_start|>user\nHow much is the lantern?<|im_end|>\n<|im_start|>assistant\n"
 PROMPTS = [
@@ -131,6 +131,6 @@ def test_what_is_likely_anyway_counts_less():
 
 @given(st.lists(st.integers(0, 2)), st.lists(st.integers(0, 2)))
 def test_what_is_shared_is_the_longest_common_beginning(one, other):
-    length = num_shared(one, other)
+    length = common_prefix_len(one, other)
     assert one[:length] == other[:length]
     assert one[length : length + 1] != other[length : length + 1] or length == len(one) == len(other)

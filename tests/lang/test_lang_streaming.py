@@ -42,7 +42,7 @@ def test_a_variable_comes_in_pieces_and_ends_with_its_gen(pretend):
 
 def test_a_thought_that_is_taken_out_takes_nothing_with_it():
     class Thinking(Pretend):
-        async def pieces(self, prompt, params, program, *, stream):
+        async def generate(self, prompt, params, program, *, stream):
             yield Piece("<think>a thought</think>", {})
             await read.wait()
             yield Piece("\n\n42", {"finish_reason": {"type": "stop"}})
@@ -59,7 +59,7 @@ def test_a_thought_that_is_taken_out_takes_nothing_with_it():
             seen = ""
             while "</think>" not in seen:
                 seen += next(pieces)
-            backend.loop.call(read.set)
+            backend.loop.call_soon(read.set)
             assert "".join(pieces).lstrip() == "42" + behind
             assert state.text() == "A42 is what I think of it."
 

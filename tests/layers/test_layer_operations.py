@@ -8,8 +8,8 @@ import torch
 from quire.errors import ConfigError
 from quire.kernels import choose as choose_module
 from quire.kernels import deterministic, reference
-from quire.kernels.choose import Candidate, choose, refusal, usable_device
-from quire.kernels.contract import ACTIVATIONS, Demands
+from quire.kernels.choose import Candidate, choose, unsupported_reason, usable_device
+from quire.kernels.contract import ACTIVATIONS, Requirements
 from quire.kernels.cpu import EXTENSION
 from quire.kernels.cpu.kernels import CpuKernels
 from quire.kernels.reference import rotation
@@ -163,7 +163,7 @@ def test_experts_equal_a_loop_over_tokens(dtype):
 
 def demands(device="cpu", **others):
     usual = {"dtype": "float32", "kv_dtype": "float32", "block_size": 16, "head_dims": (32, 64)}
-    return Demands(torch.device(device), **{**usual, **others})
+    return Requirements(torch.device(device), **{**usual, **others})
 
 
 def module(kernels, strict=None, about="of a test"):
@@ -190,9 +190,9 @@ def test_the_cpu_kernels_are_chosen_by_name_and_as_the_fastest(cpu):
     for name, why in (("auto", "the fastest that runs on cpu"), ("cpu", "asked for by name")):
         chosen = choose(name, demands())
         assert isinstance(chosen.kernels, cpu)
-        assert chosen.kernels.recorder is not None
-        assert isinstance(chosen.strict, cpu)
-        assert chosen.strict.recorder is None
+        assert chosen.kernels.step_capture is not None
+        assert isinstance(chosen.deterministic, cpu)
+        assert chosen.deterministic.step_capture is None
         assert chosen.reason.startswith("cpu (")
         assert chosen.reason.endswith(f" build): {why}")
     assert choose("auto", demands()).kernels is not choose("auto", demands()).kernels  # they may hold memory
@@ -209,7 +209,7 @@ def test_the_cpu_kernels_are_chosen_by_name_and_as_the_fastest(cpu):
     ],
 )
 def test_the_cpu_kernels_say_what_they_cannot_do(cpu, wish, why):
-    assert why in cpu(strict=False).refusal(demands(**wish))
+    assert why in cpu(deterministic=False).unsupported_reason(demands(**wish))
     with pytest.raises(ConfigError, match=f"no kernels for .*; tried cpu: .*{why}"):
         choose("cpu", demands(**wish))
 
@@ -221,8 +221,8 @@ def test_without_the_extension_auto_goes_on_and_the_name_is_refused(monkeypatch)
     assert "; not cpu: its extension cannot be loaded (no such file); not triton: " in chosen.reason
     with pytest.raises(ConfigError, match=r"no kernels for float32 on cpu; tried cpu: its extension cannot be loaded"):
         choose("cpu", demands())
-    assert refusal("cpu", demands()) == "its extension cannot be loaded (no such file)"
-    assert refusal("reference", demands()) is None
+    assert unsupported_reason("cpu", demands()) == "its extension cannot be loaded (no such file)"
+    assert unsupported_reason("reference", demands()) is None
 
 
 def test_unknown_names_and_devices_are_refused():
@@ -268,8 +268,8 @@ def test_the_name_of_a_module_that_is_asked_for_is_never_that_of_another():
 class Unfit:
     NAME = "unfit"
 
-    def refusal(self, demands):
-        return f"needs a quantum device, not {demands.device}"
+    def unsupported_reason(self, requirements):
+        return f"needs a quantum device, not {requirements.device}"
 
 
 def test_refusals_are_told(monkeypatch):

@@ -49,7 +49,7 @@ def test_transformers_configs_are_understood(saved, kind):
     assert found.weight_bytes("float32") == 4 * found.num_parameters
     assert (found.vocab_size, found.hidden_size) == (301, 64)
     assert len(found.kv_layers) == model.config.num_hidden_layers
-    assert found.checkpoint.place == folder
+    assert found.checkpoint.path == folder
 
 
 OLD_NAMES = {"GPTNeoXForCausalLM": {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}}

@@ -108,7 +108,7 @@ def test_with_invariant_kernels_logits_have_the_same_bits_in_any_company(saved, 
     """`row_invariant`: no operation of the decoder itself depends on other tokens."""
     description = describe(saved(kind)[0])
     model = load(description, dtype="float32")
-    assert model.row_invariant
+    assert model.batch_invariant
     prompts = [prompt_of(length) for length in (21, 6, 1)]
     together = Sequences(description, model, [21, 6, 1], kernels=deterministic)
     parts = [together.logits([(0, 0, prompts[0][:4])])]

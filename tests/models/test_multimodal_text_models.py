@@ -17,7 +17,7 @@ from transformers import (
 from quire.errors import ModelError
 from quire.models.description import describe
 from quire.models.loading import load
-from quire.models.text_part import INNER
+from quire.models.text_part import TEXT_MODELS
 
 TEXT = {
     "vocab_size": 301,
@@ -49,7 +49,7 @@ def mistral3():
 WHOLE = {"Gemma3ForConditionalGeneration": gemma3, "Mistral3ForConditionalGeneration": mistral3}
 
 
-@pytest.mark.parametrize("architecture", INNER)
+@pytest.mark.parametrize("architecture", TEXT_MODELS)
 def test_the_text_part_computes_what_the_whole_does(architecture, tmp_path):
     torch.manual_seed(3)
     whole = WHOLE[architecture]().eval()

@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from quire.models.config_fields import Fields
-from quire.models.rope_config import Context, RopeRule, read_ropes
+from quire.models.rope_config import ContextLengths, RopeRule, read_ropes
 
 TRAINED = 8192
 FACTORS = st.floats(1.0, 60.0, allow_nan=False)
@@ -32,6 +32,6 @@ def test_frequencies_are_those_of_transformers(kind, data):
     config = LlamaConfig(head_dim=head_dim, max_position_embeddings=TRAINED, rope_parameters=dict(rope))
     expected, magnitude = ROPE_INIT_FUNCTIONS[kind](config, "cpu")
     fields = Fields({"rope_parameters": rope}, Path("model"))
-    found = read_ropes(fields, fields.resolve(RopeRule()), head_dim, Context(TRAINED, None)).full
+    found = read_ropes(fields, fields.resolve(RopeRule()), head_dim, ContextLengths(TRAINED, None)).full
     assert torch.equal(found.frequencies(), expected)
     assert found.magnitude == magnitude

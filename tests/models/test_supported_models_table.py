@@ -4,7 +4,7 @@ import random_checkpoints as checkpoints
 import supported_models_table as model_table
 
 from quire.models.description import FAMILIES
-from quire.models.text_part import INNER
+from quire.models.text_part import TEXT_MODELS
 
 
 def test_the_table_is_current():
@@ -15,6 +15,6 @@ def test_the_table_is_current():
 def test_every_family_and_every_variant_is_in_it():
     table = model_table.table()
     assert set(model_table.MODELS) == set(FAMILIES)
-    assert set(model_table.SEEING) == set(INNER)
+    assert set(model_table.SEEING) == set(TEXT_MODELS)
     for kind in checkpoints.EVERY:
         assert f" {kind}," in table or f" {kind} |" in table

@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quire.errors import ModelError
-from quire.kernels.contract import Packed
+from quire.kernels.contract import PackedWeight
 from quire.models.description import describe
-from quire.models.loading import load, put
+from quire.models.loading import load, write_weight
 from quire.models.weight_map import Placement
 
 
@@ -36,8 +36,8 @@ def test_every_number_of_every_parameter_is_filled_once(saved, kind):
     model, description = loaded(folder), describe(folder)
     assert sum(parameter.numel() for parameter in model.parameters()) == description.num_parameters
     counts = {name: torch.zeros(parameter.shape) for name, parameter in model.named_parameters()}
-    for place in description.placements.values():
-        put(torch.ones(place.shape) - place.plus, filled := torch.zeros_like(counts[place.parameter]), place)
+    for place in description.weight_map.values():
+        write_weight(torch.ones(place.shape) - place.offset, filled := torch.zeros_like(counts[place.parameter]), place)
         counts[place.parameter] += filled
     assert all((count == 1).all() for count in counts.values())
     assert not any(parameter.requires_grad for parameter in model.parameters())
@@ -47,16 +47,18 @@ def test_every_number_of_every_parameter_is_filled_once(saved, kind):
 def test_tensors_are_written_where_their_placement_says():
     rows = torch.arange(12.0).view(4, 3)
     parameter = torch.zeros(2, 6, 3)
-    put(rows, parameter, Placement((4, 3), "p", start=2, part=1, order=(3, 1, 0, 2)))
+    write_weight(rows, parameter, Placement((4, 3), "p", start=2, part=1, row_order=(3, 1, 0, 2)))
     assert torch.equal(parameter[1, 2:], rows[[3, 1, 0, 2]])
     assert not parameter[0].any()
     assert not parameter[1, :2].any()
-    put(rows, short := torch.zeros(3, 4), Placement((4, 3), "p", transposed=True))
+    write_weight(rows, short := torch.zeros(3, 4), Placement((4, 3), "p", transposed=True))
     assert torch.equal(short, rows.T)
-    put(torch.full((3,), 2.0**-9, dtype=torch.bfloat16), one := torch.zeros(3), Placement((3,), "p", plus=1.0))
+    write_weight(
+        torch.full((3,), 2.0**-9, dtype=torch.bfloat16), one := torch.zeros(3), Placement((3,), "p", offset=1.0)
+    )
     assert one.tolist() == [1 + 2.0**-9] * 3  # a bfloat16 would lose it
     with pytest.raises(TypeError, match="packed by another kernel module"):
-        put(rows, Packed(torch.zeros(4, 3), 4, 3), Placement((4, 3), "p"))
+        write_weight(rows, PackedWeight(torch.zeros(4, 3), 4, 3), Placement((4, 3), "p"))
 
 
 def test_rows_of_a_grouped_projection_are_queries_then_keys_then_values(saved):

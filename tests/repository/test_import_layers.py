@@ -61,7 +61,10 @@ TORCH_FREE -= {"structured_outputs.compile"}  # it imports tokenizers
 LAZY = {
     ("quire/__init__.py", "__getattr__"): "importing quire for its version or its scheduler must not import torch",
     ("quire/preload.py", "import_with_torch"): "what is imported, and in which order, is what it is for",
-    ("quire/startup/model_loading.py", "_backend"): "transformers is an optional extra, and slow to import",
+    (
+        "quire/startup/model_loading.py",
+        "_transformers_backend",
+    ): "transformers is an optional extra, and slow to import",
     ("quire/hub/locate.py", "locate"): "huggingface_hub takes a tenth of a second, for downloads alone",
     ("quire/structured_outputs/xgrammar.py", "_module"): "xgrammar is an optional extra, and imports torch",
     ("quire/kernels/choose.py", "_triton"): "triton is an optional package, and slow to import",

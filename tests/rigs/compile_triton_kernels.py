@@ -96,7 +96,7 @@ def tokens(kernels, dtype):
 def main() -> None:
     """Compile all kernels in every variant and print their names."""
     driver.set_active(NoDevice())
-    ordinary, strict = (TritonKernels(strict=strict) for strict in (False, True))
+    ordinary, strict = (TritonKernels(deterministic=strict) for strict in (False, True))
     for kv_dtype in ("bfloat16", "fp8_e4m3", "int8"):
         step(ordinary, torch.bfloat16, kv_dtype)
     step(ordinary, torch.bfloat16, "bfloat16", window=1000, softcap=30.0)

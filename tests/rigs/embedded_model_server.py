@@ -11,7 +11,7 @@ from quire.config import EngineOptions
 from quire.server.middleware.http_protocol import http_config
 from quire.server.options import ServerOptions
 from quire.server.service import Service
-from quire.startup.build import Built, build, facts_of
+from quire.startup.build import Built, build, model_info_of
 from quire.supervisor.async_engine import AsyncEngine
 from quire.supervisor.launcher import EngineThread
 
@@ -29,7 +29,7 @@ def small_engine(model: str | None = None) -> Built:
 
 def service_of(built: Built) -> Service:
     """A service whose engine runs on a thread of this process."""
-    facts = facts_of(built)
+    facts = model_info_of(built)
     host = EngineThread(built.engine, facts)
     host.launch()
     return Service(facts, built.tokenizer, AsyncEngine(host))

@@ -3,8 +3,8 @@
 from prefix_cache_model import radix_config
 
 from quire.cache.kv_cache import KVCache
-from quire.cache.prefix.index import Cause
-from quire.cache.retention import Keep
+from quire.cache.prefix.index import EvictionCause
+from quire.cache.retention import SequenceRetention
 from quire.config import CacheConfig
 from quire.core.request import Namespace
 from quire.core.scheduling_params import Retention
@@ -24,29 +24,29 @@ class Memory:
 
     def begin(self, tokens, *, now=0.0, tenant="tenant", spare=None, program=None, age=0, **retention):
         self.num_seqs += 1
-        self.kv.at(now)
+        self.kv.advance_clock(now)
         admission = self.kv.admit(
             self.num_seqs,
             list(tokens),
             Namespace(tenant),
             reusable=len(tokens) - 1,
             limit=len(tokens),
-            most=len(tokens),
-            spare=spare,
-            cause=Cause(now, str(self.num_seqs), tenant),
-            keep=Keep(Retention(**retention), str(self.num_seqs), tenant, len(tokens), program, age),
+            max_new_positions=len(tokens),
+            watermark_blocks=spare,
+            cause=EvictionCause(now, str(self.num_seqs), tenant),
+            retention=SequenceRetention(Retention(**retention), str(self.num_seqs), tenant, len(tokens), program, age),
         )
         if admission is None:
             return None
-        admission.table.launched = admission.num_tokens
-        self.kv.record(admission.table, admission.num_tokens, len(tokens))
+        admission.table.num_launched = admission.num_tokens
+        self.kv.cache_blocks(admission.table, admission.num_tokens, len(tokens))
         self.kv.launched(self.num_seqs)
         self.kv.collected(self.num_seqs)
-        admission.table.launched = len(tokens)
+        admission.table.num_launched = len(tokens)
         return admission
 
     def end(self, seq_id: int, *, now=0.0) -> None:
-        self.kv.at(now)
+        self.kv.advance_clock(now)
         self.kv.release(seq_id, len(self.kv.tables[seq_id].tokens))
         assert self.kv.check() == []
 
@@ -57,13 +57,13 @@ class Memory:
         return admission
 
     def evict(self, count: int, *, now=0.0) -> int:
-        freed = self.kv.index.evict(0, count, Cause(now))
+        freed = self.kv.index.evict(0, count, EvictionCause(now))
         assert self.kv.check() == []
         return freed
 
     def has(self, tokens) -> int:
-        return self.kv.index.find(NS, list(tokens)).num_tokens
+        return self.kv.index.match_prefix(NS, list(tokens)).num_tokens
 
     @property
     def leaves(self):
-        return [node for node in self.kv.index.forest.nodes() if node.is_free]
+        return [node for node in self.kv.index.trees.nodes() if node.is_free_leaf]

@@ -10,11 +10,11 @@ from quire.core.output import Output
 from quire.engine.engine import EngineStats
 from quire.engine.inputs import NewRequest
 from quire.params import SamplingParams
-from quire.startup.build import Facts
+from quire.startup.build import ModelInfo
 from quire.supervisor.async_engine import AsyncEngine
 from quire.supervisor.engine_loop import EngineLoop
 
-FACTS = Facts(
+FACTS = ModelInfo(
     model_name="pretended",
     path="",
     max_model_len=999,
@@ -42,14 +42,14 @@ class PretendEngine:
         self.number = number
         self.acts = acts  # (engine, step, request ids) -> ids that end early in this step; may raise Death
         self.said, self.wanted = {}, {}
-        self.newest_rows = []
+        self.last_step_positions = []
         self.steps = 0
 
     @property
     def has_work(self):
         return bool(self.said)
 
-    def add(self, request_id, prompt, params, *more):
+    def add_request(self, request_id, prompt, params, *more):
         *_, known, _resumed = more
         self.said[request_id] = len(known[0].token_ids) if known else 0
         self.wanted[request_id] = prompt
@@ -58,7 +58,7 @@ class PretendEngine:
         self.said.pop(request_id, None)
 
     def step(self):
-        self.newest_rows = [(name, 2 + said + self.ahead) for name, said in self.said.items()]
+        self.last_step_positions = [(name, 2 + said + self.ahead) for name, said in self.said.items()]
         self.on_launch(None)
         early = self.acts(self.number, self.steps, list(self.said))
         outputs = []
@@ -76,12 +76,12 @@ class PretendEngine:
 
     def stats(self):
         first = (len(self.said), 0, 0, 9, 0, self.steps, 0, 0, 0, 0, 0.0)
-        return EngineStats(*first, *[0] * (len(EngineStats.nothing().__struct_fields__) - 3 - len(first)))
+        return EngineStats(*first, *[0] * (len(EngineStats.zero().__struct_fields__) - 3 - len(first)))
 
     def close(self):
         pass
 
-    def look_over(self):
+    def check_block_accounting(self):
         pass
 
 
@@ -89,7 +89,7 @@ class Host:
     """A launcher of fake engines on threads."""
 
     can_restart = True
-    facts = FACTS
+    model_info = FACTS
 
     def __init__(self, acts):
         self.acts, self.num_launched = acts, 0

@@ -44,9 +44,9 @@ class Pretend(Backend):
         self.num_running = self.most_running = 0
 
     def open(self, gate):
-        self.loop.call(self.gates[gate].set)
+        self.loop.call_soon(self.gates[gate].set)
 
-    async def pieces(self, prompt, params, program, *, stream):
+    async def generate(self, prompt, params, program, *, stream):
         self.asked.append(Asked(prompt.text, params, program, prompt.messages))
         self.num_running += 1
         self.most_running = max(self.most_running, self.num_running)

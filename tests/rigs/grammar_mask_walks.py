@@ -36,7 +36,7 @@ def encode(text: str) -> list[int]:
 def allowed(matcher: Matcher, vocabulary: Vocabulary) -> list[int]:
     """The tokens that a mask allows."""
     words = np.full(vocabulary.num_words, 0xDEADBEEF, np.uint32)
-    matcher.fill(words)
+    matcher.fill_bitmask(words)
     return np.flatnonzero(np.unpackbits(words.astype("<u4").view(np.uint8), bitorder="little")).tolist()
 
 
@@ -51,7 +51,7 @@ def walk(
 
     After a third of them closing tokens are preferred, so that most walks end. Raises AssertionError at a dead end.
     """
-    matcher = grammar.start(fast_forward=fast_forward)
+    matcher = grammar.new_matcher(fast_forward=fast_forward)
     closing = [token for token, data in enumerate(vocabulary.tokens) if data in _CLOSING]
     verdict = matcher.advance([])
     tokens = list(verdict.forced)

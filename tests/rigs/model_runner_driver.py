@@ -6,7 +6,19 @@ from typing import NamedTuple
 import numpy as np
 
 from quire.config import CacheConfig, KVGroup
-from quire.core.step import ChunkOutput, Chunks, Late, ListKind, Lists, Move, Opens, Pooling, Step, StepResult, Writes
+from quire.core.step import (
+    ChunkOutput,
+    Chunks,
+    Move,
+    NewRows,
+    Pooling,
+    SamplingMasks,
+    Step,
+    StepResult,
+    TableUpdates,
+    TokenListKind,
+    TokenLists,
+)
 from quire.kernels import deterministic, reference
 from quire.kernels.contract import Kernels
 from quire.models.decoder import Decoder
@@ -42,7 +54,13 @@ class Driver:
         self.cache = cache_for(model, num_blocks, block_size, num_groups)
         clock = {} if ticks is None else {"clock": iter(ticks).__next__}
         self.runner = TorchRunner(
-            model, kernels, cache=self.cache, max_num_seqs=rows, max_model_len=max_model_len, strict=strict, **clock
+            model,
+            kernels,
+            cache=self.cache,
+            max_num_seqs=rows,
+            max_model_len=max_model_len,
+            deterministic_kernels=strict,
+            **clock,
         )
         random = np.random.default_rng(0)
         self.free = [random.permutation(num_blocks).tolist() for _ in range(num_groups)]
@@ -54,9 +72,9 @@ class Driver:
         chunks = [c if len(c) == 7 else (c[0], c[0], c[1], c[2], 0, 1, int(ChunkOutput.SAMPLE)) for c in chunks]
         self.step_id += 1
         if blocks is None:
-            blocks = [Writes.of(spans) for spans in self._grow(chunks, [row for row, _ in opens])]
+            blocks = [TableUpdates.of(spans) for spans in self._grow(chunks, [row for row, _ in opens])]
         return Step(
-            self.step_id, reset, open_rows(opens), Writes.of(list(tokens)), blocks, list(moves), Chunks.of(chunks)
+            self.step_id, reset, open_rows(opens), TableUpdates.of(list(tokens)), blocks, list(moves), Chunks.of(chunks)
         )
 
     def _grow(self, chunks, opened):
@@ -75,7 +93,7 @@ class Driver:
     def run(self, chunks, *, late=None, **options) -> StepResult:
         step = self.step(chunks, **options)
         self.runner.launch(step)
-        self.runner.sample(step.id, Late.nothing() if late is None else late)
+        self.runner.sample(step.id, SamplingMasks.empty() if late is None else late)
         return self.runner.collect()
 
     def generate(self, prompts, num_tokens, params=GREEDY, *, cut=10**9, rows=None) -> list[list[int]]:
@@ -116,7 +134,7 @@ class Wish(NamedTuple):
     pooling: Pooling = Pooling.NONE
 
 
-def open_rows(opens) -> Opens:
+def open_rows(opens) -> NewRows:
     """Opens from (row, SamplingParams or Wish). The sequence id is the row, and the sample index 0."""
     rows = [row for row, _ in opens]
     wishes = [wish if isinstance(wish, Wish) else Wish(wish) for _, wish in opens]
@@ -125,7 +143,7 @@ def open_rows(opens) -> Opens:
     def asked(name):
         return [-1 if getattr(p, name) is None else getattr(p, name) for p in params]
 
-    return Opens.of(
+    return NewRows.of(
         rows=rows,
         seq_ids=rows,
         seeds=[p.seed or 0 for p in params],
@@ -142,21 +160,21 @@ def open_rows(opens) -> Opens:
         repetition_penalties=[p.repetition_penalty for p in params],
         deterministic=[p.deterministic for p in params],
         poolings=[wish.pooling for wish in wishes],
-        lists=Lists.of([one for row, wish in zip(rows, wishes, strict=True) for one in _lists(row, wish)]),
+        lists=TokenLists.of([one for row, wish in zip(rows, wishes, strict=True) for one in _lists(row, wish)]),
     )
 
 
 def _lists(row, wish):
     params = wish.params
-    yield from ((row, ListKind.BAD_WORD, list(word)) for word in wish.bad_words)
+    yield from ((row, TokenListKind.BAD_WORD, list(word)) for word in wish.bad_words)
     if params.logit_bias:
-        yield row, ListKind.BIAS, params.logit_bias
+        yield row, TokenListKind.BIAS, params.logit_bias
     if params.allowed_token_ids is not None:
-        yield row, ListKind.ALLOWED, list(params.allowed_token_ids)
+        yield row, TokenListKind.ALLOWED, list(params.allowed_token_ids)
     if wish.eos:
-        yield row, ListKind.END, list(wish.eos)
+        yield row, TokenListKind.END, list(wish.eos)
     if params.logprob_token_ids:
-        yield row, ListKind.LOGPROB, list(params.logprob_token_ids)
+        yield row, TokenListKind.LOGPROB, list(params.logprob_token_ids)
 
 
 def copy_move(group, pairs, num_tokens) -> Move:

@@ -38,11 +38,11 @@ class Noting:
     def __getattr__(self, name):
         return getattr(self._engine, name)
 
-    def add(self, *request):
+    def add_request(self, *request):
         asked = NewRequest(*request)
         self.namespaces[asked.request_id] = asked.namespace
-        self.terms[asked.request_id] = asked.terms
-        self._engine.add(*request)
+        self.terms[asked.request_id] = asked.scheduling_params
+        self._engine.add_request(*request)
 
     def explain(self, request_id):
         self.asked.append(request_id)

@@ -11,7 +11,7 @@ from scripted_engine import cache_config
 
 from quire.cache.block_table import ABSENT, BlockTable
 from quire.cache.kv_cache import KVCache
-from quire.cache.prefix.index import Cause
+from quire.cache.prefix.index import EvictionCause
 from quire.config import CacheConfig
 from quire.core.request import Namespace
 
@@ -113,12 +113,14 @@ class Model:
             if other.namespace != namespace:
                 same = self.public_root(other.namespace) == self.public_root(namespace)
                 common = min(common, self.num_common_public(other.tokens) // self.bs * self.bs) if same else 0
-            there = max(min(common, other.table.launched), min(common, other.recorded) // self.bs * self.bs)
+            there = max(min(common, other.table.num_launched), min(common, other.recorded) // self.bs * self.bs)
             in_index = other.table.num_indexed * self.bs
-            waits = in_index < max(other.recorded, min(other.table.launched, len(other.tokens)) // self.bs * self.bs)
+            waits = in_index < max(
+                other.recorded, min(other.table.num_launched, len(other.tokens)) // self.bs * self.bs
+            )
             sure = there // self.bs * self.bs if other.borrows else there
             if waits:
-                sure = min(sure, in_index + self.bs * (other.table.launched > in_index))
+                sure = min(sure, in_index + self.bs * (other.table.num_launched > in_index))
             low, high = max(low, sure), max(high, there)
         return low, high
 
@@ -205,7 +207,7 @@ class Model:
         tokens = parent.tokens[:num_tokens] + [rng.choice(GENERATED) for _ in range(rng.randint(1, self.bs))]
         child = self._new(parent.namespace, tokens, len(tokens) + rng.randint(1, self.bs))
         child.table = self.cache.branch(
-            parent.id, child.id, num_tokens, tokens=tokens, reserve=len(tokens), spare=[0] * len(self.memory)
+            parent.id, child.id, num_tokens, tokens=tokens, reserve=len(tokens), watermark_blocks=[0] * len(self.memory)
         )
         return self._began(child, num_tokens)
 
@@ -215,7 +217,7 @@ class Model:
         if parent.computed > num_tokens or rng.random() < 0.3:
             num_tokens = num_tokens // self.bs * self.bs
         firsts = parent.table.firsts
-        if any(first > self.config.first_seen(group, num_tokens) for group, first in enumerate(firsts)):
+        if any(first > self.config.first_attended_block(group, num_tokens) for group, first in enumerate(firsts)):
             return False
         tokens = parent.tokens[:num_tokens] + [rng.choice(GENERATED) for _ in range(rng.randint(1, self.bs))]
         child = self._new(parent.namespace, tokens, len(tokens) + rng.randint(1, self.bs))
@@ -271,12 +273,12 @@ class Model:
             seq.namespace,
             reusable=reusable,
             limit=limit,
-            most=rng.randint(1, self.budget),
+            max_new_positions=rng.randint(1, self.budget),
             cause=self.cause(seq),
         )
         if admission is None:
             assert not self.exact
-            alone = not self.running() and not self.in_flight and not self.cache._copies._waiting
+            alone = not self.running() and not self.in_flight and not self.cache._copies._pending
             assert not alone, "nothing will ever change, and it waits"
             return
         table, start, num_shared, num_copied, miss = admission[:5]
@@ -296,17 +298,17 @@ class Model:
         if stop > start:
             self._chunk(rng, seq, start, stop, chunks)
         else:
-            table.launched = start
+            table.num_launched = start
 
-    def cause(self, seq: Seq) -> Cause:
-        return Cause(float(self.next_id), str(seq.id), seq.namespace.tenant)
+    def cause(self, seq: Seq) -> EvictionCause:
+        return EvictionCause(float(self.next_id), str(seq.id), seq.namespace.tenant)
 
     def _chunk(self, rng: Random, seq: Seq, start: int, stop: int, chunks) -> None:
         assert stop <= seq.table.capacity
-        seq.table.launched = start
+        seq.table.num_launched = start
         whole = min(stop, len(seq.tokens)) // self.bs * self.bs
-        if stop >= seq.table.due or rng.random() < 0.2:
-            seq.borrows |= self.cache.record(seq.table, start, stop) is not None
+        if stop >= seq.table.next_insert_at or rng.random() < 0.2:
+            seq.borrows |= self.cache.cache_blocks(seq.table, start, stop) is not None
             if seq.table.num_indexed * self.bs < whole:
                 self._assert_waits(seq)
         seq.recorded = whole
@@ -342,7 +344,7 @@ class Model:
                     assert place[0] != ABSENT
                     memory[place] = seq.stamps[position] if right and not fails else RUBBISH
         for seq, _, stop, _, _ in chunks:
-            seq.table.launched = stop
+            seq.table.num_launched = stop
         self.in_flight.append((step_id, fails, chunks))
 
     @property
@@ -373,7 +375,7 @@ class Model:
             seq.epoch += 1
             self._drop_hidden(seq)
             seq.computed = min(seq.computed, start)
-            seq.table.launched = min(seq.table.launched, seq.computed)
+            seq.table.num_launched = min(seq.table.num_launched, seq.computed)
         for seq_id in again:
             self._free(self.live[seq_id], 0)
 
@@ -381,10 +383,10 @@ class Model:
 
     def contents(self) -> list[dict[tuple[int, int], int]]:
         """The memory after all pending copies."""
-        if not self.cache._copies._waiting:
+        if not self.cache._copies._pending:
             return self.memory
         memories = [dict(memory) for memory in self.memory]
-        for move in self.cache._copies._waiting:
+        for move in self.cache._copies._pending:
             memory = memories[move.group]
             for source, target in move.pairs:
                 for slot in range(move.num_tokens):
@@ -420,7 +422,7 @@ class Model:
     def check_index(self) -> None:
         """Assert that every indexed block holds the tokens of its node."""
         contents = self.contents()
-        for (namespace, before), root in self.cache.index.forest.roots.items():
+        for (namespace, before), root in self.cache.index.trees.roots.items():
             for node in root.walk():
                 if node.parent is None:
                     continue
@@ -455,5 +457,5 @@ class Model:
         assert self.cache.pools.num_available == self.cache.pools.num_blocks
         self.cache.flush()
         assert self.cache.pools.num_free == self.cache.pools.num_blocks
-        assert not self.cache.index.forest.roots
+        assert not self.cache.index.trees.roots
         assert self.cache.check() == []

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from quire.kernels.contract import Draws, Edits, History, Masks
+from quire.kernels.contract import History, LogitEdits, Masks, SamplingMetadata
 
 
 def draws(num_rows, *, seeds=0, sample_indices=0, positions=0, temperatures=1.0, top_ps=1.0, top_ks=0, min_ps=0.0,
@@ -20,7 +20,7 @@ def draws(num_rows, *, seeds=0, sample_indices=0, positions=0, temperatures=1.0,
         columns = zip(*entries, strict=True) if len(entries) else ([], [], [])
         return [np.array(values, dtype) for values, dtype in zip(columns, dtypes, strict=True)]
 
-    return Draws(
+    return SamplingMetadata(
         column(seeds, np.uint64),
         column(sample_indices, np.int32),
         column(positions, np.int32),
@@ -32,7 +32,7 @@ def draws(num_rows, *, seeds=0, sample_indices=0, positions=0, temperatures=1.0,
         column(frequency, np.float32),
         column(repetition, np.float32),
         Masks(np.array(masked, np.int64), np.zeros((0, 0), np.uint32) if masks is None else masks),
-        Edits(*table(edits, (np.int64, np.int64, np.float32))),
+        LogitEdits(*table(edits, (np.int64, np.int64, np.float32))),
         History(*table(history, (np.int64, np.int64, np.bool_))),
     )
 

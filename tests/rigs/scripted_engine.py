@@ -8,7 +8,7 @@ from quire.cache.kv_cache import KVCache
 from quire.config import CacheConfig, KVGroup, SchedulerConfig
 from quire.core.output import Output
 from quire.core.request import Namespace
-from quire.core.scheduling_params import NO_TERMS
+from quire.core.scheduling_params import DEFAULT_SCHEDULING_PARAMS
 from quire.core.step import Pooling
 from quire.engine.engine import Engine
 from quire.params import SamplingParams
@@ -53,9 +53,9 @@ class CheckedScheduler(JournalledScheduler):
         assert all((column >= 0).all() for column in written), "a row that is none"
         opened = step.opens.rows.tolist()
         assert len(set(opened)) == len(opened), "two sequences in one row"
-        for seq in self._lives.rows.running:
+        for seq in self._state.running_queue.running:
             assert rows.get(seq.row, seq.id) == seq.id
-            assert seq.arriving < 0 or seq.row not in rows, "it is computed from what is still on its way"
+            assert seq.swap_in_step < 0 or seq.row not in rows, "it is computed from what is still on its way"
         assert step.num_tokens <= max(self.config.max_num_batched_tokens, len(step.chunks))
         return step
 
@@ -133,11 +133,13 @@ class Rig:
         pooling=Pooling.NONE,
         namespace=ANYBODY,
         beams=None,
-        terms=NO_TERMS,
+        terms=DEFAULT_SCHEDULING_PARAMS,
         **params,
     ) -> None:
         params = SamplingParams(**({"temperature": 0.0, "max_tokens": 8} | params))
-        self.engine.add(request_id, prompt, params, pooling=pooling, namespace=namespace, beams=beams, terms=terms)
+        self.engine.add_request(
+            request_id, prompt, params, pooling=pooling, namespace=namespace, beams=beams, scheduling_params=terms
+        )
 
     def abort(self, request_id: str) -> None:
         self.engine.abort(request_id)
@@ -181,4 +183,4 @@ class Rig:
 
     def replay(self) -> journal.ReplayReport:
         self.file.seek(0)
-        return journal.replay(journal.read(self.file))
+        return journal.replay(journal.read_records(self.file))

@@ -8,7 +8,7 @@ from pathlib import Path
 import random_checkpoints as checkpoints
 
 from quire.models.description import FAMILIES
-from quire.models.text_part import INNER
+from quire.models.text_part import TEXT_MODELS
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
 BEGIN, END = "<!-- made by tests/rigs/supported_models_table.py -->\n", "<!-- end of table -->\n"
@@ -48,7 +48,7 @@ def table() -> str:
     for architecture in FAMILIES:
         kinds = [kind for kind in checkpoints.EVERY if checkpoints.architecture(kind) == architecture]
         rows.append(f"| `{architecture}` | {MODELS[architecture]} | {', '.join(kinds)} |")
-    for architecture in INNER:
+    for architecture in TEXT_MODELS:
         rows.append(f"| `{architecture}` | {SEEING[architecture]} | text part |")
     return "\n".join(rows) + "\n"
 

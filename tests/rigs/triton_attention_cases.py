@@ -5,8 +5,8 @@ import torch
 from triton_device import DEVICE
 
 from quire.config import KVGroup
-from quire.kernels.contract import DTYPES, Batch, Resident, Storage
-from quire.kernels.reference.quantized import dequantized, quantized
+from quire.kernels.contract import DTYPES, Batch, ResidentTables, Storage
+from quire.kernels.reference.quantized import dequantize, quantize
 from quire.kernels.triton import attention as module
 from quire.kernels.triton.plan import plan as make_plan
 
@@ -60,7 +60,7 @@ class Case:
             if self.stored == self.dtype:
                 blocks[:, :, place] = self.kv[i][:, p]
             else:
-                one = quantized(self.kv[i][:, p], self.stored)
+                one = quantize(self.kv[i][:, p], self.stored)
                 blocks[:, :, place * dim : (place + 1) * dim] = one[..., :dim]
                 blocks[:, :, size * dim + 4 * place :][..., :4] = one[..., dim:]
         self.storage.data[1] = layer.to(DEVICE)
@@ -76,12 +76,12 @@ class Case:
         product = torch.full((len(q), q.shape[1] * q.shape[2] + 16), torch.nan, dtype=q.dtype, device=DEVICE)
         product[:, 8:-8] = q.flatten(1)
         q = product[:, 8:-8].unflatten(1, q.shape[1:])
-        return module.attention(self.storage, 1, q, plan, scale, softcap, strict=strict).cpu()
+        return module.attention(self.storage, 1, q, plan, scale, softcap, deterministic=strict).cpu()
 
     def expected(self, softcap=0.0, scale=0.2):
         kv = self.kv
         if self.stored != self.dtype:
-            kv = [dequantized(quantized(x, self.stored), self.stored) for x in kv]
+            kv = [dequantize(quantize(x, self.stored), self.stored) for x in kv]
         each = zip(self.q, kv, self.spans, strict=True)
         return torch.cat([dense(q, *x, span, scale, softcap, self.window) for q, x, span in each])
 
@@ -109,4 +109,4 @@ def resident(batch, rows, num_rows):
     tables = torch.full((num_rows, batch.tables.shape[1] + 1), NOWHERE, dtype=torch.int32)
     tables[list(rows), :-1] = torch.from_numpy(batch.tables).to(torch.int32)
     nothing = np.empty((len(batch.starts), 0), np.int64)
-    return Batch(batch.starts, batch.stops, nothing, Resident(tables.to(DEVICE), np.array(rows)))
+    return Batch(batch.starts, batch.stops, nothing, ResidentTables(tables.to(DEVICE), np.array(rows)))

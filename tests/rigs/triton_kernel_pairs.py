@@ -8,7 +8,7 @@ from triton_device import DEVICE
 from quire.config import KVGroup
 from quire.kernels import reference
 from quire.kernels.contract import DTYPES, Batch, Storage
-from quire.kernels.reference.quantized import LARGEST, SCALE_BYTES, dequantized, quantized
+from quire.kernels.reference.quantized import MAX_QUANTIZED, SCALE_BYTES, dequantize, quantize
 
 pytest.importorskip("triton")
 from quire.kernels.triton import blocks
@@ -34,7 +34,7 @@ class Pair:
         self.numpy = np.random.default_rng(seed)
         self.fast = blocks.allocate(group, block_size, DEVICE)
         shape = (len(group.layers), 2, NUM_BLOCKS, block_size, group.num_kv_heads, group.head_dim)
-        if group.dtype in LARGEST:
+        if group.dtype in MAX_QUANTIZED:
             shape = (*shape[:-1], group.head_dim + SCALE_BYTES)
             canonical = torch.randint(0, 256, shape, generator=self.random, dtype=torch.uint8)
             canonical[..., -1] |= 0x7F  # a scale that is NaN or nearly
@@ -57,9 +57,9 @@ class Pair:
     def numbers(self, canonical):
         assert canonical.shape == self.slow.data.shape
         assert canonical.dtype == self.slow.data.dtype
-        if self.group.dtype in LARGEST:
+        if self.group.dtype in MAX_QUANTIZED:
             scales = canonical[..., -SCALE_BYTES:].contiguous().view(torch.float32)
-            canonical = torch.cat((dequantized(canonical, self.group.dtype), scales), -1)
+            canonical = torch.cat((dequantize(canonical, self.group.dtype), scales), -1)
         return canonical.nan_to_num(123)
 
     def batch(self, most=3):
@@ -89,7 +89,7 @@ class Pair:
                 token += 1
 
     def stored(self, x):
-        return quantized(x, self.group.dtype) if self.group.dtype in LARGEST else x.to(self.slow.data.dtype)
+        return quantize(x, self.group.dtype) if self.group.dtype in MAX_QUANTIZED else x.to(self.slow.data.dtype)
 
     def qkv(self, num_tokens, num_heads, dtype):
         """Queries, keys and values as views of one product."""

@@ -6,7 +6,7 @@ import torch
 import transformers
 
 from quire.models.checkpoint import FolderCheckpoint
-from quire.models.transformers import describe_backend, load_backend
+from quire.models.transformers import describe_transformers, load_transformers
 
 SHAPE = {**checkpoints.SHAPE, "num_key_value_heads": 2, "max_position_embeddings": 256}
 
@@ -47,8 +47,8 @@ def save(folder, family, dtype=torch.float32, **values):
 
 
 def loaded(folder, dtype="float32", **options):
-    description = describe_backend(FolderCheckpoint(folder))
-    return description, load_backend(description, dtype=dtype, **options)
+    description = describe_transformers(FolderCheckpoint(folder))
+    return description, load_transformers(description, dtype=dtype, **options)
 
 
 def prompt_of(length):

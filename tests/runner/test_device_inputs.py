@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from triton_device import DEVICE
 
 from quire.config import CacheConfig, KVGroup
-from quire.core.step import Chunks, Opens, Step, Writes
+from quire.core.step import Chunks, NewRows, Step, TableUpdates
 from quire.runner.device_inputs import ResidentInputs
 from quire.runner.inputs import HostInputs
 from quire.runner.rows import Rows
@@ -29,7 +29,7 @@ class Both:
     def __init__(self):
         self.rows = Rows(cache(), NUM_ROWS, LENGTH, VOCAB)
         self.ways = [HostInputs(self.rows, NUM_ROWS, CPU), ResidentInputs(cache(), NUM_ROWS, LENGTH, DEVICE)]
-        self.fixed = {(size, i): way.fixed(size) for size in (2, 8) for i, way in enumerate(self.ways)}
+        self.fixed = {(size, i): way.captured_inputs(size) for size in (2, 8) for i, way in enumerate(self.ways)}
         self.tokens = [[] for _ in range(NUM_ROWS)]
         self.tables = [[[] for _ in range(NUM_ROWS)] for _ in range(GROUPS)]
         self.arriving = []
@@ -46,9 +46,9 @@ class Both:
         for spans, lists in zip((tokens, *blocks), (self.tokens, *self.tables), strict=True):
             for row, first, values in spans:
                 lists[row][first:] = values
-        opens = Opens.of(rows=list(opened), seq_ids=list(opened))
-        written = [Writes.of(spans) for spans in blocks]
-        step = Step(0, reset, opens, Writes.of(list(tokens)), written, [], Chunks.of([]))
+        opens = NewRows.of(rows=list(opened), seq_ids=list(opened))
+        written = [TableUpdates.of(spans) for spans in blocks]
+        step = Step(0, reset, opens, TableUpdates.of(list(tokens)), written, [], Chunks.of([]))
         self.rows.apply(step)
         for way in self.ways:
             way.apply(step)
@@ -57,14 +57,14 @@ class Both:
         """Sample a token, which the host gets only when it arrives."""
         rows, positions = np.array([row], np.int32), np.array([len(self.tokens[row])], np.int32)
         for way in self.ways:
-            way.put(rows, positions, torch.tensor([token], device=CPU if way is self.ways[0] else DEVICE))
-        self.rows.expect(rows, positions)
+            way.put_sampled(rows, positions, torch.tensor([token], device=CPU if way is self.ways[0] else DEVICE))
+        self.rows.mark_pending(rows, positions)
         self.tokens[row].append(max(token, 0))
         self.arriving.append((rows, positions, np.array([token], np.int32)))
 
     def arrive(self):
         for sampled in self.arriving:
-            self.rows.append(*sampled)
+            self.rows.write_sampled(*sampled)
         self.arriving.clear()
 
     def check(self, spans):
@@ -73,7 +73,7 @@ class Both:
         expected = [token for row, start, stop in spans for token in self.tokens[row][start:stop]]
         positions = [position for _, start, stop in spans for position in range(start, stop)]
         for i, way in enumerate(self.ways):
-            fed = way.of(chunks)
+            fed = way.forward_inputs(chunks)
             assert (fed.token_ids.tolist(), fed.positions.tolist()) == (expected, positions)
             assert fed.token_ids.dtype == fed.positions.dtype == torch.int64
             self.check_batches(fed.batches, spans)
@@ -183,7 +183,7 @@ def test_a_step_without_a_delta_touches_nothing(monkeypatch):
     both = Both()
     both.step(opened=[0], tokens=[(0, 0, [5])], blocks=[[(0, 0, [3])], [(0, 0, [4])]])
     monkeypatch.setattr(
-        "quire.runner.device_inputs.uploaded", lambda array, device: pytest.fail("something was uploaded")
+        "quire.runner.device_inputs.to_device", lambda array, device: pytest.fail("something was uploaded")
     )
     both.step()
 
@@ -191,14 +191,14 @@ def test_a_step_without_a_delta_touches_nothing(monkeypatch):
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="a CPU is always in step with itself")
 def test_nothing_waits_for_the_device():
     inputs, token = ResidentInputs(cache(), NUM_ROWS, LENGTH, DEVICE), torch.tensor([7], device=DEVICE)
-    fixed, chunks = inputs.fixed(2), Chunks.of([(1, 1, 2, 3, 0, 1, 1)])
-    blocks = [Writes.of([(1, 0, [3])]) for _ in range(GROUPS)]
-    opens = Opens.of(rows=[1], seq_ids=[1])
+    fixed, chunks = inputs.captured_inputs(2), Chunks.of([(1, 1, 2, 3, 0, 1, 1)])
+    blocks = [TableUpdates.of([(1, 0, [3])]) for _ in range(GROUPS)]
+    opens = NewRows.of(rows=[1], seq_ids=[1])
     torch.cuda.set_sync_debug_mode("error")
     try:
-        inputs.apply(Step(0, True, opens, Writes.of([(1, 0, [5, 6, 7])]), blocks, [], chunks))  # noqa: FBT003
-        inputs.of(chunks)
-        inputs.put(np.array([1], np.int32), np.array([3], np.int32), token)
+        inputs.apply(Step(0, True, opens, TableUpdates.of([(1, 0, [5, 6, 7])]), blocks, [], chunks))  # noqa: FBT003
+        inputs.forward_inputs(chunks)
+        inputs.put_sampled(np.array([1], np.int32), np.array([3], np.int32), token)
         fixed.refill(chunks)
         fixed.token_ids()
     finally:
@@ -212,5 +212,5 @@ def test_views_of_kernels_begin_where_they_load_well():
         assert all(begin % 4 == 0 for begin in begins)
         assert begins[0] >= inputs.tokens.numel() and begins[1] >= begins[0] + inputs.tables[0].numel()
         assert len(inputs.words) >= begins[1] + inputs.tables[1].numel()
-        positions = inputs.of(Chunks.of([(0, 0, 0, min(length, 7), 0, 1, 1)])).positions
-        assert positions.storage_offset() % 2 == 0 == inputs.fixed(7).positions.storage_offset() % 2
+        positions = inputs.forward_inputs(Chunks.of([(0, 0, 0, min(length, 7), 0, 1, 1)])).positions
+        assert positions.storage_offset() % 2 == 0 == inputs.captured_inputs(7).positions.storage_offset() % 2

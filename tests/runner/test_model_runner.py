@@ -6,7 +6,7 @@ import torch
 from model_runner_driver import GREEDY, Driver, copy_move, load_model
 from sampling_metadata_builders import mask
 
-from quire.core.step import ChunkOutput, Late, Writes, from_bytes, to_bytes
+from quire.core.step import ChunkOutput, SamplingMasks, TableUpdates, from_bytes, to_bytes
 from quire.params import SamplingParams
 
 LENGTHS = (5, 33, 1, 18)
@@ -142,7 +142,7 @@ def test_logprobs_equal_transformers(saved, model, prompts):
 def test_late_masks_bind_their_rows_only(model, prompts, greedy):
     driver = Driver(model)
     allowed = {7, 300} - {greedy[1][0]}
-    late = Late(np.array([1, 6], np.int32), mask([allowed, {0}], 301))  # row 6 does not sample in this step
+    late = SamplingMasks(np.array([1, 6], np.int32), mask([allowed, {0}], 301))  # row 6 does not sample in this step
     opening = {"opens": [(0, GREEDY), (1, GREEDY)], "tokens": [(0, 0, prompts[0]), (1, 0, prompts[1])]}
     tokens = driver.run([(0, 0, 5), (1, 0, 33)], late=late, **opening).tokens.tolist()
     assert tokens[0] == greedy[0][0]
@@ -153,7 +153,7 @@ def test_late_masks_bind_their_rows_only(model, prompts, greedy):
 def test_two_steps_may_overlap(model, prompts, greedy):
     """launch(n+1) and collect() of n come before sample(n+1); the row carries the tokens from step to step."""
     driver = Driver(model)
-    nothing = Late.nothing()
+    nothing = SamplingMasks.empty()
     first = driver.step([(0, 0, 5)], opens=[(0, GREEDY)], tokens=[(0, 0, prompts[0])])
     driver.runner.launch(first)
     driver.runner.sample(first.id, nothing)
@@ -187,7 +187,7 @@ def test_a_copied_block_serves_another_row(model, prompts, greedy):
         [(1, 18, 33)],
         opens=[(1, GREEDY)],
         tokens=[(1, 0, prompt)],
-        blocks=[Writes.of([(1, 0, table)])],
+        blocks=[TableUpdates.of([(1, 0, table)])],
         moves=[copy_move(0, [(shared[4], fresh[0])], 2)],
     )
     assert result.tokens.tolist() == [greedy[1][0]]
@@ -216,7 +216,7 @@ def test_steps_that_came_as_bytes_run_the_same(model, prompts, greedy):
     driver = Driver(model)
     step = from_bytes(to_bytes(driver.step([(0, 0, 5)], opens=[(0, GREEDY)], tokens=[(0, 0, prompts[0])])))
     driver.runner.launch(step)
-    driver.runner.sample(step.id, Late.nothing())
+    driver.runner.sample(step.id, SamplingMasks.empty())
     assert driver.runner.collect().tokens.tolist() == greedy[0][:1]
 
 
@@ -252,11 +252,11 @@ def test_calls_out_of_order_are_refused(model, prompts):
         driver.runner.collect()
     step = driver.step([(0, 0, 5)], opens=[(0, GREEDY)], tokens=[(0, 0, prompts[0])])
     with pytest.raises(ValueError, match="step 1 is not the one"):
-        driver.runner.sample(step.id, Late.nothing())
+        driver.runner.sample(step.id, SamplingMasks.empty())
     driver.runner.launch(step)
-    driver.runner.sample(step.id, Late.nothing())
+    driver.runner.sample(step.id, SamplingMasks.empty())
     with pytest.raises(ValueError, match="step 1 is not the one"):
-        driver.runner.sample(step.id, Late.nothing())
+        driver.runner.sample(step.id, SamplingMasks.empty())
 
 
 def test_a_failed_step_is_forgotten(model, prompts, greedy):
@@ -264,8 +264,8 @@ def test_a_failed_step_is_forgotten(model, prompts, greedy):
     opening = {"opens": [(0, GREEDY)], "tokens": [(0, 0, prompts[0])]}
     first = driver.step([(0, 0, 5)], **opening)
     driver.runner.launch(first)
-    driver.runner.sample(first.id, Late.nothing())
-    wrong = Late(np.array([0], np.int32), np.zeros((1, 1), np.uint32))
+    driver.runner.sample(first.id, SamplingMasks.empty())
+    wrong = SamplingMasks(np.array([0], np.int32), np.zeros((1, 1), np.uint32))
     failing = driver.step([(0, 5, 6)])
     driver.runner.launch(failing)
     with pytest.raises(ValueError, match="masks must have 10 words"):
@@ -287,7 +287,7 @@ def test_a_step_may_continue_tokens_that_are_not_collected_yet(model, prompts, g
         tokens=[(row, 0, prompts[row]) for row in rows],
     )
     driver.runner.launch(step)
-    driver.runner.sample(step.id, Late.nothing())
+    driver.runner.sample(step.id, SamplingMasks.empty())
     for number in range(1, 25):
         step = driver.step([(row, known[row] + number - 1, known[row] + number) for row in reversed(rows)])
         driver.runner.launch(step)  # only the device has its first token
@@ -295,7 +295,7 @@ def test_a_step_may_continue_tokens_that_are_not_collected_yet(model, prompts, g
         order = rows if number == 1 else reversed(rows)
         for row, token in zip(order, result.tokens.tolist(), strict=True):
             outputs[row].append(token)
-        driver.runner.sample(step.id, Late.nothing())
+        driver.runner.sample(step.id, SamplingMasks.empty())
     assert outputs == greedy
 
 
@@ -303,11 +303,11 @@ def test_a_token_that_comes_late_is_not_written_into_a_row_that_changed_hands(mo
     driver = Driver(model)
     first = driver.step([(0, 0, 5)], opens=[(0, GREEDY)], tokens=[(0, 0, prompts[0])])  # samples the token at 5
     driver.runner.launch(first)
-    driver.runner.sample(first.id, Late.nothing())
+    driver.runner.sample(first.id, SamplingMasks.empty())
     prompt = prompts[1]
     second = driver.step([(0, 0, 0, 4, 0, 0, int(ChunkOutput.NONE))], opens=[(0, GREEDY)], tokens=[(0, 0, prompt)])
     driver.runner.launch(second)
     assert driver.runner.collect().tokens.tolist() == greedy[0][:1]
-    driver.runner.sample(second.id, Late.nothing())
+    driver.runner.sample(second.id, SamplingMasks.empty())
     driver.runner.collect()
     assert driver.run([(0, 4, len(prompt))]).tokens.tolist() == greedy[1][:1]

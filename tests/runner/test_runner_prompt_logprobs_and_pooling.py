@@ -123,7 +123,7 @@ def test_reports_are_of_raw_logits(theirs, model, prompt):
 
 
 def test_logits_are_made_few_at_a_time_and_none_is_kept(model, prompt, monkeypatch):
-    monkeypatch.setattr(logprobs, "LOGITS_AT_ONCE", 301 * 4)
+    monkeypatch.setattr(logprobs, "MAX_LOGITS_PER_CALL", 301 * 4)
     made, sizes = [], []
     original = type(model).logits
 

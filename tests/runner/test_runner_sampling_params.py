@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from model_runner_driver import Driver, Wish, load_model
 from sampling_metadata_builders import mask
 
-from quire.core.step import Late
+from quire.core.step import SamplingMasks
 from quire.params import SamplingParams
 
 PROMPTS = [[5, 9, 9, 40, 5], [7, 7, 7], [17, 21, 18, 5, 9, 40]]
@@ -145,20 +145,20 @@ def test_tokens_that_only_the_runner_knows_are_penalised(theirs, model):
     driver = Driver(model)
     step = driver.step([(0, 0, 5)], opens=[(0, wish)], tokens=[(0, 0, PROMPTS[0])])
     driver.runner.launch(step)
-    driver.runner.sample(step.id, Late.nothing())
+    driver.runner.sample(step.id, SamplingMasks.empty())
     found = []
     for position in range(5, 4 + NUM_TOKENS):
         step = driver.step([(0, position, position + 1)])
         driver.runner.launch(step)
         found += driver.runner.collect().tokens.tolist()
-        driver.runner.sample(step.id, Late.nothing())
+        driver.runner.sample(step.id, SamplingMasks.empty())
     assert found + driver.runner.collect().tokens.tolist() == expected
 
 
 def test_a_grammar_and_a_list_both_bind(model):
     opening = {"opens": [(0, params_of(allowed_token_ids=(5, 6)))], "tokens": [(0, 0, PROMPTS[1])]}
     for grammar, expected in (({3, 4, 5}, 5), ({6, 300}, 6), ({7}, -1)):
-        late = Late(np.array([0], np.int32), mask([grammar], VOCAB))
+        late = SamplingMasks(np.array([0], np.int32), mask([grammar], VOCAB))
         assert Driver(model).run([(0, 0, 3)], late=late, **opening).tokens.tolist() == [expected]
 
 

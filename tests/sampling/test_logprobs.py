@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from quire.kernels import reference
 from quire.sampling import logprobs
-from quire.sampling.logprobs import report
+from quire.sampling.logprobs import compute_logprobs
 
 
 def exact(row):
@@ -21,7 +21,7 @@ def exact(row):
 def report_of(logits, tokens, num_logprobs, listed=None):
     """The report for given logits."""
     lists = {index: np.array(ids, np.int64) for index, ids in (listed or {}).items()}
-    return report(
+    return compute_logprobs(
         reference, lambda some: logits[torch.from_numpy(some)], logits.shape[1], np.array(tokens), num_logprobs, lists
     )
 
@@ -44,7 +44,7 @@ def test_reports_equal_a_slow_softmax(rows, coarse, at_once, seed):
     tokens, wanted, lists = zip(*rows, strict=True)
     listed = {index: ids for index, ids in enumerate(lists) if ids}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(logprobs, "LOGITS_AT_ONCE", at_once)
+        patch.setattr(logprobs, "MAX_LOGITS_PER_CALL", at_once)
         found = report_of(logits, tokens, np.array(wanted), listed)
     if max(wanted) < 0:
         assert found is None
@@ -79,18 +79,18 @@ def test_nobody_asks_and_no_logits_are_computed():
     def never(some):
         raise AssertionError
 
-    assert report(reference, never, 3, np.array([0, 1]), np.array([-1, -1])) is None
+    assert compute_logprobs(reference, never, 3, np.array([0, 1]), np.array([-1, -1])) is None
 
 
 def test_few_logits_are_alive_at_once(monkeypatch):
-    monkeypatch.setattr(logprobs, "LOGITS_AT_ONCE", 100)
+    monkeypatch.setattr(logprobs, "MAX_LOGITS_PER_CALL", 100)
     sizes = []
 
     def logits_of(some):
         sizes.append(len(some))
         return torch.zeros(len(some), 30)
 
-    found = report(reference, logits_of, 30, np.arange(10), np.array([0, -1] * 5))
+    found = compute_logprobs(reference, logits_of, 30, np.arange(10), np.array([0, -1] * 5))
     assert sizes == [3, 2]
     assert found.ids[:, 0].tolist() == [0, -1, 2, -1, 4, -1, 6, -1, 8, -1]
 

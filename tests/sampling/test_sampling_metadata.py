@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from model_runner_driver import GREEDY, Wish, open_rows
 from sampling_metadata_builders import mask
 
-from quire.core.step import Late
+from quire.core.step import SamplingMasks
 from quire.params import SamplingParams
 from quire.sampling.metadata import BadWords, SamplingColumns
 
@@ -48,10 +48,10 @@ def banned_tokens(wish, tokens):
 
 
 def check(columns, opened, rows, positions, tokens, late_masks):
-    late = Late(np.array(list(late_masks), np.int32), mask(late_masks.values(), VOCAB))
-    draws = columns.draws(rows, positions, tokens, late if late_masks else Late.nothing())
+    late = SamplingMasks(np.array(list(late_masks), np.int32), mask(late_masks.values(), VOCAB))
+    draws = columns.metadata(rows, positions, tokens, late if late_masks else SamplingMasks.empty())
     found = dict(zip(draws.masks.rows.tolist(), draws.masks.words.tolist(), strict=True))
-    reported = columns.lists.reported(rows)
+    reported = columns.token_lists.logprob_tokens(rows)
     for index, (row, position) in enumerate(zip(rows.tolist(), positions.tolist(), strict=True)):
         wish, known = opened[row], tokens[row, :position].tolist()
         params = wish.params
@@ -93,7 +93,7 @@ def test_draws_equal_loops_while_rows_come_and_go(data):
     tokens = random.integers(0, 4, (ROWS, MAX_LEN), np.int32)
     for _ in range(3):
         fresh = data.draw(st.dictionaries(st.integers(0, ROWS - 1), wishes, min_size=0 if opened else 1))
-        columns.open(open_rows(list(fresh.items())))
+        columns.set_rows(open_rows(list(fresh.items())))
         opened |= fresh
         rows = np.array(data.draw(st.lists(st.sampled_from(sorted(opened)), unique=True)), np.int32)
         lengths = [data.draw(st.integers(opened[row].prompt_len, MAX_LEN - 1)) for row in rows.tolist()]
@@ -111,23 +111,23 @@ def test_a_bad_word_may_be_longer_than_what_came_before():
 def test_rows_that_ask_for_nothing_give_nothing_to_do():
     columns = SamplingColumns(4, VOCAB)
     asking = Wish(SamplingParams(repetition_penalty=2.0, logit_bias={1: 1.0}, allowed_token_ids=(2,)), 1, (1,), ((4,),))
-    columns.open(open_rows([(row, asking) for row in range(4)]))
-    columns.open(open_rows([(row, GREEDY) for row in range(4)]))  # resets the previous parameters
-    draws = columns.draws(np.arange(4), np.full(4, 9), np.zeros((4, 10), np.int32), Late.nothing())
+    columns.set_rows(open_rows([(row, asking) for row in range(4)]))
+    columns.set_rows(open_rows([(row, GREEDY) for row in range(4)]))  # resets the previous parameters
+    draws = columns.metadata(np.arange(4), np.full(4, 9), np.zeros((4, 10), np.int32), SamplingMasks.empty())
     assert [len(part) for part in (draws.masks.rows, draws.edits.rows, draws.history.rows)] == [0, 0, 0]
-    assert columns.lists.reported(np.arange(4)) == {}
+    assert columns.token_lists.logprob_tokens(np.arange(4)) == {}
 
 
 def test_a_repetition_penalty_that_float32_cannot_hold_is_the_smallest_that_it_can():
     columns = SamplingColumns(1, VOCAB)
-    columns.open(open_rows([(0, SamplingParams(repetition_penalty=1e-60))]))
-    draws = columns.draws(np.array([0]), np.array([1]), np.zeros((1, 2), np.int32), Late.nothing())
+    columns.set_rows(open_rows([(0, SamplingParams(repetition_penalty=1e-60))]))
+    draws = columns.metadata(np.array([0]), np.array([1]), np.zeros((1, 2), np.int32), SamplingMasks.empty())
     assert draws.repetition_penalties[0] == np.finfo(np.float32).tiny
 
 
 def test_late_masks_of_another_width_are_refused_also_where_they_would_spread():
     columns = SamplingColumns(1, VOCAB)
-    columns.open(open_rows([(0, SamplingParams(allowed_token_ids=(2,)))]))
-    late = Late(np.array([0], np.int32), np.ones((1, 1), np.uint32))
+    columns.set_rows(open_rows([(0, SamplingParams(allowed_token_ids=(2,)))]))
+    late = SamplingMasks(np.array([0], np.int32), np.ones((1, 1), np.uint32))
     with pytest.raises(ValueError, match="masks must have 2 words for a row, not 1"):
-        columns.draws(np.array([0]), np.array([1]), np.zeros((1, 2), np.int32), late)
+        columns.metadata(np.array([0]), np.array([1]), np.zeros((1, 2), np.int32), late)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from scripted_engine import Rig
 
 from quire.core.events import AdmissionSlowed
-from quire.scheduler.admission_watermark import Caution
+from quire.scheduler.admission_watermark import AdmissionWatermark
 
 CALM = 300  # steps without preemption after which it falls
 
@@ -17,46 +17,46 @@ def calm(caution, steps):
 
 
 def test_preemptions_at_once_are_one_reason_and_later_ones_another():
-    caution = Caution([1000], 0.01)
-    assert caution.spare(10) == [10], "the watermark"
+    caution = AdmissionWatermark([1000], 0.01)
+    assert caution.watermark_blocks(10) == [10], "the watermark"
     assert caution.preempted(20) and not caution.preempted(20)
-    assert caution.blocks_each == 1 and caution.spare(20) == [20]
+    assert caution.blocks_per_sequence == 1 and caution.watermark_blocks(20) == [20]
     for expected in (2, 4, 8):
         calm(caution, 40)
         assert caution.preempted(20)
-        assert caution.blocks_each == expected
+        assert caution.blocks_per_sequence == expected
 
 
 def test_time_without_preemptions_takes_it_back_block_by_block():
-    caution = Caution([1000], 0.01)
+    caution = AdmissionWatermark([1000], 0.01)
     for _ in range(3):
         caution.preempted(20)
         calm(caution, 40)
-    assert caution.blocks_each == 4
+    assert caution.blocks_per_sequence == 4
     for left in (3, 2, 1, 0, 0):
         calm(caution, CALM)
-        assert caution.blocks_each == left
-    assert caution.spare(100) == [10]
+        assert caution.blocks_per_sequence == left
+    assert caution.watermark_blocks(100) == [10]
 
 
 def test_no_more_is_kept_than_changes_anything_so_that_it_fades_soon():
-    caution = Caution([10_000], 0.01)
+    caution = AdmissionWatermark([10_000], 0.01)
     for _ in range(20):
         caution.preempted(100)
         calm(caution, 40)
-    assert caution.blocks_each == 50 and caution.spare(100) == [5000]
+    assert caution.blocks_per_sequence == 50 and caution.watermark_blocks(100) == [5000]
     calm(caution, CALM)
-    assert caution.spare(100) == [4900]
+    assert caution.watermark_blocks(100) == [4900]
 
 
 @given(st.lists(st.sampled_from(["preempted", "planned"]), max_size=400), st.integers(0, 500))
 def test_never_less_than_the_watermark_nor_more_than_half_of_a_pool(calls, num_running):
-    caution = Caution([64, 1000], 0.1)
+    caution = AdmissionWatermark([64, 1000], 0.1)
     for call in calls:
-        before = caution.blocks_each
+        before = caution.blocks_per_sequence
         changed = caution.planned() if call == "planned" else caution.preempted(num_running)
-        assert changed == (caution.blocks_each != before)
-    small, large = caution.spare(num_running)
+        assert changed == (caution.blocks_per_sequence != before)
+    small, large = caution.watermark_blocks(num_running)
     assert 6 <= small <= 32 and 100 <= large <= 500
 
 
@@ -65,8 +65,8 @@ def test_who_runs_too_short_of_blocks_slows_admission_and_an_event_says_so():
     for i in range(8):
         rig.add(str(i), [i + 1] * 4, max_tokens=40)
     rig.run()
-    slowed = [event.num_blocks for event in rig.scheduler.accounts.events if isinstance(event, AdmissionSlowed)]
+    slowed = [event.num_blocks for event in rig.scheduler.request_stats.events if isinstance(event, AdmissionSlowed)]
     assert slowed and slowed[0] == 1
-    assert rig.scheduler.accounts.num_preemptions
+    assert rig.scheduler.request_stats.num_preemptions
     rises = [after > before for before, after in pairwise([0, *slowed])]
     assert rig.engine.stats().num_admissions_slowed == sum(rises)

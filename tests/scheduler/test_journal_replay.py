@@ -10,12 +10,12 @@ from quire.cache.kv_cache import KVCache
 from quire.core import step as steps
 from quire.core.codec import decode
 from quire.core.request import Request
-from quire.core.step import Chunk, ChunkOutput, Chunks, Writes
+from quire.core.step import Chunk, ChunkOutput, Chunks, TableUpdates
 from quire.errors import RequestError
 from quire.params import SamplingParams
 from quire.runner.scripted_runner import script
 from quire.scheduler import journal
-from quire.scheduler.lifecycle import Families, Lives
+from quire.scheduler.lifecycle import SchedulerState, SequenceGroups
 
 
 def recorded() -> Rig:
@@ -36,7 +36,7 @@ def test_a_replay_is_the_same():
 
 def test_a_replay_by_another_scheduler_prints_the_first_difference(monkeypatch):
     rig = recorded()
-    monkeypatch.setattr(Lives, "preempt", lambda self, seq, reason, now: self.end(seq, "error", now))
+    monkeypatch.setattr(SchedulerState, "preempt", lambda self, seq, reason, now: self.end(seq, "error", now))
     report = rig.replay()
     assert 0 < report.num_steps < rig.engine.stats().num_steps
     assert "recorded:\nstep" in report.difference
@@ -45,8 +45,8 @@ def test_a_replay_by_another_scheduler_prints_the_first_difference(monkeypatch):
 
 def test_a_journal_cut_off_in_the_middle_replays_up_to_there():
     data = recorded().file.getvalue()
-    whole = journal.replay(journal.read(io.BytesIO(data)))
-    part = journal.replay(journal.read(io.BytesIO(data[: len(data) // 2])))
+    whole = journal.replay(journal.read_records(io.BytesIO(data)))
+    part = journal.replay(journal.read_records(io.BytesIO(data[: len(data) // 2])))
     assert part.difference == ""
     assert 0 < part.num_steps < whole.num_steps
 
@@ -54,7 +54,7 @@ def test_a_journal_cut_off_in_the_middle_replays_up_to_there():
 @pytest.mark.parametrize("data", [b"", b"\x05\x00\x00\x00hello", b"not a journal at all, but long enough"])
 def test_other_files_are_refused(data):
     with pytest.raises(journal.JournalError, match="not a quire journal"):
-        journal.replay(journal.read(io.BytesIO(data)))
+        journal.replay(journal.read_records(io.BytesIO(data)))
 
 
 def test_a_refused_request_is_refused_again():
@@ -72,7 +72,7 @@ def test_a_request_that_is_not_refused_again_is_a_difference(monkeypatch):
     with pytest.raises(RequestError, match="in use"):
         rig.add("a", [1, 2, 3])
     rig.run()
-    monkeypatch.setattr(Families, "__contains__", lambda self, request_id: False)
+    monkeypatch.setattr(SequenceGroups, "__contains__", lambda self, request_id: False)
     assert "recorded:\nrefused: request id 'a' is in use" in rig.replay().difference
 
 
@@ -88,7 +88,7 @@ def test_damaged_journals_are_refused_or_differ_but_never_crash():
     for place in range(5, len(data), 97):
         damaged = bytes(data[:place]) + bytes([data[place] ^ 0xFF]) + bytes(data[place + 1 :])
         try:
-            outcomes.add(bool(journal.replay(journal.read(io.BytesIO(damaged))).difference))
+            outcomes.add(bool(journal.replay(journal.read_records(io.BytesIO(damaged))).difference))
         except journal.JournalError:
             outcomes.add("refused")
     assert {True, "refused"} <= outcomes
@@ -102,7 +102,7 @@ def test_the_step_that_kills_the_process_is_in_the_journal(tmp_path):
     scheduler.add(Request(id="a", prompt=[1, 2, 3], params=params), 0.0)
     step = scheduler.plan(0.5)
     with (tmp_path / "journal").open("rb") as found:  # without close, as after SIGKILL
-        *_, add, plan = journal.read(found)
+        *_, add, plan = journal.read_records(found)
     file.close()
     assert add.request.id == "a"
     assert plan.step == steps.to_bytes(step)
@@ -169,7 +169,7 @@ def test_arrays_of_objects_cannot_be_smuggled_in():
 
 def test_writes_land_where_they_say():
     table = np.zeros((3, 6), np.int32)
-    Writes.of([(0, 2, [7, 8]), (2, 0, [9]), (1, 3, [])]).apply(table)
+    TableUpdates.of([(0, 2, [7, 8]), (2, 0, [9]), (1, 3, [])]).apply(table)
     assert table.tolist() == [[0, 0, 7, 8, 0, 0], [0] * 6, [9, 0, 0, 0, 0, 0]]
-    Writes.of([]).apply(table)
+    TableUpdates.of([]).apply(table)
     assert len(Chunks.of([])) == 0

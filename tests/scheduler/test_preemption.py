@@ -45,7 +45,7 @@ class Watched(Rig):
 
     @property
     def preempted(self) -> list[Preempted]:
-        return [event for event in self.scheduler.accounts.events if isinstance(event, Preempted)]
+        return [event for event in self.scheduler.request_stats.events if isinstance(event, Preempted)]
 
 
 def crowd(rig: Rig, number: int = 3, length: int = 20, max_tokens: int = 20) -> None:
@@ -157,9 +157,9 @@ def test_a_family_leaves_as_a_whole_and_its_shared_blocks_travel_once(prefix_ind
 def test_members_that_come_back_one_after_the_other_share_the_blocks_they_shared():
     cache = KVCache(cache_config(20, num_host_blocks=20))
     tokens = prompt(30)
-    parent = cache.open(0, tokens)
+    parent = cache.new_table(0, tokens)
     cache.grow(parent, 14)
-    assert cache.branch(0, 1, 10, tokens=tokens[:10], reserve=10, spare=[0]) is not None
+    assert cache.branch(0, 1, 10, tokens=tokens[:10], reserve=10, watermark_blocks=[0]) is not None
     cache.launched(0)
     cache.collected(0)
     assert cache.swap_bytes({0: 14, 1: 10}) == {0: 4 * 256, 1: 256}
@@ -167,11 +167,11 @@ def test_members_that_come_back_one_after_the_other_share_the_blocks_they_shared
     assert cache.host_pools.num_free == 15
     cache.release(0)
     cache.release(1)
-    assert cache.is_leaving(0)
+    assert cache.is_swapping_out(0)
     assert len(cache.launched(1)) == 2, "whole blocks, and those of which two tokens matter"
     cache.collected(1)
-    assert not cache.is_leaving(0) and cache.pools.num_free == 20
-    options = {"limit": 30, "most": 8}
+    assert not cache.is_swapping_out(0) and cache.pools.num_free == 20
+    options = {"limit": 30, "max_new_positions": 8}
     first = cache.admit(0, tokens[:16], NO_NAMESPACE, reusable=15, **options)
     assert (first.num_tokens, first.num_swapped_tokens, first.num_swapped_bytes) == (14, 14, 4 * 256)
     (move, partial) = cache.launched(2)
@@ -192,37 +192,37 @@ def test_members_that_come_back_one_after_the_other_share_the_blocks_they_shared
 def test_what_the_index_still_has_is_not_copied():
     cache = KVCache(cache_config(20, prefix_index="radix", num_host_blocks=20))
     tokens = prompt(30)
-    table = cache.open(0, tokens)
+    table = cache.new_table(0, tokens)
     cache.grow(table, 14)
-    cache.record(table, 0, 14)
+    cache.cache_blocks(table, 0, 14)
     cache.launched(0)
     cache.collected(0)
     assert cache.swap_out({0: 14})
     cache.release(0, 14)
     cache.launched(1)
     cache.collected(1)
-    whole = cache.admit(0, tokens[:16], NO_NAMESPACE, reusable=15, limit=16, most=2)
-    assert (whole.num_tokens, whole.arriving, cache.swapped) == (14, False, {})
+    whole = cache.admit(0, tokens[:16], NO_NAMESPACE, reusable=15, limit=16, max_new_positions=2)
+    assert (whole.num_tokens, whole.is_swapping_in, cache.swapped) == (14, False, {})
     assert cache.host_pools.num_free == 20
 
 
 def test_where_the_index_has_less_only_the_rest_is_copied():
     cache = KVCache(cache_config(8, prefix_index="hash", num_host_blocks=20))
     tokens = prompt(30)
-    table = cache.open(0, tokens)
+    table = cache.new_table(0, tokens)
     cache.grow(table, 14)
-    cache.record(table, 0, 14)
+    cache.cache_blocks(table, 0, 14)
     cache.launched(0)
     cache.collected(0)
     assert cache.swap_out({0: 14})
     cache.release(0, 14)
     cache.launched(1)
     cache.collected(1)
-    cache.grow(cache.open(9), 24)  # evicts one of three
-    back = cache.admit(0, tokens[:15], NO_NAMESPACE, reusable=14, limit=15, most=2)
+    cache.grow(cache.new_table(9), 24)  # evicts one of three
+    back = cache.admit(0, tokens[:15], NO_NAMESPACE, reusable=14, limit=15, max_new_positions=2)
     assert back is None, "there are two blocks, and four are needed"
     cache.release(9)
-    back = cache.admit(0, tokens[:15], NO_NAMESPACE, reusable=14, limit=15, most=2)
+    back = cache.admit(0, tokens[:15], NO_NAMESPACE, reusable=14, limit=15, max_new_positions=2)
     assert (back.num_tokens, back.num_shared_blocks, back.num_swapped_tokens) == (14, 2, 6)
     assert [(move.num_tokens, len(move.pairs)) for move in cache.launched(2)] == [(4, 1), (2, 1)]
     assert cache.check() == []

@@ -9,15 +9,15 @@ from hypothesis import strategies as st
 from scripted_engine import VOCAB, Rig
 
 from quire.cache.kv_cache import KVCache
-from quire.cache.prefix.index import symbols
+from quire.cache.prefix.index import token_key
 from quire.core.request import Namespace
-from quire.core.scheduling_params import MAX_PROGRAM_TTL, Program, Terms
+from quire.core.scheduling_params import MAX_PROGRAM_TTL, Program, SchedulingParams
 from quire.errors import RequestError
 from quire.runner.scripted_runner import script
 from quire.scheduler import journal
-from quire.scheduler.queue.prefix_aware import MOST_TOGETHER
+from quire.scheduler.queue.prefix_aware import MAX_IN_A_ROW
 from quire.scheduler.scheduler import Scheduler
-from quire.scheduler.sequence import LEAD, MOST_PROGRAMS, Programs
+from quire.scheduler.sequence import MOST_PROGRAMS, PROGRAM_LEAD_SECONDS, Programs
 from tools.virtual_time import limits, memory, request, result_of
 
 
@@ -48,7 +48,7 @@ def test_a_program_out_of_bounds_is_refused_by_name(fields, param):
 
 def asked(name, program=None, *, tenant="", num_tokens=4, num_output=2, **terms):
     hint = None if program is None else Program(id=program)
-    return request(name, [7] * num_tokens, num_output, tenant=tenant, terms=Terms(program=hint, **terms))
+    return request(name, [7] * num_tokens, num_output, tenant=tenant, terms=SchedulingParams(program=hint, **terms))
 
 
 def queued(policy="fcfs", prefix_index="none", **changed):
@@ -65,7 +65,7 @@ def order_of(scheduler, now=0.0):
     names, seen = [], set()
     while scheduler.has_work:
         step = scheduler.plan(now)
-        for name, _ in scheduler.newest_rows:
+        for name, _ in scheduler.last_step_positions:
             if name not in seen:
                 names.append(name)
                 seen.add(name)
@@ -75,7 +75,9 @@ def order_of(scheduler, now=0.0):
 
 ARRIVALS = st.lists(
     st.tuples(
-        st.sampled_from([0.0, 0.5, 3.0, LEAD - 1, 2 * LEAD]),  # seconds since the previous one
+        st.sampled_from(
+            [0.0, 0.5, 3.0, PROGRAM_LEAD_SECONDS - 1, 2 * PROGRAM_LEAD_SECONDS]
+        ),  # seconds since the previous one
         st.sampled_from([None, None, "p", "q", "r"]),
         st.sampled_from(["", "other"]),
         st.integers(0, 9).map(lambda n: n == 0),  # whether the program ends here
@@ -94,7 +96,7 @@ def test_programs_are_served_as_they_began_and_nobody_is_passed_by_who_came_much
         now += gap
         scheduler.add(asked(str(i), program, tenant=tenant), now)
         began, first = (now, i) if program is None else begun.setdefault((tenant, program), (now, i))
-        keys[str(i)], came[str(i)] = (max(began, now - LEAD), first, i), now
+        keys[str(i)], came[str(i)] = (max(began, now - PROGRAM_LEAD_SECONDS), first, i), now
         if ends and program is not None:
             scheduler.end_program(tenant, program, None, now)
             del begun[tenant, program]
@@ -102,7 +104,7 @@ def test_programs_are_served_as_they_began_and_nobody_is_passed_by_who_came_much
     order = order_of(scheduler, now)
     assert order == sorted(keys, key=lambda name: keys[name])
     for place, name in enumerate(order):
-        assert all(came[before] <= came[name] + LEAD for before in order[:place])
+        assert all(came[before] <= came[name] + PROGRAM_LEAD_SECONDS for before in order[:place])
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "lpm", "cache-aware", "dfs-weight"])
@@ -110,7 +112,7 @@ def test_siblings_of_who_is_next_follow_it(policy):
     scheduler, go = queued(policy, "radix", wait_weight=0.0)
     prompts = {"stranger": [9] * 9, "p0": [1] * 5, "q0": [2] * 9, "p1": [3] * 9, "another": [4] * 5, "p2": [1] * 9}
     for name, prompt in prompts.items():
-        terms = Terms(program=Program(id=name[0])) if name[1:].isdigit() else Terms()
+        terms = SchedulingParams(program=Program(id=name[0])) if name[1:].isdigit() else SchedulingParams()
         scheduler.add(request(name, prompt, 2, terms=terms), 0.0)
     go()
     order = order_of(scheduler)
@@ -124,11 +126,11 @@ def test_a_program_of_many_does_not_keep_the_turn_for_ever(policy):
     scheduler, go = queued(policy, "radix", wait_weight=100.0)
     scheduler.add(asked("p", "p"), 0.0)
     scheduler.add(asked("stranger", num_tokens=64 - 2), 0.0)
-    for i in range(2 * MOST_TOGETHER):
+    for i in range(2 * MAX_IN_A_ROW):
         scheduler.add(asked(f"p{i}", "p"), 1.0)
     scheduler.end_program("", "p", None, 1.0)
     go()
-    assert order_of(scheduler, 1.0).index("stranger") <= MOST_TOGETHER
+    assert order_of(scheduler, 1.0).index("stranger") <= MAX_IN_A_ROW
 
 
 def test_a_better_class_is_before_any_sibling():
@@ -155,13 +157,13 @@ def test_fair_turns_of_tenants_are_those_that_they_have_without_programs(arrival
 def test_programs_are_remembered_in_bounds_and_forgotten_when_they_end():
     programs = Programs()
     for i in range(2 * MOST_PROGRAMS):
-        programs.place(asked(str(i), str(i)), i, 0.0)
-        programs.place(asked(str(i), "always"), i, 0.0)
-    assert len(programs._begun) == MOST_PROGRAMS
-    assert programs.place(asked("x", "always"), 99999, 5.0) == (0.0, 0)
+        programs.arrival(asked(str(i), str(i)), i, 0.0)
+        programs.arrival(asked(str(i), "always"), i, 0.0)
+    assert len(programs._arrivals) == MOST_PROGRAMS
+    assert programs.arrival(asked("x", "always"), 99999, 5.0) == (0.0, 0)
     programs.end("", "always")
     programs.end("", "never heard of")
-    assert programs.place(asked("x", "always"), 99999, 5.0) == (5.0, 99999)
+    assert programs.arrival(asked("x", "always"), 99999, 5.0) == (5.0, 99999)
 
 
 # Eviction order
@@ -256,16 +258,16 @@ def test_nothing_is_remembered_of_programs_whose_kv_is_gone():
         memory.run([i, i, i], program=branch, now=float(i))
         if i % 3 == 0:
             memory.kv.end_program("tenant", str(i % 7), None)
-    wishes = memory.kv.index.forest.wishes
+    wishes = memory.kv.index.trees.retention
     assert len(wishes._sessions) <= 20
     assert {key for keys in wishes._branches.values() for key in keys} == set(wishes._sessions)
     memory.kv.flush()
     assert not wishes._sessions
     assert not wishes._branches
-    leaves = memory.kv.index.forest.leaves
+    leaves = memory.kv.index.trees.leaves
     assert not len(leaves)
-    assert not leaves._of
-    assert not leaves._turns._places
+    assert not leaves._by_tenant
+    assert not leaves._tenant_order._swapped_keys
 
 
 @pytest.mark.parametrize("eviction", ["lru", "lfu"])
@@ -287,7 +289,8 @@ def test_a_tenant_cannot_change_what_another_keeps(eviction, data):
             for one in memories:
                 one.evict(count, now=float(now))
         kept = [
-            {key for key in contents if one.kv.index.find(Namespace(key[0]), [key[1]]).num_tokens} for one in memories
+            {key for key in contents if one.kv.index.match_prefix(Namespace(key[0]), [key[1]]).num_tokens}
+            for one in memories
         ]
         if eviction == "lru":
             assert {key for key in kept[0] if key[0] == "y"} == {key for key in kept[1] if key[0] == "y"}
@@ -314,7 +317,9 @@ def rig_with_programs(seed=0, **options):
         prompt = stems[which] + [dice.randrange(50) for _ in range(dice.randrange(1, 20))]
         tenant = Namespace(dice.choice("ab"))
         rig.asked[str(i)] = prompt, dice.randrange(8)
-        rig.add(str(i), prompt, namespace=tenant, terms=Terms(program=program), max_tokens=rig.asked[str(i)][1])
+        rig.add(
+            str(i), prompt, namespace=tenant, terms=SchedulingParams(program=program), max_tokens=rig.asked[str(i)][1]
+        )
         for _ in range(dice.randrange(4)):
             rig.step()
         if dice.random() < 0.3:
@@ -333,30 +338,30 @@ def test_programs_change_no_answer_leak_nothing_and_replay(policy, eviction):
         assert rig.tokens.get((name, 0), []) == script(prompt, num_tokens, VOCAB)
         assert rig.reasons[name, 0] == "length"
     rig.file.seek(0)
-    records = list(journal.read(rig.file))
+    records = list(journal.read_records(rig.file))
     assert any(isinstance(one, journal.EndProgram) for one in records)
     assert journal.replay(iter(records)).difference == ""
 
 
 def test_a_branch_that_ends_while_its_request_runs_is_finished_when_that_is():
     rig = Rig(num_blocks=40, prefix_index="radix")
-    rig.add("a", [1] * 8, terms=Terms(program=Program(id="p")), max_tokens=4)
+    rig.add("a", [1] * 8, terms=SchedulingParams(program=Program(id="p")), max_tokens=4)
     rig.step()
     rig.engine.end_program("", "p", None)
     rig.run()
     rig.add("b", [2] * 8, max_tokens=4)
     rig.run()
-    forest = rig.cache.index.forest
-    first = forest.leaves.first()
-    assert first.path.startswith(symbols([1] * 8))
+    forest = rig.cache.index.trees
+    first = forest.leaves.peek()
+    assert first.path.startswith(token_key([1] * 8))
 
 
 def test_a_prompt_computed_for_a_fork_is_found_by_its_branches_even_in_the_same_step():
     rig = Rig(num_blocks=64, prefix_index="radix", max_num_batched_tokens=64)
     stem = list(range(20))
-    rig.add("fork", stem, terms=Terms(program=Program(id="p")), max_tokens=0)
+    rig.add("fork", stem, terms=SchedulingParams(program=Program(id="p")), max_tokens=0)
     for i in range(3):
-        rig.add(str(i), [*stem, 40 + i], terms=Terms(program=Program(id="p", branch=str(i))), max_tokens=2)
+        rig.add(str(i), [*stem, 40 + i], terms=SchedulingParams(program=Program(id="p", branch=str(i))), max_tokens=2)
     rig.run()
-    assert rig.scheduler.accounts.num_hit_tokens >= 3 * 16
+    assert rig.scheduler.request_stats.num_hit_tokens >= 3 * 16
     assert sum(rig.scheduler.sizes) <= 20 + 3 * 8

@@ -7,12 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_engine import VOCAB, Rig
 
-from quire.config import ConfigError, EngineOptions, SchedulerConfig, with_bounded_queue
-from quire.core.request import Known
-from quire.cost.queue_wait import Line, Machine, Turn, Turns, Work
+from quire.config import ConfigError, EngineOptions, SchedulerConfig, with_queue_limits
+from quire.core.request import KnownOutput
+from quire.cost.queue_wait import QueuedRequest, QueueForecast, QueueSimulation, SimulatedEngine, Work
 from quire.errors import QueueFull
 from quire.params import SamplingParams
-from quire.scheduler.queue_limit import MOST_TOLD
+from quire.scheduler.queue_limit import MAX_EXPECTED_RETRIES
 
 
 def prompt(length: int, salt: int = 0) -> list[int]:
@@ -74,8 +74,8 @@ def test_where_nothing_is_known_of_steps_a_second_is_told():
 def test_what_was_accepted_before_is_never_refused():
     rig = full(max_queued_requests=2)
     params = SamplingParams(temperature=0.0, max_tokens=4)
-    rig.engine.add("known", prompt(4), params, known=[Known([3])])
-    rig.engine.add("resumed", prompt(4), params, resumed=True)
+    rig.engine.add_request("known", prompt(4), params, known_outputs=[KnownOutput([3])])
+    rig.engine.add_request("resumed", prompt(4), params, resumed=True)
     with pytest.raises(QueueFull):
         rig.add("new", prompt(4))
     rig.run()
@@ -86,13 +86,13 @@ def test_what_was_accepted_before_is_never_refused():
 def test_of_those_who_are_refused_each_is_told_a_later_time_and_a_flood_ends():
     rig = full(max_queued_requests=2)
     told = []
-    for i in range(MOST_TOLD + 50):
+    for i in range(MAX_EXPECTED_RETRIES + 50):
         with pytest.raises(QueueFull) as refused:
             rig.scheduler.add(request_of(rig, f"more {i}"), rig.now)
         told.append(round(rig.now + refused.value.retry_after, 9))
-    assert told[:MOST_TOLD] == sorted(told[:MOST_TOLD])
-    assert len(set(told)) > 0.9 * MOST_TOLD, "each has a time of its own"
-    assert max(told[MOST_TOLD:]) < told[MOST_TOLD - 1] + 1, "the line grows only as time goes by"
+    assert told[:MAX_EXPECTED_RETRIES] == sorted(told[:MAX_EXPECTED_RETRIES])
+    assert len(set(told)) > 0.9 * MAX_EXPECTED_RETRIES, "each has a time of its own"
+    assert max(told[MAX_EXPECTED_RETRIES:]) < told[MAX_EXPECTED_RETRIES - 1] + 1, "the line grows only as time goes by"
     rig.run()
     assert rig.replay().difference == ""
 
@@ -137,7 +137,7 @@ def test_who_is_refused_is_decided_by_those_who_never_ran(data, most, tokens, nu
                 taken, sizes[str(i)] = True, length
             assert taken == fits
     rig.run()
-    assert len(rig.scheduler._lives.newcomers) == rig.scheduler._lives.newcomers.num_tokens == 0
+    assert len(rig.scheduler._state.new_requests) == rig.scheduler._state.new_requests.num_tokens == 0
     assert rig.replay().difference == ""
 
 
@@ -148,10 +148,14 @@ def is_new(rig, request_id) -> bool:
 
 def test_a_line_told_by_hand():
     """Two rows, steps of 1 s and 0.1 s per token. The running sequences end after 3 and 5 steps."""
-    machine = Machine(rows=2, budget=100, room=50.0, fixed=1.0, per_token=0.1)
-    turns = Turns(machine, [Work(0, 3.0, 10), Work(0, 5.0, 10)])
-    waiting = [Turn([Work(10, 4.0, 10)], 10), Turn([Work(5, 1.0, 5)], None), Turn([Work(40, 1.0, 40)], 40)]
-    line = Line(turns, waiting, 2, 50)
+    machine = SimulatedEngine(rows=2, token_budget=100, kv_capacity=50.0, fixed=1.0, per_token=0.1)
+    turns = QueueSimulation(machine, [Work(0, 3.0, 10), Work(0, 5.0, 10)])
+    waiting = [
+        QueuedRequest([Work(10, 4.0, 10)], 10),
+        QueuedRequest([Work(5, 1.0, 5)], None),
+        QueuedRequest([Work(40, 1.0, 40)], 40),
+    ]
+    line = QueueForecast(turns, waiting, 2, 50)
     first = 3 * 1.2
     assert line.seconds_until(1, 0) == pytest.approx(first)
     # the second begins when the other one ends, 2 steps later; meanwhile 10 prompt tokens are computed
@@ -159,7 +163,7 @@ def test_a_line_told_by_hand():
     # the third waits for memory, and so for all others: the last of them ends over 4 steps after its begin
     assert line.seconds_until(0, 11) > second + 2
     assert line.seconds_until(9, 99) == line.seconds_until(2, 50), "there are no more"
-    line.append(Turn([Work(1, 1.0, 1)], 1))
+    line.append(QueuedRequest([Work(1, 1.0, 1)], 1))
     assert (line.num_requests, line.num_tokens) == (3, 51)
     assert line.seconds_until(3, 0) >= line.seconds_until(2, 0)
 
@@ -167,9 +171,9 @@ def test_a_line_told_by_hand():
 def test_the_bounds_of_a_server():
     plain = EngineOptions(max_num_seqs=8)
     assert (plain.max_queued_requests, plain.max_queued_tokens) == (None, None)
-    served = with_bounded_queue(plain)
+    served = with_queue_limits(plain)
     assert (served.max_queued_requests, served.max_queued_tokens) == (128, 4 * 2**20)
-    assert with_bounded_queue(EngineOptions(max_queued_requests=5, max_queued_tokens=6)).max_queued_requests == 5
+    assert with_queue_limits(EngineOptions(max_queued_requests=5, max_queued_tokens=6)).max_queued_requests == 5
 
 
 @pytest.mark.parametrize("name", ["max_queued_requests", "max_queued_tokens"])

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_engine import VOCAB, Rig, cache_config
 
-from quire.config import blocks_alone
-from quire.core.step import ListKind, Pooling, StepResult
+from quire.config import max_blocks_of_sequence
+from quire.core.step import Pooling, StepResult, TokenListKind
 from quire.errors import ConfigError, RequestError
 from quire.runner.scripted_runner import script
 
@@ -79,10 +79,10 @@ def test_when_blocks_run_out_the_latest_arrival_is_computed_again(steps_in_fligh
     for i in range(3):
         rig.add(str(i), prompt(20, i), max_tokens=20)
     rig.run()
-    assert rig.scheduler.accounts.num_preemptions > 0
+    assert rig.scheduler.request_stats.num_preemptions > 0
     for i in range(3):
         assert rig.tokens[str(i), 0] == script(prompt(20, i), 20, VOCAB)
-    preempted = [event for event in rig.scheduler.accounts.events if type(event).__name__ == "Preempted"]
+    preempted = [event for event in rig.scheduler.request_stats.events if type(event).__name__ == "Preempted"]
     assert {event.request_id for event in preempted} <= {"1", "2"}, "the first arrival is never preempted"
     assert rig.replay().difference == ""
 
@@ -183,7 +183,7 @@ def test_finish_drops_tokens_under_way(steps_in_flight):
     rig.add("b", prompt(9), max_tokens=10)
     while len(rig.tokens.get(("a", 0), [])) < 5:
         rig.step()
-    seq_id = next(event.seq_id for event in rig.scheduler.accounts.events if type(event).__name__ == "Admitted")
+    seq_id = next(event.seq_id for event in rig.scheduler.request_stats.events if type(event).__name__ == "Admitted")
     rig.finish(seq_id, 3)
     before = len(rig.tokens["a", 0])
     rig.run()
@@ -294,7 +294,7 @@ def test_a_commit_out_of_order_changes_nothing():
 
 def test_a_leak_is_logged_and_mended(caplog):
     rig = Rig()
-    rig.cache.grow(rig.cache.open(99), 10)
+    rig.cache.grow(rig.cache.new_table(99), 10)
     rig.add("a", prompt(4), max_tokens=1)
     rig.step()
     assert "sequences [99] do not run and have tables" in caplog.text
@@ -307,7 +307,7 @@ def test_tokens_after_a_stop_do_not_belong_to_the_sequence():
     rig.add("a", prompt(5), max_tokens=50)
     outputs = [output for _ in range(6) for output in rig.step()]
     rig.finish(outputs[0].seq_id, 2)
-    assert rig.scheduler.accounts.events[-1].num_output_tokens == 2
+    assert rig.scheduler.request_stats.events[-1].num_output_tokens == 2
     assert rig.engine.stats().generation_tokens == 6, "a counter never falls"
     with pytest.raises(ValueError, match="cannot have ended after -1"):
         rig.scheduler.finish(0, -1, 0.0)
@@ -331,7 +331,7 @@ def test_default_seeds_of_two_engines_share_nothing():
         rig.engine._seed = seed
         for i in range(50):
             rig.add(str(i), prompt(3), max_tokens=1)
-        seeds += [request.request.params.seed for request in rig.scheduler._lives.sequences.values()]
+        seeds += [request.request.params.seed for request in rig.scheduler._state.sequences.values()]
     assert len(set(seeds)) == 200
 
 
@@ -404,13 +404,13 @@ def test_window_groups_keep_only_their_window(windows, steps_in_flight):
         rig.step()
         most = max(most, *(rig.cache.pools[g].num_blocks - rig.cache.pools[g].num_free for g in rig.cache.windowed))
     assert rig.tokens["a", 0] == script(prompt(70), 40, VOCAB, windows)
-    assert most <= blocks_alone(max(windows), 4, 120, 8 * steps_in_flight)
+    assert most <= max_blocks_of_sequence(max(windows), 4, 120, 8 * steps_in_flight)
 
 
 def test_a_window_pool_may_be_just_large_enough_for_one_sequence():
     windows = (0, 6)
     cache = cache_config(30, windows=windows)
-    tight = replace(cache.groups[1], num_blocks=blocks_alone(6, 4, 120, 8))
+    tight = replace(cache.groups[1], num_blocks=max_blocks_of_sequence(6, 4, 120, 8))
     for steps_in_flight in (1, 2):
         rig = Rig(
             num_blocks=30,
@@ -434,7 +434,7 @@ def test_logprobs_of_a_prompt_come_once_and_in_order():
     for i in range(6):
         rig.add(str(i), prompt(40 - i, i), max_tokens=12, prompt_logprobs=0, n=1 + i % 2)
     rig.run()
-    assert rig.scheduler.accounts.num_preemptions, "the pool was meant to be short"
+    assert rig.scheduler.request_stats.num_preemptions, "the pool was meant to be short"
     for i in range(6):
         assert rig.scored[str(i)] == scores(prompt(40 - i, i))
 
@@ -457,7 +457,7 @@ def test_pooling_covers_each_position_once():
         rig.add(str(i), prompt(40 - i, i), max_tokens=0, pooling=Pooling.MEAN)
         rig.add(f"tokens {i}", prompt(20, i), max_tokens=30)
     rig.run()
-    assert rig.scheduler.accounts.num_preemptions
+    assert rig.scheduler.request_stats.num_preemptions
     for i in range(6):
         assert rig.pooled[str(i)] == (40 - i, sum(prompt(40 - i, i)))
         assert (rig.tokens[str(i), 0], rig.reasons[str(i), 0]) == ([], "stop")
@@ -487,10 +487,10 @@ def test_an_end_token_before_min_tokens_is_told_to_the_runner():
     assert opens.min_lens.tolist() == [5]
     lists = {kind: (tokens.tolist(), weights.tolist()) for _, kind, tokens, weights in opens.lists}
     assert lists == {
-        ListKind.END: ([4, 5], [0, 0]),
-        ListKind.BIAS: ([7], [1.5]),
-        ListKind.ALLOWED: ([1], [0]),
-        ListKind.LOGPROB: ([9], [0]),
+        TokenListKind.END: ([4, 5], [0, 0]),
+        TokenListKind.BIAS: ([7], [1.5]),
+        TokenListKind.ALLOWED: ([1], [0]),
+        TokenListKind.LOGPROB: ([9], [0]),
     }
 
 
@@ -606,7 +606,7 @@ def test_ten_thousand_steps():
         expected = script(tokens, max_tokens, VOCAB)
         assert rig.tokens.get((name, 0), []) == expected[: len(rig.tokens.get((name, 0), []))]
         assert name in gone or len(rig.tokens[name, 0]) == max_tokens
-    assert rig.scheduler.accounts.num_preemptions > 30
+    assert rig.scheduler.request_stats.num_preemptions > 30
     assert rig.engine.stats().failed_steps > 10
     assert rig.replay().difference == ""
 
@@ -616,7 +616,7 @@ def test_a_suspect_that_needs_more_than_it_had_beside_others_may_be_the_one_to_w
     for num_blocks, num_steps in itertools.product(range(14, 34), (3, 4, 5)):
         failing = [False]
         options = {"max_num_seqs": 6, "max_model_len": 60, "watermark": 0.0, "block_size": 2}
-        if not cache_config(num_blocks, 2, (6,)).holds_alone(60, 32):
+        if not cache_config(num_blocks, 2, (6,)).fits_sequence(60, 32):
             continue
         rig = Rig(
             num_blocks=num_blocks, windows=(6,), fails=lambda step, f=failing: f[0] and len(step.chunks) > 1, **options

@@ -7,8 +7,8 @@ from scripted_constraints import FormRig, Whims, expected
 from scripted_engine import VOCAB, Rig
 
 from quire.core.constraint import Verdict
-from quire.core.request import Beams, Known, Request
-from quire.core.scheduling_params import Terms
+from quire.core.request import Beams, KnownOutput, Request
+from quire.core.scheduling_params import SchedulingParams
 from quire.errors import QueueFull, RequestError
 from quire.params import SamplingParams
 from quire.structured_outputs.matchers import Matchers
@@ -157,10 +157,10 @@ def test_a_request_goes_on_in_another_engine_as_if_nothing_had_happened(killed_a
     for _ in range(killed_after):
         if rig.engine.has_work:
             rig.step()
-    known = tuple(Known(rig.tokens.get(("a", i), []), ("a", i) in rig.reasons) for i in range(n))
+    known = tuple(KnownOutput(rig.tokens.get(("a", i), []), ("a", i) in rig.reasons) for i in range(n))
     other = FormRig(Whims(often=2), steps_in_flight=in_flight)
     params = SamplingParams(temperature=0, n=n, max_tokens=30, structured_outputs=FORM, seed=0)
-    other.engine.add("a", prompt, params, known=known if any(one.token_ids for one in known) else ())
+    other.engine.add_request("a", prompt, params, known_outputs=known if any(one.token_ids for one in known) else ())
     other.run()
     for i in range(n):
         assert known[i].token_ids + other.tokens.get(("a", i), []) == expected(prompt, whims, 30)[0]
@@ -213,7 +213,7 @@ def test_the_queue_is_bounded_also_while_constraints_are_compiled():
 
 def test_compiling_counts_for_a_deadline():
     rig = FormRig(Whims(), compile_steps=2)
-    rig.add("a", prompt_of(3), structured_outputs=FORM, terms=Terms(deadline=1.0))
+    rig.add("a", prompt_of(3), structured_outputs=FORM, terms=SchedulingParams(deadline=1.0))
     rig.now += 100
     rig.run()
     assert rig.reasons["a", 0] == "abort" and "deadline" in rig.errors["a", 0]
@@ -222,7 +222,7 @@ def test_compiling_counts_for_a_deadline():
 def test_known_tokens_before_a_limit_are_followed_by_what_is_forced():
     rig = FormRig(Whims(often=1, longest=9))
     params = SamplingParams(temperature=0, max_tokens=3, structured_outputs=FORM, seed=0)
-    rig.engine.add("a", prompt_of(3), params, known=(Known([7]),))
+    rig.engine.add_request("a", prompt_of(3), params, known_outputs=(KnownOutput([7]),))
     rig.run()
     forced = rig.whims.verdict([7]).forced
     assert rig.tokens["a", 0] == forced[:2] and len(forced) >= 2
@@ -258,7 +258,7 @@ class Broken:
     def __init__(self, after):
         self.after = after
 
-    def start(self, *, fast_forward):
+    def new_matcher(self, *, fast_forward):
         return self
 
     def advance(self, tokens):
@@ -267,7 +267,7 @@ class Broken:
             raise IndexError("oh")
         return Verdict()
 
-    def fill(self, words):
+    def fill_bitmask(self, words):
         raise IndexError("oh")
 
 
@@ -275,27 +275,27 @@ class Broken:
 def test_a_backend_that_raises_ends_its_own_sequence_alone(after):
     matchers = Matchers(2)
     rig = FormRig(matchers)
-    matchers.expect("a", Broken(after))
+    matchers.add_grammar("a", Broken(after))
     rig.add("a", prompt_of(3), structured_outputs=FORM)
     rig.add("b", prompt_of(3))
     while rig.engine.has_work:
         rig.step()
     assert rig.reasons["a", 0] == "error" and "the backend failed (IndexError)" in rig.errors["a", 0]
     assert rig.reasons["b", 0] == "length"
-    assert not matchers.masks([]).any() and not matchers._matchers and not matchers._waiting
+    assert not matchers.masks([]).any() and not matchers._matchers and not matchers._pending
 
 
 def test_who_compares_sequences_gets_them_token_by_token():
     asked = []
 
     class Listening:
-        def start(self, *, fast_forward):
+        def new_matcher(self, *, fast_forward):
             asked.append(fast_forward)
             return Broken(9)
 
     matchers = Matchers(2)
     for i, params in enumerate(({}, {"best_of": 2}, {"logit_bias": {1: 2.0}}, {"bad_words": ["a"]})):
-        matchers.expect(str(i), Listening())
+        matchers.add_grammar(str(i), Listening())
         made = SamplingParams(max_tokens=4, seed=1, structured_outputs=FORM, **params)
         matchers.begin(i, Request(id=str(i), prompt=[1], params=made), [])
     assert asked == [True, False, False, False]

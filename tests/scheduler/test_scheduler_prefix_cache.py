@@ -72,7 +72,7 @@ def test_a_preempted_sequence_computes_again_only_what_was_evicted():
     for i in range(3):
         rig.add(str(i), prompt(20, i), max_tokens=20)
     rig.run()
-    assert rig.scheduler.accounts.num_preemptions
+    assert rig.scheduler.request_stats.num_preemptions
     lost = [one for i in range(3) for one in rig.engine.explain(str(i)).preemptions]
     assert sum(one.num_recomputed_tokens for one in lost) < sum(one.num_lost_tokens for one in lost)
     for i in range(3):
@@ -178,7 +178,7 @@ def test_whatever_happens_tokens_are_those_of_a_lone_run(prefix_index, steps_in_
             rig.engine.flush_cache()
             assert rig.scheduler.check() == []
     rig.run()
-    assert rig.scheduler.accounts.num_preemptions
+    assert rig.scheduler.request_stats.num_preemptions
     for (name, index), tokens in rig.tokens.items():
         expected = script(asked[name], len(tokens), VOCAB)
         assert tokens == expected, (name, index)
@@ -278,13 +278,13 @@ def test_explanations_of_ended_requests_are_bounded(monkeypatch):
 
     serve("quiet", 15)
     serve("busy", 100)
-    kept = rig.scheduler.accounts._ended
+    kept = rig.scheduler.request_stats._ended
     assert all(f"quiet{i}" in kept for i in range(15)), "no tenant loses its own to another that asks more"
     assert rig.engine.explain("busy69") is None and rig.engine.explain("busy70") is not None
     for tenant in "abcdefg":
         serve(tenant, 5)
     assert len(kept) == 50 and all(f"quiet{i}" in kept for i in range(9, 15))
-    assert len(rig.scheduler.accounts._open) == len(rig.scheduler.accounts._noted) == 0
+    assert len(rig.scheduler.request_stats._open) == len(rig.scheduler.request_stats._snapshots) == 0
 
 
 # Beams
@@ -341,7 +341,7 @@ def test_beam_searches_under_pressure_equal_a_search_that_recomputes_everything(
     for name, (tokens, rules) in asked.items():
         found = [rig.tokens[name, i] for i in range(rules.width)]
         assert found == [ids for ids, _ in search(tokens, rules)][: rules.width], name
-    assert rig.scheduler.accounts.num_preemptions
+    assert rig.scheduler.request_stats.num_preemptions
     assert rig.replay().difference == ""
 
 
@@ -408,7 +408,7 @@ def test_an_index_that_makes_no_sense_is_begun_again_and_the_engine_goes_on():
     for _ in range(4):
         rig.step()
     table = next(iter(rig.cache.tables.values()))
-    table.place.writers.clear()
+    table.index_handle.writers.clear()
     assert rig.scheduler.check()
     evicted = rig.cache.num_evicted
     rig.scheduler.repair()
@@ -422,9 +422,9 @@ def test_what_a_stranger_holds_is_given_back_also_when_the_index_makes_no_sense(
     rig = Rig(prefix_index="radix")
     rig.add("a", prompt(20), max_tokens=4)
     rig.run()
-    table = rig.cache.open(99, prompt(8))
+    table = rig.cache.new_table(99, prompt(8))
     rig.cache.grow(table, 8)
-    table.place.writers.clear()
+    table.index_handle.writers.clear()
     assert rig.scheduler.check()
     rig.scheduler.repair()
     assert rig.scheduler.check() == []

@@ -23,7 +23,7 @@ from quire.config import EngineOptions
 from quire.errors import ConfigError
 from quire.server.batch import file_format
 from quire.server.batch import run as batches
-from quire.server.batch.run import Batch, BatchStopped, Output, run_batch
+from quire.server.batch.run import Batch, BatchStopped, ResultFile, run_batch
 from quire.server.middleware import tarpit
 
 SHORT = {"max_tokens": 6, "temperature": 0}
@@ -66,7 +66,7 @@ class App:
 
 def answer(app, text, path, *, resume=False, concurrency=3):
     """The counts of one run with this app."""
-    output = Output(path, resume=resume)
+    output = ResultFile(path, resume=resume)
     batch = Batch(app, output, lambda done: None)
     try:
         asyncio.run(batch.run(io.BytesIO(text), concurrency))
@@ -148,7 +148,7 @@ def test_many_bad_forms_in_a_file_are_told_at_once(here, monkeypatch):
     async def sleep(seconds):
         slept.append(seconds)
 
-    monkeypatch.setattr(tarpit, "EACH", tarpit.FREE)
+    monkeypatch.setattr(tarpit, "BYTES_PER_REJECTION", tarpit.FREE_BYTES_PER_MINUTE)
     monkeypatch.setattr(tarpit, "sleep", sleep)
     came = here(*(task(f"{i}", {"prompt": STORY, "regex": "a("}) for i in range(4)))
     assert [result["response"]["status_code"] for result in came] == [400] * 4
@@ -201,7 +201,7 @@ def test_wherever_it_is_cut_off_a_batch_goes_on(tmp_path_factory, lines, cuts, c
         app = App()
         batch = answer(app, text, disturbed, resume=True, concurrency=concurrency)
         assert results(disturbed)[: len(kept)] == kept
-        assert batch.num_known == len(kept)
+        assert batch.num_skipped == len(kept)
         assert len(app.asked) == num_good(undisturbed) - num_good(kept)
     assert sorted(map(told, results(disturbed))) == sorted(map(told, undisturbed))
 
@@ -242,7 +242,7 @@ def test_the_end_of_the_engine_is_no_result(tmp_path):
 
 
 def test_a_full_disk_ends_the_batch(tmp_path):
-    class Full(Output):
+    class Full(ResultFile):
         def write(self, line):
             raise OSError(28, "No space left on device")
 
@@ -257,20 +257,20 @@ def test_results_are_not_written_over(tmp_path):
     answer(App(), written(task("a")), path)
     before = path.read_bytes()
     with pytest.raises(ConfigError, match="--resume"):
-        Output(path, resume=False)
+        ResultFile(path, resume=False)
     (tmp_path / "in").write_bytes(written(task("a")))
     with pytest.raises(ConfigError, match="a file of their own"):
         run_batch(EngineOptions(), tmp_path / "in", tmp_path / "in", **QUIET)
     with path.open("rb") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         with pytest.raises(ConfigError, match="another batch"):
-            Output(path, resume=True)
+            ResultFile(path, resume=True)
     path.write_bytes(before + b"notes\n")
     with pytest.raises(ConfigError, match=r"line 2 .* no result"):
-        Output(path, resume=True)
+        ResultFile(path, resume=True)
     assert path.read_bytes() == before + b"notes\n"
     with pytest.raises(ConfigError, match="cannot be written"):
-        Output(tmp_path, resume=False)
+        ResultFile(tmp_path, resume=False)
     with pytest.raises(ConfigError, match="cannot be read"):
         run_batch(EngineOptions(), tmp_path / "nothing", path, **QUIET)
 

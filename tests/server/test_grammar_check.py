@@ -10,7 +10,7 @@ from quire.errors import EngineStopped, RequestError
 from quire.params import StructuredOutputsParams
 from quire.server import grammar_check
 from quire.server.errors import Busy
-from quire.server.grammar_check import FormChecks
+from quire.server.grammar_check import GrammarChecks
 
 
 class Backend:
@@ -37,7 +37,7 @@ class Backend:
 
 @contextmanager
 def checks_of(backend):
-    checks = FormChecks(backend.check, backend.tell)
+    checks = GrammarChecks(backend.check, backend.tell)
     try:
         yield checks
     finally:
@@ -81,7 +81,7 @@ def test_what_was_found_is_known_by_content():
 
 
 def test_no_more_is_kept_than_a_bound(monkeypatch):
-    monkeypatch.setattr(grammar_check, "MAX_KEPT", 2)
+    monkeypatch.setattr(grammar_check, "MAX_CACHED_RESULTS", 2)
 
     async def work(_backend, checks):
         for text in ("a", "b", "a", "c", "a", "b"):  # the least recently used one is evicted

@@ -28,7 +28,7 @@ def broken():
     service = service_of(small_engine())
     app = make_app(service)
     with run_app(app) as url:
-        whole = {name: getattr(service, name) for name in ("engine", "aside", "metrics", "tokenizer")}
+        whole = {name: getattr(service, name) for name in ("engine", "thread_pool", "metrics", "tokenizer")}
         for name in whole:
             setattr(service, name, Broken())
         yield app, url

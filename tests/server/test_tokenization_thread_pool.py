@@ -85,7 +85,7 @@ def test_of_requests_that_were_given_up_nothing_waits_for_a_thread():
             raise AssertionError("nobody wants it")
 
     async def run():
-        threads, gate = thread_pool.Aside(), threading.Event()
+        threads, gate = thread_pool.ThreadPool(), threading.Event()
         busy = [asyncio.ensure_future(threads.run(lambda: gate.wait(30))) for _ in range(thread_pool.NUM_THREADS)]
         await asyncio.sleep(0)
         bodies = weakref.WeakSet()

@@ -11,7 +11,7 @@ from quire.cache.kv_cache import KVCache
 from quire.cli import app
 from quire.config import CacheConfig, EngineOptions, KVGroup, SchedulerConfig
 from quire.core.step import StepResult
-from quire.cost.step_time import Costs
+from quire.cost.step_time import CostModel
 from quire.engine.engine import Engine
 from quire.errors import ConfigError
 from quire.runner.model_runner import TorchRunner
@@ -53,8 +53,8 @@ class Timed:
         if self._moved is None:
             self._runner.launch(step)
 
-    def rest(self):
-        self._runner.rest()
+    def release_workspace(self):
+        self._runner.release_workspace()
 
     def sample(self, step_id, late):
         if self._moved is None:
@@ -95,7 +95,7 @@ def test_prompts_steps_and_copies_are_measured(window):
     assert {sample.num_before for sample in found.prefill} - {0}
     assert {sample.num_rows for sample in found.decode} == {1, 4, 16}
     assert len({sample.num_bytes for sample in found.copies}) == 2
-    costs = Costs()
+    costs = CostModel()
     costs.calibrate(found)
     assert costs.recompute_seconds(100) == pytest.approx(1e-3, rel=0.01)
     assert costs.copy_seconds(256) == (pytest.approx(1e-4), pytest.approx(2e-4))
@@ -148,14 +148,14 @@ def test_requests_after_it_are_as_if_it_had_not_been():
     scheduler.calibrate(found)
     engine = Engine(scheduler, timed, vocab_size=VOCAB, clock=timed.clock)
     prompt = list(range(30))
-    engine.add("a", prompt, SamplingParams(temperature=0.0, max_tokens=20))
+    engine.add_request("a", prompt, SamplingParams(temperature=0.0, max_tokens=20))
     tokens = [token for output in run(engine) for token in output.token_ids]
     assert tokens == script(prompt, 20, VOCAB)
     stats = engine.stats()
     assert (stats.failed_steps, stats.prompt_tokens, stats.generation_tokens) == (0, 30, 20)
     assert stats.prefix_hit_tokens == 0
     file.seek(0)
-    records = list(journal.read(file))
+    records = list(journal.read_records(file))
     assert [type(record).__name__ for record in records[:3]] == ["Header", "Calibrate", "Add"]
     assert sum(isinstance(record, journal.Calibrate) for record in records) == 1
     assert journal.replay(iter(records)).difference == ""
@@ -217,8 +217,8 @@ def test_a_calibration_that_fails_is_told_and_requests_are_served(monkeypatch):
 
 
 def test_a_server_calibrates_unless_it_is_told_not_to():
-    assert serve.for_a_server(EngineOptions()).calibration == serve.CALIBRATION_SECONDS == 1.0
-    assert serve.for_a_server(EngineOptions(calibration=0.0)).calibration == 0.0
+    assert serve.with_server_defaults(EngineOptions()).calibration == serve.CALIBRATION_SECONDS == 1.0
+    assert serve.with_server_defaults(EngineOptions(calibration=0.0)).calibration == 0.0
 
 
 # Options

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from quire.preload import collector_at_rest, import_with_torch
+from quire.preload import gc_disabled, import_with_torch
 
 SCRIPT = """
 import gc, sys
@@ -41,7 +41,7 @@ def test_a_module_is_imported_where_torch_is_there_already():
 def test_what_is_made_while_the_collector_rests_is_old_and_still_found(enabled):
     gc.enable() if enabled else gc.disable()
     try:
-        with collector_at_rest():
+        with gc_disabled():
             assert not gc.isenabled()
             made = [[] for _ in range(5000)]
             made.append(made)
@@ -57,7 +57,7 @@ def test_what_somebody_froze_stays_so():
     gc.freeze()
     try:
         count = gc.get_freeze_count()
-        with collector_at_rest():
+        with gc_disabled():
             pass
         assert abs(gc.get_freeze_count() - count) < 1000  # other objects come and go
     finally:

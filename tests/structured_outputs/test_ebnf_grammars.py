@@ -33,7 +33,7 @@ ws     ::= | " " | "\n" [ \t]{0,20}
 
 
 def matches(asked: Asked, text: str) -> bool:
-    matcher = compile(asked, BYTES).start(fast_forward=False)
+    matcher = compile(asked, BYTES).new_matcher(fast_forward=False)
     return not matcher.advance(list(text.encode())).error and 256 in allowed(matcher, BYTES)
 
 

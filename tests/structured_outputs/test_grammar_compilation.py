@@ -12,7 +12,7 @@ from quire.hub import embedded
 from quire.params import StructuredOutputsParams
 from quire.startup.build import build
 from quire.structured_outputs import compile
-from quire.structured_outputs.compile import STACK_BYTES, Grammars, vocabulary_of
+from quire.structured_outputs.compile import STACK_BYTES, GrammarCompiler, vocabulary_of
 from quire.structured_outputs.vocabulary import Vocabulary
 from quire.tokenizer.tokenizer import Tokenizer
 
@@ -33,7 +33,7 @@ class Site:
             return compiled(asked)
 
         monkeypatch.setattr(compile, "compile_grammar", compile_one)
-        self.grammars = Grammars(self.vocabulary, 40, deadline=3.0, clock=lambda: self.now)
+        self.grammars = GrammarCompiler(self.vocabulary, 40, deadline=3.0, clock=lambda: self.now)
 
     def vocabulary(self):
         self.vocabularies += 1
@@ -103,7 +103,7 @@ def test_what_nobody_waits_for_any_more_is_not_begun_and_who_only_waited_for_oth
     site.grammars.submit("late", regex("x"))
     site.now = 2.0
     assert site.grammars.finished() == []
-    site.grammars._jobs["late"] = site.grammars._jobs["late"]._replace(since=-2.0)
+    site.grammars._waiting_requests["late"] = site.grammars._waiting_requests["late"]._replace(submitted_at=-2.0)
     assert site.grammars.finished() == [("late", "too many forms are being compiled; try again later")]
     go_on.set()
     assert ("patient", "") in site.told() + site.told() + site.told()
@@ -112,13 +112,13 @@ def test_what_nobody_waits_for_any_more_is_not_begun_and_who_only_waited_for_oth
 
 
 def test_long_forms_push_others_out(monkeypatch):
-    monkeypatch.setattr(compile, "MAX_CHARACTERS", 100)
+    monkeypatch.setattr(compile, "MAX_CACHED_CHARACTERS", 100)
     site = Site(monkeypatch, lambda asked: object())
     for text in ("x", "y" * 80, "z" * 30, "x"):
         site.grammars.submit(text, regex(text))
         site.told()
     assert [text[0] for text in site.calls] == ["x", "y", "z", "x"]
-    assert site.grammars._num_kept_characters == sum(len(asked.text) for asked in site.grammars._kept) <= 100
+    assert site.grammars._num_cached_characters == sum(len(asked.text) for asked in site.grammars._cache) <= 100
     site.grammars.close()
 
 
@@ -142,7 +142,7 @@ def test_who_gives_up_is_told_nothing(monkeypatch):
 
 
 def test_not_everything_is_kept(monkeypatch):
-    monkeypatch.setattr(compile, "MAX_KEPT", 2)
+    monkeypatch.setattr(compile, "MAX_CACHED", 2)
     site = Site(monkeypatch, lambda asked: object())
     for text in ("x", "y", "z", "y", "x"):
         site.grammars.submit(text, regex(text))

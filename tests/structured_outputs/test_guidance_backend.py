@@ -45,7 +45,7 @@ ANYTHING = [
 
 def matches(asked: Asked, text: str, small: Vocabulary | None = None) -> bool:
     """Whether a text, token by token, is a complete output."""
-    matcher = compile(asked, small or BYTES).start(fast_forward=False)
+    matcher = compile(asked, small or BYTES).new_matcher(fast_forward=False)
     verdict = matcher.advance(list(text.encode()))
     return not verdict.error and END in allowed(matcher, BYTES)
 
@@ -61,12 +61,12 @@ def test_a_mask_has_just_the_tokens_that_a_matcher_takes(asked):
     grammar = compile(asked, known)
     tokens, _ = walk(grammar, known, rng, limit=12)
     for length in range(len(tokens)):
-        matcher = grammar.start(fast_forward=False)
+        matcher = grammar.new_matcher(fast_forward=False)
         assert not matcher.advance(tokens[:length]).error
         options = set(allowed(matcher, known))
         single = len(options) == 1  # forced text allows only canonical tokens
         for token in rng.sample(range(known.size), 60) + sorted(options)[:20]:
-            other = grammar.start(fast_forward=False)
+            other = grammar.new_matcher(fast_forward=False)
             fits = not other.advance([*tokens[:length], token]).error
             assert fits == (token in options) or (single and fits)
 
@@ -75,7 +75,7 @@ def test_a_mask_has_just_the_tokens_that_a_matcher_takes(asked):
 @pytest.mark.parametrize("end_ids", [(2,), (0, 2), (100, 2, 0)])
 def test_masks_end_with_the_vocabulary_and_have_every_end_token_where_an_output_may_end(size, end_ids):
     known = vocabulary(size, end_ids)
-    matcher = compile(Asked(regex="a{2,3}"), known).start(fast_forward=False)
+    matcher = compile(Asked(regex="a{2,3}"), known).new_matcher(fast_forward=False)
     matcher.advance(encode("a"))
     assert not set(allowed(matcher, known)) & set(end_ids)
     matcher.advance(encode("a"))
@@ -89,7 +89,7 @@ def test_masks_end_with_the_vocabulary_and_have_every_end_token_where_an_output_
 
 def test_special_tokens_and_holes_never_come():
     known = vocabulary(2100)
-    matcher = compile(Asked(regex="(?s:.*)"), known).start(fast_forward=True)
+    matcher = compile(Asked(regex="(?s:.*)"), known).new_matcher(fast_forward=True)
     matcher.advance([])
     options = set(allowed(matcher, known))
     assert options & known.special_ids == set(known.end_ids) & known.special_ids
@@ -99,7 +99,7 @@ def test_special_tokens_and_holes_never_come():
 
 def test_two_tokens_of_the_same_text_may_both_come():
     twins = Vocabulary([b"a", b"b", b"a", b""], (3,), frozenset({3}), lambda text: [0 if c == "a" else 1 for c in text])
-    matcher = compile(Asked(regex="a|bb"), twins).start(fast_forward=False)
+    matcher = compile(Asked(regex="a|bb"), twins).new_matcher(fast_forward=False)
     matcher.advance([])
     assert allowed(matcher, twins) == [0, 1, 2]
 
@@ -110,7 +110,7 @@ def test_an_output_is_the_same_whether_it_is_fast_forwarded_or_not(asked):
     grammar = compile(asked, known)
     for seed in range(8):
         tokens, _ = walk(grammar, known, random.Random(seed), limit=60, fast_forward=True)
-        matcher = grammar.start(fast_forward=False)
+        matcher = grammar.new_matcher(fast_forward=False)
         for place, token in enumerate(tokens):
             verdict = matcher.advance(tokens[max(0, place - 1) : place])
             assert not verdict.forced
@@ -121,7 +121,7 @@ def test_an_output_is_the_same_whether_it_is_fast_forwarded_or_not(asked):
 def spans(asked: Asked, rng: random.Random) -> list[tuple[int, list[int]]]:
     """A random walk: positions of the verdicts, and the tokens that they forced."""
     known = vocabulary()
-    matcher = compile(asked, known).start(fast_forward=True)
+    matcher = compile(asked, known).new_matcher(fast_forward=True)
     verdict = matcher.advance([])
     found, tokens = [(0, verdict.forced)], list(verdict.forced)
     while len(tokens) < 50 and not verdict.is_over:
@@ -158,7 +158,7 @@ def test_a_sequence_that_begins_with_known_tokens_is_told_what_the_undisturbed_o
     grammar = compile(asked, vocabulary())
     for start, forced in found:
         for length in range(start, start + len(forced) + 1):
-            again = grammar.start(fast_forward=True)
+            again = grammar.new_matcher(fast_forward=True)
             verdict = again.advance(tokens[:length])
             assert verdict.forced == tokens[length : start + len(forced)]
             assert allowed(again, vocabulary())
@@ -168,28 +168,28 @@ def test_advancing_in_pieces_is_advancing_at_once():
     asked = Asked(regex="[ab]{3}(one|two)")
     tokens = [encode(character)[0] for character in "abatwo"]
     for cut in itertools.combinations(range(1, 6), 2):
-        matcher = compile(asked, vocabulary()).start(fast_forward=False)
+        matcher = compile(asked, vocabulary()).new_matcher(fast_forward=False)
         parts = [tokens[: cut[0]], tokens[cut[0] : cut[1]], tokens[cut[1] :]]
         verdicts = [matcher.advance(part) for part in parts]
-        assert verdicts[-1] == compile(asked, vocabulary()).start(fast_forward=False).advance(tokens)
+        assert verdicts[-1] == compile(asked, vocabulary()).new_matcher(fast_forward=False).advance(tokens)
 
 
 def test_a_token_that_does_not_fit_is_an_error_of_this_sequence_alone():
     grammar = compile(Asked(regex="abc"), vocabulary())
-    good, bad = grammar.start(fast_forward=False), grammar.start(fast_forward=False)
+    good, bad = grammar.new_matcher(fast_forward=False), grammar.new_matcher(fast_forward=False)
     verdict = bad.advance(encode("x"))
     assert verdict.error == f"token {encode('x')[0]} does not fit the constraint"
     assert bad.advance(encode("a")).error == verdict.error
     assert allowed(bad, vocabulary()) == []
     assert not good.advance(encode("a")).error
     assert allowed(good, vocabulary())
-    early = grammar.start(fast_forward=False)
+    early = grammar.new_matcher(fast_forward=False)
     assert early.advance([*encode("a"), 2]).error == "the output ended before it was complete"
 
 
 def test_a_limit_met_on_the_way_is_an_error_of_this_sequence_alone():
     grammar = compile(Asked(regex="((a{0,100}){0,100}b?){0,100}"), vocabulary())
-    matcher = grammar.start(fast_forward=False)
+    matcher = grammar.new_matcher(fast_forward=False)
     token = encode("a")
     for _ in range(2000):
         verdict = matcher.advance(token)
@@ -256,7 +256,7 @@ def test_tokenizers_that_write_a_text_differently_at_its_beginning_are_no_troubl
         return list((" " + text).encode())
 
     odd = Vocabulary(BYTES.tokens, (END,), frozenset({END}), with_space)
-    matcher = compile(Asked(regex="hello (you|me)"), odd).start(fast_forward=True)
+    matcher = compile(Asked(regex="hello (you|me)"), odd).new_matcher(fast_forward=True)
     assert bytes(matcher.advance([]).forced) == b"hello "
 
 
@@ -265,7 +265,7 @@ def test_a_tokenizer_may_have_more_tokens_than_the_model(backend):
     small = vocabulary(1000)
     text = "a Tuesday and so on it went"
     assert max(encode(text)) > small.size
-    matcher = compile(Asked(choice=(text,)), small, backend).start(fast_forward=True)
+    matcher = compile(Asked(choice=(text,)), small, backend).new_matcher(fast_forward=True)
     verdict = matcher.advance([])
     tokens = list(verdict.forced)
     while not verdict.is_over:
@@ -290,12 +290,12 @@ def test_what_a_backend_says_when_it_breaks_is_not_shown():
 @pytest.mark.parametrize("end_ids", [(), (5000,)])
 def test_a_vocabulary_of_text_alone_has_no_end_among_its_tokens(backend, end_ids):
     bare = Vocabulary([bytes([i]) for i in range(256)], end_ids, frozenset(), lambda text: list(text.encode()))
-    matcher = compile(Asked(regex=r"[a-c]{1,2}"), bare, backend).start(fast_forward=True)
+    matcher = compile(Asked(regex=r"[a-c]{1,2}"), bare, backend).new_matcher(fast_forward=True)
     assert not matcher.advance(b"a").error
     assert allowed(matcher, bare) == [*b"abc"]
     assert matcher.advance(b"b").is_over
     assert allowed(matcher, bare) == []
-    zeros = compile(Asked(regex=r"\x00+a?"), bare, backend).start(fast_forward=False)
+    zeros = compile(Asked(regex=r"\x00+a?"), bare, backend).new_matcher(fast_forward=False)
     assert not zeros.advance([0]).error
     assert allowed(zeros, bare) == [0, *b"a"]
 
@@ -312,7 +312,7 @@ LONG = [
 def test_a_verdict_forces_so_much_and_no_more_and_the_rest_comes_one_way(asked):
     known = vocabulary()
     grammar = compile(asked, known)
-    matcher, plain = grammar.start(fast_forward=True), grammar.start(fast_forward=False)
+    matcher, plain = grammar.new_matcher(fast_forward=True), grammar.new_matcher(fast_forward=False)
     verdict, tokens, ends = matcher.advance([]), [], [0]
     plain.advance([])
     while len(ends) < 4:
@@ -327,7 +327,7 @@ def test_a_verdict_forces_so_much_and_no_more_and_the_rest_comes_one_way(asked):
             assert allowed(plain, known) == [token]
         assert not plain.advance([token]).error
     for place in (0, 1, 511, 512, 513, 514, 1025, 1026, 1027):
-        told = grammar.start(fast_forward=True).advance(tokens[:place])
+        told = grammar.new_matcher(fast_forward=True).advance(tokens[:place])
         stop = next(end for end in ends[1:] if end > place) - 1
         assert told.forced == tokens[place:stop]
 
@@ -356,7 +356,7 @@ def test_an_unknown_backend_is_named():
 
 
 def test_a_record_is_forced_up_to_its_values():
-    matcher = compile(Asked(json=RECORD, disable_any_whitespace=True), vocabulary()).start(fast_forward=True)
+    matcher = compile(Asked(json=RECORD, disable_any_whitespace=True), vocabulary()).new_matcher(fast_forward=True)
     forced = matcher.advance([]).forced
     assert text_of(forced, vocabulary()).startswith(b'{"name":')
     for token in encode('{"name": "x"')[len(forced) :]:

@@ -33,7 +33,7 @@ class WithinACharacter:
 
 def test_text_that_xgrammar_cannot_hand_over_is_not_forced():
     parser = _XgrammarParser(WithinACharacter(), vocabulary(), Masks(vocabulary()))
-    assert parser.span() == []
+    assert parser.forced_tokens() == []
 
 
 @needs_xgrammar
@@ -84,7 +84,7 @@ def test_masks_are_those_of_llguidance(asked):
     for seed in range(4):
         tokens, _ = walk(one, vocabulary(), random.Random(seed), limit=20, fast_forward=False)
         for length in range(len(tokens)):
-            left, right = (grammar.start(fast_forward=False) for grammar in (one, other))
+            left, right = (grammar.new_matcher(fast_forward=False) for grammar in (one, other))
             assert not left.advance(tokens[:length]).error
             if right.advance(tokens[:length]).error:
                 break  # llguidance allows only canonical tokens of forced text
@@ -96,9 +96,11 @@ def test_masks_are_those_of_llguidance(asked):
 
 @needs_xgrammar
 def test_xgrammar_forces_text_as_the_tokenizer_writes_it():
-    matcher = compile(Asked(json=POINT, disable_any_whitespace=True), vocabulary(), "xgrammar").start(fast_forward=True)
+    matcher = compile(Asked(json=POINT, disable_any_whitespace=True), vocabulary(), "xgrammar").new_matcher(
+        fast_forward=True
+    )
     forced = matcher.advance([]).forced
     assert forced
     assert encode('{"x": 1')[: len(forced)] == forced
-    ended = compile(Asked(regex="abc"), vocabulary(), "xgrammar").start(fast_forward=True)
-    assert ended.advance([]) == compile(Asked(regex="abc"), vocabulary()).start(fast_forward=True).advance([])
+    ended = compile(Asked(regex="abc"), vocabulary(), "xgrammar").new_matcher(fast_forward=True)
+    assert ended.advance([]) == compile(Asked(regex="abc"), vocabulary()).new_matcher(fast_forward=True).advance([])

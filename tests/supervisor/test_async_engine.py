@@ -16,7 +16,7 @@ from quire.errors import EngineStopped, RequestError
 from quire.params import SamplingParams
 from quire.supervisor import health
 from quire.supervisor.async_engine import AsyncEngine
-from quire.supervisor.engine_loop import PULSE_SECONDS
+from quire.supervisor.engine_loop import HEARTBEAT_SECONDS
 from quire.supervisor.health import FAILED_STEPS
 from quire.supervisor.launcher import EngineThread
 
@@ -31,7 +31,7 @@ class PretendEngine:
         self.steps = self.failed_in_a_row = 0
         self.fail_at = None
         self.on_launch = None
-        self.newest_rows = []
+        self.last_step_positions = []
         self.predicted_seconds = 0.001
         self.gate = threading.Event()
         self.gate.set()
@@ -40,7 +40,7 @@ class PretendEngine:
     def has_work(self):
         return bool(self.left)
 
-    def add(self, request_id, prompt, *_more):
+    def add_request(self, request_id, prompt, *_more):
         self.threads.add(threading.get_ident())
         if not prompt:
             raise RequestError("empty", "prompt")
@@ -64,7 +64,7 @@ class PretendEngine:
             raise ValueError("a bug")
         return self.flushed.pop()
 
-    def look_over(self):
+    def check_block_accounting(self):
         self.looked.append((threading.get_ident(), len(self.left)))
         raise ValueError("a bug")
 
@@ -73,7 +73,7 @@ class PretendEngine:
 
     def step(self):
         self.threads.add(threading.get_ident())
-        self.newest_rows = [(request_id, self.steps) for request_id in self.left]
+        self.last_step_positions = [(request_id, self.steps) for request_id in self.left]
         self.on_launch(None)
         self.gate.wait(20)
         self.steps += 1
@@ -90,7 +90,7 @@ class PretendEngine:
 
     def stats(self):
         return msgspec.structs.replace(
-            EngineStats.nothing(),
+            EngineStats.zero(),
             num_running=len(self.left),
             num_steps=self.steps,
             failed_in_a_row=self.failed_in_a_row,
@@ -170,13 +170,13 @@ def test_a_long_batch_is_no_stall(monkeypatch):
     monkeypatch.setattr(health, "STALL_SECONDS", 0.8)
 
     async def scenario(pretend, engine):
-        add, seen = pretend.add, []
+        add, seen = pretend.add_request, []
 
         def slow(*request):
             add(*request)
             time.sleep(0.5)  # together they take longer than a stall
 
-        pretend.add = slow
+        pretend.add_request = slow
         adding = asyncio.ensure_future(engine.generate([request(f"r{i}", 1) for i in range(3)]))
         while not adding.done():
             seen.append(engine.health().problem)
@@ -280,8 +280,8 @@ def test_steps_that_fail_in_a_row_are_seen_until_one_succeeds():
 
 def test_an_idle_engine_shows_that_it_lives():
     async def scenario(pretend, engine):
-        await asyncio.sleep(2 * PULSE_SECONDS)
-        assert engine.health().heartbeat_age < 2 * PULSE_SECONDS
+        await asyncio.sleep(2 * HEARTBEAT_SECONDS)
+        assert engine.health().heartbeat_age < 2 * HEARTBEAT_SECONDS
         assert pretend.steps == 0
 
     run(scenario)
@@ -373,7 +373,7 @@ def test_a_question_waits_for_the_step_and_may_be_given_up():
         assert waiting[0].cancelled()
         stream.close()
         await until(lambda: not pretend.left)
-        assert not engine._questions
+        assert not engine._pending_calls
 
     run(scenario)
 
@@ -403,8 +403,8 @@ def test_questions_fail_when_the_engine_stops():
 def test_outputs_of_one_step_cross_in_one_message():
     async def scenario(pretend, engine):
         batches = []
-        take = engine._take
-        engine._take = lambda batch, now: (batches.append(len(batch.outputs)), take(batch, now))
+        take = engine._on_batch
+        engine._on_batch = lambda batch, now: (batches.append(len(batch.outputs)), take(batch, now))
         pretend.gate.clear()
         stream = await engine.generate([request(f"r{i}", 4) for i in range(8)])
         pretend.gate.set()

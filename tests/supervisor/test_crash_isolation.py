@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.supervisor.crash_isolation import ALONE, Suspects
+from quire.supervisor.crash_isolation import MAX_CRASHES_ALONE, CrashBisection
 
 PARTS = 8  # into which a group of suspects is split
 MAX_ROWS = 64
@@ -26,7 +26,7 @@ def deaths_needed(num_rows: int) -> int:
     splits = 0
     while num_rows > 1:
         num_rows, splits = -(-num_rows // PARTS), splits + 1
-    return 2 + max(0, splits - 1) + 1 + ALONE
+    return 2 + max(0, splits - 1) + 1 + MAX_CRASHES_ALONE
 
 
 @dataclass
@@ -67,7 +67,7 @@ class World:
     kill_every: int  # a random kill in one of this many steps; 0: never
     max_kills: int
     ends_early: float  # probability that a stop string or an abort ends a row of a step
-    suspects: Suspects = field(default_factory=Suspects)
+    suspects: CrashBisection = field(default_factory=CrashBisection)
     engine: dict[str, Running] = field(default_factory=dict)
     in_flight: deque = field(default_factory=deque)
     blamed: list[str] = field(default_factory=list)
@@ -84,11 +84,13 @@ class World:
                 asked = self.later.pop()
                 self.open[asked.name] = asked
                 self.submit()
-            assert self.steps < MAX_STEPS, f"held for ever: {list(self.open)}, of which may run {self.suspects.trying}"
+            assert self.steps < MAX_STEPS, (
+                f"held for ever: {list(self.open)}, of which may run {self.suspects.current_group}"
+            )
             self.step()
 
     def submit(self):
-        trying = self.suspects.trying
+        trying = self.suspects.current_group
         for name in list(self.open) if trying is None else trying:
             if name not in self.engine and name in self.open:
                 self.engine[name] = Running(self.open[name])
@@ -135,7 +137,7 @@ class World:
         if len(met) == 1:
             asked = self.open.get(*met)
             if asked is not None:
-                if asked.hits == ALONE - 1:
+                if asked.hits == MAX_CRASHES_ALONE - 1:
                     return False
                 asked.hits += 1
         self.kills += 1
@@ -151,16 +153,16 @@ class World:
         known = {name: stop for name, stop in rows.items() if name in self.open}
         self.in_flight.clear()
         self.engine.clear()
-        culprit = self.suspects.died(known, len(rows) - len(known))
+        culprit = self.suspects.record_crash(known, len(rows) - len(known))
         if culprit is not None:
             self.blamed.append(culprit)
             del self.open[culprit]
         self.submit()
 
     def commit(self, rows):
-        if self.suspects.watching:
+        if self.suspects.has_suspects:
             for name, (_, stop) in rows.items():
-                self.suspects.survived(name, stop)
+                self.suspects.record_progress(name, stop)
             self.submit()
         for name, (running, stop) in rows.items():
             asked = running.asked
@@ -212,8 +214,8 @@ def run(world):
     world.run()
     assert sorted(world.blamed) == sorted(asked.name for asked in everybody if asked.deadly_at)
     assert sorted(world.finished) == sorted(asked.name for asked in everybody if not asked.deadly_at)
-    assert world.suspects.trying is None
-    assert not world.suspects.watching
+    assert world.suspects.current_group is None
+    assert not world.suspects.has_suspects
 
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -248,63 +250,63 @@ def test_so_many_deaths_find_one_of_many():
 
 
 def test_one_death_makes_nobody_a_suspect():
-    suspects = Suspects()
-    assert suspects.died({"a": 5, "b": 9}) is None
-    assert suspects.trying is None
-    assert suspects.watching
-    suspects.survived("a", 5)
-    suspects.survived("b", 8)  # not as far as it was at the crash
-    assert suspects.watching
-    suspects.survived("b", 9)
-    assert not suspects.watching
+    suspects = CrashBisection()
+    assert suspects.record_crash({"a": 5, "b": 9}) is None
+    assert suspects.current_group is None
+    assert suspects.has_suspects
+    suspects.record_progress("a", 5)
+    suspects.record_progress("b", 8)  # not as far as it was at the crash
+    assert suspects.has_suspects
+    suspects.record_progress("b", 9)
+    assert not suspects.has_suspects
 
 
 def test_who_is_alone_is_to_blame_after_so_many_deaths_and_not_before():
-    suspects = Suspects()
-    assert [suspects.died({"a": 5}) for _ in range(ALONE + 1)] == [None] * ALONE + ["a"]
-    assert suspects.trying is None
-    assert not suspects.watching
+    suspects = CrashBisection()
+    assert [suspects.record_crash({"a": 5}) for _ in range(MAX_CRASHES_ALONE + 1)] == [None] * MAX_CRASHES_ALONE + ["a"]
+    assert suspects.current_group is None
+    assert not suspects.has_suspects
 
 
 def test_who_comes_further_begins_anew():
-    suspects = Suspects()
+    suspects = CrashBisection()
     for _ in range(20):
-        for _ in range(ALONE):
-            assert suspects.died({"a": 5}) is None
-        suspects.survived("a", 5)
-    assert not suspects.watching
+        for _ in range(MAX_CRASHES_ALONE):
+            assert suspects.record_crash({"a": 5}) is None
+        suspects.record_progress("a", 5)
+    assert not suspects.has_suspects
 
 
 def test_coming_as_far_as_in_a_smaller_step_is_not_enough():
     """The highest position counts: a step that stopped before it does not clear the request."""
-    suspects = Suspects()
-    suspects.died({"a": 2048})
-    suspects.died({"a": 512})
-    suspects.survived("a", 512)
-    assert suspects.trying == ("a",)
+    suspects = CrashBisection()
+    suspects.record_crash({"a": 2048})
+    suspects.record_crash({"a": 512})
+    suspects.record_progress("a", 512)
+    assert suspects.current_group == ("a",)
 
 
 def test_deaths_in_company_that_has_ended_since_are_not_deaths_alone():
-    suspects = Suspects()
-    assert [suspects.died({"a": 5}, num_gone=1) for _ in range(10)] == [None] * 10
-    assert suspects.trying == ("a",)
+    suspects = CrashBisection()
+    assert [suspects.record_crash({"a": 5}, num_ended=1) for _ in range(10)] == [None] * 10
+    assert suspects.current_group == ("a",)
 
 
 def test_groups_are_tried_in_turn_and_who_ends_holds_nobody():
-    suspects = Suspects()
+    suspects = CrashBisection()
     names = [f"r{i}" for i in range(16)]
     for _ in range(2):
-        suspects.died(dict.fromkeys(names, 5))
-    assert suspects.trying == ("r0", "r1")
-    suspects.survived("r0", 5)
-    assert suspects.trying == ("r1",)
+        suspects.record_crash(dict.fromkeys(names, 5))
+    assert suspects.current_group == ("r0", "r1")
+    suspects.record_progress("r0", 5)
+    assert suspects.current_group == ("r1",)
     suspects.forget("r1")  # it ended at any position
-    assert suspects.trying == ("r2", "r3")
-    suspects.died({"r2": 5})  # r3 was not in that step
-    assert suspects.trying == ("r2",)
-    suspects.survived("r2", 5)
-    assert suspects.trying == ("r3",)
+    assert suspects.current_group == ("r2", "r3")
+    suspects.record_crash({"r2": 5})  # r3 was not in that step
+    assert suspects.current_group == ("r2",)
+    suspects.record_progress("r2", 5)
+    assert suspects.current_group == ("r3",)
     for name in names:
         suspects.forget(name)
-    assert suspects.trying is None
-    assert not suspects.watching
+    assert suspects.current_group is None
+    assert not suspects.has_suspects

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.engine.engine import EngineStats
-from quire.supervisor.engine_loop import IDLE_SECONDS, PULSE_SECONDS
-from quire.supervisor.health import STALL_SECONDS, Tally, Vitals
+from quire.supervisor.engine_loop import HEARTBEAT_SECONDS, IDLE_SECONDS
+from quire.supervisor.health import STALL_SECONDS, CumulativeStats, StallDetector
 
 WATCHED = 0.25  # seconds between two checks
 
@@ -20,110 +20,110 @@ def turns_red(vitals, *, pulses_until, turned=None, until=60.0):
     now, next_pulse = 0.0, 0.0
     while now < until:
         while next_pulse <= min(now, pulses_until):
-            vitals.pulse(0.0 if turned is None else turned(next_pulse), next_pulse)
-            next_pulse += PULSE_SECONDS
-        if vitals.stalled(now):
+            vitals.record_heartbeat(0.0 if turned is None else turned(next_pulse), next_pulse)
+            next_pulse += HEARTBEAT_SECONDS
+        if vitals.stalled_seconds(now):
             return now
         now += WATCHED
     return None
 
 
 def test_an_engine_that_falls_silent_is_red_within_two_seconds():
-    vitals = Vitals(0.0)
-    vitals.launched(30.0, 0.0)  # with any duration
+    vitals = StallDetector(0.0)
+    vitals.record_launch(30.0, 0.0)  # with any duration
     assert turns_red(vitals, pulses_until=0.0) < 2
 
 
 def test_an_idle_engine_that_falls_silent_is_red_within_two_seconds():
-    vitals = Vitals(0.0)
-    vitals.idles(0.0)
+    vitals = StallDetector(0.0)
+    vitals.record_idle(0.0)
     assert turns_red(vitals, pulses_until=0.0) < 2
 
 
 def test_an_engine_that_never_said_anything_is_red_within_two_seconds():
-    assert turns_red(Vitals(0.0), pulses_until=-1) < 2
+    assert turns_red(StallDetector(0.0), pulses_until=-1) < 2
 
 
 def test_a_step_that_hangs_is_red_within_two_seconds_although_the_process_pulses():
-    vitals = Vitals(0.0)
-    vitals.launched(0.02, 0.0)
+    vitals = StallDetector(0.0)
+    vitals.record_launch(0.02, 0.0)
     assert turns_red(vitals, pulses_until=60) < 2
 
 
 def test_a_turn_that_hangs_between_steps_is_red_within_two_seconds():
-    vitals = Vitals(-5.0)
-    vitals.launched(20.0, -5.0)
-    vitals.idles(0.0)
+    vitals = StallDetector(-5.0)
+    vitals.record_launch(20.0, -5.0)
+    vitals.record_idle(0.0)
     assert turns_red(vitals, pulses_until=60) < 2
 
 
 def test_a_step_that_was_said_to_take_long_has_three_times_as_long():
-    vitals = Vitals(0.0)
-    vitals.launched(4.0, 0.0)
+    vitals = StallDetector(0.0)
+    vitals.record_launch(4.0, 0.0)
     assert 12 < turns_red(vitals, pulses_until=60) < 12.5
 
 
 def test_a_step_of_which_nothing_is_predicted_has_longer():
-    vitals = Vitals(0.0)
-    vitals.launched(0.0, 0.0)
+    vitals = StallDetector(0.0)
+    vitals.record_launch(0.0, 0.0)
     assert 10 < turns_red(vitals, pulses_until=60) < 10.5
 
 
 def test_a_short_step_behind_a_long_one_waits_for_it():
-    vitals = Vitals(-0.1)
-    vitals.launched(4.0, -0.1)
-    vitals.launched(0.02, 0.0, waits=True)
+    vitals = StallDetector(-0.1)
+    vitals.record_launch(4.0, -0.1)
+    vitals.record_launch(0.02, 0.0, is_queued=True)
     assert turns_red(vitals, pulses_until=60) > 12
-    vitals.launched(0.02, 60.0, waits=True)
+    vitals.record_launch(0.02, 60.0, is_queued=True)
     for now in (62.9, 63.1):  # the long step is over
-        vitals.pulse(60.0, now)
-        assert vitals.stalled(now) == pytest.approx(0.0 if now < 63 else 3.1)
+        vitals.record_heartbeat(60.0, now)
+        assert vitals.stalled_seconds(now) == pytest.approx(0.0 if now < 63 else 3.1)
 
 
 def test_a_short_step_after_a_long_one_does_not_inherit_its_time():
-    vitals = Vitals(-9.0)
-    vitals.launched(4.0, -9.0)
-    vitals.launched(0.02, 0.0)
+    vitals = StallDetector(-9.0)
+    vitals.record_launch(4.0, -9.0)
+    vitals.record_launch(0.02, 0.0)
     assert turns_red(vitals, pulses_until=60) < 2
 
 
 def test_an_idle_engine_is_never_red():
-    vitals = Vitals(0.0)
+    vitals = StallDetector(0.0)
     assert turns_red(vitals, pulses_until=60, turned=lambda now: now - now % IDLE_SECONDS) is None
 
 
 def test_a_stall_ends_with_the_first_sign_of_life():
-    vitals = Vitals(0.0)
-    vitals.launched(0.02, 0.0)
-    assert vitals.stalled(3.0) == 3.0
-    vitals.pulse(0.0, 3.0)  # the process is alive, the step is not
-    assert vitals.stalled(3.0) == 3.0
-    vitals.launched(0.02, 3.0)
-    assert vitals.stalled(3.0) == 0.0
+    vitals = StallDetector(0.0)
+    vitals.record_launch(0.02, 0.0)
+    assert vitals.stalled_seconds(3.0) == 3.0
+    vitals.record_heartbeat(0.0, 3.0)  # the process is alive, the step is not
+    assert vitals.stalled_seconds(3.0) == 3.0
+    vitals.record_launch(0.02, 3.0)
+    assert vitals.stalled_seconds(3.0) == 0.0
 
 
 def test_a_pulse_that_was_sent_before_the_step_began_takes_nothing_back():
-    vitals = Vitals(0.0)
-    vitals.launched(0.02, 5.0)
-    vitals.pulse(4.0, 5.0)
-    assert vitals.stalled(5.0 + STALL_SECONDS) == 0.0
+    vitals = StallDetector(0.0)
+    vitals.record_launch(0.02, 5.0)
+    vitals.record_heartbeat(4.0, 5.0)
+    assert vitals.stalled_seconds(5.0 + STALL_SECONDS) == 0.0
 
 
 @given(steps=st.lists(st.tuples(st.floats(0.001, 20), st.floats(0.1, 2.9)), min_size=1, max_size=20))
 def test_steps_that_take_less_than_three_times_what_was_predicted_are_never_red(steps):
     """Steps of less than 1.5 s never count as stalled either."""
-    vitals, now = Vitals(0.0), 0.0
+    vitals, now = StallDetector(0.0), 0.0
     for predicted, factor in steps:
-        vitals.launched(predicted, now)
+        vitals.record_launch(predicted, now)
         ends, began = now + predicted * factor, now
         while now < ends:
-            vitals.pulse(began, now)
-            now = min(ends, now + PULSE_SECONDS)
-            assert vitals.stalled(now) == 0.0
+            vitals.record_heartbeat(began, now)
+            now = min(ends, now + HEARTBEAT_SECONDS)
+            assert vitals.stalled_seconds(now) == 0.0
 
 
 def stats(**values):
-    return msgspec.structs.replace(EngineStats.nothing(), **values)
+    return msgspec.structs.replace(EngineStats.zero(), **values)
 
 
 COUNTERS = sorted(set(EngineStats.__struct_fields__) - EngineStats.GAUGES)
@@ -131,7 +131,7 @@ COUNTERS = sorted(set(EngineStats.__struct_fields__) - EngineStats.GAUGES)
 
 def test_every_figure_is_a_number_that_counts_or_a_gauge():
     assert set(EngineStats.__struct_fields__) >= EngineStats.GAUGES
-    assert all(isinstance(getattr(EngineStats.nothing(), name), int) for name in COUNTERS)
+    assert all(isinstance(getattr(EngineStats.zero(), name), int) for name in COUNTERS)
 
 
 @given(
@@ -141,38 +141,38 @@ def test_every_figure_is_a_number_that_counts_or_a_gauge():
 )
 def test_counters_go_on_over_several_engines(engines):
     """Each engine counts from 0. The reported value is the sum over all engines, and never falls."""
-    tally = Tally(EngineStats.nothing())
+    tally = CumulativeStats(EngineStats.zero())
     total = [0] * len(COUNTERS)
     for place, increments in enumerate(engines):
         if place:
-            tally.died(3)
+            tally.engine_ended(3)
             assert [getattr(tally.stats, name) for name in COUNTERS] == total
         count = [0] * len(COUNTERS)
         for more in increments:
             count = [a + b for a, b in zip(count, more, strict=True)]
             total = [a + b for a, b in zip(total, more, strict=True)]
-            tally.take(stats(**dict(zip(COUNTERS, count, strict=True)), num_running=7))
+            tally.update(stats(**dict(zip(COUNTERS, count, strict=True)), num_running=7))
             assert [getattr(tally.stats, name) for name in COUNTERS] == total
             assert tally.stats.num_running == 7
 
 
 def test_gauges_are_the_last_engines_and_say_what_waits_while_there_is_none():
-    tally = Tally(EngineStats.nothing())
-    tally.take(stats(num_running=5, num_waiting=2, kv_blocks_used=9, kv_blocks_total=50, failed_in_a_row=4))
-    tally.died(7)
+    tally = CumulativeStats(EngineStats.zero())
+    tally.update(stats(num_running=5, num_waiting=2, kv_blocks_used=9, kv_blocks_total=50, failed_in_a_row=4))
+    tally.engine_ended(7)
     between = tally.stats
     assert (between.num_running, between.num_waiting, between.kv_blocks_used, between.failed_in_a_row) == (0, 7, 0, 0)
     assert between.kv_blocks_total == 50
-    tally.take(stats(num_running=1, kv_blocks_total=40, last_step_seconds=0.5, waiting_because="tokens"))
+    tally.update(stats(num_running=1, kv_blocks_total=40, last_step_seconds=0.5, waiting_because="tokens"))
     assert (tally.stats.num_running, tally.stats.num_waiting, tally.stats.kv_blocks_total) == (1, 0, 40)
     assert tally.stats.last_step_seconds == 0.5
     assert tally.stats.waiting_because == "tokens"
 
 
 def test_an_engine_that_dies_before_it_says_anything_takes_nothing_away():
-    tally = Tally(EngineStats.nothing())
-    tally.take(stats(num_steps=5, prompt_tokens=70))
+    tally = CumulativeStats(EngineStats.zero())
+    tally.update(stats(num_steps=5, prompt_tokens=70))
     for _ in range(3):
-        tally.died(1)
-    tally.take(stats(num_steps=1, prompt_tokens=10))
+        tally.engine_ended(1)
+    tally.update(stats(num_steps=1, prompt_tokens=10))
     assert (tally.stats.num_steps, tally.stats.prompt_tokens) == (6, 80)

@@ -49,7 +49,7 @@ def scenario(work):
 
 
 def pid(engine):
-    return engine._host._process.pid
+    return engine._engine_handle._process.pid
 
 
 async def until_up(engine):
@@ -116,7 +116,7 @@ def test_streams_go_on_however_often_the_engine_is_killed():
             assert kills == engine.health().num_restarts >= 2
             stats = engine.health().stats
             assert (stats.kv_blocks_used, stats.num_running, stats.num_waiting) == (0, 0, 0)
-            assert len(engine._ledger) == 0
+            assert len(engine._open_requests) == 0
 
     scenario(work())
 
@@ -243,13 +243,13 @@ def test_an_engine_that_dies_while_it_starts_is_given_up():
 
 
 def test_an_engine_that_cannot_be_started_again_fails_what_is_open(monkeypatch):
-    monkeypatch.setattr("quire.supervisor.launcher.PAUSE", 0.01)
+    monkeypatch.setattr("quire.supervisor.launcher.RETRY_SECONDS", 0.01)
 
     async def work():
         async with running() as engine:
             open_one = asyncio.ensure_future(answer(engine, "a", [5, 6, 7], max_tokens=400))
             await asyncio.sleep(0.3)
-            engine._host._program = HOPELESS
+            engine._engine_handle._program = HOPELESS
             os.kill(pid(engine), signal.SIGKILL)
             with pytest.raises(EngineStopped, match="could not be started again"):
                 await open_one

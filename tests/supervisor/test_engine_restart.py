@@ -65,7 +65,7 @@ def test_nothing_is_left_of_requests_that_are_over():
             stream = await engine.generate([request(f"r{i}", 3)])
             await heard(stream, [f"r{i}"])
             stream.close()
-        assert not (engine._resumed or engine._streams or len(engine._ledger) or engine._questions)
+        assert not (engine._submitted_ids or engine._streams or len(engine._open_requests) or engine._pending_calls)
 
     run(scenario)
 

@@ -11,8 +11,8 @@ from fake_engines import Death, Host, PretendEngine, heard, request, run
 from quire.engine.inputs import NewRequest
 from quire.errors import EngineStopped, RequestError
 from quire.params import SamplingParams
-from quire.supervisor.health import Vitals
-from quire.supervisor.pending_calls import Questions
+from quire.supervisor.health import StallDetector
+from quire.supervisor.pending_calls import PendingCalls
 
 
 def first_dies(number, step, _rows):
@@ -36,7 +36,7 @@ def test_a_system_that_has_no_memory_for_a_process_is_asked_again(monkeypatch):
         assert (await heard(stream, ["a"]))[0] == {"a": list(range(1, 11))}
         assert (host.num_launched, host.num_refused) == (2, 2)
 
-    monkeypatch.setattr("quire.supervisor.launcher.PAUSE", 0.01)
+    monkeypatch.setattr("quire.supervisor.launcher.RETRY_SECONDS", 0.01)
     run(scenario, host=Short(first_dies))
 
 
@@ -135,14 +135,14 @@ def test_the_watchdog_ends_the_engine_that_stalled_and_not_the_next_one(monkeypa
             self.killed.append(self.num_launched)
 
     async def scenario(host, engine):
-        monkeypatch.setattr(Vitals, "stalled", lambda self, now: 9.0 if host.num_launched == 1 else 0.0)
+        monkeypatch.setattr(StallDetector, "stalled_seconds", lambda self, now: 9.0 if host.num_launched == 1 else 0.0)
         while not host.dumped:
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.2)
         assert (host.dumped, host.killed, engine.health().state) == ([1], [], "ok")
 
-    monkeypatch.setattr("quire.supervisor.async_engine.WATCH_SECONDS", 0.05)
-    monkeypatch.setattr("quire.supervisor.async_engine._LAST_WORDS", 0.1)
+    monkeypatch.setattr("quire.supervisor.async_engine.WATCHDOG_INTERVAL", 0.05)
+    monkeypatch.setattr("quire.supervisor.async_engine._STACK_DUMP_SECONDS", 0.1)
     run(scenario, host=Dying(lambda *_: ()), watchdog=1.0)
 
 
@@ -161,11 +161,11 @@ def test_what_was_given_up_is_known_when_it_comes_again():
 
 def test_many_who_wait_for_an_engine_are_handed_over_at_once():
     async def main():
-        questions = Questions()
+        questions = PendingCalls()
         for i in range(8192):
-            questions.put(lambda number: number, [request(f"r{i}", 1)])
+            questions.add(lambda number: number, [request(f"r{i}", 1)])
         begin = time.process_time()
-        for _, question in questions.to_send(adding=True):
+        for _, question in questions.to_send(allow_adds=True):
             question.sent = True
         assert time.process_time() - begin < 1  # 3 s if each scanned all others
 

@@ -13,7 +13,7 @@ from quire.core.request import Beams
 from quire.core.step import Logprobs, Pooling
 from quire.engine.inputs import NewRequest
 from quire.params import SamplingParams
-from quire.supervisor.open_requests import Ledger
+from quire.supervisor.open_requests import OpenRequests
 
 HIDDEN = 3
 
@@ -77,14 +77,14 @@ class PretendEngine:
 
     def add(self, request: NewRequest) -> None:
         name, plan = request.request_id, self.plans[request.request_id]
-        assert request._replace(params=plan.request.params, known=(), resumed=False) == plan.request
+        assert request._replace(params=plan.request.params, known_outputs=(), resumed=False) == plan.request
         self.wants[name] = request
         self.told[name] = 1 if request.params.prompt_logprobs is not None else 0
-        if request.known:
-            assert len(request.known) == len(plan.tokens)
+        if request.known_outputs:
+            assert len(request.known_outputs) == len(plan.tokens)
             assert request.params == plan.request.params.changed(prompt_logprobs=None)
         for index, tokens in enumerate(plan.tokens):
-            known = request.known[index] if request.known else None
+            known = request.known_outputs[index] if request.known_outputs else None
             seq_id, self.next_id = self.next_id, self.next_id + 1
             if known is not None and known.finished:
                 continue
@@ -181,7 +181,7 @@ class Front:
         self.dice = dice
         self.plans = {plan.request.request_id: plan for plan in plans}
         self.heard = {(name, i): Heard() for name, plan in self.plans.items() for i in range(len(plan.tokens))}
-        self.ledger = Ledger()
+        self.ledger = OpenRequests()
         self.deaths = deaths
         self.unread: list[Output] = []
         self.engine = PretendEngine(dice, self.plans, 0)
@@ -210,7 +210,7 @@ class Front:
 
     def hear(self, output: Output) -> None:
         heard = self.heard[output.request_id, output.index]
-        told, stopped_after = self.ledger.take(output)
+        told, stopped_after = self.ledger.record_output(output)
         if stopped_after is not None:
             self.engine.finish(output.seq_id, stopped_after)
         if told is None:
@@ -268,65 +268,65 @@ def params_of(**values):
 
 
 def test_a_request_that_said_nothing_yet_begins_anew_and_is_never_refused():
-    ledger = Ledger()
+    ledger = OpenRequests()
     asked = NewRequest("a", [1, 2], params_of(prompt_logprobs=0))
     ledger.add([asked])
     assert ledger.resume("a") == asked._replace(resumed=True)
 
 
 def test_what_went_on_has_its_known_tokens_and_tells_nothing_about_the_prompt():
-    ledger = Ledger()
+    ledger = OpenRequests()
     ledger.add([NewRequest("a", [1, 2], params_of(n=2, prompt_logprobs=0))])
-    ledger.take(Output("a", 0, 7, [5, 6]))
-    ledger.take(Output("a", 1, 8, [9], "stop", stop_token=9))
+    ledger.record_output(Output("a", 0, 7, [5, 6]))
+    ledger.record_output(Output("a", 1, 8, [9], "stop", stop_token=9))
     resumed = ledger.resume("a")
-    assert [(one.token_ids, one.finished) for one in resumed.known] == [([5, 6], False), ([9], True)]
+    assert [(one.token_ids, one.finished) for one in resumed.known_outputs] == [([5, 6], False), ([9], True)]
     assert resumed.params == params_of(n=2)
     assert resumed.resumed
 
 
 def test_a_stop_string_that_no_engine_was_told_of_is_told_to_the_one_that_comes_to_it():
-    ledger = Ledger()
+    ledger = OpenRequests()
     ledger.add([NewRequest("a", [1], params_of(n=2))])
-    ledger.take(Output("a", 0, 7, [5, 6]))
+    ledger.record_output(Output("a", 0, 7, [5, 6]))
     ledger.resume("a")  # the engine died
     assert ledger.finish("a", 0, 1) is None  # and the next one's sequence id is not known
-    assert ledger.take(Output("a", 0, 107, [8])) == (None, 1)
-    assert ledger.take(Output("a", 0, 107, [8], "length")) == (None, None)  # it has ended there, too
-    assert [one.token_ids for one in ledger.resume("a").known] == [[5], []]
+    assert ledger.record_output(Output("a", 0, 107, [8])) == (None, 1)
+    assert ledger.record_output(Output("a", 0, 107, [8], "length")) == (None, None)  # it has ended there, too
+    assert [one.token_ids for one in ledger.resume("a").known_outputs] == [[5], []]
 
 
 def test_a_stop_string_is_told_to_the_engine_that_put_it_out():
-    ledger = Ledger()
+    ledger = OpenRequests()
     ledger.add([NewRequest("a", [1], params_of())])
-    ledger.take(Output("a", 0, 7, [5, 6]))
+    ledger.record_output(Output("a", 0, 7, [5, 6]))
     assert ledger.finish("a", 0, 1) == 7
     assert "a" not in ledger
     assert ledger.finish("a", 0, 1) is None
-    assert ledger.take(Output("a", 0, 7, [8])) == (None, None)
+    assert ledger.record_output(Output("a", 0, 7, [8])) == (None, None)
 
 
 @pytest.mark.parametrize("reason", ["stop", "length", "error", "abort"])
 def test_entries_vanish_with_their_last_sequence(reason):
-    ledger = Ledger()
+    ledger = OpenRequests()
     ledger.add([NewRequest("a", [1], params_of(n=2)), NewRequest("b", [1], params_of())])
-    ledger.take(Output("a", 1, 8, [], reason))
+    ledger.record_output(Output("a", 1, 8, [], reason))
     assert list(ledger) == ["a", "b"]
-    ledger.take(Output("a", 0, 7, [4], reason))
+    ledger.record_output(Output("a", 0, 7, [4], reason))
     assert list(ledger) == ["b"]
-    assert ledger.drop("b")
-    assert not ledger.drop("b")
+    assert ledger.remove("b")
+    assert not ledger.remove("b")
     assert len(ledger) == 0
 
 
 def test_a_request_that_fails_tells_each_sequence_that_goes_on():
-    ledger = Ledger()
+    ledger = OpenRequests()
     ledger.add([NewRequest("a", [1], params_of(n=3))])
-    ledger.take(Output("a", 1, 8, [4], "length"))
+    ledger.record_output(Output("a", 1, 8, [4], "length"))
     outputs = ledger.fail("a", "why")
     assert [(one.index, one.finish_reason, one.error) for one in outputs] == [(0, "error", "why"), (2, "error", "why")]
     assert "a" not in ledger
 
 
 def test_what_the_engine_says_of_a_request_that_nobody_waits_for_is_not_delivered():
-    assert Ledger().take(Output("a", 0, 7, [4])) == (None, None)
+    assert OpenRequests().record_output(Output("a", 0, 7, [4])) == (None, None)

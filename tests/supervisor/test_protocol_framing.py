@@ -8,28 +8,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.supervisor.protocol import MAX_FRAME, BadFrame, Frames, frame, received
+from quire.supervisor.protocol import MAX_FRAME, BadFrame, FrameReader, frame, receive_frame
 
 
 @given(sent=st.lists(st.binary(max_size=300), max_size=6), cuts=st.lists(st.integers(0, 2000), max_size=8))
 def test_frames_that_are_cut_at_random_places_come_whole(sent, cuts):
     stream = b"".join(map(frame, sent))
     places = sorted({0, len(stream), *(cut for cut in cuts if cut < len(stream))})
-    reader, came = Frames(), []
+    reader, came = FrameReader(), []
     for start, stop in pairwise(places):
         came += reader.feed(stream[start:stop])
     assert came == sent
 
 
 def test_frames_byte_by_byte_come_whole():
-    reader = Frames()
+    reader = FrameReader()
     stream = frame(b"") + frame(b"ab") + frame(b"c")
     assert [one for i in range(len(stream)) for one in reader.feed(stream[i : i + 1])] == [b"", b"ab", b"c"]
 
 
 @given(data=st.binary(max_size=400), sizes=st.lists(st.integers(1, 50), min_size=1, max_size=9))
 def test_random_bytes_are_frames_or_bad_frames_and_nothing_grows(data, sizes):
-    reader, at = Frames(), 0
+    reader, at = FrameReader(), 0
     try:
         for size in sizes:
             for message in reader.feed(data[at : at + size]):
@@ -41,11 +41,11 @@ def test_random_bytes_are_frames_or_bad_frames_and_nothing_grows(data, sizes):
 
 
 def test_a_frame_that_announces_too_much_is_refused_before_it_comes():
-    reader = Frames()
+    reader = FrameReader()
     assert list(reader.feed(MAX_FRAME.to_bytes(4, "little"))) == []
     assert len(reader._bytes) == 4
     with pytest.raises(BadFrame, match="announces"):
-        list(Frames().feed((MAX_FRAME + 1).to_bytes(4, "little")))
+        list(FrameReader().feed((MAX_FRAME + 1).to_bytes(4, "little")))
 
 
 @pytest.fixture
@@ -60,10 +60,10 @@ def test_one_message_is_received_and_not_a_byte_of_those_behind_it(pair):
     long = bytes(range(256)) * 2000
     sender = threading.Thread(target=theirs.sendall, args=(frame(long) + frame(b"next") + frame(b"last"),))
     sender.start()
-    assert received(ours) == long
+    assert receive_frame(ours) == long
     sender.join(10)
-    assert received(ours) == b"next"
-    assert list(Frames().feed(ours.recv(100))) == [b"last"]
+    assert receive_frame(ours) == b"next"
+    assert list(FrameReader().feed(ours.recv(100))) == [b"last"]
 
 
 @pytest.mark.parametrize("data", [b"", b"\x05", b"\x05\x00\x00\x00", b"\x05\x00\x00\x00abcd"])
@@ -71,11 +71,11 @@ def test_nothing_is_received_from_who_has_gone(pair, data):
     ours, theirs = pair
     theirs.sendall(data)
     theirs.close()
-    assert received(ours) is None
+    assert receive_frame(ours) is None
 
 
 def test_what_announces_too_much_is_not_received(pair):
     ours, theirs = pair
     theirs.sendall(b"\xff\xff\xff\xff")
     with pytest.raises(BadFrame, match="announces"):
-        received(ours)
+        receive_frame(ours)

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from quire.config import CacheConfig, EngineOptions, KVGroup
 from quire.core.explanation import Explanation, Miss, Preemption
 from quire.core.output import Output
-from quire.core.request import Beams, Known, Namespace
-from quire.core.scheduling_params import MAX_PROGRAM_TTL, Program, Retention, Terms
+from quire.core.request import Beams, KnownOutput, Namespace
+from quire.core.scheduling_params import MAX_PROGRAM_TTL, Program, Retention, SchedulingParams
 from quire.core.step import Logprobs, Pooling
 from quire.cost.block_size import BlockFigures
 from quire.cost.step_time import CostFigures
-from quire.engine.engine import EngineStats, Learnt
+from quire.engine.engine import CostModelStats, EngineStats
 from quire.engine.inputs import NewRequest
 from quire.errors import (
     ConfigError,
@@ -32,10 +32,10 @@ from quire.errors import (
 )
 from quire.models.description import UnknownArchitecture
 from quire.params import NUMBERS, SamplingParams, StructuredOutputsParams
-from quire.startup.build import Facts
+from quire.startup.build import ModelInfo
 from quire.supervisor import protocol
 from quire.supervisor import protocol as framing
-from quire.supervisor.protocol import Answer, BadFrame, Batch, Failure, Frames, Launched
+from quire.supervisor.protocol import Answer, BadFrame, Batch, Failure, FrameReader, Launched
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 IDS = st.lists(st.integers(0, 2**31 - 1), max_size=4)
@@ -134,13 +134,13 @@ def new_requests():
         ttl=st.floats(0, MAX_PROGRAM_TTL),
     )
     terms = one_of_fields(
-        Terms,
+        SchedulingParams,
         priority=st.integers(-(2**31 - 1), 2**31 - 1),
         deadline=optional(st.floats(0.1, 1e9)),
         retention=retention,
         program=optional(program),
     )
-    known = one_of_fields(Known, token_ids=IDS, finished=st.booleans(), cumulative_logprob=NUMBER)
+    known = one_of_fields(KnownOutput, token_ids=IDS, finished=st.booleans(), cumulative_logprob=NUMBER)
     return one_of_fields(
         NewRequest,
         request_id=TEXT,
@@ -150,8 +150,8 @@ def new_requests():
         pooling=st.sampled_from(Pooling),
         namespace=one_of_fields(Namespace, tenant=TEXT, salt=TEXT, adapter=TEXT, deterministic=st.booleans()),
         beams=optional(beams),
-        terms=terms,
-        known=st.lists(known, max_size=2),
+        scheduling_params=terms,
+        known_outputs=st.lists(known, max_size=2),
         resumed=st.booleans(),
     )
 
@@ -221,13 +221,13 @@ def stats():
     )
 
 
-LEARNT = Learnt(CostFigures(1.0, 2.0, 3.0, 4.0, None, 5.0), BlockFigures(16, 1, 2.0, 3.0, 4, 5, (1, 2, 3)))
+LEARNT = CostModelStats(CostFigures(1.0, 2.0, 3.0, 4.0, None, 5.0), BlockFigures(16, 1, 2.0, 3.0, 4, 5, (1, 2, 3)))
 EXPLANATION = Explanation(
     "a", "t", 1.0, 5, state="finished", miss=Miss(3, 4, "evicted", 2.0, "b"), waited={"step": 1.5},
     preemptions=[Preemption(1.0, 0, "why", 3), Preemption(2.0, 1, "why", 3, 4, "swap", "faster", 5, 6.0, 7.0, 8, 9)],
 )  # fmt: skip
 FAILURE = Failure("RequestError", "no", "n", [1.5])
-FACTS = Facts(
+FACTS = ModelInfo(
     model_name="m",
     path="p",
     max_model_len=9,
@@ -284,13 +284,13 @@ def assert_same(a, b):
 
 def carried(message):
     """The content of a frame."""
-    (inside,) = Frames().feed(protocol.packed(message))
+    (inside,) = FrameReader().feed(protocol.encode_frame(message))
     return inside
 
 
 def test_every_kind_of_message_is_tried_here():
     assert set(protocol.Commands.__args__[0].__args__) == set(protocol.Command.__subclasses__())
-    assert {cls.__name__ for cls in protocol.News.__args__} == {
+    assert {cls.__name__ for cls in protocol.EngineMessage.__args__} == {
         *("Batch", "Pulse", "Report", "Loading", "Ready", "Refused")
     }
 
@@ -298,27 +298,27 @@ def test_every_kind_of_message_is_tried_here():
 @given(sent=st.lists(commands(), max_size=3))
 @settings(max_examples=60)
 def test_commands_come_as_they_were_sent(sent):
-    assert_same(protocol.commands_of(carried(sent)), sent)
+    assert_same(protocol.decode_commands(carried(sent)), sent)
 
 
 @given(sent=news())
 @settings(max_examples=100)
 def test_news_come_as_they_were_sent(sent):
-    assert_same(protocol.news_of(carried(sent)), sent)
+    assert_same(protocol.decode_message(carried(sent)), sent)
 
 
 @pytest.mark.parametrize("seed", [-(2**63), -1, 2**63, 2**64 - 1])
 def test_seeds_of_64_bits_travel(seed):
     sent = protocol.Add(1, [NewRequest("a", [1], SamplingParams(seed=seed))])
-    assert protocol.commands_of(carried([sent]))[0].requests[0].params.seed == seed
+    assert protocol.decode_commands(carried([sent]))[0].requests[0].params.seed == seed
 
 
 def test_what_cannot_be_written_is_refused_where_it_is_sent(monkeypatch):
     with pytest.raises(BadFrame, match="surrogate"):
-        protocol.packed([protocol.Abort(["\ud800"])])
+        protocol.encode_frame([protocol.Abort(["\ud800"])])
     monkeypatch.setattr(framing, "MAX_FRAME", 100)
     with pytest.raises(BadFrame, match="longer than the 100"):
-        protocol.packed([protocol.Abort(["a" * 100])])
+        protocol.encode_frame([protocol.Abort(["a" * 100])])
 
 
 # Damage
@@ -333,7 +333,8 @@ ADD = protocol.Add(
         NewRequest(
             "a", [1, 2], SamplingParams(logit_bias={3: 1.0}, stop=("x",)), [[1]], Pooling.NONE, Namespace("t"),
             Beams(width=2, num_candidates=4, length_penalty=1.0, early_stopping="never"),
-            Terms(deadline=2.0, retention=Retention(session="s")), [Known([1], cumulative_logprob=-1.0)], resumed=True,
+            SchedulingParams(deadline=2.0, retention=Retention(session="s")),
+            [KnownOutput([1], cumulative_logprob=-1.0)], resumed=True,
         )
     ],
 )  # fmt: skip
@@ -343,7 +344,7 @@ WHOLE = [
         [protocol.Begin(EngineOptions()), protocol.Abort(["a"]), protocol.Finish(1, 2), protocol.Explain(1, ["a"])],
         [ADD, protocol.Flush(2), protocol.AskLearnt(3), protocol.Close()],
         Batch([OUTPUT], [Answer(1, LEARNT), Answer(2, [EXPLANATION], FAILURE)], 3, Launched(["a"], [4], 0.5),
-              EngineStats.nothing()),
+              EngineStats.zero()),
         protocol.Pulse(1.0),
         protocol.Ready(FACTS),
         protocol.Refused(FAILURE),
@@ -356,7 +357,7 @@ WHOLE = [
 def read_either_way(data):
     """Decode as the engine and as the front end do: each gives a message or a bad-frame error."""
     read = 0
-    for reader in (protocol.commands_of, protocol.news_of):
+    for reader in (protocol.decode_commands, protocol.decode_message):
         try:
             reader(data)
             read += 1
@@ -438,20 +439,20 @@ def test_values_out_of_bounds_do_not_pass_the_engines_door(wrong):
     request = ["a", [1], {**fine, **wrong}]
     data = msgspec.msgpack.encode([{"type": "Add", "number": 1, "requests": [request]}])
     if "unknown" in wrong:
-        assert protocol.commands_of(data)[0].requests[0].params == ADD.requests[0].params
+        assert protocol.decode_commands(data)[0].requests[0].params == ADD.requests[0].params
         return
     with pytest.raises(BadFrame, match="cannot be read"):
-        protocol.commands_of(data)
+        protocol.decode_commands(data)
 
 
 # Errors
 
 
 def returned(error):
-    (answer,) = protocol.news_of(
-        carried(Batch([], [Answer(1, failure=protocol.failure_of(error))], 0, None, EngineStats.nothing()))
+    (answer,) = protocol.decode_message(
+        carried(Batch([], [Answer(1, failure=protocol.encode_error(error))], 0, None, EngineStats.zero()))
     ).answers
-    return protocol.error_of(answer.failure)
+    return protocol.decode_error(answer.failure)
 
 
 @pytest.mark.parametrize(
@@ -493,5 +494,5 @@ def test_other_errors_come_as_bugs_with_their_name(error):
 
 
 def test_a_failure_that_lacks_its_numbers_is_still_an_error():
-    assert "DeadlineUnreachable" in str(protocol.error_of(Failure("DeadlineUnreachable", "late")))
-    assert "QueueFull" in str(protocol.error_of(Failure("QueueFull", "full", None, [1.0, 2.0])))
+    assert "DeadlineUnreachable" in str(protocol.decode_error(Failure("DeadlineUnreachable", "late")))
+    assert "QueueFull" in str(protocol.decode_error(Failure("QueueFull", "full", None, [1.0, 2.0])))

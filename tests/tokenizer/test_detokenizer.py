@@ -74,7 +74,7 @@ def decoded(kind: str, ids: list[int], *, skip: bool) -> str:
 
 def pieces(tokenizer, ids, prompt=(), **options):
     detokenizer = Detokenizer(tokenizer, prompt, **options)
-    return [*(detokenizer.add(token) for token in ids), detokenizer.close()]
+    return [*(detokenizer.append_token(token) for token in ids), detokenizer.flush()]
 
 
 def after(full: str, prompt: str) -> str:
@@ -116,11 +116,11 @@ def test_any_tokens_add_up_and_come_at_once(kind, data, skip):
     detokenizer = Detokenizer(tokenizer, prompt, skip_special_tokens=skip)
     shown = ""
     for count, token in enumerate(ids, 1):
-        shown += detokenizer.add(token)
+        shown += detokenizer.append_token(token)
         so_far = after(decoded(kind, prompt + ids[:count], skip=skip), before)
         assert so_far.startswith(shown)
         assert so_far[len(shown) :] in ("", "\ufffd", "\ufffd\ufffd", "\ufffd\ufffd\ufffd")  # an incomplete character
-    assert shown + detokenizer.close() == after(decoded(kind, prompt + ids, skip=skip), before)
+    assert shown + detokenizer.flush() == after(decoded(kind, prompt + ids, skip=skip), before)
 
 
 @every_kind

@@ -36,9 +36,9 @@ def test_every_split_ends_where_a_slow_search_does(text, stops, cuts, allowed):
     for piece in pieces:
         may_stop = position >= allowed
         passed = passed if may_stop else position + len(piece)
-        came.append(search.add(piece, may_stop=may_stop))
+        came.append(search.append_text(piece, may_stop=may_stop))
         position += len(piece)
-    came.append(search.close())
+    came.append(search.flush())
     assert ("".join(came), search.matched) == slow(text, stops, passed)
 
 
@@ -47,7 +47,7 @@ def test_no_more_is_held_back_than_could_be_a_stop_string(text, stops):
     search = StopStrings(compile_stops(stops))
     came = ""
     for i, char in enumerate(text):
-        came += search.add(char)
+        came += search.append_text(char)
         if search.matched is not None:
             return
         beginnings = [n for stop in stops for n in range(len(stop)) if text[: i + 1].endswith(stop[:n])]
@@ -61,10 +61,10 @@ def test_a_stop_string_that_is_included_holds_nothing_back(text, stops, cuts):
     end = len(before) + len(matched or "")
     position = came = 0
     for piece in split(text, cuts):
-        came += len(search.add(piece))
+        came += len(search.append_text(piece))
         position += len(piece)
         assert came == min(position, end)
-    assert search.close() == ""
+    assert search.flush() == ""
     assert search.matched == matched
 
 
@@ -93,7 +93,7 @@ def test_any_text_in_pieces_of_which_any_may_stop(pieces, places, included):
     text = "".join(piece for piece, _ in pieces)
     stops = [part for start, size in places if (part := text[start % (len(text) + 1) :][:size])] or ["never"]
     search = StopStrings(compile_stops(stops), included=included)
-    came = "".join(search.add(piece, may_stop=may_stop) for piece, may_stop in pieces) + search.close()
+    came = "".join(search.append_text(piece, may_stop=may_stop) for piece, may_stop in pieces) + search.flush()
     end, matched = first_end(pieces, stops)
     assert search.matched == matched
     assert came == text[: end - (0 if included else len(matched or ""))]
@@ -101,17 +101,17 @@ def test_any_text_in_pieces_of_which_any_may_stop(pieces, places, included):
 
 def test_without_stop_strings_text_passes():
     search = StopStrings(())
-    assert search.add("abc") == "abc"
-    assert search.close() == ""
+    assert search.append_text("abc") == "abc"
+    assert search.flush() == ""
 
 
 def test_nothing_comes_after_a_match():
     search = StopStrings(compile_stops(["END"]))
-    assert [search.add(piece) for piece in ("aE", "ND b", "c")] == ["a", "", ""]
+    assert [search.append_text(piece) for piece in ("aE", "ND b", "c")] == ["a", "", ""]
     assert search.matched == "END"
 
 
 def test_long_overlapping_strings_stay_cheap():
     """64 strings of 1024 characters that nearly match everywhere: repeated searches from the start would take hours."""
     search = StopStrings(compile_stops(["a" * 1000 + chr(0x4E00 + i) * 24 for i in range(64)]))
-    assert sum(len(search.add("a" * 10)) for _ in range(500)) == 4000
+    assert sum(len(search.append_text("a" * 10)) for _ in range(500)) == 4000

@@ -19,7 +19,7 @@ from quire.config import CacheConfig, Eviction, KVGroup, Policy, PreemptionMode,
 from quire.core import codec
 from quire.core.output import Output
 from quire.core.request import Beams, Namespace
-from quire.core.scheduling_params import Program, Retention, Terms
+from quire.core.scheduling_params import Program, Retention, SchedulingParams
 from quire.core.step import Pooling
 from quire.engine.engine import Engine
 from quire.errors import RequestError
@@ -68,7 +68,7 @@ class Schedule:
             self._step()
             most -= 1
         self._file.seek(0)
-        plans = [record for record in journal.read(self._file) if isinstance(record, journal.Plan)]
+        plans = [record for record in journal.read_records(self._file) if isinstance(record, journal.Plan)]
         for plan in plans:
             self._add(plan.step)
         return {"steps": sum(bool(plan.step) for plan in plans), "digest": self._digest.hexdigest()[:24]}
@@ -146,14 +146,14 @@ class Schedule:
             if draw.random() < 0.3:
                 params |= {"stop_token_ids": [draw.randrange(VOCAB_SIZE)]}
         try:
-            self._engine.add(
+            self._engine.add_request(
                 request_id,
                 prompt,
                 SamplingParams(**params),
                 pooling=pooling,
                 beams=beams,
                 namespace=Namespace(tenant=draw.choice(TENANTS), salt=draw.choice(["", "", "pepper"])),
-                terms=self._terms(),
+                scheduling_params=self._terms(),
             )
         except RequestError as error:
             self._add(f"{request_id} refused: {type(error).__name__}".encode())
@@ -161,7 +161,7 @@ class Schedule:
         finally:
             self._requests.append(request_id)
 
-    def _terms(self) -> Terms:
+    def _terms(self) -> SchedulingParams:
         draw = self.random
         asked: dict[str, Any] = {}
         if self._config.policy == "priority":
@@ -176,7 +176,7 @@ class Schedule:
             asked["program"] = Program(
                 id=f"p{draw.randrange(3)}", branch=draw.choice(["", "a", "b"]), expects_more=draw.random() < 0.5
             )
-        return Terms(**asked)
+        return SchedulingParams(**asked)
 
     def _step(self) -> None:
         for output in self._engine.step():

@@ -34,12 +34,12 @@ def encoded(pieces: Iterable[Piece], tokenizer: Tokenizer) -> Text:
 
 
 @torch.no_grad()
-def choices(network: nn.Module, text: Text) -> Tensor:
+def argmax_tokens(network: nn.Module, text: Text) -> Tensor:
     """(length,): the argmax at each position after the true tokens before it. The first is meaningless."""
     return network(text.ids)[0].argmax(-1).roll(1)
 
 
 def right_answers(network: nn.Module, text: Text) -> list[bool]:
     """For each answer, whether greedy generation would return it."""
-    chosen = choices(network, text)
+    chosen = argmax_tokens(network, text)
     return [bool((chosen[start:stop] == text.ids[0, start:stop]).all()) for start, stop in text.answers]

@@ -13,7 +13,7 @@ from typing import Any
 
 from tools.demo_model import adapters, forced, layout, places, world
 from tools.demo_model.packing import chat_pieces
-from tools.demo_model.score import TASKS, Exam
+from tools.demo_model.score import TASKS, ScoringRun
 
 GOLDEN_TASKS = (*TASKS, "mixed", "recall@1024", "recall@1900", "needle@1900")
 ADAPTED_TASKS = ("facts", "translate", "talk", "recall", "copy", "sort", "story_qa")
@@ -26,7 +26,7 @@ Golden = dict[str, Any]  # "chats", "seed", and Counts for "base", "draft" and e
 
 def measure(root: Path, tasks: Sequence[str] = GOLDEN_TASKS, chats: int = CHATS, seed: int = SEED) -> Golden:
     """Score the base model with quire, the adapters and the draft model with the training code."""
-    run = Exam(model=root / places.BASE, tasks=tasks, chats=chats, seed=seed).sit()
+    run = ScoringRun(model=root / places.BASE, tasks=tasks, chats=chats, seed=seed).run()
     styles = {style: styled_answers(root, style, chats, seed) for style in adapters.STYLES}
     return {
         "chats": chats,
@@ -56,7 +56,7 @@ def draft_agreement(root: Path, chats: int, seed: int) -> Counts:
 
     def ask(rng: Random, task: str) -> list[bool]:
         text = forced.encoded(chat_pieces(world.chat(task, rng)), tokenizer)
-        equal = (forced.choices(base, text) == forced.choices(draft, text)).tolist()
+        equal = (forced.argmax_tokens(base, text) == forced.argmax_tokens(draft, text)).tolist()
         return [same for start, stop in text.answers for same in equal[start:stop]]
 
     return _counts(TASKS, chats, seed, ask)
@@ -93,7 +93,7 @@ def load(root: Path) -> Golden:
     return golden
 
 
-def keep(root: Path, golden: Golden) -> None:
+def save(root: Path, golden: Golden) -> None:
     """Write golden.json, and the table between the markers of the page in the docs."""
     (root / places.GOLDEN).parent.mkdir(parents=True, exist_ok=True)
     (root / places.GOLDEN).write_text(json.dumps(golden, indent=1) + "\n")
@@ -104,4 +104,4 @@ def keep(root: Path, golden: Golden) -> None:
 
 
 if __name__ == "__main__":
-    keep(places.ROOT, measure(places.ROOT))
+    save(places.ROOT, measure(places.ROOT))

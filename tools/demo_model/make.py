@@ -49,7 +49,7 @@ class Making:
         for style in adapters.STYLES:
             self.adapter(style, tokenizer)
         self.say("golden table")
-        golden.keep(self.root, golden.measure(self.root, self.tasks, self.num_chats))
+        golden.save(self.root, golden.measure(self.root, self.tasks, self.num_chats))
         shutil.rmtree(self.root / places.CHECKPOINTS)
 
     def model(self, shape: Shape, plan: Plan, tokenizer: Tokenizer, folder: Path) -> None:

@@ -94,7 +94,7 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Exam:
+class ScoringRun:
     """The model and the tasks of a scoring run."""
 
     model: Path
@@ -105,7 +105,7 @@ class Exam:
     chats: int = 24  # per task
     seed: int = 0
 
-    def sit(self) -> Run:
+    def run(self) -> Run:
         """Answer all questions in one batch. Loading is not timed. Raises ValueError for an unknown task."""
         tokenizer = Tokenizer.from_folder(self.model)
         drawn = questions(self.tasks, self.chats, self.seed, tokenizer)
@@ -130,8 +130,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Print the scores; with --json, also write scores and answers to a file."""
     asked = vars(_parser().parse_args(arguments))
     file = asked.pop("json")
-    exam = Exam(**asked | {"options": dict(asked["options"])})
-    run = exam.sit()
+    exam = ScoringRun(**asked | {"options": dict(asked["options"])})
+    run = exam.run()
     print(run)
     if file is not None:
         scores = {score.task: {**asdict(score), "rate": score.rate, "error": score.error} for score in run.scores}

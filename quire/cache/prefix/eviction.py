@@ -10,39 +10,39 @@ from typing import Protocol
 from quire.cache.prefix.radix_node import Clock, Node
 from quire.cache.retention import priority_at
 
-_MOST_RETURNED = 2  # leaves set aside as in use that one call of `evict` checks again
+_REQUEUED_PER_EVICTION = 2  # leaves set aside as in use that one call of `evict` checks again
 
 
-class Order(Protocol):
+class EvictionPolicy(Protocol):
     """An eviction policy."""
 
-    def standing(self, leaf: Node) -> tuple[int, ...]:
+    def eviction_key(self, leaf: Node) -> tuple[int, ...]:
         """The eviction key: the leaf with the lowest one is evicted first, the older node if they are equal."""
 
-    def used(self, node: Node) -> None:
+    def on_use(self, node: Node) -> None:
         """The node was used."""
 
-    def given_up(self, leaf: Node) -> None:
+    def on_evict(self, leaf: Node) -> None:
         """Blocks of a leaf are about to be evicted."""
 
     def reason(self, leaf: Node) -> dict[str, float]:
         """The figures of its eviction key, by name."""
 
 
-class LeastRecent:
+class LRUPolicy:
     """lru: the least recently used leaf first."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
 
-    def standing(self, leaf: Node) -> tuple[int, ...]:
+    def eviction_key(self, leaf: Node) -> tuple[int, ...]:
         """See Order."""
         return (leaf.tick,)
 
-    def used(self, node: Node) -> None:
+    def on_use(self, node: Node) -> None:
         """See Order."""
 
-    def given_up(self, leaf: Node) -> None:
+    def on_evict(self, leaf: Node) -> None:
         """See Order."""
 
     def reason(self, leaf: Node) -> dict[str, float]:
@@ -50,7 +50,7 @@ class LeastRecent:
         return {"age": self._clock.tick - leaf.tick}
 
 
-class LeastFrequent:
+class LFUPolicy:
     """lfu: the leaf with the fewest hits first, with dynamic ageing (LFU-DA: Arlitt et al., 2000).
 
     A use sets the level of a node to its hits plus the highest level of any evicted leaf. So a prefix in use now
@@ -61,15 +61,15 @@ class LeastFrequent:
         self._clock = clock
         self._level = 0
 
-    def standing(self, leaf: Node) -> tuple[int, ...]:
+    def eviction_key(self, leaf: Node) -> tuple[int, ...]:
         """See Order. Of equal levels the least recently used first."""
         return leaf.uses.level, leaf.tick
 
-    def used(self, node: Node) -> None:
+    def on_use(self, node: Node) -> None:
         """See Order."""
         node.uses.level = self._level + node.uses.hits
 
-    def given_up(self, leaf: Node) -> None:
+    def on_evict(self, leaf: Node) -> None:
         """See Order."""
         self._level = max(self._level, leaf.uses.level)
 
@@ -78,20 +78,20 @@ class LeastFrequent:
         return {"age": self._clock.tick - leaf.tick, "hits": leaf.uses.hits, "level": leaf.uses.level}
 
 
-class LeastWanted:
+class PriorityPolicy:
     """priority: the leaf with the lowest priority (Retention.priority) first, then the least recently used."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
 
-    def standing(self, leaf: Node) -> tuple[int, ...]:
+    def eviction_key(self, leaf: Node) -> tuple[int, ...]:
         """See Order."""
         return priority_at(leaf.marks, leaf.end, self._clock.now), leaf.tick
 
-    def used(self, node: Node) -> None:
+    def on_use(self, node: Node) -> None:
         """See Order."""
 
-    def given_up(self, leaf: Node) -> None:
+    def on_evict(self, leaf: Node) -> None:
         """See Order."""
 
     def reason(self, leaf: Node) -> dict[str, float]:
@@ -99,7 +99,7 @@ class LeastWanted:
         return {"age": self._clock.tick - leaf.tick, "priority": priority_at(leaf.marks, leaf.end, self._clock.now)}
 
 
-class Leaves(Protocol):
+class EvictableLeaves(Protocol):
     """The leaves that may be evicted, in some order."""
 
     def __contains__(self, node: Node) -> bool:
@@ -108,42 +108,42 @@ class Leaves(Protocol):
     def add(self, node: Node) -> None:
         """Add a leaf. Does nothing if it is there."""
 
-    def renew(self, node: Node) -> None:
+    def update(self, node: Node) -> None:
         """Update the eviction key of a leaf that may have fallen. Does nothing if it is not there."""
 
     def discard(self, node: Node) -> None:
         """Remove a node that has left the tree."""
 
-    def set_aside(self, node: Node) -> None:
+    def defer(self, node: Node) -> None:
         """Set a popped leaf aside because it is in use, so that it is not checked again at once."""
 
-    def begin(self) -> None:
+    def requeue_deferred(self) -> None:
         """Put some of the leaves that were set aside back. Called at the start of an eviction."""
 
     def pop(self) -> Node | None:
         """Remove and return the leaf to evict next; those set aside come last. None if there is none."""
 
-    def used(self, node: Node, *, hit: bool) -> None:
+    def on_use(self, node: Node, *, hit: bool) -> None:
         """The node was used. hit: a sequence begins with it."""
 
-    def given_up(self, leaf: Node, num_blocks: int) -> None:
+    def on_evict(self, leaf: Node, num_blocks: int) -> None:
         """`num_blocks` blocks at the end of a popped leaf are about to be evicted."""
 
-    def num_at_once(self, leaf: Node) -> int:
+    def num_evicted_together(self, leaf: Node) -> int:
         """Blocks at the end of a leaf to evict together; behind them its key differs or is compared again."""
 
     @property
-    def asks_for_misses(self) -> bool:
+    def uses_misses(self) -> bool:
         """Whether `missed` has any effect."""
 
-    def missed(self, root_key: object, data: bytes, first: int, at: int) -> None:
+    def on_miss(self, root_key: object, data: bytes, first: int, at: int) -> None:
         """A prompt's whole blocks from index `at` on are not in the index. first: index at which their root begins."""
 
     def reason(self, leaf: Node) -> dict[str, float]:
         """The figures of the eviction key of a leaf, by name."""
 
 
-class Aside:
+class DeferredLeaves:
     """Leaves that were popped while in use. No event reports the end of the use, so each call checks a few."""
 
     def __init__(self) -> None:
@@ -152,7 +152,7 @@ class Aside:
     def __contains__(self, node: Node) -> bool:
         return node.id in self._nodes
 
-    def put(self, node: Node) -> None:
+    def add(self, node: Node) -> None:
         """Add a leaf that is in use."""
         self._nodes[node.id] = node
 
@@ -160,9 +160,9 @@ class Aside:
         """Remove a leaf, if it is there."""
         self._nodes.pop(node.id, None)
 
-    def some(self) -> list[Node]:
+    def pop_some(self) -> list[Node]:
         """Remove and return the few that were added first."""
-        return [self._nodes.pop(next(iter(self._nodes))) for _ in range(min(_MOST_RETURNED, len(self._nodes)))]
+        return [self._nodes.pop(next(iter(self._nodes))) for _ in range(min(_REQUEUED_PER_EVICTION, len(self._nodes)))]
 
     def pop(self) -> Node | None:
         """Remove and return the one that was added first."""
@@ -172,16 +172,16 @@ class Aside:
 class OrderedLeaves:
     """Leaves in the order of an eviction policy: a heap with entries corrected at the top. See Leaves."""
 
-    asks_for_misses = False
+    uses_misses = False
 
-    def __init__(self, order: Order) -> None:
-        self.order = order
+    def __init__(self, policy: EvictionPolicy) -> None:
+        self.policy = policy
         self._heap: list[tuple[tuple[int, ...], int, Node]] = []
         self._members: dict[int, tuple[tuple[int, ...], int, Node]] = {}  # the latest heap entry of each, by id
-        self._aside = Aside()
+        self._deferred = DeferredLeaves()
 
     def __contains__(self, node: Node) -> bool:
-        return node.id in self._members or node in self._aside
+        return node.id in self._members or node in self._deferred
 
     def __len__(self) -> int:
         return len(self._members)
@@ -189,76 +189,76 @@ class OrderedLeaves:
     def add(self, node: Node) -> None:
         """See Leaves."""
         if node.id not in self._members:
-            self._aside.discard(node)
+            self._deferred.discard(node)
             self._push(node)
 
-    def renew(self, node: Node) -> None:
+    def update(self, node: Node) -> None:
         """See Leaves."""
         if node.id in self._members:
             self._push(node)
 
     def discard(self, node: Node) -> None:
         """See Leaves."""
-        self._aside.discard(node)
+        self._deferred.discard(node)
         if self._members.pop(node.id, None) is not None:
             self._compact()
 
-    def set_aside(self, node: Node) -> None:
+    def defer(self, node: Node) -> None:
         """See Leaves."""
         if node.id not in self._members:
-            self._aside.put(node)
+            self._deferred.add(node)
 
-    def begin(self) -> None:
+    def requeue_deferred(self) -> None:
         """See Leaves."""
-        for node in self._aside.some():
+        for node in self._deferred.pop_some():
             self.add(node)
 
     def pop(self) -> Node | None:
         """See Leaves."""
-        node = self.first()
+        node = self.peek()
         if node is None:
-            return self._aside.pop()
+            return self._deferred.pop()
         heappop(self._heap)
         del self._members[node.id]
         return node
 
-    def first(self) -> Node | None:
+    def peek(self) -> Node | None:
         """The leaf that `pop` would return, of those that are not set aside."""
         while self._heap:
             entry = self._heap[0]
             known, number, node = entry
             if self._members.get(number) is not entry:
                 heappop(self._heap)
-            elif self.order.standing(node) > known:
+            elif self.policy.eviction_key(node) > known:
                 heappop(self._heap)
                 self._push(node)
             else:
                 return node
         return None
 
-    def used(self, node: Node, *, hit: bool) -> None:
+    def on_use(self, node: Node, *, hit: bool) -> None:
         """See Leaves."""
         del hit
-        self.order.used(node)
+        self.policy.on_use(node)
 
-    def given_up(self, leaf: Node, num_blocks: int) -> None:
+    def on_evict(self, leaf: Node, num_blocks: int) -> None:
         """See Leaves."""
         del num_blocks
-        self.order.given_up(leaf)
+        self.policy.on_evict(leaf)
 
-    def num_at_once(self, leaf: Node) -> int:
+    def num_evicted_together(self, leaf: Node) -> int:
         """See Leaves."""
-        return leaf.num_alike
+        return leaf.num_uniform_blocks
 
-    def missed(self, root_key: object, data: bytes, first: int, at: int) -> None:
+    def on_miss(self, root_key: object, data: bytes, first: int, at: int) -> None:
         """See Leaves."""
 
     def reason(self, leaf: Node) -> dict[str, float]:
         """See Leaves."""
-        return self.order.reason(leaf)
+        return self.policy.reason(leaf)
 
     def _push(self, node: Node) -> None:
-        entry = self._members[node.id] = (self.order.standing(node), node.id, node)
+        entry = self._members[node.id] = (self.policy.eviction_key(node), node.id, node)
         heappush(self._heap, entry)
         self._compact()
 

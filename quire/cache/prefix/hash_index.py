@@ -24,13 +24,22 @@ import msgspec
 
 from quire.cache.block_pool import BlockPool
 from quire.cache.block_table import ABSENT, BlockTable
-from quire.cache.prefix.index import NO_REASON, SYMBOL, Added, Cause, Found, PublicPrefixes, Reason, symbols
-from quire.cache.prefix.retention_marks import Wishes
+from quire.cache.prefix.index import (
+    BYTES_PER_TOKEN,
+    NO_REASON,
+    EvictionCause,
+    EvictionReason,
+    InsertResult,
+    PrefixMatch,
+    PublicPrefixes,
+    token_key,
+)
+from quire.cache.prefix.retention_marks import RetentionMarks
 from quire.config import CacheConfig
 from quire.core.explanation import Miss, MissReason
 from quire.core.request import Namespace
 
-_MOST_LOST = 16384
+_MAX_EVICTIONS_LOGGED = 16384
 _MOST_TENANTS = 4096
 _MOST_NAMESPACES = 16  # per tenant
 
@@ -55,31 +64,31 @@ class Chain:
 class HashIndex:
     """See PrefixIndex."""
 
-    def __init__(self, config: CacheConfig, pools: Sequence[BlockPool], fresh: Collection[int]) -> None:
+    def __init__(self, config: CacheConfig, pools: Sequence[BlockPool], planned_writes: Collection[int]) -> None:
         """fresh: ignored, because no block is copied."""
-        del fresh
+        del planned_writes
         self.num_evicted = 0
-        self.wishes: Wishes | None = None  # retention is ignored: it would have to mark whole chains
+        self.retention: RetentionMarks | None = None  # retention is ignored: it would have to mark whole chains
         self._config = config
         self._pools = pools
-        self._size = config.block_size * SYMBOL  # bytes of a block's key
+        self._size = config.block_size * BYTES_PER_TOKEN  # bytes of a block's key
         self._windowed = [g for g, group in enumerate(config.groups) if group.window]
         self._public = PublicPrefixes(config.public_prefixes, self._size)
         self._entries: dict[bytes, Entry] = {}
         self._unused: list[OrderedDict[bytes, Entry]] = [OrderedDict() for _ in pools]  # next to be evicted first
         self._chains: dict[BlockTable, Chain] = {}
-        self._lost: OrderedDict[bytes, Cause] = OrderedDict()
+        self._eviction_log: OrderedDict[bytes, EvictionCause] = OrderedDict()
         self._namespaces: OrderedDict[str, OrderedDict[Namespace, None]] = OrderedDict()  # by tenant, latest last
 
     # Matching
 
-    def take_reason(self) -> Reason:
+    def take_reason(self) -> EvictionReason:
         """No reason: the least recently used entry is evicted first."""
         return NO_REASON
 
-    def find(self, namespace: Namespace, tokens: Sequence[int]) -> Found:
+    def match_prefix(self, namespace: Namespace, tokens: Sequence[int]) -> PrefixMatch:
         """See PrefixIndex."""
-        data = symbols(tokens)
+        data = token_key(tokens)
         num_public = self._public.num_blocks(data)
         keys: list[bytes] = []
         blocks: list[list[int]] = []
@@ -96,39 +105,39 @@ class HashIndex:
                 if blocks[-1][group] == ABSENT:
                     gaps[group] = len(keys) - 1
             position = len(keys) * self._config.block_size
-            if all(gap < self._config.first_seen(group, position) for group, gap in gaps.items()):
+            if all(gap < self._config.first_attended_block(group, position) for group, gap in gaps.items()):
                 num_found = len(keys)
         found = tuple([some[group] for some in blocks[:num_found]] for group in range(len(nothing)))
-        return Found(found, num_found * self._config.block_size, (), num_public, keys[:num_found])
+        return PrefixMatch(found, num_found * self._config.block_size, (), num_public, keys[:num_found])
 
-    def why(self, namespace: Namespace, tokens: Sequence[int], found: Found, reusable: int) -> Miss:
+    def explain_miss(self, namespace: Namespace, tokens: Sequence[int], found: PrefixMatch, reusable: int) -> Miss:
         """See PrefixIndex. A miss of less than a block gets the reason "last_token" or "recomputed"."""
         position = found.num_tokens
         token = tokens[position]
         if position // self._config.block_size >= reusable // self._config.block_size:
             return Miss(position, token, "last_token" if reusable == len(tokens) - 1 else "recomputed")
         rest = tokens[position : position + self._config.block_size]
-        keys: list[bytes] = found.place or []  # type: ignore[assignment]  # set by `find`
-        key = next(self._keys(namespace, symbols(rest), found.num_public, keys))
-        cause = self._lost.get(key)
+        keys: list[bytes] = found.index_handle or []  # type: ignore[assignment]  # set by `find`
+        key = next(self._keys(namespace, token_key(rest), found.num_public, keys))
+        cause = self._eviction_log.get(key)
         if cause is not None:
             whom = cause.request_id if cause.tenant == namespace.tenant else None
             return Miss(position, token, "evicted", cause.now, whom)
         if self._is_being_computed(namespace, rest, found):
             return Miss(position, token, "being_computed")
-        return Miss(position, token, self._why_never(namespace, tokens[: position + self._config.block_size]))
+        return Miss(position, token, self._miss_reason(namespace, tokens[: position + self._config.block_size]))
 
-    def _why_never(self, namespace: Namespace, tokens: Sequence[int]) -> MissReason:
+    def _miss_reason(self, namespace: Namespace, tokens: Sequence[int]) -> MissReason:
         """The reason of a miss of tokens that were not evicted, of which the last block is missing."""
         for other in reversed(self._namespaces.get(namespace.tenant, ())):
-            if other != namespace and self.find(other, tokens).num_tokens == len(tokens):
+            if other != namespace and self.match_prefix(other, tokens).num_tokens == len(tokens):
                 return "other_salt" if other.salt != namespace.salt else "other_adapter"
         return "never_seen"
 
-    def _is_being_computed(self, namespace: Namespace, rest: Sequence[int], found: Found) -> bool:
+    def _is_being_computed(self, namespace: Namespace, rest: Sequence[int], found: PrefixMatch) -> bool:
         """Whether a running sequence has the tokens `rest` next behind the match."""
-        keys: list[bytes] = found.place or []  # type: ignore[assignment]  # set by `find`
-        depth, wanted = len(keys), symbols(rest)
+        keys: list[bytes] = found.index_handle or []  # type: ignore[assignment]  # set by `find`
+        depth, wanted = len(keys), token_key(rest)
         for table, chain in self._chains.items():
             if len(chain.keys) < depth or chain.keys[depth - 1 : depth] != keys[-1:]:
                 continue
@@ -136,7 +145,7 @@ class HashIndex:
                 is_readable = self._public.root_key(table.namespace) == self._public.root_key(namespace)
             else:
                 is_readable = table.namespace == namespace
-            if is_readable and symbols(table.tokens[found.num_tokens : found.num_tokens + len(rest)]) == wanted:
+            if is_readable and token_key(table.tokens[found.num_tokens : found.num_tokens + len(rest)]) == wanted:
                 return True
         return False
 
@@ -154,47 +163,47 @@ class HashIndex:
 
     # Insertion
 
-    def enter(self, table: BlockTable, found: Found) -> None:
+    def register(self, table: BlockTable, found: PrefixMatch) -> None:
         """See PrefixIndex."""
-        keys: list[bytes] = found.place or []  # type: ignore[assignment]  # set by `find`
+        keys: list[bytes] = found.index_handle or []  # type: ignore[assignment]  # set by `find`
         table.num_public = found.num_public
-        self._begin(table, keys)
-        self._note_namespace(table.namespace)
+        self._new_chain(table, keys)
+        self._record_namespace(table.namespace)
 
-    def follow(self, parent: BlockTable, child: BlockTable) -> None:
+    def register_fork(self, parent: BlockTable, child: BlockTable) -> None:
         """See PrefixIndex."""
         child.num_public = min(parent.num_public, child.num_indexed)
-        self._begin(child, _chain_of(parent).keys[: child.num_indexed])
+        self._new_chain(child, _chain_of(parent).keys[: child.num_indexed])
 
-    def add(self, table: BlockTable, num_blocks: int, num_written: int) -> Added:
+    def insert(self, table: BlockTable, num_blocks: int, num_written: int) -> InsertResult:
         """See PrefixIndex."""
-        added, chain = Added(), _chain_of(table)
-        self._pass(table, chain)
+        added, chain = InsertResult(), _chain_of(table)
+        self._update_windows(table, chain)
         for key in self._next_keys(table, chain, num_blocks):
             index, entry = len(chain.keys), self._entries.get(key)
             if entry is None:
-                self._take_in(table, index, key, added)
+                self._insert_entry(table, index, key, added)
             elif not self._exchange(table, index, entry, num_written // self._config.block_size, added):
                 break
             self._extend(chain, key)
         table.num_indexed = len(chain.keys)
         return added
 
-    def leave(self, table: BlockTable, num_tokens: int) -> list[int]:
+    def unregister(self, table: BlockTable, num_tokens: int) -> list[int]:
         """See PrefixIndex."""
-        added, chain = Added(), _chain_of(table)
-        self._pass(table, chain)
+        added, chain = InsertResult(), _chain_of(table)
+        self._update_windows(table, chain)
         for key in self._next_keys(table, chain, num_tokens // self._config.block_size):
             if key not in self._entries:
-                self._take_in(table, len(chain.keys), key, added)
+                self._insert_entry(table, len(chain.keys), key, added)
             self._extend(chain, key)
         self._shorten(chain, 0)
         del self._chains[table]
-        table.place = None
+        table.index_handle = None
         return added.entered
 
-    def _begin(self, table: BlockTable, keys: Iterable[bytes]) -> None:
-        chain = table.place = self._chains[table] = Chain([], list(table.firsts))
+    def _new_chain(self, table: BlockTable, keys: Iterable[bytes]) -> None:
+        chain = table.index_handle = self._chains[table] = Chain([], list(table.firsts))
         for key in keys:
             self._extend(chain, key)
         table.num_indexed = len(chain.keys)
@@ -203,12 +212,12 @@ class HashIndex:
         """Keys of a table's blocks up to `num_blocks`, behind its chain."""
         size, first = self._config.block_size, len(chain.keys)
         if first <= table.num_public:  # its new tokens may extend the match with a public prefix
-            whole = symbols(table.tokens[: num_blocks * size])
+            whole = token_key(table.tokens[: num_blocks * size])
             table.num_public = max(table.num_public, self._public.num_blocks(whole))
-        data = symbols(table.tokens[first * size : num_blocks * size])
+        data = token_key(table.tokens[first * size : num_blocks * size])
         return self._keys(table.namespace, data, table.num_public, chain.keys)
 
-    def _take_in(self, table: BlockTable, index: int, key: bytes, added: Added) -> None:
+    def _insert_entry(self, table: BlockTable, index: int, key: bytes, added: InsertResult) -> None:
         """Insert a table's block as an entry, unless the windows of all groups have passed it."""
         blocks = [some[index] for some in table.blocks]
         if all(block == ABSENT for block in blocks):
@@ -217,10 +226,12 @@ class HashIndex:
             if block != ABSENT:
                 pool.enter_index(block)
         self._entries[key] = Entry(key, blocks, [0] * len(blocks))
-        self._lost.pop(key, None)
+        self._eviction_log.pop(key, None)
         added.entered.append(index)
 
-    def _exchange(self, table: BlockTable, index: int, entry: Entry, num_exchangeable: int, added: Added) -> bool:
+    def _exchange(
+        self, table: BlockTable, index: int, entry: Entry, num_exchangeable: int, added: InsertResult
+    ) -> bool:
         """Replace the table's blocks by those of an entry. Returns False if the table's blocks are still to be written.
 
         Blocks that the entry lacks are taken from the table. The index then counts as entered, because these blocks
@@ -239,9 +250,9 @@ class HashIndex:
                 self._pools[group].enter_index(mine)
                 entry.blocks[group], filled = mine, True
                 continue
-            self._pools[group].hold(other)
+            self._pools[group].incr_ref(other)
             table.blocks[group][index] = other
-            added.let_go.append((group, mine))
+            added.exchanged.append((group, mine))
             if added.changed_from is None:
                 added.changed_from = index
         if filled:
@@ -267,9 +278,9 @@ class HashIndex:
             if entry is not None:
                 for group, first in enumerate(chain.firsts):
                     if len(chain.keys) >= first:
-                        self._unuse(entry, group)
+                        self._decr_users(entry, group)
 
-    def _pass(self, table: BlockTable, chain: Chain) -> None:
+    def _update_windows(self, table: BlockTable, chain: Chain) -> None:
         """Update the entries that the windows of a table have passed since the last call."""
         for group in self._windowed:
             first, seen = chain.firsts[group], table.firsts[group]
@@ -277,32 +288,32 @@ class HashIndex:
             for key in chain.keys[first:seen]:
                 entry = self._entries.get(key)
                 if entry is not None:
-                    self._unuse(entry, group)
+                    self._decr_users(entry, group)
 
-    def _unuse(self, entry: Entry, group: int) -> None:
+    def _decr_users(self, entry: Entry, group: int) -> None:
         entry.users[group] -= 1
         if not entry.users[group] and entry.blocks[group] != ABSENT:
             self._unused[group][entry.key] = entry
 
     # Eviction
 
-    def evict(self, group: int, count: int, cause: Cause) -> int:
+    def evict(self, group: int, count: int, cause: EvictionCause) -> int:
         """See PrefixIndex."""
         victims = self._victims(group, count)
         if len(victims) < count and group in self._windowed:
             for table, chain in self._chains.items():
-                self._pass(table, chain)
+                self._update_windows(table, chain)
             victims = self._victims(group, count)
         for entry in victims:
-            self._lost[entry.key] = cause
-            self._lost.move_to_end(entry.key)
-            self._give_up(entry, [group] if group in self._windowed else range(len(self._pools)))
-        while len(self._lost) > _MOST_LOST:
-            self._lost.popitem(last=False)
+            self._eviction_log[entry.key] = cause
+            self._eviction_log.move_to_end(entry.key)
+            self._release_blocks(entry, [group] if group in self._windowed else range(len(self._pools)))
+        while len(self._eviction_log) > _MAX_EVICTIONS_LOGGED:
+            self._eviction_log.popitem(last=False)
         self.num_evicted += len(victims)
         return len(victims)
 
-    def void(self, blocks: Collection[int], tables: Iterable[BlockTable]) -> None:
+    def invalidate(self, blocks: Collection[int], tables: Iterable[BlockTable]) -> None:
         """See PrefixIndex. An entry behind one that leaves stays if its own block was written."""
         gone = {key: one for key, one in self._entries.items() if one.blocks[0] in blocks and one.blocks[0] != ABSENT}
         for table in tables:
@@ -313,14 +324,14 @@ class HashIndex:
             self._shorten(chain, index)
             table.num_indexed = index
         for entry in gone.values():
-            self._give_up(entry, range(len(self._pools)))
+            self._release_blocks(entry, range(len(self._pools)))
 
     def _victims(self, group: int, count: int) -> list[Entry]:
         """Unused entries with an idle block, least recently used first. Blocks of steps in flight are not idle."""
         is_idle = self._pools[group].is_idle
         return list(islice((one for one in self._unused[group].values() if is_idle(one.blocks[group])), count))
 
-    def _give_up(self, entry: Entry, groups: Iterable[int]) -> None:
+    def _release_blocks(self, entry: Entry, groups: Iterable[int]) -> None:
         """Release the blocks of an entry in these groups, and delete the entry if it has none left."""
         for group in groups:
             if entry.blocks[group] != ABSENT:
@@ -330,7 +341,7 @@ class HashIndex:
         if all(block == ABSENT for block in entry.blocks):
             del self._entries[entry.key]
 
-    def _note_namespace(self, namespace: Namespace) -> None:
+    def _record_namespace(self, namespace: Namespace) -> None:
         """Record the namespace of a table, for the reasons of misses only."""
         known = self._namespaces.setdefault(namespace.tenant, OrderedDict())
         known[namespace] = None
@@ -347,7 +358,7 @@ class HashIndex:
         """See PrefixIndex."""
         return Counter(entry.blocks[group] for entry in self._entries.values() if entry.blocks[group] != ABSENT)
 
-    def knows(self, table: BlockTable) -> bool:
+    def is_registered(self, table: BlockTable) -> bool:
         """See PrefixIndex."""
         return table in self._chains
 
@@ -356,25 +367,25 @@ class HashIndex:
         users: Counter[tuple[bytes, int]] = Counter()
         wrong = []
         for table, chain in self._chains.items():
-            if table.place is not chain or table.num_indexed != len(chain.keys):
+            if table.index_handle is not chain or table.num_indexed != len(chain.keys):
                 wrong.append(f"a table of {table.num_indexed} indexed blocks has {len(chain.keys)} keys")
             for group, first in enumerate(chain.firsts):
                 users.update((key, group) for key in chain.keys[first:])
                 own = zip(chain.keys, table.blocks[group], strict=False)
-                if any(block != ABSENT and not self._has(key, group, block) for key, block in own):
+                if any(block != ABSENT and not self._has_block(key, group, block) for key, block in own):
                     wrong.append(f"a table has indexed blocks of group {group} that are not the index's own")
         for key, entry in self._entries.items():
-            wrong += [f"entry {key.hex()[:8]}: {fault}" for fault in self._faults(entry, users)]
+            wrong += [f"entry {key.hex()[:8]}: {fault}" for fault in self._entry_errors(entry, users)]
         lengths = [sum(key in unused for key in self._entries) for unused in self._unused]
         if lengths != [len(unused) for unused in self._unused]:
             wrong.append("entries that are not there wait to be evicted")
         return wrong
 
-    def _has(self, key: bytes, group: int, block: int) -> bool:
+    def _has_block(self, key: bytes, group: int, block: int) -> bool:
         entry = self._entries.get(key)
         return entry is not None and entry.blocks[group] == block
 
-    def _faults(self, entry: Entry, users: Counter[tuple[bytes, int]]) -> Iterator[str]:
+    def _entry_errors(self, entry: Entry, users: Counter[tuple[bytes, int]]) -> Iterator[str]:
         if all(block == ABSENT for block in entry.blocks):
             yield "it has no block"
         for group, (block, count) in enumerate(zip(entry.blocks, entry.users, strict=True)):
@@ -393,5 +404,5 @@ def _root(namespace: Namespace, before: bytes) -> bytes:
 
 def _chain_of(table: BlockTable) -> Chain:
     """The chain of a table, set by `enter` or `follow`."""
-    chain: Chain = table.place  # type: ignore[assignment]
+    chain: Chain = table.index_handle  # type: ignore[assignment]
     return chain

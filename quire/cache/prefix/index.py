@@ -12,27 +12,27 @@ from struct import pack
 from typing import NamedTuple, Protocol
 
 from quire.cache.block_table import BlockTable
-from quire.cache.prefix.retention_marks import Wishes
+from quire.cache.prefix.retention_marks import RetentionMarks
 from quire.core.explanation import Miss
 from quire.core.request import Namespace
 
-SYMBOL = 8  # bytes of a token in keys: 64 bits, so that a token can also be a hash of content that is no text
+BYTES_PER_TOKEN = 8  # bytes of a token in keys: 64 bits, so that a token can also be a hash of content that is no text
 
 
-class Found(NamedTuple):
+class PrefixMatch(NamedTuple):
     """The longest prefix match of a prompt."""
 
     blocks: tuple[list[int], ...] = ()  # per group: whole blocks, ABSENT before a window
     num_tokens: int = 0  # of the whole blocks and the partial block
     partial: tuple[int, ...] = ()  # per group: a block whose leading tokens match next; empty if there is none
     num_public: int = 0  # leading blocks of the prompt that belong to a public prefix, matched or not
-    place: object = None  # where in the index the whole blocks end
+    index_handle: object = None  # where in the index the whole blocks end
 
 
-NOTHING_FOUND = Found()
+NO_MATCH = PrefixMatch()
 
 
-class Cause(NamedTuple):
+class EvictionCause(NamedTuple):
     """The time of an eviction and the request that needs the blocks."""
 
     now: float = 0.0
@@ -40,30 +40,30 @@ class Cause(NamedTuple):
     tenant: str = ""
 
 
-class Reason(NamedTuple):
+class EvictionReason(NamedTuple):
     """Why blocks were evicted: the figures of the first one's eviction key, and its tenant."""
 
     numbers: dict[str, float]  # see docs/eviction.md
     tenant: str | None  # None if unknown
 
 
-NO_REASON = Reason({}, None)
+NO_REASON = EvictionReason({}, None)
 
 
-class GivenUp(NamedTuple):
+class EvictionRecord(NamedTuple):
     """Blocks that were evicted for one request."""
 
-    cause: Cause
+    cause: EvictionCause
     num_blocks: int
-    reason: Reason
+    reason: EvictionReason
 
 
 @dataclass(slots=True)
-class Added:
+class InsertResult:
     """Changes to the blocks that a table offered to the index."""
 
     entered: list[int] = field(default_factory=list)  # table indices of the blocks that entered the index
-    let_go: list[tuple[int, int]] = field(default_factory=list)  # (group, block) that the table exchanged
+    exchanged: list[tuple[int, int]] = field(default_factory=list)  # (group, block) that the table exchanged
     changed_from: int | None = None  # first table index with another block
 
 
@@ -74,114 +74,114 @@ class PrefixIndex(Protocol):
     def num_evicted(self) -> int:
         """Blocks evicted since the start."""
 
-    def take_reason(self) -> Reason:
+    def take_reason(self) -> EvictionReason:
         """The reason of the first eviction since the last call."""
 
     @property
-    def wishes(self) -> Wishes | None:
+    def retention(self) -> RetentionMarks | None:
         """Retention of the KV in the index; None if the index ignores retention."""
 
-    def find(self, namespace: Namespace, tokens: Sequence[int]) -> Found:
+    def match_prefix(self, namespace: Namespace, tokens: Sequence[int]) -> PrefixMatch:
         """The longest prefix match of `tokens`. Changes nothing.
 
         Blocks that the planned step writes (`fresh` of InFlight) match as whole blocks, but the tokens that it writes
         are not copied from them.
         """
 
-    def why(self, namespace: Namespace, tokens: Sequence[int], found: Found, reusable: int) -> Miss:
+    def explain_miss(self, namespace: Namespace, tokens: Sequence[int], match: PrefixMatch, reusable: int) -> Miss:
         """Why the prefix match `found` of `tokens` ended, where the leading `reusable` tokens could have matched."""
 
-    def enter(self, table: BlockTable, found: Found) -> None:
+    def register(self, table: BlockTable, match: PrefixMatch) -> None:
         """Register a table that begins with `found`. All blocks of `found` count as used now."""
 
-    def follow(self, parent: BlockTable, child: BlockTable) -> None:
+    def register_fork(self, parent: BlockTable, child: BlockTable) -> None:
         """Register a table that begins with blocks of another one; the first `child.num_indexed` are in the index."""
 
-    def add(self, table: BlockTable, num_blocks: int, num_written: int) -> Added:
+    def insert(self, table: BlockTable, num_blocks: int, num_written: int) -> InsertResult:
         """Insert or exchange the whole blocks of a table up to `num_blocks`. They hold known tokens.
 
         A block with positions from `num_written` on is still to be written and never exchanged: it and all blocks
         behind it stay for the next call. The caller drops the references that the table had to the exchanged blocks.
         """
 
-    def leave(self, table: BlockTable, num_tokens: int) -> list[int]:
+    def unregister(self, table: BlockTable, num_tokens: int) -> list[int]:
         """Unregister a table before its release, and insert what the index lacks of its first `num_tokens` tokens.
 
         Returns the table indices of the blocks that entered.
         """
 
-    def evict(self, group: int, count: int, cause: Cause) -> int:
+    def evict(self, group: int, count: int, cause: EvictionCause) -> int:
         """Evict idle blocks in the order of the policy until `count` of a group are freed. Returns how many were."""
 
-    def void(self, blocks: Collection[int], tables: Iterable[BlockTable]) -> None:
+    def invalidate(self, blocks: Collection[int], tables: Iterable[BlockTable]) -> None:
         """These blocks of group 0 were never computed: they leave the index, with the blocks that depend on them."""
 
     def owners(self, group: int) -> Counter[int]:
         """References of the index: one per block."""
 
-    def knows(self, table: BlockTable) -> bool:
+    def is_registered(self, table: BlockTable) -> bool:
         """Whether the index has the table registered at its `place`."""
 
     def check(self) -> list[str]:
         """Errors of the index's structure; empty if there are none."""
 
 
-def symbols(tokens: Sequence[int]) -> bytes:
+def token_key(tokens: Sequence[int]) -> bytes:
     """Tokens as a key: bytes with equal prefixes where the tokens have equal prefixes."""
     return pack(f"{len(tokens)}q", *tokens)
 
 
-def num_common(left: bytes, right: bytes) -> int:
+def common_prefix_len(left: bytes, right: bytes) -> int:
     """Length in tokens of the common prefix of two keys."""
     length = min(len(left), len(right))
     if left[:length] == right[:length]:
-        return length // SYMBOL
+        return length // BYTES_PER_TOKEN
     different = int.from_bytes(left[:length], "little") ^ int.from_bytes(right[:length], "little")
-    return ((different & -different).bit_length() - 1) // (8 * SYMBOL)
+    return ((different & -different).bit_length() - 1) // (8 * BYTES_PER_TOKEN)
 
 
 class NoIndex:
     """The PrefixIndex without prefix caching. It never has a block."""
 
     num_evicted = 0
-    wishes = None
+    retention = None
 
-    def take_reason(self) -> Reason:
+    def take_reason(self) -> EvictionReason:
         """No reason: there are no evictions."""
         return NO_REASON
 
-    def find(self, namespace: Namespace, tokens: Sequence[int]) -> Found:
+    def match_prefix(self, namespace: Namespace, tokens: Sequence[int]) -> PrefixMatch:
         """No match."""
         del namespace, tokens
-        return NOTHING_FOUND
+        return NO_MATCH
 
-    def why(self, namespace: Namespace, tokens: Sequence[int], found: Found, reusable: int) -> Miss:
+    def explain_miss(self, namespace: Namespace, tokens: Sequence[int], found: PrefixMatch, reusable: int) -> Miss:
         """The miss reason "off"."""
         del namespace, found, reusable
         return Miss(0, tokens[0], "off")
 
-    def enter(self, table: BlockTable, found: Found) -> None:
+    def register(self, table: BlockTable, found: PrefixMatch) -> None:
         """Does nothing."""
 
-    def follow(self, parent: BlockTable, child: BlockTable) -> None:
+    def register_fork(self, parent: BlockTable, child: BlockTable) -> None:
         """Does nothing."""
 
-    def add(self, table: BlockTable, num_blocks: int, num_written: int) -> Added:
+    def insert(self, table: BlockTable, num_blocks: int, num_written: int) -> InsertResult:
         """No block enters."""
         del table, num_blocks, num_written
-        return Added()
+        return InsertResult()
 
-    def leave(self, table: BlockTable, num_tokens: int) -> list[int]:
+    def unregister(self, table: BlockTable, num_tokens: int) -> list[int]:
         """No block enters."""
         del table, num_tokens
         return []
 
-    def evict(self, group: int, count: int, cause: Cause) -> int:
+    def evict(self, group: int, count: int, cause: EvictionCause) -> int:
         """0: there are no blocks."""
         del group, count, cause
         return 0
 
-    def void(self, blocks: Collection[int], tables: Iterable[BlockTable]) -> None:
+    def invalidate(self, blocks: Collection[int], tables: Iterable[BlockTable]) -> None:
         """Does nothing."""
 
     def owners(self, group: int) -> Counter[int]:
@@ -189,7 +189,7 @@ class NoIndex:
         del group
         return Counter()
 
-    def knows(self, table: BlockTable) -> bool:
+    def is_registered(self, table: BlockTable) -> bool:
         """True for every table."""
         del table
         return True
@@ -208,12 +208,14 @@ class PublicPrefixes:
     def __init__(self, prefixes: Sequence[Sequence[int]], block_bytes: int) -> None:
         """block_bytes: bytes of a block's key."""
         self.longest = max(map(len, prefixes), default=0)  # tokens; 0 without public prefixes
-        self._prefixes = [symbols(prefix) for prefix in prefixes]
+        self._prefixes = [token_key(prefix) for prefix in prefixes]
         self._size = block_bytes
 
     def num_blocks(self, prompt: bytes) -> int:
         """Leading blocks of a prompt that are public."""
-        return max((num_common(prefix, prompt) * SYMBOL // self._size for prefix in self._prefixes), default=0)
+        return max(
+            (common_prefix_len(prefix, prompt) * BYTES_PER_TOKEN // self._size for prefix in self._prefixes), default=0
+        )
 
     def root_key(self, namespace: Namespace) -> tuple[Namespace, bytes]:
         """The key of the public root: one for each adapter and kind of kernels."""

@@ -18,12 +18,28 @@ from typing import NamedTuple
 
 from quire.cache.block_pool import BlockPool
 from quire.cache.block_table import ABSENT, BlockTable
-from quire.cache.prefix.eviction import LeastFrequent, LeastRecent, LeastWanted, Leaves, Order, OrderedLeaves
-from quire.cache.prefix.eviction_by_cost import LeavesByWorth, Seconds, seconds_by_default
-from quire.cache.prefix.index import SYMBOL, Added, Cause, Found, PublicPrefixes, Reason, num_common, symbols
+from quire.cache.prefix.eviction import (
+    EvictableLeaves,
+    EvictionPolicy,
+    LFUPolicy,
+    LRUPolicy,
+    OrderedLeaves,
+    PriorityPolicy,
+)
+from quire.cache.prefix.eviction_by_cost import CostOrderedLeaves, RecomputeSeconds, default_recompute_seconds
+from quire.cache.prefix.index import (
+    BYTES_PER_TOKEN,
+    EvictionCause,
+    EvictionReason,
+    InsertResult,
+    PrefixMatch,
+    PublicPrefixes,
+    common_prefix_len,
+    token_key,
+)
 from quire.cache.prefix.radix_node import Clock, Node
-from quire.cache.prefix.radix_tree import Forest, RootKey, place_of
-from quire.cache.prefix.retention_marks import LeavesByTenant, Wishes
+from quire.cache.prefix.radix_tree import RadixTrees, RootKey, node_of
+from quire.cache.prefix.retention_marks import LeavesByTenant, RetentionMarks
 from quire.config import CacheConfig
 from quire.core.explanation import Miss, MissReason
 from quire.core.request import Namespace
@@ -34,7 +50,7 @@ Partial = tuple[tuple[int, ...], int]  # (block per group, number of its tokens 
 Candidates = Iterator[tuple[bytes, tuple[int, ...]]]  # (key of a block's tokens, block per group)
 
 
-class Place(NamedTuple):
+class TreePosition(NamedTuple):
     """The end of `depth` blocks on the path to a node. The node may have more blocks."""
 
     node: Node
@@ -44,57 +60,63 @@ class Place(NamedTuple):
 class RadixSearch:
     """Searches the radix trees. Changes nothing."""
 
-    def __init__(self, config: CacheConfig, forest: Forest, public: PublicPrefixes, fresh: Mapping[int, int]) -> None:
+    def __init__(
+        self, config: CacheConfig, trees: RadixTrees, public: PublicPrefixes, planned_writes: Mapping[int, int]
+    ) -> None:
         """fresh: see RadixTree."""
-        self._forest = forest
+        self._trees = trees
         self._public = public
-        self._fresh = fresh
+        self._planned_writes = planned_writes
         self._num_groups = len(config.groups)
         self._block_size = config.block_size
-        self._size = config.block_size * SYMBOL  # bytes of a block's key
+        self._size = config.block_size * BYTES_PER_TOKEN  # bytes of a block's key
         self._windows = [(g, group.window) for g, group in enumerate(config.groups) if group.window]
 
-    def find(self, namespace: Namespace, tokens: Sequence[int]) -> Found:
+    def match_prefix(self, namespace: Namespace, tokens: Sequence[int]) -> PrefixMatch:
         """See PrefixIndex."""
-        data = symbols(tokens)
+        data = token_key(tokens)
         num_public = self._public.num_blocks(data)
         blocks: tuple[list[int], ...] = tuple([] for _ in range(self._num_groups))
         places = self._walk(namespace, data, num_public, blocks)
         partial, count = self._best_partial(places, data)
         depth = len(blocks[0])
-        if self._windows and not self._sees(blocks, depth * self._block_size + count):
+        if self._windows and not self._has_window_blocks(blocks, depth * self._block_size + count):
             partial, count = (), 0
-            while not self._sees(blocks, depth * self._block_size):
+            while not self._has_window_blocks(blocks, depth * self._block_size):
                 depth -= 1
             for some in blocks:
                 del some[depth:]
             places = [climb(place, min(depth, place.depth)) for place in places if place.node.root.end <= depth]
-        return Found(blocks, depth * self._block_size + count, partial, num_public, places)
+        return PrefixMatch(blocks, depth * self._block_size + count, partial, num_public, places)
 
-    def why(self, namespace: Namespace, tokens: Sequence[int], found: Found, reusable: int) -> Miss:
+    def explain_miss(self, namespace: Namespace, tokens: Sequence[int], found: PrefixMatch, reusable: int) -> Miss:
         """See PrefixIndex."""
         position = found.num_tokens
         token = tokens[position]
         if position >= reusable:
             return Miss(position, token, "last_token" if reusable == len(tokens) - 1 else "recomputed")
         depth = position // self._block_size
-        data = symbols(tokens[: (depth + 1) * self._block_size])  # later tokens do not change the reason
+        data = token_key(tokens[: (depth + 1) * self._block_size])  # later tokens do not change the reason
         rest = data[depth * self._size :]
         for root_key, end in self._root_keys(namespace, data, found.num_public):
             before = data[end * self._size : depth * self._size]
-            cause = self._forest.why_lost(root_key, before, rest, position % self._block_size) if end <= depth else None
+            cause = (
+                self._trees.eviction_cause(root_key, before, rest, position % self._block_size)
+                if end <= depth
+                else None
+            )
             if cause is not None:
                 whom = cause.request_id if cause.tenant == namespace.tenant else None
                 return Miss(position, token, "evicted", cause.now, whom)
-        return Miss(position, token, self._why_never(namespace, data, found))
+        return Miss(position, token, self._miss_reason(namespace, data, found))
 
-    def _why_never(self, namespace: Namespace, data: bytes, found: Found) -> MissReason:
+    def _miss_reason(self, namespace: Namespace, data: bytes, found: PrefixMatch) -> MissReason:
         """The reason of a miss of tokens that were not evicted."""
         depth = found.num_tokens // self._block_size
-        places: list[Place] = found.place or []  # type: ignore[assignment]  # set by `find`
+        places: list[TreePosition] = found.index_handle or []  # type: ignore[assignment]  # set by `find`
         if any(self._is_being_computed(place, data, found.num_tokens) for place in places if place.depth == depth):
             return "being_computed"
-        others = (one for one in self._forest.namespaces(namespace.tenant) if one != namespace)
+        others = (one for one in self._trees.namespaces(namespace.tenant) if one != namespace)
         for other in islice(others, _MOST_ROOTS_SEARCHED):
             blocks: tuple[list[int], ...] = tuple([] for _ in range(self._num_groups))
             places = self._walk(other, data, found.num_public, blocks)
@@ -103,15 +125,15 @@ class RadixSearch:
                 return "other_salt" if other.salt != namespace.salt else "other_adapter"
         return "never_seen"
 
-    def _is_being_computed(self, place: Place, data: bytes, position: int) -> bool:
+    def _is_being_computed(self, place: TreePosition, data: bytes, position: int) -> bool:
         """Whether a running sequence, or one of the planned step, has the prompt's tokens including `position`."""
         node, depth = place
         begin = depth * self._size
-        wanted, at = data[begin : (position + 1) * SYMBOL], depth * self._block_size
+        wanted, at = data[begin : (position + 1) * BYTES_PER_TOKEN], depth * self._block_size
         for candidates in self._candidates(node, depth, data[begin : begin + self._size]):
             if any(key.startswith(wanted) for key, _ in islice(candidates, 1)):
                 return True
-        return depth == node.end and any(symbols(t.tokens[at : position + 1]) == wanted for t in node.writers)
+        return depth == node.end and any(token_key(t.tokens[at : position + 1]) == wanted for t in node.writers)
 
     def _root_keys(self, namespace: Namespace, data: bytes, num_public: int) -> Iterator[tuple[RootKey, int]]:
         """(root key, index of its first block) of the roots under which a prompt may be matched."""
@@ -119,22 +141,24 @@ class RadixSearch:
         if num_public:
             yield self._public.root_key(namespace), 0
 
-    def _walk(self, namespace: Namespace, data: bytes, num_public: int, blocks: tuple[list[int], ...]) -> list[Place]:
+    def _walk(
+        self, namespace: Namespace, data: bytes, num_public: int, blocks: tuple[list[int], ...]
+    ) -> list[TreePosition]:
         """Collect the whole blocks that match. Returns where they end under the public root and the namespace's root.
 
         If it ends among public blocks, the namespace's root may still have a part of the next block.
         """
         places = []
-        public = self._forest.roots.get(self._public.root_key(namespace)) if self._public.longest else None
+        public = self._trees.roots.get(self._public.root_key(namespace)) if self._public.longest else None
         if public is not None:
             places.append(self.descend(public, data[: num_public * self._size], blocks))
         depth = len(blocks[0])
-        own = self._forest.roots.get((namespace, data[: depth * self._size]))
+        own = self._trees.roots.get((namespace, data[: depth * self._size]))
         if own is not None:
-            places.append(self.descend(own, data, blocks) if depth == num_public else Place(own, depth))
+            places.append(self.descend(own, data, blocks) if depth == num_public else TreePosition(own, depth))
         return places
 
-    def descend(self, node: Node, data: bytes, blocks: tuple[list[int], ...]) -> Place:
+    def descend(self, node: Node, data: bytes, blocks: tuple[list[int], ...]) -> TreePosition:
         """Append the whole blocks behind `node` that match to `blocks`. Returns where they end.
 
         data: the key of the prompt from the root on.
@@ -147,7 +171,7 @@ class RadixSearch:
                 break
             node, run = child, data[at : at + len(child.edge)]
             if run != child.edge:
-                count = num_common(run, child.edge) * SYMBOL // size
+                count = common_prefix_len(run, child.edge) * BYTES_PER_TOKEN // size
                 for ours, theirs in zip(blocks, child.blocks, strict=True):
                     ours += theirs[:count]
                 depth += count
@@ -155,9 +179,9 @@ class RadixSearch:
             for ours, theirs in zip(blocks, child.blocks, strict=True):
                 ours += theirs
             depth = child.end
-        return Place(node, depth)
+        return TreePosition(node, depth)
 
-    def _best_partial(self, places: Sequence[Place], data: bytes) -> Partial:
+    def _best_partial(self, places: Sequence[TreePosition], data: bytes) -> Partial:
         """The block with the longest common prefix with the prompt at the end of the match."""
         best: Partial = ((), 0)
         for node, depth in places:
@@ -166,10 +190,10 @@ class RadixSearch:
                 continue
             for candidates in self._candidates(node, depth, rest):
                 for key, blocks in candidates:
-                    common = num_common(key, rest)
+                    common = common_prefix_len(key, rest)
                     if common <= best[1]:
                         break
-                    count = 0 if ABSENT in blocks else min(common, self._fresh.get(blocks[0], common))
+                    count = 0 if ABSENT in blocks else min(common, self._planned_writes.get(blocks[0], common))
                     if count > best[1]:
                         best = (blocks, count)
                     if count == common:
@@ -187,13 +211,13 @@ class RadixSearch:
             return
         for side in node.sides(rest):
             yield ((child.edge[: self._size], tuple(blocks[0] for blocks in child.blocks)) for child in side)
-        first, at = rest[:SYMBOL], depth * self._block_size
+        first, at = rest[:BYTES_PER_TOKEN], depth * self._block_size
         for table in node.writers:
-            stop = min(table.launched, len(table.tokens), at + self._block_size)
-            if at < stop and symbols(table.tokens[at : at + 1]) == first:
-                yield iter([(symbols(table.tokens[at:stop]), tuple(blocks[depth] for blocks in table.blocks))])
+            stop = min(table.num_launched, len(table.tokens), at + self._block_size)
+            if at < stop and token_key(table.tokens[at : at + 1]) == first:
+                yield iter([(token_key(table.tokens[at:stop]), tuple(blocks[depth] for blocks in table.blocks))])
 
-    def _sees(self, blocks: tuple[list[int], ...], position: int) -> bool:
+    def _has_window_blocks(self, blocks: tuple[list[int], ...], position: int) -> bool:
         """Whether the whole blocks that a query at `position` attends to are present."""
         last = position // self._block_size
         return all(
@@ -202,37 +226,37 @@ class RadixSearch:
         )
 
 
-def climb(place: Place, depth: int) -> Place:
+def climb(position: TreePosition, depth: int) -> TreePosition:
     """The place at `depth` blocks on the path to `place`."""
-    node = place.node
+    node = position.node
     while node.parent is not None and node.start >= depth:
         node = node.parent
-    return Place(node, depth)
+    return TreePosition(node, depth)
 
 
-_ORDERS: dict[str, Callable[[Clock], Order]] = {"lru": LeastRecent, "lfu": LeastFrequent}
+_POLICIES: dict[str, Callable[[Clock], EvictionPolicy]] = {"lru": LRUPolicy, "lfu": LFUPolicy}
 
 
-def leaves_in_order(config: CacheConfig, clock: Clock, seconds: Seconds) -> Leaves:
+def new_leaves(config: CacheConfig, clock: Clock, seconds: RecomputeSeconds) -> EvictableLeaves:
     """An empty collection of leaves in the order of `config.eviction`. seconds: prediction for the policy "cost"."""
     if config.eviction == "priority":
-        return OrderedLeaves(LeastWanted(clock))
-    if config.eviction in _ORDERS:
-        return LeavesByTenant(_ORDERS[config.eviction](clock), clock)
+        return OrderedLeaves(PriorityPolicy(clock))
+    if config.eviction in _POLICIES:
+        return LeavesByTenant(_POLICIES[config.eviction](clock), clock)
     block_bytes = sum(group.bytes_per_block for group in config.groups)
     horizon = max(group.num_blocks for group in config.groups)
-    return LeavesByWorth(clock, seconds, config.block_size, block_bytes, horizon)
+    return CostOrderedLeaves(clock, seconds, config.block_size, block_bytes, horizon)
 
 
-class RadixTree:
+class RadixIndex:
     """See PrefixIndex."""
 
     def __init__(
         self,
         config: CacheConfig,
         pools: Sequence[BlockPool],
-        fresh: Mapping[int, int],
-        seconds: Seconds = seconds_by_default,
+        planned_writes: Mapping[int, int],
+        seconds: RecomputeSeconds = default_recompute_seconds,
     ) -> None:
         """fresh: blocks of group 0 that the planned step writes -> leading tokens that were written before.
 
@@ -241,167 +265,167 @@ class RadixTree:
         self._num_groups = len(pools)
         self._pools = pools
         self._block_size = config.block_size
-        self._size = config.block_size * SYMBOL  # bytes of a block's key
+        self._size = config.block_size * BYTES_PER_TOKEN  # bytes of a block's key
         self._public = PublicPrefixes(config.public_prefixes, self._size)
         clock = Clock()
         windowed = [g for g, group in enumerate(config.groups) if group.window]
-        self.forest = Forest(pools, windowed, self._size, clock, leaves_in_order(config, clock, seconds))
-        self._search = RadixSearch(config, self.forest, self._public, fresh)
+        self.trees = RadixTrees(pools, windowed, self._size, clock, new_leaves(config, clock, seconds))
+        self._search = RadixSearch(config, self.trees, self._public, planned_writes)
 
     @property
     def num_evicted(self) -> int:
         """See PrefixIndex."""
-        return self.forest.num_evicted
+        return self.trees.num_evicted
 
-    def take_reason(self) -> Reason:
+    def take_reason(self) -> EvictionReason:
         """See PrefixIndex."""
-        return self.forest.take_reason()
+        return self.trees.take_reason()
 
     @property
-    def wishes(self) -> Wishes:
+    def retention(self) -> RetentionMarks:
         """See PrefixIndex."""
-        return self.forest.wishes
+        return self.trees.retention
 
-    def find(self, namespace: Namespace, tokens: Sequence[int]) -> Found:
+    def match_prefix(self, namespace: Namespace, tokens: Sequence[int]) -> PrefixMatch:
         """See PrefixIndex."""
-        return self._search.find(namespace, tokens)
+        return self._search.match_prefix(namespace, tokens)
 
-    def why(self, namespace: Namespace, tokens: Sequence[int], found: Found, reusable: int) -> Miss:
+    def explain_miss(self, namespace: Namespace, tokens: Sequence[int], found: PrefixMatch, reusable: int) -> Miss:
         """See PrefixIndex."""
-        return self._search.why(namespace, tokens, found, reusable)
+        return self._search.explain_miss(namespace, tokens, found, reusable)
 
     # Insertion
 
-    def enter(self, table: BlockTable, found: Found) -> None:
+    def register(self, table: BlockTable, found: PrefixMatch) -> None:
         """See PrefixIndex."""
-        self.forest.clock.tick += 1
+        self.trees.clock.tick += 1
         depth = len(found.blocks[0]) if found.blocks else 0
         table.num_public = self._num_public(table)
         end = None
-        for node, at in found.place or ():  # type: ignore[attr-defined]  # places from `find`
+        for node, at in found.index_handle or ():  # type: ignore[attr-defined]  # places from `find`
             if at == depth and node.public == (depth < table.num_public):
-                end = node = self.forest.end_at(node, at)
-            self.forest.touch(node, hit=True)
-        self.forest.write(table, end or self._root(table, depth))
-        if self.forest.leaves.asks_for_misses:
-            self._note_missing(table, depth)
+                end = node = self.trees.split_at(node, at)
+            self.trees.touch(node, hit=True)
+        self.trees.register_table(table, end or self._root(table, depth))
+        if self.trees.leaves.uses_misses:
+            self._report_misses(table, depth)
 
-    def _note_missing(self, table: BlockTable, depth: int) -> None:
+    def _report_misses(self, table: BlockTable, depth: int) -> None:
         """Report the missing blocks of a table's tokens, behind the first `depth`, to the eviction policy."""
-        data, num_public = symbols(table.tokens), table.num_public
+        data, num_public = token_key(table.tokens), table.num_public
         if depth < num_public:
-            self.forest.leaves.missed(self._public.root_key(table.namespace), data[: num_public * self._size], 0, depth)
+            self.trees.leaves.on_miss(self._public.root_key(table.namespace), data[: num_public * self._size], 0, depth)
         own = (table.namespace, data[: num_public * self._size])
-        self.forest.leaves.missed(own, data, num_public, max(depth, num_public))
+        self.trees.leaves.on_miss(own, data, num_public, max(depth, num_public))
 
-    def follow(self, parent: BlockTable, child: BlockTable) -> None:
+    def register_fork(self, parent: BlockTable, child: BlockTable) -> None:
         """See PrefixIndex."""
         depth = child.num_indexed
         child.num_public = min(parent.num_public, self._num_public(child))
-        place = climb(Place(place_of(parent), parent.num_indexed), depth)
+        place = climb(TreePosition(node_of(parent), parent.num_indexed), depth)
         if place.node.root.end > depth:  # the child's blocks end under the public root
             place = self._descend_public(parent, depth)
         at_root = depth == child.num_public
-        self.forest.write(child, self._root(child, depth) if at_root else self.forest.end_at(*place))
+        self.trees.register_table(child, self._root(child, depth) if at_root else self.trees.split_at(*place))
 
-    def add(self, table: BlockTable, num_blocks: int, num_written: int) -> Added:
+    def insert(self, table: BlockTable, num_blocks: int, num_written: int) -> InsertResult:
         """See PrefixIndex."""
-        added = Added()
-        at, node = table.num_indexed, place_of(table)
+        added = InsertResult()
+        at, node = table.num_indexed, node_of(table)
         if num_blocks == at + 1 and not node.public:
-            key = symbols(table.tokens[at * self._block_size : num_blocks * self._block_size])
-            if self.forest.extend(node, key, [blocks[at] for blocks in table.blocks]):
+            key = token_key(table.tokens[at * self._block_size : num_blocks * self._block_size])
+            if self.trees.extend(node, key, [blocks[at] for blocks in table.blocks]):
                 table.num_indexed = num_blocks
                 added.entered.append(at)
                 return added
-        node = self._advance(table, num_blocks, added, num_written)
-        if node is not table.place:
-            self.forest.unwrite(table, keep=node)
-            self.forest.write(table, node)
+        node = self._insert_blocks(table, num_blocks, added, num_written)
+        if node is not table.index_handle:
+            self.trees.unregister_table(table, keep=node)
+            self.trees.register_table(table, node)
         table.num_indexed = node.end
         return added
 
-    def leave(self, table: BlockTable, num_tokens: int) -> list[int]:
+    def unregister(self, table: BlockTable, num_tokens: int) -> list[int]:
         """See PrefixIndex."""
-        self.forest.clock.tick += 1
-        added = Added()
+        self.trees.clock.tick += 1
+        added = InsertResult()
         num_blocks, rest = divmod(num_tokens, self._block_size)
-        node = self._advance(table, num_blocks, added, None)
-        self.forest.unwrite(table, keep=node)
+        node = self._insert_blocks(table, num_blocks, added, None)
+        self.trees.unregister_table(table, keep=node)
         ends = [node]
         if rest and node.end == num_blocks and (tail := self._add_tail(node, table, num_tokens, added)) is not None:
             ends.append(tail)
-        self.forest.touch(ends[-1], hit=False)
-        if table.keep.retention.pin and table.num_public and not node.public:
+        self.trees.touch(ends[-1], hit=False)
+        if table.retention.params.pin and table.num_public and not node.public:
             ends.append(self._descend_public(table, table.num_public).node)
-        self.forest.left(ends, table.keep, table.keep.num_prompt // self._block_size)
-        self.forest.tidy(node)
-        table.place = None
+        self.trees.apply_retention(ends, table.retention, table.retention.num_prompt_tokens // self._block_size)
+        self.trees.tidy(node)
+        table.index_handle = None
         return added.entered
 
-    def evict(self, group: int, count: int, cause: Cause) -> int:
+    def evict(self, group: int, count: int, cause: EvictionCause) -> int:
         """See PrefixIndex."""
-        return self.forest.evict(group, count, cause)
+        return self.trees.evict(group, count, cause)
 
-    def void(self, blocks: Collection[int], tables: Iterable[BlockTable]) -> None:
+    def invalidate(self, blocks: Collection[int], tables: Iterable[BlockTable]) -> None:
         """See PrefixIndex."""
-        self.forest.void(blocks)
+        self.trees.invalidate(blocks)
         for table in tables:
-            if table.num_public and not place_of(table).public:
+            if table.num_public and not node_of(table).public:
                 place = self._descend_public(table, table.num_public)
                 if place.depth < table.num_public:
-                    self.forest.unwrite(table)
-                    self.forest.write(table, self.forest.end_at(*place))
+                    self.trees.unregister_table(table)
+                    self.trees.register_table(table, self.trees.split_at(*place))
 
     def owners(self, group: int) -> Counter[int]:
         """See PrefixIndex."""
-        return self.forest.owners(group)
+        return self.trees.owners(group)
 
-    def knows(self, table: BlockTable) -> bool:
+    def is_registered(self, table: BlockTable) -> bool:
         """See PrefixIndex."""
-        node = table.place
-        return isinstance(node, Node) and not node.is_gone and table in node.writers
+        node = table.index_handle
+        return isinstance(node, Node) and not node.is_removed and table in node.writers
 
     def check(self) -> list[str]:
         """See PrefixIndex."""
-        return self.forest.check()
+        return self.trees.check()
 
-    def _advance(self, table: BlockTable, num_blocks: int, added: Added, num_written: int | None) -> Node:
+    def _insert_blocks(self, table: BlockTable, num_blocks: int, added: InsertResult, num_written: int | None) -> Node:
         """Insert a table's blocks up to `num_blocks`. Returns the node where they end, or where the insertion stops.
 
         num_written: leading positions whose blocks may be exchanged. None: insert all blocks and exchange none, because
         the table is about to be released.
         """
         num_there = num_blocks * self._block_size if num_written is None else num_written
-        node = place_of(table)
+        node = node_of(table)
         first = depth = table.num_indexed
-        data = symbols(table.tokens[first * self._block_size : num_blocks * self._block_size])
+        data = token_key(table.tokens[first * self._block_size : num_blocks * self._block_size])
         while depth < num_blocks:
             stop = min(num_blocks, table.num_public) if node.public else num_blocks
             rest = data[(depth - first) * self._size : (stop - first) * self._size]
             child = node.child(rest[: self._size])
             if child is None:
-                self._withdraw_tail(table, depth)
+                self._remove_misplaced_tail(table, depth)
                 new = [blocks[depth:stop] for blocks in table.blocks]
-                node = self.forest.append(node, rest, new, table, num_there - depth * self._block_size)
+                node = self.trees.append(node, rest, new, table, num_there - depth * self._block_size)
                 added.entered += range(depth, stop)
                 depth = stop
             else:
-                count = num_common(child.edge, rest) * SYMBOL // self._size
+                count = common_prefix_len(child.edge, rest) * BYTES_PER_TOKEN // self._size
                 if num_written is not None:
                     count = self._exchange(table, depth, child, count, num_written // self._block_size, added)
                 if not count:
                     break
                 depth += count
                 crosses = child.public and depth == table.num_public
-                node = child if crosses else self.forest.end_at(child, depth)
+                node = child if crosses else self.trees.split_at(child, depth)
             if node.public and depth == table.num_public:
-                self.forest.tidy(node)
+                self.trees.tidy(node)
                 node = self._root(table, depth)
         return node
 
     def _exchange(
-        self, table: BlockTable, depth: int, child: Node, count: int, num_exchangeable: int, added: Added
+        self, table: BlockTable, depth: int, child: Node, count: int, num_exchangeable: int, added: InsertResult
     ) -> int:
         """Replace blocks of a table by those of a node. Returns for how many of `count` blocks that was possible."""
         for i in range(count):
@@ -417,60 +441,60 @@ class RadixTree:
                 if mine in (other, ABSENT):
                     continue
                 if other == ABSENT:
-                    self.forest.fill(child, i, group, mine)
+                    self.trees.restore_block(child, i, group, mine)
                     added.entered.append(index)
                 else:
-                    self._pools[group].hold(other)
+                    self._pools[group].incr_ref(other)
                     table.blocks[group][index] = other
-                    added.let_go.append((group, mine))
+                    added.exchanged.append((group, mine))
         return count
 
-    def _add_tail(self, node: Node, table: BlockTable, num_tokens: int, added: Added) -> Node | None:
+    def _add_tail(self, node: Node, table: BlockTable, num_tokens: int, added: InsertResult) -> Node | None:
         """Insert the partly filled block of a table as a tail.
 
         Returns None, and inserts nothing, if a child begins with the same tokens or a block is absent.
         """
         depth = node.end
-        key = symbols(table.tokens[depth * self._block_size : num_tokens])
+        key = token_key(table.tokens[depth * self._block_size : num_tokens])
         blocks = [[blocks[depth]] for blocks in table.blocks]
         if [ABSENT] in blocks or any(child.edge.startswith(key) for child in node.neighbours(key)):
             return None
-        self._withdraw_tail(table, depth)
+        self._remove_misplaced_tail(table, depth)
         added.entered.append(depth)
-        return self.forest.append(node, key, blocks, None, self._block_size)
+        return self.trees.append(node, key, blocks, None, self._block_size)
 
-    def _withdraw_tail(self, table: BlockTable, depth: int) -> None:
+    def _remove_misplaced_tail(self, table: BlockTable, depth: int) -> None:
         """Remove a tail that has the same block as this table but is under the other kind of root.
 
         This happens if the tail and the table disagree on whether the block belongs to a public prefix: the tail is
         under the public root and the block belongs under the namespace's root, or the other way round.
         """
         new = [(pool, blocks[depth]) for pool, blocks in zip(self._pools, table.blocks, strict=True)]
-        if not any(b != ABSENT and pool.refs(b) > pool.users(b) for pool, b in new):
+        if not any(b != ABSENT and pool.num_refs(b) > pool.num_refs_without_index(b) for pool, b in new):
             return
         node: Node | None = None
         if depth == table.num_public:
             node = self._descend_public(table, depth).node
         elif depth < table.num_public:
-            before = symbols(table.tokens[: depth * self._block_size])
-            node = self.forest.roots.get((table.namespace, before))
+            before = token_key(table.tokens[: depth * self._block_size])
+            node = self.trees.roots.get((table.namespace, before))
         if node is not None:
-            key = symbols(table.tokens[depth * self._block_size :][: self._block_size])
-            self.forest.drop_tail(node, key, self._size)
-            self.forest.tidy(node)
+            key = token_key(table.tokens[depth * self._block_size :][: self._block_size])
+            self.trees.drop_tail(node, key, self._size)
+            self.trees.tidy(node)
 
     def _num_public(self, table: BlockTable) -> int:
-        return self._public.num_blocks(symbols(table.tokens[: self._public.longest]))
+        return self._public.num_blocks(token_key(table.tokens[: self._public.longest]))
 
     def _root(self, table: BlockTable, depth: int) -> Node:
         """The root of a table's blocks from `depth` on: the public root or the namespace's root."""
         if depth < table.num_public:
-            return self.forest.root(self._public.root_key(table.namespace), 0, public=True)
-        before = symbols(table.tokens[: table.num_public * self._block_size])
-        return self.forest.root((table.namespace, before), table.num_public, public=False)
+            return self.trees.root(self._public.root_key(table.namespace), 0, public=True)
+        before = token_key(table.tokens[: table.num_public * self._block_size])
+        return self.trees.root((table.namespace, before), table.num_public, public=False)
 
-    def _descend_public(self, table: BlockTable, num_blocks: int) -> Place:
+    def _descend_public(self, table: BlockTable, num_blocks: int) -> TreePosition:
         """The place where the leading blocks of a table, or those that are present, end under the public root."""
-        data = symbols(table.tokens[: num_blocks * self._block_size])
-        root = self.forest.root(self._public.root_key(table.namespace), 0, public=True)
+        data = token_key(table.tokens[: num_blocks * self._block_size])
+        root = self.trees.root(self._public.root_key(table.namespace), 0, public=True)
         return self._search.descend(root, data, tuple([] for _ in range(self._num_groups)))

@@ -14,7 +14,7 @@ V = TypeVar("V")
 MOST_IN_A_RUN = 512
 
 
-class Children(Generic[V]):
+class SortedChildren(Generic[V]):
     """A sorted map from bytes. A lookup is two bisections. A change moves at most MOST_IN_A_RUN entries."""
 
     __slots__ = ("_firsts", "_keys", "_values")
@@ -62,7 +62,7 @@ class Children(Generic[V]):
         for values in reversed(self._values[:run]):
             yield from reversed(values)
 
-    def since(self, key: bytes) -> Iterator[V]:
+    def from_key(self, key: bytes) -> Iterator[V]:
         """Values of the keys from `key` on, sorted by key."""
         run, i = self._place(key)
         yield from self._values[run][i:]
@@ -83,7 +83,7 @@ class Children(Generic[V]):
             self._values.insert(run + 1, values[half:])
             del keys[half:], values[half:]
 
-    def put(self, key: bytes, value: V) -> None:
+    def replace(self, key: bytes, value: V) -> None:
         """Replace the value of a key that exists."""
         run, i = self._place(key)
         self._values[run][i] = value
@@ -116,35 +116,35 @@ class Clock:
         self.tick = 0  # number of uses of the cache
 
 
-class Uses:
+class UseStats:
     """Use statistics of a part: the section of a path that one sequence computed."""
 
-    __slots__ = ("gap", "hits", "left", "level", "num_begun", "num_came_back", "turns")
+    __slots__ = ("gap", "has_ended_here", "hits", "level", "num_continuation_hits", "num_continuations", "turns")
 
     def __init__(self, turns: int = 0, gap: int = 0) -> None:
         self.turns = turns  # earlier parts of the path at whose end a sequence ended
         self.gap = gap  # ticks between its last two uses; before these, that of the part before; 0: unknown
         self.hits = 0  # sequences that began with it
         self.level = 0  # see LeastFrequent
-        self.left = False  # whether a sequence ended here
-        self.num_begun = 0  # parts that were computed behind it
-        self.num_came_back = 0  # hits of these parts
+        self.has_ended_here = False  # whether a sequence ended here
+        self.num_continuations = 0  # parts that were computed behind it
+        self.num_continuation_hits = 0  # hits of these parts
 
     @property
-    def is_place(self) -> bool:
+    def ends_part(self) -> bool:
         """Whether a sequence ended here or began with it: blocks behind it are another part."""
-        return self.left or self.hits > 0
+        return self.has_ended_here or self.hits > 0
 
-    def followed(self) -> "Uses":
+    def continued(self) -> "UseStats":
         """Statistics of a new part behind this one."""
-        self.num_begun += 1
-        return Uses(self.turns + self.left, self.gap)
+        self.num_continuations += 1
+        return UseStats(self.turns + self.has_ended_here, self.gap)
 
-    def divided(self) -> "Uses":
+    def split(self) -> "UseStats":
         """Statistics of the first section of this part after a split. Each hit of the part was one of the section."""
-        uses = Uses(self.turns, self.gap)
+        uses = UseStats(self.turns, self.gap)
         uses.hits, uses.level = self.hits, self.level
-        uses.num_begun, uses.num_came_back = 1, self.hits
+        uses.num_continuations, uses.num_continuation_hits = 1, self.hits
         return uses
 
 
@@ -152,10 +152,10 @@ class Part(NamedTuple):
     """An earlier part of a node's run, which ends `reach` blocks behind position 0."""
 
     reach: int
-    uses: Uses
+    uses: UseStats
 
 
-def parts_before(parts: tuple[Part, ...], uses: Uses, end: int) -> tuple[tuple[Part, ...], Uses]:
+def truncate_parts(parts: tuple[Part, ...], uses: UseStats, end: int) -> tuple[tuple[Part, ...], UseStats]:
     """The earlier parts, and the statistics of the last part, of a run that now ends at `end`."""
     for i, part in enumerate(parts):
         if end <= part.reach:
@@ -163,7 +163,7 @@ def parts_before(parts: tuple[Part, ...], uses: Uses, end: int) -> tuple[tuple[P
     return parts, uses
 
 
-def joined(upper: tuple[Part, ...], reach: int, uses: Uses, lower: tuple[Part, ...]) -> tuple[Part, ...]:
+def merge_parts(upper: tuple[Part, ...], reach: int, uses: UseStats, lower: tuple[Part, ...]) -> tuple[Part, ...]:
     """Parts of two runs that become one; the upper run ends at `reach`. Only the last few are kept."""
     return (*upper, Part(reach, uses), *lower)[-_MOST_PARTS:]
 
@@ -206,10 +206,10 @@ class Node:
         self.root_key: object = None  # None for other nodes
         self.tenant: str = "" if parent is None else parent.tenant
         self.public: bool = parent is not None and parent.public
-        self.children: Children[Node] = Children()  # by the key of their first block
+        self.children: SortedChildren[Node] = SortedChildren()  # by the key of their first block
         self.writers: dict[Any, None] = {}  # tables whose indexed blocks end here, in order of arrival
         self.tick = 0  # of its last use
-        self.uses = Uses()  # of its last part
+        self.uses = UseStats()  # of its last part
         self.parts: tuple[Part, ...] = ()  # earlier parts, if the run was continued or nodes were merged
         self.marks: tuple[Mark, ...] = ()  # retention; a mark applies to the blocks before the node too
         self.prompt_end = 0  # blocks of the prompt of the latest sequence that ended here
@@ -222,12 +222,12 @@ class Node:
         return self.end - len(self.blocks[0])
 
     @property
-    def is_gone(self) -> bool:
+    def is_removed(self) -> bool:
         """Whether it has left the tree."""
         return self.parent is None and self.root_key is None
 
     @property
-    def is_free(self) -> bool:
+    def is_free_leaf(self) -> bool:
         """Whether it is a leaf at which no table ends."""
         return self.parent is not None and not self.children and not self.writers
 
@@ -244,10 +244,10 @@ class Node:
         """The key of all tokens from the root to its end."""
         return self.path_end(len(self.edge), maxsize)
 
-    def path_end(self, size: int, most: int) -> bytes:
+    def path_end(self, size: int, max_bytes: int) -> bytes:
         """The last `most` bytes, or fewer, of the key that ends `size` bytes behind the start of this node."""
-        runs = [self.edge[max(0, size - most) : size]]
-        node, missing = self.parent, most - len(runs[0])
+        runs = [self.edge[max(0, size - max_bytes) : size]]
+        node, missing = self.parent, max_bytes - len(runs[0])
         while missing > 0 and node is not None:
             runs.append(node.edge[-missing:])
             missing -= len(runs[-1])
@@ -269,13 +269,13 @@ class Node:
 
     def sides(self, key: bytes) -> "tuple[Iterator[Node], Iterator[Node]]":
         """Children before and from the place of `key` on; on each side the longest common prefix comes first."""
-        return self.children.before(key), self.children.since(key)
+        return self.children.before(key), self.children.from_key(key)
 
     def neighbours(self, key: bytes) -> "list[Node]":
         """The children next to the place of `key`; one of them has the longest common prefix with it."""
         if not self.children:
             return []
-        return [*islice(self.children.before(key), 1), *islice(self.children.since(key), 1)]
+        return [*islice(self.children.before(key), 1), *islice(self.children.from_key(key), 1)]
 
     def attach(self, child: "Node", key: bytes) -> None:
         """Add a child whose first block has this key."""
@@ -289,42 +289,40 @@ class Node:
 
     def replace(self, child: "Node", other: "Node") -> None:
         """Replace a child by a node with the same first block."""
-        self.children.put(child.first_key, other)
+        self.children.replace(child.first_key, other)
         other.parent = self
 
     def begin_part(self) -> None:
         """Start a new part: another sequence continues the run."""
-        self.parts = joined(self.parts, self.end, self.uses, ())
-        self.uses = self.uses.followed()
+        self.parts = merge_parts(self.parts, self.end, self.uses, ())
+        self.uses = self.uses.continued()
 
-    def divide_uses(self, upper: "Node") -> None:
+    def split_uses(self, upper: "Node") -> None:
         """Divide the use statistics with `upper`, the upper half of this node after a split."""
-        upper.parts, uses = parts_before(self.parts, self.uses, upper.end)
-        upper.uses = (
-            uses if uses is not self.uses and self.parts[len(upper.parts)].reach == upper.end else uses.divided()
-        )
+        upper.parts, uses = truncate_parts(self.parts, self.uses, upper.end)
+        upper.uses = uses if uses is not self.uses and self.parts[len(upper.parts)].reach == upper.end else uses.split()
         self.parts = tuple(part for part in self.parts if part.reach > upper.end)
         upper.prompt_end = self.prompt_end
 
-    def join_uses(self, upper: "Node") -> None:
+    def merge_uses(self, upper: "Node") -> None:
         """Add the use statistics of `upper`, whose run becomes the first section of this node."""
-        self.parts = joined(upper.parts, upper.end, upper.uses, self.parts)
+        self.parts = merge_parts(upper.parts, upper.end, upper.uses, self.parts)
 
     def shorten(self, end: int) -> None:
         """Set an earlier end, and drop the statistics and the reach of marks behind it."""
         self.end = end
-        self.parts, self.uses = parts_before(self.parts, self.uses, end)
+        self.parts, self.uses = truncate_parts(self.parts, self.uses, end)
         if any(reach > end for _, reach in self.marks):
             self.marks = tuple(Mark(wish, min(reach, end)) for wish, reach in self.marks)
 
     @property
-    def num_alike(self) -> int:
+    def num_uniform_blocks(self) -> int:
         """Blocks at its end with the same use statistics and retention: at least 1."""
         first = max([self.start, *(reach for reach, _ in self.parts), *(r for _, r in self.marks if r < self.end)])
         return self.end - first
 
     @property
-    def before(self) -> Uses:
+    def previous_uses(self) -> UseStats:
         """Use statistics of the part that its last part continues. Not for roots."""
         assert self.parent is not None, "nothing comes before a root"
         return self.parts[-1].uses if self.parts else self.parent.uses
@@ -343,7 +341,7 @@ class Node:
             waiting += reversed(node.children)
 
 
-class LeastRecent:
+class LRUNodes:
     """Nodes in the order of their last use. A use costs nothing: an entry is corrected when it reaches the top."""
 
     def __init__(self) -> None:

@@ -11,15 +11,15 @@ from typing import NamedTuple
 
 from quire.cache.block_pool import BlockPool
 from quire.cache.block_table import ABSENT, BlockTable
-from quire.cache.prefix.eviction import Leaves
-from quire.cache.prefix.index import NO_REASON, SYMBOL, Cause, Reason, num_common
-from quire.cache.prefix.radix_node import Clock, LeastRecent, Node
-from quire.cache.prefix.retention_marks import Wishes
-from quire.cache.retention import Keep
+from quire.cache.prefix.eviction import EvictableLeaves
+from quire.cache.prefix.index import BYTES_PER_TOKEN, NO_REASON, EvictionCause, EvictionReason, common_prefix_len
+from quire.cache.prefix.radix_node import Clock, LRUNodes, Node
+from quire.cache.prefix.retention_marks import RetentionMarks
+from quire.cache.retention import SequenceRetention
 from quire.core.request import Namespace
 
 
-def faults(node: Node, size: int) -> Iterator[str]:
+def node_errors(node: Node, size: int) -> Iterator[str]:
     """Errors of a node. size: bytes of a block's key."""
     keys = [child.edge[:size] for child in node.children]
     if keys != node.children.keys or keys != sorted(set(keys)):
@@ -32,9 +32,9 @@ def faults(node: Node, size: int) -> Iterator[str]:
         if not node.children and not node.writers:
             yield "a root of nothing"
     else:
-        yield from _inner_faults(node, size)
+        yield from _inner_node_errors(node, size)
     for table in node.writers:
-        if table.place is not node or table.num_indexed != node.end:
+        if table.index_handle is not node or table.num_indexed != node.end:
             yield f"a table of {table.num_indexed} indexed blocks does not end there"
         for group, blocks in enumerate(table.blocks):
             pairs = zip(node.path_blocks(group), blocks[node.root.end : node.end], strict=False)
@@ -42,7 +42,7 @@ def faults(node: Node, size: int) -> Iterator[str]:
                 yield f"a table that ends there has other blocks of group {group}"
 
 
-def _inner_faults(node: Node, size: int) -> Iterator[str]:
+def _inner_node_errors(node: Node, size: int) -> Iterator[str]:
     assert node.parent is not None, "not a root"
     if node.start != node.parent.end:
         yield "it does not begin where its parent ends"
@@ -59,33 +59,33 @@ MOST_PLACES = 4096
 MOST_AT_A_PLACE = 8
 
 
-class LostBlock(NamedTuple):
+class EvictedBlock(NamedTuple):
     """The first block of an eviction."""
 
     key: bytes  # its tokens
-    cause: Cause
+    cause: EvictionCause
 
 
-class Lost:
+class EvictionLog:
     """The latest evictions, by the position of the first evicted block and the tokens before it."""
 
     def __init__(self) -> None:
-        self._places: OrderedDict[tuple[object, int], list[LostBlock]] = OrderedDict()
+        self._places: OrderedDict[tuple[object, int], list[EvictedBlock]] = OrderedDict()
 
-    def note(self, place: object, before: bytes, key: bytes, cause: Cause) -> None:
+    def add(self, place: object, before: bytes, key: bytes, cause: EvictionCause) -> None:
         """Record the eviction of the block `key`. place: its root and position. before: key of the tokens before it."""
         known = (place, hash(before))
         lost = self._places.setdefault(known, [])
-        lost.append(LostBlock(key, cause))
+        lost.append(EvictedBlock(key, cause))
         del lost[:-MOST_AT_A_PLACE]
         self._places.move_to_end(known)
         if len(self._places) > MOST_PLACES:
             self._places.popitem(last=False)
 
-    def find(self, place: object, before: bytes, rest: bytes, num_found: int) -> Cause | None:
+    def find(self, place: object, before: bytes, rest: bytes, num_found: int) -> EvictionCause | None:
         """The cause of the latest eviction of a block that matches more than `num_found` tokens of `rest`, or None."""
         lost = self._places.get((place, hash(before)), ())
-        return next((one.cause for one in reversed(lost) if num_common(one.key, rest) > num_found), None)
+        return next((one.cause for one in reversed(lost) if common_prefix_len(one.key, rest) > num_found), None)
 
 
 RootKey = tuple[Namespace, bytes]
@@ -93,25 +93,25 @@ RootKey = tuple[Namespace, bytes]
 _BLOCKS_REMEMBERED = 64  # before an evicted block, whose tokens identify it; of earlier ones only the number counts
 
 
-class Forest:
+class RadixTrees:
     """The radix trees: one per root key."""
 
     def __init__(
-        self, pools: Sequence[BlockPool], windowed: Sequence[int], key_bytes: int, clock: Clock, leaves: Leaves
+        self, pools: Sequence[BlockPool], windowed: Sequence[int], key_bytes: int, clock: Clock, leaves: EvictableLeaves
     ) -> None:
         """windowed: groups with a window. key_bytes: bytes of a block's key. leaves: in the eviction order."""
         self.roots: dict[RootKey, Node] = {}
         self._by_tenant: dict[str, dict[RootKey, None]] = {}  # keys of roots, oldest first
-        self._lost = Lost()
-        self._known = _BLOCKS_REMEMBERED * key_bytes
+        self._eviction_log = EvictionLog()
+        self._logged_bytes = _BLOCKS_REMEMBERED * key_bytes
         self.num_evicted = 0
-        self.reason: Reason | None = None  # of the first eviction since `take_reason`
+        self.first_reason: EvictionReason | None = None  # of the first eviction since `take_reason`
         self.clock = clock
-        self.wishes = Wishes(pools, clock, key_bytes, self._relist)
+        self.retention = RetentionMarks(pools, clock, key_bytes, self._relist)
         self._pools = pools
         self._size = key_bytes
         self.leaves = leaves
-        self._passed = {group: LeastRecent() for group in windowed}  # nodes with blocks of these groups
+        self._window_nodes = {group: LRUNodes() for group in windowed}  # nodes with blocks of these groups
         self._num_nodes = 0
 
     # Growth
@@ -133,14 +133,14 @@ class Forest:
         The node itself grows if no table but `writer` ends there and it has no children. A tail with which the first
         block begins is dropped if it has at most `num_written` tokens, because these are in the new block already.
         """
-        self.drop_tail(node, edge, num_written * SYMBOL)
+        self.drop_tail(node, edge, num_written * BYTES_PER_TOKEN)
         for group, some in enumerate(blocks):
             for block in some:
                 if block != ABSENT:
                     self._pools[group].enter_index(block)
         alone = not node.writers or (len(node.writers) == 1 and writer in node.writers)
         if alone and not node.children and node.parent is not None and len(edge) >= self._size:
-            if node.uses.is_place:
+            if node.uses.ends_part:
                 node.begin_part()
             node.edge += edge
             for old, new in zip(node.blocks, blocks, strict=True):
@@ -149,7 +149,7 @@ class Forest:
         else:
             parent, node = node, Node(self._number(), edge, blocks, node, node.end + len(blocks[0]))
             parent.attach(node, edge[: self._size])
-            node.uses = parent.uses.followed() if len(edge) >= self._size else node.uses
+            node.uses = parent.uses.continued() if len(edge) >= self._size else node.uses
         node.tick = self.clock.tick
         self._list(node)
         return node
@@ -161,9 +161,9 @@ class Forest:
         """
         if node.children or node.parent is None or len(node.writers) != 1:
             return False
-        if self._passed or self._pools[0].is_indexed(blocks[0]):
+        if self._window_nodes or self._pools[0].is_indexed(blocks[0]):
             return False
-        if node.uses.is_place:
+        if node.uses.ends_part:
             node.begin_part()
         node.edge += edge
         for pool, some, block in zip(self._pools, node.blocks, blocks, strict=True):
@@ -173,7 +173,7 @@ class Forest:
         node.tick = self.clock.tick
         return True
 
-    def end_at(self, node: Node, depth: int) -> Node:
+    def split_at(self, node: Node, depth: int) -> Node:
         """The node that ends at `depth`, a position on the run of `node`, which is split there if needed.
 
         After a split the lower half is `node`.
@@ -185,7 +185,7 @@ class Forest:
         assert parent is not None, "a root has no run"
         upper = Node(self._number(), node.edge[:size], [blocks[:count] for blocks in node.blocks], parent, depth)
         upper.tick = node.tick
-        node.divide_uses(upper)
+        node.split_uses(upper)
         parent.replace(node, upper)
         node.edge = node.edge[size:]
         for blocks in node.blocks:
@@ -194,11 +194,11 @@ class Forest:
         self._list(upper)
         return upper
 
-    def fill(self, node: Node, i: int, group: int, block: int) -> None:
+    def restore_block(self, node: Node, i: int, group: int, block: int) -> None:
         """Set block `i` of a node in a window group, which was ABSENT."""
         node.blocks[group][i] = block
         self._pools[group].enter_index(block)
-        self._passed[group].add(node)
+        self._window_nodes[group].add(node)
 
     def touch(self, node: Node, *, hit: bool) -> None:
         """Mark a node and all above it as used. hit: a sequence begins with it."""
@@ -207,29 +207,29 @@ class Forest:
             if hit:
                 above.uses.hits += 1
                 above.uses.gap = tick - above.tick
-                above.before.num_came_back += 1
+                above.previous_uses.num_continuation_hits += 1
             above.tick = tick
-            self.leaves.used(above, hit=hit)
+            self.leaves.on_use(above, hit=hit)
             above = above.parent
 
-    def left(self, ends: Sequence[Node], keep: Keep, num_prompt: int) -> None:
+    def apply_retention(self, ends: Sequence[Node], retention: SequenceRetention, num_prompt: int) -> None:
         """A sequence with a prompt of `num_prompt` blocks ended at the nodes `ends`: apply its retention."""
         for node in ends:
             if node.parent is not None:
-                node.uses.left, node.prompt_end = True, num_prompt
-                self.leaves.renew(node)  # a new part may have a lower eviction key than the one before
-        self.wishes.left(ends, keep)
+                node.uses.has_ended_here, node.prompt_end = True, num_prompt
+                self.leaves.update(node)  # a new part may have a lower eviction key than the one before
+        self.retention.apply(ends, retention)
 
     # Tables
 
-    def write(self, table: BlockTable, node: Node) -> None:
+    def register_table(self, table: BlockTable, node: Node) -> None:
         """Register a table whose indexed blocks end at a node."""
-        table.place, table.num_indexed = node, node.end
+        table.index_handle, table.num_indexed = node, node.end
         node.writers[table] = None
 
-    def unwrite(self, table: BlockTable, keep: Node | None = None) -> None:
+    def unregister_table(self, table: BlockTable, keep: Node | None = None) -> None:
         """Unregister a table, and tidy its node unless it is `keep`."""
-        del (node := place_of(table)).writers[table]
+        del (node := node_of(table)).writers[table]
         if node is not keep:
             self.tidy(node)
 
@@ -237,7 +237,7 @@ class Forest:
 
     def tidy(self, node: Node) -> None:
         """Restore the invariants at a node: merge it with an only child, remove it, or list it as a leaf."""
-        if node.writers or node.is_gone:
+        if node.writers or node.is_removed:
             return
         if node.parent is None:
             if not node.children:
@@ -255,50 +255,50 @@ class Forest:
         elif (only := node.children.only) is not None and len(only.edge) >= self._size:
             self._merge(node, only)
 
-    def evict(self, group: int, count: int, cause: Cause) -> int:
+    def evict(self, group: int, count: int, cause: EvictionCause) -> int:
         """See PrefixIndex."""
-        self.wishes.at(cause.now)
-        if group in self._passed:
-            return self._evict_passed(group, count)
-        self.leaves.begin()
+        self.retention.advance_clock(cause.now)
+        if group in self._window_nodes:
+            return self._evict_window_blocks(group, count)
+        self.leaves.requeue_deferred()
         freed, busy = 0, []
         while freed < count and (leaf := self.leaves.pop()) is not None:
-            if leaf.children or leaf.is_gone:
+            if leaf.children or leaf.is_removed:
                 continue
-            cut = self._num_idle_at_end(leaf, min(count - freed, self.leaves.num_at_once(leaf)))
+            cut = self._num_idle_at_end(leaf, min(count - freed, self.leaves.num_evicted_together(leaf)))
             if cut:
-                self._give_up(leaf, cut, cause)
+                self._evict_blocks(leaf, cut, cause)
                 freed += cut
-            elif not self.wishes.holds(leaf):  # a pinned leaf is listed again when the pin ends
+            elif not self.retention.is_pinned(leaf):  # a pinned leaf is listed again when the pin ends
                 busy.append(leaf)
         for leaf in busy:
-            self.leaves.set_aside(leaf)
+            self.leaves.defer(leaf)
         self.num_evicted += freed
         return freed
 
-    def take_reason(self) -> Reason:
+    def take_reason(self) -> EvictionReason:
         """See PrefixIndex."""
-        reason, self.reason = self.reason, None
+        reason, self.first_reason = self.first_reason, None
         return reason or NO_REASON
 
-    def _give_up(self, leaf: Node, cut: int, cause: Cause) -> None:
+    def _evict_blocks(self, leaf: Node, cut: int, cause: EvictionCause) -> None:
         """Evict `cut` blocks at the end of a popped leaf."""
-        self.reason = self.reason or Reason(self.leaves.reason(leaf), leaf.tenant)
-        self.leaves.given_up(leaf, cut)
+        self.first_reason = self.first_reason or EvictionReason(self.leaves.reason(leaf), leaf.tenant)
+        self.leaves.on_evict(leaf, cut)
         at = len(leaf.blocks[0]) - cut
-        self._note_loss(leaf, at, cause)
+        self._log_eviction(leaf, at, cause)
         if at:
             self._cut(leaf, at)
             self.leaves.add(leaf)
         else:
             self._remove_leaf(leaf)
 
-    def void(self, blocks: Collection[int]) -> None:
+    def invalidate(self, blocks: Collection[int]) -> None:
         """Remove blocks of group 0 that were never computed, and all behind them. Tables then end before them."""
         for root in list(self.roots.values()):
             for node in list(root.walk()):
                 at = next((i for i, block in enumerate(node.blocks[0]) if block in blocks), None)
-                if at is not None and not node.is_gone:
+                if at is not None and not node.is_removed:
                     self._truncate(node, at)
 
     def _truncate(self, node: Node, at: int) -> None:
@@ -315,18 +315,20 @@ class Forest:
         else:
             self._detach(node)
         for table in writers:
-            self.write(table, survivor)
-        self.wishes.void()
+            self.register_table(table, survivor)
+        self.retention.unpin_invalid()
         self.tidy(survivor)
 
-    def _evict_passed(self, group: int, count: int) -> int:
+    def _evict_window_blocks(self, group: int, count: int) -> int:
         """Evict idle blocks of a window group from any node, least recently used node first."""
         pool, freed, rest = self._pools[group], 0, []
-        while freed < count and (node := self._passed[group].pop()) is not None:
+        while freed < count and (node := self._window_nodes[group].pop()) is not None:
             blocks = node.blocks[group]
             for i, block in enumerate(blocks):
                 if freed < count and block != ABSENT and pool.is_idle(block):
-                    self.reason = self.reason or Reason({"age": self.clock.tick - node.tick}, node.tenant)
+                    self.first_reason = self.first_reason or EvictionReason(
+                        {"age": self.clock.tick - node.tick}, node.tenant
+                    )
                     pool.leave_index(block)
                     blocks[i] = ABSENT
                     freed += 1
@@ -336,8 +338,8 @@ class Forest:
                 rest.append(node)
             self.tidy(node)
         for node in rest:
-            if not node.is_gone:
-                self._passed[group].add(node)
+            if not node.is_removed:
+                self._window_nodes[group].add(node)
         self.num_evicted += freed
         return freed
 
@@ -351,15 +353,15 @@ class Forest:
             count += 1
         return count
 
-    def why_lost(self, key: RootKey, before: bytes, rest: bytes, num_found: int) -> Cause | None:
+    def eviction_cause(self, key: RootKey, before: bytes, rest: bytes, num_found: int) -> EvictionCause | None:
         """The cause of the eviction that left only `num_found` tokens of `rest` behind `before`; None without one."""
-        return self._lost.find((key, len(before)), before[-self._known :], rest, num_found)
+        return self._eviction_log.find((key, len(before)), before[-self._logged_bytes :], rest, num_found)
 
-    def _note_loss(self, leaf: Node, at: int, cause: Cause) -> None:
+    def _log_eviction(self, leaf: Node, at: int, cause: EvictionCause) -> None:
         size = self._size
-        root, before = leaf.root, leaf.path_end(at * size, self._known)
+        root, before = leaf.root, leaf.path_end(at * size, self._logged_bytes)
         place = (root.root_key, (leaf.start - root.end + at) * size)
-        self._lost.note(place, before, leaf.edge[at * size : (at + 1) * size], cause)
+        self._eviction_log.add(place, before, leaf.edge[at * size : (at + 1) * size], cause)
 
     def _cut(self, node: Node, at: int) -> None:
         """Remove the blocks of a node from index `at` on."""
@@ -370,7 +372,7 @@ class Forest:
                     self._pools[group].leave_index(block)
             del blocks[at:]
         node.edge = node.edge[: at * self._size]
-        self.leaves.renew(node)
+        self.leaves.update(node)
 
     def _remove_leaf(self, leaf: Node) -> None:
         parent = leaf.parent
@@ -382,7 +384,7 @@ class Forest:
     def _detach(self, leaf: Node) -> None:
         """Remove a leaf with its blocks from the tree. Its parent is not tidied."""
         assert leaf.parent is not None, "roots are not removed"
-        self.wishes.moved_up(leaf, leaf.parent)
+        self.retention.move_to_parent(leaf, leaf.parent)
         leaf.parent.detach(leaf)
         for group, blocks in enumerate(leaf.blocks):
             for block in blocks:
@@ -407,27 +409,27 @@ class Forest:
         for upper, lower in zip(node.blocks, child.blocks, strict=True):
             lower[:0] = upper
         child.tick = max(child.tick, node.tick)
-        child.join_uses(node)
-        self.wishes.joined(node, child)
+        child.merge_uses(node)
+        self.retention.merge_nodes(node, child)
         self._unlist(node)
         self._list(child)
 
     def _relist(self, node: Node) -> None:
         """List a leaf whose eviction key may have fallen or which has idle blocks again."""
-        if not node.children and not node.is_gone:
-            self.leaves.renew(node)
+        if not node.children and not node.is_removed:
+            self.leaves.update(node)
             self.leaves.add(node)
 
     def _list(self, node: Node) -> None:
         if not node.children:
             self.leaves.add(node)
-        for group, nodes in self._passed.items():
+        for group, nodes in self._window_nodes.items():
             if any(block != ABSENT for block in node.blocks[group]):
                 nodes.add(node)
 
     def _unlist(self, node: Node) -> None:
         self.leaves.discard(node)
-        for nodes in self._passed.values():
+        for nodes in self._window_nodes.values():
             nodes.discard(node)
 
     def _number(self) -> int:
@@ -458,14 +460,14 @@ class Forest:
 
     def check(self) -> list[str]:
         """See PrefixIndex."""
-        wrong = [f"node {node.id}: {wrong}" for node in self.nodes() for wrong in faults(node, self._size)]
+        wrong = [f"node {node.id}: {wrong}" for node in self.nodes() for wrong in node_errors(node, self._size)]
         for node in self.nodes():
-            wrong += [f"node {node.id}: {one}" for one in self.wishes.faults(node, self._passed)]
-            if node.is_free and node not in self.leaves and not self.wishes.holds(node):
+            wrong += [f"node {node.id}: {one}" for one in self.retention.node_errors(node, self._window_nodes)]
+            if node.is_free_leaf and node not in self.leaves and not self.retention.is_pinned(node):
                 wrong.append(f"node {node.id}: a leaf that would never be evicted")
         return wrong
 
 
-def place_of(table: BlockTable) -> Node:
+def node_of(table: BlockTable) -> Node:
     """The node where a table's indexed blocks end."""
-    return table.place  # type: ignore[return-value]  # set by `write`
+    return table.index_handle  # type: ignore[return-value]  # set by `write`

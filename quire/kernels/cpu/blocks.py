@@ -9,16 +9,16 @@ from quire.config import KVGroup
 from quire.kernels.contract import DTYPES, Storage
 from quire.kernels.cpu import _C
 from quire.kernels.cpu.memory import empty, pages
-from quire.kernels.cpu.views import dtype_code, heads_together
+from quire.kernels.cpu.views import dtype_code, with_contiguous_heads
 
-TOKENS_TOGETHER = 16  # tokens of one head that are stored as one unit
+PART_TOKENS = 16  # tokens of one head that are stored as one unit
 
 Rotation = tuple[Tensor, Tensor]  # cosines and sines, float32 (num_tokens, rotary_dim / 2)
 
 
-def padded(head_dim: int) -> int:
+def padded_head_dim(head_dim: int) -> int:
     """head_dim as stored: rounded up to a multiple of 16. The additional numbers are zeros."""
-    return -(-head_dim // TOKENS_TOGETHER) * TOKENS_TOGETHER
+    return -(-head_dim // PART_TOKENS) * PART_TOKENS
 
 
 def allocate(group: KVGroup, block_size: int, device: torch.device) -> Storage:
@@ -29,12 +29,12 @@ def allocate(group: KVGroup, block_size: int, device: torch.device) -> Storage:
     """
     if device.type != "cpu":
         raise ValueError(f"the CPU kernels keep no blocks on {device}")
-    if block_size % TOKENS_TOGETHER:
-        raise ValueError(f"the CPU kernels need a block_size that is a multiple of {TOKENS_TOGETHER}, not {block_size}")
+    if block_size % PART_TOKENS:
+        raise ValueError(f"the CPU kernels need a block_size that is a multiple of {PART_TOKENS}, not {block_size}")
     if group.dtype not in ("float32", "bfloat16"):
         raise ValueError(f"the CPU kernels keep keys and values as float32 or bfloat16, not as {group.dtype}")
-    stretch = TOKENS_TOGETHER * padded(group.head_dim)
-    stretches = block_size // TOKENS_TOGETHER
+    stretch = PART_TOKENS * padded_head_dim(group.head_dim)
+    stretches = block_size // PART_TOKENS
     shape = (len(group.layers), 2, group.num_blocks, group.num_kv_heads, stretches, stretch)
     dtype = DTYPES[group.dtype]
     data = pages(torch.Size(shape).numel() * dtype.itemsize, huge=False)  # blocks are written one by one
@@ -47,7 +47,7 @@ def write_kv(storage: Storage, layer: int, k: Tensor, v: Tensor, slots: Tensor) 
     Tokens of one block must be consecutive, with consecutive slots. If slot 0 of a block is written, its slots after
     these tokens are zeroed. Tokens with slots outside of the storage are skipped.
     """
-    _write(storage, layer, k, v, slots, _Turn())
+    _write(storage, layer, k, v, slots, _RotaryArguments())
 
 
 def rotary_write(
@@ -61,11 +61,13 @@ def rotary_write(
     if q.dtype != k.dtype or not len(q) == len(k) == len(cos) or cos.shape != sin.shape:
         raise ValueError(f"queries, keys and cosines of {len(q)}, {len(k)} and {len(cos)} tokens do not go together")
     out = empty(q.shape, q.dtype)
-    _write(storage, layer, k, v, slots, _Turn(heads_together(q), cos.contiguous(), sin.contiguous(), out))
+    _write(
+        storage, layer, k, v, slots, _RotaryArguments(with_contiguous_heads(q), cos.contiguous(), sin.contiguous(), out)
+    )
     return out
 
 
-class _Turn(NamedTuple):
+class _RotaryArguments(NamedTuple):
     """Queries to rotate, the rotation and the output; all None without a rotation."""
 
     q: Tensor | None = None
@@ -74,8 +76,8 @@ class _Turn(NamedTuple):
     out: Tensor | None = None
 
 
-def _write(storage: Storage, layer: int, k: Tensor, v: Tensor, slots: Tensor, turn: _Turn) -> None:
-    group, k, v = storage.group, heads_together(k), heads_together(v)
+def _write(storage: Storage, layer: int, k: Tensor, v: Tensor, slots: Tensor, rotary: _RotaryArguments) -> None:
+    group, k, v = storage.group, with_contiguous_heads(k), with_contiguous_heads(v)
     num_tokens, *shape = k.shape
     if v.shape != k.shape or v.dtype != k.dtype or len(slots) != num_tokens:
         raise ValueError(f"keys {tuple(k.shape)}, values {tuple(v.shape)} and {len(slots)} slots do not go together")
@@ -83,10 +85,10 @@ def _write(storage: Storage, layer: int, k: Tensor, v: Tensor, slots: Tensor, tu
         raise ValueError(f"blocks of {group.num_kv_heads} heads of {group.head_dim} cannot hold keys {tuple(k.shape)}")
     if not 0 <= layer < len(group.layers):
         raise IndexError(f"there is no layer {layer} of {len(group.layers)}")
-    heads, stride = (0, 0) if turn.q is None else (turn.q.shape[1], turn.q.stride(0))
-    half = 0 if turn.cos is None else turn.cos.shape[1]
+    heads, stride = (0, 0) if rotary.q is None else (rotary.q.shape[1], rotary.q.stride(0))
+    half = 0 if rotary.cos is None else rotary.cos.shape[1]
     _C.rotary_write(
-        *(turn.q, k, v, turn.cos, turn.sin, turn.out, slots.contiguous(), storage.data),
+        *(rotary.q, k, v, rotary.cos, rotary.sin, rotary.out, slots.contiguous(), storage.data),
         *(dtype_code(k), dtype_code(storage.data), num_tokens, heads, *shape),
         *(stride, k.stride(0), v.stride(0), storage.block_size, group.num_blocks, layer, half),
     )
@@ -95,7 +97,7 @@ def _write(storage: Storage, layer: int, k: Tensor, v: Tensor, slots: Tensor, tu
 def pack(storage: Storage, blocks: Tensor) -> Tensor:
     """A copy of `blocks` int64 (num_blocks,) in the canonical layout."""
     canonical = torch.empty(_canonical_shape(storage, blocks), dtype=storage.data.dtype)
-    _C.pack_blocks(storage.data, *_checked(storage, blocks, canonical))
+    _C.pack_blocks(storage.data, *_layout_arguments(storage, blocks, canonical))
     return canonical
 
 
@@ -105,7 +107,7 @@ def unpack(storage: Storage, blocks: Tensor, canonical: Tensor) -> None:
         raise ValueError(
             f"{tuple(canonical.shape)} of {canonical.dtype} does not fit into {len(blocks)} of these blocks"
         )
-    _C.unpack_blocks(storage.data, *_checked(storage, blocks, canonical.contiguous()))
+    _C.unpack_blocks(storage.data, *_layout_arguments(storage, blocks, canonical.contiguous()))
 
 
 def copy_blocks(storage: Storage, pairs: Tensor, num_tokens: int) -> None:
@@ -115,7 +117,7 @@ def copy_blocks(storage: Storage, pairs: Tensor, num_tokens: int) -> None:
         canonical[:, :, :, num_tokens:] = 0
         unpack(storage, pairs[:, 1], canonical)
         return
-    _check(storage, pairs)
+    _check_block_ids(storage, pairs)
     group = storage.group
     sizes = (len(group.layers), group.num_blocks, len(pairs), group.num_kv_heads, storage.block_size, group.head_dim)
     code = dtype_code(storage.data)
@@ -127,14 +129,14 @@ def _canonical_shape(storage: Storage, blocks: Tensor) -> tuple[int, ...]:
     return (len(group.layers), 2, len(blocks), storage.block_size, group.num_kv_heads, group.head_dim)
 
 
-def _checked(storage: Storage, blocks: Tensor, canonical: Tensor) -> tuple[Tensor | int, ...]:
+def _layout_arguments(storage: Storage, blocks: Tensor, canonical: Tensor) -> tuple[Tensor | int, ...]:
     """Arguments of the pack and unpack kernels after the storage. Raises IndexError for blocks out of range."""
-    _check(storage, blocks)
+    _check_block_ids(storage, blocks)
     group = storage.group
     sizes = (len(group.layers), group.num_blocks, len(blocks), group.num_kv_heads, storage.block_size, group.head_dim)
     return (blocks.contiguous(), canonical, dtype_code(canonical), *sizes)
 
 
-def _check(storage: Storage, blocks: Tensor) -> None:
+def _check_block_ids(storage: Storage, blocks: Tensor) -> None:
     if blocks.numel() and not 0 <= int(blocks.min()) <= int(blocks.max()) < storage.group.num_blocks:
         raise IndexError(f"some of blocks {blocks.flatten().tolist()!s:.80} are not among {storage.group.num_blocks}")

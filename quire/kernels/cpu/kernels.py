@@ -7,11 +7,20 @@ from torch import Tensor
 
 from quire.config import KVGroup
 from quire.kernels import reference
-from quire.kernels.contract import Batch, Demands, Draws, Packed, Recorder, Rotation, Storage, Weight
+from quire.kernels.contract import (
+    Batch,
+    PackedWeight,
+    Requirements,
+    Rotation,
+    SamplingMetadata,
+    StepCapture,
+    Storage,
+    Weight,
+)
 from quire.kernels.cpu import _C, blocks, likelihood, memory, paged, products, rowwise, sampling
-from quire.kernels.cpu.recording import Recording
+from quire.kernels.cpu.recording import CallListCapture
 
-LARGEST_HEAD = 256
+MAX_HEAD_DIM = 256
 DTYPES = ("float32", "bfloat16")
 
 
@@ -19,14 +28,14 @@ class CpuKernels:
     """C++ kernels. strict: deterministic, which excludes AMX tile registers and contexts split over threads."""
 
     NAME = "cpu"
-    RESIDENT = False
+    USES_RESIDENT_TABLES = False
     SCRATCH_BYTES = 2**22  # of each thread
 
-    def __init__(self, *, strict: bool) -> None:
-        self._strict = strict
-        self.recorder: Recorder | None = None if strict else Recording()
+    def __init__(self, *, deterministic: bool) -> None:
+        self._deterministic = deterministic
+        self.step_capture: StepCapture | None = None if deterministic else CallListCapture()
 
-    def refusal(self, demands: Demands) -> str | None:
+    def unsupported_reason(self, demands: Requirements) -> str | None:
         """Why the module does not meet the requirements, or None if it does."""
         if demands.device.type != "cpu":
             return f"it runs on CPUs, not on {demands.device.type}"
@@ -34,10 +43,10 @@ class CpuKernels:
             return f"it computes in {' and '.join(DTYPES)}, not in {demands.dtype}"
         if demands.kv_dtype != demands.dtype:
             return f"it keeps keys and values in {demands.dtype}, not in {demands.kv_dtype}"
-        if demands.block_size % blocks.TOKENS_TOGETHER:
-            return f"block_size {demands.block_size} is no multiple of {blocks.TOKENS_TOGETHER}"
-        if max(demands.head_dims) > LARGEST_HEAD:
-            return f"heads of {max(demands.head_dims)} are larger than {LARGEST_HEAD}"
+        if demands.block_size % blocks.PART_TOKENS:
+            return f"block_size {demands.block_size} is no multiple of {blocks.PART_TOKENS}"
+        if max(demands.head_dims) > MAX_HEAD_DIM:
+            return f"heads of {max(demands.head_dims)} are larger than {MAX_HEAD_DIM}"
         return None
 
     def use_threads(self, number: int) -> None:
@@ -45,9 +54,9 @@ class CpuKernels:
         torch.set_num_threads(number)
         _C.set_threads(number)
 
-    def rest(self) -> None:
+    def release_workspace(self) -> None:
         """See `memory`."""
-        memory.rest()
+        memory.release_workspace()
 
     def allocate(self, group: KVGroup, block_size: int, device: torch.device) -> Storage:
         """See `blocks`."""
@@ -67,7 +76,7 @@ class CpuKernels:
 
     def plan(self, batch: Batch, storage: Storage) -> paged.CpuPlan:
         """See `paged`."""
-        return paged.plan(batch, storage, strict=self._strict)
+        return paged.plan(batch, storage, deterministic=self._deterministic)
 
     def rotary_write(
         self,
@@ -108,21 +117,21 @@ class CpuKernels:
         """See `rowwise`."""
         return rowwise.activate(x, activation)
 
-    def room(self, shape: Sequence[int], dtype: torch.dtype, parts: int = 1) -> Packed:
+    def allocate_weight(self, shape: Sequence[int], dtype: torch.dtype, parts: int = 1) -> PackedWeight:
         """See `products`."""
-        return products.room(shape, dtype, parts)
+        return products.allocate_weight(shape, dtype, parts)
 
-    def write_rows(self, weight: Packed, rows: Tensor, start: int, index: int = 0) -> None:
+    def write_rows(self, weight: PackedWeight, rows: Tensor, start: int, index: int = 0) -> None:
         """See `products`."""
         products.write_rows(weight, rows, start, index)
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         """See `products`."""
-        return products.linear(x, weight, bias, strict=self._strict)
+        return products.linear(x, weight, bias, deterministic=self._deterministic)
 
     def gated_linear(self, x: Tensor, weight: Weight, bias: Tensor | None, activation: str) -> Tensor:
         """See `products`."""
-        return products.gated_linear(x, weight, bias, activation, strict=self._strict)
+        return products.gated_linear(x, weight, bias, activation, deterministic=self._deterministic)
 
     def embed(self, ids: Tensor, weight: Weight, scale: float = 1.0) -> Tensor:
         """See `products`."""
@@ -134,11 +143,11 @@ class CpuKernels:
 
     def experts(self, x: Tensor, ids: Tensor, weights: Tensor, up: Weight, down: Weight, activation: str) -> Tensor:
         """See `products`."""
-        return products.experts(x, ids, weights, up, down, activation, strict=self._strict)
+        return products.experts(x, ids, weights, up, down, activation, deterministic=self._deterministic)
 
-    def sample(self, logits: Tensor, draws: Draws) -> Tensor:
+    def sample(self, logits: Tensor, sampling_metadata: SamplingMetadata) -> Tensor:
         """See `sampling`."""
-        return sampling.sample(logits, draws)
+        return sampling.sample(logits, sampling_metadata)
 
     def logprobs(self, logits: Tensor, tokens: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """See `likelihood`."""

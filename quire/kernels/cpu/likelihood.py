@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.cpu import _C
-from quire.kernels.cpu.sampling import readable
+from quire.kernels.cpu.sampling import kernel_logits
 
 
 def logprobs(logits: Tensor, tokens: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -18,7 +18,7 @@ def logprobs(logits: Tensor, tokens: Tensor, k: int) -> tuple[Tensor, Tensor, Te
         raise ValueError(f"{tuple(tokens.shape)} tokens and {k} likely ones do not fit logits {tuple(logits.shape)}")
     if num_rows and (int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size):
         raise IndexError(f"tokens must be in [0, {vocab_size}), not {int(tokens.min())} to {int(tokens.max())}")
-    logits = readable(logits)
+    logits = kernel_logits(logits)
     values = torch.empty(num_rows, num_tokens)
     ranks = torch.empty(num_rows, dtype=torch.int32)
     top_ids = torch.empty(num_rows, k, dtype=torch.int32)

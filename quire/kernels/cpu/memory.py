@@ -42,21 +42,21 @@ def _pages(num_bytes: int, *, huge: bool) -> np.ndarray:
 class Arena:
     """Reusable buffers; one tensor owns a buffer at a time. keeps: none is freed, as captured steps use its address."""
 
-    def __init__(self, *, keeps: bool) -> None:
-        self._keeps = keeps
+    def __init__(self, *, never_free: bool) -> None:
+        self._never_free = never_free
         self._free: list[tuple[int, int]] = []  # (size, address), sorted
         self._buffers: dict[int, np.ndarray] = {}  # address -> buffer
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """An uninitialised tensor. Its buffer returns to the arena when the tensor and all its views are gone."""
         num_bytes = torch.Size(shape).numel() * dtype.itemsize
-        buffer = self._take(max(num_bytes, 1))
+        buffer = self._allocate(max(num_bytes, 1))
         owner = memoryview(buffer)  # type: ignore[arg-type]  # the new tensor and its views hold a reference to it
         weakref.finalize(owner, insort, self._free, (len(buffer), buffer.ctypes.data)).atexit = False
         tensor = torch.frombuffer(owner, dtype=torch.uint8, count=max(num_bytes, 1))
         return tensor[:num_bytes].view(dtype).view(torch.Size(shape))
 
-    def lent(self, x: Tensor) -> Tensor:
+    def non_owning_view(self, x: Tensor) -> Tensor:
         """A tensor on the memory of x that does not own the buffer. It is valid until the next captured step runs.
 
         Returns x itself if it is not contiguous or does not begin a buffer of this arena.
@@ -66,14 +66,14 @@ class Arena:
             return x
         return torch.from_numpy(buffer[: x.nbytes]).view(x.dtype).view(x.shape)
 
-    def shrink(self) -> None:
+    def free_large(self) -> None:
         """Free unused buffers of at least 2 MiB. Smaller ones stay: clearing their pages again would cost more."""
         large = bisect_left(self._free, (_HUGE_PAGE, 0))
         for _, address in self._free[large:]:
             del self._buffers[address]
         del self._free[large:]
 
-    def _take(self, num_bytes: int) -> np.ndarray:
+    def _allocate(self, num_bytes: int) -> np.ndarray:
         """The smallest free buffer that is large enough, or a new one if that is more than twice as large as needed."""
         size = max(_SMALLEST, 1 << (num_bytes - 1).bit_length())
         place = bisect_left(self._free, (size, 0))
@@ -82,27 +82,27 @@ class Arena:
             if found >= size:
                 return self._buffers[address]
             insort(self._free, (found, address))  # the list changed: a tensor was freed in another thread
-        if not self._keeps:
-            self._give_back(size)
+        if not self._never_free:
+            self._free_below(size)
         buffer = _pages(size, huge=True)
         self._buffers[buffer.ctypes.data] = buffer
         return buffer
 
-    def _give_back(self, size: int) -> None:
+    def _free_below(self, size: int) -> None:
         """Free unused buffers below `size`. A new size means that steps have grown, so smaller buffers are obsolete."""
         while self._free and self._free[0][0] < size:
             _, address = self._free.pop(0)
             del self._buffers[address]
 
 
-class _Thread(threading.local):
+class _ThreadArena(threading.local):
     """The arena of each thread."""
 
     def __init__(self) -> None:
-        self.arena = Arena(keeps=False)
+        self.arena = Arena(never_free=False)
 
 
-_thread = _Thread()
+_thread = _ThreadArena()
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -110,13 +110,13 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return _thread.arena.empty(shape, dtype)
 
 
-def rest() -> None:
+def release_workspace() -> None:
     """Free unused large buffers of this thread's arena."""
-    _thread.arena.shrink()
+    _thread.arena.free_large()
 
 
 @contextmanager
-def taken_from(arena: Arena) -> Iterator[None]:
+def use_arena(arena: Arena) -> Iterator[None]:
     """Context in which `empty` allocates from `arena`."""
     before, _thread.arena = _thread.arena, arena
     try:

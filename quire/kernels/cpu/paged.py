@@ -14,7 +14,9 @@ from quire.kernels.contract import Batch, Storage
 from quire.kernels.cpu import _C
 from quire.kernels.cpu.memory import empty
 
-SPLIT_ROWS = 1024  # per CPU: rows of scratch for split contexts; one row per query, head and part of the context
+SCRATCH_ROWS_PER_CPU = (
+    1024  # per CPU: rows of scratch for split contexts; one row per query, head and part of the context
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,14 +29,14 @@ class CpuPlan:
     slots: Tensor  # (num_tokens,): block * block_size + offset in the block
     scratch: Tensor  # float32 (rows, padded head_dim + 16): partial results of split items
     block_size: int
-    strict: bool  # whether the bits of a row may depend on its own sequence only
+    deterministic: bool  # whether the bits of a row may depend on its own sequence only
 
 
-def plan(batch: Batch, storage: Storage, *, strict: bool = False, width: int = 0) -> CpuPlan:
+def plan(batch: Batch, storage: Storage, *, deterministic: bool = False, width: int = 0) -> CpuPlan:
     """A plan for `batch`. `refill` accepts tables of up to `width` blocks, or of the batch's own width if larger."""
     num_chunks, batch_width = batch.tables.shape
     num_tokens = int((batch.stops - batch.starts).sum())
-    rows = 0 if strict else (os.cpu_count() or 1) * SPLIT_ROWS
+    rows = 0 if deterministic else (os.cpu_count() or 1) * SCRATCH_ROWS_PER_CPU
     padded = -(-storage.group.head_dim // 16) * 16
     new = CpuPlan(
         starts=torch.empty(num_chunks, dtype=torch.int64),
@@ -43,7 +45,7 @@ def plan(batch: Batch, storage: Storage, *, strict: bool = False, width: int = 0
         slots=torch.empty(num_tokens, dtype=torch.int64),
         scratch=torch.empty(rows, padded + 16, dtype=torch.float32),
         block_size=storage.block_size,
-        strict=strict,
+        deterministic=deterministic,
     )
     refill(new, batch)
     return new
@@ -84,18 +86,18 @@ def attention(
     if q.stride(2) != 1 or q.stride(1) != head_dim or q.dtype != storage.data.dtype:
         q = q.to(storage.data.dtype).contiguous()
     out = empty((num_tokens, num_heads * head_dim), q.dtype)
-    _C.attention(*arguments(storage, layer, q, out, plan, scale, softcap))
+    _C.attention(*kernel_arguments(storage, layer, q, out, plan, scale, softcap))
     return out
 
 
-def arguments(
+def kernel_arguments(
     storage: Storage, layer: int, q: Tensor, out: Tensor, plan: CpuPlan, scale: float, softcap: float
 ) -> tuple[Tensor | int | float, ...]:
     """The arguments of the kernels `attention` and `attention_contiguous`."""
     group = storage.group
     return (
         *(q, out, storage.data, plan.starts, plan.stops, plan.tables, plan.scratch),
-        *(int(q.dtype == torch.bfloat16), int(plan.strict), layer, len(plan.starts)),
+        *(int(q.dtype == torch.bfloat16), int(plan.deterministic), layer, len(plan.starts)),
         *(q.shape[1], group.num_kv_heads, group.head_dim, storage.block_size, group.num_blocks),
         *(plan.tables.stride(0), q.stride(0), group.window, plan.scratch.shape[0]),
         *(scale, softcap),

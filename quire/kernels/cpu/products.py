@@ -7,16 +7,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from quire.kernels.contract import ACTIVATIONS, Packed, Weight
+from quire.kernels.contract import ACTIVATIONS, PackedWeight, Weight
 from quire.kernels.cpu import _C, rowwise
 from quire.kernels.cpu.memory import empty, pages
 from quire.kernels.cpu.views import dtype_code
 
-ROWS_TOGETHER = 16  # rows of a tile of a packed weight
-_ROWS_AT_ONCE = 1024  # rows that are converted at once, so that they are still in a CPU cache when they are packed
+TILE_ROWS = 16  # rows of a tile of a packed weight
+_PACK_CHUNK_ROWS = 1024  # rows that are converted at once, so that they are still in a CPU cache when they are packed
 
 
-def room(shape: Sequence[int], dtype: torch.dtype, parts: int = 1) -> Packed:
+def allocate_weight(shape: Sequence[int], dtype: torch.dtype, parts: int = 1) -> PackedWeight:
     """A zeroed weight (rows, columns), or stack (number, rows, columns), in tiles of 16 rows.
 
     The rows are cut into `parts` equal parts, and each is padded to whole tiles. Raises ValueError if they cannot be
@@ -25,15 +25,15 @@ def room(shape: Sequence[int], dtype: torch.dtype, parts: int = 1) -> Packed:
     *number, rows, columns = shape
     if rows % parts:
         raise ValueError(f"{rows} rows cannot be cut into {parts} parts")
-    tiles = -(-(rows // parts) // ROWS_TOGETHER)
+    tiles = -(-(rows // parts) // TILE_ROWS)
     terms = columns if dtype == torch.float32 else -(-columns // 32) * 32
-    sizes = (*number, parts, tiles, ROWS_TOGETHER * terms)
+    sizes = (*number, parts, tiles, TILE_ROWS * terms)
     data = pages(prod(sizes) * dtype.itemsize, huge=True).view(dtype).view(sizes)
     dtype_code(data)  # raises for types that products do not support
-    return Packed(data, rows, columns, parts)
+    return PackedWeight(data, rows, columns, parts)
 
 
-def write_rows(weight: Packed, rows: Tensor, start: int, index: int = 0) -> None:
+def write_rows(weight: PackedWeight, rows: Tensor, start: int, index: int = 0) -> None:
     """Write `rows` (n, columns) of any type to rows [start, start + n) of a weight. index: of the weight in a stack.
 
     Raises ValueError for rows of another width or outside of the weight.
@@ -47,43 +47,43 @@ def write_rows(weight: Packed, rows: Tensor, start: int, index: int = 0) -> None
     ready = rows.dtype == data.dtype and rows.is_contiguous()
     while start < end:
         part, place = divmod(start, per_part)
-        count = min(end - start, per_part - place, end if ready else _ROWS_AT_ONCE)
+        count = min(end - start, per_part - place, end if ready else _PACK_CHUNK_ROWS)
         some = rows[len(rows) - (end - start) :][:count].to(data.dtype).contiguous()
         _C.pack_rows(some, data[part], code, count, weight.columns, place)
         start += count
 
 
-def pack_weight(weight: Tensor, parts: int = 1) -> Packed:
+def pack_weight(weight: Tensor, parts: int = 1) -> PackedWeight:
     """A weight (rows, columns), or stack (number, rows, columns), packed: see `room`."""
-    packed = room(weight.shape, weight.dtype, parts)
+    packed = allocate_weight(weight.shape, weight.dtype, parts)
     for index, one in enumerate(weight if weight.dim() == 3 else [weight]):
         write_rows(packed, one, 0, index)
     return packed
 
 
-def linear(x: Tensor, weight: Weight, bias: Tensor | None, *, strict: bool) -> Tensor:
+def linear(x: Tensor, weight: Weight, bias: Tensor | None, *, deterministic: bool) -> Tensor:
     """x (num_rows, in) times weight (out, in), plus bias (out,)."""
     if isinstance(weight, Tensor):
         return F.linear(x, weight, bias)
     if weight.parts != 1:  # each part is a product of its own
         _check(x, weight, bias)
-        parts = [Packed(data, weight.rows // weight.parts, weight.columns) for data in weight.data]
+        parts = [PackedWeight(data, weight.rows // weight.parts, weight.columns) for data in weight.data]
         biases = [None] * weight.parts if bias is None else list(bias.chunk(weight.parts))
         pairs = zip(parts, biases, strict=True)
-        return torch.cat([_product(x, part, one, -1, strict=strict) for part, one in pairs], -1)
-    return _product(x, weight, bias, -1, strict=strict)
+        return torch.cat([_product(x, part, one, -1, deterministic=deterministic) for part, one in pairs], -1)
+    return _product(x, weight, bias, -1, deterministic=deterministic)
 
 
-def gated_linear(x: Tensor, weight: Weight, bias: Tensor | None, activation: str, *, strict: bool) -> Tensor:
+def gated_linear(x: Tensor, weight: Weight, bias: Tensor | None, activation: str, *, deterministic: bool) -> Tensor:
     """activation(first half) * second half of the last axis of `linear`. Raises ValueError unless weight.parts is 2."""
     if isinstance(weight, Tensor):
         return rowwise.gate(F.linear(x, weight, bias), activation)
     if weight.parts != 2:
         raise ValueError(f"the weight of a gated product has 2 parts, not {weight.parts}")
-    return _product(x, weight, bias, ACTIVATIONS.index(activation), strict=strict)
+    return _product(x, weight, bias, ACTIVATIONS.index(activation), deterministic=deterministic)
 
 
-def _product(x: Tensor, weight: Packed, bias: Tensor | None, gate: int, *, strict: bool) -> Tensor:
+def _product(x: Tensor, weight: PackedWeight, bias: Tensor | None, gate: int, *, deterministic: bool) -> Tensor:
     _check(x, weight, bias)
     num_rows, columns = x.shape
     if x.dtype == torch.bfloat16:  # kernels read pairs of bfloat16
@@ -97,12 +97,12 @@ def _product(x: Tensor, weight: Packed, bias: Tensor | None, gate: int, *, stric
         bias = bias.contiguous()
     width = weight.rows if gate < 0 else weight.rows // 2
     out = empty((num_rows, width), x.dtype)
-    sizes = (num_rows, width, columns, x.stride(0), width, gate, int(not strict))
+    sizes = (num_rows, width, columns, x.stride(0), width, gate, int(not deterministic))
     _C.linear(x, weight.data, bias, out, dtype_code(x), *sizes)
     return out
 
 
-def _check(x: Tensor, weight: Packed, bias: Tensor | None) -> None:
+def _check(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> None:
     if weight.data.dim() > 3:
         raise ValueError("a product takes one of several weights, not all of them")
     dtype = weight.data.dtype
@@ -133,12 +133,14 @@ def embed(ids: Tensor, weight: Weight, scale: float = 1.0) -> Tensor:
 
 
 def experts(
-    x: Tensor, ids: Tensor, weights: Tensor, up: Weight, down: Weight, activation: str, *, strict: bool
+    x: Tensor, ids: Tensor, weights: Tensor, up: Weight, down: Weight, activation: str, *, deterministic: bool
 ) -> Tensor:
     """The weighted sum of each token's experts: see Kernels. Terms are added in the order of expert ids."""
     out = torch.zeros(x.shape, dtype=torch.float32)
     for expert in sorted(set(ids.flatten().tolist())):
         tokens, places = (ids == expert).nonzero(as_tuple=True)
-        inner = gated_linear(x[tokens], up[expert], None, activation, strict=strict)
-        out[tokens] += linear(inner, down[expert], None, strict=strict) * weights[tokens, places].unsqueeze(1)
+        inner = gated_linear(x[tokens], up[expert], None, activation, deterministic=deterministic)
+        out[tokens] += linear(inner, down[expert], None, deterministic=deterministic) * weights[
+            tokens, places
+        ].unsqueeze(1)
     return out.to(x.dtype)

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from quire.kernels.contract import Batch, NotRecordable, Recorded, Storage
+from quire.kernels.contract import Batch, CaptureMemory, NotCapturable, Storage
 from quire.kernels.cpu import _C, paged
-from quire.kernels.cpu.memory import Arena, taken_from
+from quire.kernels.cpu.memory import Arena, use_arena
 
 _VIEWS = frozenset(
     (
@@ -23,25 +23,27 @@ _VIEWS = frozenset(
         *("transpose", "permute", "unsqueeze", "squeeze", "expand", "alias", "detach", "tensor_split"),
     )
 )
-_PERHAPS_VIEWS = frozenset(("to", "flatten", "reshape", "contiguous"))  # views unless they convert or copy
+_VIEWS_OR_COPIES = frozenset(("to", "flatten", "reshape", "contiguous"))  # views unless they convert or copy
 MAX_SEQUENCES = 64  # of a captured step; in larger steps the time of Python is negligible
 _EMPTY = frozenset(("empty", "new_empty", "empty_like"))
 
 
-class Recording:
+class CallListCapture:
     """Recorder of one model and one set of storages."""
 
     def __init__(self) -> None:
-        self._arena = Arena(keeps=True)
+        self._arena = Arena(never_free=True)
 
-    def size(self, num_sequences: int) -> int | None:
+    def capture_size(self, num_sequences: int) -> int | None:
         """See Recorder."""
         return num_sequences if num_sequences <= MAX_SEQUENCES else None
 
-    def takes(self, num_sequences: int, token_bytes: int, logit_bytes: int, scratch_bytes: int) -> Recorded:
+    def capture_memory(
+        self, num_sequences: int, token_bytes: int, logit_bytes: int, scratch_bytes: int
+    ) -> CaptureMemory:
         """Counted as 0 bytes: all captured steps share buffers for at most 64 tokens, and other steps need far more."""
         del num_sequences, token_bytes, logit_bytes, scratch_bytes
-        return Recorded(0, "")
+        return CaptureMemory(0, "")
 
     def plan(self, batch: Batch, storage: Storage, width: int) -> paged.CpuPlan:
         """See Recorder."""
@@ -51,28 +53,28 @@ class Recording:
         """See Recorder."""
         paged.refill(plan, batch)
 
-    def record(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
+    def capture(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
         """See Recorder."""
-        watch = _Watch(self._arena)
+        watch = _CaptureMode(self._arena)
         _C.record()
         try:
-            with taken_from(self._arena), watch:
+            with use_arena(self._arena), watch:
                 result = compute()
         finally:
             tape = _C.stop()
-        if watch.foreign is not None:
-            raise NotRecordable(f"{watch.foreign} is computed by torch")
-        result = self._arena.lent(result)
+        if watch.unsupported_op is not None:
+            raise NotCapturable(f"{watch.unsupported_op} is computed by torch")
+        result = self._arena.non_owning_view(result)
         return result, lambda: _C.play(tape)
 
 
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _CaptureMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Allocates empty tensors from the arena, and records the first operation that is no kernel in `foreign`."""
 
     def __init__(self, arena: Arena) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._arena = arena
-        self.foreign: str | None = None
+        self.unsupported_op: str | None = None
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -94,8 +96,8 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             dtype = kwargs.get("dtype") or (torch.get_default_dtype() if like is None else like.dtype)
             return self._arena.empty(shape, dtype)
         result = func(*args, **kwargs)
-        if name not in _VIEWS and not (name in _PERHAPS_VIEWS and _same_memory(result, args[0])):
-            self.foreign = self.foreign or name
+        if name not in _VIEWS and not (name in _VIEWS_OR_COPIES and _same_memory(result, args[0])):
+            self.unsupported_op = self.unsupported_op or name
         return result
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from quire.kernels.contract import ACTIVATIONS
 from quire.kernels.cpu import _C
 from quire.kernels.cpu.memory import empty
-from quire.kernels.cpu.views import dtype_code, heads_together
+from quire.kernels.cpu.views import dtype_code, with_contiguous_heads
 
 _CODES: Mapping[str, int] = MappingProxyType({name: code for code, name in enumerate(ACTIVATIONS)})
 
@@ -32,7 +32,7 @@ def _rows(x: Tensor, heads: int) -> _Rows:
     """The rows of x (..., size), or (..., heads, size). Slices of a wider product are not copied."""
     size = x.shape[-1]
     if x.dim() == 3:
-        x = heads_together(x)
+        x = with_contiguous_heads(x)
         return _Rows(x, x.shape[0], x.shape[1], size, x.stride(0))
     if x.dim() == 2 and heads == 1 and x.stride(1) == 1:
         return _Rows(x, x.shape[0], 1, size, x.stride(0))
@@ -40,14 +40,14 @@ def _rows(x: Tensor, heads: int) -> _Rows:
     return _Rows(x, x.numel() // (heads * size), heads, size, heads * size)
 
 
-def _beside(weight: Tensor, x: Tensor) -> Tensor:
+def _norm_weight(weight: Tensor, x: Tensor) -> Tensor:
     """The weight in a type that the kernels accept with x: x's type, or float32."""
     return (weight if weight.dtype == x.dtype else weight.float()).contiguous()
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMS norm of x (..., size)."""
-    rows, weight = _rows(x, 1), _beside(weight, x)
+    rows, weight = _rows(x, 1), _norm_weight(weight, x)
     out = empty(x.shape, x.dtype)
     sizes = (rows.outer, rows.inner, rows.size, rows.stride)
     _C.rms_norm(rows.x, weight, out, dtype_code(x), dtype_code(weight), *sizes, eps)
@@ -56,8 +56,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(rms_norm(x + residual), x + residual)."""
-    x, residual, weight = x.contiguous(), residual.contiguous(), _beside(weight, x)
-    _agree(x, residual)
+    x, residual, weight = x.contiguous(), residual.contiguous(), _norm_weight(weight, x)
+    _check_same_shape(x, residual)
     size = x.shape[-1]
     out, total = empty(x.shape, x.dtype), empty(x.shape, x.dtype)
     sizes = (x.numel() // size, size)
@@ -68,7 +68,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """Layer norm of x (..., size); weight and bias (size,), or (heads, size) for x (..., heads, size)."""
     heads = 1 if weight.dim() == 1 else weight.shape[0]
-    rows, weight = _rows(x, heads), _beside(weight, x)
+    rows, weight = _rows(x, heads), _norm_weight(weight, x)
     if bias is not None:
         bias = bias.to(weight.dtype).contiguous()
     out = empty(x.shape, x.dtype)
@@ -115,6 +115,6 @@ def embed(ids: Tensor, weight: Tensor, scale: float = 1.0) -> Tensor:
     return out
 
 
-def _agree(a: Tensor, b: Tensor) -> None:
+def _check_same_shape(a: Tensor, b: Tensor) -> None:
     if a.shape != b.shape or a.dtype != b.dtype:
         raise ValueError(f"{tuple(a.shape)} of {a.dtype} and {tuple(b.shape)} of {b.dtype} do not go together")

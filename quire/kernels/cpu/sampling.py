@@ -4,11 +4,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.kernels.contract import Draws
+from quire.kernels.contract import SamplingMetadata
 from quire.kernels.cpu import _C
 
 # Sampling metadata of one row: struct Wish of csrc/sampling.cpp. begin, end: the row's range in edits and history.
-_WISH = np.dtype(
+_ROW_METADATA = np.dtype(
     [
         ("seed", np.uint64),
         ("edits_begin", np.int64),
@@ -29,14 +29,14 @@ _WISH = np.dtype(
 )
 
 
-def sample(logits: Tensor, draws: Draws) -> Tensor:
+def sample(logits: Tensor, sampling_metadata: SamplingMetadata) -> Tensor:
     """One token per row of logits (num_rows, vocab_size) -> int64 (num_rows,); -1 if nothing can be sampled."""
     num_rows, vocab_size = logits.shape
-    logits = readable(logits)
-    wishes = _wishes(draws, num_rows)
-    masks = _masks(draws, wishes, vocab_size)
-    edit_tokens, edit_values = _edits(draws, wishes, vocab_size)
-    history_tokens, are_output = _history(draws, wishes, vocab_size)
+    logits = kernel_logits(logits)
+    wishes = _pack_metadata(sampling_metadata, num_rows)
+    masks = _masks(sampling_metadata, wishes, vocab_size)
+    edit_tokens, edit_values = _edits(sampling_metadata, wishes, vocab_size)
+    history_tokens, are_output = _history(sampling_metadata, wishes, vocab_size)
     tokens = torch.empty(num_rows, dtype=torch.int64)
     _C.sample(
         logits,
@@ -55,62 +55,68 @@ def sample(logits: Tensor, draws: Draws) -> Tensor:
     return tokens
 
 
-def readable(logits: Tensor) -> Tensor:
+def kernel_logits(logits: Tensor) -> Tensor:
     """Logits as the kernels read them: float32 or bfloat16, rows contiguous. A copy if they are not."""
     if logits.dtype not in (torch.float32, torch.bfloat16):
         logits = logits.float()
     return logits if logits.stride(1) == 1 else logits.contiguous()
 
 
-def _wishes(draws: Draws, num_rows: int) -> np.ndarray:
-    wishes = np.zeros(num_rows, _WISH)
-    wishes["seed"] = draws.seeds
-    wishes["sample_index"] = draws.sample_indices
-    wishes["position"] = draws.positions
-    wishes["top_k"] = draws.top_ks
+def _pack_metadata(sampling_metadata: SamplingMetadata, num_rows: int) -> np.ndarray:
+    wishes = np.zeros(num_rows, _ROW_METADATA)
+    wishes["seed"] = sampling_metadata.seeds
+    wishes["sample_index"] = sampling_metadata.sample_indices
+    wishes["position"] = sampling_metadata.positions
+    wishes["top_k"] = sampling_metadata.top_ks
     wishes["mask"] = -1
-    wishes["temperature"] = draws.temperatures
-    wishes["top_p"] = draws.top_ps
+    wishes["temperature"] = sampling_metadata.temperatures
+    wishes["top_p"] = sampling_metadata.top_ps
     wishes["min_score"] = -np.inf
-    if draws.min_ps.any():
-        wishes["min_score"] = torch.from_numpy(draws.min_ps.copy()).log().numpy()  # rounded as the reference's
-    if len(draws.history.rows):
-        wishes["presence"] = draws.presence_penalties
-        wishes["frequency"] = draws.frequency_penalties
-        wishes["repetition"] = draws.repetition_penalties
+    if sampling_metadata.min_ps.any():
+        wishes["min_score"] = (
+            torch.from_numpy(sampling_metadata.min_ps.copy()).log().numpy()
+        )  # rounded as the reference's
+    if len(sampling_metadata.history.rows):
+        wishes["presence"] = sampling_metadata.presence_penalties
+        wishes["frequency"] = sampling_metadata.frequency_penalties
+        wishes["repetition"] = sampling_metadata.repetition_penalties
     return wishes
 
 
-def _masks(draws: Draws, wishes: np.ndarray, vocab_size: int) -> Tensor | None:
-    masks = draws.masks
+def _masks(sampling_metadata: SamplingMetadata, row_metadata: np.ndarray, vocab_size: int) -> Tensor | None:
+    masks = sampling_metadata.masks
     if not len(masks.rows):
         return None
     shape = (len(masks.rows), -(-vocab_size // 32))
     if masks.words.shape != shape:
         raise ValueError(f"masks must have shape {shape}, not {masks.words.shape}")
-    wishes["mask"][masks.rows] = np.arange(len(masks.rows))
+    row_metadata["mask"][masks.rows] = np.arange(len(masks.rows))
     return _tensor(masks.words, np.uint32)
 
 
-def _edits(draws: Draws, wishes: np.ndarray, vocab_size: int) -> tuple[Tensor | None, Tensor | None]:
-    edits = draws.edits
+def _edits(
+    sampling_metadata: SamplingMetadata, row_metadata: np.ndarray, vocab_size: int
+) -> tuple[Tensor | None, Tensor | None]:
+    edits = sampling_metadata.edits
     if not len(edits.rows):
         return None, None
-    order = _by_row(edits.rows, edits.tokens, vocab_size)
-    wishes["edits_begin"], wishes["edits_end"] = _bounds(edits.rows[order], len(wishes))
+    order = _row_order(edits.rows, edits.tokens, vocab_size)
+    row_metadata["edits_begin"], row_metadata["edits_end"] = _bounds(edits.rows[order], len(row_metadata))
     return _tensor(edits.tokens[order], np.int64), _tensor(edits.values[order], np.float32)
 
 
-def _history(draws: Draws, wishes: np.ndarray, vocab_size: int) -> tuple[Tensor | None, Tensor | None]:
-    history = draws.history
+def _history(
+    sampling_metadata: SamplingMetadata, row_metadata: np.ndarray, vocab_size: int
+) -> tuple[Tensor | None, Tensor | None]:
+    history = sampling_metadata.history
     if not len(history.rows):
         return None, None
-    order = _by_row(history.rows, history.tokens, vocab_size)
-    wishes["history_begin"], wishes["history_end"] = _bounds(history.rows[order], len(wishes))
+    order = _row_order(history.rows, history.tokens, vocab_size)
+    row_metadata["history_begin"], row_metadata["history_end"] = _bounds(history.rows[order], len(row_metadata))
     return _tensor(history.tokens[order], np.int64), _tensor(history.are_output[order], np.bool_)
 
 
-def _by_row(rows: np.ndarray, tokens: np.ndarray, vocab_size: int) -> np.ndarray | slice:
+def _row_order(rows: np.ndarray, tokens: np.ndarray, vocab_size: int) -> np.ndarray | slice:
     """An index that sorts entries by row and is stable. Raises IndexError for tokens outside of the vocabulary."""
     if tokens.min() < 0 or tokens.max() >= vocab_size:
         raise IndexError(f"tokens must be in [0, {vocab_size}), not {tokens.min()} to {tokens.max()}")

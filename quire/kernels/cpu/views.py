@@ -17,7 +17,7 @@ def dtype_code(x: Tensor) -> int:
     return code
 
 
-def heads_together(x: Tensor) -> Tensor:
+def with_contiguous_heads(x: Tensor) -> Tensor:
     """x (num_tokens, heads, head_dim), copied unless the heads of each token are contiguous."""
     _, heads, head_dim = x.shape
     if x.stride(2) == 1 and (x.stride(1) == head_dim or heads == 1):

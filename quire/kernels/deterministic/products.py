@@ -6,12 +6,12 @@ from torch import Tensor
 from quire.kernels.contract import Weight
 from quire.kernels.deterministic.rowwise import gate
 from quire.kernels.exact import product
-from quire.kernels.reference.products import plain
+from quire.kernels.reference.products import require_unpacked
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """x (num_rows, in) times weight (out, in), plus bias (out,)."""
-    return product(x, plain(weight), bias, x.dtype)
+    return product(x, require_unpacked(weight), bias, x.dtype)
 
 
 def gated_linear(x: Tensor, weight: Weight, bias: Tensor | None, activation: str) -> Tensor:
@@ -21,7 +21,7 @@ def gated_linear(x: Tensor, weight: Weight, bias: Tensor | None, activation: str
 
 def experts(x: Tensor, ids: Tensor, weights: Tensor, up: Weight, down: Weight, activation: str) -> Tensor:
     """The weighted sum of each token's experts: see Kernels. Terms are added in the order of expert ids."""
-    ups, downs = plain(up), plain(down)
+    ups, downs = require_unpacked(up), require_unpacked(down)
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in sorted(set(ids.flatten().tolist())):
         tokens, places = (ids == expert).nonzero(as_tuple=True)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels import reference
-from quire.kernels.exact import by_vectors, exact_sum
+from quire.kernels.exact import apply_to_whole_vectors, exact_sum
 
 
 def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -51,7 +51,7 @@ def _mean(x: Tensor) -> Tensor:
 
 def activate(x: Tensor, activation: str) -> Tensor:
     """activation(x), for an MLP without a gate."""
-    return by_vectors(partial(reference.activate, activation=activation), x)
+    return apply_to_whole_vectors(partial(reference.activate, activation=activation), x)
 
 
 def gate(x: Tensor, activation: str) -> Tensor:

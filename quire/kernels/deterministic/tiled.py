@@ -19,8 +19,8 @@ from torch import Tensor
 from quire.config import KVGroup
 from quire.kernels.contract import Batch, Rotation, Storage
 from quire.kernels.deterministic.rowwise import rotary
-from quire.kernels.exact import LEFT_BITS, RIGHT_BITS, TERMS, by_vectors, fixed_point, row_power, sum_bits
-from quire.kernels.reference.quantized import numbers, stored
+from quire.kernels.exact import LEFT_BITS, RIGHT_BITS, TERMS, apply_to_whole_vectors, fixed_point, row_power, sum_bits
+from quire.kernels.reference.quantized import from_stored, to_stored
 
 QUERIES = 32  # positions of a tile, padded with the last one of the chunk; 1 for chunks of one position
 KEYS = TERMS  # positions of a split: the most terms of one exact sum
@@ -39,16 +39,16 @@ class Tiles(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class InvariantPlan:
+class DeterministicPlan:
     """The slots that the step's tokens are written to, and the keys that they attend to."""
 
     slots: Tensor  # int64 (num_tokens,): block * block_size + offset in the block
-    begun: Tensor  # int64: blocks whose first slot is written
+    new_blocks: Tensor  # int64: blocks whose first slot is written
     keys: Tensor  # int64 (num_chunks, whole splits): slot of each position; any valid slot if no query attends to it
     tiles: list[Tiles]
 
 
-class State(NamedTuple):
+class SoftmaxState(NamedTuple):
     """Online softmax state of queries, (num_tiles, num_kv_heads, rows, 1 or head_dim)."""
 
     largest: Tensor  # float32: largest score
@@ -56,7 +56,7 @@ class State(NamedTuple):
     output: Tensor  # float64: sum of values, weighted by exponentials
 
 
-def plan(batch: Batch, storage: Storage) -> InvariantPlan:
+def plan(batch: Batch, storage: Storage) -> DeterministicPlan:
     """The plan of a step: slots, and chunks cut into tiles."""
     device = storage.data.device
     lengths = batch.stops - batch.starts
@@ -67,7 +67,7 @@ def plan(batch: Batch, storage: Storage) -> InvariantPlan:
     keys = np.maximum(batch.tables[:, indices], 0) * storage.block_size + every % storage.block_size
     keys = np.minimum(keys, storage.group.num_blocks * storage.block_size - 1)
     slots = keys[chunks, positions]
-    return InvariantPlan(
+    return DeterministicPlan(
         _tensor(slots, device),
         _tensor(slots[positions % storage.block_size == 0] // storage.block_size, device),
         _tensor(keys, device),
@@ -104,15 +104,15 @@ def _tensor(array: np.ndarray, device: torch.device) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
 
-def write_kv(storage: Storage, layer: int, k: Tensor, v: Tensor, plan: InvariantPlan) -> None:
+def write_kv(storage: Storage, layer: int, k: Tensor, v: Tensor, plan: DeterministicPlan) -> None:
     """Zero the blocks in `plan.begun`, then store keys and values (num_tokens, num_kv_heads, head_dim)."""
     for blocks, new in zip(storage.data[layer], (k, v), strict=True):
-        blocks.index_fill_(0, plan.begun, 0)
-        blocks.flatten(0, 1).index_copy_(0, plan.slots, stored(new, storage.group.dtype))
+        blocks.index_fill_(0, plan.new_blocks, 0)
+        blocks.flatten(0, 1).index_copy_(0, plan.slots, to_stored(new, storage.group.dtype))
 
 
 def rotary_write(
-    storage: Storage, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, plan: InvariantPlan
+    storage: Storage, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, plan: DeterministicPlan
 ) -> Tensor:
     """Rotate q and k, then `write_kv`. Returns the rotated q."""
     if rotation is not None:
@@ -122,7 +122,7 @@ def rotary_write(
 
 
 def attention(
-    storage: Storage, layer: int, q: Tensor, plan: InvariantPlan, scale: float, softcap: float = 0.0
+    storage: Storage, layer: int, q: Tensor, plan: DeterministicPlan, scale: float, softcap: float = 0.0
 ) -> Tensor:
     """Causal attention of q (num_tokens, num_heads, head_dim) -> (num_tokens, num_heads * head_dim)."""
     num_heads, head_dim = q.shape[1:]
@@ -139,13 +139,13 @@ def attention(
     return out.flatten(1)
 
 
-def _attend(q: Tensor, storage: Storage, layer: int, plan: InvariantPlan, tiles: Tiles, softcap: float) -> Tensor:
+def _attend(q: Tensor, storage: Storage, layer: int, plan: DeterministicPlan, tiles: Tiles, softcap: float) -> Tensor:
     """q (num_tiles, num_kv_heads, rows, head_dim) -> the same shape, float64."""
     group = storage.group
     positions = _tensor(tiles.positions, q.device)
     chunks = _tensor(tiles.chunks, q.device)
     wide = torch.zeros_like(q, dtype=torch.float64)
-    state = State(q.new_full((*q.shape[:3], 1), _LOWEST), wide[..., :1].clone(), wide)
+    state = SoftmaxState(q.new_full((*q.shape[:3], 1), _LOWEST), wide[..., :1].clone(), wide)
     shared = q.shape[2] // positions.shape[1]
     for split in range(int(tiles.begins.min()), int(tiles.ends.max())):
         which = (tiles.begins <= split) & (split < tiles.ends)
@@ -154,21 +154,21 @@ def _attend(q: Tensor, storage: Storage, layer: int, plan: InvariantPlan, tiles:
         seeing = slice(None) if which.all() else _tensor(np.flatnonzero(which), q.device)
         stop = min((split + 1) * KEYS, int(tiles.positions[which, -1].max()) + 1)  # no query attends to later keys
         keys = torch.arange(split * KEYS, stop, device=q.device)
-        seen = _seen(keys, positions[seeing], group.window)  # (num seeing, queries, num_keys)
+        seen = _attention_mask(keys, positions[seeing], group.window)  # (num seeing, queries, num_keys)
         slots = plan.keys[chunks[seeing], split * KEYS : stop]
         k, v = (_gather(blocks, slots, group.dtype) for blocks in storage.data[layer])
         scores = _scores(q[seeing], k)
         if softcap:
-            scores = by_vectors(torch.tanh, scores / softcap) * softcap
+            scores = apply_to_whole_vectors(torch.tanh, scores / softcap) * softcap
         seen = seen.repeat_interleave(shared, 1).unsqueeze(1)  # (num seeing, 1, rows, num_keys)
         scores.masked_fill_(~seen, -torch.inf)
-        met = _meet(State(*(part[seeing] for part in state)), scores, v, seen)
+        met = _update_state(SoftmaxState(*(part[seeing] for part in state)), scores, v, seen)
         for part, new in zip(state, met, strict=True):
             part[seeing] = new
     return state.output / state.total
 
 
-def _seen(keys: Tensor, positions: Tensor, window: int) -> Tensor:
+def _attention_mask(keys: Tensor, positions: Tensor, window: int) -> Tensor:
     """bool (num_tiles, queries, num_keys): whether queries at positions (num_tiles, queries) attend to keys."""
     ages = positions.unsqueeze(-1) - keys
     return (ages >= 0) & (ages < window) if window else ages >= 0
@@ -177,7 +177,7 @@ def _seen(keys: Tensor, positions: Tensor, window: int) -> Tensor:
 def _gather(blocks: Tensor, slots: Tensor, dtype: str) -> Tensor:
     """Keys or values at `slots` (num_tiles, num_keys): float32 (num_tiles, num_kv_heads, num_keys, head_dim)."""
     found = blocks.flatten(0, 1).index_select(0, slots.flatten()).view(*slots.shape, *blocks.shape[2:])
-    return numbers(found.transpose(1, 2).contiguous(), dtype).float()
+    return from_stored(found.transpose(1, 2).contiguous(), dtype).float()
 
 
 def _scores(q: Tensor, k: Tensor) -> Tensor:
@@ -191,13 +191,15 @@ def _scores(q: Tensor, k: Tensor) -> Tensor:
     return total.float()
 
 
-def _meet(state: State, scores: Tensor, v: Tensor, seen: Tensor) -> State:
+def _update_state(state: SoftmaxState, scores: Tensor, v: Tensor, seen: Tensor) -> SoftmaxState:
     """The state after a split. scores (num_tiles, num_kv_heads, rows, num_keys): -inf for keys outside of `seen`."""
     largest = torch.maximum(state.largest, scores.amax(-1, keepdim=True))
-    kept = by_vectors(torch.exp, state.largest - largest)
-    weights = by_vectors(torch.exp, scores - largest)
+    kept = apply_to_whole_vectors(torch.exp, state.largest - largest)
+    weights = apply_to_whole_vectors(torch.exp, scores - largest)
     output = state.output * kept + _weighted_sums(weights, v, seen)
-    return State(largest, state.total * kept + fixed_point(weights, 1.0, sum_bits(KEYS)).sum(-1, keepdim=True), output)
+    return SoftmaxState(
+        largest, state.total * kept + fixed_point(weights, 1.0, sum_bits(KEYS)).sum(-1, keepdim=True), output
+    )
 
 
 def _weighted_sums(weights: Tensor, v: Tensor, seen: Tensor) -> Tensor:

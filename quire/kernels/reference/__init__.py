@@ -2,23 +2,23 @@
 
 import torch
 
-from quire.kernels.contract import Demands, Recorder
+from quire.kernels.contract import Requirements, StepCapture
 from quire.kernels.reference.blocks import allocate, copy_blocks, pack, unpack
 from quire.kernels.reference.likelihood import logprobs
 from quire.kernels.reference.paged import GATHERED_BYTES as SCRATCH_BYTES
 from quire.kernels.reference.paged import attention, plan, rotary_write, write_kv
-from quire.kernels.reference.products import embed, experts, gated_linear, linear, room, route, write_rows
+from quire.kernels.reference.products import allocate_weight, embed, experts, gated_linear, linear, route, write_rows
 from quire.kernels.reference.rowwise import activate, add_rms_norm, gate, layer_norm, rms_norm, rotary, rotation
 from quire.kernels.reference.sampling import sample
 
 NAME = "reference"
-RESIDENT = False
+USES_RESIDENT_TABLES = False
 
 
-recorder: Recorder | None = None
+step_capture: StepCapture | None = None
 
 
-def refusal(demands: Demands) -> str | None:
+def unsupported_reason(demands: Requirements) -> str | None:
     """None: plain torch meets all requirements."""
     del demands
     return None
@@ -29,17 +29,18 @@ def use_threads(number: int) -> None:
     torch.set_num_threads(number)
 
 
-def rest() -> None:
+def release_workspace() -> None:
     """Does nothing: this module keeps no workspace."""
 
 
 __all__ = [
     "NAME",
-    "RESIDENT",
     "SCRATCH_BYTES",
+    "USES_RESIDENT_TABLES",
     "activate",
     "add_rms_norm",
     "allocate",
+    "allocate_weight",
     "attention",
     "copy_blocks",
     "embed",
@@ -51,17 +52,16 @@ __all__ = [
     "logprobs",
     "pack",
     "plan",
-    "recorder",
-    "refusal",
-    "rest",
+    "release_workspace",
     "rms_norm",
-    "room",
     "rotary",
     "rotary_write",
     "rotation",
     "route",
     "sample",
+    "step_capture",
     "unpack",
+    "unsupported_reason",
     "use_threads",
     "write_kv",
     "write_rows",

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from quire.config import KVGroup
 from quire.kernels.contract import Storage
-from quire.kernels.reference.quantized import kept_as
+from quire.kernels.reference.quantized import stored_dtype_and_size
 
 
 def allocate(group: KVGroup, block_size: int, device: torch.device) -> Storage:
@@ -14,7 +14,7 @@ def allocate(group: KVGroup, block_size: int, device: torch.device) -> Storage:
 
     For 8-bit types the last axis also has the scales: see `quantized`.
     """
-    dtype, width = kept_as(group.dtype, group.head_dim)
+    dtype, width = stored_dtype_and_size(group.dtype, group.head_dim)
     shape = (len(group.layers), 2, group.num_blocks, block_size, group.num_kv_heads, width)
     if device.type == "cpu":
         # np.zeros gets zeroed pages from the system without touching them; torch.zeros writes them all

@@ -13,29 +13,31 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.kernels.contract import Draws, Edits, Masks
+from quire.kernels.contract import LogitEdits, Masks, SamplingMetadata
 
 _LARGEST = torch.finfo(torch.float32).max
 
 
-def changes(draws: Draws) -> bool:
+def has_edits(sampling_metadata: SamplingMetadata) -> bool:
     """Whether any row has a mask, a logit edit or a history for `edited` to apply."""
-    return len(draws.masks.rows) + len(draws.edits.rows) + len(draws.history.rows) > 0
+    return (
+        len(sampling_metadata.masks.rows) + len(sampling_metadata.edits.rows) + len(sampling_metadata.history.rows) > 0
+    )
 
 
-def edited(logits: Tensor, draws: Draws) -> Tensor:
+def apply_edits(logits: Tensor, sampling_metadata: SamplingMetadata) -> Tensor:
     """A copy of float32 logits (num_rows, vocab_size) with masks, edits and penalties applied."""
     logits = logits.clone(memory_format=torch.contiguous_format)
-    if len(draws.masks.rows):
-        _mask(logits, draws.masks)
-    if len(draws.edits.rows):
-        _edit(logits, draws.edits)
-    if len(draws.history.rows):
-        _penalise(logits, draws)
+    if len(sampling_metadata.masks.rows):
+        _apply_masks(logits, sampling_metadata.masks)
+    if len(sampling_metadata.edits.rows):
+        _add_logit_edits(logits, sampling_metadata.edits)
+    if len(sampling_metadata.history.rows):
+        _apply_penalties(logits, sampling_metadata)
     return logits
 
 
-def _mask(logits: Tensor, masks: Masks) -> None:
+def _apply_masks(logits: Tensor, masks: Masks) -> None:
     vocab_size = logits.shape[-1]
     shape = (len(masks.rows), -(-vocab_size // 32))
     if masks.words.shape != shape:
@@ -46,14 +48,14 @@ def _mask(logits: Tensor, masks: Masks) -> None:
     logits[rows] = logits[rows].where(_tensor(allowed, logits), -torch.inf)
 
 
-def _edit(logits: Tensor, edits: Edits) -> None:
+def _add_logit_edits(logits: Tensor, edits: LogitEdits) -> None:
     where = (_tensor(edits.rows, logits), _tensor(edits.tokens, logits))
     logits.index_put_(where, _tensor(edits.values, logits), accumulate=True)
 
 
-def _penalise(logits: Tensor, draws: Draws) -> None:
+def _apply_penalties(logits: Tensor, sampling_metadata: SamplingMetadata) -> None:
     """Apply the penalties in place. The work grows with the histories, not with the vocabulary."""
-    history = draws.history
+    history = sampling_metadata.history
     places = _tensor(history.rows * logits.shape[-1] + history.tokens, logits)
     places, entries = torch.unique(places, return_inverse=True)
     counts = torch.zeros(len(places), device=logits.device)  # in the output
@@ -61,7 +63,11 @@ def _penalise(logits: Tensor, draws: Draws) -> None:
     rows = (places // logits.shape[-1]).cpu().numpy()
     repetition, frequency, presence = (
         _tensor(column[rows], logits)
-        for column in (draws.repetition_penalties, draws.frequency_penalties, draws.presence_penalties)
+        for column in (
+            sampling_metadata.repetition_penalties,
+            sampling_metadata.frequency_penalties,
+            sampling_metadata.presence_penalties,
+        )
     )
     flat = logits.view(-1)
     values = flat[places]

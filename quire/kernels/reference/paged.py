@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from quire.kernels.contract import DTYPES, Batch, Rotation, Storage
-from quire.kernels.reference.quantized import numbers, read_bytes, stored
+from quire.kernels.reference.quantized import from_stored, read_bytes, to_stored
 from quire.kernels.reference.rowwise import rotary
 
 MAX_QUERIES = 256  # of one piece: keys after the last position of a piece are not gathered
@@ -33,10 +33,10 @@ class Pieces(NamedTuple):
     """Parts of chunks, one array per field."""
 
     chunks: np.ndarray
-    begins: np.ndarray  # index of the first needed block in the block table
+    first_blocks: np.ndarray  # index of the first needed block in the block table
     stops: np.ndarray  # end position (exclusive), counted from that block
     counts: np.ndarray  # number of positions
-    lasts: np.ndarray  # index of the last position among the step's tokens
+    last_tokens: np.ndarray  # index of the last position among the step's tokens
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,10 +53,10 @@ class ReferencePlan:
     """The slots that the step's tokens are written to, and the keys that they attend to."""
 
     slots: Tensor  # int64 (num_tokens,): block * block_size + offset in the block
-    begun: Tensor  # int64: blocks whose first slot is written
+    new_blocks: Tensor  # int64: blocks whose first slot is written
     buckets: list[Bucket]
     order: Tensor  # int64 (num_tokens,): index of each token in the concatenated outputs of the buckets
-    gathered: Tensor  # (2, blocks of the widest bucket, block_size, num_kv_heads, head_dim): scratch
+    gather_scratch: Tensor  # (2, blocks of the widest bucket, block_size, num_kv_heads, head_dim): scratch
 
 
 def plan(batch: Batch, storage: Storage) -> ReferencePlan:
@@ -71,7 +71,7 @@ def plan(batch: Batch, storage: Storage) -> ReferencePlan:
     buckets = []
     order = np.empty(len(chunks), np.int64)
     size = 0
-    for pieces in _alike(_cut(batch, lengths, storage), storage):
+    for pieces in _group_by_size(_cut(batch, lengths, storage), storage):
         bucket, tokens, rows = _bucket(pieces, batch.tables, storage)
         buckets.append(bucket)
         order[tokens] = rows + size
@@ -101,10 +101,10 @@ def _cut(batch: Batch, lengths: np.ndarray, storage: Storage) -> Pieces:
     return Pieces(chunks, begins, starts + counts - begins * storage.block_size, counts, firsts + counts - 1)
 
 
-def _alike(pieces: Pieces, storage: Storage) -> Iterator[Pieces]:
+def _group_by_size(pieces: Pieces, storage: Storage) -> Iterator[Pieces]:
     """Pieces grouped by the next powers of two of their queries and context, in groups of limited bytes."""
     group = storage.group
-    bytes_per_token = 2 * group.num_kv_heads * group.head_dim * read_bytes(group.dtype, _computed_in(storage))
+    bytes_per_token = 2 * group.num_kv_heads * group.head_dim * read_bytes(group.dtype, _compute_dtype(storage))
     classes = 64 * _bit_length(pieces.counts - 1) + _bit_length(np.maximum(pieces.stops, MIN_CONTEXT) - 1)
     for one in np.unique(classes):
         members = np.flatnonzero(classes == one)
@@ -126,12 +126,12 @@ def _bucket(pieces: Pieces, tables: np.ndarray, storage: Storage) -> tuple[Bucke
     num_pieces, num_queries = len(pieces.chunks), int(pieces.counts.max())
     counts, stops = pieces.counts[:, None], pieces.stops[:, None]
     steps = np.arange(num_queries)  # backwards from the last position; padding repeats the first position
-    queries = pieces.lasts[:, None] - np.minimum(steps, counts - 1)
+    queries = pieces.last_tokens[:, None] - np.minimum(steps, counts - 1)
     real = steps < counts
 
     num_blocks = -(-stops // storage.block_size)
     width = int(num_blocks.max())  # padding repeats the last block of the sequence, whose numbers are finite
-    blocks = tables[pieces.chunks[:, None], pieces.begins[:, None] + np.minimum(np.arange(width), num_blocks - 1)]
+    blocks = tables[pieces.chunks[:, None], pieces.first_blocks[:, None] + np.minimum(np.arange(width), num_blocks - 1)]
     num_keys = width * storage.block_size
     length = num_keys + num_queries - 1
     places = np.arange(length)
@@ -139,13 +139,13 @@ def _bucket(pieces: Pieces, tables: np.ndarray, storage: Storage) -> tuple[Bucke
     if storage.group.window:
         seen &= places >= stops - storage.group.window
     band = np.where(seen, np.float32(0), np.float32(-np.inf))
-    rows = _tensor(band, device).to(_computed_in(storage))
+    rows = _tensor(band, device).to(_compute_dtype(storage))
     mask = rows.as_strided((num_pieces, 1, num_queries, num_keys), (length, length, 1, 1))
     bucket = Bucket(_tensor(queries.ravel(), device), _tensor(blocks.ravel(), device), mask)
     return bucket, queries[real], np.flatnonzero(real)
 
 
-def _computed_in(storage: Storage) -> torch.dtype:
+def _compute_dtype(storage: Storage) -> torch.dtype:
     return DTYPES.get(storage.group.dtype, torch.float32)
 
 
@@ -156,9 +156,9 @@ def _tensor(array: np.ndarray, device: torch.device) -> Tensor:
 def write_kv(storage: Storage, layer: int, k: Tensor, v: Tensor, plan: ReferencePlan) -> None:
     """Zero the blocks in `plan.begun`, then store keys and values (num_tokens, num_kv_heads, head_dim)."""
     for blocks, new in zip(storage.data[layer], (k, v), strict=True):
-        if len(plan.begun):
-            blocks.index_fill_(0, plan.begun, 0)
-        blocks.flatten(0, 1).index_copy_(0, plan.slots, stored(new, storage.group.dtype))
+        if len(plan.new_blocks):
+            blocks.index_fill_(0, plan.new_blocks, 0)
+        blocks.flatten(0, 1).index_copy_(0, plan.slots, to_stored(new, storage.group.dtype))
 
 
 def rotary_write(
@@ -180,12 +180,12 @@ def attention(
         num_pieces, _, num_queries, _ = bucket.mask.shape
         queries = q.index_select(0, bucket.queries).view(num_pieces, num_queries, *q.shape[1:])
         k, v = (
-            numbers(
+            from_stored(
                 torch.index_select(blocks, 0, bucket.blocks, out=scratch[: len(bucket.blocks)]), storage.group.dtype
             )
             .view(num_pieces, -1, blocks.shape[2], q.shape[2])
             .to(q.dtype)
-            for blocks, scratch in zip(storage.data[layer], plan.gathered, strict=True)
+            for blocks, scratch in zip(storage.data[layer], plan.gather_scratch, strict=True)
         )
         outputs.append(_dense(queries, k, v, bucket.mask.to(q.dtype), scale, softcap))
     return torch.cat(outputs).index_select(0, plan.order)

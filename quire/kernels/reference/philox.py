@@ -7,7 +7,7 @@ products wrap modulo 2^64, as the method requires.
 import torch
 from torch import Tensor
 
-from quire.kernels.exact import by_vectors
+from quire.kernels.exact import apply_to_whole_vectors
 
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -46,4 +46,4 @@ def exponential(words: Tensor) -> Tensor:
     upper = words >= 2**31
     distance = torch.where(upper, _MASK - words, words)  # from the nearer end of the range
     share = (distance.float() + 0.5) * 2.0**-32
-    return -torch.where(upper, by_vectors(torch.log1p, -share), by_vectors(torch.log, share))
+    return -torch.where(upper, apply_to_whole_vectors(torch.log1p, -share), apply_to_whole_vectors(torch.log, share))

@@ -6,31 +6,31 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from quire.kernels.contract import Packed, Weight
+from quire.kernels.contract import PackedWeight, Weight
 from quire.kernels.reference.rowwise import gate
 
 
-def room(shape: Sequence[int], dtype: torch.dtype, parts: int = 1) -> None:
+def allocate_weight(shape: Sequence[int], dtype: torch.dtype, parts: int = 1) -> None:
     """None: products read plain tensors."""
     del shape, dtype, parts
 
 
-def write_rows(weight: Packed, rows: Tensor, start: int, index: int = 0) -> None:
+def write_rows(weight: PackedWeight, rows: Tensor, start: int, index: int = 0) -> None:
     """Raises TypeError if the weight is packed: this module has no packed weights."""
     del rows, start, index
-    plain(weight)
+    require_unpacked(weight)
 
 
-def plain(weight: Weight) -> Tensor:
+def require_unpacked(weight: Weight) -> Tensor:
     """The weight as a tensor. Raises TypeError for one that another module packed."""
-    if isinstance(weight, Packed):
+    if isinstance(weight, PackedWeight):
         raise TypeError("this weight was packed by another kernel module")
     return weight
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """x (num_rows, in) times weight (out, in), plus bias (out,)."""
-    return F.linear(x, plain(weight), bias)
+    return F.linear(x, require_unpacked(weight), bias)
 
 
 def gated_linear(x: Tensor, weight: Weight, bias: Tensor | None, activation: str) -> Tensor:
@@ -40,7 +40,7 @@ def gated_linear(x: Tensor, weight: Weight, bias: Tensor | None, activation: str
 
 def embed(ids: Tensor, weight: Weight, scale: float = 1.0) -> Tensor:
     """Rows of the weight, times `scale`."""
-    rows = F.embedding(ids, plain(weight))
+    rows = F.embedding(ids, require_unpacked(weight))
     return rows if scale == 1 else rows * scale
 
 
@@ -52,7 +52,7 @@ def route(logits: Tensor, k: int, *, normalise: bool) -> tuple[Tensor, Tensor]:
 
 def experts(x: Tensor, ids: Tensor, weights: Tensor, up: Weight, down: Weight, activation: str) -> Tensor:
     """The weighted sum of each token's experts: see Kernels. Terms are added in the order of expert ids."""
-    ups, downs = plain(up), plain(down)
+    ups, downs = require_unpacked(up), require_unpacked(down)
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in sorted(set(ids.flatten().tolist())):
         tokens, places = (ids == expert).nonzero(as_tuple=True)

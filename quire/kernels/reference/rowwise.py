@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from quire.kernels.exact import by_vectors
+from quire.kernels.exact import apply_to_whole_vectors
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:
@@ -37,7 +37,7 @@ def rotation(positions: Tensor, frequencies: Tensor, magnitude: float) -> tuple[
     The bits for a position do not depend on the other positions.
     """
     angles = positions.float().unsqueeze(1) * frequencies
-    cos, sin = by_vectors(torch.cos, angles), by_vectors(torch.sin, angles)
+    cos, sin = apply_to_whole_vectors(torch.cos, angles), apply_to_whole_vectors(torch.sin, angles)
     return (cos, sin) if magnitude == 1 else (cos * magnitude, sin * magnitude)
 
 

@@ -17,24 +17,24 @@ from torch import Tensor
 
 from quire.kernels.contract import Storage
 from quire.kernels.reference.quantized import SCALE_BYTES
-from quire.kernels.triton.attention_kernels import TOGETHER, attend, merge
+from quire.kernels.triton.attention_kernels import SPLITS_PER_STEP, attend, merge
 from quire.kernels.triton.launch import INTERPRETED, pow2
 from quire.kernels.triton.plan import TritonPlan
 
 SCRATCH_BYTES = 2**26  # of partial results
-FEW_ROWS = 16  # the fewest rows of tl.dot
+MIN_TILE_ROWS = 16  # the fewest rows of tl.dot
 KEY_BYTES = 2**14  # of a tile of keys in the type of queries: two such tiles in flight saturate the memory
 WAVES = 2  # target number of programs per multiprocessor
-LEAST_KEYS = 256  # of a split
-MOST_KEYS = 2**14  # of a split of a small tile: one long context among short ones must not prolong the step
-PROCESSORS = 132  # assumed multiprocessors of a device that is not CUDA
+MIN_SPLIT_KEYS = 256  # of a split
+MAX_SPLIT_KEYS = 2**14  # of a split of a small tile: one long context among short ones must not prolong the step
+DEFAULT_NUM_SMS = 132  # assumed multiprocessors of a device that is not CUDA
 
 _STORED = {"fp8_e4m3": torch.float8_e4m3fn, "int8": torch.int8}
 _WEIGHTS = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 _LOG2E = 1.4426950408889634
 
 
-class Shape(NamedTuple):
+class TileShape(NamedTuple):
     """Shape and launch parameters of a tile."""
 
     rows: int  # pairs of a query and a head
@@ -43,7 +43,7 @@ class Shape(NamedTuple):
     stages: int
 
 
-class Blocks(NamedTuple):
+class LayerBlocks(NamedTuple):
     """Keys and values of one layer."""
 
     keys: Tensor  # (num_blocks, num_kv_heads, ...) of the stored type
@@ -62,7 +62,7 @@ def attention(
     scale: float,
     softcap: float = 0.0,
     *,
-    strict: bool = False,
+    deterministic: bool = False,
 ) -> Tensor:
     """Causal attention of q (num_tokens, num_heads, head_dim) -> (num_tokens, num_heads * head_dim).
 
@@ -73,19 +73,19 @@ def attention(
         q = q.contiguous()
     out = torch.empty((num_tokens, num_heads * head_dim), dtype=q.dtype, device=q.device)
     shared = num_heads // storage.group.num_kv_heads
-    blocks = _blocks(storage, layer)
+    blocks = _layer_blocks(storage, layer)
     factor, cap = (scale / softcap, softcap * _LOG2E) if softcap else (scale * _LOG2E, 0.0)
-    for lengths, rows in _parts(plan, shared, strict=strict):
-        shape = _shape(rows, shared, q)
+    for lengths, rows in _tile_rows_by_length(plan, shared, deterministic=deterministic):
+        shape = _tile_shape(rows, shared, q)
         queries = shape.rows // shared
         tiles = plan.tiles_of(queries, lengths)
         used = min(queries, lengths.stop - 1) * shared
-        splits = 1 if strict else _splits(storage, plan, len(tiles), used, small=rows == FEW_ROWS)
+        splits = 1 if deterministic else _splits(storage, plan, len(tiles), used, small=rows == MIN_TILE_ROWS)
         partials, states = _scratch(splits, len(tiles) * storage.group.num_kv_heads * used, head_dim, q.device)
-        spans = (tiles, plan.begins, plan.starts, plan.stops)
+        spans = (tiles, plan.query_start_loc, plan.starts, plan.stops)
         sizes = {"SHARED": shared, "KV_HEADS": storage.group.num_kv_heads, "HEAD_DIM": head_dim}
         attend[len(tiles), storage.group.num_kv_heads, splits](
-            *(q, *blocks[:4], *spans, plan.rows, plan.tables, out, partials, states),
+            *(q, *blocks[:4], *spans, plan.table_rows, plan.tables, out, partials, states),
             *(q.stride(0), plan.tables.stride(0), used, factor, cap),
             **sizes,
             BLOCK_SIZE=storage.block_size,
@@ -95,59 +95,63 @@ def attention(
             QUANTIZED=blocks.quantized,
             WEIGHT=_weight(q, quantized=blocks.quantized),
             SPLIT=splits > 1,
-            LEAST=max(1, LEAST_KEYS // shape.keys),
+            LEAST=max(1, MIN_SPLIT_KEYS // shape.keys),
             ROWS=shape.rows,
             QUERIES=queries,
             KEYS=shape.keys,
             DIM=max(16, pow2(head_dim)),
-            UP=INTERPRETED,
+            INTERPRET=INTERPRETED,
             num_warps=shape.warps,
             num_stages=shape.stages,
         )
         if splits > 1:
             merge[len(tiles), used, storage.group.num_kv_heads](
-                *(partials, states, *spans, out, splits), **sizes, DIM=pow2(head_dim), TOGETHER=TOGETHER, num_warps=2
+                *(partials, states, *spans, out, splits),
+                **sizes,
+                DIM=pow2(head_dim),
+                TOGETHER=SPLITS_PER_STEP,
+                num_warps=2,
             )
     return out
 
 
-def _parts(plan: TritonPlan, shared: int, *, strict: bool) -> list[tuple[range, int]]:
+def _tile_rows_by_length(plan: TritonPlan, shared: int, *, deterministic: bool) -> list[tuple[range, int]]:
     """Ranges of chunk lengths, each with the rows of the tiles for these chunks."""
-    every = range(1, plan.longest + 1)
-    few = max(1, FEW_ROWS // shared)
-    if strict or plan.longest <= few:
-        return [(every, FEW_ROWS)]
-    large = (range(few + 1, plan.longest + 1), 64 if plan.longest * shared <= 64 else 128)
-    return [(range(1, few + 1), FEW_ROWS), large] if plan.lengths.min() <= few else [large]
+    every = range(1, plan.max_query_len + 1)
+    few = max(1, MIN_TILE_ROWS // shared)
+    if deterministic or plan.max_query_len <= few:
+        return [(every, MIN_TILE_ROWS)]
+    large = (range(few + 1, plan.max_query_len + 1), 64 if plan.max_query_len * shared <= 64 else 128)
+    return [(range(1, few + 1), MIN_TILE_ROWS), large] if plan.lengths.min() <= few else [large]
 
 
-def _shape(rows: int, shared: int, q: Tensor) -> Shape:
+def _tile_shape(rows: int, shared: int, q: Tensor) -> TileShape:
     """The tile shape for `rows` rows: fewer if registers do not suffice, more if more heads share a KV head."""
     dim = pow2(max(16, q.shape[2]))
     num_keys = min(max(KEY_BYTES // (dim * q.element_size()), 16), 128)
     if q.dtype == torch.float32:  # tensor cores do not multiply it
-        return Shape(max(32, pow2(shared)), num_keys, warps=8, stages=3)
-    rows = max(min(rows, 128 if dim <= 128 else 64), FEW_ROWS, pow2(shared))
+        return TileShape(max(32, pow2(shared)), num_keys, warps=8, stages=3)
+    rows = max(min(rows, 128 if dim <= 128 else 64), MIN_TILE_ROWS, pow2(shared))
     # loads through a block table need two stages; with large heads five stages do not fit on every device
-    return Shape(rows, num_keys, warps=8 if rows >= 128 else 4, stages=5 if dim <= 128 else 4)
+    return TileShape(rows, num_keys, warps=8 if rows >= 128 else 4, stages=5 if dim <= 128 else 4)
 
 
 def _splits(storage: Storage, plan: TritonPlan, num_tiles: int, used: int, *, small: bool) -> int:
     """The number of splits of each tile's context. It depends on the plan alone, so a captured step keeps it."""
     group = storage.group
-    context = min(plan.context, group.window + used) if group.window else plan.context
+    context = min(plan.max_context, group.window + used) if group.window else plan.max_context
     programs = num_tiles * group.num_kv_heads
-    wanted = -(-WAVES * _processors(plan.starts.device) // programs)
+    wanted = -(-WAVES * _num_sms(plan.starts.device) // programs)
     if small:
-        wanted = max(wanted, -(-context // MOST_KEYS))
+        wanted = max(wanted, -(-context // MAX_SPLIT_KEYS))
     held = SCRATCH_BYTES // (4 * programs * used * (group.head_dim + 2))
-    return max(1, min(wanted, context // LEAST_KEYS, held))
+    return max(1, min(wanted, context // MIN_SPLIT_KEYS, held))
 
 
 @functools.cache
-def _processors(device: torch.device) -> int:
+def _num_sms(device: torch.device) -> int:
     if device.type != "cuda":
-        return PROCESSORS
+        return DEFAULT_NUM_SMS
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -158,14 +162,14 @@ def _scratch(splits: int, num_rows: int, head_dim: int, device: torch.device) ->
     return partials, torch.empty((num, 2), dtype=torch.float32, device=device)
 
 
-def _blocks(storage: Storage, layer: int) -> Blocks:
+def _layer_blocks(storage: Storage, layer: int) -> LayerBlocks:
     keys, values = storage.data[layer].unbind()
     dtype, head_dim = storage.group.dtype, storage.group.head_dim
     if dtype not in _STORED:
-        return Blocks(keys, values, keys, values, storage.block_size * head_dim, quantized=False)
+        return LayerBlocks(keys, values, keys, values, storage.block_size * head_dim, quantized=False)
     scales = keys.view(torch.float32), values.view(torch.float32)
     keys, values = keys.view(_STORED[dtype]), values.view(_STORED[dtype])
-    return Blocks(keys, values, *scales, storage.block_size * (head_dim + SCALE_BYTES), quantized=True)
+    return LayerBlocks(keys, values, *scales, storage.block_size * (head_dim + SCALE_BYTES), quantized=True)
 
 
 def _weight(q: Tensor, *, quantized: bool) -> tl.dtype:

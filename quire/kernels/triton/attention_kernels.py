@@ -13,7 +13,7 @@ factor of the others is exp2(0), and zeros are added. So a row does not depend o
 import triton
 import triton.language as tl
 
-TOGETHER = 16  # splits that `merge` reads at once
+SPLITS_PER_STEP = 16  # splits that `merge` reads at once
 
 
 @triton.jit
@@ -35,7 +35,7 @@ def _tanh(x):
 
 
 @triton.jit
-def _share(start, stop, KEYS: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr, LEAST: tl.constexpr):
+def _split_range(start, stop, KEYS: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr, LEAST: tl.constexpr):
     """The first key that queries at [start, stop) attend to, and the keys [low, high) of this program's split."""
     begin = 0
     if WINDOW:
@@ -51,7 +51,7 @@ def _share(start, stop, KEYS: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.cons
 
 
 @triton.jit
-def _places(
+def _key_offsets(
     table_ptr, first_key, begin, high, kv_head, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_STRIDE: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
@@ -129,14 +129,14 @@ def attend(
     QUERIES: tl.constexpr,  # of a tile: at most ROWS // SHARED
     KEYS: tl.constexpr,
     DIM: tl.constexpr,  # HEAD_DIM, padded to a power of two
-    UP: tl.constexpr,
+    INTERPRET: tl.constexpr,
 ):
     """Attention of one tile, KV head and split. Grid (num_tiles, KV_HEADS, splits)."""
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the last tiles of a chunk have most keys, so they start first
     kv_head = tl.program_id(1)
     chunk, token, start, stop = _span(tiles_ptr, begins_ptr, starts_ptr, stops_ptr, tile)
     stop = tl.minimum(stop, start + QUERIES)
-    begin, low, high = _share(start, stop, KEYS, WINDOW, SPLIT, LEAST)
+    begin, low, high = _split_range(start, stop, KEYS, WINDOW, SPLIT, LEAST)
     row = tl.arange(0, ROWS)
     query = row // SHARED
     position = start + query
@@ -152,7 +152,7 @@ def attend(
     head = kv_head * SHARED + row % SHARED
     q_at = (token + query).to(tl.int64) * q_stride + head * HEAD_DIM
     q = tl.load(q_ptr + q_at[:, None] + dim[None, :], mask=real[:, None] & inside[None, :], other=0.0)
-    if UP:
+    if INTERPRET:
         q = q.to(tl.float32)
 
     largest = tl.full([ROWS], float("-inf"), tl.float32)
@@ -160,7 +160,7 @@ def attend(
     output = tl.zeros([ROWS, DIM], tl.float32)
     table_ptr = tables_ptr + tl.load(rows_ptr + chunk).to(tl.int64) * table_width
     for first_key in tl.range(low, high, KEYS):
-        key, held, at, scale_at = _places(
+        key, held, at, scale_at = _key_offsets(
             table_ptr, first_key, begin, high, kv_head, KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, KEYS
         )
         at = at[:, None] + dim[None, :]

@@ -6,44 +6,54 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.contract import Draws
-from quire.kernels.triton.rows import COUNTED, FREQUENCY, MASK, PRESENCE, REPETITION, TILE, float_wish, num_tiles, wish
+from quire.kernels.contract import SamplingMetadata
+from quire.kernels.triton.rows import (
+    COUNTED,
+    FREQUENCY,
+    MASK,
+    PRESENCE,
+    REPETITION,
+    TILE,
+    load_field,
+    load_float_field,
+    num_tiles,
+)
 
 _LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
-_ENTRIES = 1024  # history entries that one program counts
+_HISTORY_BLOCK = 1024  # history entries that one program counts
 
 
-def edit_columns(draws: Draws, wishes: np.ndarray, vocab_size: int) -> list[np.ndarray]:
+def pack_edits(sampling_metadata: SamplingMetadata, row_metadata: np.ndarray, vocab_size: int) -> list[np.ndarray]:
     """Kernel inputs for the edits of all rows. Sets the fields `mask`, `counted` and `edited` of `wishes`.
 
     Returns masks; tokens and values of logit edits, sorted by tile of an edited row; the index at which each tile's
     edits begin; and the history: rows of the counts, and token * 2 + 1 for output, token * 2 for prompt tokens.
     Raises ValueError for masks whose width does not match the vocabulary, IndexError for tokens outside of it.
     """
-    masks, edits, history = draws.masks, draws.edits, draws.history
+    masks, edits, history = sampling_metadata.masks, sampling_metadata.edits, sampling_metadata.history
     shape = (len(masks.rows), -(-vocab_size // 32))
     if len(masks.rows) and masks.words.shape != shape:
         raise ValueError(f"masks must have shape {shape}, not {masks.words.shape}")
     for tokens in (edits.tokens, history.tokens):
         if len(tokens) and (tokens.min() < 0 or tokens.max() >= vocab_size):
             raise IndexError(f"tokens must be in [0, {vocab_size}), not {tokens.min()} to {tokens.max()}")
-    wishes["mask"][masks.rows] = np.arange(len(masks.rows))
-    wishes["counted"] = numbered(len(wishes), history.rows)
-    wishes["edited"] = numbered(len(wishes), masks.rows, edits.rows, history.rows)
-    tiles = wishes["edited"][edits.rows] * num_tiles(vocab_size) + edits.tokens // TILE
+    row_metadata["mask"][masks.rows] = np.arange(len(masks.rows))
+    row_metadata["counted"] = number_rows(len(row_metadata), history.rows)
+    row_metadata["edited"] = number_rows(len(row_metadata), masks.rows, edits.rows, history.rows)
+    tiles = row_metadata["edited"][edits.rows] * num_tiles(vocab_size) + edits.tokens // TILE
     order = np.argsort(tiles, kind="stable")  # several edits of one logit are added in their order
-    begins = np.searchsorted(tiles[order], np.arange((wishes["edited"].max() + 1) * num_tiles(vocab_size) + 1))
+    begins = np.searchsorted(tiles[order], np.arange((row_metadata["edited"].max() + 1) * num_tiles(vocab_size) + 1))
     return [
         masks.words.astype(np.uint32, copy=False),
         edits.tokens[order].astype(np.int32),
         edits.values[order].astype(np.float32, copy=False),
         begins.astype(np.int32),
-        wishes["counted"][history.rows],
+        row_metadata["counted"][history.rows],
         (history.tokens * 2 + history.are_output).astype(np.int32),
     ]
 
 
-def numbered(num_rows: int, *chosen: np.ndarray) -> np.ndarray:
+def number_rows(num_rows: int, *chosen: np.ndarray) -> np.ndarray:
     """int32 (num_rows,): consecutive numbers from 0 for the rows in any of `chosen`, -1 for the others."""
     numbers = np.full(num_rows, -1, np.int32)
     for rows in chosen:
@@ -58,8 +68,8 @@ def count_history(rows: Tensor, entries: Tensor, num_counted: int, vocab_size: i
     rows and entries: from `edit_columns`. The atomic additions are of integers, so their order does not matter.
     """
     counts = torch.zeros(num_counted, vocab_size, dtype=torch.int32, device=rows.device)
-    grid = (-(-len(rows) // _ENTRIES),)
-    _count[grid](rows, entries, counts, len(rows), vocab_size, BLOCK=_ENTRIES)
+    grid = (-(-len(rows) // _HISTORY_BLOCK),)
+    _count[grid](rows, entries, counts, len(rows), vocab_size, BLOCK=_HISTORY_BLOCK)
     return counts
 
 
@@ -76,11 +86,11 @@ def _count(rows_ptr, entries_ptr, counts_ptr, number, vocab_size, BLOCK: tl.cons
 
 
 @triton.jit
-def edited(
-    x, tokens, row, slot, wishes_ptr, masks_ptr, tokens_ptr, values_ptr, begins_ptr, counts_ptr, vocab_size
+def apply_edits(
+    x, tokens, row, slot, metadata_ptr, masks_ptr, tokens_ptr, values_ptr, begins_ptr, counts_ptr, vocab_size
 ) -> tl.tensor:
     """The logits x of one tile of an edited row, with masks, edits and penalties applied. Grid (., tiles)."""
-    mask = wish(wishes_ptr, row, MASK)
+    mask = load_field(metadata_ptr, row, MASK)
     if mask >= 0:
         places = masks_ptr + mask.to(tl.int64) * tl.cdiv(vocab_size, 32) + tokens // 32
         words = tl.load(places, mask=tokens < vocab_size, other=0)
@@ -88,19 +98,19 @@ def edited(
     tile = slot * tl.num_programs(1) + tl.program_id(1)
     for i in range(tl.load(begins_ptr + tile), tl.load(begins_ptr + tile + 1)):
         x = tl.where(tokens == tl.load(tokens_ptr + i), x + tl.load(values_ptr + i), x)
-    counted = wish(wishes_ptr, row, COUNTED)
+    counted = load_field(metadata_ptr, row, COUNTED)
     if counted >= 0:
         places = counts_ptr + counted.to(tl.int64) * vocab_size + tokens
-        x = _penalised(x, tl.load(places, mask=tokens < vocab_size, other=0), row, wishes_ptr)
+        x = _apply_penalties(x, tl.load(places, mask=tokens < vocab_size, other=0), row, metadata_ptr)
     return x
 
 
 @triton.jit
-def _penalised(x, counts, row, wishes_ptr):
-    repetition = float_wish(wishes_ptr, row, REPETITION)
+def _apply_penalties(x, counts, row, metadata_ptr):
+    repetition = load_float_field(metadata_ptr, row, REPETITION)
     times = (counts >> 1).to(tl.float32)
     y = tl.where(x > 0, tl.div_rn(x, repetition), x * repetition)
-    y = y - float_wish(wishes_ptr, row, FREQUENCY) * times
-    y = y - float_wish(wishes_ptr, row, PRESENCE) * tl.where(times > 0, 1.0, 0.0)
+    y = y - load_float_field(metadata_ptr, row, FREQUENCY) * times
+    y = y - load_float_field(metadata_ptr, row, PRESENCE) * tl.where(times > 0, 1.0, 0.0)
     y = tl.minimum(y, _LARGEST)  # a tiny repetition penalty must not give inf, which makes a row invalid
     return tl.where(counts != 0, y, x)

@@ -14,14 +14,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from quire.kernels.contract import Weight
-from quire.kernels.reference.products import plain
+from quire.kernels.reference.products import require_unpacked
 from quire.kernels.triton.launch import INTERPRETED
-from quire.kernels.triton.products import FEW, Tile, along_rows, product, tile_of
+from quire.kernels.triton.products import SHORT_TILE_ROWS, Tile, product, tile_of, with_contiguous_rows
 from quire.kernels.triton.rounding import rounded
-from quire.kernels.triton.routing import Routes, arrange, combine
+from quire.kernels.triton.routing import Routes, align_block_size, combine
 from quire.kernels.triton.rowwise import gate
 
-_GROUPED = (9, 10)  # compute capabilities
+_GROUPED_MM_CAPABILITIES = (9, 10)  # compute capabilities
 _ALIGNED = 8  # numbers of 16 bits: rows begin at multiples of 16 bytes
 
 
@@ -40,7 +40,7 @@ def _grouped(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     TERMS: tl.constexpr,
-    UP: tl.constexpr,
+    INTERPRET: tl.constexpr,
 ):
     """One tile of rows times the weight (N, K) of its expert.
 
@@ -61,14 +61,16 @@ def _grouped(
     targets = places.to(tl.int64) if SLOTS else pairs
     columns = tl.program_id(0) % ACROSS * COLUMNS + tl.arange(0, COLUMNS)
     weight_ptr += expert * (N * K)
-    total = product(x_ptr, sources, present, weight_ptr, columns, N, K, STRIDE, ROWS, COLUMNS, TERMS, UP)
+    total = product(x_ptr, sources, present, weight_ptr, columns, N, K, STRIDE, ROWS, COLUMNS, TERMS, INTERPRET)
     inside = present[:, None] & (columns < N)[None, :]
     tl.store(
-        out_ptr + (targets[:, None] * N + columns[None, :]), rounded(total, out_ptr.dtype.element_ty, UP), mask=inside
+        out_ptr + (targets[:, None] * N + columns[None, :]),
+        rounded(total, out_ptr.dtype.element_ty, INTERPRET),
+        mask=inside,
     )
 
 
-def _of_experts(x: Tensor, weight: Tensor, routes: Routes, slots: int, tile: Tile, dtype: torch.dtype) -> Tensor:
+def _expert_products(x: Tensor, weight: Tensor, routes: Routes, slots: int, tile: Tile, dtype: torch.dtype) -> Tensor:
     """The product of each pair with its expert's weight. slots: see `_grouped`."""
     _, rows, columns = weight.shape
     num_tiles = routes.tiles.shape[1]
@@ -87,44 +89,46 @@ def _of_experts(x: Tensor, weight: Tensor, routes: Routes, slots: int, tile: Til
         ROWS=tile.rows,
         COLUMNS=tile.columns,
         TERMS=tile.terms,
-        UP=INTERPRETED,
+        INTERPRET=INTERPRETED,
         num_stages=tile.num_stages,
     )
     return out
 
 
 def experts(
-    x: Tensor, ids: Tensor, weights: Tensor, up: Weight, down: Weight, activation: str, *, strict: bool
+    x: Tensor, ids: Tensor, weights: Tensor, up: Weight, down: Weight, activation: str, *, deterministic: bool
 ) -> Tensor:
     """The weighted sum of each token's experts: see Kernels. Terms are added in the order of expert ids.
 
     Gated products are rounded to x's type, products with `down` are float32.
     """
-    ups, downs, x = plain(up), plain(down), along_rows(x)
+    ups, downs, x = require_unpacked(up), require_unpacked(down), with_contiguous_rows(x)
     ids, weights = ids.contiguous(), weights.contiguous()
     slots = ids.shape[1]
-    few = not strict and ids.numel() <= FEW * len(ups)
-    tile = tile_of(FEW, 64, x.dtype) if few else tile_of(64, 128, x.dtype)
-    routes = arrange(ids, len(ups), tile.rows)
-    if not (strict or few) and library_takes(x, ups):
+    few = not deterministic and ids.numel() <= SHORT_TILE_ROWS * len(ups)
+    tile = tile_of(SHORT_TILE_ROWS, 64, x.dtype) if few else tile_of(64, 128, x.dtype)
+    routes = align_block_size(ids, len(ups), tile.rows)
+    if not (deterministic or few) and has_grouped_mm(x, ups):
         rows = x.index_select(0, routes.order // slots)
         inner = F.grouped_mm(rows, ups.transpose(1, 2), offs=routes.ends)
     else:
-        inner = _of_experts(x, ups, routes, slots, tile, x.dtype)
-    results = _of_experts(gate(inner, activation), downs, routes, 0, tile, torch.float32)
+        inner = _expert_products(x, ups, routes, slots, tile, x.dtype)
+    results = _expert_products(gate(inner, activation), downs, routes, 0, tile, torch.float32)
     return combine(results, ids, weights, x.dtype)
 
 
-def library_takes(x: Tensor, weight: Tensor) -> bool:
+def has_grouped_mm(x: Tensor, weight: Tensor) -> bool:
     """Whether torch has a fast grouped product of x (num_tokens, K) with weight (num_experts, N, K).
 
     On other devices torch computes one expert after the other, and waits for the device to get their numbers of rows.
     """
     if x.dtype != torch.bfloat16 or any(size % _ALIGNED for size in weight.shape[1:]):
         return False
-    return hasattr(F, "grouped_mm") and _has_grouped(x.device)
+    return hasattr(F, "grouped_mm") and _device_has_grouped_mm(x.device)
 
 
 @functools.cache
-def _has_grouped(device: torch.device) -> bool:
-    return INTERPRETED if device.type == "cpu" else torch.cuda.get_device_capability(device)[0] in _GROUPED
+def _device_has_grouped_mm(device: torch.device) -> bool:
+    return (
+        INTERPRETED if device.type == "cpu" else torch.cuda.get_device_capability(device)[0] in _GROUPED_MM_CAPABILITIES
+    )

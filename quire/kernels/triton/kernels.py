@@ -7,47 +7,56 @@ from torch import Tensor
 
 from quire.config import KVGroup
 from quire.kernels import reference
-from quire.kernels.contract import Batch, Demands, Draws, Packed, Recorder, Rotation, Storage, Weight
+from quire.kernels.contract import (
+    Batch,
+    PackedWeight,
+    Requirements,
+    Rotation,
+    SamplingMetadata,
+    StepCapture,
+    Storage,
+    Weight,
+)
 from quire.kernels.triton import attention, blocks, experts, likelihood, products, routing, rowwise, sampling
 from quire.kernels.triton import plan as planning
 from quire.kernels.triton.attention import SCRATCH_BYTES
-from quire.kernels.triton.blocks import TOKENS_TOGETHER
+from quire.kernels.triton.blocks import BLOCK_SIZE_MULTIPLE
 from quire.kernels.triton.launch import INTERPRETED
 from quire.kernels.triton.plan import TritonPlan
-from quire.kernels.triton.recording import Recording
+from quire.kernels.triton.recording import CudaGraphCapture
 
-LARGEST_HEAD = 256
-FP8_FROM = (8, 9)  # compute capability
+MAX_HEAD_DIM = 256
+MIN_FP8_CAPABILITY = (8, 9)  # compute capability
 
 
 class TritonKernels:
     """Triton kernels. strict: deterministic, which excludes split contexts and matrix libraries."""
 
     NAME = "triton"
-    RESIDENT = True
+    USES_RESIDENT_TABLES = True
     SCRATCH_BYTES = SCRATCH_BYTES  # partial results of split contexts
 
-    def __init__(self, *, strict: bool) -> None:
-        self._strict = strict
-        self.recorder: Recorder | None = None if strict or INTERPRETED else Recording()
+    def __init__(self, *, deterministic: bool) -> None:
+        self._deterministic = deterministic
+        self.step_capture: StepCapture | None = None if deterministic or INTERPRETED else CudaGraphCapture()
 
-    def refusal(self, demands: Demands) -> str | None:
+    def unsupported_reason(self, demands: Requirements) -> str | None:
         """Why the module does not meet the requirements, or None if it does."""
         if demands.device.type != "cuda" and not INTERPRETED:
             return f"it runs on cuda, not on {demands.device.type}, but in Triton's interpreter"
-        if demands.device.type == "cuda" and (why := _too_old(demands)) is not None:
+        if demands.device.type == "cuda" and (why := _device_unsupported_reason(demands)) is not None:
             return why
-        if demands.block_size % TOKENS_TOGETHER:
-            return f"block_size {demands.block_size} is no multiple of {TOKENS_TOGETHER}"
-        if max(demands.head_dims) > LARGEST_HEAD:
-            return f"heads of {max(demands.head_dims)} are larger than {LARGEST_HEAD}"
+        if demands.block_size % BLOCK_SIZE_MULTIPLE:
+            return f"block_size {demands.block_size} is no multiple of {BLOCK_SIZE_MULTIPLE}"
+        if max(demands.head_dims) > MAX_HEAD_DIM:
+            return f"heads of {max(demands.head_dims)} are larger than {MAX_HEAD_DIM}"
         return None
 
     def use_threads(self, number: int) -> None:
         """Set the number of torch threads, which prepare steps on the host."""
         torch.set_num_threads(number)
 
-    def rest(self) -> None:
+    def release_workspace(self) -> None:
         """Does nothing: torch's allocator manages the memory."""
 
     def allocate(self, group: KVGroup, block_size: int, device: torch.device) -> Storage:
@@ -87,7 +96,7 @@ class TritonKernels:
         self, storage: Storage, layer: int, q: Tensor, plan: TritonPlan, scale: float, softcap: float = 0.0
     ) -> Tensor:
         """See `attention`."""
-        return attention.attention(storage, layer, q, plan, scale, softcap, strict=self._strict)
+        return attention.attention(storage, layer, q, plan, scale, softcap, deterministic=self._deterministic)
 
     def rotation(self, positions: Tensor, frequencies: Tensor, magnitude: float) -> Rotation:
         """See `rowwise`."""
@@ -109,21 +118,21 @@ class TritonKernels:
         """See `rowwise`."""
         return rowwise.activate(x, activation)
 
-    def room(self, shape: Sequence[int], dtype: torch.dtype, parts: int = 1) -> None:
+    def allocate_weight(self, shape: Sequence[int], dtype: torch.dtype, parts: int = 1) -> None:
         """None: products read plain tensors."""
-        reference.room(shape, dtype, parts)
+        reference.allocate_weight(shape, dtype, parts)
 
-    def write_rows(self, weight: Packed, rows: Tensor, start: int, index: int = 0) -> None:
+    def write_rows(self, weight: PackedWeight, rows: Tensor, start: int, index: int = 0) -> None:
         """Raises TypeError if the weight is packed: this module has no packed weights."""
         reference.write_rows(weight, rows, start, index)
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         """See `products`."""
-        return products.linear(x, weight, bias, strict=self._strict)
+        return products.linear(x, weight, bias, deterministic=self._deterministic)
 
     def gated_linear(self, x: Tensor, weight: Weight, bias: Tensor | None, activation: str) -> Tensor:
         """See `products`."""
-        return products.gated_linear(x, weight, bias, activation, strict=self._strict)
+        return products.gated_linear(x, weight, bias, activation, deterministic=self._deterministic)
 
     def embed(self, ids: Tensor, weight: Weight, scale: float = 1.0) -> Tensor:
         """See `products`."""
@@ -135,24 +144,24 @@ class TritonKernels:
 
     def experts(self, x: Tensor, ids: Tensor, weights: Tensor, up: Weight, down: Weight, activation: str) -> Tensor:
         """See `experts`."""
-        return experts.experts(x, ids, weights, up, down, activation, strict=self._strict)
+        return experts.experts(x, ids, weights, up, down, activation, deterministic=self._deterministic)
 
-    def sample(self, logits: Tensor, draws: Draws) -> Tensor:
+    def sample(self, logits: Tensor, sampling_metadata: SamplingMetadata) -> Tensor:
         """See `sampling`."""
-        return sampling.sample(logits, draws)
+        return sampling.sample(logits, sampling_metadata)
 
     def logprobs(self, logits: Tensor, tokens: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """See `likelihood`."""
         return likelihood.logprobs(logits, tokens, k)
 
 
-def _too_old(demands: Demands) -> str | None:
+def _device_unsupported_reason(requirements: Requirements) -> str | None:
     """Why the CUDA device cannot be used, or None: it is not the current one, or lacks fp8."""
-    index = torch.cuda.current_device() if demands.device.index is None else demands.device.index
+    index = torch.cuda.current_device() if requirements.device.index is None else requirements.device.index
     if index != torch.cuda.current_device():
         return f"it runs on the current device, cuda:{torch.cuda.current_device()}, not on cuda:{index}"
     capability = torch.cuda.get_device_capability(index)
-    if demands.kv_dtype == "fp8_e4m3" and capability < FP8_FROM:
-        needed, found = (".".join(map(str, version)) for version in (FP8_FROM, capability))
+    if requirements.kv_dtype == "fp8_e4m3" and capability < MIN_FP8_CAPABILITY:
+        needed, found = (".".join(map(str, version)) for version in (MIN_FP8_CAPABILITY, capability))
         return f"fp8 needs compute capability {needed}, and this device has {found}"
     return None

@@ -10,8 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.triton.launch import pow2
-from quire.kernels.triton.rows import TILE, num_tiles, raw_logits, readable, tile_tensor
-from quire.kernels.triton.upload import moved
+from quire.kernels.triton.rows import TILE, num_tiles, raw_logits, tile_tensor, with_contiguous_rows
+from quire.kernels.triton.upload import to_device
 
 
 def logprobs(logits: Tensor, tokens: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -25,7 +25,7 @@ def logprobs(logits: Tensor, tokens: Tensor, k: int) -> tuple[Tensor, Tensor, Te
         raise ValueError(f"{tuple(tokens.shape)} tokens and {k} likely ones do not fit logits {tuple(logits.shape)}")
     if tokens.device.type == "cpu" and num_rows and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size:
         raise IndexError(f"tokens must be in [0, {vocab_size}), not {int(tokens.min())} to {int(tokens.max())}")
-    logits, tokens = readable(logits), moved(tokens, logits.device)
+    logits, tokens = with_contiguous_rows(logits), to_device(tokens, logits.device)
     norms = _norms(logits)
     own = _values(logits, norms, tokens)
     ranks, keys = _compare(logits, norms, own, with_keys=k > 0)

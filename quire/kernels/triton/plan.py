@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.contract import Batch, Storage
-from quire.kernels.triton.upload import staged, upload
+from quire.kernels.triton.upload import stage, upload
 
 
 @dataclass(slots=True, eq=False)
@@ -20,15 +20,15 @@ class TritonPlan:
 
     chunks: Tensor  # (num_tokens,): the chunk of each token
     positions: Tensor  # (num_tokens,)
-    begins: Tensor  # (num_chunks + 1,): index of each chunk's first token, and num_tokens
+    query_start_loc: Tensor  # (num_chunks + 1,): index of each chunk's first token, and num_tokens
     starts: Tensor  # (num_chunks,): position of a chunk's first token
     stops: Tensor  # (num_chunks,): position after its last token
-    rows: Tensor  # (num_chunks,): row of each chunk in `tables`
+    table_rows: Tensor  # (num_chunks,): row of each chunk in `tables`
     tables: Tensor  # (num_tables, width)
-    longest: int  # tokens of the longest chunk
-    context: int  # the most keys of a query, in this step and in those that it is refilled with
+    max_query_len: int  # tokens of the longest chunk
+    max_context: int  # the most keys of a query, in this step and in those that it is refilled with
     lengths: np.ndarray  # int64 (num_chunks,): tokens of each chunk
-    columns: Tensor  # contains chunks, positions, begins, starts, stops and rows, which are views of it
+    packed_columns: Tensor  # contains chunks, positions, begins, starts, stops and rows, which are views of it
     resident: bool  # whether `tables` are resident; then a refill does not write them
     tiles: dict[tuple[int, range], Tensor] = field(default_factory=dict)  # see `tiles_of`
 
@@ -38,13 +38,13 @@ class TritonPlan:
         lengths: only chunks with these numbers of tokens are cut; default is all. Cached for all layers. For captured
         steps it is computed before the capture.
         """
-        lengths = range(1, self.longest + 1) if lengths is None else lengths
+        lengths = range(1, self.max_query_len + 1) if lengths is None else lengths
         if (queries, lengths) not in self.tiles:
             wanted = (self.lengths >= lengths.start) & (self.lengths < lengths.stop)
             numbers = np.where(wanted, -(-self.lengths // queries), 0)
             chunks = np.repeat(np.arange(len(numbers)), numbers)
             firsts = queries * (np.arange(len(chunks)) - np.repeat(np.cumsum(numbers) - numbers, numbers))
-            (tiles,) = upload([np.stack((chunks, firsts), 1).astype(np.int32)], self.columns.device)
+            (tiles,) = upload([np.stack((chunks, firsts), 1).astype(np.int32)], self.packed_columns.device)
             self.tiles[queries, lengths] = tiles.view(-1, 2)
         return self.tiles[queries, lengths]
 
@@ -57,7 +57,7 @@ def plan(batch: Batch, storage: Storage, *, width: int | None = None) -> TritonP
     device = storage.data.device
     lengths = batch.stops - batch.starts
     arrays = _columns(batch)
-    host, places = staged(arrays, device)
+    host, places = stage(arrays, device)
     columns = host.to(device, non_blocking=True) if device.type != "cpu" else host
     if batch.resident is None:
         num_chunks, known = batch.tables.shape
@@ -70,10 +70,10 @@ def plan(batch: Batch, storage: Storage, *, width: int | None = None) -> TritonP
     )
     return TritonPlan(
         *(chunks, positions, begins, starts, stops, rows, tables),
-        longest=int(lengths.max()),
-        context=int(batch.stops.max()) if width is None else width * storage.block_size,
+        max_query_len=int(lengths.max()),
+        max_context=int(batch.stops.max()) if width is None else width * storage.block_size,
         lengths=lengths,
-        columns=columns,
+        packed_columns=columns,
         resident=batch.resident is not None,
     )
 
@@ -96,12 +96,12 @@ def refill(plan: TritonPlan, batch: Batch) -> None:
             f"a plan for {shape[0]} chunks of {shape[1]} tokens and {shape[2]} blocks at most cannot hold"
             f" {new[0]} chunks of {new[1]} tokens and {new[2]} blocks"
         )
-    plan.columns.copy_(staged(_columns(batch), plan.columns.device)[0], non_blocking=True)
+    plan.packed_columns.copy_(stage(_columns(batch), plan.packed_columns.device)[0], non_blocking=True)
     if batch.resident is None:
         _write_tables(plan.tables, batch.tables)
-    plan.context = max(plan.context, int(batch.stops.max()))
+    plan.max_context = max(plan.max_context, int(batch.stops.max()))
     if not np.array_equal(lengths, plan.lengths):
-        plan.lengths, plan.longest = lengths, int(lengths.max())
+        plan.lengths, plan.max_query_len = lengths, int(lengths.max())
         plan.tiles.clear()
 
 

@@ -14,13 +14,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from quire.kernels.contract import Weight
-from quire.kernels.reference.products import plain
+from quire.kernels.reference.products import require_unpacked
 from quire.kernels.triton.launch import INTERPRETED, pow2
 from quire.kernels.triton.rounding import rounded
-from quire.kernels.triton.rowwise import BLOCK, floats, gate
+from quire.kernels.triton.rowwise import BLOCK, gate, load_floats
 
-TOGETHER = 8  # tiles of rows whose programs are consecutive, so that they share a weight in the cache
-FEW = 16  # pairs per expert up to which a short tile is used; also its rows
+GROUP_SIZE = 8  # tiles of rows whose programs are consecutive, so that they share a weight in the cache
+SHORT_TILE_ROWS = 16  # pairs per expert up to which a short tile is used; also its rows
 
 
 class Tile(NamedTuple):
@@ -34,11 +34,11 @@ class Tile(NamedTuple):
 
 def tile_of(rows: int, columns: int, dtype: torch.dtype) -> Tile:
     """A tile of this shape for products of this type."""
-    terms = 64 if rows > FEW else 128
-    return Tile(rows, columns, terms // 2 if dtype == torch.float32 else terms, 4 if rows > FEW else 3)
+    terms = 64 if rows > SHORT_TILE_ROWS else 128
+    return Tile(rows, columns, terms // 2 if dtype == torch.float32 else terms, 4 if rows > SHORT_TILE_ROWS else 3)
 
 
-def along_rows(x: Tensor) -> Tensor:
+def with_contiguous_rows(x: Tensor) -> Tensor:
     """x, or a copy if its last axis is not contiguous."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
@@ -56,7 +56,7 @@ def product(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     TERMS: tl.constexpr,
-    UP: tl.constexpr,
+    INTERPRET: tl.constexpr,
 ):
     """Rows of x times rows of the weight: float32 (ROWS, COLUMNS), steps of TERMS terms added in order."""
     terms = tl.arange(0, TERMS)
@@ -67,7 +67,7 @@ def product(
         left = terms < K - first
         x = tl.load(x_ptrs, mask=present[:, None] & left[None, :], other=0.0)
         weight = tl.load(weight_ptrs, mask=(columns < N)[None, :] & left[:, None], other=0.0)
-        if UP:
+        if INTERPRET:
             x, weight = x.to(tl.float32), weight.to(tl.float32)
         total = tl.dot(x, weight, total, input_precision="ieee")
         x_ptrs += TERMS
@@ -92,7 +92,7 @@ def _linear(
     COLUMNS: tl.constexpr,
     TERMS: tl.constexpr,
     TOGETHER: tl.constexpr,
-    UP: tl.constexpr,
+    INTERPRET: tl.constexpr,
 ):
     """One tile of a product."""
     ACROSS: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
@@ -100,20 +100,20 @@ def _linear(
     down, across = tl.swizzle2d(program // ACROSS, program % ACROSS, tl.cdiv(num_rows, ROWS), ACROSS, TOGETHER)
     rows = down * ROWS + tl.arange(0, ROWS)
     columns = across * COLUMNS + tl.arange(0, COLUMNS)
-    total = product(x_ptr, rows, rows < num_rows, weight_ptr, columns, N, K, STRIDE, ROWS, COLUMNS, TERMS, UP)
+    total = product(x_ptr, rows, rows < num_rows, weight_ptr, columns, N, K, STRIDE, ROWS, COLUMNS, TERMS, INTERPRET)
     if bias_ptr is not None:
-        total += floats(bias_ptr + columns, columns < N)[None, :]
+        total += load_floats(bias_ptr + columns, columns < N)[None, :]
     inside = (rows < num_rows)[:, None] & (columns < N)[None, :]
     places = rows.to(tl.int64)[:, None] * N + columns[None, :]
-    tl.store(out_ptr + places, rounded(total, out_ptr.dtype.element_ty, UP), mask=inside)
+    tl.store(out_ptr + places, rounded(total, out_ptr.dtype.element_ty, INTERPRET), mask=inside)
 
 
-def linear(x: Tensor, weight: Weight, bias: Tensor | None, *, strict: bool) -> Tensor:
+def linear(x: Tensor, weight: Weight, bias: Tensor | None, *, deterministic: bool) -> Tensor:
     """x (num_rows, in) times weight (out, in), plus bias (out,). strict: rounded once, after the bias."""
-    weight = plain(weight)
-    if not strict:
+    weight = require_unpacked(weight)
+    if not deterministic:
         return F.linear(x, weight, bias)
-    x, (num_rows, columns) = along_rows(x), x.shape
+    x, (num_rows, columns) = with_contiguous_rows(x), x.shape
     out = torch.empty((num_rows, len(weight)), dtype=x.dtype, device=x.device)
     tile = tile_of(64, 64, x.dtype)
     _linear[(triton.cdiv(num_rows, tile.rows) * triton.cdiv(len(weight), tile.columns),)](
@@ -128,16 +128,16 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None, *, strict: bool) -> T
         ROWS=tile.rows,
         COLUMNS=tile.columns,
         TERMS=tile.terms,
-        TOGETHER=TOGETHER,
-        UP=INTERPRETED,
+        TOGETHER=GROUP_SIZE,
+        INTERPRET=INTERPRETED,
         num_stages=tile.num_stages,
     )
     return out
 
 
-def gated_linear(x: Tensor, weight: Weight, bias: Tensor | None, activation: str, *, strict: bool) -> Tensor:
+def gated_linear(x: Tensor, weight: Weight, bias: Tensor | None, activation: str, *, deterministic: bool) -> Tensor:
     """activation(first half) * second half of the last axis of `linear`, whose result is rounded first."""
-    return gate(linear(x, weight, bias, strict=strict), activation)
+    return gate(linear(x, weight, bias, deterministic=deterministic), activation)
 
 
 # ---- rows of a weight ----
@@ -153,20 +153,22 @@ def _embed(
     SIZE: tl.constexpr,
     PIECES: tl.constexpr,
     BLOCK: tl.constexpr,
-    UP: tl.constexpr,
+    INTERPRET: tl.constexpr,
 ):
     """One of PIECES pieces of a token's row."""
     token = (tl.program_id(0) // PIECES).to(tl.int64)
     columns = tl.program_id(0) % PIECES * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(ids_ptr + token)
     exists = (row >= 0) & (row < num_rows)
-    x = floats(weight_ptr + (row * SIZE + columns), (columns < SIZE) & exists)
-    tl.store(out_ptr + (token * SIZE + columns), rounded(x * scale, out_ptr.dtype.element_ty, UP), mask=columns < SIZE)
+    x = load_floats(weight_ptr + (row * SIZE + columns), (columns < SIZE) & exists)
+    tl.store(
+        out_ptr + (token * SIZE + columns), rounded(x * scale, out_ptr.dtype.element_ty, INTERPRET), mask=columns < SIZE
+    )
 
 
 def embed(ids: Tensor, weight: Weight, scale: float = 1.0) -> Tensor:
     """Rows of weight (num_rows, size) for ids int64 (num_tokens,), times `scale`. An id without a row gives zeros."""
-    weight = plain(weight).contiguous()
+    weight = require_unpacked(weight).contiguous()
     num_rows, size = weight.shape
     out = torch.empty((len(ids), size), dtype=weight.dtype, device=weight.device)
     block = min(BLOCK, pow2(size))
@@ -180,6 +182,6 @@ def embed(ids: Tensor, weight: Weight, scale: float = 1.0) -> Tensor:
         SIZE=size,
         PIECES=pieces,
         BLOCK=block,
-        UP=INTERPRETED,
+        INTERPRET=INTERPRETED,
     )
     return out

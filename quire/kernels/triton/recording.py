@@ -6,19 +6,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.kernels.contract import Batch, NotRecordable, Recorded, Storage
+from quire.kernels.contract import Batch, CaptureMemory, NotCapturable, Storage
 from quire.kernels.triton import plan as planning
 from quire.kernels.triton.launch import pow2
 from quire.kernels.triton.plan import TritonPlan
 
-LADDER = (1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256)
+CAPTURE_SIZES = (1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 GRAPH_BYTES = 2**24  # driver memory per graph: an estimate, not measured
 LIBRARY_BYTES = 3 * 2**26  # library workspaces, one per stream: of other steps, warm-ups, graphs
-_SLACK = 2  # estimated memory of graphs of all sizes, relative to the largest graph
+_MEMORY_FACTOR = 2  # estimated memory of graphs of all sizes, relative to the largest graph
 _WARM_UPS = 2  # runs before a capture, in which kernels are compiled and libraries allocate their workspaces
 
 
-class Recording:
+class CudaGraphCapture:
     """Recorder of one model and one set of storages. Its graphs share memory, since only one runs at a time."""
 
     def __init__(self) -> None:
@@ -26,21 +26,23 @@ class Recording:
         self._stream: torch.cuda.Stream | None = None  # one for all warm-ups: libraries allocate per stream
         self._results: dict[tuple[int, int, torch.dtype], Tensor] = {}
 
-    def size(self, num_sequences: int) -> int | None:
+    def capture_size(self, num_sequences: int) -> int | None:
         """See Recorder."""
-        return next((size for size in LADDER if size >= num_sequences), None)
+        return next((size for size in CAPTURE_SIZES if size >= num_sequences), None)
 
-    def takes(self, num_sequences: int, token_bytes: int, logit_bytes: int, scratch_bytes: int) -> Recorded:
+    def capture_memory(
+        self, num_sequences: int, token_bytes: int, logit_bytes: int, scratch_bytes: int
+    ) -> CaptureMemory:
         """See Recorder."""
-        largest = self.size(num_sequences) or LADDER[-1]
-        number = LADDER.index(largest) + 1
-        computed = _SLACK * (largest * (token_bytes + logit_bytes) + scratch_bytes)
+        largest = self.capture_size(num_sequences) or CAPTURE_SIZES[-1]
+        number = CAPTURE_SIZES.index(largest) + 1
+        computed = _MEMORY_FACTOR * (largest * (token_bytes + logit_bytes) + scratch_bytes)
         kept = 2 * pow2(largest) * logit_bytes  # results of this size, half of it, a quarter, ...
         why = (
             f"{number} graphs of up to {largest} sequences x {GRAPH_BYTES >> 20} MiB, {computed >> 20} MiB that they "
             f"compute in, {kept >> 20} MiB of logits, {LIBRARY_BYTES >> 20} MiB of libraries; estimated"
         )
-        return Recorded(number * GRAPH_BYTES + computed + kept + LIBRARY_BYTES, why)
+        return CaptureMemory(number * GRAPH_BYTES + computed + kept + LIBRARY_BYTES, why)
 
     def plan(self, batch: Batch, storage: Storage, width: int) -> TritonPlan:
         """See Recorder."""
@@ -50,7 +52,7 @@ class Recording:
         """See Recorder."""
         planning.refill(plan, batch)
 
-    def record(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
+    def capture(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
         """See Recorder."""
         usual = torch.cuda.current_stream()
         stream = self._stream = self._stream or torch.cuda.Stream()
@@ -59,7 +61,7 @@ class Recording:
             for _ in range(_WARM_UPS):
                 warm = compute()
         usual.wait_stream(stream)
-        result = self.result_like(warm)
+        result = self.result_buffer(warm)
         del warm
         graph = torch.cuda.CUDAGraph()
         try:
@@ -69,12 +71,12 @@ class Recording:
             torch.cuda.set_stream(usual)  # torch does not leave the stream of the capture
             if isinstance(error, torch.OutOfMemoryError):
                 raise
-            raise NotRecordable(str(error)) from error
+            raise NotCapturable(str(error)) from error
         self._pool = graph.pool()
         graph.replay()
         return result, graph.replay
 
-    def result_like(self, computed: Tensor) -> Tensor:
+    def result_buffer(self, computed: Tensor) -> Tensor:
         """The tensor (rows, columns) for a graph's result. Sizes with the same next power of two share its memory.
 
         It is outside of the graphs' pool, because memory of the pool that is still referenced is not reused.

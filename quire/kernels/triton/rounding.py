@@ -6,9 +6,9 @@ import triton.language as tl
 
 
 @triton.jit
-def rounded(x, DTYPE: tl.constexpr, UP: tl.constexpr):
+def rounded(x, DTYPE: tl.constexpr, INTERPRET: tl.constexpr):
     """float32 x as DTYPE, rounded to nearest, ties to even."""
-    if UP and tl.bfloat16 == DTYPE:
+    if INTERPRET and tl.bfloat16 == DTYPE:
         x = nearest(x, 16)
     return x.to(DTYPE)
 

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from quire.kernels.triton.launch import INTERPRETED, pow2
 from quire.kernels.triton.rounding import rounded
-from quire.kernels.triton.rowwise import BLOCK, floats
+from quire.kernels.triton.rowwise import BLOCK, load_floats
 
 TILES = 16  # tiles that one program describes
-SORTED = 4096  # pairs that a program reads at once
+PAIRS_PER_STEP = 4096  # pairs that a program reads at once
 _LEAST = tl.constexpr(-(2**63))
 
 
@@ -33,7 +33,7 @@ class Routes(NamedTuple):
 
 
 @triton.jit
-def _choose(
+def _topk_softmax(
     logits_ptr,  # (num_tokens, EXPERTS)
     ids_ptr,  # ids and weights: (num_tokens, SLOTS)
     weights_ptr,
@@ -47,7 +47,7 @@ def _choose(
     """The experts of one token. NaN counts as the largest logit, so that each row gets SLOTS different experts."""
     token = tl.program_id(0).to(tl.int64)
     experts = tl.arange(0, WIDTH)
-    x = floats(logits_ptr + token * stride + experts, experts < EXPERTS)
+    x = load_floats(logits_ptr + token * stride + experts, experts < EXPERTS)
     x = tl.where(experts < EXPERTS, x, float("-inf"))
     exponentials = tl.exp(x - tl.max(x, 0))
     shares = tl.div_rn(exponentials, tl.sum(exponentials, 0) + tl.zeros_like(exponentials))
@@ -78,7 +78,7 @@ def route(logits: Tensor, k: int, *, normalise: bool) -> tuple[Tensor, Tensor]:
     ids = torch.empty((num_tokens, k), dtype=torch.int64, device=logits.device)
     weights = torch.empty((num_tokens, k), dtype=torch.float32, device=logits.device)
     if num_tokens:
-        _choose[(num_tokens,)](
+        _topk_softmax[(num_tokens,)](
             logits,
             ids,
             weights,
@@ -146,7 +146,7 @@ def _cut(
     tl.store(tiles_ptr + 2 * num_tiles + tiles, end, mask=inside)
 
 
-def arrange(ids: Tensor, num_experts: int, rows: int) -> Routes:
+def align_block_size(ids: Tensor, num_experts: int, rows: int) -> Routes:
     """Sort the pairs of ids (num_tokens, k), contiguous, by expert, and cut them into tiles of `rows` pairs.
 
     The number of tiles is enough for any distribution. Every id must be that of an expert. The order depends on ids
@@ -157,14 +157,14 @@ def arrange(ids: Tensor, num_experts: int, rows: int) -> Routes:
     ends = torch.empty(num_experts, dtype=torch.int32, device=ids.device)
     num_tiles = (num_pairs + min(num_experts, num_pairs) * (rows - 1)) // rows
     tiles = torch.empty((3, num_tiles), dtype=torch.int32, device=ids.device)
-    block = min(max(pow2(num_pairs), 16), SORTED)
+    block = min(max(pow2(num_pairs), 16), PAIRS_PER_STEP)
     _sort[(num_experts,)](
         ids,
         order,
         ends,
         num_pairs,
         BLOCK=block,
-        num_warps=8 if block == SORTED else 4,
+        num_warps=8 if block == PAIRS_PER_STEP else 4,
     )
     if num_tiles:
         _cut[(triton.cdiv(num_tiles, TILES),)](
@@ -190,7 +190,7 @@ def _combine(
     WIDTH: tl.constexpr,  # SLOTS or more, a power of two
     PIECES: tl.constexpr,
     BLOCK: tl.constexpr,
-    UP: tl.constexpr,
+    INTERPRET: tl.constexpr,
 ):
     """One of PIECES pieces of the weighted sum of a token's results, added in the order of expert ids."""
     token = (tl.program_id(0) // PIECES).to(tl.int64)
@@ -205,7 +205,9 @@ def _combine(
         pair = token * SLOTS + tl.sum(tl.where(ranks == rank, slots, 0), 0)
         result = tl.load(results_ptr + (pair * SIZE + columns), mask=columns < SIZE, other=0.0)
         total += result * tl.load(weights_ptr + pair)
-    tl.store(out_ptr + (token * SIZE + columns), rounded(total, out_ptr.dtype.element_ty, UP), mask=columns < SIZE)
+    tl.store(
+        out_ptr + (token * SIZE + columns), rounded(total, out_ptr.dtype.element_ty, INTERPRET), mask=columns < SIZE
+    )
 
 
 def combine(results: Tensor, ids: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
@@ -227,6 +229,6 @@ def combine(results: Tensor, ids: Tensor, weights: Tensor, dtype: torch.dtype) -
         WIDTH=pow2(slots),
         PIECES=pieces,
         BLOCK=block,
-        UP=INTERPRETED,
+        INTERPRET=INTERPRETED,
     )
     return out

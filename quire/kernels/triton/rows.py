@@ -9,10 +9,10 @@ from torch import Tensor
 TILE = 2048  # logits of a tile; most kernels run one program per tile of a row
 
 # Sampling metadata of a row: 32-bit words, with the same layout on host and device.
-WISH = np.dtype(
+ROW_METADATA = np.dtype(
     [
         ("temperature", np.float32),
-        ("least", np.float32),  # threshold: lower scores are filtered out, see `thresholds`
+        ("min_score", np.float32),  # threshold: lower scores are filtered out, see `thresholds`
         ("top_p", np.float32),
         ("top_k", np.int32),  # 0 keeps all
         ("repetition", np.float32),
@@ -25,27 +25,27 @@ WISH = np.dtype(
         ("edited", np.int32),  # the row's index in the edited logits; -1 is none, here and below
         ("mask", np.int32),  # index in the masks
         ("counted", np.int32),  # index in the token counts
-        ("drawn", np.int32),  # index among the rows with a temperature above 0
+        ("random_row", np.int32),  # index among the rows with a temperature above 0
         ("unused", np.int32),
     ]
 )
 
 # Word offsets of the fields, in the same order
-WORDS = tl.constexpr(WISH.itemsize // 4)
-TEMPERATURE, LEAST, TOP_P, TOP_K, REPETITION, FREQUENCY, PRESENCE, SEED_LOW = (tl.constexpr(i) for i in range(8))
-SEED_HIGH, POSITION, SAMPLE_INDEX, EDITED, MASK, COUNTED, DRAWN = (tl.constexpr(i) for i in range(8, 15))
+WORDS = tl.constexpr(ROW_METADATA.itemsize // 4)
+TEMPERATURE, MIN_SCORE, TOP_P, TOP_K, REPETITION, FREQUENCY, PRESENCE, SEED_LOW = (tl.constexpr(i) for i in range(8))
+SEED_HIGH, POSITION, SAMPLE_INDEX, EDITED, MASK, COUNTED, RANDOM_ROW = (tl.constexpr(i) for i in range(8, 15))
 
 
 @triton.jit
-def wish(wishes_ptr, row, name: tl.constexpr) -> tl.tensor:
+def load_field(metadata_ptr, row, name: tl.constexpr) -> tl.tensor:
     """A metadata field of a row, as int32. name: its word offset."""
-    return tl.load(wishes_ptr + row * WORDS + name)
+    return tl.load(metadata_ptr + row * WORDS + name)
 
 
 @triton.jit
-def float_wish(wishes_ptr, row, name: tl.constexpr) -> tl.tensor:
+def load_float_field(metadata_ptr, row, name: tl.constexpr) -> tl.tensor:
     """A float32 metadata field of a row. name: its word offset."""
-    return wish(wishes_ptr, row, name).to(tl.float32, bitcast=True)
+    return load_field(metadata_ptr, row, name).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -76,7 +76,7 @@ def largest_of_row(peaks_ptr, row, num_tiles, TILES: tl.constexpr) -> tl.tensor:
     return tl.max(tl.load(peaks_ptr + row * num_tiles + tiles, mask=tiles < num_tiles, other=float("-inf")), 0)
 
 
-def readable(logits: Tensor) -> Tensor:
+def with_contiguous_rows(logits: Tensor) -> Tensor:
     """Logits with contiguous rows. A copy if they are not."""
     return logits if logits.stride(1) == 1 else logits.contiguous()
 

@@ -21,7 +21,7 @@ ROWS = 16  # the most rows of a program, for short rows
 
 
 @triton.jit
-def floats(pointers, mask):
+def load_floats(pointers, mask):
     """The numbers at `pointers` in float32; 0 where `mask` is false."""
     return tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
 
@@ -65,7 +65,7 @@ def _rms_norm(
     INNER_STRIDE: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,  # SIZE or more, a power of two
-    UP: tl.constexpr,
+    INTERPRET: tl.constexpr,
 ):
     """RMS norm of ROWS rows of x, or of x + residual if there is a residual. The sum is then stored at total_ptr."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -73,15 +73,17 @@ def _rms_norm(
     inside = (rows < num_rows)[:, None] & (columns < SIZE)[None, :]
     sources = rows // INNER * STRIDE + rows % INNER * INNER_STRIDE
     places = rows[:, None] * SIZE + columns[None, :]
-    x = floats(x_ptr + (sources[:, None] + columns[None, :]), inside)
+    x = load_floats(x_ptr + (sources[:, None] + columns[None, :]), inside)
     if residual_ptr is not None:
-        total = rounded(x + floats(residual_ptr + places, inside), total_ptr.dtype.element_ty, UP)
+        total = rounded(x + load_floats(residual_ptr + places, inside), total_ptr.dtype.element_ty, INTERPRET)
         tl.store(total_ptr + places, total, mask=inside)
         x = total.to(tl.float32)
     factors = tl.rsqrt(tl.sum(x * x, 1) / SIZE + eps)
-    weight = floats(weight_ptr + columns, columns < SIZE)
+    weight = load_floats(weight_ptr + columns, columns < SIZE)
     tl.store(
-        out_ptr + places, rounded(x * factors[:, None] * weight[None, :], out_ptr.dtype.element_ty, UP), mask=inside
+        out_ptr + places,
+        rounded(x * factors[:, None] * weight[None, :], out_ptr.dtype.element_ty, INTERPRET),
+        mask=inside,
     )
 
 
@@ -100,7 +102,7 @@ def _layer_norm(
     INNER_STRIDE: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,  # SIZE or more, a power of two
-    UP: tl.constexpr,
+    INTERPRET: tl.constexpr,
 ):
     """Layer norm of ROWS rows of x."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -108,15 +110,17 @@ def _layer_norm(
     inside = (rows < num_rows)[:, None] & (columns < SIZE)[None, :]
     sources = rows // INNER * STRIDE + rows % INNER * INNER_STRIDE
     beside = (rows % HEADS * SIZE)[:, None] + columns[None, :]
-    x = floats(x_ptr + (sources[:, None] + columns[None, :]), inside)
+    x = load_floats(x_ptr + (sources[:, None] + columns[None, :]), inside)
     means = tl.sum(x, 1) / SIZE
     centred = tl.where(inside, x - means[:, None], 0.0)
     factors = tl.rsqrt(tl.sum(centred * centred, 1) / SIZE + eps)
-    normed = centred * factors[:, None] * floats(weight_ptr + beside, inside)
+    normed = centred * factors[:, None] * load_floats(weight_ptr + beside, inside)
     if bias_ptr is not None:
-        normed += floats(bias_ptr + beside, inside)
+        normed += load_floats(bias_ptr + beside, inside)
     tl.store(
-        out_ptr + (rows[:, None] * SIZE + columns[None, :]), rounded(normed, out_ptr.dtype.element_ty, UP), mask=inside
+        out_ptr + (rows[:, None] * SIZE + columns[None, :]),
+        rounded(normed, out_ptr.dtype.element_ty, INTERPRET),
+        mask=inside,
     )
 
 
@@ -166,7 +170,7 @@ def _rms_norms(
         INNER_STRIDE=rows.inner_stride,
         ROWS=at_once,
         WIDTH=width,
-        UP=INTERPRETED,
+        INTERPRET=INTERPRETED,
         num_warps=warps,
     )
 
@@ -191,7 +195,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
         INNER_STRIDE=rows.inner_stride,
         ROWS=at_once,
         WIDTH=width,
-        UP=INTERPRETED,
+        INTERPRET=INTERPRETED,
         num_warps=warps,
     )
     return out
@@ -255,16 +259,16 @@ def _activate(
     ACTIVATION: tl.constexpr,
     GATED: tl.constexpr,  # whether rows of x have 2 * SIZE numbers, the second half being factors
     BLOCK: tl.constexpr,
-    UP: tl.constexpr,
+    INTERPRET: tl.constexpr,
 ):
     """One piece of a row."""
     row = (tl.program_id(0) // PIECES).to(tl.int64)
     columns = tl.program_id(0) % PIECES * BLOCK + tl.arange(0, BLOCK)
     inside = columns < SIZE
-    y = activated(floats(x_ptr + (row * STRIDE + columns), inside), ACTIVATION)
+    y = activated(load_floats(x_ptr + (row * STRIDE + columns), inside), ACTIVATION)
     if GATED:
-        y *= floats(x_ptr + (row * STRIDE + SIZE + columns), inside)
-    tl.store(out_ptr + (row * SIZE + columns), rounded(y, out_ptr.dtype.element_ty, UP), mask=inside)
+        y *= load_floats(x_ptr + (row * STRIDE + SIZE + columns), inside)
+    tl.store(out_ptr + (row * SIZE + columns), rounded(y, out_ptr.dtype.element_ty, INTERPRET), mask=inside)
 
 
 def activate(x: Tensor, activation: str) -> Tensor:
@@ -298,7 +302,7 @@ def _activated(x: Tensor, size: int, activation: str, *, gated: bool) -> Tensor:
         ACTIVATION=activation,
         GATED=gated,
         BLOCK=block,
-        UP=INTERPRETED,
+        INTERPRET=INTERPRETED,
     )
     return out
 

@@ -11,99 +11,99 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.contract import Draws, Purpose
-from quire.kernels.triton.edits import count_history, edit_columns, edited, numbered
+from quire.kernels.contract import Purpose, SamplingMetadata
+from quire.kernels.triton.edits import apply_edits, count_history, number_rows, pack_edits
 from quire.kernels.triton.launch import pow2
 from quire.kernels.triton.noise import gumbel
 from quire.kernels.triton.rows import (
-    DRAWN,
     EDITED,
-    LEAST,
+    MIN_SCORE,
     POSITION,
+    RANDOM_ROW,
+    ROW_METADATA,
     SAMPLE_INDEX,
     SEED_HIGH,
     SEED_LOW,
     TEMPERATURE,
     TILE,
-    WISH,
     final_logits,
-    float_wish,
     largest_of_row,
+    load_field,
+    load_float_field,
     num_tiles,
     raw_logits,
-    readable,
     tile_tensor,
-    wish,
+    with_contiguous_rows,
 )
-from quire.kernels.triton.thresholds import raise_least
+from quire.kernels.triton.thresholds import apply_top_k_top_p
 from quire.kernels.triton.upload import upload
 
 _SAMPLE = tl.constexpr(int(Purpose.SAMPLE))
 
 
-def sample(logits: Tensor, draws: Draws) -> Tensor:
+def sample(logits: Tensor, sampling_metadata: SamplingMetadata) -> Tensor:
     """One token per row of logits (num_rows, vocab_size) -> int64 (num_rows,); -1 if nothing can be sampled."""
     num_rows, vocab_size = logits.shape
     out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if not num_rows:
         return out
-    logits = readable(logits)
-    table = wishes_of(draws, vocab_size)
-    edits = edit_columns(draws, table, vocab_size)
-    random = np.flatnonzero(draws.temperatures > 0).astype(np.int32)
+    logits = with_contiguous_rows(logits)
+    table = pack_metadata(sampling_metadata, vocab_size)
+    edits = pack_edits(sampling_metadata, table, vocab_size)
+    random = np.flatnonzero(sampling_metadata.temperatures > 0).astype(np.int32)
     filtered = random[(table["top_k"][random] > 0) | (table["top_p"][random] < 1)]
     wishes, random_rows, filtered_rows, *told = upload([table, random, filtered, *edits], logits.device)
-    changed, peaks, ids = find_peaks(logits, wishes, told, table)
+    changed, peaks, ids = edit_and_find_peaks(logits, wishes, told, table)
     best, best_ids = peaks, ids
     if len(random):
         if len(filtered):
-            raise_least(logits, changed, wishes, peaks, filtered_rows)
-        best, best_ids = _draw(logits, changed, wishes, peaks, random_rows)
+            apply_top_k_top_p(logits, changed, wishes, peaks, filtered_rows)
+        best, best_ids = _sample_tiles(logits, changed, wishes, peaks, random_rows)
     tiles = num_tiles(vocab_size)
     _choose[(num_rows,)](peaks, ids, best, best_ids, wishes, out, tiles, TILES=pow2(tiles), num_warps=1)
     return out
 
 
-def wishes_of(draws: Draws, vocab_size: int) -> np.ndarray:
+def pack_metadata(sampling_metadata: SamplingMetadata, vocab_size: int) -> np.ndarray:
     """The sampling metadata as an array of WISH, one entry per row, without the fields of edits."""
-    wishes = np.zeros(len(draws.seeds), WISH)
+    wishes = np.zeros(len(sampling_metadata.seeds), ROW_METADATA)
     for name, column in (
-        ("temperature", draws.temperatures),
-        ("top_p", draws.top_ps),
-        ("repetition", draws.repetition_penalties),
-        ("frequency", draws.frequency_penalties),
-        ("presence", draws.presence_penalties),
-        ("seed_low", draws.seeds & np.uint64(0xFFFFFFFF)),
-        ("seed_high", draws.seeds >> np.uint64(32)),
-        ("position", draws.positions),
-        ("sample_index", draws.sample_indices),
+        ("temperature", sampling_metadata.temperatures),
+        ("top_p", sampling_metadata.top_ps),
+        ("repetition", sampling_metadata.repetition_penalties),
+        ("frequency", sampling_metadata.frequency_penalties),
+        ("presence", sampling_metadata.presence_penalties),
+        ("seed_low", sampling_metadata.seeds & np.uint64(0xFFFFFFFF)),
+        ("seed_high", sampling_metadata.seeds >> np.uint64(32)),
+        ("position", sampling_metadata.positions),
+        ("sample_index", sampling_metadata.sample_indices),
     ):
         wishes[name] = column
-    wishes["top_k"] = np.where(draws.top_ks < vocab_size, np.maximum(draws.top_ks, 0), 0)
-    wishes["least"] = torch.from_numpy(draws.min_ps.copy()).log().numpy()  # rounded as the reference's
+    wishes["top_k"] = np.where(sampling_metadata.top_ks < vocab_size, np.maximum(sampling_metadata.top_ks, 0), 0)
+    wishes["min_score"] = torch.from_numpy(sampling_metadata.min_ps.copy()).log().numpy()  # rounded as the reference's
     wishes["mask"] = -1
-    wishes["drawn"] = numbered(len(wishes), np.flatnonzero(draws.temperatures > 0))
+    wishes["random_row"] = number_rows(len(wishes), np.flatnonzero(sampling_metadata.temperatures > 0))
     return wishes
 
 
-def find_peaks(
-    logits: Tensor, wishes: Tensor, told: list[Tensor], table: np.ndarray
+def edit_and_find_peaks(
+    logits: Tensor, row_metadata: Tensor, edit_arrays: list[Tensor], host_metadata: np.ndarray
 ) -> tuple[Tensor | None, Tensor, Tensor]:
     """The edited logits or None, and per tile the largest logit after edits and the first token that has it.
 
     told: the arrays of `edit_columns`, on the device. The largest logit is NaN if the input tile has NaN or +inf.
     """
     num_rows, vocab_size = logits.shape
-    num_edited, num_counted = (int(table[name].max()) + 1 for name in ("edited", "counted"))
-    masks, tokens, values, begins, rows, entries = told
-    counts = count_history(rows, entries, num_counted, vocab_size) if num_counted else wishes
+    num_edited, num_counted = (int(host_metadata[name].max()) + 1 for name in ("edited", "counted"))
+    masks, tokens, values, begins, rows, entries = edit_arrays
+    counts = count_history(rows, entries, num_counted, vocab_size) if num_counted else row_metadata
     changed = torch.empty(num_edited, vocab_size, device=logits.device) if num_edited else None
     peaks = tile_tensor(num_rows, vocab_size, logits, torch.float32)
     ids = tile_tensor(num_rows, vocab_size, logits, torch.int32)
     _peaks[peaks.shape](
         logits,
-        wishes if changed is None else changed,
-        wishes,
+        row_metadata if changed is None else changed,
+        row_metadata,
         masks,
         tokens,
         values.view(torch.float32),
@@ -124,7 +124,7 @@ def find_peaks(
 def _peaks(
     logits_ptr,
     edited_ptr,
-    wishes_ptr,
+    metadata_ptr,
     masks_ptr,
     tokens_ptr,
     values_ptr,
@@ -144,10 +144,20 @@ def _peaks(
     x = raw_logits(logits_ptr, row, stride, tokens, inside)
     is_useless = tl.max(((x != x) | (x == float("inf"))).to(tl.int32), 0) > 0
     if ANY_EDITED:
-        slot = wish(wishes_ptr, row, EDITED)
+        slot = load_field(metadata_ptr, row, EDITED)
         if slot >= 0:
-            x = edited(
-                x, tokens, row, slot, wishes_ptr, masks_ptr, tokens_ptr, values_ptr, begins_ptr, counts_ptr, vocab_size
+            x = apply_edits(
+                x,
+                tokens,
+                row,
+                slot,
+                metadata_ptr,
+                masks_ptr,
+                tokens_ptr,
+                values_ptr,
+                begins_ptr,
+                counts_ptr,
+                vocab_size,
             )
             tl.store(edited_ptr + slot.to(tl.int64) * vocab_size + tokens, x, mask=inside)
     most = tl.max(x, 0)
@@ -156,15 +166,17 @@ def _peaks(
     tl.store(ids_ptr + place, tl.min(tl.where(x == most, tokens, vocab_size), 0))
 
 
-def _draw(logits: Tensor, changed: Tensor | None, wishes: Tensor, peaks: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+def _sample_tiles(
+    logits: Tensor, changed: Tensor | None, row_metadata: Tensor, peaks: Tensor, rows: Tensor
+) -> tuple[Tensor, Tensor]:
     """Per tile of `rows`, the largest score with noise and the first token that has it."""
     vocab_size = logits.shape[1]
     best = tile_tensor(len(rows), vocab_size, logits, torch.float32)
     ids = tile_tensor(len(rows), vocab_size, logits, torch.int32)
-    _draw_tiles[best.shape](
+    _sample_tiles_kernel[best.shape](
         logits,
-        wishes if changed is None else changed,
-        wishes,
+        row_metadata if changed is None else changed,
+        row_metadata,
         peaks,
         rows,
         best,
@@ -180,10 +192,10 @@ def _draw(logits: Tensor, changed: Tensor | None, wishes: Tensor, peaks: Tensor,
 
 
 @triton.jit
-def _draw_tiles(
+def _sample_tiles_kernel(
     logits_ptr,
     edited_ptr,
-    wishes_ptr,
+    metadata_ptr,
     peaks_ptr,
     rows_ptr,
     best_ptr,
@@ -198,21 +210,21 @@ def _draw_tiles(
     row, first = tl.load(rows_ptr + tl.program_id(0)), tl.program_id(1) * TILE
     num_tiles = tl.num_programs(1)
     top = largest_of_row(peaks_ptr, row, num_tiles, TILES)
-    temperature = float_wish(wishes_ptr, row, TEMPERATURE)
-    least = float_wish(wishes_ptr, row, LEAST)
+    temperature = load_float_field(metadata_ptr, row, TEMPERATURE)
+    least = load_float_field(metadata_ptr, row, MIN_SCORE)
     peak = tl.load(peaks_ptr + row * num_tiles + tl.program_id(1))
     most = tl.full([], float("-inf"), tl.float32)
     best = tl.full([], 0, tl.int32)
     if tl.div_rn(peak - top, temperature) >= least:  # false for most tiles: the filters keep none of their tokens
         tokens = first + tl.arange(0, TILE)
-        slot = wish(wishes_ptr, row, EDITED)
+        slot = load_field(metadata_ptr, row, EDITED)
         x = final_logits(logits_ptr, edited_ptr, row, slot, stride, tokens, vocab_size, ANY_EDITED)
         scores = tl.div_rn(x - top, temperature)
         noise = gumbel(
-            wish(wishes_ptr, row, SEED_LOW),
-            wish(wishes_ptr, row, SEED_HIGH),
-            wish(wishes_ptr, row, POSITION),
-            wish(wishes_ptr, row, SAMPLE_INDEX),
+            load_field(metadata_ptr, row, SEED_LOW),
+            load_field(metadata_ptr, row, SEED_HIGH),
+            load_field(metadata_ptr, row, POSITION),
+            load_field(metadata_ptr, row, SAMPLE_INDEX),
             _SAMPLE,
             first,
             TILE,
@@ -226,7 +238,7 @@ def _draw_tiles(
 
 
 @triton.jit
-def _choose(peaks_ptr, ids_ptr, best_ptr, best_ids_ptr, wishes_ptr, out_ptr, num_tiles, TILES: tl.constexpr):
+def _choose(peaks_ptr, ids_ptr, best_ptr, best_ids_ptr, metadata_ptr, out_ptr, num_tiles, TILES: tl.constexpr):
     """The token of each row: the smallest id with the best score of all tiles; -1 if nothing can be sampled."""
     row = tl.program_id(0)
     tiles = tl.arange(0, TILES)
@@ -235,7 +247,7 @@ def _choose(peaks_ptr, ids_ptr, best_ptr, best_ids_ptr, wishes_ptr, out_ptr, num
     ids = tl.load(ids_ptr + row * num_tiles + tiles, mask=inside, other=0)
     is_useless = tl.max(((values != values) | (values == float("inf"))).to(tl.int32), 0) > 0
     is_useless = is_useless | (tl.max(values, 0) == float("-inf"))
-    drawn = wish(wishes_ptr, row, DRAWN)
+    drawn = load_field(metadata_ptr, row, RANDOM_ROW)
     if drawn >= 0:
         values = tl.load(best_ptr + drawn * num_tiles + tiles, mask=inside, other=float("-inf"))
         ids = tl.load(best_ids_ptr + drawn * num_tiles + tiles, mask=inside, other=0)

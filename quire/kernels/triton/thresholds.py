@@ -22,34 +22,34 @@ from torch import Tensor
 from quire.kernels.triton.launch import pow2
 from quire.kernels.triton.rows import (
     EDITED,
-    LEAST,
+    MIN_SCORE,
     TEMPERATURE,
     TOP_K,
     TOP_P,
     WORDS,
     final_logits,
-    float_wish,
     largest_of_row,
+    load_field,
+    load_float_field,
     num_tiles,
-    wish,
 )
 
-COPIED = 8192  # the most tokens of a row that are copied
+MAX_COPIED = 8192  # the most tokens of a row that are copied
 _BLOCK = 1024  # tokens that are read at once
 _INFINITE = tl.constexpr(0x7F800000)  # distance of -inf
 _BEYOND = tl.constexpr(0x7F800001)
 
 
-def raise_least(logits: Tensor, edited: Tensor | None, wishes: Tensor, peaks: Tensor, rows: Tensor) -> None:
+def apply_top_k_top_p(logits: Tensor, edited: Tensor | None, row_metadata: Tensor, peaks: Tensor, rows: Tensor) -> None:
     """Raise the field `least` of `rows` to the threshold of their top_k and top_p; see `rows.WISH`.
 
     logits (num_rows, vocab_size), edited (edited rows, vocab_size), peaks (num_rows, tiles): the largest of each tile.
     """
-    nearest = torch.empty(len(rows), COPIED, dtype=torch.int32, device=logits.device)
-    _raise_least[(len(rows),)](
+    nearest = torch.empty(len(rows), MAX_COPIED, dtype=torch.int32, device=logits.device)
+    _apply_top_k_top_p[(len(rows),)](
         logits,
-        wishes if edited is None else edited,
-        wishes,
+        row_metadata if edited is None else edited,
+        row_metadata,
         peaks,
         rows,
         nearest,
@@ -58,7 +58,7 @@ def raise_least(logits: Tensor, edited: Tensor | None, wishes: Tensor, peaks: Te
         num_tiles(logits.shape[1]),
         ANY_EDITED=edited is not None,
         TILES=pow2(num_tiles(logits.shape[1])),
-        COPIED=COPIED,
+        COPIED=MAX_COPIED,
         BLOCK=_BLOCK,
         num_warps=16,
         enable_fp_fusion=False,
@@ -66,10 +66,10 @@ def raise_least(logits: Tensor, edited: Tensor | None, wishes: Tensor, peaks: Te
 
 
 @triton.jit
-def _raise_least(
+def _apply_top_k_top_p(
     logits_ptr,
     edited_ptr,
-    wishes_ptr,
+    metadata_ptr,
     peaks_ptr,
     rows_ptr,
     nearest_ptr,
@@ -85,12 +85,12 @@ def _raise_least(
     row = tl.load(rows_ptr + tl.program_id(0))
     nearest_ptr += tl.program_id(0).to(tl.int64) * COPIED
     top = largest_of_row(peaks_ptr, row, num_tiles, TILES)
-    top_k = wish(wishes_ptr, row, TOP_K)
-    top_p = float_wish(wishes_ptr, row, TOP_P)
-    furthest = tl.abs(float_wish(wishes_ptr, row, LEAST)).to(tl.int32, bitcast=True)
+    top_k = load_field(metadata_ptr, row, TOP_K)
+    top_p = load_float_field(metadata_ptr, row, TOP_P)
+    furthest = tl.abs(load_float_field(metadata_ptr, row, MIN_SCORE)).to(tl.int32, bitcast=True)
     num_copied = tl.full([], COPIED + 1, tl.int32)  # above COPIED: nothing is copied yet
-    slot = wish(wishes_ptr, row, EDITED)
-    temperature = float_wish(wishes_ptr, row, TEMPERATURE)
+    slot = load_field(metadata_ptr, row, EDITED)
+    temperature = load_float_field(metadata_ptr, row, TEMPERATURE)
     source = (logits_ptr, edited_ptr, nearest_ptr, row, slot, stride, vocab_size, top, temperature)
     if top_k > 0:
         far, num_copied = _search(source, num_copied, top_k, furthest, ANY_EDITED, COPIED, BLOCK, BY_SHARE=False)
@@ -99,7 +99,9 @@ def _raise_least(
         limit = top_p.to(tl.float64)
         far, num_copied = _search(source, num_copied, limit, furthest, ANY_EDITED, COPIED, BLOCK, BY_SHARE=True)
         furthest = tl.minimum(furthest, far)
-    tl.store(wishes_ptr + row * WORDS + LEAST, (-furthest.to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True))
+    tl.store(
+        metadata_ptr + row * WORDS + MIN_SCORE, (-furthest.to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True)
+    )
 
 
 @triton.jit
@@ -126,18 +128,18 @@ def _search(
     weights = _weights(source, num_copied, pivots, furthest, ANY_EDITED, COPIED, BLOCK, BY_SHARE)
     if BY_SHARE:
         limit = limit * tl.max(weights, 0)  # the last weight is that of all tokens
-    near, far = _between(near, far, pivots, weights < limit)
+    near, far = _narrow(near, far, pivots, weights < limit)
     while far - near > 1:
         if num_copied > COPIED:
             num_copied = _copy(source, far, ANY_EDITED, COPIED, BLOCK)
         pivots = near + steps * ((far - near + 15) // 16)
         weights = _weights(source, num_copied, pivots, furthest, ANY_EDITED, COPIED, BLOCK, BY_SHARE)
-        near, far = _between(near, far, pivots, weights < limit)
+        near, far = _narrow(near, far, pivots, weights < limit)
     return near, num_copied
 
 
 @triton.jit
-def _between(near, far, pivots, are_below):
+def _narrow(near, far, pivots, are_below):
     """The narrowed interval [near, far): between the pivots, or former ends, between which the limit is reached."""
     are_below = are_below & (pivots < far)
     near = tl.max(tl.where(are_below, pivots, near), 0)
@@ -162,16 +164,16 @@ def _weights(
         for first in range(0, num_copied, BLOCK):
             places = first + tl.arange(0, BLOCK)
             distances = tl.load(nearest_ptr + places, mask=places < num_copied, other=_INFINITE)
-            sums += _nearer(distances, pivots, furthest, BY_SHARE)
+            sums += _weights_below(distances, pivots, furthest, BY_SHARE)
     else:
         for first in range(0, vocab_size, BLOCK):
             distances = _distances(source, first + tl.arange(0, BLOCK), ANY_EDITED)
-            sums += _nearer(distances, pivots, furthest, BY_SHARE)
+            sums += _weights_below(distances, pivots, furthest, BY_SHARE)
     return tl.sum(sums, 0)
 
 
 @triton.jit
-def _nearer(distances, pivots, furthest, BY_SHARE: tl.constexpr):
+def _weights_below(distances, pivots, furthest, BY_SHARE: tl.constexpr):
     """(tokens, pivots): the weight of a token if its distance is below the pivot, else 0."""
     are_nearer = distances[:, None] < pivots[None, :]
     if BY_SHARE:

@@ -9,7 +9,7 @@ from torch import Tensor
 _ALIGNED = 4  # words: kernels are compiled for pointers that are multiples of 16 bytes
 
 
-def staged(arrays: Sequence[np.ndarray], device: torch.device) -> tuple[Tensor, list[int]]:
+def stage(arrays: Sequence[np.ndarray], device: torch.device) -> tuple[Tensor, list[int]]:
     """The 32-bit words of all arrays in one host tensor, int32, and the index at which each array begins.
 
     torch allocates the memory, pinned for a GPU, and reuses pinned memory only after the copies from it are done.
@@ -25,13 +25,13 @@ def staged(arrays: Sequence[np.ndarray], device: torch.device) -> tuple[Tensor, 
 
 def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
     """Each array as a flat int32 tensor on the device. One copy transfers all of them."""
-    host, begins = staged(arrays, device)
+    host, begins = stage(arrays, device)
     there = host.to(device, non_blocking=True)
     sizes = [array.size * array.itemsize // 4 for array in arrays]
     return [there[begin : begin + size] for begin, size in zip(begins, sizes, strict=True)]
 
 
-def moved(tensor: Tensor, device: torch.device) -> Tensor:
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """The tensor on the device, copied asynchronously unless it is already there."""
     if tensor.device == device:
         return tensor

@@ -10,12 +10,12 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.contract import Rotation, Storage
-from quire.kernels.reference.quantized import LARGEST
+from quire.kernels.reference.quantized import MAX_QUANTIZED
 from quire.kernels.triton.launch import INTERPRETED, pow2
 from quire.kernels.triton.plan import TritonPlan
 from quire.kernels.triton.rounding import nearest, rounded
 
-HEADS_TOGETHER = 8  # the most heads that one program writes
+MAX_PROGRAM_HEADS = 8  # the most heads that one program writes
 _WARPS = 2
 
 
@@ -30,7 +30,7 @@ def rotary_write(
     """
     group = storage.group
     _check(storage, layer, k, v, plan)
-    k, v = _heads_together(k), _heads_together(v)
+    k, v = _with_contiguous_heads(k), _with_contiguous_heads(v)
     num_tokens, num_kv_heads, head_dim = k.shape
     num_heads, half = 0, 0
     turned, cos, sin = q, k, k  # cos and sin are placeholders, which are not read without a rotation
@@ -39,15 +39,15 @@ def rotary_write(
         num_heads, half = q.shape[1], cos.shape[1]
         if not len(q) == len(cos) == len(sin) == num_tokens or q.shape[2] != head_dim or 2 * half > head_dim:
             raise ValueError(f"queries {tuple(q.shape)}, keys {tuple(k.shape)} and {2 * half} rotated dims do not fit")
-        q = _heads_together(q)
+        q = _with_contiguous_heads(q)
         turned = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    in_8_bits = group.dtype in LARGEST
+    in_8_bits = group.dtype in MAX_QUANTIZED
     data = storage.data[layer]
-    together = min(HEADS_TOGETHER, pow2(max(num_heads, num_kv_heads)))
+    together = min(MAX_PROGRAM_HEADS, pow2(max(num_heads, num_kv_heads)))
     parts = -(-num_heads // together) + 2 * -(-num_kv_heads // together)
     _rotary_write[(num_tokens, parts)](
         *(q, k, v, cos, sin, turned, data, data.view(torch.float32) if in_8_bits else data),
-        *(plan.chunks, plan.positions, plan.stops, plan.rows, plan.tables),
+        *(plan.chunks, plan.positions, plan.stops, plan.table_rows, plan.tables),
         *(q.stride(0), k.stride(0), v.stride(0), data.stride(0), plan.tables.shape[1]),
         HEADS=together,
         NUM_HEADS=num_heads,
@@ -57,8 +57,8 @@ def rotary_write(
         PADDED=pow2(-(-head_dim // 2)),
         BLOCK_SIZE=storage.block_size,
         STORED=group.dtype if in_8_bits else "",
-        LARGEST=LARGEST.get(group.dtype, 0.0),
-        UP=INTERPRETED,
+        LARGEST=MAX_QUANTIZED.get(group.dtype, 0.0),
+        INTERPRET=INTERPRETED,
         num_warps=_WARPS,
     )
     return turned
@@ -76,7 +76,7 @@ def _check(storage: Storage, layer: int, k: Tensor, v: Tensor, plan: TritonPlan)
         raise ValueError(f"blocks of {group.num_kv_heads} heads of {group.head_dim} cannot hold keys {tuple(k.shape)}")
 
 
-def _heads_together(x: Tensor) -> Tensor:
+def _with_contiguous_heads(x: Tensor) -> Tensor:
     """x (num_tokens, heads, head_dim), copied unless the heads of each token are contiguous."""
     _, heads, head_dim = x.shape
     return x if x.stride(2) == 1 and (x.stride(1) == head_dim or heads == 1) else x.contiguous()
@@ -89,7 +89,7 @@ def _rotary_write(
     q_stride, k_stride, v_stride, values_stride, width,
     HEADS: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     HALF: tl.constexpr, PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    STORED: tl.constexpr, LARGEST: tl.constexpr, UP: tl.constexpr,
+    STORED: tl.constexpr, LARGEST: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """Process HEADS heads of a token's queries, keys or values. Grid (num_tokens, parts of q, then of k, then of v)."""
     Q_PARTS: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
@@ -101,7 +101,7 @@ def _rotary_write(
     if part < Q_PARTS:
         heads = part * HEADS + tl.arange(0, HEADS)
         first, second = _halves(q_ptr + token * q_stride, heads, NUM_HEADS, HEAD_DIM, HALF, PADDED)
-        first, second = _rotated(first, second, cos_ptr, sin_ptr, HALF, PADDED, UP)
+        first, second = _rotated(first, second, cos_ptr, sin_ptr, HALF, PADDED, INTERPRET)
         turned_ptr += token * (NUM_HEADS * HEAD_DIM)
         _store_halves(turned_ptr, first, second, heads, NUM_HEADS, HEAD_DIM, HEAD_DIM, HALF, PADDED)
     else:
@@ -115,7 +115,7 @@ def _rotary_write(
                 heads = (part - Q_PARTS) * HEADS + tl.arange(0, HEADS)
                 first, second = _halves(k_ptr + token * k_stride, heads, NUM_KV_HEADS, HEAD_DIM, HALF, PADDED)
                 if HALF > 0:
-                    first, second = _rotated(first, second, cos_ptr, sin_ptr, HALF, PADDED, UP)
+                    first, second = _rotated(first, second, cos_ptr, sin_ptr, HALF, PADDED, INTERPRET)
             else:
                 heads = (part - Q_PARTS - KV_PARTS) * HEADS + tl.arange(0, HEADS)
                 first, second = _halves(v_ptr + token * v_stride, heads, NUM_KV_HEADS, HEAD_DIM, HALF, PADDED)
@@ -123,7 +123,7 @@ def _rotary_write(
                 scales_ptr += values_stride // 4
             _store_token(
                 data_ptr, scales_ptr, first, second, heads, block, position % BLOCK_SIZE, left,
-                NUM_KV_HEADS, HEAD_DIM, HALF, PADDED, BLOCK_SIZE, STORED, LARGEST, UP,
+                NUM_KV_HEADS, HEAD_DIM, HALF, PADDED, BLOCK_SIZE, STORED, LARGEST, INTERPRET,
             )  # fmt: skip
 
 
@@ -168,7 +168,7 @@ def _store_halves(
 
 
 @triton.jit
-def _rotated(first, second, cos_ptr, sin_ptr, HALF: tl.constexpr, PADDED: tl.constexpr, UP: tl.constexpr):
+def _rotated(first, second, cos_ptr, sin_ptr, HALF: tl.constexpr, PADDED: tl.constexpr, INTERPRET: tl.constexpr):
     """Both halves with their first HALF pairs rotated in float32 and rounded once."""
     pairs = tl.arange(0, PADDED)
     turns = pairs < HALF
@@ -177,14 +177,14 @@ def _rotated(first, second, cos_ptr, sin_ptr, HALF: tl.constexpr, PADDED: tl.con
     x, y = first.to(tl.float32), second.to(tl.float32)
     new_first = tl.where(turns[None, :], x * cos - y * sin, x)
     new_second = tl.where(turns[None, :], y * cos + x * sin, y)
-    return rounded(new_first, first.dtype, UP), rounded(new_second, second.dtype, UP)
+    return rounded(new_first, first.dtype, INTERPRET), rounded(new_second, second.dtype, INTERPRET)
 
 
 @triton.jit
 def _store_token(
     data_ptr, scales_ptr, first, second, heads, block, place, left,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, STORED: tl.constexpr, LARGEST: tl.constexpr, UP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, STORED: tl.constexpr, LARGEST: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """Store heads of a token at slot `place` of its block. left: tokens of the chunk from this one on.
 
@@ -196,10 +196,10 @@ def _store_token(
     scales_ptr += block * (NUM_HEADS * STRIDE // 4) + VALUES // 4
     x, y = first.to(tl.float32), second.to(tl.float32)
     if STORED == "":
-        x, y = rounded(x, data_ptr.dtype.element_ty, UP), rounded(y, data_ptr.dtype.element_ty, UP)
+        x, y = rounded(x, data_ptr.dtype.element_ty, INTERPRET), rounded(y, data_ptr.dtype.element_ty, INTERPRET)
     else:
         scales = _scales(x, y, LARGEST)
-        x, y = _in_8_bits(x, scales, STORED, LARGEST, UP), _in_8_bits(y, scales, STORED, LARGEST, UP)
+        x, y = _quantized(x, scales, STORED, LARGEST, INTERPRET), _quantized(y, scales, STORED, LARGEST, INTERPRET)
         tl.store(scales_ptr + heads * (STRIDE // 4) + place, scales, mask=heads < NUM_HEADS)
     _store_halves(data_ptr + place * HEAD_DIM, x, y, heads, NUM_HEADS, STRIDE, HEAD_DIM, HALF, PADDED)
     if (place == 0) & (left < BLOCK_SIZE):
@@ -231,7 +231,7 @@ def _scales(x, y, LARGEST: tl.constexpr):
 
 
 @triton.jit
-def _in_8_bits(x, scales, STORED: tl.constexpr, LARGEST: tl.constexpr, UP: tl.constexpr):
+def _quantized(x, scales, STORED: tl.constexpr, LARGEST: tl.constexpr, INTERPRET: tl.constexpr):
     """x / scales as the bits of 8-bit numbers, rounded to nearest, ties to even."""
     x = tl.div_rn(x, tl.where(scales == 0, 1.0, scales)[:, None])
     x = tl.minimum(tl.maximum(x, -LARGEST), LARGEST)  # NaN becomes a number here; the scale is NaN then
@@ -239,7 +239,7 @@ def _in_8_bits(x, scales, STORED: tl.constexpr, LARGEST: tl.constexpr, UP: tl.co
         # float32 from 2^23 on has no fraction bits, so the addition rounds to an integer, ties to even
         x = ((x + 12582912.0) - 12582912.0).to(tl.int8)
     else:
-        if UP:  # the interpreter rounds wrongly; fp8 below 2^-6 has steps of 2^-9, like float32 at 1.5 * 2^14
+        if INTERPRET:  # the interpreter rounds wrongly; fp8 below 2^-6 has steps of 2^-9, like float32 at 1.5 * 2^14
             x = tl.where(tl.abs(x) < 0.015625, (x + 24576.0) - 24576.0, nearest(x, 20))
         x = x.to(tl.float8e4nv)
     return x.to(tl.uint8, bitcast=True)

@@ -65,14 +65,14 @@ class Backend(ABC):  # optional methods have empty bodies
         self.stats = Stats()
         self.hints = hints
         self.loop = LoopThread()
-        self.programs = ThreadPoolExecutor(AUTO_THREADS, thread_name_prefix="quire-program")  # of `arun`
+        self.program_pool = ThreadPoolExecutor(AUTO_THREADS, thread_name_prefix="quire-program")  # of `arun`
         atexit.register(self.close)
 
     def close(self) -> None:
         """Cancel running calls and release all resources. Further calls have no effect."""
         atexit.unregister(self.close)
-        self.programs.shutdown(wait=False)
-        self.loop.close(self.ended)
+        self.program_pool.shutdown(wait=False)
+        self.loop.close(self.aclose)
 
     shutdown = close
 
@@ -86,14 +86,14 @@ class Backend(ABC):  # optional methods have empty bodies
 
     def flush_cache(self) -> None:
         """Evict cached KV that no running request uses. Raises RequestError if the backend has no cache."""
-        self.loop.run(self.flushed())
+        self.loop.run(self.flush_cache_async())
 
     def cache_prefix(self, prefix: str) -> None:
         """Compute the KV of a text, so that it is in the prefix cache."""
         self.loop.run(self.prefetch(prefix, None))
 
     @abstractmethod
-    def pieces(
+    def generate(
         self, prompt: Prompt, params: GenParams, program: Program | None, *, stream: bool
     ) -> AsyncGenerator[Piece]:
         """The text that follows a prompt, in pieces. stream: as soon as there is new text; else in few pieces.
@@ -117,9 +117,9 @@ class Backend(ABC):  # optional methods have empty bodies
     async def end_program(self, program: str, branch: str | None) -> None:  # noqa: B027
         """End a branch of a program (None: all branches) whose last request had expects_more."""
 
-    async def flushed(self) -> None:
+    async def flush_cache_async(self) -> None:
         """Coroutine of flush_cache."""
         raise RequestError(f"{type(self).__name__} has no cache that could be flushed")
 
-    async def ended(self) -> None:  # noqa: B027
+    async def aclose(self) -> None:  # noqa: B027
         """Release all resources: the last coroutine on the loop."""

@@ -9,19 +9,19 @@ from uuid import uuid4
 
 from quire.config import EngineOptions
 from quire.core.request import NO_NAMESPACE
-from quire.core.scheduling_params import Program, Terms
-from quire.engine.inputs import TokenizedPrompt, generations
-from quire.engine.output_text import Transcript
+from quire.core.scheduling_params import Program, SchedulingParams
+from quire.engine.inputs import TokenizedPrompt, prepare_generations
+from quire.engine.output_text import RequestOutputProcessor
 from quire.engine.outputs import Delta
 from quire.lang.backends.backend import Backend, Piece, RoleTexts
-from quire.lang.backends.meta import entries_of, meta_of
+from quire.lang.backends.meta import meta_info, token_logprobs
 from quire.lang.backends.roles import TemplateRoles, plain_texts
 from quire.lang.errors import GenerationFailed
 from quire.lang.params import GenParams
-from quire.lang.select import ChoicesDecision, ChoicesSamplingMethod, Entry, decide, num_shared
+from quire.lang.select import ChoicesDecision, ChoicesSamplingMethod, TokenLogprob, common_prefix_len, decide
 from quire.lang.state_text import Message, Prompt
 from quire.params import SamplingParams, StructuredOutputsParams
-from quire.startup.build import Built, build, facts_of
+from quire.startup.build import Built, build, model_info_of
 from quire.structured_outputs.backends import check
 from quire.supervisor.async_engine import AsyncEngine
 from quire.supervisor.health import Health
@@ -30,22 +30,22 @@ from quire.tokenizer.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
-_MOST_CHECKED = 1024  # constraints
-_LONG = 2**14  # characters; longer texts are tokenized on a thread, so that they do not block the event loop
+_MAX_VALID_CONSTRAINTS = 1024  # constraints
+_LONG_TEXT = 2**14  # characters; longer texts are tokenized on a thread, so that they do not block the event loop
 
 
 class EngineBackend(Backend):
     """Backend with a built engine, which it closes at its end. hints: whether requests carry program hints."""
 
     def __init__(self, built: Built, *, hints: bool = True) -> None:
-        self._host = EngineThread(built.engine, facts_of(built))
+        self._host = EngineThread(built.engine, model_info_of(built))
         self._host.launch()
         super().__init__(hints=hints)
         self._tokenizer = built.tokenizer
         self._max_model_len = built.max_model_len
         self._roles = TemplateRoles(self._render)
         self._grammar_backend = built.options.grammar_backend
-        self._checked: set[StructuredOutputsParams] = set()
+        self._valid_constraints: set[StructuredOutputsParams] = set()
         self._engine = AsyncEngine(self._host)
         try:
             self.loop.run(self._engine.start())
@@ -61,20 +61,20 @@ class EngineBackend(Backend):
         """The model's tokenizer."""
         return self._tokenizer
 
-    async def pieces(
+    async def generate(
         self, prompt: Prompt, params: GenParams, program: Program | None, *, stream: bool
     ) -> AsyncGenerator[Piece]:
         """See Backend. Raises RequestError, EngineStopped, GenerationFailed."""
         sampling = sampling_params(params)
         if sampling.structured_outputs is not None:
-            await self._check(sampling.structured_outputs)
+            await self._check_constraint(sampling.structured_outputs)
         transcript = self._transcript(await self._encode(prompt.text), sampling)
         texts = [""] * params.n
         async for delta in self._deltas([transcript], program):
             texts[delta.index] += delta.text
             if stream or delta.finish_reason is not None:
                 text, texts[delta.index] = texts[delta.index], ""
-                yield Piece(text, meta_of(transcript, delta.index, params, self._tokenizer), delta.index)
+                yield Piece(text, meta_info(transcript, delta.index, params, self._tokenizer), delta.index)
 
     async def select(
         self, prompt: Prompt, choices: tuple[str, ...], method: ChoicesSamplingMethod, program: Program | None
@@ -82,7 +82,7 @@ class EngineBackend(Backend):
         """See Backend. Raises RequestError, EngineStopped, GenerationFailed."""
         before = await self._encode(prompt.text)
         each = [await self._encode(prompt.text + choice) for choice in choices]
-        begins = [num_shared(before, ids) for ids in each]
+        begins = [common_prefix_len(before, ids) for ids in each]
         scores = await self._score(each, begins, program)
         alone = None
         if method.requires_unconditional_logprobs:
@@ -104,11 +104,11 @@ class EngineBackend(Backend):
         """End the branch in the engine, which then evicts its KV first."""
         self._engine.end_program(NO_NAMESPACE.tenant, program, branch)
 
-    async def flushed(self) -> None:
+    async def flush_cache_async(self) -> None:
         """Evict cached KV that no running request uses."""
         await self._engine.flush_cache()
 
-    async def ended(self) -> None:
+    async def aclose(self) -> None:
         """End the engine."""
         try:
             await self._engine.close()
@@ -117,7 +117,7 @@ class EngineBackend(Backend):
 
     async def _score(
         self, prompts: Sequence[list[int]], begins: Sequence[int], program: Program | None
-    ) -> list[list[Entry]]:
+    ) -> list[list[TokenLogprob]]:
         """The logprobs of each prompt's tokens from index `begins` on. KV of earlier tokens may come from the cache."""
         transcripts = [
             self._transcript(
@@ -128,26 +128,30 @@ class EngineBackend(Backend):
         async for _ in self._deltas(transcripts, program):
             pass
         return [
-            entries_of(ids[begin:], (transcript.prompt_logprobs or [])[begin:], self._tokenizer)
+            token_logprobs(ids[begin:], (transcript.prompt_logprobs or [])[begin:], self._tokenizer)
             for ids, begin, transcript in zip(prompts, begins, transcripts, strict=True)
         ]
 
-    def _transcript(self, ids: list[int], params: SamplingParams) -> Transcript:
-        (generation,) = generations([TokenizedPrompt(None, ids)], [params], self._tokenizer, self._max_model_len)
-        return Transcript(uuid4().hex, generation, self._tokenizer, now=time.monotonic())
+    def _transcript(self, ids: list[int], params: SamplingParams) -> RequestOutputProcessor:
+        (generation,) = prepare_generations(
+            [TokenizedPrompt(None, ids)], [params], self._tokenizer, self._max_model_len
+        )
+        return RequestOutputProcessor(uuid4().hex, generation, self._tokenizer, now=time.monotonic())
 
-    async def _deltas(self, transcripts: Sequence[Transcript], program: Program | None) -> AsyncGenerator[Delta]:
+    async def _deltas(
+        self, transcripts: Sequence[RequestOutputProcessor], program: Program | None
+    ) -> AsyncGenerator[Delta]:
         """Submit requests and yield their Deltas until all are finished. Updates the stats."""
         by_id = {transcript.request_id: transcript for transcript in transcripts}
-        terms = Terms(program=program)
+        terms = SchedulingParams(program=program)
         outputs = await self._engine.generate(
-            [one.generation.request(name, terms=terms) for name, one in by_id.items()]
+            [one.generation.request(name, scheduling_params=terms) for name, one in by_id.items()]
         )
         self.stats.num_calls += 1
         try:
             while not all(transcript.finished for transcript in transcripts):
                 for output in await anext(outputs):
-                    delta = by_id[output.request_id].add(output, time.monotonic())
+                    delta = by_id[output.request_id].process_output(output, time.monotonic())
                     if delta is None:
                         continue
                     if delta.stopped_after is not None:
@@ -160,25 +164,25 @@ class EngineBackend(Backend):
             for one in transcripts:
                 self.stats.count(len(one.prompt.ids), sum(one.num_output_tokens), one.num_cached_tokens)
 
-    async def _check(self, form: StructuredOutputsParams) -> None:
+    async def _check_constraint(self, constraint: StructuredOutputsParams) -> None:
         """Raises RequestError for an invalid constraint. Valid ones are remembered."""
-        if form in self._checked:
+        if constraint in self._valid_constraints:
             return
-        await asyncio.to_thread(check, form, self._grammar_backend)
-        if len(self._checked) >= _MOST_CHECKED:
-            self._checked.clear()
-        self._checked.add(form)
+        await asyncio.to_thread(check, constraint, self._grammar_backend)
+        if len(self._valid_constraints) >= _MAX_VALID_CONSTRAINTS:
+            self._valid_constraints.clear()
+        self._valid_constraints.add(constraint)
 
     async def _encode(self, text: str) -> list[int]:
         """The token ids of a text. Special tokens are not added if the text already begins with the bos token."""
         begin = self._tokenizer.special_tokens.get("bos_token", "")
         special = not (begin and text.startswith(begin))
-        if len(text) < _LONG:
+        if len(text) < _LONG_TEXT:
             return self._tokenizer.encode(text, add_special_tokens=special)
         return await asyncio.to_thread(self._tokenizer.encode, text, special)
 
-    async def _render(self, messages: list[Message], *, begun: bool) -> str:
-        return self._tokenizer.apply_chat_template(messages, None, begun)
+    async def _render(self, messages: list[Message], *, add_generation_prompt: bool) -> str:
+        return self._tokenizer.apply_chat_template(messages, None, add_generation_prompt)
 
 
 def open_engine(*, hints: bool = True, **options: Any) -> EngineBackend:  # noqa: ANN401  (EngineOptions checks them)
@@ -204,7 +208,7 @@ def sampling_params(params: GenParams) -> SamplingParams:
         presence_penalty=params.presence_penalty,
         ignore_eos=params.ignore_eos,
         logprobs=params.top_logprobs_num or 0 if params.return_logprob else None,
-        prompt_logprobs=(params.top_logprobs_num or 0) if params.tells_prompt else None,
+        prompt_logprobs=(params.top_logprobs_num or 0) if params.returns_prompt_logprobs else None,
         prompt_logprobs_start=max(params.logprob_start_len or 0, 0),
         regex=params.regex,
         json_schema=params.json_schema,

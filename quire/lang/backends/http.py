@@ -12,11 +12,11 @@ import httpx2
 from quire.errors import ConfigError, QuireError, RequestError
 from quire.lang.errors import GenerationFailed
 
-_TRIES = 6
-_WAIT = 1.0  # seconds before the first retry without a Retry-After; doubled each time
-_LONGEST_WAIT = 30.0
-_LONGEST_END = 1.0  # seconds to wait for the end of the stream after [DONE]
-_BUSY = (429, 503)
+_MAX_ATTEMPTS = 6
+_RETRY_SECONDS = 1.0  # seconds before the first retry without a Retry-After; doubled each time
+_MAX_RETRY_SECONDS = 30.0
+_MAX_END_SECONDS = 1.0  # seconds to wait for the end of the stream after [DONE]
+_RETRY_STATUSES = (429, 503)
 _CONNECTIONS = 1024
 _TIMEOUT = httpx2.Timeout(600.0, connect=10.0)  # seconds; a request may wait in the server's queue
 
@@ -61,7 +61,7 @@ class Http:
 
         Raises as `post` does, and GenerationFailed for an error event and for a stream without [DONE].
         """
-        async with self._sent("POST", path, body) as response:
+        async with self._request("POST", path, body) as response:
             lines = response.aiter_lines()
             try:
                 async for line in lines:
@@ -70,7 +70,7 @@ class Http:
                         await _read_to_end(lines)
                         return
                     if data:
-                        event = _parsed(data)
+                        event = _parse_json(data)
                         _check_event(event)
                         yield event
             except httpx2.HTTPError as error:
@@ -82,17 +82,19 @@ class Http:
         await self._client.aclose()
 
     async def _json(self, method: str, path: str, body: Mapping[str, object] | None) -> Any:  # noqa: ANN401
-        async with self._sent(method, path, body) as response:
+        async with self._request(method, path, body) as response:
             try:
                 data = await response.aread()
             except httpx2.HTTPError as error:
                 raise self._unreachable(error) from error
-        return _parsed(data.decode("utf-8", "replace"))
+        return _parse_json(data.decode("utf-8", "replace"))
 
     @asynccontextmanager
-    async def _sent(self, method: str, path: str, body: Mapping[str, object] | None) -> AsyncGenerator[httpx2.Response]:
+    async def _request(
+        self, method: str, path: str, body: Mapping[str, object] | None
+    ) -> AsyncGenerator[httpx2.Response]:
         """A response with a status below 400. Retries after 429 and 503."""
-        for attempt in range(_TRIES):
+        for attempt in range(_MAX_ATTEMPTS):
             request = self._client.build_request(method, path, json=body)
             try:
                 response = await self._client.send(request, stream=True)
@@ -103,11 +105,11 @@ class Http:
                     yield response
                     return
                 said = (await response.aread()).decode("utf-8", "replace")
-                if response.status_code not in _BUSY or attempt == _TRIES - 1:
-                    raise _refusal(response.status_code, said)
+                if response.status_code not in _RETRY_STATUSES or attempt == _MAX_ATTEMPTS - 1:
+                    raise _response_error(response.status_code, said)
             finally:
                 await response.aclose()
-            await asyncio.sleep(_wait_of(response, attempt))
+            await asyncio.sleep(_retry_delay(response, attempt))
 
     def _unreachable(self, error: httpx2.HTTPError) -> GenerationFailed:
         return GenerationFailed(f"{self.base_url} does not answer: {error or type(error).__name__}")
@@ -116,7 +118,7 @@ class Http:
 async def _read_to_end(lines: AsyncIterator[str]) -> None:
     """Read a stream to its end, so that the connection is reused; gives up after `_LONGEST_END` seconds."""
     with suppress(TimeoutError, httpx2.HTTPError):
-        async with asyncio.timeout(_LONGEST_END):
+        async with asyncio.timeout(_MAX_END_SECONDS):
             async for _ in lines:
                 pass
 
@@ -128,7 +130,7 @@ def _context(*, verify: str | bool | None) -> ssl.SSLContext | bool:
 
 
 @contextmanager
-def understood() -> Iterator[None]:
+def response_errors() -> Iterator[None]:
     """Context manager that turns errors of reading a response, such as a missing key, into GenerationFailed."""
     try:
         yield
@@ -138,23 +140,23 @@ def understood() -> Iterator[None]:
         raise GenerationFailed(f"the server's answer is not what its API says: {error!r:.200}") from error
 
 
-def _wait_of(response: httpx2.Response, attempt: int) -> float:
+def _retry_delay(response: httpx2.Response, attempt: int) -> float:
     try:
         wait = float(response.headers.get("retry-after", ""))
     except ValueError:
-        wait = _WAIT * 2**attempt
-    return min(max(wait, 0.0), _LONGEST_WAIT)
+        wait = _RETRY_SECONDS * 2**attempt
+    return min(max(wait, 0.0), _MAX_RETRY_SECONDS)
 
 
-def _refusal(status: int, said: str) -> Exception:
+def _response_error(status: int, said: str) -> Exception:
     """The error of a response: RequestError for 4xx but 429, else GenerationFailed."""
-    message, param = _told(said)
-    if status < 500 and status not in _BUSY:
+    message, param = _error_message(said)
+    if status < 500 and status not in _RETRY_STATUSES:
         return RequestError(f"the server refuses this with {status}: {message}", param)
     return GenerationFailed(f"the server failed with {status}: {message}")
 
 
-def _told(said: str) -> tuple[str, str | None]:
+def _error_message(said: str) -> tuple[str, str | None]:
     try:
         error = json.loads(said)
     except ValueError:
@@ -170,10 +172,10 @@ def _told(said: str) -> tuple[str, str | None]:
 
 def _check_event(event: object) -> None:
     if isinstance(event, dict) and isinstance(event.get("error"), dict):
-        raise GenerationFailed(f"the server could not go on: {_told(json.dumps(event))[0]}")
+        raise GenerationFailed(f"the server could not go on: {_error_message(json.dumps(event))[0]}")
 
 
-def _parsed(data: str) -> Any:  # noqa: ANN401
+def _parse_json(data: str) -> Any:  # noqa: ANN401
     try:
         return json.loads(data)
     except ValueError as error:

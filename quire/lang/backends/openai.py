@@ -8,16 +8,16 @@ from typing import Any
 from quire.core.scheduling_params import Program
 from quire.errors import RequestError
 from quire.lang.backends.backend import Backend, Piece, RoleTexts
-from quire.lang.backends.http import Http, understood
+from quire.lang.backends.http import Http, response_errors
 from quire.lang.backends.roles import plain_texts
 from quire.lang.params import GenParams
-from quire.lang.select import ChoicesDecision, ChoicesSamplingMethod, Entry, decide, num_shared
+from quire.lang.select import ChoicesDecision, ChoicesSamplingMethod, TokenLogprob, common_prefix_len, decide
 from quire.lang.state_text import Prompt
 
-_PLAIN = GenParams()
+_DEFAULTS = GenParams()
 
 
-def sampling(params: GenParams, *, extensions: bool) -> dict[str, object]:
+def sampling_fields(params: GenParams, *, extensions: bool) -> dict[str, object]:
     """Sampling fields of a request body. Raises RequestError for a parameter that the endpoint does not support."""
     asked: dict[str, object] = {
         "max_tokens": params.max_tokens,
@@ -25,11 +25,15 @@ def sampling(params: GenParams, *, extensions: bool) -> dict[str, object]:
         "top_p": params.top_p,
     }
     for name in ("frequency_penalty", "presence_penalty", "n", "seed"):
-        if getattr(params, name) != getattr(_PLAIN, name):
+        if getattr(params, name) != getattr(_DEFAULTS, name):
             asked[name] = getattr(params, name)
     if params.stop:
         asked["stop"] = list(params.stop)
-    return {**asked, **_extra(params, extensions=extensions), **_form(params, extensions=extensions)}
+    return {
+        **asked,
+        **_extension_fields(params, extensions=extensions),
+        **_constraint_fields(params, extensions=extensions),
+    }
 
 
 def completion_logprobs(params: GenParams) -> dict[str, object]:
@@ -51,7 +55,7 @@ def text_of(choice: Mapping[str, Any], part: str) -> str:
     return (choice.get(part) or {}).get("content") or ""
 
 
-def meta_of(
+def meta_info(
     answer: Mapping[str, Any], choice: Mapping[str, Any], usage: Mapping[str, Any], prompt_length: int | None
 ) -> dict[str, Any]:
     """SGLang's meta_info of a choice. prompt_length: characters; None for an event of a stream."""
@@ -73,9 +77,9 @@ def _relative(offsets: list[int]) -> list[int]:
     return [offset - offsets[0] for offset in offsets]
 
 
-def _extra(params: GenParams, *, extensions: bool) -> dict[str, object]:
+def _extension_fields(params: GenParams, *, extensions: bool) -> dict[str, object]:
     names = ("top_k", "min_p", "stop_token_ids", "ignore_eos", "min_tokens")
-    said = [name for name in names if getattr(params, name) != getattr(_PLAIN, name)]
+    said = [name for name in names if getattr(params, name) != getattr(_DEFAULTS, name)]
     if said and not extensions:
         raise RequestError(
             f"OpenAI's API has no {', '.join(said)}; leave it out, or make OpenAI(..., extensions=True) where the "
@@ -86,10 +90,10 @@ def _extra(params: GenParams, *, extensions: bool) -> dict[str, object]:
     return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
-def _form(params: GenParams, *, extensions: bool) -> dict[str, object]:
-    if params.form is None:
+def _constraint_fields(params: GenParams, *, extensions: bool) -> dict[str, object]:
+    if params.constraint is None:
         return {}
-    kind, text = params.form
+    kind, text = params.constraint
     if kind == "json_schema":
         schema = {"name": "output", "schema": json.loads(text), "strict": True}
         return {"response_format": {"type": "json_schema", "json_schema": schema}}
@@ -135,7 +139,7 @@ class OpenAI(Backend):
         """Tokens of all calls so far; has prompt_tokens and completion_tokens."""
         return self.stats
 
-    async def pieces(
+    async def generate(
         self, prompt: Prompt, params: GenParams, program: Program | None, *, stream: bool
     ) -> AsyncGenerator[Piece]:
         """See Backend. Raises RequestError, GenerationFailed."""
@@ -147,12 +151,12 @@ class OpenAI(Backend):
                     yield piece
             return
         answer = await self._http.post(path, body)
-        with understood():
+        with response_errors():
             usage = self._count(answer.get("usage"))
             pieces = [
                 Piece(
                     text_of(choice, "message"),
-                    meta_of(answer, choice, usage, len(prompt.text)),
+                    meta_info(answer, choice, usage, len(prompt.text)),
                     int(choice.get("index", 0)),
                 )
                 for choice in answer["choices"]
@@ -169,15 +173,19 @@ class OpenAI(Backend):
         constraint. Raises RequestError, GenerationFailed.
         """
         if self.is_chat_model:
-            return await self._written_choice(prompt, choices)
-        told = await self._echoes([prompt.text] if prompt.text else [], [prompt.text + choice for choice in choices])
+            return await self._generate_choice(prompt, choices)
+        told = await self._echo_logprobs(
+            [prompt.text] if prompt.text else [], [prompt.text + choice for choice in choices]
+        )
         before = [] if not prompt.text else told.pop(0)
-        (names,) = _named([before])
-        scores = [entries[num_shared(names, own) :] for entries, own in zip(told, _named(told), strict=True)]
+        (names,) = _token_texts([before])
+        scores = [
+            entries[common_prefix_len(names, own) :] for entries, own in zip(told, _token_texts(told), strict=True)
+        ]
         alone = None
         if method.requires_unconditional_logprobs:
-            alone = await self._echoes([], list(choices))
-            if _named(scores) != _named(alone):
+            alone = await self._echo_logprobs([], list(choices))
+            if _token_texts(scores) != _token_texts(alone):
                 raise RequestError(
                     "this endpoint reads a choice by itself as other tokens than behind the prompt; use another method",
                     "choices_method",
@@ -188,12 +196,12 @@ class OpenAI(Backend):
         """`plain_texts`. With chat, the endpoint applies the chat template."""
         return plain_texts(roles)
 
-    async def ended(self) -> None:
+    async def aclose(self) -> None:
         """Close the connections."""
         await self._http.close()
 
     def _request(self, prompt: Prompt, params: GenParams) -> tuple[str, dict[str, object]]:
-        body = {"model": self.model_name, **sampling(params, extensions=self._extensions)}
+        body = {"model": self.model_name, **sampling_fields(params, extensions=self._extensions)}
         if not self.is_chat_model:
             logprobs = completion_logprobs(params)
             return "/completions", {**body, "prompt": prompt.text, **logprobs}
@@ -219,17 +227,17 @@ class OpenAI(Backend):
         asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
         async with aclosing(self._http.events(path, asked)) as events:
             async for event in events:
-                with understood():
+                with response_errors():
                     usage = self._count(event.get("usage"))
                     choices = event.get("choices") or ()
-                    told = [(text_of(one, "delta"), meta_of(event, one, {}, None)) for one in choices]
+                    told = [(text_of(one, "delta"), meta_info(event, one, {}, None)) for one in choices]
                 for text, one in told:
                     meta = {**one, "finish_reason": one["finish_reason"] or meta.get("finish_reason")}
                     yield Piece(text, meta)
                 if usage and not told:
                     yield Piece("", {**meta, **usage})
 
-    async def _written_choice(self, prompt: Prompt, choices: Sequence[str]) -> ChoicesDecision:
+    async def _generate_choice(self, prompt: Prompt, choices: Sequence[str]) -> ChoicesDecision:
         if not self._extensions:
             raise RequestError(
                 "select needs logprobs of prompts, which chat does not tell, or OpenAI(..., extensions=True) where the "
@@ -238,14 +246,14 @@ class OpenAI(Backend):
         path, body = self._request(prompt, GenParams(temperature=0.0, max_tokens=256))
         self.stats.num_calls += 1
         answer = await self._http.post(path, {**body, "structured_outputs": {"choice": list(choices)}})
-        with understood():
+        with response_errors():
             self._count(answer.get("usage"))
             written = text_of(answer["choices"][0], "message")
         if written not in choices:
             raise RequestError(f"this endpoint does not keep to structured_outputs: it wrote {written!r:.100}")
         return ChoicesDecision(written)
 
-    async def _echoes(self, before: list[str], texts: list[str]) -> list[list[Entry]]:
+    async def _echo_logprobs(self, before: list[str], texts: list[str]) -> list[list[TokenLogprob]]:
         """Entries of each text's tokens, from one completions call with echo. The token ids are -1."""
         asked = {"prompt": [*before, *texts], "echo": True, "logprobs": 0, "max_tokens": 0, "temperature": 0.0}
         self.stats.num_calls += 1
@@ -255,7 +263,7 @@ class OpenAI(Backend):
             raise RequestError(
                 f"select needs an endpoint that echoes prompts with logprobs, and this one says: {error}", "choices"
             ) from error
-        with understood():
+        with response_errors():
             self._count(answer.get("usage"))
             choices = sorted(answer["choices"], key=lambda one: int(one.get("index", 0)))
             told = [choice["logprobs"] for choice in choices]
@@ -266,7 +274,7 @@ class OpenAI(Backend):
 
     def _first_model(self) -> str:
         told = self.loop.run(self._http.get("/models"))
-        with understood():
+        with response_errors():
             return str(told["data"][0]["id"])
 
     def _count(self, usage: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -279,6 +287,6 @@ class OpenAI(Backend):
         return {"prompt_tokens": prompt, "completion_tokens": completion, "cached_tokens": cached}
 
 
-def _named(told: Sequence[Sequence[Entry]]) -> list[list[str | None]]:
+def _token_texts(told: Sequence[Sequence[TokenLogprob]]) -> list[list[str | None]]:
     """The texts of tokens, which identify them, as this API has no ids."""
     return [[text for _, _, text in entries] for entries in told]

@@ -11,7 +11,7 @@ from quire.lang.state_text import Message
 class Render(Protocol):
     """A chat template. begun: whether to open the assistant's turn after the messages (add_generation_prompt)."""
 
-    async def __call__(self, messages: list[Message], *, begun: bool) -> str:
+    async def __call__(self, messages: list[Message], *, add_generation_prompt: bool) -> str:
         """The conversation as text. Raises RequestError."""
 
 
@@ -24,42 +24,42 @@ class TemplateRoles:
 
     def __init__(self, render: Render) -> None:
         self._render = render
-        self._known: dict[tuple[str, ...], RoleTexts] = {}
+        self._cache: dict[tuple[str, ...], RoleTexts] = {}
 
     async def texts(self, roles: tuple[str, ...]) -> RoleTexts:
         """The texts around the last of these turns. Raises RequestError if the template refuses such a turn."""
-        if roles not in self._known:
+        if roles not in self._cache:
             try:
-                self._known[roles] = await self._texts(roles)
+                self._cache[roles] = await self._texts(roles)
             except QuireError:
                 if len(roles) == 1:
                     raise
-                self._known[roles] = await self.texts(roles[-1:])  # as for a first turn
-        return self._known[roles]
+                self._cache[roles] = await self.texts(roles[-1:])  # as for a first turn
+        return self._cache[roles]
 
     async def _texts(self, roles: tuple[str, ...]) -> RoleTexts:
         before = roles[:-1]
-        written = await self._closing(before)
+        written = await self._suffix(before)
         if roles[-1] == "assistant":
-            opening = await self._render(_marked(before), begun=True) if before else ""
-            opening = _behind(opening, before)
+            opening = await self._render(_marked_messages(before), add_generation_prompt=True) if before else ""
+            opening = _text_after(opening, before)
         if roles[-1] != "assistant" or not opening.startswith(written):
-            opening = _behind(await self._shown(roles), before, upto=roles)
-        return RoleTexts(opening.removeprefix(written), await self._closing(roles))
+            opening = _text_after(await self._render_turns(roles), before, upto=roles)
+        return RoleTexts(opening.removeprefix(written), await self._suffix(roles))
 
-    async def _shown(self, roles: tuple[str, ...]) -> str:
+    async def _render_turns(self, roles: tuple[str, ...]) -> str:
         """The rendered turns. A user's turn follows if the template renders a last system turn only with one."""
         try:
-            text = await self._render(_marked(roles), begun=False)
+            text = await self._render(_marked_messages(roles), add_generation_prompt=False)
         except QuireError:
             if roles[-1] != "system":
                 raise
             text = ""
         if roles[-1] != "system" or _mark(len(roles) - 1) in text:
             return text
-        return await self._render(_marked((*roles, "user")), begun=False)
+        return await self._render(_marked_messages((*roles, "user")), add_generation_prompt=False)
 
-    async def _closing(self, roles: tuple[str, ...]) -> str:
+    async def _suffix(self, roles: tuple[str, ...]) -> str:
         """The text after the last of these turns, whatever the next role.
 
         Empty if the template renders a last system turn only together with the next turn.
@@ -67,7 +67,7 @@ class TemplateRoles:
         if not roles:
             return ""
         try:
-            return _behind(await self._render(_marked(roles), begun=False), roles)
+            return _text_after(await self._render(_marked_messages(roles), add_generation_prompt=False), roles)
         except QuireError:
             if roles[-1] == "system":
                 return ""
@@ -83,11 +83,11 @@ def _mark(place: int) -> str:
     return f"\U000f5ec0{place}\U000f5ec1"  # private-use characters, which no template contains
 
 
-def _marked(roles: Sequence[str]) -> list[Message]:
+def _marked_messages(roles: Sequence[str]) -> list[Message]:
     return [{"role": role, "content": _mark(place)} for place, role in enumerate(roles)]
 
 
-def _behind(text: str, roles: Sequence[str], *, upto: Sequence[str] = ()) -> str:
+def _text_after(text: str, roles: Sequence[str], *, upto: Sequence[str] = ()) -> str:
     """The part of a rendered text after the mark of the last of `roles`, and before that of the last of `upto`."""
     begin = 0
     if roles:

@@ -7,10 +7,10 @@ from typing import Any
 from quire.core.scheduling_params import Program
 from quire.errors import QuireError
 from quire.lang.backends.backend import Backend, Piece, RoleTexts
-from quire.lang.backends.http import Http, understood
+from quire.lang.backends.http import Http, response_errors
 from quire.lang.backends.roles import TemplateRoles
 from quire.lang.params import GenParams
-from quire.lang.select import ChoicesDecision, ChoicesSamplingMethod, Entry, decide, num_shared
+from quire.lang.select import ChoicesDecision, ChoicesSamplingMethod, TokenLogprob, common_prefix_len, decide
 from quire.lang.state_text import Message, Prompt
 
 _LOOK_BACK = 8  # tokens at a prompt's end that a choice may change; more are requested if it changes all of these
@@ -34,10 +34,10 @@ class RuntimeEndpoint(Backend):
         self._http = Http(base_url, api_key, verify=verify)
         super().__init__(hints=hints)
         self._roles = TemplateRoles(self._render)
-        self._begin: str | None = None  # the text of the special tokens that the tokenizer adds at the begin
+        self._bos_text: str | None = None  # the text of the special tokens that the tokenizer adds at the begin
         try:
             told = self.loop.run(self._http.get("/v1/models"))
-            with understood():
+            with response_errors():
                 self.model_info = dict(told["data"][0])
         except BaseException:
             self.close()
@@ -51,20 +51,20 @@ class RuntimeEndpoint(Backend):
         """The model's entry of /v1/models, and the answer of /health."""
         return {**self.model_info, **self.loop.run(self._http.get("/health"))}
 
-    async def pieces(
+    async def generate(
         self, prompt: Prompt, params: GenParams, program: Program | None, *, stream: bool
     ) -> AsyncGenerator[Piece]:
         """See Backend. Raises RequestError, GenerationFailed."""
         body = {
-            "text": await self._sent_text(prompt.text),
+            "text": await self._without_bos(prompt.text),
             "sampling_params": sampling_params(params),
-            **_report(params),
+            **_logprob_fields(params),
             **self._hint(program),
         }
         self.stats.num_calls += 1
         if not stream:
             answer = await self._http.post("/generate", body)
-            with understood():
+            with response_errors():
                 told = answer if isinstance(answer, list) else [answer]
                 pieces = [Piece(one["text"], dict(one["meta_info"]), index) for index, one in enumerate(told)]
                 self._count([piece.meta for piece in pieces])
@@ -75,7 +75,7 @@ class RuntimeEndpoint(Backend):
         try:
             async with aclosing(self._http.events("/generate", {**body, "stream": True})) as events:
                 async for event in events:
-                    with understood():
+                    with response_errors():
                         text, meta = str(event["text"]), dict(event["meta_info"])
                     yield Piece(text[length:], meta)
                     length = len(text)
@@ -86,13 +86,13 @@ class RuntimeEndpoint(Backend):
         self, prompt: Prompt, choices: tuple[str, ...], method: ChoicesSamplingMethod, program: Program | None
     ) -> ChoicesDecision:
         """See Backend. Raises RequestError, GenerationFailed."""
-        text = await self._sent_text(prompt.text)
-        before = await self._tokens({"prompt": text})
-        scores = await self._score_behind(before, [text + choice for choice in choices], _LOOK_BACK, program)
+        text = await self._without_bos(prompt.text)
+        before = await self._tokenize({"prompt": text})
+        scores = await self._choice_logprobs(before, [text + choice for choice in choices], _LOOK_BACK, program)
         alone = None
         if method.requires_unconditional_logprobs:
             own = [[entry[1] for entry in entries] for entries in scores]
-            alone = await self._scored({"input_ids": own}, [0] * len(own), None)
+            alone = await self._prompt_logprobs({"input_ids": own}, [0] * len(own), None)
         return decide(choices, method, scores, alone)
 
     async def role_texts(self, roles: tuple[str, ...]) -> RoleTexts:
@@ -101,7 +101,7 @@ class RuntimeEndpoint(Backend):
 
     async def prefetch(self, text: str, program: Program | None) -> None:
         """Compute the KV of a text."""
-        body = {"text": await self._sent_text(text), "sampling_params": {"max_new_tokens": 0}}
+        body = {"text": await self._without_bos(text), "sampling_params": {"max_new_tokens": 0}}
         await self._http.post("/generate", {**body, **self._hint(program)})
 
     async def end_program(self, program: str, branch: str | None) -> None:
@@ -109,32 +109,32 @@ class RuntimeEndpoint(Backend):
         named = {} if branch is None else {"branch": branch}
         await self._http.post("/v1/programs/end", {"id": program, **named})
 
-    async def flushed(self) -> None:
+    async def flush_cache_async(self) -> None:
         """Evict cached KV that no running request uses."""
         await self._http.post("/flush_cache", {})
 
-    async def ended(self) -> None:
+    async def aclose(self) -> None:
         """Close the connections."""
         await self._http.close()
 
-    async def _score_behind(
+    async def _choice_logprobs(
         self, before: Sequence[int], texts: Sequence[str], look_back: int, program: Program | None
-    ) -> list[list[Entry]]:
+    ) -> list[list[TokenLogprob]]:
         """Entries of each text's tokens after the prefix that it shares with the tokens `before`.
 
         The server returns tokens and logprobs from `look_back` tokens before the end of `before`. If a text differs
         already there, all tokens are requested.
         """
         start = max(len(before) - look_back, 0)
-        told = await self._scored({"text": list(texts)}, [start] * len(texts), program)
-        shared = [num_shared(before[start:], [entry[1] for entry in entries]) for entries in told]
+        told = await self._prompt_logprobs({"text": list(texts)}, [start] * len(texts), program)
+        shared = [common_prefix_len(before[start:], [entry[1] for entry in entries]) for entries in told]
         if start and not all(shared):
-            return await self._score_behind(before, texts, len(before), program)
+            return await self._choice_logprobs(before, texts, len(before), program)
         return [entries[number:] for entries, number in zip(told, shared, strict=True)]
 
-    async def _scored(
+    async def _prompt_logprobs(
         self, prompts: dict[str, object], starts: Sequence[int], program: Program | None
-    ) -> list[list[Entry]]:
+    ) -> list[list[TokenLogprob]]:
         """Entries of each prompt's tokens from index `starts` on. The first of them has no logprob."""
         body = {
             **prompts,
@@ -146,33 +146,33 @@ class RuntimeEndpoint(Backend):
         }
         self.stats.num_calls += 1
         answer = await self._http.post("/generate", body)
-        with understood():
+        with response_errors():
             told = [one["meta_info"] for one in answer]
             self._count(told)
             return [[(entry[0], entry[1], entry[2]) for entry in one["input_token_logprobs"]] for one in told]
 
-    async def _render(self, messages: list[Message], *, begun: bool) -> str:
-        tokens = await self._tokens({"messages": messages, "add_generation_prompt": begun})
-        return await self._text(tokens)
+    async def _render(self, messages: list[Message], *, add_generation_prompt: bool) -> str:
+        tokens = await self._tokenize({"messages": messages, "add_generation_prompt": add_generation_prompt})
+        return await self._detokenize(tokens)
 
-    async def _tokens(self, body: dict[str, object]) -> list[int]:
+    async def _tokenize(self, body: dict[str, object]) -> list[int]:
         answer = await self._http.post("/tokenize", body)
-        with understood():
+        with response_errors():
             return list(answer["tokens"])
 
-    async def _text(self, tokens: Sequence[int]) -> str:
+    async def _detokenize(self, tokens: Sequence[int]) -> str:
         answer = await self._http.post("/detokenize", {"tokens": list(tokens)})
-        with understood():
+        with response_errors():
             return str(answer["prompt"])
 
-    async def _sent_text(self, text: str) -> str:
+    async def _without_bos(self, text: str) -> str:
         """The text without the leading special tokens, which the server's tokenizer adds."""
-        if self._begin is None:
+        if self._bos_text is None:
             try:
-                self._begin = await self._text(await self._tokens({"prompt": ""}))
+                self._bos_text = await self._detokenize(await self._tokenize({"prompt": ""}))
             except QuireError:
-                self._begin = ""
-        return text.removeprefix(self._begin) if self._begin else text
+                self._bos_text = ""
+        return text.removeprefix(self._bos_text) if self._bos_text else text
 
     def _hint(self, program: Program | None) -> dict[str, object]:
         if program is None:
@@ -211,7 +211,7 @@ def sampling_params(params: GenParams) -> dict[str, object]:
     return {name: value for name, value in asked.items() if value is not None and value != []}
 
 
-def _report(params: GenParams) -> dict[str, object]:
+def _logprob_fields(params: GenParams) -> dict[str, object]:
     if not params.return_logprob:
         return {}
     asked: dict[str, object] = {

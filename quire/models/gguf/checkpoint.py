@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from quire.errors import ModelError
-from quire.models.checkpoint import Stored
-from quire.models.gguf.config import Facts, config
-from quire.models.gguf.names import Origin, origins
+from quire.models.checkpoint import StoredTensor
+from quire.models.gguf.config import GgufInfo, hf_config
+from quire.models.gguf.names import TensorSource, tensor_sources
 from quire.models.gguf.quants import dequantize
-from quire.models.gguf.reader import Entry, Metadata, read_header
+from quire.models.gguf.reader import Metadata, TensorEntry, read_header
 
 # name in tokenizer_config.json -> key of the file
 _KEYS: Mapping[str, str] = MappingProxyType(
@@ -24,10 +24,10 @@ _KEYS: Mapping[str, str] = MappingProxyType(
         "pad_token": "tokenizer.ggml.padding_token_id",
     }
 )
-_MORE_ENDS = ("tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
+_EOS_KEYS = ("tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 _SENTENCEPIECE_DEFAULTS = MappingProxyType({"bos_token": 1, "eos_token": 2, "unk_token": 0})
 # tokens that end a turn; not all files list them, and llama.cpp detects them by these texts, too
-_TURN_ENDS = frozenset({"<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<EOT>"})
+_EOS_TEXTS = frozenset({"<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<EOT>"})
 
 
 def special_tokens(metadata: Metadata) -> dict[str, int]:
@@ -50,8 +50,8 @@ def eos_token_ids(metadata: Metadata) -> list[int]:
     """Ids of all tokens that end an output, in ascending order."""
     texts = metadata.texts("tokenizer.ggml.tokens")
     ends = {token for name, token in special_tokens(metadata).items() if name == "eos_token"}
-    ends |= {_token(metadata, key, len(texts)) for key in _MORE_ENDS if metadata.has(key)}
-    return sorted(ends | {token for token, text in enumerate(texts) if text in _TURN_ENDS})
+    ends |= {_token(metadata, key, len(texts)) for key in _EOS_KEYS if metadata.has(key)}
+    return sorted(ends | {token for token, text in enumerate(texts) if text in _EOS_TEXTS})
 
 
 def _token(metadata: Metadata, key: str, size: int) -> int:
@@ -84,18 +84,18 @@ class GgufCheckpoint:
         self.metadata = Metadata(header.metadata, header.path)
         if _EMBEDDING not in self._entries:
             raise self.metadata.error(f"{_EMBEDDING} is missing; this is no language model, or only a part of one")
-        facts = Facts(self.metadata, frozenset(self._entries), self._entries[_EMBEDDING].shape[0], self._factors)
+        facts = GgufInfo(self.metadata, frozenset(self._entries), self._entries[_EMBEDDING].shape[0], self._factors)
         ids = special_token_ids(self.metadata)
-        self._config = config(facts) | {"dtype": self._dtype(), **ids}
-        self._origins: dict[str, Origin] = {}
+        self._config = hf_config(facts) | {"dtype": self._dtype(), **ids}
+        self._sources: dict[str, TensorSource] = {}
         for name, entry in self._entries.items():
-            self._origins |= dict(origins(facts, name, entry.shape))
-        self._tensors = {name: self._stored(name) for name in self._origins}
+            self._sources |= dict(tensor_sources(facts, name, entry.shape))
+        self._tensors = {name: self._stored(name) for name in self._sources}
 
     @property
-    def place(self) -> Path:
+    def path(self) -> Path:
         """The file, or the first of its shards."""
-        return self.metadata.place
+        return self.metadata.path
 
     @property
     def config(self) -> Mapping[str, object]:
@@ -112,37 +112,37 @@ class GgufCheckpoint:
         return found
 
     @property
-    def tensors(self) -> Mapping[str, Stored]:
+    def tensors(self) -> Mapping[str, StoredTensor]:
         """All tensors by Hugging Face name, with the shapes of a Hugging Face checkpoint."""
         return self._tensors
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, tensor) in the order of the file. F16 and BF16 keep their type; all others become float32."""
-        wanted = [(self._origin(name), name) for name in names]
+        wanted = [(self._source(name), name) for name in names]
         for origin, name in sorted(wanted, key=lambda pair: self._position(pair[0])):
             entry = self._entries[origin.name]
-            numbers = dequantize(entry.bytes_of(origin.part), entry.type, _part_shape(entry, origin))
-            yield name, origin.change(numbers) if origin.change else numbers
+            numbers = dequantize(entry.part_data(origin.part), entry.type, _part_shape(entry, origin))
+            yield name, origin.transform(numbers) if origin.transform else numbers
 
-    def _origin(self, name: str) -> Origin:
-        if name not in self._origins:
+    def _source(self, name: str) -> TensorSource:
+        if name not in self._sources:
             raise self.metadata.error(f"there is no tensor {name}")
-        return self._origins[name]
+        return self._sources[name]
 
-    def _position(self, origin: Origin) -> tuple[str, int, int]:
+    def _position(self, origin: TensorSource) -> tuple[str, int, int]:
         entry = self._entries[origin.name]
         return entry.path.name, entry.start, origin.part or 0
 
-    def _stored(self, name: str) -> Stored:
-        origin = self._origins[name]
+    def _stored(self, name: str) -> StoredTensor:
+        origin = self._sources[name]
         entry = self._entries[origin.name]
         shape = _part_shape(entry, origin)
-        if origin.change:
+        if origin.transform:
             try:
-                shape = tuple(origin.change(torch.empty(shape, device="meta")).shape)
+                shape = tuple(origin.transform(torch.empty(shape, device="meta")).shape)
             except RuntimeError as error:
                 raise self.metadata.error(f"{origin.name} of shape {shape} does not fit the number of heads") from error
-        return Stored(entry.path, shape, entry.type.name, entry.part_bytes(origin.part), is_float=True)
+        return StoredTensor(entry.path, shape, entry.type.name, entry.part_bytes(origin.part), is_float=True)
 
     def _dtype(self) -> str:
         """Compute dtype: the type of most numbers. Quantized types count as bfloat16, which rounds less."""
@@ -158,10 +158,10 @@ class GgufCheckpoint:
             return None
         if len(entry.shape) != 1:
             raise ModelError(f"{entry.path}: {name} must have one dimension, not {len(entry.shape)}")
-        numbers: np.ndarray = dequantize(entry.bytes_of(None), entry.type, entry.shape).float().numpy()
+        numbers: np.ndarray = dequantize(entry.part_data(None), entry.type, entry.shape).float().numpy()
         return numbers
 
 
-def _part_shape(entry: Entry, origin: Origin) -> tuple[int, ...]:
+def _part_shape(entry: TensorEntry, origin: TensorSource) -> tuple[int, ...]:
     """The shape of a tensor, or of one part of a stacked tensor."""
     return entry.shape if origin.part is None else entry.shape[1:]

@@ -118,19 +118,19 @@ def _decimals(values: np.ndarray) -> list[float]:
     return [float(str(value)) for value in values.astype(np.float32)]
 
 
-Fields = dict[str, object]
+ConfigDict = dict[str, object]
 _DEFAULT_WINDOW_BASE = 10000.0  # rope_theta of Gemma 3's window layers
 _GEMMA3_PATTERN = 6  # every sixth layer of Gemma 3 has full attention
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class GgufInfo:
     """Properties of a file's model, from metadata and tensors."""
 
     metadata: Metadata
     names: frozenset[str]  # of all tensors
     vocab_size: int  # rows of the embedding, padding included
-    factors: Factors
+    rope_factors: Factors
 
     @property
     def layers(self) -> int:
@@ -162,7 +162,7 @@ class Facts:
         return self.metadata.number(".expert_count", 0)
 
 
-def _common(facts: Facts) -> Fields:
+def _common(facts: GgufInfo) -> ConfigDict:
     """Fields of nearly all families."""
     metadata = facts.metadata
     return {
@@ -173,12 +173,12 @@ def _common(facts: Facts) -> Fields:
         "num_attention_heads": facts.heads,
         "num_key_value_heads": facts.kv_heads,
         "max_position_embeddings": metadata.number(".context_length"),
-        "rope_parameters": rope_parameters(metadata, facts.head_dim, facts.factors),
+        "rope_parameters": rope_parameters(metadata, facts.head_dim, facts.rope_factors),
         "tie_word_embeddings": "output.weight" not in facts.names,
     }
 
 
-def _rms(facts: Facts) -> Fields:
+def _rms(facts: GgufInfo) -> ConfigDict:
     """Fields of families with RMS norms, SiLU and a `head_dim` field."""
     return _common(facts) | {
         "head_dim": facts.head_dim,
@@ -187,7 +187,7 @@ def _rms(facts: Facts) -> Fields:
     }
 
 
-def _llama(facts: Facts) -> Fields:
+def _llama(facts: GgufInfo) -> ConfigDict:
     found = _rms(facts) | {
         "attention_bias": "blk.0.attn_q.bias" in facts.names,
         "mlp_bias": "blk.0.ffn_up.bias" in facts.names,
@@ -201,21 +201,21 @@ def _llama(facts: Facts) -> Fields:
     return found
 
 
-def _qwen(facts: Facts) -> Fields:
+def _qwen(facts: GgufInfo) -> ConfigDict:
     return _rms(facts) | {"use_sliding_window": False, "sliding_window": None}
 
 
-def _qwen2(facts: Facts) -> Fields:
+def _qwen2(facts: GgufInfo) -> ConfigDict:
     found = _qwen(facts)
     del found["head_dim"]  # Qwen 2 has no such field: it is always hidden size / heads
     return found
 
 
-def _qwen3(facts: Facts) -> Fields:
+def _qwen3(facts: GgufInfo) -> ConfigDict:
     return _qwen(facts) | {"attention_bias": False}
 
 
-def _qwen3moe(facts: Facts) -> Fields:
+def _qwen3moe(facts: GgufInfo) -> ConfigDict:
     metadata = facts.metadata
     return _qwen3(facts) | {
         "num_experts": facts.experts,
@@ -228,7 +228,7 @@ def _qwen3moe(facts: Facts) -> Fields:
     }
 
 
-def _gemma(facts: Facts, largest: int) -> Fields:
+def _gemma(facts: GgufInfo, largest: int) -> ConfigDict:
     """Fields of Gemma 2 and 3. largest: layers of the 27B model, whose query scale is not that of head_dim."""
     found = _rms(facts)
     del found["hidden_act"]
@@ -249,7 +249,7 @@ def _layer_types(layers: int, every: int) -> list[str]:
     return ["sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(layers)]
 
 
-def _gemma2(facts: Facts) -> Fields:
+def _gemma2(facts: GgufInfo) -> ConfigDict:
     metadata = facts.metadata
     return _gemma(facts, largest=46) | {
         "layer_types": _layer_types(facts.layers, every=2),
@@ -258,7 +258,7 @@ def _gemma2(facts: Facts) -> Fields:
     }
 
 
-def _gemma3(facts: Facts) -> Fields:
+def _gemma3(facts: GgufInfo) -> ConfigDict:
     metadata = facts.metadata
     found = _gemma(facts, largest=62)
     every = metadata.number(".attention.sliding_window_pattern", _GEMMA3_PATTERN) if found["sliding_window"] else 1
@@ -274,7 +274,7 @@ def _gemma3(facts: Facts) -> Fields:
     }
 
 
-def _phi3(facts: Facts) -> Fields:
+def _phi3(facts: GgufInfo) -> ConfigDict:
     found = _rms(facts)
     del found["head_dim"]
     context = facts.metadata.number(".context_length")
@@ -285,7 +285,7 @@ def _phi3(facts: Facts) -> Fields:
     }
 
 
-def _gpt2(facts: Facts) -> Fields:
+def _gpt2(facts: GgufInfo) -> ConfigDict:
     metadata = facts.metadata
     return {
         "vocab_size": facts.vocab_size,
@@ -300,7 +300,7 @@ def _gpt2(facts: Facts) -> Fields:
     }
 
 
-def _stablelm(facts: Facts) -> Fields:
+def _stablelm(facts: GgufInfo) -> ConfigDict:
     return _common(facts) | {
         "hidden_act": "silu",
         "layer_norm_eps": facts.metadata.real(".attention.layer_norm_epsilon"),
@@ -310,7 +310,7 @@ def _stablelm(facts: Facts) -> Fields:
     }
 
 
-def _falcon(facts: Facts) -> Fields:
+def _falcon(facts: GgufInfo) -> ConfigDict:
     """Falcon 7B has one KV head. Newer models have several and, except for the 11B model, two norms per layer."""
     found = _common(facts)
     del found["num_key_value_heads"], found["intermediate_size"]
@@ -329,11 +329,11 @@ def _falcon(facts: Facts) -> Fields:
     }
 
 
-def _olmo2(facts: Facts) -> Fields:
+def _olmo2(facts: GgufInfo) -> ConfigDict:
     return _rms(facts) | {"attention_bias": False}
 
 
-def _granite(facts: Facts) -> Fields:
+def _granite(facts: GgufInfo) -> ConfigDict:
     metadata = facts.metadata
     return _llama(facts) | {
         "embedding_multiplier": metadata.real(".embedding_scale", 1.0),
@@ -343,7 +343,7 @@ def _granite(facts: Facts) -> Fields:
     }
 
 
-def _gptneox(facts: Facts) -> Fields:
+def _gptneox(facts: GgufInfo) -> ConfigDict:
     found = _common(facts)
     del found["num_key_value_heads"]
     return found | {
@@ -355,7 +355,7 @@ def _gptneox(facts: Facts) -> Fields:
 
 
 # general.architecture -> (Hugging Face's model_type, its class, its fields)
-Family = tuple[str, str, Callable[[Facts], Fields]]
+Family = tuple[str, str, Callable[[GgufInfo], ConfigDict]]
 _FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         "llama": ("llama", "LlamaForCausalLM", _llama),
@@ -376,7 +376,7 @@ _FAMILIES: Mapping[str, Family] = MappingProxyType(
 _MIXTRAL: Family = ("mixtral", "MixtralForCausalLM", _llama)  # "llama" with experts
 
 
-def config(facts: Facts) -> Fields:
+def hf_config(facts: GgufInfo) -> ConfigDict:
     """The fields of a config.json, without dtype and token ids.
 
     Raises ModelError for an unsupported architecture, and for a missing or unsupported value.

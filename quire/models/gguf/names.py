@@ -9,18 +9,18 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from quire.models.gguf.config import Facts
+from quire.models.gguf.config import GgufInfo
 
-Change = Callable[[Tensor], Tensor]
+Transform = Callable[[Tensor], Tensor]
 
 
-def halves_of_heads(tensor: Tensor, heads: int) -> Tensor:
+def unpermute_heads(tensor: Tensor, heads: int) -> Tensor:
     """Row order from llama.cpp's rotary pairs (neighbours) to halves of a head: 0 1 2 3 4 5 becomes 0 2 4 1 3 5."""
     rest = tensor.shape[1:]
     return tensor.reshape(heads, -1, 2, *rest).transpose(1, 2).reshape(tensor.shape)
 
 
-def key_groups(tensor: Tensor, heads: int, groups: int) -> Tensor:
+def group_qkv(tensor: Tensor, heads: int, groups: int) -> Tensor:
     """Row order from all queries, keys, values to groups: the queries of a KV head, its key, its value."""
     rest = tensor.shape[1:]
     each = tensor.reshape(heads + 2 * groups, -1, *rest)
@@ -40,12 +40,12 @@ def transposed(tensor: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class TensorSource:
     """The source of a Hugging Face tensor in a GGUF file."""
 
     name: str  # in the file
     part: int | None = None  # of a stacked tensor: index of the first dimension
-    change: Change | None = None
+    transform: Transform | None = None
 
 
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -144,18 +144,18 @@ _TABLES: Mapping[str, Mapping[str, str]] = MappingProxyType(
 )
 _GPT2_LINEAR = ("blk.attn_qkv", "blk.attn_output", "blk.ffn_up", "blk.ffn_down")
 _MAX_PARTS = 4096  # experts, or heads, of a layer
-_IN_CONFIG = re.compile(r"rope_freqs|rope_factors_(?:long|short)|blk\.\d+\.attn_rot_embd")
+_ROPE_TENSORS = re.compile(r"rope_freqs|rope_factors_(?:long|short)|blk\.\d+\.attn_rot_embd")
 _LAYER = re.compile(r"blk\.(\d{1,6})\.(.+)")
 
 
-def origins(facts: Facts, name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, Origin]]:
+def tensor_sources(facts: GgufInfo, name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, TensorSource]]:
     """Yield (Hugging Face name, Origin) for one tensor of the file; for a stacked one, once per expert or head.
 
     Yields nothing for rope tensors that become part of the config. Raises ModelError for a tensor that the architecture
     does not have.
     """
     stem, _, suffix = name.rpartition(".")
-    if _IN_CONFIG.fullmatch(stem):
+    if _ROPE_TENSORS.fullmatch(stem):
         return
     within = _LAYER.fullmatch(stem)
     part = f"blk.{within[2]}" if within else stem
@@ -166,30 +166,30 @@ def origins(facts: Facts, name: str, shape: tuple[int, ...]) -> Iterator[tuple[s
         )
     layer = int(within[1]) if within else 0
     is_stacked = target.count("{}") == 2
-    change = _change(facts, part, suffix)
+    change = _inverse_transform(facts, part, suffix)
     if layer >= facts.layers or (is_stacked and shape[0] > _MAX_PARTS):
         raise facts.metadata.error(f"the tensor {name:.80} of shape {shape} lies outside of the model")
     if not is_stacked:
-        yield f"{target.format(layer)}.{suffix}", Origin(name, None, change)
+        yield f"{target.format(layer)}.{suffix}", TensorSource(name, None, change)
         return
     for index in range(shape[0]):
-        yield f"{target.format(layer, index)}.{suffix}", Origin(name, index, change)
+        yield f"{target.format(layer, index)}.{suffix}", TensorSource(name, index, change)
 
 
-def _table_name(facts: Facts) -> str:
+def _table_name(facts: GgufInfo) -> str:
     name = facts.metadata.architecture
     return "falcon with two norms" if name == "falcon" and "blk.0.attn_norm_2.weight" in facts.names else name
 
 
-def _change(facts: Facts, part: str, suffix: str) -> Change | None:
+def _inverse_transform(facts: GgufInfo, part: str, suffix: str) -> Transform | None:
     """The inverse of the converter's change to this tensor; None if there was none."""
     name = facts.metadata.architecture
     if name in ("llama", "granite") and part in ("blk.attn_q", "blk.attn_k"):
-        return partial(halves_of_heads, heads=facts.heads if part == "blk.attn_q" else facts.kv_heads)
+        return partial(unpermute_heads, heads=facts.heads if part == "blk.attn_q" else facts.kv_heads)
     if name in ("gemma2", "gemma3") and part.endswith("norm"):
         return minus_one
     if name == "gpt2" and suffix == "weight" and part in _GPT2_LINEAR:
         return transposed
     if part == "blk.attn_qkv" and name in ("falcon", "gptneox"):
-        return partial(key_groups, heads=facts.heads, groups=facts.kv_heads)
+        return partial(group_qkv, heads=facts.heads, groups=facts.kv_heads)
     return None

@@ -166,7 +166,7 @@ TENSOR_TYPES: Mapping[int, TensorType] = MappingProxyType(
     }
 )
 
-REFUSED: Mapping[int, str] = MappingProxyType(
+UNSUPPORTED_TYPES: Mapping[int, str] = MappingProxyType(
     {
         **{9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 34: "TQ1_0", 35: "TQ2_0"},
         **{16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S"},

@@ -15,7 +15,7 @@ from typing import TypeVar
 import numpy as np
 
 from quire.errors import ModelError
-from quire.models.gguf.quants import REFUSED, TENSOR_TYPES, TensorType
+from quire.models.gguf.quants import TENSOR_TYPES, UNSUPPORTED_TYPES, TensorType
 
 MAX_HEADER = 1 << 29  # bytes; the largest vocabularies take 16 MiB
 MAX_VALUES = 1 << 24  # strings and scalars; the largest vocabularies have under a million
@@ -35,7 +35,7 @@ _DTYPES = {
 }
 
 
-class BytesIn:
+class HeaderReader:
     """A read position in a mapped file. All methods raise ModelError if the file ends or is invalid there."""
 
     def __init__(self, data: mmap, path: Path) -> None:
@@ -63,7 +63,7 @@ class BytesIn:
     def text(self) -> str:
         """Read a string: its length in bytes, then UTF-8."""
         size = self.count("bytes of text", 1)
-        start = self._take(size)
+        start = self._advance(size)
         try:
             return self._data[start : start + size].decode()
         except UnicodeDecodeError as error:
@@ -88,13 +88,13 @@ class BytesIn:
             raise self.error(f"an array of kind {kind} at byte {self.position}; arrays hold numbers or strings")
         dtype = _DTYPES[kind]
         count = self.count("array items", dtype.itemsize)
-        return np.frombuffer(self._data, dtype, count, self._take(count * dtype.itemsize))
+        return np.frombuffer(self._data, dtype, count, self._advance(count * dtype.itemsize))
 
     def _scalar(self, code: str) -> int | float | bool:
-        value: int | float | bool = struct.unpack_from(f"<{code}", self._data, self._take(struct.calcsize(code)))[0]
+        value: int | float | bool = struct.unpack_from(f"<{code}", self._data, self._advance(struct.calcsize(code)))[0]
         return value
 
-    def _take(self, size: int) -> int:
+    def _advance(self, size: int) -> int:
         """Advance by `size` bytes, and return where they start."""
         self._values += 1
         if size > self._end - self.position:
@@ -113,7 +113,7 @@ _SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TensorEntry:
     """One tensor of a file: type, shape in torch's order, position."""
 
     path: Path
@@ -127,7 +127,7 @@ class Entry:
         """Number of bytes of one index of the first dimension, or of the tensor."""
         return self.num_bytes if part is None else self.num_bytes // self.shape[0]
 
-    def bytes_of(self, part: int | None) -> np.ndarray:
+    def part_data(self, part: int | None) -> np.ndarray:
         """The bytes of one index of the first dimension, or of the tensor, as a view of the file."""
         size = self.part_bytes(part)
         return np.frombuffer(self.data, np.uint8, size, self.start + (part or 0) * size)
@@ -139,7 +139,7 @@ class Header:
 
     path: Path
     metadata: dict[str, Value]
-    tensors: dict[str, Entry]
+    tensors: dict[str, TensorEntry]
 
 
 def read_header(path: Path) -> Header:
@@ -153,7 +153,7 @@ def read_header(path: Path) -> Header:
     if count in (0, 1):
         return header
     headers = [_read_file(shard) for shard in _shards(path, count)]
-    tensors: dict[str, Entry] = {}
+    tensors: dict[str, TensorEntry] = {}
     for number, shard in enumerate(headers):
         if (_split(shard, "no", default=0), _split(shard, "count", default=1)) != (number, count):
             raise ModelError(f"{shard.path} is not part {number + 1} of {count}, as its name says; download it again")
@@ -198,7 +198,7 @@ def _read_file(path: Path) -> Header:
             data = mmap(file.fileno(), 0, access=ACCESS_READ)
     except (OSError, ValueError) as error:  # ValueError: an empty file
         raise ModelError(f"{path} cannot be read ({error}); download it again") from error
-    source = BytesIn(data, path)
+    source = HeaderReader(data, path)
     if source.unsigned("I") != _MAGIC:
         raise source.error("it does not begin with GGUF")
     version = source.unsigned("I")
@@ -217,18 +217,20 @@ def _read_file(path: Path) -> Header:
     return Header(path, metadata, _entries(source, data, path, num_tensors, metadata))
 
 
-def _entries(source: BytesIn, data: mmap, path: Path, count: int, metadata: dict[str, Value]) -> dict[str, Entry]:
+def _entries(
+    source: HeaderReader, data: mmap, path: Path, count: int, metadata: dict[str, Value]
+) -> dict[str, TensorEntry]:
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or not 0 < alignment <= _MAX_ALIGNMENT or alignment & (alignment - 1):
         raise source.error(f"general.alignment must be a power of two, not {alignment!r:.80}")
     described = [_describe(source) for _ in range(count)]
     base = -(-source.position // alignment) * alignment
-    entries: dict[str, Entry] = {}
+    entries: dict[str, TensorEntry] = {}
     for name, shape, number, offset in described:
         kind = TENSOR_TYPES.get(number)
         if kind is None:
             raise ModelError(
-                f"{path}: {name} is of type {REFUSED.get(number, number)}; quire reads "
+                f"{path}: {name} is of type {UNSUPPORTED_TYPES.get(number, number)}; quire reads "
                 f"{', '.join(each.name for each in TENSOR_TYPES.values())}. Get a file of one of those, such as Q4_K_M"
             )
         if name in entries:
@@ -238,11 +240,11 @@ def _entries(source: BytesIn, data: mmap, path: Path, count: int, metadata: dict
         num_bytes = math.prod(shape) // kind.block_size * kind.block_bytes
         if offset % alignment or base + offset + num_bytes > len(data):
             raise source.error(f"{name} does not lie within the file, or not at a multiple of {alignment} bytes")
-        entries[name] = Entry(path, data, kind, shape, base + offset, num_bytes)
+        entries[name] = TensorEntry(path, data, kind, shape, base + offset, num_bytes)
     return entries
 
 
-def _describe(source: BytesIn) -> tuple[str, tuple[int, ...], int, int]:
+def _describe(source: HeaderReader) -> tuple[str, tuple[int, ...], int, int]:
     """Read name, shape, type and offset of one tensor. GGUF writes the fastest dimension of a shape first."""
     name = source.text()
     dimensions = source.unsigned("I")
@@ -264,14 +266,14 @@ class Metadata:
     Methods raise ModelError with the key if the value is missing or of another type.
     """
 
-    def __init__(self, values: Mapping[str, Value], place: Path) -> None:
+    def __init__(self, values: Mapping[str, Value], path: Path) -> None:
         self._values = values
-        self.place = place
+        self.path = path
         self.architecture = self.text("general.architecture")
 
     def error(self, message: str) -> ModelError:
         """A ModelError with the file in front."""
-        return ModelError(f"{self.place}: {message}")
+        return ModelError(f"{self.path}: {message}")
 
     def has(self, key: str) -> bool:
         """Whether the file has this key."""

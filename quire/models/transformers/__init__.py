@@ -3,8 +3,8 @@
 The package imports transformers (the extra `hf`), so it must be imported only if such a model is loaded.
 """
 
-from quire.models.transformers.description import BackendDescription, describe_backend
-from quire.models.transformers.loading import load_backend
-from quire.models.transformers.model import BackendModel
+from quire.models.transformers.description import TransformersDescription, describe_transformers
+from quire.models.transformers.loading import load_transformers
+from quire.models.transformers.model import TransformersModel
 
-__all__ = ["BackendDescription", "BackendModel", "describe_backend", "load_backend"]
+__all__ = ["TransformersDescription", "TransformersModel", "describe_transformers", "load_transformers"]

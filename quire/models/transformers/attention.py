@@ -15,11 +15,11 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from quire.errors import ModelError
 
-SERVED = "quire"  # without masks: the listener's attention is causal within each sequence
-TRACED = "quire-traced"  # masks are uninitialised tensors with a `Hides`, which has the mask function
-_LINE, _HIDES = "quire_line", "quire_hides"  # attributes of modules and of traced masks
+SERVING_ATTENTION = "quire"  # without masks: the listener's attention is causal within each sequence
+TRACING_ATTENTION = "quire-traced"  # masks are uninitialised tensors with a `Hides`, which has the mask function
+_ROUTER_ATTRIBUTE, _MASK_ATTRIBUTE = "quire_line", "quire_hides"  # attributes of modules and of traced masks
 
-_HARMLESS = frozenset(  # options that do not change the result of attention
+_IGNORED_OPTIONS = frozenset(  # options that do not change the result of attention
     (
         *("position_ids", "cache_position", "past_key_values", "use_cache", "is_causal", "softcap", "sliding_window"),
         *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict"),
@@ -32,7 +32,7 @@ _MEANINGS = {
 }
 
 
-class Traits(NamedTuple):
+class AttentionParams(NamedTuple):
     """Parameters of a layer's attention, which must be the same in each call."""
 
     num_heads: int
@@ -40,10 +40,10 @@ class Traits(NamedTuple):
     head_dim: int
     scale: float
     softcap: float  # 0: none
-    told_window: int  # the option sliding_window; 0: none
+    sliding_window: int  # the option sliding_window; 0: none
 
 
-class Call(NamedTuple):
+class AttentionCall(NamedTuple):
     """One attention call of a layer."""
 
     layer: str  # its class, for error messages
@@ -51,30 +51,32 @@ class Call(NamedTuple):
     k: Tensor  # (num_tokens, num_kv_heads, head_dim), rotated
     v: Tensor  # like k
     mask: Tensor | None
-    traits: Traits
+    params: AttentionParams
 
 
-Listener = Callable[[Call], Tensor]  # returns (num_tokens, num_heads * head_dim)
+Listener = Callable[[AttentionCall], Tensor]  # returns (num_tokens, num_heads * head_dim)
 
 
-class Hides(NamedTuple):
+class MaskFunction(NamedTuple):
     """The mask function of transformers for one mask."""
 
-    sees: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # (batch, head, query, key) indices -> whether visible
-    size: int  # of a sliding window; 0: none
+    is_visible: Callable[
+        [Tensor, Tensor, Tensor, Tensor], Tensor
+    ]  # (batch, head, query, key) indices -> whether visible
+    window: int  # of a sliding window; 0: none
 
 
-class Line:
+class AttentionRouter:
     """Passes the attention calls of one model to its current listener."""
 
     def __init__(self, model: nn.Module) -> None:
         """Sets an attribute of all modules, as it is not known which ones will call attention."""
         self._listener: Listener | None = None
         for module in model.modules():
-            setattr(module, _LINE, self)
+            setattr(module, _ROUTER_ATTRIBUTE, self)
 
     @contextmanager
-    def to(self, listener: Listener) -> Iterator[None]:
+    def route_to(self, listener: Listener) -> Iterator[None]:
         """Context manager in which calls go to `listener`."""
         self._listener = listener
         try:
@@ -82,16 +84,16 @@ class Line:
         finally:
             self._listener = None
 
-    def send(self, call: Call) -> Tensor:
+    def dispatch(self, call: AttentionCall) -> Tensor:
         """The listener's result for a call. Raises ValueError outside of `to`."""
         if self._listener is None:
             raise ValueError("nobody listens to this model's attention")
         return self._listener(call)
 
 
-def hides(mask: Tensor | None) -> Hides | None:
+def mask_function_of(mask: Tensor | None) -> MaskFunction | None:
     """The mask function of a traced call's mask; None if the model replaced or modified the mask."""
-    return getattr(mask, _HIDES, None)
+    return getattr(mask, _MASK_ATTRIBUTE, None)
 
 
 def _attend(
@@ -104,16 +106,16 @@ def _attend(
 ) -> tuple[Tensor, None]:
     """The attention function: tensors (1, heads, num_tokens, head_dim) to (1, num_tokens, heads, head_dim)."""
     layer = type(module).__name__
-    _refuse_others(layer, query, key, value, options)
+    _check_supported(layer, query, key, value, options)
     q, k, v = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
-    line: Line = getattr(module, _LINE)
-    out = line.send(Call(layer, q, k, v, attention_mask, _traits(q, k, options)))
+    line: AttentionRouter = getattr(module, _ROUTER_ATTRIBUTE)
+    out = line.dispatch(AttentionCall(layer, q, k, v, attention_mask, _attention_params(q, k, options)))
     return out.view(1, *q.shape), None
 
 
-def _traits(q: Tensor, k: Tensor, options: Mapping[str, Any]) -> Traits:
+def _attention_params(q: Tensor, k: Tensor, options: Mapping[str, Any]) -> AttentionParams:
     scale = options.get("scaling")
-    return Traits(
+    return AttentionParams(
         q.shape[1],
         k.shape[1],
         q.shape[2],
@@ -123,13 +125,13 @@ def _traits(q: Tensor, k: Tensor, options: Mapping[str, Any]) -> Traits:
     )
 
 
-def _refuse_others(layer: str, query: Tensor, key: Tensor, value: Tensor, options: Mapping[str, Any]) -> None:
+def _check_supported(layer: str, query: Tensor, key: Tensor, value: Tensor, options: Mapping[str, Any]) -> None:
     """Raise ModelError unless this is plain self-attention of one row of tokens."""
     for name, value_given in options.items():
         if name in ("scaling", "dropout"):
             if isinstance(value_given, Tensor) or (name == "dropout" and value_given):
                 raise ModelError(f"{layer} attends with {name} = {value_given!r:.80}; quire's attention cannot")
-        elif name not in _HARMLESS and value_given is not None:
+        elif name not in _IGNORED_OPTIONS and value_given is not None:
             meaning = f", {_MEANINGS[name]}" if name in _MEANINGS else ""
             raise ModelError(f"{layer} attends with {name!r}{meaning}; quire's attention cannot")
     if value.shape != key.shape or key.shape[3] != query.shape[3]:
@@ -152,10 +154,10 @@ def _build_no_mask(
 ) -> Tensor:
     """An uninitialised mask of the right shape, with its mask function as an attribute."""
     mask = torch.empty(1, 1, q_length, kv_length, device=device)
-    setattr(mask, _HIDES, Hides(mask_function, local_size or 0))
+    setattr(mask, _MASK_ATTRIBUTE, MaskFunction(mask_function, local_size or 0))
     return mask
 
 
-AttentionInterface.register(SERVED, _attend)
-AttentionInterface.register(TRACED, _attend)
-AttentionMaskInterface.register(TRACED, _build_no_mask)
+AttentionInterface.register(SERVING_ATTENTION, _attend)
+AttentionInterface.register(TRACING_ATTENTION, _attend)
+AttentionMaskInterface.register(TRACING_ATTENTION, _build_no_mask)

@@ -20,17 +20,17 @@ from transformers.utils import logging
 
 from quire.errors import ModelError
 from quire.kernels.contract import DTYPES
-from quire.models.checkpoint import Checkpoint, Stored
+from quire.models.checkpoint import Checkpoint, StoredTensor
 from quire.models.model import Progress
 
 
-class Shape:
+class MetaTensor:
     """A tensor without data, in a state dict for `from_pretrained`, which calls `entry[...].to(...)`."""
 
-    def __init__(self, stored: Stored) -> None:
+    def __init__(self, stored: StoredTensor) -> None:
         self._shape = stored.shape
 
-    def __getitem__(self, place: Any) -> "Shape":  # noqa: ANN401  (it is always [...])
+    def __getitem__(self, place: Any) -> "MetaTensor":  # noqa: ANN401  (it is always [...])
         return self
 
     def to(self, *, device: object, dtype: torch.dtype) -> Tensor:
@@ -39,7 +39,7 @@ class Shape:
         return torch.empty(self._shape, dtype=dtype, device="meta")
 
 
-class Reading:
+class TensorReader:
     """Reads tensors on demand, one at a time, although transformers requests them from several threads."""
 
     def __init__(self, checkpoint: Checkpoint, progress: Progress) -> None:
@@ -64,10 +64,10 @@ class Reading:
         return tensor
 
 
-class Read:
+class LazyTensor:
     """A tensor that is read on demand, in a state dict for `from_pretrained`."""
 
-    def __init__(self, reading: Reading, name: str) -> None:
+    def __init__(self, reading: TensorReader, name: str) -> None:
         self._reading = reading
         self._name = name
 
@@ -78,7 +78,7 @@ class Read:
 def construct(
     kind: type[PreTrainedModel],
     config: PreTrainedConfig,
-    tensors: Mapping[str, Shape] | Mapping[str, Read],
+    tensors: Mapping[str, MetaTensor] | Mapping[str, LazyTensor],
     checkpoint: Checkpoint,
     *,
     dtype: str,
@@ -106,9 +106,7 @@ def construct(
                 output_loading_info=True,
             )
     except Exception as error:  # a model's code may raise any exception
-        raise ModelError(
-            f"{checkpoint.place}: transformers cannot build its {kind.__name__}: {error!s:.300}"
-        ) from error
+        raise ModelError(f"{checkpoint.path}: transformers cannot build its {kind.__name__}: {error!s:.300}") from error
     _check(found, kind.__name__, checkpoint)
     module: nn.Module = model
     module.to(device).requires_grad_(requires_grad=False).eval()
@@ -118,7 +116,7 @@ def construct(
 
 def _check(found: Mapping[str, Any], architecture: str, checkpoint: Checkpoint) -> None:
     """Raise ModelError if `found` lists mismatched, missing or unexpected tensors."""
-    place = checkpoint.place
+    place = checkpoint.path
     if found["mismatched_keys"]:
         name, shape, expected = min(found["mismatched_keys"])
         raise ModelError(f"{place}: {name}: expected shape {tuple(expected)}, found {tuple(shape)}")

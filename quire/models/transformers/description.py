@@ -18,12 +18,12 @@ from quire.kernels.contract import DTYPES
 from quire.models.checkpoint import Checkpoint
 from quire.models.config_fields import Fields
 from quire.models.description import compute_dtype, sampling_defaults, token_ids
-from quire.models.transformers.attention import TRACED
-from quire.models.transformers.construction import Shape, construct, quiet
-from quire.models.transformers.split_model import Halves
+from quire.models.transformers.attention import TRACING_ATTENTION
+from quire.models.transformers.construction import MetaTensor, construct, quiet
+from quire.models.transformers.split_model import SplitModel
 from quire.models.transformers.tracing import Layer, trace
 
-_LEFT_OUT = (  # fields that select code to run
+_IGNORED_FIELDS = (  # fields that select code to run
     *("auto_map", "attn_implementation", "experts_implementation", "fusion_config", "distributed_config"),
     "transformers_weights",
 )
@@ -32,7 +32,7 @@ _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk"
 
 
 @dataclass(frozen=True, eq=False)
-class BackendDescription:
+class TransformersDescription:
     """A checkpoint that quire can load through transformers. See Description."""
 
     checkpoint: Checkpoint
@@ -52,30 +52,37 @@ class BackendDescription:
     @property
     def kv_layers(self) -> Sequence[KVLayer]:
         """See Description."""
-        return tuple(KVLayer(layer.traits.num_kv_heads, layer.traits.head_dim, layer.window) for layer in self.layers)
+        return tuple(KVLayer(layer.params.num_kv_heads, layer.params.head_dim, layer.window) for layer in self.layers)
 
     def weight_bytes(self, dtype: str) -> int:
         """See Description."""
         return self.num_parameters * DTYPES[dtype].itemsize
 
 
-def describe_backend(checkpoint: Checkpoint) -> BackendDescription:
+def describe_transformers(checkpoint: Checkpoint) -> TransformersDescription:
     """The description of a checkpoint whose model transformers has, with attention that quire supports.
 
     Raises ModelError with the reason for any other, and if the tensors are not those of the architecture.
     """
-    fields = Fields(checkpoint.config, checkpoint.place)
+    fields = Fields(checkpoint.config, checkpoint.path)
     config = _config(fields)
     kind = _kind(fields, config)
-    _refuse(fields, kind, config)
+    _check_supported(fields, kind, config)
     max_positions = _max_positions(fields, config)
-    shapes = {name: Shape(stored) for name, stored in checkpoint.tensors.items()}
+    shapes = {name: MetaTensor(stored) for name, stored in checkpoint.tensors.items()}
     # this implementation of experts runs on the meta device
     model = construct(
-        kind, config, shapes, checkpoint, dtype="float32", device="meta", attention=TRACED, experts="batched_mm"
+        kind,
+        config,
+        shapes,
+        checkpoint,
+        dtype="float32",
+        device="meta",
+        attention=TRACING_ATTENTION,
+        experts="batched_mm",
     )
-    traced = trace(Halves(model), max_positions)
-    return BackendDescription(
+    traced = trace(SplitModel(model), max_positions)
+    return TransformersDescription(
         checkpoint,
         kind.__name__,
         kind,
@@ -98,7 +105,9 @@ def _config(fields: Fields) -> PreTrainedConfig:
         if fields.optional("auto_map", dict, {}):
             raise fields.error("the model needs code from its own folder, which quire never runs")
         raise fields.error(f"transformers {transformers.__version__} has no model of type {name!r:.80}")
-    values = {key: value for key, value in fields.values.items() if key not in _LEFT_OUT and not key.startswith("_")}
+    values = {
+        key: value for key, value in fields.values.items() if key not in _IGNORED_FIELDS and not key.startswith("_")
+    }
     try:
         with quiet():
             config: PreTrainedConfig = CONFIG_MAPPING[name].from_dict(_with_infinities(values))
@@ -126,7 +135,7 @@ def _kind(fields: Fields, config: PreTrainedConfig) -> type[PreTrainedModel]:
     return found
 
 
-def _refuse(fields: Fields, kind: type[PreTrainedModel], config: PreTrainedConfig) -> None:
+def _check_supported(fields: Fields, kind: type[PreTrainedModel], config: PreTrainedConfig) -> None:
     """Raise ModelError for features that are known not to work, with their name."""
     kinds = fields.optional("layer_types", list, getattr(config, "layer_types", None) or [])
     others = [str(one) for one in kinds if one not in _LAYER_TYPES]
@@ -175,7 +184,7 @@ def _activations(model: PreTrainedModel, config: PreTrainedConfig, hidden: int, 
         tables.add(id(head.weight))
     weights = [parameter for parameter in model.parameters() if id(parameter) not in tables]
     widest = max(_width(weight.shape, config) for weight in weights)
-    queries = max(layer.traits.num_heads * layer.traits.head_dim for layer in layers)
+    queries = max(layer.params.num_heads * layer.params.head_dim for layer in layers)
     return 4 * hidden + 3 * widest + 3 * queries
 
 

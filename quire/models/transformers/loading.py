@@ -6,20 +6,20 @@ from torch import Tensor
 from quire.errors import ModelError
 from quire.kernels.contract import Rotation
 from quire.models.model import Progress
-from quire.models.transformers.attention import SERVED
-from quire.models.transformers.construction import Read, Reading, construct
-from quire.models.transformers.description import BackendDescription
-from quire.models.transformers.model import BackendModel
-from quire.models.transformers.split_model import Halves
+from quire.models.transformers.attention import SERVING_ATTENTION
+from quire.models.transformers.construction import LazyTensor, TensorReader, construct
+from quire.models.transformers.description import TransformersDescription
+from quire.models.transformers.model import TransformersModel
+from quire.models.transformers.split_model import SplitModel
 
 _ORDER = (5, 2, 7, 0, 3, 6, 1, 4)  # a permutation in which no token keeps its index or its neighbours
 _TOLERANCE = {torch.float32: 1e-3}  # relative difference of two results, in their norm; rounding grows with depth
 _SHORT_TOLERANCE = 0.1
 
 
-def load_backend(
-    description: BackendDescription, *, dtype: str, device: str = "cpu", progress: Progress | None = None
-) -> BackendModel:
+def load_transformers(
+    description: TransformersDescription, *, dtype: str, device: str = "cpu", progress: Progress | None = None
+) -> TransformersModel:
     """The model with the checkpoint's weights, cast to `dtype` ("float32", "float16" or "bfloat16").
 
     Weights are loaded into host memory first, whatever the device, as transformers does without further packages.
@@ -33,23 +33,29 @@ def load_backend(
                 f"{stored.file}: {name}: expected a floating point type, found {stored.dtype}; "
                 f"quantized checkpoints are not supported yet"
             )
-    reading = Reading(checkpoint, progress or _no_progress)
-    reads = {name: Read(reading, name) for name in checkpoint.tensors}
+    reading = TensorReader(checkpoint, progress or _no_progress)
+    reads = {name: LazyTensor(reading, name) for name in checkpoint.tensors}
     try:
         model = construct(
-            description.kind, description.config, reads, checkpoint, dtype=dtype, device=device, attention=SERVED
+            description.kind,
+            description.config,
+            reads,
+            checkpoint,
+            dtype=dtype,
+            device=device,
+            attention=SERVING_ATTENTION,
         )
     except ModelError:
         if reading.error is not None:
             raise reading.error from None
         raise
-    loaded = BackendModel(Halves(model), description.layers, description.vocab_size)
-    check_tokens_apart(loaded, description.max_positions, description.architecture)
+    loaded = TransformersModel(SplitModel(model), description.layers, description.vocab_size)
+    check_tokens_independent(loaded, description.max_positions, description.architecture)
     return loaded
 
 
 @torch.inference_mode()
-def check_tokens_apart(model: BackendModel, max_positions: int, architecture: str) -> None:
+def check_tokens_independent(model: TransformersModel, max_positions: int, architecture: str) -> None:
     """Raise ModelError unless permuted tokens with their positions give the same hidden states, permuted.
 
     Chunks of several sequences are concatenated. So only attention may read other tokens, and a token's position must

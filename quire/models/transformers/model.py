@@ -7,28 +7,28 @@ from torch import Tensor
 
 from quire.errors import ModelError
 from quire.kernels.contract import Kernels
-from quire.layers.attend import Attend, Scores
-from quire.models.transformers.attention import Call
-from quire.models.transformers.split_model import Halves
+from quire.layers.attend import Attend, ScoreScaling
+from quire.models.transformers.attention import AttentionCall
+from quire.models.transformers.split_model import SplitModel
 from quire.models.transformers.tracing import Layer
 
 
-class BackendModel:
+class TransformersModel:
     """A decoder-only model with its weights. transformers computes all but attention, without quire's kernels."""
 
-    row_invariant = False
+    batch_invariant = False
 
-    def __init__(self, halves: Halves, layers: Sequence[Layer], vocab_size: int) -> None:
+    def __init__(self, split_model: SplitModel, layers: Sequence[Layer], vocab_size: int) -> None:
         """layers: traced attention calls, in order."""
-        self._halves = halves
+        self._split_model = split_model
         self._layers = tuple(layers)
         self.vocab_size = vocab_size
-        self.scores = tuple(Scores(layer.traits.scale, layer.traits.softcap) for layer in layers)
+        self.score_scaling = tuple(ScoreScaling(layer.params.scale, layer.params.softcap) for layer in layers)
 
     @property
     def device(self) -> torch.device:
         """See Model."""
-        return self._halves.device
+        return self._split_model.device
 
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend, kernels: Kernels) -> Tensor:
         """Hidden states (num_tokens, hidden_size) after the last norm; arguments int64 (num_tokens,).
@@ -41,17 +41,17 @@ class BackendModel:
     def logits(self, hidden: Tensor, kernels: Kernels) -> Tensor:
         """hidden (num_rows, hidden_size) -> (num_rows, vocab_size), including scaling and softcap."""
         del kernels
-        return self._halves.logits(hidden)
+        return self._split_model.logits(hidden)
 
     def hidden(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """See `forward`."""
-        one = _Pass(self._layers, attend)
-        hidden = self._halves.hidden(token_ids, positions, one)
+        one = _PassListener(self._layers, attend)
+        hidden = self._split_model.hidden(token_ids, positions, one)
         one.finish()
         return hidden
 
 
-class _Pass:
+class _PassListener:
     """The listener of one forward pass. Call i is that of layer i."""
 
     def __init__(self, layers: Sequence[Layer], attend: Attend) -> None:
@@ -59,14 +59,14 @@ class _Pass:
         self._attend = attend
         self._done = 0
 
-    def __call__(self, call: Call) -> Tensor:
+    def __call__(self, call: AttentionCall) -> Tensor:
         """See Listener. Raises ModelError if the call differs from the description."""
         index = self._done
         if index == len(self._layers):
             raise ModelError(f"{call.layer} attends once more in a pass than the {index} times that were described")
-        expected = self._layers[index].traits
-        if call.traits != expected:
-            raise ModelError(f"{call.layer}, layer {index}, attends with {call.traits}; described were {expected}")
+        expected = self._layers[index].params
+        if call.params != expected:
+            raise ModelError(f"{call.layer}, layer {index}, attends with {call.params}; described were {expected}")
         if call.mask is not None:
             raise ModelError(f"{call.layer}, layer {index}, attends with a mask of its own; quire's attention cannot")
         self._done += 1

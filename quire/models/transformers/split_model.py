@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from quire.errors import ModelError
-from quire.models.transformers.attention import Line, Listener
+from quire.models.transformers.attention import AttentionRouter, Listener
 
 
 class _Outputs(MoeModelOutputWithPast):
@@ -24,19 +24,19 @@ class _Outputs(MoeModelOutputWithPast):
             raise AttributeError(name)
 
 
-class _Given(nn.Module):
+class _GivenHidden(nn.Module):
     """Replacement of the inner decoder that returns given hidden states."""
 
     def __init__(self) -> None:
         super().__init__()
         self._hidden: Tensor | None = None
 
-    def take(self, hidden: Tensor) -> None:
+    def set_hidden(self, hidden: Tensor) -> None:
         """Set the hidden states that the next `forward` returns."""
         self._hidden = hidden
 
     @property
-    def was_asked(self) -> bool:
+    def was_called(self) -> bool:
         """Whether `forward` was called after `take`."""
         return self._hidden is None
 
@@ -46,7 +46,7 @@ class _Given(nn.Module):
         return _Outputs(last_hidden_state=hidden)
 
 
-class Halves:
+class SplitModel:
     """The two functions of one model."""
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -54,12 +54,12 @@ class Halves:
         if model.base_model is model:
             raise ModelError(f"{type(model).__name__} has no decoder inside that could run without its head")
         self.model = model
-        self._line = Line(model)
+        self._router = AttentionRouter(model)
         self._decoder = model.base_model
-        self._given = _Given()
+        self._given_hidden = _GivenHidden()
         self._head = copy.copy(model)
         # a shallow copy shares the dict of modules with the original, so it gets its own
-        self._head.__dict__["_modules"] = {**model._modules, model.base_model_prefix: self._given}
+        self._head.__dict__["_modules"] = {**model._modules, model.base_model_prefix: self._given_hidden}
 
     @property
     def device(self) -> torch.device:
@@ -71,7 +71,7 @@ class Halves:
 
         mask: attention_mask (1, num_tokens), 1 for tokens and 0 for padding; needed to trace masks.
         """
-        with self._line.to(listener):
+        with self._router.route_to(listener):
             outputs = self._decoder(
                 input_ids=token_ids[None],
                 position_ids=positions[None],
@@ -84,8 +84,8 @@ class Halves:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden (num_rows, hidden_size) -> (num_rows, vocab_size)."""
-        self._given.take(hidden[None])
+        self._given_hidden.set_hidden(hidden[None])
         logits: Tensor = self._head(inputs_embeds=hidden[None], use_cache=False, return_dict=True).logits[0]
-        if not self._given.was_asked:
+        if not self._given_hidden.was_called:
             raise ModelError(f"{type(self.model).__name__} makes logits without its decoder's hidden states")
         return logits

@@ -4,89 +4,89 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import pairwise
 
-from quire.scheduler.queue.fcfs import Ranked
-from quire.scheduler.queue.prefix_aware import ByMatch, Matches
+from quire.scheduler.queue.fcfs import RankedQueue
+from quire.scheduler.queue.prefix_aware import PrefixAwareQueue, PrefixMatches
 from quire.scheduler.sequence import Sequence
 
 
 @dataclass(slots=True)
-class _Spot:
+class _Node:
     """A node of the radix tree with the waiting sequences at and below it, as of their last match."""
 
     id: int
     weight: int = 0  # waiting sequences whose match ends here or below
-    below: "dict[int, _Spot]" = field(default_factory=dict)
-    here: Ranked = field(default_factory=Ranked)
-    order: list[tuple[int, int]] = field(default_factory=list)  # heap of (-weight, id), partly outdated
+    children: "dict[int, _Node]" = field(default_factory=dict)
+    waiting: RankedQueue = field(default_factory=RankedQueue)
+    heap: list[tuple[int, int]] = field(default_factory=list)  # heap of (-weight, id), partly outdated
 
-    def heaviest(self) -> "_Spot":
+    def heaviest(self) -> "_Node":
         """The heaviest child; of equal ones, the older node. There must be a child."""
         while True:
-            weight, number = self.order[0]
-            spot = self.below.get(number)
+            weight, number = self.heap[0]
+            spot = self.children.get(number)
             if spot is not None and spot.weight == -weight:
                 return spot
-            heappop(self.order)
+            heappop(self.heap)
 
-    def weigh(self, spot: "_Spot", change: int) -> None:
+    def change_weight(self, child: "_Node", change: int) -> None:
         """Change the weight of a child, and remove it if its weight is 0."""
-        spot.weight += change
-        if not spot.weight:
-            del self.below[spot.id]
+        child.weight += change
+        if not child.weight:
+            del self.children[child.id]
             return
-        heappush(self.order, (-spot.weight, spot.id))
-        if len(self.order) > 2 * len(self.below) + 8:
-            self.order = [(-one.weight, one.id) for one in self.below.values()]
-            heapify(self.order)
+        heappush(self.heap, (-child.weight, child.id))
+        if len(self.heap) > 2 * len(self.children) + 8:
+            self.heap = [(-one.weight, one.id) for one in self.children.values()]
+            heapify(self.heap)
 
 
-class DepthFirst(ByMatch):
+class DepthFirstQueue(PrefixAwareQueue):
     """From the root, go to the child with the most waiting sequences at or below it, until there is no child.
 
     The sequences that wait at the node reached come next, by rank. Of equal children the older node is first. A
     sequence waits at the node where its match ended at its last update, so weights are outdated after nodes split.
     """
 
-    def __init__(self, matches: Matches) -> None:
+    def __init__(self, matches: PrefixMatches) -> None:
         super().__init__(matches)
-        self._top = _Spot(0)
+        self._root = _Node(0)
         self._paths: dict[int, tuple[int, ...]] = {}
-        self._first: Sequence | None = None  # cached until the order changes
+        self._cached_head: Sequence | None = None  # cached until the order changes
 
-    def first(self) -> Sequence | None:
+    def head_of_new(self) -> Sequence | None:
         """See ByMatch."""
-        if self._first is None:
-            spot = self._top
-            while spot.below:
+        if self._cached_head is None:
+            spot = self._root
+            while spot.children:
                 spot = spot.heaviest()
-            self._first = spot.here.head
-        return self._first
+            self._cached_head = spot.waiting.head
+        return self._cached_head
 
-    def enter(self, seq: Sequence) -> None:
+    def insert_new(self, seq: Sequence) -> None:
         """See ByMatch."""
         path = self._paths[seq.id] = self.matches.path(seq)
-        spot = self._top
+        spot = self._root
         for number in path:
-            if number not in spot.below:
-                spot.below[number] = _Spot(number)
-            above, spot = spot, spot.below[number]
-            above.weigh(spot, 1)
-        spot.here.put(seq)
-        self._first = None
+            if number not in spot.children:
+                spot.children[number] = _Node(number)
+            above, spot = spot, spot.children[number]
+            above.change_weight(spot, 1)
+        spot.waiting.put(seq)
+        self._cached_head = None
 
-    def leave(self, seq: Sequence) -> None:
+    def remove_new(self, seq: Sequence) -> None:
         """See ByMatch."""
-        spots = [self._top]
+        spots = [self._root]
         for number in self._paths.pop(seq.id):
-            spots.append(spots[-1].below[number])
-        spots[-1].here.remove(seq)
+            spots.append(spots[-1].children[number])
+        spots[-1].waiting.remove(seq)
         for above, spot in pairwise(spots):
-            above.weigh(spot, -1)
+            above.change_weight(spot, -1)
             if not spot.weight:
                 break
-        self._first = None
+        self._cached_head = None
 
-    def moved(self, seq: Sequence) -> None:
+    def reposition(self, seq: Sequence) -> None:
         """See ByMatch."""
         if self.matches.path(seq) != self._paths[seq.id]:
-            super().moved(seq)
+            super().reposition(seq)

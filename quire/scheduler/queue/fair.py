@@ -4,17 +4,17 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from heapq import heapify, heappop, heappush, heapreplace
 
-from quire.scheduler.queue.fcfs import Ranked
+from quire.scheduler.queue.fcfs import RankedQueue
 from quire.scheduler.queue.waiting_queue import Queue
 from quire.scheduler.sequence import Rank, Sequence
 from quire.scheduler.step_builder import Entry
 
 PROMPT_WEIGHT, OUTPUT_WEIGHT = 1, 2  # service per computed prompt token, and per generated token
-Place = tuple[int, int, Rank, str]  # counter, last turn, rank of the head, tenant
+HeapEntry = tuple[int, int, Rank, str]  # counter, last turn, rank of the head, tenant
 MOST_TENANTS = 4096  # whose counters are kept while none of their sequences waits
 
 
-class Fair(Queue):
+class FairQueue(Queue):
     """The tenant with the lowest counter is next; of equal ones, the tenant admitted longest ago; within it, by rank.
 
     An admission adds the prompt tokens outside the prefix match to the tenant's counter, and each generated token adds
@@ -25,12 +25,14 @@ class Fair(Queue):
     def __init__(self, credit: int = 0) -> None:
         """credit: by how much the counter of a returning tenant may stay below the others, in weighted tokens."""
         self._credit = credit
-        self._lines: dict[str, Ranked] = {}  # sequences of tenants that wait
+        self._by_tenant: dict[str, RankedQueue] = {}  # sequences of tenants that wait
         self._counters: OrderedDict[str, int] = OrderedDict()  # least recently updated first
-        self._turns: dict[str, int] = {}  # number of the tenant's last admission
+        self._last_turns: dict[str, int] = {}  # number of the tenant's last admission
         self._num_turns = 0
-        self._heap: list[Place] = []  # at least one entry per waiting tenant; an entry may be too low, never too high
-        self._latest = ""  # the tenant admitted last
+        self._heap: list[
+            HeapEntry
+        ] = []  # at least one entry per waiting tenant; an entry may be too low, never too high
+        self._last_admitted = ""  # the tenant admitted last
         self._length = 0
 
     @property
@@ -38,11 +40,11 @@ class Fair(Queue):
         """See Queue."""
         while self._heap:
             tenant = self._heap[0][-1]
-            line = self._lines.get(tenant)
+            line = self._by_tenant.get(tenant)
             if line is None or line.head is None:
                 heappop(self._heap)
                 continue
-            place = self._place(tenant, line.head)
+            place = self._heap_entry(tenant, line.head)
             if place == self._heap[0]:
                 return line.head
             heapreplace(self._heap, place)
@@ -52,7 +54,7 @@ class Fair(Queue):
         return self._length
 
     def __contains__(self, seq: Sequence) -> bool:
-        line = self._lines.get(seq.request.namespace.tenant)
+        line = self._by_tenant.get(seq.request.namespace.tenant)
         return line is not None and seq in line
 
     def counter(self, tenant: str) -> int:
@@ -62,11 +64,11 @@ class Fair(Queue):
     def put(self, seq: Sequence) -> None:
         """See Queue."""
         tenant = seq.request.namespace.tenant
-        line = self._lines.get(tenant)
+        line = self._by_tenant.get(tenant)
         if line is None:
-            least = self.counter(self._latest) if self.head is None else self._heap[0][0]
-            line = self._lines[tenant] = Ranked()
-            self._note(tenant, max(self.counter(tenant), least - self._credit))
+            least = self.counter(self._last_admitted) if self.head is None else self._heap[0][0]
+            line = self._by_tenant[tenant] = RankedQueue()
+            self._set_counter(tenant, max(self.counter(tenant), least - self._credit))
         line.put(seq)
         self._length += 1
         if line.head is seq:
@@ -75,24 +77,24 @@ class Fair(Queue):
     def remove(self, seq: Sequence) -> None:
         """See Queue."""
         tenant = seq.request.namespace.tenant
-        line = self._lines[tenant]
+        line = self._by_tenant[tenant]
         line.remove(seq)
         self._length -= 1
         if not line.head:
-            del self._lines[tenant]
-            self._forget()
+            del self._by_tenant[tenant]
+            self._drop_counters()
 
     def num_tokens_before(self, seq: Sequence) -> int:
         """See Queue. Counts the tenant's own sequences only, because other tenants may come before or after it."""
-        line = self._lines.get(seq.request.namespace.tenant)
+        line = self._by_tenant.get(seq.request.namespace.tenant)
         return 0 if line is None else line.num_tokens_before(seq)
 
     def admitted(self, seq: Sequence, num_new: int) -> None:
         """See Queue."""
-        self._latest = seq.request.namespace.tenant
+        self._last_admitted = seq.request.namespace.tenant
         self._num_turns += 1
-        self._turns[self._latest] = self._num_turns
-        self._charge(self._latest, PROMPT_WEIGHT * num_new)
+        self._last_turns[self._last_admitted] = self._num_turns
+        self._charge(self._last_admitted, PROMPT_WEIGHT * num_new)
 
     def served(self, entries: Iterable[Entry], counts: Iterable[int]) -> None:
         """See Queue."""
@@ -105,33 +107,33 @@ class Fair(Queue):
 
     def _charge(self, tenant: str, tokens: int) -> None:
         """Add to a counter. The heap entry is corrected when it reaches the top."""
-        self._note(tenant, self.counter(tenant) + tokens)
+        self._set_counter(tenant, self.counter(tenant) + tokens)
 
-    def _note(self, tenant: str, counter: int) -> None:
+    def _set_counter(self, tenant: str, counter: int) -> None:
         self._counters[tenant] = counter
         self._counters.move_to_end(tenant)
-        self._forget()
+        self._drop_counters()
 
-    def _forget(self) -> None:
+    def _drop_counters(self) -> None:
         """Drop the least recently updated counters of tenants without waiting sequences, above MOST_TENANTS."""
         tries = 2  # more than the one tenant that a call adds, so that the dict shrinks again
-        while len(self._counters) > MOST_TENANTS + len(self._lines) and tries:
+        while len(self._counters) > MOST_TENANTS + len(self._by_tenant) and tries:
             tenant = next(iter(self._counters))
-            if tenant in self._lines:
+            if tenant in self._by_tenant:
                 self._counters.move_to_end(tenant)
             else:
                 del self._counters[tenant]
-                self._turns.pop(tenant, None)
+                self._last_turns.pop(tenant, None)
             tries -= 1
 
     def _push(self, tenant: str) -> None:
-        head = self._lines[tenant].head
+        head = self._by_tenant[tenant].head
         assert head is not None, "somebody was put there"
-        heappush(self._heap, self._place(tenant, head))
-        if len(self._heap) > 2 * len(self._lines) + 64:
-            heads = ((of, line.head) for of, line in self._lines.items())
-            self._heap = [self._place(of, head) for of, head in heads if head is not None]
+        heappush(self._heap, self._heap_entry(tenant, head))
+        if len(self._heap) > 2 * len(self._by_tenant) + 64:
+            heads = ((of, line.head) for of, line in self._by_tenant.items())
+            self._heap = [self._heap_entry(of, head) for of, head in heads if head is not None]
             heapify(self._heap)
 
-    def _place(self, tenant: str, head: Sequence) -> Place:
-        return self._counters[tenant], self._turns.get(tenant, 0), head.rank, tenant
+    def _heap_entry(self, tenant: str, head: Sequence) -> HeapEntry:
+        return self._counters[tenant], self._last_turns.get(tenant, 0), head.rank, tenant

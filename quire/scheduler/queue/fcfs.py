@@ -6,13 +6,13 @@ from quire.scheduler.queue.waiting_queue import RANK, Queue
 from quire.scheduler.sequence import Sequence
 
 
-class Ranked(Queue):
+class RankedQueue(Queue):
     """Sequences in the order of `Sequence.rank`. A preempted sequence keeps its rank."""
 
     def __init__(self) -> None:
         self._waiting: list[Sequence] = []
-        self._counted: dict[int, int] = {}  # known tokens when it was queued, by sequence id
-        self._tokens: dict[int, int] = {}  # sum of these, by class
+        self._num_tokens: dict[int, int] = {}  # known tokens when it was queued, by sequence id
+        self._tokens_by_class: dict[int, int] = {}  # sum of these, by class
 
     @property
     def head(self) -> Sequence | None:
@@ -23,12 +23,12 @@ class Ranked(Queue):
         return len(self._waiting)
 
     def __contains__(self, seq: Sequence) -> bool:
-        return seq.id in self._counted
+        return seq.id in self._num_tokens
 
     def put(self, seq: Sequence) -> None:
         """See Queue."""
         insort(self._waiting, seq, key=RANK)
-        self._counted[seq.id] = len(seq.tokens)
+        self._num_tokens[seq.id] = len(seq.tokens)
         self._count(seq.rank[0], len(seq.tokens))
 
     def remove(self, seq: Sequence) -> None:
@@ -36,14 +36,14 @@ class Ranked(Queue):
         at = bisect_left(self._waiting, seq.rank, key=RANK)
         assert self._waiting[at] is seq, "not in the queue"
         del self._waiting[at]
-        self._count(seq.rank[0], -self._counted.pop(seq.id))
+        self._count(seq.rank[0], -self._num_tokens.pop(seq.id))
 
     def num_tokens_before(self, seq: Sequence) -> int:
         """See Queue. Counts all sequences of the same or a better class."""
-        return sum(count for of, count in self._tokens.items() if of <= seq.rank[0])
+        return sum(count for of, count in self._tokens_by_class.items() if of <= seq.rank[0])
 
-    def _count(self, of: int, num_tokens: int) -> None:
-        left = self._tokens.get(of, 0) + num_tokens
-        self._tokens[of] = left
+    def _count(self, priority_class: int, num_tokens: int) -> None:
+        left = self._tokens_by_class.get(priority_class, 0) + num_tokens
+        self._tokens_by_class[priority_class] = left
         if not left:
-            del self._tokens[of]
+            del self._tokens_by_class[priority_class]

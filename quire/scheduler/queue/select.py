@@ -1,13 +1,13 @@
 """Selection of the waiting queue by policy."""
 
-from quire.cache.incremental_match import Matching
+from quire.cache.incremental_match import IncrementalMatcher
 from quire.cache.kv_cache import KVCache
 from quire.config import SchedulerConfig
 from quire.errors import ConfigError
-from quire.scheduler.queue.dfs_weight import DepthFirst
-from quire.scheduler.queue.fair import Fair
-from quire.scheduler.queue.fcfs import Ranked
-from quire.scheduler.queue.prefix_aware import Matches, Weighed
+from quire.scheduler.queue.dfs_weight import DepthFirstQueue
+from quire.scheduler.queue.fair import FairQueue
+from quire.scheduler.queue.fcfs import RankedQueue
+from quire.scheduler.queue.prefix_aware import CacheAwareQueue, PrefixMatches
 from quire.scheduler.queue.waiting_queue import Queue
 
 # Credit of a returning tenant under `fair`, in steps of max_num_batched_tokens. With less, a burst of a tenant that
@@ -18,21 +18,21 @@ _STEPS_OF_CREDIT = 8
 def new_queue(config: SchedulerConfig, cache: KVCache) -> Queue:
     """An empty queue. Raises ConfigError for a policy that the prefix index does not support."""
     if config.policy == "fair":
-        return Fair(_STEPS_OF_CREDIT * config.max_num_batched_tokens)
+        return FairQueue(_STEPS_OF_CREDIT * config.max_num_batched_tokens)
     if config.policy in ("fcfs", "priority") or cache.config.prefix_index == "none":  # no matches to order by
-        return Ranked()
-    matching = Matching(cache)
+        return RankedQueue()
+    matching = IncrementalMatcher(cache)
     if config.policy == "dfs-weight":
-        if not matching.follows_tree:
+        if not matching.uses_radix_tree:
             raise ConfigError(
                 "policy 'dfs-weight' goes through the radix tree, and this cache's index is another one or has "
                 "windows; use policy 'lpm', or prefix_index 'radix'"
             )
-        return DepthFirst(Matches(matching))
+        return DepthFirstQueue(PrefixMatches(matching))
     weight = config.wait_weight if config.policy == "cache-aware" else 0.0
-    return Weighed(Matches(matching), cache.block_size, weight)
+    return CacheAwareQueue(PrefixMatches(matching), cache.block_size, weight)
 
 
-def class_of(config: SchedulerConfig, priority: int) -> int:
+def priority_class(config: SchedulerConfig, priority: int) -> int:
     """The priority class of a request; the lowest runs first."""
     return priority if config.policy == "priority" else 0

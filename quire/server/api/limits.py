@@ -7,7 +7,7 @@ from quire.errors import RequestError
 from quire.params import SamplingParams
 
 MAX_CHOICES = 1024  # prompts times n, or times best_of
-MAX_TOLD = 2**20  # token ids and logprobs of prompts in one response, over all choices
+MAX_PROMPT_VALUES = 2**20  # token ids and logprobs of prompts in one response, over all choices
 
 
 def num_prompt_tokens(asked: Sequence[Generation]) -> int:
@@ -24,7 +24,7 @@ def check_choices(params: Sequence[SamplingParams], width: int = 1) -> None:
         raise RequestError(f"the number of prompts times n (or best_of) must be 1 to {MAX_CHOICES:,}", "prompt")
 
 
-def check_told(asked: Sequence[Generation], *, ids: bool, choices: bool = True) -> None:
+def check_prompt_values(asked: Sequence[Generation], *, ids: bool, choices: bool = True) -> None:
     """Raises RequestError if a response would have more than MAX_TOLD token ids and logprobs of its prompts.
 
     ids: whether it includes the prompts' token ids. choices: whether it repeats all of them in each choice.
@@ -33,9 +33,10 @@ def check_told(asked: Sequence[Generation], *, ids: bool, choices: bool = True) 
     for prompt, params, _ in asked:
         beside = 0 if params.prompt_logprobs is None else params.prompt_logprobs + 1
         told += len(prompt.ids) * (beside + ids) * (params.n if choices else 1)
-    if told > MAX_TOLD:
+    if told > MAX_PROMPT_VALUES:
         raise RequestError(
-            f"the answer would tell {told:,} token ids and logprobs about its prompts, more than {MAX_TOLD:,}; lower "
-            "prompt_logprobs (with echo: logprobs), n or the number of prompts, or shorten them",
+            f"the answer would tell {told:,} token ids and logprobs about its prompts, more than "
+            f"{MAX_PROMPT_VALUES:,}; lower prompt_logprobs (with echo: logprobs), n or the number of "
+            "prompts, or shorten them",
             "n" if all(one.params.prompt_logprobs is None for one in asked) else "prompt_logprobs",
         )

@@ -20,17 +20,17 @@ from pydantic_core import PydanticCustomError
 
 from quire.config import EngineOptions
 from quire.core.request import Beams
-from quire.core.scheduling_params import Retention, Terms
-from quire.engine.inputs import make_terms
+from quire.core.scheduling_params import Retention, SchedulingParams
+from quire.engine.inputs import make_scheduling_params
 from quire.errors import RequestError, nearest
 from quire.params import MAX_CHOICES, MAX_LISTED_TOKENS, BeamSearchParams, SamplingParams, StructuredOutputsParams
 from quire.scheduler.beam_search import plan_beams
-from quire.server.errors import renamed
+from quire.server.errors import renamed_fields
 
 NEUTRAL = "x-neutral-values"
 
 
-def not_yet(*neutral: JsonValue) -> Any:  # noqa: ANN401 (a field of any type)
+def unsupported_field(*neutral: JsonValue) -> Any:  # noqa: ANN401 (a field of any type)
     """A field that is not supported yet. It accepts null and the `neutral` values, which change nothing."""
     named = ", ".join(["null", *(f"{value!r}" for value in neutral)])
     return Field(
@@ -40,12 +40,12 @@ def not_yet(*neutral: JsonValue) -> Any:  # noqa: ANN401 (a field of any type)
     )
 
 
-def without_effect() -> Any:  # noqa: ANN401 (a field of any type)
+def ignored_field() -> Any:  # noqa: ANN401 (a field of any type)
     """A field that is accepted and ignored."""
     return Field(default=None, description="Accepted; it has no effect.")
 
 
-def about(description: str, alias: str | None = None) -> Any:  # noqa: ANN401 (a field of any type)
+def optional_field(description: str, alias: str | None = None) -> Any:  # noqa: ANN401 (a field of any type)
     """An optional field. alias: its name in the body if Python or pydantic reserves that name."""
     return Field(default=None, description=description, alias=alias)
 
@@ -56,7 +56,7 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     _neutral: ClassVar[Mapping[str, list[JsonValue]]] = {}  # by field that is not supported yet
-    _known: ClassVar[frozenset[str]] = frozenset()
+    _field_names: ClassVar[frozenset[str]] = frozenset()
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_options: object) -> None:
@@ -67,18 +67,18 @@ class Body(BaseModel):
             for name, extra in extras.items()
             if isinstance(extra, dict) and NEUTRAL in extra
         }
-        cls._known = frozenset(field.alias or name for name, field in cls.model_fields.items())
+        cls._field_names = frozenset(field.alias or name for name, field in cls.model_fields.items())
 
     @model_validator(mode="before")
     @classmethod
-    def _know_all_fields(cls, body: object) -> object:
+    def _reject_unknown_fields(cls, body: object) -> object:
         for name in body if isinstance(body, dict) else ():
-            if name not in cls._known:
-                raise unknown_field(name, cls._known)
+            if name not in cls._field_names:
+                raise unknown_field(name, cls._field_names)
         return body
 
     @model_validator(mode="after")
-    def _refuse_what_is_not_supported(self) -> Self:
+    def _reject_unsupported_values(self) -> Self:
         for name in self._neutral.keys() & self.model_fields_set:
             value = getattr(self, name)
             if value is not None and not any(is_same(value, neutral) for neutral in self._neutral[name]):
@@ -98,7 +98,7 @@ def unknown_field(name: object, known: Iterable[str]) -> PydanticCustomError:
     return PydanticCustomError("unknown_field", "unknown field '{name}'{hint}", {"name": shown, "hint": hint})
 
 
-def with_limit(defaults: Mapping[str, object], limit: int) -> Mapping[str, object]:
+def with_default_max_tokens(defaults: Mapping[str, object], limit: int) -> Mapping[str, object]:
     """`defaults` with the max_tokens of a route, `limit`. A model's recommendation can only lower it."""
     recommended = defaults.get("max_tokens")
     return {**defaults, "max_tokens": min(limit, recommended) if isinstance(recommended, int) else limit}
@@ -115,7 +115,7 @@ PerPrompt = Annotated[list[T], Field(fail_fast=True, max_length=MAX_PROMPTS)]
 TokenIds = Annotated[list[int], Field(fail_fast=True, max_length=MAX_PROMPT_TOKENS)]
 
 
-def _one_problem(value: object, read: ValidatorFunctionWrapHandler) -> object:
+def _validate_prompts(value: object, read: ValidatorFunctionWrapHandler) -> object:
     if isinstance(value, list) and len(value) > MAX_PROMPTS and not isinstance(value[0], int):
         raise PydanticCustomError("too_many", f"has {len(value):,} prompts, more than {MAX_PROMPTS:,}")
     try:
@@ -126,7 +126,7 @@ def _one_problem(value: object, read: ValidatorFunctionWrapHandler) -> object:
         raise PydanticCustomError("prompts_type", "must be a text, token ids, or a list of either") from None
 
 
-def _numbers_only(value: object) -> object:
+def _check_biases(value: object) -> object:
     if isinstance(value, dict):
         if len(value) > MAX_LISTED_TOKENS:
             raise PydanticCustomError("too_many", f"has more than {MAX_LISTED_TOKENS:,} token ids")
@@ -137,12 +137,12 @@ def _numbers_only(value: object) -> object:
 
 
 Salt = Annotated[str, Field(min_length=1, max_length=MAX_SALT)]
-Prompts = Annotated[str | PerPrompt[str] | TokenIds | PerPrompt[TokenIds], WrapValidator(_one_problem)]
-Biases = Annotated[dict[str, float], BeforeValidator(_numbers_only)]
+Prompts = Annotated[str | PerPrompt[str] | TokenIds | PerPrompt[TokenIds], WrapValidator(_validate_prompts)]
+Biases = Annotated[dict[str, float], BeforeValidator(_check_biases)]
 
 
 # Fields that a beam search does not support -> their values without effect. Null is accepted for every field.
-_NEUTRAL: Mapping[str, tuple[JsonValue, ...]] = MappingProxyType(
+_BEAM_NEUTRAL_VALUES: Mapping[str, tuple[JsonValue, ...]] = MappingProxyType(
     {
         **{"temperature": (0, 1), "top_p": (1,), "top_k": (0, -1), "min_p": (0,), "deterministic": (False,)},
         **{"presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,)},
@@ -152,26 +152,28 @@ _NEUTRAL: Mapping[str, tuple[JsonValue, ...]] = MappingProxyType(
 )
 
 
-def _one_of_three(value: object) -> object:
+def _check_early_stopping(value: object) -> object:
     if not isinstance(value, bool) and value != "never":
         raise PydanticCustomError("early_stopping", "must be true, false or 'never'")
     return value
 
 
-Stopping = Annotated[bool | Literal["never"], BeforeValidator(_one_of_three)]
+Stopping = Annotated[bool | Literal["never"], BeforeValidator(_check_early_stopping)]
 
 
-class SearchBody(Body):
+class BeamSearchBody(Body):
     """Fields of beam search and best_of."""
 
-    best_of: int | None = about("Completions: generate so many for each prompt, and return the n best (n to 128).")
-    use_beam_search: bool | None = about("Search for the most likely sequences in place of sampling.")
-    length_penalty: float | None = about(
+    best_of: int | None = optional_field(
+        "Completions: generate so many for each prompt, and return the n best (n to 128)."
+    )
+    use_beam_search: bool | None = optional_field("Search for the most likely sequences in place of sampling.")
+    length_penalty: float | None = optional_field(
         "Of a beam search: above 0 it favours long sequences (-10 to 10); 1 by default."
     )
-    early_stopping: Stopping | None = about("Of a beam search: whether to end it before it is certain.")
+    early_stopping: Stopping | None = optional_field("Of a beam search: whether to end it before it is certain.")
 
-    def searched(self, params: SamplingParams) -> SamplingParams:
+    def with_beam_search(self, params: SamplingParams) -> SamplingParams:
         """`params`, adapted if a beam search is requested.
 
         Raises RequestError for a field that needs a beam search or excludes one.
@@ -181,13 +183,13 @@ class SearchBody(Body):
                 if getattr(self, name) not in (None, neutral):
                     raise RequestError(f"{name} needs use_beam_search to be true", name)
             return params
-        for name, values in _NEUTRAL.items():
+        for name, values in _BEAM_NEUTRAL_VALUES.items():
             given = getattr(self, name, None)
             if given is not None and not any(is_same(given, value) for value in values):
                 raise RequestError(f"{name} does not go with use_beam_search; leave it out", name)
         return replace(params, best_of=None, temperature=0.0)
 
-    def search_names(self) -> Mapping[str, str]:
+    def beam_names(self) -> Mapping[str, str]:
         """The engine's name of the beam width -> the field of this body that sets it."""
         return {"beam_width": "n" if self.best_of is None else "best_of"} if self.use_beam_search else {}
 
@@ -195,7 +197,7 @@ class SearchBody(Body):
         """The requested beam search, of width best_of or n; None if none is requested. Raises RequestError."""
         if not self.use_beam_search:
             return None
-        with renamed(self.search_names()):
+        with renamed_fields(self.beam_names()):
             search = BeamSearchParams(
                 beam_width=self.best_of or params.n,
                 max_tokens=params.max_tokens,
@@ -214,7 +216,7 @@ Tag = str | dict[str, Any]
 Choices = Annotated[list[str], Field(fail_fast=True, max_length=MAX_CHOICES)]
 
 _FORMAT = "response_format"
-_KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+_CONSTRAINT_KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 _OTHER_NAMES = MappingProxyType(  # fields of SGLang and of older vLLM -> names in StructuredOutputsParams
     {
         **{"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"},
@@ -222,30 +224,30 @@ _OTHER_NAMES = MappingProxyType(  # fields of SGLang and of older vLLM -> names 
     }
 )
 
-FORM_FIELDS = frozenset({"response_format", "structured_outputs", "structural_tag", *_OTHER_NAMES})
+CONSTRAINT_FIELDS = frozenset({"response_format", "structured_outputs", "structural_tag", *_OTHER_NAMES})
 
 
 class JsonSchema(Body):
     """`json_schema` of a response_format."""
 
     name: Annotated[str, Field(max_length=MAX_NAME)]
-    description: Any = without_effect()
-    schema_: Schema | None = about("What the output has to be like; needed.", alias="schema")
-    strict: bool | None = about("Accepted either way: the output always has this form.")
+    description: Any = ignored_field()
+    schema_: Schema | None = optional_field("What the output has to be like; needed.", alias="schema")
+    strict: bool | None = optional_field("Accepted either way: the output always has this form.")
 
 
 class ResponseFormat(Body):
     """OpenAI's `response_format`, with vLLM's structural tags."""
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
-    json_schema: JsonSchema | None = about("With the type json_schema.")
-    format: dict[str, Any] | None = about("With the type structural_tag; no backend takes it yet.")
-    structures: PerPrompt[dict[str, Any]] | None = about(
+    json_schema: JsonSchema | None = optional_field("With the type json_schema.")
+    format: dict[str, Any] | None = optional_field("With the type structural_tag; no backend takes it yet.")
+    structures: PerPrompt[dict[str, Any]] | None = optional_field(
         "With the type structural_tag: begin, schema and end of each tag."
     )
-    triggers: PerPrompt[str] | None = about("With structures: texts at which a tag may begin.")
+    triggers: PerPrompt[str] | None = optional_field("With structures: texts at which a tag may begin.")
 
-    def form(self) -> Mapping[str, object]:
+    def constraint_args(self) -> Mapping[str, object]:
         """Arguments of StructuredOutputsParams; empty for text. Raises RequestError."""
         beside = {"json_schema": ("json_schema",), "structural_tag": ("format", "structures", "triggers")}
         own = {name: value for name in beside.get(self.type, ()) if (value := getattr(self, name)) is not None}
@@ -267,83 +269,89 @@ class ResponseFormat(Body):
 class StructuredOutputs(Body):
     """vLLM's `structured_outputs`: one constraint on the output, with options."""
 
-    json_: Schema | None = about("A JSON schema.", alias="json")
-    regex: str | None = about("A pattern for the whole output.")
-    choice: Choices | None = about("The output is one of these texts.")
-    grammar: str | None = about("A grammar as Lark or EBNF.")
-    json_object: bool | None = about("Any JSON object.")
-    structural_tag: Tag | None = about("Text in which what stands between tags has a form.")
-    disable_any_whitespace: bool | None = about("One space behind each comma and colon of JSON, and no other.")
-    disable_additional_properties: bool | None = about("No properties but those that the schema names.")
-    whitespace_pattern: str | None = about("What may stand between the tokens of JSON.")
-    fast_forward: bool | None = about("Text that has to come is not generated token by token; true by default.")
+    json_: Schema | None = optional_field("A JSON schema.", alias="json")
+    regex: str | None = optional_field("A pattern for the whole output.")
+    choice: Choices | None = optional_field("The output is one of these texts.")
+    grammar: str | None = optional_field("A grammar as Lark or EBNF.")
+    json_object: bool | None = optional_field("Any JSON object.")
+    structural_tag: Tag | None = optional_field("Text in which what stands between tags has a form.")
+    disable_any_whitespace: bool | None = optional_field("One space behind each comma and colon of JSON, and no other.")
+    disable_additional_properties: bool | None = optional_field("No properties but those that the schema names.")
+    whitespace_pattern: str | None = optional_field("What may stand between the tokens of JSON.")
+    fast_forward: bool | None = optional_field(
+        "Text that has to come is not generated token by token; true by default."
+    )
 
-    def form(self) -> Mapping[str, object]:
+    def constraint_args(self) -> Mapping[str, object]:
         """Arguments of StructuredOutputsParams."""
-        given = {_plain(name): getattr(self, name) for name in self.model_fields_set}
+        given = {_without_underscore(name): getattr(self, name) for name in self.model_fields_set}
         if given.get("json_object") is False:
             given.pop("json_object")
         return {name: value for name, value in given.items() if value is not None}
 
 
-class FormBody(Body):
+class ConstraintBody(Body):
     """Fields of constraints on the output."""
 
-    response_format: ResponseFormat | None = about("The form of the output: text, any JSON object, a JSON schema.")
-    structured_outputs: StructuredOutputs | None = about("The form of the output, as vLLM has it.")
-    json_schema: Schema | None = about("structured_outputs.json, as SGLang has it.")
-    regex: str | None = about("structured_outputs.regex, as SGLang has it.")
-    ebnf: str | None = about("structured_outputs.grammar, as SGLang has it.")
-    guided_json: Schema | None = about("structured_outputs.json, as vLLM had it.")
-    guided_regex: str | None = about("structured_outputs.regex, as vLLM had it.")
-    guided_choice: Choices | None = about("structured_outputs.choice, as vLLM had it.")
-    guided_grammar: str | None = about("structured_outputs.grammar, as vLLM had it.")
+    response_format: ResponseFormat | None = optional_field(
+        "The form of the output: text, any JSON object, a JSON schema."
+    )
+    structured_outputs: StructuredOutputs | None = optional_field("The form of the output, as vLLM has it.")
+    json_schema: Schema | None = optional_field("structured_outputs.json, as SGLang has it.")
+    regex: str | None = optional_field("structured_outputs.regex, as SGLang has it.")
+    ebnf: str | None = optional_field("structured_outputs.grammar, as SGLang has it.")
+    guided_json: Schema | None = optional_field("structured_outputs.json, as vLLM had it.")
+    guided_regex: str | None = optional_field("structured_outputs.regex, as vLLM had it.")
+    guided_choice: Choices | None = optional_field("structured_outputs.choice, as vLLM had it.")
+    guided_grammar: str | None = optional_field("structured_outputs.grammar, as vLLM had it.")
 
-    def form(self) -> StructuredOutputsParams | None:
+    def constraint(self) -> StructuredOutputsParams | None:
         """The requested constraint, from any of the fields; None if there is none.
 
         Raises RequestError for two constraints and for an invalid one, with StructuredOutputsParams' field names.
         """
-        forms = dict(self._forms())
+        forms = dict(self._constraints())
         if len(forms) > 1:
-            raise two_forms(list(forms))
-        options = {} if self.structured_outputs is None else self.structured_outputs.form()
+            raise several_constraints(list(forms))
+        options = {} if self.structured_outputs is None else self.structured_outputs.constraint_args()
         if not forms and self.structured_outputs is None:
             return None
         asked = next(iter(forms.values()), {})
         return StructuredOutputsParams(**{**options, **asked})  # type: ignore[arg-type]  # checked by name
 
-    def form_field(self) -> str | None:
+    def constraint_field(self) -> str | None:
         """The field that has the constraint; None if there is none."""
-        return next((name for name, _ in self._forms()), None)
+        return next((name for name, _ in self._constraints()), None)
 
-    def form_names(self) -> Mapping[str, str]:
+    def constraint_names(self) -> Mapping[str, str]:
         """Field names of StructuredOutputsParams -> fields of this body."""
-        names = {name: f"structured_outputs.{name}" for name in map(_plain, StructuredOutputs.model_fields)}
-        for field, form in self._forms():
+        names = {
+            name: f"structured_outputs.{name}" for name in map(_without_underscore, StructuredOutputs.model_fields)
+        }
+        for field, form in self._constraints():
             if field != "structured_outputs":
                 names |= dict.fromkeys(form, field)
         return names
 
-    def _forms(self) -> Iterator[tuple[str, Mapping[str, object]]]:
+    def _constraints(self) -> Iterator[tuple[str, Mapping[str, object]]]:
         """The constraints by field. Options of `structured_outputs` alone are no constraint."""
-        if self.response_format is not None and (form := self.response_format.form()):
+        if self.response_format is not None and (form := self.response_format.constraint_args()):
             yield _FORMAT, form
         if self.structured_outputs is not None:
-            form = self.structured_outputs.form()
-            if not form.keys().isdisjoint(_KINDS):
+            form = self.structured_outputs.constraint_args()
+            if not form.keys().isdisjoint(_CONSTRAINT_KINDS):
                 yield "structured_outputs", form
         for field, kind in _OTHER_NAMES.items():
             if (value := getattr(self, field)) is not None:
                 yield field, {kind: value}
 
 
-def two_forms(fields: Sequence[str]) -> RequestError:
+def several_constraints(fields: Sequence[str]) -> RequestError:
     """The error for several constraints. fields: those that have one."""
     return RequestError(f"{' and '.join(fields)} each ask for a form of the output; give one", fields[1])
 
 
-def _plain(name: str) -> str:
+def _without_underscore(name: str) -> str:
     """The name without the underscore that avoids a clash with pydantic."""
     return name.rstrip("_")
 
@@ -355,40 +363,52 @@ Timeout = Annotated[float, Field(gt=0, le=MAX_TIMEOUT, allow_inf_nan=False)]
 class RetentionBody(Body):
     """Retention of the KV that a request leaves in the cache (docs/eviction.md)."""
 
-    priority: int | None = about(
+    priority: int | None = optional_field(
         "0 to 100; what has less is given up first. Other than 50 needs --eviction priority or cost."
     )
-    ttl: float | None = about("Seconds after the end of the request for which this holds; null: for ever.")
-    pin: bool | None = about("Not to be given up at all, within bounds (docs/eviction.md); false by default.")
-    session: str | None = about("A conversation (1 to 256 characters), whose latest request decides for all of it.")
+    ttl: float | None = optional_field("Seconds after the end of the request for which this holds; null: for ever.")
+    pin: bool | None = optional_field("Not to be given up at all, within bounds (docs/eviction.md); false by default.")
+    session: str | None = optional_field(
+        "A conversation (1 to 256 characters), whose latest request decides for all of it."
+    )
 
 
 class ProgramBody(Body):
     """The program that a request belongs to (docs/programs.md)."""
 
     id: str = Field(description="Of one run of the program (1 to 256 characters); its requests are served together.")
-    branch: str | None = about("One line of it; the trunk by default.")
-    expects_more: bool | None = about("Whether another request goes on from what this one leaves; true by default.")
-    ttl: float | None = about("Seconds after the end of the request for which that is expected, up to 600; 60.")
+    branch: str | None = optional_field("One line of it; the trunk by default.")
+    expects_more: bool | None = optional_field(
+        "Whether another request goes on from what this one leaves; true by default."
+    )
+    ttl: float | None = optional_field(
+        "Seconds after the end of the request for which that is expected, up to 600; 60."
+    )
 
 
-class TermsBody(Body):
+class SchedulingParamsBody(Body):
     """Fields of scheduling parameters, and the timeout."""
 
-    priority: int | None = about("Less runs earlier; 0 by default. Other values need a server with --policy priority.")
-    deadline: float | None = about("Seconds within which the whole answer is of use; refused where it cannot be met.")
-    timeout: Timeout | None = about("Seconds after which the request is given up: with 408, or a stream with an error.")
-    retention: RetentionBody | None = about("How long the KV of this request is worth keeping.")
-    program: ProgramBody | None = about("The program that this request is a part of: a hint, never refused.")
+    priority: int | None = optional_field(
+        "Less runs earlier; 0 by default. Other values need a server with --policy priority."
+    )
+    deadline: float | None = optional_field(
+        "Seconds within which the whole answer is of use; refused where it cannot be met."
+    )
+    timeout: Timeout | None = optional_field(
+        "Seconds after which the request is given up: with 408, or a stream with an error."
+    )
+    retention: RetentionBody | None = optional_field("How long the KV of this request is worth keeping.")
+    program: ProgramBody | None = optional_field("The program that this request is a part of: a hint, never refused.")
 
-    def terms(self, options: EngineOptions) -> Terms:
+    def scheduling_params(self, options: EngineOptions) -> SchedulingParams:
         """The engine's scheduling parameters. Raises RequestError."""
-        retention = Retention(**_given(self.retention))
-        program = _given(self.program) or None
-        return make_terms(options, self.priority, self.deadline, retention, program)
+        retention = Retention(**_set_fields(self.retention))
+        program = _set_fields(self.program) or None
+        return make_scheduling_params(options, self.priority, self.deadline, retention, program)
 
 
-def _given(body: Body | None) -> dict[str, Any]:
+def _set_fields(body: Body | None) -> dict[str, Any]:
     """The fields that are set and not null; none for None."""
     fields = () if body is None else body.model_fields_set
     return {name: value for name in fields if (value := getattr(body, name)) is not None}

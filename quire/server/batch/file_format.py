@@ -8,7 +8,7 @@ from uuid import uuid4
 import msgspec
 from msgspec import Meta
 
-from quire.server.batch.in_process_client import Answer
+from quire.server.batch.in_process_client import Response
 from quire.server.middleware.body_limit import MAX_BODY
 
 MAX_LINE = MAX_BODY + 2**16  # bytes
@@ -50,24 +50,24 @@ class _Streamed(msgspec.Struct):
     stream: object = None
 
 
-class _Told(msgspec.Struct):
+class _ResultError(msgspec.Struct):
     """The error of a result; `line` is set for an invalid input line."""
 
     line: int | None = None
 
 
-class Known(msgspec.Struct):
+class ResultLine(msgspec.Struct):
     """The fields of a result that a resumed batch needs."""
 
     custom_id: str | None
-    error: _Told | None
+    error: _ResultError | None
 
 
 _SHOWN = ", ".join(get_args(Url))
-_LINES = msgspec.json.Decoder(_Line)
-_NAMES = msgspec.json.Decoder(_Named)
-_STREAMED = msgspec.json.Decoder(_Streamed)
-KNOWN = msgspec.json.Decoder(Known)
+_LINE_DECODER = msgspec.json.Decoder(_Line)
+_CUSTOM_ID_DECODER = msgspec.json.Decoder(_Named)
+_STREAM_DECODER = msgspec.json.Decoder(_Streamed)
+RESULT_DECODER = msgspec.json.Decoder(ResultLine)
 
 
 def read_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
@@ -88,9 +88,9 @@ def parse(number: int, line: bytes) -> Task | BadLine:
     if len(line) > MAX_LINE:
         return BadLine(number, None, "line_too_long", f"the line is longer than {MAX_LINE} bytes; send less in it")
     try:
-        found = _LINES.decode(line)
+        found = _LINE_DECODER.decode(line)
         body = bytes(found.body)
-        streamed = body.startswith(b"{") and _STREAMED.decode(body).stream not in (None, False)
+        streamed = body.startswith(b"{") and _STREAM_DECODER.decode(body).stream not in (None, False)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         message = f"no request of a batch ({error}); it needs custom_id, method (POST), url (one of {_SHOWN}) and body"
         return BadLine(number, _name(line), "invalid_line", message)
@@ -99,13 +99,13 @@ def parse(number: int, line: bytes) -> Task | BadLine:
     return Task(number, found.custom_id, found.url, body)
 
 
-def duplicate(found: Task | BadLine) -> BadLine:
+def duplicate_line(found: Task | BadLine) -> BadLine:
     """The BadLine for a custom_id that an earlier line has."""
     message = f"the custom_id {found.custom_id!r} is that of an earlier line; each line needs one of its own"
     return BadLine(found.number, found.custom_id, "duplicate_custom_id", message)
 
 
-def result(found: Task | BadLine, answer: Answer | None) -> bytes:
+def result_line(found: Task | BadLine, answer: Response | None) -> bytes:
     """A line of results with its newline. answer: None for a BadLine."""
     id = f"batch_req_{uuid4().hex}"
     record: dict[str, object] = {"id": id, "custom_id": found.custom_id, "response": None, "error": None}
@@ -123,6 +123,6 @@ def result(found: Task | BadLine, answer: Answer | None) -> bytes:
 
 def _name(line: bytes) -> str | None:
     try:
-        return _NAMES.decode(line).custom_id
+        return _CUSTOM_ID_DECODER.decode(line).custom_id
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None

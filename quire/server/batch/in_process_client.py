@@ -6,10 +6,10 @@ from typing import NamedTuple
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message
 
-HERE = ("127.0.0.1", 0)
+LOCAL_ADDRESS = ("127.0.0.1", 0)
 
 
-class Answer(NamedTuple):
+class Response(NamedTuple):
     """A complete response."""
 
     status: int
@@ -17,7 +17,7 @@ class Answer(NamedTuple):
     body: bytes
 
 
-async def post(app: ASGIApp, path: str, body: bytes) -> Answer:
+async def post(app: ASGIApp, path: str, body: bytes) -> Response:
     """POST a JSON body and return the response. Cancellation aborts the request.
 
     Raises what the app raises before it has begun a response.
@@ -46,17 +46,17 @@ async def post(app: ASGIApp, path: str, body: bytes) -> Answer:
     except Exception:  # starlette raises what it has answered, for the server's log; this app logs it
         if not status:
             raise
-    return Answer(status, headers, b"".join(parts))
+    return Response(status, headers, b"".join(parts))
 
 
 def _scope(path: str, num_bytes: int) -> dict[str, object]:
     headers = [
-        (b"host", HERE[0].encode()),
+        (b"host", LOCAL_ADDRESS[0].encode()),
         (b"content-type", b"application/json"),
         (b"content-length", str(num_bytes).encode()),
     ]
     return {
         **{"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "scheme": "http"},
         **{"path": path, "raw_path": path.encode(), "root_path": "", "query_string": b"", "headers": headers},
-        **{"client": HERE, "server": HERE, "state": {}},
+        **{"client": LOCAL_ADDRESS, "server": LOCAL_ADDRESS, "state": {}},
     }

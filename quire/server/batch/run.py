@@ -19,12 +19,12 @@ from starlette.types import ASGIApp
 from quire.config import EngineOptions
 from quire.errors import ConfigError, QuireError
 from quire.server.app import make_app
-from quire.server.batch.file_format import KNOWN, BadLine, Task, duplicate, parse, read_lines, result
-from quire.server.batch.in_process_client import Answer, post
+from quire.server.batch.file_format import RESULT_DECODER, BadLine, Task, duplicate_line, parse, read_lines, result_line
+from quire.server.batch.in_process_client import Response, post
 from quire.server.serve import launched
 
 
-class Output:
+class ResultFile:
     """The file of results. done: custom_ids that have a result. told: numbers of lines reported as invalid."""
 
     def __init__(self, path: Path, *, resume: bool) -> None:
@@ -32,14 +32,14 @@ class Output:
 
         Raises ConfigError if it cannot be written, is in use, has other content, or has results without `resume`.
         """
-        self.done: set[str] = set()
-        self.told: set[int] = set()
+        self.done_ids: set[str] = set()
+        self.invalid_lines: set[int] = set()
         try:
             self._file = path.open("a+b", buffering=0) if not path.exists() or path.is_file() else path.open("wb", 0)
         except OSError as error:
             raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
         try:
-            self._take(path, resume=resume)
+            self._lock_and_read(path, resume=resume)
         except BaseException:
             self._file.close()
             raise
@@ -53,7 +53,7 @@ class Output:
         """Close the file."""
         self._file.close()
 
-    def _take(self, path: Path, *, resume: bool) -> None:
+    def _lock_and_read(self, path: Path, *, resume: bool) -> None:
         if not stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):  # a terminal or a pipe holds no earlier results
             return
         try:
@@ -62,25 +62,25 @@ class Output:
             raise ConfigError(f"{path} is being written by another batch; wait for its end or name another") from error
         if not resume and os.fstat(self._file.fileno()).st_size:
             raise ConfigError(f"{path} has results already; go on with it with --resume, or name another file")
-        self._read(path)
+        self._read_results(path)
 
-    def _read(self, path: Path) -> None:
+    def _read_results(self, path: Path) -> None:
         whole = 0
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
                 if not line.endswith(b"\n"):
                     break
                 try:
-                    known = KNOWN.decode(line)
+                    known = RESULT_DECODER.decode(line)
                 except (msgspec.MsgspecError, UnicodeDecodeError) as error:
                     raise ConfigError(
                         f"line {number} of {path} is no result of a batch ({error}); name another file"
                     ) from error
                 whole += len(line)
                 if known.error is not None and known.error.line is not None:
-                    self.told.add(known.error.line)
+                    self.invalid_lines.add(known.error.line)
                 elif known.custom_id is not None:
-                    self.done.add(known.custom_id)
+                    self.done_ids.add(known.custom_id)
         self._file.truncate(whole)
 
 
@@ -120,10 +120,10 @@ def run_batch(  # noqa: PLR0913 (a flag each)
         total = sum(1 for _ in read_lines(file)) if source.is_file() else 0  # a pipe can be read only once
         if total:
             file.seek(0)
-        output = Output(target, resume=resume)
+        output = ResultFile(target, resume=resume)
         try:
             with launched(options, model_name, report=report, progress=progress) as service:
-                app = make_app(service, holds_back=False)
+                app = make_app(service, with_tarpit=False)
                 batch = Batch(app, output, lambda done: advance(done, max(done, total)))
                 asyncio.run(_until_signal(app, batch.run(file, concurrency)))
         except (asyncio.CancelledError, KeyboardInterrupt):
@@ -143,24 +143,24 @@ async def _until_signal(app: FastAPI, work: Coroutine[object, object, None]) -> 
         await working
 
 
-class _Refusal(msgspec.Struct):
+class _Error(msgspec.Struct):
     code: str | None = None
     message: str = ""
 
 
-class _Refused(msgspec.Struct):
-    error: _Refusal
+class _ErrorBody(msgspec.Struct):
+    error: _Error
 
 
 class Batch:
     """One batch run. advance(done): called with the number of lines done."""
 
-    def __init__(self, app: ASGIApp, output: Output, advance: Callable[[int], None]) -> None:
+    def __init__(self, app: ASGIApp, output: ResultFile, advance: Callable[[int], None]) -> None:
         self._app = app
         self._output = output
         self._advance = advance
         self.num_done = 0
-        self.num_known = 0  # skipped: they have a result of an earlier run
+        self.num_skipped = 0  # skipped: they have a result of an earlier run
         self.num_failed = 0
 
     async def run(self, file: BinaryIO, concurrency: int) -> None:
@@ -175,8 +175,8 @@ class Batch:
 
     def summary(self) -> str:
         """The numbers of answered, skipped and failed lines, as text."""
-        good = self.num_done - self.num_known - self.num_failed
-        known = f", {self.num_known} before" if self.num_known else ""
+        good = self.num_done - self.num_skipped - self.num_failed
+        known = f", {self.num_skipped} before" if self.num_skipped else ""
         return f"{good} answered{known}, {self.num_failed} failed"
 
     def _lines(self, file: BinaryIO) -> Iterator[Task | BadLine]:
@@ -184,7 +184,7 @@ class Batch:
         for number, line in read_lines(file):
             found = parse(number, line)
             if found.custom_id in seen:
-                found = duplicate(found)
+                found = duplicate_line(found)
             elif found.custom_id is not None:
                 seen.add(found.custom_id)
             yield found
@@ -192,38 +192,38 @@ class Batch:
     async def _work(self, lines: Iterator[Task | BadLine]) -> None:
         for found in lines:
             if isinstance(found, BadLine):
-                known = found.number in self._output.told
+                known = found.number in self._output.invalid_lines
             else:
-                known = found.custom_id in self._output.done
+                known = found.custom_id in self._output.done_ids
             if known:
-                self.num_known += 1
+                self.num_skipped += 1
             else:
-                await self._do(found)
+                await self._process(found)
             self.num_done += 1
             self._advance(self.num_done)
 
-    async def _do(self, found: Task | BadLine) -> None:
+    async def _process(self, found: Task | BadLine) -> None:
         answer = await self._answer(found) if isinstance(found, Task) else None
-        self._output.write(result(found, answer))
+        self._output.write(result_line(found, answer))
         self.num_failed += answer is None or answer.status >= 400
 
-    async def _answer(self, task: Task) -> Answer:
+    async def _answer(self, task: Task) -> Response:
         """The response, after retries while the app is busy. Raises BatchStopped if the engine has stopped."""
         answer = await post(self._app, task.url, task.body)
-        while (wait := _wait(answer)) is not None:
+        while (wait := _retry_after(answer)) is not None:
             await asyncio.sleep(wait)
             answer = await post(self._app, task.url, task.body)
         if answer.status == 503:
-            raise BatchStopped(f"{_refusal(answer).message}; what is answered is written, and --resume goes on")
+            raise BatchStopped(f"{_error_of(answer).message}; what is answered is written, and --resume goes on")
         return answer
 
 
-def _wait(answer: Answer) -> float | None:
+def _retry_after(answer: Response) -> float | None:
     """Seconds until a retry; None for a final response."""
     after = answer.headers.get("retry-after", "")
-    busy = answer.status in (429, 503) and after.isdecimal() and _refusal(answer).code != "deadline_unreachable"
+    busy = answer.status in (429, 503) and after.isdecimal() and _error_of(answer).code != "deadline_unreachable"
     return min(float(after), _MAX_WAIT) if busy else None
 
 
-def _refusal(answer: Answer) -> _Refusal:
-    return msgspec.json.decode(answer.body, type=_Refused).error
+def _error_of(answer: Response) -> _Error:
+    return msgspec.json.decode(answer.body, type=_ErrorBody).error

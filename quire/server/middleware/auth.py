@@ -7,14 +7,14 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from quire.server.api_keys import ANYBODY, Caller, Keys
-from quire.server.errors import CrossSite, Forbidden, NotAllowed, OtherHost, Unauthenticated, response_to
+from quire.server.api_keys import KEYLESS_CALLER, Caller, Keys
+from quire.server.errors import CrossSite, Forbidden, HostNotAllowed, NotAllowed, Unauthenticated, response_to
 
-OPEN = frozenset({"/live", "/ready"})  # probes of a process manager, without data about requests
+OPEN_PATHS = frozenset({"/live", "/ready"})  # probes of a process manager, without data about requests
 _POLICY_VIOLATION = 1008  # WebSocket close code
 
 
-class Gate:
+class AuthMiddleware:
     """ASGI middleware. keys: None admits every client as ANYBODY whose Host header passes `is_local`."""
 
     def __init__(self, app: ASGIApp, keys: Keys | None) -> None:
@@ -27,7 +27,7 @@ class Gate:
             await self._app(scope, receive, send)
             return
         caller = self._caller(Headers(scope=scope))
-        if isinstance(caller, Caller) or scope["path"] in OPEN:
+        if isinstance(caller, Caller) or scope["path"] in OPEN_PATHS:
             scope.setdefault("state", {})["caller"] = caller if isinstance(caller, Caller) else None
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
@@ -38,7 +38,7 @@ class Gate:
     def _caller(self, headers: Headers) -> Caller | NotAllowed:
         """The caller, or the error to answer with."""
         if self._keys is None:
-            return ANYBODY if is_local(headers.get("host", "")) else OtherHost()
+            return KEYLESS_CALLER if is_local(headers.get("host", "")) else HostNotAllowed()
         scheme, _, key = headers.get("authorization", "").partition(" ")
         caller = self._keys.caller(key.strip().encode("latin-1")) if scheme.lower() == "bearer" else None
         return caller or Unauthenticated()
@@ -68,13 +68,13 @@ def caller_of(request: Request) -> Caller:
     return caller
 
 
-def operators_only(request: Request) -> None:
+def admins_only(request: Request) -> None:
     """A dependency of routes. Raises Forbidden for a caller without the role admin."""
     if not caller_of(request).is_admin:
         raise Forbidden
 
 
-def own_pages_only(request: Request) -> None:
+def same_origin_only(request: Request) -> None:
     """A dependency of state-changing routes without a body, which a page of another site could make a browser request.
 
     Raises CrossSite if the headers name a page of another site. Clients other than browsers send no such headers.

@@ -8,7 +8,7 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quire.server.errors import BodyLate
+from quire.server.errors import BodyTimeout
 
 MAX_BODY = 16 * 2**20  # bytes
 BODY_SECONDS = 20.0  # for any body,
@@ -31,47 +31,47 @@ class BodyLimit:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        await self._app(scope, _Counted(scope, receive, self._limit).receive, send)
+        await self._app(scope, _LimitedBody(scope, receive, self._limit).receive, send)
 
 
-class _Counted:
+class _LimitedBody:
     """The limits of one body. Its time starts with the first `receive`."""
 
     def __init__(self, scope: Scope, receive: Receive, limit: int) -> None:
         promised = Headers(scope=scope).get("content-length", "")
-        self._promised = int(promised) if promised.isascii() and promised.isdigit() and len(promised) < 20 else 0
+        self._content_length = int(promised) if promised.isascii() and promised.isdigit() and len(promised) < 20 else 0
         self._receive = receive
         self._limit = limit
         self._num_bytes = 0
-        self._begun: float | None = None
-        self._whole = False
+        self._started_at: float | None = None
+        self._complete = False
         self._nesting = Nesting()
 
     async def receive(self) -> Message:
         """ASGI's `receive`. Raises BodyLate after the time limit, and HTTPException with 413 or 400 for the others."""
-        if self._whole:  # the next message is the disconnect, without a time limit
+        if self._complete:  # the next message is the disconnect, without a time limit
             return await self._receive()
         self._check()
         try:
             async with asyncio.timeout_at(self._end()):
                 message = await self._receive()
         except TimeoutError:
-            raise BodyLate(BODY_SECONDS) from None
+            raise BodyTimeout(BODY_SECONDS) from None
         body = message.get("body", b"")
         self._num_bytes += len(body)
         self._check()
         if self._nesting.depth_after(body) > MAX_NESTING:
             raise HTTPException(400, f"the body's JSON is nested more than {MAX_NESTING} levels deep; send it flatter")
-        self._whole = not message.get("more_body", False)
+        self._complete = not message.get("more_body", False)
         return message
 
     def _end(self) -> float:
-        if self._begun is None:
-            self._begun = asyncio.get_running_loop().time()
-        return self._begun + BODY_SECONDS + self._num_bytes / BYTES_PER_SECOND
+        if self._started_at is None:
+            self._started_at = asyncio.get_running_loop().time()
+        return self._started_at + BODY_SECONDS + self._num_bytes / BYTES_PER_SECOND
 
     def _check(self) -> None:
-        if max(self._promised, self._num_bytes) > self._limit:
+        if max(self._content_length, self._num_bytes) > self._limit:
             raise HTTPException(413, f"the body is longer than {self._limit} bytes; send less", {"connection": "close"})
 
 

@@ -9,8 +9,10 @@ from collections.abc import Iterable
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
-_TOLD = ("x-request-id", "retry-after")
-_LIMITS = tuple(f"x-ratelimit-{what}-{of}" for what in ("limit", "remaining", "reset") for of in ("requests", "tokens"))
+_EXPOSED_HEADERS = ("x-request-id", "retry-after")
+_RATE_LIMIT_HEADERS = tuple(
+    f"x-ratelimit-{what}-{of}" for what in ("limit", "remaining", "reset") for of in ("requests", "tokens")
+)
 
 
 class Cors(CORSMiddleware):
@@ -22,5 +24,5 @@ class Cors(CORSMiddleware):
             allow_origins=tuple(origins),
             allow_methods=("GET", "POST"),
             allow_headers=("*",),  # clients send headers of their own, such as OpenAI's x-stainless-lang
-            expose_headers=_TOLD + _LIMITS,
+            expose_headers=_EXPOSED_HEADERS + _RATE_LIMIT_HEADERS,
         )

@@ -18,7 +18,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.server.errors import Draining, response_to
-from quire.server.middleware.rate_limit import asks_for_work
+from quire.server.middleware.rate_limit import has_unsafe_method
 
 _READ_SECONDS = 2.0  # for the body of a rejected request
 
@@ -35,7 +35,7 @@ class Drain:
         self.begun = True
 
     @contextmanager
-    def answering(self) -> Iterator[None]:
+    def open_request(self) -> Iterator[None]:
         """Context manager that counts an accepted request as open."""
         self.num_open += 1
         try:
@@ -44,7 +44,7 @@ class Drain:
             self.num_open -= 1
 
 
-class DrainGate:
+class DrainMiddleware:
     """ASGI middleware that rejects new requests with 503 during the drain, except GET, HEAD and OPTIONS."""
 
     def __init__(self, app: ASGIApp, drain: Drain) -> None:
@@ -56,16 +56,16 @@ class DrainGate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
         elif not self._drain.begun:
-            with self._drain.answering():
+            with self._drain.open_request():
                 await self._app(scope, receive, send)
-        elif asks_for_work(scope):
-            await _throw_away(receive)
+        elif has_unsafe_method(scope):
+            await _discard_body(receive)
             await response_to(Draining())(scope, receive, send)
         else:
-            await self._app(scope, receive, _last(send))
+            await self._app(scope, receive, _with_connection_close(send))
 
 
-def _last(send: Send) -> Send:
+def _with_connection_close(send: Send) -> Send:
     """A `send` that adds `connection: close` to the response."""
 
     async def tell(message: Message) -> None:
@@ -76,7 +76,7 @@ def _last(send: Send) -> Send:
     return tell
 
 
-async def _throw_away(receive: Receive) -> None:
+async def _discard_body(receive: Receive) -> None:
     try:
         async with asyncio.timeout(_READ_SECONDS):
             while (await receive()).get("more_body"):
@@ -85,8 +85,8 @@ async def _throw_away(receive: Receive) -> None:
         pass
 
 
-LAST_WORDS = 2.0  # seconds for clients to read the last events of streams, and again to close connections
-LAST_CALL = 0.1  # seconds to answer connections that were just accepted
+CLOSE_SECONDS = 2.0  # seconds for clients to read the last events of streams, and again to close connections
+LAST_ACCEPT_SECONDS = 0.1  # seconds to answer connections that were just accepted
 _POLL = 0.05  # seconds
 
 
@@ -104,14 +104,14 @@ class GracefulServer(uvicorn.Server):
         drain: Drain,
         ready: Callable[[], None],
         close: Callable[[], Awaitable[None]],
-        grace: float,
+        drain_timeout: float,
     ) -> None:
         super().__init__(config)
         self._drain = drain
         self._ready = ready
         self._close = close
-        self._grace = grace
-        self._hurry = False
+        self._drain_timeout = drain_timeout
+        self._skip_drain = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start to serve, and call `ready`."""
@@ -121,7 +121,7 @@ class GracefulServer(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The first signal begins the drain, the second ends it. uvicorn would raise the signal again at its end."""
-        self._hurry = self._drain.begun
+        self._skip_drain = self._drain.begun
         self._drain.begin()
         self.should_exit = True
 
@@ -129,27 +129,27 @@ class GracefulServer(uvicorn.Server):
         """Serve until a signal, then drain. Connections are accepted during both."""
         await super().main_loop()
         self._drain.begin()
-        await self._until(lambda: self._hurry or not self._drain.num_open, self._grace)
+        await self._wait_until(lambda: self._skip_drain or not self._drain.num_open, self._drain_timeout)
         await self._close()
-        await self._until(lambda: not self._drain.num_open, LAST_WORDS)
+        await self._wait_until(lambda: not self._drain.num_open, CLOSE_SECONDS)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop listening, and close all connections."""
         for server in self.servers:
             server.close()
-        await asyncio.sleep(LAST_CALL)
-        cutting = asyncio.create_task(self._cut_off())
+        await asyncio.sleep(LAST_ACCEPT_SECONDS)
+        cutting = asyncio.create_task(self._abort_connections())
         await super().shutdown(sockets)
         cutting.cancel()
 
-    async def _cut_off(self) -> None:
+    async def _abort_connections(self) -> None:
         """Abort connections that are still open after LAST_WORDS, because the client has stopped to read or to send."""
-        await self._until(lambda: not self.server_state.connections, LAST_WORDS)
+        await self._wait_until(lambda: not self.server_state.connections, CLOSE_SECONDS)
         for connection in list(self.server_state.connections):
             if connection.transport is not None:
                 connection.transport.abort()
 
-    async def _until(self, condition: Callable[[], bool], seconds: float) -> None:
+    async def _wait_until(self, condition: Callable[[], bool], seconds: float) -> None:
         end = time.monotonic() + seconds
         while not condition() and time.monotonic() < end:
             await asyncio.sleep(_POLL)

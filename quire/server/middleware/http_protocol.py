@@ -31,49 +31,49 @@ class Connection(H11Protocol):
 
     def __init__(self, *args: Any, **more: Any) -> None:  # noqa: ANN401 (uvicorn's)
         super().__init__(*args, **more)
-        self._clock: asyncio.TimerHandle | None = None
+        self._head_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
         """Called by asyncio for a new connection."""
         super().connection_made(transport)
-        self._watch()
+        self._update_timer()
 
     def data_received(self, data: bytes) -> None:
         """Called by asyncio for received bytes."""
         super().data_received(data)
-        self._watch()
+        self._update_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Called by asyncio when the connection is closed."""
-        self._unwatch()
+        self._cancel_timer()
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
         """Called by uvicorn in its handler of an exception of h11."""
         hint = getattr(sys.exc_info()[1], "error_status_hint", 400)
-        self._refuse(hint, _TOO_LONG if hint == 431 else "this is not valid HTTP/1.1")
+        self._reject(hint, _TOO_LONG if hint == 431 else "this is not valid HTTP/1.1")
 
-    def _watch(self) -> None:
+    def _update_timer(self) -> None:
         """Start or stop the timer. It runs while a head, or the body of an answered request, is being received."""
         answered = self.cycle is not None and self.cycle.response_complete
         if self.transport.is_closing() or not (self.conn.their_state is h11.IDLE or answered):
-            self._unwatch()
-        elif self._clock is None:
-            self._clock = self.loop.call_later(HEAD_SECONDS, self._too_slow)
+            self._cancel_timer()
+        elif self._head_timer is None:
+            self._head_timer = self.loop.call_later(HEAD_SECONDS, self._on_timeout)
 
-    def _unwatch(self) -> None:
-        if self._clock is not None:
-            self._clock.cancel()
-            self._clock = None
+    def _cancel_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
 
-    def _too_slow(self) -> None:
-        self._clock = None
+    def _on_timeout(self) -> None:
+        self._head_timer = None
         if self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]:
-            self._refuse(408, f"the head of the request took longer than {HEAD_SECONDS:g} s; send it faster")
+            self._reject(408, f"the head of the request took longer than {HEAD_SECONDS:g} s; send it faster")
         else:
             self.transport.close()
 
-    def _refuse(self, status: int, message: str) -> None:
+    def _reject(self, status: int, message: str) -> None:
         """Send an error object unless a response has begun, and close the connection."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             body = msgspec.json.encode(error_object(status, message))

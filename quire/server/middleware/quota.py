@@ -31,29 +31,29 @@ class Bucket:
 
     def __init__(self, per_minute: int) -> None:
         self.per_minute = per_minute
-        self._lack = 0
-        self._at = 0  # time of that amount, ns
+        self._deficit = 0
+        self._updated_at = 0  # time of that amount, ns
 
     def wait(self, amount: int, now: int) -> int:
         """Nanoseconds until `amount` units are available, or the bucket is full, rounded up."""
-        over = self._lacks(now) + min(amount, self.per_minute) * MINUTE - self.per_minute * MINUTE
+        over = self._deficit_at(now) + min(amount, self.per_minute) * MINUTE - self.per_minute * MINUTE
         return max(0, -(-over // self.per_minute))
 
-    def take(self, amount: int, now: int) -> None:
+    def consume(self, amount: int, now: int) -> None:
         """Take units, available or not. A negative amount returns units."""
-        self._lack = max(0, self._lacks(now) + amount * MINUTE)
-        self._at = max(self._at, now)
+        self._deficit = max(0, self._deficit_at(now) + amount * MINUTE)
+        self._updated_at = max(self._updated_at, now)
 
     def remaining(self, now: int) -> int:
         """Whole units that are available."""
-        return max(0, self.per_minute - -(-self._lacks(now) // MINUTE))
+        return max(0, self.per_minute - -(-self._deficit_at(now) // MINUTE))
 
     def until_full(self, now: int) -> int:
         """Nanoseconds until the bucket is full, rounded up."""
-        return -(-self._lacks(now) // self.per_minute)
+        return -(-self._deficit_at(now) // self.per_minute)
 
-    def _lacks(self, now: int) -> int:
-        return max(0, self._lack - max(0, now - self._at) * self.per_minute)
+    def _deficit_at(self, now: int) -> int:
+        return max(0, self._deficit - max(0, now - self._updated_at) * self.per_minute)
 
 
 class Quota:
@@ -77,7 +77,7 @@ class Quota:
     def count_request(self) -> None:
         """Count a request. Raises RateLimited without counting it."""
         if self._requests is not None:
-            self._take(self._requests, 1, "requests")
+            self._consume(self._requests, 1, "requests")
 
     @contextmanager
     def spending(self, num_tokens: int) -> Iterator[None]:
@@ -86,21 +86,21 @@ class Quota:
             yield
             return
         try:
-            self._take(self._tokens, num_tokens, "tokens")
+            self._consume(self._tokens, num_tokens, "tokens")
         except RateLimited:
             if self._requests is not None:  # count_request has counted it
-                self._requests.take(-1, self._clock())
+                self._requests.consume(-1, self._clock())
             raise
         try:
             yield
         except BaseException:  # the request was not accepted
-            self._tokens.take(-num_tokens, self._clock())
+            self._tokens.consume(-num_tokens, self._clock())
             raise
 
     def spend(self, num_tokens: int) -> None:
         """Count generated tokens, also beyond the limit."""
         if self._tokens is not None:
-            self._tokens.take(num_tokens, self._clock())
+            self._tokens.consume(num_tokens, self._clock())
 
     def headers(self) -> Mapping[str, str]:
         """OpenAI's headers, for each limit: the limit, the remaining units, and the time until the bucket is full."""
@@ -109,25 +109,25 @@ class Quota:
             if bucket is not None:
                 told[f"x-ratelimit-limit-{name}"] = str(bucket.per_minute)
                 told[f"x-ratelimit-remaining-{name}"] = str(bucket.remaining(now))
-                told[f"x-ratelimit-reset-{name}"] = _span(bucket.until_full(now))
+                told[f"x-ratelimit-reset-{name}"] = _format_duration(bucket.until_full(now))
         return told
 
-    def _take(self, bucket: Bucket, amount: int, what: str) -> None:
+    def _consume(self, bucket: Bucket, amount: int, what: str) -> None:
         now = self._clock()
         wait = bucket.wait(amount, now)
         if wait > 0:
             raise RateLimited(
                 f"this key may use {bucket.per_minute:,} {what} per minute, {bucket.remaining(now):,} of them now, and "
-                f"this request needs {amount:,}; try again in {_span(wait)}",
+                f"this request needs {amount:,}; try again in {_format_duration(wait)}",
                 wait / 10**9,
             )
-        bucket.take(amount, now)
+        bucket.consume(amount, now)
 
 
 UNLIMITED = Quota()
 
 
-def _span(ns: int) -> str:
+def _format_duration(ns: int) -> str:
     """A duration in OpenAI's format: 250ms, 1.5s, 6m0s. Rounded up to a millisecond."""
     milliseconds = -(-ns // 10**6)
     if milliseconds < 1000:

@@ -10,12 +10,12 @@ from quire.server.api_keys import Caller
 from quire.server.errors import response_to
 from quire.server.middleware.quota import Quota, RateLimited
 
-_FREE = frozenset({"GET", "HEAD", "OPTIONS"})
+_SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
-def asks_for_work(scope: Scope) -> bool:
+def has_unsafe_method(scope: Scope) -> bool:
     """Whether a call is an HTTP request with a method other than GET, HEAD and OPTIONS."""
-    return scope["type"] == "http" and scope["method"] not in _FREE
+    return scope["type"] == "http" and scope["method"] not in _SAFE_METHODS
 
 
 class RateLimit:
@@ -27,10 +27,10 @@ class RateLimit:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Call the app, or answer 429."""
         caller: Caller | None = scope.get("state", {}).get("caller")
-        if caller is None or not caller.quota.is_limited or not asks_for_work(scope):
+        if caller is None or not caller.quota.is_limited or not has_unsafe_method(scope):
             await self._app(scope, receive, send)
             return
-        telling = _telling(caller.quota, send)
+        telling = _with_headers(caller.quota, send)
         try:
             caller.quota.count_request()
         except RateLimited as error:
@@ -39,7 +39,7 @@ class RateLimit:
         await self._app(scope, receive, telling)
 
 
-def _telling(quota: Quota, send: Send) -> Send:
+def _with_headers(quota: Quota, send: Send) -> Send:
     async def tell(message: Message) -> None:
         if message["type"] == "http.response.start":
             MutableHeaders(scope=message).update(quota.headers())

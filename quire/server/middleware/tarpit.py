@@ -11,50 +11,50 @@ from traceback import clear_frames
 
 from starlette.requests import Request
 
-from quire.server.api.request_params import FORM_FIELDS
+from quire.server.api.request_params import CONSTRAINT_FIELDS
 from quire.server.middleware.quota import Bucket
 
-FREE = 2**20  # bytes of rejected bodies per tenant and minute without a delay
-UNKNOWN = 2**24  # bytes, for a body without content-length: the maximum of body_limit.py
-EACH = 2**14  # bytes added to each body
+FREE_BYTES_PER_MINUTE = 2**20  # bytes of rejected bodies per tenant and minute without a delay
+UNKNOWN_LENGTH_BYTES = 2**24  # bytes, for a body without content-length: the maximum of body_limit.py
+BYTES_PER_REJECTION = 2**14  # bytes added to each body
 MAX_SECONDS = 10.0
 MAX_WAITING = 512  # delayed responses; beyond it, as each takes memory, they are sent at once
-MAX_HELD = 2**25  # bytes of their bodies, which stay in memory during the delay
+MAX_HELD_BYTES = 2**25  # bytes of their bodies, which stay in memory during the delay
 
 
-class SlowRefusals:
+class Tarpit:
     """The tarpit of one app. clock: the time in ns."""
 
     def __init__(self, clock: Callable[[], int] = monotonic_ns) -> None:
         self._clock = clock
         self._buckets: dict[str, Bucket] = {}  # by tenant
-        self._num_waiting = self._num_held = 0
+        self._num_waiting = self._num_held_bytes = 0
 
-    async def wait(self, request: Request, error: Exception, param: str | None) -> None:
+    async def delay(self, request: Request, error: Exception, param: str | None) -> None:
         """Delay the response to an error if `param` is in one of FORM_FIELDS. Admins with a key are exempt."""
-        if param is None or FORM_FIELDS.isdisjoint(param.split(".")):
+        if param is None or CONSTRAINT_FIELDS.isdisjoint(param.split(".")):
             return
         caller = request.state.caller
         if caller is None or (caller.is_admin and caller.tenant):
             return
         length = request.headers.get("content-length", "")
-        num_bytes = int(length) if length.isdecimal() else UNKNOWN
-        seconds = self.seconds(caller.tenant, num_bytes)
-        if not seconds or self._num_waiting >= MAX_WAITING or self._num_held + num_bytes > MAX_HELD:
+        num_bytes = int(length) if length.isdecimal() else UNKNOWN_LENGTH_BYTES
+        seconds = self.delay_seconds(caller.tenant, num_bytes)
+        if not seconds or self._num_waiting >= MAX_WAITING or self._num_held_bytes + num_bytes > MAX_HELD_BYTES:
             return
         clear_frames(error.__traceback__)  # its frames hold the parsed body
         self._num_waiting += 1
-        self._num_held += num_bytes
+        self._num_held_bytes += num_bytes
         try:
             await sleep(seconds)
         finally:
             self._num_waiting -= 1
-            self._num_held -= num_bytes
+            self._num_held_bytes -= num_bytes
 
-    def seconds(self, tenant: str, num_bytes: int) -> float:
+    def delay_seconds(self, tenant: str, num_bytes: int) -> float:
         """Count a rejected body of a tenant. Returns the delay of its response, at most MAX_SECONDS."""
-        bucket, now = self._buckets.setdefault(tenant, Bucket(FREE)), self._clock()
-        amount = min(num_bytes + EACH, FREE)
+        bucket, now = self._buckets.setdefault(tenant, Bucket(FREE_BYTES_PER_MINUTE)), self._clock()
+        amount = min(num_bytes + BYTES_PER_REJECTION, FREE_BYTES_PER_MINUTE)
         wait = bucket.wait(amount, now)
-        bucket.take(amount, now)
+        bucket.consume(amount, now)
         return min(wait / 10**9, MAX_SECONDS)

@@ -14,12 +14,12 @@ from datetime import UTC, datetime
 import msgspec
 
 from quire.errors import ConfigError
-from quire.server.observability.request_record import Record
+from quire.server.observability.request_record import RequestRecord
 
 log = logging.getLogger(__name__)
 
-MOST_LINES = 10_000  # pending; further ones are dropped if the disk is too slow
-MOST_BYTES = 64 * 2**20  # of pending lines together; lines with prompts can be long
+MAX_PENDING_LINES = 10_000  # pending; further ones are dropped if the disk is too slow
+MAX_PENDING_BYTES = 64 * 2**20  # of pending lines together; lines with prompts can be long
 CLOSE_SECONDS = 2.0  # maximum time for pending lines
 _MODE = 0o640
 _STDOUT = 1
@@ -32,28 +32,28 @@ class AccessLog:
     errors are logged and do not fail requests.
     """
 
-    def __init__(self, path: str, lost: Callable[[int], None], *, with_content: bool = False) -> None:
-        self._lost = lost
+    def __init__(self, path: str, on_lost: Callable[[int], None], *, with_content: bool = False) -> None:
+        self._on_lost = on_lost
         self._path = None if path == "-" else path
         self._with_content = with_content
         self._failing = False
-        self._num_given = self._num_taken = 0  # bytes; each counter has one writing thread
-        self._file = _first(path)
-        self._lines: queue.Queue[bytes | None] = queue.Queue(MOST_LINES)
+        self._num_queued_bytes = self._num_written_bytes = 0  # bytes; each counter has one writing thread
+        self._file = _open_or_config_error(path)
+        self._lines: queue.Queue[bytes | None] = queue.Queue(MAX_PENDING_LINES)
         self._thread = threading.Thread(target=self._run, name="quire-access-log", daemon=True)
         self._thread.start()
 
-    def __call__(self, record: Record) -> None:
+    def __call__(self, record: RequestRecord) -> None:
         """Queue the line of an ended request."""
         line = msgspec.json.encode(line_of(record, with_content=self._with_content)) + b"\n"
-        waiting = self._num_given - self._num_taken
+        waiting = self._num_queued_bytes - self._num_written_bytes
         try:
-            if waiting and waiting + len(line) > MOST_BYTES:
+            if waiting and waiting + len(line) > MAX_PENDING_BYTES:
                 raise queue.Full
             self._lines.put_nowait(line)
-            self._num_given += len(line)
+            self._num_queued_bytes += len(line)
         except queue.Full:
-            self._lost(1)
+            self._on_lost(1)
 
     def close(self) -> None:
         """Write pending lines, within about twice CLOSE_SECONDS. The log must not be called afterwards."""
@@ -76,24 +76,24 @@ class AccessLog:
                 last = more is None
                 lines += [] if more is None else [more]
             self._write(lines)
-            self._num_taken += sum(map(len, lines))
+            self._num_written_bytes += sum(map(len, lines))
             if last:
                 return
 
     def _write(self, lines: list[bytes]) -> None:
         try:
-            self._follow()
+            self._reopen_if_rotated()
             data = b"".join(lines)
             while data:
                 data = data[os.write(self._file, data) :]
             self._failing = False
         except OSError as error:
-            self._lost(len(lines))
+            self._on_lost(len(lines))
             if not self._failing:  # logged once per failure
                 log.error("the access log cannot be written: %s", error)
             self._failing = True
 
-    def _follow(self) -> None:
+    def _reopen_if_rotated(self) -> None:
         """Reopen the file if another one, or none, is at its path."""
         if self._path is None:
             return
@@ -111,18 +111,18 @@ class AccessLog:
 
 def check_path(path: str) -> None:
     """Create the file if it is missing. Raises ConfigError if it cannot be written."""
-    file = _first(path)
+    file = _open_or_config_error(path)
     if file != _STDOUT:
         os.close(file)
 
 
-def line_of(record: Record, *, with_content: bool) -> dict[str, object]:
+def line_of(record: RequestRecord, *, with_content: bool) -> dict[str, object]:
     """The fields of a request's line. Seconds are rounded to microseconds."""
-    told = record.told(with_content) if record.told else None
+    told = record.get_stats(with_content) if record.get_stats else None
     first = None if record.first_byte is None else record.first_byte - record.began
     client = record.scope.get("client")
     line: dict[str, object] = {
-        "time": datetime.fromtimestamp(record.at, UTC).isoformat(timespec="milliseconds"),
+        "time": datetime.fromtimestamp(record.arrival_time, UTC).isoformat(timespec="milliseconds"),
         "request_id": record.id,
         "answer_id": record.answer_id,
         "tenant": record.tenant,
@@ -146,7 +146,7 @@ def line_of(record: Record, *, with_content: bool) -> dict[str, object]:
     return line
 
 
-def _first(path: str) -> int:
+def _open_or_config_error(path: str) -> int:
     try:
         return _STDOUT if path == "-" else _open(path)
     except (OSError, ValueError) as error:

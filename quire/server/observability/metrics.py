@@ -12,10 +12,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from quire.config import CacheConfig
-from quire.engine.engine import BOUNDS, EngineStats
+from quire.engine.engine import STEP_SIZE_BUCKETS, EngineStats
 from quire.engine.outputs import RequestMetrics
 from quire.params import SamplingParams
-from quire.server.observability.request_record import Record
+from quire.server.observability.request_record import RequestRecord
 from quire.supervisor.health import Health, State
 
 LABELS = ("model_name", "engine")
@@ -61,11 +61,11 @@ _COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
 )
 
 
-class EngineFigures(Collector):
+class EngineCollector(Collector):
     """Collector of the metrics of an engine, read from its health."""
 
     def __init__(self, model_name: str, health: Callable[[], Health], cache: CacheConfig) -> None:
-        self._names = (model_name, ENGINE)
+        self._label_values = (model_name, ENGINE)
         self._health = health
         self._cache = cache
 
@@ -76,62 +76,62 @@ class EngineFigures(Collector):
             yield self._gauge(name, text, value(health.stats))
         for name, text, value in _COUNTERS:
             yield self._counter(name, text, value(health.stats))
-        yield from self._about_health(health)
-        yield self._waiting(health.stats)
-        yield self._sources(health.stats)
+        yield from self._health_metrics(health)
+        yield self._waiting_by_reason(health.stats)
+        yield self._prompt_tokens_by_source(health.stats)
         yield self._step_sizes(health.stats)
         yield self._cache_config()
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         family = GaugeMetricFamily(name, text, labels=LABELS)
-        family.add_metric(self._names, value)
+        family.add_metric(self._label_values, value)
         return family
 
     def _counter(self, name: str, text: str, value: float) -> Metric:
         family = CounterMetricFamily(name, text, labels=LABELS)
-        family.add_metric(self._names, value)
+        family.add_metric(self._label_values, value)
         return family
 
-    def _about_health(self, health: Health) -> Iterator[Metric]:
+    def _health_metrics(self, health: Health) -> Iterator[Metric]:
         yield self._counter("engine_restarts", "Engines that died and were replaced.", health.num_restarts)
         yield self._gauge("engine_heartbeat_age_seconds", "Since the engine was heard of.", health.heartbeat_age)
         yield self._gauge("engine_healthy", "1 where /health says 200, else 0.", not health.problem)
         states = GaugeMetricFamily("engine_state", "1 for the state that it is in, else 0.", labels=(*LABELS, "state"))
         for state in get_args(State):
-            states.add_metric((*self._names, state), state == health.state)
+            states.add_metric((*self._label_values, state), state == health.state)
         yield states
 
-    def _waiting(self, stats: EngineStats) -> Metric:
+    def _waiting_by_reason(self, stats: EngineStats) -> Metric:
         """Waiting sequences by reason. At any time all of them have the same one."""
         text = "Sequences that wait: for tokens, rows or memory (capacity), or for a step to end (deferred)."
         family = GaugeMetricFamily("num_requests_waiting_by_reason", text, labels=(*LABELS, "reason"))
         held = "capacity" if stats.waiting_because in _CAPACITY else "deferred"
         for reason in ("capacity", "deferred"):
-            family.add_metric((*self._names, reason), stats.num_waiting if reason == held else 0)
+            family.add_metric((*self._label_values, reason), stats.num_waiting if reason == held else 0)
         return family
 
-    def _sources(self, stats: EngineStats) -> Metric:
+    def _prompt_tokens_by_source(self, stats: EngineStats) -> Metric:
         text = "Prompt tokens of admitted requests, by where their KV came from."
         family = CounterMetricFamily("prompt_tokens_by_source", text, labels=(*LABELS, "source"))
         computed = stats.prefix_query_tokens - stats.prefix_hit_tokens
         for source, value in (("local_compute", computed), ("local_cache_hit", stats.prefix_hit_tokens)):
-            family.add_metric((*self._names, source), value)
+            family.add_metric((*self._label_values, source), value)
         return family
 
     def _step_sizes(self, stats: EngineStats) -> Metric:
         """Tokens per step: a histogram, although its name, which is vLLM's, ends in _total."""
         text = "Tokens computed in each step, since the engine's start."
         family = HistogramMetricFamily("iteration_tokens_total", text, labels=LABELS)
-        counts = stats.step_sizes or (0,) * (len(BOUNDS) + 1)
-        bounds = [*(f"{bound}.0" for bound in BOUNDS), "+Inf"]
+        counts = stats.step_sizes or (0,) * (len(STEP_SIZE_BUCKETS) + 1)
+        bounds = [*(f"{bound}.0" for bound in STEP_SIZE_BUCKETS), "+Inf"]
         buckets = [(bound, float(sum(counts[: i + 1]))) for i, bound in enumerate(bounds)]
-        family.add_metric(self._names, buckets=buckets, sum_value=stats.num_step_tokens)
+        family.add_metric(self._label_values, buckets=buckets, sum_value=stats.num_step_tokens)
         return family
 
     def _cache_config(self) -> Metric:
         cache = self._cache
         labels = {
-            "model_name": self._names[0],
+            "model_name": self._label_values[0],
             "engine": ENGINE,
             "block_size": str(cache.block_size),
             "cache_dtype": ",".join(sorted({group.dtype for group in cache.groups})),
@@ -160,13 +160,13 @@ _WHOLE_REQUEST = (
 _CHECK = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 _COUNT = (1.0, 2.0, 5.0, 10.0, 20.0)
 
-_ENDS = ("stop", "length", "abort", "error")
+_FINISH_REASONS = ("stop", "length", "abort", "error")
 _REJECTIONS = ("queue_full", "deadline_unreachable", "rate_limit_exceeded")
 _CHECKS = ("ok", "bad", "slow")
 _CODE = re.compile(r"[a-z_]{1,64}\Z")
 
 
-class Ended(NamedTuple):
+class FinishedRequestStats(NamedTuple):
     """Figures of a finished or aborted prompt."""
 
     metrics: RequestMetrics
@@ -183,10 +183,10 @@ class Metrics:
         self, model_name: str, health: Callable[[], Health], *, cache: CacheConfig, max_model_len: int
     ) -> None:
         self._registry = CollectorRegistry()
-        self._plain = CollectorRegistry()  # metrics of HTTP, whose names get no prefix
-        self._names = (model_name, ENGINE)
-        tokens = _one_two_five(max_model_len)
-        self._success = self._counter("request_success", "Sequences that ended.", "finished_reason", _ENDS)
+        self._http_registry = CollectorRegistry()  # metrics of HTTP, whose names get no prefix
+        self._label_values = (model_name, ENGINE)
+        tokens = build_1_2_5_buckets(max_model_len)
+        self._success = self._counter("request_success", "Sequences that ended.", "finished_reason", _FINISH_REASONS)
         self._refused = self._counter("requests_refused", "Requests answered with an error.", "reason")
         self._rejected = self._counter(
             "admission_rejections", "Requests refused as too much is asked for.", "reason", _REJECTIONS
@@ -215,22 +215,22 @@ class Metrics:
         )
         self._checks = self._counter("grammar_checks", "Forms of outputs that were checked.", "result", _CHECKS)
         self._check_seconds = self._histogram("grammar_check_seconds", "Of one such check.", _CHECK)
-        self._lost = Counter("access_log_lines_lost", "Lines not written.", LABELS, registry=self._registry).labels(
-            *self._names
-        )
+        self._lost_log_lines = Counter(
+            "access_log_lines_lost", "Lines not written.", LABELS, registry=self._registry
+        ).labels(*self._label_values)
         self._requests = Counter(
-            "http_requests", "HTTP requests.", ("method", "status", "handler"), registry=self._plain
+            "http_requests", "HTTP requests.", ("method", "status", "handler"), registry=self._http_registry
         )
         self._durations = Histogram(
             "http_request_duration_seconds",
             "From its headers to the end of its answer.",
             ("method", "handler"),
             buckets=_WHOLE_REQUEST,
-            registry=self._plain,
+            registry=self._http_registry,
         )
-        self._registry.register(EngineFigures(model_name, health, cache))
+        self._registry.register(EngineCollector(model_name, health, cache))
 
-    def tokens_came(self, metrics: RequestMetrics, before: float | None, now: float, num_tokens: int) -> None:
+    def observe_tokens(self, metrics: RequestMetrics, before: float | None, now: float, num_tokens: int) -> None:
         """Observe new tokens of a sequence. before: time of its previous tokens; None for its first ones."""
         if before is None:
             self._first_token.observe(now - metrics.arrival_time)
@@ -238,49 +238,49 @@ class Metrics:
         for _ in range(num_tokens):
             self._between.observe((now - before) / num_tokens)
 
-    def sequence_ended(self, reason: str) -> None:
+    def observe_finished_sequence(self, reason: str) -> None:
         """Count a sequence by its finish reason."""
-        self._success.labels(*self._names, reason).inc()
+        self._success.labels(*self._label_values, reason).inc()
 
-    def request_ended(self, ended: Ended, now: float) -> None:
+    def observe_finished_request(self, stats: FinishedRequestStats, now: float) -> None:
         """Observe a finished or aborted prompt. now: its end if it has no finished_time."""
-        self._whole.observe((ended.metrics.finished_time or now) - ended.metrics.arrival_time)
-        self._prompt.observe(ended.num_prompt_tokens)
-        self._computed.observe(ended.num_prompt_tokens - ended.num_cached_tokens)
-        if ended.params is None:
+        self._whole.observe((stats.metrics.finished_time or now) - stats.metrics.arrival_time)
+        self._prompt.observe(stats.num_prompt_tokens)
+        self._computed.observe(stats.num_prompt_tokens - stats.num_cached_tokens)
+        if stats.params is None:
             return
-        self._n.observe(ended.params.n)
-        if ended.params.max_tokens is not None:
-            self._max_tokens.observe(ended.params.max_tokens)
-        for num_tokens in ended.num_output_tokens:
+        self._n.observe(stats.params.n)
+        if stats.params.max_tokens is not None:
+            self._max_tokens.observe(stats.params.max_tokens)
+        for num_tokens in stats.num_output_tokens:
             self._generated.observe(num_tokens)
-        longest = max(ended.num_output_tokens, default=0)
+        longest = max(stats.num_output_tokens, default=0)
         self._longest.observe(longest)
-        self._observe_phases(ended.metrics, longest)
+        self._observe_phases(stats.metrics, longest)
 
-    def answered(self, record: Record) -> None:
+    def observe_http_request(self, record: RequestRecord) -> None:
         """Count an HTTP request: a sink of request records."""
         handler = record.route or "none"
         self._requests.labels(record.method, f"{record.status // 100}xx" if record.status else "none", handler).inc()
         self._durations.labels(record.method, handler).observe(record.seconds)
         reason = _reason(record)
         if reason is not None:
-            self._refused.labels(*self._names, reason).inc()
+            self._refused.labels(*self._label_values, reason).inc()
         if reason in _REJECTIONS:
-            self._rejected.labels(*self._names, reason).inc()
+            self._rejected.labels(*self._label_values, reason).inc()
 
-    def form_checked(self, result: str, seconds: float) -> None:
+    def observe_grammar_check(self, result: str, seconds: float) -> None:
         """Observe the check of a constraint. result: one of _CHECKS."""
-        self._checks.labels(*self._names, result).inc()
+        self._checks.labels(*self._label_values, result).inc()
         self._check_seconds.observe(seconds)
 
-    def log_lines_lost(self, num_lines: int) -> None:
+    def count_lost_log_lines(self, num_lines: int) -> None:
         """Count lines that the access log could not write."""
-        self._lost.inc(num_lines)
+        self._lost_log_lines.inc(num_lines)
 
-    def page(self, prefix: str) -> bytes:
+    def export(self, prefix: str) -> bytes:
         """All metrics in Prometheus' text format."""
-        return generate_latest(_Prefixed(self._registry, prefix)) + generate_latest(self._plain)
+        return generate_latest(_Prefixed(self._registry, prefix)) + generate_latest(self._http_registry)
 
     def _observe_phases(self, metrics: RequestMetrics, longest: int) -> None:
         first, last, queued = metrics.first_token_time, metrics.last_token_time, metrics.queue_seconds
@@ -300,11 +300,11 @@ class Metrics:
         """values: label values that exist from the start, because rate() misses the first increment of a new series."""
         counter = Counter(name, text, (*LABELS, label), registry=self._registry)
         for value in values:
-            counter.labels(*self._names, value)
+            counter.labels(*self._label_values, value)
         return counter
 
     def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
-        return Histogram(name, text, LABELS, buckets=buckets, registry=self._registry).labels(*self._names)
+        return Histogram(name, text, LABELS, buckets=buckets, registry=self._registry).labels(*self._label_values)
 
 
 class _Prefixed(Collector):
@@ -319,7 +319,7 @@ class _Prefixed(Collector):
             yield named
 
 
-def _reason(record: Record) -> str | None:
+def _reason(record: RequestRecord) -> str | None:
     """The reason label of a rejected request, with few values. None for success and for a disconnected client."""
     if record.status < 400 or record.status == 499:
         return None
@@ -328,7 +328,7 @@ def _reason(record: Record) -> str | None:
     return record.error if record.error and _CODE.match(record.error) else f"http_{record.status}"
 
 
-def _one_two_five(most: int) -> list[float]:
+def build_1_2_5_buckets(most: int) -> list[float]:
     """1, 2, 5, 10, ... up to `most`."""
     bounds = [float(digit * 10**power) for power in range(len(str(most))) for digit in (1, 2, 5)]
     return [bound for bound in bounds if bound <= most]

@@ -16,15 +16,21 @@ from quire.errors import ConfigError
 from quire.server.errors import response_to
 from quire.server.observability.access_log import AccessLog, check_path
 from quire.server.observability.metrics import Metrics
-from quire.server.observability.request_record import HEADER, Record, accepted, new_id, note
+from quire.server.observability.request_record import (
+    REQUEST_ID_HEADER,
+    RequestRecord,
+    new_id,
+    store_record,
+    valid_client_id,
+)
 from quire.server.options import ServerOptions
 
 log = logging.getLogger(__name__)
 
-Sink = Callable[[Record], None]  # called once per request, after its response has ended
+Sink = Callable[[RequestRecord], None]  # called once per request, after its response has ended
 
 
-class Watch:
+class ObservabilityMiddleware:
     """ASGI middleware. sinks: must be fast, as they run on the event loop."""
 
     def __init__(self, app: ASGIApp, sinks: Sequence[Sink]) -> None:
@@ -36,12 +42,12 @@ class Watch:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = accepted(Headers(scope=scope).get(HEADER))
-        record = Record(given, new_id(), scope, time.time(), time.monotonic())
-        note(scope, record)
+        given = valid_client_id(Headers(scope=scope).get(REQUEST_ID_HEADER))
+        record = RequestRecord(given, new_id(), scope, time.time(), time.monotonic())
+        store_record(scope, record)
 
         async def watched(message: Message) -> None:
-            _look_at(message, record)
+            _record_message(message, record)
             await send(message)
 
         try:
@@ -53,9 +59,9 @@ class Watch:
             await response_to(error)(scope, receive, watched)
         finally:
             record.ended = time.monotonic()
-            self._tell(record)
+            self._notify_sinks(record)
 
-    def _tell(self, record: Record) -> None:
+    def _notify_sinks(self, record: RequestRecord) -> None:
         if record.status >= 500 and record.status != 503:  # 503 is a state of the server, not a failure
             log.error("request %s was answered with %d (%s)", record.id, record.status, record.error)
         for sink in self._sinks:
@@ -65,11 +71,11 @@ class Watch:
                 log.exception("request %s could not be told about", record.id)
 
 
-def _look_at(message: Message, record: Record) -> None:
+def _record_message(message: Message, record: RequestRecord) -> None:
     if message["type"] == "http.response.start":
         record.status = message["status"]
         message.setdefault("headers", [])
-        MutableHeaders(scope=message)[HEADER] = record.id
+        MutableHeaders(scope=message)[REQUEST_ID_HEADER] = record.id
     elif message["type"] == "http.response.body":
         body = message.get("body", b"")
         if body and record.first_byte is None:
@@ -85,7 +91,7 @@ class Observers:
     """
 
     def __init__(self, options: ServerOptions, metrics: Metrics) -> None:
-        self.sinks: list[Sink] = [metrics.answered]
+        self.sinks: list[Sink] = [metrics.observe_http_request]
         self._closes: list[Callable[[], None]] = []
         if options.otlp_endpoint is not None:
             tracing = _tracing()
@@ -93,7 +99,7 @@ class Observers:
             self.sinks.append(tracer)
             self._closes.append(tracer.close)
         if options.access_log is not None:
-            access_log = AccessLog(options.access_log, metrics.log_lines_lost, with_content=options.log_prompts)
+            access_log = AccessLog(options.access_log, metrics.count_lost_log_lines, with_content=options.log_prompts)
             self.sinks.append(access_log)
             self._closes.append(access_log.close)
 
@@ -108,7 +114,7 @@ def check_observers(options: ServerOptions) -> None:
     if options.log_prompts and options.access_log is None:
         raise ConfigError("log_prompts needs a log to write to: give access_log, too")
     if options.otlp_endpoint is not None:
-        _tracing().url_of(options.otlp_endpoint)
+        _tracing().traces_url(options.otlp_endpoint)
     if options.access_log is not None:
         check_path(options.access_log)
 

@@ -21,7 +21,7 @@ _STATE = "record"  # its key in the ASGI state
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
 
 
-class Told(NamedTuple):
+class RequestStats(NamedTuple):
     """Generation figures of a request. Token counts are sums over all prompts and sequences; seconds: first prompt."""
 
     num_prompt_tokens: int
@@ -36,17 +36,17 @@ class Told(NamedTuple):
 
 
 @dataclass(slots=True)
-class Record:
+class RequestRecord:
     """One request, from its headers to the end of its response. Times are of time.monotonic(), except `at`.
 
     told(content): returns the generation figures, with prompts and outputs if `content`. Sinks call it after the
     response has ended. None if nothing was generated or embedded.
     """
 
-    given: str | None  # x-request-id of the client, if valid
-    own: str  # a random unique id
+    client_id: str | None  # x-request-id of the client, if valid
+    random_id: str  # a random unique id
     scope: Scope
-    at: float  # time of arrival, seconds since 1970
+    arrival_time: float  # time of arrival, seconds since 1970
     began: float
     answer_id: str | None = None  # id of the response body; the engine's ids are derived from it
     model: str | None = None
@@ -57,12 +57,12 @@ class Record:
     complete: bool = False  # whether the whole response was sent
     error: str | None = None  # the code of the error object, or its type
     operation: str = ""  # OpenTelemetry's name of the operation; empty for routes that run no model
-    told: Callable[[bool], Told] | None = field(default=None, repr=False)
+    get_stats: Callable[[bool], RequestStats] | None = field(default=None, repr=False)
 
     @property
     def id(self) -> str:
         """The x-request-id of the response."""
-        return self.given or self.answer_id or self.own
+        return self.client_id or self.answer_id or self.random_id
 
     @property
     def seconds(self) -> float:
@@ -88,29 +88,31 @@ class Record:
         return None if caller is None else caller.tenant
 
 
-def note(scope: Scope, record: Record) -> None:
+def store_record(scope: Scope, record: RequestRecord) -> None:
     """Store the record in the scope."""
     scope.setdefault("state", {})[_STATE] = record
 
 
-def find(scope: Scope) -> Record | None:
+def find_record(scope: Scope) -> RequestRecord | None:
     """The record of a scope; None if the scope has none."""
-    record: Record | None = scope.get("state", {}).get(_STATE)
+    record: RequestRecord | None = scope.get("state", {}).get(_STATE)
     return record
 
 
-def record_of(request: Request) -> Record:
+def record_of(request: Request) -> RequestRecord:
     """The record of a request. The middleware has stored it."""
-    record = find(request.scope)
+    record = find_record(request.scope)
     assert record is not None, "the app watches all requests"
     return record
 
 
-HEADER = "x-request-id"
-MAX_LENGTH = 128  # characters
-MOST_KNOWN = 16384
-_SAFE = re.compile(rf"[A-Za-z0-9._:/=+@-]{{1,{MAX_LENGTH}}}\Z")  # characters of the ids of proxies, tracers and clients
-_SALT_LENGTH = 12
+REQUEST_ID_HEADER = "x-request-id"
+MAX_CLIENT_ID_LENGTH = 128  # characters
+MAX_CLIENT_IDS = 16384
+_CLIENT_ID = re.compile(
+    rf"[A-Za-z0-9._:/=+@-]{{1,{MAX_CLIENT_ID_LENGTH}}}\Z"
+)  # characters of the ids of proxies, tracers and clients
+_SUFFIX_LENGTH = 12
 _OPERATIONS = {  # OpenTelemetry's operation names, by prefix of the response id
     "chatcmpl": "chat",
     "cmpl": "text_completion",
@@ -119,9 +121,9 @@ _OPERATIONS = {  # OpenTelemetry's operation names, by prefix of the response id
 }
 
 
-def accepted(given: str | None) -> str | None:
+def valid_client_id(client_id: str | None) -> str | None:
     """The client's id unchanged; None if it is too long or has characters that are unsafe in a log."""
-    return given if given is not None and _SAFE.match(given) else None
+    return client_id if client_id is not None and _CLIENT_ID.match(client_id) else None
 
 
 def new_id() -> str:
@@ -144,13 +146,15 @@ class RequestIds:
         """A new response id, such as cmpl-..., stored in the request's record."""
         record = record_of(request)
         record.model, record.operation = self._model_name, _OPERATIONS[kind]
-        unique = record.own if record.given is None else f"{record.given}-{record.own[:_SALT_LENGTH]}"
+        unique = (
+            record.random_id if record.client_id is None else f"{record.client_id}-{record.random_id[:_SUFFIX_LENGTH]}"
+        )
         record.answer_id = f"{kind}-{unique}"
-        if record.given is not None:
-            key = (record.tenant or "", record.given)
+        if record.client_id is not None:
+            key = (record.tenant or "", record.client_id)
             self._answers[key] = record.answer_id
             self._answers.move_to_end(key)
-            if len(self._answers) > MOST_KNOWN:
+            if len(self._answers) > MAX_CLIENT_IDS:
                 self._answers.popitem(last=False)
         return record.answer_id
 
@@ -176,12 +180,12 @@ class ErrorAnswer(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the response, and store its code in the request's record."""
-        note_error(scope, self._object)
+        record_error(scope, self._object)
         await super().__call__(scope, receive, send)
 
 
-def note_error(scope: Scope, body: Mapping[str, object]) -> None:
+def record_error(scope: Scope, body: Mapping[str, object]) -> None:
     """Store the code of an error object, or its type if it has none, in the request's record."""
-    record, error = find(scope), body["error"]
+    record, error = find_record(scope), body["error"]
     if record is not None and isinstance(error, dict):
         record.error = error["code"] or error["type"]

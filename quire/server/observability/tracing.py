@@ -22,12 +22,12 @@ from starlette.datastructures import Headers
 
 from quire import __version__
 from quire.errors import ConfigError
-from quire.server.observability.request_record import Record, Told
+from quire.server.observability.request_record import RequestRecord, RequestStats
 
 SERVICE = "quire"
 _TRACES = "/v1/traces"  # the path of OTLP
 _PROBES = frozenset({"/live", "/ready", "/health", "/metrics"})  # polled by machines, not traced
-_MOST_WAITING = 2048  # spans; more are dropped
+_MAX_QUEUE_SIZE = 2048  # spans; more are dropped
 _BATCH = 512
 _DELAY = 1.0  # seconds between batches
 _TIMEOUT = 5.0  # seconds for one batch
@@ -43,28 +43,28 @@ class Tracing:
         sampler = ParentBased(ALWAYS_ON)
         self._provider = TracerProvider(sampler, resource, shutdown_on_exit=False, span_limits=limits)
         self._provider.add_span_processor(
-            BatchSpanProcessor(exporter, _MOST_WAITING, _DELAY * 1e3, _BATCH, _TIMEOUT * 1e3)
+            BatchSpanProcessor(exporter, _MAX_QUEUE_SIZE, _DELAY * 1e3, _BATCH, _TIMEOUT * 1e3)
         )
         self._tracer = self._provider.get_tracer(SERVICE, __version__)
         self._context = TraceContextTextMapPropagator()
 
-    def __call__(self, record: Record) -> None:
+    def __call__(self, record: RequestRecord) -> None:
         """Export the span of an ended request. The header `traceparent` sets its parent and whether it is sampled."""
         if record.route in _PROBES:
             return
         headers = Headers(scope=record.scope)
         carrier = {name: headers[name] for name in ("traceparent", "tracestate") if name in headers}
-        told = record.told(False) if record.told else None  # noqa: FBT003
+        told = record.get_stats(False) if record.get_stats else None  # noqa: FBT003
         span = self._tracer.start_span(
             _name(record),
             self._context.extract(carrier),
             SpanKind.SERVER,
             {name: value for name, value in _attributes(record, told) if value is not None},
-            start_time=round(record.at * 1e9),
+            start_time=round(record.arrival_time * 1e9),
         )
         if record.status >= 500 or not record.status:
             span.set_status(Status(StatusCode.ERROR))
-        span.end(round((record.at + record.seconds) * 1e9))
+        span.end(round((record.arrival_time + record.seconds) * 1e9))
 
     def close(self) -> None:
         """Export pending spans, within _CLOSE_SECONDS, and shut down."""
@@ -76,10 +76,10 @@ def otlp_exporter(endpoint: str) -> SpanExporter:
     """An exporter of spans to a collector. Raises ConfigError for an invalid URL."""
     session = requests.Session()
     session.trust_env = False  # ignores proxies and .netrc of the environment
-    return OTLPSpanExporter(url_of(endpoint), timeout=_TIMEOUT, compression=Compression.Gzip, session=session)
+    return OTLPSpanExporter(traces_url(endpoint), timeout=_TIMEOUT, compression=Compression.Gzip, session=session)
 
 
-def url_of(endpoint: str) -> str:
+def traces_url(endpoint: str) -> str:
     """The URL of the collector: OTLP's path is added to a URL without a path. Raises ConfigError for an invalid URL."""
     try:
         parts = urlsplit(endpoint)
@@ -91,12 +91,12 @@ def url_of(endpoint: str) -> str:
     return endpoint.rstrip("/") + _TRACES if parts.path in ("", "/") else endpoint
 
 
-def _name(record: Record) -> str:
+def _name(record: RequestRecord) -> str:
     """The name of a span by OpenTelemetry's conventions: operation and model, else method and route."""
     return f"{record.operation} {record.model}" if record.operation else f"{record.method} {record.route or ''}".strip()
 
 
-def _attributes(record: Record, told: Told | None) -> Iterator[tuple[str, AttributeValue | None]]:
+def _attributes(record: RequestRecord, stats: RequestStats | None) -> Iterator[tuple[str, AttributeValue | None]]:
     client = record.scope.get("client")
     yield "http.request.method", record.method
     yield "http.route", record.route
@@ -110,20 +110,20 @@ def _attributes(record: Record, told: Told | None) -> Iterator[tuple[str, Attrib
         yield "gen_ai.provider.name", SERVICE
         yield "gen_ai.request.model", record.model
         yield "gen_ai.response.id", record.answer_id
-    if told is not None:
+    if stats is not None:
         yield "gen_ai.response.model", record.model
-        yield "gen_ai.response.finish_reasons", told.finish_reasons
-        yield "gen_ai.usage.input_tokens", told.num_prompt_tokens
-        yield "gen_ai.usage.output_tokens", told.num_output_tokens
-        yield "gen_ai.usage.cache_read.input_tokens", told.num_cached_tokens
-        yield "gen_ai.latency.time_to_first_token", told.first_token_seconds
-        yield "gen_ai.latency.time_in_queue", told.queue_seconds
+        yield "gen_ai.response.finish_reasons", stats.finish_reasons
+        yield "gen_ai.usage.input_tokens", stats.num_prompt_tokens
+        yield "gen_ai.usage.output_tokens", stats.num_output_tokens
+        yield "gen_ai.usage.cache_read.input_tokens", stats.num_cached_tokens
+        yield "gen_ai.latency.time_to_first_token", stats.first_token_seconds
+        yield "gen_ai.latency.time_in_queue", stats.queue_seconds
         yield "gen_ai.latency.e2e", record.seconds
-        yield from _parameters(told)
+        yield from _parameters(stats)
 
 
-def _parameters(told: Told) -> Iterator[tuple[str, AttributeValue | None]]:
-    params = told.params
+def _parameters(stats: RequestStats) -> Iterator[tuple[str, AttributeValue | None]]:
+    params = stats.params
     if params is None:
         return
     yield "gen_ai.request.choice.count", params.n

@@ -15,7 +15,7 @@ from quire.structured_outputs.fsm.regex import parse
 States = frozenset[int]  # states of an Nfa that have an arc, and ACCEPT
 
 
-class Determinized:
+class SubsetConstruction:
     """Subset construction. rows: next state by state and class, or DEAD. accepts: by state. classes: uint8 (256,)."""
 
     def __init__(self, nfa: Nfa, param: str) -> None:
@@ -55,10 +55,10 @@ class Determinized:
         arcs = [self._nfa.arcs[state] for state in states if state != ACCEPT]
         if len(arcs) == 1:
             first, last, target = arcs[0]
-            self._work(1)
+            self._count_effort(1)
             return [(column[first], column[last + 1], frozenset((target,)))]
         cuts = sorted({column[edge] for first, last, _ in arcs for edge in (first, last + 1)})
-        self._work(len(arcs) * len(cuts))
+        self._count_effort(len(arcs) * len(cuts))
         spans = [(column[first], column[last + 1], target) for first, last, target in arcs]
         found = (
             (cut, end, frozenset(target for first, stop, target in spans if first <= cut < stop))
@@ -70,7 +70,7 @@ class Determinized:
         known = self._unions.get(targets)
         if known is None:
             closures = [self._closure(target) for target in targets]
-            self._work(sum(map(len, closures)))
+            self._count_effort(sum(map(len, closures)))
             known = self._unions[targets] = frozenset().union(*closures)
         return known
 
@@ -84,12 +84,12 @@ class Determinized:
                     if other not in seen:
                         seen.add(other)
                         queue.append(other)
-            self._work(len(queue))
+            self._count_effort(len(queue))
             known = frozenset(one for one in queue if one == ACCEPT or one in self._nfa.arcs)
             self._closures[state] = known
         return known
 
-    def _work(self, effort: int) -> None:
+    def _count_effort(self, effort: int) -> None:
         self._effort += effort
         if self._effort > MAX_EFFORT:
             raise too_complex("steps to put states together", MAX_EFFORT, self._param)
@@ -194,28 +194,28 @@ class _Partition:
         return moved
 
 
-def of_regex(pattern: str) -> Dfa:
+def regex_to_dfa(pattern: str) -> Dfa:
     """The minimal automaton of a pattern. Raises RequestError."""
-    return of_node(parse(pattern), "regex")
+    return node_to_dfa(parse(pattern), "regex")
 
 
-def of_node(node: Node, param: str) -> Dfa:
+def node_to_dfa(node: Node, param: str) -> Dfa:
     """The minimal automaton of a tree. Raises RequestError about `param` if it is too large or no text matches."""
-    states = states_of(node, param)
+    states = determinize(node, param)
     found = minimize(states.rows, states.accepts, states.classes)
     assert found is not None, "a text matches"
     return found
 
 
-def states_of(node: Node, param: str) -> Determinized:
+def determinize(node: Node, param: str) -> SubsetConstruction:
     """The automaton before minimization. Raises RequestError for all trees that `of_node` refuses."""
-    states = Determinized(Nfa(node, param), param)
+    states = SubsetConstruction(Nfa(node, param), param)
     if not any(states.accepts):
         raise RequestError(f"no text matches the {param}", param)
     return states
 
 
-def of_words(words: Iterable[str]) -> Dfa:
+def words_to_dfa(words: Iterable[str]) -> Dfa:
     """The minimal automaton of these texts. At least one must not be empty. Raises RequestError if it is too large."""
     graph = word_graph(word.encode() for word in words)
     used = sorted({byte for _, edges in graph for byte, _ in edges})

@@ -90,7 +90,7 @@ class CompressedFsm:
         self._byte = np.where(single, byte_of_column[column], DEAD)
         self._next = np.where(single, dfa.table[states, column], states)
 
-    def span(self, state: int) -> tuple[bytes, int]:
+    def forced_bytes(self, state: int) -> tuple[bytes, int]:
         """The forced bytes from this state on, and the state after them."""
         data = bytearray()
         while (byte := self._byte.item(state)) != DEAD:
@@ -103,10 +103,10 @@ class CompressedFsm:
         ways: dict[tuple[bytes, int], list[int]] = defaultdict(list)
         for byte, target in enumerate(self.dfa.table[state, self.dfa.classes].tolist()):
             if target != DEAD:
-                ways[self.span(target)].append(byte)
+                ways[self.forced_bytes(target)].append(byte)
         return [Edge(bytes(first), rest, target) for (rest, target), first in ways.items()]
 
-    def kept(self) -> list[int]:
+    def states(self) -> list[int]:
         """The states that edges connect: the start and all that are not single-way."""
         return [state for state in range(self.dfa.num_states) if state == 0 or self._byte.item(state) == DEAD]
 

@@ -16,20 +16,20 @@ from quire.structured_outputs.fsm.json_text import (
     INTEGER,
     NUMBER,
     POSITIVE,
-    dumped,
     integers,
     is_blank,
+    json_escaped,
     quoted,
+    scalar_to_json,
     separated,
-    written,
 )
 from quire.structured_outputs.fsm.nodes import (
     EMPTY,
     MAX_NESTING,
     Chars,
-    Listed,
     Node,
     Repeat,
+    SeparatedList,
     chain,
     choice,
     literal,
@@ -42,7 +42,7 @@ AnySchema = Any  # a JSON value
 Resolve = Callable[[AnySchema], AnySchema]  # follows a $ref
 
 
-def are_apart(one: AnySchema, other: AnySchema, resolve: Resolve) -> bool:
+def are_disjoint(one: AnySchema, other: AnySchema, resolve: Resolve) -> bool:
     """Whether no value can match both, as shown by types, constants or a property that both require."""
     one, other = resolve(one), resolve(other)
     if not isinstance(one, dict) or not isinstance(other, dict):
@@ -57,11 +57,13 @@ def are_apart(one: AnySchema, other: AnySchema, resolve: Resolve) -> bool:
         return False
     common = set(one.get("required", ())) & set(other.get("required", ()))
     both = one.get("properties", {}), other.get("properties", {})
-    return any(name in both[0] and name in both[1] and _differ(both, name, resolve) for name in sorted(common))
+    return any(
+        name in both[0] and name in both[1] and _are_properties_disjoint(both, name, resolve) for name in sorted(common)
+    )
 
 
-def _differ(both: tuple[AnySchema, AnySchema], name: str, resolve: Resolve) -> bool:
-    return are_apart(both[0][name], both[1][name], resolve)
+def _are_properties_disjoint(both: tuple[AnySchema, AnySchema], name: str, resolve: Resolve) -> bool:
+    return are_disjoint(both[0][name], both[1][name], resolve)
 
 
 def _values(schema: AnySchema) -> list[Any] | None:
@@ -95,7 +97,7 @@ DEFAULT_BLANK = Repeat(Chars(((0x09, 0x0A), (0x20, 0x20))), 0, 1)  # at most one
 MAX_PROPERTIES = 512
 _MAX_DIGITS = 30  # of a bound of integers
 
-_SAYS_NOTHING = {
+_ANNOTATIONS = {
     *("$schema", "$id", "$comment", "$defs", "definitions", "title", "description", "default", "examples"),
     *("deprecated", "readOnly", "writeOnly"),
 }
@@ -110,7 +112,7 @@ _KEYWORDS = {
 }
 
 
-def of_schema(schema: object, whitespace: str | None) -> Node:
+def schema_to_node(schema: object, whitespace: str | None) -> Node:
     """The tree of a schema. whitespace: a pattern; None: DEFAULT_BLANK; "": the separators of json.dumps.
 
     Raises RequestError.
@@ -137,9 +139,9 @@ class _Translator:
         self._blank = blank
         self._space = space
         self._depth = 0
-        self._open: set[str] = set()  # references that are being translated
-        self._known: dict[str, Node] = {}
-        self._of_type: dict[str, Callable[[Schema, str], Node]] = {
+        self._in_progress: set[str] = set()  # references that are being translated
+        self._translated: dict[str, Node] = {}
+        self._type_translators: dict[str, Callable[[Schema, str], Node]] = {
             "string": self._string,
             "integer": self._integer,
             "number": self._number,
@@ -152,11 +154,11 @@ class _Translator:
     def node(self, schema: object, path: str) -> Node:
         """The tree of one schema. Raises RequestError."""
         if not isinstance(schema, dict):
-            raise _refused(f"{schema!r} in place of a schema", path)
+            raise _not_enforced(f"{schema!r} in place of a schema", path)
         self._depth += 1
         if self._depth > MAX_NESTING:
             raise too_complex("levels of schemas and references", MAX_NESTING, "json")
-        keywords = schema.keys() - _SAYS_NOTHING
+        keywords = schema.keys() - _ANNOTATIONS
         for keyword, make in (
             ("$ref", self._reference),
             ("const", self._values),
@@ -167,7 +169,7 @@ class _Translator:
         ):
             if keyword in keywords:
                 beside = {"type"} if make == self._values else set()
-                _only(keywords, {keyword} | beside, path, f" beside {keyword!r}")
+                _check_keywords(keywords, {keyword} | beside, path, f" beside {keyword!r}")
                 node = make(schema, path)
                 break
         else:
@@ -178,24 +180,24 @@ class _Translator:
     def _typed(self, schema: Schema, keywords: set[str], path: str) -> Node:
         types = _types(schema, path)
         known = {keyword for name in types for keyword in _KEYWORDS[name]}
-        _only(keywords, known | {"type"}, path, "")
-        return choice([self._of_type[name](schema, path) for name in types])
+        _check_keywords(keywords, known | {"type"}, path, "")
+        return choice([self._type_translators[name](schema, path) for name in types])
 
     def _reference(self, schema: Schema, path: str) -> Node:
         pointer = schema["$ref"]
         target = self._target(pointer, path)
-        if pointer in self._open:
-            raise _refused(f"the recursive $ref {pointer!r}", path)
-        if pointer not in self._known:
-            self._open.add(pointer)
-            self._known[pointer] = self.node(target, str(pointer).lstrip("#"))
-            self._open.remove(pointer)
-        return self._known[pointer]
+        if pointer in self._in_progress:
+            raise _not_enforced(f"the recursive $ref {pointer!r}", path)
+        if pointer not in self._translated:
+            self._in_progress.add(pointer)
+            self._translated[pointer] = self.node(target, str(pointer).lstrip("#"))
+            self._in_progress.remove(pointer)
+        return self._translated[pointer]
 
     def _target(self, pointer: object, path: str) -> object:
         target: Any = self._root
         if not isinstance(pointer, str) or not (pointer == "#" or pointer.startswith("#/")):
-            raise _refused(f"the $ref {pointer!r}, which is not within the schema", path)
+            raise _not_enforced(f"the $ref {pointer!r}, which is not within the schema", path)
         for name in pointer.split("/")[1:]:
             name = name.replace("~1", "/").replace("~0", "~")
             if isinstance(target, list) and name.isdecimal() and len(name) < 9 and int(name) < len(target):
@@ -203,13 +205,13 @@ class _Translator:
             elif isinstance(target, dict) and name in target:
                 target = target[name]
             else:
-                raise _wrong(f"the $ref {pointer!r} leads nowhere", path)
+                raise _invalid(f"the $ref {pointer!r} leads nowhere", path)
         return target
 
     def _values(self, schema: Schema, path: str) -> Node:
         values = [schema["const"]] if "const" in schema else schema["enum"]
         if not isinstance(values, list) or not values:
-            raise _wrong("enum must be a list that is not empty", path)
+            raise _invalid("enum must be a list that is not empty", path)
         if "type" in schema:
             types = _types(schema, path)
             values = [value for value in values if _has_type(value, types)]
@@ -222,25 +224,26 @@ class _Translator:
             opening, closing = "[]" if isinstance(value, list) else "{}"
             return chain([literal(opening), blank, *separated(items, self._space), blank, literal(closing)])
         try:
-            return literal(dumped(value))
+            return literal(scalar_to_json(value))
         except ValueError as error:
-            raise _wrong(f"{value!r} is no value of JSON", path) from error
+            raise _invalid(f"{value!r} is no value of JSON", path) from error
 
     def _pairs(self, value: Schema, path: str) -> list[Node]:
         return [
-            chain([literal(dumped(name) + ":"), self._space, self._value(one, path)]) for name, one in value.items()
+            chain([literal(scalar_to_json(name) + ":"), self._space, self._value(one, path)])
+            for name, one in value.items()
         ]
 
     def _any_of(self, schema: Schema, path: str) -> Node:
         keyword = "anyOf" if "anyOf" in schema else "oneOf"
         options = schema[keyword]
         if not isinstance(options, list) or not options:
-            raise _wrong(f"{keyword} must be a list that is not empty", path)
+            raise _invalid(f"{keyword} must be a list that is not empty", path)
         nodes = [self.node(option, f"{path}/{keyword}/{i}") for i, option in enumerate(options)]
         if keyword == "oneOf" and not all(
-            are_apart(one, other, self._resolved) for i, one in enumerate(options) for other in options[:i]
+            are_disjoint(one, other, self._resolved) for i, one in enumerate(options) for other in options[:i]
         ):
-            raise _refused("'oneOf' whose options may fit the same value", path)
+            raise _not_enforced("'oneOf' whose options may fit the same value", path)
         return choice(nodes)
 
     def _resolved(self, schema: object) -> object:
@@ -251,20 +254,20 @@ class _Translator:
     def _all_of(self, schema: Schema, path: str) -> Node:
         options = schema["allOf"]
         if not isinstance(options, list) or len(options) != 1:
-            raise _refused("'allOf' of more than one schema", path)
+            raise _not_enforced("'allOf' of more than one schema", path)
         return self.node(options[0], f"{path}/allOf/0")
 
     def _string(self, schema: Schema, path: str) -> Node:
         given = sorted(schema.keys() & _KEYWORDS["string"])
         if len(given) > 1 and given != ["maxLength", "minLength"]:
-            raise _refused(f"{given[0]!r} together with {given[1]!r}", path)
+            raise _not_enforced(f"{given[0]!r} together with {given[1]!r}", path)
         if "pattern" in schema:
-            return quoted(written(_pattern(schema["pattern"], path)))
+            return quoted(json_escaped(_pattern(schema["pattern"], path)))
         if "format" in schema:
             name = schema["format"]
             if not isinstance(name, str) or name not in FORMATS:
-                raise _refused(f"the format {name!r}", path)
-            return quoted(written(parse(FORMATS[name], "format")))
+                raise _not_enforced(f"the format {name!r}", path)
+            return quoted(json_escaped(parse(FORMATS[name], "format")))
         least, most = _counts(schema, "minLength", "maxLength", path)
         return quoted(Repeat(CHARACTER, least, most))
 
@@ -279,11 +282,11 @@ class _Translator:
         return integers(low, high)
 
     def _number(self, schema: Schema, path: str) -> Node:
-        _only(schema.keys() & _KEYWORDS["integer"], {"minimum"}, path, " of numbers that are no integers")
+        _check_keywords(schema.keys() & _KEYWORDS["integer"], {"minimum"}, path, " of numbers that are no integers")
         if "minimum" not in schema:
             return NUMBER
         if schema["minimum"] != 0:
-            raise _refused("a 'minimum' other than 0 of numbers that are no integers", path)
+            raise _not_enforced("a 'minimum' other than 0 of numbers that are no integers", path)
         return POSITIVE
 
     def _array(self, schema: Schema, path: str) -> Node:
@@ -291,7 +294,7 @@ class _Translator:
         if "prefixItems" in schema:
             return self._tuple(schema, least, most, path)
         if "items" not in schema:
-            raise _refused("an array without 'items'", path)
+            raise _not_enforced("an array without 'items'", path)
         item = self.node(schema["items"], f"{path}/items")
         blank = self._blank
         if most == 0:
@@ -299,7 +302,7 @@ class _Translator:
         separator = chain([literal(","), self._space])
         first = Repeat(chain([item, separator]), max(0, least - 1), max(0, least - 1))
         if most is None:
-            items = chain([first, Listed(item, separator), blank])
+            items = chain([first, SeparatedList(item, separator), blank])
         else:
             more = Repeat(chain([separator, item]), 0, most - max(1, least))
             items = chain([first, item, more, blank])
@@ -308,9 +311,9 @@ class _Translator:
     def _tuple(self, schema: Schema, least: int, most: int | None, path: str) -> Node:
         prefix = schema["prefixItems"]
         if schema.get("items", False) is not False:
-            raise _refused("'items' behind 'prefixItems' other than false", path)
+            raise _not_enforced("'items' behind 'prefixItems' other than false", path)
         if not isinstance(prefix, list) or not least <= len(prefix) <= (len(prefix) if most is None else most):
-            raise _refused("'prefixItems' of another number than 'minItems' and 'maxItems' allow", path)
+            raise _not_enforced("'prefixItems' of another number than 'minItems' and 'maxItems' allow", path)
         items = [self.node(item, f"{path}/prefixItems/{i}") for i, item in enumerate(prefix)]
         blank = self._blank
         return chain([literal("["), blank, *separated(items, self._space), blank if items else EMPTY, literal("]")])
@@ -319,23 +322,23 @@ class _Translator:
         properties = schema.get("properties", {})
         required = schema.get("required", [])
         if schema.get("additionalProperties", False) is not False:
-            raise _refused("'additionalProperties' other than false", path)
+            raise _not_enforced("'additionalProperties' other than false", path)
         if not isinstance(properties, dict) or not isinstance(required, list):
-            raise _wrong("properties must be an object, and required a list", path)
+            raise _invalid("properties must be an object, and required a list", path)
         if not properties and "additionalProperties" not in schema:
-            raise _refused("an object without 'properties'", path)
+            raise _not_enforced("an object without 'properties'", path)
         if len(properties) > MAX_PROPERTIES:
             raise too_complex("properties of one object", MAX_PROPERTIES, "json")
         for name in required:
             if not isinstance(name, str) or name not in properties:
-                raise _refused(f"the required property {name!r} without a schema", path)
+                raise _not_enforced(f"the required property {name!r} without a schema", path)
         return self._members(properties, set(required), path)
 
     def _members(self, properties: Schema, required: set[str], path: str) -> Node:
         """Members in their order. The first one in a text has no comma before it."""
         blank = self._blank
         members = [
-            chain([literal(dumped(name) + ":"), self._space, self.node(schema, f"{path}/properties/{name}")])
+            chain([literal(scalar_to_json(name) + ":"), self._space, self.node(schema, f"{path}/properties/{name}")])
             for name, schema in properties.items()
         ]
         following = [chain([literal(","), self._space, member]) for member in members]
@@ -354,9 +357,9 @@ def _types(schema: Schema, path: str) -> list[str]:
     types = schema.get("type")
     types = [types] if isinstance(types, str) else types
     if types is None:
-        raise _refused("a schema that allows values of any type: give a 'type'", path)
+        raise _not_enforced("a schema that allows values of any type: give a 'type'", path)
     if not isinstance(types, list) or not types or not all(isinstance(t, str) and t in _KEYWORDS for t in types):
-        raise _wrong(f"the type must be one or several of {', '.join(_KEYWORDS)}", path)
+        raise _invalid(f"the type must be one or several of {', '.join(_KEYWORDS)}", path)
     return list(dict.fromkeys(types))
 
 
@@ -369,26 +372,26 @@ def _has_type(value: object, types: list[str]) -> bool:
 def _pattern(pattern: object, path: str) -> Node:
     """The tree of strings that contain a match of a pattern."""
     if not isinstance(pattern, str):
-        raise _wrong("pattern must be text", path)
+        raise _invalid("pattern must be text", path)
     try:
         return parse_search(pattern, "pattern", ANY)
     except RequestError as error:
-        raise _wrong(str(error), path) from error
+        raise _invalid(str(error), path) from error
 
 
 def _counts(schema: Schema, least: str, most: str, path: str) -> tuple[int, int | None]:
     for name in schema.keys() & {least, most}:
         if not isinstance(schema[name], int) or isinstance(schema[name], bool) or schema[name] < 0:
-            raise _wrong(f"{name} must be a number, 0 or more", path)
+            raise _invalid(f"{name} must be a number, 0 or more", path)
     low, high = schema.get(least, 0), schema.get(most)
     if high is not None and low > high:
-        raise _wrong(f"{least} is larger than {most}", path)
+        raise _invalid(f"{least} is larger than {most}", path)
     return low, high
 
 
 def _number(value: object, name: str, path: str) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) < 10**_MAX_DIGITS:
-        raise _wrong(f"{name} must be a number of at most {_MAX_DIGITS} digits", path)
+        raise _invalid(f"{name} must be a number of at most {_MAX_DIGITS} digits", path)
     return value
 
 
@@ -399,16 +402,16 @@ def _next(bound: float | None, step: int) -> float | None:
     return bound // 1 + 1 if step > 0 else -(-bound // 1) - 1
 
 
-def _only(keywords: set[str], allowed: set[str], path: str, where: str) -> None:
+def _check_keywords(keywords: set[str], allowed: set[str], path: str, where: str) -> None:
     for keyword in sorted(keywords - allowed):
-        raise _refused(f"{keyword!r}{where}", path)
+        raise _not_enforced(f"{keyword!r}{where}", path)
 
 
-def _refused(what: str, path: str) -> RequestError:
+def _not_enforced(what: str, path: str) -> RequestError:
     place = f" at {path}" if path else ""
     return RequestError(f"the fsm backend does not enforce {what}{place}: use the llguidance backend", "json")
 
 
-def _wrong(what: str, path: str) -> RequestError:
+def _invalid(what: str, path: str) -> RequestError:
     place = f" at {path}" if path else ""
     return RequestError(f"json: {what}{place}", "json")

@@ -46,24 +46,24 @@ def quoted(content: Node) -> Node:
     return chain([literal('"'), content, literal('"')])
 
 
-def written(node: Node) -> Node:
+def json_escaped(node: Node) -> Node:
     """The tree of a string's texts as a tree of their JSON forms. Each character has one form."""
     match node:
         case Chars(ranges):
             escaped = [text for code, text in _ESCAPED.items() if intersection(ranges, ((code, code),))]
             return choice([Chars(intersection(ranges, _RAW)), *map(literal, escaped)])
         case Words(words):
-            return Words(tuple(dumped(word)[1:-1] for word in words))
+            return Words(tuple(scalar_to_json(word)[1:-1] for word in words))
         case Chain(parts):
-            return chain(map(written, parts))
+            return chain(map(json_escaped, parts))
         case Choice(options):
-            return choice(map(written, options))
+            return choice(map(json_escaped, options))
         case Repeat(inner, least, most):
-            return Repeat(written(inner), least, most)
+            return Repeat(json_escaped(inner), least, most)
     raise AssertionError(f"{node} is gone when a pattern is parsed")
 
 
-def dumped(value: object) -> str:
+def scalar_to_json(value: object) -> str:
     """A scalar as JSON, with no more escapes than JSON needs. Raises ValueError for NaN and infinity."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False)
 

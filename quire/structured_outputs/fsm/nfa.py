@@ -12,9 +12,9 @@ from quire.structured_outputs.fsm.nodes import (
     Chain,
     Chars,
     Choice,
-    Listed,
     Node,
     Repeat,
+    SeparatedList,
     Words,
     too_complex,
 )
@@ -53,7 +53,7 @@ Edges = tuple[tuple[int, int], ...]  # (byte, node), sorted
 
 
 @dataclass(slots=True)
-class _Open:
+class _PathNode:
     """A node on the path of the latest word, which can get more edges."""
 
     is_end: bool = False
@@ -63,7 +63,7 @@ class _Open:
 def word_graph(words: Iterable[bytes]) -> list[tuple[bool, Edges]]:
     """Minimal acyclic automaton of words: nodes as (whether a word ends, edges to earlier nodes), root last."""
     nodes: dict[tuple[bool, Edges], int] = {}
-    path = [_Open()]  # of the latest word: the root and a node for each byte
+    path = [_PathNode()]  # of the latest word: the root and a node for each byte
     last = b""
 
     def close(length: int) -> None:
@@ -78,7 +78,7 @@ def word_graph(words: Iterable[bytes]) -> list[tuple[bool, Edges]]:
             (i for i, (a, b) in enumerate(zip(last, word, strict=False)) if a != b), min(len(last), len(word))
         )
         close(shared)
-        path += (_Open() for _ in range(len(word) - shared))
+        path += (_PathNode() for _ in range(len(word) - shared))
         path[-1].is_end = True
         last = word
     close(0)
@@ -128,7 +128,7 @@ class Nfa:
                 state = self._split(*(self._build(option, then) for option in options))
             case Repeat():
                 state = self._repeat(node, then)
-            case Listed(item, separator):
+            case SeparatedList(item, separator):
                 state, behind = self._new(), self._new()
                 self.splits[state] = (self._build(item, behind),)
                 self.splits[behind] = (self._build(separator, state), then)

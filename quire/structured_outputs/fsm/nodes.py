@@ -53,7 +53,7 @@ class Repeat:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Listed:
+class SeparatedList:
     """The item one or more times, with the separator in between. The automaton has the item once."""
 
     item: "Node"
@@ -68,7 +68,7 @@ class Anchor:
     is_end: bool
 
 
-Node = Chars | Words | Chain | Choice | Repeat | Listed | Anchor
+Node = Chars | Words | Chain | Choice | Repeat | SeparatedList | Anchor
 
 EMPTY = Words(("",))
 

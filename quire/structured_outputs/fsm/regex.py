@@ -202,7 +202,7 @@ def without_anchors(node: Node, reader: Reader, *, first: bool = True, last: boo
 
 _COUNTS = re.compile(r"([0-9]*)(?:(,)([0-9]*))?\}")
 _MAX_COUNT = 10**6  # more than an automaton may have
-_REFUSED = {
+_UNSUPPORTED_GROUPS = {
     "?=": "look-ahead",
     "?!": "look-ahead",
     "?<=": "look-behind",
@@ -339,7 +339,7 @@ class _Parser:
     def _open(self, at: int) -> None:
         """Consume the beginning of a group. Raises RequestError for groups that are not regular, and for flags."""
         reader = self.reader
-        for start, what in _REFUSED.items():
+        for start, what in _UNSUPPORTED_GROUPS.items():
             if reader.skip(start):
                 raise reader.unsupported(what, at)
         if reader.skip("?P<"):

@@ -11,19 +11,19 @@ from quire.structured_outputs.forced_tokens import forced_tokens
 from quire.structured_outputs.fsm.dfa import DEAD, Dfa, compress
 from quire.structured_outputs.fsm.nfa import byte_ranges
 from quire.structured_outputs.fsm.nodes import MAX_MASK_BYTES
-from quire.structured_outputs.limits import MAX_FORCED, packed
+from quire.structured_outputs.limits import MAX_FORCED, pack_bitmask
 from quire.structured_outputs.vocabulary import Vocabulary
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 
-class Recent(Generic[K, V]):
+class LruCache(Generic[K, V]):
     """LRU cache of `most` values. Thread-safe."""
 
-    def __init__(self, make: Callable[[K], V], most: int) -> None:
+    def __init__(self, make: Callable[[K], V], max_size: int) -> None:
         self._make = make
-        self._most = most
+        self._max_size = max_size
         self._values: OrderedDict[K, V] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -36,14 +36,14 @@ class Recent(Generic[K, V]):
         value = self._make(key)
         with self._lock:
             self._values[key] = value
-            while len(self._values) > self._most:
+            while len(self._values) > self._max_size:
                 self._values.popitem(last=False)
         return value
 
 
 _NOT_ASCII = [span for low, high in ((0x80, 0xD7FF), (0xE000, 0x10FFFF)) for span in byte_ranges(low, high)]
-_MANY = 64  # if more of the 128 ASCII characters leave the state, most texts need a walk
-_WORTH = 4  # at most one text in so many may need a walk
+_MAX_LEAVING_CHARACTERS = 64  # if more of the 128 ASCII characters leave the state, most texts need a walk
+_MIN_TEXTS_PER_WALK = 4  # at most one text in so many may need a walk
 
 
 class PlainTokens:
@@ -57,16 +57,16 @@ class PlainTokens:
         self._is_ascii = np.array([text.isascii() for text in texts], bool)
         self._is_text = self._is_ascii | np.array([_is_text(text) for text in texts], bool)
 
-    def ends(self, dfa: Dfa, state: int) -> np.ndarray | None:
+    def next_states(self, dfa: Dfa, state: int) -> np.ndarray | None:
         """int32 (num_texts,): the state after each text, or DEAD. None if too many texts need a walk."""
         leaves = (dfa.table[state, dfa.classes[:128]] != state).astype(np.uint8)
-        if leaves.sum() > _MANY:
+        if leaves.sum() > _MAX_LEAVING_CHARACTERS:
             return None
         leaving = np.packbits(leaves, bitorder="little").view("<u8").astype(np.uint64)
         stays = ((self._ascii[0] & leaving[0]) | (self._ascii[1] & leaving[1])) == 0
-        stays &= self._is_text if _returns(dfa, state) else self._is_ascii
+        stays &= self._is_text if _loops_on_non_ascii(dfa, state) else self._is_ascii
         rest = np.flatnonzero(~stays)
-        if len(rest) * _WORTH > len(stays):
+        if len(rest) * _MIN_TEXTS_PER_WALK > len(stays):
             return None
         found = np.where(stays, np.int32(state), np.int32(DEAD))
         self._walk(dfa, state, rest, found)
@@ -86,7 +86,7 @@ class PlainTokens:
             left, states = left[goes_on], states[goes_on]
 
 
-def _returns(dfa: Dfa, state: int) -> bool:
+def _loops_on_non_ascii(dfa: Dfa, state: int) -> bool:
     """Whether every non-ASCII character leads from the state back to it."""
     for spans in _NOT_ASCII:
         states = {state}
@@ -137,9 +137,9 @@ class TokenTrie:
         self._node_of[self._tokens] = nodes
         self.single = frozenset(text[0] for text, _ in texts if len(text) == 1)  # bytes with a token of their own
 
-    def ends(self, dfa: Dfa, state: int) -> np.ndarray:
+    def next_states(self, dfa: Dfa, state: int) -> np.ndarray:
         """int32 (size,): the state after each token; DEAD if the token is not allowed or no text."""
-        plain = self._plain.ends(dfa, state)
+        plain = self._plain.next_states(dfa, state)
         if plain is not None:
             ends = np.full(self.size, DEAD, np.int32)
             ends[self._tokens] = plain
@@ -220,9 +220,9 @@ class TokenFsm:
         self._ends = frozenset(token for token in vocabulary.end_ids if token < vocabulary.size)
         self._can_write_all = _used_bytes(dfa) <= trie.single
         self._live = None if self._can_write_all else _live(dfa, trie)
-        self.end_mask = packed(self._with_ends(np.zeros(vocabulary.size, bool)))
-        self.mask = Recent(self._mask, max(1, MAX_MASK_BYTES // (4 * vocabulary.num_words)))
-        self.forced = Recent(self._forced, _MAX_SPANS)
+        self.end_mask = pack_bitmask(self._with_ends(np.zeros(vocabulary.size, bool)))
+        self.mask = LruCache(self._mask, max(1, MAX_MASK_BYTES // (4 * vocabulary.num_words)))
+        self.forced_tokens = LruCache(self._forced_tokens, _MAX_SPANS)
 
     def is_end(self, token: int) -> bool:
         """Whether the token ends a sequence."""
@@ -232,7 +232,7 @@ class TokenFsm:
         """Whether the text may end in this state."""
         return bool(self._dfa.accepts[state])
 
-    def is_last(self, state: int) -> bool:
+    def is_terminated(self, state: int) -> bool:
         """Whether only the end of the text is possible."""
         return self.accepts(state) and bool((self._dfa.table[state] == DEAD).all())
 
@@ -240,7 +240,7 @@ class TokenFsm:
         """Whether neither a token nor the end is possible. Needs a byte that the vocabulary cannot write."""
         return not self._can_write_all and not self.mask(state).any()
 
-    def after(self, state: int, token: int) -> int:
+    def next_state(self, state: int, token: int) -> int:
         """The state after a token; DEAD if the token is not allowed or no text."""
         if not 0 <= token < self._vocabulary.size or token in self._vocabulary.special_ids:
             return DEAD
@@ -249,20 +249,20 @@ class TokenFsm:
 
     def _mask(self, state: int) -> np.ndarray:
         """uint32 (num_words,): the allowed tokens, with the end tokens if the text may end."""
-        ends = self._trie.ends(self._dfa, state)
+        ends = self._trie.next_states(self._dfa, state)
         allowed = ends != DEAD if self._live is None else self._live[ends]
-        return packed(self._with_ends(allowed) if self.accepts(state) else allowed)
+        return pack_bitmask(self._with_ends(allowed) if self.accepts(state) else allowed)
 
     def _with_ends(self, allowed: np.ndarray) -> np.ndarray:
         allowed[list(self._ends)] = True
         return allowed
 
-    def _forced(self, state: int) -> tuple[int, ...]:
+    def _forced_tokens(self, state: int) -> tuple[int, ...]:
         """The forced tokens of a state, at most MAX_FORCED."""
-        data, behind = self._compressed.span(state)
+        data, behind = self._compressed.forced_bytes(state)
         if not data:
             return ()
-        closed = len(data) <= _MAX_SPAN and self.is_last(behind)
+        closed = len(data) <= _MAX_SPAN and self.is_terminated(behind)
         return tuple(forced_tokens(data[:_MAX_SPAN], self._vocabulary, closed=closed)[:MAX_FORCED])
 
 
@@ -281,7 +281,7 @@ def _live(dfa: Dfa, trie: TokenTrie) -> np.ndarray | None:
         return None
     before: list[set[int]] = [set() for _ in range(dfa.num_states)]
     for state in range(dfa.num_states):
-        for target in set(trie.ends(dfa, state).tolist()) - {DEAD}:
+        for target in set(trie.next_states(dfa, state).tolist()) - {DEAD}:
             before[target].add(state)
     live = np.append(dfa.accepts, False)
     for state in (queue := np.flatnonzero(live).tolist()):

@@ -12,8 +12,8 @@ from types import MappingProxyType
 from quire.errors import RequestError
 
 MAX_NODES = 2048  # schemas, and values within constants
-MAX_STACKED = 512  # levels, summed over the root and all definitions
-MAX_WRITTEN_OUT = 4096  # nodes of a schema after references with other keywords beside them are expanded
+MAX_TOTAL_NESTING = 512  # levels, summed over the root and all definitions
+MAX_EXPANDED_NODES = 4096  # nodes of a schema after references with other keywords beside them are expanded
 MAX_MULTIPLE = 10_000  # common multiple of all multipleOf, in units of the last decimal
 
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
@@ -27,13 +27,13 @@ def check_bounds(root: bool | dict[str, object], param: str) -> None:  # noqa: F
     definitions = root.get("$defs", {})
     assert isinstance(definitions, dict)
     schemas = [root, *definitions.values()]
-    if sum(map(_depth, schemas)) > MAX_STACKED:
-        raise RequestError(f"the schema's definitions are together more than {MAX_STACKED} levels deep", param)
+    if sum(map(_depth, schemas)) > MAX_TOTAL_NESTING:
+        raise RequestError(f"the schema's definitions are together more than {MAX_TOTAL_NESTING} levels deep", param)
     if lcm(*(multiple for schema in schemas for multiple in _multiples(schema)), 1) > MAX_MULTIPLE:
         why = f"a common multiple of at most {MAX_MULTIPLE:,}, counted in their last decimal"
         raise RequestError(f"all multipleOf of a schema must have {why}", param)
     sizes = _Sizes(definitions, param)
-    if sum(sizes.of(schema) for schema in schemas) > 4 * MAX_WRITTEN_OUT:
+    if sum(sizes.of(schema) for schema in schemas) > 4 * MAX_EXPANDED_NODES:
         raise sizes.too_large()
     _check_finite(root, definitions, param)
 
@@ -75,8 +75,8 @@ class _Sizes:
     def __init__(self, definitions: Mapping[str, object], param: str) -> None:
         self._definitions = definitions
         self._param = param
-        self._known: dict[str, int] = {}
-        self._open: set[str] = set()
+        self._definition_sizes: dict[str, int] = {}
+        self._expanding: set[str] = set()
 
     def too_large(self) -> RequestError:
         why = "write references beside which other keywords stand less often"
@@ -91,19 +91,19 @@ class _Sizes:
             size += self._of_definition(schema["$ref"].removeprefix("#/$defs/"))
         for key, child in children(schema):
             size += self.of(child, is_joined=is_joined and key in _IN_PLACE)
-        if size > MAX_WRITTEN_OUT:
+        if size > MAX_EXPANDED_NODES:
             raise self.too_large()
         return size
 
     def _of_definition(self, name: str) -> int:
-        if name in self._open:
+        if name in self._expanding:
             why = "other keywords stand beside a $ref that leads back to itself; leave one of the two out"
             raise RequestError(f"the schema has no end: {why}", self._param)
-        if name not in self._known:
-            self._open.add(name)
-            self._known[name] = self.of(self._definitions[name], is_joined=True)
-            self._open.remove(name)
-        return self._known[name]
+        if name not in self._definition_sizes:
+            self._expanding.add(name)
+            self._definition_sizes[name] = self.of(self._definitions[name], is_joined=True)
+            self._expanding.remove(name)
+        return self._definition_sizes[name]
 
 
 def _check_finite(root: dict[str, object], definitions: Mapping[str, object], param: str) -> None:

@@ -36,19 +36,19 @@ class _Reader:
     def __init__(self, root: object, values: Values, *, closed: bool) -> None:
         self._root = root
         self._values = values
-        self._refusal = values.refusal
+        self._error = values.error
         self._closed = closed
-        self._places: list[str] = []  # JSON pointers of definitions
+        self._pointers: list[str] = []  # JSON pointers of definitions
         self._names: dict[str, str] = {}  # JSON pointer of a definition -> its name
-        self._inlined: list[str] = []  # JSON pointers of references that are being expanded
+        self._expanding: list[str] = []  # JSON pointers of references that are being expanded
 
     def read(self) -> Schema:
         """The translated root with the definitions that it references."""
         self._check_dialect()
         schema = self._schema(self._root, "#", 0)
         definitions: dict[str, object] = {}
-        for place in self._places:  # grows: definitions reference others
-            definitions[self._names[place]] = self._schema(self._find(place, place), place, 0)
+        for place in self._pointers:  # grows: definitions reference others
+            definitions[self._names[place]] = self._schema(self._resolve(place, place), place, 0)
         if isinstance(schema, dict) and definitions:
             schema["$defs"] = definitions
         return schema
@@ -58,20 +58,20 @@ class _Reader:
         if dialect is None:
             return
         if not isinstance(dialect, str) or dialect.rstrip("#").split("://")[-1] not in DIALECTS:
-            raise self._refusal("#/$schema", f"unknown dialect {dialect!r:.100}; use 2020-12 or leave it out")
+            raise self._error("#/$schema", f"unknown dialect {dialect!r:.100}; use 2020-12 or leave it out")
 
     def _schema(self, value: object, at: str, depth: int) -> Schema:
         if isinstance(value, bool):
             return value
         if not isinstance(value, dict):
-            raise self._refusal(at, "a schema is an object, true or false")
+            raise self._error(at, "a schema is an object, true or false")
         if depth > _MAX_DEPTH:
-            raise self._refusal(at, "references are nested too deeply")
-        self._values.count(at)
+            raise self._error(at, "references are nested too deeply")
+        self._values.count_node(at)
         out: Out = {}
         for key, argument in value.items():
             self._keyword(key, argument, f"{at}/{escaped(key)}", depth, out)
-        self._settle(value, at, out)
+        self._normalize(value, at, out)
         return out
 
     def _keyword(self, key: str, argument: object, at: str, depth: int, out: Out) -> None:
@@ -80,20 +80,20 @@ class _Reader:
         elif key in _SUBSCHEMAS:
             _SUBSCHEMAS[key](self, key, argument, at, depth, out)
         elif key in ("$id", "id") and at.count("/") > 1 and not str(argument).startswith("#"):
-            raise self._refusal(at, "a part of a schema cannot have a base of its own; leave it out")
+            raise self._error(at, "a part of a schema cannot have a base of its own; leave it out")
         elif key == "uniqueItems" and argument is False:
             return
         elif key in REFUSED:
-            raise self._refusal(at, f"{key!r} is not enforced: {REFUSED[key]}")
+            raise self._error(at, f"{key!r} is not enforced: {REFUSED[key]}")
         elif key not in ANNOTATIONS and not key.startswith("x-"):
-            raise self._refusal(at, f"unknown keyword {key!r:.100}{nearest(key, sorted(KNOWN))}")
+            raise self._error(at, f"unknown keyword {key!r:.100}{nearest(key, sorted(KNOWN))}")
 
     def _one(self, key: str, argument: object, at: str, depth: int, out: Out) -> None:
         out[key] = self._schema(argument, at, depth + 1)
 
     def _several(self, key: str, argument: object, at: str, depth: int, out: Out) -> None:
         if not isinstance(argument, list) or not argument:
-            raise self._refusal(at, f"{key} is a list of schemas, at least one")
+            raise self._error(at, f"{key} is a list of schemas, at least one")
         read = self._branch if key == "oneOf" else self._schema
         out[key] = [read(one, f"{at}/{index}", depth + 1) for index, one in enumerate(argument)]
 
@@ -101,24 +101,24 @@ class _Reader:
         """A branch of oneOf. References are expanded, because backends must see that branches exclude each other."""
         if not isinstance(value, dict) or value.keys() - ANNOTATIONS != {"$ref"}:
             return self._schema(value, at, depth)
-        place = self._place(value["$ref"], f"{at}/$ref")
-        if place in self._inlined:
+        place = self._pointer(value["$ref"], f"{at}/$ref")
+        if place in self._expanding:
             return self._schema(value, at, depth)
-        self._inlined.append(place)
-        schema = self._branch(self._find(place, at), place, depth + 1)
-        self._inlined.pop()
+        self._expanding.append(place)
+        schema = self._branch(self._resolve(place, at), place, depth + 1)
+        self._expanding.pop()
         return schema
 
     def _named(self, key: str, argument: object, at: str, depth: int, out: Out) -> None:
         if not isinstance(argument, dict):
-            raise self._refusal(at, f"{key} is an object of schemas")
+            raise self._error(at, f"{key} is an object of schemas")
         if len(argument) > MAX_PROPERTIES:
-            raise self._refusal(at, f"more than {MAX_PROPERTIES} properties")
+            raise self._error(at, f"more than {MAX_PROPERTIES} properties")
         schemas: dict[str, Schema] = {}
         for name, one in argument.items():
             place = f"{at}/{escaped(name)}"
             if key == "properties":
-                self._values.text(name, place)
+                self._values.check_text(name, place)
                 schemas[name] = self._schema(one, place, depth + 1)
             else:
                 schemas[self._values.pattern(name, place)] = self._schema(one, place, depth + 1)
@@ -131,28 +131,26 @@ class _Reader:
             self._several("prefixItems", argument, at, depth, out)
 
     def _reference(self, key: str, argument: object, at: str, depth: int, out: Out) -> None:
-        place = self._place(argument, at)
+        place = self._pointer(argument, at)
         if place not in self._names:
-            self._find(place, at)
-            self._names[place] = f"d{len(self._places)}"
-            self._places.append(place)
+            self._resolve(place, at)
+            self._names[place] = f"d{len(self._pointers)}"
+            self._pointers.append(place)
         out[key] = f"#/$defs/{self._names[place]}"
 
-    def _place(self, reference: object, at: str) -> str:
+    def _pointer(self, reference: object, at: str) -> str:
         """The JSON pointer of a reference."""
         if not isinstance(reference, str):
-            raise self._refusal(at, "$ref is a string")
+            raise self._error(at, "$ref is a string")
         root = self._root if isinstance(self._root, dict) else {}
         base = root.get("$id", root.get("id"))
         if isinstance(base, str) and base and reference.startswith(base.rstrip("#") + "#"):
             reference = reference[len(base.rstrip("#")) :]
         if reference not in ("#", "#/") and not reference.startswith("#/"):
-            raise self._refusal(
-                at, f"only references within the schema, such as '#/$defs/name', not {reference!r:.100}"
-            )
+            raise self._error(at, f"only references within the schema, such as '#/$defs/name', not {reference!r:.100}")
         return "#" if reference == "#/" else reference
 
-    def _find(self, place: str, at: str) -> object:
+    def _resolve(self, place: str, at: str) -> object:
         value: object = self._root
         for step in place.split("/")[1:]:
             name = unquote(step).replace("~1", "/").replace("~0", "~")
@@ -161,10 +159,10 @@ class _Reader:
             elif isinstance(value, list) and name.isdecimal() and len(name) < 9 and int(name) < len(value):
                 value = value[int(name)]
             else:
-                raise self._refusal(at, f"there is nothing at {place!r:.100}")
+                raise self._error(at, f"there is nothing at {place!r:.100}")
         return value
 
-    def _settle(self, value: Mapping[str, object], at: str, out: Out) -> None:
+    def _normalize(self, value: Mapping[str, object], at: str, out: Out) -> None:
         """Convert keywords of older drafts and `format` to 2020-12, close objects, and check minProperties."""
         for side in ("Minimum", "Maximum"):
             if out.get(f"exclusive{side}") is True:
@@ -186,9 +184,9 @@ class _Reader:
                 out["pattern"] = pattern
         if self._closed and {"properties", "patternProperties"} & out.keys():
             out.setdefault("additionalProperties", False)
-        self._check_fewest(at, out)
+        self._check_min_properties(at, out)
 
-    def _check_fewest(self, at: str, out: Out) -> None:
+    def _check_min_properties(self, at: str, out: Out) -> None:
         """Refuse minProperties above the required names plus one in an open object: additional names can repeat."""
         fewest, required = out.get("minProperties", 0), out.get("required", [])
         assert isinstance(fewest, int)
@@ -196,7 +194,7 @@ class _Reader:
         is_open = out.get("additionalProperties") is not False or out.get("patternProperties")
         if is_open and fewest > len(required) + 1:
             why = "more properties than are required by name, and one, are not enforced; require them by name"
-            raise self._refusal(f"{at}/minProperties", why)
+            raise self._error(f"{at}/minProperties", why)
 
 
 _SUBSCHEMAS: Mapping[str, Callable[[_Reader, str, object, str, int, Out], None]] = MappingProxyType(

@@ -80,12 +80,12 @@ FORMATS: Mapping[str, str] = MappingProxyType(
 
 
 # By letter of the class: characters that both JavaScript (ECMA-262, 12.2, 12.3, 22.2.2.9) and Python count, or either.
-_BOTH = {
+_CLASS_INTERSECTION = {
     "s": r"\t\n\x0b\x0c\r\x20\u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000",
     "d": "0-9",
     "w": "0-9A-Za-z_",
 }
-_EITHER = {"s": _BOTH["s"] + r"\x1c-\x1f\u0085\ufeff", "d": r"\p{Nd}", "w": r"\p{L}\p{N}\p{M}\p{Pc}"}
+_CLASS_UNION = {"s": _CLASS_INTERSECTION["s"] + r"\x1c-\x1f\u0085\ufeff", "d": r"\p{Nd}", "w": r"\p{L}\p{N}\p{M}\p{Pc}"}
 _PATTERN_CONTROL = re.compile(r"[\x00-\x08\x0b\x0e-\x1f]|\\(?:x(?:[01]|\{)|u(?:00[01]|\{)|U000000[01]|c|[0aebv])")
 _PIECE = re.compile(
     r"(?P<set>\[\^?(?:[^\]\\]|\\.)*\])|(?P<property>\\[pP](?:\{[^{}]*\}|.))|(?P<escape>\\.)|(?P<any>\.)|(?P<other>.)",
@@ -130,10 +130,10 @@ def _set(written: str) -> str:
 def _class(escape: str, *, is_negated: bool = False) -> str:
     """The set of a class escape such as \\d; another escape unchanged. is_negated: it stands in a negated set."""
     letter = escape[1:]
-    if letter in _BOTH:
-        return f"[{(_EITHER if is_negated else _BOTH)[letter]}]"
-    if letter.lower() in _BOTH and len(escape) == 2:
-        return f"[^{(_BOTH if is_negated else _EITHER)[letter.lower()]}]"
+    if letter in _CLASS_INTERSECTION:
+        return f"[{(_CLASS_UNION if is_negated else _CLASS_INTERSECTION)[letter]}]"
+    if letter.lower() in _CLASS_INTERSECTION and len(escape) == 2:
+        return f"[^{(_CLASS_INTERSECTION if is_negated else _CLASS_UNION)[letter.lower()]}]"
     return escape
 
 
@@ -159,15 +159,15 @@ class Values:
         self._num_nodes = 0
         self._num_characters = 0
 
-    def refusal(self, at: str, why: str) -> RequestError:
+    def error(self, at: str, why: str) -> RequestError:
         """The error of a value. The caller raises it."""
         return RequestError(f"schema at {at}: {why}", self._param)
 
-    def count(self, at: str) -> None:
+    def count_node(self, at: str) -> None:
         """Count a schema, or a value within a constant. Raises RequestError beyond MAX_NODES."""
         self._num_nodes += 1
         if self._num_nodes > MAX_NODES:
-            raise self.refusal(at, f"more than {MAX_NODES:,} parts; make the schema smaller")
+            raise self.error(at, f"more than {MAX_NODES:,} parts; make the schema smaller")
 
     def read(self, key: str, argument: object, at: str, out: Out) -> None:
         """Translate one keyword of VALUES into the schema `out`. Raises RequestError."""
@@ -176,21 +176,21 @@ class Values:
     def pattern(self, pattern: object, at: str) -> str:
         """A pattern in the syntax of the backends. Raises RequestError."""
         if not isinstance(pattern, str):
-            raise self.refusal(at, "a pattern is a string")
+            raise self.error(at, "a pattern is a string")
         self._num_characters += len(pattern)
         if self._num_characters > _MAX_PATTERNS:
-            raise self.refusal(at, f"more than {_MAX_PATTERNS:,} characters of patterns")
+            raise self.error(at, f"more than {_MAX_PATTERNS:,} characters of patterns")
         try:
             return strict_pattern(pattern)
         except ValueError as error:
-            raise self.refusal(at, f"pattern: {error}") from error
+            raise self.error(at, f"pattern: {error}") from error
 
-    def text(self, text: str, at: str) -> None:
+    def check_text(self, text: str, at: str) -> None:
         """Raises RequestError for a name or constant that is too long or has control characters."""
         if len(text) > MAX_LITERAL:
-            raise self.refusal(at, f"a text must have at most {MAX_LITERAL:,} characters, not {len(text):,}")
+            raise self.error(at, f"a text must have at most {MAX_LITERAL:,} characters, not {len(text):,}")
         if _CONTROL.search(text):
-            raise self.refusal(at, "control characters other than \\b, \\f, \\n, \\r and \\t are not written")
+            raise self.error(at, "control characters other than \\b, \\f, \\n, \\r and \\t are not written")
 
     def _pattern(self, key: str, argument: object, at: str, out: Out) -> None:
         out[key] = self.pattern(argument, at)
@@ -198,16 +198,16 @@ class Values:
     def _format(self, key: str, argument: object, at: str, out: Out) -> None:
         if not isinstance(argument, str) or argument not in FORMATS:
             known = ", ".join(sorted(FORMATS))
-            raise self.refusal(at, f"format {argument!r:.100} is not enforced; leave it out, or use one of {known}")
+            raise self.error(at, f"format {argument!r:.100} is not enforced; leave it out, or use one of {known}")
         out[key] = FORMATS[argument]
 
     def _types(self, key: str, argument: object, at: str, out: Out) -> None:
         names = [argument] if isinstance(argument, str) else argument
         if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
-            raise self.refusal(at, "type is a name or a list of names")
+            raise self.error(at, "type is a name or a list of names")
         for name in names:
             if name not in TYPES:
-                raise self.refusal(at, f"unknown type {name!r:.100}{nearest(name, sorted(TYPES))}")
+                raise self.error(at, f"unknown type {name!r:.100}{nearest(name, sorted(TYPES))}")
         out[key] = names[0] if len(names) == 1 else names
 
     def _const(self, key: str, argument: object, at: str, out: Out) -> None:
@@ -216,64 +216,64 @@ class Values:
 
     def _enum(self, key: str, argument: object, at: str, out: Out) -> None:
         if not isinstance(argument, list) or not argument:
-            raise self.refusal(at, "enum is a list of values, at least one")
+            raise self.error(at, "enum is a list of values, at least one")
         for index, one in enumerate(argument):
             self._constant(one, f"{at}/{index}")
         out[key] = argument
 
     def _constant(self, value: object, at: str) -> None:
         if isinstance(value, str):
-            self.text(value, at)
+            self.check_text(value, at)
         elif isinstance(value, list):
             for index, one in enumerate(value):
-                self.count(at)
+                self.count_node(at)
                 self._constant(one, f"{at}/{index}")
         elif isinstance(value, dict):
             for name, one in value.items():
-                self.count(at)
-                self.text(name, at)
+                self.count_node(at)
+                self.check_text(name, at)
                 self._constant(one, f"{at}/{escaped(name)}")
         elif value is not None and not isinstance(value, bool):
             self._number(value, at)
 
     def _number(self, value: object, at: str) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.refusal(at, "must be a number")
+            raise self.error(at, "must be a number")
         if not abs(value) <= _MAX_WHOLE:
-            raise self.refusal(at, "numbers beyond 2**53 are not exact; use smaller ones")
+            raise self.error(at, "numbers beyond 2**53 are not exact; use smaller ones")
         if 0 < abs(value) < _MIN_FRACTION:
-            raise self.refusal(at, f"numbers closer to zero than {_MIN_FRACTION:g} are not enforced")
+            raise self.error(at, f"numbers closer to zero than {_MIN_FRACTION:g} are not enforced")
         return value
 
     def _bound(self, key: str, argument: object, at: str, out: Out) -> None:
         if not isinstance(argument, bool):
             out[key] = self._number(argument, at)
         elif not key.startswith("exclusive"):
-            raise self.refusal(at, "must be a number")
+            raise self.error(at, "must be a number")
         elif argument:  # draft 4: the bound of the same side is exclusive
             out[key] = True
 
     def _multiple(self, key: str, argument: object, at: str, out: Out) -> None:
         if self._number(argument, at) <= 0:
-            raise self.refusal(at, "must be above 0")
+            raise self.error(at, "must be above 0")
         out[key] = argument
 
     def _amount(self, key: str, argument: object, at: str, out: Out) -> None:
         value = self._number(argument, at)
         if value < 0 or value != int(value):
-            raise self.refusal(at, "must be a whole number, 0 or more")
+            raise self.error(at, "must be a whole number, 0 or more")
         if value <= _MAX_AMOUNT:
             out[key] = int(value)
         elif key.startswith("min"):
-            raise self.refusal(at, f"must be at most {_MAX_AMOUNT:,}")
+            raise self.error(at, f"must be at most {_MAX_AMOUNT:,}")
 
     def _required(self, key: str, argument: object, at: str, out: Out) -> None:
         if not isinstance(argument, list) or not all(isinstance(name, str) for name in argument):
-            raise self.refusal(at, "required is a list of names")
+            raise self.error(at, "required is a list of names")
         if len(argument) > MAX_PROPERTIES:
-            raise self.refusal(at, f"more than {MAX_PROPERTIES} names")
+            raise self.error(at, f"more than {MAX_PROPERTIES} names")
         for name in argument:
-            self.text(name, at)
+            self.check_text(name, at)
         out[key] = list(dict.fromkeys(argument))
 
 

@@ -8,11 +8,11 @@ from eviction_memory import POLICIES, Memory
 from scripted_engine import Rig
 
 from quire.cache.kv_cache import KVCache
-from quire.cache.prefix.index import NO_REASON, Cause, Reason
-from quire.cache.prefix.retention_marks import MOST_PLACES
+from quire.cache.prefix.index import NO_REASON, EvictionCause, EvictionReason
+from quire.cache.prefix.retention_marks import MAX_NODES_PER_SESSION
 from quire.core.events import Evicted, PinsRefused, PinsYielded
 from quire.core.request import Namespace
-from quire.core.scheduling_params import Retention, Terms
+from quire.core.scheduling_params import Retention, SchedulingParams
 from quire.params import BeamSearchParams
 from quire.scheduler.beam_search import plan_beams
 
@@ -42,13 +42,13 @@ def test_pins_hold_no_more_than_half_of_the_blocks_and_say_so():
     memory.run([1] * 6, pin=True, tenant="")
     memory.run([2] * 6, pin=True, tenant="")
     assert memory.kv.num_pinned == 10
-    (event,) = memory.kv.take_events()
+    (event,) = memory.kv.take_pin_events()
     assert isinstance(event, PinsRefused)
     assert (event.request_id, event.num_blocks, event.num_pinned) == ("2", 2, 4)
     memory.evict(20)
-    found = [memory.kv.index.find(Namespace(), [i] * 6).num_tokens for i in (1, 2)]
+    found = [memory.kv.index.match_prefix(Namespace(), [i] * 6).num_tokens for i in (1, 2)]
     assert found == [6, 4], "its begin is what is of use"
-    assert memory.kv.take_events() == []
+    assert memory.kv.take_pin_events() == []
 
 
 def test_blocks_that_two_pins_share_count_once_and_stay_for_the_last_one():
@@ -94,7 +94,7 @@ def test_many_pins_of_one_prompt_cost_no_more_than_a_few():
     memory = Memory()
     for i in range(50):
         memory.run([1, 1, 1], now=float(i), pin=True, ttl=100.0 - i)
-    wishes = memory.kv.index.forest.wishes
+    wishes = memory.kv.index.trees.retention
     assert len(wishes._nodes) <= 4
     assert memory.kv.num_pinned == 3
     assert memory.evict(3, now=90.0) == 0
@@ -108,7 +108,7 @@ def test_pins_yield_to_a_sequence_that_would_wait_for_ever_the_weakest_first():
     assert memory.begin([3] * 14, spare=[0]) is None, "others run: it can wait"
     assert memory.kv.num_pinned == 10
     assert memory.begin([3] * 14) is not None
-    (event,) = memory.kv.take_events()
+    (event,) = memory.kv.take_pin_events()
     assert isinstance(event, PinsYielded)
     assert event.num_blocks == 5
     assert (memory.has([1] * 5), memory.kv.num_pinned) == (5, 5)
@@ -119,7 +119,7 @@ def test_a_failed_step_ends_the_pins_of_what_it_did_not_write():
     memory.begin([1, 1, 1], pin=True)
     memory.end(1)
     memory.begin([2, 2])
-    memory.kv.index.forest.void({node.blocks[0][0] for node in memory.leaves})
+    memory.kv.index.trees.invalidate({node.blocks[0][0] for node in memory.leaves})
     assert memory.kv.num_pinned == 0
     assert memory.kv.check() == []
 
@@ -135,7 +135,7 @@ def with_windows(*windows: int, num_blocks: tuple[int, ...]) -> Memory:
 def test_where_one_group_may_pin_no_more_none_does_and_what_is_idle_can_be_evicted():
     memory = with_windows(0, 7, num_blocks=(40, 80))
     memory.run([1] * 36, pin=True, tenant="")
-    assert [len(memory.kv.index.wishes.pinned(group)) for group in (0, 1)] == [20, 20]
+    assert [len(memory.kv.index.retention.pin_refs(group)) for group in (0, 1)] == [20, 20]
     assert memory.kv.pools[0].num_idle == 16
     assert memory.evict(16) == 16
     assert memory.begin([2] * 20) is not None
@@ -145,8 +145,8 @@ def test_a_check_finds_idle_blocks_that_a_pin_behind_them_keeps():
     memory = with_windows(0, 7, num_blocks=(40, 80))
     memory.run([1] * 9)
     (leaf,) = memory.leaves
-    memory.kv.pools[1].hold(leaf.blocks[1][-1])
-    memory.kv.index.wishes.pinned(1)[leaf.blocks[1][-1]] += 1
+    memory.kv.pools[1].incr_ref(leaf.blocks[1][-1])
+    memory.kv.index.retention.pin_refs(1)[leaf.blocks[1][-1]] += 1
     assert any("idle blocks of groups [0, 0]" in wrong for wrong in memory.kv.check())
 
 
@@ -154,10 +154,10 @@ def test_a_tenant_with_a_name_pins_half_of_what_may_be_pinned():
     memory = Memory(num_blocks=100)
     for number, tenant in enumerate("abc"):
         memory.run([number] * 30, pin=True, tenant=tenant, now=float(number))
-    refused = memory.kv.take_events()
+    refused = memory.kv.take_pin_events()
     assert [(one.num_pinned, one.num_blocks) for one in refused] == [(25, 5), (25, 5), (0, 30)]
     assert memory.kv.num_pinned == 50
-    memory.kv.index.wishes.yield_one()
+    memory.kv.index.retention.end_weakest_pin()
     memory.run([4] * 30, pin=True, tenant="c")
     assert memory.kv.num_pinned == 50
 
@@ -165,21 +165,21 @@ def test_a_tenant_with_a_name_pins_half_of_what_may_be_pinned():
 @pytest.mark.parametrize("eviction", POLICIES)
 def test_the_end_of_a_request_takes_no_longer_the_more_its_session_left(eviction):
     memory = Memory(eviction, num_blocks=1000)
-    wishes, relisted, held = memory.kv.index.wishes, [], []
-    relist, hold = wishes._relist, wishes._pins.hold
+    wishes, relisted, held = memory.kv.index.retention, [], []
+    relist, hold = wishes._relist, wishes._pins.pin
     wishes._relist = lambda node: (relisted.append(node), relist(node))
-    wishes._pins.hold = lambda wish, node: (held.append(node), hold(wish, node))[1]
+    wishes._pins.pin = lambda wish, node: (held.append(node), hold(wish, node))[1]
     for number in range(300):
         relisted.clear()
         held.clear()
         memory.run([1000, number], now=float(number), pin=True, ttl=50.0 + number, session="s", tenant="")
         assert len(relisted) <= 2
         assert len(held) == 1
-    assert memory.kv.num_pinned == 1 + MOST_PLACES, "the latest, and what they have in common"
-    assert memory.kv.pools.num_idle == 300 - MOST_PLACES
+    assert memory.kv.num_pinned == 1 + MAX_NODES_PER_SESSION, "the latest, and what they have in common"
+    assert memory.kv.pools.num_idle == 300 - MAX_NODES_PER_SESSION
     memory.run([1000, 300], now=300.0, session="s", ttl=1.0, tenant="")
     assert memory.kv.num_pinned == 0
-    memory.kv.at(302.0)
+    memory.kv.advance_clock(302.0)
     assert memory.evict(500, now=302.0) == 302
 
 
@@ -191,10 +191,10 @@ def test_a_pin_of_what_a_window_has_passed_ends_as_any_other():
     assert memory.evict(9) == 4
     memory.end(2)
     assert memory.kv.num_pinned == 3
-    memory.kv.at(1.5)
+    memory.kv.advance_clock(1.5)
     assert memory.kv.num_pinned == 0
-    memory.kv.at(2.5)
-    assert not memory.kv.index.wishes._nodes
+    memory.kv.advance_clock(2.5)
+    assert not memory.kv.index.retention._nodes
     assert memory.kv.check() == []
 
 
@@ -204,23 +204,23 @@ def test_the_reason_is_that_of_the_first_block_since_it_was_asked_for():
         memory.run([number])
     memory.evict(1)
     memory.evict(1)
-    tick = memory.kv.index.forest.clock.tick
-    assert memory.kv.index.take_reason() == Reason({"age": tick - 2}, "tenant")
+    tick = memory.kv.index.trees.clock.tick
+    assert memory.kv.index.take_reason() == EvictionReason({"age": tick - 2}, "tenant")
     assert memory.kv.index.take_reason() == NO_REASON
-    assert memory.kv.index.evict(1, 1, Cause()) == 1
-    assert memory.kv.index.take_reason() == Reason({"age": tick - 6}, "tenant"), "of a group with a window, too"
+    assert memory.kv.index.evict(1, 1, EvictionCause()) == 1
+    assert memory.kv.index.take_reason() == EvictionReason({"age": tick - 6}, "tenant"), "of a group with a window, too"
 
 
 def test_a_try_to_begin_that_fails_leaves_nothing_in_the_table(monkeypatch):
     memory = Memory(num_blocks=20)
     memory.run([1] * 5, pin=True, tenant="tenant")
-    grow, tries = memory.kv._parts.grow, []
+    grow, tries = memory.kv._block_tables.grow, []
 
     def fail_once(table, *args, **options):
         tries.append(len(table.blocks[0]))
         return None if len(tries) == 1 else grow(table, *args, **options)
 
-    monkeypatch.setattr(memory.kv._parts, "grow", fail_once)
+    monkeypatch.setattr(memory.kv._block_tables, "grow", fail_once)
     admission = memory.begin([1] * 5 + [2] * 3)
     assert tries == [5, 5]
     assert len(admission.table.blocks[0]) == 8
@@ -246,7 +246,13 @@ def talk(rig: Rig, num_requests: int) -> None:
             pin=rng.random() < 0.4,
             session=rng.choice((None, f"chat {which}")),
         )
-        rig.add(str(number), prompt, max_tokens=rng.randint(1, 9), n=rng.choice((1, 1, 2)), terms=Terms(retention=wish))
+        rig.add(
+            str(number),
+            prompt,
+            max_tokens=rng.randint(1, 9),
+            n=rng.choice((1, 1, 2)),
+            terms=SchedulingParams(retention=wish),
+        )
         for _ in range(rng.randint(0, 6)):
             rig.step()
         contexts[which] = prompt
@@ -269,7 +275,7 @@ def test_wishes_change_no_token_and_a_journal_replays(eviction):
     report = rig.replay()
     assert report.difference == ""
     assert report.num_steps > 50
-    events = list(rig.scheduler.accounts.events)
+    events = list(rig.scheduler.request_stats.events)
     evicted = [event for event in events if isinstance(event, Evicted)]
     assert evicted
     assert all(event.policy == eviction and "age" in event.reason for event in evicted)
@@ -281,24 +287,24 @@ def test_wishes_change_no_token_and_a_journal_replays(eviction):
 
 def test_a_request_as_long_as_the_pool_runs_beside_pins():
     rig = rig_with("lru", num_blocks=24, max_model_len=96)
-    rig.add("pinned", list(range(40)), max_tokens=4, terms=Terms(retention=Retention(pin=True)))
+    rig.add("pinned", list(range(40)), max_tokens=4, terms=SchedulingParams(retention=Retention(pin=True)))
     rig.run()
     assert rig.cache.num_pinned == 10
     rig.add("long", [7] * 60, max_tokens=30)
     rig.run()
     assert rig.reasons["long", 0] == "length"
-    assert any(isinstance(event, PinsYielded) for event in rig.scheduler.accounts.events)
+    assert any(isinstance(event, PinsYielded) for event in rig.scheduler.request_stats.events)
 
 
 def test_a_request_that_is_preempted_asks_for_nothing_before_it_ends():
     rig = rig_with("lru", num_blocks=64, steps_in_flight=1)
-    rig.add("a", list(range(20)), max_tokens=9, terms=Terms(retention=Retention(pin=True, ttl=5.0)))
+    rig.add("a", list(range(20)), max_tokens=9, terms=SchedulingParams(retention=Retention(pin=True, ttl=5.0)))
     while not rig.tokens.get(("a", 0)):
         rig.step()
-    lives, wishes = rig.scheduler._lives, rig.cache.index.wishes
-    while rig.engine.stats().num_running and any(lives.is_in_flight(seq) for seq in lives.rows.running):
+    lives, wishes = rig.scheduler._state, rig.cache.index.retention
+    while rig.engine.stats().num_running and any(lives.is_in_flight(seq) for seq in lives.running_queue.running):
         rig.step()
-    lives.preempt(lives.rows.running[0], "a test", rig.now)
+    lives.preempt(lives.running_queue.running[0], "a test", rig.now)
     preempted_at = rig.now
     assert (rig.cache.num_pinned, len(wishes._nodes)) == (0, 0)
     rig.run()
@@ -311,14 +317,14 @@ def test_beams_that_end_before_their_request_pin_nothing():
     rig = rig_with("lru", num_blocks=64, steps_in_flight=1)
     params = BeamSearchParams(beam_width=4, max_tokens=12)
     beams = plan_beams(params, vocab_size=50, num_end_tokens=1)
-    terms = Terms(retention=Retention(pin=True))
+    terms = SchedulingParams(retention=Retention(pin=True))
     rig.add("a", list(range(9)), max_tokens=12, n=4, beams=beams, terms=terms)
-    while len(rig.scheduler._lives.rows.running) < 4:
+    while len(rig.scheduler._state.running_queue.running) < 4:
         rig.step()
     for _ in range(4):
         rig.step()
         assert rig.reasons or not rig.cache.num_pinned
-    rig.scheduler._searches._park(rig.scheduler._lives.rows.running[-1])
-    assert (rig.cache.num_pinned, len(rig.cache.index.wishes._nodes)) == (0, 0)
+    rig.scheduler._searches._hold(rig.scheduler._state.running_queue.running[-1])
+    assert (rig.cache.num_pinned, len(rig.cache.index.retention._nodes)) == (0, 0)
     rig.abort("a")
     assert rig.cache.num_pinned > 0

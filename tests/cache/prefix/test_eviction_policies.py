@@ -7,10 +7,10 @@ import pytest
 from eviction_memory import POLICIES, Memory
 from prefix_cache_model import Model, radix_config
 
-from quire.cache.prefix.eviction import LeastFrequent, LeastRecent, LeastWanted, OrderedLeaves
-from quire.cache.prefix.index import Cause
+from quire.cache.prefix.eviction import LFUPolicy, LRUPolicy, OrderedLeaves, PriorityPolicy
+from quire.cache.prefix.index import EvictionCause
 from quire.cache.prefix.radix_node import Clock
-from quire.cache.retention import ANYHOW, ORDINARY, Keep
+from quire.cache.retention import DEFAULT_PRIORITY, NO_RETENTION, SequenceRetention
 from quire.config import CacheConfig
 from quire.core.scheduling_params import Retention
 from quire.errors import ConfigError
@@ -22,8 +22,8 @@ def standing_by_hand(eviction: str, leaf, clock: Clock) -> tuple:
         return (leaf.tick,)
     if eviction == "lfu":
         return (leaf.uses.level, leaf.tick)
-    wishes = [mark.wish for mark in leaf.marks if mark.reach >= leaf.end and mark.wish.expires > clock.now]
-    return (max((wish.priority for wish in wishes), default=ORDINARY), leaf.tick)
+    wishes = [mark.hint for mark in leaf.marks if mark.reach >= leaf.end and mark.hint.expires > clock.now]
+    return (max((wish.priority for wish in wishes), default=DEFAULT_PRIORITY), leaf.tick)
 
 
 @pytest.mark.parametrize("eviction", ["lru", "lfu", "priority"])
@@ -31,7 +31,7 @@ def standing_by_hand(eviction: str, leaf, clock: Clock) -> tuple:
 def test_what_is_evicted_is_what_a_scan_of_all_leaves_finds(eviction, seed):
     rng, memory, now, compared = Random(seed), Memory(eviction, num_blocks=400, block_size=2), 0.0, 0
     stems = [[rng.randrange(5) for _ in range(rng.randint(2, 12))] for _ in range(6)]
-    forest = memory.kv.index.forest
+    forest = memory.kv.index.trees
     for _ in range(250):
         now += rng.random()
         stem = rng.choice(stems)
@@ -42,13 +42,13 @@ def test_what_is_evicted_is_what_a_scan_of_all_leaves_finds(eviction, seed):
         wish["session"] = rng.choice((None, None, "a", "b"))
         memory.run(tokens, now=now, **wish)
         for _ in range(rng.choice((0, 0, 1, 4))):
-            forest.wishes.at(now)
+            forest.retention.advance_clock(now)
             least = min(memory.leaves, key=lambda leaf: (*standing_by_hand(eviction, leaf, forest.clock), leaf.id))
             before, key = least.end, least.path
             size = len(key)
             assert memory.evict(1, now=now) == 1
-            assert least.is_gone or least.end == before - 1, f"{least.id} was to go"
-            assert len(least.path) < size or least.is_gone or least.parent is None
+            assert least.is_removed or least.end == before - 1, f"{least.id} was to go"
+            assert len(least.path) < size or least.is_removed or least.parent is None
             compared += 1
             if not memory.leaves:
                 break
@@ -113,7 +113,7 @@ def test_the_latest_request_of_a_session_speaks_for_all_of_it():
     memory.run([3, 3, 3], now=2.0, priority=10, session="s")
     memory.evict(6, now=3.0)
     assert (memory.has([1, 1, 1]), memory.has([2, 2, 2])) == (0, 3)
-    assert not memory.kv.index.forest.wishes._sessions, "nothing is left of it"
+    assert not memory.kv.index.trees.retention._sessions, "nothing is left of it"
     memory.run([1, 1, 1], now=4.0, priority=10, session="s")
     memory.run([9, 9, 9], now=5.0, priority=90, session="s", tenant="other")
     memory.evict(3, now=6.0)
@@ -159,7 +159,7 @@ def seconds_per_eviction(eviction: str, num_leaves: int) -> float:
     times = []
     for _ in range(300):
         begin = perf_counter()
-        assert memory.kv.index.evict(0, 1, Cause()) == 1
+        assert memory.kv.index.evict(0, 1, EvictionCause()) == 1
         times.append(perf_counter() - begin)
     return sorted(times)[150]
 
@@ -169,7 +169,7 @@ def test_evicting_one_block_takes_hardly_longer_among_sixteen_times_the_leaves(e
     assert seconds_per_eviction(eviction, 8_000) < 4 * seconds_per_eviction(eviction, 500), "linear would be 16 times"
 
 
-@pytest.mark.parametrize("order", [LeastRecent, LeastFrequent, LeastWanted])
+@pytest.mark.parametrize("order", [LRUPolicy, LFUPolicy, PriorityPolicy])
 def test_a_heap_of_leaves_keeps_no_more_than_it_needs(order):
     memory = Memory(num_blocks=10)
     memory.run([1, 2, 3])
@@ -177,11 +177,11 @@ def test_a_heap_of_leaves_keeps_no_more_than_it_needs(order):
     leaves = OrderedLeaves(order(Clock()))
     for _ in range(10_000):
         leaves.add(node)
-        leaves.renew(node)
+        leaves.update(node)
         leaves.discard(node)
     leaves.add(node)
     for _ in range(10_000):
-        leaves.renew(node)
+        leaves.update(node)
     assert len(leaves) == 1
     assert len(leaves._heap) <= 70
     assert leaves.pop() is node
@@ -203,7 +203,7 @@ def churn(model: Model, rng: Random, num_operations: int) -> None:
     now = 0.0
     for number in range(num_operations):
         now += rng.random()
-        model.cache.at(now)
+        model.cache.advance_clock(now)
         kind = rng.random()
         if kind < 0.25:
             if len(model.live) < 6:
@@ -222,13 +222,13 @@ def churn(model: Model, rng: Random, num_operations: int) -> None:
                 pin=rng.random() < 0.3,
                 session=rng.choice((None, "a", "b")),
             )
-            seq.table.keep = Keep(wish, str(seq.id), seq.namespace.tenant, len(seq.tokens))
+            seq.table.retention = SequenceRetention(wish, str(seq.id), seq.namespace.tenant, len(seq.tokens))
             (model.preempt, model.end, lambda one: model.branch(rng, one), lambda one: model.fork(rng, one))[
                 rng.randrange(4)
             ](seq)
         if number % 25 == 0:
             model.check()
     for seq in model.running():
-        seq.table.keep = ANYHOW
-    model.cache.index.wishes.end_pins()
+        seq.table.retention = NO_RETENTION
+    model.cache.index.retention.end_pins()
     model.wind_up()

@@ -10,7 +10,7 @@ from quire.cache.block_pool import BlockPool
 from quire.cache.block_table import ABSENT, BlockTable
 from quire.cache.kv_cache import KVCache
 from quire.cache.prefix.hash_index import HashIndex
-from quire.cache.prefix.index import NOTHING_FOUND, Cause
+from quire.cache.prefix.index import NO_MATCH, EvictionCause
 from quire.core.request import Namespace
 
 PUBLIC = (0, 1, 0, 0, 1, 1, 0, 1, 0, 1)
@@ -77,7 +77,7 @@ class Driver:
         return stamp is not None and stamp[1] == tokens and (is_public or stamp[0] == namespace)
 
     def first_seen(self, group, position):
-        return self.cache.config.first_seen(group, position)
+        return self.cache.config.first_attended_block(group, position)
 
     def longest(self, namespace, tokens):
         """The number of full blocks of `tokens` in the longest prefix match."""
@@ -205,7 +205,13 @@ class Driver:
         self.remember_idle()
         before = self.cache.index.num_evicted
         admission = self.cache.admit(
-            seq_id, tokens, seq.namespace, reusable=reusable, limit=len(tokens), most=most, cause=Cause(1.0, "r", "a")
+            seq_id,
+            tokens,
+            seq.namespace,
+            reusable=reusable,
+            limit=len(tokens),
+            max_new_positions=most,
+            cause=EvictionCause(1.0, "r", "a"),
         )
         if admission is None:
             assert self.cache.index.num_evicted == before, "it was evicted for nothing"
@@ -232,7 +238,7 @@ class Driver:
         seq_id, self.next_id = self.next_id, self.next_id + 1
         self.remember_idle()
         table = self.cache.branch(
-            parent, seq_id, count, tokens=seq.tokens, reserve=count + 1, spare=[0] * len(self.windows)
+            parent, seq_id, count, tokens=seq.tokens, reserve=count + 1, watermark_blocks=[0] * len(self.windows)
         )
         if table is None:
             return None
@@ -251,13 +257,13 @@ class Driver:
         if start == stop or self.relies_on_a_copy(seq_id):
             return None
         self.remember_idle()
-        if self.cache.grow(table, stop, cause=Cause(2.0, "g", "a")) is None:
+        if self.cache.grow(table, stop, cause=EvictionCause(2.0, "g", "a")) is None:
             return None
         self.after_eviction()
-        seq.computed, table.launched = stop, start
+        seq.computed, table.num_launched = stop, start
         self.own, before = [list(blocks) for blocks in table.blocks], table.num_indexed
         num_blocks = min(stop, len(seq.tokens)) // self.size
-        self.cache.record(table, start, stop)
+        self.cache.cache_blocks(table, start, stop)
         self.learn(seq_id, before, start, max(before, num_blocks))
         samples = stop == len(seq.tokens) + seq.pending
         seq.pending += samples
@@ -327,7 +333,7 @@ class Driver:
     def flush(self):
         idle = self.cache.pools.num_idle
         self.remember_idle()
-        assert self.cache.flush(Cause(3.0, "f", "b")) <= idle
+        assert self.cache.flush(EvictionCause(3.0, "f", "b")) <= idle
         assert self.cache.pools.num_idle == 0, "what nobody uses can be had"
         self.after_eviction()
 
@@ -385,13 +391,15 @@ TOKENS = list(range(13))
 A, SALTED, ADAPTED, B = Namespace("a"), Namespace("a", "salt"), Namespace("a", adapter="x"), Namespace("b")
 
 
-def admit(cache, seq_id, tokens, namespace=A, *, reusable=None, most=99, cause=Cause()):  # noqa: B008  # frozen
+def admit(cache, seq_id, tokens, namespace=A, *, reusable=None, most=99, cause=EvictionCause()):  # noqa: B008  # frozen
     """Admit a sequence and plan a chunk of `most` tokens."""
     reusable = len(tokens) - 1 if reusable is None else reusable
-    admission = cache.admit(seq_id, tokens, namespace, reusable=reusable, limit=len(tokens), most=most, cause=cause)
+    admission = cache.admit(
+        seq_id, tokens, namespace, reusable=reusable, limit=len(tokens), max_new_positions=most, cause=cause
+    )
     table, stop = admission.table, min(len(tokens), admission.num_tokens + most)
-    table.launched = admission.num_tokens
-    cache.record(table, admission.num_tokens, stop)
+    table.num_launched = admission.num_tokens
+    cache.cache_blocks(table, admission.num_tokens, stop)
     return admission
 
 
@@ -424,7 +432,7 @@ def test_the_last_block_of_the_sequence_that_left_first_is_evicted_first():
     order = []
     before = set(cache.index.owners(0))
     for _ in range(5):
-        assert cache.index.evict(0, 1, Cause()) == 1
+        assert cache.index.evict(0, 1, EvictionCause()) == 1
         (block,) = before - set(cache.index.owners(0))
         order.append(block)
         before -= {block}
@@ -437,11 +445,11 @@ def test_who_evicted_is_told_to_his_own_tenant():
     for namespace, whom in ((A, "r"), (SALTED, "r")):
         cache = make()
         run(cache, 1, TOKENS, namespace)
-        cache.flush(Cause(7.0, "r", "a"))
+        cache.flush(EvictionCause(7.0, "r", "a"))
         miss = run(cache, 2, TOKENS, namespace).miss
         assert (miss.position, miss.reason, miss.evicted_at, miss.evicted_for) == (0, "evicted", 7.0, whom)
     run(cache, 3, [60] * 9, B)
-    cache.index.evict(0, 16, Cause(8.0, "r", "a"))
+    cache.index.evict(0, 16, EvictionCause(8.0, "r", "a"))
     miss = run(cache, 4, [60] * 9, B).miss
     assert (miss.reason, miss.evicted_at, miss.evicted_for) == ("evicted", 8.0, None)
     assert run(cache, 5, [60] * 9, A).miss.reason == "never_seen"
@@ -481,7 +489,7 @@ def test_all_tenants_read_a_public_prefix_and_nothing_behind_it():
 def orphans(cache):
     """Two blocks of TOKENS whose predecessor was evicted."""
     blocks = run(cache, 1, TOKENS).table.blocks[0]
-    cache.index.void({blocks[0]}, [])
+    cache.index.invalidate({blocks[0]}, [])
     assert (cache.check(), cache.pools.num_idle) == ([], 2)
     return blocks
 
@@ -489,9 +497,9 @@ def orphans(cache):
 def test_a_block_whose_predecessor_is_gone_is_found_again_when_that_one_is_there():
     cache = make()
     _, second, third = orphans(cache)[:3]
-    assert cache.index.find(A, TOKENS).num_tokens == 0
+    assert cache.index.match_prefix(A, TOKENS).num_tokens == 0
     first = run(cache, 2, TOKENS, most=4).table.blocks[0][0]
-    assert cache.index.find(A, TOKENS).blocks == ([first, second, third],)
+    assert cache.index.match_prefix(A, TOKENS).blocks == ([first, second, third],)
     cache.flush()
     assert cache.pools.num_free == 16
 
@@ -522,14 +530,14 @@ def test_where_every_group_has_a_window_what_it_has_passed_is_not_needed():
     cache.collected(1)
     cache.trim(table, 13)
     assert table.firsts == [2, 2]
-    assert [cache.index.evict(group, 9, Cause()) for group in (0, 1)] == [2, 2], "while the sequence runs"
+    assert [cache.index.evict(group, 9, EvictionCause()) for group in (0, 1)] == [2, 2], "while the sequence runs"
     assert cache.check() == []
-    found = cache.index.find(A, TOKENS)
+    found = cache.index.match_prefix(A, TOKENS)
     assert found.blocks == tuple([ABSENT, ABSENT, blocks[2]] for blocks in table.blocks)
-    assert cache.index.find(A, TOKENS[:11]).num_tokens == 0
+    assert cache.index.match_prefix(A, TOKENS[:11]).num_tokens == 0
     cache.release(1, 13)
-    cache.index.evict(1, 9, Cause(3.0, "r", "a"))
-    miss = cache.index.why(A, TOKENS, cache.index.find(A, TOKENS[:12]), 12)
+    cache.index.evict(1, 9, EvictionCause(3.0, "r", "a"))
+    miss = cache.index.explain_miss(A, TOKENS, cache.index.match_prefix(A, TOKENS[:12]), 12)
     assert (miss.position, miss.reason) == (0, "evicted")
     cache.flush()
     assert (cache.check(), cache.pools.num_free) == ([], 32)
@@ -538,8 +546,8 @@ def test_where_every_group_has_a_window_what_it_has_passed_is_not_needed():
 def test_a_block_that_is_not_there_is_not_taken_for_one_that_was_never_written():
     cache = make(windows=(4, 0))
     run(cache, 1, TOKENS)
-    cache.index.evict(0, 2, Cause())
-    cache.index.void({ABSENT}, [])
+    cache.index.evict(0, 2, EvictionCause())
+    cache.index.invalidate({ABSENT}, [])
     assert len(cache.index.owners(1)) == 3
 
 
@@ -559,14 +567,14 @@ def test_evicting_a_block_looks_at_one_however_many_there_are_and_are_in_use():
     index = HashIndex(make(4000).config, [pool], set())
     for number in range(100):
         table = BlockTable(1, [number] * 80, A)
-        table.blocks[0].extend(pool.take() for _ in range(20))
-        index.enter(table, NOTHING_FOUND)
-        assert index.add(table, 20, 0).entered == list(range(20))
+        table.blocks[0].extend(pool.allocate() for _ in range(20))
+        index.register(table, NO_MATCH)
+        assert index.insert(table, 20, 0).entered == list(range(20))
         if number % 2:
-            index.leave(table, 80)
+            index.unregister(table, 80)
             for block in table.blocks[0]:
-                pool.drop(block)
-    assert index.evict(0, 7, Cause()) == 7
+                pool.decr_ref(block)
+    assert index.evict(0, 7, EvictionCause()) == 7
     assert (pool.asked, pool.num_free) == (7, 2007)
 
 

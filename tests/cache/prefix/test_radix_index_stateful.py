@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from prefix_cache_model import PUBLIC_TOKEN, Model, radix_config
 
 from quire.cache.in_flight import InFlight
-from quire.cache.prefix.index import Cause
+from quire.cache.prefix.index import EvictionCause
 
 SEEDS = st.integers(0, 2**20).map(Random)
 SIZES = st.sampled_from((1, 4, 8))
@@ -91,7 +91,7 @@ class RoughMachine(PrefixMachine):
         cache = self.model.cache
         group %= len(cache.pools)
         before = cache.pools[group].num_free
-        freed = cache.index.evict(group, count, Cause())
+        freed = cache.index.evict(group, count, EvictionCause())
         assert cache.pools[group].num_free == before + freed
         assert freed <= count
 
@@ -105,15 +105,15 @@ class RoughMachine(PrefixMachine):
     def corrupt(self, rng: Random) -> None:
         """Corrupt a reference count or the index. `check` reports it, and `repair` repairs it."""
         cache = self.model.cache
-        nodes = [node for node in cache.index.forest.nodes() if node.parent is not None]
+        nodes = [node for node in cache.index.trees.nodes() if node.parent is not None]
         if nodes and rng.random() < 0.5:
             rng.choice(nodes).end += 1
         else:
             pool = rng.choice(cache.pools)
-            used = [block for block in range(pool.num_blocks) if pool.refs(block)]
+            used = [block for block in range(pool.num_blocks) if pool.num_refs(block)]
             if not used:
                 return
-            pool.hold(rng.choice(used))
+            pool.incr_ref(rng.choice(used))
         assert cache.check() != []
         cache.repair()
 
@@ -169,6 +169,6 @@ def test_nothing_leaks_over_many_random_operations(seed):
 
 def test_the_model_sees_a_cache_that_reuses_what_a_failed_step_wrote(monkeypatch):
     """The tests above can fail: they find blocks that were never written."""
-    monkeypatch.setattr(InFlight, "forget_writes", lambda self, step_id: set())
+    monkeypatch.setattr(InFlight, "pop_writes", lambda self, step_id: set())
     with pytest.raises(AssertionError, match=r"holds other tokens|does not read back|builds on"):
         drive(Model(radix_config(40, 4)), Random(1), 2000, fails=0.3)

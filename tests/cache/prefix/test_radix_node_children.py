@@ -5,14 +5,14 @@ import random
 import pytest
 
 from quire.cache.prefix import radix_node
-from quire.cache.prefix.radix_node import Children
+from quire.cache.prefix.radix_node import SortedChildren
 
 
 @pytest.mark.parametrize("most", [1, 2, 7, 512])
 def test_children_are_a_sorted_map(monkeypatch, most):
     monkeypatch.setattr(radix_node, "MOST_IN_A_RUN", most)
     rng = random.Random(most)
-    ours: Children[int] = Children()
+    ours: SortedChildren[int] = SortedChildren()
     model: dict[bytes, int] = {}
     for number in range(2500):
         key = rng.randbytes(rng.choice([1, 1, 2]))
@@ -20,7 +20,7 @@ def test_children_are_a_sorted_map(monkeypatch, most):
             ours.remove(key)
             del model[key]
         elif key in model:
-            ours.put(key, number)
+            ours.replace(key, number)
             model[key] = number
         else:
             ours.add(key, number)
@@ -32,7 +32,7 @@ def test_children_are_a_sorted_map(monkeypatch, most):
         wanted = rng.randbytes(2)
         assert ours.get(wanted) == model.get(wanted)
         assert list(ours.before(wanted)) == [model[k] for k in reversed(order) if k < wanted]
-        assert list(ours.since(wanted)) == [model[k] for k in order if k >= wanted]
+        assert list(ours.from_key(wanted)) == [model[k] for k in order if k >= wanted]
     for key in sorted(model):
         ours.remove(key)
     assert not ours and ours.only is None and ours.keys == []

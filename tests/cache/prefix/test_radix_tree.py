@@ -6,12 +6,12 @@ import pytest
 from prefix_cache_model import radix_config
 
 from quire.cache.kv_cache import KVCache
-from quire.cache.prefix.index import Cause
-from quire.cache.prefix.radix_node import LeastRecent, Node
+from quire.cache.prefix.index import EvictionCause
+from quire.cache.prefix.radix_node import LRUNodes, Node
 from quire.core.request import Namespace
 
 NS = Namespace("tenant")
-NOBODY = Cause()
+NOBODY = EvictionCause()
 
 
 class Cache:
@@ -31,13 +31,13 @@ class Cache:
             namespace,
             reusable=reusable,
             limit=len(tokens),
-            most=len(tokens),
-            cause=cause or Cause(self.now, f"request {self.num_seqs}", namespace.tenant),
+            max_new_positions=len(tokens),
+            cause=cause or EvictionCause(self.now, f"request {self.num_seqs}", namespace.tenant),
         )
         assert admission is not None
-        admission.table.launched = admission.num_tokens
+        admission.table.num_launched = admission.num_tokens
         if record:
-            self.kv.record(admission.table, admission.num_tokens, len(tokens))
+            self.kv.cache_blocks(admission.table, admission.num_tokens, len(tokens))
         return admission
 
     def step(self) -> None:
@@ -45,7 +45,7 @@ class Cache:
         self.kv.launched(self.num_steps)
         self.kv.collected(self.num_steps)
         for table in self.kv.tables.values():
-            table.launched = len(table.tokens)
+            table.num_launched = len(table.tokens)
         assert self.kv.check() == []
 
     def release(self, seq_id: int) -> None:
@@ -58,17 +58,17 @@ class Cache:
         self.release(self.num_seqs)
         return admission
 
-    def evict(self, count: int, cause: Cause = NOBODY) -> int:
+    def evict(self, count: int, cause: EvictionCause = NOBODY) -> int:
         freed = self.kv.index.evict(0, count, cause)
         assert self.kv.check() == []
         return freed
 
     def edges(self) -> list[list[int]]:
-        nodes = [node for node in self.kv.index.forest.nodes() if node.parent is not None]
+        nodes = [node for node in self.kv.index.trees.nodes() if node.parent is not None]
         return sorted(memoryview(node.edge).cast("q").tolist() for node in nodes)
 
     def matched(self, tokens, namespace=NS) -> int:
-        return self.kv.index.find(namespace, list(tokens)).num_tokens
+        return self.kv.index.match_prefix(namespace, list(tokens)).num_tokens
 
 
 def words(cache: Cache) -> list[str]:
@@ -95,7 +95,7 @@ def test_document_000_algorithm_2_an_edge_is_split_and_the_older_leaf_is_evicted
     assert cache.evict(1) == 1
     assert cache.edges() == [[1, 2, 5, 6]], "a parent left with one child merges with it"
     assert cache.evict(4) == 4
-    assert not cache.kv.index.forest.roots
+    assert not cache.kv.index.trees.roots
 
 
 def test_a_use_makes_a_leaf_young_and_not_what_lies_behind_the_match():
@@ -116,9 +116,9 @@ def test_document_003_car_carpet_cartridge_care_gives_five_nodes():
         cache.run(word.encode())
     table = cache.admit(b"car").table  # it has a leaf of its own while it runs
     cache.step()
-    cache.kv.record(table, 3, 3)  # the tree replaces the r that it computed for its logits
+    cache.kv.cache_blocks(table, 3, 3)  # the tree replaces the r that it computed for its logits
     assert words(cache) == ["car", "e", "pet", "tridge"]
-    assert len(list(cache.kv.index.forest.nodes())) == 5, "and the root"
+    assert len(list(cache.kv.index.trees.nodes())) == 5, "and the root"
     assert cache.matched(b"cartoon") == 4
     assert cache.matched(b"dog") == 0
 
@@ -203,11 +203,11 @@ def test_equal_blocks_that_two_computed_are_exchanged_when_they_are_written():
     cache = Cache(block_size=4)
     first = cache.admit(range(8), record=False).table
     second = cache.admit(range(8), record=False).table
-    cache.kv.record(first, 0, 8)
-    assert cache.kv.record(second, 0, 8) is None, "it is about to write its own"
+    cache.kv.cache_blocks(first, 0, 8)
+    assert cache.kv.cache_blocks(second, 0, 8) is None, "it is about to write its own"
     assert second.num_indexed == 0
     cache.step()
-    assert cache.kv.record(second, 8, 8) == [0]
+    assert cache.kv.cache_blocks(second, 8, 8) == [0]
     assert second.blocks == first.blocks
     assert cache.kv.check() == []
     assert cache.kv.pools.num_free == 98
@@ -231,7 +231,7 @@ def test_a_fork_that_leaves_a_public_prefix_is_not_public():
     cache.step()
     child = cache.kv.fork(1, 50, 4, [7, 7, 7, 7, 1, 2, 3])
     cache.kv.grow(child, 7)
-    cache.kv.record(child, 4, 7)
+    cache.kv.cache_blocks(child, 4, 7)
     cache.step()
     assert cache.matched([7, 7, 7, 7, 1, 2], NS) == 6
     assert cache.matched([7, 7, 7, 7, 1, 2], Namespace("other")) == 4
@@ -245,7 +245,7 @@ def test_a_half_full_block_left_as_public_by_one_fork_goes_on_otherwise_in_anoth
     child = cache.kv.fork(1, 50, 7, [7] * 7 + [2, 3])
     cache.kv.release(1, 7)
     cache.kv.grow(child, 9)
-    cache.kv.record(child, 7, 9)
+    cache.kv.cache_blocks(child, 7, 9)
     assert cache.kv.check() == []
     assert cache.matched([7] * 7 + [2, 3]) == 8
 
@@ -259,7 +259,7 @@ def test_a_half_full_block_left_by_one_fork_goes_on_as_public_in_another():
     cache.kv.release(50, 7)
     parent = cache.kv.tables[1]
     cache.kv.grow(parent, 9)
-    cache.kv.record(parent, 7, 9)
+    cache.kv.cache_blocks(parent, 7, 9)
     assert cache.kv.check() == []
     assert cache.matched([7] * 8 + [1]) == 8
     cache.kv.release(1, 9)
@@ -278,7 +278,7 @@ def test_without_free_blocks_nothing_has_changed():
     cache.admit(range(12))
     cache.step()
     kv = cache.kv
-    assert kv.admit(9, list(range(20)), NS, reusable=19, limit=20, most=20) is None
+    assert kv.admit(9, list(range(20)), NS, reusable=19, limit=20, max_new_positions=20) is None
     assert (kv.pools.num_free, list(kv.tables)) == (1, [1])
     assert kv.check() == []
 
@@ -315,12 +315,12 @@ def test_repair_begins_an_index_again_that_cannot_be_trusted():
     cache.run(range(12))
     table = cache.admit(range(9)).table
     cache.step()
-    next(node for node in cache.kv.index.forest.nodes() if node.parent is not None).end += 1
+    next(node for node in cache.kv.index.trees.nodes() if node.parent is not None).end += 1
     assert cache.kv.check() != []
     cache.kv.repair()
     assert cache.kv.check() == []
     assert cache.matched(range(9)) == 4, "of the sequence that runs, in whose table all of it is"
-    cache.kv.record(table, 9, 9)
+    cache.kv.cache_blocks(table, 9, 9)
     assert cache.matched(range(9)) == 9
 
 
@@ -344,7 +344,7 @@ def test_why_never_seen_and_last_token_and_recomputed():
 def test_why_evicted_when_and_for_whom_but_no_other_tenants_request(tenant, whom):
     cache = Cache(block_size=4)
     cache.run(range(12))
-    cache.evict(2, Cause(17.5, "big", tenant))
+    cache.evict(2, EvictionCause(17.5, "big", tenant))
     miss = cache.run(range(12)).miss
     assert (miss.position, miss.token, miss.reason) == (4, 4, "evicted")
     assert (miss.evicted_at, miss.evicted_for) == (17.5, whom)
@@ -353,14 +353,14 @@ def test_why_evicted_when_and_for_whom_but_no_other_tenants_request(tenant, whom
 def test_why_eviction_in_another_namespace_is_not_told():
     cache = Cache(block_size=4)
     cache.run(range(12), Namespace("other"))
-    cache.evict(9, Cause(17.5, "big", "other"))
+    cache.evict(9, EvictionCause(17.5, "big", "other"))
     assert reason(cache.run(range(12))) == (0, "never_seen")
 
 
 def test_why_being_computed():
     cache = Cache(block_size=4)
     table = cache.admit(range(12), record=False).table
-    cache.kv.record(table, 0, 6)
+    cache.kv.cache_blocks(table, 0, 6)
     assert reason(cache.admit(range(11))) == (4, "being_computed"), "by this step or a later one"
     assert reason(cache.admit([0, 1, 2, 3, 9, 9])) == (4, "never_seen")
 
@@ -387,8 +387,8 @@ def seconds_per_eviction(num_leaves: int) -> float:
     cache = KVCache(radix_config(2 * num_leaves + 10, 1))
     for i in range(num_leaves):
         tokens = [i % 997, i]
-        cache.admit(i, tokens, NS, reusable=1, limit=2, most=2)
-        cache.record(cache.tables[i], 0, 2)
+        cache.admit(i, tokens, NS, reusable=1, limit=2, max_new_positions=2)
+        cache.cache_blocks(cache.tables[i], 0, 2)
         cache.launched(i)
         cache.collected(i)
         cache.release(i, 2)
@@ -405,7 +405,7 @@ def test_evicting_one_block_takes_hardly_longer_among_twenty_times_the_leaves():
 
 
 def test_least_recent_keeps_no_more_than_it_needs():
-    leaves = LeastRecent()
+    leaves = LRUNodes()
     stays = Node(0, b"", [[]], None, 0)
     leaves.add(stays)
     for number in range(1, 10_000):
@@ -420,7 +420,7 @@ def test_least_recent_keeps_no_more_than_it_needs():
 
 
 def test_least_recent_gives_the_one_that_was_used_last_last():
-    leaves = LeastRecent()
+    leaves = LRUNodes()
     nodes = [Node(number, b"", [[]], None, 0) for number in range(3)]
     for tick, node in enumerate(nodes):
         node.tick = tick

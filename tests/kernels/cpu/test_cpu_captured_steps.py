@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from model_runner_driver import GREEDY, Driver, Wish, copy_move, load_model
 
 from quire import LLM
-from quire.core.step import Writes
-from quire.kernels.contract import NotRecordable
+from quire.core.step import TableUpdates
+from quire.kernels.contract import NotCapturable
 from quire.params import SamplingParams
 
 _C = pytest.importorskip("quire.kernels.cpu._C", reason="the CPU kernels are not built", exc_type=ImportError)
@@ -31,10 +31,10 @@ class Watched(kernels_module.CpuKernels):
     """Keeps the logits from which tokens are sampled."""
 
     def __init__(self, *, recorded):
-        super().__init__(strict=False)
+        super().__init__(deterministic=False)
         self.logits = []
         if not recorded:
-            self.recorder = None
+            self.step_capture = None
 
     def sample(self, logits, draws):
         self.logits.append(logits.clone())
@@ -66,7 +66,7 @@ def driver_of(folder, *, recorded, dtype="float32", **options):
     kernels = Watched(recorded=recorded)
     model = load_model(folder, dtype, kernels)
     options = {"rows": ROWS, "block_size": BLOCK, **options}
-    return Driver(model, kernels=kernels, strict=kernels_module.CpuKernels(strict=True), **options), kernels
+    return Driver(model, kernels=kernels, strict=kernels_module.CpuKernels(deterministic=True), **options), kernels
 
 
 class Script:
@@ -122,7 +122,7 @@ class Script:
             place = int(self.random.integers(len(tables)))
             old, new = tables[place], driver.free[group].pop()
             tables[place] = new
-            writes.append(Writes.of([(row, place, [new])]))
+            writes.append(TableUpdates.of([(row, place, [new])]))
             moves.append(copy_move(group, [(old, new)], BLOCK))
         driver.run([], blocks=writes, moves=moves)
         spare = driver.free[0].pop()
@@ -211,9 +211,9 @@ def test_two_runners_at_the_same_time_do_not_disturb_each_other(saved, threads):
 
 
 def test_a_tape_computes_again_from_what_its_inputs_are_now():
-    kernels = kernels_module.CpuKernels(strict=False)
+    kernels = kernels_module.CpuKernels(deterministic=False)
     x, weight = torch.randn(3, 20), torch.randn(20)
-    result, play = kernels.recorder.record(lambda: kernels.activate(kernels.rms_norm(x, weight, 1e-6), "silu"))
+    result, play = kernels.step_capture.capture(lambda: kernels.activate(kernels.rms_norm(x, weight, 1e-6), "silu"))
     for _ in range(3):
         assert torch.equal(result, kernels.activate(kernels.rms_norm(x, weight, 1e-6), "silu"))
         x.copy_(torch.randn(3, 20))
@@ -240,15 +240,15 @@ def test_a_tape_computes_again_from_what_its_inputs_are_now():
 )
 @pytest.mark.parametrize("inference", [False, True])
 def test_what_torch_computes_cannot_be_recorded_and_is_named(names, compute, inference):
-    kernels = kernels_module.CpuKernels(strict=False)
+    kernels = kernels_module.CpuKernels(deterministic=False)
     with torch.inference_mode(inference):
         x = torch.ones(2, 3)
-        with pytest.raises(NotRecordable, match=rf"^({names}) is computed by torch$"):
-            kernels.recorder.record(lambda: kernels.activate(compute(x), "relu"))
+        with pytest.raises(NotCapturable, match=rf"^({names}) is computed by torch$"):
+            kernels.step_capture.capture(lambda: kernels.activate(compute(x), "relu"))
 
 
 def test_views_and_empty_tensors_can_be_recorded():
-    kernels = kernels_module.CpuKernels(strict=False)
+    kernels = kernels_module.CpuKernels(deterministic=False)
     x = torch.randn(4, 6)
 
     def compute():
@@ -259,14 +259,14 @@ def test_views_and_empty_tensors_can_be_recorded():
         assert all(part.shape == (4, 3) for part in half_like)
         return rowwise.gate(torch.as_strided(first, (4, 6), (6, 1)), "relu") if second is not None else first
 
-    result, play = kernels.recorder.record(compute)
+    result, play = kernels.step_capture.capture(compute)
     x.neg_()
     play()
     assert torch.equal(result, rowwise.gate(kernels.activate(x, "silu"), "relu"))
 
 
 def test_an_exception_leaves_no_tape_behind(saved):
-    kernels = kernels_module.CpuKernels(strict=False)
+    kernels = kernels_module.CpuKernels(deterministic=False)
     x = torch.randn(2, 3)
 
     def fail():
@@ -274,15 +274,15 @@ def test_an_exception_leaves_no_tape_behind(saved):
         raise KeyError("broken")
 
     def twice():
-        return kernels.recorder.record(lambda: x)[0]
+        return kernels.step_capture.capture(lambda: x)[0]
 
-    for compute, error in ((fail, KeyError), (lambda: x + 1, NotRecordable), (twice, RuntimeError)):
+    for compute, error in ((fail, KeyError), (lambda: x + 1, NotCapturable), (twice, RuntimeError)):
         with pytest.raises(error):
-            kernels.recorder.record(compute)
+            kernels.step_capture.capture(compute)
         with pytest.raises(RuntimeError, match="no tape is being recorded"):
             _C.stop()
         assert torch.equal(torch.empty(3).fill_(1), torch.ones(3))  # torch allocates normally again
-    result, play = kernels.recorder.record(lambda: kernels.activate(x, "silu"))
+    result, play = kernels.step_capture.capture(lambda: kernels.activate(x, "silu"))
     x.neg_()
     play()
     assert torch.equal(result, kernels.activate(x, "silu"))
@@ -310,7 +310,7 @@ def test_a_step_that_fails_while_it_is_recorded_can_be_recorded_later(saved, pla
 @settings(max_examples=40)
 @given(st.lists(st.tuples(st.integers(0, 3000), st.sampled_from(["take", "view", "drop"])), max_size=60), st.booleans())
 def test_no_buffer_is_given_to_two_live_tensors(actions, keeps):
-    arena = memory.Arena(keeps=keeps)
+    arena = memory.Arena(never_free=keeps)
     alive = []  # (tensor, the number that fills it)
     for number, (size, action) in enumerate(actions):
         if action == "take" or not alive:
@@ -329,7 +329,7 @@ def test_no_buffer_is_given_to_two_live_tensors(actions, keeps):
 
 
 def test_a_buffer_is_used_again_when_its_tensor_is_gone():
-    arena = memory.Arena(keeps=True)
+    arena = memory.Arena(never_free=True)
     addresses = set()
     for size in range(70, 129):
         x = arena.empty((size,), torch.uint8)
@@ -343,7 +343,7 @@ def test_a_buffer_is_used_again_when_its_tensor_is_gone():
 
 @pytest.mark.parametrize("keeps", [True, False])
 def test_buffers_that_became_too_small_are_given_back_unless_tapes_know_them(keeps):
-    arena = memory.Arena(keeps=keeps)
+    arena = memory.Arena(never_free=keeps)
     held = arena.empty((20_000,), torch.uint8)
     addresses = {arena.empty((size,), torch.uint8).data_ptr() for size in (5000, 40_000, 100_000)}
     assert len(addresses) == 3
@@ -402,7 +402,7 @@ def test_all_sizes_of_a_step_together_take_little_more_than_the_largest(saved, g
 
 
 def test_recording_again_takes_no_more_memory(given_out):
-    kernels = kernels_module.CpuKernels(strict=False)
+    kernels = kernels_module.CpuKernels(deterministic=False)
     x, weight = torch.randn(9, 40), torch.randn(40)
 
     def compute():
@@ -411,21 +411,21 @@ def test_recording_again_takes_no_more_memory(given_out):
             y, _ = kernels.add_rms_norm(y, x, weight, 1e-6)
         return y
 
-    kernels.recorder.record(compute)
+    kernels.step_capture.capture(compute)
     after_one = dict(given_out)
     for _ in range(20):
-        kernels.recorder.record(compute)
+        kernels.step_capture.capture(compute)
     assert given_out.keys() == after_one.keys()
     assert len(given_out) <= 4
 
 
 def test_an_engine_that_has_nothing_to_do_keeps_no_large_buffers(monkeypatch):
     llm = LLM(kernels="cpu", memory="256MiB", dtype="float32", max_model_len=1100)
-    arena = memory.Arena(keeps=False)
+    arena = memory.Arena(never_free=False)
     monkeypatch.setattr(memory._thread, "arena", arena)
     sizes = []
-    rest = memory.rest
-    monkeypatch.setattr(memory, "rest", lambda: (sizes.append([size for size, _ in arena._free]), rest()))
+    rest = memory.release_workspace
+    monkeypatch.setattr(memory, "release_workspace", lambda: (sizes.append([size for size, _ in arena._free]), rest()))
     llm.generate([[5] * 1024], SamplingParams(max_tokens=1), use_tqdm=False)
     assert max(sizes[-1]) >= 2**21, "what the prompt was computed in"
     assert arena._free and max(size for size, _ in arena._free) < 2**21

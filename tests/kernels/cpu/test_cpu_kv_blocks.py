@@ -95,7 +95,7 @@ class Pair:
 
 def zeros_behind_heads(storage):
     """Whether the padding of heads is zero, by the documented layout."""
-    group, depth = storage.group, cpu.padded(storage.group.head_dim)
+    group, depth = storage.group, cpu.padded_head_dim(storage.group.head_dim)
     keys, values = storage.data[:, 0], storage.data[:, 1]
     terms = 2 if storage.data.dtype == torch.bfloat16 else 1
     keys = keys.unflatten(-1, (depth // terms, 16, terms)).transpose(-1, -2).flatten(-3, -2)

@@ -74,10 +74,10 @@ def test_products_are_those_of_float64(seed, rows, n, k, dtype, biased, strict, 
     x, weight = normal(seed, rows, k, dtype=dtype), weight_of(seed + 1, n, k, dtype=dtype)
     bias = normal(seed + 2, n, dtype=dtype) if biased else None
     packed = cpu.pack_weight(weight, 1 + halved)
-    found = cpu.linear(x, packed, bias, strict=strict)
+    found = cpu.linear(x, packed, bias, deterministic=strict)
     assert found.dtype == dtype
     assert_near(found, *exact(x, weight, bias))
-    assert_near(cpu.linear(x, weight, bias, strict=strict), *exact(x, weight, bias))
+    assert_near(cpu.linear(x, weight, bias, deterministic=strict), *exact(x, weight, bias))
 
 
 @drawn
@@ -85,10 +85,10 @@ def test_products_are_those_of_float64(seed, rows, n, k, dtype, biased, strict, 
 def test_gated_products_are_those_of_float64(seed, rows, n, k, dtype, biased, strict, activation):
     x, weight = normal(seed, rows, k, dtype=dtype), weight_of(seed + 1, 2 * n, k, dtype=dtype)
     bias = normal(seed + 2, 2 * n, dtype=dtype) if biased else None
-    found = cpu.gated_linear(x, cpu.pack_weight(weight, 2), bias, activation, strict=strict)
+    found = cpu.gated_linear(x, cpu.pack_weight(weight, 2), bias, activation, deterministic=strict)
     assert found.dtype == dtype
     assert_gated(found, x, weight, bias, activation)
-    assert_gated(cpu.gated_linear(x, weight, bias, activation, strict=strict), x, weight, bias, activation)
+    assert_gated(cpu.gated_linear(x, weight, bias, activation, deterministic=strict), x, weight, bias, activation)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -99,8 +99,8 @@ def test_every_number_of_rows_is_computed(n, k, dtype):
     for rows in COUNTS:
         x = normal(rows, rows, k, dtype=dtype)
         for strict in (False, True):
-            assert_near(cpu.linear(x, plain, bias, strict=strict), *exact(x, weight, bias))
-            assert_gated(cpu.gated_linear(x, gates, bias, "silu", strict=strict), x, weight, bias, "silu")
+            assert_near(cpu.linear(x, plain, bias, deterministic=strict), *exact(x, weight, bias))
+            assert_gated(cpu.gated_linear(x, gates, bias, "silu", deterministic=strict), x, weight, bias, "silu")
 
 
 @pytest.mark.parametrize("strict", [False, True])
@@ -108,8 +108,8 @@ def test_every_number_of_rows_is_computed(n, k, dtype):
 def test_many_rows_go_block_by_block(rows, n, k, strict):
     x, weight = normal(0, rows, k, dtype=torch.bfloat16), weight_of(1, 2 * n, k, dtype=torch.bfloat16)
     bias = normal(2, 2 * n, dtype=torch.bfloat16)
-    assert_near(cpu.linear(x, cpu.pack_weight(weight), bias, strict=strict), *exact(x, weight, bias))
-    found = cpu.gated_linear(x, cpu.pack_weight(weight, 2), bias, "silu", strict=strict)
+    assert_near(cpu.linear(x, cpu.pack_weight(weight), bias, deterministic=strict), *exact(x, weight, bias))
+    found = cpu.gated_linear(x, cpu.pack_weight(weight, 2), bias, "silu", deterministic=strict)
     assert_gated(found, x, weight, bias, "silu")
 
 
@@ -117,8 +117,8 @@ def test_no_rows_give_no_rows():
     for dtype in (torch.float32, torch.bfloat16):
         weight = weight_of(1, 40, 64, dtype=dtype)
         x = torch.empty(0, 64, dtype=dtype)
-        assert cpu.linear(x, cpu.pack_weight(weight), None, strict=False).shape == (0, 40)
-        assert cpu.gated_linear(x, cpu.pack_weight(weight, 2), None, "silu", strict=False).shape == (0, 20)
+        assert cpu.linear(x, cpu.pack_weight(weight), None, deterministic=False).shape == (0, 40)
+        assert cpu.gated_linear(x, cpu.pack_weight(weight, 2), None, "silu", deterministic=False).shape == (0, 20)
         assert cpu.embed(torch.empty(0, dtype=torch.int64), cpu.pack_weight(weight)).shape == (0, 64)
 
 
@@ -157,7 +157,7 @@ def test_experts_are_those_of_float64(seed, num_tokens, hidden, inner, dtype, pa
     ids = order[:, :each]  # no token picks the last expert
     weights = normal(seed + 3, num_tokens, each).softmax(1)
     packs = (cpu.pack_weight(up, 2), cpu.pack_weight(down)) if packed else (up, down)
-    found = cpu.experts(x, ids, weights, *packs, activation, strict=strict)
+    found = cpu.experts(x, ids, weights, *packs, activation, deterministic=strict)
     assert found.dtype == dtype
     expected = reference.experts(x.double(), ids, weights.double(), up.double(), down.double(), activation)
     error = 3e-2 if dtype == torch.bfloat16 else 1e-5  # intermediate gated products are rounded
@@ -170,10 +170,10 @@ def test_one_of_several_weights_is_as_if_it_was_packed_alone(seed, n, k, dtype, 
     weights, x = weight_of(seed, 3, 2 * n, k, dtype=dtype), normal(seed + 1, rows, k, dtype=dtype)
     plain, gates = cpu.pack_weight(weights), cpu.pack_weight(weights, 2)
     for index in (0, 2, -1):
-        alone = cpu.linear(x, cpu.pack_weight(weights[index]), None, strict=False)
-        assert torch.equal(cpu.linear(x, plain[index], None, strict=False), alone)
-        gated = cpu.gated_linear(x, cpu.pack_weight(weights[index], 2), None, "silu", strict=False)
-        assert torch.equal(cpu.gated_linear(x, gates[index], None, "silu", strict=False), gated)
+        alone = cpu.linear(x, cpu.pack_weight(weights[index]), None, deterministic=False)
+        assert torch.equal(cpu.linear(x, plain[index], None, deterministic=False), alone)
+        gated = cpu.gated_linear(x, cpu.pack_weight(weights[index], 2), None, "silu", deterministic=False)
+        assert torch.equal(cpu.gated_linear(x, gates[index], None, "silu", deterministic=False), gated)
 
 
 @drawn
@@ -184,10 +184,12 @@ def test_rows_may_be_a_view_into_a_wider_tensor(seed, rows, n, k, dtype, before,
     wide[:, before : before + k] = x
     for view in (wide[:, before : before + k], x.T.contiguous().T):
         for strict in (False, True):
-            found = cpu.linear(view, cpu.pack_weight(weight), None, strict=strict)
-            assert torch.equal(found, cpu.linear(x, cpu.pack_weight(weight), None, strict=strict))
-            found = cpu.gated_linear(view, cpu.pack_weight(weight, 2), None, "gelu", strict=strict)
-            assert torch.equal(found, cpu.gated_linear(x, cpu.pack_weight(weight, 2), None, "gelu", strict=strict))
+            found = cpu.linear(view, cpu.pack_weight(weight), None, deterministic=strict)
+            assert torch.equal(found, cpu.linear(x, cpu.pack_weight(weight), None, deterministic=strict))
+            found = cpu.gated_linear(view, cpu.pack_weight(weight, 2), None, "gelu", deterministic=strict)
+            assert torch.equal(
+                found, cpu.gated_linear(x, cpu.pack_weight(weight, 2), None, "gelu", deterministic=strict)
+            )
 
 
 @drawn
@@ -201,12 +203,12 @@ def test_what_is_not_finite_stays_in_its_row(seed, rows, k, dtype, strict, value
     others = torch.arange(rows) != row
     plain, gates = cpu.pack_weight(weight), cpu.pack_weight(weight, 2)
     for product in (
-        lambda x: cpu.linear(x, plain, None, strict=strict),
-        lambda x: cpu.gated_linear(x, gates, None, "silu", strict=strict),
+        lambda x: cpu.linear(x, plain, None, deterministic=strict),
+        lambda x: cpu.gated_linear(x, gates, None, "silu", deterministic=strict),
     ):
         found = product(spoilt)
         assert torch.equal(found[others], product(x)[others])
-    assert not cpu.linear(spoilt, plain, None, strict=strict)[row].isfinite().any()
+    assert not cpu.linear(spoilt, plain, None, deterministic=strict)[row].isfinite().any()
 
 
 @drawn
@@ -218,9 +220,9 @@ def test_strict_products_have_the_same_bits_alone_and_in_any_company(build, seed
     start = data.draw(st.integers(0, rows - 1))
     stop = data.draw(st.integers(start + 1, rows))
     for product in (
-        lambda x: cpu.linear(x, up, bias, strict=True),
-        lambda x: cpu.linear(x, gates, bias, strict=True),
-        lambda x: cpu.gated_linear(x, gates, bias, activation, strict=True),
+        lambda x: cpu.linear(x, up, bias, deterministic=True),
+        lambda x: cpu.linear(x, gates, bias, deterministic=True),
+        lambda x: cpu.gated_linear(x, gates, bias, activation, deterministic=True),
     ):
         together = product(x)
         assert torch.equal(product(x[start:stop].clone()), together[start:stop])
@@ -240,8 +242,8 @@ def test_strict_experts_have_the_same_bits_alone_and_in_any_company(seed, num_to
     ids = torch.rand(num_tokens, 4, generator=torch.Generator().manual_seed(seed)).argsort(1)[:, :2]
     weights = normal(seed + 3, num_tokens, 2).softmax(1)
     one = slice(start := data.draw(st.integers(0, num_tokens - 1)), start + 1)
-    together = cpu.experts(x, ids, weights, up, down, "silu", strict=True)
-    assert torch.equal(cpu.experts(x[one], ids[one], weights[one], up, down, "silu", strict=True), together[one])
+    together = cpu.experts(x, ids, weights, up, down, "silu", deterministic=True)
+    assert torch.equal(cpu.experts(x[one], ids[one], weights[one], up, down, "silu", deterministic=True), together[one])
 
 
 def test_what_does_not_go_together_is_refused():
@@ -253,24 +255,24 @@ def test_what_does_not_go_together_is_refused():
         cpu.pack_weight(weight, 4)
     for wrong in (torch.zeros(2, 7), x.bfloat16(), x.double(), torch.zeros(8), torch.zeros(1, 2, 8)):
         for product in (
-            lambda x: cpu.linear(x, packed, None, strict=False),
-            lambda x: cpu.linear(x, gates, None, strict=False),
-            lambda x: cpu.gated_linear(x, gates, None, "silu", strict=False),
+            lambda x: cpu.linear(x, packed, None, deterministic=False),
+            lambda x: cpu.linear(x, gates, None, deterministic=False),
+            lambda x: cpu.gated_linear(x, gates, None, "silu", deterministic=False),
         ):
             with pytest.raises(ValueError, match="does not go with a weight"):
                 product(wrong)
     for wrong in (torch.zeros(5), torch.zeros(7), torch.zeros(1, 6), torch.zeros(6).bfloat16()):
         with pytest.raises(ValueError, match="bias"):
-            cpu.linear(x, packed, wrong, strict=False)
+            cpu.linear(x, packed, wrong, deterministic=False)
         with pytest.raises(ValueError, match="bias"):
-            cpu.linear(x, gates, wrong, strict=False)
+            cpu.linear(x, gates, wrong, deterministic=False)
         with pytest.raises(ValueError, match="bias"):
-            cpu.gated_linear(x, gates, wrong, "silu", strict=False)
+            cpu.gated_linear(x, gates, wrong, "silu", deterministic=False)
     with pytest.raises(ValueError, match="2 parts"):
-        cpu.gated_linear(x, packed, None, "silu", strict=False)
-    for product in (cpu.linear, lambda x, weight, bias, strict: cpu.embed(torch.tensor([0]), weight)):
+        cpu.gated_linear(x, packed, None, "silu", deterministic=False)
+    for product in (cpu.linear, lambda x, weight, bias, deterministic: cpu.embed(torch.tensor([0]), weight)):
         with pytest.raises(ValueError, match="several weights"):
-            product(x, several, None, strict=False)
+            product(x, several, None, deterministic=False)
     with pytest.raises(ValueError, match="2 parts"):
         cpu.embed(torch.tensor([0]), gates)
     for some in (weight, packed):
@@ -282,5 +284,5 @@ def test_a_bias_may_be_a_view():
     x, weight = normal(0, 3, 8), normal(1, 6, 8)
     bias = normal(2, 12)
     for parts in (1, 2):
-        found = cpu.linear(x, cpu.pack_weight(weight, parts), bias[::2], strict=False)
+        found = cpu.linear(x, cpu.pack_weight(weight, parts), bias[::2], deterministic=False)
         assert_near(found, *exact(x, weight, bias[::2]))

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from quire.kernels.contract import Packed
+from quire.kernels.contract import PackedWeight
 from quire.models.checkpoint import FolderCheckpoint
 from quire.models.description import describe
 from quire.models.gguf.checkpoint import GgufCheckpoint
@@ -36,7 +36,7 @@ def two_threads():
 def assert_packed_alike(checkpoint, dtype):
     """Compare a model loaded for the kernels with one loaded without. Returns the names of packed weights."""
     plain = load(describe(checkpoint), dtype=dtype)
-    model = load(describe(checkpoint), dtype=dtype, kernels=CpuKernels(strict=False))
+    model = load(describe(checkpoint), dtype=dtype, kernels=CpuKernels(deterministic=False))
     kept, packed = dict(model.named_parameters()), []
     for name, parameter in plain.named_parameters():
         if name in kept:
@@ -45,7 +45,7 @@ def assert_packed_alike(checkpoint, dtype):
         module, _, attribute = name.rpartition(".")
         weight = getattr(model.get_submodule(module), attribute)
         expected = products.pack_weight(parameter, weight.parts)
-        assert isinstance(weight, Packed)
+        assert isinstance(weight, PackedWeight)
         assert (weight.rows, weight.columns) == (expected.rows, expected.columns)
         assert weight.data.dtype == parameter.dtype
         assert torch.equal(weight.data, expected.data), name
@@ -86,7 +86,7 @@ def test_rows_may_come_in_any_pieces_types_and_order(pieces, columns, dtype, par
     shape = (number, rows, columns) if number else (rows, columns)
     whole = torch.randn(shape, generator=torch.Generator().manual_seed(rows)).to(dtype)
     expected = products.pack_weight(whole, parts)
-    weight = products.room(shape, dtype, parts)
+    weight = products.allocate_weight(shape, dtype, parts)
     cuts = sorted({0, rows, *(data.draw(st.integers(0, rows)) for _ in pieces)})
     spans = [(index, *span) for index in range(number or 1) for span in pairwise(cuts)]
     for index, start, stop in data.draw(st.permutations(spans)):
@@ -101,7 +101,7 @@ def test_rows_may_come_in_any_pieces_types_and_order(pieces, columns, dtype, par
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_that_are_converted_in_several_goes_are_all_there(dtype):
     whole = torch.randn(2500, 6, generator=torch.Generator().manual_seed(0)).double()
-    weight = products.room(whole.shape, dtype)
+    weight = products.allocate_weight(whole.shape, dtype)
     products.write_rows(weight, whole, 0)
     assert torch.equal(weight.data, products.pack_weight(whole.to(dtype)).data)
 
@@ -118,7 +118,7 @@ def test_a_tile_holds_its_rows_term_by_term():
 
 @pytest.mark.parametrize(("shape", "start"), [((4, 7), 0), ((4, 8), 3), ((7, 8), 0), ((4, 8), -1), ((8,), 0)])
 def test_rows_that_have_no_place_are_refused(shape, start):
-    weight = products.room((6, 8), torch.float32)
+    weight = products.allocate_weight((6, 8), torch.float32)
     with pytest.raises(ValueError, match="are not of a weight"):
         products.write_rows(weight, torch.ones(shape), start)
     assert not weight.data.any()

@@ -90,7 +90,7 @@ class Case:
 
     def run(self, plan=None, softcap=0.0, scale=0.2):
         """The output of all chunks. Queries are views into a wider product."""
-        plan = paged.plan(self.batch(), self.storage, strict=self.strict) if plan is None else plan
+        plan = paged.plan(self.batch(), self.storage, deterministic=self.strict) if plan is None else plan
         q = torch.cat(self.q)
         product = torch.full((len(q), q.shape[1] * q.shape[2] + 7), torch.nan, dtype=q.dtype)
         product[:, 3:-4] = q.flatten(1)
@@ -177,7 +177,13 @@ def test_splitting_stops_where_the_scratch_ends(build):
     plan = paged.plan(case.batch(), case.storage)
     for rows in (0, 3, 9, 17):
         short = paged.CpuPlan(
-            plan.starts, plan.stops, plan.tables, plan.slots, plan.scratch[:rows].clone(), plan.block_size, strict=False
+            plan.starts,
+            plan.stops,
+            plan.tables,
+            plan.slots,
+            plan.scratch[:rows].clone(),
+            plan.block_size,
+            deterministic=False,
         )
         case.check(short)
 
@@ -194,7 +200,7 @@ def test_a_plan_is_refilled_in_place_and_played_again(build):
     q, out = torch.cat(first.q), torch.empty(41, 256, dtype=torch.bfloat16)
     _C.record()
     try:
-        _C.attention(*paged.arguments(both, 1, q, out, plan, 0.2, 0.0))
+        _C.attention(*paged.kernel_arguments(both, 1, q, out, plan, 0.2, 0.0))
     finally:
         tape = _C.stop()
     np.testing.assert_allclose(out.float(), first.expected(), atol=0.03)
@@ -242,7 +248,7 @@ def strict_rows(spans, threads, *, company, window, dtype, seed=10):
         tables[1:, : others_case.tables.shape[1]] = others_case.tables[: len(others)] + blocks
         all_spans = np.array([(start, stop), *others])
         q = torch.cat([whole.q[0][start:stop], *others_case.q[: len(others)]])
-        plan = paged.plan(Batch(all_spans[:, 0].copy(), all_spans[:, 1].copy(), tables), storage, strict=True)
+        plan = paged.plan(Batch(all_spans[:, 0].copy(), all_spans[:, 1].copy(), tables), storage, deterministic=True)
         _C.set_threads(threads)
         outputs.append(paged.attention(storage, 1, q, plan, 0.2)[: stop - start])
     return torch.cat(outputs)
@@ -278,5 +284,5 @@ def test_contiguous_blocks_give_the_same(build):
     plan = paged.plan(case.batch(), case.storage)
     plan.tables[:, 1:] = NOWHERE
     out = torch.full_like(paged_out, torch.nan)
-    _C.attention_contiguous(*paged.arguments(case.storage, 1, torch.cat(case.q), out, plan, 0.2, 0.0))
+    _C.attention_contiguous(*paged.kernel_arguments(case.storage, 1, torch.cat(case.q), out, plan, 0.2, 0.0))
     assert torch.equal(out, paged_out)

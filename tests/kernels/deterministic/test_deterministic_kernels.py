@@ -15,7 +15,16 @@ from quire.config import KVGroup
 from quire.kernels import deterministic, reference
 from quire.kernels.contract import ACTIVATIONS, Batch
 from quire.kernels.deterministic import tiled
-from quire.kernels.exact import LEFT_BITS, RIGHT_BITS, TERMS, by_vectors, exact_sum, fixed_point, product, row_power
+from quire.kernels.exact import (
+    LEFT_BITS,
+    RIGHT_BITS,
+    TERMS,
+    apply_to_whole_vectors,
+    exact_sum,
+    fixed_point,
+    product,
+    row_power,
+)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 0.06, torch.float16: 8e-3}
@@ -185,8 +194,8 @@ def test_outliers_of_one_row_of_a_weight_do_not_coarsen_the_others():
 def test_products_in_portions_of_rows_are_those_of_one_row(rows, monkeypatch):
     x, weight, bias = randn(rows, 520), randn(33, 520, seed=1), randn(33, seed=2)
     expected = deterministic.linear(x, weight, bias)
-    monkeypatch.setattr("quire.kernels.exact._SUMS", 1)
-    monkeypatch.setattr("quire.kernels.exact._NUMBERS", 1)
+    monkeypatch.setattr("quire.kernels.exact._OUTPUT_CHUNK_NUMBERS", 1)
+    monkeypatch.setattr("quire.kernels.exact._WEIGHT_CHUNK_NUMBERS", 1)
     assert torch.equal(deterministic.linear(x, weight, bias), expected)
 
 
@@ -231,16 +240,16 @@ def test_elementwise_functions_do_not_depend_on_the_place_of_a_number(name, dtyp
     """The result depends neither on tails, threads and neighbours nor on the alignment of memory."""
     function = ELEMENTWISE[name]
     x = randn(70001, dtype=dtype).abs()
-    whole = by_vectors(function, x)
+    whole = apply_to_whole_vectors(function, x)
     near = TOLERANCES[dtype] / 20
     torch.testing.assert_close(whole, function(x), rtol=near, atol=near)
     for number in (1, 3):
         threads(number)
         for size in (1, 63, 64, 16384, 16385, 70001):
-            assert torch.equal(by_vectors(function, x[-size:]), whole[-size:])
-            assert torch.equal(by_vectors(function, x[:size].view(-1, 1)), whole[:size].view(-1, 1))
+            assert torch.equal(apply_to_whole_vectors(function, x[-size:]), whole[-size:])
+            assert torch.equal(apply_to_whole_vectors(function, x[:size].view(-1, 1)), whole[:size].view(-1, 1))
         for first in (1, 3, 7, 31, 33):
-            assert torch.equal(by_vectors(function, x[first : first + 1024]), whole[first : first + 1024])
+            assert torch.equal(apply_to_whole_vectors(function, x[first : first + 1024]), whole[first : first + 1024])
 
 
 class Sequences:

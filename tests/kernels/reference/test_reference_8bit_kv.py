@@ -9,19 +9,19 @@ import torch
 from quire.config import KVGroup
 from quire.kernels import deterministic, reference
 from quire.kernels.contract import Batch
-from quire.kernels.reference.quantized import LARGEST, dequantized, quantized
+from quire.kernels.reference.quantized import MAX_QUANTIZED, dequantize, quantize
 
 CPU = torch.device("cpu")
-TYPES = sorted(LARGEST)
+TYPES = sorted(MAX_QUANTIZED)
 
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_what_is_lost_is_less_than_half_a_step(dtype):
     x = torch.randn(7, 5, 24, generator=torch.Generator().manual_seed(1)) * torch.logspace(-3, 3, 7)[:, None, None]
-    stored = quantized(x, dtype)
+    stored = quantize(x, dtype)
     assert (stored.shape, stored.dtype) == ((7, 5, 28), torch.uint8)
-    scales = x.abs().amax(-1, keepdim=True) / LARGEST[dtype]
-    lost = (dequantized(stored, dtype) - x).abs()
+    scales = x.abs().amax(-1, keepdim=True) / MAX_QUANTIZED[dtype]
+    lost = (dequantize(stored, dtype) - x).abs()
     steps = scales.expand_as(x) if dtype == "int8" else torch.maximum(x.abs() / 8, scales * 2**-9)
     assert (lost <= 0.501 * steps).all()
     assert (lost > 0.2 * steps).any(), "so little is lost that this says nothing"
@@ -32,12 +32,12 @@ def test_zeros_stay_zeros_and_one_bad_head_spoils_no_other(dtype):
     x = torch.zeros(3, 2, 8)
     x[0, 1] = torch.arange(8.0)
     x[1, 0, 3] = torch.nan
-    found = dequantized(quantized(x, dtype), dtype)
+    found = dequantize(quantize(x, dtype), dtype)
     assert found[1, 0].isnan().all()
     found[1, 0] = 0
     assert torch.equal(found[2], torch.zeros(2, 8))
     torch.testing.assert_close(found[0, 1], x[0, 1], atol=0.25, rtol=0)
-    assert torch.equal(dequantized(torch.zeros(4, 12, dtype=torch.uint8), dtype), torch.zeros(4, 8))
+    assert torch.equal(dequantize(torch.zeros(4, 12, dtype=torch.uint8), dtype), torch.zeros(4, 8))
 
 
 @pytest.mark.parametrize("module", [reference, deterministic])
@@ -53,7 +53,7 @@ def test_attention_sees_the_numbers_that_are_left(module, dtype, window):
     plan = module.plan(batch, few)
     module.write_kv(few, 1, k, v, plan)
     kept = reference.pack(few, torch.arange(12))
-    reference.unpack(many, torch.arange(12), dequantized(kept, dtype))
+    reference.unpack(many, torch.arange(12), dequantize(kept, dtype))
     expected = module.attention(many, 1, q, module.plan(batch, many), 0.25)
     torch.testing.assert_close(module.attention(few, 1, q, plan, 0.25), expected, atol=1e-6, rtol=1e-6)
     exact = module.allocate(replace(group, dtype="float32"), 16, CPU)

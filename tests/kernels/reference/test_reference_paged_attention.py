@@ -11,7 +11,7 @@ from quire.config import KVGroup
 from quire.kernels import reference
 from quire.kernels.contract import Batch
 from quire.kernels.reference import paged
-from quire.layers.attend import PagedAttend, Scores
+from quire.layers.attend import PagedAttend, ScoreScaling
 
 NOWHERE = 10**6  # a block that does not exist: entries behind a sequence's end are undefined
 
@@ -187,7 +187,7 @@ def test_padding_is_bounded():
 def test_each_group_writes_by_its_own_table():
     groups = [KVGroup((layer,), "full", 1, 4, "float32", 5, 1) for layer in (1, 0)]
     storages = [reference.allocate(group, 2, torch.device("cpu")) for group in groups]
-    attend = PagedAttend(reference, storages, [Scores(0.5)] * 2)
+    attend = PagedAttend(reference, storages, [ScoreScaling(0.5)] * 2)
     attend.plan([Batch(np.array([0]), np.array([3]), np.array([table])) for table in ([4, 1], [0, 3])])
     for layer in range(2):
         attend(layer, *torch.ones(3, 3, 1, 4))
@@ -197,7 +197,7 @@ def test_each_group_writes_by_its_own_table():
 
 def test_each_layer_has_its_scores():
     storage = reference.allocate(KVGroup((0, 1, 2), "full", 1, 4, "float32", 2, 1), 4, torch.device("cpu"))
-    attend = PagedAttend(reference, [storage], [Scores(0.5), Scores(2.0), Scores(0.5, 0.1)])
+    attend = PagedAttend(reference, [storage], [ScoreScaling(0.5), ScoreScaling(2.0), ScoreScaling(0.5, 0.1)])
     attend.plan([Batch(np.array([0]), np.array([5]), np.array([[1, 0]]))])
     q, k, v = torch.randn(3, 5, 1, 4)
     for layer, (scale, softcap) in enumerate([(0.5, 0.0), (2.0, 0.0), (0.5, 0.1)]):

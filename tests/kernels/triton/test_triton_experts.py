@@ -72,8 +72,8 @@ def test_a_row_of_nan_or_infinity_has_experts_and_its_mates_have_their_own():
 def test_tiles_hold_each_pair_once_and_beside_its_expert(seed, num_tokens, num_experts, rows, together, data):
     k = data.draw(st.integers(1, num_experts))
     ids, _ = picks(seed, num_tokens, num_experts, k)
-    with patch.object(routing, "SORTED", together):
-        routes = routing.arrange(ids.contiguous(), num_experts, rows)
+    with patch.object(routing, "PAIRS_PER_STEP", together):
+        routes = routing.align_block_size(ids.contiguous(), num_experts, rows)
     order, of_pair = routes.order.tolist(), ids.flatten().tolist()
     assert order == sorted(range(num_tokens * k), key=lambda pair: of_pair[pair])
     assert routes.ends.tolist() == [sum(id <= expert for id in of_pair) for expert in range(num_experts)]
@@ -114,9 +114,9 @@ def test_experts_are_those_of_float64(seed, num_tokens, hidden, inner, k, dtype,
     up = weight_of(seed + 1, num_experts, 2 * inner, hidden, dtype=dtype)
     down = weight_of(seed + 2, num_experts, hidden, inner, dtype=dtype)
     ids, weights = picks(seed + 3, num_tokens, num_experts - 1, k)  # no token picks the last expert
-    found = experts.experts(x, ids, weights, up, down, activation, strict=strict)
+    found = experts.experts(x, ids, weights, up, down, activation, deterministic=strict)
     assert_mixed(found, x, ids, weights, up, down, activation)
-    assert torch.equal(experts.experts(x, ids, weights, up, down, activation, strict=strict), found)
+    assert torch.equal(experts.experts(x, ids, weights, up, down, activation, deterministic=strict), found)
 
 
 @pytest.mark.parametrize(
@@ -127,10 +127,10 @@ def test_all_tokens_may_want_the_same_experts(dtype, strict):
     x = normal(0, 70, 40, dtype=dtype)
     up, down = weight_of(1, 5, 48, 40, dtype=dtype), weight_of(2, 5, 40, 24, dtype=dtype)
     ids, weights = torch.tensor([3, 0], device=DEVICE).expand(70, 2), normal(3, 70, 2).softmax(1)
-    found = experts.experts(x, ids, weights, up, down, "silu", strict=strict)
+    found = experts.experts(x, ids, weights, up, down, "silu", deterministic=strict)
     assert_mixed(found, x, ids, weights, up, down, "silu")
     ids = torch.full((70, 1), 2, device=DEVICE)
-    found = experts.experts(x, ids, weights[:, :1], up, down, "silu", strict=strict)
+    found = experts.experts(x, ids, weights[:, :1], up, down, "silu", deterministic=strict)
     assert_mixed(found, x, ids, weights[:, :1], up, down, "silu")
 
 
@@ -143,9 +143,11 @@ def test_numbers_of_experts_of_real_models(num_experts, k, hidden, normalise, st
     x, inner = normal(0, 2, hidden, dtype=torch.bfloat16), 16
     up = weight_of(1, num_experts, 2 * inner, hidden, dtype=torch.bfloat16)
     down = weight_of(2, num_experts, hidden, inner, dtype=torch.bfloat16)
-    logits = products.linear(x, weight_of(3, num_experts, hidden, dtype=torch.bfloat16), None, strict=strict)
+    logits = products.linear(x, weight_of(3, num_experts, hidden, dtype=torch.bfloat16), None, deterministic=strict)
     ids, weights = routing.route(logits, k, normalise=normalise)
-    assert_mixed(experts.experts(x, ids, weights, up, down, "silu", strict=strict), x, ids, weights, up, down, "silu")
+    assert_mixed(
+        experts.experts(x, ids, weights, up, down, "silu", deterministic=strict), x, ids, weights, up, down, "silu"
+    )
 
 
 @pytest.fixture
@@ -167,13 +169,13 @@ def test_the_librarys_grouped_product_gives_what_ours_does(grouped, monkeypatch)
     x = normal(0, 25, 40, dtype=torch.bfloat16)
     up, down = weight_of(1, 3, 48, 40, dtype=torch.bfloat16), weight_of(2, 3, 40, 24, dtype=torch.bfloat16)
     ids, weights = picks(3, 25, 3, 2)
-    found = experts.experts(x, ids, weights, up, down, activation, strict=False)
+    found = experts.experts(x, ids, weights, up, down, activation, deterministic=False)
     assert_mixed(found, x, ids, weights, up, down, activation)
     ends = [sum(id <= expert for id in ids.flatten().tolist()) for expert in range(3)]
     assert grouped == [((50, 40), ends)]
-    assert torch.equal(experts.experts(x, ids, weights, up, down, activation, strict=False), found)
-    monkeypatch.setattr(experts, "library_takes", lambda x, weight: False)
-    own = experts.experts(x, ids, weights, up, down, activation, strict=False)
+    assert torch.equal(experts.experts(x, ids, weights, up, down, activation, deterministic=False), found)
+    monkeypatch.setattr(experts, "has_grouped_mm", lambda x, weight: False)
+    own = experts.experts(x, ids, weights, up, down, activation, deterministic=False)
     assert len(grouped) == 2, "the last one was our own"
     torch.testing.assert_close(own, found, rtol=0.02, atol=0.02)
 
@@ -183,7 +185,7 @@ def test_the_library_is_not_asked_for_what_it_does_badly(grouped, monkeypatch):
         grouped.clear()
         up, down = weight_of(1, 2, 2 * inner, 40, dtype=dtype), weight_of(2, 2, 40, inner, dtype=dtype)
         ids, weights = picks(3, num_tokens, 2, 1)
-        experts.experts(normal(0, num_tokens, 40, dtype=dtype), ids, weights, up, down, "silu", strict=strict)
+        experts.experts(normal(0, num_tokens, 40, dtype=dtype), ids, weights, up, down, "silu", deterministic=strict)
         return len(grouped)
 
     assert calls(33, 24, torch.bfloat16, strict=False) == 1
@@ -193,9 +195,9 @@ def test_the_library_is_not_asked_for_what_it_does_badly(grouped, monkeypatch):
     assert calls(33, 24, torch.bfloat16, strict=True) == 0
     for capability, takes in (((8, 0), False), ((9, 0), True), ((10, 0), True), ((12, 0), False)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
-        assert experts._has_grouped.__wrapped__(torch.device("cuda")) == takes
+        assert experts._device_has_grouped_mm.__wrapped__(torch.device("cuda")) == takes
     monkeypatch.delattr(experts.F, "grouped_mm")
-    assert not experts.library_takes(torch.empty(1, 8, dtype=torch.bfloat16), torch.empty(1, 8, 8))
+    assert not experts.has_grouped_mm(torch.empty(1, 8, dtype=torch.bfloat16), torch.empty(1, 8, 8))
 
 
 def test_tokens_and_shares_may_be_views():
@@ -206,9 +208,9 @@ def test_tokens_and_shares_may_be_views():
     )
     ids, weights = picks(3, 12, 4, 4)
     some = x[::2], ids[::2, 1:3], weights[::2, 1:3]
-    assert_mixed(experts.experts(*some, up, down, "silu", strict=False), *some, up, down, "silu")
+    assert_mixed(experts.experts(*some, up, down, "silu", deterministic=False), *some, up, down, "silu")
     turned = x.T.contiguous().T, ids[:, :2], weights[:, :2]
-    assert_mixed(experts.experts(*turned, up, down, "silu", strict=False), *turned, up, down, "silu")
+    assert_mixed(experts.experts(*turned, up, down, "silu", deterministic=False), *turned, up, down, "silu")
 
 
 @pytest.mark.parametrize("ids", [[0, 1, 2], [2, 0, 1], [1, 2, 0], [2, 1, 0]])
@@ -219,7 +221,7 @@ def test_results_are_added_in_the_order_of_experts(ids):
     for results, total in (((1e8, -1e8, 1.0), 1.0), ((1e8, 1.0, -1e8), 0.0), ((1.0, 1e8, -1e8), 0.0)):
         down = torch.tensor(results, device=DEVICE).view(3, 1, 1) * torch.eye(16, device=DEVICE)
         shares = torch.ones(1, 3, device=DEVICE)
-        found = experts.experts(x, torch.tensor([ids], device=DEVICE), shares, up, down, "relu", strict=False)
+        found = experts.experts(x, torch.tensor([ids], device=DEVICE), shares, up, down, "relu", deterministic=False)
         assert (found == total).all()
 
 
@@ -230,11 +232,11 @@ def test_strict_experts_have_the_same_bits_alone_and_in_any_company(seed, num_to
     up, down = weight_of(seed + 1, 4, 66, 48, dtype=dtype), weight_of(seed + 2, 4, 48, 33, dtype=dtype)
     ids, weights = picks(seed + 3, num_tokens, 4, 2)
     one = slice(start := data.draw(st.integers(0, num_tokens - 1)), start + 1)
-    together = experts.experts(x, ids, weights, up, down, "silu", strict=True)
+    together = experts.experts(x, ids, weights, up, down, "silu", deterministic=True)
     for some in (one, slice(start, None), slice(None, start + 1)):
-        alone = experts.experts(x[some].clone(), ids[some], weights[some], up, down, "silu", strict=True)
+        alone = experts.experts(x[some].clone(), ids[some], weights[some], up, down, "silu", deterministic=True)
         assert torch.equal(alone, together[some])
-    turned = experts.experts(x.roll(5, 0), ids.roll(5, 0), weights.roll(5, 0), up, down, "silu", strict=True)
+    turned = experts.experts(x.roll(5, 0), ids.roll(5, 0), weights.roll(5, 0), up, down, "silu", deterministic=True)
     assert torch.equal(turned, together.roll(5, 0))
 
 
@@ -245,11 +247,11 @@ def test_experts_can_be_recorded_and_run_again_on_other_tokens(num_tokens, stric
     inputs = [
         (normal(seed, num_tokens, 48, dtype=torch.bfloat16), *picks(seed + 1, num_tokens, 8, 2)) for seed in (3, 5)
     ]
-    expected = [experts.experts(*some, up, down, "silu", strict=strict) for some in inputs]
+    expected = [experts.experts(*some, up, down, "silu", deterministic=strict) for some in inputs]
     places = [x.clone() for x in inputs[0]]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = experts.experts(*places, up, down, "silu", strict=strict)
+        found = experts.experts(*places, up, down, "silu", deterministic=strict)
     for some, result in zip(inputs, expected, strict=True):
         for place, new in zip(places, some, strict=True):
             place.copy_(new)
@@ -260,5 +262,5 @@ def test_experts_can_be_recorded_and_run_again_on_other_tokens(num_tokens, stric
 def test_no_tokens_give_no_rows():
     x, none = torch.zeros(0, 64, device=DEVICE), torch.zeros(0, 2, dtype=torch.int64, device=DEVICE)
     up, down = weight_of(1, 3, 40, 64, dtype=torch.float32), weight_of(2, 3, 64, 20, dtype=torch.float32)
-    assert experts.experts(x, none, none.float(), up, down, "silu", strict=False).shape == (0, 64)
+    assert experts.experts(x, none, none.float(), up, down, "silu", deterministic=False).shape == (0, 64)
     assert routing.route(torch.zeros(0, 3, device=DEVICE), 2, normalise=True)[0].shape == (0, 2)

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.config import EngineOptions
-from quire.kernels.contract import NotRecordable
-from quire.kv_store.host import STAGED_BYTES
+from quire.kernels.contract import NotCapturable
+from quire.kv_store.host import STAGING_BYTES
 from quire.models.description import describe
-from quire.startup.memory_demand import demand_of, shape_of
+from quire.startup.memory_demand import memory_profile, shape_of
 
 pytest.importorskip("triton")
 from quire.kernels.triton import recording
@@ -22,10 +22,10 @@ from quire.kernels.triton.kernels import TritonKernels
     most=st.integers(1, 1000), token=st.integers(1, 10**7), logits=st.integers(4, 10**6), scratch=st.integers(0, 10**8)
 )
 def test_the_line_covers_every_size_that_may_be_recorded(most, token, logits, scratch):
-    recorder = recording.Recording()
-    taken = recorder.takes(most, token, logits, scratch)
-    sizes = {recorder.size(number) for number in range(1, most + 1)} - {None}
-    results = {recorder.result_like(torch.empty(size, 3, device="meta")).shape[0]: size for size in sizes}
+    recorder = recording.CudaGraphCapture()
+    taken = recorder.capture_memory(most, token, logits, scratch)
+    sizes = {recorder.capture_size(number) for number in range(1, most + 1)} - {None}
+    results = {recorder.result_buffer(torch.empty(size, 3, device="meta")).shape[0]: size for size in sizes}
     kept = sum(rows for (rows, _, _) in recorder._results) * logits
     needed = len(sizes) * recording.GRAPH_BYTES + max(sizes) * (token + logits) + scratch + kept
     assert set(results) == sizes
@@ -35,11 +35,11 @@ def test_the_line_covers_every_size_that_may_be_recorded(most, token, logits, sc
 
 
 def test_results_of_neighbouring_sizes_lie_in_one_place():
-    recorder = recording.Recording()
-    seven, eight, nine = (recorder.result_like(torch.empty(rows, 5)) for rows in (7, 8, 9))
+    recorder = recording.CudaGraphCapture()
+    seven, eight, nine = (recorder.result_buffer(torch.empty(rows, 5)) for rows in (7, 8, 9))
     assert seven.data_ptr() == eight.data_ptr() != nine.data_ptr()
     assert [x.shape for x in (seven, eight, nine)] == [(7, 5), (8, 5), (9, 5)]
-    assert recorder.result_like(torch.empty(8, 5, dtype=torch.float16)).dtype == torch.float16
+    assert recorder.result_buffer(torch.empty(8, 5, dtype=torch.float16)).dtype == torch.float16
 
 
 class Device:
@@ -80,18 +80,18 @@ class Device:
 
 
 def test_a_graph_is_warmed_up_captured_once_and_leaves_its_result_in_its_place(monkeypatch):
-    device, recorder, inputs, calls = Device(monkeypatch), recording.Recording(), torch.zeros(3, 2), []
+    device, recorder, inputs, calls = Device(monkeypatch), recording.CudaGraphCapture(), torch.zeros(3, 2), []
 
     def compute():
         calls.append(len(device.captured))
         return inputs + len(calls)
 
-    result, play = recorder.record(compute)
+    result, play = recorder.capture(compute)
     assert calls == [0, 0, 1], "two warm-ups, and one that is captured"
     assert (result == 3).all()
     play()
     assert device.captured == ["captured", "replayed", "replayed"]
-    again, _ = recorder.record(lambda: inputs + 7)
+    again, _ = recorder.capture(lambda: inputs + 7)
     assert again.data_ptr() == result.data_ptr()
     assert device.pools == [None, "pool"], "the second shares the memory of the first"
 
@@ -99,15 +99,15 @@ def test_a_graph_is_warmed_up_captured_once_and_leaves_its_result_in_its_place(m
 @pytest.mark.parametrize(
     ("failure", "raised"),
     [
-        (RuntimeError("operation not permitted when stream is capturing"), NotRecordable),
+        (RuntimeError("operation not permitted when stream is capturing"), NotCapturable),
         (torch.OutOfMemoryError("no memory"), torch.OutOfMemoryError),
     ],
 )
 def test_what_cannot_be_captured_is_refused_and_memory_that_is_short_is_an_error(monkeypatch, failure, raised):
-    device, recorder = Device(monkeypatch), recording.Recording()
+    device, recorder = Device(monkeypatch), recording.CudaGraphCapture()
     device.failure = failure
     with pytest.raises(raised, match=str(failure)):
-        recorder.record(lambda: torch.zeros(1, 2))
+        recorder.capture(lambda: torch.zeros(1, 2))
     assert device.captured == ["stream set back"]
 
 
@@ -115,16 +115,16 @@ def test_what_cannot_be_captured_is_refused_and_memory_that_is_short_is_an_error
 def test_the_demand_of_a_model_counts_it(saved, most):
     description = describe(saved("qwen3-gqa")[0])
     shape = shape_of(description, "float32")
-    kernels = TritonKernels(strict=False)
+    kernels = TritonKernels(deterministic=False)
     without, recorded = (
-        demand_of(shape, EngineOptions(max_num_seqs=most), ("float32", "float32"), kernels)
-        for kernels.recorder in (None, recording.Recording())
+        memory_profile(shape, EngineOptions(max_num_seqs=most), ("float32", "float32"), kernels)
+        for kernels.step_capture in (None, recording.CudaGraphCapture())
     )
-    assert (without.recording_bytes, without.recording_reason) == (0, "")
+    assert (without.captured_steps_bytes, without.captured_steps_reason) == (0, "")
     sizes = (description.activations_per_token * 4, description.vocab_size * 4, kernels.SCRATCH_BYTES)
-    expected = recording.Recording().takes(most, *sizes)
-    assert (recorded.recording_bytes, recorded.recording_reason) == expected
+    expected = recording.CudaGraphCapture().capture_memory(most, *sizes)
+    assert (recorded.captured_steps_bytes, recorded.captured_steps_reason) == expected
     assert (without.staging_bytes, recorded.staging_bytes) == (0, 0)
-    beside = demand_of(shape, EngineOptions(), ("float32",) * 2, kernels, swaps_beside=True)
-    assert beside.staging_bytes == 2 * STAGED_BYTES
+    beside = memory_profile(shape, EngineOptions(), ("float32",) * 2, kernels, overlaps_swaps=True)
+    assert beside.staging_bytes == 2 * STAGING_BYTES
     assert expected.reason.startswith("4 graphs of up to 8 " if most == 6 else "22 graphs of up to 256 ")

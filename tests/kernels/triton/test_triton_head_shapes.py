@@ -55,7 +55,7 @@ def test_keys_and_values_are_rotated_written_and_copied(dim, shared, size):
 @pytest.mark.parametrize("dim", sorted({dim for dim, _, _ in HEADS}))
 def test_heads_are_normalised(dim):
     """As in Qwen3, on views of one product."""
-    kernels = TritonKernels(strict=False)
+    kernels = TritonKernels(deterministic=False)
     product = torch.randn(3, 7 * dim, generator=torch.Generator().manual_seed(dim)).to(torch.bfloat16).to(DEVICE)
     weight = torch.linspace(0.5, 2, dim).to(torch.bfloat16).to(DEVICE)
     heads = product[:, dim : 6 * dim].unflatten(1, (5, dim))
@@ -85,10 +85,10 @@ def every_kernel(kernels, random):
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_repeated_runs_have_the_same_bits(strict, monkeypatch):
-    for name, value in {"LEAST_KEYS": 8, "KEY_BYTES": 1, "WAVES": 1000}.items():  # contexts are split and merged
+    for name, value in {"MIN_SPLIT_KEYS": 8, "KEY_BYTES": 1, "WAVES": 1000}.items():  # contexts are split and merged
         monkeypatch.setattr(module, name, value)
     case = Case(7, [(60, 61), (40, 42)], kv_heads=1, shared=4, dim=20, dtype="bfloat16")
-    kernels = TritonKernels(strict=strict)
+    kernels = TritonKernels(deterministic=strict)
     first, second = (list(every_kernel(kernels, np.random.default_rng(3))) for _ in range(2))
     first.append(case.run(strict=strict))
     second.append(case.run(strict=strict))

@@ -9,7 +9,7 @@ from triton_device import DEVICE
 
 from quire.kernels import reference
 from quire.kernels.contract import DTYPES, Batch
-from quire.kernels.reference.quantized import LARGEST, dequantized, quantized
+from quire.kernels.reference.quantized import MAX_QUANTIZED, dequantize, quantize
 
 pytest.importorskip("triton")
 from triton_kernel_pairs import ALL, NUM_BLOCKS, Pair, group_of
@@ -18,7 +18,7 @@ from quire.kernels.triton import blocks
 from quire.kernels.triton.plan import plan
 
 SEEDS = st.integers(0, 2**32 - 1)
-STORED = [*DTYPES, *LARGEST]
+STORED = [*DTYPES, *MAX_QUANTIZED]
 
 drawn = settings(deadline=None, max_examples=8)
 
@@ -48,7 +48,7 @@ def test_tokens_are_rotated_and_stored_and_what_lies_behind_them_is_cleared(grou
     pair.write(pair.batch(), num_heads, half, DTYPES[dtype], layer=len(pair.group.layers) - 1)
 
 
-@pytest.mark.parametrize("stored", ["bfloat16", *LARGEST])
+@pytest.mark.parametrize("stored", ["bfloat16", *MAX_QUANTIZED])
 def test_tokens_of_a_model_of_common_sizes_are_stored(stored):
     pair = Pair(group_of(stored, layers=1, heads=8, head_dim=128), 16)
     batch = Batch(np.array([14, 32, 7]), np.array([20, 33, 8]), np.array([[4, 9, -1], [-1, -1, 2], [11, -1, -1]]))
@@ -88,7 +88,7 @@ def test_heads_that_lie_apart_are_stored_too():
     pair.check()
 
 
-@pytest.mark.parametrize("stored", [*LARGEST])
+@pytest.mark.parametrize("stored", [*MAX_QUANTIZED])
 def test_numbers_between_two_of_8_bits_become_the_nearest_and_halves_the_even_one(stored):
     pair = Pair(group_of(stored, heads=1, head_dim=64), 16)
     grid = torch.arange(-128, 128, dtype=torch.int8).view(torch.float8_e4m3fn).float()
@@ -96,7 +96,7 @@ def test_numbers_between_two_of_8_bits_become_the_nearest_and_halves_the_even_on
     halves = (grid[1:] + grid[:-1]) / 2
     numbers = torch.cat((grid, halves, halves.nextafter(grid[1:]), halves.nextafter(grid[:-1]), torch.zeros(64)))
     rows = numbers[: len(numbers) // 63 * 63].view(-1, 1, 63)
-    rows = torch.cat((rows, torch.full((len(rows), 1, 1), LARGEST[stored])), -1)  # so that scales are 1
+    rows = torch.cat((rows, torch.full((len(rows), 1, 1), MAX_QUANTIZED[stored])), -1)  # so that scales are 1
     batch = Batch(np.array([0]), np.array([len(rows)]), np.array([[5, 2, 8]]))
     k, v = rows.to(DEVICE), -rows.to(DEVICE)
     blocks.rotary_write(pair.fast, 0, k, k, v, None, plan(batch, pair.fast))
@@ -105,7 +105,7 @@ def test_numbers_between_two_of_8_bits_become_the_nearest_and_halves_the_even_on
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of numpy in the interpreter: inf / inf
-@pytest.mark.parametrize("stored", [*LARGEST])
+@pytest.mark.parametrize("stored", [*MAX_QUANTIZED])
 def test_scales_suit_numbers_of_any_size_and_tell_of_those_that_are_none(stored):
     pair = Pair(group_of(stored, heads=1), 16)
     rows = pair.normal(16, 1, 20)
@@ -113,8 +113,8 @@ def test_scales_suit_numbers_of_any_size_and_tell_of_those_that_are_none(stored)
     rows[10, 0, 3], rows[11, 0, 7], rows[12, 0, 12], rows[13, 0, 19] = torch.nan, torch.inf, -torch.inf, torch.nan
     batch = Batch(np.array([0]), np.array([16]), np.array([[5]]))
     blocks.rotary_write(pair.fast, 0, *[rows.to(DEVICE)] * 3, None, plan(batch, pair.fast))
-    seen = dequantized(blocks.pack(pair.fast, ALL).cpu()[0, 0, 5], stored)
-    expected = dequantized(quantized(rows, stored), stored)
+    seen = dequantize(blocks.pack(pair.fast, ALL).cpu()[0, 0, 5], stored)
+    expected = dequantize(quantize(rows, stored), stored)
     usable = rows.isfinite().all(-1)
     assert torch.equal(seen[usable], expected[usable])
     assert not seen[~usable].isfinite().any()
@@ -165,7 +165,7 @@ def test_a_block_may_be_copied_and_overwritten_by_one_call(stored):
 def test_blocks_start_as_zeros(stored):
     group = group_of(stored)
     canonical = blocks.pack(blocks.allocate(group, 16, DEVICE), ALL.to(DEVICE))
-    in_8_bits = stored in LARGEST
+    in_8_bits = stored in MAX_QUANTIZED
     assert canonical.dtype == (torch.uint8 if in_8_bits else DTYPES[stored])
     assert canonical.shape == (2, 2, NUM_BLOCKS, 16, 2, 24 if in_8_bits else 20)
     assert not canonical.any()

@@ -10,7 +10,7 @@ from triton_device import DEVICE
 from triton_random_tensors import DTYPES, ROUNDING, SEEDS, drawn, normal, poisoned_empty, weight_of
 
 from quire.kernels import reference
-from quire.kernels.contract import ACTIVATIONS, Packed
+from quire.kernels.contract import ACTIVATIONS, PackedWeight
 
 pytest.importorskip("triton")
 products = pytest.importorskip("quire.kernels.triton.products")
@@ -55,7 +55,7 @@ def assert_gated(found, x, weight, bias, activation):
 def test_strict_products_are_those_of_float64_rounded_once(seed, rows, n, k, dtype, biased):
     x, weight = normal(seed, rows, k, dtype=dtype), weight_of(seed + 1, n, k, dtype=dtype)
     bias = normal(seed + 2, n, dtype=dtype) if biased else None
-    found = products.linear(x, weight, bias, strict=True)
+    found = products.linear(x, weight, bias, deterministic=True)
     assert found.dtype == dtype
     assert_near(found, *exact(x, weight, bias))
 
@@ -65,7 +65,7 @@ def test_strict_products_are_those_of_float64_rounded_once(seed, rows, n, k, dty
 def test_ordinary_products_are_those_of_float64(seed, rows, n, k, dtype):
     x, weight, bias = normal(seed, rows, k, dtype=dtype), weight_of(seed + 1, n, k, dtype=dtype), normal(seed + 2, n)
     expected, error = exact(x, weight, bias.to(dtype))
-    found = products.linear(x, weight, bias.to(dtype), strict=False)
+    found = products.linear(x, weight, bias.to(dtype), deterministic=False)
     assert_near(found, expected, error + 4 * ROUNDING[dtype] * (1 + expected.abs()))  # libraries may round in between
 
 
@@ -74,10 +74,10 @@ def test_ordinary_products_are_those_of_float64(seed, rows, n, k, dtype):
 def test_gated_products_are_those_of_float64(seed, rows, n, k, dtype, biased, activation):
     x, weight = normal(seed, rows, k, dtype=dtype), weight_of(seed + 1, 2 * n, k, dtype=dtype)
     bias = normal(seed + 2, 2 * n, dtype=dtype) if biased else None
-    found = products.gated_linear(x, weight, bias, activation, strict=True)
+    found = products.gated_linear(x, weight, bias, activation, deterministic=True)
     assert found.dtype == dtype
     assert_gated(found, x, weight, bias, activation)
-    ordinary = products.gated_linear(x, weight, bias, activation, strict=False)
+    ordinary = products.gated_linear(x, weight, bias, activation, deterministic=False)
     error = 1e-5 + 16 * ROUNDING[dtype]
     assert (ordinary.double() - found.double()).abs().max() <= error * (1 + found.double().abs().max())
 
@@ -86,7 +86,7 @@ def test_gated_products_are_those_of_float64(seed, rows, n, k, dtype, biased, ac
 @pytest.mark.parametrize(("rows", "n", "k"), [(3, 896, 896), (70, 150, 1000), (600, 70, 20)])
 def test_products_of_real_sizes_are_those_of_float64(rows, n, k, dtype):
     x, weight, bias = normal(0, rows, k, dtype=dtype), weight_of(1, n, k, dtype=dtype), normal(2, n, dtype=dtype)
-    assert_near(products.linear(x, weight, bias, strict=True), *exact(x, weight, bias))
+    assert_near(products.linear(x, weight, bias, deterministic=True), *exact(x, weight, bias))
 
 
 @drawn
@@ -96,10 +96,10 @@ def test_rows_may_be_a_view_into_a_wider_tensor(seed, rows, n, k, dtype, before,
     wide = torch.full((rows, before + k + behind), torch.nan, dtype=dtype, device=DEVICE)
     wide[:, before : before + k] = x
     for view in (wide[:, before : before + k], x.T.contiguous().T):
-        assert_near(products.linear(view, weight, None, strict=True), *exact(x, weight))
+        assert_near(products.linear(view, weight, None, deterministic=True), *exact(x, weight))
     transposed = weight.T.contiguous().T
     assert_near(
-        products.linear(x, transposed, normal(0, 2 * n, dtype=dtype)[::2], strict=True),
+        products.linear(x, transposed, normal(0, 2 * n, dtype=dtype)[::2], deterministic=True),
         *exact(x, weight, normal(0, 2 * n, dtype=dtype)[::2]),
     )
 
@@ -112,8 +112,8 @@ def test_strict_products_have_the_same_bits_alone_and_in_any_company(seed, rows,
     start = data.draw(st.integers(0, rows - 1))
     stop = data.draw(st.integers(start + 1, rows))
     for product in (
-        lambda x: products.linear(x, weight, bias, strict=True),
-        lambda x: products.gated_linear(x, weight, bias, activation, strict=True),
+        lambda x: products.linear(x, weight, bias, deterministic=True),
+        lambda x: products.gated_linear(x, weight, bias, activation, deterministic=True),
     ):
         together = product(x)
         assert torch.equal(product(x), together)
@@ -125,9 +125,11 @@ def test_strict_products_have_the_same_bits_alone_and_in_any_company(seed, rows,
 @pytest.mark.parametrize("dtype", ROUNDING)
 def test_a_long_row_has_the_same_bits_in_any_company(dtype):
     x, weight = normal(0, 70, 1000, dtype=dtype), weight_of(1, 100, 1000, dtype=dtype)
-    together = products.linear(x, weight, None, strict=True)
+    together = products.linear(x, weight, None, deterministic=True)
     for one in (0, 15, 16, 63, 64, 69):
-        assert torch.equal(products.linear(x[one : one + 1].clone(), weight, None, strict=True)[0], together[one])
+        assert torch.equal(
+            products.linear(x[one : one + 1].clone(), weight, None, deterministic=True)[0], together[one]
+        )
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # of the interpreter: inf * 0
@@ -139,8 +141,8 @@ def test_what_is_not_finite_stays_in_its_row(seed, rows, k, dtype, value, data):
     spoilt = x.clone()
     spoilt[row, column] = value
     others = torch.arange(rows, device=DEVICE) != row
-    found = products.linear(spoilt, weight, None, strict=True)
-    assert torch.equal(found[others], products.linear(x, weight, None, strict=True)[others])
+    found = products.linear(spoilt, weight, None, deterministic=True)
+    assert torch.equal(found[others], products.linear(x, weight, None, deterministic=True)[others])
     assert not found[row].isfinite().any()
 
 
@@ -166,14 +168,14 @@ def test_ids_far_outside_give_zeros():
 def test_no_rows_give_no_rows():
     x, weight = torch.zeros(0, 64, device=DEVICE), weight_of(1, 40, 64, dtype=torch.float32)
     for strict in (False, True):
-        assert products.linear(x, weight, None, strict=strict).shape == (0, 40)
-        assert products.gated_linear(x, weight, None, "silu", strict=strict).shape == (0, 20)
+        assert products.linear(x, weight, None, deterministic=strict).shape == (0, 40)
+        assert products.gated_linear(x, weight, None, "silu", deterministic=strict).shape == (0, 20)
     no_ids = torch.zeros(0, dtype=torch.int64, device=DEVICE)
     assert products.embed(no_ids, weight).shape == (0, 64)
 
 
 def test_weights_of_other_modules_are_refused():
-    x, packed = torch.zeros(1, 4, device=DEVICE), Packed(torch.zeros(4, 4, device=DEVICE), 4, 4)
+    x, packed = torch.zeros(1, 4, device=DEVICE), PackedWeight(torch.zeros(4, 4, device=DEVICE), 4, 4)
     for strict in (False, True):
         with pytest.raises(TypeError, match="packed by another kernel module"):
-            products.linear(x, packed, None, strict=strict)
+            products.linear(x, packed, None, deterministic=strict)

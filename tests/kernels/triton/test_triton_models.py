@@ -10,7 +10,7 @@ from model_runner_driver import GREEDY, Driver, load_model
 from triton_device import DEVICE
 
 from quire import LLM, SamplingParams
-from quire.kernels.contract import Demands, NotRecordable
+from quire.kernels.contract import NotCapturable, Requirements
 
 pytest.importorskip("triton")
 kernels_module = pytest.importorskip("quire.kernels.triton.kernels")
@@ -22,16 +22,16 @@ FAMILIES = ("qwen3-gqa", "gemma2", "gpt2", "qwen3-moe", "mistral-window")
 PINNED = SamplingParams(temperature=0.8, top_k=50, seed=11, deterministic=True)
 
 
-class Replaying(recording.Recording):
+class Replaying(recording.CudaGraphCapture):
     """On a CPU, replays a step by computing it again, as there are no graphs. All else is as on a GPU."""
 
     def __init__(self):
         super().__init__()
         self.sizes = []
 
-    def record(self, compute):
+    def capture(self, compute):
         if DEVICE.type == "cuda":
-            result, play = super().record(compute)
+            result, play = super().capture(compute)
         else:
             result = compute()
         self.sizes.append(len(result))
@@ -40,8 +40,8 @@ class Replaying(recording.Recording):
 
 def driver(folder, *, recorder=None):
     model = load_model(folder, device=str(DEVICE))
-    kernels, strict = (kernels_module.TritonKernels(strict=strict) for strict in (False, True))
-    kernels.recorder = recorder
+    kernels, strict = (kernels_module.TritonKernels(deterministic=strict) for strict in (False, True))
+    kernels.step_capture = recorder
     return Driver(model, block_size=BLOCK, num_blocks=40, kernels=kernels, strict=strict)
 
 
@@ -84,9 +84,9 @@ def test_recorded_steps_are_filled_up_and_give_the_same_tokens(saved, prompts):
 
 
 def test_what_cannot_be_recorded_runs_as_before(saved, prompts):
-    class Refusing(recording.Recording):
-        def record(self, compute):
-            raise NotRecordable("something waits for the device")
+    class Refusing(recording.CudaGraphCapture):
+        def capture(self, compute):
+            raise NotCapturable("something waits for the device")
 
     folder = saved("qwen3-gqa")[0]
     expected = Driver(load_model(folder), block_size=BLOCK).generate(prompts[:1], 3)
@@ -108,10 +108,10 @@ def test_the_embedded_model_answers_as_the_reference_does(kv_cache_dtype):
 
 
 def test_ladder_sizes_hold_what_they_are_asked_for():
-    sizes = recording.Recording()
-    for number in range(1, recording.LADDER[-1] + 1):
-        assert number <= sizes.size(number) <= max(2 * number, 4)
-    assert sizes.size(recording.LADDER[-1] + 1) is None
+    sizes = recording.CudaGraphCapture()
+    for number in range(1, recording.CAPTURE_SIZES[-1] + 1):
+        assert number <= sizes.capture_size(number) <= max(2 * number, 4)
+    assert sizes.capture_size(recording.CAPTURE_SIZES[-1] + 1) is None
 
 
 @pytest.mark.parametrize(
@@ -129,5 +129,5 @@ def test_what_a_device_cannot_do_is_refused_before_anything_is_loaded(monkeypatc
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
     usual = {"device": torch.device("cuda"), "dtype": "bfloat16", "kv_dtype": "bfloat16", "block_size": 16}
-    demands = Demands(**{**usual, "head_dims": (128,), **wish})
-    assert kernels_module.TritonKernels(strict=True).refusal(demands) == why
+    demands = Requirements(**{**usual, "head_dims": (128,), **wish})
+    assert kernels_module.TritonKernels(deterministic=True).unsupported_reason(demands) == why

@@ -32,7 +32,7 @@ def poisoned():
 @pytest.fixture
 def short_splits(monkeypatch):
     """Splits and tiles of 16 keys, and more splits than tiles."""
-    for name, value in {"LEAST_KEYS": 8, "KEY_BYTES": 1, "WAVES": 1000}.items():
+    for name, value in {"MIN_SPLIT_KEYS": 8, "KEY_BYTES": 1, "WAVES": 1000}.items():
         monkeypatch.setattr(module, name, value)
 
 
@@ -130,7 +130,7 @@ def test_equal_to_the_reference(window):
 def test_contexts_are_split_and_merged(short_splits, window, stored):
     spans = [(275, 276), (0, 1), (90, 98), (16, 17)]
     case = Case(10, spans, kv_heads=1, dim=20, window=window, stored=stored)
-    assert num_splits(case) > (6 if window else 2 * module.TOGETHER)
+    assert num_splits(case) > (6 if window else 2 * module.SPLITS_PER_STEP)
     for i, kv in enumerate(case.kv):  # the largest scores are last
         kv[0] *= torch.logspace(-5, 0.8, kv.shape[1])[:, None, None]
         case.store(i)
@@ -156,16 +156,16 @@ def test_numbers_of_splits(programs, kv_heads, context, used, small):
     group = KVGroup((0,), "full", kv_heads, 128, "bfloat16", 1, 1)
     storage = Storage(group, 16, torch.empty(0))
     plan = make_plan(Batch(np.array([0]), np.array([1]), np.zeros((1, 1), np.int64)), storage)
-    plan.context = context
+    plan.max_context = context
     splits = module._splits(storage, plan, programs, used, small=small)
     programs *= kv_heads
     assert splits >= 1
-    assert splits == 1 or context // splits >= module.LEAST_KEYS
+    assert splits == 1 or context // splits >= module.MIN_SPLIT_KEYS
     assert splits == 1 or 4 * programs * splits * used * (128 + 2) <= module.SCRATCH_BYTES
-    if context < module.MOST_KEYS or not small:
-        assert splits == 1 or programs * (splits - 1) < module.WAVES * module.PROCESSORS
-    if context >= 256 * 300 and programs <= module.PROCESSORS and used < 128:
-        assert programs * splits >= module.WAVES * module.PROCESSORS
+    if context < module.MAX_SPLIT_KEYS or not small:
+        assert splits == 1 or programs * (splits - 1) < module.WAVES * module.DEFAULT_NUM_SMS
+    if context >= 256 * 300 and programs <= module.DEFAULT_NUM_SMS and used < 128:
+        assert programs * splits >= module.WAVES * module.DEFAULT_NUM_SMS
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -177,15 +177,31 @@ def test_a_plan_is_refilled_in_place(split, request):
     )
     width = 12
     plan = make_plan(first.batch(), first.storage, width=width)
-    assert plan.context == 12 * 16
+    assert plan.max_context == 12 * 16
     assert (num_splits(first, plan) == 24) == split
     first.check(plan)
-    tensors = (plan.chunks, plan.positions, plan.begins, plan.starts, plan.stops, plan.tables, *plan.tiles.values())
+    tensors = (
+        plan.chunks,
+        plan.positions,
+        plan.query_start_loc,
+        plan.starts,
+        plan.stops,
+        plan.tables,
+        *plan.tiles.values(),
+    )
     addresses = [x.data_ptr() for x in tensors]
     assert not any(address % 16 for address in addresses)
     refill(plan, second.batch())
     second.check(plan)
-    now = (plan.chunks, plan.positions, plan.begins, plan.starts, plan.stops, plan.tables, *plan.tiles.values())
+    now = (
+        plan.chunks,
+        plan.positions,
+        plan.query_start_loc,
+        plan.starts,
+        plan.stops,
+        plan.tables,
+        *plan.tiles.values(),
+    )
     assert addresses == [x.data_ptr() for x in now]
     assert num_splits(second, plan) == num_splits(first, plan)
 
@@ -213,7 +229,7 @@ def test_a_plan_says_where_tokens_are():
     plan = make_plan(case.batch(), case.storage)
     tokens = [(i, p) for i, (start, stop) in enumerate(case.spans) for p in range(start, stop)]
     assert list(zip(plan.chunks.tolist(), plan.positions.tolist(), strict=True)) == tokens
-    assert plan.begins.tolist() == [0, 56, 57, 73]
+    assert plan.query_start_loc.tolist() == [0, 56, 57, 73]
     assert plan.tiles_of(20).tolist() == [[0, 0], [0, 20], [0, 40], [1, 0], [2, 0]]
     assert plan.tiles_of(20, range(2, 17)).tolist() == [[2, 0]]
     assert plan.tiles_of(20, range(1, 2)).tolist() == [[1, 0]]
@@ -267,7 +283,7 @@ def strict_rows(cuts, *, company, window, dtype, stored):
         mine[: whole.tables.shape[1]] = whole.tables[0]
         mine[: max(0, start - window + 1) // 16 if window else 0] = -1
         plan = make_plan(Batch(spans[:, 0].copy(), spans[:, 1].copy(), tables), both)
-        out = module.attention(both, 1, torch.cat(q).to(DEVICE), plan, 0.2, strict=True)
+        out = module.attention(both, 1, torch.cat(q).to(DEVICE), plan, 0.2, deterministic=True)
         first = 5 if company else 0
         outputs.append(out[first : first + stop - start].cpu())
     return torch.cat(outputs)
@@ -298,7 +314,7 @@ def test_strict_steps_are_always_launched_alike(short_splits, monkeypatch, dtype
     for spans in steps:
         case = Case(24, spans, kv_heads=1, shared=3, dim=16, dtype=dtype)
         plan = make_plan(case.batch(), case.storage)
-        module.attention(case.storage, 1, torch.cat(case.q).to(DEVICE), plan, 0.2, strict=True)
+        module.attention(case.storage, 1, torch.cat(case.q).to(DEVICE), plan, 0.2, deterministic=True)
     assert len(launches) == len(steps)
     assert len(set(launches)) == 1
     assert launches[0][0] == 1

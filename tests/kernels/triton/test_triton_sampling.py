@@ -107,21 +107,21 @@ def test_a_flat_vocabulary_has_the_reference_s_noise_everywhere():
 
 
 def test_kernels_and_the_host_agree_on_what_a_row_asks_for():
-    names = [name.upper() for name in rows_.WISH.names[:-1]]  # the last one is unused
+    names = [name.upper() for name in rows_.ROW_METADATA.names[:-1]]  # the last one is unused
     assert [getattr(rows_, name).value for name in names] == list(range(len(names)))
-    assert rows_.WORDS.value * 4 == rows_.WISH.itemsize == 64
+    assert rows_.WORDS.value * 4 == rows_.ROW_METADATA.itemsize == 64
 
 
 def kept(logits, rows):
     """Tokens kept by the filters, if all rows are sampled: bool (num_rows, vocab_size), and the scores."""
     vocab_size = logits.shape[1]
-    table = sampling.wishes_of(rows, vocab_size)
-    told = sampling.edit_columns(rows, table, vocab_size)
+    table = sampling.pack_metadata(rows, vocab_size)
+    told = sampling.pack_edits(rows, table, vocab_size)
     wishes, some, *told = uploads.upload([table, np.arange(len(logits), dtype=np.int32), *told], DEVICE)
     logits = logits.to(DEVICE)
-    changed, peaks, _ = sampling.find_peaks(logits, wishes, told, table)
-    thresholds.raise_least(logits, changed, wishes, peaks, some)
-    least = wishes.view(len(logits), -1)[:, rows_.LEAST.value].contiguous().view(torch.float32).cpu().unsqueeze(1)
+    changed, peaks, _ = sampling.edit_and_find_peaks(logits, wishes, told, table)
+    thresholds.apply_top_k_top_p(logits, changed, wishes, peaks, some)
+    least = wishes.view(len(logits), -1)[:, rows_.MIN_SCORE.value].contiguous().view(torch.float32).cpu().unsqueeze(1)
     scores = scores_of(logits.cpu(), rows)
     return scores >= least
 
@@ -134,8 +134,8 @@ def scores_of(logits, rows):
 def kept_by_the_reference(logits, rows):
     scores = scores_of(logits, rows)
     scores = scores.masked_fill(scores < torch.from_numpy(rows.min_ps).log().unsqueeze(1), -torch.inf)
-    scores = slow._keep_top_k(scores, np.minimum(rows.top_ks, logits.shape[1]))
-    return slow._keep_top_p(scores, torch.from_numpy(rows.top_ps)) > -torch.inf
+    scores = slow._apply_top_k(scores, np.minimum(rows.top_ks, logits.shape[1]))
+    return slow._apply_top_p(scores, torch.from_numpy(rows.top_ps)) > -torch.inf
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def kept_by_the_reference(logits, rows):
     [(0.0, False, 32), (0.01, False, 8192), (1.0, True, 32), (2.0, False, 8192), (30.0, False, 32)],
 )
 def test_what_is_kept_equals_the_reference_s(monkeypatch, deviation, coarse, copied):
-    monkeypatch.setattr(thresholds, "COPIED", copied)  # with few of them every pass reads the row itself
+    monkeypatch.setattr(thresholds, "MAX_COPIED", copied)  # with few of them every pass reads the row itself
     logits = normal(6, 1500, 11, deviation)
     if coarse:
         logits = logits.round()  # many ties

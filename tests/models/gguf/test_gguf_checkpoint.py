@@ -210,7 +210,7 @@ def test_shards_are_one_model_whichever_is_named(source, tmp_path):
     expected = stored(source("qwen2"))
     for path in (first, shards[-1]):
         checkpoint = GgufCheckpoint(path)
-        assert checkpoint.place == first
+        assert checkpoint.path == first
         found = dict(checkpoint.read(checkpoint.tensors))
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())

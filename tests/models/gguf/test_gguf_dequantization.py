@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from quire.models.gguf.quants import REFUSED, TENSOR_TYPES, dequantize
+from quire.models.gguf.quants import TENSOR_TYPES, UNSUPPORTED_TYPES, dequantize
 
 QUANTIZED = {number: kind for number, kind in TENSOR_TYPES.items() if kind.decode is not None}
 QUANTIZABLE = [2, 3, 6, 7, 8]  # types that the package can also write
@@ -56,5 +56,5 @@ def test_every_type_has_the_number_and_the_size_that_the_package_gives_it():
         theirs = gguf.GGMLQuantizationType(number)
         assert kind.name == theirs.name
         assert (kind.block_size, kind.block_bytes) == gguf.GGML_QUANT_SIZES[theirs]
-    for number, name in REFUSED.items():
+    for number, name in UNSUPPORTED_TYPES.items():
         assert gguf.GGMLQuantizationType(number).name == name

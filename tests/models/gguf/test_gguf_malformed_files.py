@@ -74,7 +74,7 @@ def test_every_kind_of_value_reads_as_written(small, tmp_path):
         entry = header.tensors[tensor.name]
         assert entry.type.name == tensor.tensor_type.name
         assert entry.shape == tuple(reversed(tensor.shape.tolist()))
-        assert entry.bytes_of(None).tobytes() == tensor.data.tobytes()
+        assert entry.part_data(None).tobytes() == tensor.data.tobytes()
 
 
 def test_version_2_is_the_same(small, tmp_path):

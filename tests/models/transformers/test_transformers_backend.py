@@ -11,10 +11,10 @@ from quire.config import KVGroup
 from quire.cost.model_shape import KVLayer
 from quire.kernels import reference
 from quire.kernels.contract import Batch
-from quire.layers.attend import PagedAttend, Scores
+from quire.layers.attend import PagedAttend, ScoreScaling
 from quire.models.checkpoint import FolderCheckpoint
 from quire.models.description import FAMILIES
-from quire.models.transformers import describe_backend, load_backend
+from quire.models.transformers import describe_transformers, load_transformers
 
 NUM_TOKENS = 32
 LENGTHS = (1, 13, 30)
@@ -52,7 +52,7 @@ class Paged:
             storage.data.fill_(torch.nan)
         random = np.random.default_rng(0)
         self.tables = [random.permutation(width * len(lengths)).reshape(len(lengths), width) for _ in kinds]
-        self.attend = PagedAttend(reference, storages, model.scores)
+        self.attend = PagedAttend(reference, storages, model.score_scaling)
 
     @staticmethod
     def _allocate(description, kind, num_blocks, dtype, block_size):
@@ -153,18 +153,18 @@ def test_what_a_description_says(made):
     description, backend = loaded(folder)
     assert (description.vocab_size, description.hidden_size, description.max_positions) == (checkpoints.VOCAB, 64, 256)
     assert description.kv_layers == tuple(KVLayer(2, 24, window) for window in (9, 0, 9, 0))
-    assert list(backend.scores) == [Scores(50**-0.5, 50.0)] * 4
+    assert list(backend.score_scaling) == [ScoreScaling(50**-0.5, 50.0)] * 4
     assert description.num_parameters == model.num_parameters()
     assert description.weight_bytes("bfloat16") == 2 * model.num_parameters()
     assert (description.dtype, description.eos_token_ids) == ("float32", (2,))
     assert 4 * 64 + 3 * 96 + 3 * 4 * 24 <= description.activations_per_token < 2000
-    assert not backend.row_invariant
+    assert not backend.batch_invariant
     assert (backend.vocab_size, backend.device) == (checkpoints.VOCAB, torch.device("cpu"))
 
 
 def test_layers_scale_scores_as_they_were_built(made):
     _, backend = loaded(made("gpt2-scaled-by-layer")[0])
-    assert [scores.scale for scores in backend.scores] == pytest.approx([1 / 4, 1 / 8, 1 / 12])
+    assert [scores.scale for scores in backend.score_scaling] == pytest.approx([1 / 4, 1 / 8, 1 / 12])
 
 
 def test_a_layer_that_attends_twice_keeps_keys_and_values_twice(made):
@@ -191,10 +191,10 @@ def test_nothing_is_read_to_describe_and_loading_reports_progress(made):
     checkpoint = FolderCheckpoint(made("olmoe")[0])
     read = checkpoint.read
     checkpoint.read = None  # must not be called
-    description = describe_backend(checkpoint)
+    description = describe_transformers(checkpoint)
     checkpoint.read = read
     seen = []
-    load_backend(description, dtype="float32", progress=lambda done, total: seen.append((done, total)))
+    load_transformers(description, dtype="float32", progress=lambda done, total: seen.append((done, total)))
     total = sum(stored.num_bytes for stored in checkpoint.tensors.values())
     assert [done for done, _ in seen] == sorted({done for done, _ in seen})
     assert (seen[0], seen[-1]) == ((0, total), (total, total))

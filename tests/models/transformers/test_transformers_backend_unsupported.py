@@ -15,8 +15,8 @@ from unknown_architecture import UNKNOWN, loaded, prompt_of, save
 from quire.errors import ModelError
 from quire.kernels import reference
 from quire.models.checkpoint import FolderCheckpoint
-from quire.models.transformers import describe_backend, load_backend
-from quire.models.transformers.loading import check_tokens_apart
+from quire.models.transformers import describe_transformers, load_transformers
+from quire.models.transformers.loading import check_tokens_independent
 
 MLA = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 24}
 DENSE = {"first_k_dense_replace": 3, "num_key_value_heads": 4}
@@ -66,7 +66,7 @@ class OnlyConfig:
     """A Checkpoint without tensors."""
 
     def __init__(self, architecture, fields):
-        self.place = Path("nowhere")
+        self.path = Path("nowhere")
         self.config = {"architectures": [architecture], **fields}
         self.generation_config = self.tensors = {}
 
@@ -75,7 +75,7 @@ class OnlyConfig:
 def test_what_config_json_tells_is_refused_by_name(name):
     architecture, fields, message = BY_CONFIG[name]
     with pytest.raises(ModelError, match=message):
-        describe_backend(OnlyConfig(architecture, fields))
+        describe_transformers(OnlyConfig(architecture, fields))
 
 
 @pytest.mark.parametrize("name", BY_ATTENTION)
@@ -85,7 +85,7 @@ def test_attention_that_quire_does_not_have_is_refused_before_weights_are_read(t
     checkpoint = FolderCheckpoint(tmp_path)
     checkpoint.read = None
     with pytest.raises(ModelError, match=message):
-        describe_backend(checkpoint)
+        describe_transformers(checkpoint)
 
 
 def edit(folder, change):
@@ -112,7 +112,7 @@ def test_tensors_are_compared_before_they_are_read(tmp_path, change, message):
     checkpoint = FolderCheckpoint(tmp_path)
     checkpoint.read = None
     with pytest.raises(ModelError, match=message):
-        describe_backend(checkpoint)
+        describe_transformers(checkpoint)
 
 
 def test_integers_are_refused_before_they_are_read(tmp_path):
@@ -121,20 +121,20 @@ def test_integers_are_refused_before_they_are_read(tmp_path):
     checkpoint = FolderCheckpoint(tmp_path)
     checkpoint.read = None
     with pytest.raises(ModelError, match=r"model.norm.weight: expected a floating point type, found I8"):
-        load_backend(describe_backend(checkpoint), dtype="float32")
+        load_transformers(describe_transformers(checkpoint), dtype="float32")
 
 
 def test_what_the_checkpoint_says_about_a_damaged_tensor_comes_through(tmp_path):
     save(tmp_path, "Glm", head_dim=32)
     checkpoint = FolderCheckpoint(tmp_path)
-    description = describe_backend(checkpoint)
+    description = describe_transformers(checkpoint)
 
     def read(names):
         raise ModelError(f"{names[0]} is damaged")
 
     checkpoint.read = read
     with pytest.raises(ModelError, match=r"^[a-z._0-9]+ is damaged$"):
-        load_backend(description, dtype="float32")
+        load_transformers(description, dtype="float32")
 
 
 def test_code_that_config_json_names_is_not_run_for_a_model_that_transformers_has(tmp_path):
@@ -156,7 +156,7 @@ def running(tmp_path):
     family, values = UNKNOWN["cohere2"]
     save(tmp_path, family, **values)
     description, backend = loaded(tmp_path)
-    return description, backend, backend._halves.model
+    return description, backend, backend._split_model.model
 
 
 def values_alone(layer, q, k, v):
@@ -181,7 +181,7 @@ def test_another_number_of_layers_than_described_is_noticed(running, tmp_path):
     description, backend, model = running
     fewer = replace(description, layers=description.layers[:-1])
     with pytest.raises(ModelError, match="once more in a pass than the 3 times"):
-        load_backend(fewer, dtype="float32")
+        load_transformers(fewer, dtype="float32")
     del model.model.layers[-1]
     with pytest.raises(ModelError, match="attended 3 times in a pass; 4 were described"):
         run(backend)
@@ -214,30 +214,30 @@ def forget_positions(module, args, options):
 
 def test_tokens_that_depend_on_neighbours_are_noticed(running):
     description, backend, model = running
-    check_tokens_apart(backend, description.max_positions, "Cohere2")
+    check_tokens_independent(backend, description.max_positions, "Cohere2")
     model.model.layers[1].mlp.register_forward_hook(average_over_neighbours)
     with pytest.raises(ModelError, match="depend on their neighbours"):
-        check_tokens_apart(backend, description.max_positions, "Cohere2")
+        check_tokens_independent(backend, description.max_positions, "Cohere2")
 
 
 def test_positions_that_are_not_those_given_are_noticed(running):
     description, backend, model = running
     model.model.register_forward_pre_hook(forget_positions, with_kwargs=True)
     with pytest.raises(ModelError, match="their positions on the order of a batch"):
-        check_tokens_apart(backend, description.max_positions, "Cohere2")
+        check_tokens_independent(backend, description.max_positions, "Cohere2")
 
 
 @pytest.mark.parametrize("sabotage", [average_over_neighbours, forget_positions])
 def test_they_are_noticed_in_short_types_too(tmp_path, sabotage):
     save(tmp_path, "Glm", head_dim=32)
     description, backend = loaded(tmp_path, "bfloat16")
-    model = backend._halves.model
+    model = backend._split_model.model
     if sabotage is forget_positions:
         model.model.register_forward_pre_hook(sabotage, with_kwargs=True)
     else:
         model.model.layers[1].mlp.register_forward_hook(sabotage)
     with pytest.raises(ModelError, match="cannot be run"):
-        check_tokens_apart(backend, description.max_positions, "Glm")
+        check_tokens_independent(backend, description.max_positions, "Glm")
 
 
 def test_nobody_imports_transformers_who_does_not_want_the_backend():
@@ -250,5 +250,5 @@ def test_transformers_may_print_again_afterwards(tmp_path):
     logging = transformers.utils.logging
     before = logging.get_verbosity(), logging.is_progress_bar_enabled()
     with pytest.raises(ModelError):
-        describe_backend(OnlyConfig("OlmoForCausalLM", {"model_type": "olmo", "hidden_size": "wide"}))
+        describe_transformers(OnlyConfig("OlmoForCausalLM", {"model_type": "olmo", "hidden_size": "wide"}))
     assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == before

@@ -10,14 +10,14 @@ from scripted_engine import VOCAB, Rig
 
 from quire.core.events import Finished, Preempted
 from quire.core.request import Namespace
-from quire.core.scheduling_params import Terms
+from quire.core.scheduling_params import SchedulingParams
 from quire.cost.step_time import Calibration, DecodeSample, PrefillSample
 from quire.errors import DeadlineUnreachable, RequestError
 from quire.params import SamplingParams
 from quire.runner.scripted_runner import script
 from quire.scheduler.budget_sharing import split
 from quire.scheduler.queue import fair
-from quire.scheduler.queue.fair import OUTPUT_WEIGHT, PROMPT_WEIGHT, Fair
+from quire.scheduler.queue.fair import OUTPUT_WEIGHT, PROMPT_WEIGHT, FairQueue
 from quire.scheduler.sequence import Sequence
 from tools.virtual_time import Arrival, Server, limits, memory, request, result_of
 
@@ -30,7 +30,7 @@ def sequence(number: int, tenant: str, num_tokens: int = 4) -> Sequence:
 
 
 def test_the_tenant_that_was_served_least_is_next():
-    queue = Fair()
+    queue = FairQueue()
     for i, tenant in enumerate("aaabbc"):
         queue.put(sequence(i, tenant))
     order = []
@@ -43,14 +43,14 @@ def test_the_tenant_that_was_served_least_is_next():
 
 
 def test_generated_tokens_count_twice():
-    queue = Fair()
+    queue = FairQueue()
     one, other = sequence(0, "a"), sequence(1, "b")
     queue.served([(one, 0, 4, 0, 0), (other, 0, 4, 0, 0), (one, 4, 5, 0, 0)], [1, 0, 1])
     assert (queue.counter("a"), queue.counter("b")) == (2 * OUTPUT_WEIGHT, 0)
 
 
 def test_who_was_away_earns_nothing_meanwhile_and_keeps_its_debts():
-    queue = Fair()
+    queue = FairQueue()
     queue.put(sequence(0, "busy"))
     queue.put(sequence(1, "busy"))
     queue.remove(queue.head)
@@ -72,7 +72,7 @@ def test_who_was_away_earns_nothing_meanwhile_and_keeps_its_debts():
 
 @given(st.lists(st.tuples(st.sampled_from("abcd"), st.sampled_from(["put", "pop", "drop"]), st.integers(0, 50))))
 def test_the_next_tenant_is_the_one_that_looking_at_all_would_find(actions):
-    queue, waiting, numbers, turns = Fair(), [], count(), {}
+    queue, waiting, numbers, turns = FairQueue(), [], count(), {}
     for tenant, what, tokens in actions:
         if what == "put":
             seq = sequence(next(numbers), tenant)
@@ -98,7 +98,7 @@ def test_the_next_tenant_is_the_one_that_looking_at_all_would_find(actions):
 
 def test_few_tenants_are_remembered_and_those_who_wait_always(monkeypatch):
     monkeypatch.setattr(fair, "MOST_TENANTS", 10)
-    queue = Fair()
+    queue = FairQueue()
     stays = sequence(0, "stays")
     queue.put(stays)
     for i in range(1, 200):
@@ -116,13 +116,13 @@ def test_few_tenants_are_remembered_and_those_who_wait_always(monkeypatch):
 def test_two_tenants_that_always_have_work_are_served_alike(seed):
     """VTC's bound: they differ by less than twice the count of a batch, or of the longest prompt."""
     server = Server(limits("fair", max_num_seqs=6, max_num_batched_tokens=64), memory(400), lambda n: 0.01)
-    queue, lengths = server.scheduler._lives.queue, {"a": (20, 5), "b": (100, 40)}
+    queue, lengths = server.scheduler._state.queue, {"a": (20, 5), "b": (100, 40)}
     for i in range(60):
         tenant = "ab"[(seed >> i % 16) % 2]
         num_prompt, num_output = lengths[tenant]
         server.add(Arrival(0.0, request(f"{i}", [seed % 1000 + i] * num_prompt, num_output, tenant=tenant)))
     most = 2 * max(PROMPT_WEIGHT * 100, OUTPUT_WEIGHT * 6 * 140)
-    while queue._lines.keys() == {"a", "b"}:
+    while queue._by_tenant.keys() == {"a", "b"}:
         assert abs(queue.counter("a") - queue.counter("b")) <= most
         server.step()
 
@@ -170,12 +170,12 @@ def test_tokens_go_to_those_before_and_everybody_gets_a_part(wanted, total, orde
 def add(rig: Rig, request_id: str, length: int, priority: int, num_output: int = 8, n: int = 1) -> list[int]:
     prompt = [(int(request_id) * 11 + i) % VOCAB for i in range(length)]
     params = SamplingParams(temperature=0.0, max_tokens=num_output, n=n)
-    rig.engine.add(request_id, prompt, params, terms=Terms(priority=priority))
+    rig.engine.add_request(request_id, prompt, params, scheduling_params=SchedulingParams(priority=priority))
     return prompt
 
 
 def running(rig: Rig) -> list[str]:
-    return [seq.request.id for seq in rig.scheduler._lives.rows.running]
+    return [seq.request.id for seq in rig.scheduler._state.running_queue.running]
 
 
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
@@ -191,7 +191,7 @@ def test_a_better_class_takes_the_row_of_the_worst_that_came_last(steps_in_fligh
     assert running(rig) == ["4", "0", "1"]
     asked["5"] = add(rig, "5", 6, 2)
     rig.run()
-    preempted = [one for one in rig.scheduler.accounts.events if isinstance(one, Preempted)]
+    preempted = [one for one in rig.scheduler.request_stats.events if isinstance(one, Preempted)]
     assert [one.request_id for one in preempted] == ["2"]
     assert preempted[0].reason == "a better class waits"
     assert all(rig.tokens[name, 0] == script(prompt, 8, VOCAB) for name, prompt in asked.items())
@@ -234,7 +234,7 @@ def test_nobody_waits_while_a_worse_class_runs_for_long(data):
         asked[str(i)] = (add(rig, str(i), length, data.draw(st.integers(0, 3)), num_output), num_output)
         for _ in range(data.draw(st.integers(0, 5))):
             rig.step()
-            head, ran = rig.scheduler._lives.queue.head, rig.scheduler._lives.rows.running
+            head, ran = rig.scheduler._state.queue.head, rig.scheduler._state.running_queue.running
             assert ran == sorted(ran, key=lambda seq: seq.rank)
             waits = head is not None and ran and ran[-1].rank[0] > head.rank[0]
             held[head.id if waits else None] += 1
@@ -264,7 +264,7 @@ def busy(rig: Rig) -> None:
 
 def ask(rig: Rig, request_id: str, length: int, num_output: int, deadline: float, **params) -> None:
     params = SamplingParams(**({"temperature": 0.0, "max_tokens": num_output} | params))
-    rig.engine.add(request_id, [7] * length, params, terms=Terms(deadline=deadline))
+    rig.engine.add_request(request_id, [7] * length, params, scheduling_params=SchedulingParams(deadline=deadline))
 
 
 def test_what_cannot_be_in_time_is_refused_at_once_and_says_what_was_predicted():
@@ -275,9 +275,9 @@ def test_what_cannot_be_in_time_is_refused_at_once_and_says_what_was_predicted()
         ask(rig, "late", 800, 90, 0.05)
     assert isinstance(caught.value, RequestError)
     assert caught.value.param == "deadline"
-    assert caught.value.asked == 0.05
+    assert caught.value.deadline == 0.05
     assert 0.05 < caught.value.predicted < 0.5
-    assert len(rig.scheduler._lives.sequences) == 1
+    assert len(rig.scheduler._state.sequences) == 1
     assert rig.scheduler.explain("late", 0.0).state == "refused"
     ask(rig, "late", 800, 90, 5.0)
     rig.run()
@@ -311,11 +311,11 @@ def outcome(policy: str, priority: int, deadline: float, num_seen: int = 33) -> 
     rig.run()
     for i in range(10):
         prompt = [(i + 2) * (j + 1) % VOCAB for j in range(800)]
-        rig.engine.add(f"{i}", prompt, SamplingParams(max_tokens=2), namespace=Namespace("other"))
+        rig.engine.add_request(f"{i}", prompt, SamplingParams(max_tokens=2), namespace=Namespace("other"))
     rig.step()
     try:
-        terms = Terms(deadline=deadline, priority=priority)
-        rig.engine.add("late", [7] * 20, SamplingParams(max_tokens=1), terms=terms)
+        terms = SchedulingParams(deadline=deadline, priority=priority)
+        rig.engine.add_request("late", [7] * 20, SamplingParams(max_tokens=1), scheduling_params=terms)
     except DeadlineUnreachable:
         return "refused"
     return "taken"
@@ -366,7 +366,7 @@ def test_of_requests_that_ended_no_deadline_is_remembered_for_long():
     for i in range(300):
         ask(rig, str(i), 2, 1, 1e6)
         rig.abort(str(i))
-    assert len(rig.scheduler._deadlines._due) <= 70
+    assert len(rig.scheduler._deadlines._by_latest_start) <= 70
     ask(rig, "kept", 2, 1, 1e6)
     rig.run()
     assert rig.reasons == {("goes on", 0): "length", ("kept", 0): "length"}
@@ -388,7 +388,7 @@ def test_who_waits_past_its_deadline_ends_and_who_runs_goes_on(steps_in_flight):
         ("patient", 0): "length",
     }
     assert rig.errors["waits", 1] == "it waited too long to meet its deadline of 0.01 s"
-    ended = {one.request_id: one.reason for one in rig.scheduler.accounts.events if isinstance(one, Finished)}
+    ended = {one.request_id: one.reason for one in rig.scheduler.request_stats.events if isinstance(one, Finished)}
     assert ended == {"runs": "length", "waits": "deadline", "patient": "length"}
     assert rig.replay().difference == ""
 
@@ -418,7 +418,9 @@ def test_an_id_that_is_used_again_is_not_ended_for_the_deadline_of_the_one_befor
 
 def test_arrivals_that_are_refused_leave_no_trace_in_virtual_time():
     server = Server(limits("fcfs", max_num_seqs=4), memory(400), lambda n: 5e-3 + 1e-4 * n)
-    arrivals = [Arrival(i / 200, request(f"{i}", [i] * 200, 20, terms=Terms(deadline=2.0))) for i in range(600)]
+    arrivals = [
+        Arrival(i / 200, request(f"{i}", [i] * 200, 20, terms=SchedulingParams(deadline=2.0))) for i in range(600)
+    ]
     outcomes = server.run(arrivals)
     assert server.refused
     late = [one for one in outcomes.values() if one.reason == "length" and one.ended - one.arrived > 2.5]
@@ -437,13 +439,13 @@ def test_a_family_gives_way_only_where_its_tenant_keeps_as_many_rows():
     for i in range(12):
         rig.add(f"small{i}", [2 + i] * 8, max_tokens=6, namespace=Namespace("b"))
     rig.run()
-    assert rig.scheduler.accounts.num_preemptions == 0, "b has a row, and a would have none"
+    assert rig.scheduler.request_stats.num_preemptions == 0, "b has a row, and a would have none"
     rig.add("large again", [3] * 8, n=9, seed=1, temperature=1.0, max_tokens=40, namespace=Namespace("a"))
     for _ in range(4):
         rig.step()
     rig.add("small", [40] * 8, max_tokens=6, namespace=Namespace("b"))
     rig.run()
-    assert rig.scheduler.accounts.num_preemptions == 9, "b had none"
+    assert rig.scheduler.request_stats.num_preemptions == 9, "b had none"
 
 
 def test_a_tenant_that_was_served_less_takes_more_than_half_of_the_rows_and_one_that_was_not_does_not():
@@ -453,10 +455,10 @@ def test_a_tenant_that_was_served_less_takes_more_than_half_of_the_rows_and_one_
             rig.add(f"loud{i}", [2 + i] * 8, max_tokens=60, namespace=Namespace("loud"))
         for _ in range(10):
             rig.step()
-        queue = rig.scheduler._lives.queue
+        queue = rig.scheduler._state.queue
         for i in range(4):
             rig.add(f"quiet{i}", [20 + i] * 8, max_tokens=40, namespace=Namespace("quiet"))
-            queue._note("quiet", served)
+            queue._set_counter("quiet", served)
             for _ in range(3):
                 rig.step()
         count = sum(name.startswith("quiet") for name in running(rig))

@@ -9,15 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_engine import VOCAB, Rig
 
-from quire.cache.incremental_match import Matching
+from quire.cache.incremental_match import IncrementalMatcher
 from quire.config import Policy
 from quire.core.request import Namespace
-from quire.core.scheduling_params import Terms
+from quire.core.scheduling_params import SchedulingParams
 from quire.errors import ConfigError
 from quire.params import SamplingParams
 from quire.runner.scripted_runner import script
 from quire.scheduler.queue import prefix_aware
-from quire.scheduler.queue.fcfs import Ranked
+from quire.scheduler.queue.fcfs import RankedQueue
 from quire.scheduler.sequence import Sequence
 from tools.virtual_time import Arrival, Server, limits, memory, request, result_of
 
@@ -35,7 +35,7 @@ def prompts(most_blocks: int = 4):
 
 @given(st.lists(st.tuples(st.integers(-2, 2), st.booleans()), min_size=1, max_size=30), st.randoms())
 def test_ranks_are_kept_as_if_sorted_anew(items, rng):
-    queue = Ranked()
+    queue = RankedQueue()
     inside: list[Sequence] = []
     for i, (of_class, leaves) in enumerate(items):
         seq = Sequence(i, request(str(i), [1] * (i + 1), 1), 0, 0.0, of_class)
@@ -54,7 +54,7 @@ def test_ranks_are_kept_as_if_sorted_anew(items, rng):
 
 
 def num_matched(scheduler, seq) -> int:
-    found = scheduler.cache.index.find(seq.request.namespace, seq.tokens[: seq.reusable])
+    found = scheduler.cache.index.match_prefix(seq.request.namespace, seq.tokens[: seq.reusable])
     return len(found.blocks[0]) if found.blocks else 0
 
 
@@ -62,8 +62,8 @@ def deepest(scheduler, waiting) -> Sequence:
     """The head by depth first, heaviest subtree first, computed from the tree's match of each sequence."""
     paths = {}
     for seq in waiting:
-        found = scheduler.cache.index.find(seq.request.namespace, seq.tokens[: seq.reusable])
-        node = found.place[-1].node if found.place else None
+        found = scheduler.cache.index.match_prefix(seq.request.namespace, seq.tokens[: seq.reusable])
+        node = found.index_handle[-1].node if found.index_handle else None
         path = []
         while node is not None:
             path.append(node.id)
@@ -77,13 +77,13 @@ def deepest(scheduler, waiting) -> Sequence:
 
 
 def expected_head(scheduler, policy, weight) -> Sequence | None:
-    queued = [seq for seq in scheduler._lives.sequences.values() if seq in scheduler._lives.queue]
-    back = [seq for seq in queued if seq.has_begun]
+    queued = [seq for seq in scheduler._state.sequences.values() if seq in scheduler._state.queue]
+    back = [seq for seq in queued if seq.has_run]
     if back or not queued:
         return min(back, key=lambda seq: seq.rank, default=None)
     if policy == "dfs-weight":
         return deepest(scheduler, queued)
-    return min(queued, key=lambda seq: (-BLOCK * num_matched(scheduler, seq) + weight * seq.since, seq.id))
+    return min(queued, key=lambda seq: (-BLOCK * num_matched(scheduler, seq) + weight * seq.queued_at, seq.id))
 
 
 @pytest.mark.parametrize("policy", ["lpm", "cache-aware", "dfs-weight"])
@@ -94,7 +94,7 @@ def test_the_head_is_the_one_that_sorting_everybody_anew_would_find(policy, data
     config = limits(policy, max_num_seqs=2, max_num_batched_tokens=16, max_model_len=48, wait_weight=weight)
     server = Server(config, memory(data.draw(st.integers(12, 30)), BLOCK), lambda n: 0.01 * n)
     scheduler = server.scheduler
-    scheduler._lives.queue.matches._most = 10**6
+    scheduler._state.queue.matches._most = 10**6
     for i, prompt in enumerate(data.draw(st.lists(prompts(), min_size=2, max_size=14))):
         scheduler.add(request(str(i), prompt, data.draw(st.integers(1, 6))), float(i) / 8)
         for _ in range(data.draw(st.integers(0, 3))):
@@ -102,11 +102,11 @@ def test_the_head_is_the_one_that_sorting_everybody_anew_would_find(policy, data
                 scheduler.commit(result_of(step, 0.01), server.now)
         if data.draw(st.integers(0, 5)) == 0:
             scheduler.abort(str(data.draw(st.integers(0, i))), server.now)
-        scheduler._lives.queue.refresh()
-        assert scheduler._lives.queue.head is expected_head(scheduler, policy, weight)
+        scheduler._state.queue.refresh()
+        assert scheduler._state.queue.head is expected_head(scheduler, policy, weight)
     while scheduler.has_work:
-        scheduler._lives.queue.refresh()
-        assert scheduler._lives.queue.head is expected_head(scheduler, policy, weight)
+        scheduler._state.queue.refresh()
+        assert scheduler._state.queue.head is expected_head(scheduler, policy, weight)
         scheduler.commit(result_of(scheduler.plan(server.now), 0.01), server.now)
 
 
@@ -117,9 +117,9 @@ def test_a_match_that_goes_on_from_where_it_was_is_the_one_that_a_search_finds(d
     config = memory(16, BLOCK)
     config = type(config)(config.block_size, config.groups, "radix", public)
     server = Server(limits(max_num_seqs=2, max_num_batched_tokens=12, max_model_len=48), config, lambda n: 0.01)
-    scheduler, matching = server.scheduler, Matching(server.scheduler.cache)
+    scheduler, matching = server.scheduler, IncrementalMatcher(server.scheduler.cache)
     asked = [(Namespace(str(i % 2)), prompt) for i, prompt in enumerate(data.draw(st.lists(prompts(), min_size=1)))]
-    kept = [prefix_aware.Match() for _ in asked]
+    kept = [prefix_aware.IncrementalMatch() for _ in asked]
     for i, prompt in enumerate(data.draw(st.lists(prompts(), min_size=1, max_size=12))):
         scheduler.add(request(str(i), prompt, 3, tenant=str(i % 2)), 0.0)
         for _ in range(data.draw(st.integers(0, 4))):
@@ -129,8 +129,8 @@ def test_a_match_that_goes_on_from_where_it_was_is_the_one_that_a_search_finds(d
             scheduler.flush(0.0)
         for match, (namespace, prompt) in zip(kept, asked, strict=True):
             if data.draw(st.booleans()):
-                matching.renew(match, namespace, prompt, len(prompt) - 1)
-                found = scheduler.cache.index.find(namespace, prompt[:-1])
+                matching.update(match, namespace, prompt, len(prompt) - 1)
+                found = scheduler.cache.index.match_prefix(namespace, prompt[:-1])
                 assert match.num_blocks == (len(found.blocks[0]) if found.blocks else 0)
 
 
@@ -141,7 +141,7 @@ def test_policies_that_match_work_with_every_index(prefix_index):
         arrivals = [Arrival(0.0, request(str(i), [i % 3] * 40 + [i], 4)) for i in range(9)]
         outcomes = server.run(arrivals)
         assert {one.reason for one in outcomes.values()} == {"length"}
-        assert (server.scheduler.accounts.num_hit_tokens > 0) == (prefix_index == "hash")
+        assert (server.scheduler.request_stats.num_hit_tokens > 0) == (prefix_index == "hash")
 
 
 def test_going_through_the_tree_needs_a_tree():
@@ -171,9 +171,11 @@ def test_tokens_do_not_depend_on_the_policy_and_everything_replays(policy, data)
     for i in range(data.draw(st.integers(1, 10))):
         prompt = [token % VOCAB for token in data.draw(prompts())]
         params = {"max_tokens": data.draw(st.integers(1, 16)), "n": data.draw(st.sampled_from([1, 1, 1, 2]))}
-        terms = Terms(priority=data.draw(st.integers(-1, 1)))
+        terms = SchedulingParams(priority=data.draw(st.integers(-1, 1)))
         tenant = Namespace(data.draw(st.sampled_from(["a", "b", "c"])))
-        rig.engine.add(str(i), prompt, SamplingParams(temperature=0.0, **params), namespace=tenant, terms=terms)
+        rig.engine.add_request(
+            str(i), prompt, SamplingParams(temperature=0.0, **params), namespace=tenant, scheduling_params=terms
+        )
         asked[str(i)] = (prompt, params)
         for _ in range(data.draw(st.integers(0, 4))):
             rig.step()
@@ -185,7 +187,7 @@ def test_tokens_do_not_depend_on_the_policy_and_everything_replays(policy, data)
     for request_id, (prompt, params) in asked.items():
         for index in range(params["n"]):
             assert rig.tokens[request_id, index] == script(prompt, params["max_tokens"], VOCAB)
-    assert len(rig.scheduler._lives.queue) == 0
+    assert len(rig.scheduler._state.queue) == 0
     assert rig.replay().difference == ""
 
 
@@ -227,7 +229,7 @@ def test_an_explanation_counts_those_of_its_own_tenant():
     told = [server.scheduler.explain(str(i), server.now) for i in range(6)]
     assert [one.place for one in told] == list(range(6))
     assert [one.num_passed_by for one in told] == [0, 2, 0, 1, 0, 0]
-    assert server.scheduler.accounts._tenants == {}
+    assert server.scheduler.request_stats._tenants == {}
 
 
 @given(data=st.data())
@@ -235,17 +237,17 @@ def test_an_explanation_counts_those_of_its_own_tenant():
 def test_places_are_those_that_counting_the_queue_would_find(data):
     rig = Rig(num_blocks=12, max_num_seqs=3, max_num_batched_tokens=12, max_model_len=40, watermark=0.0)
     for i in range(data.draw(st.integers(1, 10))):
-        tenant, lives = Namespace(data.draw(st.sampled_from("ab"))), rig.scheduler._lives
+        tenant, lives = Namespace(data.draw(st.sampled_from("ab"))), rig.scheduler._state
         queued = [one for one in lives.sequences.values() if one in lives.queue and one.request.namespace == tenant]
         params = SamplingParams(max_tokens=data.draw(st.integers(1, 16)), n=data.draw(st.sampled_from([1, 3])))
-        rig.engine.add(str(i), [i] * data.draw(st.integers(1, 20)), params, namespace=tenant)
+        rig.engine.add_request(str(i), [i] * data.draw(st.integers(1, 20)), params, namespace=tenant)
         assert rig.scheduler.explain(str(i), rig.now).place == len(queued)
         if data.draw(st.integers(0, 5)) == 0:
             rig.abort(str(data.draw(st.integers(0, i))))
         for _ in range(data.draw(st.integers(0, 6))):
             rig.step()
     rig.run()
-    assert rig.scheduler.accounts._tenants == {}
+    assert rig.scheduler.request_stats._tenants == {}
 
 
 # Run time
@@ -261,6 +263,6 @@ def test_in_turn_everybody_is_looked_at_again():
     for one in seen:
         step = scheduler.plan(0.0)
         scheduler.commit(result_of(step, 0.01), 0.0)
-        one.update(dict.fromkeys(list(scheduler._lives.queue.matches._waiting)[-25:]))
+        one.update(dict.fromkeys(list(scheduler._state.queue.matches._waiting)[-25:]))
     assert all(before != after for before, after in pairwise(seen))
     assert len(set().union(*seen)) >= 300

@@ -6,7 +6,7 @@ from embedded_model_server import CHAT, STORY
 from quire.core.output import Output
 from quire.core.request import Beams
 from quire.engine.inputs import Generation, NewRequest, TokenizedPrompt
-from quire.engine.output_text import Transcript
+from quire.engine.output_text import RequestOutputProcessor
 from quire.engine.outputs import BeamSearchOutput
 from quire.errors import RequestError
 from quire.params import BeamSearchParams, SamplingParams
@@ -58,10 +58,10 @@ def scripted(results):
 
 def test_results_become_text(tokenizer):
     params = BeamSearchParams(beam_width=2, max_tokens=3).sampling_params()
-    run = Transcript("r", Generation(TokenizedPrompt(None, [67]), params), tokenizer, now=1.0)
+    run = RequestOutputProcessor("r", Generation(TokenizedPrompt(None, [67]), params), tokenizer, now=1.0)
     for output in scripted([([68, EOS], "stop", -1.5), ([69, 70, 71], "length", -2.5)]):
         assert not run.finished
-        assert run.add(output, 2.0).stopped_after is None
+        assert run.process_output(output, 2.0).stopped_after is None
     assert run.finished
     told = [(o.index, o.text, o.finish_reason, o.stop_reason, o.cumulative_logprob) for o in run.result().outputs]
     assert told == [(0, "b", "stop", None, -1.5), (1, "cde", "length", None, -2.5)]
@@ -207,9 +207,9 @@ def test_a_search_over_many_prompts_counts_its_width(http):
 
 @pytest.mark.parametrize("path", ROUTES)
 def test_end_tokens_of_model_and_request_have_candidates_beside_them(served, http, monkeypatch, path):
-    asked, add = [], served.built.engine.add
+    asked, add = [], served.built.engine.add_request
     monkeypatch.setattr(
-        served.built.engine, "add", lambda *request: (asked.append(NewRequest(*request).beams), add(*request))
+        served.built.engine, "add_request", lambda *request: (asked.append(NewRequest(*request).beams), add(*request))
     )
     body = {**ROUTES[path], "use_beam_search": True, "max_tokens": 2, "stop_token_ids": [67, 68]}
     assert http.post(path, json=body).is_success

@@ -13,7 +13,7 @@ from quire import LLM, SamplingParams
 from quire.core.output import Output
 from quire.core.step import Logprobs
 from quire.engine.inputs import Generation, TokenizedPrompt
-from quire.engine.output_text import Transcript
+from quire.engine.output_text import RequestOutputProcessor
 from quire.errors import RequestError
 from quire.server.reply import Reply
 from quire.supervisor.async_engine import Stream
@@ -23,7 +23,7 @@ COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 
 def transcript(tokenizer, **params):
     generation = Generation(TokenizedPrompt(None, [67]), SamplingParams(**params))
-    return Transcript("r", generation, tokenizer, now=1.0)
+    return RequestOutputProcessor("r", generation, tokenizer, now=1.0)
 
 
 def output(index, ids, values, **fields):
@@ -49,7 +49,7 @@ def test_the_best_come_first(tokenizer, sequences, data):
         value = left[index].pop(0)
         assert not run.finished
         ends = {} if left[index] else {"finish_reason": "length"}
-        run.add(output(index, [67 + index], [value], **ends), 2.0)
+        run.process_output(output(index, [67 + index], [value], **ends), 2.0)
         if ends:
             del left[index]
     assert run.finished
@@ -69,8 +69,8 @@ def test_the_best_come_first(tokenizer, sequences, data):
 
 def test_a_long_sequence_is_not_at_a_disadvantage(tokenizer):
     run = transcript(tokenizer, best_of=2)
-    run.add(output(0, [68], [-1.5], finish_reason="length"), 2.0)
-    run.add(output(1, [69, 70, 71], [-1.0, -1.0, -1.0], finish_reason="length"), 2.0)
+    run.process_output(output(0, [68], [-1.5], finish_reason="length"), 2.0)
+    run.process_output(output(1, [69, 70, 71], [-1.0, -1.0, -1.0], finish_reason="length"), 2.0)
     (best,) = run.result().outputs
     assert best.text == "cde"
     assert best.cumulative_logprob == -3.0
@@ -78,24 +78,26 @@ def test_a_long_sequence_is_not_at_a_disadvantage(tokenizer):
 
 def test_tokens_behind_a_stop_string_count_nowhere(tokenizer):
     run = transcript(tokenizer, best_of=2, stop="b")
-    delta = run.add(output(0, [67, 68, 69], [-1.0, -1.0, -9.0], finish_reason="length", cumulative_logprob=-11.0), 2.0)
+    delta = run.process_output(
+        output(0, [67, 68, 69], [-1.0, -1.0, -9.0], finish_reason="length", cumulative_logprob=-11.0), 2.0
+    )
     assert delta.token_ids == [67, 68]
-    run.add(output(1, [70], [-2.0], finish_reason="length", cumulative_logprob=-2.0), 2.0)
+    run.process_output(output(1, [70], [-2.0], finish_reason="length", cumulative_logprob=-2.0), 2.0)
     (best,) = run.result().outputs
     assert (best.text, best.cumulative_logprob) == ("a", -2.0)
 
 
 def test_what_failed_comes_last(tokenizer):
     run = transcript(tokenizer, best_of=2)
-    run.add(output(0, [], [], finish_reason="error", error="not finite"), 2.0)
-    run.add(output(1, [70], [-20.0], finish_reason="length"), 2.0)
+    run.process_output(output(0, [], [], finish_reason="error", error="not finite"), 2.0)
+    run.process_output(output(1, [70], [-20.0], finish_reason="length"), 2.0)
     assert run.result().outputs[0].finish_reason == "length"
 
 
 def test_rows_are_reported_where_they_were_asked_for(tokenizer):
     run = transcript(tokenizer, best_of=2, logprobs=0)
-    run.add(output(0, [68], [-1.5], finish_reason="length"), 2.0)
-    run.add(output(1, [69], [-1.0], finish_reason="length"), 2.0)
+    run.process_output(output(0, [68], [-1.5], finish_reason="length"), 2.0)
+    run.process_output(output(1, [69], [-1.0], finish_reason="length"), 2.0)
     (best,) = run.result().outputs
     assert [list(row) for row in best.logprobs] == [[69]]
 
@@ -104,9 +106,9 @@ def test_sequences_of_different_prompts_are_different_choices(tokenizer):
     runs = [transcript(tokenizer, best_of=3), transcript(tokenizer, n=2)]
     runs[1].request_id = "s"
     reply = Reply(runs, None, None, None)
-    deltas = [runs[0].add(output(i, [68], [-1.0]), 2.0) for i in range(3)]
-    deltas += [replace(runs[1].add(output(i, [68], [-1.0]), 2.0), request_id="s") for i in range(2)]
-    assert [reply.choice(delta) for delta in deltas] == [0, 1, 2, 3, 4]
+    deltas = [runs[0].process_output(output(i, [68], [-1.0]), 2.0) for i in range(3)]
+    deltas += [replace(runs[1].process_output(output(i, [68], [-1.0]), 2.0), request_id="s") for i in range(2)]
+    assert [reply.choice_index(delta) for delta in deltas] == [0, 1, 2, 3, 4]
 
 
 class Counting:
@@ -115,13 +117,13 @@ class Counting:
     def __init__(self):
         self.ended, self.came = [], []
 
-    def sequence_ended(self, reason):
+    def observe_finished_sequence(self, reason):
         self.ended.append(reason)
 
-    def request_ended(self, metrics, now):
+    def observe_finished_request(self, metrics, now):
         pass
 
-    def tokens_came(self, metrics, before, now, num_tokens):
+    def observe_tokens(self, metrics, before, now, num_tokens):
         self.came.append((before is None, num_tokens))
 
 

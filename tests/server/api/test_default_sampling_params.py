@@ -6,7 +6,7 @@ import httpx
 import pytest
 from embedded_model_server import CHAT, STORY, run_app, service_of, small_engine
 
-from quire.server.api.request_params import with_limit
+from quire.server.api.request_params import with_default_max_tokens
 from quire.server.app import make_app
 
 ROUTES = {
@@ -55,7 +55,7 @@ def test_the_model_recommends(recommending, path):
 
 
 def test_the_route_s_limit_is_not_raised_by_the_model():
-    assert with_limit({"max_tokens": 400, "top_k": 3}, 16) == {"max_tokens": 16, "top_k": 3}
+    assert with_default_max_tokens({"max_tokens": 400, "top_k": 3}, 16) == {"max_tokens": 16, "top_k": 3}
 
 
 @pytest.mark.parametrize(("path", "expected"), [("/v1/completions", 16), ("/generate", 128)])

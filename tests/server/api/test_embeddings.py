@@ -11,7 +11,7 @@ from transformers import AutoModel
 
 from quire.core.output import Output
 from quire.core.step import Pooling
-from quire.engine.embeddings import EmbeddingFailed, EmbeddingLate, Pooled, PooledBatch
+from quire.engine.embeddings import EmbeddingBatch, EmbeddingDeadlineMissed, EmbeddingFailed, PooledPrompt
 from quire.engine.inputs import Generation, TokenizedPrompt
 from quire.errors import RequestError
 from quire.hub import embedded
@@ -131,12 +131,12 @@ def output(vector, finish_reason=None):
 
 
 def test_chunks_are_put_together():
-    last, mean = Pooled("r", [1, 2, 3, 4], Pooling.LAST), Pooled("r", [1, 2, 3, 4], Pooling.MEAN)
+    last, mean = PooledPrompt("r", [1, 2, 3, 4], Pooling.LAST), PooledPrompt("r", [1, 2, 3, 4], Pooling.MEAN)
     for one in (last, mean):
-        one.add(output([1.0, 2.0]))
-        one.add(Output("r", 0, 0, []))
+        one.accumulate(output([1.0, 2.0]))
+        one.accumulate(Output("r", 0, 0, []))
         assert one.finish_reason is None
-        one.add(output([3.0, 4.0], "stop"))
+        one.accumulate(output([3.0, 4.0], "stop"))
         assert one.finish_reason == "stop"
     assert last.vector(normalized=False).tolist() == [3, 4]
     assert mean.vector(normalized=False).tolist() == [1, 1.5]
@@ -144,32 +144,32 @@ def test_chunks_are_put_together():
 
 
 def test_a_vector_of_nothing_stays_finite():
-    one = Pooled("r", [1], Pooling.LAST)
-    one.add(output([0.0, 0.0], "stop"))
+    one = PooledPrompt("r", [1], Pooling.LAST)
+    one.accumulate(output([0.0, 0.0], "stop"))
     assert one.vector(normalized=True).tolist() == [0, 0]
 
 
 def test_a_batch_of_prompts_ends_with_its_last_one_or_the_first_that_fails():
     asked = [Generation(TokenizedPrompt(None, [i]), SamplingParams(max_tokens=0)) for i in (5, 6)]
-    batch = PooledBatch(asked, Pooling.LAST)
+    batch = EmbeddingBatch(asked, Pooling.LAST)
     first, second = (request.request_id for request in batch.requests)
     vector = np.ones(4, np.float32)
-    assert batch.add(Output(second, 0, 0, [], finish_reason="length", pooled=vector)).prompt_token_ids == [6]
+    assert batch.process_output(Output(second, 0, 0, [], finish_reason="length", pooled=vector)).prompt_token_ids == [6]
     assert (batch.is_open(first), batch.is_open(second), batch.finished) == (True, False, False)
     with pytest.raises(EmbeddingFailed, match="could not be embedded: a kernel failed"):
-        batch.add(Output(first, 0, 0, [], finish_reason="error", error="a kernel failed"))
+        batch.process_output(Output(first, 0, 0, [], finish_reason="error", error="a kernel failed"))
     assert batch.finished
     assert [one.prompt_token_ids for one in batch] == [[5], [6]]
 
 
 @pytest.mark.parametrize("pooling", [Pooling.LAST, Pooling.MEAN])
 def test_a_prompt_that_was_given_up_for_its_deadline_has_no_vector(pooling):
-    batch = PooledBatch([Generation(TokenizedPrompt(None, [5, 6]), SamplingParams(max_tokens=0))], pooling)
+    batch = EmbeddingBatch([Generation(TokenizedPrompt(None, [5, 6]), SamplingParams(max_tokens=0))], pooling)
     name = batch.requests[0].request_id
     if pooling is Pooling.MEAN:
-        batch.add(Output(name, 0, 0, [], pooled=np.ones(4, np.float32)))  # of its first chunk
-    with pytest.raises(EmbeddingLate, match="waited too long"):
-        batch.add(Output(name, 0, 0, [], finish_reason="abort", error="it waited too long"))
+        batch.process_output(Output(name, 0, 0, [], pooled=np.ones(4, np.float32)))  # of its first chunk
+    with pytest.raises(EmbeddingDeadlineMissed, match="waited too long"):
+        batch.process_output(Output(name, 0, 0, [], finish_reason="abort", error="it waited too long"))
 
 
 def test_over_http_that_is_the_error_of_a_missed_deadline(monkeypatch, http):

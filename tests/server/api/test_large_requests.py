@@ -6,15 +6,15 @@ import pytest
 from embedded_model_server import STORY
 from pydantic import ValidationError
 
-from quire.core.request import resolve
+from quire.core.request import resolve_params
 from quire.engine.inputs import Generation, TokenizedPrompt
-from quire.engine.output_text import Transcript
+from quire.engine.output_text import RequestOutputProcessor
 from quire.errors import RequestError
 from quire.params import MAX_BAD_CHARACTERS, SamplingParams
-from quire.server.api.limits import MAX_CHOICES, MAX_TOLD, check_choices, check_told
+from quire.server.api.limits import MAX_CHOICES, MAX_PROMPT_VALUES, check_choices, check_prompt_values
 from quire.server.api.native.tokenize import DetokenizeBody, TokenizeBody
 from quire.server.api.openai import completions
-from quire.server.api.openai.completions import Openings
+from quire.server.api.openai.completions import PromptEchoes
 from quire.server.api.openai.embeddings import EmbeddingBody
 from quire.server.api.openai.logprobs import LogprobFormat
 from quire.server.api.openai.schema import ChatBody, CompletionBody
@@ -88,7 +88,7 @@ def test_parameters_are_checked_once_whatever_the_number_of_prompts(monkeypatch)
         raise AssertionError("checked again")
 
     monkeypatch.setattr(SamplingParams, "__post_init__", refuse)
-    resolved = resolve([1] * 80, params, vocab_size=5, max_model_len=100, default_seed=9)
+    resolved = resolve_params([1] * 80, params, vocab_size=5, max_model_len=100, default_seed=9)
     assert (resolved.max_tokens, resolved.min_tokens, resolved.seed) == (20, 20, 9)
     assert (params.max_tokens, params.min_tokens, params.seed) == (50, 30, None)
     monkeypatch.undo()
@@ -99,9 +99,9 @@ def test_parameters_are_checked_once_whatever_the_number_of_prompts(monkeypatch)
 def test_ids_outside_the_vocabulary(name):
     value = {1: 0, 5: 0, 2: 0} if name == "logit_bias" else (1, 5, 2)
     params = SamplingParams(**{name: value}, logprobs=0)
-    resolve([1], params, vocab_size=6, max_model_len=100, default_seed=0)
+    resolve_params([1], params, vocab_size=6, max_model_len=100, default_seed=0)
     with pytest.raises(RequestError, match="token id 5 is outside the vocabulary") as caught:
-        resolve([1], params, vocab_size=5, max_model_len=100, default_seed=0)
+        resolve_params([1], params, vocab_size=5, max_model_len=100, default_seed=0)
     assert caught.value.param == name
 
 
@@ -135,11 +135,11 @@ def test_choices_are_bounded():
 )
 def test_what_is_told_about_prompts_is_bounded(asked, ids, choices, param):
     params = SamplingParams(**asked)
-    fits = [Generation(TokenizedPrompt(None, [1] * (MAX_TOLD // 64)), params)] * 4
-    check_told(fits, ids=ids, choices=choices)
+    fits = [Generation(TokenizedPrompt(None, [1] * (MAX_PROMPT_VALUES // 64)), params)] * 4
+    check_prompt_values(fits, ids=ids, choices=choices)
     more = [*fits, Generation(TokenizedPrompt(None, [1]), params)]
     with pytest.raises(RequestError, match="lower prompt_logprobs") as caught:
-        check_told(more, ids=ids, choices=choices)
+        check_prompt_values(more, ids=ids, choices=choices)
     assert caught.value.param == param
 
 
@@ -162,17 +162,19 @@ def test_an_answer_that_would_be_too_long(http):
 def test_rows_of_a_prompt_are_written_once(tokenizer, monkeypatch):
     body = CompletionBody(prompt=[67, 68], prompt_logprobs=0, logprobs=0, echo=True, return_token_ids=True)
     params = SamplingParams(prompt_logprobs=0, logprobs=0)
-    transcript = Transcript("r", Generation(TokenizedPrompt(None, [67]), params), tokenizer, now=0)
+    transcript = RequestOutputProcessor("r", Generation(TokenizedPrompt(None, [67]), params), tokenizer, now=0)
     calls = []
-    monkeypatch.setattr(completions, "plain_rows", lambda rows: calls.append(rows))
+    monkeypatch.setattr(completions, "prompt_logprobs_json", lambda rows: calls.append(rows))
     echo = completions.Echo("a", [0])
-    openings = Openings(body, LogprobFormat(params, tokenizer), [echo])
-    assert openings.of(0, transcript) is openings.of(0, transcript)
+    openings = PromptEchoes(body, LogprobFormat(params, tokenizer), [echo])
+    assert openings.get(0, transcript) is openings.get(0, transcript)
     assert len(calls) == 1
 
 
 def test_usage_does_not_walk_the_sequences(tokenizer):
-    transcript = Transcript("r", Generation(TokenizedPrompt(None, [67, 68]), SamplingParams()), tokenizer, now=0)
+    transcript = RequestOutputProcessor(
+        "r", Generation(TokenizedPrompt(None, [67, 68]), SamplingParams()), tokenizer, now=0
+    )
     reply = Reply([transcript], None, None, None)
     reply.transcripts = None  # an access would raise an error
     assert reply.usage()["prompt_tokens"] == 2

@@ -5,12 +5,12 @@ from embedded_model_server import STORY
 from multi_tenant_server import GENERATING, refused
 
 from quire import SamplingParams
-from quire.core.scheduling_params import Program, Terms
+from quire.core.scheduling_params import Program, SchedulingParams
 from quire.engine.inputs import NewRequest
 from quire.errors import RequestError
 from quire.supervisor import protocol
-from quire.supervisor.open_requests import Ledger
-from quire.supervisor.protocol import Frames
+from quire.supervisor.open_requests import OpenRequests
+from quire.supervisor.protocol import FrameReader
 
 WHOLE = {"id": "run-1", "branch": "a/b", "expects_more": False, "ttl": 5}
 END = "/v1/programs/end"
@@ -34,7 +34,7 @@ def test_a_program_reaches_the_engine(keyless, path):
     ):
         answer = keyless.post(None, path, **GENERATING[path], program=given)
         assert answer.status_code == 200, answer.text
-        assert keyless.engine.terms[f"{answer.headers['x-request-id']}-0"] == Terms(program=expected)
+        assert keyless.engine.terms[f"{answer.headers['x-request-id']}-0"] == SchedulingParams(program=expected)
 
 
 @pytest.mark.parametrize("path", GENERATING)
@@ -96,18 +96,22 @@ def test_an_end_that_cannot_be_is_refused_by_name(keyless, body, param):
 
 def test_an_end_travels_as_it_is_and_a_restart_knows_the_program():
     end = protocol.EndProgram("ann", "p", None)
-    (frame,) = Frames().feed(protocol.packed([end]))
-    assert protocol.commands_of(frame) == [end]
-    ledger = Ledger()
-    terms = Terms(program=Program(**WHOLE))
-    ledger.add([NewRequest("a", [1, 2], SamplingParams(seed=1), terms=terms)])
-    assert ledger.resume("a").terms == terms
+    (frame,) = FrameReader().feed(protocol.encode_frame([end]))
+    assert protocol.decode_commands(frame) == [end]
+    ledger = OpenRequests()
+    terms = SchedulingParams(program=Program(**WHOLE))
+    ledger.add([NewRequest("a", [1, 2], SamplingParams(seed=1), scheduling_params=terms)])
+    assert ledger.resume("a").scheduling_params == terms
 
 
 def test_a_program_offline(llm, monkeypatch):
     seen = []
-    add = llm._engine.add
-    monkeypatch.setattr(llm._engine, "add", lambda *request: (seen.append(NewRequest(*request).terms), add(*request)))
+    add = llm._engine.add_request
+    monkeypatch.setattr(
+        llm._engine,
+        "add_request",
+        lambda *request: (seen.append(NewRequest(*request).scheduling_params), add(*request)),
+    )
     one = SamplingParams(max_tokens=1)
     llm.generate([STORY, STORY], one, program=[{"id": "a"}, None])
     llm.chat([{"role": "user", "content": "Hello"}], one, program=Program(**WHOLE))

@@ -9,7 +9,7 @@ from embedded_model_server import CHAT, GREEDY, MODEL, STORY
 from transformers import AutoModelForCausalLM
 
 from quire.hub import embedded
-from quire.server.api.openai.logprobs import plain_rows
+from quire.server.api.openai.logprobs import prompt_logprobs_json
 
 PROMPT = "é 😀 One Tuesday Mira went"
 
@@ -58,7 +58,7 @@ def test_a_long_prompt_has_all_its_logprobs(llm, offline, reference):
 
 
 def test_prompt_logprobs_in_both_formats(http, offline):
-    expected = json.loads(bytes(plain_rows(offline(prompt_logprobs=2, **GREEDY).prompt_logprobs)))
+    expected = json.loads(bytes(prompt_logprobs_json(offline(prompt_logprobs=2, **GREEDY).prompt_logprobs)))
     body = {"prompt": [STORY, STORY], "n": 2, "prompt_logprobs": 2, **GREEDY}
     choices = http.post("/v1/completions", json=body).json()["choices"]
     assert [choice["prompt_logprobs"] for choice in choices] == [expected] * 4

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.core.scheduling_params import MAX_SECONDS, MAX_SESSION
+from quire.core.scheduling_params import MAX_NAME_LEN, MAX_SECONDS
 from quire.params import (
     MAX_BAD_CHARACTERS,
     MAX_BAD_WORDS,
@@ -24,7 +24,7 @@ from quire.params import (
     MAX_TEMPERATURE,
     MAX_TOKENS,
 )
-from quire.server.api.limits import MAX_CHOICES, MAX_TOLD
+from quire.server.api.limits import MAX_CHOICES, MAX_PROMPT_VALUES
 from quire.server.api.native.explain import MAX_ID
 from quire.server.api.request_params import MAX_PROMPT_TOKENS, MAX_PROMPTS, MAX_SALT, MAX_TIMEOUT
 from quire.server.api.sglang.routes import MAX_RID
@@ -87,9 +87,9 @@ LIMITS = {
         f"{MAX_LOGPROB_IDS}",
     ),
     "what is told": (
-        MAX_TOLD // 500 // 21,
+        MAX_PROMPT_VALUES // 500 // 21,
         lambda size: completion(prompt=[[67] * 500] * size, prompt_logprobs=20, echo=True, logprobs=20),
-        f"more than {MAX_TOLD:,}",
+        f"more than {MAX_PROMPT_VALUES:,}",
     ),
     "stop strings": (MAX_STOPS, lambda size: completion(stop=["zq"] * size), f"{MAX_STOPS} stop"),
     "length of a stop string": (MAX_STOP_LENGTH, lambda size: completion(stop="z" * size), f"{MAX_STOP_LENGTH}"),
@@ -111,7 +111,7 @@ LIMITS = {
     "max_tokens": (MAX_TOKENS, lambda size: completion(prompt="a", max_tokens=size, stop="e"), f"{MAX_TOKENS:,}"),
     "seed": (2**64 - 1, lambda size: completion(seed=size), f"{2**64 - 1:,}"),
     "cache_salt": (MAX_SALT, lambda size: completion(cache_salt="a" * size), f"{MAX_SALT}"),
-    "session": (MAX_SESSION, lambda size: completion(retention={"session": "a" * size}), f"{MAX_SESSION}"),
+    "session": (MAX_NAME_LEN, lambda size: completion(retention={"session": "a" * size}), f"{MAX_NAME_LEN}"),
     "rid": (MAX_RID, lambda size: (GENERATE, {**generate()[1], "rid": "a" * size}), f"{MAX_RID}"),
     "timeout": (int(MAX_TIMEOUT), lambda size: completion(timeout=size), "86400"),
     "deadline": (int(MAX_SECONDS), lambda size: completion(deadline=size), "deadline"),

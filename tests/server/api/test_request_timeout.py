@@ -10,9 +10,9 @@ import pytest
 from embedded_model_server import CHAT, STORY
 from starlette.requests import Request
 
-from quire.server.api_keys import ANYBODY
+from quire.server.api_keys import KEYLESS_CALLER
 from quire.server.errors import TimedOut
-from quire.server.observability.request_record import Record, note
+from quire.server.observability.request_record import RequestRecord, store_record
 from quire.server.reply import respond
 from quire.server.sse import TimeLimit
 
@@ -84,19 +84,19 @@ def test_other_errors_pass_through_a_limit():
     async def run():
         for error in (TimeoutError("of something else"), ZeroDivisionError()):
             with pytest.raises(type(error)) as caught:
-                await TimeLimit(60).of(fails(error))
+                await TimeLimit(60).run(fails(error))
             assert caught.value is error
         with pytest.raises(TimeoutError):
-            await TimeLimit(None).of(fails(TimeoutError()))
+            await TimeLimit(None).run(fails(TimeoutError()))
         with pytest.raises(TimedOut):
-            await TimeLimit(0.001).of(asyncio.sleep(10))
+            await TimeLimit(0.001).run(asyncio.sleep(10))
 
     asyncio.run(run())
 
 
 def test_work_for_which_no_time_is_left_is_never_begun():
     class Forever:
-        told = closed = None
+        stats = closed = None
 
         def charge(self, spend):
             pass
@@ -109,8 +109,8 @@ def test_work_for_which_no_time_is_left_is_never_begun():
 
     async def run():
         limit, reply = TimeLimit(AT_ONCE), Forever()
-        scope = {"type": "http", "state": {"caller": ANYBODY}}
-        note(scope, Record(None, "0", scope, 0.0, 0.0))
+        scope = {"type": "http", "state": {"caller": KEYLESS_CALLER}}
+        store_record(scope, RequestRecord(None, "0", scope, 0.0, 0.0))
         await asyncio.sleep(0.001)
         with pytest.raises(TimedOut):
             await respond(Request(scope), None, reply, limit, stream=False)
@@ -133,11 +133,11 @@ def test_what_is_always_ready_ends_in_time_too():
     async def run():
         got = []
         with pytest.raises(TimedOut):
-            async for number in TimeLimit(0.02).each(numbers()):
+            async for number in TimeLimit(0.02).iterate(numbers()):
                 got.append(number)
         assert got == list(range(len(got))) != []
-        few = [number async for number in TimeLimit(60).each(some(3))]
-        assert few == [number async for number in TimeLimit(None).each(some(3))] == [0, 1, 2]
+        few = [number async for number in TimeLimit(60).iterate(some(3))]
+        assert few == [number async for number in TimeLimit(None).iterate(some(3))] == [0, 1, 2]
 
     async def some(count):
         for number in range(count):

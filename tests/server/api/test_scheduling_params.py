@@ -9,8 +9,8 @@ from multi_tenant_server import GENERATING
 
 from quire import SamplingParams
 from quire.config import EngineOptions
-from quire.core.scheduling_params import Retention, Terms
-from quire.engine.inputs import NewRequest, make_terms, terms_each
+from quire.core.scheduling_params import Retention, SchedulingParams
+from quire.engine.inputs import NewRequest, make_scheduling_params, scheduling_params_per_prompt
 from quire.errors import RequestError
 from quire.server.app import make_app
 
@@ -27,13 +27,13 @@ def terms_of(site, answer):
 @pytest.mark.parametrize("path", GENERATING)
 def test_terms_reach_the_engine(keyless, path):
     asked = {"deadline": 1000, "retention": KEPT, "priority": 0}
-    expected = Terms(deadline=1000, retention=Retention(**KEPT))
+    expected = SchedulingParams(deadline=1000, retention=Retention(**KEPT))
     assert terms_of(keyless, keyless.post(None, path, **GENERATING[path], **asked)) == expected
     partly = {"retention": {"ttl": 5.5, "pin": None}}
-    expected = Terms(retention=Retention(ttl=5.5))
+    expected = SchedulingParams(retention=Retention(ttl=5.5))
     assert terms_of(keyless, keyless.post(None, path, **GENERATING[path], **partly)) == expected
     nothing = {"deadline": None, "retention": None, "priority": None}
-    assert terms_of(keyless, keyless.post(None, path, **GENERATING[path], **nothing)) == Terms()
+    assert terms_of(keyless, keyless.post(None, path, **GENERATING[path], **nothing)) == SchedulingParams()
 
 
 REFUSED = [
@@ -102,13 +102,13 @@ def test_a_server_that_heeds_priorities_takes_them(http):
 def noted(llm, monkeypatch):
     """Scheduling parameters of the engine's requests, in order."""
     seen = []
-    add = llm._engine.add
+    add = llm._engine.add_request
 
     def noting(*request):
-        seen.append(NewRequest(*request).terms)
+        seen.append(NewRequest(*request).scheduling_params)
         add(*request)
 
-    monkeypatch.setattr(llm._engine, "add", noting)
+    monkeypatch.setattr(llm._engine, "add_request", noting)
     return seen
 
 
@@ -120,13 +120,13 @@ def test_terms_of_all_prompts_or_of_each(llm, noted, monkeypatch):
     llm.generate(STORY, ONE)
     kept = Retention(**KEPT)
     assert noted == [
-        Terms(priority=2, deadline=50, retention=kept),
-        Terms(priority=2, retention=kept),
-        Terms(priority=1, retention=Retention(ttl=3.0, priority=9)),
-        Terms(priority=3),
-        Terms(priority=7, deadline=100.0),
-        Terms(priority=-7, deadline=100.0),
-        Terms(),
+        SchedulingParams(priority=2, deadline=50, retention=kept),
+        SchedulingParams(priority=2, retention=kept),
+        SchedulingParams(priority=1, retention=Retention(ttl=3.0, priority=9)),
+        SchedulingParams(priority=3),
+        SchedulingParams(priority=7, deadline=100.0),
+        SchedulingParams(priority=-7, deadline=100.0),
+        SchedulingParams(),
     ]
 
 
@@ -150,9 +150,9 @@ def test_terms_that_cannot_be_are_refused_before_anything_runs(llm, noted, field
 
 
 def test_terms_are_made_without_a_model():
-    assert make_terms(OPTIONS) == Terms()
-    assert terms_each(0, OPTIONS, priority=None, deadline=None, retention=None) == []
-    assert make_terms(EngineOptions(policy="priority"), 4, 2.0, {"pin": True}) == Terms(
+    assert make_scheduling_params(OPTIONS) == SchedulingParams()
+    assert scheduling_params_per_prompt(0, OPTIONS, priority=None, deadline=None, retention=None) == []
+    assert make_scheduling_params(EngineOptions(policy="priority"), 4, 2.0, {"pin": True}) == SchedulingParams(
         priority=4, deadline=2.0, retention=Retention(pin=True)
     )
 
@@ -172,8 +172,8 @@ def test_what_an_engine_would_not_heed_is_refused(options, priority, pin):
     options = EngineOptions(**options)
     for retention, heeded in (({"priority": 60}, priority), ({"pin": True}, pin), ({"priority": 50, "ttl": 1}, True)):
         if heeded:
-            assert make_terms(options, retention=retention).retention == Retention(**retention)
+            assert make_scheduling_params(options, retention=retention).retention == Retention(**retention)
         else:
             with pytest.raises(RequestError, match="leave it out, or start the engine with") as caught:
-                make_terms(options, retention=retention)
+                make_scheduling_params(options, retention=retention)
             assert caught.value.param == f"retention.{next(iter(retention))}"

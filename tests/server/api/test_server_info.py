@@ -8,11 +8,11 @@ from multi_tenant_server import GENERATING
 
 from quire.core.output import Output
 from quire.cost.block_size import CANDIDATES, BlockUse
-from quire.cost.step_time import Costs
-from quire.engine.engine import EngineStats, Learnt
+from quire.cost.step_time import CostModel
+from quire.engine.engine import CostModelStats, EngineStats
 from quire.errors import DeadlineUnreachable
 from quire.server.api.native import admin
-from quire.startup.build import facts_of
+from quire.startup.build import model_info_of
 from quire.supervisor import async_engine
 from quire.supervisor.async_engine import AsyncEngine
 from quire.supervisor.launcher import EngineThread
@@ -59,17 +59,17 @@ class Stuck:
         return []
 
     def stats(self):
-        return EngineStats.nothing()
+        return EngineStats.zero()
 
-    def learnt(self):
-        return Learnt(Costs().figures(), BlockUse(16).figures())
+    def cost_model_stats(self):
+        return CostModelStats(CostModel().figures(), BlockUse(16).figures())
 
     def close(self):
         pass
 
 
 def test_an_engine_that_does_not_answer_tells_nothing(monkeypatch, served):
-    facts = facts_of(served.built)
+    facts = model_info_of(served.built)
     monkeypatch.setattr(async_engine, "STALL_SECONDS", 0.05)
 
     async def main():
@@ -77,14 +77,14 @@ def test_an_engine_that_does_not_answer_tells_nothing(monkeypatch, served):
         host = EngineThread(stuck, facts)
         host.launch()
         engine = AsyncEngine(host)
-        assert await engine.learnt() is None  # not started
+        assert await engine.cost_model_stats() is None  # not started
         await engine.start()
-        assert await engine.learnt() is None
+        assert await engine.cost_model_stats() is None
         stuck.has_work = False
         stuck.go.set()
-        assert (await engine.learnt()).blocks.block_size == 16
+        assert (await engine.cost_model_stats()).blocks.block_size == 16
         await engine.close()
-        assert await engine.learnt() is None
+        assert await engine.cost_model_stats() is None
 
     asyncio.run(main())
 
@@ -94,7 +94,7 @@ def test_a_deadline_that_cannot_be_met_is_a_429_that_says_when_to_come_again(key
     def refuse(*_request):
         raise DeadlineUnreachable(7.2, 2.5)
 
-    monkeypatch.setattr(keyless.engine, "add", refuse, raising=False)
+    monkeypatch.setattr(keyless.engine, "add_request", refuse, raising=False)
     answer = keyless.post(None, path, **GENERATING[path], deadline=2.5)
     assert answer.status_code == 429
     assert answer.headers["retry-after"] == "5"

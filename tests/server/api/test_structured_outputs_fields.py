@@ -9,7 +9,7 @@ from quire.errors import RequestError
 from quire.params import MAX_CHARACTERS, MAX_NESTING, StructuredOutputsParams
 from quire.server.api.openai.schema import ChatBody, CompletionBody
 from quire.server.api.sglang.schema import ROUTE_NAMES, GenerateParams
-from quire.server.errors import renamed
+from quire.server.errors import renamed_fields
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 TAG = {"type": "structural_tag", "format": {"type": "any_text"}}
@@ -64,7 +64,7 @@ def read(request):
 
     def read(**fields):
         body = BODIES[request.param].model_validate({**ROUTES[request.param], **fields})
-        with renamed(body.form_names()):
+        with renamed_fields(body.constraint_names()):
             return body.sampling_params({})
 
     return read
@@ -163,6 +163,6 @@ def test_a_form_in_the_native_route(field, value, kind):
     [({"regex": "a", "ebnf": "b"}, "ebnf"), ({"json_schema": "{"}, "json_schema"), ({"ebnf": ""}, "ebnf")],
 )
 def test_a_form_that_cannot_be_is_refused_in_the_native_route(fields, param):
-    with pytest.raises(RequestError) as caught, renamed(ROUTE_NAMES):
+    with pytest.raises(RequestError) as caught, renamed_fields(ROUTE_NAMES):
         GenerateParams.model_validate(fields).make_params({})
     assert caught.value.param == param

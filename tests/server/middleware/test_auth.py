@@ -14,18 +14,18 @@ from quire.core.request import Namespace
 from quire.server.api_keys import Keys, new_key
 from quire.server.app import make_app
 from quire.server.errors import Unauthenticated
-from quire.server.middleware.auth import OPEN, Gate, caller_of, operators_only
+from quire.server.middleware.auth import OPEN_PATHS, AuthMiddleware, admins_only, caller_of
 
 OPERATORS = {"/metrics", "/flush_cache", "/get_server_info"}
 
 
 def test_every_route_needs_a_key(site):
     found = routes(site.app)
-    assert {path for _, path in found} >= {*GENERATING, *OPERATORS, *OPEN, "/docs", "/openapi.json", "/v1/models"}
+    assert {path for _, path in found} >= {*GENERATING, *OPERATORS, *OPEN_PATHS, "/docs", "/openapi.json", "/v1/models"}
     assert len(found) > 15
     for method, path in [*found, ("GET", "/"), ("POST", "/no/such/route"), ("OPTIONS", "/generate")]:
         answer = site.ask(None, method, path)
-        if path in OPEN:
+        if path in OPEN_PATHS:
             assert answer.status_code == 200
         elif method == "HEAD":
             assert answer.status_code == 401
@@ -74,7 +74,7 @@ def test_without_a_key_nothing_is_received_and_nobody_is_asked(kind, sends):
     async def send(message):
         sent.append(message)
 
-    gate = Gate(nobody, Keys([new_key("ann", "user")[1]]))
+    gate = AuthMiddleware(nobody, Keys([new_key("ann", "user")[1]]))
     asyncio.run(gate({"type": kind, "path": "/v1/models", "headers": []}, nobody, send))
     assert sent[0]["type"] == sends
     assert sent[0].get("status", 401) == 401
@@ -102,7 +102,7 @@ def test_without_keys_no_name_leads_here_but_local_ones(keyless, site, host, loc
 
 def test_a_route_on_an_open_path_has_no_caller(site):
     request = Request({"type": "http", "state": {"caller": None}})
-    for ask in (caller_of, operators_only):
+    for ask in (caller_of, admins_only):
         with pytest.raises(Unauthenticated):
             ask(request)
 

@@ -19,7 +19,7 @@ from starlette.responses import PlainTextResponse, StreamingResponse
 
 from quire.server.app import make_app
 from quire.server.middleware import drain
-from quire.server.middleware.drain import Drain, DrainGate, GracefulServer
+from quire.server.middleware.drain import Drain, DrainMiddleware, GracefulServer
 from quire.server.middleware.http_protocol import http_config
 
 PIECES = 20
@@ -49,7 +49,7 @@ class Instance:
 @contextlib.contextmanager
 def running(app, drain, close, grace=30.0):
     ready = threading.Event()
-    server = GracefulServer(http_config(app), drain=drain, ready=ready.set, close=close, grace=grace)
+    server = GracefulServer(http_config(app), drain=drain, ready=ready.set, close=close, drain_timeout=grace)
     listener = socket.create_server(("127.0.0.1", 0))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
@@ -70,7 +70,7 @@ class Streams:
     def __init__(self):
         self.drain, self.closed, self.held = Drain(), False, False
         self.app = Starlette()
-        self.app.add_middleware(DrainGate, drain=self.drain)
+        self.app.add_middleware(DrainMiddleware, drain=self.drain)
         self.app.add_route("/work", self._work, methods=["POST"])
         self.app.add_route("/probe", self._probe)
 
@@ -164,7 +164,7 @@ def test_the_time_ends_and_a_second_signal_ends_it_at_once(streams, grace, num_s
 
 
 def test_who_reads_nothing_holds_nobody_up(streams, monkeypatch):
-    monkeypatch.setattr(drain, "LAST_WORDS", 0.2)
+    monkeypatch.setattr(drain, "CLOSE_SECONDS", 0.2)
 
     async def flood(_request):
         async def pieces():
@@ -186,7 +186,7 @@ def test_who_reads_nothing_holds_nobody_up(streams, monkeypatch):
 
 
 def test_who_sends_no_more_holds_nobody_up(streams, monkeypatch):
-    monkeypatch.setattr(drain, "LAST_WORDS", 0.2)
+    monkeypatch.setattr(drain, "CLOSE_SECONDS", 0.2)
     with (
         running(streams.app, streams.drain, streams.close, 0.1) as one,
         socket.create_connection(("127.0.0.1", one.port), timeout=10) as stuck,

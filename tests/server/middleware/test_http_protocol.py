@@ -19,7 +19,7 @@ from starlette.responses import PlainTextResponse
 from quire.config import EngineOptions
 from quire.errors import ConfigError
 from quire.server import serve as serving
-from quire.server.error_handlers import install
+from quire.server.error_handlers import install_error_handlers
 from quire.server.middleware import body_limit, http_protocol
 from quire.server.middleware.body_limit import MAX_BODY, BodyLimit
 from quire.server.middleware.http_protocol import MAX_HEAD
@@ -34,7 +34,7 @@ def echo_app(middleware=BodyLimit):
     """An app that answers with the length of the body."""
     app = Starlette()
     app.add_middleware(middleware)
-    install(app, None)
+    install_error_handlers(app, None)
 
     async def count(request):
         await asyncio.sleep(float(request.query_params.get("sleep", 0)))

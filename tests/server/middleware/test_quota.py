@@ -58,7 +58,7 @@ def test_a_bucket_is_as_its_fractions_say(per_minute, events, now):
         full = bucket.until_full(now)
         assert exact.holds(per_minute, full)
         assert full == 0 or not exact.holds(per_minute, full - 1)
-        bucket.take(taken, now)
+        bucket.consume(taken, now)
         exact.take(taken)
 
 
@@ -68,7 +68,7 @@ def test_nobody_gets_more_than_the_rate_and_one_bucket(per_minute, asked):
     for passed, amount in asked:
         now += passed
         if bucket.wait(amount, now) == 0:
-            bucket.take(amount, now)
+            bucket.consume(amount, now)
             granted += amount
         most = max(amount for _, amount in asked)  # a full bucket admits this
         assert granted * MINUTE <= per_minute * (MINUTE + now) + most * MINUTE
@@ -76,9 +76,9 @@ def test_nobody_gets_more_than_the_rate_and_one_bucket(per_minute, asked):
 
 def test_time_that_goes_back_gives_nothing():
     bucket = Bucket(60)
-    bucket.take(60, 5 * SECOND)
+    bucket.consume(60, 5 * SECOND)
     assert bucket.wait(1, 0) == SECOND
-    bucket.take(1, 0)
+    bucket.consume(1, 0)
     assert bucket.wait(1, 5 * SECOND) == 2 * SECOND
 
 
@@ -186,4 +186,4 @@ def test_headers_tell_the_limits_that_there_are(clock):
     ],
 )
 def test_spans_are_written_as_openai_does(ns, written):
-    assert module._span(ns) == written
+    assert module._format_duration(ns) == written

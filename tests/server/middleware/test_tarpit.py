@@ -8,10 +8,10 @@ from multi_tenant_server import MANY, run_site
 from starlette.datastructures import Headers
 
 from quire.errors import RequestError
-from quire.server.api_keys import ANYBODY, Caller
+from quire.server.api_keys import KEYLESS_CALLER, Caller
 from quire.server.middleware import tarpit
 from quire.server.middleware.quota import MINUTE
-from quire.server.middleware.tarpit import EACH, FREE, MAX_SECONDS, SlowRefusals
+from quire.server.middleware.tarpit import BYTES_PER_REJECTION, FREE_BYTES_PER_MINUTE, MAX_SECONDS, Tarpit
 
 TWO_FORMS = {"regex": "a", "ebnf": "b"}
 
@@ -32,32 +32,32 @@ def clock():
 
 @pytest.fixture
 def refusals(clock):
-    return SlowRefusals(clock)
+    return Tarpit(clock)
 
 
-def a_request(caller=ANYBODY, length=0):
+def a_request(caller=KEYLESS_CALLER, length=0):
     headers = {} if length is None else {"content-length": str(length)}
     return SimpleNamespace(state=SimpleNamespace(caller=caller), headers=Headers(headers))
 
 
 def test_a_minute_s_worth_is_free_and_the_rest_comes_at_its_rate(refusals, clock):
-    free = FREE // EACH
-    assert [refusals.seconds("ann", 0) for _ in range(free)] == [0] * free
+    free = FREE_BYTES_PER_MINUTE // BYTES_PER_REJECTION
+    assert [refusals.delay_seconds("ann", 0) for _ in range(free)] == [0] * free
     each = MINUTE / 10**9 / free
-    assert [refusals.seconds("ann", 0) for _ in range(3)] == pytest.approx([each, 2 * each, 3 * each])
-    assert refusals.seconds("bob", 0) == 0
+    assert [refusals.delay_seconds("ann", 0) for _ in range(3)] == pytest.approx([each, 2 * each, 3 * each])
+    assert refusals.delay_seconds("bob", 0) == 0
     clock.now = 3 * each + 30
-    assert [refusals.seconds("ann", 0) for _ in range(free // 2)] == [0] * (free // 2)
-    assert refusals.seconds("ann", 0) == pytest.approx(each, abs=1e-6)
+    assert [refusals.delay_seconds("ann", 0) for _ in range(free // 2)] == [0] * (free // 2)
+    assert refusals.delay_seconds("ann", 0) == pytest.approx(each, abs=1e-6)
 
 
 def test_what_is_large_counts_as_more_and_nobody_waits_for_ever(refusals):
-    assert refusals.seconds("ann", FREE - EACH) == 0
-    assert [refusals.seconds("ann", 2**24) for _ in range(5)] == [MAX_SECONDS] * 5
+    assert refusals.delay_seconds("ann", FREE_BYTES_PER_MINUTE - BYTES_PER_REJECTION) == 0
+    assert [refusals.delay_seconds("ann", 2**24) for _ in range(5)] == [MAX_SECONDS] * 5
 
 
 @pytest.mark.parametrize("param", ["response_format", "structured_outputs.regex", "sampling_params.json_schema"])
-@pytest.mark.parametrize("caller", [ANYBODY, Caller("ann", "user")])
+@pytest.mark.parametrize("caller", [KEYLESS_CALLER, Caller("ann", "user")])
 def test_who_is_refused_forms_waits(refusals, monkeypatch, param, caller):
     assert run(refusals, monkeypatch, a_request(caller, 2**24), param) == [MAX_SECONDS]
 
@@ -65,8 +65,8 @@ def test_who_is_refused_forms_waits(refusals, monkeypatch, param, caller):
 @pytest.mark.parametrize(
     ("caller", "param"),
     [
-        (ANYBODY, "temperature"),
-        (ANYBODY, None),
+        (KEYLESS_CALLER, "temperature"),
+        (KEYLESS_CALLER, None),
         (Caller("root", "admin"), "response_format"),
         (None, "response_format"),
     ],
@@ -94,11 +94,11 @@ def run(refusals, monkeypatch, request, param, times=2):
     """Seconds by which answers were delayed, of those that were."""
     slept = noting(monkeypatch)
     for _ in range(times):
-        asyncio.run(refusals.wait(request, RequestError("no", param), param))
+        asyncio.run(refusals.delay(request, RequestError("no", param), param))
     return slept
 
 
-@pytest.mark.parametrize(("bound", "most"), [("MAX_WAITING", 2), ("MAX_HELD", 2 * FREE)])
+@pytest.mark.parametrize(("bound", "most"), [("MAX_WAITING", 2), ("MAX_HELD_BYTES", 2 * FREE_BYTES_PER_MINUTE)])
 def test_no_more_answers_wait_than_a_bound_and_they_hold_nothing_of_the_body(refusals, monkeypatch, bound, most):
     monkeypatch.setattr(tarpit, bound, most)
     bodies = []
@@ -110,7 +110,7 @@ def test_no_more_answers_wait_than_a_bound_and_they_hold_nothing_of_the_body(ref
         try:
             fail("a body" * 1000)
         except RequestError as error:
-            await refusals.wait(a_request(length=FREE), error, "regex")
+            await refusals.delay(a_request(length=FREE_BYTES_PER_MINUTE), error, "regex")
             frame = error.__traceback__.tb_next.tb_frame
             bodies.append(frame.f_locals)
 
@@ -122,14 +122,14 @@ def test_no_more_answers_wait_than_a_bound_and_they_hold_nothing_of_the_body(ref
         for one in pending:
             one.cancel()
         assert len(await asyncio.gather(*pending, return_exceptions=True)) == 2
-        assert refusals._num_waiting == refusals._num_held == 0
+        assert refusals._num_waiting == refusals._num_held_bytes == 0
 
     asyncio.run(ask_all())
     assert [set(one) for one in bodies] == [{"body"}, {"body"}]  # those without a delay
 
 
 def test_a_server_holds_back_refusals_only(monkeypatch):
-    monkeypatch.setattr(tarpit, "EACH", FREE)
+    monkeypatch.setattr(tarpit, "BYTES_PER_REJECTION", FREE_BYTES_PER_MINUTE)
     slept = noting(monkeypatch)
     with run_site("ann", "root") as site:
 

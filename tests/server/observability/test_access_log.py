@@ -14,7 +14,7 @@ from quire.errors import ConfigError
 from quire.server.observability import access_log
 from quire.server.observability.access_log import AccessLog, line_of
 from quire.server.observability.middleware import check_observers
-from quire.server.observability.request_record import Record
+from quire.server.observability.request_record import RequestRecord
 from quire.server.options import ServerOptions
 
 SECRET = "Osterhase"
@@ -39,7 +39,7 @@ def lines_of(path, count):
 
 def record(id):
     scope = {"type": "http", "method": "GET", "path": "/", "state": {}}
-    return Record(id, "0" * 32, scope, at=1.5, began=2.0, status=200, ended=2.25)
+    return RequestRecord(id, "0" * 32, scope, arrival_time=1.5, began=2.0, status=200, ended=2.25)
 
 
 @pytest.fixture
@@ -163,9 +163,9 @@ def test_a_full_disk_loses_lines_and_nothing_else(log, tmp_path, lost, monkeypat
 
 
 def test_a_slow_disk_does_not_hold_up_who_logs(tmp_path, lost, monkeypatch):
-    monkeypatch.setattr(access_log, "MOST_LINES", 5)
+    monkeypatch.setattr(access_log, "MAX_PENDING_LINES", 5)
     go_on = threading.Event()
-    monkeypatch.setattr(AccessLog, "_follow", lambda self: go_on.wait(20))
+    monkeypatch.setattr(AccessLog, "_reopen_if_rotated", lambda self: go_on.wait(20))
     log = AccessLog(str(tmp_path / "log"), lost.append)
     begin = time.monotonic()
     for i in range(100):
@@ -179,9 +179,9 @@ def test_a_slow_disk_does_not_hold_up_who_logs(tmp_path, lost, monkeypatch):
 
 
 def test_long_lines_that_wait_are_bounded_in_bytes(tmp_path, lost, monkeypatch):
-    monkeypatch.setattr(access_log, "MOST_BYTES", 4000)
+    monkeypatch.setattr(access_log, "MAX_PENDING_BYTES", 4000)
     writes, go_on = threading.Semaphore(0), threading.Event()
-    monkeypatch.setattr(AccessLog, "_follow", lambda self: writes.release() or go_on.wait(20))
+    monkeypatch.setattr(AccessLog, "_reopen_if_rotated", lambda self: writes.release() or go_on.wait(20))
     log = AccessLog(str(tmp_path / "log"), lost.append)
     log(record("a" * 5000))  # a single record may have any length
     assert writes.acquire(timeout=20)
@@ -191,7 +191,7 @@ def test_long_lines_that_wait_are_bounded_in_bytes(tmp_path, lost, monkeypatch):
     go_on.set()
     lines_of(tmp_path / "log", 1)
     end = time.monotonic() + 20
-    while log._num_given != log._num_taken and time.monotonic() < end:
+    while log._num_queued_bytes != log._num_written_bytes and time.monotonic() < end:
         time.sleep(0.005)
     for _ in range(5):
         log(record("c"))

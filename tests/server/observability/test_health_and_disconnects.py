@@ -39,13 +39,13 @@ def test_health(served, path):
 @pytest.fixture
 def pieces(monkeypatch):
     """Recorded metrics of the pieces of a sequence, each read at once: number of tokens, whether it is the first."""
-    told, tokens_came = [], Metrics.tokens_came
+    told, tokens_came = [], Metrics.observe_tokens
 
     def noting(self, metrics, before, now, num_tokens):
         told.append((num_tokens, before is None))
         tokens_came(self, metrics, before, now, num_tokens)
 
-    monkeypatch.setattr(Metrics, "tokens_came", noting)
+    monkeypatch.setattr(Metrics, "observe_tokens", noting)
     return told
 
 

@@ -7,11 +7,11 @@ from server_probes import Page, wait_until
 
 from quire.config import CacheConfig, KVGroup
 from quire.core.explanation import Explanation
-from quire.engine.engine import BOUNDS, EngineStats, StepSizes
+from quire.engine.engine import STEP_SIZE_BUCKETS, EngineStats, StepSizes
 from quire.engine.outputs import RequestMetrics
 from quire.params import SamplingParams
-from quire.server.observability.metrics import Ended, Metrics
-from quire.server.observability.request_record import Record
+from quire.server.observability.metrics import FinishedRequestStats, Metrics
+from quire.server.observability.request_record import RequestRecord
 from quire.server.options import ServerOptions
 from quire.supervisor.health import Health
 
@@ -73,7 +73,7 @@ def page(keyless):
 
 @pytest.fixture
 def metrics():
-    health = Health("it is told to", "stalled", 2.5, EngineStats.nothing(), 0.0, 3)
+    health = Health("it is told to", "stalled", 2.5, EngineStats.zero(), 0.0, 3)
     return Metrics("m", lambda: health, cache=CACHE, max_model_len=100)
 
 
@@ -153,8 +153,10 @@ def test_values_are_what_happened(keyless, page):
 
 def test_times_of_one_request_exactly(metrics):
     times = RequestMetrics(10.0, first_token_time=11.0, last_token_time=13.0, finished_time=13.5, queue_seconds=0.25)
-    metrics.request_ended(Ended(times, 30, 16, [5, 3], SamplingParams(n=2, max_tokens=None)), 99.0)
-    page = Page(metrics.page("p_").decode())
+    metrics.observe_finished_request(
+        FinishedRequestStats(times, 30, 16, [5, 3], SamplingParams(n=2, max_tokens=None)), 99.0
+    )
+    page = Page(metrics.export("p_").decode())
     for name, value in (
         ("e2e_request_latency", 3.5),
         ("request_queue_time", 0.25),
@@ -169,9 +171,11 @@ def test_times_of_one_request_exactly(metrics):
 
 
 def test_what_was_not_measured_is_not_counted(metrics):
-    metrics.request_ended(Ended(RequestMetrics(10.0), 3, 0, [0], SamplingParams()), 12.0)
-    metrics.request_ended(Ended(RequestMetrics(10.0, finished_time=11.0), 7), 12.0)  # an embedding
-    page = Page(metrics.page("").decode())
+    metrics.observe_finished_request(FinishedRequestStats(RequestMetrics(10.0), 3, 0, [0], SamplingParams()), 12.0)
+    metrics.observe_finished_request(
+        FinishedRequestStats(RequestMetrics(10.0, finished_time=11.0), 7), 12.0
+    )  # an embedding
+    page = Page(metrics.export("").decode())
     assert page.value("e2e_request_latency_seconds_sum") == 3.0
     for phase in ("queue", "prefill", "decode", "inference"):
         assert page.value(f"request_{phase}_time_seconds_count") == 0
@@ -180,7 +184,7 @@ def test_what_was_not_measured_is_not_counted(metrics):
 
 
 def test_the_state_of_the_engine(metrics):
-    page = Page(metrics.page("").decode())
+    page = Page(metrics.export("").decode())
     states = {sample.labels["state"]: sample.value for sample in page.families["engine_state"].samples}
     assert states == {"ok": 0, "stalled": 1, "restarting": 0, "stopped": 0}
     assert page.value("engine_restarts_total") == 3
@@ -205,8 +209,8 @@ def test_the_state_of_the_engine(metrics):
 )
 def test_refusals_by_reason(metrics, status, error, reason, is_rejection):
     scope = {"type": "http", "method": "BREW", "state": {}}
-    metrics.answered(Record(None, "0" * 32, scope, 0.0, 1.0, status=status, error=error, ended=3.0))
-    page = Page(metrics.page("").decode())
+    metrics.observe_http_request(RequestRecord(None, "0" * 32, scope, 0.0, 1.0, status=status, error=error, ended=3.0))
+    page = Page(metrics.export("").decode())
     assert page.value("requests_refused_total") == (reason is not None)
     assert reason is None or page.value("requests_refused_total", reason=reason) == 1
     assert page.value("admission_rejections_total") == is_rejection
@@ -216,11 +220,11 @@ def test_refusals_by_reason(metrics, status, error, reason, is_rejection):
 @pytest.mark.parametrize("num_tokens", [0, 1, 2, 8, 9, 16384, 16385])
 def test_a_step_is_in_the_bucket_of_its_size(num_tokens):
     sizes = StepSizes()
-    sizes.add(num_tokens)
+    sizes.observe(num_tokens)
     place = sizes.counts.index(1)
     assert sum(sizes.counts) == 1 and sizes.num_tokens == num_tokens
-    assert place == len(BOUNDS) or num_tokens <= BOUNDS[place]
-    assert place == 0 or num_tokens > BOUNDS[place - 1]
+    assert place == len(STEP_SIZE_BUCKETS) or num_tokens <= STEP_SIZE_BUCKETS[place]
+    assert place == 0 or num_tokens > STEP_SIZE_BUCKETS[place - 1]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from multi_tenant_server import GENERATING
 
 from quire.server.observability import request_record
-from quire.server.observability.request_record import Record, RequestIds, accepted, note
+from quire.server.observability.request_record import RequestIds, RequestRecord, store_record, valid_client_id
 from quire.server.sse import DONE
 
 OWN = re.compile(r"[0-9a-f]{32}")
@@ -20,13 +20,13 @@ BAD = ["", "a b", "x" * 129, 'a"b', "a\\b", "{}", "ü", "a,b", "a;b", "a\x7fb"]
 @given(st.text(max_size=140))
 def test_an_id_is_taken_as_it_is_or_not_at_all(text):
     safe = 0 < len(text) <= 128 and all(c.isascii() and (c.isalnum() or c in "._:/=+@-") for c in text)
-    assert accepted(text) == (text if safe else None)
+    assert valid_client_id(text) == (text if safe else None)
 
 
 def test_the_longest_id_is_taken():
-    assert accepted("x" * 128) == "x" * 128
-    assert accepted("x\n") is None
-    assert accepted(None) is None
+    assert valid_client_id("x" * 128) == "x" * 128
+    assert valid_client_id("x\n") is None
+    assert valid_client_id(None) is None
 
 
 @pytest.mark.parametrize("path", GENERATING)
@@ -95,13 +95,13 @@ def test_the_same_id_many_times_at_once(site):
 
 
 def test_ids_of_long_ago_are_forgotten(monkeypatch):
-    monkeypatch.setattr(request_record, "MOST_KNOWN", 2)
+    monkeypatch.setattr(request_record, "MAX_CLIENT_IDS", 2)
     ids = RequestIds("m")
 
     class Asked:
         def __init__(self, given):
             self.scope = {"type": "http", "state": {}}
-            note(self.scope, Record(given, given * 32, self.scope, 0.0, 0.0))
+            store_record(self.scope, RequestRecord(given, given * 32, self.scope, 0.0, 0.0))
 
     made = {given: ids.make("cmpl", Asked(given)) for given in "aba"}
     made["c"] = ids.make("cmpl", Asked("c"))

@@ -154,5 +154,5 @@ def test_an_endpoint_must_be_a_url(endpoint):
 
 
 def test_the_path_of_otlp_is_added_where_none_is_given():
-    assert tracing.url_of("http://c:4318") == tracing.url_of("http://c:4318/") == "http://c:4318/v1/traces"
-    assert tracing.url_of("https://c/api/otlp") == "https://c/api/otlp"
+    assert tracing.traces_url("http://c:4318") == tracing.traces_url("http://c:4318/") == "http://c:4318/v1/traces"
+    assert tracing.traces_url("https://c/api/otlp") == "https://c/api/otlp"

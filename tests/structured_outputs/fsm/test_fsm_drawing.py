@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from quire.errors import RequestError
-from quire.structured_outputs.fsm.construct import of_regex
+from quire.structured_outputs.fsm.construct import regex_to_dfa
 from quire.structured_outputs.fsm.dfa import compress
 from tools.draw_automaton import RADIUS, Arrow, Box, byte_arrows, draw, edge_arrows, main, one_of, place
 
@@ -33,11 +33,11 @@ def test_the_picture_in_docs_is_what_the_command_makes(tmp_path):
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_states_and_labels_do_not_cover_each_other(pattern):
-    dfa = of_regex(pattern)
+    dfa = regex_to_dfa(pattern)
     compressed = compress(dfa)
     for states, arrows in (
         (list(range(dfa.num_states)), byte_arrows(dfa)),
-        (compressed.kept(), edge_arrows(compressed)),
+        (compressed.states(), edge_arrows(compressed)),
     ):
         placed = place(states, arrows)
         circles = [Box(x - RADIUS, y - RADIUS, x + RADIUS, y + RADIUS) for x, y in placed.points.values()]
@@ -51,19 +51,19 @@ def test_states_and_labels_do_not_cover_each_other(pattern):
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_a_picture_shows_every_state_and_every_way(pattern):
-    dfa = of_regex(pattern)
+    dfa = regex_to_dfa(pattern)
     compressed = compress(dfa)
     picture = ElementTree.fromstring(draw(dfa, compressed, pattern))
     space = "{http://www.w3.org/2000/svg}"
     shown = [element.text for element in picture.iter(f"{space}text") if element.get("class") == "l"]
     assert sorted(shown) == sorted(arrow.label for arrow in [*byte_arrows(dfa), *edge_arrows(compressed)])
-    num_states = dfa.num_states + len(compressed.kept())
-    num_ends = int(dfa.accepts.sum()) + sum(bool(dfa.accepts[state]) for state in compressed.kept())
+    num_states = dfa.num_states + len(compressed.states())
+    num_ends = int(dfa.accepts.sum()) + sum(bool(dfa.accepts[state]) for state in compressed.states())
     assert len(list(picture.iter(f"{space}circle"))) == num_states + num_ends
 
 
 def test_the_compressed_half_has_whole_texts_on_its_edges():
-    labels = [arrow.label for arrow in edge_arrows(compress(of_regex(PATTERN)))]
+    labels = [arrow.label for arrow in edge_arrows(compress(regex_to_dfa(PATTERN)))]
     assert labels == ['{"name":␣"', 'Ann",␣"age":␣', 'Bob",␣"age":␣', "[0-9]", "[0-9]}", "}"]
 
 
@@ -87,4 +87,4 @@ def test_the_command_says_what_is_wrong(capsys):
         main(["(a"])
     assert "position 0" in capsys.readouterr().err
     with pytest.raises(RequestError, match="too many"):
-        draw(of_regex("a{300}"), compress(of_regex("a{300}")))
+        draw(regex_to_dfa("a{300}"), compress(regex_to_dfa("a{300}")))

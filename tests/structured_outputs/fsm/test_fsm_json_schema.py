@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from quire.errors import RequestError
 from quire.params import StructuredOutputsParams
 from quire.structured_outputs.fsm.backend import FsmBackend, automaton
-from quire.structured_outputs.fsm.construct import of_node
+from quire.structured_outputs.fsm.construct import node_to_dfa
 from quire.structured_outputs.fsm.dfa import Dfa
 from quire.structured_outputs.fsm.json_text import integers
 
@@ -141,7 +141,7 @@ def test_every_day_of_the_calendar_is_a_date():
 def test_bounds_of_integers_are_exact(least, most, seed):
     node = integers(least, most)
     try:
-        dfa = of_node(node, "json")
+        dfa = node_to_dfa(node, "json")
     except RequestError:
         assert least is not None and most is not None and least > most
         return
@@ -264,6 +264,6 @@ def test_fast_forward_writes_what_a_schema_fixes():
     asked = StructuredOutputsParams(
         json=json.dumps(PERSON | {"required": ["name", "age"]}), disable_any_whitespace=True
     )
-    matcher = FsmBackend().compile(asked, vocabulary).start(fast_forward=True)
+    matcher = FsmBackend().compile(asked, vocabulary).new_matcher(fast_forward=True)
     text = b"".join(vocabulary.tokens[token] for token in matcher.advance([]).forced)
     assert text and b'{"name": "'.startswith(text)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.errors import RequestError
-from quire.structured_outputs.fsm.construct import minimize, of_node, of_regex, of_words
+from quire.structured_outputs.fsm.construct import minimize, node_to_dfa, regex_to_dfa, words_to_dfa
 from quire.structured_outputs.fsm.dfa import DEAD, Dfa, compress
 from quire.structured_outputs.fsm.nfa import byte_ranges
 from quire.structured_outputs.fsm.nodes import ALL, Chars, intersection, negation, union
@@ -22,7 +22,7 @@ def oracle(pattern: str, text: str) -> bool:
 
 def automaton(pattern: str) -> Dfa | None:
     try:
-        return of_regex(pattern)
+        return regex_to_dfa(pattern)
     except RequestError as error:
         assert "no text matches" in str(error)
         return None
@@ -59,7 +59,7 @@ def test_a_pattern_matches_what_re_matches(pattern, some):
     ],
 )
 def test_syntax_means_what_it_means_to_re(pattern):
-    dfa = of_regex(pattern)
+    dfa = regex_to_dfa(pattern)
     chance = random.Random(pattern)
     texts = ["".join(chance.choices("aAbB-]^{}12,\\.*\n\x08\t\0é😀\x7f", k=chance.randint(0, 5))) for _ in range(300)]
     for text in [*texts, "{", "a{", "a{}", "a{x}", "a{1", "{a", "a{1,2", r".*\é", "\t\n\r\f\v\a", "a-b", "ABC"]:
@@ -71,7 +71,7 @@ def test_syntax_means_what_it_means_to_re(pattern):
 def test_every_code_point_is_in_the_classes_that_re_says():
     characters = [chr(code) for low, high in ALL for code in range(low, high + 1)]
     for pattern in (r"\d", r"\w", r"\s", r"\D", r"\W", r"\S", ".", "[^a-zé-\u9999]"):
-        found, compiled = of_regex(pattern), re.compile(pattern, re.ASCII)
+        found, compiled = regex_to_dfa(pattern), re.compile(pattern, re.ASCII)
         chosen = characters[:3000] + characters[3000::97]
         assert [found.matches(c.encode()) for c in chosen] == [bool(compiled.fullmatch(c)) for c in chosen]
 
@@ -89,7 +89,7 @@ def test_every_code_point_is_in_the_classes_that_re_says():
 )
 def test_what_is_not_regular_is_refused_by_name_and_place(pattern, what, place):
     with pytest.raises(RequestError, match=rf"{what}.* at position {place}\b") as caught:
-        of_regex(pattern)
+        regex_to_dfa(pattern)
     assert caught.value.param == "regex"
 
 
@@ -104,13 +104,13 @@ def test_what_re_does_not_compile_is_an_error_that_names_a_place(pattern):
     with pytest.raises(re.error):
         re.compile(pattern)
     with pytest.raises(RequestError, match=r"position \d+|ends in a backslash"):
-        of_regex(pattern)
+        regex_to_dfa(pattern)
 
 
 @pytest.mark.parametrize("pattern", [r"[^\s\S]", "a[^\\s\\S]b", "\ud800", r"\ud800"])
 def test_a_pattern_that_no_text_matches_is_refused(pattern):
     with pytest.raises(RequestError):
-        of_regex(pattern)
+        regex_to_dfa(pattern)
 
 
 @pytest.mark.parametrize(
@@ -129,14 +129,14 @@ def test_a_pattern_that_no_text_matches_is_refused(pattern):
 )
 def test_a_pattern_that_explodes_is_refused(pattern):
     with pytest.raises(RequestError, match="too complex"):
-        of_regex(pattern)
+        regex_to_dfa(pattern)
 
 
 @pytest.mark.parametrize(
     "pattern", ["(x+x+)+y", "(a|aa)*b", "(a*)*b", "(.*,){11}P", "([a-zA-Z]+)*", r"(\w+\s?)*!", "(){99999}"]
 )
 def test_patterns_that_are_slow_elsewhere_are_small_here(pattern):
-    assert of_regex(pattern).num_states < 100
+    assert regex_to_dfa(pattern).num_states < 100
 
 
 def brute_force_size(dfa: Dfa) -> int:
@@ -192,9 +192,9 @@ def test_the_compressed_automaton_has_the_same_language(pattern, some):
 
 
 def test_compression_merges_all_that_has_to_come():
-    fsm = compress(of_regex(r'\{"name": "(Ann|Bob)", "age": [0-9]{1,2}\}'))
-    assert fsm.span(0) == (b'{"name": "', fsm.kept()[1])
-    labels = [(edge.first, edge.rest) for state in fsm.kept() for edge in fsm.edges(state)]
+    fsm = compress(regex_to_dfa(r'\{"name": "(Ann|Bob)", "age": [0-9]{1,2}\}'))
+    assert fsm.forced_bytes(0) == (b'{"name": "', fsm.states()[1])
+    labels = [(edge.first, edge.rest) for state in fsm.states() for edge in fsm.edges(state)]
     assert labels == [
         (b"{", b'"name": "'),
         (b"A", b'nn", "age": '),
@@ -208,8 +208,8 @@ def test_compression_merges_all_that_has_to_come():
 @settings(max_examples=40)
 @given(st.lists(st.text(st.sampled_from("abé\U0001f600"), max_size=5), min_size=1, max_size=30).filter(any))
 def test_words_are_the_smallest_automaton_of_their_choice(words):
-    dfa = of_words(words)
-    assert dfa.num_states == of_regex("|".join(words)).num_states == brute_force_size(dfa)
+    dfa = words_to_dfa(words)
+    assert dfa.num_states == regex_to_dfa("|".join(words)).num_states == brute_force_size(dfa)
     for word in words:
         for text in (word, word[:-1], word + "a", word[1:]):
             assert dfa.matches(text.encode()) == (text in words)
@@ -218,7 +218,7 @@ def test_words_are_the_smallest_automaton_of_their_choice(words):
 def test_thousands_of_words_are_one_automaton():
     chance = random.Random(4)
     words = ["".join(chance.choices("abcdefghijklmnopqrstuvwxyz é", k=28)) for _ in range(2048)]
-    dfa = of_words(words)
+    dfa = words_to_dfa(words)
     assert all(dfa.matches(word.encode()) for word in words)
     assert not any(dfa.matches(word.encode() + b"x") or dfa.matches(word.encode()[:-1]) for word in words)
 
@@ -251,6 +251,6 @@ def test_byte_ranges_are_the_bytes_of_all_characters_between(one, other):
 
 
 def test_one_pattern_makes_one_table():
-    one, other = (of_regex("([ab]{3,40}|é+)*[^a]") for _ in range(2))
+    one, other = (regex_to_dfa("([ab]{3,40}|é+)*[^a]") for _ in range(2))
     assert (one.table == other.table).all() and (one.classes == other.classes).all()
-    assert of_node(Chars(ALL), "regex").num_states == of_regex(r"[\s\S]").num_states
+    assert node_to_dfa(Chars(ALL), "regex").num_states == regex_to_dfa(r"[\s\S]").num_states

@@ -16,9 +16,9 @@ from quire.params import StructuredOutputsParams
 from quire.structured_outputs.forced_tokens import forced_tokens
 from quire.structured_outputs.fsm import token_masks as token_automata
 from quire.structured_outputs.fsm.backend import FsmBackend, FsmGrammar, FsmMatcher
-from quire.structured_outputs.fsm.construct import of_regex
+from quire.structured_outputs.fsm.construct import regex_to_dfa
 from quire.structured_outputs.fsm.dfa import DEAD, Dfa
-from quire.structured_outputs.fsm.token_masks import Recent, TokenFsm, TokenTrie
+from quire.structured_outputs.fsm.token_masks import LruCache, TokenFsm, TokenTrie
 from quire.structured_outputs.vocabulary import Vocabulary
 
 RECORD = r'\{"name": "(Ann|Bob|Wilhelmina)", "likes": \["[a-z]{1,5}"(, "[a-z]{1,5}")*\], "text": "[^"\\]*"\}'
@@ -31,7 +31,7 @@ def grammar(pattern: str, vocabulary: Vocabulary) -> FsmGrammar:
 
 def mask(matcher: FsmMatcher, vocabulary: Vocabulary) -> set[int]:
     words = np.full(vocabulary.num_words, 7, np.uint32)
-    matcher.fill(words)
+    matcher.fill_bitmask(words)
     return allowed(words)
 
 
@@ -46,10 +46,10 @@ def by_trying(dfa: Dfa, prefix: bytes, vocabulary: Vocabulary) -> set[int]:
 def test_a_mask_has_the_tokens_that_fit(pattern, chance):
     vocabulary = demo_vocabulary()
     try:
-        dfa = of_regex(pattern)
+        dfa = regex_to_dfa(pattern)
     except RequestError:
         return
-    matcher = grammar(pattern, vocabulary).start(fast_forward=False)
+    matcher = grammar(pattern, vocabulary).new_matcher(fast_forward=False)
     matcher.advance([])
     prefix = b""
     for _ in range(8):
@@ -79,7 +79,7 @@ def test_all_tokens_walk_as_each_would(texts, num_states, chance):
     trie = TokenTrie(vocabulary)
     for state in range(num_states):
         expected = [dfa.walk(state, text) if text else DEAD for text in vocabulary.tokens]
-        assert trie.ends(dfa, state).tolist() == expected
+        assert trie.next_states(dfa, state).tolist() == expected
 
 
 @pytest.mark.parametrize(
@@ -88,10 +88,10 @@ def test_all_tokens_walk_as_each_would(texts, num_states, chance):
 )
 def test_a_state_that_text_leads_back_to_is_walked_as_others(pattern):
     vocabulary = demo_vocabulary()
-    dfa, trie = of_regex(pattern), TokenTrie(vocabulary)
+    dfa, trie = regex_to_dfa(pattern), TokenTrie(vocabulary)
     for state in range(dfa.num_states):
         expected = [dfa.walk(state, text) if text else DEAD for text in vocabulary.tokens]
-        assert trie.ends(dfa, state).tolist() == expected
+        assert trie.next_states(dfa, state).tolist() == expected
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_masks_are_those_of_llguidance(pattern):
     for seed in range(3):
         chance = random.Random(seed)
         theirs = llguidance.LLMatcher(tokenizer, llguidance.LLMatcher.grammar_from_regex(pattern))
-        ours = grammar(pattern, vocabulary).start(fast_forward=False)
+        ours = grammar(pattern, vocabulary).new_matcher(fast_forward=False)
         ours.advance([])
         for _ in range(12):
             fits = mask(ours, vocabulary)
@@ -154,7 +154,7 @@ def vocabulary_wrapper(vocabulary: Vocabulary) -> llguidance.TokenizerWrapper:
 def test_choices_are_what_may_come():
     vocabulary = demo_vocabulary()
     asked = StructuredOutputsParams(choice=("positive", "negative", "a|b.", "neg"))
-    matcher = BACKEND.compile(asked, vocabulary).start(fast_forward=False)
+    matcher = BACKEND.compile(asked, vocabulary).new_matcher(fast_forward=False)
     matcher.advance([])
     assert {vocabulary.tokens[t][:1] for t in mask(matcher, vocabulary)} == {b"p", b"n", b"a"}
     verdict = matcher.advance(vocabulary.encode("neg"))
@@ -167,7 +167,7 @@ def run(pattern: str, text: bytes, *, fast_forward: bool) -> tuple[list[int], li
     """A model that writes this text in canonical tokens. Returns all tokens, and which of them were forced."""
     vocabulary = demo_vocabulary()
     wanted = vocabulary.encode(text.decode())
-    matcher = grammar(pattern, vocabulary).start(fast_forward=fast_forward)
+    matcher = grammar(pattern, vocabulary).new_matcher(fast_forward=fast_forward)
     verdict = matcher.advance([])
     tokens, forced = list(verdict.forced), [True] * len(verdict.forced)
     while not verdict.is_over:
@@ -198,7 +198,7 @@ def run(pattern: str, text: bytes, *, fast_forward: bool) -> tuple[list[int], li
 def test_fast_forward_writes_what_the_tokenizer_would(pattern, share):
     """The text in canonical tokens, with and without fast-forward, and the least share of forced tokens."""
     num_tokens = num_forced = 0
-    for text in samples(of_regex(pattern), 12):
+    for text in samples(regex_to_dfa(pattern), 12):
         tokens, forced = run(pattern, text, fast_forward=True)
         assert tokens == demo_vocabulary().encode(text.decode())
         assert run(pattern, text, fast_forward=False) == (tokens, [False] * len(tokens))
@@ -230,7 +230,7 @@ def test_text_behind_which_nothing_comes_is_forced_to_its_end():
     vocabulary = demo_vocabulary()
     assert forced_tokens(b'{"name": "', vocabulary, closed=True) == vocabulary.encode('{"name": "')
     assert len(forced_tokens(b'{"name": "', vocabulary)) < len(vocabulary.encode('{"name": "'))
-    matcher = grammar("(no|yes, and that is all there is to say)", vocabulary).start(fast_forward=True)
+    matcher = grammar("(no|yes, and that is all there is to say)", vocabulary).new_matcher(fast_forward=True)
     assert matcher.advance([]) == Verdict()
     verdict = matcher.advance(vocabulary.encode("yes"))
     text = b"".join(vocabulary.tokens[token] for token in verdict.forced)
@@ -241,7 +241,7 @@ def test_a_long_text_is_forced_in_pieces():
     vocabulary = demo_vocabulary()
     text = "The lamp costs 12 coins. " * 160
     asked = StructuredOutputsParams(choice=(text, "no"))
-    matcher = BACKEND.compile(asked, vocabulary).start(fast_forward=True)
+    matcher = BACKEND.compile(asked, vocabulary).new_matcher(fast_forward=True)
     tokens, wanted, num_steps = list(matcher.advance([]).forced), vocabulary.encode(text), 0
     while len(tokens) < len(wanted):
         num_steps += 1
@@ -260,7 +260,7 @@ def test_forced_text_keeps_to_a_pattern_whose_characters_are_several_tokens(patt
     vocabulary = demo_vocabulary()
     for seed in range(12):
         chance = random.Random(seed)
-        matcher = grammar(pattern, vocabulary).start(fast_forward=True)
+        matcher = grammar(pattern, vocabulary).new_matcher(fast_forward=True)
         verdict = matcher.advance([])
         tokens = list(verdict.forced)
         while not verdict.is_over:
@@ -275,7 +275,7 @@ def test_forced_tokens_that_do_not_fit_are_an_error(monkeypatch):
     vocabulary = demo_vocabulary()
     wrong = vocabulary.encode("x")
     monkeypatch.setattr(token_automata, "forced_tokens", lambda data, vocabulary, closed: wrong)
-    matcher = grammar("abc", vocabulary).start(fast_forward=True)
+    matcher = grammar("abc", vocabulary).new_matcher(fast_forward=True)
     verdict = matcher.advance([])
     assert verdict.error and not verdict.forced and not mask(matcher, vocabulary)
 
@@ -293,7 +293,7 @@ def test_a_tokenizer_that_adds_a_space_in_front_is_asked_within_a_text():
 def test_text_that_the_tokenizer_reads_as_a_special_token_is_not_forced():
     vocabulary = demo_vocabulary()
     assert forced_tokens(b"x<|im_end|>y", vocabulary, closed=True) == []
-    matcher = grammar(r"x<\|im_end\|>y", vocabulary).start(fast_forward=True)
+    matcher = grammar(r"x<\|im_end\|>y", vocabulary).new_matcher(fast_forward=True)
     verdict = matcher.advance([])
     assert not verdict.error and not verdict.forced
     assert all(vocabulary.tokens[token][:1] == b"x" for token in mask(matcher, vocabulary))
@@ -305,7 +305,7 @@ def test_what_a_matcher_says_does_not_depend_on_how_tokens_are_cut(seed, fast_fo
     vocabulary = demo_vocabulary()
     compiled = grammar(RECORD, vocabulary)
     chance = random.Random(seed)
-    undisturbed = compiled.start(fast_forward=fast_forward)
+    undisturbed = compiled.new_matcher(fast_forward=fast_forward)
     verdict = undisturbed.advance([])
     tokens, verdicts = list(verdict.forced), {0: verdict}
     for _ in range(12):
@@ -318,7 +318,7 @@ def test_what_a_matcher_says_does_not_depend_on_how_tokens_are_cut(seed, fast_fo
         tokens += [token, *verdict.forced]
     for begin, verdict in verdicts.items():
         for stop in range(begin, begin + len(verdict.forced) + 1):  # resumed before, within and after forced tokens
-            resumed = compiled.start(fast_forward=fast_forward)
+            resumed = compiled.new_matcher(fast_forward=fast_forward)
             told = resumed.advance(tokens[:stop])
             assert told.forced == verdict.forced[stop - begin :]
             assert (told.is_over, told.error) == (verdict.is_over, verdict.error)
@@ -328,7 +328,7 @@ def test_what_a_matcher_says_does_not_depend_on_how_tokens_are_cut(seed, fast_fo
 def test_a_token_that_does_not_fit_is_an_error_that_stays():
     vocabulary = demo_vocabulary()
     for token in (vocabulary.encode("x")[0], 0, 1, 2, 2048, -1, 10**6):
-        matcher = grammar("[ab]+!", vocabulary).start(fast_forward=True)
+        matcher = grammar("[ab]+!", vocabulary).new_matcher(fast_forward=True)
         verdict = matcher.advance([*vocabulary.encode("a"), token])
         assert str(token) in verdict.error and not verdict.is_over
         assert matcher.advance(vocabulary.encode("a")).error == verdict.error
@@ -337,7 +337,7 @@ def test_a_token_that_does_not_fit_is_an_error_that_stays():
 
 def test_behind_an_end_there_are_only_ends():
     vocabulary = demo_vocabulary()
-    matcher = grammar("a*", vocabulary).start(fast_forward=True)
+    matcher = grammar("a*", vocabulary).new_matcher(fast_forward=True)
     assert matcher.advance([*vocabulary.encode("a"), 2]) == Verdict(is_over=True)
     assert mask(matcher, vocabulary) == {0, 2}
     assert matcher.advance([0]) == Verdict(is_over=True)
@@ -346,7 +346,7 @@ def test_behind_an_end_there_are_only_ends():
 
 def test_what_the_vocabulary_cannot_write_is_kept_out_of():
     vocabulary = small_vocabulary(b"a", b"b", b"ab", b"xc", b"\xc3")
-    matcher = grammar("a(bc|é|b?x?)|b*", vocabulary).start(fast_forward=False)
+    matcher = grammar("a(bc|é|b?x?)|b*", vocabulary).new_matcher(fast_forward=False)
     assert matcher.advance([]) == Verdict()
     assert mask(matcher, vocabulary) == {0, 1, 2, 5}
     assert matcher.advance([0]) == Verdict()
@@ -359,7 +359,7 @@ def test_what_the_vocabulary_cannot_write_is_kept_out_of():
 def test_a_dead_end_of_the_vocabulary_is_an_error(most, monkeypatch):
     monkeypatch.setattr(token_automata, "_MAX_WALKS", most)
     vocabulary = small_vocabulary(b"a", b"b")
-    matcher = grammar("a[bc]c", vocabulary).start(fast_forward=False)
+    matcher = grammar("a[bc]c", vocabulary).new_matcher(fast_forward=False)
     if most:
         assert "no token" in matcher.advance([]).error
     else:  # found only when it is reached
@@ -371,12 +371,12 @@ def test_a_dead_end_of_the_vocabulary_is_an_error(most, monkeypatch):
 def test_masks_are_remembered_within_bounds(monkeypatch):
     vocabulary = demo_vocabulary()
     monkeypatch.setattr(token_automata, "MAX_MASK_BYTES", 3 * 4 * vocabulary.num_words)
-    fsm = TokenFsm(of_regex("[ab]{40}"), TokenTrie(vocabulary), vocabulary)
+    fsm = TokenFsm(regex_to_dfa("[ab]{40}"), TokenTrie(vocabulary), vocabulary)
     first = [fsm.mask(state).copy() for state in range(40)]
     assert all((fsm.mask(state) == first[state]).all() for state in reversed(range(40)))
     assert fsm.mask(5) is fsm.mask(5)
     made = []
-    squares = Recent(lambda key: made.append(key) or key * key, 2)
+    squares = LruCache(lambda key: made.append(key) or key * key, 2)
     assert [squares(key) for key in (1, 2, 1, 3, 1, 2)] == [1, 4, 1, 9, 1, 4]
     assert made == [1, 2, 3, 2]
 

@@ -13,14 +13,14 @@ from quire.engine.engine import EngineStats
 from quire.engine.shared_prefixes import num_public_blocks
 from quire.errors import EngineStopped
 from quire.server.errors import Busy
-from quire.server.middleware.auth import operators_only, own_pages_only
+from quire.server.middleware.auth import admins_only, same_origin_only
 from quire.server.service import Service
 from quire.startup.calibration import lookup_seconds
 
-_LONGEST = 1024  # tokens of a measured lookup, whose time grows with the length
+_MAX_LOOKUP_TOKENS = 1024  # tokens of a measured lookup, whose time grows with the length
 
 
-class Advisor:
+class BlockSizeAdvisor:
     """Block size advice. Prefix lookups are measured once, at the first request."""
 
     def __init__(self, service: Service) -> None:
@@ -30,7 +30,7 @@ class Advisor:
 
     async def figures(self) -> dict[str, object]:
         """Costs and block size advice; both None if the engine does not answer."""
-        learnt = await self._service.engine.learnt()
+        learnt = await self._service.engine.cost_model_stats()
         if learnt is None:
             return {"costs": None, "block_size_advice": None}
         lookup = await self._lookups(learnt.blocks)
@@ -46,24 +46,24 @@ class Advisor:
         if self._lookup is None:
             kind, sizes = self._service.cache.prefix_index, sorted({*CANDIDATES, blocks.block_size})
             mean = blocks.num_tokens // max(1, blocks.num_ended) or self._service.max_model_len // 4
-            length = min(max(mean, 1), _LONGEST)
+            length = min(max(mean, 1), _MAX_LOOKUP_TOKENS)
             try:
-                self._lookup = await self._service.aside.run(lambda: lookup_seconds(kind, sizes, length))
+                self._lookup = await self._service.thread_pool.run(lambda: lookup_seconds(kind, sizes, length))
             except (Busy, EngineStopped):  # the next request measures again
                 return {}
             self._length = length
         return self._lookup
 
 
-def operator_routes(service: Service, metrics_prefix: str) -> APIRouter:
+def admin_routes(service: Service, metrics_prefix: str) -> APIRouter:
     """The routes that need the role admin. Without keys every caller has it."""
-    router = APIRouter(tags=["Operations"], dependencies=[Depends(operators_only)])
-    advisor = Advisor(service)
+    router = APIRouter(tags=["Operations"], dependencies=[Depends(admins_only)])
+    advisor = BlockSizeAdvisor(service)
 
     @router.get("/metrics", response_model=None)
     async def metrics() -> Response:
         """Metrics in Prometheus' text format."""
-        return Response(service.metrics.page(metrics_prefix), headers={"content-type": CONTENT_TYPE_LATEST})
+        return Response(service.metrics.export(metrics_prefix), headers={"content-type": CONTENT_TYPE_LATEST})
 
     @router.get("/get_server_info", response_model=None)
     async def get_server_info() -> Response:
@@ -71,8 +71,8 @@ def operator_routes(service: Service, metrics_prefix: str) -> APIRouter:
         info = {**_server_info(service), **await advisor.figures()}
         return Response(msgspec.json.encode(info), media_type="application/json")
 
-    @router.get("/flush_cache", dependencies=[Depends(own_pages_only)])
-    @router.post("/flush_cache", dependencies=[Depends(own_pages_only)])
+    @router.get("/flush_cache", dependencies=[Depends(same_origin_only)])
+    @router.post("/flush_cache", dependencies=[Depends(same_origin_only)])
     async def flush_cache() -> dict[str, int]:
         """Drop all cached KV that no running request uses."""
         return {"freed_blocks": await service.engine.flush_cache()}

@@ -8,7 +8,7 @@ from quire.server.middleware.drain import Drain
 from quire.server.service import Service
 
 
-def operation_routes(service: Service, drain: Drain) -> APIRouter:
+def health_routes(service: Service, drain: Drain) -> APIRouter:
     """The routes. drain: /ready and /health answer 503 once it has begun."""
     router = APIRouter(tags=["Operations"])
 

@@ -5,7 +5,7 @@ from pydantic import Field
 
 from quire.core.scheduling_params import Program
 from quire.errors import RequestError
-from quire.server.api.request_params import Body, about
+from quire.server.api.request_params import Body, optional_field
 from quire.server.middleware.auth import caller_of
 from quire.server.service import Service
 
@@ -16,7 +16,7 @@ class EndProgramBody(Body):
     """POST /v1/programs/end."""
 
     id: str = Field(description="The program's id, as its requests gave it.")
-    branch: str | None = about("The branch that is over; the whole program by default.")
+    branch: str | None = optional_field("The branch that is over; the whole program by default.")
 
 
 def program_routes(service: Service) -> APIRouter:

@@ -5,27 +5,27 @@ from msgspec.json import encode
 from pydantic import Field
 
 from quire.errors import RequestError
-from quire.server.api.openai.chat import spoken, tokenize_conversation
+from quire.server.api.openai.chat import template_messages, tokenize_conversation
 from quire.server.api.openai.schema import Messages, TemplateBody
-from quire.server.api.request_params import Body, TokenIds, about
+from quire.server.api.request_params import Body, TokenIds, optional_field
 from quire.server.service import Service
 
-_OF_MESSAGES = [name for name in TemplateBody.model_fields if name not in ("add_special_tokens", "tool_choice")]
+_MESSAGE_FIELDS = [name for name in TemplateBody.model_fields if name not in ("add_special_tokens", "tool_choice")]
 
 
 class TokenizeBody(TemplateBody):
     """POST /tokenize: a text, or a conversation for the chat template."""
 
-    model: str | None = about("The served model; /v1/models lists it.")
-    prompt: str | None = about("A text.")
-    messages: Messages | None = about("A conversation, in place of a text.")
-    return_token_strs: bool | None = about("Add each token as the vocabulary writes it.")
+    model: str | None = optional_field("The served model; /v1/models lists it.")
+    prompt: str | None = optional_field("A text.")
+    messages: Messages | None = optional_field("A conversation, in place of a text.")
+    return_token_strs: bool | None = optional_field("Add each token as the vocabulary writes it.")
 
 
 class DetokenizeBody(Body):
     """POST /detokenize."""
 
-    model: str | None = about("The served model; /v1/models lists it.")
+    model: str | None = optional_field("The served model; /v1/models lists it.")
     tokens: TokenIds = Field(description="Token ids.")
 
 
@@ -39,24 +39,24 @@ def token_routes(service: Service) -> APIRouter:
         service.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise RequestError("give either a prompt or messages", "prompt")
-        return await service.aside.run(lambda: _json(_tokenized(body, service)))
+        return await service.thread_pool.run(lambda: _json(_tokenized(body, service)))
 
     @router.post("/detokenize", response_model=None)
     async def detokenize(body: DetokenizeBody) -> Response:
         """Return the text of token ids, special tokens included."""
         service.check_model(body.model)
-        return await service.aside.run(lambda: _json({"prompt": _text(body.tokens, service)}))
+        return await service.thread_pool.run(lambda: _json({"prompt": _text(body.tokens, service)}))
 
     return router
 
 
 def _tokenized(body: TokenizeBody, service: Service) -> dict[str, object]:
     if body.prompt is None:
-        messages = spoken(body.messages or ())
+        messages = template_messages(body.messages or ())
         service.check_size([messages, body.tools, body.documents, body.chat_template_kwargs], "messages")
         ids = tokenize_conversation(messages, body, service.tokenizer).ids
     else:
-        for name in _OF_MESSAGES:
+        for name in _MESSAGE_FIELDS:
             if getattr(body, name) is not None:
                 raise RequestError(f"{name} is about messages; leave it out with a prompt", name)
         service.check_size(body.prompt, "prompt")

@@ -5,17 +5,17 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 
 from fastapi import APIRouter, Request, Response
 
-from quire.engine.inputs import Generation, TokenizedPrompt, generations, template_variables, tokenize
-from quire.engine.output_text import Transcript
+from quire.engine.inputs import Generation, TokenizedPrompt, prepare_generations, template_variables, tokenize
+from quire.engine.output_text import RequestOutputProcessor
 from quire.engine.outputs import CompletionOutput, Delta
 from quire.params import SamplingParams
-from quire.server.api.limits import check_told, num_prompt_tokens
-from quire.server.api.openai.logprobs import LogprobFormat, UsageFormat, plain_rows
+from quire.server.api.limits import check_prompt_values, num_prompt_tokens
+from quire.server.api.openai.logprobs import LogprobFormat, UsageFormat, prompt_logprobs_json
 from quire.server.api.openai.schema import ChatBody, ChatMessage, TemplateBody
 from quire.server.api_keys import Caller
-from quire.server.errors import renamed
+from quire.server.errors import renamed_fields
 from quire.server.middleware.auth import caller_of
-from quire.server.reply import Reply, respond, shows
+from quire.server.reply import Reply, is_visible, respond
 from quire.server.service import Service
 from quire.server.sse import DONE, TimeLimit, event
 from quire.tokenizer.messages import plain_messages
@@ -27,7 +27,7 @@ _OWN_FIELDS = (
 )
 
 
-def spoken(messages: Sequence[ChatMessage]) -> list[dict[str, object]]:
+def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, object]]:
     """The messages as dicts for chat templates. The role developer becomes system."""
     plain = [message.model_dump(exclude_none=True) for message in messages]
     for message in plain:
@@ -36,7 +36,7 @@ def spoken(messages: Sequence[ChatMessage]) -> list[dict[str, object]]:
     return plain
 
 
-def begun_answer(messages: Sequence[Mapping[str, object]]) -> str:
+def last_message_content(messages: Sequence[Mapping[str, object]]) -> str:
     """The content of the last message if it is the assistant's; else an empty string."""
     if not messages or messages[-1]["role"] != "assistant":
         return ""
@@ -69,7 +69,7 @@ def chat_routes(service: Service) -> APIRouter:
     async def chat_completions(body: ChatBody, request: Request) -> Response:
         """Generate the next message of a conversation."""
         limit, id = TimeLimit(body.timeout), service.request_ids.make("chatcmpl", request)
-        answer, reply = await limit.of(_start(service, body, caller_of(request), id))
+        answer, reply = await limit.run(_start(service, body, caller_of(request), id))
         return await respond(request, answer, reply, limit, stream=bool(body.stream))
 
     return router
@@ -77,49 +77,49 @@ def chat_routes(service: Service) -> APIRouter:
 
 async def _start(service: Service, body: ChatBody, caller: Caller, id: str) -> tuple["ChatAnswer", Reply]:
     service.check_model(body.model)
-    with renamed(body.engine_names()):
+    with renamed_fields(body.engine_names()):
         params = body.sampling_params(service.sampling_defaults)
         beams = body.beams(params, vocab_size=service.vocab_size, num_end_tokens=service.num_end_tokens)
-        asked, beginning = await service.aside.run(lambda: _read(service, body, params))
-        check_told(asked, ids=bool(body.return_token_ids), choices=False)
+        asked, beginning = await service.thread_pool.run(lambda: _read(service, body, params))
+        check_prompt_values(asked, ids=bool(body.return_token_ids), choices=False)
         answer = ChatAnswer(id, service, body, params, beginning)
-        namespace, terms = caller.namespace(body.cache_salt), body.terms(service.options)
+        namespace, terms = caller.namespace(body.cache_salt), body.scheduling_params(service.options)
         with caller.quota.spending(num_prompt_tokens(asked)):
             return answer, await service.start(answer.id, asked, namespace, beams, terms)
 
 
 def _read(service: Service, body: ChatBody, params: SamplingParams) -> tuple[list[Generation], str]:
     """The conversation as a Generation, and the text that the answer begins with if `echo` is set."""
-    messages = spoken(body.messages)
+    messages = template_messages(body.messages)
     service.check_size([messages, body.tools, body.documents, body.chat_template_kwargs], "messages")
     prompt = tokenize_conversation(messages, body, service.tokenizer)
-    asked = generations([prompt], [params], service.tokenizer, service.max_model_len)
-    return asked, begun_answer(messages) if body.echo else ""
+    asked = prepare_generations([prompt], [params], service.tokenizer, service.max_model_len)
+    return asked, last_message_content(messages) if body.echo else ""
 
 
 class ChatAnswer:
     """OpenAI's chat.completion objects for one request."""
 
-    def __init__(self, id: str, service: Service, body: ChatBody, params: SamplingParams, beginning: str) -> None:
+    def __init__(self, id: str, service: Service, body: ChatBody, params: SamplingParams, echo_text: str) -> None:
         self.id = id
         self._head = {"id": self.id, "created": int(time.time()), "model": service.model_name}
         self._with_ids = bool(body.return_token_ids)
         self._logprobs = LogprobFormat(params, service.tokenizer, as_token_ids=bool(body.return_tokens_as_token_ids))
         self._usage = UsageFormat(body.stream_options)
-        self._beginning = beginning
+        self._echo_text = echo_text
 
-    def whole(self, reply: Reply) -> dict[str, object]:
+    def full_response(self, reply: Reply) -> dict[str, object]:
         """The body of the response."""
         (transcript,) = reply.transcripts
         choices = [
             self._choice(
                 sequence.index,
-                {"message": {"role": "assistant", "content": self._beginning + sequence.text, "refusal": None}},
+                {"message": {"role": "assistant", "content": self._echo_text + sequence.text, "refusal": None}},
                 sequence,
             )
             for sequence in transcript.result().outputs
         ]
-        head = {**self._head, "object": "chat.completion", **self._about_prompt(transcript)}
+        head = {**self._head, "object": "chat.completion", **self._prompt_fields(transcript)}
         return {**head, "choices": choices, "usage": reply.usage()}
 
     async def events(self, reply: Reply) -> AsyncIterator[bytes]:
@@ -127,27 +127,27 @@ class ChatAnswer:
         (transcript,) = reply.transcripts
         head = {**self._head, "object": "chat.completion.chunk"}
         for index in range(reply.num_choices):
-            choice = self._choice(index, {"delta": {"role": "assistant", "content": self._beginning}}, None)
+            choice = self._choice(index, {"delta": {"role": "assistant", "content": self._echo_text}}, None)
             yield event({**head, "choices": [choice], **self._usage.of_chunk(reply)})
         about_prompt = True  # whether the fields of the prompt are still to be sent
         async for deltas in reply.deltas():
             chunks = []
             for delta in deltas:
-                if shows(delta, ids=self._with_ids):
-                    first = self._about_prompt(transcript) if about_prompt else {}
+                if is_visible(delta, ids=self._with_ids):
+                    first = self._prompt_fields(transcript) if about_prompt else {}
                     about_prompt = False
-                    choice = self._choice(delta.index, {"delta": _added(delta)}, delta)
+                    choice = self._choice(delta.index, {"delta": _delta_content(delta)}, delta)
                     chunks.append(event({**head, **first, "choices": [choice], **self._usage.of_chunk(reply)}))
             yield b"".join(chunks)
         for usage in self._usage.at_end(reply):
             yield event({**head, "choices": [], "usage": usage})
         yield DONE
 
-    def _about_prompt(self, transcript: Transcript) -> dict[str, object]:
+    def _prompt_fields(self, transcript: RequestOutputProcessor) -> dict[str, object]:
         """The requested fields of the prompt. Chat has one prompt, so they are sent once."""
         fields: dict[str, object] = {}
         if transcript.prompt_logprobs is not None:
-            fields["prompt_logprobs"] = plain_rows(transcript.prompt_logprobs)
+            fields["prompt_logprobs"] = prompt_logprobs_json(transcript.prompt_logprobs)
         if self._with_ids:
             fields["prompt_token_ids"] = transcript.prompt.ids
         return fields
@@ -167,5 +167,5 @@ class ChatAnswer:
         }
 
 
-def _added(delta: Delta) -> dict[str, str]:
+def _delta_content(delta: Delta) -> dict[str, str]:
     return {"content": delta.text} if delta.text or delta.logprobs else {}

@@ -8,17 +8,17 @@ from fastapi import APIRouter, Request, Response
 from msgspec import Raw
 from msgspec.json import encode
 
-from quire.engine.inputs import Generation, TokenizedPrompt, listed
-from quire.engine.output_text import Transcript
+from quire.engine.inputs import Generation, TokenizedPrompt, as_prompt_list
+from quire.engine.output_text import RequestOutputProcessor
 from quire.engine.outputs import CompletionOutput, Delta
 from quire.params import SamplingParams
-from quire.server.api.limits import check_choices, check_told, num_prompt_tokens
-from quire.server.api.openai.logprobs import LogprobFormat, UsageFormat, plain_rows
+from quire.server.api.limits import check_choices, check_prompt_values, num_prompt_tokens
+from quire.server.api.openai.logprobs import LogprobFormat, UsageFormat, prompt_logprobs_json
 from quire.server.api.openai.schema import CompletionBody
 from quire.server.api_keys import Caller
-from quire.server.errors import renamed
+from quire.server.errors import renamed_fields
 from quire.server.middleware.auth import caller_of
-from quire.server.reply import Reply, respond, shows
+from quire.server.reply import Reply, is_visible, respond
 from quire.server.service import Service
 from quire.server.sse import DONE, TimeLimit, event
 from quire.tokenizer.detokenizer import Detokenizer
@@ -49,11 +49,11 @@ def _decoded(ids: list[int], tokenizer: Tokenizer, *, skip_special_tokens: bool)
     text, offsets = "", []
     for token in ids:
         offsets.append(len(text))
-        text += detokenizer.add(token)
-    return Echo(text + detokenizer.close(), offsets)
+        text += detokenizer.append_token(token)
+    return Echo(text + detokenizer.flush(), offsets)
 
 
-class Opening(NamedTuple):
+class PromptEcho(NamedTuple):
     """The part of a choice that describes the prompt.
 
     text: the echo. lists: the first entries of the choice's `logprobs`; None for none. fields: further fields.
@@ -64,7 +64,7 @@ class Opening(NamedTuple):
     fields: Mapping[str, object]
 
 
-class Openings:
+class PromptEchoes:
     """The Openings of one request, each written once. echoes: one per prompt; None without echo."""
 
     def __init__(self, body: CompletionBody, logprobs: LogprobFormat, echoes: Sequence[Echo] | None) -> None:
@@ -73,30 +73,30 @@ class Openings:
         self._with_lists = body.logprobs is not None
         self._logprobs = logprobs
         self._echoes = echoes
-        self._written: dict[int, Opening] = {}
-        self.wanted = bool(echoes) or self._with_ids or self._with_rows
+        self._written: dict[int, PromptEcho] = {}
+        self.is_requested = bool(echoes) or self._with_ids or self._with_rows
 
     def num_characters(self, place: int) -> int:
         """Length of the echo of the prompt at index `place`."""
         return len(self._echoes[place].text) if self._echoes else 0
 
-    def of(self, place: int, transcript: Transcript) -> Opening:
+    def get(self, place: int, transcript: RequestOutputProcessor) -> PromptEcho:
         """The Opening of the prompt at index `place`, which must be computed."""
         if place not in self._written:
             self._written[place] = self._write(place, transcript)
         return self._written[place]
 
-    def _write(self, place: int, transcript: Transcript) -> Opening:
+    def _write(self, place: int, transcript: RequestOutputProcessor) -> PromptEcho:
         rows, ids = transcript.prompt_logprobs, transcript.prompt.ids
         lists, fields = None, {}
         if self._echoes and self._with_lists and rows is not None:
             lists = self._logprobs.completion(ids, rows, self._echoes[place].offsets)
             lists["top_logprobs"] = [Raw(encode(row)) for row in lists["top_logprobs"]]
         if self._with_rows and rows is not None:
-            fields["prompt_logprobs"] = plain_rows(rows)
+            fields["prompt_logprobs"] = prompt_logprobs_json(rows)
         if self._with_ids:
             fields["prompt_token_ids"] = Raw(encode(ids))
-        return Opening(self._echoes[place].text if self._echoes else "", lists, fields)
+        return PromptEcho(self._echoes[place].text if self._echoes else "", lists, fields)
 
 
 def completion_routes(service: Service) -> APIRouter:
@@ -107,7 +107,7 @@ def completion_routes(service: Service) -> APIRouter:
     async def completions(body: CompletionBody, request: Request) -> Response:
         """Continue one or several prompts."""
         limit, id = TimeLimit(body.timeout), service.request_ids.make("cmpl", request)
-        answer, reply = await limit.of(_start(service, body, caller_of(request), id))
+        answer, reply = await limit.run(_start(service, body, caller_of(request), id))
         return await respond(request, answer, reply, limit, stream=bool(body.stream))
 
     return router
@@ -115,16 +115,16 @@ def completion_routes(service: Service) -> APIRouter:
 
 async def _start(service: Service, body: CompletionBody, caller: Caller, id: str) -> tuple["CompletionAnswer", Reply]:
     service.check_model(body.model)
-    with renamed({**body.search_names(), **body.form_names()}):
+    with renamed_fields({**body.beam_names(), **body.constraint_names()}):
         params = body.sampling_params(service.sampling_defaults)
         beams = body.beams(params, vocab_size=service.vocab_size, num_end_tokens=service.num_end_tokens)
-        prompts = listed(body.prompt)
+        prompts = as_prompt_list(body.prompt)
         each = [params] * len(prompts)
         check_choices(each, width=beams.width if beams else 1)
         asked = await service.tokenize(prompts, each, add_special_tokens=body.add_special_tokens)
-        check_told(asked, ids=bool(body.return_token_ids or body.echo))
+        check_prompt_values(asked, ids=bool(body.return_token_ids or body.echo))
         answer = CompletionAnswer(id, service, body, params, await _echoes(service, body, asked))
-        namespace, terms = caller.namespace(body.cache_salt), body.terms(service.options)
+        namespace, terms = caller.namespace(body.cache_salt), body.scheduling_params(service.options)
         with caller.quota.spending(num_prompt_tokens(asked)):
             return answer, await service.start(answer.id, asked, namespace, beams, terms)
 
@@ -139,7 +139,7 @@ async def _echoes(service: Service, body: CompletionBody, asked: Sequence[Genera
             for each in asked
         ]
 
-    return await service.aside.run(work)
+    return await service.thread_pool.run(work)
 
 
 class CompletionAnswer:
@@ -158,14 +158,14 @@ class CompletionAnswer:
         self._with_ids = bool(body.return_token_ids)
         self._logprobs = LogprobFormat(params, service.tokenizer, as_token_ids=bool(body.return_tokens_as_token_ids))
         self._usage = UsageFormat(body.stream_options)
-        self._openings = Openings(body, self._logprobs, echoes)
+        self._prompt_echoes = PromptEchoes(body, self._logprobs, echoes)
 
-    def whole(self, reply: Reply) -> dict[str, object]:
+    def full_response(self, reply: Reply) -> dict[str, object]:
         """The body of the response."""
         choices: list[dict[str, object]] = []
         for place, transcript in enumerate(reply.transcripts):
             for output in transcript.result().outputs:
-                choices.append(self._choice(len(choices), output, place, self._openings.of(place, transcript)))
+                choices.append(self._choice(len(choices), output, place, self._prompt_echoes.get(place, transcript)))
         return {**self._head, "choices": choices, "usage": reply.usage()}
 
     async def events(self, reply: Reply) -> AsyncIterator[bytes]:
@@ -174,11 +174,11 @@ class CompletionAnswer:
         async for deltas in reply.deltas():
             chunks = []
             for delta in deltas:
-                index, place = reply.choice(delta), reply.place(delta)
+                index, place = reply.choice_index(delta), reply.transcript_index(delta)
                 begins = index not in begun
-                if shows(delta, ids=self._with_ids) or (begins and self._openings.wanted):
+                if is_visible(delta, ids=self._with_ids) or (begins and self._prompt_echoes.is_requested):
                     begun.add(index)
-                    opening = self._openings.of(place, reply.transcripts[place]) if begins else None
+                    opening = self._prompt_echoes.get(place, reply.transcripts[place]) if begins else None
                     choice = self._choice(index, delta, place, opening)
                     chunks.append(event({**self._head, "choices": [choice], **self._usage.of_chunk(reply)}))
             yield b"".join(chunks)
@@ -187,28 +187,28 @@ class CompletionAnswer:
         yield DONE
 
     def _choice(
-        self, index: int, part: CompletionOutput | Delta, place: int, opening: Opening | None
+        self, index: int, part: CompletionOutput | Delta, place: int, prompt_echo: PromptEcho | None
     ) -> dict[str, object]:
         """The object of a choice. part: a whole sequence or a delta. opening: for the first part of a choice."""
         ids = {"token_ids": part.token_ids} if self._with_ids else {}
         return {
             "index": index,
-            "text": opening.text + part.text if opening else part.text,
-            "logprobs": self._lists(part, place, opening),
+            "text": prompt_echo.text + part.text if prompt_echo else part.text,
+            "logprobs": self._lists(part, place, prompt_echo),
             "finish_reason": part.finish_reason,
             "stop_reason": part.stop_reason,
             **ids,
-            **(opening.fields if opening else {}),
+            **(prompt_echo.fields if prompt_echo else {}),
         }
 
     def _lists(
-        self, part: CompletionOutput | Delta, place: int, opening: Opening | None
+        self, part: CompletionOutput | Delta, place: int, prompt_echo: PromptEcho | None
     ) -> Mapping[str, Sequence[object]] | None:
         """The `logprobs` of the prompt, if reported, then those of the part; None if neither has a token."""
-        begun = opening.lists if opening else None
+        begun = prompt_echo.lists if prompt_echo else None
         if not part.logprobs:
             return begun
-        before = self._openings.num_characters(place)
+        before = self._prompt_echoes.num_characters(place)
         offsets = [before + offset for offset in part.token_offsets]
         lists = self._logprobs.completion(part.token_ids, part.logprobs, offsets)
         return {name: [*begun[name], *values] for name, values in lists.items()} if begun else lists

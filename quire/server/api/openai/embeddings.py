@@ -12,36 +12,49 @@ import numpy as np
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
-from quire.engine.embeddings import EmbeddingFailed, EmbeddingLate, PooledBatch, pooling_of
-from quire.engine.inputs import Generation, listed
+from quire.engine.embeddings import EmbeddingBatch, EmbeddingDeadlineMissed, EmbeddingFailed, parse_pooling
+from quire.engine.inputs import Generation, as_prompt_list
 from quire.engine.outputs import RequestMetrics
 from quire.errors import EngineStopped, RequestError
 from quire.params import SamplingParams
 from quire.server.api.limits import num_prompt_tokens
-from quire.server.api.request_params import MAX_PROMPTS, Prompts, Salt, TermsBody, about, without_effect
-from quire.server.errors import DeadlineMissed, renamed
+from quire.server.api.request_params import (
+    MAX_PROMPTS,
+    Prompts,
+    Salt,
+    SchedulingParamsBody,
+    ignored_field,
+    optional_field,
+)
+from quire.server.errors import DeadlineMissed, renamed_fields
 from quire.server.middleware.auth import caller_of
-from quire.server.observability.metrics import Ended
-from quire.server.observability.request_record import Told, record_of
+from quire.server.observability.metrics import FinishedRequestStats
+from quire.server.observability.request_record import RequestStats, record_of
 from quire.server.service import Service
 from quire.server.sse import TimeLimit, while_connected
 
 
-class EmbeddingBody(TermsBody):
+class EmbeddingBody(SchedulingParamsBody):
     """POST /v1/embeddings."""
 
     input: Prompts = Field(description="A text, token ids, or a list of several of either.")
-    model: str | None = about("The served model; /v1/models lists it.")
-    encoding_format: Literal["float", "base64"] | None = about(
+    model: str | None = optional_field("The served model; /v1/models lists it.")
+    encoding_format: Literal["float", "base64"] | None = optional_field(
         "How vectors are written: numbers (the default), or base64 of little-endian float32."
     )
-    dimensions: int | None = about("Accepted when it is the size of the model's vectors.")
-    pooling: str | None = about("Of the last layer's states: that of the last token ('last'), or their 'mean'.")
-    normalize: bool | None = about("Scale vectors to length 1; true by default.")
-    truncate_prompt_tokens: int | None = about("Keep that many tokens at the input's end; -1: as many as fit.")
-    add_special_tokens: bool | None = about("Let the tokenizer add begin and end tokens to a text; true by default.")
-    cache_salt: Salt | None = about("Share cached tokens only with requests of the same salt (1 to 256 characters).")
-    user: object = without_effect()
+    dimensions: int | None = optional_field("Accepted when it is the size of the model's vectors.")
+    pooling: str | None = optional_field(
+        "Of the last layer's states: that of the last token ('last'), or their 'mean'."
+    )
+    normalize: bool | None = optional_field("Scale vectors to length 1; true by default.")
+    truncate_prompt_tokens: int | None = optional_field("Keep that many tokens at the input's end; -1: as many as fit.")
+    add_special_tokens: bool | None = optional_field(
+        "Let the tokenizer add begin and end tokens to a text; true by default."
+    )
+    cache_salt: Salt | None = optional_field(
+        "Share cached tokens only with requests of the same salt (1 to 256 characters)."
+    )
+    user: object = ignored_field()
 
 
 def embedding_routes(service: Service) -> APIRouter:
@@ -52,20 +65,22 @@ def embedding_routes(service: Service) -> APIRouter:
     async def embeddings(body: EmbeddingBody, request: Request) -> Response:
         """Return the vector of one or several prompts."""
         service.check_model(body.model)
-        pooling = pooling_of(body.pooling or "last")
+        pooling = parse_pooling(body.pooling or "last")
         if body.dimensions not in (None, service.hidden_size):
             raise RequestError(
                 f"dimensions other than the model's {service.hidden_size} are not supported", "dimensions"
             )
-        with renamed({"prompt": "input"}):
+        with renamed_fields({"prompt": "input"}):
             limit, caller = TimeLimit(body.timeout), caller_of(request)
-            asked = await limit.of(_tokenize(service, body))
+            asked = await limit.run(_tokenize(service, body))
             id = service.request_ids.make("embd", request)
-            batch = PooledBatch(asked, pooling, caller.namespace(body.cache_salt), body.terms(service.options), id)
-            record_of(request).told = partial(_told, batch)
+            batch = EmbeddingBatch(
+                asked, pooling, caller.namespace(body.cache_salt), body.scheduling_params(service.options), id
+            )
+            record_of(request).get_stats = partial(_stats, batch)
             cost = num_prompt_tokens(asked)
             work = partial(_embed, service, batch, caller.quota.spending(cost))
-            await limit.of(while_connected(request.receive, work))
+            await limit.run(while_connected(request.receive, work))
         vectors = [one.vector(normalized=body.normalize is not False) for one in batch]
         answer = _answer(service, vectors, sum(len(one.prompt_token_ids) for one in batch), body.encoding_format)
         return Response(msgspec.json.encode(answer), media_type="application/json")
@@ -74,14 +89,14 @@ def embedding_routes(service: Service) -> APIRouter:
 
 
 async def _tokenize(service: Service, body: EmbeddingBody) -> list[Generation]:
-    prompts = listed(body.input)
+    prompts = as_prompt_list(body.input)
     if not 1 <= len(prompts) <= MAX_PROMPTS:
         raise RequestError(f"input must be 1 to {MAX_PROMPTS} texts or lists of token ids", "input")
     params = SamplingParams(max_tokens=0, truncate_prompt_tokens=body.truncate_prompt_tokens)
     return await service.tokenize(prompts, [params] * len(prompts), add_special_tokens=body.add_special_tokens)
 
 
-async def _embed(service: Service, batch: PooledBatch, spending: AbstractContextManager[None]) -> None:
+async def _embed(service: Service, batch: EmbeddingBatch, spending: AbstractContextManager[None]) -> None:
     """Compute the batch, and update the metrics. spending: counts the prompt tokens while the engine accepts them.
 
     Raises RequestError, RateLimited, DeadlineMissed, EmbeddingFailed, EngineStopped.
@@ -93,8 +108,8 @@ async def _embed(service: Service, batch: PooledBatch, spending: AbstractContext
     try:
         while not batch.finished:
             for output in await anext(stream):
-                batch.add(output)
-    except EmbeddingLate as late:
+                batch.process_output(output)
+    except EmbeddingDeadlineMissed as late:
         raise DeadlineMissed(late) from late
     except (EngineStopped, EmbeddingFailed):
         unfinished = "error"
@@ -102,15 +117,15 @@ async def _embed(service: Service, batch: PooledBatch, spending: AbstractContext
     finally:
         stream.close()
         for one in batch:
-            service.metrics.sequence_ended(one.finish_reason or unfinished)
-            service.metrics.request_ended(
-                Ended(metrics, len(one.prompt_token_ids), one.num_cached_tokens), time.monotonic()
+            service.metrics.observe_finished_sequence(one.finish_reason or unfinished)
+            service.metrics.observe_finished_request(
+                FinishedRequestStats(metrics, len(one.prompt_token_ids), one.num_cached_tokens), time.monotonic()
             )
 
 
-def _told(batch: PooledBatch, content: bool) -> Told:  # noqa: FBT001
+def _stats(batch: EmbeddingBatch, content: bool) -> RequestStats:  # noqa: FBT001
     """Figures for the request record, without vectors. Prompts are token ids."""
-    return Told(
+    return RequestStats(
         num_prompt_tokens=sum(len(one.prompt_token_ids) for one in batch),
         num_output_tokens=0,
         num_cached_tokens=sum(one.num_cached_tokens for one in batch),

@@ -13,7 +13,7 @@ from quire.server.api.openai.schema import StreamOptions
 from quire.server.reply import Reply
 from quire.tokenizer.tokenizer import Tokenizer
 
-_LEAST = -9999.0  # JSON has no infinity
+_MIN_LOGPROB = -9999.0  # JSON has no infinity
 
 
 class LogprobFormat:
@@ -25,8 +25,8 @@ class LogprobFormat:
 
     def __init__(self, params: SamplingParams, tokenizer: Tokenizer, *, as_token_ids: bool = False) -> None:
         self._top = params.logprobs or 0
-        self._given = params.logprob_token_ids
-        self._tells_forced = params.structured_outputs is not None
+        self._logprob_token_ids = params.logprob_token_ids
+        self._with_forced = params.structured_outputs is not None
         self._tokenizer = tokenizer
         self._as_token_ids = as_token_ids
 
@@ -56,25 +56,25 @@ class LogprobFormat:
         pairs = list(zip(tokens, rows, strict=True))
         lists: dict[str, list[object]] = {
             "tokens": [self._name(token) for token in tokens],
-            "token_logprobs": [None if row is None else finite(row[token].logprob) for token, row in pairs],
-            "top_logprobs": [None if row is None else self._named(row) for row in rows],
+            "token_logprobs": [None if row is None else finite_logprob(row[token].logprob) for token, row in pairs],
+            "top_logprobs": [None if row is None else self._top_logprobs(row) for row in rows],
             "text_offset": list(offsets),
         }
-        if self._tells_forced:
+        if self._with_forced:
             lists["forced"] = [row is not None and row[token].forced for token, row in pairs]
         return lists
 
     def _reported(self, row: LogprobRow) -> list[int]:
         """The most likely tokens, then those of logprob_token_ids."""
         likely = sorted(row, key=lambda token: (-row[token].logprob, token))[: self._top]
-        return likely + [token for token in self._given if token in row and token not in likely]
+        return likely + [token for token in self._logprob_token_ids if token in row and token not in likely]
 
-    def _named(self, row: LogprobRow) -> dict[str, float]:
+    def _top_logprobs(self, row: LogprobRow) -> dict[str, float]:
         named: dict[str, float] = {}
         for token in self._reported(row):
-            named.setdefault(self._name(token), finite(row[token].logprob))
+            named.setdefault(self._name(token), finite_logprob(row[token].logprob))
         token, own = next(iter(row.items()))
-        named[self._name(token)] = finite(own.logprob)
+        named[self._name(token)] = finite_logprob(own.logprob)
         return named
 
     def _name(self, token: int) -> str:
@@ -89,25 +89,25 @@ class LogprobFormat:
     def _chat_entry(self, token: int, logprob: Logprob) -> dict[str, object]:
         return {
             "token": f"token_id:{token}" if self._as_token_ids else logprob.decoded_token,
-            "logprob": finite(logprob.logprob),
+            "logprob": finite_logprob(logprob.logprob),
             "bytes": list(self._tokenizer.token_bytes(token)),
         }
 
 
-def plain_rows(rows: Sequence[LogprobRow | None]) -> Raw:
+def prompt_logprobs_json(rows: Sequence[LogprobRow | None]) -> Raw:
     """vLLM's format, as JSON: per prompt token, an object from reported token id to its Logprob."""
     return Raw(encode([None if row is None else _finite_row(row) for row in rows]))
 
 
-def finite(value: float) -> float:
+def finite_logprob(value: float) -> float:
     """The logprob, or _LEAST if it is not finite."""
-    return value if math.isfinite(value) else _LEAST
+    return value if math.isfinite(value) else _MIN_LOGPROB
 
 
 def _finite_row(row: LogprobRow) -> LogprobRow:
     if all(math.isfinite(logprob.logprob) for logprob in row.values()):
         return row
-    return {token: replace(logprob, logprob=finite(logprob.logprob)) for token, logprob in row.items()}
+    return {token: replace(logprob, logprob=finite_logprob(logprob.logprob)) for token, logprob in row.items()}
 
 
 class UsageFormat:

@@ -10,9 +10,9 @@ from typing import NamedTuple
 from msgspec import Raw
 from msgspec.json import encode
 
-from quire.engine.output_text import Transcript
+from quire.engine.output_text import RequestOutputProcessor
 from quire.engine.outputs import CompletionOutput, LogprobRow
-from quire.server.api.openai.logprobs import finite
+from quire.server.api.openai.logprobs import finite_logprob
 from quire.tokenizer.tokenizer import Tokenizer
 
 Entry = tuple[float | None, int, str | None]
@@ -35,7 +35,7 @@ class EntryFormat:
         self._tokenizer = tokenizer
         self._with_text = with_text
 
-    def of_prompt(self, report: Report, transcript: Transcript) -> dict[str, Raw]:
+    def of_prompt(self, report: Report, transcript: RequestOutputProcessor) -> dict[str, Raw]:
         """The fields of meta_info for a computed prompt.
 
         The first entry has no logprob, for any `start`: SGLang computes logprobs from there on.
@@ -51,7 +51,7 @@ class EntryFormat:
         """The fields of meta_info for output tokens."""
         fields = self._fields("output", report, tokens, rows)
         if report.token_ids:  # the engine reports them for output tokens only
-            fields["output_token_ids_logprobs"] = [self._those(row, report.token_ids) for row in rows]
+            fields["output_token_ids_logprobs"] = [self._selected(row, report.token_ids) for row in rows]
         return fields
 
     def _fields(
@@ -71,12 +71,12 @@ class EntryFormat:
         likely = sorted(row, key=lambda token: (-row[token].logprob, token))
         return [self._entry(token, row) for token in islice(likely, count)]
 
-    def _those(self, row: LogprobRow, tokens: Sequence[int]) -> list[Entry]:
+    def _selected(self, row: LogprobRow, tokens: Sequence[int]) -> list[Entry]:
         return [self._entry(token, row) for token in tokens if token in row]  # the row of a forced token has no others
 
     def _entry(self, token: int, row: LogprobRow | None) -> Entry:
         text = self._tokenizer.token_text(token) if self._with_text else None
-        return (None if row is None else finite(row[token].logprob), token, text)
+        return (None if row is None else finite_logprob(row[token].logprob), token, text)
 
 
 class OutputEntries:

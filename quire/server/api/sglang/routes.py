@@ -8,18 +8,18 @@ from uuid import uuid4
 from fastapi import APIRouter, Request, Response
 from msgspec import Raw
 
-from quire.engine.inputs import listed
-from quire.engine.output_text import Transcript
+from quire.engine.inputs import as_prompt_list
+from quire.engine.output_text import RequestOutputProcessor
 from quire.engine.outputs import CompletionOutput
 from quire.errors import RequestError
 from quire.params import SamplingParams, is_unicode
-from quire.server.api.limits import check_choices, check_told, num_prompt_tokens
+from quire.server.api.limits import check_choices, check_prompt_values, num_prompt_tokens
 from quire.server.api.sglang.logprobs import EntryFormat, OutputEntries, Report
 from quire.server.api.sglang.schema import ROUTE_NAMES, GenerateBody, GenerateParams
 from quire.server.api_keys import Caller
-from quire.server.errors import renamed
+from quire.server.errors import renamed_fields
 from quire.server.middleware.auth import caller_of
-from quire.server.reply import Reply, respond, shows
+from quire.server.reply import Reply, is_visible, respond
 from quire.server.service import Service
 from quire.server.sse import DONE, TimeLimit, event
 
@@ -36,7 +36,7 @@ def generate_routes(service: Service) -> APIRouter:
     async def generate(body: GenerateBody, request: Request) -> Response:
         """Continue one or several prompts."""
         limit, id = TimeLimit(body.timeout), service.request_ids.make("generate", request)
-        answer, reply = await limit.of(_start(service, body, caller_of(request), id))
+        answer, reply = await limit.run(_start(service, body, caller_of(request), id))
         return await respond(request, answer, reply, limit, stream=bool(body.stream))
 
     return router
@@ -46,8 +46,8 @@ async def _start(service: Service, body: GenerateBody, caller: Caller, id: str) 
     if (body.text is None) == (body.input_ids is None):
         raise RequestError("give either text or input_ids", "text")
     given = body.text if body.input_ids is None else body.input_ids
-    with renamed({**ROUTE_NAMES, "prompt": "input_ids" if body.text is None else "text"}):
-        prompts = listed([] if given is None else given)
+    with renamed_fields({**ROUTE_NAMES, "prompt": "input_ids" if body.text is None else "text"}):
+        prompts = as_prompt_list([] if given is None else given)
         reports = _reports(body, len(prompts))
         params = _params(body, reports, service)
         check_choices(params)
@@ -55,8 +55,8 @@ async def _start(service: Service, body: GenerateBody, caller: Caller, id: str) 
         entries = EntryFormat(service.tokenizer, with_text=bool(body.return_text_in_logprobs))
         answer = GenerateAnswer(id, reports, entries, alone=alone)
         asked = await service.tokenize(prompts, params)
-        check_told(asked, ids=False)
-        namespace, terms = caller.namespace(body.salt()), body.terms(service.options)
+        check_prompt_values(asked, ids=False)
+        namespace, terms = caller.namespace(body.salt()), body.scheduling_params(service.options)
         with caller.quota.spending(num_prompt_tokens(asked)):
             return answer, await service.start(answer.id, asked, namespace, terms=terms)
 
@@ -132,10 +132,10 @@ class GenerateAnswer:
         self._reports = reports
         self._entries = entries
         self._alone = alone
-        self._of_prompts: dict[int, dict[str, Raw]] = {}  # by prompt index
-        self._of_outputs: dict[tuple[int, int], OutputEntries] = {}  # by prompt and sequence index
+        self._prompt_fields: dict[int, dict[str, Raw]] = {}  # by prompt index
+        self._output_entries: dict[tuple[int, int], OutputEntries] = {}  # by prompt and sequence index
 
-    def whole(self, reply: Reply) -> object:
+    def full_response(self, reply: Reply) -> object:
         """The body of the response."""
         objects = [
             self._object(place, transcript, index)
@@ -147,16 +147,16 @@ class GenerateAnswer:
     async def events(self, reply: Reply) -> AsyncIterator[bytes]:
         """The events of a stream, each with the whole output of a sequence so far."""
         async for deltas in reply.deltas():
-            newest = {reply.choice(delta): delta for delta in deltas if shows(delta, ids=True)}
+            newest = {reply.choice_index(delta): delta for delta in deltas if is_visible(delta, ids=True)}
             events = []
             for choice, delta in newest.items():
-                place = reply.place(delta)
+                place = reply.transcript_index(delta)
                 value = self._object(place, reply.transcripts[place], delta.index)
                 events.append(event(value if self._alone else {**value, "index": choice}))
             yield b"".join(events)
         yield DONE
 
-    def _object(self, place: int, transcript: Transcript, index: int) -> dict[str, object]:
+    def _object(self, place: int, transcript: RequestOutputProcessor, index: int) -> dict[str, object]:
         report = self._reports[place]
         output = transcript.sequence(index)
         metrics = transcript.metrics
@@ -174,11 +174,13 @@ class GenerateAnswer:
             about |= self._logprobs(place, transcript, output)
         return {"text": output.text, "output_ids": output.token_ids, "meta_info": about}
 
-    def _logprobs(self, place: int, transcript: Transcript, output: CompletionOutput) -> Mapping[str, object]:
+    def _logprobs(
+        self, place: int, transcript: RequestOutputProcessor, output: CompletionOutput
+    ) -> Mapping[str, object]:
         report = self._reports[place]
-        if place not in self._of_prompts:
-            self._of_prompts[place] = self._entries.of_prompt(report, transcript)
+        if place not in self._prompt_fields:
+            self._prompt_fields[place] = self._entries.of_prompt(report, transcript)
         key = (place, output.index)
-        if key not in self._of_outputs:
-            self._of_outputs[key] = OutputEntries(self._entries, report)
-        return {**self._of_prompts[place], **self._of_outputs[key].upto(output)}
+        if key not in self._output_entries:
+            self._output_entries[key] = OutputEntries(self._entries, report)
+        return {**self._prompt_fields[place], **self._output_entries[key].upto(output)}

@@ -12,14 +12,14 @@ from quire.server.api.request_params import (
     Listed,
     PerPrompt,
     Salt,
+    SchedulingParamsBody,
     Schema,
     Tag,
-    TermsBody,
     TokenIds,
-    about,
-    not_yet,
-    two_forms,
-    with_limit,
+    optional_field,
+    several_constraints,
+    unsupported_field,
+    with_default_max_tokens,
 )
 
 ROUTE_NAMES = MappingProxyType(  # the engine's name -> the route's, for error messages
@@ -36,7 +36,7 @@ ROUTE_NAMES = MappingProxyType(  # the engine's name -> the route's, for error m
         "grammar": "ebnf",
     }
 )
-_FORMS = MappingProxyType(  # the route's name -> the name in StructuredOutputsParams
+_CONSTRAINTS = MappingProxyType(  # the route's name -> the name in StructuredOutputsParams
     {"json_schema": "json", "regex": "regex", "ebnf": "grammar", "structural_tag": "structural_tag"}
 )
 _OUTPUT_TOKENS = 128  # SGLang's default of max_new_tokens
@@ -45,29 +45,33 @@ _OUTPUT_TOKENS = 128  # SGLang's default of max_new_tokens
 class GenerateParams(Body):
     """`sampling_params` of /generate."""
 
-    n: int | None = about("Sequences to generate for each prompt.")
-    max_new_tokens: int | None = about("Tokens to generate at most; 128 by default.")
-    min_new_tokens: int | None = about("No end before this many tokens.")
-    temperature: float | None = about("0 is greedy; 1 by default.")
-    top_p: float | None = about("Sample from the most likely tokens with this total.")
-    top_k: int | None = about("Sample from this many tokens; -1: from all.")
-    min_p: float | None = about("Least probability, as a share of the most likely one's.")
-    frequency_penalty: float | None = about("Lowers the logits of tokens each time they are in the output.")
-    presence_penalty: float | None = about("Lowers the logits of tokens that are in the output.")
-    repetition_penalty: float | None = about("Divides the logits of tokens in the prompt or output; 1 is none.")
-    logit_bias: Biases | None = about("Token id -> what is added to its logit.")
-    sampling_seed: int | None = about("Same seed, same output.")
-    stop: str | Listed[str] | None = about("Strings that end the output; not part of it.")
-    stop_token_ids: Listed[int] | None = about("Tokens that end the output.")
-    ignore_eos: bool | None = about("Go on after the model's end token.")
-    no_stop_trim: bool | None = about("What ended the output is part of its text.")
-    skip_special_tokens: bool | None = about("Special tokens are not text; true by default.")
-    spaces_between_special_tokens: bool | None = about("Keep the spaces that a tokenizer puts there; true by default.")
-    json_schema: Schema | None = about("The output is JSON that this schema allows.")
-    regex: str | None = about("The output matches this pattern.")
-    ebnf: str | None = about("The output is what this grammar allows, as EBNF or Lark.")
-    structural_tag: Tag | None = about("The output is text in which what stands between tags has a form.")
-    stop_regex: Any = not_yet()
+    n: int | None = optional_field("Sequences to generate for each prompt.")
+    max_new_tokens: int | None = optional_field("Tokens to generate at most; 128 by default.")
+    min_new_tokens: int | None = optional_field("No end before this many tokens.")
+    temperature: float | None = optional_field("0 is greedy; 1 by default.")
+    top_p: float | None = optional_field("Sample from the most likely tokens with this total.")
+    top_k: int | None = optional_field("Sample from this many tokens; -1: from all.")
+    min_p: float | None = optional_field("Least probability, as a share of the most likely one's.")
+    frequency_penalty: float | None = optional_field("Lowers the logits of tokens each time they are in the output.")
+    presence_penalty: float | None = optional_field("Lowers the logits of tokens that are in the output.")
+    repetition_penalty: float | None = optional_field(
+        "Divides the logits of tokens in the prompt or output; 1 is none."
+    )
+    logit_bias: Biases | None = optional_field("Token id -> what is added to its logit.")
+    sampling_seed: int | None = optional_field("Same seed, same output.")
+    stop: str | Listed[str] | None = optional_field("Strings that end the output; not part of it.")
+    stop_token_ids: Listed[int] | None = optional_field("Tokens that end the output.")
+    ignore_eos: bool | None = optional_field("Go on after the model's end token.")
+    no_stop_trim: bool | None = optional_field("What ended the output is part of its text.")
+    skip_special_tokens: bool | None = optional_field("Special tokens are not text; true by default.")
+    spaces_between_special_tokens: bool | None = optional_field(
+        "Keep the spaces that a tokenizer puts there; true by default."
+    )
+    json_schema: Schema | None = optional_field("The output is JSON that this schema allows.")
+    regex: str | None = optional_field("The output matches this pattern.")
+    ebnf: str | None = optional_field("The output is what this grammar allows, as EBNF or Lark.")
+    structural_tag: Tag | None = optional_field("The output is text in which what stands between tags has a form.")
+    stop_regex: Any = unsupported_field()
 
     def make_params(self, defaults: Mapping[str, object], **report: object) -> SamplingParams:
         """The SamplingParams, with `defaults` for missing fields. report: further arguments. Raises RequestError."""
@@ -75,39 +79,43 @@ class GenerateParams(Body):
         given = {
             theirs.get(name, name): value
             for name in self.model_fields_set
-            if name not in _FORMS and (value := getattr(self, name)) is not None
+            if name not in _CONSTRAINTS and (value := getattr(self, name)) is not None
         }
-        given["structured_outputs"] = self._form()
-        return SamplingParams(**{**with_limit(defaults, _OUTPUT_TOKENS), **given, **report})
+        given["structured_outputs"] = self._constraint()
+        return SamplingParams(**{**with_default_max_tokens(defaults, _OUTPUT_TOKENS), **given, **report})
 
-    def _form(self) -> StructuredOutputsParams | None:
-        forms = {name: value for name in _FORMS if (value := getattr(self, name)) is not None}
+    def _constraint(self) -> StructuredOutputsParams | None:
+        forms = {name: value for name in _CONSTRAINTS if (value := getattr(self, name)) is not None}
         if len(forms) > 1:
-            raise two_forms(list(forms))
-        return StructuredOutputsParams(**{_FORMS[name]: value for name, value in forms.items()}) if forms else None
+            raise several_constraints(list(forms))
+        return (
+            StructuredOutputsParams(**{_CONSTRAINTS[name]: value for name, value in forms.items()}) if forms else None
+        )
 
 
-class GenerateBody(TermsBody):
+class GenerateBody(SchedulingParamsBody):
     """POST /generate. Fields that are lists have one entry per prompt."""
 
-    text: str | PerPrompt[str] | None = about("A prompt, or several.")
-    input_ids: TokenIds | PerPrompt[TokenIds] | None = about("The same as token ids, in place of text.")
+    text: str | PerPrompt[str] | None = optional_field("A prompt, or several.")
+    input_ids: TokenIds | PerPrompt[TokenIds] | None = optional_field("The same as token ids, in place of text.")
     sampling_params: GenerateParams | PerPrompt[GenerateParams] | None = None
-    stream: bool | None = about("Send all that is known so far as an event, each time there is more.")
-    return_logprob: bool | PerPrompt[bool] | None = about("Report the logprob of each token.")
-    logprob_start_len: int | PerPrompt[int] | None = about(
+    stream: bool | None = optional_field("Send all that is known so far as an event, each time there is more.")
+    return_logprob: bool | PerPrompt[bool] | None = optional_field("Report the logprob of each token.")
+    logprob_start_len: int | PerPrompt[int] | None = optional_field(
         "Of the prompt's, too, from this token on; -1, the default: none."
     )
-    top_logprobs_num: int | PerPrompt[int] | None = about("With each, this many of the most likely ones.")
-    token_ids_logprob: Listed[int] | PerPrompt[Listed[int]] | None = about("With each of the output, these.")
-    return_text_in_logprobs: bool | None = about("Tokens in logprobs with their text, in place of null.")
-    rid: str | PerPrompt[str] | None = about("The id that the answer will have.")
-    cache_salt: Salt | None = about("Share cached tokens only with requests of the same salt (1 to 256 characters).")
-    extra_key: Salt | None = about("Another name for cache_salt.")
-    image_data: Any = not_yet()
-    input_embeds: Any = not_yet()
-    lora_path: Any = not_yet()
-    return_hidden_states: Any = not_yet(False)  # noqa: FBT003 (a value of the field)
+    top_logprobs_num: int | PerPrompt[int] | None = optional_field("With each, this many of the most likely ones.")
+    token_ids_logprob: Listed[int] | PerPrompt[Listed[int]] | None = optional_field("With each of the output, these.")
+    return_text_in_logprobs: bool | None = optional_field("Tokens in logprobs with their text, in place of null.")
+    rid: str | PerPrompt[str] | None = optional_field("The id that the answer will have.")
+    cache_salt: Salt | None = optional_field(
+        "Share cached tokens only with requests of the same salt (1 to 256 characters)."
+    )
+    extra_key: Salt | None = optional_field("Another name for cache_salt.")
+    image_data: Any = unsupported_field()
+    input_embeds: Any = unsupported_field()
+    lora_path: Any = unsupported_field()
+    return_hidden_states: Any = unsupported_field(False)  # noqa: FBT003 (a value of the field)
 
     def salt(self) -> str | None:
         """The salt of the namespace, from either field. Raises RequestError if they differ."""
