@@ -91,7 +91,7 @@ def _print_version(wanted: bool) -> None:  # noqa: FBT001 (typer's signature)
 def _quire(
     *,
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="print it")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="print the version")
     ] = False,
 ) -> None:
     """An LLM serving engine. If no model is given, commands use the one that ships with quire."""
@@ -112,16 +112,18 @@ def serve(
 @app.command()
 def key(
     *,
-    tenant: Annotated[str, typer.Argument(help="whom the key speaks for; requests of one tenant share cached tokens")],
-    role: Annotated[Role, typer.Option(help="admin: may also see figures and flush the cache")] = "user",
+    tenant: Annotated[str, typer.Argument(help="owner of the key; requests of one tenant share cached tokens")],
+    role: Annotated[Role, typer.Option(help="admin: may also read metrics and flush the cache")] = "user",
     requests_per_minute: Annotated[
-        int | None, typer.Option(help="that it may make [default: any]", min=1, max=MAX_PER_MINUTE)
+        int | None, typer.Option(help="most requests per minute [default: no limit]", min=1, max=MAX_PER_MINUTE)
     ] = None,
     tokens_per_minute: Annotated[
         int | None,
-        typer.Option(help="of prompts and outputs, that it may use [default: any]", min=1, max=MAX_PER_MINUTE),
+        typer.Option(help="most prompt and output tokens per minute [default: no limit]", min=1, max=MAX_PER_MINUTE),
     ] = None,
-    file: Annotated[Path | None, typer.Option(help="where its hash is added, for `quire serve --api-key-file`")] = None,
+    file: Annotated[
+        Path | None, typer.Option(help="file to which its hash is added, for `quire serve --api-key-file`")
+    ] = None,
 ) -> None:
     """Create an API key and print it once. Only its SHA-256 hash is stored."""
     secret, entry = new_key(tenant, role, requests_per_minute, tokens_per_minute)
@@ -131,7 +133,7 @@ def key(
     if file is None:
         typer.echo(msgspec.json.encode(entry).decode())
     else:
-        typer.secho(f"added to {file}; a server that runs reads it when it is started again", err=True)
+        typer.secho(f"added to {file}; a running server reads it after a restart", err=True)
 
 
 @app.command()
@@ -157,7 +159,7 @@ def generate(
 def chat(
     *,
     temperature: Annotated[float, typer.Option(help="0 is greedy", min=0)] = 0.7,
-    system: Annotated[str | None, typer.Option(help="what the model is told first")] = None,
+    system: Annotated[str | None, typer.Option(help="system message")] = None,
     options: EngineOptions,
 ) -> None:
     """Chat with a model. /exit or end of input ends the chat, Ctrl-C stops an answer."""
@@ -171,10 +173,10 @@ def run_batch(
     *,
     model: Annotated[str | None, typer.Argument(help=MODEL_HELP)] = None,
     input_file: Annotated[Path, typer.Option("--input-file", "-i", help="requests, in OpenAI's batch format")],
-    output_file: Annotated[Path, typer.Option("--output-file", "-o", help="where results are added, as they come")],
-    resume: Annotated[bool, typer.Option("--resume", help="go on with results that are there")] = False,
+    output_file: Annotated[Path, typer.Option("--output-file", "-o", help="file to which results are appended")],
+    resume: Annotated[bool, typer.Option("--resume", help="continue from the results in the output file")] = False,
     concurrency: Annotated[int, typer.Option(help="requests in the engine at once", min=1, max=4096)] = 256,
-    served_model_name: Annotated[str | None, typer.Option(help="the name that requests use")] = None,
+    served_model_name: Annotated[str | None, typer.Option(help="model name in requests")] = None,
     options: EngineOptions,
 ) -> None:
     """Answer a file of requests: chat, completions, embeddings. Results go to another file."""

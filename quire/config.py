@@ -53,8 +53,8 @@ class CacheConfig:
             raise ConfigError("a cache needs at least one KV group")
         if self.eviction != "lru" and self.prefix_index != "radix":
             raise ConfigError(
-                f"eviction {self.eviction!r} needs the tree: use prefix_index 'radix', not {self.prefix_index!r}, or "
-                "eviction 'lru'"
+                f"eviction {self.eviction!r} needs the radix tree: use prefix_index 'radix', not {self.prefix_index!r}"
+                ", or eviction 'lru'"
             )
         for group in self.groups:
             if group.kind not in ("full", "window"):
@@ -132,7 +132,7 @@ class SchedulerConfig:
         for name in ("max_queued_requests", "max_queued_tokens"):
             bound = getattr(self, name)
             if bound is not None and bound < 1:
-                raise ConfigError(f"{name} must be at least 1, not {bound}; leave it out for no bound")
+                raise ConfigError(f"{name} must be at least 1, not {bound}; leave it out for no limit")
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,19 +156,19 @@ class EngineOptions:
     download_dir: Annotated[str | None, Help("where downloads are kept [default: Hugging Face's cache]")] = None
     offline: Annotated[bool, Help("use only what was downloaded before")] = False
     model_impl: Annotated[
-        ModelImpl, Help("who runs the model: quire, transformers (extra hf), or auto: quire where it can", "beta")
+        ModelImpl, Help("quire's own, transformers (extra hf), or auto: own if it supports the model", "beta")
     ] = "auto"
     dtype: Annotated[DType, Help("compute and weight type; auto: as the checkpoint says")] = "auto"
     kv_cache_dtype: Annotated[
         KVDType, Help("type of cached keys and values; auto: same as dtype; fp8 (e4m3) and int8 take half the memory")
     ] = "auto"
     block_size: Annotated[int, Meta(ge=1, le=65536), Help("tokens in one KV block")] = 16
-    enable_prefix_caching: Annotated[bool, Help("reuse the KV of earlier requests that began alike")] = True
+    enable_prefix_caching: Annotated[bool, Help("reuse the KV of earlier requests with the same prefix")] = True
     prefix_index: Annotated[
         Literal["radix", "hash"], Help("radix: exact to the token; hash: whole blocks, by their chained hashes", "beta")
     ] = "radix"
     public_prefixes: Annotated[
-        str | None, Help("JSON file of prompt beginnings that all tenants may share", "beta")
+        str | None, Help("JSON file of prompt prefixes whose KV all tenants may share", "beta")
     ] = None
     max_model_len: Annotated[int | None, Help("longest prompt plus output, in tokens [default: the model's]")] = None
     memory: Annotated[str | None, Help("for weights, KV and workspace: bytes, '4GiB', or a share such as '0.5'")] = None
@@ -178,47 +178,47 @@ class EngineOptions:
     watermark: Annotated[float, Help("share of blocks that admission leaves free", "beta")] = 0.01
     policy: Annotated[
         Policy,
-        Help("who runs next: who came first, or by cached tokens, priority, or fairness to tenants", "beta"),
+        Help("order of waiting requests: by arrival, cached tokens, priority, or fairness to tenants", "beta"),
     ] = "fcfs"
     max_queued_requests: Annotated[
         int | None,
-        Help("requests that may wait; others are refused [default: 16 x max_num_seqs for a server, else no bound]"),
+        Help("most waiting requests; more are rejected [default: 16 x max_num_seqs for a server, else no limit]"),
     ] = None
     max_queued_tokens: Annotated[
         int | None,
-        Help("tokens of prompts that may wait [default: 4194304 for a server, else no bound]"),
+        Help("most prompt tokens of waiting requests [default: 4194304 for a server, else no limit]"),
     ] = None
     wait_weight: Annotated[
         float | None,
-        Help("of policy cache-aware: cached tokens that a second of waiting is worth [default: 100]", "beta"),
+        Help("policy cache-aware: cached tokens that equal one second of waiting [default: 100]", "beta"),
     ] = None
     preemption: Annotated[
-        PreemptionMode, Help("compute again, swap to host memory, or auto: what costs less", "beta")
+        PreemptionMode, Help("recompute, swap to host memory, or auto: the faster one by prediction", "beta")
     ] = "auto"
     swap_space: Annotated[
         str | None,
-        Help("host memory to swap sequences to: bytes, '4GiB', or so many GiB [default: 4 on a GPU, else 0]", "beta"),
+        Help("memory for swapped sequences: bytes, '4GiB', or a number of GiB [default: 4 on a GPU, else 0]", "beta"),
     ] = None
-    eviction: Annotated[Eviction, Help("what leaves the prefix cache first", "beta")] = "lru"
+    eviction: Annotated[Eviction, Help("eviction order of the prefix cache", "beta")] = "lru"
     calibration: Annotated[
-        float | None, Help("seconds to measure costs for, at the start [default: 1 for a server, else 0]", "beta")
+        float | None, Help("seconds of cost measurement at start-up [default: 1 for a server, else 0]", "beta")
     ] = None
     steps_in_flight: Annotated[
-        int | None, Help("1, or 2 to plan a step while the one before it runs [default: 2 on a GPU]", "prototype")
+        int | None, Help("1, or 2 to plan a step while the previous one runs [default: 2 on a GPU]", "prototype")
     ] = None
     kernels: Annotated[str, Help("kernel module: auto, cpu, triton or reference", "beta")] = "auto"
     threads: Annotated[
-        int | None, Help("threads that compute on the host [default: one per core, one for tiny models]", "beta")
+        int | None, Help("compute threads on the host [default: one per core, one for tiny models]", "beta")
     ] = None
     device: Annotated[str, Help("auto, cpu or cuda", "beta")] = "auto"
     grammar_backend: Annotated[
         GrammarBackend,
-        Help("holds outputs to their form: llguidance, xgrammar (an extra), own fsm", "beta"),
+        Help("backend of structured outputs: llguidance, xgrammar (an extra), built-in fsm", "beta"),
     ] = "auto"
     fast_forward: Annotated[
-        Literal["on", "off"], Help("text that a form leaves no choice about: all at once, or token by token", "beta")
+        Literal["on", "off"], Help("append tokens that a constraint forces all at once, or one by one", "beta")
     ] = "on"
-    seed: Annotated[int, Help("seed of requests that bring none")] = 0
+    seed: Annotated[int, Help("seed of requests without one")] = 0
     journal: Annotated[str | None, Help("file that records every input of the scheduler", "beta")] = None
 
 

@@ -30,7 +30,7 @@ class ContextLengthExceeded(RequestError):
 
 
 class DeadlineUnreachable(RequestError):
-    """A request that is predicted to miss its deadline. predicted: time that it takes; asked: deadline, in seconds."""
+    """A request that is predicted to miss its deadline. predicted: time that it takes; deadline: both in seconds."""
 
     def __init__(self, predicted: float, deadline: float) -> None:
         super().__init__(

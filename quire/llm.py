@@ -46,7 +46,7 @@ from quire.errors import RequestError
 from quire.params import BeamSearchParams, SamplingParams
 from quire.scheduler.beam_search import plan_beams
 from quire.startup.build import build
-from quire.structured_outputs.backends import check as check_form
+from quire.structured_outputs.backends import check as check_constraint
 from quire.tokenizer.messages import Message
 from quire.tokenizer.tokenizer import Tokenizer
 
@@ -314,8 +314,8 @@ class LLM:
         for one in each:
             if not isinstance(one, SamplingParams):
                 raise RequestError(f"sampling_params must be SamplingParams(...), not {type(one).__name__}")
-        for form in {one.structured_outputs for one in each} - {None}:
-            check_form(form, self._options.grammar_backend)
+        for constraint in {one.structured_outputs for one in each} - {None}:
+            check_constraint(constraint, self._options.grammar_backend)
         now = time.monotonic()
         asked = prepare_generations(prompts, each, self._tokenizer, self.max_model_len)
         return [RequestOutputProcessor(uuid4().hex, generation, self._tokenizer, now=now) for generation in asked]

@@ -57,7 +57,7 @@ class StructuredOutputsParams:
         if len(given) != 1:
             given_ones = " and ".join(given) or "none"
             raise RequestError(
-                f"give one form (json, regex, choice, grammar, ...), not {given_ones}", "structured_outputs"
+                f"give one constraint (json, regex, choice, grammar, ...), not {given_ones}", "structured_outputs"
             )
         for name in ("disable_any_whitespace", "disable_additional_properties", "fast_forward", "json_object"):
             value = getattr(self, name)
@@ -83,7 +83,7 @@ class StructuredOutputsParams:
         if self.choice is not None:
             return jsonlib.dumps(self.choice)
         text = getattr(self, self.kind)
-        assert isinstance(text, str), "written down when it was made"
+        assert isinstance(text, str), "__post_init__ converts it to text"
         return text
 
 
@@ -265,7 +265,7 @@ class SamplingParams:
     def check_streamable(self) -> None:
         """Raises RequestError for ranked sequences, because which are returned is known only at the end."""
         if self.is_ranked:
-            raise RequestError("best_of above n cannot be streamed: which are best is known at the end", "best_of")
+            raise RequestError("best_of above n cannot be streamed: the best are known only at the end", "best_of")
 
     def resolved(self, max_tokens: int, seed: int) -> Self:
         """A copy with these values; min_tokens is at most max_tokens."""
@@ -280,22 +280,22 @@ class SamplingParams:
 
     def _gather_constraint(self) -> None:
         """Move SGLang's fields to `structured_outputs`. Raises RequestError if two constraints are given."""
-        form = _as_constraint(self.structured_outputs)
+        constraint = _as_constraint(self.structured_outputs)
         for name, kind in _SGLANG_CONSTRAINT_FIELDS.items():
             value = getattr(self, name)
             if value is None:
                 continue
-            if form is not None:
-                raise RequestError(f"{name} is another name for structured_outputs; give one form", name)
-            form = _as_constraint({kind: value})
+            if constraint is not None:
+                raise RequestError(f"{name} is another name for structured_outputs; give one constraint", name)
+            constraint = _as_constraint({kind: value})
             object.__setattr__(self, name, None)
-        object.__setattr__(self, "structured_outputs", form)
+        object.__setattr__(self, "structured_outputs", constraint)
 
     def _check_relations(self) -> None:
         if self.top_p == 0:
             raise RequestError("top_p must be above 0; use temperature=0 for greedy sampling", "top_p")
         if self.repetition_penalty == 0:
-            raise RequestError("repetition_penalty must be above 0; 1 is none", "repetition_penalty")
+            raise RequestError("repetition_penalty must be above 0; 1 means no penalty", "repetition_penalty")
         if self.truncate_prompt_tokens == 0:
             raise RequestError("truncate_prompt_tokens must be -1 or at least 1", "truncate_prompt_tokens")
         if self.num_sequences < self.n:
@@ -389,7 +389,7 @@ class BeamSearchParams:
         _check_number("length_penalty", self.length_penalty, float, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
         _check_number("temperature", self.temperature, float, 0, MAX_TEMPERATURE)
         if self.temperature != 0:
-            raise RequestError("a beam search draws nothing: temperature must be 0, or left out", "temperature")
+            raise RequestError("a beam search does not sample: temperature must be 0, or left out", "temperature")
         for name in ("ignore_eos", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} must be true or false", name)

@@ -30,7 +30,7 @@ class RefCountAudit:
         except Exception as error:  # an inconsistent structure can raise anything
             return [f"the prefix index cannot be read: {error!r}"]
         strangers = [seq_id for seq_id, table in self._tables.items() if not index.is_registered(table)]
-        return [*wrong, f"the prefix index does not know sequences {strangers}"] if strangers else wrong
+        return [*wrong, f"sequences {strangers} are not registered in the prefix index"] if strangers else wrong
 
     def check(self, index: PrefixIndex) -> list[str]:
         """Errors of the index or, if it has none, of the reference counts. Empty if there are none."""

@@ -57,7 +57,7 @@ class BlockPool:
         return block
 
     def allocate_many(self, count: int) -> list[int]:
-        """Allocate `count` free blocks, in the order of repeated `take`. There must be that many."""
+        """Allocate `count` free blocks, in the order of repeated `allocate`. There must be that many."""
         blocks = self._free[: -count - 1 : -1]
         del self._free[len(self._free) - count :]
         for block in blocks:
@@ -81,7 +81,7 @@ class BlockPool:
         refs = self._refs[block] - 1
         if refs == 0:
             if self._indexed[block]:
-                raise ValueError(f"block {block} is owned by the index, which lets go of it with `leave_index`")
+                raise ValueError(f"block {block} is owned by the index, which must use `leave_index`")
             self._free.append(block)
         elif refs == 1:
             self.num_idle += self._indexed[block]
@@ -118,10 +118,10 @@ class BlockPool:
             wrong.append(f"free stack has {len(self._free)} entries for {len(unowned)} unowned blocks")
         flagged = {block for block, flag in enumerate(self._indexed) if flag}
         if flagged != set(indexed):
-            wrong.append(f"blocks {sorted(flagged ^ set(indexed))} are in the index, or said to be, but not both")
+            wrong.append(f"blocks {sorted(flagged ^ set(indexed))} are in the index or flagged as such, but not both")
         num_idle = sum(self._refs[block] == 1 for block in flagged)
         if num_idle != self.num_idle:
-            wrong.append(f"{self.num_idle} blocks are said to be idle and {num_idle} are")
+            wrong.append(f"{self.num_idle} blocks are counted as idle, but {num_idle} are idle")
         return wrong
 
     def repair(self, owners: Counter[int], indexed: Collection[int] = ()) -> None:

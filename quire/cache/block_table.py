@@ -19,9 +19,9 @@ class BlockTable:
     filled block, so that the next write there goes through `grow`. `firsts` is, per group, the index of the first block
     that is not ABSENT.
 
-    The prefix index owns the first `num_indexed` blocks; `place` is the position in the index where they end. Once
-    `due` tokens are written, another block may enter the index. The first `launched` positions were written before the
-    step that is being planned, so this step can copy them.
+    The prefix index owns the first `num_indexed` blocks; `index_handle` is the position in the index where they end.
+    Once `next_insert_at` tokens are written, another block may enter the index. The first `num_launched` positions were
+    written before the step that is being planned, so this step can copy them.
     """
 
     __slots__ = (

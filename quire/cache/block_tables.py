@@ -44,7 +44,7 @@ class BlockTables:
         return table
 
     def update_next_insert(self, table: BlockTable) -> None:
-        """Set `due` to the number of tokens at which the next block may enter the index."""
+        """Set `next_insert_at` to the number of tokens at which the next block may enter the index."""
         table.next_insert_at = (
             maxsize if self.config.prefix_index == "none" else (table.num_indexed + 1) * self.block_size
         )
@@ -196,7 +196,7 @@ class AdmissionLimits(NamedTuple):
 def fitting_match(
     config: CacheConfig, pools: Sequence[BlockPool], match: PrefixMatch, limits: AdmissionLimits
 ) -> PrefixMatch | None:
-    """`found`, or the part of it with which there are enough blocks for the sequence. None if there are not enough.
+    """`match`, or the part of it with which there are enough blocks for the sequence. None if there are not enough.
 
     If the blocks are too few for both a partly matching block and its copy, the copy is left out: waiting might never
     make space for both.
@@ -215,7 +215,7 @@ def fitting_match(
 def _has_blocks_for_match(
     config: CacheConfig, pools: Sequence[BlockPool], match: PrefixMatch, limits: AdmissionLimits
 ) -> bool:
-    """Whether enough blocks are available beside those of `found`, which are not idle once they are shared."""
+    """Whether enough blocks are available beside those of `match`, which are not idle once they are shared."""
     num_shared = len(match.blocks[0]) if match.blocks else 0
     stop = min(limits.limit, match.num_tokens + limits.max_new_positions)
     needed, taken = [], []
@@ -232,7 +232,7 @@ def has_available_blocks(
     in_use: Sequence[Sequence[int]],
     watermark_blocks: Sequence[int] | None,
 ) -> bool:
-    """Whether each group has `needed` plus `spare` blocks available if the blocks of `taken` cannot be evicted."""
+    """Whether each group has `needed` plus `watermark_blocks` blocks available without evicting those of `in_use`."""
     for group, (pool, some) in enumerate(zip(pools, in_use, strict=True)):
         wanted = needed[group] + (watermark_blocks[group] if watermark_blocks else 0)
         if wanted + len(some) <= pool.num_available:

@@ -2,7 +2,7 @@
 
 A copy within the device owns its source and its target until a step with its Move has succeeded, so that neither block
 is allocated to another owner. The copies of a failed step go into the next step, unless no table needs them any more.
-Moves to and from the host are in the same order as they were decided. Their blocks have other owners (see SwapSpace),
+Moves to and from the host are in the same order as they were decided. Their blocks have other owners (see HostPool),
 and they are not repeated after a failed step.
 """
 
@@ -17,7 +17,7 @@ class PendingMoves:
     """Pending Moves, and the references of copies within the device."""
 
     def __init__(self, pools: Sequence[BlockPool], deferred_decr_ref: Callable[[int, int], None]) -> None:
-        """let_go(group, block): drops a reference once no step in flight needs the block."""
+        """deferred_decr_ref(group, block): drops a reference once no step in flight needs the block."""
         self.num_tokens = 0  # copied since the start
         self._pools = pools
         self._deferred_decr_ref = deferred_decr_ref

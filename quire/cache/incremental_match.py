@@ -93,19 +93,19 @@ class IncrementalMatcher:
         return tuple(reversed(ids))
 
     def _find_root(
-        self, match: IncrementalMatch, forest: RadixTrees, namespace: Namespace, tokens: Sequence[int], most: int
+        self, match: IncrementalMatch, trees: RadixTrees, namespace: Namespace, tokens: Sequence[int], most: int
     ) -> tuple[Node | None, int]:
         """The root under which a prompt is matched (None if there is none), and depth 0. Sets `match.num_public`."""
         if self._public.longest:
             match.num_public = min(self._public.num_blocks(token_key(tokens[: self._public.longest])), most)
         if match.num_public:
-            return forest.roots.get(self._public.root_key(namespace)), 0
-        return forest.roots.get((namespace, b"")), 0
+            return trees.roots.get(self._public.root_key(namespace)), 0
+        return trees.roots.get((namespace, b"")), 0
 
     def _continue_match(
         self,
         match: IncrementalMatch,
-        forest: RadixTrees,
+        trees: RadixTrees,
         namespace: Namespace,
         node: Node,
         depth: int,
@@ -117,7 +117,7 @@ class IncrementalMatcher:
             node, depth = self._descend(node, depth, tokens, match.num_public)
             if depth < match.num_public:
                 return node, depth
-            own = forest.roots.get((namespace, token_key(tokens[: depth * self._block_size])))
+            own = trees.roots.get((namespace, token_key(tokens[: depth * self._block_size])))
             if own is None:
                 return node, depth
             node = own

@@ -2,12 +2,12 @@
 
 Owners of a block, always by reference count:
   a table       from `admit`, `grow`, `fork` or `branch` until `release`, or until `trim` finds it before its window
-  the index     from `record` or `release` until the block is evicted, or a failed step did not write it
+  the index     from `cache_blocks` or `release` until the block is evicted, or a failed step did not write it
   a step        for a block that a table released while the step was in flight; until the step is over
-  a pin         from `release` until the pin ends, see Wishes
+  a pin         from `release` until the pin ends, see RetentionMarks
   a copy        for its two blocks, from `admit`, `grow` or `branch` until a step with the Move has succeeded
 
-Blocks of the host pool have other owners: see SwapSpace. No bytes are copied here: a copy is a Move in the next Step.
+Blocks of the host pool have other owners: see HostPool. No bytes are copied here: a copy is a Move in the next Step.
 """
 
 from collections.abc import Mapping, Sequence
@@ -46,8 +46,8 @@ class TableAllocator:
     ) -> Admission | None:
         """Create a table with the prefix match, or with more KV from the host pool.
 
-        If there are not enough blocks and nothing else runs (`room.spare` is None and no step is in flight), pins end,
-        the weakest first.
+        If there are not enough blocks and nothing else runs (`limits.watermark_blocks` is None and no step is in
+        flight), pins end, the weakest first.
         """
 
         def new() -> BlockTable:  # one per attempt, because a failed attempt may have changed it
@@ -243,8 +243,8 @@ class KVCache:
     @property
     def num_pinned(self) -> int:
         """Pinned blocks of all groups."""
-        wishes = self.index.retention
-        return 0 if wishes is None else sum(len(wishes.pin_refs(group)) for group in range(len(self.pools)))
+        retention = self.index.retention
+        return 0 if retention is None else sum(len(retention.pin_refs(group)) for group in range(len(self.pools)))
 
     def advance_clock(self, now: float) -> None:
         """Advance the clock: expired retention no longer protects blocks."""
@@ -262,16 +262,16 @@ class KVCache:
 
     def take_pin_events(self) -> list[Event]:
         """Events of pins since the last call."""
-        wishes = self.index.retention
-        if wishes is None or not wishes.events:
+        retention = self.index.retention
+        if retention is None or not retention.events:
             return []
-        events, wishes.events = wishes.events, []
+        events, retention.events = retention.events, []
         return events
 
     def take_evictions(self) -> list[EvictionRecord]:
         """Evictions since the last call, one entry per request, in the order of their first eviction."""
-        given_up, self._block_tables.evictions = self._block_tables.evictions, {}
-        return list(given_up.values())
+        evictions, self._block_tables.evictions = self._block_tables.evictions, {}
+        return list(evictions.values())
 
     # Creation of tables
 
@@ -285,7 +285,7 @@ class KVCache:
     ) -> BlockTable:
         """Create an empty table for a new sequence.
 
-        tokens: its known tokens, a list that grows with it. keep: the retention of its KV, and of tables forked or
+        tokens: its known tokens, a list that grows with it. retention: that of its KV, and of tables forked or
         branched from it.
         """
         table = self._table_allocator.new_table(seq_id, BlockTable(len(self.pools), tokens, namespace))
@@ -307,16 +307,16 @@ class KVCache:
     ) -> Admission | None:
         """Create a table that begins with the prefix match of the leading `reusable` tokens.
 
-        Behind the match, `most` positions can be written, up to `limit`. Groups without a window get blocks for all
-        `tokens`. `spare` blocks of each group remain available. Whole blocks are shared, and the block in which the
-        match ends is copied. Returns None if there are not enough blocks; then no table has changed, but blocks may
-        have been evicted and pins ended.
+        Behind the match, `max_new_positions` positions can be written, up to `limit`. Groups without a window get
+        blocks for all `tokens`. `watermark_blocks` blocks of each group remain available. Whole blocks are shared, and
+        the block in which the match ends is copied. Returns None if there are not enough blocks; then no table has
+        changed, but blocks may have been evicted and pins ended.
 
         A swapped sequence also gets the KV that the host pool has behind the whole blocks of the match. The planned
         step copies it, so nothing may be computed from it before that step is collected.
         """
-        room = AdmissionLimits(len(tokens), limit, max_new_positions, watermark_blocks, cause)
-        admission = self._table_allocator.admit(seq_id, tokens, namespace, reusable, room)
+        limits = AdmissionLimits(len(tokens), limit, max_new_positions, watermark_blocks, cause)
+        admission = self._table_allocator.admit(seq_id, tokens, namespace, reusable, limits)
         if admission is not None:
             admission.table.retention = retention
         return admission
@@ -343,8 +343,8 @@ class KVCache:
         """Create a table for `new_id` with the first `num_tokens` positions of `seq_id`, which may have written more.
 
         Whole blocks are shared, and the last partial block is copied at once. Returns None if there are not enough
-        blocks for `reserve` positions with `spare` blocks of each group left, or if a window has passed blocks that the
-        next position attends to.
+        blocks for `reserve` positions with `watermark_blocks` blocks of each group left, or if a window has passed
+        blocks that the next position attends to.
         """
         return self._table_allocator.branch(
             seq_id, new_id, num_tokens, tokens=tokens, reserve=reserve, watermark_blocks=watermark_blocks, cause=cause
@@ -391,9 +391,9 @@ class KVCache:
     ) -> list[int] | None:
         """Make positions up to `num_tokens` writable, with evictions if blocks are short. All or nothing.
 
-        reserve: groups without a window get blocks for that many positions. spare: blocks of each group that remain
-        available. Returns per group the first table index that changed (the length of the table if none did), or None
-        if there are not enough blocks.
+        reserve: groups without a window get blocks for that many positions. watermark_blocks: blocks of each group that
+        remain available. Returns per group the first table index that changed (the length of the table if none did), or
+        None if there are not enough blocks.
         """
         return self._block_tables.grow(
             table, num_tokens, reserve=reserve, watermark_blocks=watermark_blocks, cause=cause

@@ -35,7 +35,7 @@ SessionKey = tuple[str, ...]  # of a session: (tenant, name); of a branch: (tena
 
 
 class HintState(NamedTuple):
-    """The retention that a Wish applies at some time."""
+    """The retention that a RetentionHint applies at some time."""
 
     priority: int
     expires: float
@@ -58,7 +58,7 @@ class RetentionHint:
     __slots__ = ("expires", "number", "pin", "priority", "request_id", "session", "stage", "tenant")
 
     def __init__(self, number: int, session: SessionKey | None = None, tenant: str = "") -> None:
-        """number: of all wishes, in order of creation."""
+        """number: of all hints, in order of creation."""
         self.number = number
         self.session = session
         self.tenant = tenant
@@ -80,7 +80,7 @@ class RetentionHint:
 
     def set_expects_more(self, retention: SequenceRetention, now: float) -> None:
         """A request of a program has ended, and another will continue. The oldest program's KV is evicted last."""
-        assert retention.program is not None, "it is a program's"
+        assert retention.program is not None, "a request of a program"
         self.priority, self.stage, self.expires = (
             EXPECTED_PRIORITY,
             (1, -retention.program_age),
@@ -101,35 +101,35 @@ NO_HINT = RetentionHint(0)  # of all requests without retention; never changed
 
 
 class Mark(NamedTuple):
-    """A Wish at a node. It applies to the first `reach` blocks of the path."""
+    """A RetentionHint at a node. It applies to the first `reach` blocks of the path."""
 
     hint: RetentionHint
     reach: int
 
 
 def merge_marks(marks: Iterable[Mark], now: float) -> tuple[Mark, ...]:
-    """The marks of a node: each wish once, without expired ones, and only the strongest if there are too many."""
+    """The marks of a node: each hint once, without expired ones, and only the strongest if there are too many."""
     reaches: dict[RetentionHint, int] = {}
-    for wish, reach in marks:
-        if wish.expires > now:
-            reaches[wish] = max(reach, reaches.get(wish, 0))
+    for hint, reach in marks:
+        if hint.expires > now:
+            reaches[hint] = max(reach, reaches.get(hint, 0))
     if len(reaches) <= _MOST_MARKS:
         return tuple(Mark(*item) for item in reaches.items())
-    strongest = sorted(reaches, key=lambda wish: wish.strength, reverse=True)[:_MOST_MARKS]
-    return tuple(Mark(wish, reaches[wish]) for wish in strongest)
+    strongest = sorted(reaches, key=lambda hint: hint.strength, reverse=True)[:_MOST_MARKS]
+    return tuple(Mark(hint, reaches[hint]) for hint in strongest)
 
 
 def stage_at(marks: Iterable[Mark], depth: int, now: float) -> Stage:
     """The highest stage of the marks that apply to the block at `depth`; NO_STAGE without any."""
     stage = None
-    for wish, reach in marks:
-        if reach >= depth and (stage is None or wish.stage > stage) and wish.expires > now:
-            stage = wish.stage
+    for hint, reach in marks:
+        if reach >= depth and (stage is None or hint.stage > stage) and hint.expires > now:
+            stage = hint.stage
     return NO_STAGE if stage is None else stage
 
 
 def priority_at(marks: Iterable[Mark], depth: int, now: float) -> int:
     """The highest priority of the marks that apply to the block at `depth`; 50 without any."""
     return max(
-        (wish.priority for wish, reach in marks if reach >= depth and wish.expires > now), default=DEFAULT_PRIORITY
+        (hint.priority for hint, reach in marks if reach >= depth and hint.expires > now), default=DEFAULT_PRIORITY
     )

@@ -109,9 +109,9 @@ class SwapPlanner:
     def swap_in(
         self, seq_id: int, table: BlockTable, match: PrefixMatch, num_tokens: int, limits: AdmissionLimits
     ) -> Admission | None:
-        """Create a table from the whole blocks of `found` and the KV that the host pool has behind them.
+        """Create a table from the whole blocks of `match` and the KV that the host pool has behind them.
 
-        num_tokens: leading positions of both together, more than `found` has. Returns None if there are not enough
+        num_tokens: leading positions of both together, more than `match` has. Returns None if there are not enough
         blocks; then the tables are unchanged.
         """
         tables, config = self._tables, self._config
@@ -159,7 +159,7 @@ class SwapPlanner:
     def _share(
         self, table: BlockTable, match: PrefixMatch, seen: Sequence[int], shared: Sequence[Sequence[int]]
     ) -> None:
-        """Add a reference to each block of `shared`, and put the blocks of `found` into the table.
+        """Add a reference to each block of `shared`, and put the blocks of `match` into the table.
 
         seen: per group, the index of the first block that the next query attends to.
         """
@@ -184,7 +184,7 @@ class SwapPlanner:
         needed: Sequence[int],
         num_tokens: int,
     ) -> dict[GroupBlock, int | None]:
-        """Append the blocks behind `found` to a table and plan the Moves from the host.
+        """Append the blocks behind `match` to a table and plan the Moves from the host.
 
         Returns the copied host blocks with their table index, or with None for a partly filled block.
         """

@@ -32,7 +32,7 @@ class Matcher(Protocol):
         """Consume new tokens (none at the begin) and, with `fast_forward`, the forced tokens behind them."""
 
     def fill_bitmask(self, bitmask: np.ndarray) -> None:
-        """Write the mask of allowed tokens to `words`, uint32 (ceil(vocab_size / 32),).
+        """Write the mask of allowed tokens to `bitmask`, uint32 (ceil(vocab_size / 32),).
 
         Bit t%32 of word t//32 is token t. End tokens are allowed where the output may end. The mask is all zeros if no
         token is allowed, or if the mask exceeds the limits of the backend.
@@ -50,7 +50,7 @@ class Constraints(Protocol):
     """The matchers of all sequences, as used by the scheduler. The journal records the verdicts as inputs."""
 
     def begin(self, seq_id: int, request: Request, output_tokens: Sequence[int]) -> Verdict:
-        """Start the matcher of a sequence whose grammar is compiled. known: its output tokens so far."""
+        """Start the matcher of a sequence whose grammar is compiled. output_tokens: its output tokens so far."""
 
     def advance(self, seq_id: int, tokens: Sequence[int]) -> Verdict:
         """Consume sampled tokens of a sequence and return the verdict."""
@@ -59,4 +59,4 @@ class Constraints(Protocol):
         """Delete the matcher of a sequence. An unknown id is ignored."""
 
     def masks(self, seq_ids: Sequence[int]) -> np.ndarray:
-        """The masks of these sequences, uint32 (len(seq_ids), ceil(vocab_size / 32)): see `Matcher.fill`."""
+        """The masks of these sequences, uint32 (len(seq_ids), ceil(vocab_size / 32)): see `Matcher.fill_bitmask`."""

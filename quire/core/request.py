@@ -142,7 +142,10 @@ def check_known_tokens(request: Request, vocab_size: int) -> None:
     if not known:
         return
     if request.beams is not None or request.pooling is not Pooling.NONE:
-        raise RequestError("a beam search or a pooling begins anew: leave `known` out, and set `resumed`", "known")
+        raise RequestError(
+            "a beam search or a pooling request starts from the beginning: leave `known` out, and set `resumed`",
+            "known",
+        )
     if len(known) != request.num_sequences:
         raise RequestError(
             f"known has {len(known)} entries, and the request {request.num_sequences} sequences: give one for each",

@@ -127,7 +127,7 @@ class TokenLists(msgspec.Struct, frozen=True, eq=False):
     """Token lists of opened rows: list i belongs to row `rows[i]` and has kind `kinds[i]` and `lengths[i]` entries."""
 
     rows: np.ndarray  # int32, one per list
-    kinds: np.ndarray  # uint8, ListKind, one per list
+    kinds: np.ndarray  # uint8, TokenListKind, one per list
     lengths: np.ndarray  # int32, one per list
     tokens: np.ndarray  # int32, of all lists, concatenated
     weights: np.ndarray  # float32, one per token; 0 for kinds without weights

@@ -108,9 +108,9 @@ def plan_memory(
 ) -> MemoryPlan:
     """Divide memory between weights, workspace and KV pools.
 
-    available: bytes. default_share: share of them to use if `limit` is None. limit: the option `memory`. keeps: the
-    pool gets all remaining memory, for a prefix cache; otherwise at most the blocks that `max_num_seqs` sequences of
-    `max_model_len` tokens can fill.
+    available: bytes. default_share: share of them to use if `limit` is None. limit: the option `memory`. fill_budget:
+    the pool gets all remaining memory, for a prefix cache; otherwise at most the blocks that `max_num_seqs` sequences
+    of `max_model_len` tokens can fill.
 
     Lowers `max_model_len` to what the KV memory can hold, if it was not set. Raises ConfigError if the weights or one
     sequence of the set length do not fit.
@@ -157,11 +157,9 @@ def _other_lines(profile: MemoryProfile) -> list[PlanLine]:
     )
     lines = [PlanLine("workspace", profile.workspace_bytes, why)]
     if profile.captured_steps_bytes:
-        lines.append(PlanLine("recordings", profile.captured_steps_bytes, profile.captured_steps_reason))
+        lines.append(PlanLine("captured", profile.captured_steps_bytes, profile.captured_steps_reason))
     if profile.staging_bytes:
-        lines.append(
-            PlanLine("staging", profile.staging_bytes, "that blocks pass on their way to host memory and back")
-        )
+        lines.append(PlanLine("staging", profile.staging_bytes, "buffer for copies of blocks to and from host memory"))
     return lines
 
 
@@ -240,7 +238,7 @@ def _max_model_len(profile: MemoryProfile) -> tuple[int, str]:
         raise ConfigError(
             f"max_model_len must be between 2 and the model's {profile.model_max_len}, not {profile.max_model_len}"
         )
-    return profile.max_model_len, "as asked"
+    return profile.max_model_len, "as configured"
 
 
 DEFAULT_SWAP_SPACE = 4 * 2**30  # bytes, for a device with memory of its own

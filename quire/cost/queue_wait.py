@@ -1,4 +1,5 @@
-"""Prediction of the queue wait by a simulation of running and waiting sequences. Reads no clock.
+"""Prediction of the queue wait by a simulation of running and waiting sequences. `scheduler.queue_limit` makes
+Retry-After of it. Reads no clock.
 
 Time passes in steps. In each step every running sequence gets one token, and prompts get the rest of the token budget.
 A waiting sequence is admitted when a row is free, memory has space for its tokens, and the prompts before it leave part
@@ -44,9 +45,8 @@ class QueueSimulation:
 
     def __init__(self, engine: SimulatedEngine, running: Iterable[Work]) -> None:
         self._engine = engine
-        self._step = self._seconds = self._num_prefill_tokens = self._num_held_tokens = (
-            0.0  # due: prompt tokens that are not computed yet
-        )
+        self._step = self._seconds = self._num_held_tokens = 0.0
+        self._num_prefill_tokens = 0.0  # prompt tokens that are not computed yet
         self._ends: list[tuple[float, float]] = []  # heap of (step in which a sequence ends, tokens that it frees)
         for work in running:
             self._ends.append(self._start(work))

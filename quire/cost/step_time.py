@@ -27,7 +27,7 @@ class StepTime:
         self.per_token = 0.0
 
     def observe(self, num_tokens: int, seconds: float) -> None:
-        """Learn from a step. A duration outside (SHORTEST, LONGEST) is ignored."""
+        """Learn from a step. A duration outside (MIN_SECONDS, MAX_SECONDS) is ignored."""
         if not MIN_SECONDS < seconds < MAX_SECONDS:
             return
         self._weight = self._weight * _STEP_DECAY + 1
@@ -43,7 +43,7 @@ class StepTime:
         self.per_token, self.fixed = slope, fixed
 
     def tokens_within(self, seconds: float, max_tokens: int) -> int:
-        """The number of tokens, from 1 to `most`, with which a step takes about `seconds`.
+        """The number of tokens, from 1 to `max_tokens`, with which a step takes about `seconds`.
 
         At least half of the time goes to tokens, even if the fixed cost leaves less, so that a step does not pay the
         fixed cost for a single token.
@@ -97,7 +97,7 @@ class PrefillTime:
         return self._coefficients()[2]
 
     def observe(self, num_tokens: int, num_pairs: float, seconds: float) -> None:
-        """Learn from a step. A duration outside (SHORTEST, LONGEST) is ignored, and an outlier is clamped."""
+        """Learn from a step. A duration outside (MIN_SECONDS, MAX_SECONDS) is ignored, and an outlier is clamped."""
         if num_tokens < 1 or not MIN_SECONDS < seconds < MAX_SECONDS:
             return
         if self.num_steps >= _MIN_PREFILL_STEPS:
@@ -302,15 +302,15 @@ class CostModel:
     def __str__(self) -> str:
         """The estimates as text."""
         if not self.prefill.num_steps:
-            return "nothing is known yet"
-        told = [
+            return "not measured yet"
+        parts = [
             f"prompts {1e6 * self.prefill.per_token:.3g} us a token",
             f"{1e9 * self.prefill.per_pair:.3g} us more for each thousand before it",
             f"{1e3 * self.prefill.fixed:.3g} ms a step",
         ]
         if self._decode_weight:
-            told.append(f"generating {1e3 * self.decode_step_seconds:.3g} ms a step")
+            parts.append(f"generating {1e3 * self.decode_step_seconds:.3g} ms a step")
         out, back = self.copy_seconds(10**9)
         if max(out, back) < inf:
-            told.append(f"copies {1 / out:.3g} GB/s to the host, {1 / back:.3g} GB/s from it")
-        return ", ".join(told)
+            parts.append(f"copies {1 / out:.3g} GB/s to the host, {1 / back:.3g} GB/s from it")
+        return ", ".join(parts)

@@ -88,7 +88,7 @@ class EmbeddingBatch:
         return self._pooled[request_id].finish_reason is None
 
     def process_output(self, output: Output) -> PooledPrompt:
-        """Add an output and return its prompt. Raises EmbeddingFailed, EmbeddingLate."""
+        """Add an output and return its prompt. Raises EmbeddingFailed, EmbeddingDeadlineMissed."""
         one = self._pooled[output.request_id]
         one.accumulate(output)
         if output.finish_reason == "error":

@@ -39,7 +39,7 @@ STEP_SIZE_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16
 
 
 class StepSizes:
-    """Histogram of tokens per step. BOUNDS are inclusive upper bounds; the last bucket has larger steps."""
+    """Histogram of tokens per step. STEP_SIZE_BUCKETS are inclusive upper bounds; the last bucket has larger steps."""
 
     def __init__(self) -> None:
         self.num_tokens = 0  # sum over all steps
@@ -47,7 +47,7 @@ class StepSizes:
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """(len(BOUNDS) + 1,): number of steps per bucket, not cumulative."""
+        """(len(STEP_SIZE_BUCKETS) + 1,): number of steps per bucket, not cumulative."""
         return tuple(self._counts)
 
     def observe(self, num_tokens: int) -> None:
@@ -184,9 +184,9 @@ class Engine:
 
         pooling: returns pooled hidden states instead of tokens; needs `params.max_tokens` 0 and `params.n` 1.
         namespace: the root under which its KV is found. beams: beam search for the `params.n` most likely sequences
-        instead of sampling. terms: scheduling parameters. known: output tokens per sequence of a request that another
-        engine has begun; its parameters must be the same, and include the seed. resumed: the request was accepted
-        before, with known tokens or without, and is not rejected for the queue limit or its deadline.
+        instead of sampling. known_outputs: output tokens per sequence of a request that another engine has begun; its
+        parameters must be the same, and include the seed. resumed: the request was accepted before, with known tokens
+        or without, and is not rejected for the queue limit or its deadline.
         Raises RequestError for a prompt that is empty, too long or out of range, an id in use, a full queue, or a
         deadline that cannot be met. Raises ValueError for parameters that contradict `pooling` or `beams`.
         """
@@ -195,15 +195,15 @@ class Engine:
         if params.deterministic and not self._deterministic:
             raise RequestError("this model cannot be run deterministically; leave `deterministic` out", "deterministic")
         if pooling and (params.max_tokens != 0 or params.n != 1):
-            raise ValueError("a request that is pooled has one sequence and generates no tokens")
+            raise ValueError("a pooling request has one sequence and generates no tokens")
         if beams is not None and (pooling or params.max_tokens == 0 or params.prompt_logprobs is not None):
-            raise ValueError("a beam search generates tokens, and tells nothing about the prompt")
+            raise ValueError("a beam search generates tokens and returns no prompt logprobs or hidden states")
         if (
             params.seed is None
             and params.temperature > 0
             and any(one.token_ids and not one.finished for one in known_outputs)
         ):
-            raise RequestError("a request that goes on needs the seed that it had", "seed")
+            raise RequestError("a resumed request needs the seed of the original request", "seed")
         params = resolve_params(
             prompt,
             params,
@@ -385,7 +385,7 @@ class Engine:
                 result = self._runner.collect()
                 if result.step_id == step_id:
                     return result
-                raise RuntimeError(f"the runner brought step {result.step_id} in place of step {step_id}")
+                raise RuntimeError(f"the runner returned step {result.step_id} instead of step {step_id}")
             except Exception as error:
                 self._record_failure(step_id, error)
         return StepResult.failed(step_id, self._errors.pop(step_id))
@@ -396,5 +396,5 @@ class Engine:
 
     def _repair(self) -> None:
         """Log and repair errors in the block accounting, which must not end the engine."""
-        log.error("the memory does not add up and is repaired: %s", "; ".join(self._scheduler.check()))
+        log.error("KV block accounting error, repaired: %s", "; ".join(self._scheduler.check()))
         self._scheduler.repair()

@@ -103,9 +103,9 @@ def _is_token(item: object) -> bool:
 
 
 class NewRequest(NamedTuple):
-    """A request of token ids: the arguments of `Engine.add`.
+    """A request of token ids: the arguments of `Engine.add_request`.
 
-    known, resumed: for a request that an earlier engine accepted.
+    known_outputs, resumed: for a request that an earlier engine accepted.
     """
 
     request_id: str
@@ -135,14 +135,14 @@ class Generation(NamedTuple):
         beams: Beams | None = None,
         scheduling_params: SchedulingParams = DEFAULT_SCHEDULING_PARAMS,
     ) -> NewRequest:
-        """The engine request of this prompt. Arguments as in `Engine.add`."""
+        """The engine request of this prompt. Arguments as in `Engine.add_request`."""
         return NewRequest(
             request_id, self.prompt.ids, self.params, self.bad_words, pooling, namespace, beams, scheduling_params
         )
 
 
 def prompt_request_id(request_id: str, index: int) -> str:
-    """The engine's request id of the prompt at index `place` of a request with several prompts."""
+    """The engine's request id of the prompt at index `index` of a request with several prompts."""
     return f"{request_id}-{index}"
 
 
@@ -178,8 +178,8 @@ def _truncate(
         length = max_model_len - (1 if params.max_tokens is None else params.max_tokens)
         if length < 1:
             raise RequestError(
-                f"max_tokens ({params.max_tokens}) leaves nothing of this model's context of {max_model_len} tokens to "
-                "the prompt, which truncate_prompt_tokens -1 cuts to what is left; lower max_tokens",
+                f"max_tokens ({params.max_tokens}) leaves none of this model's context of {max_model_len} tokens for "
+                "the prompt; truncate_prompt_tokens -1 keeps only the tokens that fit; lower max_tokens",
                 "max_tokens",
             )
     if len(prompt.ids) <= length:

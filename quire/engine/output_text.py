@@ -86,7 +86,9 @@ class SequenceOutputProcessor:
         result.num_forced_tokens += sum(place < len(tokens) for place in output.forced)
         result.finish_reason, result.stop_reason = reason, cause
         self._texts.append(text)
-        told = output.finish_reason is not None or reason is None  # the engine ended the sequence itself, or it goes on
+        engine_knows = (
+            output.finish_reason is not None or reason is None
+        )  # the engine ended the sequence itself, or it goes on
         return Delta(
             request_id=output.request_id,
             index=output.index,
@@ -97,7 +99,7 @@ class SequenceOutputProcessor:
             logprobs=logprobs,
             finish_reason=reason,
             stop_reason=cause,
-            stopped_after=None if told else len(result.token_ids),
+            stopped_after=None if engine_knows else len(result.token_ids),
         )
 
     def current_output(self) -> CompletionOutput:
@@ -166,9 +168,9 @@ class RequestOutputProcessor:
         self.params = params = generation.params
         self.num_cached_tokens = 0
         self.metrics = RequestMetrics(now)
-        num_untold = min(params.prompt_logprobs_start + 1, len(self.prompt.ids))
+        num_unreported = min(params.prompt_logprobs_start + 1, len(self.prompt.ids))
         asked = params.prompt_logprobs is not None
-        self.prompt_logprobs: list[LogprobRow | None] | None = [None] * num_untold if asked else None
+        self.prompt_logprobs: list[LogprobRow | None] | None = [None] * num_unreported if asked else None
         self._tokenizer = tokenizer
         patterns = compile_stops(params.stop)
         self._sequences = [

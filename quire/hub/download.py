@@ -26,7 +26,7 @@ def fetch(
 ) -> None:
     """Write the file at `url` to `target`, and continue a partial file that is there.
 
-    size: bytes. arrived: called with the number of bytes in `target`. Raises ModelError if size or `sha256` do not
+    size: bytes. on_progress: called with the number of bytes in `target`. Raises ModelError if size or `sha256` do not
     match (and deletes the file), httpx2.HTTPError after _ATTEMPTS attempts without new bytes, OSError.
     """
     with target.open("a+b") as file:
@@ -48,7 +48,7 @@ def fetch(
                 time.sleep(_PAUSE * 2**failed)
     if (partial.size, partial.digest()) != (size, sha256):
         target.unlink()
-        raise ModelError(f"what came from {url} is not the file that is listed there; try again")
+        raise ModelError(f"the download from {url} is not the file that the repository lists; try again")
 
 
 class _Partial:

@@ -50,7 +50,7 @@ def locate(
         if cached is None:
             raise ModelError(
                 f"{name} is not on this machine, and the Hub cannot be reached ({error}); check the network, or give "
-                f"the path of a folder or a .gguf file. What has arrived is kept"
+                f"the path of a folder or a .gguf file. Downloaded parts are kept"
             ) from error
         report(f"the Hub cannot be reached; {name} is taken from the cache")
         return cached
@@ -68,4 +68,4 @@ def _existing(model: str) -> Path | None:
 def _local(path: Path) -> Path:
     if path.is_dir() or path.suffix == ".gguf":
         return path
-    raise ModelError(f"{path} is neither a folder nor a .gguf file; give the folder that it lies in")
+    raise ModelError(f"{path} is neither a folder nor a .gguf file; give the folder that contains it")

@@ -106,7 +106,7 @@ def weight_files(names: Iterable[str], indexed: Iterable[str]) -> list[str]:
 def _list_available(sets: Iterable[str]) -> str:
     names = sorted(sets)
     more = f" and {len(names) - 12} more" if len(names) > 12 else ""
-    return f"there are {', '.join(names[:12])}{more}" if names else "there is none at all"
+    return f"there are {', '.join(names[:12])}{more}" if names else "it has no GGUF files"
 
 
 @contextmanager

@@ -36,7 +36,7 @@ def _triton() -> Candidate:
     from quire.kernels.triton.launch import INTERPRETED  # noqa: PLC0415
 
     if INTERPRETED:
-        why = "it is interpreted, which is for tests"
+        why = "Triton is interpreted, which is for tests only"
         return Candidate(
             TritonKernels(deterministic=False), TritonKernels(deterministic=True), "interpreted", skip_reason=why
         )
@@ -55,7 +55,7 @@ MODULES: Mapping[str, Callable[[], Candidate]] = MappingProxyType(
 # Kernel names of other engines, with the error text.
 OTHER_ENGINES_KERNELS: Mapping[str, str] = MappingProxyType(
     {
-        name: f"kernels of {name} are no part of quire. On NVIDIA GPUs use 'triton', quire's own, or 'auto'"
+        name: f"quire has no kernels of {name}. On NVIDIA GPUs use 'triton', quire's own, or 'auto'"
         for name in ("flashinfer", "flash-attn", "xformers")
     }
     | {"torch": "plain torch is called 'reference' here; it is the specification, and slow"}
@@ -93,12 +93,12 @@ def choose(name: str, requirements: Requirements) -> Chosen:
     for tried, make in MODULES.items():
         if name not in ("auto", tried):
             continue
-        kernels, strict, about, passed_by = candidate = make()
+        kernels, deterministic, about, passed_by = candidate = make()
         refused = _unsupported_reason(candidate, requirements) or (passed_by if name == "auto" else None)
-        if refused is None and kernels is not None and strict is not None:
+        if refused is None and kernels is not None and deterministic is not None:
             why = "asked for by name" if name == tried else f"the fastest that runs on {requirements.device}"
             reason = f"{tried} ({about}): {why}" + "".join(f"; not {other}" for other in refusals)
-            return Chosen(kernels, strict, reason)
+            return Chosen(kernels, deterministic, reason)
         refusals.append(f"{tried}: {refused}")
     raise ConfigError(f"no kernels for {requirements.dtype} on {requirements.device}; tried {'; '.join(refusals)}")
 

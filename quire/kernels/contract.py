@@ -95,7 +95,7 @@ class Batch:
     starts: np.ndarray  # int64 (num_chunks,)
     stops: np.ndarray  # int64 (num_chunks,)
     tables: np.ndarray  # int64 (num_chunks, width)
-    resident: ResidentTables | None = None  # replaces `tables`, which are empty then; only for modules with RESIDENT
+    resident: ResidentTables | None = None  # replaces empty `tables`; for modules with USES_RESIDENT_TABLES
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -188,7 +188,7 @@ class StepCapture(Protocol):
     def capture(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
         """Run `compute`, perhaps several times. Returns its result, and a function that replays it into this tensor.
 
-        Weights and inputs must keep their addresses. Raises NotRecordable if `compute` does more than call kernels.
+        Weights and inputs must keep their addresses. Raises NotCapturable if `compute` does more than call kernels.
         """
 
 
@@ -287,7 +287,7 @@ class Kernels(Protocol):
         """
 
     def write_rows(self, weight: PackedWeight, rows: Tensor, start: int, index: int = 0) -> None:
-        """Write `rows` (n, in) of any floating point type to rows [start, start + n) of a weight from `room`.
+        """Write `rows` (n, in) of any float type to rows [start, start + n) of a weight from `allocate_weight`.
 
         Each row may be written only once. index: of the weight in a stack.
         """

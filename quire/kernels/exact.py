@@ -1,7 +1,7 @@
 """Arithmetic whose result bits depend on the arguments alone, not on shape, batch or threads.
 
 It requires that sums, products and quotients of floats are correctly rounded (IEEE 754), and that an elementwise
-function of torch gives equal bits for equal numbers in whole vectors (`by_vectors`).
+function of torch gives equal bits for equal numbers in whole vectors (`apply_to_whole_vectors`).
 """
 
 from collections.abc import Callable, Mapping

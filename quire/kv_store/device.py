@@ -41,7 +41,7 @@ class DeviceStore:
         ]
 
     def execute(self, step_id: int, moves: Sequence[Move]) -> None:
-        """Start a step's Moves in order. The pairs of one Move are copied at once. `finish` waits for swaps.
+        """Start a step's Moves in order. The pairs of one Move are copied at once. `wait_swaps` waits for swaps.
 
         Raises ValueError for a Move between other tiers than device and host, and from host to host.
         """

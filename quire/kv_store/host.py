@@ -106,7 +106,7 @@ class StreamedPool:
         return _wait_function(began, ended)
 
     def _staging_slices(self, number: int) -> list[slice]:
-        """Slices of `number` blocks, each of at most STAGED_BYTES, or of one block."""
+        """Slices of `number` blocks, each of at most STAGING_BYTES, or of one block."""
         each = max(1, STAGING_BYTES // max(self._host[:1].nbytes, 1))
         return [slice(first, first + each) for first in range(0, number, each)]
 

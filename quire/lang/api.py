@@ -30,13 +30,13 @@ def gen(
     json_schema, ebnf: the constraint of the output, at most one. A parameter that is None has the default of the run.
     Raises RequestError.
     """
-    forms = {"dtype": dtype, "regex": regex, "json_schema": json_schema, "ebnf": ebnf}
-    said = normalize_params({"max_tokens": max_tokens, **sampling, **forms})
+    constraints = {"dtype": dtype, "regex": regex, "json_schema": json_schema, "ebnf": ebnf}
+    params = normalize_params({"max_tokens": max_tokens, **sampling, **constraints})
     if choices is None:
-        return Gen(name, said)
-    for form in ("regex", "json_schema", "ebnf"):
-        if form in said:
-            raise RequestError(f"choices and {form} (or dtype) both say what the output looks like; give one", form)
+        return Gen(name, params)
+    for constraint in ("regex", "json_schema", "ebnf"):
+        if constraint in params:
+            raise RequestError(f"choices and {constraint} (or dtype) both constrain the output; give one", constraint)
     return select(name, choices, sampling.get("temperature") or 0.0, choices_method)
 
 
@@ -61,11 +61,11 @@ def select(
     choices_method: None means token_length_normalized. temperature: must be 0. Raises RequestError.
     """
     if isinstance(choices, str) or not choices or not all(isinstance(one, str) and one for one in choices):
-        raise RequestError("select needs a list of choices that are texts, none of them empty", "choices")
+        raise RequestError("choices must be a list of non-empty strings", "choices")
     if not all(map(is_unicode, choices)):
         raise RequestError("choices must be Unicode text, without lone surrogates", "choices")
     if temperature:
-        raise RequestError("select takes the best choice and draws nothing; leave temperature at 0", "temperature")
+        raise RequestError("select returns the best choice and does not sample; leave temperature at 0", "temperature")
     method = token_length_normalized if choices_method is None else choices_method
     if not callable(method) or not hasattr(method, "requires_unconditional_logprobs"):
         raise RequestError(f"choices_method must be a ChoicesSamplingMethod, not {method!r:.80}", "choices_method")
@@ -74,12 +74,12 @@ def select(
 
 def image(expr: object) -> Expr:
     """Not supported. Raises RequestError."""
-    raise RequestError("image() needs a model that sees, and this engine reads text only; describe it in words")
+    raise RequestError("image() is not supported: this engine has text models only; use text")
 
 
 def video(path: str, num_frames: int) -> Expr:
     """Not supported. Raises RequestError."""
-    raise RequestError("video() needs a model that sees, and this engine reads text only; describe it in words")
+    raise RequestError("video() is not supported: this engine has text models only; use text")
 
 
 def separate_reasoning(expr: Expr, model_type: str | None = None) -> Expr:

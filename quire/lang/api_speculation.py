@@ -40,11 +40,13 @@ class SpeculatedText:
 
         Only stop, max_tokens, temperature, top_p, top_k and min_p may differ from their defaults.
         """
-        said = _without_bounds(params)
+        unbounded = _without_bounds(params)
         plain = _without_bounds(
-            GenParams(temperature=said.temperature, top_p=said.top_p, top_k=said.top_k, min_p=said.min_p)
+            GenParams(
+                temperature=unbounded.temperature, top_p=unbounded.top_p, top_k=unbounded.top_k, min_p=unbounded.min_p
+            )
         )
-        return self._num_tokens is not None and said == plain
+        return self._num_tokens is not None and unbounded == plain
 
     def clear(self) -> None:
         """Discard the unused text."""
@@ -181,13 +183,15 @@ class ChatTurn:
         """Append a gen. Raises RequestError if one call cannot generate it."""
         if params.constraint is not None or params.n > 1:
             raise RequestError(
-                "num_api_spec_tokens writes a chat turn in one call, without n, regex, json_schema, ebnf"
+                "num_api_spec_tokens generates a chat turn in one call, without n, regex, json_schema, ebnf"
             )
         first = next((part.params for part in self._parts if part.params is not None), params)
         if _sampling(first) != _sampling(params):
-            raise RequestError("the gens of a chat turn that is written in one call must sample in the same way")
+            raise RequestError(
+                "the gens of a chat turn that is generated in one call must have equal sampling parameters"
+            )
         if self._parts and (before := self._parts[-1].params) is not None and not before.stop:
-            raise RequestError(f"gen {self._parts[-1].name!r} needs a stop, since another gen follows in its turn")
+            raise RequestError(f"gen {self._parts[-1].name!r} needs a stop, because another gen follows in its turn")
         self._parts.append(Part(name=name, params=params))
 
     async def complete(self, call: Callable[[GenParams], Awaitable[Completion]]) -> list[Part]:
@@ -203,7 +207,7 @@ class ChatTurn:
                     replace(part, text=text, meta=written.meta) for part, text in zip(self._parts, read, strict=True)
                 ]
         raise GenerationFailed(
-            f"the model's turn does not follow the program's: it wrote {written.text!r:.200}; show it the form in an "
+            f"the model's turn does not follow the program's: it wrote {written.text!r:.200}; show the format in an "
             "example, or raise num_api_spec_tokens"
         )
 

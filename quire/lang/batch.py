@@ -27,7 +27,7 @@ def run_all(
 ) -> Iterator[T]:
     """Yields the results in order, each as soon as it is ready. Raises the first error in that order.
 
-    num_threads: how many run at a time; "auto" is 96. give_up: called after an error, or if the iterator is closed
+    num_threads: how many run at a time; "auto" is 96. cancel: called after an error, or if the iterator is closed
     early; it must make the running calls end soon. The others are then not started. Raises RequestError.
     """
     threads = AUTO_THREADS if num_threads == "auto" else num_threads

@@ -45,13 +45,13 @@ class LoopThread:
         try:
             return result.result()
         except CancelledError as error:
-            raise BackendClosed("the backend was closed while it worked on this") from error
+            raise BackendClosed("the backend was closed during this call") from error
         except BaseException:
             result.cancel()
             raise
 
     def close(self, cleanup: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Cancel all tasks, run `last`, and end the thread. Further calls have no effect."""
+        """Cancel all tasks, run `cleanup`, and end the thread. Further calls have no effect."""
         with self._lock:
             if self._closed:
                 return

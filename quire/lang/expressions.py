@@ -50,7 +50,7 @@ class Sequence(Expr):
 
 @dataclass(frozen=True, slots=True)
 class Gen(Expr):
-    """Text that the model generates. said: fields of GenParams that override the defaults of the run."""
+    """Text that the model generates. overrides: fields of GenParams that override the defaults of the run."""
 
     name: str | None = None
     overrides: Mapping[str, Any] = field(default_factory=dict)
@@ -139,6 +139,6 @@ def expression(value: object) -> Expr:
         return value
     if isinstance(value, str):
         if not is_unicode(value):
-            raise RequestError("append Unicode text, without lone surrogates")
+            raise RequestError("appended text must be Unicode, without lone surrogates")
         return Text(value)
     raise RequestError(f"append text or an expression such as gen(...), not {type(value).__name__}")

@@ -61,7 +61,7 @@ class Function:
         self._signature = inspect.signature(program)
         parameters = list(self._signature.parameters.values())
         if not parameters or parameters[0].kind not in _POSITIONAL:
-            raise RequestError(f"{program.__name__} needs a first argument, which is its state")
+            raise RequestError(f"{program.__name__} needs a first argument for its state")
         if inspect.iscoroutinefunction(program):
             raise RequestError(f"{program.__name__} must not be async; run it with arun()")
         if num_api_spec_tokens is not None and num_api_spec_tokens < 1:
@@ -117,7 +117,7 @@ class Function:
         try:
             return await asyncio.wrap_future(self._submit(run, args, arguments))
         except asyncio.CancelledError:
-            run.stop(Cancelled("the program was given up"))
+            run.stop(Cancelled("the program was cancelled"))
             raise
 
     @overload
@@ -147,7 +147,7 @@ class Function:
 
         def give_up() -> None:
             for run in list(runs):
-                run.stop(Cancelled("the batch was given up"))
+                run.stop(Cancelled("the batch was cancelled"))
 
         work = [partial(self._run_batch_entry, setting, runs, one) for one in each]
         states = run_all(work, num_threads, give_up, show_progress=bar, name=self.__name__)
@@ -206,18 +206,18 @@ class Function:
     ) -> tuple[Setting, dict[str, Any]]:
         """The options as Setting (defaults of gens) and arguments. A name that is both is an argument."""
         arguments = dict(self.bind_arguments)
-        said = {}
+        gen_options = {}
         for name, value in options.items():
             if name in self.arg_names or (name not in _DEFAULTS and self._has_var_keyword):
                 arguments[name] = value
             elif name in _DEFAULTS:
-                said[name] = value
+                gen_options[name] = value
             else:
                 known = [*self.arg_names, *_DEFAULTS]
                 raise RequestError(f"{self.__name__} has no argument {name!r}{nearest(name, known)}", name)
         setting = Setting(
             backend=backend_or_default(backend),
-            defaults=GenParams().with_overrides(normalize_params(said)),
+            defaults=GenParams().with_overrides(normalize_params(gen_options)),
             streaming=streaming,
             num_api_spec_tokens=self.num_api_spec_tokens,
         )

@@ -30,7 +30,7 @@ class Setting:
 class Executor:
     """Executes the operations of one stream.
 
-    program: returns the program hints of the next call. tell: called after each new piece of generated text.
+    next_program: returns the program hints of the next call. on_change: called after each new piece of generated text.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Executor:
 
     async def execute(self, op: expressions.Expr) -> None:
         """Execute one operation. Raises RequestError, and the errors of model calls."""
-        scene = self.state_text
+        state_text = self.state_text
         match op:
             case expressions.Text(text):
                 self.fill(text)
@@ -63,13 +63,13 @@ class Executor:
             case expressions.RoleEnd(role):
                 await self._end(role)
             case expressions.Assign(name, value):
-                scene.variables[name] = value
+                state_text.variables[name] = value
             case expressions.ScopeBegin(name):
-                scene.scopes.append((name, scene.length))
+                state_text.scopes.append((name, state_text.length))
             case expressions.ScopeEnd(name):
-                scene.variables[name] = scene.end_scope(name)
+                state_text.variables[name] = state_text.end_scope(name)
             case _:
-                raise RequestError(f"{type(op).__name__} is nothing that can be appended")
+                raise RequestError(f"{type(op).__name__} cannot be appended")
 
     def fill(self, text: str) -> None:
         """Append text of the program."""
@@ -97,14 +97,14 @@ class Executor:
 
     async def _generate(self, name: str | None, params: GenParams) -> None:
         """Generate piece by piece. Of n sequences, the first is appended to the text."""
-        scene = self.state_text
+        state_text = self.state_text
         texts = [""] * params.n
         streaming = self._setting.streaming and params.n == 1
         async with aclosing(self._pieces(params, stream=streaming)) as pieces:
             async for piece in pieces:
                 texts[piece.index] += piece.text
                 if piece.index == 0:
-                    scene.write(piece.text)
+                    state_text.write(piece.text)
                 meta = piece.meta if piece.index == 0 else None
                 self._set_variable(name, texts[0] if params.n == 1 else texts, meta)
                 self._on_change()
@@ -120,20 +120,20 @@ class Executor:
 
     async def _pieces(self, params: GenParams, *, stream: bool) -> AsyncGenerator[Piece]:
         """The pieces of one call. Raises GenerationFailed if a sequence is incomplete or ended with an error."""
-        told: dict[int, dict[str, object]] = {}
+        metas: dict[int, dict[str, object]] = {}
         pieces = self._backend.generate(self.state_text.prompt(), params, self._next_program(), stream=stream)
         async with aclosing(pieces):
             async for piece in pieces:
                 if not 0 <= piece.index < params.n:
-                    raise GenerationFailed(f"more was written than the {params.n} that were asked for")
-                told[piece.index] = piece.meta
+                    raise GenerationFailed(f"the backend returned more than the {params.n} requested outputs")
+                metas[piece.index] = piece.meta
                 yield piece
         for index in range(params.n):
-            check_end(told.get(index, {}))
+            check_end(metas.get(index, {}))
 
     async def _select(self, op: expressions.Select) -> None:
         if self.chat_turn is not None:
-            raise RequestError("select is not possible in a turn that a chat endpoint writes as a whole")
+            raise RequestError("select is not possible in a turn that a chat endpoint generates in one call")
         decision = await self._backend.select(self.state_text.prompt(), op.choices, op.method, self._next_program())
         self.fill(decision.decision)
         self._set_variable(op.name, decision.decision, decision.meta_info)
@@ -150,43 +150,45 @@ class Executor:
     def separate_reasoning(self, name: str) -> None:
         """Move the reasoning out of the latest output. Raises RequestError if the variable is no text."""
         if self.chat_turn is not None:
-            raise RequestError("separate_reasoning is not possible in a turn that a chat endpoint writes as a whole")
-        scene = self.state_text
-        said = scene.variables.get(name)
-        if not isinstance(said, str):
-            raise RequestError(f"separate_reasoning is about one text, and {name!r} is none")
-        thought, mark, answer = said.rpartition(_END_OF_THOUGHT)
-        scene.variables[f"{name}_reasoning_content"] = thought.strip().removeprefix(_BEGIN_OF_THOUGHT).strip()
+            raise RequestError(
+                "separate_reasoning is not possible in a turn that a chat endpoint generates in one call"
+            )
+        state_text = self.state_text
+        output = state_text.variables.get(name)
+        if not isinstance(output, str):
+            raise RequestError(f"separate_reasoning needs one text, and {name!r} is not one")
+        thought, mark, answer = output.rpartition(_END_OF_THOUGHT)
+        state_text.variables[f"{name}_reasoning_content"] = thought.strip().removeprefix(_BEGIN_OF_THOUGHT).strip()
         answer = answer.lstrip() if mark else answer
-        scene.variables[name] = answer
-        length = len(said) - len(answer)
+        state_text.variables[name] = answer
+        length = len(output) - len(answer)
         if length:
-            scene.cut(scene.length - len(said), length)  # the output is at the end of the text
-            scene.cuts.append(Cut(name, 0, length))
+            state_text.cut(state_text.length - len(output), length)  # the output is at the end of the text
+            state_text.cuts.append(Cut(name, 0, length))
 
     # Turns
 
     async def _begin(self, role: expressions.Role) -> None:
-        scene = self.state_text
-        if scene.role is not None:
-            raise RequestError(f"the {role}'s turn begins inside the {scene.role}'s; end that one first")
+        state_text = self.state_text
+        if state_text.role is not None:
+            raise RequestError(f"the {role}'s turn begins inside the {state_text.role}'s; end that one first")
         texts = await self._backend.role_texts(self._roles(role))
         self.fill(texts.prefix)
-        scene.role, scene.turn_start = role, scene.length
+        state_text.role, state_text.turn_start = role, state_text.length
         spec = self._setting.num_api_spec_tokens
         if role == "assistant" and spec is not None and self._backend.is_chat_model:
             self.chat_turn = ChatTurn(spec)
 
     async def _end(self, role: expressions.Role) -> None:
-        scene = self.state_text
-        if scene.role != role:
-            raise RequestError(f"the {role}'s turn ends, and {scene.role or 'nobody'} speaks")
+        state_text = self.state_text
+        if state_text.role != role:
+            raise RequestError(f"cannot end the {role}'s turn: the open turn is {state_text.role or 'none'}")
         if self.chat_turn is not None:
             await self._end_chat_turn(self.chat_turn)
         texts = await self._backend.role_texts(self._roles(role))
-        content = scene.turn.lstrip()
-        scene.role = None
-        scene.messages.append({"role": role, "content": content})
+        content = state_text.turn.lstrip()
+        state_text.role = None
+        state_text.messages.append({"role": role, "content": content})
         self.fill(texts.suffix)
 
     async def _end_chat_turn(self, turn: ChatTurn) -> None:
@@ -203,8 +205,8 @@ def check_end(meta: Mapping[str, object]) -> None:
     """Raises GenerationFailed if a sequence did not end, or ended with an error. meta: its last meta info."""
     reason = finish_type(meta)
     if reason is None:
-        raise GenerationFailed("the answer was cut off: it ends, and nothing says why")
+        raise GenerationFailed("the response was cut off: it ends without a finish reason")
     if reason in ("error", "abort"):
-        told = meta.get("finish_reason")
-        why = told.get("message") if isinstance(told, Mapping) else None
-        raise GenerationFailed(f"it could not be written to its end: {why or reason}")
+        finish_reason = meta.get("finish_reason")
+        why = finish_reason.get("message") if isinstance(finish_reason, Mapping) else None
+        raise GenerationFailed(f"the generation failed: {why or reason}")

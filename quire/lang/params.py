@@ -93,7 +93,7 @@ class GenParams:
                 raise RequestError(f"{name} needs return_logprob=True", name)
 
     def with_overrides(self, overrides: Mapping[str, Any]) -> "GenParams":
-        """A copy with the fields `said` of a gen."""
+        """A copy with the fields `overrides` of a gen."""
         return replace(self, **overrides) if overrides else self
 
 
@@ -121,7 +121,7 @@ def normalize_params(given: Mapping[str, Any]) -> dict[str, Any]:
     Raises RequestError for an unknown name, a wrong type, two constraints, and stop_regex. Ranges of values are checked
     by the backend.
     """
-    said: dict[str, Any] = {}
+    normalized: dict[str, Any] = {}
     for name, value in given.items():
         name = _ALIASES.get(name, name)
         if value is None:
@@ -130,14 +130,14 @@ def normalize_params(given: Mapping[str, Any]) -> dict[str, Any]:
             raise RequestError("stop_regex is not supported; use stop strings, or regex for the whole output", name)
         if name not in _NAMES and name != "dtype":
             raise RequestError(f"unknown parameter {name!r}{nearest(name, _NAMES)}", name)
-        said[name] = _normalize_value(name, value)
-    forms = [name for name in ("dtype", *_CONSTRAINTS) if name in said]
-    if len(forms) > 1:
-        raise RequestError(f"{' and '.join(forms)} both say what the output looks like; give one", forms[1])
-    if "dtype" in said:
-        said["regex"], ends = _dtype_constraint(said.pop("dtype"))
-        said["stop"] = (*said.get("stop", ()), *ends)
-    return said
+        normalized[name] = _normalize_value(name, value)
+    constraints = [name for name in ("dtype", *_CONSTRAINTS) if name in normalized]
+    if len(constraints) > 1:
+        raise RequestError(f"{' and '.join(constraints)} both constrain the output; give one", constraints[1])
+    if "dtype" in normalized:
+        normalized["regex"], ends = _dtype_constraint(normalized.pop("dtype"))
+        normalized["stop"] = (*normalized.get("stop", ()), *ends)
+    return normalized
 
 
 def _normalize_value(name: str, value: Any) -> Any:  # noqa: ANN401  (the type is checked here)
@@ -145,7 +145,7 @@ def _normalize_value(name: str, value: Any) -> Any:  # noqa: ANN401  (the type i
         kind, what = _LISTS[name]
         given = tuple(value) if isinstance(value, list | tuple) else (value,)
         if not all(_is_a(kind, one) for one in given):
-            raise RequestError(f"{name} must be {what}, or a list of such, not {value!r:.80}", name)
+            raise RequestError(f"{name} must be {what}, or a list of them, not {value!r:.80}", name)
         return given
     if name == "json_schema":
         return _schema(value)
@@ -155,7 +155,7 @@ def _normalize_value(name: str, value: Any) -> Any:  # noqa: ANN401  (the type i
     if name == "regex":
         _check_regex(value)
     if name == "logprob_start_len" and value < -1:
-        raise RequestError("logprob_start_len must be a place in the prompt, or -1 to tell nothing of it", name)
+        raise RequestError("logprob_start_len must be a position in the prompt, or -1 for no prompt logprobs", name)
     return value
 
 
@@ -169,13 +169,13 @@ def _is_a(kind: Any, value: object) -> bool:  # noqa: ANN401  (a type, or severa
 def _schema(value: object) -> str:
     """A schema as JSON text. Raises RequestError if it is no JSON."""
     if not isinstance(value, str | bool | Mapping):
-        hint = "; of a pydantic model give its model_json_schema()" if hasattr(value, "model_json_schema") else ""
+        hint = "; for a pydantic model use its model_json_schema()" if hasattr(value, "model_json_schema") else ""
         raise RequestError(f"json_schema must be a JSON schema, as text or as a dict, not {value!r:.80}{hint}", _SCHEMA)
     try:
         text = value if isinstance(value, str) else json.dumps(value, allow_nan=False)
         json.loads(text)
     except (ValueError, TypeError, RecursionError) as error:
-        raise RequestError(f"json_schema is no JSON: {error}", _SCHEMA) from error
+        raise RequestError(f"json_schema is not valid JSON: {error}", _SCHEMA) from error
     if not is_unicode(text):
         raise RequestError("json_schema must be Unicode text, without lone surrogates", _SCHEMA)
     return text

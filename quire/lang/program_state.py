@@ -14,8 +14,8 @@ from quire.lang.stream import Append, Fork, Gather, Run, Stream
 class TextStream:
     """Reads the text of a stream, or of one variable, while it grows.
 
-    name: of the variable; None means all text. at_rest: whether an idle stream counts as finished, because the thread
-    that reads is the one that would append.
+    name: of the variable; None means all text. idle_is_final: whether an idle stream counts as finished,
+    because the thread that reads is the one that would append.
     """
 
     def __init__(self, stream: Stream, name: str | None, *, idle_is_final: bool) -> None:
@@ -60,10 +60,10 @@ class TextStream:
             raise self._stream.error
 
     def _text(self) -> str:
-        scene = self._stream.state_text
+        state_text = self._stream.state_text
         if self._name is None:
-            return scene.text
-        value = scene.variables.get(self._name, "")
+            return state_text.text
+        value = state_text.variables.get(self._name, "")
         return value if isinstance(value, str) else ""
 
     def _apply_cuts(self) -> None:
@@ -272,13 +272,13 @@ class ProgramStateGroup:
         elif mode == "concate_and_append":
             parent.submit(Append(branches))
         else:
-            raise RequestError(f"join gathers ('gather_variable') or appends ('concate_and_append'), not {mode!r}")
+            raise RequestError(f"the mode of join must be 'gather_variable' or 'concate_and_append', not {mode!r}")
         for stream in streams:
             stream.end()
 
     def __iadd__(self, other: object) -> "ProgramStateGroup":
         if isinstance(other, list | tuple) and len(other) != len(self.states):
-            raise RequestError(f"there are {len(self.states)} forks, and the list says what {len(other)} get")
+            raise RequestError(f"the list has {len(other)} entries for {len(self.states)} forks")
         for i, state in enumerate(self.states):
             state += _expr_for_fork(other, i)
         return self
@@ -288,7 +288,7 @@ class ProgramStateGroup:
 
     def __setitem__(self, i: int, state: ProgramState) -> None:
         if state is not self.states[i]:  # `forks[i] += ...` assigns the same state
-            raise RequestError("the states of a group stay as they are; append to them with +=")
+            raise RequestError("the states of a group cannot be replaced; append to them with +=")
 
     def __len__(self) -> int:
         return len(self.states)

@@ -107,7 +107,7 @@ class UnconditionalLikelihoodNormalized(ChoicesSamplingMethod):
     ) -> ChoicesDecision:
         """See ChoicesSamplingMethod."""
         if unconditional_token_logprobs is None:
-            raise ValueError("this method needs the logprobs of the choices by themselves")
+            raise ValueError("this method needs unconditional_token_logprobs, the logprobs of the choices alone")
         gains = [
             mean([(own[0] or 0.0) - (alone[0] or 0.0) for own, alone in zip(entries, by_itself, strict=True)])
             for entries, by_itself in zip(input_token_logprobs, unconditional_token_logprobs, strict=True)

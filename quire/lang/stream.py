@@ -27,7 +27,10 @@ from quire.lang.state_text import StateText
 
 
 class StreamCondition:
-    """A condition variable for threads and coroutines. Usage: `with changes: modify the data; changes.tell()`."""
+    """A condition variable for threads and coroutines.
+
+    Usage: `with condition: modify the data; condition.notify_all()`.
+    """
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
@@ -45,11 +48,11 @@ class StreamCondition:
         """Wake all waiting threads and coroutines."""
         with self._condition:
             self._condition.notify_all()
-            for bell in self._callbacks:
-                bell()
+            for callback in self._callbacks:
+                callback()
 
     def wait(self, predicate: Callable[[], bool], timeout: float | None = None) -> bool:
-        """Wait until `is_so()`, which is called under the lock. False after `timeout` seconds."""
+        """Wait until `predicate()`, which is called under the lock. False after `timeout` seconds."""
         with self._condition:
             return self._condition.wait_for(predicate, timeout)
 
@@ -57,12 +60,12 @@ class StreamCondition:
         """As `wait`, for a coroutine on any event loop."""
         loop, event = asyncio.get_running_loop(), asyncio.Event()
 
-        def bell() -> None:
+        def callback() -> None:
             with suppress(RuntimeError):  # that loop is closed, with the coroutine that waited
                 loop.call_soon_threadsafe(event.set)
 
         with self._condition:
-            self._callbacks.append(bell)
+            self._callbacks.append(callback)
         try:
             while True:
                 event.clear()
@@ -72,7 +75,7 @@ class StreamCondition:
                 await event.wait()
         finally:
             with self._condition:
-                self._callbacks.remove(bell)
+                self._callbacks.remove(callback)
 
 
 log = logging.getLogger(__name__)
@@ -153,7 +156,7 @@ class Stream:
     def get_meta(self, name: str, timeout: float | None = None) -> dict[str, Any] | None:
         """Wait for a variable and return its meta info. Raises its error, and TimeoutError after `timeout` seconds."""
         if not self.condition.wait(lambda: self.is_settled(name), timeout):
-            raise TimeoutError(f"{name!r} is not known after {timeout} seconds")
+            raise TimeoutError(f"{name!r} is not set after {timeout} seconds")
         with self.condition:
             if self.error is not None and name in self._unset_names:
                 raise self.error
@@ -177,19 +180,21 @@ class Stream:
             if self.error is not None and (name in self._unset_names or name not in variables):
                 raise self.error
             if self._is_deferred(name):
-                raise RequestError(f"{name!r} is known when the turn ends, which this endpoint writes as a whole")
+                raise RequestError(
+                    f"{name!r} is set only when the turn ends, which this endpoint generates in one call"
+                )
             if name not in variables:
                 raise KeyError(f"the program has no variable {name!r}{nearest(name, variables)}")
             return variables[name]
 
     def is_final(self, *, idle_is_final: bool) -> bool:
-        """Whether the text is final. at_rest: whether an idle stream counts as final without `end`."""
+        """Whether the text is final. idle_is_final: whether an idle stream counts as final without `end`."""
         return self.error is not None or (self._is_idle() and (self._ended or idle_is_final))
 
     def fail(self, error: BaseException, *, even_if_idle: bool = False) -> None:
         """Cancel all unfinished operations, and fail the forks among them.
 
-        Has no effect on a failed stream, and on an idle one unless `though_done`.
+        Has no effect on a failed stream, and on an idle one unless `even_if_idle`.
         """
         with self.condition:
             if self.error is not None or (self._is_idle() and not even_if_idle):
@@ -228,7 +233,7 @@ class Stream:
                 await self._do(op)
                 self._finish(op)
         except Exception as error:
-            log.warning("a program's stream ended with an error: %s", error)
+            log.warning("a stream of a program failed: %s", error)
             self.fail(error)
         except BaseException:
             self.fail(BackendClosed("the backend was closed while the program ran"))
@@ -268,7 +273,7 @@ class Stream:
             branch = self._program.branch or None  # the end of the trunk ends all branches
             await self._setting.backend.end_program(self._program.id, branch)
         except QuireError as error:
-            log.debug("the end of a program could not be told: %s", error)
+            log.debug("failed to send the end of a program to the backend: %s", error)
 
     def _next(self) -> Expr | None:
         with self.condition:
@@ -363,7 +368,7 @@ class Run:
     """One run of a program, with all its streams.
 
     owner: id of the thread on which the program's function runs; None before and after.
-    failed_by_itself: whether the error that stopped the run was the error of a stream, not of the function's own code.
+    failed_by_stream: whether the error that stopped the run was the error of a stream, not of the function's own code.
     """
 
     def __init__(self, setting: Setting) -> None:

@@ -31,7 +31,7 @@ class PagedAttend:
     """Attention over the blocks of all KV groups. One instance serves all steps; `plan` prepares the next one."""
 
     def __init__(self, kernels: Kernels, storages: Sequence[Storage], score_scaling: Sequence[ScoreScaling]) -> None:
-        """scores: one entry per layer of the model."""
+        """score_scaling: one entry per layer of the model."""
         self._kernels = kernels
         self._storages = storages
         self._score_scaling = score_scaling

@@ -119,7 +119,7 @@ def header(file: Path) -> dict[str, StoredTensor]:
 
 
 def _stored(file: Path, shape: tuple[int, ...], dtype: str) -> StoredTensor:
-    """A tensor's description. Types that are not in _BYTES belong to quantized checkpoints."""
+    """A tensor's description. Types that are not in _DTYPE_BYTES belong to quantized checkpoints."""
     return StoredTensor(
         file, shape, dtype, math.prod(shape) * _DTYPE_BYTES.get(dtype, 1), is_float=dtype in _DTYPE_BYTES
     )
@@ -135,7 +135,7 @@ class FolderCheckpoint:
         if not folder.is_dir():
             raise ModelError(
                 f"there is no model folder {str(folder)!r}. Give the path of a local folder; "
-                f"`hf download OWNER/NAME --local-dir FOLDER` makes one from a Hugging Face id"
+                f"`hf download OWNER/NAME --local-dir FOLDER` downloads one from a Hugging Face id"
             )
         path = folder / "config.json"
         if not path.exists():

@@ -46,7 +46,7 @@ class LayerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig:
-    """A decoder. In a Family a value may be a `Read` instead: a reference to a field of config.json."""
+    """A decoder. In a Family a value may be a `ConfigField` instead: a reference to a field of config.json."""
 
     vocab_size: int
     hidden_size: int

@@ -1,6 +1,6 @@
 """Typed access to the fields of a config.json, with errors that name the field.
 
-A `Read` is a reference to a field. Families are defined with Reads.
+A `ConfigField` is a reference to a field. Families are defined with ConfigFields.
 """
 
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ class ConfigField:
     most: int = _MOST_INTEGER
 
 
-# These functions return a Read in the place of a value, so their return type is Any.
+# These functions return a ConfigField in the place of a value, so their return type is Any.
 
 
 def integer(
@@ -46,12 +46,12 @@ def number(*names: str, default: float | None = None, null: float | None = None,
 
 
 def flag(*names: str, default: bool = False, value_map: Mapping[bool, object] | None = None) -> Any:  # noqa: ANN401
-    """A bool, mapped by `means` if given."""
+    """A bool, mapped by `value_map` if given."""
     return ConfigField(names, bool, default, value_map)
 
 
 def choice(*names: str, default: str | int, value_map: Mapping[Any, object]) -> Any:  # noqa: ANN401
-    """A value mapped by `means`. A value that is not in `means` is an error."""
+    """A value mapped by `value_map`. A value that is not in it is an error."""
     return ConfigField(names, type(default), default, value_map)
 
 
@@ -114,7 +114,7 @@ class Fields:
         return float(value)
 
     def resolve(self, value: T) -> T:
-        """Replace a Read by its value, also within fields of dataclasses. Other values are returned unchanged."""
+        """Replace a ConfigField by its value, also within dataclass fields. Other values are returned unchanged."""
         if isinstance(value, ConfigField):
             found: T = self.resolve(self._read(value))
             return found
@@ -141,7 +141,7 @@ class Fields:
         if read.value_map is None:
             return value
         if value not in read.value_map:
-            raise self.error(f"{name} = {value!r:.80} is not supported; quire would compute something else")
+            raise self.error(f"{name} = {value!r:.80} is not supported; the results would be wrong")
         return read.value_map[value]
 
     def _integers(self, name: str, values: list[object]) -> tuple[int, ...]:

@@ -39,7 +39,7 @@ def decoder_config(family: Family, fields: Fields, longest: int | None) -> Decod
     for name, changes_output in _UNSUPPORTED.items():
         value = fields.values.get(name)
         if changes_output(value):
-            raise fields.error(f"{name} = {value!r:.80} is not supported; quire would compute something else")
+            raise fields.error(f"{name} = {value!r:.80} is not supported; the results would be wrong")
     family = fields.resolve(family)
     config = _with_derived_sizes(family.config, fields)
     windows = _windows(fields, family.windows, config.num_layers)

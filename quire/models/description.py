@@ -104,9 +104,9 @@ def sampling_defaults(generation: Mapping[str, object]) -> Mapping[str, float | 
 
 
 def _is_valid(name: str, value: float | int) -> bool:
-    wish: dict[str, Any] = {name: value}
+    field: dict[str, Any] = {name: value}
     try:
-        SamplingParams(**wish)
+        SamplingParams(**field)
     except RequestError:
         return False
     return True
@@ -193,7 +193,7 @@ def describe(source: Checkpoint | Path, *, max_model_len: int | None = None) -> 
     names = replace(names, prefix=_prefix(names, checkpoint))
     parts = sum(config.experts.num_experts if config.experts and layer.has_experts else 1 for layer in config.layers)
     if 0 < len(checkpoint.tensors) < parts:  # before the weight map is built, which would be large
-        raise fields.error(f"its layers and experts are {parts}, its tensors only {len(checkpoint.tensors)}")
+        raise fields.error(f"it has {parts} layers and experts, but the weights only {len(checkpoint.tensors)} tensors")
     return ModelDescription(
         checkpoint,
         architecture,

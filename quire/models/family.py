@@ -1,6 +1,6 @@
 """Definition of an architecture: Llama, and how another family is derived from it.
 
-Values from config.json are Reads (`config_fields.py`). `config.py` describes the values.
+Values from config.json are ConfigFields (`config_fields.py`). `config.py` describes the values.
 """
 
 from collections.abc import Mapping

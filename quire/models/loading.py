@@ -49,7 +49,7 @@ def _check(description: ModelDescription, places: Mapping[str, Placement]) -> No
     extra = [name for name in found if name not in places and not description.is_redundant(name)]
     if extra:
         raise ModelError(
-            f"{place} has {len(extra)} tensors that its {architecture} has no place for: "
+            f"{place} has {len(extra)} tensors that its {architecture} does not have: "
             f"found {extra[0]} with shape {found[extra[0]].shape}, expected nothing"
         )
     for name, placement in places.items():

@@ -60,7 +60,7 @@ def read_ropes(fields: Fields, rule: RopeRule, head_dim: int, context: ContextLe
     new, old = fields.within("rope_parameters"), fields.within("rope_scaling")
     by_kind = any(name.endswith("_attention") for name in new.values)
     if new.values and by_kind != bool(rule.local_theta):
-        wanted = "full_attention and sliding_attention apart" if rule.local_theta else "all layers alike"
+        wanted = "full_attention and sliding_attention separately" if rule.local_theta else "all layers alike"
         raise fields.error(f"rope_parameters must describe {wanted} for this architecture")
     if rule.local_theta:
         both = Fields({**new.within("full_attention").values, **old.values}, fields.path)
@@ -82,7 +82,9 @@ def _read(
     if theta <= 1:
         raise fields.error(f"rope_theta must be above 1, not {theta}")
     if dim % 2 or dim > head_dim:
-        raise fields.error(f"head_dim must be even for rotary embeddings, and they turn {dim} of its {head_dim}")
+        raise fields.error(
+            f"rotary embeddings need an even number of at most head_dim ({head_dim}) dimensions, not {dim}"
+        )
     kind = found.optional("rope_type", str, found.optional("type", str, "default"))
     if kind == "su" or (kind == "yarn" and "short_factor" in found.values):
         kind = "longrope"  # names in early Phi-3 checkpoints
@@ -92,7 +94,9 @@ def _read(
     original = rule.original_max_positions or original
     stretched = _KINDS[kind](found, Rope(dim, theta), original, context)
     if not 1 <= stretched.max_positions <= _MOST_POSITIONS:
-        raise fields.error(f"{kind} rotations reach {stretched.max_positions} positions, not 1 to {_MOST_POSITIONS}")
+        raise fields.error(
+            f"{kind} rotations must cover 1 to {_MOST_POSITIONS} positions, not {stretched.max_positions}"
+        )
     return stretched
 
 

@@ -50,15 +50,15 @@ class CapturedSteps:
         size = None if self._recorder is None else self._recorder.capture_size(number)
         if self._recorder is None or size is None:
             return None
-        recording = self._captured.get(size)
-        if recording is None:
-            recording = self._capture(self._recorder, inputs.captured_inputs(size), chunks)
-            return None if recording is None else recording.logits[:number]
-        batches = recording.inputs.refill(chunks)
-        for plan, batch in zip(recording.plans, batches, strict=True):
+        captured_step = self._captured.get(size)
+        if captured_step is None:
+            captured_step = self._capture(self._recorder, inputs.captured_inputs(size), chunks)
+            return None if captured_step is None else captured_step.logits[:number]
+        batches = captured_step.inputs.refill(chunks)
+        for plan, batch in zip(captured_step.plans, batches, strict=True):
             self._recorder.refill(plan, batch)
-        recording.replay()
-        return recording.logits[:number]
+        captured_step.replay()
+        return captured_step.logits[:number]
 
     def _capture(self, recorder: StepCapture, inputs: CapturedInputs, chunks: Chunks) -> _CapturedStep | None:
         """Capture a step, which also runs it. None if the kernels cannot capture it."""
@@ -73,12 +73,12 @@ class CapturedSteps:
             return self._model.logits(hidden, self._kernels)
 
         try:
-            logits, play = recorder.capture(compute)
+            logits, replay = recorder.capture(compute)
         except NotCapturable as error:
-            log.info("decode steps are not recorded: %s", error)
+            log.info("decode steps are not captured: %s", error)
             self._recorder = None  # no other step can be captured either
             self._captured.clear()
             return None
-        recording = _CapturedStep(inputs, plans, logits, play)
-        self._captured[len(inputs.positions)] = recording
-        return recording
+        captured_step = _CapturedStep(inputs, plans, logits, replay)
+        self._captured[len(inputs.positions)] = captured_step
+        return captured_step

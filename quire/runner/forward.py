@@ -38,7 +38,7 @@ class KernelSet:
 
 
 class ForwardPasses:
-    """Runs a model. strict: deterministic kernels; None if there are none."""
+    """Runs a model. deterministic_kernels: None if there are none."""
 
     def __init__(
         self,
@@ -75,22 +75,25 @@ class ForwardPasses:
 
         Raises ValueError for a deterministic sequence if there are no deterministic kernels.
         """
-        strict = rows.deterministic[chunks.rows]
-        of_tokens = np.repeat(strict, chunks.stops - chunks.starts)
-        parts = [self._compute(way, _select_chunks(chunks, which)) for way, which in self._split_by_kernels(strict)]
+        deterministic = rows.deterministic[chunks.rows]
+        of_tokens = np.repeat(deterministic, chunks.stops - chunks.starts)
+        parts = [
+            self._compute(kernel_set, _select_chunks(chunks, which))
+            for kernel_set, which in self._split_by_kernels(deterministic)
+        ]
         return Hidden(_merge(of_tokens, parts), of_tokens)
 
     def logits(self, hidden: Hidden, tokens: np.ndarray) -> Tensor:
         """Logits (len(tokens), vocab_size) after some tokens of the step, by the kernels of their sequences."""
-        strict = hidden.deterministic[tokens]
+        deterministic = hidden.deterministic[tokens]
         parts = [
-            self._model.logits(hidden.states[to_device(tokens[which], hidden.states.device)], way.kernels)
-            for way, which in self._split_by_kernels(strict)
+            self._model.logits(hidden.states[to_device(tokens[which], hidden.states.device)], kernel_set.kernels)
+            for kernel_set, which in self._split_by_kernels(deterministic)
         ]
-        return _merge(strict, parts)
+        return _merge(deterministic, parts)
 
     def _split_by_kernels(self, deterministic: np.ndarray) -> list[tuple[KernelSet, np.ndarray]]:
-        """The kernel modules that are used, each with a mask of its entries of `strict`. One if it has all entries."""
+        """The kernel modules that are used, each with a mask of its entries. One if it has all entries."""
         if not deterministic.any():
             return [(self._default, ~deterministic)]
         if self._deterministic is None:

@@ -27,7 +27,7 @@ class LastTokens:
         self._tokens.index_copy_(0, to_device(rows.astype(np.int64), tokens.device), tokens.clamp(min=0))
 
     def fill(self, token_ids: Tensor, pending: tuple[np.ndarray, np.ndarray]) -> None:
-        """Write into `token_ids` the tokens that the host does not have: see `Rows.missing`."""
+        """Write into `token_ids` the tokens that the host does not have: see `Rows.pending_tokens`."""
         indices, rows = pending
         if len(rows):
             tokens = self._tokens.index_select(0, to_device(rows, token_ids.device))
@@ -110,11 +110,11 @@ class CapturedHostInputs:
         self.positions = torch.zeros(size, dtype=torch.int64, device=device)
 
     def token_ids(self) -> Tensor:
-        """See Fixed."""
+        """See CapturedInputs."""
         return self._token_ids
 
     def refill(self, chunks: Chunks) -> list[Batch]:
-        """See Fixed."""
+        """See CapturedInputs."""
         size, more = len(self.positions), len(self.positions) - len(chunks)
         columns, batches = self._rows.inputs(chunks), self._rows.batches(chunks)
         if more:

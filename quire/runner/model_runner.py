@@ -78,7 +78,7 @@ def pooled_states(states: Tensor, chunks: Chunks, rows: Rows) -> np.ndarray | No
     found = []
     for end, length, kind in zip(end_positions(chunks)[pooling], chunks.num_logits[pooling], kinds, strict=True):
         if kind == Pooling.NONE:
-            raise ValueError("a chunk is to be pooled whose sequence does not pool")
+            raise ValueError("a chunk is to be pooled, but its sequence has no pooling")
         first = end - (1 if kind == Pooling.LAST else length)
         found.append(states[first:end].float().sum(0).cpu().numpy())
     return np.stack(found)
@@ -112,7 +112,7 @@ class SampledStep:
 class TorchRunner:
     """A Runner of one model, with the blocks of its KV cache.
 
-    strict: deterministic kernels, for the same blocks and weights as `kernels`; None if there are none. An exception
+    deterministic_kernels: for the same blocks and weights as `kernels`; None if there are none. An exception
     from any call discards that step and leaves the rows undefined: the next step must be a reset step.
     """
 
@@ -174,13 +174,13 @@ class TorchRunner:
         """Sample the tokens of the step launched last, and start their copy to the host."""
         launched, self._launched = self._launched, None
         if launched is None or launched.step_id != step_id:
-            raise ValueError(f"step {step_id} is not the one that waits to be sampled")
+            raise ValueError(f"step {step_id} is not the launched step that is to be sampled")
         self._sampled.append(self._sample_tokens(launched, masks))
 
     def collect(self) -> StepResult:
         """Wait for the oldest sampled step and return its result. Raises ValueError if there is none."""
         if not self._sampled:
-            raise ValueError("no step was sampled and not collected")
+            raise ValueError("there is no sampled step to collect")
         sampled = self._sampled.popleft()
         if sampled.copy_done is not None:
             sampled.copy_done.synchronize()

@@ -72,7 +72,7 @@ class Rows:
         return self.sampling.metadata(rows, positions, self._tokens, sampling_masks)
 
     def mark_pending(self, rows: np.ndarray, positions: np.ndarray) -> None:
-        """Record that a token was sampled at `positions` of `rows`, which `append` will write."""
+        """Record that a token was sampled at `positions` of `rows`, which `write_sampled` will write."""
         self._pending_positions[rows] = positions
 
     def pending_tokens(self, chunks: Chunks) -> tuple[np.ndarray, np.ndarray]:

@@ -145,7 +145,7 @@ class ScriptedRunner:
         del masks
         launched = self._launched
         if launched is None or launched.step_id != step_id:
-            raise ValueError(f"step {step_id} was not launched last")
+            raise ValueError(f"step {step_id} is not the last launched step")
         self._launched = None
         for chunk in launched.chunks:
             if chunk.output is ChunkOutput.SAMPLE:

@@ -27,8 +27,8 @@ def compute_logprobs(
     Natural logarithms of the softmax of the raw logits, in float32. logits_of(indices) returns the logits
     (len(indices), vocab_size) of some of the tokens; it is called for few at a time, and at most once for each.
     num_logprobs (num_tokens,): number of most likely tokens, at most vocab_size; -1 for no report. Of equal logprobs
-    the lower id counts as more likely. listed: index -> token ids. Unused entries, and whole rows without a report or
-    with token -1, have ids -1, values -inf and ranks 0. Returns None if no token needs a report.
+    the lower id counts as more likely. listed_tokens: index -> token ids. Unused entries, and whole rows without a
+    report or with token -1, have ids -1, values -inf and ranks 0. Returns None if no token needs a report.
     """
     if not (num_logprobs >= 0).any():
         return None

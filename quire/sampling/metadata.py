@@ -15,8 +15,8 @@ class BadWords(NamedTuple):
 
     single_tokens: np.ndarray  # int64: words of one token
     prefixes: np.ndarray  # int32: tokens of all words without the last ones, concatenated
-    distances: np.ndarray  # int64, for each of `begins`: distance to the word's last token
-    starts: np.ndarray  # int64, for each word: its start in `begins`
+    distances: np.ndarray  # int64, for each of `prefixes`: distance to the word's last token
+    starts: np.ndarray  # int64, for each word: its start in `prefixes`
     last_tokens: np.ndarray  # int64, for each word: its last token
 
     @classmethod
@@ -77,9 +77,9 @@ class TokenLists:
             self._has_edits[row] = row in self._biases or row in self._bad_words or row in self._end_tokens
 
     def masks(self, rows: np.ndarray, sampling_masks: SamplingMasks) -> Masks:
-        """The masks of `rows`: allowed tokens, and the grammar masks `late`. If a row has both, their intersection.
+        """The masks of `rows`: allowed tokens and `sampling_masks`. If a row has both, their intersection.
 
-        Entries of `late` for other rows are ignored. Raises ValueError if its masks do not have the vocabulary's size.
+        Entries of `sampling_masks` for other rows are ignored. Raises ValueError for masks of another vocabulary size.
         """
         if len(sampling_masks.rows) and sampling_masks.masks.shape[1] != self._num_words:
             raise ValueError(f"masks must have {self._num_words} words for a row, not {sampling_masks.masks.shape[1]}")
@@ -182,7 +182,7 @@ class SamplingColumns:
     ) -> SamplingMetadata:
         """The sampling metadata for `rows`, whose next tokens are at `positions` of `tokens` (all rows, positions).
 
-        Entries of `late` for other rows are ignored.
+        Entries of `sampling_masks` for other rows are ignored.
         """
         column = {name: values[rows] for name, values in self._columns.items()}
         return SamplingMetadata(

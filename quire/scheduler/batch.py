@@ -26,16 +26,16 @@ class BatchComposer:
 
     def schedule(self, builder: StepBuilder, now: float) -> None:
         """Plan chunks of all running sequences, and of waiting ones that can be admitted."""
-        lives = self._state
-        if lives.watermark.planned():
-            lives.request_stats.watermark_changed(lives.watermark.blocks_per_sequence, now, more=False)
-        lives.queue.refresh()
-        lives.branch_waiting(now)
+        state = self._state
+        if state.watermark.planned():
+            state.request_stats.watermark_changed(state.watermark.blocks_per_sequence, now, more=False)
+        state.queue.refresh()
+        state.branch_waiting(now)
         self._preempt_for_head(now)
-        left = self._schedule_running(lives.running_queue.running, builder, now)
-        self._admit(builder, left, now, lives.watermark_blocks if lives.running_queue.running else None)
-        for _ in range(len(lives.running_queue.running) + 1):
-            if builder.chunks or builder.swapped_in or lives.in_flight or lives.queue.head is None:
+        left = self._schedule_running(state.running_queue.running, builder, now)
+        self._admit(builder, left, now, state.watermark_blocks if state.running_queue.running else None)
+        for _ in range(len(state.running_queue.running) + 1):
+            if builder.chunks or builder.swapped_in or state.in_flight or state.queue.head is None:
                 break
             self._unblock(builder, left, now)
 
@@ -128,7 +128,8 @@ class BatchComposer:
     def _admit(self, builder: StepBuilder, token_budget: int, now: float, watermark_blocks: list[int] | None) -> None:
         """Admit waiting sequences in the order of the queue, while tokens, rows and blocks last.
 
-        left: tokens. spare: blocks per group to leave free, the admission watermark; None: no watermark.
+        token_budget: tokens left. watermark_blocks: blocks per group to leave free, the admission watermark; None: no
+        watermark.
         """
         while (seq := self._state.queue.head) is not None:
             if token_budget <= 0 or not self._state.running_queue.has_free_row:
@@ -173,7 +174,7 @@ class BatchComposer:
         waiting = self._state.queue.head
         if waiting is not None and not (builder.chunks or builder.swapped_in) and self._state.running_queue.running:
             victim = self._state.running_queue.running[-1]
-            self._preempt(victim, waiting, "its request waits for one that came before", now)
+            self._preempt(victim, waiting, "another sequence of its request blocks the head of the queue", now)
 
     def _preempt(self, victim: Sequence, gainer: Sequence, reason: str, now: float) -> None:
         if self._state.watermark.preempted(len(self._state.running_queue.running)):
@@ -198,12 +199,24 @@ class BatchComposer:
         table.num_launched = start
         if stop >= table.next_insert_at and (firsts := self._cache.cache_blocks(table, start, stop)) is not None:
             builder.update_table(seq, firsts)
-        told = max(0, min(stop, seq.num_to_report) - max(start, seq.num_reported)) if seq.num_to_report else 0
+        num_prompt_outputs = (
+            max(0, min(stop, seq.num_to_report) - max(start, seq.num_reported)) if seq.num_to_report else 0
+        )
         if stop == len(seq.tokens) + seq.num_pending and seq.is_generation:
             seq.num_pending += 1
-            builder.chunks.append((seq.row, seq.id, start, stop, 0, told + 1, _SAMPLE))
+            builder.chunks.append((seq.row, seq.id, start, stop, 0, num_prompt_outputs + 1, _SAMPLE))
         else:
-            builder.chunks.append((seq.row, seq.id, start, stop, 0, told, _POOL if told and seq.is_pooling else _NONE))
-        builder.entries.append((seq, start, stop, seq.epoch, told))
+            builder.chunks.append(
+                (
+                    seq.row,
+                    seq.id,
+                    start,
+                    stop,
+                    0,
+                    num_prompt_outputs,
+                    _POOL if num_prompt_outputs and seq.is_pooling else _NONE,
+                )
+            )
+        builder.entries.append((seq, start, stop, seq.epoch, num_prompt_outputs))
         builder.num_tokens += num_tokens
         seq.last_step = builder.id

@@ -1,8 +1,8 @@
 """Beam search over the sequences of a request.
 
 The rules are those of Hugging Face transformers (`generate` with `num_beams`). Candidates are ranked by the sum of the
-model's own logprobs. Finished hypotheses are ranked by score: that sum divided by `num_tokens ** length_penalty`,
-where num_tokens counts generated tokens with the end token, without the prompt. `select` is a pure function; `Searches`
+model's own logprobs. Finished hypotheses are ranked by score: that sum divided by `num_tokens ** length_penalty`, where
+num_tokens counts generated tokens with the end token, without the prompt. `select` is a pure function; `BeamSearches`
 applies its result to sequences and block tables.
 """
 
@@ -164,7 +164,7 @@ def plan_beams(params: BeamSearchParams, *, vocab_size: int, num_end_tokens: int
     """
     width, num_ends = params.beam_width, num_stop_ids + (0 if params.ignore_eos else num_end_tokens)
     if width + num_ends > vocab_size:
-        raise RequestError(f"beam_width ({width}) is too much for a vocabulary of {vocab_size} tokens", "beam_width")
+        raise RequestError(f"beam_width ({width}) is too large for a vocabulary of {vocab_size} tokens", "beam_width")
     return Beams(
         width=width,
         num_candidates=min(width + max(width, num_ends), vocab_size),
@@ -317,7 +317,7 @@ def _results(seq: Sequence, hypotheses: list[Hypothesis], members: list[Sequence
     for index, member in enumerate(members[: seq.request.params.n]):
         output = Output(seq.request.id, index, member.id, [], "error", num_cached_tokens=seq.num_cached or 0)
         if index >= len(hypotheses):
-            outputs.append(structs.replace(output, error=f"the search ended with {len(hypotheses)} sequences"))
+            outputs.append(structs.replace(output, error=f"the beam search found only {len(hypotheses)} sequences"))
             continue
         tokens, total, _, reason = hypotheses[index]
         stop = tokens[-1] if reason == "stop" else None

@@ -32,14 +32,14 @@ def split(
 ) -> dict[TenantOrClass, int]:
     """Tokens per group of `total`. wanted: tokens to compute.
 
-    Each group first gets up to `least` of an equal part. The rest goes to the groups in the order of `places`.
+    Each group first gets up to `min_fraction` of an equal part. The rest goes to the groups in the order of `order`.
     """
     part = int(total * min_fraction / len(wanted)) if wanted else 0
-    shares = {party: min(count, part) for party, count in wanted.items()}
+    shares = {group: min(count, part) for group, count in wanted.items()}
     left = total - sum(shares.values())
-    for party in sorted(wanted, key=lambda party: order[party]):
-        more = min(wanted[party] - shares[party], left)
-        shares[party] += more
+    for group in sorted(wanted, key=lambda group: order[group]):
+        more = min(wanted[group] - shares[group], left)
+        shares[group] += more
         left -= more
     return shares
 
@@ -92,15 +92,15 @@ def _victim_by_tenant(running: Listing[Sequence], queue: Queue, head: Sequence) 
 
 
 def _served(queue: Queue, tenant: TenantOrClass) -> int:
-    assert isinstance(queue, FairQueue), "who shares by tenant counts what each was served"
+    assert isinstance(queue, FairQueue), "sharing by tenant needs the queue of the policy 'fair'"
     return queue.counter(str(tenant))
 
 
 SHARING_RULES: Mapping[Policy, SharingRule] = {
-    "fair": SharingRule(
-        _tenant, _served, 0.25, _victim_by_tenant, "a tenant that has fewer rows, or was served less, waits"
+    "fair": SharingRule(_tenant, _served, 0.25, _victim_by_tenant, "a tenant with fewer rows or less service waits"),
+    "priority": SharingRule(
+        _class, lambda _, of_class: int(of_class), 0.0, _victim_by_class, "a sequence of a better class waits"
     ),
-    "priority": SharingRule(_class, lambda _, of_class: int(of_class), 0.0, _victim_by_class, "a better class waits"),
 }
 
 
@@ -111,19 +111,19 @@ class TokenShares:
         """total: tokens to divide. The queue must not be empty: the head's group has a share, too."""
         self._group_of = sharing.group_of
         head = queue.head
-        assert head is not None, "somebody waits"
+        assert head is not None, "the queue is not empty"
         wanted = {sharing.group_of(head): min(queue.num_tokens_before(head), total)}  # with its own tokens
         for seq in running:
             count = min(len(seq.tokens) + seq.num_pending, seq.limit) - seq.num_computed - 1
             if count > 0:
-                party = sharing.group_of(seq)
-                wanted[party] = wanted.get(party, 0) + count
-        places = {party: sharing.order_of(queue, party) for party in wanted}
-        self._left = split(wanted, total, places, sharing.min_fraction)
+                group = sharing.group_of(seq)
+                wanted[group] = wanted.get(group, 0) + count
+        order = {group: sharing.order_of(queue, group) for group in wanted}
+        self._left = split(wanted, total, order, sharing.min_fraction)
 
     def allocate(self, seq: Sequence, most: int) -> int:
         """Take up to `most` of the remaining tokens of the sequence's group. Returns their number."""
-        party = self._group_of(seq)
-        count = min(most, self._left.get(party, 0))
-        self._left[party] = self._left.get(party, 0) - count
+        group = self._group_of(seq)
+        count = min(most, self._left.get(group, 0))
+        self._left[group] = self._left.get(group, 0) - count
         return count

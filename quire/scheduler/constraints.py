@@ -17,7 +17,7 @@ from quire.scheduler.lifecycle import InFlightStep, RunningQueue
 from quire.scheduler.sequence import Sequence
 
 DEAD_END = "the constraint on the output allows nothing here: "
-_NO_TOKEN = "no token that it allows could be sampled; other parameters may forbid what it asks for"
+_NO_TOKEN = "no token that it allows could be sampled; other parameters may ban the tokens that it requires"
 
 
 class StructuredOutputManager:
@@ -45,7 +45,7 @@ class StructuredOutputManager:
 
         Returns the finish reason or None, and the error or "".
         """
-        assert self.constraints is not None, "checked when it came"
+        assert self.constraints is not None, "checked in `check`"
         self._constrained_ids.add(seq.id)
         known = seq.tokens[len(seq.request.prompt) :]
         kept, reason, error = self._apply_verdict(seq, self.constraints.begin(seq.id, seq.request, known))
@@ -57,7 +57,7 @@ class StructuredOutputManager:
 
         Returns the appended tokens, the finish reason or None, and the error or "".
         """
-        assert self.constraints is not None, "checked when it came"
+        assert self.constraints is not None, "checked in `check`"
         verdict = self.constraints.advance(seq.id, tokens)
         if len(seq.tokens) == seq.max_length:  # the output may be complete for the grammar, too
             return [], "stop" if verdict.is_over and not verdict.forced else "length", ""
@@ -77,7 +77,7 @@ class StructuredOutputManager:
         """The sampling masks for the constrained rows of the newest step whose next token is not forced."""
         if not self._constrained_ids:
             return SamplingMasks.empty()
-        assert self.constraints is not None, "somebody is constrained"
+        assert self.constraints is not None, "a sequence is constrained"
         samples = (step.chunks.outputs == ChunkOutput.SAMPLE).tolist()
         asking = [
             (row, seq.id)

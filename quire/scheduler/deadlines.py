@@ -107,7 +107,7 @@ class Deadlines:
 
     def _latest_start(self, seq: Sequence, arrived: float) -> float:
         deadline = seq.request.terms.deadline
-        assert deadline is not None, "only those that have one are watched"
+        assert deadline is not None, "only requests with a deadline are tracked"
         return arrived + deadline - self._own_seconds(seq, 0)
 
     def _own_seconds(self, seq: Sequence, num_before: int) -> float:

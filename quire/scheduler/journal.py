@@ -59,7 +59,7 @@ class RecordingConstraints:
 
 
 class ReplayedConstraints:
-    """Constraints that return the recorded `verdicts` in order, then OPEN."""
+    """Constraints that return the recorded `verdicts` in order, then EMPTY_VERDICT."""
 
     def __init__(self) -> None:
         self.verdicts: deque[Verdict] = deque()
@@ -274,7 +274,7 @@ class JournalledScheduler(Scheduler):
             action(self._file)
         except OSError as error:
             self._write_failed = True
-            log.error("the journal ends here: %s", error)
+            log.error("the journal cannot be written and ends here: %s", error)
 
 
 class ReplayReport(msgspec.Struct, frozen=True):
@@ -300,7 +300,7 @@ def read_records(file: BinaryIO) -> Iterator[Record]:
 def replay_steps(records: Iterator[Record]) -> Iterator[tuple[Scheduler, Step | None, bytes]]:
     """Replay the inputs in a new scheduler. Yields (scheduler, its step, the recorded bytes) after each `plan`.
 
-    Raises JournalError, and Differs for a rejection that is not repeated with the same message.
+    Raises JournalError, and ReplayMismatch for a rejection that is not repeated with the same message.
     """
     header = next(records, None)
     if not isinstance(header, Header):
@@ -346,15 +346,15 @@ def _apply_record(scheduler: Scheduler, record: Record) -> None:
 
 
 def _replay_rejection(scheduler: Scheduler, record: Refused) -> None:
-    """Add a request that was rejected. Raises Differs if it is not rejected with the same message."""
+    """Add a request that was rejected. Raises ReplayMismatch if it is not rejected with the same message."""
     said = ""
     try:
         scheduler.add(record.request, record.now)
     except RequestError as error:
         said = str(error)
     if said != record.error:
-        replayed = f"refused: {said}" if said else "taken in"
-        raise ReplayMismatch(f"recorded:\nrefused: {record.error}\nreplayed:\n{replayed}")
+        replayed = f"rejected: {said}" if said else "accepted"
+        raise ReplayMismatch(f"recorded:\nrejected: {record.error}\nreplayed:\n{replayed}")
 
 
 def replay(records: Iterator[Record]) -> ReplayReport:

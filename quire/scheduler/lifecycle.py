@@ -89,7 +89,7 @@ class SequenceGroups:
 class RunningQueue:
     """The running sequences and their rows.
 
-    `running` is sorted by rank. The runner has no or wrong data of the sequences in `unmet`.
+    `running` is sorted by rank. The runner has no or wrong data of the sequences in `unsent`.
     """
 
     def __init__(self, num_rows: int, cache: KVCache) -> None:
@@ -121,7 +121,7 @@ class RunningQueue:
             self.unsent.append(seq)
 
     def mark_sent(self) -> None:
-        """Clear `unmet` and `corrected`, because the planned step sends them."""
+        """Clear `unsent` and `corrected`, because the planned step sends them."""
         self.unsent.clear()
         self.corrected.clear()
 
@@ -266,16 +266,16 @@ class SchedulerState:
         self._preempt_all([seq], reason, now)
 
     def _preempt_all(self, victims: list[Sequence], reason: str, now: float) -> None:
-        way = self._preemption.decide(victims)
+        decision = self._preemption.decide(victims)
         for seq in victims:
             seq.swapped = seq.id in self._cache.swapped
-            is_bare = way.mode == "swap" and not seq.swapped  # none of its KV would have to be computed again
-            self._record_preempted(seq, reason, NO_KV_LOST if is_bare else way, now)
+            is_bare = decision.mode == "swap" and not seq.swapped  # none of its KV would have to be computed again
+            self._record_preempted(seq, reason, NO_KV_LOST if is_bare else decision, now)
             self.requeue(seq, seq.num_valid, now)
 
     def restart(self, seq: Sequence, now: float) -> None:
         """Requeue a sequence whose KV is invalid, because the step that was to write it failed."""
-        self._record_preempted(seq, "the step failed that computed what it began with", KV_INVALID, now)
+        self._record_preempted(seq, "the step that computed its prefix failed", KV_INVALID, now)
         seq.epoch += 1
         seq.num_pending = seq.num_ignored_samples = 0
         self.requeue(seq, 0, now)
@@ -286,12 +286,12 @@ class SchedulerState:
         num_valid: leading positions with valid KV, which enter the prefix cache. A beam that has its candidates is not
         queued: it has nothing to compute until beams are selected.
         """
-        aside = seq.request.beams is not None and seq.num_written >= seq.limit
+        is_complete_beam = seq.request.beams is not None and seq.num_written >= seq.limit
         if seq.row >= 0:
             clear_retention(seq)
             self.running_queue.free(seq, num_valid)
         seq.num_computed = seq.num_written = 0
-        if aside:
+        if is_complete_beam:
             return
         self.queue.put(seq)
         self.request_stats.queued(seq, now)

@@ -37,17 +37,17 @@ class ResultSlices:
 
     def next_chunk(self, entry: Entry, token: int, count: int) -> ChunkData:
         """The data of the next chunk that has any. Its `count` sampled tokens start at index `token` of the result."""
-        result, (seq, _, _, _, num_told) = self._result, entry
+        result, (seq, _, _, _, num_prompt_outputs) = self._result, entry
         logprobs = scored = pooled = None
         if count and result.logprobs is not None and seq.num_logprobs >= 0:
             logprobs = result.logprobs.slice(token, token + count)
-        if num_told and seq.is_pooling:
+        if num_prompt_outputs and seq.is_pooling:
             pooled = None if result.pooled is None else result.pooled[self._pooled_offset]
             self._pooled_offset += 1
-        elif num_told:
+        elif num_prompt_outputs:
             if result.prompt_logprobs is not None:
-                scored = result.prompt_logprobs.slice(self._prompt_offset, self._prompt_offset + num_told)
-            self._prompt_offset += num_told
+                scored = result.prompt_logprobs.slice(self._prompt_offset, self._prompt_offset + num_prompt_outputs)
+            self._prompt_offset += num_prompt_outputs
         return ChunkData(logprobs, scored, pooled)
 
 
@@ -76,15 +76,15 @@ class OutputProcessor:
         tokens, counts, extras, at = result.tokens.tolist(), result.counts.tolist(), ResultSlices(result), 0
         self._state.queue.served(launched.entries, counts)
         for entry, count in zip(launched.entries, counts, strict=True):
-            seq, _, stop, epoch, num_told = entry
-            news = extras.next_chunk(entry, at, count) if num_told or extras.has_logprobs else NO_DATA
+            seq, _, stop, epoch, num_prompt_outputs = entry
+            data = extras.next_chunk(entry, at, count) if num_prompt_outputs or extras.has_logprobs else NO_DATA
             if not seq.finished and seq.epoch == epoch:
                 seq.runs_alone = False
                 self._mark_written(seq, stop, now)
                 if seq.request.beams is not None:
-                    outputs += self._process_beam(seq, tokens[at : at + count], news, now)
-                elif count or num_told or seq.is_over:
-                    output = self._process_chunk(entry, tokens[at : at + count], news, now)
+                    outputs += self._process_beam(seq, tokens[at : at + count], data, now)
+                elif count or num_prompt_outputs or seq.is_over:
+                    output = self._process_chunk(entry, tokens[at : at + count], data, now)
                     if output is not None:
                         outputs.append(output)
             at += count
@@ -118,8 +118,8 @@ class OutputProcessor:
 
         Returns None without anything to output, for example if the sampled token had been forced before.
         """
-        seq, _, stop, _, num_told = entry
-        if num_told:
+        seq, _, stop, _, num_prompt_outputs = entry
+        if num_prompt_outputs:
             seq.num_reported = min(stop, seq.num_to_report)
         kept, reason, error = seq.append_sampled(tokens) if tokens else (tokens, None, "")
         logprobs, scored, pooled = data
@@ -129,7 +129,7 @@ class OutputProcessor:
         forced: list[int] = []
         if seq.constrained and tokens:
             kept, forced, reason, error = self._apply_constraint(seq, kept, reason, error)
-        if not (kept or reason or num_told or seq.is_over):
+        if not (kept or reason or num_prompt_outputs or seq.is_over):
             return None
         if seq.deferred_finish[0] is not None and seq.is_over:
             (reason, error), kept, seq.unreported_tokens = seq.deferred_finish, seq.unreported_tokens, []
@@ -158,15 +158,15 @@ class OutputProcessor:
             seq.unreported_tokens if sampled or reason else [],
             [] if sampled or reason else seq.unreported_tokens,
         )
-        told = before + sampled + behind
-        return told, [*range(len(before)), *range(len(before) + len(sampled), len(told))], reason, error
+        reported = before + sampled + behind
+        return reported, [*range(len(before)), *range(len(before) + len(sampled), len(reported))], reason, error
 
     def _process_beam(self, seq: Sequence, tokens: list[int], data: ChunkData, now: float) -> list[Output]:
         """Pass the candidates of a beam's chunk, if it has any, to its search. Returns outputs if the search ends."""
         if not tokens:
             return []
         if tokens[0] < 0 or data.logprobs is None:
-            return self.fail_search(seq, "no token could be chosen: the logits are not finite", now)
+            return self.fail_search(seq, "no token could be sampled: the logits are not finite", now)
         outputs = self._searches.add_candidates(seq, data.logprobs, now)
         if outputs:
             self._state.end_all(seq.request.id, "stop", now)

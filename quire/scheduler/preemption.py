@@ -1,6 +1,7 @@
 """Preemption mode: whether the KV of preempted sequences is swapped or recomputed.
 
-Mode `auto` takes the faster one by the cost model, or swap while copy times are unknown. The caller selects the victim.
+Mode `auto` takes the faster one by the cost model, or swap while copy times are unknown. `batch`
+and `budget_sharing` select the victim.
 """
 
 from collections.abc import Mapping
@@ -24,8 +25,8 @@ class PreemptionDecision(NamedTuple):
     copy_seconds: float | None = None  # predicted for both directions; None without a prediction
 
 
-KV_INVALID = PreemptionDecision("recompute", "what it had is void")
-NO_KV_LOST = PreemptionDecision("recompute", "nothing is lost")
+KV_INVALID = PreemptionDecision("recompute", "its KV is invalid")
+NO_KV_LOST = PreemptionDecision("recompute", "it has no KV to lose")
 
 
 class PreemptionPlanner:
@@ -41,7 +42,7 @@ class PreemptionPlanner:
         if self._mode == "recompute":
             return PreemptionDecision("recompute", "configured")
         if victims[0].request.beams is not None:
-            return PreemptionDecision("recompute", "the beams of a search go on from each other")
+            return PreemptionDecision("recompute", "beams of a search are not swapped")
         if not self._cache.host_pools.num_blocks:
             return PreemptionDecision("recompute", "there is no host pool")
         lengths = {seq.id: seq.num_resumable for seq in victims}
@@ -56,7 +57,7 @@ class PreemptionPlanner:
             return PreemptionDecision("recompute", "the host pool has no room", {}, *predicted)
         if self._mode == "swap":
             return PreemptionDecision("swap", "configured", sizes, *predicted)
-        why = "computing would take longer" if isfinite(copies) else "it is not known yet how long copies take"
+        why = "recomputing would take longer" if isfinite(copies) else "the copy time has not been measured yet"
         return PreemptionDecision("swap", why, sizes, *predicted)
 
     def _recompute_seconds(self, victims: Listing[Sequence]) -> float:

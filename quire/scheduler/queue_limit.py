@@ -49,11 +49,11 @@ class QueueLimit:
 
         step: id of the next step to be planned.
         """
-        newcomers, config = self._state.new_requests, self._config
-        if request.was_accepted or not newcomers:
+        new_requests, config = self._state.new_requests, self._config
+        if request.was_accepted or not new_requests:
             return
-        too_many = _above(len(newcomers) + 1, config.max_queued_requests)
-        too_long = _above(newcomers.num_tokens + len(request.prompt), config.max_queued_tokens)
+        too_many = _above(len(new_requests) + 1, config.max_queued_requests)
+        too_long = _above(new_requests.num_tokens + len(request.prompt), config.max_queued_tokens)
         if not (too_many or too_long):
             return
         seconds = self._retry_after(request, step, now)
@@ -79,12 +79,12 @@ class QueueLimit:
             step != self._forecast_step and now - self._forecast_at >= _MAX_FORECAST_AGE * self._forecast_seconds
         ):
             self._forecast_at, self._forecast_step = now, step
-            newcomers, told = self._state.new_requests, [turn for _, turn in self._rejected.values()]
+            new_requests, rejected = self._state.new_requests, [turn for _, turn in self._rejected.values()]
             self._forecast = QueueForecast(
                 self._simulation(),
-                self._waiting_turns(told),
-                len(newcomers) + len(told),
-                newcomers.num_tokens + sum(turn.num_prompt_tokens or 0 for turn in told),
+                self._waiting_turns(rejected),
+                len(new_requests) + len(rejected),
+                new_requests.num_tokens + sum(turn.num_prompt_tokens or 0 for turn in rejected),
             )
         most, tokens = self._config.max_queued_requests, self._config.max_queued_tokens
         self._forecast_seconds = self._forecast.seconds_until(
@@ -110,12 +110,12 @@ class QueueLimit:
         """The simulation with the current limits, costs and running sequences."""
         pace, config, pools = self._costs.step_time, self._config, self._cache.pools
         groups = [i for i, group in enumerate(self._cache.config.groups) if not group.window]
-        room = min(
+        num_slots = min(
             ((pools[i].num_blocks - self._state.watermark_blocks[i]) * self._cache.block_size for i in groups),
             default=float("inf"),
         )
         budget = pace.tokens_within(config.step_seconds, config.max_num_batched_tokens)
-        machine = SimulatedEngine(config.max_num_seqs, budget, room, pace.fixed, pace.per_token)
+        machine = SimulatedEngine(config.max_num_seqs, budget, num_slots, pace.fixed, pace.per_token)
         return QueueSimulation(machine, self._running_work())
 
     def _running_work(self) -> list[Work]:
@@ -136,8 +136,8 @@ class QueueLimit:
 
     def _waiting_turns(self, rejected: list[QueuedRequest]) -> Iterator[QueuedRequest]:
         """Turns of the waiting sequences by arrival, whatever the policy, then those of rejected requests."""
-        newcomers = self._state.new_requests
-        waiting = [(seq, seq.request.id in newcomers) for seq in self._state.sequences.values() if seq.row < 0]
+        new_requests = self._state.new_requests
+        waiting = [(seq, seq.request.id in new_requests) for seq in self._state.sequences.values() if seq.row < 0]
         return self._turns_of(waiting, rejected)
 
     def _turns_of(

@@ -117,7 +117,7 @@ class RequestStats:
         found = self._find(request_id)
         if found is None:
             return None
-        told = structs.replace(
+        explanation = structs.replace(
             found,
             waited=dict(found.waited),
             preemptions=list(found.preemptions),
@@ -125,8 +125,8 @@ class RequestStats:
         )
         for seq_id in seq_ids:
             if seq_id in self._snapshots:
-                self._record_waited(told, self._queue_times.since(self._snapshots[seq_id], now))
-        return told
+                self._record_waited(explanation, self._queue_times.since(self._snapshots[seq_id], now))
+        return explanation
 
     def arrived(self, request: Request, now: float) -> None:
         """Record the arrival of a request."""

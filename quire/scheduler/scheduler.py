@@ -117,7 +117,7 @@ class Scheduler:
         Raises ValueError if a step is in flight.
         """
         if self._state.in_flight:
-            raise ValueError("a step is in flight: a calibration comes before or between steps")
+            raise ValueError("a step is in flight: calibrate before or between steps")
         self.costs.calibrate(calibration)
         self._reset = True
 
@@ -286,10 +286,10 @@ class Scheduler:
         wrong = self.cache.check()
         strangers = [seq_id for seq_id in self.cache.tables if not self._state.is_running(seq_id)]
         if strangers:
-            wrong.append(f"sequences {strangers} do not run and have tables")
+            wrong.append(f"sequences {strangers} have tables, but are not running")
         strangers = [seq_id for seq_id in self.cache.swapped if not self._state.is_swapped(seq_id)]
         if strangers:
-            wrong.append(f"sequences {strangers} do not wait and are in the host pool")
+            wrong.append(f"sequences {strangers} are in the host pool, but are not waiting")
         return wrong
 
     def repair(self) -> None:
@@ -360,7 +360,7 @@ class Scheduler:
         for request_id in self._deadlines.missed(now):
             members = self._state.sequence_groups.members(request_id)
             request = members[0].request
-            error = f"it waited too long to meet its deadline of {request.terms.deadline:.3g} s"
+            error = f"the request waited too long to meet its deadline of {request.terms.deadline:.3g} s"
             ended = [(seq.index, seq.id) for seq in members]
             if request.beams is not None:
                 ended = [(i, members[0].id) for i in range(request.params.n)]

@@ -16,7 +16,7 @@ Arrival = tuple[float, int]  # effective arrival in seconds, and the first seque
 class Programs:
     """Arrivals of programs, by tenant and id. A request counts as arrived when its program began.
 
-    No request is overtaken by one that arrived more than LEAD seconds later, so none starves.
+    No request is overtaken by one that arrived more than PROGRAM_LEAD_SECONDS later, so none starves.
     """
 
     def __init__(self) -> None:
@@ -55,13 +55,13 @@ class Sequence:
     """One of the `n` continuations of a request.
 
     Known tokens are the prompt, output tokens given in the request, and tokens from commits. In-flight steps sample
-    `num_pending` more tokens. The results of `num_foreseen` in-flight samples are ignored, because the constraint has
-    forced these tokens meanwhile. `num_computed` counts leading positions whose KV launched steps write,
+    `num_pending` more tokens. The results of `num_ignored_samples` in-flight samples are ignored, because the
+    constraint has forced these tokens meanwhile. `num_computed` counts leading positions whose KV launched steps write,
     `num_written` those whose steps are committed. There are no phases: a sequence has work while `num_computed` is
     below min(`len(tokens) + num_pending`, `limit`).
 
     Prompt logprobs and pooled states are output once per position, even if the position is computed again. Those of
-    `num_told` of `to_tell` leading positions are committed.
+    `num_reported` of `num_to_report` leading positions are committed.
     """
 
     __slots__ = (
@@ -109,7 +109,7 @@ class Sequence:
         priority_class: int = 0,
         arrival: Arrival | None = None,
     ) -> None:
-        """now: arrival in seconds. place: effective arrival; None orders by id alone."""
+        """now: arrival in seconds. arrival: effective arrival; None orders by id alone."""
         self.id = seq_id
         # the lowest is scheduled first; the highest running one is preempted first
         self.rank = (priority_class, *(arrival or (0.0, seq_id)), seq_id)
@@ -219,8 +219,8 @@ class Sequence:
 
         The last known token is always computed for its logits, and positions with outstanding prompt data, too.
         """
-        told = self.num_reported if self.num_reported < self.num_to_report else len(self.tokens)
-        return min(told, len(self.tokens) - 1, self.limit - 1)
+        num_complete = self.num_reported if self.num_reported < self.num_to_report else len(self.tokens)
+        return min(num_complete, len(self.tokens) - 1, self.limit - 1)
 
     @property
     def num_valid(self) -> int:

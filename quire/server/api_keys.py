@@ -70,7 +70,7 @@ class KeyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if not (1 <= len(self.tenant) <= MAX_TENANT and self.tenant.isprintable() and self.tenant.strip()):
             raise ConfigError(f"a tenant's name must have 1 to {MAX_TENANT} printable characters, not only spaces")
         if self.sha256.lower() == _EMPTY_KEY_SHA256:
-            raise ConfigError("this is the sha256 of an empty key, which everybody has")
+            raise ConfigError("this is the sha256 of an empty key; create a key with `quire key`")
 
 
 class KeyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -108,10 +108,10 @@ def read_keys(path: str | Path) -> Keys:
     """The keys in a file. Raises ConfigError for a missing, empty or invalid file."""
     data = _read_bytes(Path(path))
     if data is None:
-        raise ConfigError(f"the key file {path} is not there; `quire key TENANT --file {path}` makes one")
+        raise ConfigError(f"the key file {path} does not exist; `quire key TENANT --file {path}` creates it")
     entries = _parse_entries(Path(path), data)
     if not entries:
-        raise ConfigError(f"{path} lists no keys, so that nobody could come in; `quire key TENANT --file` adds one")
+        raise ConfigError(f"{path} lists no keys, so every request would fail; `quire key TENANT --file` adds one")
     return Keys(entries)
 
 

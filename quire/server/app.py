@@ -45,7 +45,7 @@ def make_app(
 ) -> FastAPI:
     """An app that starts the engine of `service`, and closes `service` when it shuts down.
 
-    keys: None admits every client. drain: set by the server on SIGTERM. holds_back: whether the tarpit is on.
+    keys: None admits every client. drain: set by the server on SIGTERM. with_tarpit: whether the tarpit is on.
     """
     drain = Drain() if drain is None else drain
     observers = Observers(options, service.metrics)

@@ -54,14 +54,14 @@ class DeadlineMissed(HTTPException):
     """A request was aborted before its first output token because it could not meet its deadline any more."""
 
     def __init__(self, why: object) -> None:
-        super().__init__(429, f"{why}; allow more time, or try again when there is less to do")
+        super().__init__(429, f"{why}; allow more time, or try again when the load is lower")
 
 
 class Busy(HTTPException):
     """Too many jobs wait for the thread pool, or for a grammar check."""
 
     def __init__(self) -> None:
-        super().__init__(429, "too many requests wait to be read; try again in a second", {"retry-after": "1"})
+        super().__init__(429, "too many requests wait to be parsed; try again in a second", {"retry-after": "1"})
 
 
 class Rejection(HTTPException):
@@ -78,7 +78,7 @@ class Draining(Rejection):
 
     def __init__(self) -> None:
         headers = {"retry-after": "1", "connection": "close"}
-        super().__init__(503, "this server is about to end and takes no new requests; ask again", headers)
+        super().__init__(503, "this server is shutting down and accepts no new requests; try again", headers)
 
 
 class TimedOut(Rejection):
@@ -98,7 +98,7 @@ class BodyTimeout(Rejection):
 
     def __init__(self, seconds: float) -> None:
         super().__init__(
-            408, f"the body of the request was not there after {seconds:g} s; send it faster", {"connection": "close"}
+            408, f"the body of the request did not arrive within {seconds:g} s; send it faster", {"connection": "close"}
         )
 
 
@@ -113,8 +113,7 @@ class Unauthenticated(NotAllowed):
 
     def __init__(self) -> None:
         message = (
-            "this server needs an API key that it knows, in the header `Authorization: Bearer KEY`; ask who runs it "
-            "for one"
+            "this server requires a valid API key in the header `Authorization: Bearer KEY`; ask its operator for one"
         )
         super().__init__(401, message, {"www-authenticate": "Bearer"})
 
@@ -125,7 +124,7 @@ class Forbidden(NotAllowed):
     code = "insufficient_permissions"
 
     def __init__(self) -> None:
-        super().__init__(403, "this is for those who run the server; it needs a key with the role admin")
+        super().__init__(403, "this route is for operators of the server; it needs a key with the role admin")
 
 
 class CrossSite(NotAllowed):
@@ -134,7 +133,7 @@ class CrossSite(NotAllowed):
     code = "cross_site_request"
 
     def __init__(self) -> None:
-        super().__init__(403, "a page of another site may not ask for this; ask with a program such as curl")
+        super().__init__(403, "a page of another site may not send this request; use a program such as curl")
 
 
 class HostNotAllowed(NotAllowed):
@@ -144,7 +143,7 @@ class HostNotAllowed(NotAllowed):
 
     def __init__(self) -> None:
         super().__init__(
-            403, "without API keys this server answers to localhost and to addresses only; use one of them"
+            403, "without API keys this server accepts only localhost or an IP address as host; use one of them"
         )
 
 

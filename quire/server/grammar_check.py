@@ -136,8 +136,8 @@ class GrammarChecks:
         except RequestError as error:
             return Fault(str(error)[:_MAX_MESSAGE], error.param or constraint.kind)
         except BaseException:  # also a panic of a backend
-            log.exception("a %s could not be checked", constraint.kind)
-            return Fault(f"{constraint.kind} cannot be read by this server; change it", constraint.kind)
+            log.exception("constraint of kind %s could not be checked", constraint.kind)
+            return Fault(f"{constraint.kind} cannot be compiled by this server; change it", constraint.kind)
         return None
 
     def _drop(self, job: _Job) -> None:

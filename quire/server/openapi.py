@@ -132,7 +132,7 @@ ERROR: Keywords = {
             "properties": {
                 "message": {"type": "string"},
                 "type": {"type": "string"},
-                "param": {"type": ["string", "null"], "description": "The field that is wrong."},
+                "param": {"type": ["string", "null"], "description": "The invalid field."},
                 "code": {"type": ["string", "null"]},
             },
         }
@@ -213,7 +213,7 @@ def _responses(path: str, good: Mapping[str, Any], streams: bool) -> dict[str, o
             "content": problem,
         },
         "503": {
-            "description": "Not now: the server begins or ends, or its engine does not answer.",
+            "description": "Not now: the server is starting or shutting down, or its engine does not respond.",
             "content": health if path in ("/ready", "/health") else problem,
         },
     }

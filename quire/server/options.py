@@ -18,19 +18,19 @@ Seconds = Annotated[float, Meta(ge=0, le=86_400)]
 class ServerOptions:
     """Options of the HTTP server: address, keys, TLS, observability. EngineOptions has those of the engine."""
 
-    host: Annotated[str, Help("address to listen on; others than loopback need keys")] = "127.0.0.1"
+    host: Annotated[str, Help("address to listen on; others than loopback need API keys")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535), Help("port to listen on; 0 takes a free one")] = 8000
-    served_model_name: Annotated[str | None, Help("the name that requests use [default: the model's]")] = None
+    served_model_name: Annotated[str | None, Help("model name in requests [default: the model's]")] = None
     api_key_file: Annotated[str | None, Help("JSON file of API keys and their tenants")] = None
-    ssl_certfile: Annotated[str | None, Help("certificate chain (PEM); with it, only HTTPS is spoken")] = None
+    ssl_certfile: Annotated[str | None, Help("certificate chain (PEM); with it, the server accepts only HTTPS")] = None
     ssl_keyfile: Annotated[str | None, Help("its private key (PEM) [default: in the file of the certificate]")] = None
     cors_origins: Annotated[
-        tuple[str, ...], Help("origin whose pages may ask, such as https://chat.example; give it several times")
+        tuple[str, ...], Help("origin whose pages may send requests, such as https://chat.example; may be repeated")
     ] = ()
-    drain_timeout: Annotated[Seconds, Help("seconds that accepted requests have to end after SIGTERM")] = 30.0
-    watchdog: Annotated[Seconds, Help("seconds after which a stalled engine is started anew; 0: never", "beta")] = 10.0
+    drain_timeout: Annotated[Seconds, Help("seconds that accepted requests have to finish after SIGTERM")] = 30.0
+    watchdog: Annotated[Seconds, Help("seconds after which a stalled engine is restarted; 0: never", "beta")] = 10.0
     metrics_prefix: Annotated[
-        str, Meta(pattern=r"^[a-zA-Z_:][a-zA-Z0-9_:]{0,63}\Z"), Help("what the names of metrics begin with", "beta")
+        str, Meta(pattern=r"^[a-zA-Z_:][a-zA-Z0-9_:]{0,63}\Z"), Help("prefix of metric names", "beta")
     ] = "quire:"
     access_log: Annotated[str | None, Help("file of JSON lines, one for each request; - is stdout", "beta")] = None
     log_prompts: Annotated[bool, Help("write prompts into the access log, too", "beta")] = False
@@ -42,6 +42,6 @@ class ServerOptions:
         for origin in self.cors_origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
                 raise ConfigError(
-                    f"cors_origins: {origin!r} is no origin; write scheme and host without a path, such as "
+                    f"cors_origins: {origin!r} is not an origin; write scheme and host without a path, such as "
                     "https://chat.example:8443, or * for any"
                 )

@@ -136,7 +136,7 @@ class Reply:
         }
 
     def stats(self, content: bool) -> RequestStats:  # noqa: FBT001
-        """`told_of` this reply."""
+        """`request_stats` of this reply."""
         return request_stats(self.transcripts, self._finish_reasons, content=content)
 
     def close(self) -> None:
@@ -201,7 +201,7 @@ def _failure(delta: Delta, params: SamplingParams) -> Exception:
         return RequestError(str(reason), "structured_outputs")
     if reason == NO_TOKEN_ERROR and (params.allowed_token_ids is not None or params.bad_words):
         return RequestError(
-            "no token is left that the request allows; allow more in allowed_token_ids, fewer bad_words or min_tokens",
+            "the request allows no further token; allow more in allowed_token_ids, fewer bad_words or min_tokens",
             "allowed_token_ids" if params.allowed_token_ids is not None else "bad_words",
         )
     return SequenceFailed(reason)

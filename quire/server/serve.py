@@ -132,8 +132,8 @@ def _bind(host: str, port: int, keys: Keys | None) -> socket.socket:
         raise ConfigError(f"the host {host!r} with port {port} cannot be resolved: {error}") from error
     if keys is None and not ipaddress.ip_address(address[0]).is_loopback:
         raise ConfigError(
-            f"{host} can be reached by other machines, which must have API keys; name them with --api-key-file "
-            "(`quire key TENANT --file FILE` makes one), or serve on 127.0.0.1"
+            f"{host} can be reached by other machines, so that API keys are required; name them with --api-key-file "
+            "(`quire key TENANT --file FILE` creates one), or serve on 127.0.0.1"
         )
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -106,9 +106,9 @@ class Service:
         namespace, beams, terms: of every generation; None: no beam search. Raises RequestError, Busy, EngineStopped.
         """
         now = time.monotonic()
-        for form in dict.fromkeys(one.params.structured_outputs for one in asked):
-            if form is not None:
-                await self.grammar_checks.check(form)
+        for constraint in dict.fromkeys(one.params.structured_outputs for one in asked):
+            if constraint is not None:
+                await self.grammar_checks.check(constraint)
         transcripts = [
             RequestOutputProcessor(prompt_request_id(request_id, i), one, self.tokenizer, now=now)
             for i, one in enumerate(asked)

@@ -136,4 +136,4 @@ class TimeLimit:
             yield item
 
     def _error(self) -> TimedOut:
-        return TimedOut(f"the request took longer than its timeout of {self._seconds:g} s; allow more, or ask for less")
+        return TimedOut(f"the request took longer than its timeout of {self._seconds:g} s; allow more, or request less")

@@ -51,12 +51,12 @@ def check_policies(options: EngineOptions) -> None:
     """Raises ConfigError for options that contradict each other or have no effect, and says what to change."""
     if options.policy in _PREFIX_AWARE_POLICIES and not options.enable_prefix_caching:
         raise ConfigError(
-            f"policy {options.policy!r} orders requests by what the prefix cache has of them; do not turn off "
+            f"policy {options.policy!r} orders requests by their prefix match; do not turn off "
             "enable_prefix_caching, or choose another policy"
         )
     if options.wait_weight is not None:
         if options.policy != "cache-aware":
-            raise ConfigError(f"wait_weight is of policy 'cache-aware'; policy {options.policy!r} does not use it")
+            raise ConfigError(f"wait_weight applies to policy 'cache-aware'; policy {options.policy!r} does not use it")
         if not 0 <= options.wait_weight < inf:
             raise ConfigError(f"wait_weight must be at least 0 and finite, not {options.wait_weight}")
     if options.eviction != "lru" and (not options.enable_prefix_caching or options.prefix_index != "radix"):
@@ -68,10 +68,10 @@ def check_policies(options: EngineOptions) -> None:
 
 
 def _check_preemption(options: EngineOptions) -> None:
-    asked = options.swap_space is not None and parse_swap_space(options.swap_space) > 0
-    if options.preemption == "recompute" and asked:
+    has_swap_space = options.swap_space is not None and parse_swap_space(options.swap_space) > 0
+    if options.preemption == "recompute" and has_swap_space:
         raise ConfigError(
-            f"swap_space={options.swap_space} is of no use with preemption 'recompute'; leave out one of them"
+            f"swap_space={options.swap_space} has no effect with preemption 'recompute'; leave out one of them"
         )
 
 
@@ -91,7 +91,7 @@ class ModelInfo:
 
 
 def model_info_of(built: ModelInfo) -> ModelInfo:
-    """A copy with the fields of Facts only, for example of Built."""
+    """A copy with the fields of ModelInfo only, for example of Built."""
     return ModelInfo(**{field.name: getattr(built, field.name) for field in fields(ModelInfo)})
 
 
@@ -238,14 +238,14 @@ def prepare(options: EngineOptions, *, report: Report, progress: Progress) -> Pr
 
 
 def _dtypes(options: EngineOptions, model_dtype: str) -> tuple[str, str]:
-    """Dtypes of weights and computation, and of KV. models: the checkpoint's dtype. Raises ConfigError."""
+    """Dtypes of weights and computation, and of KV. model_dtype: the checkpoint's dtype. Raises ConfigError."""
     dtype = model_dtype if options.dtype == "auto" else _DTYPE_ALIASES.get(options.dtype, options.dtype)
     kv_dtype = dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
     kv_dtype = _DTYPE_ALIASES.get(kv_dtype, kv_dtype)
     if kv_dtype != dtype and kv_dtype not in MAX_QUANTIZED:
         raise ConfigError(
             f"kv_cache_dtype {kv_dtype!r} is not dtype {dtype!r}; "
-            f"keys and values are kept in it, or in {' or '.join(MAX_QUANTIZED)}"
+            f"keys and values are stored in dtype, or in {' or '.join(MAX_QUANTIZED)}"
         )
     return dtype, kv_dtype
 
@@ -283,7 +283,7 @@ def _locate_model(options: EngineOptions, report: Report, progress: Progress) ->
     """The model name that requests use, and the path of its files."""
     if options.model is None:
         if options.revision is not None:
-            raise ConfigError("revision is of a model that is downloaded; name one, or leave it out")
+            raise ConfigError("revision applies to a model that is downloaded; name one, or leave it out")
         return embedded.NAME, embedded.folder()
     path = locate(
         options.model,
@@ -312,7 +312,7 @@ def _host_pool(options: EngineOptions, plan: MemoryPlan, kind: str) -> HostPoolP
     default = DEFAULT_SWAP_SPACE if kind == "cuda" else 0
     host = plan_host_pool(plan, asked=options.swap_space, default=default, available=available)
     if options.preemption == "swap" and host.line is None:
-        raise ConfigError("preemption 'swap' needs host memory to swap to; give swap_space, such as 4GiB")
+        raise ConfigError("preemption 'swap' needs a host pool; give swap_space, such as 4GiB")
     return host
 
 
@@ -335,7 +335,7 @@ def _with_prefix_cache(
     """The config with prefix index, public prefixes and eviction policy. Raises ConfigError."""
     if not options.enable_prefix_caching:
         if options.public_prefixes is not None:
-            raise ConfigError("public_prefixes are kept in the prefix cache; do not turn off enable_prefix_caching")
+            raise ConfigError("public_prefixes are stored in the prefix cache; do not turn off enable_prefix_caching")
         return cache
     public: tuple[tuple[int, ...], ...] = ()
     if options.public_prefixes is not None:
@@ -349,7 +349,7 @@ def _prefix_cache_line(cache: CacheConfig) -> str:
     kinds = {
         "radix": "radix index, exact to the token",
         "hash": f"hash index, whole blocks of {cache.block_size} tokens",
-        "none": "not kept: enable_prefix_caching is off",
+        "none": "no prefix cache: enable_prefix_caching is off",
     }
     num_blocks = num_public_blocks(cache.public_prefixes, cache.block_size)
     public = f"; {len(cache.public_prefixes)} public ones, {num_blocks} whole blocks of {cache.block_size} tokens"

@@ -266,7 +266,7 @@ def _config(kind: PrefixIndexKind, block_size: int, num_blocks: int) -> CacheCon
 
 
 def _prompt(number: int, length: int) -> list[int]:
-    """Token ids whose first half is the same in groups of `_SHARED` prompts, and whose second half is unique."""
+    """Token ids: the first half is equal in groups of `_PROMPT_GROUP_SIZE` prompts, the second half is unique."""
     half = length // 2
     begins = [(7919 * at + number // _PROMPT_GROUP_SIZE) % 50_021 for at in range(half)]
     return begins + [(104_729 * at + 31 * number) % 50_021 for at in range(half, length)]

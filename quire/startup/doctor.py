@@ -107,5 +107,6 @@ def _block_sizes(options: EngineOptions) -> Iterator[Finding]:
             f"of {_USUAL_PROMPT} tokens{found}",
         )
     yield Finding(
-        "block size", f"{options.block_size} is used; /get_server_info of a running server says what suits its requests"
+        "block size",
+        f"{options.block_size} is used; /get_server_info of a running server recommends a size",
     )

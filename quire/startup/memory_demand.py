@@ -35,7 +35,7 @@ def memory_profile(
 ) -> MemoryProfile:
     """The input of the memory plan, in bytes. dtypes: of weights and computation, and of KV.
 
-    swaps_beside: whether blocks may be swapped to the host while the device computes, which needs staging buffers.
+    overlaps_swaps: whether blocks may be swapped to the host while the device computes, which needs staging buffers.
     """
     dtype, kv_dtype = dtypes
     groups = shape.kv_groups

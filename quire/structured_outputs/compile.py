@@ -1,4 +1,4 @@
-"""Asynchronous compilation of constraints, with a cache by content and a deadline.
+"""Asynchronous compilation of constraints, with a cache by content and a deadline. `backends` compiles.
 
 A thread cannot be stopped. A compilation that exceeds the deadline continues until the backend's own limits stop it,
 but its requests have failed already.
@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 
 
 class _Compilation:
-    """The compilation of one constraint. began: time at which a thread started it; None before."""
+    """The compilation of one constraint. started_at: time at which a thread started it; None before."""
 
     def __init__(self) -> None:
         self.grammar: Future[Grammar]
@@ -56,7 +56,7 @@ class _Compilation:
 
 
 class _WaitingRequest(NamedTuple):
-    """A request that waits for a compilation. since: time of its submission."""
+    """A request that waits for a compilation. submitted_at: seconds on the compiler's clock."""
 
     params: StructuredOutputsParams
     compilation: _Compilation
@@ -132,17 +132,19 @@ class GrammarCompiler:
         """See Compiler."""
         if not self._waiting_requests:
             return []
-        now, told = self._clock(), []
+        now, outcomes = self._clock(), []
         for request_id, (_, work, since) in list(self._waiting_requests.items()):
             if work.grammar.done():
-                told.append((request_id, self._outcome(request_id, work.grammar)))
+                outcomes.append((request_id, self._outcome(request_id, work.grammar)))
             elif work.started_at is not None and now - work.started_at > self._deadline:
-                told.append((request_id, f"it took longer than {self._deadline:g} s to compile this form; simplify it"))
+                outcomes.append(
+                    (request_id, f"compiling this constraint took longer than {self._deadline:g} s; simplify it")
+                )
             elif work.started_at is None and now - since > self._deadline:
-                told.append((request_id, "too many forms are being compiled; try again later"))
-        for request_id, _ in told:
+                outcomes.append((request_id, "too many constraints are being compiled; try again later"))
+        for request_id, _ in outcomes:
             self._stop_waiting(request_id)
-        return told
+        return outcomes
 
     def forget(self, request_id: str) -> None:
         """See Compiler."""
@@ -188,8 +190,8 @@ class GrammarCompiler:
             self._matchers.add_grammar(request_id, compiled.result())
             return ""
         if not isinstance(error, RequestError):
-            log.error("a form could not be compiled", exc_info=error)
-            return f"this form could not be compiled ({type(error).__name__}); change it"
+            log.error("a constraint could not be compiled", exc_info=error)
+            return f"this constraint could not be compiled ({type(error).__name__}); change it"
         return str(error)
 
 

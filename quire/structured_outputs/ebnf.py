@@ -53,7 +53,7 @@ class Either:
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """A repeated part. how: "*", "+", "?" or "{m,n}", as in Lark."""
+    """A repeated part. quantifier: "*", "+", "?" or "{m,n}", as in Lark."""
 
     part: "Node"
     quantifier: str
@@ -108,7 +108,7 @@ class FirstSets:
                 is_new = is_new or known != self._known(name)
 
     def count_step(self) -> None:
-        """Count a step of the analysis. Raises TooLarge after _MAX_LOOKS steps."""
+        """Count a step of the analysis. Raises TooLarge after _MAX_STEPS steps."""
         self._num_steps += 1
         if self._num_steps > _MAX_STEPS:
             raise TooLarge
@@ -254,7 +254,7 @@ class _Parser:
             written = self._expect("rule", "a rule: name ::= ...")
             name = written.removesuffix("::=").strip()
             if name in rules:
-                raise self._error(f"a second rule {name!r:.100}")
+                raise self._error(f"rule {name!r:.100} is defined twice")
             self._deepest = 0
             rules[name] = self._either(0)
             num_levels += 1 + self._deepest
@@ -337,7 +337,7 @@ class _Parser:
             number = match[1] or match[2] or match[3]
             if number:
                 if not int(number, 16) <= 0x10FFFF or 0xD800 <= int(number, 16) < 0xE000:
-                    raise self._error(f"there is no character {match[0]}")
+                    raise self._error(f"{match[0]} is not a Unicode character")
                 found.append((chr(int(number, 16)), False))
             elif match[4]:
                 found.append((_ESCAPES.get(match[4], match[4]), False))
@@ -360,7 +360,7 @@ class _Parser:
             ranges.append((ord(low), ord(high)))
             place += 1
         if not ranges:
-            raise self._error("a set has at least one character")
+            raise self._error("a set must have at least one character")
         inner = "".join(rf"\u{{{low:x}}}-\u{{{high:x}}}" for low, high in ranges)
         return Text(f"/[{'^' if negated else ''}{inner}]/", (_complement(ranges) if negated else tuple(ranges),))
 

@@ -38,7 +38,7 @@ def grammar_of(params: StructuredOutputsParams) -> str:
         case "json":
             schema = read_schema(params.text, "json", closed=params.disable_additional_properties)
             if schema is False:
-                raise RequestError("nothing fits the schema false", "json")
+                raise RequestError("the schema false allows no value", "json")
             return str(llguidance.LLMatcher.grammar_from_json_schema(write(schema)))
         case "regex":
             return str(llguidance.LLMatcher.grammar_from_regex(checked_regex(params)))
@@ -118,7 +118,7 @@ class GuidanceBackend:
 
 
 class GuidanceGrammar:
-    """See Grammar. beginning: a matcher that has consumed no token; each sequence gets a copy."""
+    """See Grammar. initial_matcher: a matcher that has consumed no token; each sequence gets a copy."""
 
     def __init__(self, initial_matcher: llguidance.LLMatcher, tokens: "_GuidanceVocabulary") -> None:
         self._initial_matcher = initial_matcher
@@ -152,7 +152,7 @@ class _GuidanceParser:
         ids = list(tokens)
         num_taken = self._matcher.try_consume_tokens(ids)
         if self._matcher.is_error():
-            return f"the constraint cannot be followed any further: {_clean_message(self._matcher.get_error())}"
+            return f"the matcher of the constraint failed: {_clean_message(self._matcher.get_error())}"
         return "" if num_taken == len(ids) else f"token {ids[num_taken]} does not fit the constraint"
 
     def forced_tokens(self) -> list[int]:
@@ -174,7 +174,7 @@ class _GuidanceParser:
 
     def fill_bitmask(self, words: np.ndarray) -> None:
         """See Parser."""
-        found = np.zeros(self._num_words, np.uint32)  # _Wrapper may have one more token than the vocabulary
+        found = np.zeros(self._num_words, np.uint32)  # _TokenizerAdapter may have one more token than the vocabulary
         self._matcher.unsafe_compute_mask_ptr(found.ctypes.data, found.nbytes)
         words[:] = 0 if self._matcher.is_error() else found[: len(words)]
 
@@ -201,14 +201,14 @@ def _compiled(params: StructuredOutputsParams, tokenizer: llguidance.LLTokenizer
         matcher = trial
     error = matcher.get_error()
     if error.startswith("NoExtension"):
-        raise RequestError(f"nothing fits this {params.kind}", params.kind)
+        raise RequestError(f"no output satisfies this {params.kind}", params.kind)
     raise RequestError(f"{params.kind} cannot be enforced: {_clean_message(error)}", params.kind)
 
 
 def _clean_message(error: str) -> str:
     """An error message of llguidance without parser state and places in its source, and without its option names."""
     if error.startswith("oneOf constraints are not supported"):
-        return "the branches of a oneOf are not seen to exclude each other; use anyOf"
+        return "the branches of a oneOf cannot be proven to exclude each other; use anyOf"
     if "panic" in error or "Traceback" in error:
         return "the backend failed"
     return error.partition("<non-verbose/>")[0].strip()[:MAX_MESSAGE]

@@ -31,7 +31,7 @@ _PIECE = re.compile(
 
 
 def checked_lark(text: str, translate_schema: Callable[[Schema], object]) -> str:
-    """The same grammar without comments, with its JSON schemas read strictly. write: translates a schema.
+    """The same grammar without comments. translate_schema: returns a checked schema in the format of llguidance.
 
     Raises RequestError. Other errors are found when the grammar is compiled.
     """
@@ -41,11 +41,11 @@ def checked_lark(text: str, translate_schema: Callable[[Schema], object]) -> str
     place = 0
     while place < len(text):
         piece = _PIECE.match(text, place)
-        assert piece is not None, "any character is a piece"
+        assert piece is not None, "the pattern matches any character"
         place = piece.end()
         kind, written = piece.lastgroup, piece[0]
         if kind == "special":
-            raise _error(text, piece.start(), f"special tokens such as {written!r:.100} cannot come; write text")
+            raise _error(text, piece.start(), f"special tokens such as {written!r:.100} are not supported; use text")
         if kind == "text" and len(written) > MAX_LITERAL:
             raise _error(text, piece.start(), f"a text must have at most {MAX_LITERAL:,} characters")
         if kind == "directive":
@@ -94,7 +94,7 @@ def _check_bare(text: str) -> None:
     if text.count(":") > MAX_RULES:
         raise RequestError(f"grammar must have at most {MAX_RULES} rules", _PARAM)
     if re.search(r"\[[^\]]*\bstop\b", text):
-        raise RequestError("grammar: stop= takes text back that was generated; use suffix= or lazy", _PARAM)
+        raise RequestError("grammar: stop= removes text that was generated; use suffix= or lazy", _PARAM)
     num_levels = 1
     depth = deepest = 0
     for character in text:
@@ -152,7 +152,7 @@ def read_tags(params: StructuredOutputsParams) -> list[Tag]:
 
 
 def tags_to_lark(tags: list[Tag], translate_schema: Callable[[Schema], object]) -> str:
-    """A Lark grammar of free text and tags. write: translates a schema."""
+    """A Lark grammar of free text and tags. translate_schema: returns a schema in the format of llguidance."""
     triggers = list(dict.fromkeys(tag.trigger for tag in tags))
     lines = [
         f"start: ({' | '.join(f'after{i}' for i in range(len(triggers)))})* rest",
@@ -177,7 +177,7 @@ def _tag(value: object, at: str, triggers: list[str], params: StructuredOutputsP
     _check_text(end, f"{at}/end", at_least=0)
     trigger = next((one for one in triggers if begin.startswith(one)), None)
     if trigger is None:
-        raise RequestError(f"structural_tag: {at}/begin begins with none of the triggers", _TAG_PARAM)
+        raise RequestError(f"structural_tag: {at}/begin must start with one of the triggers", _TAG_PARAM)
     schema = read_schema(json.dumps(value.get("schema", True)), _TAG_PARAM, closed=params.disable_additional_properties)
     return Tag(trigger, begin, schema, end)
 

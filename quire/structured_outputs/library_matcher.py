@@ -94,4 +94,4 @@ class LibraryMatcher:
         self._error = self._parser.accept_tokens(text)
         if not self._error and len(text) < len(tokens):
             self._has_ended = self._parser.may_end()
-            self._error = "" if self._has_ended else "the output ended before it was complete"
+            self._error = "" if self._has_ended else "the output ended before the constraint was complete"

@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 
 
 class _PendingMatcher(NamedTuple):
-    """A sequence that has not sampled yet. known: its output tokens so far."""
+    """A sequence that has not sampled yet. output_token_ids: its output tokens so far."""
 
     grammar: Grammar
     fast_forward: bool
@@ -50,7 +50,7 @@ class Matchers:
     def begin(self, seq_id: int, request: Request, output_tokens: Sequence[int]) -> Verdict:
         """See Constraints."""
         params = request.params
-        assert params.structured_outputs is not None, "it is constrained"
+        assert params.structured_outputs is not None, "the request has no constraint"
         minds_tokens = params.allowed_token_ids is not None or params.bad_words or params.logit_bias or params.is_ranked
         wanted = self._fast_forward and params.structured_outputs.fast_forward and not minds_tokens
         waiting = self._pending[seq_id] = _PendingMatcher(self._grammars[request.id], wanted, tuple(output_tokens))
@@ -92,7 +92,7 @@ def _advance_or_error(matcher: Matcher, tokens: Sequence[int]) -> Verdict:
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # panics of a Rust backend are no Exception
-        log.exception("a constraint failed")
+        log.exception("the grammar backend failed")
         return Verdict(error=f"the backend failed ({type(error).__name__})")
 
 
@@ -103,5 +103,5 @@ def _fill_or_zero(matcher: Matcher, words: np.ndarray) -> None:
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException:
-        log.exception("a constraint failed")
+        log.exception("the grammar backend failed")
         words[:] = 0

@@ -92,7 +92,7 @@ class _Compiler:
         words = np.zeros(self._vocabulary.num_words, np.uint32)
         grammar.new_matcher(fast_forward=False).fill_bitmask(words)
         if not words.any():
-            raise RequestError(f"nothing fits this {params.kind}", params.kind)
+            raise RequestError(f"no output satisfies this {params.kind}", params.kind)
         return grammar
 
     def _compiled(self, params: StructuredOutputsParams) -> Any:  # noqa: ANN401
@@ -106,7 +106,9 @@ class _Compiler:
             case "grammar" if is_ebnf(params.text):
                 ebnf_to_lark(params.text)  # raises RequestError for an invalid grammar
                 return self._compiler.compile_grammar(params.text)
-        raise RequestError(f"the xgrammar backend takes no such {params.kind}: use the llguidance backend", params.kind)
+        raise RequestError(
+            f"the xgrammar backend does not support this {params.kind}: use the llguidance backend", params.kind
+        )
 
 
 class _XgrammarParser:
@@ -196,7 +198,7 @@ def _check_object(schema: Mapping[str, Any], keys: Set[str]) -> None:
         raise _not_enforced("additionalProperties beside properties")
     for name in schema.get("required", ()):
         if name not in schema.get("properties", {}):
-            raise _not_enforced(f"required {name!r:.100}, which is none of the properties")
+            raise _not_enforced(f"required {name!r:.100}, which is not in properties")
 
 
 def _is_typed(schema: Mapping[str, Any]) -> bool:

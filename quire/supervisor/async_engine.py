@@ -1,8 +1,8 @@
 """Asyncio client of an engine at the other end of a socket, with restarts of that engine.
 
-After a crash another engine is started. It gets all open requests again, with the tokens delivered so far (`Ledger`).
-A request that crashes one engine after the other is found by bisection and fails alone (`Suspects`). Requests and
-outputs are token ids.
+After a crash another engine is started. It gets all open requests again, with the tokens delivered so far
+(`OpenRequests`). A request that crashes one engine after the other is found by bisection and fails alone
+(`CrashBisection`). Requests and outputs are token ids.
 """
 
 import asyncio
@@ -68,13 +68,13 @@ log = logging.getLogger(__name__)
 
 WATCHDOG_INTERVAL = 0.25
 MAX_PENDING_CALLS = 4096  # the most pending calls
-_RETRY_AFTER_SECONDS = 5.0  # Retry-After of requests beyond MAX_ASKED
+_RETRY_AFTER_SECONDS = 5.0  # Retry-After of requests beyond MAX_PENDING_CALLS
 _MAX_RESTARTS_WITHOUT_STEP = (
     24  # restarts in a row without a committed step, after which the engine stops; bisection needs fewer
 )
-_CRASH_MESSAGE = "the engine died whenever this request was computed; it is not tried again"
+_CRASH_MESSAGE = "the engine crashed each time that it computed this request; it is not tried again"
 _STACK_DUMP_SECONDS = 0.5  # seconds that a stalled engine has for writing its stacks
-_MIN_LIFETIME_SECONDS = 5.0  # seconds; an idle engine that dies sooner counts for _IN_VAIN
+_MIN_LIFETIME_SECONDS = 5.0  # seconds; an idle engine that dies sooner counts for _MAX_RESTARTS_WITHOUT_STEP
 
 
 class AsyncEngine:
@@ -105,7 +105,7 @@ class AsyncEngine:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        """Connect to the engine that the host has launched, and start the watchdog."""
+        """Connect to the engine that the engine handle has launched, and start the watchdog."""
         self._stopped = None
         await self._connect()
         self._spawn(self._run_watchdog())
@@ -182,19 +182,19 @@ class AsyncEngine:
     def health(self) -> Health:
         """The health of the engine as seen by the front end."""
         state, problem = self._state()
-        vitals = self._stall_detector
-        age = time.monotonic() - vitals.last_message_at
-        return Health(problem, state, age, self._cumulative_stats.stats, vitals.predicted_seconds, self._num_restarts)
+        detector = self._stall_detector
+        age = time.monotonic() - detector.last_message_at
+        return Health(problem, state, age, self._cumulative_stats.stats, detector.predicted_seconds, self._num_restarts)
 
     def _state(self) -> tuple[State, str]:
         if self._stopped is not None:
             return "stopped", str(self._stopped)
         if self._connection is None:
-            return "restarting", "the engine ended and is started again; what was accepted goes on then"
+            return "restarting", "the engine ended and is being restarted; accepted requests continue afterwards"
         if self._stalled_seconds:
-            return "stalled", "the engine has not moved for longer than its step should take"
+            return "stalled", "the engine has made no progress for longer than its step should take"
         if self._cumulative_stats.stats.failed_in_a_row >= FAILED_STEPS:
-            return "ok", f"the last {FAILED_STEPS} steps failed; the log says why"
+            return "ok", f"the last {FAILED_STEPS} steps failed; see the log for the cause"
         return "ok", ""
 
     def _seeded(self, request: NewRequest) -> NewRequest:
@@ -229,15 +229,15 @@ class AsyncEngine:
     async def _call(self, command: Callable[[int], Any], requests: Sequence[NewRequest] = ()) -> Any:  # noqa: ANN401
         """Send a command, and return the engine's answer, which it gives between two steps.
 
-        Raises the engine's error, QueueFull beyond MAX_ASKED pending calls, and EngineStopped.
+        Raises the engine's error, QueueFull beyond MAX_PENDING_CALLS pending calls, and EngineStopped.
         """
         self._check_running()
         if len(self._pending_calls) >= MAX_PENDING_CALLS:
             raise QueueFull("too many requests wait for the engine; try again later", _RETRY_AFTER_SECONDS)
-        number, question = self._pending_calls.add(command, requests)
+        number, call = self._pending_calls.add(command, requests)
         self._send_pending_calls()
         try:
-            return await question.answer
+            return await call.answer
         finally:
             self._pending_calls.pop(number)
 
@@ -245,26 +245,26 @@ class AsyncEngine:
         """Send the pending calls that may be sent now."""
         if self._connection is None:
             return
-        for number, question in self._pending_calls.to_send(allow_adds=self._bisection.current_group is None):
+        for number, call in self._pending_calls.to_send(allow_adds=self._bisection.current_group is None):
             try:
-                self._send(question.command(number))
-                question.sent = True
+                self._send(call.command(number))
+                call.sent = True
             except BadFrame as error:
-                wrong = f"this is more than can be handed to the engine: {error}; ask for less at once"
-                question.answer.set_exception(RequestError(wrong))
+                wrong = f"the request is too large for a message to the engine: {error}; send less at once"
+                call.answer.set_exception(RequestError(wrong))
 
     def _on_answer(self, answer: Answer) -> None:
-        question = self._pending_calls.pop(answer.number)
-        if question is not None and question.was_pending_at_crash:
+        call = self._pending_calls.pop(answer.number)
+        if call is not None and call.was_pending_at_crash:
             self._send_pending_calls()  # such calls are sent one at a time
-        if question is None or question.answer.done():  # the caller was cancelled and has aborted its requests
+        if call is None or call.answer.done():  # the caller was cancelled and has aborted its requests
             return
         if answer.failure is not None:
-            question.answer.set_exception(protocol.decode_error(answer.failure))
+            call.answer.set_exception(protocol.decode_error(answer.failure))
             return
-        self._submitted_ids.update(request.request_id for request in question.requests)
-        self._open_requests.add(question.requests)
-        question.answer.set_result(answer.result)
+        self._submitted_ids.update(request.request_id for request in call.requests)
+        self._open_requests.add(call.requests)
+        call.answer.set_result(answer.result)
 
     # The current engine
 
@@ -291,24 +291,24 @@ class AsyncEngine:
 
     def _resubmit(self, request_id: str) -> None:
         request = self._open_requests.resume(request_id)
-        _, question = self._pending_calls.add(lambda number: protocol.Add(number, [request]), resend=False)
-        question.answer.add_done_callback(partial(self._on_resubmitted, request_id))
+        _, call = self._pending_calls.add(lambda number: protocol.Add(number, [request]), resend=False)
+        call.answer.add_done_callback(partial(self._on_resubmitted, request_id))
 
     def _on_resubmitted(self, request_id: str, answer: "asyncio.Future[Any]") -> None:
         error = None if answer.cancelled() else answer.exception()
         if error is not None and self._stopped is None and request_id in self._open_requests:
-            log.error("request %s could not be taken up again: %s", request_id, error)
+            log.error("request %s could not be resumed: %s", request_id, error)
             self._fail(request_id, str(error))
 
     def _send(self, command: Any) -> None:  # noqa: ANN401  (one of protocol.Commands)
         if self._connection is not None:
             self._connection.send(command)
 
-    def _on_message(self, news: EngineMessage) -> None:
+    def _on_message(self, message: EngineMessage) -> None:
         now = time.monotonic()
-        match news:
+        match message:
             case Batch():
-                self._on_batch(news, now)
+                self._on_batch(message, now)
             case protocol.Pulse(turned):
                 self._stall_detector.record_heartbeat(turned, now)
 
@@ -326,12 +326,12 @@ class AsyncEngine:
             self._stall_detector.record_launch(batch.launched.predicted_seconds, now, is_queued=len(self._steps) > 1)
 
     def _deliver(self, output: Output) -> None:
-        told, stopped_after = self._open_requests.record_output(output)
+        delivered, stopped_after = self._open_requests.record_output(output)
         if stopped_after is not None:
             self._send(protocol.Finish(output.seq_id, stopped_after))
         stream = self._streams.get(output.request_id)
-        if told is not None and stream is not None:
-            stream.put(told)
+        if delivered is not None and stream is not None:
+            stream.put(delivered)
         self._release_if_ended(output.request_id)
 
     def _on_commit(self, num_steps: int) -> None:
@@ -354,17 +354,17 @@ class AsyncEngine:
         why: the error in its messages, or None.
         """
         if why is not None:  # a message could not be read
-            log.error("the engine is ended: %s", why)
+            log.error("ending the engine: %s", why)
             self._engine_handle.kill()
-        lived = time.monotonic() - self._stall_detector.connected_at
+        lifetime = time.monotonic() - self._stall_detector.connected_at
         how = await self._launcher.wait_ended()
         rows, num_gone = self._steps.at_crash(self._open_requests)
         log.error("the engine ended %s, with %d requests in its last step", how, len(rows))
         if not self._engine_handle.can_restart:
-            self._stop(EngineStopped(f"the engine failed: it ended {how}, and its log says why"))
+            self._stop(EngineStopped(f"the engine failed: it ended {how}; see its log for the cause"))
             return
         in_vain = self._steps.num_committed == 0 and (
-            self._open_requests or self._pending_calls or lived < _MIN_LIFETIME_SECONDS
+            self._open_requests or self._pending_calls or lifetime < _MIN_LIFETIME_SECONDS
         )
         self._num_restarts_without_step = self._num_restarts_without_step + 1 if in_vain else 0
         self._record_crash(rows, num_gone)
@@ -372,7 +372,7 @@ class AsyncEngine:
         if self._num_restarts_without_step > _MAX_RESTARTS_WITHOUT_STEP:
             self._stop(
                 EngineStopped(
-                    f"{self._num_restarts_without_step} engines died one after the other without doing anything"
+                    f"{self._num_restarts_without_step} engines in a row crashed before they committed a step"
                 )
             )
             return
@@ -380,18 +380,18 @@ class AsyncEngine:
             self._num_restarts += 1
             await self._connect()
         else:
-            self._stop(EngineStopped("the engine could not be started again, and the log says why"))  # text for clients
+            self._stop(EngineStopped("the engine could not be restarted; see the log for the cause"))
 
     def _record_crash(self, rows: dict[str, int], num_gone: int) -> None:
         culprit = self._bisection.record_crash(rows, num_gone)
         if culprit is not None:
-            log.error("request %s is given up: the engine died whenever it was computed", culprit)
+            log.error("request %s fails: the engine crashed each time that it computed it", culprit)
             self._denylist.add(self._open_requests.request(culprit))
             self._fail(culprit, _CRASH_MESSAGE)
         if not rows and not self._steps.num_committed:
-            for question in self._pending_calls.record_crash():
-                if not question.answer.done():
-                    question.answer.set_exception(RequestError(_CRASH_MESSAGE))
+            for call in self._pending_calls.record_crash():
+                if not call.answer.done():
+                    call.answer.set_exception(RequestError(_CRASH_MESSAGE))
 
     def _fail(self, request_id: str, error: str) -> None:
         outputs = self._open_requests.fail(request_id, error)
@@ -401,7 +401,7 @@ class AsyncEngine:
         self._release_if_ended(request_id)
 
     async def _run_watchdog(self) -> None:
-        """The watchdog loop: update `_stalled`, and kill an engine that is stalled for too long."""
+        """The watchdog loop: update `_stalled_seconds`, and kill an engine that is stalled for too long."""
         while True:
             asleep = time.monotonic()
             await asyncio.sleep(WATCHDOG_INTERVAL)
@@ -411,11 +411,11 @@ class AsyncEngine:
                 continue
             self._stalled_seconds = self._stall_detector.stalled_seconds(now)
             if self._engine_handle.can_restart and 0 < self._watchdog < self._stalled_seconds:
-                log.error("the engine has been stalled for %.1f s and is ended", self._stalled_seconds)
+                log.error("the engine has been stalled for %.1f s and is killed", self._stalled_seconds)
                 stalled = self._connection
                 self._engine_handle.dump_stacks()
                 await asyncio.sleep(_STACK_DUMP_SECONDS)
-                if self._connection is stalled:  # otherwise it has died, and the host has another engine
+                if self._connection is stalled:  # otherwise it has died, and another engine runs
                     self._engine_handle.kill()
                 await asyncio.sleep(_STACK_DUMP_SECONDS)
 
@@ -438,5 +438,5 @@ class AsyncEngine:
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
         if error is not None and self._stopped is None:  # without this task requests would wait forever
-            log.error("the engine cannot be watched any more", exc_info=error)
-            self._stop(EngineStopped("the server failed to watch its engine, and its log says why"))
+            log.error("the connection to the engine failed", exc_info=error)
+            self._stop(EngineStopped("a task that supervises the engine failed; see the log of the server"))

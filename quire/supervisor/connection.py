@@ -9,7 +9,7 @@ from quire.supervisor.protocol import BadFrame, EngineMessage, FrameReader
 
 
 class Connection(asyncio.Protocol):
-    """Calls hear(news) per message, lost(self, why) once at the end. `why`: error of an unreadable message."""
+    """Calls on_message(message) per message, on_lost(self, why) once at the end. why: error of an invalid message."""
 
     def __init__(
         self, on_message: Callable[[EngineMessage], None], on_lost: Callable[["Connection", Exception | None], None]

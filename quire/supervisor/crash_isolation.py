@@ -1,10 +1,10 @@
-"""Crash bisection and the denylist.
+"""Crash bisection and the denylist. `async_engine` restarts the engine.
 
 A request is a suspect after two crashes in steps that computed it, without progress in between. Suspects then run in
 groups, one group after the other, while all other requests are held. If the engine crashes again, the suspects of that
 step are split into smaller groups. A request that passes its position of the crash is cleared. A request is found
-guilty after `ALONE` crashes in a row, without progress, in which it was alone in the step. Random kills of the process
-meet this condition only if no engine lives for as long as one step.
+guilty after `MAX_CRASHES_ALONE` crashes in a row, without progress, in which it was alone in the step. Random kills of
+the process meet this condition only if no engine lives for as long as one step.
 """
 
 from collections.abc import Iterable, Mapping
@@ -29,7 +29,7 @@ class CrashBisection:
 
     @property
     def has_suspects(self) -> bool:
-        """Whether `survived` would change anything."""
+        """Whether `record_progress` would change anything."""
         return bool(self._crash_positions)
 
     @property
@@ -40,7 +40,7 @@ class CrashBisection:
     def record_crash(self, rows: Mapping[str, int], num_ended: int = 0) -> str | None:
         """Record a crash. rows: requests of the uncommitted steps -> the last position that was to be computed.
 
-        num_gone: number of other requests in these steps that have ended since, and may be the cause.
+        num_ended: number of other requests in these steps that have ended since, and may be the cause.
         Returns the id of the guilty request if it is certain, and forgets it; else None.
         """
         for name, position in rows.items():

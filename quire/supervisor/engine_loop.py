@@ -65,7 +65,7 @@ class EngineLoop:
     """Runs one engine on one socket. `run` returns when the other end closes the socket or sends Close."""
 
     def __init__(self, engine: Engine, connection: socket.socket, gc_policy: GCPolicy | None = None) -> None:
-        """garbage: policy of this process; None if the process has other work."""
+        """gc_policy: policy of this process; None if the process has other work."""
         self._engine = engine
         self._gc_policy = gc_policy
         self._connection = connection
@@ -118,7 +118,7 @@ class EngineLoop:
         try:
             self._engine.check_block_accounting()
         except Exception:  # an error of the check must not end the engine
-            log.exception("the memory could not be checked")
+            log.exception("the check of the KV block accounting failed")
 
     def _execute(self, command: Command) -> None:
         match command:
@@ -174,14 +174,14 @@ class EngineLoop:
         positions = [position for _, position in rows]
         return Launched(names if changed else None, positions, self._engine.predicted_seconds)
 
-    def _send(self, news: EngineMessage) -> None:
+    def _send(self, message: EngineMessage) -> None:
         try:
             with self._sending:
-                self._connection.sendall(protocol.encode_frame(news))
+                self._connection.sendall(protocol.encode_frame(message))
         except OSError:  # the front end has closed the socket
             self._closing = True
 
-    # Threads of `_listen` and `_beat`
+    # Threads of `_listen` and `_heartbeat`
 
     def _listen(self) -> None:
         frames = FrameReader()
@@ -195,7 +195,7 @@ class EngineLoop:
         except OSError:
             pass
         except BadFrame:
-            log.exception("the front end sent what cannot be read")
+            log.exception("cannot decode a message of the front end")
         with self._wake:
             self._closing = True
             self._wake.notify()

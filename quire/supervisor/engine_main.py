@@ -28,8 +28,8 @@ def run(connection: socket.socket, build: Callable[..., Built] = build) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the front end ends this process with Close, or by its own end
 
-    def say(news: EngineMessage) -> None:
-        connection.sendall(protocol.encode_frame(news))
+    def say(message: EngineMessage) -> None:
+        connection.sendall(protocol.encode_frame(message))
 
     try:
         built = build(
@@ -63,4 +63,4 @@ def _receive_begin(connection: socket.socket) -> Begin:
     match protocol.decode_commands(message):
         case [Begin() as begin]:
             return begin
-    raise BadFrame("something else came before the engine was there")
+    raise BadFrame("the first message of the front end must be Begin")

@@ -38,7 +38,7 @@ class StallDetector:
         self._step_allowed_seconds = 0.0  # the part of it for the newest step
 
     def record_launch(self, predicted_seconds: float, now: float, *, is_queued: bool = False) -> None:
-        """Record the launch of a step. waits: whether it begins only after the in-flight step before it."""
+        """Record the launch of a step. is_queued: whether it begins only after the in-flight step before it."""
         self.last_message_at = self.turn_began_at = now
         before = self._step_allowed_seconds if is_queued else 0.0
         self.predicted_seconds, self._step_allowed_seconds = predicted_seconds, _allowed_step_seconds(predicted_seconds)

@@ -87,7 +87,7 @@ class EngineProcess:
                 start_new_session=True,  # Ctrl-C must reach the front end only, which drains requests
             )
         try:
-            with suppress(ConnectionError):  # the process has died, which _until_ready reports
+            with suppress(ConnectionError):  # the process has died, which _wait_until_ready reports
                 self.connection.sendall(protocol.encode_frame([Begin(self._next_options())]))
             self.model_info = self._wait_until_ready()
         except BaseException:
@@ -131,9 +131,9 @@ class EngineProcess:
         except ConnectionError:
             return None
 
-    def _handle_message(self, news: EngineMessage) -> ModelInfo | None:
+    def _handle_message(self, message: EngineMessage) -> ModelInfo | None:
         """Handle a message of a starting engine. Returns the facts of Ready, else None. Raises the error of Refused."""
-        match news:
+        match message:
             case protocol.Ready(facts):
                 return facts
             case protocol.Refused(failure):
@@ -172,7 +172,7 @@ class EngineThread:
     def wait(self) -> str:
         """Wait until the thread has ended. Returns how it ended, as part of a sentence."""
         self._thread.join()
-        return "with an error" if self._failed else "as it was told"
+        return "with an error" if self._failed else "as requested"
 
     def _run(self) -> None:
         try:
@@ -188,18 +188,18 @@ _END_SECONDS = 5.0  # time for an engine to end after its connection is closed, 
 
 
 class Launcher:
-    """Runs the blocking calls of a Host on threads.
+    """Runs the blocking calls of an EngineHandle on threads.
 
     All methods must be called on one event loop. Only `abandon` may be called while another method runs.
     """
 
     def __init__(self, engine_handle: EngineHandle) -> None:
         self._engine_handle = engine_handle
-        self._host_call: asyncio.Task[Any] | None = None  # the current or last call of the host
+        self._host_call: asyncio.Task[Any] | None = None  # the current or last call of the engine handle
         self._launch_cancelled = False  # whether that call is a launch whose caller was cancelled
 
     async def launch(self) -> bool:
-        """Start another engine, with up to STARTS attempts. Returns whether it runs."""
+        """Start another engine, with up to MAX_START_ATTEMPTS attempts. Returns whether it runs."""
         for attempt in range(MAX_START_ATTEMPTS):
             try:
                 self._host_call = asyncio.ensure_future(asyncio.to_thread(self._engine_handle.launch))

@@ -39,11 +39,11 @@ class PendingCalls:
     def add(
         self, command: Callable[[int], Any], requests: Sequence[NewRequest] = (), *, resend: bool = True
     ) -> tuple[int, PendingCall]:
-        """Add a call. Returns its number and the call. lasts: whether it is sent again after a restart."""
-        number, question = self._count, PendingCall(command, requests, resend=resend)
+        """Add a call. Returns its number and the call. resend: whether it is sent again after a restart."""
+        number, call = self._count, PendingCall(command, requests, resend=resend)
         self._count += 1
-        self._pending[number] = question
-        return number, question
+        self._pending[number] = call
+        return number, call
 
     def pop(self, number: int) -> PendingCall | None:
         """Remove and return a call; None if it is not pending."""
@@ -52,33 +52,33 @@ class PendingCalls:
     def to_send(self, *, allow_adds: bool) -> Iterator[tuple[int, PendingCall]]:
         """Unsent calls that may be sent now. The caller must set `sent` before it takes the next one.
 
-        adding: whether calls that add requests may be sent.
+        allow_adds: whether calls that add requests may be sent.
         """
-        adders = [question for question in self._pending.values() if question.requests]
+        adders = [call for call in self._pending.values() if call.requests]
         one_by_one = any(one.was_pending_at_crash for one in adders)
-        for number, question in list(self._pending.items()):
-            if question.sent or question.answer.done():
+        for number, call in list(self._pending.items()):
+            if call.sent or call.answer.done():
                 continue
-            if question.requests and (not allow_adds or (one_by_one and any(one.sent for one in adders))):
+            if call.requests and (not allow_adds or (one_by_one and any(one.sent for one in adders))):
                 continue
-            yield number, question
+            yield number, call
 
     def fail(self, error: Exception) -> None:
         """Set an error on all calls, because no engine will answer."""
-        for question in self._pending.values():
-            if not question.answer.done():
-                question.answer.set_exception(error)
+        for call in self._pending.values():
+            if not call.answer.done():
+                call.answer.set_exception(error)
 
     def mark_unsent(self) -> None:
         """Mark all calls as unsent after a restart, and remove those that do not last."""
-        self._pending = {number: question for number, question in self._pending.items() if question.resend}
-        for question in self._pending.values():
-            question.sent = False
+        self._pending = {number: call for number, call in self._pending.items() if call.resend}
+        for call in self._pending.values():
+            call.sent = False
 
     def record_crash(self) -> list[PendingCall]:
-        """Record the death of an engine without a committed step. Returns the calls that have reached DEATHS."""
-        asked = [question for question in self._pending.values() if question.sent and question.requests]
-        for question in asked:
-            question.was_pending_at_crash = True
-            question.num_crashes += len(asked) == 1
-        return [question for question in asked if question.num_crashes >= MAX_CRASHES]
+        """Record the death of an engine without a committed step. Returns the calls that have reached MAX_CRASHES."""
+        pending = [call for call in self._pending.values() if call.sent and call.requests]
+        for call in pending:
+            call.was_pending_at_crash = True
+            call.num_crashes += len(pending) == 1
+        return [call for call in pending if call.num_crashes >= MAX_CRASHES]

@@ -232,8 +232,8 @@ def decode_commands(data: bytes) -> Commands:
 
 def decode_message(data: bytes) -> EngineMessage:
     """Decode a message of the engine. Raises BadFrame for invalid data."""
-    news: EngineMessage = _decode(_ENGINE_MESSAGE, data)
-    return news
+    message: EngineMessage = _decode(_ENGINE_MESSAGE, data)
+    return message
 
 
 def _decode(decoder: "msgspec.msgpack.Decoder[Any]", data: bytes) -> Any:  # noqa: ANN401  (as the decoder says)
@@ -258,7 +258,7 @@ def encode_error(error: Exception) -> Failure:
         case _:
             numbers = []
     names = [kind.__name__ for kind in type(error).__mro__]
-    kind = next((name for name in names if name in _KINDS), names[0])  # nearest class that error_of can build
+    kind = next((name for name in names if name in _KINDS), names[0])  # nearest class that decode_error can build
     return Failure(kind, str(error), getattr(error, "param", None), numbers)
 
 

@@ -94,20 +94,20 @@ class Meter:
         self._total = 0
 
     def step(self) -> None:
-        """Check the time before an operation. Raises TooMuch."""
+        """Check the time before an operation. Raises LimitExceeded."""
         if time.thread_time() > self._deadline:
-            raise LimitExceeded("it takes too long")
+            raise LimitExceeded("it ran too long")
 
     def measure(self, value: object) -> int:
-        """Add the size of `value` to the total and return it, in characters. Raises TooMuch."""
+        """Add the size of `value` to the total and return it, in characters. Raises LimitExceeded."""
         size = size_of(value)
         self._total += size
         if self._total > MAX_TOTAL:
-            raise LimitExceeded("it makes too much text")
+            raise LimitExceeded("its values are too large in total")
         return size
 
     def count(self, items: Iterator[object]) -> Iterator[object]:
-        """The same items, each as a step and measured. Raises TooMuch."""
+        """The same items, each as a step and measured. Raises LimitExceeded."""
         for item in items:
             self.step()
             self.measure(item)
@@ -115,7 +115,7 @@ class Meter:
 
 
 def size_of(value: object) -> int:
-    """Size in characters of a value of strings, numbers, lists and mappings. Raises TooMuch above MAX_SIZE."""
+    """Size in characters of a value of strings, numbers, lists and mappings. Raises LimitExceeded above MAX_SIZE."""
     if isinstance(value, str):
         stack, size = [], len(value)
     else:
@@ -135,30 +135,30 @@ def size_of(value: object) -> int:
         elif isinstance(item, range):
             size += ITEM_SIZE * len(item)
     if size > MAX_SIZE:
-        raise LimitExceeded(f"it makes a value of more than {MAX_SIZE} characters")
+        raise LimitExceeded(f"it creates a value of more than {MAX_SIZE} characters")
     return size
 
 
 def check_growth(value: object, operands: Sequence[object]) -> None:
-    """Raises TooMuch if the size of `value` times the largest operand exceeds MAX_WORK."""
+    """Raises LimitExceeded if the size of `value` times the largest operand exceeds MAX_WORK."""
     longest = max([abs(o) if isinstance(o, int) else size_of(o) for o in operands], default=1)
     if max(1, size_of(value)) * longest > MAX_WORK:
-        raise LimitExceeded("it makes a text grow too much at once")
+        raise LimitExceeded("it multiplies the size of a text by too much")
 
 
 def check_format(text: str, operands: Sequence[object]) -> None:
-    """Raises TooMuch for a format string with wide fields or large operands."""
+    """Raises LimitExceeded for a format string with wide fields or large operands."""
     if _WIDE_FIELD.search(text):
         raise LimitExceeded("it formats a field of a thousand characters or more")
     check_growth(text, operands)
 
 
 def check_numbers(operator: str, left: object, right: object) -> None:
-    """Raises TooMuch for a product or power of integers with thousands of digits."""
+    """Raises LimitExceeded for a product or power of integers with thousands of digits."""
     if isinstance(left, int) and isinstance(right, int):
         bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
         if bits > MAX_SIZE // 1024:
-            raise LimitExceeded("it makes a number with thousands of digits")
+            raise LimitExceeded("it computes a number with thousands of digits")
 
 
 class PlainNamespace(Namespace):
@@ -201,7 +201,7 @@ def tojson(
     separators: Sequence[str] | None = None,
     sort_keys: bool = False,  # noqa: FBT001, FBT002
 ) -> str:
-    """JSON without HTML escapes, unlike Jinja's filter. Raises TooMuch for a wide indent."""
+    """JSON without HTML escapes, unlike Jinja's filter. Raises LimitExceeded for a wide indent."""
     if indent is not None and not 0 <= indent <= 16:
         raise LimitExceeded("it indents JSON by more than 16 spaces")
     marks = None if separators is None else (str(separators[0])[:16], str(separators[1])[:16])
@@ -305,7 +305,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> Undefined:  # noqa: ANN401 (Jinja's)
         """Raises SecurityError. Jinja would continue with an undefined value."""
-        raise SecurityError(f"it reaches for {attribute!r:.80} of {type(obj).__name__}")
+        raise SecurityError(f"it accesses {attribute!r:.80} of {type(obj).__name__}")
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:  # noqa: ANN401 (Jinja's)
         """Jinja's sandboxed `str.format`, with a limit on its size."""

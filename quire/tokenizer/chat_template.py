@@ -35,7 +35,7 @@ class ChatTemplate:
         try:
             self._template: Template = self._sandbox.from_string(source)
         except (TemplateError, LimitExceeded, RecursionError, ValueError, TypeError) as error:
-            raise ModelError(f"the model's chat template is broken: {_reason(error)}") from error
+            raise ModelError(f"the model's chat template is invalid: {_reason(error)}") from error
 
     def render(self, variables: Mapping[str, object]) -> str:
         """The text for these variables (messages, tools, add_generation_prompt, ...; plain JSON values).
@@ -66,7 +66,7 @@ def _collect(template: Template, variables: Mapping[str, object]) -> str:
     for piece in template.generate(variables):
         size += len(piece)
         if size > MAX_SIZE:
-            raise LimitExceeded(f"it makes more than {MAX_SIZE} characters")
+            raise LimitExceeded(f"its text has more than {MAX_SIZE} characters")
         pieces.append(piece)
     return "".join(pieces)
 
@@ -145,7 +145,7 @@ class ContinuedFinalMessage:
         """The text up to the mark; without trailing white space if the template stripped the space after the mark."""
         end = rendered.rfind(_MARK)
         if end < 0 or self._text not in rendered:
-            raise RequestError("the model's chat template does not show the last message as it is", _PARAM)
+            raise RequestError("the model's chat template does not render the last message unchanged", _PARAM)
         trimmed = rendered[end + len(_MARK) : end + len(_MARK) + 1] != " "
         return rendered[:end].rstrip() if trimmed else rendered[:end]
 
@@ -200,7 +200,7 @@ def render_conversation(
         raise RequestError("continue_final_message must be true, false or a field's name", "continue_final_message")
     if add_generation_prompt and continue_final_message:
         raise RequestError(
-            "continue_final_message goes on with the last message, and add_generation_prompt begins a new one; "
+            "continue_final_message continues the last message, and add_generation_prompt starts a new one; "
             "set one of them to false",
             "continue_final_message",
         )

@@ -65,14 +65,14 @@ def test_a_context_that_does_not_fit_is_lowered_unless_it_was_asked_for():
         plan_memory(demand(), available=64 * GIB, default_share=0.5, limit="1GiB")
 
 
-def test_recordings_are_taken_from_the_pool_and_have_a_line():
+def test_captured_steps_are_taken_from_the_pool_and_have_a_line():
     plain, recorded = (
         plan_memory(demand(**some, max_num_seqs=1000), available=64 * GIB, default_share=0.5, limit="4GiB")
         for some in ({}, {"captured_steps_bytes": GIB, "captured_steps_reason": "22 graphs"})
     )
     assert plain.num_blocks[0] - recorded.num_blocks[0] == pytest.approx(GIB / (12288 * 16), abs=1)
     line = recorded.lines[-1]
-    assert (line.name, line.bytes, line.reason) == ("recordings", GIB, "22 graphs")
+    assert (line.name, line.bytes, line.reason) == ("captured", GIB, "22 graphs")
     assert sum(line.bytes for line in recorded.lines) <= 4 * GIB
     assert [line.name for line in plain.lines] == ["weights", "KV pool", "workspace"]
     staged = plan_memory(demand(staging_bytes=GIB), available=64 * GIB, default_share=0.5, limit=None)

@@ -107,7 +107,7 @@ def test_durations_that_cannot_be_teach_nothing(seconds):
     costs.observe_copies(100, seconds, 100, seconds)
     assert costs.recompute_seconds(1000) == costs.decode_step_seconds == 0.0
     assert costs.copy_seconds(100) == (inf, inf)
-    assert str(costs) == "nothing is known yet"
+    assert str(costs) == "not measured yet"
 
 
 def test_a_step_without_tokens_teaches_nothing():

@@ -59,7 +59,7 @@ def test_prompts_are_cut_to_the_end_that_is_kept(tokenizer, length, keep, max_to
     params = SamplingParams(truncate_prompt_tokens=keep, max_tokens=max_tokens)
     prompt = TokenizedPrompt(tokenizer.decode(ids), ids)
     if keep == -1 and room < 1:
-        with pytest.raises(RequestError, match=r"max_tokens .* leaves nothing") as refused:
+        with pytest.raises(RequestError, match=r"max_tokens .* leaves none") as refused:
             prepare_generations([prompt], [params], tokenizer, limit)
         assert refused.value.param == "max_tokens"
         return

@@ -125,7 +125,7 @@ def prepared():
         ({}, "radix", "prefixes   radix index, exact to the token"),
         ({"prefix_index": "hash"}, "hash", "prefixes   hash index, whole blocks of 16 tokens"),
         ({"prefix_index": "hash", "block_size": 8}, "hash", "prefixes   hash index, whole blocks of 8 tokens"),
-        ({"enable_prefix_caching": False}, "none", "prefixes   not kept: enable_prefix_caching is off"),
+        ({"enable_prefix_caching": False}, "none", "prefixes   no prefix cache: enable_prefix_caching is off"),
     ],
 )
 def test_the_index_is_chosen_and_told(prepared, options, kind, line):

@@ -221,7 +221,7 @@ def test_a_gguf_file_of_a_repository(find, hub, name, expected):
         ("owner/tiny-GGUF:tiny", "has several files called tiny; there are"),
         ("owner/tiny-GGUF/tiny-Q4_K_X.gguf", r"has no file tiny-Q4_K_X.gguf \(did you mean 'tiny-Q4_K_"),
         ("owner/tiny-GGUF", "has its weights as GGUF; choose a file, as in owner/tiny-GGUF:Q4_K_M; there are Q8_0/"),
-        ("owner/tiny:Q8_0", "has no GGUF file Q8_0; there is none at all"),
+        ("owner/tiny:Q8_0", "has no GGUF file Q8_0; it has no GGUF files"),
     ],
 )
 def test_gguf_files_that_are_not_there(find, name, message):
@@ -264,7 +264,7 @@ def test_a_download_that_is_cut_goes_on_where_it_was(find, hub, cuts):
 def test_a_download_goes_on_in_another_process(find, hub, tmp_path):
     hub.repos["owner/tiny"].files = {"config.json": b"{}", "model.safetensors": WEIGHTS}
     hub.cuts = [1_500_000] + [0] * 5
-    with pytest.raises(ModelError, match="What has arrived is kept"):
+    with pytest.raises(ModelError, match="Downloaded parts are kept"):
         find("owner/tiny")
     with pytest.raises(ModelError, match="not in the cache, or only a part of it"):
         find("owner/tiny", offline=True)
@@ -283,7 +283,7 @@ def test_a_server_without_ranges_begins_again(find, hub):
 def test_other_bytes_than_listed_are_not_kept(find, hub, tmp_path):
     hub.repos["owner/tiny"].files = {"config.json": b"{}", "model.safetensors": WEIGHTS}
     hub.spoils = True
-    with pytest.raises(ModelError, match="is not the file that is listed there"):
+    with pytest.raises(ModelError, match="is not the file that the repository lists"):
         find("owner/tiny")
     hub.spoils = False
     assert (find("owner/tiny") / "model.safetensors").read_bytes() == WEIGHTS

@@ -181,7 +181,7 @@ def test_a_variable_of_a_turn_that_is_not_over_is_an_error_and_no_deadlock():
     ("inside", "message"),
     [
         (sgl.gen("x") + sgl.gen("y"), "needs a stop"),
-        (sgl.gen("x", stop=";") + sgl.gen("y", temperature=0.1), "same way"),
+        (sgl.gen("x", stop=";") + sgl.gen("y", temperature=0.1), "equal sampling parameters"),
         (sgl.gen("x", regex="a"), "without n, regex"),
         (sgl.select("x", ["a"]), "select"),
     ],

@@ -276,7 +276,7 @@ def test_what_a_server_refuses_is_a_request_error_that_names_the_field(endpoint)
 def test_a_busy_server_is_asked_again_and_a_broken_one_is_not():
     httpx2 = pytest.importorskip("httpx2")
     answers = [(429, {"retry-after": "0"}, ""), (503, {"retry-after": "0"}, ""), (200, {}, '{"fine": 1}')]
-    answers += [(500, {}, '{"error": {"message": "broken"}}'), (200, {}, "no json")]
+    answers += [(500, {}, '{"error": {"message": "broken"}}'), (200, {}, "not json")]
     left = iter(answers)
 
     def answer(request):
@@ -289,7 +289,7 @@ def test_a_busy_server_is_asked_again_and_a_broken_one_is_not():
         assert loop.run(http.get("/x")) == {"fine": 1}
         with pytest.raises(sgl.GenerationFailed, match="500: broken"):
             loop.run(http.post("/x", {}))
-        with pytest.raises(sgl.GenerationFailed, match="no JSON"):
+        with pytest.raises(sgl.GenerationFailed, match="not JSON"):
             loop.run(http.post("/x", {}))
     finally:
         loop.close(http.close)

@@ -296,9 +296,9 @@ def test_a_coroutine_that_is_cancelled_gives_up_its_program(pretend):
         (lambda: sgl.gen("x", temperature="hot"), "temperature must be a number"),
         (lambda: sgl.gen("x", ignore_eos=1), "ignore_eos must be True or False"),
         (lambda: sgl.gen("x", logprob_start_len=-5), "logprob_start_len"),
-        (lambda: sgl.gen("x", json_schema="{"), "no JSON"),
+        (lambda: sgl.gen("x", json_schema="{"), "not valid JSON"),
         (lambda: sgl.gen("x", json_schema=dict), "must be a JSON schema"),
-        (lambda: sgl.gen("x", json_schema={"const": float("nan")}), "no JSON"),
+        (lambda: sgl.gen("x", json_schema={"const": float("nan")}), "not valid JSON"),
         (lambda: "a\ud800" + sgl.gen("x"), "Unicode"),
         (lambda: sgl.gen("x", choices=[]), "choices"),
         (lambda: sgl.gen("x", choices=["a"], regex="a"), "give one"),
@@ -308,8 +308,8 @@ def test_a_coroutine_that_is_cancelled_gives_up_its_program(pretend):
         (lambda: sgl.select("x", "ab"), "choices"),
         (lambda: sgl.select("x", ["a", ""]), "choices"),
         (lambda: sgl.select("x", ["a"], temperature=1), "temperature"),
-        (lambda: sgl.image("cat.png"), "reads text only"),
-        (lambda: sgl.video("cat.mp4", 3), "reads text only"),
+        (lambda: sgl.image("cat.png"), "text models only"),
+        (lambda: sgl.video("cat.mp4", 3), "text models only"),
         (lambda: "a" + sgl.gen("x") + 3, "append text"),
         (lambda: sgl.function(lambda: None), "first argument"),
         (lambda: sgl.function(num_api_spec_tokens=0)(lambda s: None), "at least 1"),
@@ -327,7 +327,7 @@ def test_what_makes_no_sense_is_refused_where_it_is_written(make, message):
         (lambda s: s.fork(0), "at least 1"),
         (lambda s: s.fork(2).__iadd__(["one"]), "2 forks"),
         (lambda s: s.fork(2, position_ids_offset=[1]), "position_ids_offset"),
-        (lambda s: s.fork(2).__setitem__(0, s), "stay as they are"),
+        (lambda s: s.fork(2).__setitem__(0, s), "cannot be replaced"),
     ],
 )
 def test_what_cannot_be_appended_is_refused_at_once(pretend, append, message):
@@ -339,9 +339,9 @@ def test_what_cannot_be_appended_is_refused_at_once(pretend, append, message):
     ("expr", "message"),
     [
         (sgl.user_begin() + sgl.assistant_begin(), "inside the user's"),
-        (sgl.user_end(), "nobody speaks"),
+        (sgl.user_end(), "the open turn is none"),
         (sgl.gen("x", top_logprobs_num=2), "needs return_logprob=True"),
-        (sgl.user_begin() + sgl.system_end(), "user speaks"),
+        (sgl.user_begin() + sgl.system_end(), "the open turn is user"),
     ],
 )
 def test_what_does_not_fit_where_it_stands_is_the_states_error(pretend, expr, message):

@@ -73,7 +73,7 @@ def test_an_answer_that_is_fine_is_taken(monkeypatch, api, stream):
         ("error", "why not"),
         ("abort", "why not"),
         (None, "cut off"),
-        *((fault, "cut off|not what its") for fault in ("form", "nothing")),
+        *((fault, "cut off|does not follow its") for fault in ("form", "nothing")),
     ],
 )
 def test_one_that_is_not_is_a_failure(monkeypatch, api, stream, fault, message):

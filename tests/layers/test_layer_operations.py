@@ -203,7 +203,7 @@ def test_the_cpu_kernels_are_chosen_by_name_and_as_the_fastest(cpu):
     [
         ({"dtype": "float16"}, "computes in float32 and bfloat16, not in float16"),
         ({"kv_dtype": "int8"}, "keeps keys and values in float32, not in int8"),
-        ({"block_size": 24}, "block_size 24 is no multiple of 16"),
+        ({"block_size": 24}, "block_size 24 is not a multiple of 16"),
         ({"head_dims": (64, 257)}, "heads of 257 are larger than 256"),
         ({"device": "meta"}, "runs on CPUs, not on meta"),
     ],
@@ -235,7 +235,7 @@ def test_unknown_names_and_devices_are_refused():
 
 @pytest.mark.parametrize("name", ["flashinfer", "FlashInfer", "flash-attn"])
 def test_kernels_that_other_engines_have_are_refused_with_what_to_use(name):
-    with pytest.raises(ConfigError, match=f"kernels of {name.lower()} are no part of quire.* use 'triton'.* or 'auto'"):
+    with pytest.raises(ConfigError, match=f"quire has no kernels of {name.lower()}.* use 'triton'.* or 'auto'"):
         choose(name, demands())
     with pytest.raises(ConfigError, match="plain torch is called 'reference' here"):
         choose("torch", demands())

@@ -147,11 +147,11 @@ def test_norms_of_weights_minus_one_stay_in_float32(saved):
         (lambda t: t.pop("lm_head.weight"), r"expected lm_head\.weight with shape \(301, 64\), found nothing"),
         (
             lambda t: t.update({"model.layers.3.mlp.up_proj.weight": torch.ones(96, 64)}),
-            r"no place for: found model\.layers\.3\.mlp\.up_proj\.weight with shape \(96, 64\)",
+            r"does not have: found model\.layers\.3\.mlp\.up_proj\.weight with shape \(96, 64\)",
         ),
         (
             lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(128)}),
-            r"no place for: found model\.layers\.0\.self_attn\.q_proj\.bias",
+            r"does not have: found model\.layers\.0\.self_attn\.q_proj\.bias",
         ),
         (
             lambda t: t.update({"model.norm.weight": torch.ones(65)}),

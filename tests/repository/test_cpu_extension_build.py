@@ -114,4 +114,4 @@ def test_without_the_extension_plain_torch_is_chosen_and_the_reason_told():
     auto, named = done.stdout.splitlines()
     assert auto.startswith("reference (plain torch): the fastest that runs on cpu; not cpu: its extension cannot be lo")
     assert named.startswith("no kernels for float32 on cpu; tried cpu: its extension cannot be loaded (")
-    assert named.endswith("install a C++ compiler and quire once more")
+    assert named.endswith("install a C++ compiler, then install quire again")

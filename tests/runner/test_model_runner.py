@@ -231,7 +231,7 @@ def test_short_types_generate(saved, prompts, dtype):
     ("chunk", "message"),
     [
         ((0, 0, 0, 5, 2, 3, ChunkOutput.SAMPLE), "cannot verify drafts"),
-        ((0, 0, 0, 5, 0, 1, ChunkOutput.POOL), "does not pool"),
+        ((0, 0, 0, 5, 0, 1, ChunkOutput.POOL), "has no pooling"),
         ((0, 0, 5, 5, 0, 0, ChunkOutput.NONE), "at least one position"),
         ((0, 0, 0, 5, 0, 6, ChunkOutput.NONE), "one for each of its logits"),
         ((0, 0, 0, 5, 0, 0, ChunkOutput.SAMPLE), "needs logits at its last position"),
@@ -248,14 +248,14 @@ def test_chunks_it_cannot_run_are_refused(model, prompts, greedy, chunk, message
 
 def test_calls_out_of_order_are_refused(model, prompts):
     driver = Driver(model)
-    with pytest.raises(ValueError, match="no step was sampled"):
+    with pytest.raises(ValueError, match="there is no sampled step"):
         driver.runner.collect()
     step = driver.step([(0, 0, 5)], opens=[(0, GREEDY)], tokens=[(0, 0, prompts[0])])
-    with pytest.raises(ValueError, match="step 1 is not the one"):
+    with pytest.raises(ValueError, match="step 1 is not the launched step"):
         driver.runner.sample(step.id, SamplingMasks.empty())
     driver.runner.launch(step)
     driver.runner.sample(step.id, SamplingMasks.empty())
-    with pytest.raises(ValueError, match="step 1 is not the one"):
+    with pytest.raises(ValueError, match="step 1 is not the launched step"):
         driver.runner.sample(step.id, SamplingMasks.empty())
 
 

@@ -311,5 +311,5 @@ def test_a_vocabulary_must_feed_the_width():
     params = BeamSearchParams(beam_width=40, max_tokens=7)
     assert plan_beams(params, vocab_size=60, num_end_tokens=8).num_candidates == 60
     assert plan_beams(params, vocab_size=100, num_end_tokens=8).num_candidates == 80
-    with pytest.raises(RequestError, match=r"beam_width \(40\) is too much for a vocabulary of 47 tokens"):
+    with pytest.raises(RequestError, match=r"beam_width \(40\) is too large for a vocabulary of 47 tokens"):
         plan_beams(params, vocab_size=47, num_end_tokens=8)

@@ -73,7 +73,7 @@ def test_a_request_that_is_not_refused_again_is_a_difference(monkeypatch):
         rig.add("a", [1, 2, 3])
     rig.run()
     monkeypatch.setattr(SequenceGroups, "__contains__", lambda self, request_id: False)
-    assert "recorded:\nrefused: request id 'a' is in use" in rig.replay().difference
+    assert "recorded:\nrejected: request id 'a' is in use" in rig.replay().difference
 
 
 def test_closing_the_engine_closes_the_journal():
@@ -122,7 +122,7 @@ def test_a_full_disk_ends_the_journal_and_nothing_else(caplog):
     del rig.file.write
     assert rig.tokens["a", 0] == script([1, 2, 3], 4, VOCAB)
     assert [record.getMessage() for record in caplog.records] == [
-        "the journal ends here: [Errno 28] No space left on device"
+        "the journal cannot be written and ends here: [Errno 28] No space left on device"
     ]
     assert rig.file.tell() == kept
     assert rig.replay().difference == ""

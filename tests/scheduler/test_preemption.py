@@ -119,7 +119,7 @@ def test_auto_tries_a_swap_and_then_takes_what_is_cheaper(per_block, cheaper):
     for event in known:
         assert (event.copy_seconds < event.recompute_seconds) == (cheaper == "swap")
     assert {event.why for event in known} == {
-        {"swap": "computing would take longer", "recompute": "copies would take longer"}[cheaper]
+        {"swap": "recomputing would take longer", "recompute": "copies would take longer"}[cheaper]
     }
     assert rig.replay().difference == ""
 

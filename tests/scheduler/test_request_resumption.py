@@ -261,9 +261,9 @@ def test_an_abort_takes_back_what_was_not_yet_said():
         (
             [KnownOutput([1])],
             {"beams": Beams(width=1, num_candidates=2, length_penalty=1.0, early_stopping=False)},
-            "anew",
+            "starts from the beginning",
         ),
-        ([KnownOutput()], {"pooling": Pooling.LAST, "max_tokens": 0}, "anew"),
+        ([KnownOutput()], {"pooling": Pooling.LAST, "max_tokens": 0}, "starts from the beginning"),
         ([KnownOutput([1])], {"temperature": 1.0}, "seed"),
     ],
 )

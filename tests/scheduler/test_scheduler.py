@@ -297,7 +297,7 @@ def test_a_leak_is_logged_and_mended(caplog):
     rig.cache.grow(rig.cache.new_table(99), 10)
     rig.add("a", prompt(4), max_tokens=1)
     rig.step()
-    assert "sequences [99] do not run and have tables" in caplog.text
+    assert "sequences [99] have tables, but are not running" in caplog.text
     assert rig.cache.pools.num_free == rig.cache.pools.num_blocks
     assert rig.scheduler.check() == []
 

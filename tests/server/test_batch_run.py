@@ -259,7 +259,7 @@ def test_results_are_not_written_over(tmp_path):
     with pytest.raises(ConfigError, match="--resume"):
         ResultFile(path, resume=False)
     (tmp_path / "in").write_bytes(written(task("a")))
-    with pytest.raises(ConfigError, match="a file of their own"):
+    with pytest.raises(ConfigError, match="name another file for the results"):
         run_batch(EngineOptions(), tmp_path / "in", tmp_path / "in", **QUIET)
     with path.open("rb") as other:
         fcntl.flock(other, fcntl.LOCK_EX)

@@ -212,7 +212,7 @@ def test_a_calibration_that_fails_is_told_and_requests_are_served(monkeypatch):
     told = []
     llm = LLM(**SMALL, calibration=0.2, report=told.append)
     (line,) = [line for line in told if line.startswith("costs ")]
-    assert "nothing is known yet; prompts could not be measured (RuntimeError: a kernel)" in line
+    assert "not measured yet; prompts could not be measured (RuntimeError: a kernel)" in line
     assert llm.generate("Mira", SamplingParams(max_tokens=2))[0].finished
 
 
@@ -227,17 +227,17 @@ def test_a_server_calibrates_unless_it_is_told_not_to():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"policy": "lpm", "enable_prefix_caching": False}, "policy 'lpm' orders requests by what the prefix cache"),
+        ({"policy": "lpm", "enable_prefix_caching": False}, "policy 'lpm' orders requests by their prefix match"),
         ({"policy": "cache-aware", "enable_prefix_caching": False}, "policy 'cache-aware' orders"),
         ({"policy": "fifo"}, "policy: Invalid enum value 'fifo'"),
-        ({"wait_weight": 3.0}, "wait_weight is of policy 'cache-aware'; policy 'fcfs'"),
+        ({"wait_weight": 3.0}, "wait_weight applies to policy 'cache-aware'; policy 'fcfs'"),
         ({"wait_weight": -1.0, "policy": "cache-aware"}, "wait_weight must be at least 0"),
         ({"eviction": "cost", "prefix_index": "hash"}, "eviction 'cost' needs the radix prefix index; use the radix"),
         ({"eviction": "lfu", "enable_prefix_caching": False}, "do not turn off enable_prefix_caching"),
         ({"eviction": "fifo"}, "eviction: Invalid enum value 'fifo'"),
-        ({"preemption": "swap", "device": "cpu"}, "preemption 'swap' needs host memory to swap to; give swap_space"),
-        ({"preemption": "swap", "swap_space": "0"}, "preemption 'swap' needs host memory to swap to"),
-        ({"preemption": "recompute", "swap_space": "1GiB"}, "swap_space=1GiB is of no use"),
+        ({"preemption": "swap", "device": "cpu"}, "preemption 'swap' needs a host pool; give swap_space"),
+        ({"preemption": "swap", "swap_space": "0"}, "preemption 'swap' needs a host pool"),
+        ({"preemption": "recompute", "swap_space": "1GiB"}, "swap_space=1GiB has no effect"),
         ({"swap_space": "lots"}, "swap_space must be bytes"),
         ({"swap_space": "4000"}, "of host memory available"),
         ({"calibration": -1.0}, "calibration must be 0 to 600 seconds"),

@@ -73,7 +73,7 @@ def test_what_a_backend_says_against_a_constraint_is_told_and_its_accidents_too(
     site.grammars.submit("a", regex("bad"))
     assert site.told() == [("a", "no such thing")]
     site.grammars.submit("b", regex("worse"))
-    assert site.told() == [("b", "this form could not be compiled (ValueError); change it")]
+    assert site.told() == [("b", "this constraint could not be compiled (ValueError); change it")]
     site.grammars.close()
 
 
@@ -104,7 +104,7 @@ def test_what_nobody_waits_for_any_more_is_not_begun_and_who_only_waited_for_oth
     site.now = 2.0
     assert site.grammars.finished() == []
     site.grammars._waiting_requests["late"] = site.grammars._waiting_requests["late"]._replace(submitted_at=-2.0)
-    assert site.grammars.finished() == [("late", "too many forms are being compiled; try again later")]
+    assert site.grammars.finished() == [("late", "too many constraints are being compiled; try again later")]
     go_on.set()
     assert ("patient", "") in site.told() + site.told() + site.told()
     assert not [text for text in site.calls if "as well" in text]

@@ -184,7 +184,7 @@ def test_a_token_that_does_not_fit_is_an_error_of_this_sequence_alone():
     assert not good.advance(encode("a")).error
     assert allowed(good, vocabulary())
     early = grammar.new_matcher(fast_forward=False)
-    assert early.advance([*encode("a"), 2]).error == "the output ended before it was complete"
+    assert early.advance([*encode("a"), 2]).error == "the output ended before the constraint was complete"
 
 
 def test_a_limit_met_on_the_way_is_an_error_of_this_sequence_alone():
@@ -196,7 +196,7 @@ def test_a_limit_met_on_the_way_is_an_error_of_this_sequence_alone():
         if verdict.error or not allowed(matcher, vocabulary()):
             break
     verdict = matcher.advance(token)
-    assert "cannot be followed any further" in verdict.error
+    assert "the matcher of the constraint failed" in verdict.error
     assert "\n" not in verdict.error
     assert allowed(matcher, vocabulary()) == []
 

@@ -257,7 +257,7 @@ def test_a_stall_is_seen(monkeypatch):
         assert engine.health().problem == ""
         pretend.gate.clear()
         stream = await engine.generate([request("a", 3)])
-        await until(lambda: "not moved" in engine.health().problem)
+        await until(lambda: "no progress" in engine.health().problem)
         assert engine.health().state == "stalled"
         pretend.gate.set()
         assert len(await read(stream, "a")) == 3

@@ -251,7 +251,7 @@ def test_an_engine_that_cannot_be_started_again_fails_what_is_open(monkeypatch):
             await asyncio.sleep(0.3)
             engine._engine_handle._program = HOPELESS
             os.kill(pid(engine), signal.SIGKILL)
-            with pytest.raises(EngineStopped, match="could not be started again"):
+            with pytest.raises(EngineStopped, match="could not be restarted"):
                 await open_one
             assert engine.health().state == "stopped"
             with pytest.raises(EngineStopped):

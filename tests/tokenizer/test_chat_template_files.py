@@ -86,7 +86,7 @@ def test_no_template(tmp_path):
     ("name", "content", "says"),
     [
         ("chat_template.jinja", b"\xff\xfe", "UTF-8"),
-        ("chat_template.jinja", b"{% if %}", "chat template is broken"),
+        ("chat_template.jinja", b"{% if %}", "chat template is invalid"),
         ("chat_template.json", b"[]", "JSON object"),
         ("chat_template.json", b'{"chat_template": 3}', "chat_template.json"),
         ("tokenizer_config.json", b'{"chat_template": [{"name": "default"}]}', "tokenizer_config.json"),

@@ -190,7 +190,7 @@ def test_begin_and_end_tokens(tmp_path, keys, expected):
         ({"merges": ["a c"]}, "the tokenizer is damaged"),
         ({"merges": ["ab"]}, "the tokenizer is damaged"),
         ({"eos_token_id": 5}, "eos_token_id is 5, but there are only 5 tokens"),
-        ({"tokenizer.chat_template": "{% if"}, "chat template is broken"),
+        ({"tokenizer.chat_template": "{% if"}, "chat template is invalid"),
         ({"tokenizer.chat_template": 5}, "tokenizer.chat_template must be text, not 5"),
         ({"model": "llama"}, "tokenizer.ggml.scores is missing"),
     ],

@@ -1,7 +1,7 @@
 """Eviction policies "lru", "lfu" and "priority", and the heap of leaves in their order.
 
-An order gives each leaf an eviction key; the leaf with the lowest key is evicted first. A key may rise at no cost: the
-heap corrects an entry when it reaches the top. When a key may fall, `renew` must be called.
+A policy gives each leaf an eviction key; the leaf with the lowest key is evicted first. A key may rise at no cost: the
+heap corrects an entry when it reaches the top. When a key may fall, `update` must be called.
 """
 
 from heapq import heapify, heappop, heappush
@@ -36,17 +36,17 @@ class LRUPolicy:
         self._clock = clock
 
     def eviction_key(self, leaf: Node) -> tuple[int, ...]:
-        """See Order."""
+        """See EvictionPolicy."""
         return (leaf.tick,)
 
     def on_use(self, node: Node) -> None:
-        """See Order."""
+        """See EvictionPolicy."""
 
     def on_evict(self, leaf: Node) -> None:
-        """See Order."""
+        """See EvictionPolicy."""
 
     def reason(self, leaf: Node) -> dict[str, float]:
-        """See Order."""
+        """See EvictionPolicy."""
         return {"age": self._clock.tick - leaf.tick}
 
 
@@ -62,19 +62,19 @@ class LFUPolicy:
         self._level = 0
 
     def eviction_key(self, leaf: Node) -> tuple[int, ...]:
-        """See Order. Of equal levels the least recently used first."""
+        """See EvictionPolicy. Of equal levels the least recently used first."""
         return leaf.uses.level, leaf.tick
 
     def on_use(self, node: Node) -> None:
-        """See Order."""
+        """See EvictionPolicy."""
         node.uses.level = self._level + node.uses.hits
 
     def on_evict(self, leaf: Node) -> None:
-        """See Order."""
+        """See EvictionPolicy."""
         self._level = max(self._level, leaf.uses.level)
 
     def reason(self, leaf: Node) -> dict[str, float]:
-        """See Order."""
+        """See EvictionPolicy."""
         return {"age": self._clock.tick - leaf.tick, "hits": leaf.uses.hits, "level": leaf.uses.level}
 
 
@@ -85,17 +85,17 @@ class PriorityPolicy:
         self._clock = clock
 
     def eviction_key(self, leaf: Node) -> tuple[int, ...]:
-        """See Order."""
+        """See EvictionPolicy."""
         return priority_at(leaf.marks, leaf.end, self._clock.now), leaf.tick
 
     def on_use(self, node: Node) -> None:
-        """See Order."""
+        """See EvictionPolicy."""
 
     def on_evict(self, leaf: Node) -> None:
-        """See Order."""
+        """See EvictionPolicy."""
 
     def reason(self, leaf: Node) -> dict[str, float]:
-        """See Order."""
+        """See EvictionPolicy."""
         return {"age": self._clock.tick - leaf.tick, "priority": priority_at(leaf.marks, leaf.end, self._clock.now)}
 
 
@@ -134,7 +134,7 @@ class EvictableLeaves(Protocol):
 
     @property
     def uses_misses(self) -> bool:
-        """Whether `missed` has any effect."""
+        """Whether `on_miss` has any effect."""
 
     def on_miss(self, root_key: object, data: bytes, first: int, at: int) -> None:
         """A prompt's whole blocks from index `at` on are not in the index. first: index at which their root begins."""
@@ -170,7 +170,7 @@ class DeferredLeaves:
 
 
 class OrderedLeaves:
-    """Leaves in the order of an eviction policy: a heap with entries corrected at the top. See Leaves."""
+    """Leaves in the order of an eviction policy: a heap with entries corrected at the top. See EvictableLeaves."""
 
     uses_misses = False
 
@@ -187,34 +187,34 @@ class OrderedLeaves:
         return len(self._members)
 
     def add(self, node: Node) -> None:
-        """See Leaves."""
+        """See EvictableLeaves."""
         if node.id not in self._members:
             self._deferred.discard(node)
             self._push(node)
 
     def update(self, node: Node) -> None:
-        """See Leaves."""
+        """See EvictableLeaves."""
         if node.id in self._members:
             self._push(node)
 
     def discard(self, node: Node) -> None:
-        """See Leaves."""
+        """See EvictableLeaves."""
         self._deferred.discard(node)
         if self._members.pop(node.id, None) is not None:
             self._compact()
 
     def defer(self, node: Node) -> None:
-        """See Leaves."""
+        """See EvictableLeaves."""
         if node.id not in self._members:
             self._deferred.add(node)
 
     def requeue_deferred(self) -> None:
-        """See Leaves."""
+        """See EvictableLeaves."""
         for node in self._deferred.pop_some():
             self.add(node)
 
     def pop(self) -> Node | None:
-        """See Leaves."""
+        """See EvictableLeaves."""
         node = self.peek()
         if node is None:
             return self._deferred.pop()
@@ -237,24 +237,24 @@ class OrderedLeaves:
         return None
 
     def on_use(self, node: Node, *, hit: bool) -> None:
-        """See Leaves."""
+        """See EvictableLeaves."""
         del hit
         self.policy.on_use(node)
 
     def on_evict(self, leaf: Node, num_blocks: int) -> None:
-        """See Leaves."""
+        """See EvictableLeaves."""
         del num_blocks
         self.policy.on_evict(leaf)
 
     def num_evicted_together(self, leaf: Node) -> int:
-        """See Leaves."""
+        """See EvictableLeaves."""
         return leaf.num_uniform_blocks
 
     def on_miss(self, root_key: object, data: bytes, first: int, at: int) -> None:
-        """See Leaves."""
+        """See EvictableLeaves."""
 
     def reason(self, leaf: Node) -> dict[str, float]:
-        """See Leaves."""
+        """See EvictableLeaves."""
         return self.policy.reason(leaf)
 
     def _push(self, node: Node) -> None:

@@ -1,8 +1,8 @@
 """Eviction policy "cost": evict the leaf with the lowest seconds to recompute x chance of reuse / bytes.
 
-The seconds come from the cost model, the chance is learned (Chance). Each 10 points of request priority above 50 double
-the key of a leaf, and each 10 below halve it. The learned order applies only while it leads over LRU in set dueling
-(Duels), so it cannot be much worse than LRU.
+The seconds come from the cost model, the chance is learned (ReusePredictor). Each 10 points of request priority above
+50 double the key of a leaf, and each 10 below halve it. The learned order applies only while it leads over LRU in set
+dueling (SetDueling), so it cannot be much worse than LRU.
 
 A chance falls as a leaf ages, and no event reports it. So for each eviction a few leaves that were checked longest ago
 are checked again, and the lowest of a few leaves at the top of the heap is taken. The work per eviction is bounded, and
@@ -104,7 +104,7 @@ class ReusePredictor:
         return 1 / (1 + exp(-total))
 
     def learn(self, features: Features, tenant: str, *, reused: bool) -> None:
-        """Train on one example. came_back: whether the leaf was used again."""
+        """Train on one example. reused: whether the leaf was used again."""
         error = reused - self.predict(features)
         step = _AGE_LEARNING_RATE * error
         self._update_weight(features.lower_age_bin, step * (1 - features.upper_share))
@@ -188,7 +188,7 @@ class SetDueling:
         self._lose(side)
 
     def on_evict(self, leaf: Node, key: int) -> None:
-        """A leaf in a duel is evicted. key: identifies its last block in `wanted`."""
+        """A leaf in a duel is evicted. key: identifies its last block in `on_miss`."""
         side, leaf.duel = leaf.duel, None
         if side[0].is_open:
             side[0].keys.append(key)
@@ -266,7 +266,7 @@ class TrainingExamples:
         node.example = None
 
     def on_evict(self, leaf: Node, key: int) -> None:
-        """A leaf with an example is evicted. key: identifies its last block in `wanted`."""
+        """A leaf with an example is evicted. key: identifies its last block in `on_miss`."""
         example, leaf.example = leaf.example, None
         if example.is_open:
             example.key = key
@@ -289,7 +289,7 @@ class TrainingExamples:
             self._close(self._open.popleft(), reused=False)
 
     def _close(self, example: TrainingExample, *, reused: bool | None) -> None:
-        """Train on an example and remove it. came_back: None drops it without training."""
+        """Train on an example and remove it. reused: None drops it without training."""
         if not example.is_open:
             return
         example.is_open = False
@@ -313,12 +313,12 @@ def default_recompute_seconds(num_tokens: int, num_before: int) -> float:
 
 
 class CostOrderedLeaves:
-    """Leaves in the order of the policy "cost". See Leaves. `chance`, `examples` and `duels` are readable."""
+    """Leaves in the order of the policy "cost". See EvictableLeaves. `predictor`, `examples`, `duels` are readable."""
 
     def __init__(
         self, clock: Clock, seconds: RecomputeSeconds, block_size: int, block_bytes: int, horizon: int
     ) -> None:
-        """block_bytes: bytes of a block of all groups together. horizon: see Examples."""
+        """block_bytes: bytes of a block of all groups together. horizon: see TrainingExamples."""
         self._key_bytes = block_size * BYTES_PER_TOKEN
         self.predictor = ReusePredictor(self._key_bytes)
         self.examples = TrainingExamples(self.predictor, horizon)
@@ -343,7 +343,7 @@ class CostOrderedLeaves:
         return len(self._members)
 
     def add(self, node: Node) -> None:
-        """See Leaves."""
+        """See EvictableLeaves."""
         if node.id in self._members:
             return
         self._deferred.discard(node)
@@ -356,34 +356,34 @@ class CostOrderedLeaves:
             self._refresh_queue.append(node)
 
     def update(self, node: Node) -> None:
-        """See Leaves."""
+        """See EvictableLeaves."""
         if node.id in self._members:
             self._push(node, self._current_key(node))
             self._lru_leaves.update(node)
 
     def num_evicted_together(self, leaf: Node) -> int:
-        """See Leaves."""
+        """See EvictableLeaves."""
         return min(_MAX_BLOCKS_PER_COMPARISON, leaf.num_uniform_blocks)
 
     def discard(self, node: Node) -> None:
-        """See Leaves."""
+        """See EvictableLeaves."""
         self._deferred.discard(node)
         if self._members.pop(node.id, None) is not None:
             self._lru_leaves.discard(node)
             self._compact()
 
     def defer(self, node: Node) -> None:
-        """See Leaves."""
+        """See EvictableLeaves."""
         if node.id not in self._members:
             self._deferred.add(node)
 
     def requeue_deferred(self) -> None:
-        """See Leaves."""
+        """See EvictableLeaves."""
         for node in self._deferred.pop_some():
             self.add(node)
 
     def pop(self) -> Node | None:
-        """See Leaves."""
+        """See EvictableLeaves."""
         if self._victim is not None:
             node, tick, until = self._victim
             if node.id in self._members and node.tick == tick and self.num_evicted < until:
@@ -435,7 +435,7 @@ class CostOrderedLeaves:
         return min(looked_at)[2]
 
     def on_use(self, node: Node, *, hit: bool) -> None:
-        """See Leaves."""
+        """See EvictableLeaves."""
         if not hit:
             return
         if node.example is not None:
@@ -444,7 +444,7 @@ class CostOrderedLeaves:
             self.duels.on_hit(node)
 
     def on_evict(self, leaf: Node, num_blocks: int) -> None:
-        """See Leaves."""
+        """See EvictableLeaves."""
         if leaf.example is not None or leaf.duel is not None:
             key = self._key_of(leaf)
             if leaf.example is not None:
@@ -456,7 +456,7 @@ class CostOrderedLeaves:
         self.num_evicted += num_blocks
 
     def reason(self, leaf: Node) -> dict[str, float]:
-        """See Leaves."""
+        """See EvictableLeaves."""
         seconds, chance = self._recompute_seconds(leaf), self.predictor.predict(self._features(leaf))
         worth = self._eviction_key(leaf, seconds, chance)
         age, hits = self._clock.tick - leaf.tick, leaf.uses.hits
@@ -475,8 +475,8 @@ class CostOrderedLeaves:
     def _current_key(self, leaf: Node, *, learns: bool = False) -> float:
         """The current eviction key of a leaf. learns: it may become a training example."""
         features = self._features(leaf)
-        if learns and not leaf.writers and (told := self._observed_node(leaf)) is not None:
-            self.examples.sample(told, features, leaf.tenant, self.num_evicted)
+        if learns and not leaf.writers and (observed := self._observed_node(leaf)) is not None:
+            self.examples.sample(observed, features, leaf.tenant, self.num_evicted)
         return self._eviction_key(leaf, self._recompute_seconds(leaf), self.predictor.predict(features))
 
     def _observed_node(self, leaf: Node) -> Node | None:
@@ -519,11 +519,11 @@ class CostOrderedLeaves:
 
     @property
     def uses_misses(self) -> bool:
-        """See Leaves."""
+        """See EvictableLeaves."""
         return self.examples.any_evicted or self.duels.any_evicted
 
     def on_miss(self, root_key: object, data: bytes, first: int, at: int) -> None:
-        """See Leaves. Each missing block counts as a use of the evicted leaf that ended with it."""
+        """See EvictableLeaves. Each missing block counts as a use of the evicted leaf that ended with it."""
         size = self._key_bytes
         for index in range(at, len(data) // size):
             begin = max(first, index + 1 - _BLOCKS_OF_A_KEY)

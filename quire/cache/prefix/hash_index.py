@@ -65,7 +65,7 @@ class HashIndex:
     """See PrefixIndex."""
 
     def __init__(self, config: CacheConfig, pools: Sequence[BlockPool], planned_writes: Collection[int]) -> None:
-        """fresh: ignored, because no block is copied."""
+        """planned_writes: ignored, because no block is copied."""
         del planned_writes
         self.num_evicted = 0
         self.retention: RetentionMarks | None = None  # retention is ignored: it would have to mark whole chains
@@ -117,7 +117,7 @@ class HashIndex:
         if position // self._config.block_size >= reusable // self._config.block_size:
             return Miss(position, token, "last_token" if reusable == len(tokens) - 1 else "recomputed")
         rest = tokens[position : position + self._config.block_size]
-        keys: list[bytes] = found.index_handle or []  # type: ignore[assignment]  # set by `find`
+        keys: list[bytes] = found.index_handle or []  # type: ignore[assignment]  # set by `match_prefix`
         key = next(self._keys(namespace, token_key(rest), found.num_public, keys))
         cause = self._eviction_log.get(key)
         if cause is not None:
@@ -136,7 +136,7 @@ class HashIndex:
 
     def _is_being_computed(self, namespace: Namespace, rest: Sequence[int], found: PrefixMatch) -> bool:
         """Whether a running sequence has the tokens `rest` next behind the match."""
-        keys: list[bytes] = found.index_handle or []  # type: ignore[assignment]  # set by `find`
+        keys: list[bytes] = found.index_handle or []  # type: ignore[assignment]  # set by `match_prefix`
         depth, wanted = len(keys), token_key(rest)
         for table, chain in self._chains.items():
             if len(chain.keys) < depth or chain.keys[depth - 1 : depth] != keys[-1:]:
@@ -165,7 +165,7 @@ class HashIndex:
 
     def register(self, table: BlockTable, found: PrefixMatch) -> None:
         """See PrefixIndex."""
-        keys: list[bytes] = found.index_handle or []  # type: ignore[assignment]  # set by `find`
+        keys: list[bytes] = found.index_handle or []  # type: ignore[assignment]  # set by `match_prefix`
         table.num_public = found.num_public
         self._new_chain(table, keys)
         self._record_namespace(table.namespace)
@@ -378,7 +378,7 @@ class HashIndex:
             wrong += [f"entry {key.hex()[:8]}: {fault}" for fault in self._entry_errors(entry, users)]
         lengths = [sum(key in unused for key in self._entries) for unused in self._unused]
         if lengths != [len(unused) for unused in self._unused]:
-            wrong.append("entries that are not there wait to be evicted")
+            wrong.append("the eviction queue has entries that are not in the index")
         return wrong
 
     def _has_block(self, key: bytes, group: int, block: int) -> bool:
@@ -392,9 +392,9 @@ class HashIndex:
             if count != users[entry.key, group]:
                 yield f"group {group} is used by {users[entry.key, group]} tables, not {count}"
             if count and block == ABSENT:
-                yield f"group {group} is used and not there"
+                yield f"group {group} is used, but its block is absent"
             if (entry.key in self._unused[group]) != (block != ABSENT and not count):
-                yield f"group {group} is used, or not there, and waits to be evicted, or the other way round"
+                yield f"group {group} is in the eviction queue although it is used or absent, or is missing there"
 
 
 def _root(namespace: Namespace, before: bytes) -> bytes:
@@ -403,6 +403,6 @@ def _root(namespace: Namespace, before: bytes) -> bytes:
 
 
 def _chain_of(table: BlockTable) -> Chain:
-    """The chain of a table, set by `enter` or `follow`."""
+    """The chain of a table, set by `register` or `register_fork`."""
     chain: Chain = table.index_handle  # type: ignore[assignment]
     return chain

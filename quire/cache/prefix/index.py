@@ -84,12 +84,12 @@ class PrefixIndex(Protocol):
     def match_prefix(self, namespace: Namespace, tokens: Sequence[int]) -> PrefixMatch:
         """The longest prefix match of `tokens`. Changes nothing.
 
-        Blocks that the planned step writes (`fresh` of InFlight) match as whole blocks, but the tokens that it writes
-        are not copied from them.
+        Blocks that the planned step writes (`planned_writes` of InFlight) match as whole blocks, but the tokens that it
+        writes are not copied from them.
         """
 
     def explain_miss(self, namespace: Namespace, tokens: Sequence[int], match: PrefixMatch, reusable: int) -> Miss:
-        """Why the prefix match `found` of `tokens` ended, where the leading `reusable` tokens could have matched."""
+        """Why the prefix match `match` of `tokens` ended, where the leading `reusable` tokens could have matched."""
 
     def register(self, table: BlockTable, match: PrefixMatch) -> None:
         """Register a table that begins with `found`. All blocks of `found` count as used now."""
@@ -120,7 +120,7 @@ class PrefixIndex(Protocol):
         """References of the index: one per block."""
 
     def is_registered(self, table: BlockTable) -> bool:
-        """Whether the index has the table registered at its `place`."""
+        """Whether the index has the table registered at its `index_handle`."""
 
     def check(self) -> list[str]:
         """Errors of the index's structure; empty if there are none."""

@@ -20,7 +20,7 @@ PinnedPath = list[list[int]]  # the first blocks of a path, per group; ABSENT be
 
 
 class Pins:
-    """Pinned blocks, per Wish and per node."""
+    """Pinned blocks, per RetentionHint and per node."""
 
     def __init__(self, pools: Sequence[BlockPool], key_bytes: int) -> None:
         """key_bytes: bytes of a block's key."""
@@ -37,15 +37,15 @@ class Pins:
     @property
     def weakest(self) -> RetentionHint | None:
         """The pin that ends first if memory is short; None without pins."""
-        return min(self._pinned, key=lambda wish: wish.strength, default=None)
+        return min(self._pinned, key=lambda hint: hint.strength, default=None)
 
     @property
     def hints(self) -> list[RetentionHint]:
-        """All wishes with pinned blocks."""
+        """All hints with pinned blocks."""
         return list(self._pinned)
 
     def num_blocks(self, hint: RetentionHint) -> int:
-        """Blocks of all groups that are pinned for a wish."""
+        """Blocks of all groups that are pinned for a hint."""
         places = self._pinned.get(hint, {}).values()
         return sum(len({*(b for held in places for b in held[g])} - {ABSENT}) for g in range(len(self._pools)))
 
@@ -128,19 +128,19 @@ class Pins:
             self._decr_refs(hint.tenant, held)
 
     def unpin_all(self, hint: RetentionHint) -> None:
-        """Unpin all paths of a wish."""
+        """Unpin all paths of a hint."""
         for held in self._pinned.pop(hint, {}).values():
             self._decr_refs(hint.tenant, held)
 
     def unpin_invalid(self) -> None:
         """Unpin all paths with blocks that have left the index without an eviction."""
-        for wish, places in list(self._pinned.items()):
+        for hint, places in list(self._pinned.items()):
             for number, held in list(places.items()):
                 if any(not self._pools[group].is_indexed(block) for group, block in _blocks_of(held)):
                     del places[number]
-                    self._decr_refs(wish.tenant, held)
+                    self._decr_refs(hint.tenant, held)
             if not places:
-                del self._pinned[wish]
+                del self._pinned[hint]
 
     def _forget(self, hint: RetentionHint, node: Node) -> None:
         places = self._pinned.get(hint)

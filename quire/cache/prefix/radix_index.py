@@ -63,7 +63,7 @@ class RadixSearch:
     def __init__(
         self, config: CacheConfig, trees: RadixTrees, public: PublicPrefixes, planned_writes: Mapping[int, int]
     ) -> None:
-        """fresh: see RadixTree."""
+        """planned_writes: see RadixIndex."""
         self._trees = trees
         self._public = public
         self._planned_writes = planned_writes
@@ -113,7 +113,7 @@ class RadixSearch:
     def _miss_reason(self, namespace: Namespace, data: bytes, found: PrefixMatch) -> MissReason:
         """The reason of a miss of tokens that were not evicted."""
         depth = found.num_tokens // self._block_size
-        places: list[TreePosition] = found.index_handle or []  # type: ignore[assignment]  # set by `find`
+        places: list[TreePosition] = found.index_handle or []  # type: ignore[assignment]  # set by `match_prefix`
         if any(self._is_being_computed(place, data, found.num_tokens) for place in places if place.depth == depth):
             return "being_computed"
         others = (one for one in self._trees.namespaces(namespace.tenant) if one != namespace)
@@ -258,7 +258,7 @@ class RadixIndex:
         planned_writes: Mapping[int, int],
         seconds: RecomputeSeconds = default_recompute_seconds,
     ) -> None:
-        """fresh: blocks of group 0 that the planned step writes -> leading tokens that were written before.
+        """planned_writes: blocks of group 0 that the planned step writes -> leading tokens that were written before.
 
         seconds: seconds to compute tokens behind others, for the policy "cost".
         """
@@ -302,7 +302,7 @@ class RadixIndex:
         depth = len(found.blocks[0]) if found.blocks else 0
         table.num_public = self._num_public(table)
         end = None
-        for node, at in found.index_handle or ():  # type: ignore[attr-defined]  # places from `find`
+        for node, at in found.index_handle or ():  # type: ignore[attr-defined]  # places from `match_prefix`
             if at == depth and node.public == (depth < table.num_public):
                 end = node = self.trees.split_at(node, at)
             self.trees.touch(node, hit=True)

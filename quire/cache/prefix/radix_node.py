@@ -125,7 +125,7 @@ class UseStats:
         self.turns = turns  # earlier parts of the path at whose end a sequence ended
         self.gap = gap  # ticks between its last two uses; before these, that of the part before; 0: unknown
         self.hits = 0  # sequences that began with it
-        self.level = 0  # see LeastFrequent
+        self.level = 0  # see LFUPolicy
         self.has_ended_here = False  # whether a sequence ended here
         self.num_continuations = 0  # parts that were computed behind it
         self.num_continuation_hits = 0  # hits of these parts
@@ -213,8 +213,8 @@ class Node:
         self.parts: tuple[Part, ...] = ()  # earlier parts, if the run was continued or nodes were merged
         self.marks: tuple[Mark, ...] = ()  # retention; a mark applies to the blocks before the node too
         self.prompt_end = 0  # blocks of the prompt of the latest sequence that ended here
-        self.example: Any = None  # see Examples
-        self.duel: Any = None  # see Duels
+        self.example: Any = None  # see TrainingExamples
+        self.duel: Any = None  # see SetDueling
 
     @property
     def start(self) -> int:
@@ -245,7 +245,7 @@ class Node:
         return self.path_end(len(self.edge), maxsize)
 
     def path_end(self, size: int, max_bytes: int) -> bytes:
-        """The last `most` bytes, or fewer, of the key that ends `size` bytes behind the start of this node."""
+        """The last `max_bytes` bytes, or fewer, of the key that ends `size` bytes behind the start of this node."""
         runs = [self.edge[max(0, size - max_bytes) : size]]
         node, missing = self.parent, max_bytes - len(runs[0])
         while missing > 0 and node is not None:
@@ -268,7 +268,7 @@ class Node:
         return self.children.get(key)
 
     def sides(self, key: bytes) -> "tuple[Iterator[Node], Iterator[Node]]":
-        """Children before and from the place of `key` on; on each side the longest common prefix comes first."""
+        """Children before and from `key` on; on each side the longest common prefix comes first."""
         return self.children.before(key), self.children.from_key(key)
 
     def neighbours(self, key: bytes) -> "list[Node]":
@@ -313,7 +313,7 @@ class Node:
         self.end = end
         self.parts, self.uses = truncate_parts(self.parts, self.uses, end)
         if any(reach > end for _, reach in self.marks):
-            self.marks = tuple(Mark(wish, min(reach, end)) for wish, reach in self.marks)
+            self.marks = tuple(Mark(hint, min(reach, end)) for hint, reach in self.marks)
 
     @property
     def num_uniform_blocks(self) -> int:
@@ -324,7 +324,7 @@ class Node:
     @property
     def previous_uses(self) -> UseStats:
         """Use statistics of the part that its last part continues. Not for roots."""
-        assert self.parent is not None, "nothing comes before a root"
+        assert self.parent is not None, "a root has no parent"
         return self.parts[-1].uses if self.parts else self.parent.uses
 
     @property

@@ -23,23 +23,23 @@ def node_errors(node: Node, size: int) -> Iterator[str]:
     """Errors of a node. size: bytes of a block's key."""
     keys = [child.edge[:size] for child in node.children]
     if keys != node.children.keys or keys != sorted(set(keys)):
-        yield "its children are not in order"
+        yield "its children are not sorted"
     if any(child.parent is not node for child in node.children):
         yield "a child has another parent"
     if len({len(blocks) for blocks in node.blocks}) != 1 or -(-len(node.edge) // size) != len(node.blocks[0]):
-        yield "its tokens and blocks do not fit"
+        yield "its numbers of tokens and blocks do not match"
     if node.parent is None:
         if not node.children and not node.writers:
-            yield "a root of nothing"
+            yield "a root without children and tables"
     else:
         yield from _inner_node_errors(node, size)
     for table in node.writers:
         if table.index_handle is not node or table.num_indexed != node.end:
-            yield f"a table of {table.num_indexed} indexed blocks does not end there"
+            yield f"a table of {table.num_indexed} indexed blocks does not end at the node"
         for group, blocks in enumerate(table.blocks):
             pairs = zip(node.path_blocks(group), blocks[node.root.end : node.end], strict=False)
             if any(ours != theirs and ABSENT not in (ours, theirs) for ours, theirs in pairs):
-                yield f"a table that ends there has other blocks of group {group}"
+                yield f"a table that ends at the node has other blocks of group {group}"
 
 
 def _inner_node_errors(node: Node, size: int) -> Iterator[str]:
@@ -47,7 +47,7 @@ def _inner_node_errors(node: Node, size: int) -> Iterator[str]:
     if node.start != node.parent.end:
         yield "it does not begin where its parent ends"
     if len(node.edge) % size and (node.children or node.writers or len(node.blocks[0]) > 1):
-        yield "something follows a tail"
+        yield "a node follows a partial block"
     only = node.children.only
     if not node.writers and only is not None and len(only.edge) >= size:
         yield "it should be merged with its only child"
@@ -470,4 +470,4 @@ class RadixTrees:
 
 def node_of(table: BlockTable) -> Node:
     """The node where a table's indexed blocks end."""
-    return table.index_handle  # type: ignore[return-value]  # set by `write`
+    return table.index_handle  # type: ignore[return-value]  # set by `register_table`

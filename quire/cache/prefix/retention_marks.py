@@ -1,8 +1,8 @@
 """Retention of KV in the radix tree: the marks at nodes, when they apply, and the eviction order that they change.
 
 A mark is at the node where a sequence ended and applies to all blocks before it too. It moves up when a leaf is
-evicted. All marks of a session share one Wish, so that the retention of its latest request applies to the whole
-session. The number of marks per session is limited, so that the end of a request does not get slower as a session
+evicted. All marks of a session share one RetentionHint, so that the retention of its latest request applies to the
+whole session. The number of marks per session is limited, so that the end of a request does not get slower as a session
 grows. A branch of a program is such a session too; its hints are its retention (docs/programs.md).
 
 If nothing runs and the next sequence does not fit, pins end, the weakest first, so that no request waits forever. A
@@ -49,7 +49,7 @@ class RetentionMarks:
         self.events: list[Event] = []
         self._clock = clock
         self._relist = relist
-        self._nodes: dict[RetentionHint, dict[int, Node]] = {}  # nodes with marks of a wish, the latest last
+        self._nodes: dict[RetentionHint, dict[int, Node]] = {}  # nodes with marks of a hint, the latest last
         self._sessions: dict[SessionKey, RetentionHint] = {}
         self._branches: dict[SessionKey, dict[SessionKey, None]] = {}  # keys of sessions by tenant and program
         self._expiries: list[tuple[float, int, RetentionHint]] = []
@@ -87,7 +87,7 @@ class RetentionMarks:
         self._apply_change(hint, asked_before, new, retention)
 
     def _update_hint(self, hint: RetentionHint, retention: SequenceRetention) -> None:
-        """Set the wish from the request that has just ended."""
+        """Set the hint from the request that has just ended."""
         if hint is NO_HINT:
             return
         hint.request_id = retention.request_id
@@ -102,10 +102,10 @@ class RetentionMarks:
         """End a branch of a program (None: all): no request will continue from its KV. Ignores unknown ones."""
         keys = list(self._branches.get((tenant, program), ())) if branch is None else [(tenant, program, branch)]
         for key in keys:
-            wish = self._sessions.get(key)
-            if wish is not None:
-                wish.set_finished()
-                for node in list(self._nodes.get(wish, {}).values()):
+            hint = self._sessions.get(key)
+            if hint is not None:
+                hint.set_finished()
+                for node in list(self._nodes.get(hint, {}).values()):
                     self._relist(node)
 
     def _schedule_expiry(self, hint: RetentionHint) -> None:
@@ -117,7 +117,7 @@ class RetentionMarks:
     def _apply_change(
         self, hint: RetentionHint, before: HintState, new: Sequence[Node], retention: SequenceRetention
     ) -> None:
-        """Apply a changed wish: to its new nodes, and to its other nodes only as far as its retention changed."""
+        """Apply a changed hint: to its new nodes, and to its other nodes only as far as its retention changed."""
         places = list(self._nodes[hint].values())
         if hint.pin:
             self._pin_paths(hint, new if before.pin else places, retention)
@@ -138,7 +138,7 @@ class RetentionMarks:
             self.events.append(PinsRefused(self._clock.now, retention.request_id, len(refused), len(held)))
 
     def _hint_of_request(self, retention: SequenceRetention) -> RetentionHint:
-        """The wish of a request that has just ended: PLAIN without retention, that of its session, or a new one."""
+        """The hint of a request that has just ended: NO_HINT without retention, that of its session, or a new one."""
         asked = retention.params
         if asked == _DEFAULT_RETENTION:
             return NO_HINT
@@ -147,17 +147,17 @@ class RetentionMarks:
         return self._hint_of_session((retention.tenant, asked.session), retention)
 
     def _hint_of_branch(self, retention: SequenceRetention) -> RetentionHint:
-        """The wish of the program branch that a request belongs to."""
-        assert retention.program is not None, "it is a program's"
+        """The hint of the program branch that a request belongs to."""
+        assert retention.program is not None, "a request of a program"
         key = retention.tenant, retention.program.id, retention.program.branch
         self._branches.setdefault(key[:_SESSION_KEY_LEN], {})[key] = None
         return self._hint_of_session(key, retention)
 
     def _hint_of_session(self, key: SessionKey, retention: SequenceRetention) -> RetentionHint:
-        wish = self._sessions.get(key)
-        if wish is None:
-            wish = self._sessions[key] = self._new_hint(key, retention)
-        return wish
+        hint = self._sessions.get(key)
+        if hint is None:
+            hint = self._sessions[key] = self._new_hint(key, retention)
+        return hint
 
     def _new_hint(self, key: SessionKey | None, retention: SequenceRetention) -> RetentionHint:
         self._num_hints += 1
@@ -177,22 +177,22 @@ class RetentionMarks:
     def _merge_marks(self, node: Node, marks: tuple[Mark, ...]) -> None:
         """Set the marks of a node to `marks`, without expired and excess ones."""
         self._set_marks(node, merge_marks(marks, self._clock.now))
-        kept = {wish for wish, _ in node.marks}
-        if any(wish not in kept for wish, _ in marks):
+        kept = {hint for hint, _ in node.marks}
+        if any(hint not in kept for hint, _ in marks):
             self._relist(node)
 
     def _set_marks(self, node: Node, marks: tuple[Mark, ...]) -> None:
         before, node.marks = node.marks, marks
-        for wish, _ in marks:
-            if wish is not NO_HINT:
-                self._nodes.setdefault(wish, {})[node.id] = node
-        kept = {wish for wish, _ in marks}
-        for wish, _ in before:
-            if wish not in kept and wish is not NO_HINT:
-                self._forget(wish, node)
+        for hint, _ in marks:
+            if hint is not NO_HINT:
+                self._nodes.setdefault(hint, {})[node.id] = node
+        kept = {hint for hint, _ in marks}
+        for hint, _ in before:
+            if hint not in kept and hint is not NO_HINT:
+                self._forget(hint, node)
 
     def _unmark(self, node: Node, hint: RetentionHint) -> None:
-        """Remove the mark of a wish from a node."""
+        """Remove the mark of a hint from a node."""
         self._set_marks(node, tuple(mark for mark in node.marks if mark.hint is not hint))
         self._relist(node)
 
@@ -206,18 +206,18 @@ class RetentionMarks:
                 self._end_session(hint.session)
 
     def _move_marks(self, node: Node, other: Node) -> None:
-        """Remove all marks of a node. Pins of wishes that are also at `other` move there."""
-        kept = {wish for wish, _ in other.marks}
-        for wish, _ in node.marks:
-            if wish in kept:
-                self._pins.move(wish, node, other)
+        """Remove all marks of a node. Pins of hints that are also at `other` move there."""
+        kept = {hint for hint, _ in other.marks}
+        for hint, _ in node.marks:
+            if hint in kept:
+                self._pins.move(hint, node, other)
         self._set_marks(node, ())
 
     def move_to_parent(self, leaf: Node, parent: Node) -> None:
         """A leaf is about to leave the tree: its marks, which apply to the blocks before it too, move to its parent."""
         if leaf.marks:
             if parent.parent is not None:
-                moved = (Mark(wish, min(reach, parent.end)) for wish, reach in leaf.marks)
+                moved = (Mark(hint, min(reach, parent.end)) for hint, reach in leaf.marks)
                 self._merge_marks(parent, (*parent.marks, *moved))
             self._move_marks(leaf, parent)
 
@@ -230,13 +230,13 @@ class RetentionMarks:
     # Expiry
 
     def advance_clock(self, now: float) -> None:
-        """Advance the clock and remove the marks of expired wishes."""
+        """Advance the clock and remove the marks of expired hints."""
         now = self._clock.now = max(now, self._clock.now)
         while self._expiries and self._expiries[0][0] <= now:
-            wish = heappop(self._expiries)[2]
-            if wish in self._nodes and wish.expires <= now:
-                for node in list(self._nodes[wish].values()):
-                    self._unmark(node, wish)
+            hint = heappop(self._expiries)[2]
+            if hint in self._nodes and hint.expires <= now:
+                for node in list(self._nodes[hint].values()):
+                    self._unmark(node, hint)
 
     # Pins
 
@@ -250,17 +250,17 @@ class RetentionMarks:
 
     def end_weakest_pin(self) -> bool:
         """End the weakest pin, so that a sequence can run. Returns False if there is none."""
-        wish = self._pins.weakest
-        if wish is None:
+        hint = self._pins.weakest
+        if hint is None:
             return False
-        self.events.append(PinsYielded(self._clock.now, wish.request_id, self._pins.num_blocks(wish)))
-        self._end_pin(wish)
+        self.events.append(PinsYielded(self._clock.now, hint.request_id, self._pins.num_blocks(hint)))
+        self._end_pin(hint)
         return True
 
     def end_pins(self) -> None:
         """End all pins."""
-        for wish in self._pins.hints:
-            self._end_pin(wish)
+        for hint in self._pins.hints:
+            self._end_pin(hint)
 
     def unpin_invalid(self) -> None:
         """End the pins of blocks that have left the index without an eviction."""
@@ -277,11 +277,11 @@ class RetentionMarks:
     def node_errors(self, node: Node, windowed: Collection[int]) -> list[str]:
         """Errors of the marks and pins of a node; empty if there are none."""
         unknown = [
-            wish.number
-            for wish, _ in node.marks
-            if wish is not NO_HINT and self._nodes.get(wish, {}).get(node.id) is not node
+            hint.number
+            for hint, _ in node.marks
+            if hint is not NO_HINT and self._nodes.get(hint, {}).get(node.id) is not node
         ]
-        wrong = [f"wishes {unknown} do not know it"] if unknown else []
+        wrong = [f"hints {unknown} do not have it"] if unknown else []
         return [*wrong, *self._pins.node_errors(node, windowed)]
 
 
@@ -289,18 +289,18 @@ EvictionKey = tuple[int, ...]
 
 
 class _HintedPolicy:
-    """An eviction policy with program hints as the first part of the key. See Order."""
+    """An eviction policy with program hints as the first part of the key. See EvictionPolicy."""
 
     def __init__(self, policy: EvictionPolicy, clock: Clock) -> None:
         self._policy = policy
         self._clock = clock
 
     def on_use(self, node: Node) -> None:
-        """See Order."""
+        """See EvictionPolicy."""
         self._policy.on_use(node)
 
     def on_evict(self, leaf: Node) -> None:
-        """See Order."""
+        """See EvictionPolicy."""
         self._policy.on_evict(leaf)
 
     def stage(self, leaf: Node) -> Stage:
@@ -308,18 +308,18 @@ class _HintedPolicy:
         return stage_at(leaf.marks, leaf.end, self._clock.now) if leaf.marks else NO_STAGE
 
     def eviction_key(self, leaf: Node) -> EvictionKey:
-        """See Order."""
+        """See EvictionPolicy."""
         return *self.stage(leaf), *self._policy.eviction_key(leaf)
 
     def reason(self, leaf: Node) -> dict[str, float]:
-        """See Order. program: 1 if a program expects to continue from it, -1 if a program has finished with it."""
+        """See EvictionPolicy. program: 1 if a program will continue from it, -1 if it has finished."""
         stage, _ = self.stage(leaf)
         reason = self._policy.reason(leaf)
         return {**reason, "program": stage} if stage else reason
 
 
 class _TenantOrder(_HintedPolicy):
-    """The order that selects the tenant: without hints, except that finished branches come first. See Order."""
+    """The order that selects the tenant: without hints, but finished branches come first. See EvictionPolicy."""
 
     def __init__(self, policy: EvictionPolicy, clock: Clock) -> None:
         super().__init__(policy, clock)
@@ -327,7 +327,7 @@ class _TenantOrder(_HintedPolicy):
         self._swapped_keys: dict[int, tuple[int, EvictionKey]] = {}
 
     def eviction_key(self, leaf: Node) -> EvictionKey:
-        """See Order."""
+        """See EvictionPolicy."""
         return *min(self.stage(leaf), NO_STAGE), *self._current_key(leaf)
 
     def _current_key(self, leaf: Node) -> EvictionKey:
@@ -346,7 +346,7 @@ class _TenantOrder(_HintedPolicy):
 
 
 class LeavesByTenant:
-    """Leaves in the order of an eviction policy with program hints. See Leaves.
+    """Leaves in the order of an eviction policy with program hints. See EvictableLeaves.
 
     The first leaf in the policy's order selects the tenant. Hints then select which of its leaves is evicted, so they
     cannot protect KV at the expense of other tenants.
@@ -368,7 +368,7 @@ class LeavesByTenant:
         return len(self._all)
 
     def add(self, node: Node) -> None:
-        """See Leaves."""
+        """See EvictableLeaves."""
         self._deferred.discard(node)
         self._all.add(node)
         own = self._by_tenant.get(node.tenant)
@@ -377,13 +377,13 @@ class LeavesByTenant:
         own.add(node)
 
     def update(self, node: Node) -> None:
-        """See Leaves."""
+        """See EvictableLeaves."""
         if node in self._all:
             self._all.update(node)
             self._by_tenant[node.tenant].update(node)
 
     def discard(self, node: Node) -> None:
-        """See Leaves."""
+        """See EvictableLeaves."""
         self._deferred.discard(node)
         self._tenant_order.restore_key(node)
         self._remove(node)
@@ -397,17 +397,17 @@ class LeavesByTenant:
                 del self._by_tenant[node.tenant]
 
     def defer(self, node: Node) -> None:
-        """See Leaves."""
+        """See EvictableLeaves."""
         if node not in self._all:
             self._deferred.add(node)
 
     def requeue_deferred(self) -> None:
-        """See Leaves."""
+        """See EvictableLeaves."""
         for node in self._deferred.pop_some():
             self.add(node)
 
     def pop(self) -> Node | None:
-        """See Leaves."""
+        """See EvictableLeaves."""
         node = self.peek()
         if node is None:
             return self._deferred.pop()
@@ -431,22 +431,22 @@ class LeavesByTenant:
         return self._hinted_policy.stage(node) < NO_STAGE
 
     def on_use(self, node: Node, *, hit: bool) -> None:
-        """See Leaves."""
+        """See EvictableLeaves."""
         self._all.on_use(node, hit=hit)
         if self._tenant_order.restore_key(node):
             self.update(node)
 
     def on_evict(self, leaf: Node, num_blocks: int) -> None:
-        """See Leaves."""
+        """See EvictableLeaves."""
         self._all.on_evict(leaf, num_blocks)
 
     def num_evicted_together(self, leaf: Node) -> int:
-        """See Leaves."""
+        """See EvictableLeaves."""
         return leaf.num_uniform_blocks
 
     def on_miss(self, root_key: object, data: bytes, first: int, at: int) -> None:
-        """See Leaves."""
+        """See EvictableLeaves."""
 
     def reason(self, leaf: Node) -> dict[str, float]:
-        """See Leaves."""
+        """See EvictableLeaves."""
         return self._hinted_policy.reason(leaf)

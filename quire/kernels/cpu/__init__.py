@@ -5,7 +5,9 @@ try:
 
     from quire.kernels.cpu import _C
 except ImportError as error:
-    EXTENSION: str | None = f"its extension cannot be loaded ({error}); install a C++ compiler and quire once more"
+    EXTENSION: str | None = (
+        f"its extension cannot be loaded ({error}); install a C++ compiler, then install quire again"
+    )
     _C = None  # type: ignore[assignment]  # keeps the modules here importable; `choose` never selects them
 else:
     EXTENSION = None

@@ -28,7 +28,7 @@ def allocate(group: KVGroup, block_size: int, device: torch.device) -> Storage:
     that the kernels do not have.
     """
     if device.type != "cpu":
-        raise ValueError(f"the CPU kernels keep no blocks on {device}")
+        raise ValueError(f"the CPU kernels cannot have blocks on {device}")
     if block_size % PART_TOKENS:
         raise ValueError(f"the CPU kernels need a block_size that is a multiple of {PART_TOKENS}, not {block_size}")
     if group.dtype not in ("float32", "bfloat16"):
@@ -59,7 +59,7 @@ def rotary_write(
         return q
     cos, sin = rotation
     if q.dtype != k.dtype or not len(q) == len(k) == len(cos) or cos.shape != sin.shape:
-        raise ValueError(f"queries, keys and cosines of {len(q)}, {len(k)} and {len(cos)} tokens do not go together")
+        raise ValueError(f"queries, keys and cosines of {len(q)}, {len(k)} and {len(cos)} tokens do not match")
     out = empty(q.shape, q.dtype)
     _write(
         storage, layer, k, v, slots, _RotaryArguments(with_contiguous_heads(q), cos.contiguous(), sin.contiguous(), out)
@@ -80,7 +80,7 @@ def _write(storage: Storage, layer: int, k: Tensor, v: Tensor, slots: Tensor, ro
     group, k, v = storage.group, with_contiguous_heads(k), with_contiguous_heads(v)
     num_tokens, *shape = k.shape
     if v.shape != k.shape or v.dtype != k.dtype or len(slots) != num_tokens:
-        raise ValueError(f"keys {tuple(k.shape)}, values {tuple(v.shape)} and {len(slots)} slots do not go together")
+        raise ValueError(f"keys {tuple(k.shape)}, values {tuple(v.shape)} and {len(slots)} slots do not match")
     if shape != [group.num_kv_heads, group.head_dim]:
         raise ValueError(f"blocks of {group.num_kv_heads} heads of {group.head_dim} cannot hold keys {tuple(k.shape)}")
     if not 0 <= layer < len(group.layers):

@@ -25,7 +25,7 @@ DTYPES = ("float32", "bfloat16")
 
 
 class CpuKernels:
-    """C++ kernels. strict: deterministic, which excludes AMX tile registers and contexts split over threads."""
+    """C++ kernels. deterministic: excludes AMX tile registers and contexts split over threads."""
 
     NAME = "cpu"
     USES_RESIDENT_TABLES = False
@@ -35,18 +35,18 @@ class CpuKernels:
         self._deterministic = deterministic
         self.step_capture: StepCapture | None = None if deterministic else CallListCapture()
 
-    def unsupported_reason(self, demands: Requirements) -> str | None:
+    def unsupported_reason(self, requirements: Requirements) -> str | None:
         """Why the module does not meet the requirements, or None if it does."""
-        if demands.device.type != "cpu":
-            return f"it runs on CPUs, not on {demands.device.type}"
-        if demands.dtype not in DTYPES:
-            return f"it computes in {' and '.join(DTYPES)}, not in {demands.dtype}"
-        if demands.kv_dtype != demands.dtype:
-            return f"it keeps keys and values in {demands.dtype}, not in {demands.kv_dtype}"
-        if demands.block_size % blocks.PART_TOKENS:
-            return f"block_size {demands.block_size} is no multiple of {blocks.PART_TOKENS}"
-        if max(demands.head_dims) > MAX_HEAD_DIM:
-            return f"heads of {max(demands.head_dims)} are larger than {MAX_HEAD_DIM}"
+        if requirements.device.type != "cpu":
+            return f"it runs on CPUs, not on {requirements.device.type}"
+        if requirements.dtype not in DTYPES:
+            return f"it computes in {' and '.join(DTYPES)}, not in {requirements.dtype}"
+        if requirements.kv_dtype != requirements.dtype:
+            return f"it keeps keys and values in {requirements.dtype}, not in {requirements.kv_dtype}"
+        if requirements.block_size % blocks.PART_TOKENS:
+            return f"block_size {requirements.block_size} is not a multiple of {blocks.PART_TOKENS}"
+        if max(requirements.head_dims) > MAX_HEAD_DIM:
+            return f"heads of {max(requirements.head_dims)} are larger than {MAX_HEAD_DIM}"
         return None
 
     def use_threads(self, number: int) -> None:

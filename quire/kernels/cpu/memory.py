@@ -40,7 +40,7 @@ def _pages(num_bytes: int, *, huge: bool) -> np.ndarray:
 
 
 class Arena:
-    """Reusable buffers; one tensor owns a buffer at a time. keeps: none is freed, as captured steps use its address."""
+    """Reusable buffers; one tensor owns a buffer at a time. never_free: captured steps use their addresses."""
 
     def __init__(self, *, never_free: bool) -> None:
         self._never_free = never_free

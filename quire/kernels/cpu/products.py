@@ -24,7 +24,7 @@ def allocate_weight(shape: Sequence[int], dtype: torch.dtype, parts: int = 1) ->
     """
     *number, rows, columns = shape
     if rows % parts:
-        raise ValueError(f"{rows} rows cannot be cut into {parts} parts")
+        raise ValueError(f"{rows} rows cannot be divided into {parts} parts")
     tiles = -(-(rows // parts) // TILE_ROWS)
     terms = columns if dtype == torch.float32 else -(-columns // 32) * 32
     sizes = (*number, parts, tiles, TILE_ROWS * terms)
@@ -41,7 +41,7 @@ def write_rows(weight: PackedWeight, rows: Tensor, start: int, index: int = 0) -
     data = weight.data if weight.data.dim() == 3 else weight.data[index]
     if rows.dim() != 2 or rows.shape[1] != weight.columns or not 0 <= start <= weight.rows - len(rows):
         raise ValueError(
-            f"rows {tuple(rows.shape)} from {start} on are not of a weight {(weight.rows, weight.columns)}"
+            f"rows {tuple(rows.shape)} from {start} on do not fit a weight {(weight.rows, weight.columns)}"
         )
     code, per_part, end = dtype_code(data), weight.rows // weight.parts, start + len(rows)
     ready = rows.dtype == data.dtype and rows.is_contiguous()
@@ -54,7 +54,7 @@ def write_rows(weight: PackedWeight, rows: Tensor, start: int, index: int = 0) -
 
 
 def pack_weight(weight: Tensor, parts: int = 1) -> PackedWeight:
-    """A weight (rows, columns), or stack (number, rows, columns), packed: see `room`."""
+    """A weight (rows, columns), or stack (number, rows, columns), packed: see `allocate_weight`."""
     packed = allocate_weight(weight.shape, weight.dtype, parts)
     for index, one in enumerate(weight if weight.dim() == 3 else [weight]):
         write_rows(packed, one, 0, index)
@@ -104,28 +104,28 @@ def _product(x: Tensor, weight: PackedWeight, bias: Tensor | None, gate: int, *,
 
 def _check(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> None:
     if weight.data.dim() > 3:
-        raise ValueError("a product takes one of several weights, not all of them")
+        raise ValueError("a product needs one of the stacked weights, not the whole stack")
     dtype = weight.data.dtype
     if x.dim() != 2 or x.shape[1] != weight.columns or x.dtype != dtype:
         raise ValueError(
-            f"x {tuple(x.shape)} of {x.dtype} does not go with a weight {(weight.rows, weight.columns)} of {dtype}"
+            f"x {tuple(x.shape)} of {x.dtype} does not match a weight {(weight.rows, weight.columns)} of {dtype}"
         )
     if bias is not None and (bias.shape != (weight.rows,) or bias.dtype != dtype):
         raise ValueError(
-            f"a bias {tuple(bias.shape)} of {bias.dtype} does not go with a weight of {weight.rows} rows of {dtype}"
+            f"a bias {tuple(bias.shape)} of {bias.dtype} does not match a weight of {weight.rows} rows of {dtype}"
         )
 
 
 def embed(ids: Tensor, weight: Weight, scale: float = 1.0) -> Tensor:
     """Rows of weight (num_rows, size) for ids int64 (num_tokens,), times `scale`. An id without a row gives zeros."""
     if ids.dtype != torch.int64:
-        raise TypeError(f"ids are int64, not {ids.dtype}")
+        raise TypeError(f"ids must be int64, not {ids.dtype}")
     if isinstance(weight, Tensor):
         return rowwise.embed(ids, weight, scale)
     if weight.data.dim() > 3:
-        raise ValueError("rows are of one of several weights, not of all of them")
+        raise ValueError("a row lookup needs one of the stacked weights, not the whole stack")
     if weight.parts != 1:
-        raise ValueError(f"rows are looked up in a weight that is whole, not in {weight.parts} parts")
+        raise ValueError(f"a row lookup needs a weight of one part, not of {weight.parts}")
     out = empty((len(ids), weight.columns), weight.data.dtype)
     sizes = (len(ids), weight.columns, weight.rows)
     _C.unpack_rows(weight.data, ids.contiguous(), out, dtype_code(out), *sizes, float(scale))

@@ -61,15 +61,15 @@ class CallListCapture:
             with use_arena(self._arena), watch:
                 result = compute()
         finally:
-            tape = _C.stop()
+            calls = _C.stop()
         if watch.unsupported_op is not None:
             raise NotCapturable(f"{watch.unsupported_op} is computed by torch")
         result = self._arena.non_owning_view(result)
-        return result, lambda: _C.play(tape)
+        return result, lambda: _C.play(calls)
 
 
 class _CaptureMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Allocates empty tensors from the arena, and records the first operation that is no kernel in `foreign`."""
+    """Allocates empty tensors from the arena, and records the first operation that is no kernel in `unsupported_op`."""
 
     def __init__(self, arena: Arena) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

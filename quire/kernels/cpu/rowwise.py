@@ -117,4 +117,4 @@ def embed(ids: Tensor, weight: Tensor, scale: float = 1.0) -> Tensor:
 
 def _check_same_shape(a: Tensor, b: Tensor) -> None:
     if a.shape != b.shape or a.dtype != b.dtype:
-        raise ValueError(f"{tuple(a.shape)} of {a.dtype} and {tuple(b.shape)} of {b.dtype} do not go together")
+        raise ValueError(f"{tuple(a.shape)} of {a.dtype} and {tuple(b.shape)} of {b.dtype} do not match")

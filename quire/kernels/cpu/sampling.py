@@ -33,14 +33,14 @@ def sample(logits: Tensor, sampling_metadata: SamplingMetadata) -> Tensor:
     """One token per row of logits (num_rows, vocab_size) -> int64 (num_rows,); -1 if nothing can be sampled."""
     num_rows, vocab_size = logits.shape
     logits = kernel_logits(logits)
-    wishes = _pack_metadata(sampling_metadata, num_rows)
-    masks = _masks(sampling_metadata, wishes, vocab_size)
-    edit_tokens, edit_values = _edits(sampling_metadata, wishes, vocab_size)
-    history_tokens, are_output = _history(sampling_metadata, wishes, vocab_size)
+    row_metadata = _pack_metadata(sampling_metadata, num_rows)
+    masks = _masks(sampling_metadata, row_metadata, vocab_size)
+    edit_tokens, edit_values = _edits(sampling_metadata, row_metadata, vocab_size)
+    history_tokens, are_output = _history(sampling_metadata, row_metadata, vocab_size)
     tokens = torch.empty(num_rows, dtype=torch.int64)
     _C.sample(
         logits,
-        torch.from_numpy(wishes.view(np.uint8)),
+        torch.from_numpy(row_metadata.view(np.uint8)),
         tokens,
         int(logits.dtype == torch.bfloat16),
         num_rows,
@@ -63,24 +63,24 @@ def kernel_logits(logits: Tensor) -> Tensor:
 
 
 def _pack_metadata(sampling_metadata: SamplingMetadata, num_rows: int) -> np.ndarray:
-    wishes = np.zeros(num_rows, _ROW_METADATA)
-    wishes["seed"] = sampling_metadata.seeds
-    wishes["sample_index"] = sampling_metadata.sample_indices
-    wishes["position"] = sampling_metadata.positions
-    wishes["top_k"] = sampling_metadata.top_ks
-    wishes["mask"] = -1
-    wishes["temperature"] = sampling_metadata.temperatures
-    wishes["top_p"] = sampling_metadata.top_ps
-    wishes["min_score"] = -np.inf
+    row_metadata = np.zeros(num_rows, _ROW_METADATA)
+    row_metadata["seed"] = sampling_metadata.seeds
+    row_metadata["sample_index"] = sampling_metadata.sample_indices
+    row_metadata["position"] = sampling_metadata.positions
+    row_metadata["top_k"] = sampling_metadata.top_ks
+    row_metadata["mask"] = -1
+    row_metadata["temperature"] = sampling_metadata.temperatures
+    row_metadata["top_p"] = sampling_metadata.top_ps
+    row_metadata["min_score"] = -np.inf
     if sampling_metadata.min_ps.any():
-        wishes["min_score"] = (
+        row_metadata["min_score"] = (
             torch.from_numpy(sampling_metadata.min_ps.copy()).log().numpy()
         )  # rounded as the reference's
     if len(sampling_metadata.history.rows):
-        wishes["presence"] = sampling_metadata.presence_penalties
-        wishes["frequency"] = sampling_metadata.frequency_penalties
-        wishes["repetition"] = sampling_metadata.repetition_penalties
-    return wishes
+        row_metadata["presence"] = sampling_metadata.presence_penalties
+        row_metadata["frequency"] = sampling_metadata.frequency_penalties
+        row_metadata["repetition"] = sampling_metadata.repetition_penalties
+    return row_metadata
 
 
 def _masks(sampling_metadata: SamplingMetadata, row_metadata: np.ndarray, vocab_size: int) -> Tensor | None:

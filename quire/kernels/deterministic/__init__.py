@@ -8,7 +8,7 @@ are avoided:
   are rounded to fixed point first, so that sums of up to 256 products are exact and their order does not matter
   (`exact.product`). Attention (`tiled`) and norms (`exact.exact_sum`) do the same.
 - Exponentials and similar functions differ between the body and the tail of a vector loop, so they are applied to
-  whole vectors only (`exact.by_vectors`). Sums, products, quotients and roots are always correctly rounded.
+  whole vectors only (`exact.apply_to_whole_vectors`). Sums, products, quotients and roots are always correctly rounded.
 
 The libraries must provide IEEE 754 float64 products, fused or not; elementwise functions that treat all numbers of
 whole vectors alike; and softmax and sums over a row (`route`, `sample`, `logprobs` of the reference) that treat each

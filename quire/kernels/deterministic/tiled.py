@@ -105,7 +105,7 @@ def _tensor(array: np.ndarray, device: torch.device) -> Tensor:
 
 
 def write_kv(storage: Storage, layer: int, k: Tensor, v: Tensor, plan: DeterministicPlan) -> None:
-    """Zero the blocks in `plan.begun`, then store keys and values (num_tokens, num_kv_heads, head_dim)."""
+    """Zero the blocks in `plan.new_blocks`, then store keys and values (num_tokens, num_kv_heads, head_dim)."""
     for blocks, new in zip(storage.data[layer], (k, v), strict=True):
         blocks.index_fill_(0, plan.new_blocks, 0)
         blocks.flatten(0, 1).index_copy_(0, plan.slots, to_stored(new, storage.group.dtype))

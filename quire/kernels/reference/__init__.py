@@ -18,9 +18,9 @@ USES_RESIDENT_TABLES = False
 step_capture: StepCapture | None = None
 
 
-def unsupported_reason(demands: Requirements) -> str | None:
+def unsupported_reason(requirements: Requirements) -> str | None:
     """None: plain torch meets all requirements."""
-    del demands
+    del requirements
     return None
 
 

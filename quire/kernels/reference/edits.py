@@ -19,7 +19,7 @@ _LARGEST = torch.finfo(torch.float32).max
 
 
 def has_edits(sampling_metadata: SamplingMetadata) -> bool:
-    """Whether any row has a mask, a logit edit or a history for `edited` to apply."""
+    """Whether any row has a mask, a logit edit or a history for `apply_edits` to apply."""
     return (
         len(sampling_metadata.masks.rows) + len(sampling_metadata.edits.rows) + len(sampling_metadata.history.rows) > 0
     )

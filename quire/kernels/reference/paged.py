@@ -154,7 +154,7 @@ def _tensor(array: np.ndarray, device: torch.device) -> Tensor:
 
 
 def write_kv(storage: Storage, layer: int, k: Tensor, v: Tensor, plan: ReferencePlan) -> None:
-    """Zero the blocks in `plan.begun`, then store keys and values (num_tokens, num_kv_heads, head_dim)."""
+    """Zero the blocks in `plan.new_blocks`, then store keys and values (num_tokens, num_kv_heads, head_dim)."""
     for blocks, new in zip(storage.data[layer], (k, v), strict=True):
         if len(plan.new_blocks):
             blocks.index_fill_(0, plan.new_blocks, 0)

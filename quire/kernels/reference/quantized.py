@@ -18,7 +18,7 @@ _TYPES = {"fp8_e4m3": torch.float8_e4m3fn, "int8": torch.int8}
 
 
 def read_bytes(dtype: str, compute_dtype: torch.dtype) -> int:
-    """Bytes per number while KV is read. 8-bit numbers need two float32 (number, scaled number) and one `computed`."""
+    """Bytes per number while KV is read. 8-bit numbers need two float32 and one `compute_dtype`."""
     return 2 * torch.float32.itemsize + compute_dtype.itemsize if dtype in MAX_QUANTIZED else compute_dtype.itemsize
 
 
@@ -33,7 +33,7 @@ def to_stored(x: Tensor, dtype: str) -> Tensor:
 
 
 def from_stored(x: Tensor, dtype: str) -> Tensor:
-    """Stored numbers as floats (..., head_dim): the inverse of `stored`."""
+    """Stored numbers as floats (..., head_dim): the inverse of `to_stored`."""
     return dequantize(x, dtype) if dtype in MAX_QUANTIZED else x
 
 
@@ -48,6 +48,6 @@ def quantize(x: Tensor, dtype: str) -> Tensor:
 
 
 def dequantize(x: Tensor, dtype: str) -> Tensor:
-    """The inverse of `quantized`, float32 (..., head_dim). Blocks of zero bytes give zeros."""
+    """The inverse of `quantize`, float32 (..., head_dim). Blocks of zero bytes give zeros."""
     values, scales = x[..., :-SCALE_BYTES], x[..., -SCALE_BYTES:].contiguous()
     return values.contiguous().view(_TYPES[dtype]).float() * scales.view(torch.float32)

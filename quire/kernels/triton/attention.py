@@ -5,7 +5,8 @@ two launches. If the tiles are too few to fill the device, several programs shar
 their number, from data that a captured step does not change. The device computes where each split begins, from the
 actual positions. A program without keys returns at once.
 
-In strict steps all tiles have one shape and no context is split, so that the bits of a row do not depend on the batch.
+In deterministic steps all tiles have one shape and no context is split. So the bits of a row do not depend on the
+batch.
 """
 
 import functools
@@ -66,7 +67,7 @@ def attention(
 ) -> Tensor:
     """Causal attention of q (num_tokens, num_heads, head_dim) -> (num_tokens, num_heads * head_dim).
 
-    There may be gaps between tokens in memory. strict: see the module.
+    There may be gaps between tokens in memory. deterministic: see the module.
     """
     num_tokens, num_heads, head_dim = q.shape
     if q.stride(2) != 1 or q.stride(1) != head_dim:

@@ -24,7 +24,7 @@ _HISTORY_BLOCK = 1024  # history entries that one program counts
 
 
 def pack_edits(sampling_metadata: SamplingMetadata, row_metadata: np.ndarray, vocab_size: int) -> list[np.ndarray]:
-    """Kernel inputs for the edits of all rows. Sets the fields `mask`, `counted` and `edited` of `wishes`.
+    """Kernel inputs for the edits of all rows. Sets the fields `mask`, `counted` and `edited` of `row_metadata`.
 
     Returns masks; tokens and values of logit edits, sorted by tile of an edited row; the index at which each tile's
     edits begin; and the history: rows of the counts, and token * 2 + 1 for output, token * 2 for prompt tokens.
@@ -65,7 +65,7 @@ def number_rows(num_rows: int, *chosen: np.ndarray) -> np.ndarray:
 def count_history(rows: Tensor, entries: Tensor, num_counted: int, vocab_size: int) -> Tensor:
     """int32 (num_counted, vocab_size): 2 per occurrence of a token in the output, plus 1 if it is in the prompt.
 
-    rows and entries: from `edit_columns`. The atomic additions are of integers, so their order does not matter.
+    rows and entries: from `pack_edits`. The atomic additions are of integers, so their order does not matter.
     """
     counts = torch.zeros(num_counted, vocab_size, dtype=torch.int32, device=rows.device)
     grid = (-(-len(rows) // _HISTORY_BLOCK),)

@@ -30,7 +30,7 @@ MIN_FP8_CAPABILITY = (8, 9)  # compute capability
 
 
 class TritonKernels:
-    """Triton kernels. strict: deterministic, which excludes split contexts and matrix libraries."""
+    """Triton kernels. deterministic: excludes split contexts and matrix libraries."""
 
     NAME = "triton"
     USES_RESIDENT_TABLES = True
@@ -40,16 +40,16 @@ class TritonKernels:
         self._deterministic = deterministic
         self.step_capture: StepCapture | None = None if deterministic or INTERPRETED else CudaGraphCapture()
 
-    def unsupported_reason(self, demands: Requirements) -> str | None:
+    def unsupported_reason(self, requirements: Requirements) -> str | None:
         """Why the module does not meet the requirements, or None if it does."""
-        if demands.device.type != "cuda" and not INTERPRETED:
-            return f"it runs on cuda, not on {demands.device.type}, but in Triton's interpreter"
-        if demands.device.type == "cuda" and (why := _device_unsupported_reason(demands)) is not None:
+        if requirements.device.type != "cuda" and not INTERPRETED:
+            return f"it runs on cuda, and on {requirements.device.type} only in Triton's interpreter"
+        if requirements.device.type == "cuda" and (why := _device_unsupported_reason(requirements)) is not None:
             return why
-        if demands.block_size % BLOCK_SIZE_MULTIPLE:
-            return f"block_size {demands.block_size} is no multiple of {BLOCK_SIZE_MULTIPLE}"
-        if max(demands.head_dims) > MAX_HEAD_DIM:
-            return f"heads of {max(demands.head_dims)} are larger than {MAX_HEAD_DIM}"
+        if requirements.block_size % BLOCK_SIZE_MULTIPLE:
+            return f"block_size {requirements.block_size} is not a multiple of {BLOCK_SIZE_MULTIPLE}"
+        if max(requirements.head_dims) > MAX_HEAD_DIM:
+            return f"heads of {max(requirements.head_dims)} are larger than {MAX_HEAD_DIM}"
         return None
 
     def use_threads(self, number: int) -> None:

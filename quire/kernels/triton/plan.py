@@ -88,7 +88,7 @@ def refill(plan: TritonPlan, batch: Batch) -> None:
     """
     lengths = batch.stops - batch.starts
     if (batch.resident is not None) != plan.resident:
-        raise ValueError("a plan keeps to tables of one kind: those of its steps, or resident ones")
+        raise ValueError("a plan uses one kind of tables: those of its steps, or resident ones")
     shape = (len(plan.starts), len(plan.chunks), plan.tables.shape[1])
     new = (len(lengths), int(lengths.sum()), batch.tables.shape[1])
     if new[:2] != shape[:2] or new[2] > shape[2]:

@@ -109,7 +109,7 @@ def _linear(
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None, *, deterministic: bool) -> Tensor:
-    """x (num_rows, in) times weight (out, in), plus bias (out,). strict: rounded once, after the bias."""
+    """x (num_rows, in) times weight (out, in), plus bias (out,). deterministic: rounded once, after the bias."""
     weight = require_unpacked(weight)
     if not deterministic:
         return F.linear(x, weight, bias)

@@ -39,8 +39,8 @@ class CudaGraphCapture:
         computed = _MEMORY_FACTOR * (largest * (token_bytes + logit_bytes) + scratch_bytes)
         kept = 2 * pow2(largest) * logit_bytes  # results of this size, half of it, a quarter, ...
         why = (
-            f"{number} graphs of up to {largest} sequences x {GRAPH_BYTES >> 20} MiB, {computed >> 20} MiB that they "
-            f"compute in, {kept >> 20} MiB of logits, {LIBRARY_BYTES >> 20} MiB of libraries; estimated"
+            f"{number} graphs of up to {largest} sequences x {GRAPH_BYTES >> 20} MiB, {computed >> 20} MiB of "
+            f"working memory, {kept >> 20} MiB of logits, {LIBRARY_BYTES >> 20} MiB of libraries; estimated"
         )
         return CaptureMemory(number * GRAPH_BYTES + computed + kept + LIBRARY_BYTES, why)
 

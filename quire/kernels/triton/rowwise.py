@@ -143,9 +143,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     Raises ValueError if x and residual differ in shape or type.
     """
     if x.shape != residual.shape or x.dtype != residual.dtype:
-        raise ValueError(
-            f"{tuple(x.shape)} of {x.dtype} and {tuple(residual.shape)} of {residual.dtype} do not go together"
-        )
+        raise ValueError(f"{tuple(x.shape)} of {x.dtype} and {tuple(residual.shape)} of {residual.dtype} do not match")
     out, total = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
     _rms_norms(_rows(x, 1), residual.contiguous(), weight, total, out, eps)
     return out, total
@@ -286,7 +284,7 @@ def gate(x: Tensor, activation: str) -> Tensor:
 
 def _activated(x: Tensor, size: int, activation: str, *, gated: bool) -> Tensor:
     if activation not in ACTIVATIONS:
-        raise ValueError(f"{activation!r} is none of {', '.join(ACTIVATIONS)}")
+        raise ValueError(f"{activation!r} is not one of {', '.join(ACTIVATIONS)}")
     out = torch.empty((*x.shape[:-1], size), dtype=x.dtype, device=x.device)
     rows = x.reshape(-1, x.shape[-1])
     if rows.stride(1) != 1:

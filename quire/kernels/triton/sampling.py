@@ -52,21 +52,21 @@ def sample(logits: Tensor, sampling_metadata: SamplingMetadata) -> Tensor:
     edits = pack_edits(sampling_metadata, table, vocab_size)
     random = np.flatnonzero(sampling_metadata.temperatures > 0).astype(np.int32)
     filtered = random[(table["top_k"][random] > 0) | (table["top_p"][random] < 1)]
-    wishes, random_rows, filtered_rows, *told = upload([table, random, filtered, *edits], logits.device)
-    changed, peaks, ids = edit_and_find_peaks(logits, wishes, told, table)
+    row_metadata, random_rows, filtered_rows, *edit_arrays = upload([table, random, filtered, *edits], logits.device)
+    changed, peaks, ids = edit_and_find_peaks(logits, row_metadata, edit_arrays, table)
     best, best_ids = peaks, ids
     if len(random):
         if len(filtered):
-            apply_top_k_top_p(logits, changed, wishes, peaks, filtered_rows)
-        best, best_ids = _sample_tiles(logits, changed, wishes, peaks, random_rows)
+            apply_top_k_top_p(logits, changed, row_metadata, peaks, filtered_rows)
+        best, best_ids = _sample_tiles(logits, changed, row_metadata, peaks, random_rows)
     tiles = num_tiles(vocab_size)
-    _choose[(num_rows,)](peaks, ids, best, best_ids, wishes, out, tiles, TILES=pow2(tiles), num_warps=1)
+    _choose[(num_rows,)](peaks, ids, best, best_ids, row_metadata, out, tiles, TILES=pow2(tiles), num_warps=1)
     return out
 
 
 def pack_metadata(sampling_metadata: SamplingMetadata, vocab_size: int) -> np.ndarray:
-    """The sampling metadata as an array of WISH, one entry per row, without the fields of edits."""
-    wishes = np.zeros(len(sampling_metadata.seeds), ROW_METADATA)
+    """The sampling metadata as an array of ROW_METADATA, one entry per row, without the fields of edits."""
+    row_metadata = np.zeros(len(sampling_metadata.seeds), ROW_METADATA)
     for name, column in (
         ("temperature", sampling_metadata.temperatures),
         ("top_p", sampling_metadata.top_ps),
@@ -78,12 +78,13 @@ def pack_metadata(sampling_metadata: SamplingMetadata, vocab_size: int) -> np.nd
         ("position", sampling_metadata.positions),
         ("sample_index", sampling_metadata.sample_indices),
     ):
-        wishes[name] = column
-    wishes["top_k"] = np.where(sampling_metadata.top_ks < vocab_size, np.maximum(sampling_metadata.top_ks, 0), 0)
-    wishes["min_score"] = torch.from_numpy(sampling_metadata.min_ps.copy()).log().numpy()  # rounded as the reference's
-    wishes["mask"] = -1
-    wishes["random_row"] = number_rows(len(wishes), np.flatnonzero(sampling_metadata.temperatures > 0))
-    return wishes
+        row_metadata[name] = column
+    row_metadata["top_k"] = np.where(sampling_metadata.top_ks < vocab_size, np.maximum(sampling_metadata.top_ks, 0), 0)
+    min_scores = torch.from_numpy(sampling_metadata.min_ps.copy()).log()  # rounded as the reference's
+    row_metadata["min_score"] = min_scores.numpy()
+    row_metadata["mask"] = -1
+    row_metadata["random_row"] = number_rows(len(row_metadata), np.flatnonzero(sampling_metadata.temperatures > 0))
+    return row_metadata
 
 
 def edit_and_find_peaks(
@@ -91,7 +92,7 @@ def edit_and_find_peaks(
 ) -> tuple[Tensor | None, Tensor, Tensor]:
     """The edited logits or None, and per tile the largest logit after edits and the first token that has it.
 
-    told: the arrays of `edit_columns`, on the device. The largest logit is NaN if the input tile has NaN or +inf.
+    edit_arrays: the arrays of `pack_edits`, on the device. The largest logit is NaN if the input tile has NaN or +inf.
     """
     num_rows, vocab_size = logits.shape
     num_edited, num_counted = (int(host_metadata[name].max()) + 1 for name in ("edited", "counted"))

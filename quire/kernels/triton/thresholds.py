@@ -41,7 +41,7 @@ _BEYOND = tl.constexpr(0x7F800001)
 
 
 def apply_top_k_top_p(logits: Tensor, edited: Tensor | None, row_metadata: Tensor, peaks: Tensor, rows: Tensor) -> None:
-    """Raise the field `least` of `rows` to the threshold of their top_k and top_p; see `rows.WISH`.
+    """Raise the field `min_score` of `rows` to the threshold of their top_k and top_p; see `rows.ROW_METADATA`.
 
     logits (num_rows, vocab_size), edited (edited rows, vocab_size), peaks (num_rows, tiles): the largest of each tile.
     """

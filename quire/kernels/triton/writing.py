@@ -69,9 +69,7 @@ def _check(storage: Storage, layer: int, k: Tensor, v: Tensor, plan: TritonPlan)
     if not 0 <= layer < len(group.layers):
         raise IndexError(f"there is no layer {layer} of {len(group.layers)}")
     if k.shape != v.shape or k.dtype != v.dtype or len(k) != len(plan.chunks):
-        raise ValueError(
-            f"keys {tuple(k.shape)}, values {tuple(v.shape)} and {len(plan.chunks)} tokens do not go together"
-        )
+        raise ValueError(f"keys {tuple(k.shape)}, values {tuple(v.shape)} and {len(plan.chunks)} tokens do not match")
     if k.shape[1:] != (group.num_kv_heads, group.head_dim):
         raise ValueError(f"blocks of {group.num_kv_heads} heads of {group.head_dim} cannot hold keys {tuple(k.shape)}")
 

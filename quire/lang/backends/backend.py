@@ -119,7 +119,7 @@ class Backend(ABC):  # optional methods have empty bodies
 
     async def flush_cache_async(self) -> None:
         """Coroutine of flush_cache."""
-        raise RequestError(f"{type(self).__name__} has no cache that could be flushed")
+        raise RequestError(f"{type(self).__name__} has no cache to flush")
 
     async def aclose(self) -> None:  # noqa: B027
         """Release all resources: the last coroutine on the loop."""

@@ -157,7 +157,7 @@ class EngineBackend(Backend):
                     if delta.stopped_after is not None:
                         self._engine.finish(delta.request_id, delta.index, delta.stopped_after)
                     if delta.finish_reason in ("error", "abort"):
-                        raise GenerationFailed(f"the engine could not go on: {delta.stop_reason}")
+                        raise GenerationFailed(f"the engine ended this request: {delta.stop_reason}")
                     yield delta
         finally:
             outputs.close()

@@ -46,7 +46,7 @@ class Http:
                 transport=transport,
             )
         except OSError as error:
-            raise ConfigError(f"verify must name a file of certificates, and {verify!r} is none: {error}") from error
+            raise ConfigError(f"verify must name a file of certificates, not {verify!r}: {error}") from error
 
     async def get(self, path: str) -> Any:  # noqa: ANN401
         """GET a path and return the JSON. Raises as `post` does."""
@@ -75,7 +75,7 @@ class Http:
                         yield event
             except httpx2.HTTPError as error:
                 raise self._unreachable(error) from error
-        raise GenerationFailed(f"the answer of {self.base_url} was cut off: it ends without [DONE]")
+        raise GenerationFailed(f"the response of {self.base_url} was cut off: it ends without [DONE]")
 
     async def close(self) -> None:
         """Close the connections."""
@@ -104,19 +104,19 @@ class Http:
                 if response.status_code < 400:
                     yield response
                     return
-                said = (await response.aread()).decode("utf-8", "replace")
+                response_text = (await response.aread()).decode("utf-8", "replace")
                 if response.status_code not in _RETRY_STATUSES or attempt == _MAX_ATTEMPTS - 1:
-                    raise _response_error(response.status_code, said)
+                    raise _response_error(response.status_code, response_text)
             finally:
                 await response.aclose()
             await asyncio.sleep(_retry_delay(response, attempt))
 
     def _unreachable(self, error: httpx2.HTTPError) -> GenerationFailed:
-        return GenerationFailed(f"{self.base_url} does not answer: {error or type(error).__name__}")
+        return GenerationFailed(f"{self.base_url} does not respond: {error or type(error).__name__}")
 
 
 async def _read_to_end(lines: AsyncIterator[str]) -> None:
-    """Read a stream to its end, so that the connection is reused; gives up after `_LONGEST_END` seconds."""
+    """Read a stream to its end, so that the connection is reused; stops after `_MAX_END_SECONDS` seconds."""
     with suppress(TimeoutError, httpx2.HTTPError):
         async with asyncio.timeout(_MAX_END_SECONDS):
             async for _ in lines:
@@ -137,7 +137,7 @@ def response_errors() -> Iterator[None]:
     except QuireError:
         raise
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise GenerationFailed(f"the server's answer is not what its API says: {error!r:.200}") from error
+        raise GenerationFailed(f"the server's response does not follow its API: {error!r:.200}") from error
 
 
 def _retry_delay(response: httpx2.Response, attempt: int) -> float:
@@ -148,35 +148,35 @@ def _retry_delay(response: httpx2.Response, attempt: int) -> float:
     return min(max(wait, 0.0), _MAX_RETRY_SECONDS)
 
 
-def _response_error(status: int, said: str) -> Exception:
+def _response_error(status: int, response_text: str) -> Exception:
     """The error of a response: RequestError for 4xx but 429, else GenerationFailed."""
-    message, param = _error_message(said)
+    message, param = _error_message(response_text)
     if status < 500 and status not in _RETRY_STATUSES:
-        return RequestError(f"the server refuses this with {status}: {message}", param)
+        return RequestError(f"the server rejected the request with {status}: {message}", param)
     return GenerationFailed(f"the server failed with {status}: {message}")
 
 
-def _error_message(said: str) -> tuple[str, str | None]:
+def _error_message(response_text: str) -> tuple[str, str | None]:
     try:
-        error = json.loads(said)
+        error = json.loads(response_text)
     except ValueError:
-        return said[:500], None
+        return response_text[:500], None
     if isinstance(error, dict) and isinstance(error.get("error"), dict):
         error = error["error"]
     if not isinstance(error, dict):
-        return said[:500], None
-    message = error.get("message", error.get("detail", said[:500]))
+        return response_text[:500], None
+    message = error.get("message", error.get("detail", response_text[:500]))
     param = error.get("param")
     return str(message), param if isinstance(param, str) else None
 
 
 def _check_event(event: object) -> None:
     if isinstance(event, dict) and isinstance(event.get("error"), dict):
-        raise GenerationFailed(f"the server could not go on: {_error_message(json.dumps(event))[0]}")
+        raise GenerationFailed(f"the server stopped with an error: {_error_message(json.dumps(event))[0]}")
 
 
 def _parse_json(data: str) -> Any:  # noqa: ANN401
     try:
         return json.loads(data)
     except ValueError as error:
-        raise GenerationFailed(f"the server answered with what is no JSON: {data[:200]!r}") from error
+        raise GenerationFailed(f"the server's response is not JSON: {data[:200]!r}") from error

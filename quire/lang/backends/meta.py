@@ -15,7 +15,7 @@ def meta_info(
 ) -> dict[str, Any]:
     """The meta info of one sequence so far."""
     output = transcript.sequence(index)
-    told: dict[str, Any] = {
+    meta: dict[str, Any] = {
         "id": transcript.request_id,
         "finish_reason": output.finish_info,
         "prompt_tokens": len(transcript.prompt.ids),
@@ -24,14 +24,14 @@ def meta_info(
         "token_offsets": list(output.token_offsets),
     }
     if params.constraint is not None:
-        told["forced_tokens"] = output.num_forced_tokens
+        meta["forced_tokens"] = output.num_forced_tokens
     if params.return_logprob:
-        told |= _logprobs("output", output.token_ids, output.logprobs or [], params, tokenizer)
+        meta |= _logprobs("output", output.token_ids, output.logprobs or [], params, tokenizer)
     if params.returns_prompt_logprobs:
         start = max(params.logprob_start_len or 0, 0)
         rows = (transcript.prompt_logprobs or [])[start:]
-        told |= _logprobs("input", transcript.prompt.ids[start : start + len(rows)], rows, params, tokenizer)
-    return told
+        meta |= _logprobs("input", transcript.prompt.ids[start : start + len(rows)], rows, params, tokenizer)
+    return meta
 
 
 def token_logprobs(
@@ -50,10 +50,10 @@ def _logprobs(
     tokenizer: Tokenizer,
 ) -> dict[str, object]:
     entries = token_logprobs(tokens[: len(rows)], rows, tokenizer)
-    told: dict[str, object] = {f"{kind}_token_logprobs": [_shown(entry, params) for entry in entries]}
+    meta: dict[str, object] = {f"{kind}_token_logprobs": [_shown(entry, params) for entry in entries]}
     if params.top_logprobs_num:
-        told[f"{kind}_top_logprobs"] = [_top(row, params, tokenizer) for row in rows]
-    return told
+        meta[f"{kind}_top_logprobs"] = [_top(row, params, tokenizer) for row in rows]
+    return meta
 
 
 def _top(row: LogprobRow | None, params: GenParams, tokenizer: Tokenizer) -> list[TokenLogprob] | None:

@@ -79,14 +79,14 @@ def _relative(offsets: list[int]) -> list[int]:
 
 def _extension_fields(params: GenParams, *, extensions: bool) -> dict[str, object]:
     names = ("top_k", "min_p", "stop_token_ids", "ignore_eos", "min_tokens")
-    said = [name for name in names if getattr(params, name) != getattr(_DEFAULTS, name)]
-    if said and not extensions:
+    set_names = [name for name in names if getattr(params, name) != getattr(_DEFAULTS, name)]
+    if set_names and not extensions:
         raise RequestError(
-            f"OpenAI's API has no {', '.join(said)}; leave it out, or make OpenAI(..., extensions=True) where the "
-            "endpoint knows vLLM's fields",
-            said[0],
+            f"OpenAI's API has no {', '.join(set_names)}; leave it out, or use OpenAI(..., extensions=True) if the "
+            "endpoint supports vLLM's fields",
+            set_names[0],
         )
-    values = {name: getattr(params, name) for name in said}
+    values = {name: getattr(params, name) for name in set_names}
     return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
@@ -99,8 +99,8 @@ def _constraint_fields(params: GenParams, *, extensions: bool) -> dict[str, obje
         return {"response_format": {"type": "json_schema", "json_schema": schema}}
     if not extensions:
         raise RequestError(
-            f"OpenAI's API has no {kind}; use json_schema, or make OpenAI(..., extensions=True) where the endpoint "
-            "knows vLLM's structured_outputs",
+            f"OpenAI's API has no {kind}; use json_schema, or OpenAI(..., extensions=True) if the endpoint "
+            "supports vLLM's structured_outputs",
             kind,
         )
     return {"structured_outputs": {"regex" if kind == "regex" else "grammar": text}}
@@ -174,20 +174,21 @@ class OpenAI(Backend):
         """
         if self.is_chat_model:
             return await self._generate_choice(prompt, choices)
-        told = await self._echo_logprobs(
+        logprobs = await self._echo_logprobs(
             [prompt.text] if prompt.text else [], [prompt.text + choice for choice in choices]
         )
-        before = [] if not prompt.text else told.pop(0)
+        before = [] if not prompt.text else logprobs.pop(0)
         (names,) = _token_texts([before])
         scores = [
-            entries[common_prefix_len(names, own) :] for entries, own in zip(told, _token_texts(told), strict=True)
+            entries[common_prefix_len(names, own) :]
+            for entries, own in zip(logprobs, _token_texts(logprobs), strict=True)
         ]
         alone = None
         if method.requires_unconditional_logprobs:
             alone = await self._echo_logprobs([], list(choices))
             if _token_texts(scores) != _token_texts(alone):
                 raise RequestError(
-                    "this endpoint reads a choice by itself as other tokens than behind the prompt; use another method",
+                    "this endpoint tokenizes a choice alone differently than after the prompt; use another method",
                     "choices_method",
                 )
         return decide(choices, method, scores, alone)
@@ -210,14 +211,14 @@ class OpenAI(Backend):
     def _conversation(self, prompt: Prompt) -> dict[str, object]:
         messages: list[Mapping[str, str]] = list(prompt.messages)
         if prompt.role != "assistant":
-            raise RequestError("of a chat endpoint, gen writes the assistant's turns; put it in assistant(...)")
+            raise RequestError("on a chat endpoint, gen must be in an assistant turn; put it in assistant(...)")
         if not prompt.turn:
             return {"messages": messages}
         if not self._extensions:
             raise RequestError(
-                "of a chat endpoint, gen must begin the assistant's turn: let the program say nothing before it in "
-                "that turn, or write @function(num_api_spec_tokens=...), or OpenAI(..., extensions=True) where the "
-                "endpoint takes continue_final_message"
+                "on a chat endpoint, gen must begin the assistant's turn: append nothing before it in that turn, or "
+                "use @function(num_api_spec_tokens=...), or OpenAI(..., extensions=True) if the endpoint supports "
+                "continue_final_message"
             )
         messages.append({"role": "assistant", "content": prompt.turn})
         return {"messages": messages, "add_generation_prompt": False, "continue_final_message": True}
@@ -230,18 +231,18 @@ class OpenAI(Backend):
                 with response_errors():
                     usage = self._count(event.get("usage"))
                     choices = event.get("choices") or ()
-                    told = [(text_of(one, "delta"), meta_info(event, one, {}, None)) for one in choices]
-                for text, one in told:
+                    pieces = [(text_of(one, "delta"), meta_info(event, one, {}, None)) for one in choices]
+                for text, one in pieces:
                     meta = {**one, "finish_reason": one["finish_reason"] or meta.get("finish_reason")}
                     yield Piece(text, meta)
-                if usage and not told:
+                if usage and not pieces:
                     yield Piece("", {**meta, **usage})
 
     async def _generate_choice(self, prompt: Prompt, choices: Sequence[str]) -> ChoicesDecision:
         if not self._extensions:
             raise RequestError(
-                "select needs logprobs of prompts, which chat does not tell, or OpenAI(..., extensions=True) where the "
-                "endpoint takes structured_outputs"
+                "select needs logprobs of prompts, which chat endpoints do not return, or OpenAI(..., extensions=True) "
+                "if the endpoint supports structured_outputs"
             )
         path, body = self._request(prompt, GenParams(temperature=0.0, max_tokens=256))
         self.stats.num_calls += 1
@@ -250,7 +251,7 @@ class OpenAI(Backend):
             self._count(answer.get("usage"))
             written = text_of(answer["choices"][0], "message")
         if written not in choices:
-            raise RequestError(f"this endpoint does not keep to structured_outputs: it wrote {written!r:.100}")
+            raise RequestError(f"this endpoint ignores structured_outputs: it returned {written!r:.100}")
         return ChoicesDecision(written)
 
     async def _echo_logprobs(self, before: list[str], texts: list[str]) -> list[list[TokenLogprob]]:
@@ -261,21 +262,21 @@ class OpenAI(Backend):
             answer = await self._http.post("/completions", {"model": self.model_name, **asked})
         except RequestError as error:
             raise RequestError(
-                f"select needs an endpoint that echoes prompts with logprobs, and this one says: {error}", "choices"
+                f"select needs an endpoint that echoes prompts with logprobs, and this one failed: {error}", "choices"
             ) from error
         with response_errors():
             self._count(answer.get("usage"))
             choices = sorted(answer["choices"], key=lambda one: int(one.get("index", 0)))
-            told = [choice["logprobs"] for choice in choices]
+            logprobs = [choice["logprobs"] for choice in choices]
             return [
                 [(logprob, -1, text) for logprob, text in zip(one["token_logprobs"], one["tokens"], strict=True)]
-                for one in told
+                for one in logprobs
             ]
 
     def _first_model(self) -> str:
-        told = self.loop.run(self._http.get("/models"))
+        models = self.loop.run(self._http.get("/models"))
         with response_errors():
-            return str(told["data"][0]["id"])
+            return str(models["data"][0]["id"])
 
     def _count(self, usage: Mapping[str, Any] | None) -> dict[str, Any]:
         """Token counts for the meta info. Adds them to the stats."""
@@ -287,6 +288,6 @@ class OpenAI(Backend):
         return {"prompt_tokens": prompt, "completion_tokens": completion, "cached_tokens": cached}
 
 
-def _token_texts(told: Sequence[Sequence[TokenLogprob]]) -> list[list[str | None]]:
+def _token_texts(logprobs: Sequence[Sequence[TokenLogprob]]) -> list[list[str | None]]:
     """The texts of tokens, which identify them, as this API has no ids."""
-    return [[text for _, _, text in entries] for entries in told]
+    return [[text for _, _, text in entries] for entries in logprobs]

@@ -9,7 +9,7 @@ from quire.lang.state_text import Message
 
 
 class Render(Protocol):
-    """A chat template. begun: whether to open the assistant's turn after the messages (add_generation_prompt)."""
+    """A chat template. add_generation_prompt: whether to open the assistant's turn after the messages."""
 
     async def __call__(self, messages: list[Message], *, add_generation_prompt: bool) -> str:
         """The conversation as text. Raises RequestError."""
@@ -94,8 +94,8 @@ def _text_after(text: str, roles: Sequence[str], *, upto: Sequence[str] = ()) ->
         mark = _mark(len(roles) - 1)
         begin = text.find(mark) + len(mark)
         if begin < len(mark):
-            raise RequestError(f"the chat template does not show what the {roles[-1]} says")
+            raise RequestError(f"the chat template does not render the content of role {roles[-1]}")
     end = text.find(_mark(len(upto) - 1)) if upto else len(text)
     if end < begin:
-        raise RequestError(f"the chat template does not show what the {upto[-1]} says")
+        raise RequestError(f"the chat template does not render the content of role {upto[-1]}")
     return text[begin:end]

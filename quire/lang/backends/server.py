@@ -36,9 +36,9 @@ class RuntimeEndpoint(Backend):
         self._roles = TemplateRoles(self._render)
         self._bos_text: str | None = None  # the text of the special tokens that the tokenizer adds at the begin
         try:
-            told = self.loop.run(self._http.get("/v1/models"))
+            models = self.loop.run(self._http.get("/v1/models"))
             with response_errors():
-                self.model_info = dict(told["data"][0])
+                self.model_info = dict(models["data"][0])
         except BaseException:
             self.close()
             raise
@@ -65,8 +65,8 @@ class RuntimeEndpoint(Backend):
         if not stream:
             answer = await self._http.post("/generate", body)
             with response_errors():
-                told = answer if isinstance(answer, list) else [answer]
-                pieces = [Piece(one["text"], dict(one["meta_info"]), index) for index, one in enumerate(told)]
+                outputs = answer if isinstance(answer, list) else [answer]
+                pieces = [Piece(one["text"], dict(one["meta_info"]), index) for index, one in enumerate(outputs)]
                 self._count([piece.meta for piece in pieces])
             for piece in pieces:
                 yield piece
@@ -126,11 +126,11 @@ class RuntimeEndpoint(Backend):
         already there, all tokens are requested.
         """
         start = max(len(before) - look_back, 0)
-        told = await self._prompt_logprobs({"text": list(texts)}, [start] * len(texts), program)
-        shared = [common_prefix_len(before[start:], [entry[1] for entry in entries]) for entries in told]
+        logprobs = await self._prompt_logprobs({"text": list(texts)}, [start] * len(texts), program)
+        shared = [common_prefix_len(before[start:], [entry[1] for entry in entries]) for entries in logprobs]
         if start and not all(shared):
             return await self._choice_logprobs(before, texts, len(before), program)
-        return [entries[number:] for entries, number in zip(told, shared, strict=True)]
+        return [entries[number:] for entries, number in zip(logprobs, shared, strict=True)]
 
     async def _prompt_logprobs(
         self, prompts: dict[str, object], starts: Sequence[int], program: Program | None
@@ -147,9 +147,9 @@ class RuntimeEndpoint(Backend):
         self.stats.num_calls += 1
         answer = await self._http.post("/generate", body)
         with response_errors():
-            told = [one["meta_info"] for one in answer]
-            self._count(told)
-            return [[(entry[0], entry[1], entry[2]) for entry in one["input_token_logprobs"]] for one in told]
+            metas = [one["meta_info"] for one in answer]
+            self._count(metas)
+            return [[(entry[0], entry[1], entry[2]) for entry in one["input_token_logprobs"]] for one in metas]
 
     async def _render(self, messages: list[Message], *, add_generation_prompt: bool) -> str:
         tokens = await self._tokenize({"messages": messages, "add_generation_prompt": add_generation_prompt})
@@ -179,13 +179,13 @@ class RuntimeEndpoint(Backend):
             return {}
         return {"program": {"id": program.id, "branch": program.branch, "expects_more": program.expects_more}}
 
-    def _count(self, told: Sequence[dict[str, Any]]) -> None:
+    def _count(self, metas: Sequence[dict[str, Any]]) -> None:
         """Add tokens to the stats. The prompt of n sequences counts once."""
-        first = told[0] if told else {}
-        same = [one for one in told if one.get("id") != first.get("id")]
+        first = metas[0] if metas else {}
+        same = [one for one in metas if one.get("id") != first.get("id")]
         for meta in [first, *same]:
             self.stats.count(meta.get("prompt_tokens", 0), 0, meta.get("cached_tokens", 0))
-        self.stats.count(0, sum(meta.get("completion_tokens", 0) for meta in told))
+        self.stats.count(0, sum(meta.get("completion_tokens", 0) for meta in metas))
 
 
 def sampling_params(params: GenParams) -> dict[str, object]:

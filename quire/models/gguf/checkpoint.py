@@ -83,7 +83,7 @@ class GgufCheckpoint:
         self._entries = header.tensors
         self.metadata = Metadata(header.metadata, header.path)
         if _EMBEDDING not in self._entries:
-            raise self.metadata.error(f"{_EMBEDDING} is missing; this is no language model, or only a part of one")
+            raise self.metadata.error(f"{_EMBEDDING} is missing; this is not a complete language model")
         facts = GgufInfo(self.metadata, frozenset(self._entries), self._entries[_EMBEDDING].shape[0], self._factors)
         ids = special_token_ids(self.metadata)
         self._config = hf_config(facts) | {"dtype": self._dtype(), **ids}

@@ -149,7 +149,7 @@ _LAYER = re.compile(r"blk\.(\d{1,6})\.(.+)")
 
 
 def tensor_sources(facts: GgufInfo, name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, TensorSource]]:
-    """Yield (Hugging Face name, Origin) for one tensor of the file; for a stacked one, once per expert or head.
+    """Yield (Hugging Face name, TensorSource) for one tensor of the file; for a stacked one, once per expert or head.
 
     Yields nothing for rope tensors that become part of the config. Raises ModelError for a tensor that the architecture
     does not have.
@@ -162,13 +162,15 @@ def tensor_sources(facts: GgufInfo, name: str, shape: tuple[int, ...]) -> Iterat
     target = _TABLES[_table_name(facts)].get(part)
     if target is None or suffix not in ("weight", "bias"):
         raise facts.metadata.error(
-            f"the tensor {name:.80} has no place in a model of architecture {facts.metadata.architecture!r}"
+            f"the tensor {name:.80} does not belong to a model of architecture {facts.metadata.architecture!r}"
         )
     layer = int(within[1]) if within else 0
     is_stacked = target.count("{}") == 2
     change = _inverse_transform(facts, part, suffix)
     if layer >= facts.layers or (is_stacked and shape[0] > _MAX_PARTS):
-        raise facts.metadata.error(f"the tensor {name:.80} of shape {shape} lies outside of the model")
+        raise facts.metadata.error(
+            f"the tensor {name:.80} of shape {shape} is outside of the model's layers and experts"
+        )
     if not is_stacked:
         yield f"{target.format(layer)}.{suffix}", TensorSource(name, None, change)
         return

@@ -47,13 +47,13 @@ class HeaderReader:
 
     def error(self, message: str) -> ModelError:
         """A ModelError with the file and a remedy."""
-        return ModelError(f"{self._path} is damaged or no GGUF file ({message}); download it again")
+        return ModelError(f"{self._path} is damaged or not a GGUF file ({message}); download it again")
 
     def count(self, what: str, smallest: int) -> int:
         """Read a count of items that follow, each at least `smallest` bytes. An error if the file is too short."""
         value = self.unsigned("Q")
         if value * smallest > self._end - self.position:
-            raise self.error(f"{value} {what} cannot fit into what is left of it")
+            raise self.error(f"{value} {what} do not fit into the rest of it")
         return value
 
     def unsigned(self, code: str) -> int:
@@ -98,7 +98,7 @@ class HeaderReader:
         """Advance by `size` bytes, and return where they start."""
         self._values += 1
         if size > self._end - self.position:
-            raise self.error(f"it ends, or its header does, within a value at byte {self.position}")
+            raise self.error(f"the file or its header ends within a value at byte {self.position}")
         if self._values > MAX_VALUES:
             raise self.error(f"its header has more than {MAX_VALUES} values")
         start = self.position
@@ -156,9 +156,11 @@ def read_header(path: Path) -> Header:
     tensors: dict[str, TensorEntry] = {}
     for number, shard in enumerate(headers):
         if (_split(shard, "no", default=0), _split(shard, "count", default=1)) != (number, count):
-            raise ModelError(f"{shard.path} is not part {number + 1} of {count}, as its name says; download it again")
+            raise ModelError(
+                f"{shard.path} is part {number + 1} of {count} by its name, but not by its metadata; download it again"
+            )
         if twice := tensors.keys() & shard.tensors:
-            raise ModelError(f"{shard.path} has {min(twice)}, which a file before it has too; download them again")
+            raise ModelError(f"{shard.path} has {min(twice)}, which an earlier part has too; download them again")
         tensors |= shard.tensors
     first = headers[0]
     total = _split(first, "tensors.count", default=len(tensors))
@@ -212,7 +214,7 @@ def _read_file(path: Path) -> Header:
     for _ in range(num_pairs):
         key = source.text()
         if key in metadata:
-            raise source.error(f"the key {key:.80} twice")
+            raise source.error(f"it has the key {key:.80} twice")
         metadata[key] = source.value(source.unsigned("I"))
     return Header(path, metadata, _entries(source, data, path, num_tensors, metadata))
 
@@ -234,9 +236,9 @@ def _entries(
                 f"{', '.join(each.name for each in TENSOR_TYPES.values())}. Get a file of one of those, such as Q4_K_M"
             )
         if name in entries:
-            raise source.error(f"the tensor {name} twice")
+            raise source.error(f"it has the tensor {name} twice")
         if shape[-1] % kind.block_size:
-            raise source.error(f"{name} has rows of {shape[-1]} numbers, no multiple of {kind.block_size}")
+            raise source.error(f"{name} has rows of {shape[-1]} numbers, not a multiple of {kind.block_size}")
         num_bytes = math.prod(shape) // kind.block_size * kind.block_bytes
         if offset % alignment or base + offset + num_bytes > len(data):
             raise source.error(f"{name} does not lie within the file, or not at a multiple of {alignment} bytes")

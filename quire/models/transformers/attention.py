@@ -1,7 +1,7 @@
 """Redirection of a transformers model's attention calls to a listener.
 
 transformers looks up attention functions and mask functions by name. This module registers two names at import. The
-attention function finds the current listener through the `Line`, which is an attribute of all modules of a model.
+attention function finds the current listener through the `AttentionRouter`, an attribute of all modules of a model.
 """
 
 import math
@@ -16,7 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from quire.errors import ModelError
 
 SERVING_ATTENTION = "quire"  # without masks: the listener's attention is causal within each sequence
-TRACING_ATTENTION = "quire-traced"  # masks are uninitialised tensors with a `Hides`, which has the mask function
+TRACING_ATTENTION = "quire-traced"  # masks are uninitialised tensors with a `MaskFunction`, which has the mask function
 _ROUTER_ATTRIBUTE, _MASK_ATTRIBUTE = "quire_line", "quire_hides"  # attributes of modules and of traced masks
 
 _IGNORED_OPTIONS = frozenset(  # options that do not change the result of attention
@@ -85,9 +85,9 @@ class AttentionRouter:
             self._listener = None
 
     def dispatch(self, call: AttentionCall) -> Tensor:
-        """The listener's result for a call. Raises ValueError outside of `to`."""
+        """The listener's result for a call. Raises ValueError outside of `route_to`."""
         if self._listener is None:
-            raise ValueError("nobody listens to this model's attention")
+            raise ValueError("this model's attention has no listener")
         return self._listener(call)
 
 
@@ -130,17 +130,21 @@ def _check_supported(layer: str, query: Tensor, key: Tensor, value: Tensor, opti
     for name, value_given in options.items():
         if name in ("scaling", "dropout"):
             if isinstance(value_given, Tensor) or (name == "dropout" and value_given):
-                raise ModelError(f"{layer} attends with {name} = {value_given!r:.80}; quire's attention cannot")
+                raise ModelError(
+                    f"{layer} attends with {name} = {value_given!r:.80}; quire's attention does not support this"
+                )
         elif name not in _IGNORED_OPTIONS and value_given is not None:
             meaning = f", {_MEANINGS[name]}" if name in _MEANINGS else ""
-            raise ModelError(f"{layer} attends with {name!r}{meaning}; quire's attention cannot")
+            raise ModelError(f"{layer} attends with {name!r}{meaning}; quire's attention does not support this")
     if value.shape != key.shape or key.shape[3] != query.shape[3]:
         raise ModelError(
             f"{layer} attends with queries, keys and values of {query.shape[3]}, {key.shape[3]} and {value.shape[3]} "
-            f"numbers; quire's attention needs them alike"
+            f"numbers; quire's attention needs equal sizes"
         )
     if query.shape[0] != 1 or key.shape[0] != 1 or key.shape[2] != query.shape[2]:
-        raise ModelError(f"{layer} attends to something else than the tokens it is computing; quire's attention cannot")
+        raise ModelError(
+            f"{layer} attends to other tokens than those of its input; quire's attention does not support this"
+        )
 
 
 def _build_no_mask(

@@ -126,8 +126,7 @@ def _check(found: Mapping[str, Any], architecture: str, checkpoint: Checkpoint) 
     if found["unexpected_keys"]:
         some = sorted(found["unexpected_keys"])
         raise ModelError(
-            f"{place} has {len(some)} tensors that its {architecture} has no place for: found {some[0]}, "
-            f"expected nothing"
+            f"{place} has {len(some)} tensors that its {architecture} does not have: found {some[0]}, expected nothing"
         )
 
 

@@ -130,7 +130,7 @@ def _kind(fields: Fields, config: PreTrainedConfig) -> type[PreTrainedModel]:
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     names = fields.optional("architectures", list, [])
     if kind is None or kind.__name__ not in names:
-        raise fields.error(f"architecture {', '.join(map(str, names))!r:.80} is no decoder that transformers knows")
+        raise fields.error(f"architecture {', '.join(map(str, names))!r:.80} is not a decoder of transformers")
     found: type[PreTrainedModel] = kind
     return found
 
@@ -143,8 +143,8 @@ def _check_supported(fields: Fields, kind: type[PreTrainedModel], config: PreTra
         "its weights are quantized": fields.values.get("quantization_config") is not None,
         "it has an encoder": bool(config.is_encoder_decoder),
         "it attends to another model's outputs": bool(getattr(config, "add_cross_attention", False)),
-        "it has parts beside its decoder of text": config.get_text_config() is not config,
-        "it keeps a state that is not keys and values": bool(kind._is_stateful) and not kinds,
+        "it has parts other than a text decoder": config.get_text_config() is not config,
+        "it has a state other than keys and values": bool(kind._is_stateful) and not kinds,
         f"it has layers of type {', '.join(dict.fromkeys(others))}": bool(others),
         "its class does not support transformers' attention interface": not kind._supports_attention_backend,
         "its positions depend on the longest sequence of a batch (rope of type dynamic)": "dynamic" in _ropes(config),

@@ -69,8 +69,8 @@ def check_tokens_independent(model: TransformersModel, max_positions: int, archi
     difference = (other.float() - one.float()[order]).norm() / one.float().norm()
     if not difference <= _TOLERANCE.get(one.dtype, _SHORT_TOLERANCE):  # `not <=`, so that NaN fails
         raise ModelError(
-            f"{architecture} cannot be run through transformers: its tokens depend on their neighbours other than "
-            f"through attention, or their positions on the order of a batch (difference {difference:.2g})"
+            f"{architecture} cannot be run through transformers: a token depends on its neighbours other than "
+            f"through attention, or its position on the order of the batch (difference {difference:.2g})"
         )
 
 

@@ -63,16 +63,20 @@ class _PassListener:
         """See Listener. Raises ModelError if the call differs from the description."""
         index = self._done
         if index == len(self._layers):
-            raise ModelError(f"{call.layer} attends once more in a pass than the {index} times that were described")
+            raise ModelError(f"{call.layer} called attention more than the {index} times per pass that were traced")
         expected = self._layers[index].params
         if call.params != expected:
-            raise ModelError(f"{call.layer}, layer {index}, attends with {call.params}; described were {expected}")
+            raise ModelError(f"{call.layer}, layer {index}, attends with {call.params}; traced were {expected}")
         if call.mask is not None:
-            raise ModelError(f"{call.layer}, layer {index}, attends with a mask of its own; quire's attention cannot")
+            raise ModelError(
+                f"{call.layer}, layer {index}, attends with a mask of its own; quire's attention does not support this"
+            )
         self._done += 1
         return self._attend(index, call.q, call.k, call.v)
 
     def finish(self) -> None:
         """Raise ModelError unless all layers have called."""
         if self._done != len(self._layers):
-            raise ModelError(f"the model attended {self._done} times in a pass; {len(self._layers)} were described")
+            raise ModelError(
+                f"the model called attention {self._done} times in a pass; {len(self._layers)} calls were traced"
+            )

@@ -37,7 +37,7 @@ class _GivenHidden(nn.Module):
 
     @property
     def was_called(self) -> bool:
-        """Whether `forward` was called after `take`."""
+        """Whether `forward` was called after `set_hidden`."""
         return self._hidden is None
 
     def forward(self, *_inputs: Any, **_named: Any) -> _Outputs:  # noqa: ANN401  (all arguments are ignored)
@@ -52,7 +52,7 @@ class SplitModel:
     def __init__(self, model: PreTrainedModel) -> None:
         """Raises ModelError if the model has no inner decoder."""
         if model.base_model is model:
-            raise ModelError(f"{type(model).__name__} has no decoder inside that could run without its head")
+            raise ModelError(f"{type(model).__name__} has no inner decoder that could run without its head")
         self.model = model
         self._router = AttentionRouter(model)
         self._decoder = model.base_model
@@ -87,5 +87,5 @@ class SplitModel:
         self._given_hidden.set_hidden(hidden[None])
         logits: Tensor = self._head(inputs_embeds=hidden[None], use_cache=False, return_dict=True).logits[0]
         if not self._given_hidden.was_called:
-            raise ModelError(f"{type(self.model).__name__} makes logits without its decoder's hidden states")
+            raise ModelError(f"{type(self.model).__name__} computes logits without its decoder's hidden states")
         return logits

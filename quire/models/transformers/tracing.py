@@ -32,7 +32,7 @@ class TraceResult(NamedTuple):
 
 
 def trace(split_model: SplitModel, max_positions: int) -> TraceResult:
-    """Run a model that was constructed with `attention.TRACED` and parameters on the meta device.
+    """Run a model that was constructed with `attention.TRACING_ATTENTION` and parameters on the meta device.
 
     Raises ModelError for attention that quire does not support, and if the model's code needs values, not only shapes.
     """
@@ -51,10 +51,10 @@ def trace(split_model: SplitModel, max_positions: int) -> TraceResult:
         raise
     except Exception as error:  # a model's code may raise any exception on the meta device
         raise ModelError(
-            f"{name} cannot be run through quire's attention: without weights it stops with {error!s:.200}"
+            f"{name} cannot be run through quire's attention: tracing it without weights failed with {error!s:.200}"
         ) from error
     if not calls:
-        raise ModelError(f"{name} has no attention that goes through transformers' attention interface")
+        raise ModelError(f"{name} has no attention that uses transformers' attention interface")
     known: dict[MaskFunction, int] = {}
     return TraceResult(
         tuple(Layer(call.params, _window(call, max_positions, known)) for call in calls),
@@ -67,12 +67,12 @@ def _window(call: AttentionCall, max_positions: int, known: dict[MaskFunction, i
     """The window of a call's mask; 0: full attention. known: cache, by mask function."""
     mask = mask_function_of(call.mask)
     if mask is None:
-        raise ModelError(f"{call.layer} attends with a mask of its own; quire's attention cannot")
+        raise ModelError(f"{call.layer} attends with a mask of its own; quire's attention does not support this")
     if mask not in known:
         known[mask] = _checked_window(call.layer, mask, max_positions)
-    window, told = known[mask], call.params.sliding_window
-    if told and told != window:
-        raise ModelError(f"{call.layer} mentions a window of {told} positions, but its mask has {window or 'none'}")
+    window, declared = known[mask], call.params.sliding_window
+    if declared and declared != window:
+        raise ModelError(f"{call.layer} mentions a window of {declared} positions, but its mask has {window or 'none'}")
     return window
 
 

@@ -54,7 +54,7 @@ class DepthFirstQueue(PrefixAwareQueue):
         self._cached_head: Sequence | None = None  # cached until the order changes
 
     def head_of_new(self) -> Sequence | None:
-        """See ByMatch."""
+        """See PrefixAwareQueue."""
         if self._cached_head is None:
             spot = self._root
             while spot.children:
@@ -63,7 +63,7 @@ class DepthFirstQueue(PrefixAwareQueue):
         return self._cached_head
 
     def insert_new(self, seq: Sequence) -> None:
-        """See ByMatch."""
+        """See PrefixAwareQueue."""
         path = self._paths[seq.id] = self.matches.path(seq)
         spot = self._root
         for number in path:
@@ -75,7 +75,7 @@ class DepthFirstQueue(PrefixAwareQueue):
         self._cached_head = None
 
     def remove_new(self, seq: Sequence) -> None:
-        """See ByMatch."""
+        """See PrefixAwareQueue."""
         spots = [self._root]
         for number in self._paths.pop(seq.id):
             spots.append(spots[-1].children[number])
@@ -87,6 +87,6 @@ class DepthFirstQueue(PrefixAwareQueue):
         self._cached_head = None
 
     def reposition(self, seq: Sequence) -> None:
-        """See ByMatch."""
+        """See PrefixAwareQueue."""
         if self.matches.path(seq) != self._paths[seq.id]:
             super().reposition(seq)

@@ -40,13 +40,13 @@ class FairQueue(Queue):
         """See Queue."""
         while self._heap:
             tenant = self._heap[0][-1]
-            line = self._by_tenant.get(tenant)
-            if line is None or line.head is None:
+            queue = self._by_tenant.get(tenant)
+            if queue is None or queue.head is None:
                 heappop(self._heap)
                 continue
-            place = self._heap_entry(tenant, line.head)
+            place = self._heap_entry(tenant, queue.head)
             if place == self._heap[0]:
-                return line.head
+                return queue.head
             heapreplace(self._heap, place)
         return None
 
@@ -54,8 +54,8 @@ class FairQueue(Queue):
         return self._length
 
     def __contains__(self, seq: Sequence) -> bool:
-        line = self._by_tenant.get(seq.request.namespace.tenant)
-        return line is not None and seq in line
+        queue = self._by_tenant.get(seq.request.namespace.tenant)
+        return queue is not None and seq in queue
 
     def counter(self, tenant: str) -> int:
         """The counter of a tenant in weighted tokens; 0 for an unknown or forgotten one."""
@@ -64,30 +64,30 @@ class FairQueue(Queue):
     def put(self, seq: Sequence) -> None:
         """See Queue."""
         tenant = seq.request.namespace.tenant
-        line = self._by_tenant.get(tenant)
-        if line is None:
+        queue = self._by_tenant.get(tenant)
+        if queue is None:
             least = self.counter(self._last_admitted) if self.head is None else self._heap[0][0]
-            line = self._by_tenant[tenant] = RankedQueue()
+            queue = self._by_tenant[tenant] = RankedQueue()
             self._set_counter(tenant, max(self.counter(tenant), least - self._credit))
-        line.put(seq)
+        queue.put(seq)
         self._length += 1
-        if line.head is seq:
+        if queue.head is seq:
             self._push(tenant)
 
     def remove(self, seq: Sequence) -> None:
         """See Queue."""
         tenant = seq.request.namespace.tenant
-        line = self._by_tenant[tenant]
-        line.remove(seq)
+        queue = self._by_tenant[tenant]
+        queue.remove(seq)
         self._length -= 1
-        if not line.head:
+        if not queue.head:
             del self._by_tenant[tenant]
             self._drop_counters()
 
     def num_tokens_before(self, seq: Sequence) -> int:
         """See Queue. Counts the tenant's own sequences only, because other tenants may come before or after it."""
-        line = self._by_tenant.get(seq.request.namespace.tenant)
-        return 0 if line is None else line.num_tokens_before(seq)
+        queue = self._by_tenant.get(seq.request.namespace.tenant)
+        return 0 if queue is None else queue.num_tokens_before(seq)
 
     def admitted(self, seq: Sequence, num_new: int) -> None:
         """See Queue."""
@@ -128,10 +128,10 @@ class FairQueue(Queue):
 
     def _push(self, tenant: str) -> None:
         head = self._by_tenant[tenant].head
-        assert head is not None, "somebody was put there"
+        assert head is not None, "the tenant has a queued sequence"
         heappush(self._heap, self._heap_entry(tenant, head))
         if len(self._heap) > 2 * len(self._by_tenant) + 64:
-            heads = ((of, line.head) for of, line in self._by_tenant.items())
+            heads = ((of, queue.head) for of, queue in self._by_tenant.items())
             self._heap = [self._heap_entry(of, head) for of, head in heads if head is not None]
             heapify(self._heap)
 

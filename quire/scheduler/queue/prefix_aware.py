@@ -29,9 +29,9 @@ class WaitingByProgram:
 
     @property
     def head(self) -> Sequence | None:
-        """The next sequence of the program admitted last; None without one, or after MOST_TOGETHER in a row."""
-        line = None if self._last_program is None else self._by_program.get(self._last_program)
-        return next(iter(line.values())) if line else None
+        """The next sequence of the program admitted last; None without one, or after MAX_IN_A_ROW in a row."""
+        waiting = None if self._last_program is None else self._by_program.get(self._last_program)
+        return next(iter(waiting.values())) if waiting else None
 
     def add(self, seq: Sequence) -> None:
         """Add a new sequence. Ignores one without a program."""
@@ -43,9 +43,9 @@ class WaitingByProgram:
         """Remove a sequence that does not wait any more. Ignores one without a program."""
         key = program_of(seq.request)
         if key is not None:
-            line = self._by_program[key]
-            del line[seq.id]
-            if not line:
+            waiting = self._by_program[key]
+            del waiting[seq.id]
+            if not waiting:
                 del self._by_program[key]
 
     def admitted(self, seq: Sequence) -> None:
@@ -276,21 +276,21 @@ class CacheAwareQueue(PrefixAwareQueue):
         self._places: dict[int, float] = {}  # negative score by sequence id: the lowest is first
 
     def head_of_new(self) -> Sequence | None:
-        """See ByMatch."""
+        """See PrefixAwareQueue."""
         return self._order[0][2] if self._order else None
 
     def insert_new(self, seq: Sequence) -> None:
-        """See ByMatch."""
+        """See PrefixAwareQueue."""
         place = self._place(seq)
         self._places[seq.id] = place
         insort(self._order, (place, seq.rank, seq))
 
     def remove_new(self, seq: Sequence) -> None:
-        """See ByMatch."""
+        """See PrefixAwareQueue."""
         del self._order[bisect_left(self._order, (self._places.pop(seq.id), seq.rank))]
 
     def reposition(self, seq: Sequence) -> None:
-        """See ByMatch."""
+        """See PrefixAwareQueue."""
         if self._place(seq) != self._places[seq.id]:
             super().reposition(seq)
 

@@ -25,17 +25,17 @@ def check_choices(params: Sequence[SamplingParams], width: int = 1) -> None:
 
 
 def check_prompt_values(asked: Sequence[Generation], *, ids: bool, choices: bool = True) -> None:
-    """Raises RequestError if a response would have more than MAX_TOLD token ids and logprobs of its prompts.
+    """Raises RequestError if a response would have more than MAX_PROMPT_VALUES token ids and logprobs of its prompts.
 
     ids: whether it includes the prompts' token ids. choices: whether it repeats all of them in each choice.
     """
-    told = 0
+    num_values = 0
     for prompt, params, _ in asked:
         beside = 0 if params.prompt_logprobs is None else params.prompt_logprobs + 1
-        told += len(prompt.ids) * (beside + ids) * (params.n if choices else 1)
-    if told > MAX_PROMPT_VALUES:
+        num_values += len(prompt.ids) * (beside + ids) * (params.n if choices else 1)
+    if num_values > MAX_PROMPT_VALUES:
         raise RequestError(
-            f"the answer would tell {told:,} token ids and logprobs about its prompts, more than "
+            f"the response would have {num_values:,} token ids and logprobs of its prompts, more than "
             f"{MAX_PROMPT_VALUES:,}; lower prompt_logprobs (with echo: logprobs), n or the number of "
             "prompts, or shorten them",
             "n" if all(one.params.prompt_logprobs is None for one in asked) else "prompt_logprobs",

@@ -35,7 +35,7 @@ def unsupported_field(*neutral: JsonValue) -> Any:  # noqa: ANN401 (a field of a
     named = ", ".join(["null", *(f"{value!r}" for value in neutral)])
     return Field(
         default=None,
-        description=f"Not supported yet; accepted when it asks for nothing ({named}).",
+        description=f"Not supported yet; accepted with a value that has no effect ({named}).",
         json_schema_extra={NEUTRAL: list(neutral)},
     )
 
@@ -165,13 +165,13 @@ class BeamSearchBody(Body):
     """Fields of beam search and best_of."""
 
     best_of: int | None = optional_field(
-        "Completions: generate so many for each prompt, and return the n best (n to 128)."
+        "Completions: generate this many sequences for each prompt, and return the n best (n to 128)."
     )
-    use_beam_search: bool | None = optional_field("Search for the most likely sequences in place of sampling.")
+    use_beam_search: bool | None = optional_field("Search for the most likely sequences instead of sampling.")
     length_penalty: float | None = optional_field(
-        "Of a beam search: above 0 it favours long sequences (-10 to 10); 1 by default."
+        "Beam search: above 0 it favours long sequences (-10 to 10); 1 by default."
     )
-    early_stopping: Stopping | None = optional_field("Of a beam search: whether to end it before it is certain.")
+    early_stopping: Stopping | None = optional_field("Beam search: when to end (docs/api.md); false by default.")
 
     def with_beam_search(self, params: SamplingParams) -> SamplingParams:
         """`params`, adapted if a beam search is requested.
@@ -186,7 +186,7 @@ class BeamSearchBody(Body):
         for name, values in _BEAM_NEUTRAL_VALUES.items():
             given = getattr(self, name, None)
             if given is not None and not any(is_same(given, value) for value in values):
-                raise RequestError(f"{name} does not go with use_beam_search; leave it out", name)
+                raise RequestError(f"{name} cannot be combined with use_beam_search; leave it out", name)
         return replace(params, best_of=None, temperature=0.0)
 
     def beam_names(self) -> Mapping[str, str]:
@@ -232,8 +232,8 @@ class JsonSchema(Body):
 
     name: Annotated[str, Field(max_length=MAX_NAME)]
     description: Any = ignored_field()
-    schema_: Schema | None = optional_field("What the output has to be like; needed.", alias="schema")
-    strict: bool | None = optional_field("Accepted either way: the output always has this form.")
+    schema_: Schema | None = optional_field("The JSON schema of the output; required.", alias="schema")
+    strict: bool | None = optional_field("Accepted, true or false: the output always matches the schema.")
 
 
 class ResponseFormat(Body):
@@ -241,7 +241,7 @@ class ResponseFormat(Body):
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = optional_field("With the type json_schema.")
-    format: dict[str, Any] | None = optional_field("With the type structural_tag; no backend takes it yet.")
+    format: dict[str, Any] | None = optional_field("With the type structural_tag; no backend supports it yet.")
     structures: PerPrompt[dict[str, Any]] | None = optional_field(
         "With the type structural_tag: begin, schema and end of each tag."
     )
@@ -274,13 +274,11 @@ class StructuredOutputs(Body):
     choice: Choices | None = optional_field("The output is one of these texts.")
     grammar: str | None = optional_field("A grammar as Lark or EBNF.")
     json_object: bool | None = optional_field("Any JSON object.")
-    structural_tag: Tag | None = optional_field("Text in which what stands between tags has a form.")
-    disable_any_whitespace: bool | None = optional_field("One space behind each comma and colon of JSON, and no other.")
-    disable_additional_properties: bool | None = optional_field("No properties but those that the schema names.")
-    whitespace_pattern: str | None = optional_field("What may stand between the tokens of JSON.")
-    fast_forward: bool | None = optional_field(
-        "Text that has to come is not generated token by token; true by default."
-    )
+    structural_tag: Tag | None = optional_field("Text with constrained parts between tags.")
+    disable_any_whitespace: bool | None = optional_field("Exactly one space after each comma and colon of JSON.")
+    disable_additional_properties: bool | None = optional_field("Only properties that the schema names.")
+    whitespace_pattern: str | None = optional_field("Pattern of whitespace between the tokens of JSON.")
+    fast_forward: bool | None = optional_field("Append forced tokens without sampling; true by default.")
 
     def constraint_args(self) -> Mapping[str, object]:
         """Arguments of StructuredOutputsParams."""
@@ -294,29 +292,29 @@ class ConstraintBody(Body):
     """Fields of constraints on the output."""
 
     response_format: ResponseFormat | None = optional_field(
-        "The form of the output: text, any JSON object, a JSON schema."
+        "The constraint on the output: text (none), any JSON object, a JSON schema."
     )
-    structured_outputs: StructuredOutputs | None = optional_field("The form of the output, as vLLM has it.")
-    json_schema: Schema | None = optional_field("structured_outputs.json, as SGLang has it.")
-    regex: str | None = optional_field("structured_outputs.regex, as SGLang has it.")
-    ebnf: str | None = optional_field("structured_outputs.grammar, as SGLang has it.")
-    guided_json: Schema | None = optional_field("structured_outputs.json, as vLLM had it.")
-    guided_regex: str | None = optional_field("structured_outputs.regex, as vLLM had it.")
-    guided_choice: Choices | None = optional_field("structured_outputs.choice, as vLLM had it.")
-    guided_grammar: str | None = optional_field("structured_outputs.grammar, as vLLM had it.")
+    structured_outputs: StructuredOutputs | None = optional_field("The constraint on the output, with vLLM's fields.")
+    json_schema: Schema | None = optional_field("SGLang's name of structured_outputs.json.")
+    regex: str | None = optional_field("SGLang's name of structured_outputs.regex.")
+    ebnf: str | None = optional_field("SGLang's name of structured_outputs.grammar.")
+    guided_json: Schema | None = optional_field("vLLM's former name of structured_outputs.json.")
+    guided_regex: str | None = optional_field("vLLM's former name of structured_outputs.regex.")
+    guided_choice: Choices | None = optional_field("vLLM's former name of structured_outputs.choice.")
+    guided_grammar: str | None = optional_field("vLLM's former name of structured_outputs.grammar.")
 
     def constraint(self) -> StructuredOutputsParams | None:
         """The requested constraint, from any of the fields; None if there is none.
 
         Raises RequestError for two constraints and for an invalid one, with StructuredOutputsParams' field names.
         """
-        forms = dict(self._constraints())
-        if len(forms) > 1:
-            raise several_constraints(list(forms))
+        constraints = dict(self._constraints())
+        if len(constraints) > 1:
+            raise several_constraints(list(constraints))
         options = {} if self.structured_outputs is None else self.structured_outputs.constraint_args()
-        if not forms and self.structured_outputs is None:
+        if not constraints and self.structured_outputs is None:
             return None
-        asked = next(iter(forms.values()), {})
+        asked = next(iter(constraints.values()), {})
         return StructuredOutputsParams(**{**options, **asked})  # type: ignore[arg-type]  # checked by name
 
     def constraint_field(self) -> str | None:
@@ -328,19 +326,19 @@ class ConstraintBody(Body):
         names = {
             name: f"structured_outputs.{name}" for name in map(_without_underscore, StructuredOutputs.model_fields)
         }
-        for field, form in self._constraints():
+        for field, arguments in self._constraints():
             if field != "structured_outputs":
-                names |= dict.fromkeys(form, field)
+                names |= dict.fromkeys(arguments, field)
         return names
 
     def _constraints(self) -> Iterator[tuple[str, Mapping[str, object]]]:
         """The constraints by field. Options of `structured_outputs` alone are no constraint."""
-        if self.response_format is not None and (form := self.response_format.constraint_args()):
-            yield _FORMAT, form
+        if self.response_format is not None and (arguments := self.response_format.constraint_args()):
+            yield _FORMAT, arguments
         if self.structured_outputs is not None:
-            form = self.structured_outputs.constraint_args()
-            if not form.keys().isdisjoint(_CONSTRAINT_KINDS):
-                yield "structured_outputs", form
+            arguments = self.structured_outputs.constraint_args()
+            if not arguments.keys().isdisjoint(_CONSTRAINT_KINDS):
+                yield "structured_outputs", arguments
         for field, kind in _OTHER_NAMES.items():
             if (value := getattr(self, field)) is not None:
                 yield field, {kind: value}
@@ -348,7 +346,7 @@ class ConstraintBody(Body):
 
 def several_constraints(fields: Sequence[str]) -> RequestError:
     """The error for several constraints. fields: those that have one."""
-    return RequestError(f"{' and '.join(fields)} each ask for a form of the output; give one", fields[1])
+    return RequestError(f"{' and '.join(fields)} each set a constraint on the output; give one", fields[1])
 
 
 def _without_underscore(name: str) -> str:
@@ -364,25 +362,25 @@ class RetentionBody(Body):
     """Retention of the KV that a request leaves in the cache (docs/eviction.md)."""
 
     priority: int | None = optional_field(
-        "0 to 100; what has less is given up first. Other than 50 needs --eviction priority or cost."
+        "0 to 100; KV of lower priority is evicted first. Other than 50 needs --eviction priority or cost."
     )
-    ttl: float | None = optional_field("Seconds after the end of the request for which this holds; null: for ever.")
-    pin: bool | None = optional_field("Not to be given up at all, within bounds (docs/eviction.md); false by default.")
+    ttl: float | None = optional_field("Seconds after the end of the request for which it applies; null: for ever.")
+    pin: bool | None = optional_field("Not evicted, within limits (docs/eviction.md); false by default.")
     session: str | None = optional_field(
-        "A conversation (1 to 256 characters), whose latest request decides for all of it."
+        "Id of a session (1 to 256 characters); the retention of its latest request applies to all of it."
     )
 
 
 class ProgramBody(Body):
     """The program that a request belongs to (docs/programs.md)."""
 
-    id: str = Field(description="Of one run of the program (1 to 256 characters); its requests are served together.")
-    branch: str | None = optional_field("One line of it; the trunk by default.")
+    id: str = Field(description="Id of one run of the program (1 to 256 characters); its requests are served together.")
+    branch: str | None = optional_field("Branch of the program; the trunk by default.")
     expects_more: bool | None = optional_field(
-        "Whether another request goes on from what this one leaves; true by default."
+        "Whether another request will continue from the KV of this one; true by default."
     )
     ttl: float | None = optional_field(
-        "Seconds after the end of the request for which that is expected, up to 600; 60."
+        "Seconds after the end of the request for which that is expected, up to 600; 60 by default."
     )
 
 
@@ -390,16 +388,16 @@ class SchedulingParamsBody(Body):
     """Fields of scheduling parameters, and the timeout."""
 
     priority: int | None = optional_field(
-        "Less runs earlier; 0 by default. Other values need a server with --policy priority."
+        "A lower number runs earlier; 0 by default. Other values need a server with --policy priority."
     )
     deadline: float | None = optional_field(
-        "Seconds within which the whole answer is of use; refused where it cannot be met."
+        "Seconds after arrival at which the last token stops being useful; rejected if it cannot be met."
     )
     timeout: Timeout | None = optional_field(
-        "Seconds after which the request is given up: with 408, or a stream with an error."
+        "Seconds after which the request is aborted: with 408, or a stream with an error."
     )
-    retention: RetentionBody | None = optional_field("How long the KV of this request is worth keeping.")
-    program: ProgramBody | None = optional_field("The program that this request is a part of: a hint, never refused.")
+    retention: RetentionBody | None = optional_field("How long the KV of this request is kept.")
+    program: ProgramBody | None = optional_field("The program of this request: a hint, never rejected.")
 
     def scheduling_params(self, options: EngineOptions) -> SchedulingParams:
         """The engine's scheduling parameters. Raises RequestError."""

@@ -92,16 +92,16 @@ def parse(number: int, line: bytes) -> Task | BadLine:
         body = bytes(found.body)
         streamed = body.startswith(b"{") and _STREAM_DECODER.decode(body).stream not in (None, False)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        message = f"no request of a batch ({error}); it needs custom_id, method (POST), url (one of {_SHOWN}) and body"
+        message = f"not a batch request ({error}); it needs custom_id, method (POST), url (one of {_SHOWN}) and body"
         return BadLine(number, _name(line), "invalid_line", message)
     if streamed:
-        return BadLine(number, found.custom_id, "invalid_line", "results of a batch are whole; leave out stream")
+        return BadLine(number, found.custom_id, "invalid_line", "results of a batch are not streamed; leave out stream")
     return Task(number, found.custom_id, found.url, body)
 
 
 def duplicate_line(found: Task | BadLine) -> BadLine:
     """The BadLine for a custom_id that an earlier line has."""
-    message = f"the custom_id {found.custom_id!r} is that of an earlier line; each line needs one of its own"
+    message = f"the custom_id {found.custom_id!r} is that of an earlier line; each line needs a different one"
     return BadLine(found.number, found.custom_id, "duplicate_custom_id", message)
 
 

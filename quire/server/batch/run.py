@@ -25,7 +25,7 @@ from quire.server.serve import launched
 
 
 class ResultFile:
-    """The file of results. done: custom_ids that have a result. told: numbers of lines reported as invalid."""
+    """The file of results. done_ids: custom_ids that have a result. invalid_lines: numbers of invalid lines."""
 
     def __init__(self, path: Path, *, resume: bool) -> None:
         """Open or create the file. resume: read its results, and remove an incomplete last line.
@@ -59,9 +59,9 @@ class ResultFile:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            raise ConfigError(f"{path} is being written by another batch; wait for its end or name another") from error
+            raise ConfigError(f"{path} is being written by another batch; wait for it or name another file") from error
         if not resume and os.fstat(self._file.fileno()).st_size:
-            raise ConfigError(f"{path} has results already; go on with it with --resume, or name another file")
+            raise ConfigError(f"{path} has results already; continue it with --resume, or name another file")
         self._read_results(path)
 
     def _read_results(self, path: Path) -> None:
@@ -111,7 +111,7 @@ def run_batch(  # noqa: PLR0913 (a flag each)
     the model is loaded; ConfigError, ModelError, EngineStopped for the engine; BatchStopped.
     """
     if source.exists() and target.exists() and source.samefile(target):
-        raise ConfigError(f"{target} is the input; results need a file of their own")
+        raise ConfigError(f"{target} is the input; name another file for the results")
     try:
         file = source.open("rb")
     except OSError as error:
@@ -127,9 +127,9 @@ def run_batch(  # noqa: PLR0913 (a flag each)
                 batch = Batch(app, output, lambda done: advance(done, max(done, total)))
                 asyncio.run(_until_signal(app, batch.run(file, concurrency)))
         except (asyncio.CancelledError, KeyboardInterrupt):
-            raise BatchStopped(f"stopped; what is answered is in {target}, and --resume goes on") from None
+            raise BatchStopped(f"stopped; finished results are in {target}, and --resume continues") from None
         except OSError as error:
-            raise BatchStopped(f"{error}; what is answered is in {target}, and --resume goes on") from error
+            raise BatchStopped(f"{error}; finished results are in {target}, and --resume continues") from error
         finally:
             output.close()
     report(f"{batch.num_done} requests: {batch.summary()}; results are in {target}")
@@ -214,7 +214,7 @@ class Batch:
             await asyncio.sleep(wait)
             answer = await post(self._app, task.url, task.body)
         if answer.status == 503:
-            raise BatchStopped(f"{_error_of(answer).message}; what is answered is written, and --resume goes on")
+            raise BatchStopped(f"{_error_of(answer).message}; finished results are written, and --resume continues")
         return answer
 
 

@@ -104,13 +104,13 @@ class Quota:
 
     def headers(self) -> Mapping[str, str]:
         """OpenAI's headers, for each limit: the limit, the remaining units, and the time until the bucket is full."""
-        now, told = self._clock(), {}
+        now, headers = self._clock(), {}
         for name, bucket in (("requests", self._requests), ("tokens", self._tokens)):
             if bucket is not None:
-                told[f"x-ratelimit-limit-{name}"] = str(bucket.per_minute)
-                told[f"x-ratelimit-remaining-{name}"] = str(bucket.remaining(now))
-                told[f"x-ratelimit-reset-{name}"] = _format_duration(bucket.until_full(now))
-        return told
+                headers[f"x-ratelimit-limit-{name}"] = str(bucket.per_minute)
+                headers[f"x-ratelimit-remaining-{name}"] = str(bucket.remaining(now))
+                headers[f"x-ratelimit-reset-{name}"] = _format_duration(bucket.until_full(now))
+        return headers
 
     def _consume(self, bucket: Bucket, amount: int, what: str) -> None:
         now = self._clock()

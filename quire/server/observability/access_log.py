@@ -26,7 +26,7 @@ _STDOUT = 1
 
 
 class AccessLog:
-    """A sink of request records. path: "-" is stdout. lost(num_lines): called for lines that were not written.
+    """A sink of request records. path: "-" is stdout. on_lost(num_lines): called for lines that were not written.
 
     with_content: whether to write prompts and outputs, too. Raises ConfigError for a file that cannot be written. Later
     errors are logged and do not fail requests.
@@ -118,7 +118,7 @@ def check_path(path: str) -> None:
 
 def line_of(record: RequestRecord, *, with_content: bool) -> dict[str, object]:
     """The fields of a request's line. Seconds are rounded to microseconds."""
-    told = record.get_stats(with_content) if record.get_stats else None
+    stats = record.get_stats(with_content) if record.get_stats else None
     first = None if record.first_byte is None else record.first_byte - record.began
     client = record.scope.get("client")
     line: dict[str, object] = {
@@ -136,13 +136,13 @@ def line_of(record: RequestRecord, *, with_content: bool) -> dict[str, object]:
         "seconds": round(record.seconds, 6),
         "first_byte_seconds": None if first is None else round(first, 6),
         "model": record.model,
-        "prompt_tokens": told and told.num_prompt_tokens,
-        "completion_tokens": told and told.num_output_tokens,
-        "cached_tokens": told and told.num_cached_tokens,
-        "finish_reasons": told and told.finish_reasons,
+        "prompt_tokens": stats and stats.num_prompt_tokens,
+        "completion_tokens": stats and stats.num_output_tokens,
+        "cached_tokens": stats and stats.num_cached_tokens,
+        "finish_reasons": stats and stats.finish_reasons,
     }
-    if with_content and told:
-        line |= {"prompts": told.prompts, "outputs": told.outputs}
+    if with_content and stats:
+        line |= {"prompts": stats.prompts, "outputs": stats.outputs}
     return line
 
 

@@ -24,14 +24,14 @@ _CAPACITY = frozenset({"tokens", "rows", "memory"})  # wait causes that more cap
 
 # name, help, value
 _GAUGES: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
-    ("num_requests_running", "Sequences that run.", lambda s: s.num_running),
-    ("num_requests_waiting", "Sequences that wait.", lambda s: s.num_waiting),
+    ("num_requests_running", "Running sequences.", lambda s: s.num_running),
+    ("num_requests_waiting", "Waiting sequences.", lambda s: s.num_waiting),
     (
         "kv_cache_usage_perc",
         "Share of KV blocks in use; 1 is all.",
         lambda s: s.kv_blocks_used / max(1, s.kv_blocks_total),
     ),
-    ("kv_blocks_cached", "KV blocks kept for prompts to come.", lambda s: s.kv_blocks_cached),
+    ("kv_blocks_cached", "Idle KV blocks kept by the prefix cache.", lambda s: s.kv_blocks_cached),
     (
         "cpu_cache_usage_perc",
         "Share of the host pool's blocks in use; 1 is all.",
@@ -41,19 +41,19 @@ _GAUGES: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
 )
 _COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
     ("prompt_tokens", "Prompt tokens accepted.", lambda s: s.prompt_tokens),
-    ("prompt_tokens_cached", "Prompt tokens whose KV was there.", lambda s: s.prefix_hit_tokens),
+    ("prompt_tokens_cached", "Prompt tokens whose KV was in the prefix cache.", lambda s: s.prefix_hit_tokens),
     ("generation_tokens", "Tokens generated.", lambda s: s.generation_tokens),
-    ("forced_tokens", "Of those, that a form left no choice about.", lambda s: s.forced_tokens),
+    ("forced_tokens", "Generated tokens that a constraint forced.", lambda s: s.forced_tokens),
     ("num_preemptions", "Sequences preempted.", lambda s: s.num_preemptions),
     ("prefix_cache_queries", "Prompt tokens looked up in the prefix index.", lambda s: s.prefix_query_tokens),
-    ("prefix_cache_hits", "Those whose KV was there.", lambda s: s.prefix_hit_tokens),
-    ("kv_blocks_evicted", "KV blocks given up for others.", lambda s: s.kv_blocks_evicted),
+    ("prefix_cache_hits", "Prompt tokens found in the prefix index.", lambda s: s.prefix_hit_tokens),
+    ("kv_blocks_evicted", "KV blocks evicted from the prefix cache.", lambda s: s.kv_blocks_evicted),
     ("kv_tokens_copied", "Tokens whose KV was copied.", lambda s: s.kv_tokens_copied),
-    ("kv_blocks_swapped_out", "KV blocks copied to the host.", lambda s: s.num_swapped_out_blocks),
-    ("kv_blocks_swapped_in", "Copied back from it.", lambda s: s.num_swapped_in_blocks),
+    ("kv_blocks_swapped_out", "KV blocks copied to the host pool.", lambda s: s.num_swapped_out_blocks),
+    ("kv_blocks_swapped_in", "KV blocks copied back from the host pool.", lambda s: s.num_swapped_in_blocks),
     (
         "admissions_slowed",
-        "Times that preemptions were too many, and sequences were let in more slowly.",
+        "Times that preemptions raised the admission watermark.",
         lambda s: s.num_admissions_slowed,
     ),
     ("iterations", "Steps run.", lambda s: s.num_steps),
@@ -93,17 +93,17 @@ class EngineCollector(Collector):
         return family
 
     def _health_metrics(self, health: Health) -> Iterator[Metric]:
-        yield self._counter("engine_restarts", "Engines that died and were replaced.", health.num_restarts)
-        yield self._gauge("engine_heartbeat_age_seconds", "Since the engine was heard of.", health.heartbeat_age)
+        yield self._counter("engine_restarts", "Restarts of the engine after a crash.", health.num_restarts)
+        yield self._gauge("engine_heartbeat_age_seconds", "Age of the last heartbeat.", health.heartbeat_age)
         yield self._gauge("engine_healthy", "1 where /health says 200, else 0.", not health.problem)
-        states = GaugeMetricFamily("engine_state", "1 for the state that it is in, else 0.", labels=(*LABELS, "state"))
+        states = GaugeMetricFamily("engine_state", "1 for the present state, else 0.", labels=(*LABELS, "state"))
         for state in get_args(State):
             states.add_metric((*self._label_values, state), state == health.state)
         yield states
 
     def _waiting_by_reason(self, stats: EngineStats) -> Metric:
         """Waiting sequences by reason. At any time all of them have the same one."""
-        text = "Sequences that wait: for tokens, rows or memory (capacity), or for a step to end (deferred)."
+        text = "Waiting sequences: for tokens, rows or memory (capacity), or for a step to end (deferred)."
         family = GaugeMetricFamily("num_requests_waiting_by_reason", text, labels=(*LABELS, "reason"))
         held = "capacity" if stats.waiting_because in _CAPACITY else "deferred"
         for reason in ("capacity", "deferred"):
@@ -139,7 +139,7 @@ class EngineCollector(Collector):
             "num_gpu_blocks": str(sum(group.num_blocks for group in cache.groups)),
             "num_cpu_blocks": str(sum(group.num_host_blocks for group in cache.groups)),
         }
-        family = GaugeMetricFamily("cache_config_info", "How the KV cache was set up; always 1.", labels=tuple(labels))
+        family = GaugeMetricFamily("cache_config_info", "Configuration of the cache; always 1.", labels=tuple(labels))
         family.add_metric(tuple(labels.values()), 1)
         return family
 
@@ -186,24 +186,24 @@ class Metrics:
         self._http_registry = CollectorRegistry()  # metrics of HTTP, whose names get no prefix
         self._label_values = (model_name, ENGINE)
         tokens = build_1_2_5_buckets(max_model_len)
-        self._success = self._counter("request_success", "Sequences that ended.", "finished_reason", _FINISH_REASONS)
+        self._success = self._counter("request_success", "Finished sequences.", "finished_reason", _FINISH_REASONS)
         self._refused = self._counter("requests_refused", "Requests answered with an error.", "reason")
         self._rejected = self._counter(
-            "admission_rejections", "Requests refused as too much is asked for.", "reason", _REJECTIONS
+            "admission_rejections", "Requests rejected because of load or rate limits.", "reason", _REJECTIONS
         )
         self._first_token = self._histogram("time_to_first_token_seconds", "Arrival to first token.", _FIRST_TOKEN)
-        self._between = self._histogram("inter_token_latency_seconds", "From token to token.", _BETWEEN_TOKENS)
+        self._between = self._histogram("inter_token_latency_seconds", "Time between two tokens.", _BETWEEN_TOKENS)
         self._per_token = self._histogram(
-            "request_time_per_output_token_seconds", "Of one prompt, on average after the first.", _BETWEEN_TOKENS
+            "request_time_per_output_token_seconds", "Mean of one prompt, after the first token.", _BETWEEN_TOKENS
         )
-        self._whole = self._histogram("e2e_request_latency_seconds", "Arrival to the end.", _WHOLE_REQUEST)
+        self._whole = self._histogram("e2e_request_latency_seconds", "Arrival to end.", _WHOLE_REQUEST)
         self._queue = self._histogram("request_queue_time_seconds", "Arrival to admission.", _WHOLE_REQUEST)
         self._prefill = self._histogram("request_prefill_time_seconds", "Admission to first token.", _WHOLE_REQUEST)
         self._decode = self._histogram("request_decode_time_seconds", "First to last token.", _WHOLE_REQUEST)
         self._inference = self._histogram("request_inference_time_seconds", "Admission to last token.", _WHOLE_REQUEST)
         self._prompt = self._histogram("request_prompt_tokens", "Tokens of one prompt.", tokens)
         self._computed = self._histogram(
-            "request_prefill_kv_computed_tokens", "Of one prompt, those whose KV was not there.", tokens
+            "request_prefill_kv_computed_tokens", "Prompt tokens that were not in the prefix cache.", tokens
         )
         self._generated = self._histogram("request_generation_tokens", "Tokens of one sequence.", tokens)
         self._longest = self._histogram(
@@ -211,19 +211,19 @@ class Metrics:
         )
         self._n = self._histogram("request_params_n", "The parameter n.", _COUNT)
         self._max_tokens = self._histogram(
-            "request_params_max_tokens", "The parameter max_tokens, where it was given.", tokens
+            "request_params_max_tokens", "The parameter max_tokens, if it was set.", tokens
         )
-        self._checks = self._counter("grammar_checks", "Forms of outputs that were checked.", "result", _CHECKS)
-        self._check_seconds = self._histogram("grammar_check_seconds", "Of one such check.", _CHECK)
+        self._checks = self._counter("grammar_checks", "Constraints that were checked.", "result", _CHECKS)
+        self._check_seconds = self._histogram("grammar_check_seconds", "Duration of the check of a constraint.", _CHECK)
         self._lost_log_lines = Counter(
-            "access_log_lines_lost", "Lines not written.", LABELS, registry=self._registry
+            "access_log_lines_lost", "Lines of the access log that were not written.", LABELS, registry=self._registry
         ).labels(*self._label_values)
         self._requests = Counter(
             "http_requests", "HTTP requests.", ("method", "status", "handler"), registry=self._http_registry
         )
         self._durations = Histogram(
             "http_request_duration_seconds",
-            "From its headers to the end of its answer.",
+            "From the request's headers to the end of its response.",
             ("method", "handler"),
             buckets=_WHOLE_REQUEST,
             registry=self._http_registry,

@@ -68,7 +68,7 @@ class ObservabilityMiddleware:
             try:
                 sink(record)
             except Exception:  # a failed sink must not fail the request
-                log.exception("request %s could not be told about", record.id)
+                log.exception("failed to write the record of request %s", record.id)
 
 
 def _record_message(message: Message, record: RequestRecord) -> None:
@@ -112,7 +112,7 @@ class Observers:
 def check_observers(options: ServerOptions) -> None:
     """Raises ConfigError for invalid options, before the model is loaded. Creates the file of the access log."""
     if options.log_prompts and options.access_log is None:
-        raise ConfigError("log_prompts needs a log to write to: give access_log, too")
+        raise ConfigError("log_prompts needs a log to write to; set access_log, too")
     if options.otlp_endpoint is not None:
         _tracing().traces_url(options.otlp_endpoint)
     if options.access_log is not None:

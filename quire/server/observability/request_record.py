@@ -39,7 +39,7 @@ class RequestStats(NamedTuple):
 class RequestRecord:
     """One request, from its headers to the end of its response. Times are of time.monotonic(), except `at`.
 
-    told(content): returns the generation figures, with prompts and outputs if `content`. Sinks call it after the
+    get_stats(content): returns the generation figures, with prompts and outputs if `content`. Sinks call it after the
     response has ended. None if nothing was generated or embedded.
     """
 
@@ -102,7 +102,7 @@ def find_record(scope: Scope) -> RequestRecord | None:
 def record_of(request: Request) -> RequestRecord:
     """The record of a request. The middleware has stored it."""
     record = find_record(request.scope)
-    assert record is not None, "the app watches all requests"
+    assert record is not None, "ObservabilityMiddleware stores a record for every request"
     return record
 
 

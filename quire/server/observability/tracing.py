@@ -54,12 +54,12 @@ class Tracing:
             return
         headers = Headers(scope=record.scope)
         carrier = {name: headers[name] for name in ("traceparent", "tracestate") if name in headers}
-        told = record.get_stats(False) if record.get_stats else None  # noqa: FBT003
+        stats = record.get_stats(False) if record.get_stats else None  # noqa: FBT003
         span = self._tracer.start_span(
             _name(record),
             self._context.extract(carrier),
             SpanKind.SERVER,
-            {name: value for name, value in _attributes(record, told) if value is not None},
+            {name: value for name, value in _attributes(record, stats) if value is not None},
             start_time=round(record.arrival_time * 1e9),
         )
         if record.status >= 500 or not record.status:

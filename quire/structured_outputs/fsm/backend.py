@@ -48,15 +48,15 @@ class FsmMatcher:
         """See Matcher."""
         for token in tokens:
             self._accept_token(token)
-        told, self._pending_forced = self._pending_forced, ()
-        for token in told:
+        forced, self._pending_forced = self._pending_forced, ()
+        for token in forced:
             self._state = self._fsm.next_state(self._state, token)
         if not self._error and self._state == DEAD:
             self._error = "forced text does not fit the grammar"
         if not self._error and not self._has_ended and self._fsm.is_stuck(self._state):
-            self._error = "no token of the model can write what the grammar needs next"
+            self._error = "no token of the model continues the text as the grammar requires"
         is_over = not self._error and (self._has_ended or self._fsm.is_terminated(self._state))
-        return Verdict(forced=[] if self._error else list(told), is_over=is_over, error=self._error)
+        return Verdict(forced=[] if self._error else list(forced), is_over=is_over, error=self._error)
 
     def fill_bitmask(self, words: np.ndarray) -> None:
         """See Matcher."""
@@ -77,7 +77,7 @@ class FsmMatcher:
             return
         state = fsm.next_state(self._state, token)
         if state == DEAD or self._has_ended:
-            self._error = f"token {token} does not fit the grammar where it came"
+            self._error = f"token {token} does not fit the grammar at its position"
             self._pending_forced = ()
             return
         self._state = state
@@ -117,4 +117,4 @@ def _tree(params: StructuredOutputsParams) -> Node:
         case "json":
             whitespace = "" if params.disable_any_whitespace else params.whitespace_pattern
             return schema_to_node(json.loads(params.text), whitespace)
-    raise RequestError(f"the fsm backend has no {params.kind}: use the llguidance backend", params.kind)
+    raise RequestError(f"the fsm backend does not support {params.kind}: use the llguidance backend", params.kind)

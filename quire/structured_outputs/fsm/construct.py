@@ -92,7 +92,7 @@ class SubsetConstruction:
     def _count_effort(self, effort: int) -> None:
         self._effort += effort
         if self._effort > MAX_EFFORT:
-            raise too_complex("steps to put states together", MAX_EFFORT, self._param)
+            raise too_complex("steps to determinize it", MAX_EFFORT, self._param)
 
 
 def _classes(nfa: Nfa) -> tuple[np.ndarray, list[int]]:
@@ -208,7 +208,7 @@ def node_to_dfa(node: Node, param: str) -> Dfa:
 
 
 def determinize(node: Node, param: str) -> SubsetConstruction:
-    """The automaton before minimization. Raises RequestError for all trees that `of_node` refuses."""
+    """The automaton before minimization. Raises RequestError for all trees that `node_to_dfa` refuses."""
     states = SubsetConstruction(Nfa(node, param), param)
     if not any(states.accepts):
         raise RequestError(f"no text matches the {param}", param)

@@ -100,11 +100,11 @@ class CompressedFsm:
 
     def edges(self, state: int) -> list[Edge]:
         """The compressed edges of a state."""
-        ways: dict[tuple[bytes, int], list[int]] = defaultdict(list)
+        first_bytes: dict[tuple[bytes, int], list[int]] = defaultdict(list)
         for byte, target in enumerate(self.dfa.table[state, self.dfa.classes].tolist()):
             if target != DEAD:
-                ways[self.forced_bytes(target)].append(byte)
-        return [Edge(bytes(first), rest, target) for (rest, target), first in ways.items()]
+                first_bytes[self.forced_bytes(target)].append(byte)
+        return [Edge(bytes(first), rest, target) for (rest, target), first in first_bytes.items()]
 
     def states(self) -> list[int]:
         """The states that edges connect: the start and all that are not single-way."""

@@ -123,7 +123,7 @@ def schema_to_node(schema: object, whitespace: str | None) -> Node:
     if whitespace:
         blank = parse(whitespace, "whitespace_pattern")
         if not is_blank(blank):
-            message = "whitespace_pattern may match spaces, tabs and new lines alone, such as [ \\t\\n\\r]*"
+            message = "whitespace_pattern may match only spaces, tabs and line breaks, such as [ \\t\\n\\r]*"
             raise RequestError(message, "whitespace_pattern")
     return _Translator(schema, blank, blank).node(schema, "")
 
@@ -205,7 +205,7 @@ class _Translator:
             elif isinstance(target, dict) and name in target:
                 target = target[name]
             else:
-                raise _invalid(f"the $ref {pointer!r} leads nowhere", path)
+                raise _invalid(f"the $ref {pointer!r} has no target in the schema", path)
         return target
 
     def _values(self, schema: Schema, path: str) -> Node:
@@ -226,7 +226,7 @@ class _Translator:
         try:
             return literal(scalar_to_json(value))
         except ValueError as error:
-            raise _invalid(f"{value!r} is no value of JSON", path) from error
+            raise _invalid(f"{value!r} is not a JSON value", path) from error
 
     def _pairs(self, value: Schema, path: str) -> list[Node]:
         return [
@@ -243,7 +243,7 @@ class _Translator:
         if keyword == "oneOf" and not all(
             are_disjoint(one, other, self._resolved) for i, one in enumerate(options) for other in options[:i]
         ):
-            raise _not_enforced("'oneOf' whose options may fit the same value", path)
+            raise _not_enforced("'oneOf' whose options may match the same value", path)
         return choice(nodes)
 
     def _resolved(self, schema: object) -> object:
@@ -282,11 +282,11 @@ class _Translator:
         return integers(low, high)
 
     def _number(self, schema: Schema, path: str) -> Node:
-        _check_keywords(schema.keys() & _KEYWORDS["integer"], {"minimum"}, path, " of numbers that are no integers")
+        _check_keywords(schema.keys() & _KEYWORDS["integer"], {"minimum"}, path, " of non-integer numbers")
         if "minimum" not in schema:
             return NUMBER
         if schema["minimum"] != 0:
-            raise _not_enforced("a 'minimum' other than 0 of numbers that are no integers", path)
+            raise _not_enforced("a 'minimum' other than 0 of non-integer numbers", path)
         return POSITIVE
 
     def _array(self, schema: Schema, path: str) -> Node:
@@ -311,9 +311,9 @@ class _Translator:
     def _tuple(self, schema: Schema, least: int, most: int | None, path: str) -> Node:
         prefix = schema["prefixItems"]
         if schema.get("items", False) is not False:
-            raise _not_enforced("'items' behind 'prefixItems' other than false", path)
+            raise _not_enforced("'items' other than false beside 'prefixItems'", path)
         if not isinstance(prefix, list) or not least <= len(prefix) <= (len(prefix) if most is None else most):
-            raise _not_enforced("'prefixItems' of another number than 'minItems' and 'maxItems' allow", path)
+            raise _not_enforced("'prefixItems' whose number is outside of 'minItems' and 'maxItems'", path)
         items = [self.node(item, f"{path}/prefixItems/{i}") for i, item in enumerate(prefix)]
         blank = self._blank
         return chain([literal("["), blank, *separated(items, self._space), blank if items else EMPTY, literal("]")])

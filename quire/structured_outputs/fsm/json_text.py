@@ -60,7 +60,7 @@ def json_escaped(node: Node) -> Node:
             return choice(map(json_escaped, options))
         case Repeat(inner, least, most):
             return Repeat(json_escaped(inner), least, most)
-    raise AssertionError(f"{node} is gone when a pattern is parsed")
+    raise AssertionError(f"a parsed pattern has no {node}")
 
 
 def scalar_to_json(value: object) -> str:

@@ -133,7 +133,7 @@ class Nfa:
                 self.splits[state] = (self._build(item, behind),)
                 self.splits[behind] = (self._build(separator, state), then)
             case _:
-                raise AssertionError(f"{node} is gone when a pattern is parsed")
+                raise AssertionError(f"a parsed pattern has no {node}")
         return self._built.setdefault((node, then), state)
 
     def _chars(self, ranges: tuple[tuple[int, int], ...], then: int) -> int:
@@ -200,5 +200,5 @@ class Nfa:
     def _new(self) -> int:
         self._num_states += 1
         if self._num_states > MAX_NFA_STATES:
-            raise too_complex("states before they are put together", MAX_NFA_STATES, self._param)
+            raise too_complex("states before determinization", MAX_NFA_STATES, self._param)
         return self._num_states - 1

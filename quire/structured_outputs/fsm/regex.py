@@ -73,7 +73,7 @@ class Reader:
     def unsupported(self, what: str, at: int) -> RequestError:
         """The error of a pattern with a part that is not regular or not supported."""
         return RequestError(
-            f"the {self.name} has {what} at position {at}, which the fsm backend does not have", self.name
+            f"the {self.name} has {what} at position {at}, which the fsm backend does not support", self.name
         )
 
 
@@ -140,7 +140,7 @@ def _member(reader: Reader, opened: int) -> Ranges:
 def _range(reader: Reader, low: Ranges, high: Ranges, at: int) -> Ranges:
     ends = [one[0][0] for one in (low, high) if len(one) == 1 and one[0][0] == one[0][1]]
     if len(ends) != 2 or ends[0] > ends[1]:
-        raise reader.error("has a range that is none", at)
+        raise reader.error("has an invalid range", at)
     return union([(ends[0], ends[1])])
 
 
@@ -155,7 +155,7 @@ def _hexadecimal(reader: Reader, name: str, at: int) -> int:
     except ValueError:
         code = -1
     if not 0 <= code <= 0x10FFFF or 0xD800 <= code <= 0xDFFF:
-        raise reader.error(f"has an escape \\{name} without {_HEX_DIGITS[name]} digits of a character", at)
+        raise reader.error(f"has an escape \\{name} without {_HEX_DIGITS[name]} hexadecimal digits of a character", at)
     return code
 
 
@@ -171,7 +171,7 @@ def _octal(reader: Reader, first: str, at: int, *, inside: bool) -> int:
     else:
         raise reader.unsupported(f"a backreference (\\{first})", at)
     if not all(digit in "01234567" for digit in digits) or int(digits, 8) > 0o377:
-        raise reader.error("has an octal escape that is none", at)
+        raise reader.error("has an invalid octal escape", at)
     return int(digits, 8)
 
 
@@ -283,7 +283,7 @@ class _Parser:
         reader.skip("?")  # lazy: the same language
         at = reader.at
         if self._counts() is not None:
-            raise reader.error("repeats a repetition", at)
+            raise reader.error("has a repetition of a repetition", at)
         return Repeat(node, *counts)
 
     def _counts(self) -> tuple[int, int | None] | None:
@@ -298,7 +298,7 @@ class _Parser:
         least = self._count(found[1] or "0", at)
         most = least if found[2] is None else self._count(found[3], at) if found[3] else None
         if most is not None and most < least:
-            raise reader.error("repeats at least more often than at most", at)
+            raise reader.error("has a repetition whose minimum is above its maximum", at)
         return least, most
 
     def _count(self, digits: str, at: int) -> int:
@@ -329,7 +329,7 @@ class _Parser:
         self._open(at)
         self._depth += 1
         if self._depth > MAX_NESTING:
-            raise too_complex("groups within each other", MAX_NESTING, self.reader.name)
+            raise too_complex("levels of nested groups", MAX_NESTING, self.reader.name)
         node = self._options()
         self._depth -= 1
         if not self.reader.skip(")"):
@@ -345,6 +345,6 @@ class _Parser:
         if reader.skip("?P<"):
             name = reader.until(">")
             if name is None or not name.isidentifier():
-                raise reader.error("has a group whose name is none", at)
+                raise reader.error("has a group with an invalid name", at)
         elif reader.peek() == "?" and not reader.skip("?:"):
             raise reader.unsupported("a flag or an unknown group (?", at)

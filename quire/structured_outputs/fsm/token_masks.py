@@ -19,7 +19,7 @@ V = TypeVar("V")
 
 
 class LruCache(Generic[K, V]):
-    """LRU cache of `most` values. Thread-safe."""
+    """LRU cache of `max_size` values. Thread-safe."""
 
     def __init__(self, make: Callable[[K], V], max_size: int) -> None:
         self._make = make
@@ -210,7 +210,7 @@ _MAX_WALKS = 20_000_000  # states times nodes of the trie, up to which dead ends
 
 
 class TokenFsm:
-    """An automaton over tokens. mask, forced: mask and forced tokens of a state, from bounded caches."""
+    """An automaton over tokens. mask, forced_tokens: those of a state, from bounded caches."""
 
     def __init__(self, dfa: Dfa, trie: TokenTrie, vocabulary: Vocabulary) -> None:
         self._dfa = dfa

@@ -28,7 +28,9 @@ def check_bounds(root: bool | dict[str, object], param: str) -> None:  # noqa: F
     assert isinstance(definitions, dict)
     schemas = [root, *definitions.values()]
     if sum(map(_depth, schemas)) > MAX_TOTAL_NESTING:
-        raise RequestError(f"the schema's definitions are together more than {MAX_TOTAL_NESTING} levels deep", param)
+        raise RequestError(
+            f"the schema's definitions have more than {MAX_TOTAL_NESTING} levels of nesting in total", param
+        )
     if lcm(*(multiple for schema in schemas for multiple in _multiples(schema)), 1) > MAX_MULTIPLE:
         why = f"a common multiple of at most {MAX_MULTIPLE:,}, counted in their last decimal"
         raise RequestError(f"all multipleOf of a schema must have {why}", param)
@@ -79,8 +81,8 @@ class _Sizes:
         self._expanding: set[str] = set()
 
     def too_large(self) -> RequestError:
-        why = "write references beside which other keywords stand less often"
-        return RequestError(f"the schema is too large with its references written out; {why}", self._param)
+        why = "use fewer references that have other keywords beside them"
+        return RequestError(f"the schema is too large with its references expanded; {why}", self._param)
 
     def of(self, schema: object, *, is_joined: bool = False) -> int:
         if not isinstance(schema, dict):
@@ -97,8 +99,8 @@ class _Sizes:
 
     def _of_definition(self, name: str) -> int:
         if name in self._expanding:
-            why = "other keywords stand beside a $ref that leads back to itself; leave one of the two out"
-            raise RequestError(f"the schema has no end: {why}", self._param)
+            why = "a recursive $ref has other keywords beside it; leave out the $ref or these keywords"
+            raise RequestError(f"the schema is infinite: {why}", self._param)
         if name not in self._definition_sizes:
             self._expanding.add(name)
             self._definition_sizes[name] = self.of(self._definitions[name], is_joined=True)
@@ -115,7 +117,7 @@ def _check_finite(root: dict[str, object], definitions: Mapping[str, object], pa
             break
         ending |= more
     if len(ending) < len(definitions) or not _can_end(root, ending):
-        raise RequestError("nothing fits the schema: a $ref leads back to itself without an end", param)
+        raise RequestError("no value satisfies the schema: a recursive $ref never ends", param)
 
 
 def _can_end(schema: object, ending: set[str]) -> bool:
@@ -161,7 +163,7 @@ ANNOTATIONS = frozenset(
 
 REFUSED: Mapping[str, str] = MappingProxyType(
     {
-        "not": "name what may come instead",
+        "not": "describe the allowed values instead",
         "if": "use anyOf of the two cases",
         "then": "use anyOf of the two cases",
         "else": "use anyOf of the two cases",

@@ -80,7 +80,7 @@ class _Reader:
         elif key in _SUBSCHEMAS:
             _SUBSCHEMAS[key](self, key, argument, at, depth, out)
         elif key in ("$id", "id") and at.count("/") > 1 and not str(argument).startswith("#"):
-            raise self._error(at, "a part of a schema cannot have a base of its own; leave it out")
+            raise self._error(at, "a subschema cannot have its own $id; leave it out")
         elif key == "uniqueItems" and argument is False:
             return
         elif key in REFUSED:
@@ -159,7 +159,7 @@ class _Reader:
             elif isinstance(value, list) and name.isdecimal() and len(name) < 9 and int(name) < len(value):
                 value = value[int(name)]
             else:
-                raise self._error(at, f"there is nothing at {place!r:.100}")
+                raise self._error(at, f"the schema has nothing at {place!r:.100}")
         return value
 
     def _normalize(self, value: Mapping[str, object], at: str, out: Out) -> None:

@@ -190,7 +190,7 @@ class Values:
         if len(text) > MAX_LITERAL:
             raise self.error(at, f"a text must have at most {MAX_LITERAL:,} characters, not {len(text):,}")
         if _CONTROL.search(text):
-            raise self.error(at, "control characters other than \\b, \\f, \\n, \\r and \\t are not written")
+            raise self.error(at, "control characters other than \\b, \\f, \\n, \\r and \\t are not supported")
 
     def _pattern(self, key: str, argument: object, at: str, out: Out) -> None:
         out[key] = self.pattern(argument, at)

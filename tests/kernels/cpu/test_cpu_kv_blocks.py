@@ -248,9 +248,9 @@ def test_what_does_not_fit_is_refused():
         cpu.allocate(small(), 16, torch.device("meta"))
     with pytest.raises(ValueError, match="cannot hold"):
         cpu.write_kv(storage, 0, k[..., :8], k[..., :8], slots)
-    with pytest.raises(ValueError, match="do not go together"):
+    with pytest.raises(ValueError, match="do not match"):
         cpu.write_kv(storage, 0, k, k[:1], slots)
-    with pytest.raises(ValueError, match="do not go together"):
+    with pytest.raises(ValueError, match="do not match"):
         cpu.rotary_write(storage, 0, k, k, k, (torch.ones(1, 10), torch.ones(1, 10)), slots)
     with pytest.raises(IndexError, match="layer 2"):
         cpu.write_kv(storage, 2, k, k, slots)

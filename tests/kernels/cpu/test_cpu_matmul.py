@@ -251,7 +251,7 @@ def test_what_does_not_go_together_is_refused():
     packed, gates, several = cpu.pack_weight(weight), cpu.pack_weight(weight, 2), cpu.pack_weight(torch.zeros(3, 6, 8))
     with pytest.raises(TypeError, match="float16"):
         cpu.pack_weight(weight.half())
-    with pytest.raises(ValueError, match="6 rows cannot be cut into 4 parts"):
+    with pytest.raises(ValueError, match="6 rows cannot be divided into 4 parts"):
         cpu.pack_weight(weight, 4)
     for wrong in (torch.zeros(2, 7), x.bfloat16(), x.double(), torch.zeros(8), torch.zeros(1, 2, 8)):
         for product in (
@@ -259,7 +259,7 @@ def test_what_does_not_go_together_is_refused():
             lambda x: cpu.linear(x, gates, None, deterministic=False),
             lambda x: cpu.gated_linear(x, gates, None, "silu", deterministic=False),
         ):
-            with pytest.raises(ValueError, match="does not go with a weight"):
+            with pytest.raises(ValueError, match="does not match a weight"):
                 product(wrong)
     for wrong in (torch.zeros(5), torch.zeros(7), torch.zeros(1, 6), torch.zeros(6).bfloat16()):
         with pytest.raises(ValueError, match="bias"):
@@ -271,9 +271,9 @@ def test_what_does_not_go_together_is_refused():
     with pytest.raises(ValueError, match="2 parts"):
         cpu.gated_linear(x, packed, None, "silu", deterministic=False)
     for product in (cpu.linear, lambda x, weight, bias, deterministic: cpu.embed(torch.tensor([0]), weight)):
-        with pytest.raises(ValueError, match="several weights"):
+        with pytest.raises(ValueError, match="stacked weights"):
             product(x, several, None, deterministic=False)
-    with pytest.raises(ValueError, match="2 parts"):
+    with pytest.raises(ValueError, match="one part, not of 2"):
         cpu.embed(torch.tensor([0]), gates)
     for some in (weight, packed):
         with pytest.raises(TypeError, match="int32"):

@@ -119,6 +119,6 @@ def test_a_tile_holds_its_rows_term_by_term():
 @pytest.mark.parametrize(("shape", "start"), [((4, 7), 0), ((4, 8), 3), ((7, 8), 0), ((4, 8), -1), ((8,), 0)])
 def test_rows_that_have_no_place_are_refused(shape, start):
     weight = products.allocate_weight((6, 8), torch.float32)
-    with pytest.raises(ValueError, match="are not of a weight"):
+    with pytest.raises(ValueError, match="do not fit a weight"):
         products.write_rows(weight, torch.ones(shape), start)
     assert not weight.data.any()

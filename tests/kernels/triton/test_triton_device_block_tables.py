@@ -99,5 +99,5 @@ def test_tables_of_the_other_kind_are_refused():
     case = Case(35, [(3, 4)], kv_heads=1, dim=16)
     kinds = case.batch(), resident(case.batch(), [0], 1)
     for one, other in (kinds, kinds[::-1]):
-        with pytest.raises(ValueError, match="tables of one kind"):
+        with pytest.raises(ValueError, match="one kind of tables"):
             refill(make_plan(one, case.storage), other)

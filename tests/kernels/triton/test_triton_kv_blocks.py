@@ -181,9 +181,9 @@ def test_what_does_not_fit_is_refused():
         blocks.allocate(group_of("float64"), 16, DEVICE)
     with pytest.raises(ValueError, match="cannot hold"):
         blocks.rotary_write(storage, 0, k, k[:, :1], k[:, :1], None, step)
-    with pytest.raises(ValueError, match="do not go together"):
+    with pytest.raises(ValueError, match="do not match"):
         blocks.rotary_write(storage, 0, k, k, k[:1], None, step)
-    with pytest.raises(ValueError, match="do not go together"):
+    with pytest.raises(ValueError, match="do not match"):
         blocks.rotary_write(storage, 0, k[:1], k[:1], k[:1], None, step)
     with pytest.raises(ValueError, match="22 rotated"):
         blocks.rotary_write(storage, 0, k, k, k, (angles, angles), step)

@@ -121,7 +121,7 @@ def test_ladder_sizes_hold_what_they_are_asked_for():
         ({"kv_dtype": "fp8_e4m3"}, (9, 0), None),
         ({"kv_dtype": "int8"}, (8, 0), None),
         ({"device": torch.device("cuda", 1)}, (9, 0), "it runs on the current device, cuda:0, not on cuda:1"),
-        ({"block_size": 24}, (9, 0), "block_size 24 is no multiple of 16"),
+        ({"block_size": 24}, (9, 0), "block_size 24 is not a multiple of 16"),
         ({"head_dims": (64, 512)}, (9, 0), "heads of 512 are larger than 256"),
     ],
 )

@@ -224,8 +224,8 @@ def test_no_rows_give_no_rows():
 def test_what_does_not_go_together_is_refused():
     x = torch.zeros(2, 4, device=DEVICE)
     for other in (torch.zeros(3, 4, device=DEVICE), x.half()):
-        with pytest.raises(ValueError, match="do not go together"):
+        with pytest.raises(ValueError, match="do not match"):
             rowwise.add_rms_norm(x, other, torch.ones(4, device=DEVICE), 1e-5)
     for function in (rowwise.activate, rowwise.gate):
-        with pytest.raises(ValueError, match="'swish' is none of silu, "):
+        with pytest.raises(ValueError, match="'swish' is not one of silu, "):
             function(x, "swish")

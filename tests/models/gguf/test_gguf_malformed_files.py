@@ -126,12 +126,12 @@ def text(value, size=None):
         (b"PK\3\4" + bytes(60), "does not begin with GGUF"),
         (header_of(version=1), "of version 1; quire reads versions 2 and 3"),
         (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "big-endian"),
-        (header_of(tensors=2**62), "4611686018427387904 tensors cannot fit"),
-        (header_of(pairs=2**63), "metadata pairs cannot fit"),
-        (header_of(text(b"k", 2**60), pairs=1, tensors=0) + bytes(64), "bytes of text cannot fit"),
+        (header_of(tensors=2**62), "4611686018427387904 tensors do not fit"),
+        (header_of(pairs=2**63), "metadata pairs do not fit"),
+        (header_of(text(b"k", 2**60), pairs=1, tensors=0) + bytes(64), "bytes of text do not fit"),
         (header_of(text(b"k"), struct.pack("<I", 13), pairs=1) + bytes(64), "unknown kind 13"),
-        (header_of(text(b"k"), struct.pack("<IIQ", 9, 8, 2**61), pairs=1), "strings cannot fit"),
-        (header_of(text(b"k"), struct.pack("<IIQ", 9, 4, 2**61), pairs=1), "array items cannot fit"),
+        (header_of(text(b"k"), struct.pack("<IIQ", 9, 8, 2**61), pairs=1), "strings do not fit"),
+        (header_of(text(b"k"), struct.pack("<IIQ", 9, 4, 2**61), pairs=1), "array items do not fit"),
         (header_of(text(b"k"), struct.pack("<IIQ", 9, 9, 1), pairs=1) + bytes(64), "an array of kind 9"),
         (header_of(text(b"k\xff"), struct.pack("<IB", 0, 1), pairs=1) + bytes(64), "is not UTF-8"),
         (header_of(*[text(b"k") + struct.pack("<IB", 0, 1)] * 2, pairs=2), "the key k twice"),
@@ -168,7 +168,7 @@ def tensor(name=b"t", dimensions=(32,), kind=0, offset=0):
         ([tensor(offset=1)], "not at a multiple of 32 bytes"),
         ([tensor(dimensions=(0,))], "t is empty"),
         ([tensor(dimensions=(1,) * 5)], "t has 5 dimensions"),
-        ([tensor(dimensions=(33,), kind=8)], "rows of 33 numbers, no multiple of 32"),
+        ([tensor(dimensions=(33,), kind=8)], "rows of 33 numbers, not a multiple of 32"),
         ([tensor(kind=20)], "t is of type IQ4_NL; quire reads F32, F16, BF16, Q4_0.*such as Q4_K_M"),
         ([tensor(kind=99)], "t is of type 99"),
         ([tensor(), tensor()], "the tensor t twice"),
@@ -191,5 +191,5 @@ def test_a_header_of_endless_values_ends(tmp_path, monkeypatch):
 def test_a_header_does_not_go_on_through_the_whole_file(tmp_path, monkeypatch):
     monkeypatch.setattr(reader, "MAX_HEADER", 1000)
     (tmp_path / "model.gguf").write_bytes(header_of(text(b"k"), struct.pack("<I", 8), text(bytes(1000)), pairs=1))
-    with pytest.raises(ModelError, match="1000 bytes of text cannot fit"):
+    with pytest.raises(ModelError, match="1000 bytes of text do not fit"):
         read_header(tmp_path / "model.gguf")

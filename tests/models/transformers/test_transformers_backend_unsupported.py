@@ -23,16 +23,16 @@ DENSE = {"first_k_dense_replace": 3, "num_key_value_heads": 4}
 
 # only config.json is read: name -> (class in transformers, fields, part of the error)
 BY_CONFIG = {
-    "encoder": ("T5ForConditionalGeneration", {"model_type": "t5"}, "no decoder"),
+    "encoder": ("T5ForConditionalGeneration", {"model_type": "t5"}, "not a decoder"),
     "bart": ("BartForCausalLM", {"model_type": "bart"}, "it has an encoder"),
     "bloom": ("BloomForCausalLM", {"model_type": "bloom"}, "does not support transformers' attention interface"),
-    "state": ("RwkvForCausalLM", {"model_type": "rwkv"}, "it keeps a state"),
+    "state": ("RwkvForCausalLM", {"model_type": "rwkv"}, "it has a state other than keys and values"),
     "mamba": ("MambaForCausalLM", {"model_type": "mamba"}, "of type linear_attention"),
     "conv": ("Lfm2ForCausalLM", {"model_type": "lfm2", "full_attn_idxs": [1, 3]}, "of type conv"),
     "linear": ("MiniMaxForCausalLM", {"model_type": "minimax"}, "of type linear_attention"),
     "chunked": ("Llama4ForCausalLM", {"model_type": "llama4_text"}, "of type chunked_attention"),
     "cross": ("GPT2LMHeadModel", {"model_type": "gpt2", "add_cross_attention": True}, "another model's outputs"),
-    "vision": ("FuyuForCausalLM", {"model_type": "fuyu"}, "parts beside its decoder"),
+    "vision": ("FuyuForCausalLM", {"model_type": "fuyu"}, "parts other than a text decoder"),
     "quantized": (
         "OlmoForCausalLM",
         {"model_type": "olmo", "quantization_config": {"quant_method": "gptq"}},
@@ -43,7 +43,7 @@ BY_CONFIG = {
         {"model_type": "olmo", "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
         "rope of type dynamic",
     ),
-    "classifier": ("LlamaForSequenceClassification", {"model_type": "llama"}, "no decoder that transformers knows"),
+    "classifier": ("LlamaForSequenceClassification", {"model_type": "llama"}, "not a decoder of transformers"),
     "unknown": ("Foo", {"model_type": "foo"}, "no model of type 'foo'"),
     "no type": ("Foo", {}, "no model of type ''"),
     "own code": ("Foo", {"model_type": "foo", "auto_map": {"AutoModel": "foo.Foo"}}, "code from its own folder"),
@@ -58,7 +58,7 @@ BY_ATTENTION = {
     "own mask": ("Doge", {}, "a mask of its own"),
     "unclear window": ("Olmoe", {"sliding_window": 7}, "mentions a window of 7 positions, but its mask has none"),
     "both ways": ("Gemma2", {"is_causal": False, "head_dim": 16}, "neither causal nor a sliding window"),
-    "without numbers": ("JetMoe", {"kv_channels": 16}, "without weights it stops"),
+    "without numbers": ("JetMoe", {"kv_channels": 16}, "tracing it without weights failed"),
 }
 
 
@@ -99,7 +99,7 @@ def edit(folder, change):
     ("change", "message"),
     [
         (lambda t: t.pop("model.norm.weight"), "lacks 1 tensors of its GlmForCausalLM: expected model.norm.weight"),
-        (lambda t: t.update(more=torch.zeros(3)), "1 tensors that its GlmForCausalLM has no place for: found more"),
+        (lambda t: t.update(more=torch.zeros(3)), "1 tensors that its GlmForCausalLM does not have: found more"),
         (
             lambda t: t.update({"model.norm.weight": torch.ones(7)}),
             r"model.norm.weight: expected shape \(64,\), found \(7,\)",
@@ -180,16 +180,16 @@ def test_another_scale_or_window_than_described_is_noticed(running, name, value)
 def test_another_number_of_layers_than_described_is_noticed(running, tmp_path):
     description, backend, model = running
     fewer = replace(description, layers=description.layers[:-1])
-    with pytest.raises(ModelError, match="once more in a pass than the 3 times"):
+    with pytest.raises(ModelError, match="more than the 3 times per pass"):
         load_transformers(fewer, dtype="float32")
     del model.model.layers[-1]
-    with pytest.raises(ModelError, match="attended 3 times in a pass; 4 were described"):
+    with pytest.raises(ModelError, match="called attention 3 times in a pass; 4 calls were traced"):
         run(backend)
 
 
 def test_attention_outside_of_a_pass_is_an_error(running):
     _, _, model = running
-    with pytest.raises(ValueError, match="nobody listens"):
+    with pytest.raises(ValueError, match="has no listener"):
         model(torch.tensor([[1, 2, 3]]))
 
 
@@ -216,14 +216,14 @@ def test_tokens_that_depend_on_neighbours_are_noticed(running):
     description, backend, model = running
     check_tokens_independent(backend, description.max_positions, "Cohere2")
     model.model.layers[1].mlp.register_forward_hook(average_over_neighbours)
-    with pytest.raises(ModelError, match="depend on their neighbours"):
+    with pytest.raises(ModelError, match="depends on its neighbours"):
         check_tokens_independent(backend, description.max_positions, "Cohere2")
 
 
 def test_positions_that_are_not_those_given_are_noticed(running):
     description, backend, model = running
     model.model.register_forward_pre_hook(forget_positions, with_kwargs=True)
-    with pytest.raises(ModelError, match="their positions on the order of a batch"):
+    with pytest.raises(ModelError, match="its position on the order of the batch"):
         check_tokens_independent(backend, description.max_positions, "Cohere2")
 
 

@@ -193,7 +193,7 @@ def test_a_better_class_takes_the_row_of_the_worst_that_came_last(steps_in_fligh
     rig.run()
     preempted = [one for one in rig.scheduler.request_stats.events if isinstance(one, Preempted)]
     assert [one.request_id for one in preempted] == ["2"]
-    assert preempted[0].reason == "a better class waits"
+    assert preempted[0].reason == "a sequence of a better class waits"
     assert all(rig.tokens[name, 0] == script(prompt, 8, VOCAB) for name, prompt in asked.items())
     assert rig.replay().difference == ""
 
@@ -387,7 +387,7 @@ def test_who_waits_past_its_deadline_ends_and_who_runs_goes_on(steps_in_flight):
         ("waits", 1): "abort",
         ("patient", 0): "length",
     }
-    assert rig.errors["waits", 1] == "it waited too long to meet its deadline of 0.01 s"
+    assert rig.errors["waits", 1] == "the request waited too long to meet its deadline of 0.01 s"
     ended = {one.request_id: one.reason for one in rig.scheduler.request_stats.events if isinstance(one, Finished)}
     assert ended == {"runs": "length", "waits": "deadline", "patient": "length"}
     assert rig.replay().difference == ""

@@ -237,7 +237,7 @@ def test_a_width_that_the_server_has_no_rows_for(http, path):
 
 
 def test_a_width_that_the_vocabulary_cannot_feed():
-    with pytest.raises(RequestError, match=r"n \(100\) is too much") as raised:
+    with pytest.raises(RequestError, match=r"n \(100\) is too large") as raised:
         CompletionBody(prompt="a", use_beam_search=True, n=100).beams(
             SamplingParams(n=100), vocab_size=104, num_end_tokens=5
         )

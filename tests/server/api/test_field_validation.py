@@ -61,7 +61,7 @@ def test_a_truncation_that_would_leave_nothing(refused, http, path, name):
     prompt = {"messages": CHAT} if path == CHATS else {"prompt": STORY}
     error = refused(path, **prompt, truncate_prompt_tokens=-1, **{name: 512})
     assert error["param"] == name
-    assert error["message"].startswith(f"{name} (512) leaves nothing of this model's context of 512 tokens")
+    assert error["message"].startswith(f"{name} (512) leaves none of this model's context of 512 tokens")
     assert http.post(path, json={**prompt, "truncate_prompt_tokens": -1, name: 511}).json()["usage"][
         "prompt_tokens"
     ] == (1)

@@ -88,11 +88,11 @@ REFUSED = [
     ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "not regex and choice"),
     ({"structured_outputs": {"disable_any_whitespace": True}}, "structured_outputs", "not none"),
     ({"structured_outputs": {}}, "structured_outputs", "not none"),
-    ({"regex": "a", "ebnf": "b"}, "ebnf", "regex and ebnf each ask for a form of the output"),
+    ({"regex": "a", "ebnf": "b"}, "ebnf", "regex and ebnf each set a constraint on the output"),
     (
         {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
         "structured_outputs",
-        "response_format and structured_outputs each ask",
+        "response_format and structured_outputs each set",
     ),
     (
         {"guided_regex": "a", "structured_outputs": {"json": True}},
@@ -125,8 +125,12 @@ REFUSED = [
         "response_format must have 1 to 131,072 characters",
     ),
     ({"guided_json": {"enum": [1] * MAX_CHARACTERS}}, "guided_json", "and has more"),
-    ({"regex": "a", "use_beam_search": True}, "regex", "does not go with use_beam_search"),
-    ({"response_format": {"type": "json_object"}, "use_beam_search": True}, "response_format", "does not go with"),
+    ({"regex": "a", "use_beam_search": True}, "regex", "cannot be combined with use_beam_search"),
+    (
+        {"response_format": {"type": "json_object"}, "use_beam_search": True},
+        "response_format",
+        "cannot be combined with",
+    ),
 ]
 
 

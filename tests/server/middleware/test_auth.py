@@ -32,7 +32,7 @@ def test_every_route_needs_a_key(site):
         else:
             message = refused(answer, 401, "invalid_api_key")["message"]
             assert "Bearer" in message
-            assert "that it knows" in message
+            assert "valid API key" in message
             assert answer.headers["www-authenticate"] == "Bearer"
 
 

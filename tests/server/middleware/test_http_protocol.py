@@ -107,7 +107,7 @@ def test_a_head_that_comes_byte_by_byte(url, later):
 def test_a_body_that_does_not_come(url, kind):
     with connected(url) as client:
         client.sendall(POST + kind + b"\r\n\r\n")
-        assert "body of the request was not there after 0.2 s" in refused(client, 408)
+        assert "body of the request did not arrive within 0.2 s" in refused(client, 408)
 
 
 def test_a_body_that_comes_byte_by_byte(url):

@@ -102,7 +102,7 @@ def test_white_space_is_what_was_asked_for():
     assert not compiled(schema).matches(b'{  "a":[1]}')
     assert compiled(schema, whitespace_pattern="( |\\n){2}").matches(b'{  "a": \n[  1  ] \n}')
     for pattern in (r"\s", "x?", ".", "[ -#]"):
-        with pytest.raises(RequestError, match="spaces, tabs and new lines") as caught:
+        with pytest.raises(RequestError, match="only spaces, tabs and line breaks") as caught:
             compiled(schema, whitespace_pattern=pattern)
         assert caught.value.param == "whitespace_pattern"
 

@@ -39,8 +39,8 @@ class BlockSizeAdvisor:
         seconds = self._length * costs.prompt_seconds_per_token + pairs * costs.prompt_seconds_per_pair
         whole_blocks = self._service.cache.prefix_index == "hash"
         advice = advise(learnt.blocks, lookup, seconds, whole_blocks=whole_blocks)
-        told = {**msgspec.structs.asdict(advice), "lookup_tokens": self._length}
-        return {"costs": costs, "block_size_advice": told}
+        advice_json = {**msgspec.structs.asdict(advice), "lookup_tokens": self._length}
+        return {"costs": costs, "block_size_advice": advice_json}
 
     async def _lookups(self, blocks: BlockFigures) -> dict[int, float]:
         if self._lookup is None:

@@ -15,8 +15,8 @@ _PREFIX = "program."  # of field names in Program's errors; this body has the fi
 class EndProgramBody(Body):
     """POST /v1/programs/end."""
 
-    id: str = Field(description="The program's id, as its requests gave it.")
-    branch: str | None = optional_field("The branch that is over; the whole program by default.")
+    id: str = Field(description="The program's id, as in its requests.")
+    branch: str | None = optional_field("The branch to end; the whole program by default.")
 
 
 def program_routes(service: Service) -> APIRouter:

@@ -19,7 +19,7 @@ class TokenizeBody(TemplateBody):
     model: str | None = optional_field("The served model; /v1/models lists it.")
     prompt: str | None = optional_field("A text.")
     messages: Messages | None = optional_field("A conversation, in place of a text.")
-    return_token_strs: bool | None = optional_field("Add each token as the vocabulary writes it.")
+    return_token_strs: bool | None = optional_field("Return also the vocabulary's text of each token.")
 
 
 class DetokenizeBody(Body):
@@ -58,7 +58,7 @@ def _tokenized(body: TokenizeBody, service: Service) -> dict[str, object]:
     else:
         for name in _MESSAGE_FIELDS:
             if getattr(body, name) is not None:
-                raise RequestError(f"{name} is about messages; leave it out with a prompt", name)
+                raise RequestError(f"{name} applies to messages only; leave it out with a prompt", name)
         service.check_size(body.prompt, "prompt")
         ids = service.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
     pieces = service.tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None

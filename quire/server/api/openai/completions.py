@@ -39,8 +39,8 @@ def echo_of(prompt: TokenizedPrompt, tokenizer: Tokenizer, *, skip_special_token
     """
     if prompt.text is None:
         return _decoded(prompt.ids, tokenizer, skip_special_tokens=skip_special_tokens)
-    ways = [_decoded(prompt.ids, tokenizer, skip_special_tokens=skip) for skip in (False, True)]
-    fitting = next((echo for echo in ways if echo.text == prompt.text), ways[-1])
+    decodings = [_decoded(prompt.ids, tokenizer, skip_special_tokens=skip) for skip in (False, True)]
+    fitting = next((echo for echo in decodings if echo.text == prompt.text), decodings[-1])
     return Echo(prompt.text, [min(offset, len(prompt.text)) for offset in fitting.offsets])
 
 
@@ -65,7 +65,7 @@ class PromptEcho(NamedTuple):
 
 
 class PromptEchoes:
-    """The Openings of one request, each written once. echoes: one per prompt; None without echo."""
+    """The PromptEchoes of one request, each written once. echoes: one per prompt; None without echo."""
 
     def __init__(self, body: CompletionBody, logprobs: LogprobFormat, echoes: Sequence[Echo] | None) -> None:
         self._with_ids = bool(body.return_token_ids)
@@ -81,7 +81,7 @@ class PromptEchoes:
         return len(self._echoes[place].text) if self._echoes else 0
 
     def get(self, place: int, transcript: RequestOutputProcessor) -> PromptEcho:
-        """The Opening of the prompt at index `place`, which must be computed."""
+        """The PromptEcho of the prompt at index `place`, which must be computed."""
         if place not in self._written:
             self._written[place] = self._write(place, transcript)
         return self._written[place]
@@ -169,7 +169,7 @@ class CompletionAnswer:
         return {**self._head, "choices": choices, "usage": reply.usage()}
 
     async def events(self, reply: Reply) -> AsyncIterator[bytes]:
-        """The events of a stream. The first chunk of a choice has its Opening."""
+        """The events of a stream. The first chunk of a choice has its PromptEcho."""
         begun: set[int] = set()
         async for deltas in reply.deltas():
             chunks = []

@@ -40,14 +40,14 @@ class EmbeddingBody(SchedulingParamsBody):
     input: Prompts = Field(description="A text, token ids, or a list of several of either.")
     model: str | None = optional_field("The served model; /v1/models lists it.")
     encoding_format: Literal["float", "base64"] | None = optional_field(
-        "How vectors are written: numbers (the default), or base64 of little-endian float32."
+        "Encoding of vectors: numbers (the default), or base64 of little-endian float32."
     )
-    dimensions: int | None = optional_field("Accepted when it is the size of the model's vectors.")
+    dimensions: int | None = optional_field("Accepted if it is the size of the model's vectors.")
     pooling: str | None = optional_field(
-        "Of the last layer's states: that of the last token ('last'), or their 'mean'."
+        "Which of the last layer's states: that of the last token ('last'), or the 'mean' over all tokens."
     )
     normalize: bool | None = optional_field("Scale vectors to length 1; true by default.")
-    truncate_prompt_tokens: int | None = optional_field("Keep that many tokens at the input's end; -1: as many as fit.")
+    truncate_prompt_tokens: int | None = optional_field("Keep this many tokens at the input's end; -1: as many as fit.")
     add_special_tokens: bool | None = optional_field(
         "Let the tokenizer add begin and end tokens to a text; true by default."
     )

@@ -64,10 +64,10 @@ class TemplateBody(Body):
     tools: Listed[dict[str, Any]] | None = optional_field("Passed to the model's chat template.")
     documents: Listed[dict[str, Any]] | None = optional_field("Passed to the model's chat template.")
     chat_template_kwargs: dict[str, Any] | None = optional_field(
-        "Switches of the chat template, such as enable_thinking."
+        "Variables of the chat template, such as enable_thinking."
     )
     add_generation_prompt: bool | None = optional_field("Begin the assistant's turn; true by default.")
-    continue_final_message: bool | None = optional_field("Go on with the last message in place of a new turn.")
+    continue_final_message: bool | None = optional_field("Continue the last message instead of a new turn.")
     add_special_tokens: bool | None = optional_field("Let the tokenizer add begin and end tokens; false by default.")
     tool_choice: Any = unsupported_field("auto", "none")
     reasoning_effort: str | None = optional_field("Passed to the model's chat template.")
@@ -96,40 +96,40 @@ class SamplingBody(BeamSearchBody, SchedulingParamsBody, ConstraintBody):
     """Fields of both completions and chat."""
 
     model: str | None = optional_field("The served model; /v1/models lists it.")
-    stream: bool | None = optional_field("Send the output as server-sent events while it grows.")
+    stream: bool | None = optional_field("Send the output as server-sent events while it is generated.")
     stream_options: StreamOptions | None = None
     n: int | None = optional_field("Sequences to generate for each prompt (1 to 128).")
     max_tokens: int | None = optional_field("Tokens to generate at most; 0 computes the prompt only.")
-    min_tokens: int | None = optional_field("No end before this many tokens.")
+    min_tokens: int | None = optional_field("Least number of tokens before the output may end.")
     temperature: float | None = optional_field("0 is greedy; 1 by default.")
-    top_p: float | None = optional_field("Sample from the most likely tokens with this total.")
+    top_p: float | None = optional_field("Sample from the most likely tokens with this total probability.")
     top_k: int | None = optional_field("Sample from this many tokens; 0 or -1: from all.")
-    min_p: float | None = optional_field("Least probability, as a share of the most likely one's.")
+    min_p: float | None = optional_field("Least probability, relative to that of the most likely token.")
     seed: int | None = optional_field("Same seed, same output.")
-    deterministic: bool | None = optional_field("The output does not depend on who shares a step, at some cost.")
+    deterministic: bool | None = optional_field("The output does not depend on other requests, at some cost in speed.")
     presence_penalty: float | None = optional_field("Lowers the logits of tokens that are in the output (-2 to 2).")
-    frequency_penalty: float | None = optional_field("The same for each time they are (-2 to 2).")
+    frequency_penalty: float | None = optional_field("Lowers them for each time that they are (-2 to 2).")
     repetition_penalty: float | None = optional_field(
         "Divides the logits of tokens in the prompt or output; 1 is none."
     )
-    logit_bias: Biases | None = optional_field("Token id -> what is added to its logit (-100 to 100).")
-    allowed_token_ids: Listed[int] | None = optional_field("Nothing but these tokens.")
-    bad_words: str | Listed[str] | None = optional_field("Texts that may not come up.")
+    logit_bias: Biases | None = optional_field("Token id -> value added to its logit (-100 to 100).")
+    allowed_token_ids: Listed[int] | None = optional_field("Only these tokens are generated.")
+    bad_words: str | Listed[str] | None = optional_field("Texts that are never generated.")
     stop: str | Listed[str] | None = optional_field("Strings that end the output; not part of it.")
     stop_token_ids: Listed[int] | None = optional_field("Tokens that end the output.")
-    ignore_eos: bool | None = optional_field("Go on after the model's end token.")
-    include_stop_str_in_output: bool | None = optional_field("What ended the output is part of it.")
-    skip_special_tokens: bool | None = optional_field("Special tokens are not text; true by default.")
+    ignore_eos: bool | None = optional_field("Continue after the model's end token.")
+    include_stop_str_in_output: bool | None = optional_field("Include the stop string or token that ended the output.")
+    skip_special_tokens: bool | None = optional_field("Leave special tokens out of the text; true by default.")
     spaces_between_special_tokens: bool | None = optional_field(
-        "Keep the spaces that a tokenizer puts there; true by default."
+        "Keep the tokenizer's spaces between special tokens; true by default."
     )
     truncate_prompt_tokens: int | None = optional_field(
-        "Keep that many tokens at the prompt's end; -1: as many as fit."
+        "Keep this many tokens at the prompt's end; -1: as many as fit."
     )
-    prompt_logprobs: int | None = optional_field("Report the prompt's tokens, with this many of the most likely ones.")
-    logprob_token_ids: Listed[int] | None = optional_field("With logprobs: report these tokens, too.")
-    return_tokens_as_token_ids: bool | None = optional_field("Logprobs name tokens as 'token_id:5'.")
-    return_token_ids: bool | None = optional_field("Add the ids of the prompt and of the output.")
+    prompt_logprobs: int | None = optional_field("Return logprobs of prompt tokens and of this many likeliest ones.")
+    logprob_token_ids: Listed[int] | None = optional_field("With logprobs: return also the logprobs of these tokens.")
+    return_tokens_as_token_ids: bool | None = optional_field("Write tokens in logprobs as 'token_id:5'.")
+    return_token_ids: bool | None = optional_field("Return the token ids of the prompt and of the output.")
     echo: bool | None = optional_field(
         "Begin the output with the prompt; in chat, with the last message of the assistant."
     )
@@ -152,14 +152,14 @@ class SamplingBody(BeamSearchBody, SchedulingParamsBody, ConstraintBody):
         defaults: for missing fields. overrides: take precedence unless None.
         """
         given = {name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
-        form = self.constraint()
-        if form is not None and self.use_beam_search:
+        constraint = self.constraint()
+        if constraint is not None and self.use_beam_search:
             field = self.constraint_field()
-            raise RequestError(f"{field} does not go with use_beam_search; leave it out", field)
+            raise RequestError(f"{field} cannot be combined with use_beam_search; leave it out", field)
         chosen = {name: value for name, value in overrides.items() if value is not None}
         if self.use_beam_search:  # except for the length, the model's recommendations are for sampling
             defaults = {"max_tokens": defaults.get("max_tokens")}
-        params = SamplingParams(**{**defaults, **given, **chosen, "structured_outputs": form})
+        params = SamplingParams(**{**defaults, **given, **chosen, "structured_outputs": constraint})
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options needs stream to be true", "stream_options")
         params = self.with_beam_search(params)
@@ -172,7 +172,7 @@ class CompletionBody(SamplingBody):
     """POST /v1/completions."""
 
     prompt: Prompts = Field(description="A text, token ids, or a list of several of either.")
-    logprobs: int | None = optional_field("Report each token, with this many of the most likely ones (0 to 20).")
+    logprobs: int | None = optional_field("Return logprobs, with this many of the most likely tokens (0 to 20).")
     add_special_tokens: bool | None = optional_field(
         "Let the tokenizer add begin and end tokens to a text; true by default."
     )
@@ -192,8 +192,8 @@ class ChatBody(TemplateBody, SamplingBody):
 
     messages: Messages
     max_completion_tokens: int | None = optional_field("As max_tokens, which it replaces.")
-    logprobs: bool | None = optional_field("Report the logprob of each token.")
-    top_logprobs: int | None = optional_field("Report this many of the most likely ones (0 to 20).")
+    logprobs: bool | None = optional_field("Return the logprob of each token.")
+    top_logprobs: int | None = optional_field("Return also those of this many most likely tokens (0 to 20).")
 
     parallel_tool_calls: Any = unsupported_field(True)  # noqa: FBT003 (a value of the field)
     modalities: Any = unsupported_field(["text"])
@@ -216,7 +216,7 @@ class ChatBody(TemplateBody, SamplingBody):
         if self.top_logprobs is not None and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs to be true", "top_logprobs")
         if self.best_of not in (None, self.n or 1):
-            raise RequestError("best_of other than n is for completions; leave it out", "best_of")
+            raise RequestError("best_of other than n is supported only for completions; leave it out", "best_of")
         return self.make_params(
             {"max_tokens": None, **defaults},
             max_tokens=self.max_completion_tokens,

@@ -87,7 +87,7 @@ def _reports(body: GenerateBody, count: int) -> list[Report]:
         if report.start < -1:
             raise RequestError("logprob_start_len must be at least -1", "logprob_start_len")
         if not report.logprobs and (report.start >= 0 or report.num_top or report.token_ids):
-            raise RequestError("what is to be told about logprobs needs return_logprob to be true", "return_logprob")
+            raise RequestError("options of logprobs need return_logprob to be true", "return_logprob")
         if report.start >= 0 and report.token_ids:
             raise RequestError(
                 "token_ids_logprob is not supported for the prompt yet; leave out logprob_start_len",

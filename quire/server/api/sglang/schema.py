@@ -47,30 +47,30 @@ class GenerateParams(Body):
 
     n: int | None = optional_field("Sequences to generate for each prompt.")
     max_new_tokens: int | None = optional_field("Tokens to generate at most; 128 by default.")
-    min_new_tokens: int | None = optional_field("No end before this many tokens.")
+    min_new_tokens: int | None = optional_field("Least number of tokens before the output may end.")
     temperature: float | None = optional_field("0 is greedy; 1 by default.")
-    top_p: float | None = optional_field("Sample from the most likely tokens with this total.")
+    top_p: float | None = optional_field("Sample from the most likely tokens with this total probability.")
     top_k: int | None = optional_field("Sample from this many tokens; -1: from all.")
-    min_p: float | None = optional_field("Least probability, as a share of the most likely one's.")
+    min_p: float | None = optional_field("Least probability, relative to that of the most likely token.")
     frequency_penalty: float | None = optional_field("Lowers the logits of tokens each time they are in the output.")
     presence_penalty: float | None = optional_field("Lowers the logits of tokens that are in the output.")
     repetition_penalty: float | None = optional_field(
         "Divides the logits of tokens in the prompt or output; 1 is none."
     )
-    logit_bias: Biases | None = optional_field("Token id -> what is added to its logit.")
+    logit_bias: Biases | None = optional_field("Token id -> value added to its logit.")
     sampling_seed: int | None = optional_field("Same seed, same output.")
     stop: str | Listed[str] | None = optional_field("Strings that end the output; not part of it.")
     stop_token_ids: Listed[int] | None = optional_field("Tokens that end the output.")
-    ignore_eos: bool | None = optional_field("Go on after the model's end token.")
-    no_stop_trim: bool | None = optional_field("What ended the output is part of its text.")
-    skip_special_tokens: bool | None = optional_field("Special tokens are not text; true by default.")
+    ignore_eos: bool | None = optional_field("Continue after the model's end token.")
+    no_stop_trim: bool | None = optional_field("Include the stop string or token that ended the output.")
+    skip_special_tokens: bool | None = optional_field("Leave special tokens out of the text; true by default.")
     spaces_between_special_tokens: bool | None = optional_field(
-        "Keep the spaces that a tokenizer puts there; true by default."
+        "Keep the tokenizer's spaces between special tokens; true by default."
     )
     json_schema: Schema | None = optional_field("The output is JSON that this schema allows.")
     regex: str | None = optional_field("The output matches this pattern.")
     ebnf: str | None = optional_field("The output is what this grammar allows, as EBNF or Lark.")
-    structural_tag: Tag | None = optional_field("The output is text in which what stands between tags has a form.")
+    structural_tag: Tag | None = optional_field("The output is text with constrained parts between tags.")
     stop_regex: Any = unsupported_field()
 
     def make_params(self, defaults: Mapping[str, object], **report: object) -> SamplingParams:
@@ -85,11 +85,13 @@ class GenerateParams(Body):
         return SamplingParams(**{**with_default_max_tokens(defaults, _OUTPUT_TOKENS), **given, **report})
 
     def _constraint(self) -> StructuredOutputsParams | None:
-        forms = {name: value for name in _CONSTRAINTS if (value := getattr(self, name)) is not None}
-        if len(forms) > 1:
-            raise several_constraints(list(forms))
+        constraints = {name: value for name in _CONSTRAINTS if (value := getattr(self, name)) is not None}
+        if len(constraints) > 1:
+            raise several_constraints(list(constraints))
         return (
-            StructuredOutputsParams(**{_CONSTRAINTS[name]: value for name, value in forms.items()}) if forms else None
+            StructuredOutputsParams(**{_CONSTRAINTS[name]: value for name, value in constraints.items()})
+            if constraints
+            else None
         )
 
 
@@ -97,17 +99,19 @@ class GenerateBody(SchedulingParamsBody):
     """POST /generate. Fields that are lists have one entry per prompt."""
 
     text: str | PerPrompt[str] | None = optional_field("A prompt, or several.")
-    input_ids: TokenIds | PerPrompt[TokenIds] | None = optional_field("The same as token ids, in place of text.")
+    input_ids: TokenIds | PerPrompt[TokenIds] | None = optional_field("The same as token ids, instead of text.")
     sampling_params: GenerateParams | PerPrompt[GenerateParams] | None = None
-    stream: bool | None = optional_field("Send all that is known so far as an event, each time there is more.")
-    return_logprob: bool | PerPrompt[bool] | None = optional_field("Report the logprob of each token.")
+    stream: bool | None = optional_field("Send server-sent events, each with the whole output so far.")
+    return_logprob: bool | PerPrompt[bool] | None = optional_field("Return the logprob of each token.")
     logprob_start_len: int | PerPrompt[int] | None = optional_field(
-        "Of the prompt's, too, from this token on; -1, the default: none."
+        "Return also those of prompt tokens from this position on; -1, the default: none."
     )
-    top_logprobs_num: int | PerPrompt[int] | None = optional_field("With each, this many of the most likely ones.")
-    token_ids_logprob: Listed[int] | PerPrompt[Listed[int]] | None = optional_field("With each of the output, these.")
-    return_text_in_logprobs: bool | None = optional_field("Tokens in logprobs with their text, in place of null.")
-    rid: str | PerPrompt[str] | None = optional_field("The id that the answer will have.")
+    top_logprobs_num: int | PerPrompt[int] | None = optional_field("With each, this many of the most likely tokens.")
+    token_ids_logprob: Listed[int] | PerPrompt[Listed[int]] | None = optional_field(
+        "With each output token, these tokens."
+    )
+    return_text_in_logprobs: bool | None = optional_field("Write the text of tokens in logprobs, instead of null.")
+    rid: str | PerPrompt[str] | None = optional_field("The id of the response.")
     cache_salt: Salt | None = optional_field(
         "Share cached tokens only with requests of the same salt (1 to 256 characters)."
     )
