@@ -48,7 +48,7 @@ class IncrementalMatcher:
         return isinstance(self.index, RadixIndex) and not self._cache.windowed
 
     def update(self, match: IncrementalMatch, namespace: Namespace, tokens: Sequence[int], num_tokens: int) -> int:
-        """Update the match of the leading `most` tokens. Returns about how many blocks were compared."""
+        """Update the match of the leading `num_tokens` tokens. Returns about how many blocks were compared."""
         index = self._cache.index
         if not isinstance(index, RadixIndex) or self._cache.windowed:
             match.num_blocks = (

@@ -103,7 +103,7 @@ class TableUpdates(msgspec.Struct, frozen=True, eq=False):
 
     @classmethod
     def of(cls, spans: Sequence[tuple[int, int, Sequence[int]]]) -> "TableUpdates":
-        """Writes from (row, start, values) spans."""
+        """Table updates from (row, start, values) spans."""
         values: list[int] = []
         for _, _, span in spans:
             values += span
@@ -184,7 +184,7 @@ class NewRows(msgspec.Struct, frozen=True, eq=False):
 
     @classmethod
     def of(cls, *, lists: TokenLists | None = None, **columns: Sequence[float]) -> "NewRows":
-        """Opens from one list per field. Columns that are left out have their neutral value."""
+        """New rows from one list per field. Columns that are left out have their neutral value."""
         size = len(columns["rows"])
         arrays = {
             name: np.array(columns.get(name, [neutral] * size), kind) for name, (kind, neutral) in _COLUMNS.items()

@@ -168,7 +168,7 @@ def _kv_bytes(profile: MemoryProfile, num_blocks: Sequence[int]) -> int:
 
 
 def _longest_fitting_len(profile: MemoryProfile, length: int, available_bytes: int) -> int:
-    """The longest sequence, below `length` tokens, whose KV takes at most `room` bytes."""
+    """The longest sequence, below `length` tokens, whose KV takes at most `available_bytes`."""
     counts = range(2, length)
     fits = bisect_left(counts, 1, key=lambda count: _kv_bytes(profile, profile.blocks_alone(count)) > available_bytes)
     return counts[fits - 1]

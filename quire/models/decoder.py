@@ -41,7 +41,7 @@ class DecoderLayer(nn.Module):
     def __call__(
         self, x: Tensor, residual: Tensor, next_norm: Norm, rotations: list[Rotation], attend: Attend, kernels: Kernels
     ) -> tuple[Tensor, Tensor]:
-        """(x, residual) for the next layer. x is the residual stream normalised by `after`, the norm that follows.
+        """(x, residual) for the next layer. x is the residual stream normalised by `next_norm`.
 
         x and residual are (num_tokens, hidden_size). Each residual sum is fused with the norm after it.
         """

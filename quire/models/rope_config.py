@@ -26,7 +26,7 @@ class RopeRule:
     rotary_fraction: float = number(
         "partial_rotary_factor", default=1.0
     )  # share of a head's dimensions that are rotated
-    allows_partial: bool = False  # whether `share` may be less than 1
+    allows_partial: bool = False  # whether `rotary_fraction` may be less than 1
     local_theta: float = 0.0  # of window layers, which then have their own entry in `rope_parameters`; 0: same
     original_max_positions: int = integer(
         "original_max_position_embeddings", default=0, least=2

@@ -70,7 +70,7 @@ class ResidentInputs:
         return CapturedResidentInputs(self, size, self._device)
 
     def read_tokens(self, indices: Tensor) -> Tensor:
-        """The words at indices `places` of `words` (tokens), as int64."""
+        """The words at `indices` of `words` (tokens), as int64."""
         return self.words.index_select(0, indices).long()
 
     def batches(self, starts: np.ndarray, stops: np.ndarray, rows: np.ndarray) -> list[Batch]:
@@ -100,11 +100,11 @@ class CapturedResidentInputs:
         self._token_indices, self.positions = self._uploaded[:, :size].unbind()
 
     def token_ids(self) -> Tensor:
-        """See Fixed."""
+        """See CapturedInputs."""
         return self._inputs.read_tokens(self._token_indices)
 
     def refill(self, chunks: Chunks) -> list[Batch]:
-        """See Fixed."""
+        """See CapturedInputs."""
         more = (0, len(self.positions) - len(chunks))
         rows = np.pad(chunks.rows.astype(np.int64), more, constant_values=self._inputs.padding_row)
         starts = np.pad(chunks.starts.astype(np.int64), more)

@@ -103,7 +103,7 @@ class SampledStep:
     launched: LaunchedStep
     rows: np.ndarray  # rows that sampled
     positions: np.ndarray  # of the sampled tokens
-    tokens: Tensor  # int64 (len(rows),), on the host after the event `arrival`
+    tokens: Tensor  # int64 (len(rows),), on the host after the event `copy_done`
     copy_done: torch.cuda.Event | None
     logprobs: Logprobs | None
     ended: float | None  # seconds, of the runner's clock; None if the device has not finished

@@ -56,7 +56,7 @@ class BatchComposer:
             self._state.preempt(victim, self._sharing.reason, now)
 
     def _token_shares(self, running: list[Sequence], num_tokens: int) -> TokenShares | None:
-        """How `spare` tokens are shared; None without a limit, because no waiting sequence could use them."""
+        """The shares of `num_tokens` tokens; None without a limit, because no waiting sequence could use them."""
         head = self._state.queue.head
         if (
             self._sharing is None
@@ -185,7 +185,7 @@ class BatchComposer:
             self._state.preempt(victim, reason, now)
 
     def _plan_chunk(self, seq: Sequence, num_tokens: int, builder: StepBuilder) -> None:
-        """Plan a chunk of at most `take` tokens. Behind the last known or pending token the next one is sampled."""
+        """Plan a chunk of up to `num_tokens`. The next token is sampled behind the last known or pending one."""
         start = seq.num_computed
         if (
             start < seq.num_to_report < start + num_tokens

@@ -351,7 +351,7 @@ class SchedulerState:
     # Branching: the prompt of several sequences is computed once
 
     def branch_held(self, source: Sequence, now: float) -> None:
-        """Branch the held sequences of a request from `donor`, which has the prompt's KV. Queue those without room."""
+        """Branch a request's held sequences from `source`, which has the prompt's KV. Queue those that do not fit."""
         for held in self.sequence_groups.release_held(source.request.id):
             if not self._branch(held, source, now):
                 self.queue.put(held)
@@ -366,7 +366,7 @@ class SchedulerState:
             self.queue.remove(seq)
 
     def _branch(self, seq: Sequence, source: Sequence, now: float) -> bool:
-        """Start a sequence with the prompt KV of `donor`. False if rows or blocks are short, or KV left the window."""
+        """Start a sequence with the prompt KV of `source`. False if rows or blocks are short, or KV left the window."""
         if not self.running_queue.has_free_row:
             return False
         table = self._cache.branch(

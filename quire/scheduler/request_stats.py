@@ -67,7 +67,7 @@ class QueueTimes:
         return dict(self._seconds)
 
     def since(self, snapshot: dict[str, float], now: float) -> dict[str, float]:
-        """Seconds by cause since the snapshot `noted`; causes without time are left out."""
+        """Seconds by cause since a snapshot; causes without time are left out."""
         self._advance(now)
         passed = {cause: seconds - snapshot.get(cause, 0.0) for cause, seconds in self._seconds.items()}
         return {cause: seconds for cause, seconds in passed.items() if seconds > 0}

@@ -204,7 +204,7 @@ class Scheduler:
     def plan(self, now: float) -> Step | None:
         """The next step, or None if there is nothing to run before the next commit.
 
-        Ends waiting requests that cannot meet their deadline; `missed` returns their outputs.
+        Ends waiting requests that cannot meet their deadline; `take_ended` returns their outputs.
         """
         self.cache.advance_clock(now)
         self._end_past_deadline(now)

@@ -12,7 +12,7 @@ from quire.server.middleware.tarpit import Tarpit
 
 
 def install_error_handlers(app: FastAPI, tarpit: Tarpit | None) -> None:
-    """Make the app answer every exception with an error object. refusals: the tarpit; None: no delays."""
+    """Make the app answer every exception with an error object. tarpit: None for no delays."""
 
     async def answer(request: Request, error: Exception) -> Response:
         response = response_to(error)

@@ -152,7 +152,7 @@ class Reply:
 
     @property
     def _finish_reasons(self) -> list[str]:
-        """Of all sequences; `_unfinished` for those that have not ended."""
+        """Finish reasons of all sequences; `_default_finish_reason` for those that have not ended."""
         return [reason or self._default_finish_reason for one in self.transcripts for reason in one.finish_reasons]
 
     def _read(self, output: Output, now: float) -> Delta | None:

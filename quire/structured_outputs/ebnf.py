@@ -439,7 +439,7 @@ def _is_unambiguous(rules: Mapping[str, Node], recursive: Set[str], shapes: Firs
 def _add_follow_sets(
     node: Node, follows: int, shapes: FirstSets, rule_follow_sets: dict[str, int], terminal_follow_sets: dict[Node, int]
 ) -> None:
-    """Add to `behind` and `terminals` what can follow the rules and terminals in a node. follows: what follows it."""
+    """Add to the follow sets what can follow the rules and terminals in a node. follows: what follows it."""
     shapes.count_step()
     match node:
         case Name(name) if name in rule_follow_sets:

@@ -80,8 +80,8 @@ _MIN_LIFETIME_SECONDS = 5.0  # seconds; an idle engine that dies sooner counts f
 class AsyncEngine:
     """The engine of a server, across restarts. All methods must be called on the event loop of `start`.
 
-    host: the engine process or thread, already launched. watchdog: seconds that an engine may be stalled before it is
-    restarted; 0 means no limit.
+    engine_handle: the engine process or thread, already launched. watchdog: seconds that an engine may be stalled
+    before it is restarted; 0 means no limit.
     """
 
     def __init__(self, engine_handle: EngineHandle, *, watchdog: float = 0.0) -> None:

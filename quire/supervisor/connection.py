@@ -65,4 +65,4 @@ class Connection(asyncio.Protocol):
 
 
 def _ignore(_connection: Connection, _why: Exception | None) -> None:
-    """Replaces the callback `lost` after its only call."""
+    """Replaces the callback `on_lost` after its only call."""

@@ -186,7 +186,7 @@ class StepsInFlight:
         return [self._steps.popleft() for _ in range(new)]
 
     def at_crash(self, open_ids: Container[str]) -> tuple[dict[str, int], int]:
-        """(positions of the uncommitted steps' requests that are in `known`, number of their other requests)."""
+        """(positions of the uncommitted steps' requests that are in `open_ids`, number of their other requests)."""
         rows: dict[str, int] = {}
         for step in self._steps:
             for name, position in step.items():

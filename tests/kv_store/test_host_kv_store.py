@@ -1,4 +1,4 @@
-"""The host pool: swapped-out blocks come back unchanged, in every kernel module's layout."""
+"""The host pool: blocks are unchanged after swap-out and swap-in, in every kernel module's layout."""
 
 from contextlib import nullcontext
 from pathlib import Path

@@ -44,11 +44,11 @@ _NUM_WEIGHTS = _LENGTH + _NUM_LEVELS
 
 
 class Features(NamedTuple):
-    """Indices of weights. The age lies between two bins; `share` interpolates."""
+    """Indices of weights. The age lies between two bins; `upper_share` interpolates."""
 
     lower_age_bin: int
     upper_age_bin: int
-    upper_share: float  # of `old`
+    upper_share: float  # weight of the upper bin
     others: tuple[int, ...]
 
 

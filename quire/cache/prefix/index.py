@@ -92,7 +92,7 @@ class PrefixIndex(Protocol):
         """Why the prefix match `match` of `tokens` ended, where the leading `reusable` tokens could have matched."""
 
     def register(self, table: BlockTable, match: PrefixMatch) -> None:
-        """Register a table that begins with `found`. All blocks of `found` count as used now."""
+        """Register a table that begins with `match`. All blocks of `match` count as used now."""
 
     def register_fork(self, parent: BlockTable, child: BlockTable) -> None:
         """Register a table that begins with blocks of another one; the first `child.num_indexed` are in the index."""

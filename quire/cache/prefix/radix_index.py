@@ -227,7 +227,7 @@ class RadixSearch:
 
 
 def climb(position: TreePosition, depth: int) -> TreePosition:
-    """The place at `depth` blocks on the path to `place`."""
+    """The position at `depth` blocks on the path to `position`."""
     node = position.node
     while node.parent is not None and node.start >= depth:
         node = node.parent

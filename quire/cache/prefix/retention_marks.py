@@ -421,7 +421,7 @@ class LeavesByTenant:
         return None if first is None else self._by_tenant[first.tenant].peek()
 
     def record_victim(self, node: Node) -> None:
-        """Record that `node`, which `first` returned, is evicted: it swaps its key with the policy's first leaf."""
+        """Record that `node`, which `peek` returned, is evicted: it swaps its key with the policy's first leaf."""
         spared = self._all.peek()
         if spared is not None and spared is not node:
             self._tenant_order.swap_keys(spared, node)

@@ -1,7 +1,7 @@
 """Memory of the CPU kernels: pages from the system, and arenas that reuse buffers for tensors.
 
 Fresh memory costs more time than most kernels, because the system clears each page when it is first touched. So the
-outputs of kernels are allocated from an arena. Each thread has one, and each Recorder has one.
+outputs of kernels are allocated from an arena. Each thread has one, and each `CallListCapture` has one.
 """
 
 import mmap

@@ -29,13 +29,13 @@ _EMPTY = frozenset(("empty", "new_empty", "empty_like"))
 
 
 class CallListCapture:
-    """Recorder of one model and one set of storages."""
+    """Captured lists of kernel calls of one model and one set of storages."""
 
     def __init__(self) -> None:
         self._arena = Arena(never_free=True)
 
     def capture_size(self, num_sequences: int) -> int | None:
-        """See Recorder."""
+        """See StepCapture."""
         return num_sequences if num_sequences <= MAX_SEQUENCES else None
 
     def capture_memory(
@@ -46,15 +46,15 @@ class CallListCapture:
         return CaptureMemory(0, "")
 
     def plan(self, batch: Batch, storage: Storage, width: int) -> paged.CpuPlan:
-        """See Recorder."""
+        """See StepCapture."""
         return paged.plan(batch, storage, width=width)
 
     def refill(self, plan: paged.CpuPlan, batch: Batch) -> None:
-        """See Recorder."""
+        """See StepCapture."""
         paged.refill(plan, batch)
 
     def capture(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
-        """See Recorder."""
+        """See StepCapture."""
         watch = _CaptureMode(self._arena)
         _C.record()
         try:

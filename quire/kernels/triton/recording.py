@@ -19,7 +19,7 @@ _WARM_UPS = 2  # runs before a capture, in which kernels are compiled and librar
 
 
 class CudaGraphCapture:
-    """Recorder of one model and one set of storages. Its graphs share memory, since only one runs at a time."""
+    """Captured CUDA graphs of one model and one set of storages. They share memory, since only one runs at a time."""
 
     def __init__(self) -> None:
         self._pool: Any = None  # handle of torch's graph memory pool
@@ -27,13 +27,13 @@ class CudaGraphCapture:
         self._results: dict[tuple[int, int, torch.dtype], Tensor] = {}
 
     def capture_size(self, num_sequences: int) -> int | None:
-        """See Recorder."""
+        """See StepCapture."""
         return next((size for size in CAPTURE_SIZES if size >= num_sequences), None)
 
     def capture_memory(
         self, num_sequences: int, token_bytes: int, logit_bytes: int, scratch_bytes: int
     ) -> CaptureMemory:
-        """See Recorder."""
+        """See StepCapture."""
         largest = self.capture_size(num_sequences) or CAPTURE_SIZES[-1]
         number = CAPTURE_SIZES.index(largest) + 1
         computed = _MEMORY_FACTOR * (largest * (token_bytes + logit_bytes) + scratch_bytes)
@@ -45,15 +45,15 @@ class CudaGraphCapture:
         return CaptureMemory(number * GRAPH_BYTES + computed + kept + LIBRARY_BYTES, why)
 
     def plan(self, batch: Batch, storage: Storage, width: int) -> TritonPlan:
-        """See Recorder."""
+        """See StepCapture."""
         return planning.plan(batch, storage, width=width)
 
     def refill(self, plan: TritonPlan, batch: Batch) -> None:
-        """See Recorder."""
+        """See StepCapture."""
         planning.refill(plan, batch)
 
     def capture(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
-        """See Recorder."""
+        """See StepCapture."""
         usual = torch.cuda.current_stream()
         stream = self._stream = self._stream or torch.cuda.Stream()
         stream.wait_stream(usual)

@@ -48,7 +48,7 @@ class _LimitedBody:
         self._nesting = Nesting()
 
     async def receive(self) -> Message:
-        """ASGI's `receive`. Raises BodyLate after the time limit, and HTTPException with 413 or 400 for the others."""
+        """ASGI's `receive`. Raises BodyTimeout after the time limit, HTTPException with 413 or 400 otherwise."""
         if self._complete:  # the next message is the disconnect, without a time limit
             return await self._receive()
         self._check()

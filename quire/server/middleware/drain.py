@@ -93,8 +93,8 @@ _POLL = 0.05  # seconds
 class GracefulServer(uvicorn.Server):
     """A uvicorn server that drains after a signal.
 
-    ready(): called when requests are accepted. close(): called when none is open, or after `grace` seconds; it ends
-    open requests with an error. uvicorn would cancel them, and clients would see a broken connection.
+    ready(): called when requests are accepted. close(): called when none is open, or after `drain_timeout` seconds; it
+    ends open requests with an error. uvicorn would cancel them, and clients would see a broken connection.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class GracefulServer(uvicorn.Server):
         cutting.cancel()
 
     async def _abort_connections(self) -> None:
-        """Abort connections that are still open after LAST_WORDS, because the client has stopped to read or to send."""
+        """Abort connections that are still open after CLOSE_SECONDS, because the client no longer reads or sends."""
         await self._wait_until(lambda: not self.server_state.connections, CLOSE_SECONDS)
         for connection in list(self.server_state.connections):
             if connection.transport is not None:

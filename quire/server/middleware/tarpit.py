@@ -31,7 +31,7 @@ class Tarpit:
         self._num_waiting = self._num_held_bytes = 0
 
     async def delay(self, request: Request, error: Exception, param: str | None) -> None:
-        """Delay the response to an error if `param` is in one of FORM_FIELDS. Admins with a key are exempt."""
+        """Delay the response to an error if `param` is one of CONSTRAINT_FIELDS. Admins with a key are exempt."""
         if param is None or CONSTRAINT_FIELDS.isdisjoint(param.split(".")):
             return
         caller = request.state.caller

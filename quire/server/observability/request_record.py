@@ -37,7 +37,7 @@ class RequestStats(NamedTuple):
 
 @dataclass(slots=True)
 class RequestRecord:
-    """One request, from its headers to the end of its response. Times are of time.monotonic(), except `at`.
+    """One request, from its headers to the end of its response. Times are of time.monotonic(), except `arrival_time`.
 
     get_stats(content): returns the generation figures, with prompts and outputs if `content`. Sinks call it after the
     response has ended. None if nothing was generated or embedded.
@@ -135,7 +135,7 @@ class RequestIds:
     """Generates response ids, and maps client ids to them.
 
     Ids of engine requests must be unique, so requests with the same client id get different response ids. A client id
-    maps to the latest response of its tenant with it. At most MOST_KNOWN client ids are kept.
+    maps to the latest response of its tenant with it. At most MAX_CLIENT_IDS client ids are kept.
     """
 
     def __init__(self, model_name: str) -> None:

@@ -49,7 +49,7 @@ class Driver:
     """Plans, collects and fails random steps, beside a model of the memory and a list of the indexed blocks.
 
     The stamp of a position is its writer's namespace and all tokens up to it. `there` is the expected content of the
-    index: (namespace or "everybody", tokens up to the block's end) -> the block in each group.
+    index: (namespace or "public", tokens up to the block's end) -> the block in each group.
     """
 
     def __init__(self, seed, windows, block_size, *, public, steps_in_flight, num_blocks=24) -> None:
@@ -69,7 +69,7 @@ class Driver:
     def key(self, namespace, tokens, index):
         tokens = tuple(tokens[: (index + 1) * self.size])
         is_public = any(prefix[: len(tokens)] == tokens for prefix in self.public)
-        return ("everybody" if is_public else namespace, tokens)
+        return ("public" if is_public else namespace, tokens)
 
     def reads(self, namespace, stamp, tokens):
         """Whether a namespace may read this stamp at the end of `tokens`: its own stamp, or one of a public prefix."""

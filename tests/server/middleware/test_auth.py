@@ -66,7 +66,7 @@ def test_right_keys(site):
 
 @pytest.mark.parametrize(("kind", "sends"), [("http", "http.response.start"), ("websocket", "websocket.close")])
 def test_without_a_key_nothing_is_received_and_nobody_is_asked(kind, sends):
-    async def nobody(*_call):
+    async def unreachable(*_call):
         raise AssertionError("beyond the gate")
 
     sent = []
@@ -74,8 +74,8 @@ def test_without_a_key_nothing_is_received_and_nobody_is_asked(kind, sends):
     async def send(message):
         sent.append(message)
 
-    gate = AuthMiddleware(nobody, Keys([new_key("ann", "user")[1]]))
-    asyncio.run(gate({"type": kind, "path": "/v1/models", "headers": []}, nobody, send))
+    gate = AuthMiddleware(unreachable, Keys([new_key("ann", "user")[1]]))
+    asyncio.run(gate({"type": kind, "path": "/v1/models", "headers": []}, unreachable, send))
     assert sent[0]["type"] == sends
     assert sent[0].get("status", 401) == 401
 

@@ -73,7 +73,7 @@ def page(keyless):
 
 @pytest.fixture
 def metrics():
-    health = Health("it is told to", "stalled", 2.5, EngineStats.zero(), 0.0, 3)
+    health = Health("the engine is stalled", "stalled", 2.5, EngineStats.zero(), 0.0, 3)
     return Metrics("m", lambda: health, cache=CACHE, max_model_len=100)
 
 

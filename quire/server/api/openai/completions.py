@@ -189,7 +189,7 @@ class CompletionAnswer:
     def _choice(
         self, index: int, part: CompletionOutput | Delta, place: int, prompt_echo: PromptEcho | None
     ) -> dict[str, object]:
-        """The object of a choice. part: a whole sequence or a delta. opening: for the first part of a choice."""
+        """The object of a choice. part: a whole sequence or a delta. prompt_echo: for the first part of a choice."""
         ids = {"token_ids": part.token_ids} if self._with_ids else {}
         return {
             "index": index,
