@@ -6,6 +6,7 @@ from quire.core.step import ChunkOutput
 from quire.cost.step_time import StepTime
 from quire.scheduler.budget_sharing import SHARING_RULES, TokenShares
 from quire.scheduler.lifecycle import SchedulerState, cause_of, retention_of
+from quire.scheduler.preemption import default_victim
 from quire.scheduler.sequence import Sequence
 from quire.scheduler.step_builder import StepBuilder
 
@@ -115,7 +116,7 @@ class BatchComposer:
                 return False  # in-flight steps will free enough blocks
             if self._cache.windowed and self._state.is_in_flight(seq):
                 return False  # their commit frees its blocks behind the window
-            victim = self._state.running_queue.running[-1]
+            victim = default_victim(self._state.running_queue.running)
             if victim.swap_in_step >= 0:
                 return False  # it can be preempted after its swap-in
             whose = " for its own request" if victim.request is seq.request else ""
@@ -173,7 +174,7 @@ class BatchComposer:
         self._admit(builder, token_budget, now, None)
         waiting = self._state.queue.head
         if waiting is not None and not (builder.chunks or builder.swapped_in) and self._state.running_queue.running:
-            victim = self._state.running_queue.running[-1]
+            victim = default_victim(self._state.running_queue.running)
             self._preempt(victim, waiting, "another sequence of its request blocks the head of the queue", now)
 
     def _preempt(self, victim: Sequence, gainer: Sequence, reason: str, now: float) -> None:

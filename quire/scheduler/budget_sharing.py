@@ -4,13 +4,12 @@ Every running sequence gets one token per step. Without sharing, the earliest ar
 long prompts of one tenant delay other tenants for many steps, and no row changes its tenant or class.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Listing
 from typing import NamedTuple
 
 from quire.config import Policy
-from quire.scheduler.queue.fair import PROMPT_WEIGHT, FairQueue
+from quire.scheduler.preemption import tenant_of, tenant_service, victim_by_class, victim_by_tenant
 from quire.scheduler.queue.waiting_queue import Queue
 from quire.scheduler.sequence import Sequence
 
@@ -44,62 +43,20 @@ def split(
     return shares
 
 
-def _tenant(seq: Sequence) -> TenantOrClass:
-    return seq.request.namespace.tenant
-
-
 def _class(seq: Sequence) -> TenantOrClass:
     return seq.rank[0]
 
 
-def _victim_by_class(running: Listing[Sequence], _: Queue, head: Sequence) -> Sequence | None:
-    """The last sequence of the worst running class, if that class is worse than the head's."""
-    return running[-1] if running and running[-1].rank[0] > head.rank[0] else None
-
-
-def _victim_by_rows(running: Listing[Sequence], head: Sequence) -> Sequence | None:
-    """The last sequence of the tenant with the most rows without whose request it has more rows than the head's tenant.
-
-    If the head's tenant has no row, any request qualifies. None if the head's tenant has at most one row less.
-    """
-    counts = Counter(map(_tenant, running))
-    tenant, most = max(counts.items(), key=lambda one: one[1], default=("", 0))
-    own = counts[_tenant(head)]
-    if most <= own + 1:
-        return None
-    families = Counter(seq.request.id for seq in running)
-    theirs = (seq for seq in reversed(running) if _tenant(seq) == tenant)
-    return next((seq for seq in theirs if not own or most - families[seq.request.id] > own), None)
-
-
-def _victim_by_service(running: Listing[Sequence], queue: Queue, head: Sequence) -> Sequence | None:
-    """The last sequence of the tenant served most, if its counter is not below the head's tenant's plus the prompt.
-
-    Its request has no more rows than the head's request has sequences. So bursts of a tenant below its share do not
-    wait.
-    """
-    counters = {tenant: _served(queue, tenant) for tenant in map(_tenant, running)}
-    tenant, most = max(counters.items(), key=lambda one: one[1], default=("", 0))
-    if tenant == _tenant(head) or most < _served(queue, _tenant(head)) + PROMPT_WEIGHT * len(head.tokens):
-        return None
-    families = Counter(seq.request.id for seq in running)
-    theirs = (seq for seq in reversed(running) if _tenant(seq) == tenant)
-    return next((seq for seq in theirs if families[seq.request.id] <= head.request.num_sequences), None)
-
-
-def _victim_by_tenant(running: Listing[Sequence], queue: Queue, head: Sequence) -> Sequence | None:
-    return _victim_by_rows(running, head) or _victim_by_service(running, queue, head)
-
-
-def _served(queue: Queue, tenant: TenantOrClass) -> int:
-    assert isinstance(queue, FairQueue), "sharing by tenant needs the queue of the policy 'fair'"
-    return queue.counter(str(tenant))
-
-
 SHARING_RULES: Mapping[Policy, SharingRule] = {
-    "fair": SharingRule(_tenant, _served, 0.25, _victim_by_tenant, "a tenant with fewer rows or less service waits"),
+    "fair": SharingRule(
+        tenant_of,
+        lambda queue, tenant: tenant_service(queue, str(tenant)),
+        0.25,
+        victim_by_tenant,
+        "a tenant with fewer rows or less service waits",
+    ),
     "priority": SharingRule(
-        _class, lambda _, of_class: int(of_class), 0.0, _victim_by_class, "a sequence of a better class waits"
+        _class, lambda _, of_class: int(of_class), 0.0, victim_by_class, "a sequence of a better class waits"
     ),
 }
 

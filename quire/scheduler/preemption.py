@@ -1,9 +1,9 @@
-"""Preemption mode: whether the KV of preempted sequences is swapped or recomputed.
+"""Preemption: which running sequence loses its blocks, and whether its KV is swapped or recomputed.
 
-Mode `auto` takes the faster one by the cost model, or swap while copy times are unknown. `batch`
-and `budget_sharing` select the victim.
+Mode `auto` takes the faster one by the cost model, or swap while copy times are unknown.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from collections.abc import Sequence as Listing
 from math import isfinite
@@ -12,7 +12,65 @@ from typing import Literal, NamedTuple
 from quire.cache.kv_cache import KVCache
 from quire.config import PreemptionMode
 from quire.cost.step_time import CostModel
+from quire.scheduler.queue.fair import PROMPT_WEIGHT, FairQueue
+from quire.scheduler.queue.waiting_queue import Queue
 from quire.scheduler.sequence import Sequence
+
+
+def default_victim(running: Listing[Sequence]) -> Sequence:
+    """The sequence of the worst class that arrived last. It loses its blocks first when blocks are short."""
+    return running[-1]
+
+
+def tenant_of(seq: Sequence) -> str:
+    """The tenant of a sequence."""
+    return seq.request.namespace.tenant
+
+
+def victim_by_class(running: Listing[Sequence], _: Queue, head: Sequence) -> Sequence | None:
+    """The last sequence of the worst running class, if that class is worse than the head's."""
+    return running[-1] if running and running[-1].rank[0] > head.rank[0] else None
+
+
+def _victim_by_rows(running: Listing[Sequence], head: Sequence) -> Sequence | None:
+    """The last sequence of the tenant with the most rows without whose request it has more rows than the head's tenant.
+
+    If the head's tenant has no row, any request qualifies. None if the head's tenant has at most one row less.
+    """
+    counts = Counter(map(tenant_of, running))
+    tenant, most = max(counts.items(), key=lambda one: one[1], default=("", 0))
+    own = counts[tenant_of(head)]
+    if most <= own + 1:
+        return None
+    families = Counter(seq.request.id for seq in running)
+    theirs = (seq for seq in reversed(running) if tenant_of(seq) == tenant)
+    return next((seq for seq in theirs if not own or most - families[seq.request.id] > own), None)
+
+
+def _victim_by_service(running: Listing[Sequence], queue: Queue, head: Sequence) -> Sequence | None:
+    """The last sequence of the tenant served most, if its counter is not below the head's tenant's plus the prompt.
+
+    Its request has no more rows than the head's request has sequences. So bursts of a tenant below its share do not
+    wait.
+    """
+    counters = {tenant: tenant_service(queue, tenant) for tenant in map(tenant_of, running)}
+    tenant, most = max(counters.items(), key=lambda one: one[1], default=("", 0))
+    if tenant == tenant_of(head) or most < tenant_service(queue, tenant_of(head)) + PROMPT_WEIGHT * len(head.tokens):
+        return None
+    families = Counter(seq.request.id for seq in running)
+    theirs = (seq for seq in reversed(running) if tenant_of(seq) == tenant)
+    return next((seq for seq in theirs if families[seq.request.id] <= head.request.num_sequences), None)
+
+
+def victim_by_tenant(running: Listing[Sequence], queue: Queue, head: Sequence) -> Sequence | None:
+    """The victim under the policy `fair`: by rows, else by service."""
+    return _victim_by_rows(running, head) or _victim_by_service(running, queue, head)
+
+
+def tenant_service(queue: Queue, tenant: str) -> int:
+    """The service that a tenant received, in the units of the policy `fair`."""
+    assert isinstance(queue, FairQueue), "sharing by tenant needs the queue of the policy 'fair'"
+    return queue.counter(tenant)
 
 
 class PreemptionDecision(NamedTuple):
