@@ -52,12 +52,14 @@ class Modelled:
         """The step's result, with token 1 for each sampled token."""
         counts = (step.chunks.outputs == ChunkOutput.SAMPLE).astype(np.int32)
         seconds = SECONDS_PER_STEP + SECONDS_PER_TOKEN * step.num_tokens
-        copied = [0, 0]
+        copied, swaps_done = [0, 0], []
         for move in step.moves:
             if "host" in (move.source, move.target):
+                swaps_done.append(move.id)
                 copied[move.source == "host"] += len(move.pairs) * BLOCK_SIZE * BYTES_PER_TOKEN
         swaps = (copied[0] / BYTES_PER_SECOND, copied[1] / BYTES_PER_SECOND)
-        return StepResult(step.id, seconds, counts, np.ones(int(counts.sum()), np.int32), swap_seconds=swaps)
+        tokens = np.ones(int(counts.sum()), np.int32)
+        return StepResult(step.id, seconds, counts, tokens, done_moves=swaps_done, swap_seconds=swaps)
 
 
 def lengths(rng: Random) -> tuple[int, int]:

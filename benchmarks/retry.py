@@ -165,15 +165,16 @@ class Site:
         return self.refused[request.id].entered is not None
 
     def _has_room(self, request: Request) -> bool:
-        newcomers, config = self.scheduler._state.new_requests, self.scheduler.config
+        newcomers, config = self.scheduler.state.new_requests, self.scheduler.config
         fits = config.max_queued_requests is None or len(newcomers) < config.max_queued_requests
-        total = newcomers.num_tokens + len(request.prompt)
+        total = newcomers.total.num_tokens + len(request.prompt)
         return not newcomers or (fits and (config.max_queued_tokens is None or total <= config.max_queued_tokens))
 
     def _result(self, step: Step) -> StepResult:
         counts = (step.chunks.outputs == ChunkOutput.SAMPLE).astype(np.int32)
         tokens = []
-        for seq, _, stop, _, _ in self.scheduler._state.in_flight[-1].entries:
+        for chunk in self.scheduler.state.in_flight[-1].scheduled:
+            seq, stop = chunk.seq, chunk.stop
             if stop >= len(seq.tokens):
                 num = stop - len(seq.request.prompt) + 1
                 tokens.append(EOS if num >= self._lengths[seq.request.id] else 5)

@@ -92,7 +92,7 @@ def swap_seconds(store: DeviceStore, cache: CacheConfig, length: int, repeats: i
                 Move(2 * group + 1, group, "host", "device", list(zip(host, again, strict=True)), cache.block_size)
             )
         store.execute(repeat, [*out, *back])
-        found.append(store.wait_swaps(repeat))
+        found.append(store.end_swaps(repeat, wait=True)[1:])
     left, came = zip(*found[1:], strict=True)  # the first copy touches new memory
     return min(left), min(came)
 

@@ -16,6 +16,7 @@ ModelImpl = Literal["auto", "quire", "transformers"]
 GroupKind = Literal["full", "window", "latent", "state"]
 PrefixIndexKind = Literal["radix", "hash", "none"]
 Policy = Literal["fcfs", "lpm", "dfs-weight", "cache-aware", "priority", "fair"]
+DEFAULT_POLICY: Policy = "fcfs"
 PreemptionMode = Literal["auto", "recompute", "swap"]
 GrammarBackend = Literal["auto", "llguidance", "xgrammar", "fsm"]
 Eviction = Literal["lru", "lfu", "priority", "cost"]
@@ -106,7 +107,7 @@ class SchedulerConfig:
     step_seconds: float  # the most predicted time of one step
     watermark: float  # least share of blocks that admission leaves free for growth
     steps_in_flight: int
-    policy: Policy = "fcfs"
+    policy: Policy = DEFAULT_POLICY
     wait_weight: float = 100.0  # policy "cache-aware": tokens of prefix match that equal one second of waiting
     preemption: PreemptionMode = "auto"
     max_queued_requests: int | None = None  # waiting requests that have never run; None: no limit
@@ -177,12 +178,19 @@ class EngineOptions:
     step_seconds: Annotated[float, Help("predicted time that one step may take", "beta")] = 0.5
     watermark: Annotated[float, Help("share of blocks that admission leaves free", "beta")] = 0.01
     policy: Annotated[
-        Policy,
-        Help("order of waiting requests: by arrival, cached tokens, priority, or fairness to tenants", "beta"),
-    ] = "fcfs"
+        Policy | None,
+        Help(
+            "order of waiting requests: by arrival, cached tokens, priority, or fairness to tenants "
+            "[default: fair for a server whose API keys name several tenants, else fcfs]",
+            "beta",
+        ),
+    ] = None
     max_queued_requests: Annotated[
         int | None,
-        Help("most waiting requests; more are rejected [default: 16 x max_num_seqs for a server, else no limit]"),
+        Help(
+            "most waiting requests; more are rejected; shared by tenants or classes with policy fair or priority "
+            "[default: 16 x max_num_seqs for a server, else no limit]"
+        ),
     ] = None
     max_queued_tokens: Annotated[
         int | None,

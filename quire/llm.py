@@ -118,7 +118,7 @@ class LLM:
         built = build(EngineOptions(**settings), report=report, progress=progress)  # type: ignore[arg-type]  # the options are checked by name when called
         self.model_name = built.model_name
         self.max_model_len = built.engine.max_model_len
-        self._engine: Engine = built.engine
+        self.llm_engine: Engine = built.engine
         self._tokenizer: Tokenizer = built.tokenizer
         self._sampling_defaults = built.sampling_defaults
         self._options = built.options
@@ -126,7 +126,7 @@ class LLM:
 
     def close(self) -> None:
         """Close the journal, if there is one. The LLM cannot be used afterwards."""
-        self._engine.close()
+        self.llm_engine.close()
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
@@ -134,7 +134,7 @@ class LLM:
 
     def get_metrics(self) -> EngineStats:
         """Counters and gauges of the engine: sequences, steps, blocks, tokens of prefix matches."""
-        return self._engine.stats()
+        return self.llm_engine.stats()
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The default parameters of `generate` and `chat`, taken from the model's files."""
@@ -172,7 +172,7 @@ class LLM:
         Raises RequestError for an invalid name.
         """
         make_scheduling_params(self._options, program={"id": program, "branch": branch or ""})  # checks the names
-        self._engine.end_program(NO_NAMESPACE.tenant, program, branch)
+        self.llm_engine.end_program(NO_NAMESPACE.tenant, program, branch)
 
     def chat(  # noqa: PLR0913 (vLLM's arguments, and those of `generate`)
         self,
@@ -235,7 +235,7 @@ class LLM:
         """
         if not isinstance(params, BeamSearchParams):
             raise RequestError(f"params must be BeamSearchParams(...), not {type(params).__name__}")
-        engine = self._engine
+        engine = self.llm_engine
         beams = plan_beams(params, vocab_size=engine.vocab_size, num_end_tokens=engine.num_end_tokens)
         tokenized = [tokenize(prompt, self._tokenizer) for prompt in as_prompt_list(prompts)]
         results = self._complete(tokenized, params.sampling_params(), use_tqdm, beams)
@@ -354,9 +354,9 @@ class LLM:
                 if delta is None:
                     continue
                 if delta.stopped_after is not None:
-                    self._engine.finish(delta.seq_id, delta.stopped_after)
+                    self.llm_engine.finish(delta.seq_id, delta.stopped_after)
                 if transcript.finished:
-                    transcript.metrics.explanation = self._engine.explain(output.request_id)
+                    transcript.metrics.explanation = self.llm_engine.explain(output.request_id)
                 yield delta
 
     def _outputs(self, requests: Sequence[NewRequest], is_open: Callable[[str], bool]) -> Generator[Output]:
@@ -367,11 +367,11 @@ class LLM:
         open_ids = [request.request_id for request in requests]
         try:
             for request in requests:
-                self._engine.add_request(*request)
+                self.llm_engine.add_request(*request)
             while open_ids:
-                yield from self._engine.step()
+                yield from self.llm_engine.step()
                 open_ids = [name for name in open_ids if is_open(name)]
         finally:
             self._streaming = False
             for name in open_ids:  # has no effect on a request that has ended or was never added
-                self._engine.abort(name)
+                self.llm_engine.abort(name)

@@ -27,7 +27,7 @@ from quire.server.batch.in_process_client import post
 from quire.server.service import Service
 from quire.startup.build import build, model_info_of
 from quire.supervisor.async_engine import AsyncEngine
-from quire.supervisor.launcher import EngineThread
+from quire.supervisor.engine_handle import EngineThread
 
 PACKAGE = Path(quire.__file__).parent
 SIZES = {"max_num_seqs": 4, "memory": "256MiB", "dtype": "float32"}

@@ -1,11 +1,12 @@
 """Comparison of engines on this machine's CPU: the same checkpoints, prompts and lengths, greedy, in bfloat16.
 
     python -m benchmarks.cpu [--shapes 0.5b,1b] [--workloads W1,W2,W3,W4] [--repeat 3] [--only workloads http]
-        [--peer vllm=VENV/bin/python] [--peer transformers=...] [--alone] [--models FOLDER] [--json FILE]
-        [--table FILE]
+        [--peer vllm=VENV/bin/python] [--peer transformers=...] [--before CHECKOUT] [--alone] [--models FOLDER]
+        [--json FILE] [--table FILE]
 
-Each engine runs in a process of its own with the given interpreter, and the engines take turns. --alone loads one
-engine at a time. The part `http` sends 64 streams to `quire serve` and the same queries to an `LLM`. --shapes tiny runs
+Each engine runs in a process of its own with the given interpreter, and the engines take turns. --before adds another
+version of quire: a checkout in which `python setup.py build_ext --inplace` has run. --alone loads one engine at a
+time. The part `http` sends 64 streams to `quire serve` and the same queries to an `LLM`. --shapes tiny runs
 every part at a size whose figures have no meaning.
 """
 
@@ -22,7 +23,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks.cpu.checkpoints import SHAPES, checkpoint, weight_bytes
-from benchmarks.cpu.engines import PEERS, Engine, EngineError
+from benchmarks.cpu.engines import BEFORE, DRIVERS, PEERS, Engine, EngineError
 from benchmarks.cpu.machine import describe
 from benchmarks.cpu.over_http import http_turns
 from benchmarks.cpu.tables import grids, machine_line
@@ -42,6 +43,14 @@ def peer(text: str) -> tuple[str, str]:
     return name, str(Path(python).absolute())
 
 
+def checkout(text: str) -> Path:
+    """The absolute path of a checkout of quire whose CPU kernels are built."""
+    path = Path(text).absolute()
+    if not list(path.glob("quire/kernels/cpu/_C*.so")):
+        raise argparse.ArgumentTypeError(f"{text!r} has no built CPU kernels; run: python setup.py build_ext --inplace")
+    return path
+
+
 def names_of(known: Sequence[str], text: str) -> list[str]:
     """The known names in a comma-separated list."""
     names = text.split(",")
@@ -58,6 +67,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART")
     parser.add_argument("--peer", type=peer, action="append", default=[], metavar="NAME=PYTHON")
+    parser.add_argument("--before", type=checkout, metavar="CHECKOUT", help="another version of quire, kernels built")
     parser.add_argument("--alone", action="store_true", help="load one engine at a time")
     parser.add_argument("--models", type=Path, help="keep the checkpoints in this folder")
     parser.add_argument("--json", type=Path, help="write the figures here")
@@ -75,6 +85,9 @@ def measure(args: argparse.Namespace, models: Path, results: dict[str, Any]) -> 
             model = checkpoint(shape, models)
             pythons = {"quire": sys.executable, **dict(args.peer)}
             engines = [Engine(name, python, model) for name, python in pythons.items()]
+            if args.before:
+                driver = DRIVERS / "quire_driver.py"
+                engines.insert(1, Engine(BEFORE, sys.executable, model, driver=driver, checkout=args.before))
             turns = Turns(engines, args.workloads, repeat=args.repeat)
             _take(turns, alone=args.alone)
             results.setdefault("shapes", {})[shape] = {"weight_bytes": weight_bytes(model), **turns.report()}

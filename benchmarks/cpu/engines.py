@@ -17,6 +17,7 @@ from benchmarks.workloads import SMALLEST_VOCABULARY, Query, Workload, workload
 
 ROOT = Path(__file__).resolve().parents[2]
 DRIVERS = Path(__file__).parent / "drivers"
+BEFORE = "before"  # another version of quire
 PEERS = ("vllm", "transformers", "openvino", "llama_cpp")
 # Engines that read GGUF, and the type of their matrices: OpenVINO reads no BF16 from GGUF.
 _GGUF = {"openvino": "F16", "llama_cpp": "BF16"}
@@ -37,6 +38,7 @@ class Engine:
     max_num_seqs: int = 32
     max_model_len: int = 4096
     driver: Path | None = None  # a driver script other than the one of that name
+    checkout: Path = ROOT  # of quire: which version is imported
     options: Mapping[str, Any] = field(default_factory=dict)  # engine options that replace the driver's own
 
     @property
@@ -175,8 +177,8 @@ def _environment(engine: Engine) -> tuple[dict[str, str], list[str]]:
     OpenMP runtime.
     """
     variables = {"HF_HUB_OFFLINE": "1"}
-    if engine.name in ("quire", "http"):
-        return variables | {"PYTHONPATH": str(ROOT)}, []  # the quire of this checkout, not an installed one
+    if engine.name in ("quire", "http", BEFORE):
+        return variables | {"PYTHONPATH": str(engine.checkout)}, []  # not an installed quire
     if engine.name != "vllm":
         return variables, []
     found = [

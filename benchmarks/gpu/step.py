@@ -28,7 +28,7 @@ from quire.config import EngineOptions
 from quire.core.output import Output
 from quire.engine.engine import Engine
 from quire.kernels.triton import kernels
-from quire.kernels.triton.recording import CudaGraphCapture
+from quire.kernels.triton.step_capture import CudaGraphCapture
 from quire.params import SamplingParams
 from quire.startup.build import build
 

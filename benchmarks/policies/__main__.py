@@ -2,7 +2,7 @@
 
     python -m benchmarks.policies [--only order|fair|live|plan ...] [--json FILE] [--quick]
 
-order and fair run in virtual time over the real scheduler and KV cache. live runs the embedded model on this machine.
+order and fair run in virtual time over the real scheduler and KV cache. live starts `quire serve` (about 12 minutes).
 plan is the time of plan + commit alone. --quick runs everything at sizes whose figures have no meaning.
 """
 

@@ -1,136 +1,164 @@
-"""Fairness under a flood, on the embedded model in real time.
+"""Fairness under a flood, through `quire serve` over HTTP with API keys of two tenants, in real time.
 
-A separate process sends each request when it is due, whatever the state of earlier ones. A wait begins when the request
-is due. The normal load and the flood take turns, so that both run on the same machine state.
+The queue limits are the server's defaults. Each request is sent when it is due, whatever the state of earlier ones, and
+none is sent again after a refusal. A wait begins when the request is due. The normal load and the flood take turns, so
+that both run on the same machine state.
 """
 
+import asyncio
+import json
+import re
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
-from statistics import mean, median
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
 
-from benchmarks.policies import embedded
-from benchmarks.policies.embedded import Asked, Play, Played
 from benchmarks.policies.fair import Load, arrivals, percentile
+from quire.core.request import Request
+from quire.server.api_keys import add_key, new_key
 from tools.virtual_time import Arrival
 
-_SHARE = 0.45  # share of the machine's rate that the loud tenant normally needs; the quiet one needs half of it
+_SHAPE = Load(10.0, num_prompt=160, num_output=160)  # long, so that HTTP has a core to spare in the flood
+_SHARE = 0.45  # share of the server's rate that the loud tenant normally needs; the quiet one needs half of it
 _FLOODS = (1.0, 10.0)
-_LEAD = 0.2  # seconds before the first request
-_PATIENCE = 2.0  # seconds after the last request
+_PATIENCE = 10.0  # seconds after the last request
+_MAX_NUM_SEQS = 16
+_NUM_TOKENS = 100  # token ids in prompts: below the size of any vocabulary
+_FLAGS = ("--port", "0", "--memory", "1GiB", "--max-num-seqs", str(_MAX_NUM_SEQS))
+_FLAGS += ("--max-num-batched-tokens", "256", "--threads", "1")  # the other core is for HTTP and the clients
+
+
+class Site(NamedTuple):
+    """A server that is ready, and the keys of its tenants."""
+
+    port: int
+    keys: Mapping[str, str]
+    policy: str
 
 
 @dataclass
 class Found:
-    """The quiet tenant's waits under one load, in seconds."""
+    """The quiet tenant's waits under one load, and both tenants' refusals."""
 
-    waits: list[float] = field(default_factory=list)  # to the first token, or to the end of the run without one
+    waits: list[float] = field(default_factory=list)  # seconds to the first token, or to the end of the run without one
     num_unanswered: int = 0
-    parts: list[tuple[float, float, float, float]] = field(default_factory=list)  # wait, then its three parts
-    steps: list[float] = field(default_factory=list)
-    collections: list[float] = field(default_factory=list)
-    num_waiting: int = 0
-
-    def take(self, due: dict[str, float], played: Played, ended: float) -> None:
-        """Add the results of one run. due: when each of the quiet tenant's requests was due."""
-        for request_id, came in due.items():
-            times = played.times.get(request_id)
-            if times is None:
-                self.num_unanswered += 1
-                self.waits.append(ended - came)
-                continue
-            taken, admitted, first = times
-            self.waits.append(first - came)
-            self.parts.append((first - came, taken - came, admitted - taken, first - admitted))
-        self.steps += played.steps
-        self.collections += played.collections
-        self.num_waiting = max(self.num_waiting, played.num_waiting)
+    num_refused: dict[str, int] = field(default_factory=lambda: {"quiet": 0, "loud": 0})
 
     def told(self) -> dict[str, float]:
-        """The figures; for the slowest 2 % also the parts of their wait."""
-        slowest = sorted(self.parts)[-max(1, len(self.parts) // 50) :]
-        _, to_be_taken, to_be_admitted, to_first_token = map(mean, zip(*slowest, strict=True))
+        """The figures."""
         return {
             "p50_s": percentile(self.waits, 0.5),
             "p99_s": percentile(self.waits, 0.99),
             "num": len(self.waits),
             "num_unanswered": self.num_unanswered,
-            "slowest_to_be_taken_s": to_be_taken,
-            "slowest_to_be_admitted_s": to_be_admitted,
-            "slowest_to_first_token_s": to_first_token,
-            "step_p50_s": median(self.steps),
-            "step_p99_s": percentile(self.steps, 0.99),
-            "full_collections": len(self.collections),
-            "longest_collection_s": max(self.collections, default=0.0),
-            "num_waiting": self.num_waiting,
+            "num_refused": self.num_refused["quiet"],
+            "num_refused_loud": self.num_refused["loud"],
         }
 
 
 @contextmanager
-def _process(target: Callable[..., None], about: object) -> Iterator[Connection]:
-    """A process with a pipe to it."""
-    context = get_context("spawn")
-    here, there = context.Pipe()
-    process = context.Process(target=target, args=(there, about))
-    process.start()
-    there.close()
-    yield here
-    here.close()
-    process.join()
+def site(*flags: str) -> Iterator[Site]:
+    """A new `quire serve` process with a key for each of the tenants quiet and loud."""
+    with TemporaryDirectory() as folder:
+        path, keys = Path(folder) / "keys.json", {}
+        for tenant in ("quiet", "loud"):
+            keys[tenant], entry = new_key(tenant, "user")
+            add_key(path, entry)
+        command = [sys.executable, "-u", "-c", "from quire.cli import main; main()", "serve", *_FLAGS, *flags]
+        with subprocess.Popen([*command, "--api-key-file", str(path)], stdout=subprocess.PIPE, text=True) as process:
+            try:
+                lines = iter(process.stdout or ())
+                policy = next(line for line in lines if line.startswith("policy")).split()[1].rstrip(":")
+                port = next(found[1] for line in lines if (found := re.search(r"ready: .*http://[\d.]+:(\d+)", line)))
+                yield Site(int(port), keys, policy)
+            finally:
+                process.kill()
 
 
-def _send(connection: Connection, requests: Sequence[Arrival], vocab_size: int) -> dict[str, float]:
-    """Send each request when it is due. Returns when those of the quiet tenant were due."""
-    asked = [_asked(one, vocab_size) for one in requests]
-    due = {}
-    begin = time.monotonic() + _LEAD
-    for one, request in zip(requests, asked, strict=True):
-        at = begin + one.at
-        time.sleep(max(0.0, at - time.monotonic()))
-        connection.send(request)
-        if request.tenant == "quiet":
-            due[request.id] = at
-    connection.send(None)
-    return due
+async def _send(site: Site, request: Request, *, stream: bool) -> tuple[int, float]:
+    """(HTTP status, time of the first token or else of the whole answer) of a request, whose answer is read fully."""
+    body = {"prompt": [token % _NUM_TOKENS for token in request.prompt], "max_tokens": request.max_tokens}
+    body |= {"temperature": 0, "ignore_eos": True, "stream": stream}
+    content = json.dumps(body).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\nconnection: close\r\n"
+    head += f"authorization: Bearer {site.keys[request.namespace.tenant]}\r\ncontent-length: {len(content)}\r\n\r\n"
+    reader, writer = await asyncio.open_connection("127.0.0.1", site.port)
+    try:
+        writer.write(head.encode() + content)
+        status = int((await reader.readline()).split()[1])
+        if stream and status == 200:
+            while not (await reader.readline()).startswith(b"data:"):
+                pass
+            first = time.monotonic()
+            await reader.read()
+            return status, first
+        await reader.read()
+        return status, time.monotonic()
+    finally:
+        writer.close()
 
 
-def _asked(one: Arrival, vocab_size: int) -> Asked:
-    request = one.request
-    prompt = [token % vocab_size for token in request.prompt]
-    return Asked(request.id, request.namespace.tenant, prompt, request.max_tokens)
+async def play(site: Site, requests: list[Arrival], found: Found) -> None:
+    """Send each request when it is due. The quiet tenant's are streams."""
+    begin, tasks = time.monotonic() + 0.2, []
+
+    async def ask(one: Arrival) -> None:
+        tenant = one.request.namespace.tenant
+        status, at = await _send(site, one.request, stream=tenant == "quiet")
+        if status == 429:
+            found.num_refused[tenant] += 1
+        elif status != 200:
+            raise AssertionError(f"the server answered {status}")
+        elif tenant == "quiet":
+            found.waits.append(at - begin - one.at)
+
+    for one in requests:
+        await asyncio.sleep(begin + one.at - time.monotonic())
+        tasks.append((one, asyncio.create_task(ask(one))))
+    quiet = {task: one for one, task in tasks if one.request.namespace.tenant == "quiet"}
+    _, late = await asyncio.wait(quiet, timeout=_PATIENCE)
+    found.num_unanswered += len(late)
+    found.waits += [time.monotonic() - begin - quiet[task].at for task in late]
+    for _, task in tasks:
+        task.cancel()
+    results = await asyncio.gather(*(task for _, task in tasks), return_exceptions=True)
+    if errors := [error for error in results if isinstance(error, Exception)]:
+        raise errors[0]
 
 
-def _compare(play: Play, loads: Iterable[dict[str, Load]], seconds: float, rounds: int) -> list[Found]:
-    """The quiet tenant's waits under each load. The loads take turns."""
-    found = [(load, Found()) for load in loads]
-    for seed in range(rounds):
-        for load, one in found:
-            requests = arrivals(load, seconds, seed)
-            with _process(embedded.serve, play) as connection:
-                due = _send(connection, requests, connection.recv())
-                one.take(due, connection.recv(), time.monotonic())
-    return [one for _, one in found]
+def _rate() -> float:
+    """Requests of `_SHAPE` per second that the server completes with full rows."""
+    requests = [one.request for one in arrivals({"loud": _SHAPE}, 8 * _MAX_NUM_SEQS / _SHAPE.rate, 99)]
+
+    async def all_at_once(site: Site) -> None:
+        await asyncio.gather(*(_send(site, request, stream=False) for request in requests))
+
+    with site() as served:
+        begin = time.monotonic()
+        asyncio.run(all_at_once(served))
+        return len(requests) / (time.monotonic() - begin)
 
 
 def live(*, quick: bool = False) -> dict[str, object]:
-    """The quiet tenant's 99th percentile of seconds to the first token, normally and while the other sends 10x."""
-    seconds, rounds = (4.0, 1) if quick else (40.0, 3)
-    shape = Load(10.0, num_prompt=160, num_output=32)
-    with _process(embedded.measure, shape) as connection:
-        able = connection.recv()
-    quiet, loud = replace(shape, rate=_SHARE / 2 * able), replace(shape, rate=_SHARE * able)
-    loads = [{"quiet": quiet, "loud": replace(loud, rate=flood * loud.rate)} for flood in _FLOODS]
-    rows: dict[str, object] = {"requests a second that the machine does": able}
-    ways: list[tuple[str, Play, int]] = [
-        ("fcfs", Play("fcfs", "quire", "quiet", _PATIENCE), 1),
-        ("fair", Play("fair", "quire", "quiet", _PATIENCE), rounds),
-        ("fair, full collections when Python wants", Play("fair", "python", "quiet", _PATIENCE), 1),
-    ]
-    for name, play, some in ways:
-        usual, flooded = (one.told() for one in _compare(play, loads, seconds, some))
-        rows[f"{name}: usually"], rows[f"{name}: flooded"] = usual, flooded
-        rows[f"{name}: p99 moved by"] = flooded["p99_s"] / usual["p99_s"] - 1
+    """The quiet tenant's refusals and 99th percentile of seconds to the first token, normally and in a flood of 10x."""
+    seconds, rounds = (4.0, 1) if quick else (50.0, 5)
+    able = _rate()
+    rows: dict[str, object] = {"requests a second that the server does": able}
+    # without the option, the keys of two tenants make fair the policy
+    for policy, flags, some in (("fcfs", ("--policy", "fcfs"), 1), ("fair", (), rounds)):
+        normal, flooded = Found(), Found()
+        for seed in range(some):
+            for flood, found in zip(_FLOODS, (normal, flooded), strict=True):
+                loud = replace(_SHAPE, rate=flood * _SHARE * able)
+                loads = {"quiet": replace(_SHAPE, rate=_SHARE / 2 * able), "loud": loud}
+                with site(*flags) as served:
+                    assert served.policy == policy, "the server's default is another one"
+                    asyncio.run(play(served, arrivals(loads, seconds, seed), found))
+        rows[f"{policy}: normally"], rows[f"{policy}: flooded"] = normal.told(), flooded.told()
+        rows[f"{policy}: p99 changed by"] = flooded.told()["p99_s"] / normal.told()["p99_s"] - 1
     return rows

@@ -20,7 +20,7 @@ from benchmarks.cpu.checkpoints import checkpoint
 from benchmarks.cpu.machine import describe
 from benchmarks.structured import ablation, jump, masks, peers, throughput
 from quire.hub import embedded
-from quire.structured_outputs.compile import vocabulary_of
+from quire.structured_outputs.compiler import vocabulary_of
 from quire.structured_outputs.vocabulary import Vocabulary
 from quire.tokenizer.tokenizer import Tokenizer
 

@@ -2,12 +2,13 @@
 
 A copy within the device owns its source and its target until a step with its Move has succeeded, so that neither block
 is allocated to another owner. The copies of a failed step go into the next step, unless no table needs them any more.
-Moves to and from the host are in the same order as they were decided. Their blocks have other owners (see HostPool),
-and they are not repeated after a failed step.
+Moves to and from the host are in the same order as they were decided. They are in flight until a result has their ids,
+which may be later than the end of their step. Their blocks have other owners (see HostPool and InFlight), and they are
+not repeated after a failed step.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from quire.cache.block_pool import BlockPool
 from quire.core.step import Move
@@ -21,8 +22,9 @@ class PendingMoves:
         self.num_tokens = 0  # copied since the start
         self._pools = pools
         self._deferred_decr_ref = deferred_decr_ref
-        self._pending: list[Move] = []  # Moves of the next step
+        self.pending: list[Move] = []  # Moves of the next step
         self._in_flight: dict[int, list[Move]] = {}  # copies within the device, by step in flight
+        self._swaps: dict[int, tuple[int, Move]] = {}  # Moves to and from the host in flight: id -> step, Move
         self._held: list[Counter[int]] = [Counter() for _ in pools]  # references, per group
         self._last_id = 0
 
@@ -34,7 +36,7 @@ class PendingMoves:
         target = self._pools[group].allocate()
         self._pools[group].incr_ref(target)
         self._last_id += 1
-        self._pending.append(Move(self._last_id, group, "device", "device", [(source, target)], num_tokens))
+        self.pending.append(Move(self._last_id, group, "device", "device", [(source, target)], num_tokens))
         self._held[group].update((source, target))
         self.num_tokens += num_tokens
         return target
@@ -42,16 +44,16 @@ class PendingMoves:
     def plan_swap(self, group: int, source: str, target: str, pairs: list[tuple[int, int]], num_tokens: int) -> None:
         """Add a Move to the host, or from it, to the next step."""
         self._last_id += 1
-        self._pending.append(Move(self._last_id, group, source, target, pairs, num_tokens))
+        self.pending.append(Move(self._last_id, group, source, target, pairs, num_tokens))
 
     @property
     def has_swaps(self) -> bool:
         """Whether the next step has a Move to the host, or from it. It is launched even if it computes nothing."""
-        return any(not _is_copy(move) for move in self._pending)
+        return any(not _is_copy(move) for move in self.pending)
 
     def pending_targets(self, group: int) -> list[int]:
         """Targets of the copies that the next step makes."""
-        return [move.pairs[0][1] for move in self._pending if move.group == group and _is_copy(move)]
+        return [move.pairs[0][1] for move in self.pending if move.group == group and _is_copy(move)]
 
     def held_refs(self, group: int) -> Counter[int]:
         """References of copies, per block. Read-only."""
@@ -59,11 +61,26 @@ class PendingMoves:
 
     def launched(self, step_id: int) -> list[Move]:
         """The Moves of this step, which was planned last."""
-        moves, self._pending = self._pending, []
+        moves, self.pending = self.pending, []
         copies = [move for move in moves if _is_copy(move)]
         if copies:
             self._in_flight[step_id] = copies
+        if len(copies) < len(moves):
+            self._swaps.update((move.id, (step_id, move)) for move in moves if not _is_copy(move))
         return moves
+
+    @property
+    def has_swaps_in_flight(self) -> bool:
+        """Whether Moves to the host, or from it, are not done."""
+        return bool(self._swaps)
+
+    def end_swaps(self, move_ids: Iterable[int]) -> list[Move]:
+        """Moves to or from the host are done. Returns them, without those of failed steps."""
+        return [self._swaps.pop(one)[1] for one in move_ids if one in self._swaps]
+
+    def fail_swaps(self, step_id: int) -> list[Move]:
+        """A step has failed: its Moves to and from the host are not in flight any more. Returns them."""
+        return self.end_swaps([one for one, (step, _) in self._swaps.items() if step == step_id])
 
     def collected(self, step_id: int) -> None:
         """The step has succeeded: release the blocks of its copies."""
@@ -80,7 +97,7 @@ class PendingMoves:
         for move in carried:
             if move not in wanted:
                 self._release(move)
-        self._pending = wanted + self._pending
+        self.pending = wanted + self.pending
         return [(move.group, move.pairs[0][1]) for move in wanted]
 
     def cancel(self, group: int, targets: Collection[int]) -> set[int]:
@@ -88,11 +105,11 @@ class PendingMoves:
 
         That owner is about to release them. Returns the targets of the dropped copies, which stay without content.
         """
-        copies = [move for move in self._pending if move.group == group and _is_copy(move)]
+        copies = [move for move in self.pending if move.group == group and _is_copy(move)]
         waiting = [move for move in copies if move.pairs[0][1] in targets]
         cancelled = [move for move in waiting if self._pools[group].num_refs(move.pairs[0][1]) == 2]
         for move in cancelled:
-            self._pending.remove(move)
+            self.pending.remove(move)
             self._release(move)
         return {move.pairs[0][1] for move in cancelled}
 

@@ -2,18 +2,19 @@
 
 A host block has these owners, by reference count as on the device:
   a record   the leading positions of a swapped sequence; sequences that shared blocks share them here too
-  a step     a block that one of its Moves writes or reads, until the step is over
+  a Move     a block that it writes or reads, until it is done
 
 Device blocks are only recorded, so that sequences of one request share copies when they are swapped out and in.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from quire.cache.block_pool import BlockPool, Pools
 from quire.cache.block_table import ABSENT
 from quire.config import CacheConfig
+from quire.core.step import Move
 
 GroupBlock = tuple[int, int]  # a group, and a block of it
 
@@ -27,6 +28,7 @@ class SwapRecord:
     blocks: tuple[list[int], ...]  # per group, by table index; ABSENT before the window of the next query
     num_tokens: int
     step: int | None = None  # the step that writes them; None while it is being planned
+    moves: set[int] = field(default_factory=set)  # Moves in flight that write them
 
     def host_blocks(self) -> Iterator[GroupBlock]:
         """Its host blocks."""
@@ -45,7 +47,7 @@ class HostPool:
         self._planned_copies: dict[
             GroupBlock, tuple[int, int]
         ] = {}  # device block that this step copies -> host block, tokens
-        self._in_flight: dict[int, list[GroupBlock]] = {}  # host blocks of the Moves of steps in flight
+        self._in_flight: dict[int, list[GroupBlock]] = {}  # host blocks of each Move in flight
         self._swapped_in: dict[
             GroupBlock, tuple[int, int]
         ] = {}  # shared host block -> sequence that has it back, table index
@@ -110,29 +112,41 @@ class HostPool:
     def is_swapping_out(self, seq_id: int) -> bool:
         """Whether the KV of a sequence is still being copied to the host."""
         record = self.records.get(seq_id)
-        return record is not None and (record.step is None or record.step in self._in_flight)
+        return record is not None and (record.step is None or bool(record.moves))
 
-    # Steps
+    # Steps and Moves
 
-    def launched(self, step_id: int) -> None:
-        """The step that was being planned is launched."""
-        self._in_flight[step_id], self._planned = self._planned, []
+    def launched(self, step_id: int, moves: Iterable[Move]) -> None:
+        """The step that was being planned is launched, with these Moves, which take over its host blocks."""
+        writers: dict[GroupBlock, int] = {}
+        for move in moves:
+            if "host" in (move.source, move.target):
+                is_out = move.target == "host"
+                self._in_flight[move.id] = hosts = [(move.group, pair[is_out]) for pair in move.pairs]
+                if is_out:
+                    writers.update(dict.fromkeys(hosts, move.id))
+        self._planned.clear()
         self._planned_copies.clear()
-        for record in self.records.values():
-            if record.step is None:
-                record.step = step_id
+        if writers:
+            for record in self.records.values():
+                if record.step is None:
+                    record.step = step_id
+                    record.moves.update(writers[place] for place in record.host_blocks())
 
-    def ended(self, step_id: int) -> None:
-        """The step is over: release its host blocks."""
-        for place in self._in_flight.pop(step_id, ()):
-            self._decr_ref(place)
+    def end_moves(self, moves: Iterable[Move]) -> None:
+        """Moves to or from the host are over: release their host blocks."""
+        for move in moves:
+            for place in self._in_flight.pop(move.id):
+                self._decr_ref(place)
+            if move.target == "host":
+                for record in self.records.values():
+                    record.moves.discard(move.id)
 
     def failed(self, step_id: int) -> None:
         """The step failed: drop the records that it or a later step writes."""
         for seq_id, record in list(self.records.items()):
             if record.step is None or record.step >= step_id:
                 self.drop_record(seq_id)
-        self.ended(step_id)
 
     # Checks
 

@@ -8,7 +8,7 @@ match that begins with a public prefix spans two trees, which change independent
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quire.cache.kv_cache import KVCache
+from quire.cache.manager import KVCacheManager
 from quire.cache.prefix.index import BYTES_PER_TOKEN, PrefixIndex, PublicPrefixes, common_prefix_len, token_key
 from quire.cache.prefix.radix_index import RadixIndex
 from quire.cache.prefix.radix_node import Node
@@ -31,7 +31,7 @@ class IncrementalMatch:
 class IncrementalMatcher:
     """Prefix matches against the index of a cache. They are incremental for a radix tree without window groups."""
 
-    def __init__(self, cache: KVCache) -> None:
+    def __init__(self, cache: KVCacheManager) -> None:
         self._cache = cache
         self._block_size = cache.block_size
         self._size = cache.block_size * BYTES_PER_TOKEN

@@ -1,4 +1,4 @@
-"""KVCache: the KV cache methods that the scheduler calls.
+"""KVCache: the block tables of all sequences, the prefix index, the host pool, and the blocks of steps in flight.
 
 Owners of a block, always by reference count:
   a table       from `admit`, `grow`, `fork` or `branch` until `release`, or until `trim` finds it before its window
@@ -13,11 +13,18 @@ Blocks of the host pool have other owners: see HostPool. No bytes are copied her
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
+from quire.cache.admission import Admission, AdmissionLimits, fitting_match, has_available_blocks
 from quire.cache.audit import RefCountAudit, count_shared_blocks
-from quire.cache.block_table import ABSENT, BlockTable
-from quire.cache.block_tables import NO_CAUSE, Admission, AdmissionLimits, BlockTables, fitting_match
-from quire.cache.prefix.eviction_by_cost import RecomputeSeconds
-from quire.cache.prefix.index import NO_MATCH, EvictionCause, EvictionRecord, PrefixIndex, PrefixMatch
+from quire.cache.block_pool import BlockPool, Pools
+from quire.cache.block_table import BlockTable
+from quire.cache.copies import PendingMoves
+from quire.cache.host_pool import HostPool
+from quire.cache.in_flight import InFlight
+from quire.cache.manager import NO_CAUSE
+from quire.cache.prefix.eviction_by_cost import RecomputeSeconds, default_recompute_seconds
+from quire.cache.prefix.hash_index import HashIndex
+from quire.cache.prefix.index import NO_MATCH, EvictionCause, EvictionRecord, NoIndex, PrefixIndex, PrefixMatch
+from quire.cache.prefix.radix_index import RadixIndex
 from quire.cache.retention import NO_RETENTION, SequenceRetention
 from quire.cache.swap_planner import SwapPlanner
 from quire.config import CacheConfig
@@ -26,242 +33,76 @@ from quire.core.request import NO_NAMESPACE, Namespace
 from quire.core.step import Move
 
 
-class TableAllocator:
-    """Creation of block tables. KVCache has methods of the same names with their documentation."""
-
-    def __init__(self, tables: BlockTables, swapping: SwapPlanner) -> None:
-        self._tables = tables
-        self._swapping = swapping
-        self._size = tables.block_size
-
-    def new_table(self, seq_id: int, table: BlockTable) -> BlockTable:
-        """Register an empty table."""
-        self._tables.register(seq_id, table)
-        self._tables.index.register(table, NO_MATCH)
-        self._tables.update_next_insert(table)
-        return table
-
-    def admit(
-        self, seq_id: int, tokens: Sequence[int], namespace: Namespace, reusable: int, limits: AdmissionLimits
-    ) -> Admission | None:
-        """Create a table with the prefix match, or with more KV from the host pool.
-
-        If there are not enough blocks and nothing else runs (`limits.watermark_blocks` is None and no step is in
-        flight), pins end, the weakest first.
-        """
-
-        def new() -> BlockTable:  # one per attempt, because a failed attempt may have changed it
-            return BlockTable(len(self._tables.pools), tokens, namespace)
-
-        while (admission := self._try_admit(seq_id, new(), reusable, limits)) is None:
-            if (
-                limits.watermark_blocks is not None
-                or self._tables.in_flight.newest is not None
-                or not self._tables.end_weakest_pin()
-            ):
-                return None
-        return admission
-
-    def _try_admit(self, seq_id: int, table: BlockTable, reusable: int, limits: AdmissionLimits) -> Admission | None:
-        tables, tokens, namespace = self._tables, table.tokens, table.namespace
-        found = tables.index.match_prefix(namespace, tokens[:reusable]) if reusable > 0 else NO_MATCH
-        reach = self._swapping.num_swapped_tokens(seq_id, reusable)
-        if reach > found.num_tokens:
-            return self._swapping.swap_in(seq_id, table, found, reach, limits)
-        admission = self._admit_with_match(seq_id, table, found, reusable, limits)
-        if admission is not None:
-            tables.host_pool.drop_record(seq_id)
-        return admission
-
-    def fork(self, seq_id: int, new_id: int, num_tokens: int, tokens: Sequence[int]) -> BlockTable:
-        """Create a table that shares all blocks of another one."""
-        parent = self._tables.by_id[seq_id]
-        child = self._share_blocks(parent, new_id, -(-num_tokens // self._size), num_tokens, tokens)
-        if num_tokens % self._size:
-            parent.capacity = min(parent.capacity, num_tokens)
-        child.capacity = num_tokens
-        return child
-
-    def branch(
-        self,
-        seq_id: int,
-        new_id: int,
-        num_tokens: int,
-        *,
-        tokens: Sequence[int],
-        reserve: int,
-        watermark_blocks: Sequence[int],
-        cause: EvictionCause,
-    ) -> BlockTable | None:
-        """Create a table that shares whole blocks of another one and copies the last partial block."""
-        tables = self._tables
-        parent = tables.by_id[seq_id]
-        whole, rest = divmod(num_tokens, self._size)
-        for group, pool in enumerate(tables.pools):
-            if parent.firsts[group] > tables.config.first_attended_block(group, num_tokens):
-                return None
-            if (
-                tables.config.num_blocks(group, num_tokens, reserve) - whole + watermark_blocks[group]
-                > pool.num_available
-            ):
-                return None
-        if rest and not tables.evict_until_free([1] * len(tables.pools), cause):
-            return None
-        child = self._share_blocks(parent, new_id, whole, num_tokens, tokens)
-        if rest:
-            for group, pool in enumerate(tables.pools):
-                source = parent.blocks[group][whole]
-                pool.incr_ref(source)
-                child.blocks[group].append(tables.copies.plan_copy(group, source, rest))
-            tables.in_flight.depend_on_newest(child)  # a step in flight may write the source of this copy
-        child.capacity = (whole + bool(rest)) * self._size
-        tables.trim(child, num_tokens)
-        return child
-
-    def _admit_with_match(
-        self, seq_id: int, table: BlockTable, match: PrefixMatch, reusable: int, limits: AdmissionLimits
-    ) -> Admission | None:
-        """Share the whole blocks of the prefix match, and copy the block in which it ends."""
-        tables = self._tables
-        fits = fitting_match(tables.config, tables.pools, match, limits)
-        if fits is None:
-            return None
-        match, num_shared = fits, len(fits.blocks[0]) if fits.blocks else 0
-        start = match.num_tokens
-        miss = tables.index.explain_miss(table.namespace, table.tokens, match, reusable)
-        tables.register(seq_id, table)
-        self._share_match(table, match, num_shared)
-        copied = self._copy_partial(table, match, start, limits.cause)
-        stop, reserve = min(limits.limit, start + limits.max_new_positions), limits.num_tokens
-        if not copied or tables.grow(table, stop, reserve=reserve, cause=limits.cause) is None:
-            tables.release(seq_id, 0)
-            return None
-        return Admission(table, start, num_shared, start - num_shared * self._size, miss)
-
-    def _share_match(self, table: BlockTable, match: PrefixMatch, num_shared: int) -> None:
-        """Share the whole blocks of the prefix match that the next query attends to."""
-        tables = self._tables
-        table.num_matched = num_shared
-        for group, some in enumerate(match.blocks):
-            first = table.firsts[group] = min(tables.config.first_attended_block(group, match.num_tokens), num_shared)
-            table.blocks[group].extend([ABSENT] * first + some[first:])
-            for block in some[first:]:
-                tables.pools[group].incr_ref(block)
-        table.capacity = num_shared * self._size
-        tables.index.register(table, match)
-        tables.update_next_insert(table)
-        if num_shared:
-            tables.in_flight.add_dependency(table, match.blocks[0])
-
-    def _copy_partial(self, table: BlockTable, match: PrefixMatch, num_tokens: int, cause: EvictionCause) -> bool:
-        """Plan the copy of the block in which the match ends. Returns False if there is no block for it."""
-        if not match.partial:
-            return True
-        tables = self._tables
-        for pool, source in zip(tables.pools, match.partial, strict=True):
-            pool.incr_ref(source)
-        if not tables.evict_until_free([1] * len(tables.pools), cause):
-            for group, source in enumerate(match.partial):
-                tables.in_flight.deferred_decr_ref(group, source)
-            return False
-        for group, source in enumerate(match.partial):
-            copy = tables.copies.plan_copy(group, source, num_tokens - table.capacity)
-            table.blocks[group].append(copy)
-        table.capacity += self._size
-        tables.in_flight.depend_on_newest(table)  # a step in flight may write the source
-        return True
-
-    def _share_blocks(
-        self, parent: BlockTable, new_id: int, num_blocks: int, num_tokens: int, tokens: Sequence[int]
-    ) -> BlockTable:
-        """A table that shares the first `num_blocks` blocks of `parent`, of which `num_tokens` positions count."""
-        tables = self._tables
-        child = tables.register(new_id, BlockTable(len(tables.pools), tokens, parent.namespace))
-        child.retention = parent.retention
-        child.firsts = [min(first, num_blocks) for first in parent.firsts]
-        for pool, ours, theirs, first in zip(tables.pools, parent.blocks, child.blocks, child.firsts, strict=True):
-            theirs += ours[:num_blocks]
-            for block in theirs[first:]:
-                pool.incr_ref(block)
-        child.num_indexed = min(parent.num_indexed, num_tokens // self._size)
-        child.num_matched = min(parent.num_matched, num_blocks)
-        child.depends_on_step, child.num_launched = parent.depends_on_step, num_tokens
-        tables.index.register_fork(parent, child)
-        tables.update_next_insert(child)
-        return child
-
-
 class KVCache:
     """Block pools of all groups, block tables, the prefix index, the host pool, and blocks of steps in flight."""
 
     def __init__(self, config: CacheConfig) -> None:
         self.config = config
         self.block_size = config.block_size
-        self._block_tables = BlockTables(config)
-        self.pools = self._block_tables.pools
-        self.host_pools = self._block_tables.host_pool.pools
+        self._has_index = config.prefix_index != "none"
         self.windowed = [i for i, group in enumerate(config.groups) if group.window]
-        self._in_flight, self._copies, self._host_pool = (
-            self._block_tables.in_flight,
-            self._block_tables.copies,
-            self._block_tables.host_pool,
-        )
-        self._swap_planner = SwapPlanner(self._block_tables)
-        self._table_allocator = TableAllocator(self._block_tables, self._swap_planner)
-        self._audit = RefCountAudit(self.pools, self._block_tables.by_id, self._in_flight, self._copies)
-
-    @property
-    def index(self) -> PrefixIndex:
-        """The prefix index. A repair may replace it."""
-        return self._block_tables.index
+        self.pools = Pools(BlockPool(group.num_blocks) for group in config.groups)
+        self._tables: dict[int, BlockTable] = {}  # by sequence id
+        self.tables: Mapping[int, BlockTable] = MappingProxyType(self._tables)
+        self._in_flight = InFlight(self.pools)
+        self.copies = PendingMoves(self.pools, self._in_flight.deferred_decr_ref)
+        self._host_pool = HostPool(config)
+        self.host_pools = self._host_pool.pools
+        self._swap_planner = SwapPlanner(config, self.tables, self._host_pool, self.copies)
+        self._audit = RefCountAudit(self.pools, self._tables, self._in_flight, self.copies)
+        self._recompute_seconds: RecomputeSeconds = default_recompute_seconds
+        self.index = self._new_index()  # a repair may replace it
+        self._num_evicted_before = 0  # by earlier indexes that were replaced
+        self._evictions: dict[str, EvictionRecord] = {}  # evictions by request id, since they were last taken
 
     @property
     def num_evicted(self) -> int:
-        """Blocks evicted since the start."""
-        return self._block_tables.num_evicted_before + self.index.num_evicted
+        """See KVCacheManager."""
+        return self._num_evicted_before + self.index.num_evicted
 
     @property
     def num_copied_tokens(self) -> int:
-        """Tokens whose KV was copied from block to block, since the start."""
-        return self._copies.num_tokens
+        """See KVCacheManager."""
+        return self.copies.num_tokens
 
     @property
     def num_swapped_out_blocks(self) -> int:
-        """Blocks copied to the host pool since the start."""
+        """See KVCacheManager."""
         return self._host_pool.num_blocks_out
 
     @property
     def num_swapped_in_blocks(self) -> int:
-        """Blocks copied from the host pool since the start."""
+        """See KVCacheManager."""
         return self._host_pool.num_blocks_in
 
     @property
-    def tables(self) -> Mapping[int, BlockTable]:
-        """Tables of all sequences, by id. Read-only."""
-        return MappingProxyType(self._block_tables.by_id)
-
-    @property
     def num_pinned(self) -> int:
-        """Pinned blocks of all groups."""
+        """See KVCacheManager."""
         retention = self.index.retention
         return 0 if retention is None else sum(len(retention.pin_refs(group)) for group in range(len(self.pools)))
 
     def advance_clock(self, now: float) -> None:
-        """Advance the clock: expired retention no longer protects blocks."""
+        """See KVCacheManager."""
         if self.index.retention is not None:
             self.index.retention.advance_clock(now)
 
     def end_program(self, tenant: str, program: str, branch: str | None) -> None:
-        """End a branch of a program (None: all branches): no request will continue from its KV."""
+        """See KVCacheManager."""
         if self.index.retention is not None:
             self.index.retention.end_program(tenant, program, branch)
+        for table in self._tables.values():
+            hints = table.retention.program
+            if hints is None or (table.namespace.tenant, hints.id) != (tenant, program):
+                continue
+            if branch in (None, hints.branch):
+                table.end_program()
 
     def set_recompute_seconds(self, recompute_seconds: RecomputeSeconds) -> None:
-        """Set the prediction for eviction by cost: seconds to compute so many tokens behind so many others."""
-        self._block_tables.recompute_seconds = recompute_seconds
+        """See KVCacheManager."""
+        self._recompute_seconds = recompute_seconds
 
     def take_pin_events(self) -> list[Event]:
-        """Events of pins since the last call."""
+        """See KVCacheManager."""
         retention = self.index.retention
         if retention is None or not retention.events:
             return []
@@ -269,8 +110,8 @@ class KVCache:
         return events
 
     def take_evictions(self) -> list[EvictionRecord]:
-        """Evictions since the last call, one entry per request, in the order of their first eviction."""
-        evictions, self._block_tables.evictions = self._block_tables.evictions, {}
+        """See KVCacheManager."""
+        evictions, self._evictions = self._evictions, {}
         return list(evictions.values())
 
     # Creation of tables
@@ -288,8 +129,8 @@ class KVCache:
         tokens: its known tokens, a list that grows with it. retention: that of its KV, and of tables forked or
         branched from it.
         """
-        table = self._table_allocator.new_table(seq_id, BlockTable(len(self.pools), tokens, namespace))
-        table.retention = retention
+        table = self._register(seq_id, BlockTable(len(self.pools), tokens, namespace, retention))
+        self.index.register(table, NO_MATCH)
         return table
 
     def admit(  # noqa: PLR0913  # all but the first three are keyword-only
@@ -305,29 +146,18 @@ class KVCache:
         cause: EvictionCause = NO_CAUSE,
         retention: SequenceRetention = NO_RETENTION,
     ) -> Admission | None:
-        """Create a table that begins with the prefix match of the leading `reusable` tokens.
-
-        Behind the match, `max_new_positions` positions can be written, up to `limit`. Groups without a window get
-        blocks for all `tokens`. `watermark_blocks` blocks of each group remain available. Whole blocks are shared, and
-        the block in which the match ends is copied. Returns None if there are not enough blocks; then no table has
-        changed, but blocks may have been evicted and pins ended.
-
-        A swapped sequence also gets the KV that the host pool has behind the whole blocks of the match. The planned
-        step copies it, so nothing may be computed from it before that step is collected.
-        """
+        """See KVCacheManager."""
         limits = AdmissionLimits(len(tokens), limit, max_new_positions, watermark_blocks, cause)
-        admission = self._table_allocator.admit(seq_id, tokens, namespace, reusable, limits)
-        if admission is not None:
-            admission.table.retention = retention
-        return admission
+        while True:
+            table = BlockTable(len(self.pools), tokens, namespace, retention)  # a failed attempt may have changed it
+            admission = self._try_admit(seq_id, table, reusable, limits)
+            is_alone = watermark_blocks is None and self._in_flight.is_empty
+            if admission is not None or not is_alone or not self._end_weakest_pin():
+                return admission
 
     def fork(self, seq_id: int, new_id: int, num_tokens: int, tokens: Sequence[int] = ()) -> BlockTable:
-        """Create a table for `new_id` that shares the blocks of the first `num_tokens` positions of `seq_id`.
-
-        These positions are all that `seq_id` has written, or whole blocks. The first write behind them copies the block
-        in which they end (copy-on-write).
-        """
-        return self._table_allocator.fork(seq_id, new_id, num_tokens, tokens)
+        """See KVCacheManager."""
+        return self._share_blocks(seq_id, new_id, -(-num_tokens // self.block_size), num_tokens, tokens)
 
     def branch(
         self,
@@ -340,42 +170,162 @@ class KVCache:
         watermark_blocks: Sequence[int],
         cause: EvictionCause = NO_CAUSE,
     ) -> BlockTable | None:
-        """Create a table for `new_id` with the first `num_tokens` positions of `seq_id`, which may have written more.
+        """See KVCacheManager."""
+        parent = self._tables[seq_id]
+        whole, rest = divmod(num_tokens, self.block_size)
+        for group, pool in enumerate(self.pools):
+            if parent.firsts[group] > self.config.first_attended_block(group, num_tokens):
+                return None
+            needed = self.config.num_blocks(group, num_tokens, reserve) - whole + watermark_blocks[group]
+            if needed > pool.num_available:
+                return None
+        if rest and not self._evict_until_free([1] * len(self.pools), cause):
+            return None
+        child = self._share_blocks(seq_id, new_id, whole, num_tokens, tokens)
+        if rest:
+            sources = [blocks[whole] for blocks in parent.blocks]
+            for pool, source in zip(self.pools, sources, strict=True):
+                pool.incr_ref(source)
+            self._append_copies(child, sources, rest)
+        self.trim(child, num_tokens)
+        return child
 
-        Whole blocks are shared, and the last partial block is copied at once. Returns None if there are not enough
-        blocks for `reserve` positions with `watermark_blocks` blocks of each group left, or if a window has passed
-        blocks that the next position attends to.
+    def _register(self, seq_id: int, table: BlockTable) -> BlockTable:
+        """Register the table of a sequence and return it. Raises ValueError if the sequence has one."""
+        if seq_id in self._tables:
+            raise ValueError(f"sequence {seq_id} has a table already")
+        self._tables[seq_id] = table
+        return table
+
+    def _try_admit(self, seq_id: int, table: BlockTable, reusable: int, limits: AdmissionLimits) -> Admission | None:
+        """Create a table with the prefix match, or with more KV from the host pool. None without enough blocks."""
+        matched = self.index.match_prefix(table.namespace, table.tokens[:reusable]) if reusable > 0 else NO_MATCH
+        num_swapped = self._swap_planner.num_swapped_tokens(seq_id, reusable)
+        if num_swapped > matched.num_tokens:
+            return self._admit_swapped(seq_id, table, matched, num_swapped, limits)
+        match = fitting_match(self.config, self.pools, matched, limits)
+        if match is None:
+            return None
+        start, num_shared = match.num_tokens, len(match.blocks[0]) if match.blocks else 0
+        miss = self.index.explain_miss(table.namespace, table.tokens, match, reusable)
+        self._register(seq_id, table)
+        self._share_match(table, match, start)
+        copied = not match.partial or self._copy_partial(table, match, limits.cause)
+        stop = min(limits.limit, start + limits.max_new_positions)
+        if not copied or self.grow(table, stop, reserve=limits.num_tokens, cause=limits.cause) is None:
+            self.release(seq_id)
+            return None
+        self._host_pool.drop_record(seq_id)
+        return Admission(table, start, num_shared, start - num_shared * self.block_size, miss)
+
+    def _admit_swapped(
+        self, seq_id: int, table: BlockTable, match: PrefixMatch, num_tokens: int, limits: AdmissionLimits
+    ) -> Admission | None:
+        """Create a table from the whole blocks of `match` and the KV that the host pool has behind them.
+
+        num_tokens: leading positions of both together, more than `match` has. Returns None if there are not enough
+        blocks; then the tables are unchanged.
         """
-        return self._table_allocator.branch(
-            seq_id, new_id, num_tokens, tokens=tokens, reserve=reserve, watermark_blocks=watermark_blocks, cause=cause
-        )
+        num_shared = len(match.blocks[0]) if match.blocks else 0
+        firsts = [self.config.first_attended_block(group, num_tokens) for group in range(len(self.pools))]
+        begins = [max(num_shared, first) for first in firsts]
+        homes = self._swap_planner.shared_blocks(seq_id, begins, num_tokens)
+        needed = [
+            self.config.num_blocks(group, num_tokens + 1, limits.num_tokens) - begins[group] - len(homes[group])
+            for group in range(len(self.pools))
+        ]
+        shared = [
+            [*(match.blocks[group][first:] if match.blocks else ()), *homes[group].values()]
+            for group, first in enumerate(firsts)
+        ]
+        if not has_available_blocks(self.pools, needed, shared, limits.watermark_blocks):
+            return None
+        self._register(seq_id, table)
+        for pool, some in zip(self.pools, homes, strict=True):
+            for block in some.values():
+                pool.incr_ref(block)
+        self._share_match(table, match._replace(num_tokens=num_shared * self.block_size, partial=()), num_tokens)
+        if not self._evict_until_free(needed, limits.cause):
+            for group, some in enumerate(homes):
+                for block in some.values():
+                    self._in_flight.deferred_decr_ref(group, block)
+            self.release(seq_id)
+            return None
+        fresh = [pool.allocate_many(count) for pool, count in zip(self.pools, needed, strict=True)]
+        blocks, num_bytes = self._swap_planner.swap_in(seq_id, num_shared, begins, homes, fresh, num_tokens)
+        table.append(blocks, self.block_size)
+        for group, first in enumerate(firsts):
+            table.trim(group, first)
+        self._in_flight.depend_on_planned(table)
+        return Admission(table, num_tokens, num_shared, 0, None, num_tokens - num_shared * self.block_size, num_bytes)
+
+    def _share_match(self, table: BlockTable, match: PrefixMatch, num_tokens: int) -> None:
+        """Share the whole blocks of a prefix match that the query at position `num_tokens` attends to."""
+        firsts = [self.config.first_attended_block(group, num_tokens) for group in range(len(self.pools))]
+        table.begin_with(match.blocks, firsts, self.block_size)
+        self._incr_refs(table)
+        self.index.register(table, match)
+        if table.num_matched:
+            self._in_flight.add_dependency(table, match.blocks[0])
+
+    def _incr_refs(self, table: BlockTable) -> None:
+        """Add a reference of a new table to each of its blocks."""
+        for pool, blocks, first in zip(self.pools, table.blocks, table.firsts, strict=True):
+            for block in blocks[first:]:
+                pool.incr_ref(block)
+
+    def _copy_partial(self, table: BlockTable, match: PrefixMatch, cause: EvictionCause) -> bool:
+        """Plan the copy of the block in which the match ends. Returns False if there is no block for it."""
+        for pool, source in zip(self.pools, match.partial, strict=True):
+            pool.incr_ref(source)  # against its eviction
+        if self._evict_until_free([1] * len(self.pools), cause):
+            self._append_copies(table, match.partial, match.num_tokens - table.capacity)
+            return True
+        for group, source in enumerate(match.partial):
+            self._in_flight.deferred_decr_ref(group, source)
+        return False
+
+    def _append_copies(self, table: BlockTable, sources: Sequence[int], num_tokens: int) -> None:
+        """Append a block to each group of a table, with copies of the leading `num_tokens` tokens of `sources`.
+
+        The caller's references to the sources pass to the copies.
+        """
+        copies = [[self.copies.plan_copy(group, source, num_tokens)] for group, source in enumerate(sources)]
+        table.append(copies, self.block_size)
+        self._in_flight.depend_on_newest(table)  # a step in flight may write the source
+
+    def _share_blocks(
+        self, seq_id: int, new_id: int, num_blocks: int, num_tokens: int, tokens: Sequence[int]
+    ) -> BlockTable:
+        """A table that shares the first `num_blocks` blocks of another one, of which `num_tokens` positions count."""
+        parent = self._tables[seq_id]
+        child = self._register(new_id, parent.fork(num_blocks, num_tokens, self.block_size, tokens))
+        self._incr_refs(child)
+        self._in_flight.copy_dependencies(parent, child)
+        self.index.register_fork(parent, child, min(parent.cursor.num_indexed, num_tokens // self.block_size))
+        return child
 
     # Swapping
 
     def swap_out(self, num_valid: Mapping[int, int]) -> bool:
-        """Copy the leading positions of sequences to the host pool. Shared blocks are copied once.
-
-        num_valid: positions per sequence. Call `release` for the sequences next: the Moves read the blocks before
-        anything later in the Step writes them. Returns False if the host pool has too few blocks; then nothing has
-        changed.
-        """
+        """See KVCacheManager."""
         return self._swap_planner.swap_out(num_valid)
 
     def swap_bytes(self, num_valid: Mapping[int, int]) -> dict[int, int]:
-        """Bytes that `swap_out` would copy, by sequence. A block that several share counts for the first of them."""
+        """See KVCacheManager."""
         return self._swap_planner.swap_bytes(num_valid)
 
     @property
     def swapped(self) -> Mapping[int, object]:
-        """Sequences whose KV is in the host pool, or is being copied there. Read-only."""
+        """See KVCacheManager."""
         return MappingProxyType(self._host_pool.records)
 
     def is_swapping_out(self, seq_id: int) -> bool:
-        """Whether the KV of a sequence is being copied to the host. It cannot be admitted before that is done."""
+        """See KVCacheManager."""
         return self._host_pool.is_swapping_out(seq_id)
 
     def drop_swapped(self, seq_id: int) -> None:
-        """Free the host blocks of a sequence that will not resume."""
+        """See KVCacheManager."""
         self._host_pool.drop_record(seq_id)
 
     # Growth and release
@@ -389,127 +339,217 @@ class KVCache:
         watermark_blocks: Sequence[int] | None = None,
         cause: EvictionCause = NO_CAUSE,
     ) -> list[int] | None:
-        """Make positions up to `num_tokens` writable, with evictions if blocks are short. All or nothing.
-
-        reserve: groups without a window get blocks for that many positions. watermark_blocks: blocks of each group that
-        remain available. Returns per group the first table index that changed (the length of the table if none did), or
-        None if there are not enough blocks.
-        """
-        return self._block_tables.grow(
-            table, num_tokens, reserve=reserve, watermark_blocks=watermark_blocks, cause=cause
-        )
+        """See KVCacheManager."""
+        needed, enough = self.num_needed_blocks(table, num_tokens, reserve), True
+        for group, pool in enumerate(self.pools):
+            wanted = needed[group] + (watermark_blocks[group] if watermark_blocks else 0)
+            if wanted > pool.num_free:
+                enough = False
+                if wanted > pool.num_available:
+                    return None
+        if not enough and not self._evict_until_free(needed, cause):
+            return None
+        firsts, fresh = [], []
+        index, rest = divmod(table.capacity, self.block_size)
+        for group, (pool, blocks, new) in enumerate(zip(self.pools, table.blocks, needed, strict=True)):
+            copied = new > 0 and self._is_shared(group, blocks, index)
+            firsts.append(index if copied else len(blocks))
+            if copied:  # the copy takes over the table's reference
+                blocks[index] = self.copies.plan_copy(group, blocks[index], rest)
+            fresh.append(pool.allocate_many(new - copied))
+        table.append(fresh, self.block_size)
+        return firsts
 
     def cache_blocks(self, table: BlockTable, start: int, stop: int) -> list[int] | None:
-        """Record that the planned step writes [start, stop), behind positions that earlier steps wrote.
-
-        Whole blocks of known tokens enter the index. Where the index has the block already, the table takes that block
-        instead of its own. Returns per group the first table index that changed, or None if none did.
-        """
+        """See KVCacheManager."""
+        table.num_launched = start
+        cursor = table.cursor
+        if stop // self.block_size <= cursor.num_indexed or not self._has_index:
+            return None
         num_blocks = min(stop, len(table.tokens)) // self.block_size
-        if num_blocks <= table.num_indexed:
+        if num_blocks <= cursor.num_indexed:
             return None
         added = self.index.insert(table, num_blocks, start)
-        self._block_tables.update_next_insert(table)
         self._in_flight.record_insert(table, added.entered, start, self.block_size)
         for group, block in added.exchanged:
             self._in_flight.deferred_decr_ref(group, block)
         if added.changed_from is None:
             return None
-        self._in_flight.add_dependency(table, table.blocks[0][added.changed_from : table.num_indexed])
+        self._in_flight.add_dependency(table, table.blocks[0][added.changed_from : cursor.num_indexed])
         self._in_flight.depend_on_newest(table)  # after a rollback it would write to a block of the index
         return [max(added.changed_from, first) for first in table.firsts]
 
     def trim(self, table: BlockTable, num_tokens: int) -> None:
-        """Release the blocks that no query from position `num_tokens` on attends to."""
-        self._block_tables.trim(table, num_tokens)
+        """See KVCacheManager."""
+        for group in self.windowed:
+            for block in table.trim(group, self.config.first_attended_block(group, num_tokens)):
+                self._in_flight.deferred_decr_ref(group, block)
 
     def num_needed_blocks(self, table: BlockTable, num_tokens: int, reserve: int = 0) -> list[int]:
         """Blocks per group that `grow` would allocate."""
-        return self._block_tables.num_needed_blocks(table, num_tokens, reserve)
+        if num_tokens <= table.capacity:
+            return [0] * len(self.pools)
+        index = table.capacity // self.block_size
+        return [
+            max(0, self.config.num_blocks(group, num_tokens, reserve) - len(blocks))
+            + self._is_shared(group, blocks, index)
+            for group, blocks in enumerate(table.blocks)
+        ]
 
-    def release(self, seq_id: int, num_tokens: int = 0) -> None:
-        """Delete the table of a sequence and release its blocks. Steps in flight own them until they are over.
+    def _is_shared(self, group: int, blocks: list[int], index: int) -> bool:
+        """Whether the block at `index` exists and is in other tables, which must not see a write to it.
 
-        num_tokens: leading positions whose KV is that of the table's tokens; the index keeps them.
+        `index` is that of the table's `capacity`. Two owners do not count. A pending copy of the block is made before
+        the step's writes and reads positions before `capacity`. The prefix index exposes no positions behind that.
         """
-        self._block_tables.release(seq_id, num_tokens)
+        if index >= len(blocks):
+            return False
+        return self.pools[group].num_refs_without_index(blocks[index]) - self.copies.held_refs(group)[blocks[index]] > 1
+
+    def release(self, seq_id: int, num_tokens: int = 0, *, ended: bool = True) -> None:
+        """See KVCacheManager."""
+        table = self._tables.pop(seq_id)
+        if not ended:
+            table.clear_retention()
+        self._host_pool.forget_swapped_in(seq_id)
+        for group, blocks in enumerate(table.blocks):
+            for block in self.copies.cancel(group, blocks):
+                num_tokens = min(num_tokens, blocks.index(block) * self.block_size)
+        entered = self.index.unregister(table, num_tokens)
+        self._in_flight.record_written_by_any([table.blocks[0][i] for i in entered])
+        for group, (blocks, first) in enumerate(zip(table.blocks, table.firsts, strict=True)):
+            for block in reversed(blocks[first:]):
+                self._in_flight.deferred_decr_ref(group, block)
 
     def fits_once_collected(self, table: BlockTable, num_tokens: int) -> bool:
-        """Whether `grow` will find enough blocks once the steps in flight are over."""
-        if self._in_flight.newest is None:
+        """See KVCacheManager."""
+        if self._in_flight.is_empty:
             return False
         needed = self.num_needed_blocks(table, num_tokens)
         for group, pool in enumerate(self.pools):
-            retired, held = self._in_flight.retired(group), self._copies.held_refs(group)
+            retired, held = self._in_flight.retired(group), self.copies.held_refs(group)
             coming = sum(pool.num_refs_without_index(block) == count + held[block] for block, count in retired.items())
             if pool.num_available + coming < needed[group]:
                 return False
         return True
 
     def flush(self, cause: EvictionCause = NO_CAUSE) -> int:
-        """End all pins and evict all idle blocks. Returns the number of freed blocks."""
+        """See KVCacheManager."""
         if self.index.retention is not None:
             self.index.retention.end_pins()
         idle = self.pools.num_idle
         for group, pool in enumerate(self.pools):
-            self._block_tables.evict(group, pool.num_idle, cause)
+            self._evict(group, pool.num_idle, cause)
         return idle - self.pools.num_idle
+
+    def _end_weakest_pin(self) -> bool:
+        """End the weakest pin. Returns False if there is none."""
+        return self.index.retention is not None and self.index.retention.end_weakest_pin()
+
+    def _evict_until_free(self, needed: Sequence[int], cause: EvictionCause) -> bool:
+        """Evict until `needed` blocks of each group are free. Returns whether they are."""
+        for group, pool in enumerate(self.pools):
+            if needed[group] > pool.num_free:
+                self._evict(group, needed[group] - pool.num_free, cause)
+        return all(pool.num_free >= count for pool, count in zip(self.pools, needed, strict=True))
+
+    def _evict(self, group: int, count: int, cause: EvictionCause) -> None:
+        """Evict up to `count` blocks of a group and record the cause."""
+        num_blocks = self.index.evict(group, count, cause)
+        if not num_blocks:
+            return
+        reason, before = self.index.take_reason(), self._evictions.get(cause.request_id)
+        if before is None:
+            self._evictions[cause.request_id] = EvictionRecord(cause, num_blocks, reason)
+        else:
+            self._evictions[cause.request_id] = before._replace(num_blocks=before.num_blocks + num_blocks)
 
     # Steps
 
     @property
     def has_urgent_moves(self) -> bool:
-        """Whether the next step has Moves that cannot wait for a step with chunks."""
-        return self._copies.has_swaps
+        """See KVCacheManager."""
+        return self.copies.has_swaps
 
     def launched(self, step_id: int) -> list[Move]:
-        """The Moves of this step, which was planned last. Blocks released from now on belong to it until it is over."""
-        self._in_flight.launch(step_id)
-        self._host_pool.launched(step_id)
-        return self._copies.launched(step_id)
+        """See KVCacheManager."""
+        moves = self.copies.launched(step_id)
+        self._in_flight.launch(step_id, moves)
+        self._host_pool.launched(step_id, moves)
+        return moves
 
     def collected(self, step_id: int) -> None:
-        """The step has succeeded: its copies are made, and it owns no blocks any more."""
+        """See KVCacheManager."""
         self._in_flight.end(step_id)
-        self._copies.collected(step_id)
-        self._host_pool.ended(step_id)
+        self.copies.collected(step_id)
 
-    def failed(self, step_id: int) -> list[int]:
-        """The step has failed: the blocks that it and later steps wrote leave the index.
+    @property
+    def has_moves_in_flight(self) -> bool:
+        """See KVCacheManager."""
+        return self.copies.has_swaps_in_flight
 
-        Its copies go to the next step if their targets still have an owner. KV that it or a later step copied to the
-        host is dropped. Returns the sequences that must start again, because their tables depend on KV that was never
-        written or copied.
-        """
+    def moves_done(self, move_ids: Sequence[int]) -> list[Move]:
+        """See KVCacheManager."""
+        moves = self.copies.end_swaps(move_ids)
+        self._end_moves(moves)
+        return moves
+
+    def _end_moves(self, moves: Sequence[Move]) -> None:
+        self._in_flight.end_moves(moves)
+        self._host_pool.end_moves(moves)
+
+    def is_swapping_in(self, table: BlockTable) -> bool:
+        """See KVCacheManager."""
+        return self._in_flight.is_arriving(table)
+
+    def failed(self, step_id: int, starts: Mapping[int, int] = MappingProxyType({})) -> list[int]:
+        """See KVCacheManager."""
         self._host_pool.failed(step_id)
+        self._end_moves(self.copies.fail_swaps(step_id))
         void = self._in_flight.pop_writes(step_id)
         if void:
-            self.index.invalidate(void, self.tables.values())
-            for table in self.tables.values():
-                self._block_tables.update_next_insert(table)
+            self.index.invalidate(void, self._tables.values())
+        dependent = self._in_flight.dependent(step_id)
         self._in_flight.end(step_id)
-        missed = self._copies.failed(step_id)
+        missed = self.copies.failed(step_id)
         if self._in_flight.newest is None:
             missed = []  # the next step makes these copies before any chunk reads them
+        for seq_id, start in starts.items():
+            table = self._tables.get(seq_id)
+            if table is not None:
+                table.num_launched = min(table.num_launched, start)
         return [
             seq_id
-            for seq_id, table in self.tables.items()
-            if table.depends_on_step >= step_id or any(block in table.blocks[group] for group, block in missed)
+            for seq_id, table in self._tables.items()
+            if table in dependent or any(block in table.blocks[group] for group, block in missed)
         ]
 
     # Checks
 
     def sharing(self, seq_ids: Sequence[int]) -> tuple[int, int]:
-        """Blocks of group 0 of these sequences, counted per table, and those not from the index, counted once."""
-        return count_shared_blocks([self.tables[seq_id] for seq_id in seq_ids])
+        """See KVCacheManager."""
+        return count_shared_blocks([self._tables[seq_id] for seq_id in seq_ids])
 
     def check(self) -> list[str]:
-        """Errors of the reference counts and of the index; empty if there are none."""
+        """See KVCacheManager."""
         return self._audit.check(self.index) + self._host_pool.check()
 
     def repair(self) -> None:
-        """Replace an inconsistent index by an empty one, and set the reference counts to the number of owners."""
+        """See KVCacheManager."""
         if self._audit.index_errors(self.index):
-            self._block_tables.reset_index()
+            self._num_evicted_before += self.index.num_evicted
+            self.index = self._new_index()
+            for table in self._tables.values():
+                table.leave_index()
+                self.index.register(table, NO_MATCH)
         self._audit.repair(self.index)
         self._host_pool.repair()
+
+    def _new_index(self) -> PrefixIndex:
+        if self.config.prefix_index == "none":
+            return NoIndex()
+        if self.config.prefix_index == "hash":
+            return HashIndex(self.config, self.pools, self._in_flight.planned_writes)
+        return RadixIndex(
+            self.config, self.pools, self._in_flight.planned_writes, lambda *counts: self._recompute_seconds(*counts)
+        )

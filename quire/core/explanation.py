@@ -83,7 +83,7 @@ class Explanation(msgspec.Struct):
     num_passed_by: int = 0  # requests of its tenant that arrived later and were admitted earlier: a lower bound
     admitted: float | None = None  # first admission of its first sequence
     finished: float | None = None
-    finish_reason: str | None = None  # of the sequence that ended last; the client sees "abort" for "deadline"
+    finish_reason: str | None = None  # the EndCause of the sequence that ended last
     refusal: Rejection | None = None
     num_cached_tokens: int = 0  # prompt tokens of the prefix match at its first admission
     num_shared_blocks: int = 0  # whole blocks of the prefix match

@@ -1,27 +1,63 @@
 """The update that the scheduler gives to the front end about one sequence after a step."""
 
+from collections.abc import Mapping
+from enum import StrEnum
+from types import MappingProxyType
+from typing import Literal
+
 import msgspec
 import numpy as np
 
 from quire.core.step import Logprobs
 
+FinishReason = Literal["stop", "length", "abort", "error"]
+
 NO_SEQUENCE = -1  # seq_id of an Output for a request that never had a sequence
-NO_TOKEN_ERROR = "no token could be sampled: the request allows none, or the logits are not finite"
+
+
+class EndCause(StrEnum):
+    """Why a sequence ended. It crosses processes; code decides by it, never by the text of an error."""
+
+    STOP = "stop"  # a stop or end token or a stop string; the constraint or pooling is complete
+    LENGTH = "length"  # max_tokens, or the context is full
+    ABORT = "abort"  # the client or the front end aborted the request
+    DEADLINE = "deadline"  # the request could not meet its deadline any more
+    DEAD_END = "dead_end"  # the constraint allows no token that could be sampled
+    NO_TOKEN = "no_token"  # no token could be sampled: the request allows none, or the logits are not finite
+    NOT_COMPILED = "not_compiled"  # the constraint could not be compiled
+    NO_HYPOTHESIS = "no_hypothesis"  # the beam search found fewer results than requested
+    STEP_FAILED = "step_failed"  # a step failed that computed no other sequence
+    ENGINE_LOST = "engine_lost"  # engine processes ended while they computed the request
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """What clients get as the finish reason."""
+        return _FINISH_REASONS.get(self, "error")
+
+
+_FINISH_REASONS: Mapping[EndCause, FinishReason] = MappingProxyType(
+    {
+        EndCause.STOP: "stop",
+        EndCause.LENGTH: "length",
+        EndCause.ABORT: "abort",
+        EndCause.DEADLINE: "abort",
+    }
+)
 
 
 class Output(msgspec.Struct, frozen=True, eq=False, array_like=True, omit_defaults=True):
     """New tokens of one sequence, and its end.
 
-    The prompt logprobs of a request are in the Outputs of its sequence 0. finish_reason: "stop" (a stop or end token:
-    `stop_token`, the last one of token_ids; or pooling is complete), "length", "error", or "abort" if the request could
-    no longer meet its deadline (`error` has the text of both); None while the sequence continues.
+    The prompt logprobs of a request are in the Outputs of its sequence 0. end: None while the sequence continues.
+    stop_token: the stop or end token that ended it, the last one of token_ids. error: a text for people, with the
+    causes whose finish reason is "error" or "abort".
     """
 
     request_id: str
     index: int  # of the sequence in its request
     seq_id: int
     token_ids: list[int]
-    finish_reason: str | None = None
+    end: EndCause | None = None
     stop_token: int | None = None
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None  # of the next prompt tokens; the first prompt token has none
@@ -31,3 +67,8 @@ class Output(msgspec.Struct, frozen=True, eq=False, array_like=True, omit_defaul
     error: str = ""
     queue_seconds: float | None = None  # with its first tokens: from arrival to the first admission of the request
     forced: list[int] = []  # indices of the forced tokens in token_ids; `logprobs` has rows for the others only
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """What clients get as the finish reason; None while the sequence continues."""
+        return None if self.end is None else self.end.finish_reason

@@ -15,8 +15,8 @@ class Namespace(msgspec.Struct, frozen=True):
     """A root key of the prefix index. KV that was computed under one key is never read under another.
 
     tenant: derived by the server from the credential, never from the body. salt: `cache_salt` of the body, which
-    divides a tenant further. deterministic: deterministic requests have roots of their own, because their kernels
-    compute other bits.
+    divides a tenant further. adapter: hash of the adapter's content, empty for the model alone. deterministic:
+    deterministic requests have roots of their own, because their kernels compute other bits.
     """
 
     tenant: str = ""
@@ -66,6 +66,11 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     beams: Beams | None = None  # beam search instead of sampling; it returns `params.n` results
     known: tuple[KnownOutput, ...] = ()  # empty for a new request; else one per sequence
     resumed: bool = False  # accepted by an earlier engine; never rejected for the queue limit or its deadline
+
+    @property
+    def adapter(self) -> str:
+        """Hash of the adapter's content; empty for the model alone. No engine loads adapters yet."""
+        return self.namespace.adapter
 
     @property
     def was_accepted(self) -> bool:

@@ -177,6 +177,7 @@ class NewRows(msgspec.Struct, frozen=True, eq=False):
     repetition_penalties: np.ndarray  # float32, 1: off
     deterministic: np.ndarray  # uint8, 1: outputs may not depend on the other sequences of the step
     poolings: np.ndarray  # uint8, Pooling
+    adapters: np.ndarray  # int32, index of a loaded adapter; 0: the model alone
     lists: TokenLists
 
     def __len__(self) -> int:
@@ -210,6 +211,7 @@ _COLUMNS: dict[str, tuple[type[np.generic], float]] = {  # dtype and neutral val
     "repetition_penalties": (np.float32, 1),
     "deterministic": (np.uint8, 0),
     "poolings": (np.uint8, 0),
+    "adapters": (np.int32, 0),
 }
 
 
@@ -217,8 +219,8 @@ class Move(msgspec.Struct, frozen=True):
     """A copy of blocks: `pairs` of (source block, target block) of one group.
 
     `num_tokens` is the number of leading tokens of each block that are valid. Before the chunks of its Step write KV, a
-    move within the device is done and a move to the host has read its blocks. A move from the host is done when the
-    Step's result is available.
+    move within the device is done and a move to the host has read its blocks. A move to or from the host is done when a
+    StepResult has its id in `done_moves`.
     """
 
     id: int
@@ -289,6 +291,9 @@ class Logprobs(msgspec.Struct, frozen=True, eq=False):
 class StepResult(msgspec.Struct, frozen=True, eq=False):
     """The result of a step. Chunk i has `counts[i]` of the `tokens`, which are concatenated.
 
+    A result waits for tokens only, so that Moves of its step may not be done yet. The result of a step without chunks
+    waits for all Moves so far. A result may have ids of Moves of failed steps.
+
     Token -1: no token could be sampled, because the row's logits were not finite or its request allowed no token.
     `error`: the whole step failed, and nothing that it would have written is valid.
     """
@@ -300,7 +305,8 @@ class StepResult(msgspec.Struct, frozen=True, eq=False):
     logprobs: Logprobs | None = None  # of `tokens`; None if no row of the step requests logprobs
     prompt_logprobs: Logprobs | None = None  # of the prompt tokens after the logits that no token was sampled from
     pooled: np.ndarray | None = None  # float32 (chunks that pool, hidden_size)
-    swap_seconds: tuple[float, float] = (0.0, 0.0)  # of moves to the host, and from it; not part of `seconds`
+    done_moves: list[int] = []  # ids of moves of this and earlier steps, to and from the host, that are done now
+    swap_seconds: tuple[float, float] = (0.0, 0.0)  # of those to the host, and from it; not part of `seconds`
     error: str = ""
 
     @classmethod

@@ -33,7 +33,7 @@ from quire.cost.step_time import CostFigures
 from quire.errors import RequestError
 from quire.params import SamplingParams, is_unicode
 from quire.scheduler.scheduler import Scheduler
-from quire.structured_outputs.compile import Compiler
+from quire.structured_outputs.compiler import Compiler
 
 STEP_SIZE_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # tokens; vLLM's
 
@@ -130,9 +130,9 @@ class Engine:
         self.vocab_size = vocab_size
         self.max_model_len = scheduler.config.max_model_len
         self.on_launch: Callable[[Step], None] | None = None  # called with each step before the runner launches it
-        self._scheduler = scheduler
-        self._runner = runner
-        self._eos_token_ids = tuple(token for token in eos_token_ids if 0 <= token < vocab_size)
+        self.scheduler = scheduler
+        self.runner = runner
+        self.eos_token_ids = tuple(token for token in eos_token_ids if 0 <= token < vocab_size)
         self._deterministic = deterministic  # whether the runner has deterministic kernels
         self._seed = seed
         self._compiler = compiler
@@ -150,22 +150,22 @@ class Engine:
     @property
     def num_end_tokens(self) -> int:
         """Number of end tokens of the model."""
-        return len(self._eos_token_ids)
+        return len(self.eos_token_ids)
 
     @property
     def predicted_seconds(self) -> float:
         """Predicted seconds of the step planned last; 0 without a prediction."""
-        return self._scheduler.predicted_seconds
+        return self.scheduler.predicted_seconds
 
     @property
     def last_step_positions(self) -> list[tuple[str, int]]:
         """Per chunk of the step planned last: the request id, and the position at which the chunk stops."""
-        return self._scheduler.last_step_positions
+        return self.scheduler.last_step_positions
 
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
-        return self._scheduler.has_work
+        return self.scheduler.has_work
 
     def add_request(  # noqa: PLR0913 (the fields of NewRequest)
         self,
@@ -194,6 +194,8 @@ class Engine:
             raise RequestError("a request id must be valid Unicode", "request_id")
         if params.deterministic and not self._deterministic:
             raise RequestError("this model cannot be run deterministically; leave `deterministic` out", "deterministic")
+        if namespace.adapter:
+            raise RequestError("this engine has no adapters; leave `adapter` out", "adapter")
         if pooling and (params.max_tokens != 0 or params.n != 1):
             raise ValueError("a pooling request has one sequence and generates no tokens")
         if beams is not None and (pooling or params.max_tokens == 0 or params.prompt_logprobs is not None):
@@ -215,7 +217,7 @@ class Engine:
             id=request_id,
             prompt=prompt,
             params=params,
-            eos_token_ids=self._eos_token_ids,
+            eos_token_ids=self.eos_token_ids,
             bad_words=self._in_vocabulary(bad_words),
             pooling=pooling,
             namespace=msgspec.structs.replace(namespace, deterministic=params.deterministic),
@@ -225,9 +227,9 @@ class Engine:
             resumed=resumed,
         )
         check_known_tokens(request, self.vocab_size)
-        self._scheduler.add(request, self._clock())
+        self.scheduler.add(request, self._clock())
         if request.is_constrained and self._compiler is not None and params.structured_outputs is not None:
-            self._compiler.submit(request_id, params.structured_outputs)
+            self._compiler.submit(request_id, namespace, params.structured_outputs)
         self._num_requests += 1
         if not request.was_accepted:  # otherwise an earlier engine has counted them
             self._prompt_tokens += len(prompt)
@@ -240,17 +242,17 @@ class Engine:
 
     def abort(self, request_id: str) -> None:
         """Abort a request. Its blocks are freed within a step. An unknown id is ignored."""
-        self._scheduler.abort(request_id, self._clock())
+        self.scheduler.abort(request_id, self._clock())
         if self._compiler is not None:
             self._compiler.forget(request_id)
 
     def finish(self, seq_id: int, num_tokens: int) -> None:
         """End a sequence at a stop string, after `num_tokens` output tokens. It has no further outputs."""
-        self._scheduler.finish(seq_id, num_tokens, self._clock())
+        self.scheduler.finish(seq_id, num_tokens, self._clock())
 
     def end_program(self, tenant: str, program: str, branch: str | None = None) -> None:
         """End a branch of a program (None: all branches): no request will continue from it. Ignores unknown ones."""
-        self._scheduler.end_program(tenant, program, branch, self._clock())
+        self.scheduler.end_program(tenant, program, branch, self._clock())
 
     def step(self) -> list[Output]:
         """Plan and launch a step, and commit the oldest in-flight step.
@@ -261,11 +263,11 @@ class Engine:
         self._process_compiled()
         step = None
         if not self._errors:  # a failed step leaves the runner's rows invalid until it is committed and rolled back
-            step = self._scheduler.plan(self._clock())
+            step = self.scheduler.plan(self._clock())
         if step is not None:
             self._step_sizes.observe(step.num_tokens)
             self._launch(step)
-        outputs = self._scheduler.take_ended()
+        outputs = self.scheduler.take_ended()
         if self._in_flight:  # the step before this one
             outputs += self._commit()
         if step is not None:
@@ -274,20 +276,20 @@ class Engine:
                 outputs += self._commit()
         self._generation_tokens += sum(len(output.token_ids) for output in outputs)
         self._forced_tokens += sum(len(output.forced) for output in outputs)
-        if step is None and not outputs and self._scheduler.is_compiling and self._compiler is not None:
+        if step is None and not outputs and self.scheduler.is_compiling and self._compiler is not None:
             self._compiler.wait(_COMPILE_SECONDS)
-        if not self._scheduler.has_work:
-            self._runner.release_workspace()
-        if self._scheduler.leaks:
+        if not self.scheduler.has_work:
+            self.runner.release_workspace()
+        if self.scheduler.leaks:
             self._repair()
         return outputs
 
     def stats(self) -> EngineStats:
         """The current metrics."""
-        cache, accounts = self._scheduler.cache, self._scheduler.request_stats
+        cache, accounts = self.scheduler.cache, self.scheduler.request_stats
         return EngineStats(
-            self._scheduler.num_running,
-            self._scheduler.num_waiting,
+            self.scheduler.num_running,
+            self.scheduler.num_waiting,
             cache.pools.num_blocks - cache.pools.num_available,
             cache.pools.num_blocks,
             accounts.num_preemptions,
@@ -315,15 +317,15 @@ class Engine:
 
     def cost_model_stats(self) -> CostModelStats:
         """Figures of the cost model and of block use."""
-        return CostModelStats(self._scheduler.costs.figures(), self._scheduler.block_use.figures())
+        return CostModelStats(self.scheduler.costs.figures(), self.scheduler.block_use.figures())
 
     def explain(self, request_id: str) -> Explanation | None:
         """The explanation of a request so far; None if the request is unknown or ended too long ago."""
-        return self._scheduler.explain(request_id, self._clock())
+        return self.scheduler.explain(request_id, self._clock())
 
     def flush_cache(self) -> int:
         """Evict all cached KV that no running request uses, pinned or not. Returns the number of freed blocks."""
-        return self._scheduler.flush(self._clock())
+        return self.scheduler.flush(self._clock())
 
     def check_block_accounting(self) -> None:
         """Check all block accounting, and log and repair errors. Slow: call it when the engine is idle.
@@ -334,14 +336,14 @@ class Engine:
         if self._num_steps == self._last_checked_step or now < self._next_check:
             return
         self._last_checked_step = self._num_steps
-        if self._scheduler.check():
+        if self.scheduler.check():
             self._repair()
         ended = self._clock()
         self._next_check = ended + _IDLE_PER_CHECK * (ended - now)
 
     def close(self) -> None:
         """Close scheduler and compiler. No method may be called afterwards."""
-        self._scheduler.close()
+        self.scheduler.close()
         if self._compiler is not None:
             self._compiler.close()
 
@@ -350,14 +352,14 @@ class Engine:
         if self._compiler is None:
             return
         for request_id, error in self._compiler.finished():
-            self._scheduler.compiled(request_id, error, self._clock())
+            self.scheduler.compiled(request_id, error, self._clock())
             self._compiler.forget(request_id)
 
     def _launch(self, step: Step) -> None:
         if self.on_launch is not None:
             self.on_launch(step)
         try:
-            self._runner.launch(step)
+            self.runner.launch(step)
         except Exception as error:  # an error of a kernel or allocator fails this step only
             self._record_failure(step.id, error)
 
@@ -366,7 +368,7 @@ class Engine:
         if step.id in self._errors:
             return
         try:
-            self._runner.sample(step.id, self._scheduler.sampling_masks(step))
+            self.runner.sample(step.id, self.scheduler.sampling_masks(step))
         except Exception as error:
             self._record_failure(step.id, error)
 
@@ -377,12 +379,12 @@ class Engine:
         self._failed_steps += bool(result.error)
         self._failed_in_a_row = self._failed_in_a_row + 1 if result.error else 0
         self._last_step_seconds = result.seconds
-        return self._scheduler.commit(result, self._clock())
+        return self.scheduler.commit(result, self._clock())
 
     def _collect(self, step_id: int) -> StepResult:
         if step_id not in self._errors:
             try:
-                result = self._runner.collect()
+                result = self.runner.collect()
                 if result.step_id == step_id:
                     return result
                 raise RuntimeError(f"the runner returned step {result.step_id} instead of step {step_id}")
@@ -396,5 +398,5 @@ class Engine:
 
     def _repair(self) -> None:
         """Log and repair errors in the block accounting, which must not end the engine."""
-        log.error("KV block accounting error, repaired: %s", "; ".join(self._scheduler.check()))
-        self._scheduler.repair()
+        log.error("KV block accounting error, repaired: %s", "; ".join(self.scheduler.check()))
+        self.scheduler.repair()

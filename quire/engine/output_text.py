@@ -8,7 +8,7 @@ from math import inf
 
 from msgspec.structs import replace
 
-from quire.core.output import Output
+from quire.core.output import EndCause, Output
 from quire.core.step import Logprobs
 from quire.engine.inputs import Generation
 from quire.engine.outputs import CompletionOutput, Delta, Logprob, LogprobRow, RequestMetrics, RequestOutput
@@ -76,19 +76,17 @@ class SequenceOutputProcessor:
         text, offsets = self._detokenize(output)
         tokens = output.token_ids[: len(offsets)]
         logprobs = self._logprobs(output, len(tokens))
-        reason, cause = output.finish_reason, self._stop_reason(output)
+        end, stop_reason = output.end, self._stop_reason(output)
         if self._stops.matched is not None:
-            reason, cause = "stop", self._stops.matched
+            end, stop_reason = EndCause.STOP, self._stops.matched
         result = self.result
         result.end_token = output.stop_token if self._stops.matched is None else None
         result.token_ids += tokens
         result.token_offsets += offsets
         result.num_forced_tokens += sum(place < len(tokens) for place in output.forced)
-        result.finish_reason, result.stop_reason = reason, cause
+        result.finish_reason, result.stop_reason = None if end is None else end.finish_reason, stop_reason
         self._texts.append(text)
-        engine_knows = (
-            output.finish_reason is not None or reason is None
-        )  # the engine ended the sequence itself, or it goes on
+        engine_knows = output.end is not None or end is None  # the engine ended the sequence itself, or it goes on
         return Delta(
             request_id=output.request_id,
             index=output.index,
@@ -97,8 +95,8 @@ class SequenceOutputProcessor:
             token_ids=tokens,
             token_offsets=offsets,
             logprobs=logprobs,
-            finish_reason=reason,
-            stop_reason=cause,
+            end=end,
+            stop_reason=stop_reason,
             stopped_after=None if engine_knows else len(result.token_ids),
         )
 

@@ -3,6 +3,7 @@
 import msgspec
 
 from quire.core.explanation import Explanation
+from quire.core.output import EndCause, FinishReason
 
 
 class Logprob(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -113,7 +114,8 @@ class EmbeddingRequestOutput(msgspec.Struct):
 class Delta(msgspec.Struct, frozen=True, kw_only=True):
     """The addition of one step to one sequence.
 
-    stopped_after: set when a stop string ended the sequence: its number of output tokens, for `Engine.finish`.
+    end: None while the sequence continues. stop_reason: as in CompletionOutput. stopped_after: set when a stop string
+    ended the sequence: its number of output tokens, for `Engine.finish`.
     """
 
     request_id: str
@@ -123,6 +125,11 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: list[int]
     token_offsets: list[int]
     logprobs: list[LogprobRow] | None = None
-    finish_reason: str | None = None
+    end: EndCause | None = None
     stop_reason: str | int | None = None
     stopped_after: int | None = None
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """What clients get as the finish reason; None while the sequence continues."""
+        return None if self.end is None else self.end.finish_reason

@@ -5,6 +5,7 @@ The kernel module defines the layout of a block. The control plane decides which
 
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,10 +13,18 @@ import torch
 from quire.config import CacheConfig
 from quire.core.step import Move
 from quire.kernels.contract import Kernels, Storage
-from quire.kv_store.host import HostPool, PlainPool, StreamedPool, WaitForSwap
+from quire.kv_store.host import HostPool, PlainPool, StreamedPool, Swap
 from quire.kv_store.upload import to_device
 
 _DIRECTIONS = (("device", "device"), ("device", "host"), ("host", "device"))
+
+
+class EndedSwaps(NamedTuple):
+    """Moves to and from the host that are done, by id, and the seconds that they took."""
+
+    move_ids: list[int]
+    seconds_out: float
+    seconds_in: float
 
 
 class DeviceStore:
@@ -32,7 +41,7 @@ class DeviceStore:
         self.storages: list[Storage] = [kernels.allocate(group, cache.block_size, device) for group in cache.groups]
         self.has_copy_stream = device.type != "cpu"  # whether swaps run on a stream of their own, beside forward passes
         stream = torch.cuda.Stream(device) if self.has_copy_stream else None  # type: ignore[no-untyped-call]
-        self._pending_swaps: dict[int, list[tuple[bool, WaitForSwap]]] = {}  # step id -> (is swap-in, its end)
+        self._swaps: dict[int, tuple[int, bool, Swap]] = {}  # Move id -> (step id, is swap-in, its copy)
         self._host_pools: list[HostPool] = [
             PlainPool(one, one.group.num_host_blocks, clock)
             if stream is None
@@ -40,36 +49,38 @@ class DeviceStore:
             for one in self.storages
         ]
 
-    def execute(self, step_id: int, moves: Sequence[Move]) -> None:
-        """Start a step's Moves in order. The pairs of one Move are copied at once. `wait_swaps` waits for swaps.
+    def execute(self, step_id: int, moves: Sequence[Move]) -> float:
+        """Start a step's Moves in order. The pairs of one Move are copied at once. `end_swaps` has those that are done.
 
-        Raises ValueError for a Move between other tiers than device and host, and from host to host.
+        Returns the seconds for which swaps without a copy stream delayed the caller. Raises ValueError for a Move
+        between other tiers than device and host, and from host to host.
         """
         for move in moves:
             if (move.source, move.target) not in _DIRECTIONS:
                 raise ValueError(f"{move}: only moves within the device, to the host and from it are possible")
+        delay = 0.0
         for move in moves:
-            if move.target == "host":
-                self._pending_swaps.setdefault(step_id, []).append(
-                    (False, self._host_pools[move.group].swap_out(move.pairs))
-                )
-            elif move.source == "host":
-                self._pending_swaps.setdefault(step_id, []).append(
-                    (True, self._host_pools[move.group].swap_in(move.pairs))
-                )
-            else:
+            if move.source == move.target:
                 storage = self.storages[move.group]
                 pairs = to_device(np.array(move.pairs, np.int64).reshape(-1, 2), storage.data.device)
                 self._kernels.copy_blocks(storage, pairs, move.num_tokens)
+            else:
+                pool, is_in = self._host_pools[move.group], move.source == "host"
+                swap = pool.swap_in(move.pairs) if is_in else pool.swap_out(move.pairs)
+                self._swaps[move.id] = (step_id, is_in, swap)
+                delay += 0.0 if self.has_copy_stream else swap.wait()
+        return delay
 
-    def wait_swaps(self, step_id: int) -> tuple[float, float]:
-        """Wait for a step's swaps. Returns the seconds that swap-out and swap-in took."""
+    def end_swaps(self, step_id: int, *, wait: bool) -> EndedSwaps:
+        """The swaps of this and earlier steps that are done since the last call. wait: wait for all of them."""
+        ended = [i for i, (step, _, swap) in self._swaps.items() if step <= step_id and (wait or swap.is_done())]
         seconds = [0.0, 0.0]
-        for is_back, end in self._pending_swaps.pop(step_id, ()):
-            seconds[is_back] += end()
-        return seconds[0], seconds[1]
+        for move_id in ended:
+            _, is_in, swap = self._swaps.pop(move_id)
+            seconds[is_in] += swap.wait()
+        return EndedSwaps(ended, *seconds)
 
-    def drain(self) -> None:
-        """Wait for the swaps of failed steps, and discard their durations."""
-        for step_id in list(self._pending_swaps):
-            self.wait_swaps(step_id)
+    def wait(self) -> None:
+        """Wait for all swaps. `end_swaps` returns them later."""
+        for *_, swap in self._swaps.values():
+            swap.wait()

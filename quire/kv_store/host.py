@@ -2,11 +2,11 @@
 
 A block keeps the layout of the kernel module. On a CPU both pools are host memory, and copies are synchronous. On a
 GPU copies run beside the forward passes, on a stream of their own. Forward passes wait only until swapped-out blocks
-are gathered, because then they may be overwritten. Swapped-in blocks are not read before their step is collected.
+are gathered, because then they may be overwritten. Swapped-in blocks are not read before their copy is done.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -18,16 +18,22 @@ from quire.kv_store.upload import to_device
 STAGING_BYTES = 2**27  # most bytes of device memory for staging, in either direction
 
 Pairs = Sequence[tuple[int, int]]
-WaitForSwap = Callable[[], float]  # waits for the end of a copy and returns its seconds
+
+
+class Swap(NamedTuple):
+    """A started copy. wait: waits for its end, and returns its seconds."""
+
+    is_done: Callable[[], bool]
+    wait: Callable[[], float]
 
 
 class HostPool(Protocol):
     """The host pool of one KV group."""
 
-    def swap_out(self, pairs: Pairs) -> WaitForSwap:
+    def swap_out(self, pairs: Pairs) -> Swap:
         """Swap out: copy (device block, host block) pairs. Later writes to the device blocks do not affect the copy."""
 
-    def swap_in(self, pairs: Pairs) -> WaitForSwap:
+    def swap_in(self, pairs: Pairs) -> Swap:
         """Swap in: copy (host block, device block) pairs. The device blocks must not be used before the end."""
 
 
@@ -49,20 +55,20 @@ class PlainPool:
         self._host = host_blocks(storage, num_blocks, pinned=False)
         self._clock = clock
 
-    def swap_out(self, pairs: Pairs) -> WaitForSwap:
+    def swap_out(self, pairs: Pairs) -> Swap:
         """See HostPool."""
         return self._copy(self._device, self._host, pairs)
 
-    def swap_in(self, pairs: Pairs) -> WaitForSwap:
+    def swap_in(self, pairs: Pairs) -> Swap:
         """See HostPool."""
         return self._copy(self._host, self._device, pairs)
 
-    def _copy(self, source: Tensor, target: Tensor, pairs: Pairs) -> WaitForSwap:
+    def _copy(self, source: Tensor, target: Tensor, pairs: Pairs) -> Swap:
         began = self._clock()
         for one, other in pairs:
             target[other].copy_(source[one])
         took = self._clock() - began
-        return lambda: took
+        return Swap(lambda: True, lambda: took)
 
 
 class StreamedPool:
@@ -73,7 +79,7 @@ class StreamedPool:
         self._host = host_blocks(storage, num_blocks, pinned=True)
         self._stream = stream
 
-    def swap_out(self, pairs: Pairs) -> WaitForSwap:
+    def swap_out(self, pairs: Pairs) -> Swap:
         """See HostPool."""
         sources, targets = _sorted(pairs, by=1)
         device = self._storage.data.device
@@ -88,9 +94,9 @@ class StreamedPool:
                     self._host[first : first + length].copy_(staged[i : i + length], non_blocking=True)
             ended = _now()
         usual.wait_event(gathered)  # forward passes may overwrite the blocks after this event
-        return _wait_function(began, ended)
+        return _swap(began, ended)
 
-    def swap_in(self, pairs: Pairs) -> WaitForSwap:
+    def swap_in(self, pairs: Pairs) -> Swap:
         """See HostPool."""
         sources, targets = _sorted(pairs, by=0)
         data, axis = self._storage.data, self._storage.block_axis
@@ -103,7 +109,7 @@ class StreamedPool:
                     staged[i : i + length].copy_(self._host[first : first + length], non_blocking=True)
                 data.index_copy_(axis, to_device(targets[some], data.device), staged.movedim(0, axis))
             ended = _now()
-        return _wait_function(began, ended)
+        return _swap(began, ended)
 
     def _staging_slices(self, number: int) -> list[slice]:
         """Slices of `number` blocks, each of at most STAGING_BYTES, or of one block."""
@@ -111,12 +117,12 @@ class StreamedPool:
         return [slice(first, first + each) for first in range(0, number, each)]
 
 
-def _wait_function(began: torch.cuda.Event, ended: torch.cuda.Event) -> WaitForSwap:
-    def end() -> float:
+def _swap(began: torch.cuda.Event, ended: torch.cuda.Event) -> Swap:
+    def wait() -> float:
         ended.synchronize()
         return float(began.elapsed_time(ended)) / 1000
 
-    return end
+    return Swap(ended.query, wait)
 
 
 def _now() -> torch.cuda.Event:

@@ -35,8 +35,11 @@ class PromptLogprobPositions:
     num_logprobs: np.ndarray  # int32
 
 
-def check_supported(chunks: Chunks) -> None:
-    """Raise ValueError for chunks that this runner cannot execute."""
+def check_supported(step: Step) -> None:
+    """Raise ValueError for adapters and for chunks that this runner cannot execute."""
+    chunks = step.chunks
+    if step.opens.adapters.any():
+        raise ValueError("this runner has no adapters")
     if chunks.num_drafts.any():
         raise ValueError("this runner cannot verify drafts")
     lengths = chunks.stops - chunks.starts
@@ -156,18 +159,18 @@ class TorchRunner:
     def launch(self, step: Step) -> None:
         """Apply the delta, start the Moves, run the forward passes.
 
-        Raises ValueError for what this runner does not support: drafts, Moves between other tiers than device and host,
-        and deterministic sequences without deterministic kernels.
+        Raises ValueError for what this runner does not support: drafts, adapters, Moves between other tiers than device
+        and host, and deterministic sequences without deterministic kernels.
         """
         began = self._clock()
         self._launched = None
         if step.reset:
             self._sampled.clear()  # steps that failed before they were collected
-            self._store.drain()
-        check_supported(step.chunks)
+            self._store.wait()
+        check_supported(step)
         self._rows.apply(step)
         self._inputs.apply(step)
-        self._store.execute(step.id, step.moves)
+        began += self._store.execute(step.id, step.moves)  # swaps are no step time
         self._launched = self._forward(step, began)
 
     def sample(self, step_id: int, masks: SamplingMasks) -> None:
@@ -178,7 +181,10 @@ class TorchRunner:
         self._sampled.append(self._sample_tokens(launched, masks))
 
     def collect(self) -> StepResult:
-        """Wait for the oldest sampled step and return its result. Raises ValueError if there is none."""
+        """Wait for the tokens of the oldest sampled step and return its result. Raises ValueError if there is none.
+
+        A step without chunks has no tokens: then it waits for all Moves.
+        """
         if not self._sampled:
             raise ValueError("there is no sampled step to collect")
         sampled = self._sampled.popleft()
@@ -187,10 +193,8 @@ class TorchRunner:
         launched, tokens = sampled.launched, sampled.tokens.numpy().astype(np.int32)
         ended = self._clock() if sampled.ended is None else sampled.ended
         began = max(launched.began, self._ended)  # the device ran the step before it first
-        swap_seconds = self._store.wait_swaps(launched.step_id)
-        self._ended = self._clock() if self._store.has_copy_stream else ended  # waiting for swaps is no step time
-        if not self._store.has_copy_stream:
-            began += sum(swap_seconds)
+        self._ended = ended
+        swaps = self._store.end_swaps(launched.step_id, wait=not len(launched.chunks))
         self._rows.write_sampled(sampled.rows, sampled.positions, tokens)
         return StepResult(
             launched.step_id,
@@ -200,7 +204,8 @@ class TorchRunner:
             sampled.logprobs,
             launched.prompt_logprobs,
             launched.pooled,
-            swap_seconds=swap_seconds,
+            done_moves=swaps.move_ids,
+            swap_seconds=(swaps.seconds_out, swaps.seconds_in),
         )
 
     def release_workspace(self) -> None:
@@ -211,9 +216,8 @@ class TorchRunner:
     def _forward(self, step: Step, began: float) -> LaunchedStep:
         chunks = step.chunks
         if not len(chunks):
-            return LaunchedStep(
-                step.id, began, chunks, torch.empty(0, self._vocab_size, device=self._device), None, None
-            )
+            nothing = torch.empty(0, self._vocab_size, device=self._device)
+            return LaunchedStep(step.id, began, chunks, nothing, None, None)
         logits = self._forward_passes.decode(self._rows, chunks)
         if logits is not None:
             return LaunchedStep(step.id, began, chunks, logits, None, None)

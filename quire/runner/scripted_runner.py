@@ -9,7 +9,6 @@ changes the output, as it would with attention.
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
@@ -55,13 +54,44 @@ def logprobs_after(seen: int, vocab_size: int) -> np.ndarray:
     return logprobs
 
 
-class _PendingSwap(NamedTuple):
-    """A block that is swapped out or in. It is written when its step is collected."""
+class _Swap:
+    """A Move to or from the host. Its blocks are written when it is done."""
 
-    is_swap_in: bool
-    memory: np.ndarray  # blocks of the target tier and group
-    target: int
-    keys: np.ndarray  # of its leading tokens
+    def __init__(self, step_id: int, move: Move, source: np.ndarray, target: np.ndarray, num_collects: int) -> None:
+        """source, target: all blocks of both tiers. num_collects: results before its end. ValueError: KV is unset."""
+        self.step_id = step_id
+        self._move = move
+        self._source = source
+        self._target = target
+        self._keys = source[[block for block, _ in move.pairs], : move.num_tokens].copy()
+        self._targets = [block for _, block in move.pairs]
+        self.num_collects = num_collects
+        self.is_done = False
+        if (self._keys == _UNSET).any():
+            raise ValueError(f"{move}: it reads KV that was never written")
+        target[self._targets] = _UNSET
+
+    @property
+    def is_swap_in(self) -> bool:
+        """Whether it copies from the host."""
+        return self._move.source == "host"
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that it copies."""
+        return len(self._targets)
+
+    def end(self) -> None:
+        """Write the target blocks. Raises ValueError if they, or host blocks that it reads, were changed meanwhile."""
+        if self.is_done:
+            return
+        self.is_done = True
+        sources = [block for block, _ in self._move.pairs]
+        if self.is_swap_in and (self._source[sources, : self._move.num_tokens] != self._keys).any():
+            raise ValueError(f"{self._move}: a block that it reads was overwritten")
+        if (self._target[self._targets] != _UNSET).any():
+            raise ValueError(f"{self._move}: a block that it writes was written by another owner")
+        self._target[self._targets, : self._move.num_tokens] = self._keys
 
 
 @dataclass(slots=True)
@@ -73,7 +103,6 @@ class _InFlight:
     pooled: list[tuple[int, int]]  # number of tokens, their sum
     tokens: list[int]
     logprobs: list[tuple[int, np.ndarray, int]]  # token, logprobs of the vocabulary, number to report
-    swaps: list[_PendingSwap]
 
 
 class ScriptedRunner:
@@ -82,7 +111,8 @@ class ScriptedRunner:
     Logprobs of the next token are a function of the attention output. A prompt token's logprob is minus its position.
     The pooled state of a chunk is the number and the sum of its tokens.
     seconds_of: duration of a step, given its number of tokens. swap_seconds_of: the same of swaps in one direction,
-    given their number of blocks. fails: whether `launch` of a step raises after half of its chunks.
+    given their number of blocks. swap_delay_of: number of results that are returned before a swap is done. fails:
+    whether `launch` of a step raises after half of its chunks.
     """
 
     def __init__(
@@ -94,6 +124,7 @@ class ScriptedRunner:
         vocab_size: int = 1000,
         seconds_of: Callable[[int], float] = lambda num_tokens: 1e-3 + 1e-5 * num_tokens,
         swap_seconds_of: Callable[[int], float] = lambda num_blocks: 1e-5 * num_blocks,
+        swap_delay_of: Callable[[Move], int] = lambda move: 0,
         fails: Callable[[Step], bool] = lambda step: False,
     ) -> None:
         self._block_size = cache.block_size
@@ -105,11 +136,13 @@ class ScriptedRunner:
         width = -(-(max_model_len + 1) // cache.block_size)
         self._tables = [np.full((max_num_seqs, width), _UNSET, np.int32) for _ in cache.groups]
         self._vocab_size = vocab_size
-        self._seconds_of = seconds_of
-        self._swap_seconds_of = swap_seconds_of
+        self.seconds_of = seconds_of
+        self.swap_seconds_of = swap_seconds_of
+        self._swap_delay_of = swap_delay_of
+        self._swaps: dict[int, _Swap] = {}  # not in a result yet, by Move id
         self._fails = fails
         self._launched: _InFlight | None = None
-        self._sampled: deque[_InFlight] = deque()
+        self.sampled: deque[_InFlight] = deque()
 
     def launch(self, step: Step) -> None:
         """Apply the delta, start the Moves, compute the KV of every chunk. Raises ValueError if it reads unset KV."""
@@ -118,7 +151,9 @@ class ScriptedRunner:
             for table in self._tables:
                 table[:] = _UNSET
             self._launched = None
-            self._sampled.clear()
+            self.sampled.clear()
+            for swap in self._swaps.values():
+                swap.end()
         for row in step.opens.rows.tolist():
             self._tokens[row] = _UNSET
             for table in self._tables:
@@ -127,7 +162,8 @@ class ScriptedRunner:
         step.tokens.apply(self._tokens)
         for writes, table in zip(step.blocks, self._tables, strict=True):
             writes.apply(table)
-        moving = [one for move in step.moves for one in self._move(move)]
+        for move in step.moves:
+            self._move(step.id, move)
         chunks = list(step.chunks)
         failing = self._fails(step)
         for chunk in chunks[: len(chunks) // 2] if failing else chunks:
@@ -138,7 +174,8 @@ class ScriptedRunner:
             one for chunk in chunks if chunk.output is not ChunkOutput.POOL for one in self._prompt_logprobs(chunk)
         ]
         pooled = [self._pool(chunk) for chunk in chunks if chunk.output is ChunkOutput.POOL]
-        self._launched = _InFlight(step.id, chunks, self._seconds_of(step.num_tokens), scored, pooled, [], [], moving)
+        seconds = self.seconds_of(step.num_tokens)
+        self._launched = _InFlight(step.id, chunks, seconds, scored, pooled, [], [])
 
     def sample(self, step_id: int, masks: SamplingMasks) -> None:
         """Write the next token of every chunk that samples."""
@@ -154,15 +191,19 @@ class ScriptedRunner:
                 self._tokens[chunk.row, chunk.stop] = token
                 launched.tokens.append(token)
                 launched.logprobs.append((token, logprobs_after(seen, self._vocab_size), self._num_logprobs[chunk.row]))
-        self._sampled.append(launched)
+        self.sampled.append(launched)
 
     def collect(self) -> StepResult:
-        """The result of the oldest sampled step."""
-        done = self._sampled.popleft()
-        for _, memory, target, keys in done.swaps:
-            memory[target] = _UNSET
-            memory[target, : len(keys)] = keys
-        back = sum(one.is_swap_in for one in done.swaps)
+        """The result of the oldest sampled step, and of the swaps that are done."""
+        done = self.sampled.popleft()
+        begun = {i: one for i, one in self._swaps.items() if one.step_id <= done.step_id}
+        ended = {i: one for i, one in begun.items() if one.is_done or one.num_collects <= 0 or not done.chunks}
+        for move_id, swap in ended.items():
+            swap.end()
+            del self._swaps[move_id]
+        for swap in begun.values():
+            swap.num_collects -= 1
+        num_out, num_in = (sum(s.num_blocks for s in ended.values() if s.is_swap_in is back) for back in (False, True))
         counts = np.array([chunk.output is ChunkOutput.SAMPLE for chunk in done.chunks], np.int32)
         tokens = np.array(done.tokens, np.int32)
         scored = None
@@ -178,27 +219,22 @@ class ScriptedRunner:
             _top_logprobs(done.logprobs),
             prompt_logprobs=scored,
             pooled=pooled,
-            swap_seconds=(self._swap_seconds_of(len(done.swaps) - back), self._swap_seconds_of(back)),
+            done_moves=list(ended),
+            swap_seconds=(self.swap_seconds_of(num_out), self.swap_seconds_of(num_in)),
         )
 
     def release_workspace(self) -> None:
         """See Runner. There is no memory to release."""
 
-    def _move(self, move: Move) -> list[_PendingSwap]:
-        """Execute copies within the device, and read the source blocks of swaps, which `collect` writes."""
+    def _move(self, step_id: int, move: Move) -> None:
+        """Execute a copy within the device, or start a swap."""
         tiers = {"device": self._kv[move.group], "host": self._host[move.group]}
-        source, target, length = tiers[move.source], tiers[move.target], move.num_tokens
-        read = [source[block, :length].copy() for block, _ in move.pairs]
-        if move.source == move.target:
-            for (_, block), keys in zip(move.pairs, read, strict=True):
-                target[block, :length] = keys
-            return []
-        if any((keys == _UNSET).any() for keys in read):
-            raise ValueError(f"{move}: it reads KV that was never written")
-        is_back = move.source == "host"
-        if is_back:
-            target[[block for _, block in move.pairs]] = _UNSET
-        return [_PendingSwap(is_back, target, block, keys) for (_, block), keys in zip(move.pairs, read, strict=True)]
+        source, target = tiers[move.source], tiers[move.target]
+        if move.source != move.target:
+            self._swaps[move.id] = _Swap(step_id, move, source, target, self._swap_delay_of(move))
+            return
+        keys = source[[block for block, _ in move.pairs], : move.num_tokens].copy()
+        target[[block for _, block in move.pairs], : move.num_tokens] = keys
 
     def _compute(self, chunk: Chunk) -> None:
         key = int(self._read(chunk.row, np.array([chunk.start - 1]), 0)[0]) if chunk.start else 0

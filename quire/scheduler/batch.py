@@ -1,8 +1,7 @@
 """Batch composition: schedules running sequences, then admits waiting ones while budget, rows and blocks last."""
 
-from quire.cache.kv_cache import KVCache
+from quire.cache.manager import KVCacheManager
 from quire.config import SchedulerConfig
-from quire.core.step import ChunkOutput
 from quire.cost.step_time import StepTime
 from quire.scheduler.budget_sharing import SHARING_RULES, TokenShares
 from quire.scheduler.lifecycle import SchedulerState, cause_of, retention_of
@@ -10,13 +9,11 @@ from quire.scheduler.preemption import default_victim
 from quire.scheduler.sequence import Sequence
 from quire.scheduler.step_builder import StepBuilder
 
-_NONE, _SAMPLE, _POOL = int(ChunkOutput.NONE), int(ChunkOutput.SAMPLE), int(ChunkOutput.POOL)
-
 
 class BatchComposer:
     """Plans the chunks of a step within its budgets of tokens and of predicted time."""
 
-    def __init__(self, config: SchedulerConfig, cache: KVCache, state: SchedulerState, pace: StepTime) -> None:
+    def __init__(self, config: SchedulerConfig, cache: KVCacheManager, state: SchedulerState, pace: StepTime) -> None:
         self._config = config
         self._cache = cache
         self._state = state
@@ -36,14 +33,17 @@ class BatchComposer:
         left = self._schedule_running(state.running_queue.running, builder, now)
         self._admit(builder, left, now, state.watermark_blocks if state.running_queue.running else None)
         for _ in range(len(state.running_queue.running) + 1):
-            if builder.chunks or builder.swapped_in or state.in_flight or state.queue.head is None:
+            is_busy = builder.chunks or builder.swapped_in or state.in_flight or self._cache.has_moves_in_flight
+            if is_busy or state.queue.head is None:
                 break
             self._unblock(builder, left, now)
 
     def _preempt_for_head(self, now: float) -> None:
         """Preempt for the head of the queue by the rule of budget sharing, if rows are short or the head lacked blocks.
 
-        Preempts at most one request per step, and none while the previous victim is still in an in-flight step.
+        Preempts at most one request per step, and none while the previous victim is still in an in-flight step. Under
+        `fair` a request is not preempted again before it has a new token, or two tenants could preempt each other
+        forever.
         """
         head, rows = self._state.queue.head, self._state.running_queue
         if self._sharing is None or head is None or (rows.has_free_row and self._blocked_head != head.id):
@@ -51,9 +51,13 @@ class BatchComposer:
         last = self._last_victim
         if last is not None and last.row < 0 and self._state.is_in_flight(last):
             return
-        victim = self._sharing.select_victim(rows.running, self._state.queue, head)
-        if victim is not None and victim.swap_in_step < 0:  # else after its swap-in
+        requests = self._state.requests
+        victim = self._sharing.select_victim(
+            rows.running, self._state.queue, head, lambda seq: requests[seq.request.id].has_progressed
+        )
+        if victim is not None and not victim.is_swapping_in:  # else after its swap-in
             self._last_victim = victim
+            requests[victim.request.id].preempt_for_sharing()
             self._state.preempt(victim, self._sharing.reason, now)
 
     def _token_shares(self, running: list[Sequence], num_tokens: int) -> TokenShares | None:
@@ -86,8 +90,9 @@ class BatchComposer:
             seq = sequences[i]
             start = seq.num_computed
             lacking = min(len(seq.tokens) + seq.num_pending, seq.limit) - start
-            if lacking <= 0 or seq.swap_in_step >= 0:
-                seq.table.num_launched = 0 if seq.swap_in_step >= 0 else start  # type: ignore[union-attr]  # it runs
+            if lacking <= 0 or seq.is_swapping_in:
+                start = 0 if seq.is_swapping_in else start
+                self._cache.cache_blocks(seq.table, start, 0)  # type: ignore[arg-type]  # it runs
                 spare += 1
                 i += 1
                 continue
@@ -107,8 +112,9 @@ class BatchComposer:
     def _allocate_blocks(self, seq: Sequence, num_tokens: int, builder: StepBuilder, now: float) -> bool:
         """Allocate blocks for the first `num_tokens` positions; preempt the last running ones while blocks are short.
 
-        Another request is preempted as a whole. Of its own request only the last sequence is preempted, so that the
-        first can always continue. Returns False if the sequence gets no chunk in this step.
+        Sequences are preempted one by one, so that the others of their request continue. All sequences of another
+        request are preempted together if they are beams, which cannot continue alone, or if they are swapped, so that
+        their shared blocks are copied once. Returns False if the sequence gets no chunk in this step.
         """
         assert seq.table is not None
         while (firsts := self._cache.grow(seq.table, num_tokens, cause=cause_of(seq, now))) is None:
@@ -117,7 +123,7 @@ class BatchComposer:
             if self._cache.windowed and self._state.is_in_flight(seq):
                 return False  # their commit frees its blocks behind the window
             victim = default_victim(self._state.running_queue.running)
-            if victim.swap_in_step >= 0:
+            if victim.is_swapping_in:
                 return False  # it can be preempted after its swap-in
             whose = " for its own request" if victim.request is seq.request else ""
             self._preempt(victim, seq, f"no free block{whose}", now)
@@ -180,44 +186,23 @@ class BatchComposer:
     def _preempt(self, victim: Sequence, gainer: Sequence, reason: str, now: float) -> None:
         if self._state.watermark.preempted(len(self._state.running_queue.running)):
             self._state.request_stats.watermark_changed(self._state.watermark.blocks_per_sequence, now, more=True)
-        if victim.request is gainer.request:
+        together = victim.is_beam or self._config.preemption == "swap"
+        if victim.request is gainer.request or not together:
             self._state.preempt_one(victim, reason, now)
         else:
             self._state.preempt(victim, reason, now)
 
     def _plan_chunk(self, seq: Sequence, num_tokens: int, builder: StepBuilder) -> None:
         """Plan a chunk of up to `num_tokens`. The next token is sampled behind the last known or pending one."""
-        start = seq.num_computed
-        if (
-            start < seq.num_to_report < start + num_tokens
-            and seq.num_reported < seq.num_to_report
-            and seq.num_generated
-        ):
-            num_tokens = seq.num_to_report - start  # logits exist for the last positions only, here not forced tokens
-        stop = seq.num_computed = start + num_tokens
+        start, num_prompt_outputs = seq.num_computed, 0
+        if seq.num_to_report:
+            behind = seq.num_reported < seq.num_to_report and seq.num_generated
+            if behind and start < seq.num_to_report < start + num_tokens:
+                num_tokens = seq.num_to_report - start  # logits exist for the last positions only, not forced tokens
+            num_prompt_outputs = max(0, min(start + num_tokens, seq.num_to_report) - max(start, seq.num_reported))
+        stop = start + num_tokens
         table = seq.table
         assert table is not None
-        table.num_launched = start
-        if stop >= table.next_insert_at and (firsts := self._cache.cache_blocks(table, start, stop)) is not None:
+        if (firsts := self._cache.cache_blocks(table, start, stop)) is not None:
             builder.update_table(seq, firsts)
-        num_prompt_outputs = (
-            max(0, min(stop, seq.num_to_report) - max(start, seq.num_reported)) if seq.num_to_report else 0
-        )
-        if stop == len(seq.tokens) + seq.num_pending and seq.is_generation:
-            seq.num_pending += 1
-            builder.chunks.append((seq.row, seq.id, start, stop, 0, num_prompt_outputs + 1, _SAMPLE))
-        else:
-            builder.chunks.append(
-                (
-                    seq.row,
-                    seq.id,
-                    start,
-                    stop,
-                    0,
-                    num_prompt_outputs,
-                    _POOL if num_prompt_outputs and seq.is_pooling else _NONE,
-                )
-            )
-        builder.entries.append((seq, start, stop, seq.epoch, num_prompt_outputs))
-        builder.num_tokens += num_tokens
-        seq.last_step = builder.id
+        builder.add_chunk(seq, start, stop, num_prompt_outputs)

@@ -2,24 +2,19 @@
 
 The rules are those of Hugging Face transformers (`generate` with `num_beams`). Candidates are ranked by the sum of the
 model's own logprobs. Finished hypotheses are ranked by score: that sum divided by `num_tokens ** length_penalty`, where
-num_tokens counts generated tokens with the end token, without the prompt. `select` is a pure function; `BeamSearches`
-applies its result to sequences and block tables.
+num_tokens counts generated tokens with the end token, without the prompt. `select` is a pure function;
+`scheduler.beam_sequences` applies its result to sequences and block tables.
 """
 
-from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import numpy as np
-from msgspec import structs
 
-from quire.cache.kv_cache import KVCache
 from quire.config import CacheConfig, SchedulerConfig, max_blocks_of_sequence
-from quire.core.output import Output
 from quire.core.request import Beams, Request
 from quire.core.step import Logprobs
 from quire.errors import RequestError
 from quire.params import BeamSearchParams
-from quire.scheduler.lifecycle import SchedulerState, clear_retention
 from quire.scheduler.sequence import Sequence
 
 
@@ -200,131 +195,39 @@ class Search:
         return selection
 
 
-@dataclass(slots=True)
-class _OpenSearch:
-    """A search with the sequences of its live beams."""
+class BeamSearch:
+    """The search of a request, with the sequences of its live beams."""
 
-    search: Search
-    live: list[Sequence]
-    candidates: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)  # by sequence id: ids, logprobs
+    __slots__ = ("candidates", "live", "search")
 
+    def __init__(self, request: Request, first: Sequence) -> None:
+        """first: the sequence that computes the prompt."""
+        self.search = Search(Rules.of(request))
+        self.live = [first]
+        self.candidates: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # by sequence id: ids, logprobs
 
-class BeamSearches:
-    """The open beam searches, by request id."""
+    def add_candidates(self, seq: Sequence, logprobs: Logprobs) -> bool:
+        """Record the candidates of a beam. Returns whether all live beams have theirs."""
+        seq.take_candidates()
+        if seq in self.live:
+            self.candidates[seq.id] = (logprobs.ids[0, 1:], logprobs.values[0, 1:])
+        return len(self.candidates) == len(self.live)
 
-    def __init__(self, cache: KVCache, state: SchedulerState) -> None:
-        self._cache = cache
-        self._state = state
-        self._open: dict[str, _OpenSearch] = {}
-
-    def start(self, first: Sequence) -> None:
-        """Start a search with the sequence that computes the prompt."""
-        self._open[first.request.id] = _OpenSearch(Search(Rules.of(first.request)), [first])
-
-    def drop(self, request_id: str) -> None:
-        """Remove the search of a request that has ended. Ignores an unknown one."""
-        self._open.pop(request_id, None)
-
-    def add_candidates(self, seq: Sequence, logprobs: Logprobs, now: float) -> list[Output]:
-        """Record the candidates of a beam; advance the search once all have theirs. Returns the results at its end."""
-        one = self._open[seq.request.id]
-        seq.num_pending = 0
-        if seq in one.live:
-            one.candidates[seq.id] = (logprobs.ids[0, 1:], logprobs.values[0, 1:])
-        if len(one.candidates) < len(one.live):
-            return []
-        num_prompt = len(seq.request.prompt)
-        ids, values = zip(*(one.candidates[beam.id] for beam in one.live), strict=True)
+    def select(self) -> Selection:
+        """Select the next beams among the candidates of all live beams."""
+        num_prompt = len(self.live[0].request.prompt)
+        ids, values = zip(*(self.candidates[beam.id] for beam in self.live), strict=True)
         width = min(map(len, ids))
-        outputs = [beam.tokens[num_prompt:] for beam in one.live]
-        selection = one.search.advance(
+        outputs = [beam.tokens[num_prompt:] for beam in self.live]
+        return self.search.advance(
             outputs, np.stack([a[:width] for a in ids]), np.stack([a[:width] for a in values]).astype(np.float64)
         )
-        if selection.over:
-            self.drop(seq.request.id)
-            return _results(seq, one.search.hypotheses, self._state.sequence_groups.members(seq.request.id))
-        for beam in one.live:
-            if self._state.is_in_flight(beam):  # recomputed after a preemption: discard its in-flight chunk
-                self._state.requeue(beam, beam.num_written, now)
-        self._assign_beams(one, selection.live, now)
-        return []
 
-    def _assign_beams(self, one: _OpenSearch, beams: list[Beam], now: float) -> None:
-        """Assign the selected beams to sequences, and hold the sequences that have no beam."""
-        parents = one.live
-        bases = [list(parent.tokens) for parent in parents]
-        spare = [seq for i, seq in enumerate(parents) if all(beam.parent != i for beam in beams)]
-        spare += self._state.sequence_groups.release_held(parents[0].request.id)
-        one.live = []
-        begun: set[int] = set()
-        for beam in beams:
-            parent = parents[beam.parent]
-            seq = parent if beam.parent not in begun else spare.pop(0)
-            begun.add(beam.parent)
-            if seq is not parent:
-                seq.tokens = bases[beam.parent]
-                bases[beam.parent] = list(seq.tokens)
-                self._fork_or_requeue(seq, parent, now)
-            one.live.append(seq)
-        for beam, seq in zip(beams, one.live, strict=True):
-            seq.tokens.append(beam.token)
-            seq.limit = len(seq.tokens)
-            seq.epoch += 1
-            if seq.row < 0 and seq not in self._state.queue:
-                seq.num_written = 0
-                self._state.requeue(seq, 0, now)
-            if seq.row >= 0 and seq not in self._state.running_queue.unsent:
-                self._state.running_queue.corrected.append((seq, len(seq.tokens) - 1))
-        one.candidates.clear()
-        for seq in spare:
-            self._hold(seq)
-
-    def _fork_or_requeue(self, seq: Sequence, parent: Sequence, now: float) -> None:
-        """Fork the parent's block table for a sequence, or requeue it if the parent has no row or none is free."""
-        was_held = seq.row < 0 and seq not in self._state.queue
-        if parent.row < 0 or (seq.row < 0 and not self._state.running_queue.has_free_row):
-            if seq.row >= 0 or was_held:
-                self._state.requeue(seq, seq.num_valid, now)
-            return
-        if seq.row >= 0:
-            clear_retention(seq)
-            self._cache.release(seq.id)
-        elif not was_held:
-            self._state.queue.remove(seq)
-        table = self._cache.fork(parent.id, seq.id, parent.num_computed, seq.tokens)
-        if seq.row >= 0:
-            self._state.running_queue.set_table(seq, table, parent.num_computed)
-        else:
-            self._state.running_queue.allocate_row(seq, table, parent.num_computed)
-            self._state.request_stats.branched(seq, parent.num_computed, now)
-        self._state.running_queue.mark_unsent(seq)
-
-    def _hold(self, seq: Sequence) -> None:
-        """Hold a sequence that has no beam; take its row and blocks."""
-        if seq.row >= 0:
-            clear_retention(seq)
-            self._state.running_queue.free(seq, 0)
-        elif seq in self._state.queue:
-            self._state.queue.remove(seq)
-        seq.epoch += 1
-        self._state.request_stats.held(seq)
-        self._state.sequence_groups.hold(seq)
-
-
-def _results(seq: Sequence, hypotheses: list[Hypothesis], members: list[Sequence]) -> list[Output]:
-    """Outputs of the best `n` hypotheses, one for each of the request's first sequences."""
-    outputs = []
-    for index, member in enumerate(members[: seq.request.params.n]):
-        output = Output(seq.request.id, index, member.id, [], "error", num_cached_tokens=seq.num_cached or 0)
-        if index >= len(hypotheses):
-            outputs.append(structs.replace(output, error=f"the beam search found only {len(hypotheses)} sequences"))
-            continue
-        tokens, total, _, reason = hypotheses[index]
-        stop = tokens[-1] if reason == "stop" else None
-        outputs.append(
-            structs.replace(output, token_ids=tokens, finish_reason=reason, stop_token=stop, cumulative_logprob=total)
-        )
-    return outputs
+    def continue_with(self, live: list[Sequence]) -> None:
+        """Set the sequences of the selected beams, which have no candidates yet."""
+        assert len(live) == len(self.search.live), "each live beam has a sequence"
+        self.live = live
+        self.candidates.clear()
 
 
 def check_search(request: Request, limits: SchedulerConfig, cache: CacheConfig) -> None:

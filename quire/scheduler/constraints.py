@@ -10,23 +10,24 @@ from collections.abc import Sequence as Listing
 import numpy as np
 
 from quire.core.constraint import Constraints, Verdict
+from quire.core.output import EndCause
 from quire.core.request import Request
 from quire.core.step import ChunkOutput, SamplingMasks, Step
 from quire.errors import RequestError
-from quire.scheduler.lifecycle import InFlightStep, RunningQueue
+from quire.scheduler.lifecycle import InFlightStep
 from quire.scheduler.sequence import Sequence
 
-DEAD_END = "the constraint on the output allows nothing here: "
-_NO_TOKEN = "no token that it allows could be sampled; other parameters may ban the tokens that it requires"
+_DEAD_END = "the constraint on the output allows nothing here: "
+NO_ALLOWED_TOKEN = (
+    _DEAD_END + "no token that it allows could be sampled; other parameters may ban the tokens that it requires"
+)
 
 
 class StructuredOutputManager:
     """Passes tokens to the constraints and applies their verdicts to sequences."""
 
-    def __init__(self, constraints: Constraints | None, running_queue: RunningQueue) -> None:
+    def __init__(self, constraints: Constraints | None) -> None:
         self.constraints = constraints
-        self.compiling: dict[str, tuple[Request, float]] = {}  # by id: the request, its arrival in seconds
-        self._running_queue = running_queue
         self._constrained_ids: set[int] = set()  # ids of sequences with a matcher
 
     def check(self, request: Request) -> None:
@@ -40,32 +41,28 @@ class StructuredOutputManager:
         if request.beams is not None:
             raise RequestError("a beam search takes no structured_outputs; leave one of them out", "structured_outputs")
 
-    def begin(self, seq: Sequence) -> tuple[str | None, str]:
+    def begin(self, seq: Sequence) -> tuple[EndCause | None, str]:
         """Start a matcher for a sequence behind its known output tokens, and append the forced tokens.
 
-        Returns the finish reason or None, and the error or "".
+        Returns the cause of the end or None, and the error or "".
         """
         assert self.constraints is not None, "checked in `check`"
         self._constrained_ids.add(seq.id)
         known = seq.tokens[len(seq.request.prompt) :]
-        kept, reason, error = self._apply_verdict(seq, self.constraints.begin(seq.id, seq.request, known))
-        seq.unreported_tokens = kept
-        return reason, error
+        kept, cause, error = self._apply_verdict(seq, self.constraints.begin(seq.id, seq.request, known))
+        seq.hold_back(kept)
+        return cause, error
 
-    def advance(self, seq: Sequence, tokens: Listing[int]) -> tuple[list[int], str | None, str]:
+    def advance(self, seq: Sequence, tokens: Listing[int]) -> tuple[list[int], EndCause | None, str]:
         """Pass sampled tokens to the matcher, and append the forced tokens behind them.
 
-        Returns the appended tokens, the finish reason or None, and the error or "".
+        Returns the appended tokens, the cause of the end or None, and the error or "".
         """
         assert self.constraints is not None, "checked in `check`"
         verdict = self.constraints.advance(seq.id, tokens)
         if len(seq.tokens) == seq.max_length:  # the output may be complete for the grammar, too
-            return [], "stop" if verdict.is_over and not verdict.forced else "length", ""
-        first = len(seq.tokens)
-        kept, reason, error = self._apply_verdict(seq, verdict)
-        if kept and seq.row >= 0:
-            self._running_queue.corrected.append((seq, first))
-        return kept, reason, error
+            return [], EndCause.STOP if verdict.is_over and not verdict.forced else EndCause.LENGTH, ""
+        return self._apply_verdict(seq, verdict)
 
     def end(self, seq: Sequence) -> None:
         """Drop the matcher of a sequence. Ignores a sequence without one."""
@@ -80,26 +77,19 @@ class StructuredOutputManager:
         assert self.constraints is not None, "a sequence is constrained"
         samples = (step.chunks.outputs == ChunkOutput.SAMPLE).tolist()
         asking = [
-            (row, seq.id)
-            for row, (seq, _, _, epoch, _), is_sampled in zip(
-                step.chunks.rows.tolist(), launched.entries, samples, strict=True
-            )
-            if is_sampled and seq.constrained and not (seq.finished or seq.num_ignored_samples) and seq.epoch == epoch
+            (row, chunk.seq.id)
+            for row, chunk, is_sampled in zip(step.chunks.rows.tolist(), launched.scheduled, samples, strict=True)
+            if is_sampled and chunk.seq.constrained and chunk.is_valid and not chunk.seq.num_ignored_samples
         ]
         if not asking:
             return SamplingMasks.empty()
         rows, seq_ids = zip(*asking, strict=True)
         return SamplingMasks(np.array(rows, np.int32), self.constraints.masks(seq_ids))
 
-    def _apply_verdict(self, seq: Sequence, verdict: Verdict) -> tuple[list[int], str | None, str]:
-        kept, reason = seq.append_forced(verdict.forced) if verdict.forced else ([], None)
-        if verdict.is_over and reason != "stop" and len(kept) == len(verdict.forced):
-            reason = "stop"
-        if verdict.error and reason is None:
-            return kept, "error", DEAD_END + verdict.error
-        return kept, reason, ""
-
-
-def no_token_error(seq: Sequence, error: str) -> str:
-    """The error of a sequence without a sampled token: `error`, or the one of its constraint."""
-    return DEAD_END + _NO_TOKEN if seq.constrained else error
+    def _apply_verdict(self, seq: Sequence, verdict: Verdict) -> tuple[list[int], EndCause | None, str]:
+        kept, cause = seq.append_forced(verdict.forced) if verdict.forced else ([], None)
+        if verdict.is_over and cause != EndCause.STOP and len(kept) == len(verdict.forced):
+            cause = EndCause.STOP
+        if verdict.error and cause is None:
+            return kept, EndCause.DEAD_END, _DEAD_END + verdict.error
+        return kept, cause, ""

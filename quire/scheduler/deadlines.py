@@ -7,13 +7,14 @@ miss its deadline. A rejected one might have met it if later steps are faster th
 
 from heapq import heapify, heappop, heappush
 
-from quire.cache.kv_cache import KVCache
+from quire.cache.manager import KVCacheManager
 from quire.config import SchedulerConfig
 from quire.core.request import Request
 from quire.cost.step_time import CostModel
 from quire.errors import DeadlineUnreachable
 from quire.scheduler.lifecycle import SchedulerState
 from quire.scheduler.queue.select import priority_class
+from quire.scheduler.request_state import RequestState
 from quire.scheduler.sequence import Sequence
 
 _MIN_ADMITTED = 32  # admitted requests, from which on their cache hit rate is used for waiting requests
@@ -22,14 +23,14 @@ _MIN_ADMITTED = 32  # admitted requests, from which on their cache hit rate is u
 class Deadlines:
     """The requests with a deadline."""
 
-    def __init__(self, config: SchedulerConfig, cache: KVCache, state: SchedulerState, costs: CostModel) -> None:
+    def __init__(self, config: SchedulerConfig, cache: KVCacheManager, state: SchedulerState, costs: CostModel) -> None:
         self._config = config
         self._cache = cache
         self._state = state
         self._costs = costs
-        # heap of (latest start, id of sequence 0, arrival, request id); entries of ended requests may remain
-        self._by_latest_start: list[tuple[float, int, float, str]] = []
-        self._overdue: dict[str, int] = {}  # requests beyond their latest start, with the id of sequence 0
+        # heap of (latest start, id of the first sequence, request); ended requests may remain
+        self._by_latest_start: list[tuple[float, int, RequestState]] = []
+        self._overdue: list[RequestState] = []  # requests beyond their latest start; ended ones may remain
 
     def check(self, request: Request) -> None:
         """Raises DeadlineUnreachable for a request that cannot meet its deadline. Changes nothing.
@@ -44,45 +45,35 @@ class Deadlines:
         if needed >= deadline:
             raise DeadlineUnreachable(needed, deadline)
 
-    def add(self, first: Sequence, now: float) -> None:
-        """Track the deadline of an accepted request. first: its first sequence; now: its arrival in seconds."""
-        deadline = first.request.terms.deadline
+    def add(self, state: RequestState) -> None:
+        """Track the deadline of a request that is queued."""
+        deadline = state.request.terms.deadline
         if deadline is None:
             return
-        alone = len(self._state.sequences) == first.request.num_unfinished
-        due = now + deadline if alone else self._latest_start(first, now)  # a request alone always starts
-        heappush(self._by_latest_start, (due, first.id - first.index, now, first.request.id))
+        alone = len(self._state.sequences) == state.request.num_unfinished
+        due = state.arrived + deadline if alone else self._latest_start(state)  # a request alone always starts
+        heappush(self._by_latest_start, (due, state.sequences[0].id, state))
         if len(self._by_latest_start) > 2 * len(self._state.sequences) + 64:
-            self._by_latest_start = [one for one in self._by_latest_start if self._members(one[3], one[1])]
+            self._by_latest_start = [one for one in self._by_latest_start if one[2].sequences]
             heapify(self._by_latest_start)
 
-    def missed(self, now: float) -> list[str]:
-        """Ids of requests without a running sequence that cannot meet their deadline any more. Returns each id once."""
+    def missed(self, now: float) -> list[RequestState]:
+        """Requests without a running sequence that cannot meet their deadline any more. Returns each of them once."""
         while self._by_latest_start and self._by_latest_start[0][0] <= now:
-            _, seq_id, arrived, request_id = heappop(self._by_latest_start)
-            members = self._members(request_id, seq_id)
-            if not members:
+            _, seq_id, state = heappop(self._by_latest_start)
+            if not state.sequences:
                 continue
-            latest = self._latest_start(members[0], arrived)
+            latest = self._latest_start(state)
             if latest > now:  # steps have become faster, or the prefix match longer
-                heappush(self._by_latest_start, (latest, seq_id, arrived, request_id))
+                heappush(self._by_latest_start, (latest, seq_id, state))
             else:
-                self._overdue[request_id] = seq_id
-        missed = []
-        for request_id, seq_id in list(self._overdue.items()):
-            members = self._members(request_id, seq_id)
-            if any(seq.row >= 0 for seq in members):
-                continue
-            del self._overdue[request_id]
-            if members:
-                missed.append(request_id)
+                self._overdue.append(state)
+        if not self._overdue:
+            return []
+        started = [state for state in self._overdue if any(seq.row >= 0 for seq in state.sequences)]
+        missed = [state for state in self._overdue if state.sequences and state not in started]
+        self._overdue = started
         return missed
-
-    def _members(self, request_id: str, first_id: int) -> list[Sequence]:
-        """Unfinished sequences of a request; empty if it has ended, even if a later request has the same id."""
-        members = self._state.sequence_groups.members(request_id)
-        num_ids = members[0].request.num_sequences if members else 0
-        return members if members and first_id <= members[0].id < first_id + num_ids else []
 
     def _forecast(self, request: Request) -> float:
         """Predicted seconds until the last token of a new request; 0 without observations."""
@@ -105,10 +96,10 @@ class Deadlines:
             return running.request.namespace.tenant == first.request.namespace.tenant
         return running.rank[0] <= first.rank[0]
 
-    def _latest_start(self, seq: Sequence, arrived: float) -> float:
-        deadline = seq.request.terms.deadline
+    def _latest_start(self, state: RequestState) -> float:
+        deadline = state.request.terms.deadline
         assert deadline is not None, "only requests with a deadline are tracked"
-        return arrived + deadline - self._own_seconds(seq, 0)
+        return state.arrived + deadline - self._own_seconds(state.sequences[0], 0)
 
     def _own_seconds(self, seq: Sequence, num_before: int) -> float:
         """Predicted seconds for `num_before` tokens of others, the uncached prompt and the fewest output tokens."""

@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 
 from quire.cache.kv_cache import KVCache
+from quire.cache.manager import KVCacheManager
 from quire.config import CacheConfig, SchedulerConfig
 from quire.core import codec, step
 from quire.core.constraint import EMPTY_VERDICT, Constraints, Verdict
@@ -26,7 +27,7 @@ from quire.core.output import Output
 from quire.core.request import Request
 from quire.core.step import Step, StepResult
 from quire.cost.step_time import Calibration
-from quire.errors import QuireError, RequestError
+from quire.errors import ConfigError, QuireError, RequestError
 from quire.scheduler.scheduler import Scheduler
 
 
@@ -85,7 +86,7 @@ class ReplayedConstraints:
 
 log = logging.getLogger(__name__)
 
-FORMAT = 6
+FORMAT = 7
 
 
 class Header(msgspec.Struct, frozen=True, tag=True):
@@ -187,11 +188,37 @@ class ReplayMismatch(QuireError):
     """A request that was rejected in the record is accepted in the replay, or rejected with another message."""
 
 
+def open_journal(path: str) -> BinaryIO:
+    """Create a journal. Raises ConfigError if the file exists or cannot be written."""
+    try:
+        return open(path, "xb")
+    except FileExistsError as error:
+        raise ConfigError(f"the journal {path!r} exists; name another file, or move it away") from error
+    except OSError as error:
+        raise ConfigError(f"the journal {path!r} cannot be written: {error.strerror}") from error
+
+
+def open_restart_journal(path: str) -> BinaryIO | None:
+    """Create the journal of a restarted engine: the first of `path`.1, `path`.2, ... that does not exist.
+
+    None, with a line in the log, if it cannot be written: a restart is worth more than its journal.
+    """
+    number = 1
+    while True:
+        try:
+            return open(f"{path}.{number}", "xb")
+        except FileExistsError:
+            number += 1
+        except OSError as error:
+            log.error("the engine runs without a journal: %s.%d cannot be written: %s", path, number, error.strerror)
+            return None
+
+
 class JournalledScheduler(Scheduler):
     """A scheduler that writes its inputs and planned steps to a journal."""
 
     def __init__(
-        self, config: SchedulerConfig, cache: KVCache, file: BinaryIO, constraints: Constraints | None = None
+        self, config: SchedulerConfig, cache: KVCacheManager, file: BinaryIO, constraints: Constraints | None = None
     ) -> None:
         self._new_verdicts: list[Verdict] = []
         super().__init__(

@@ -2,88 +2,28 @@
 
 from bisect import insort
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
-import msgspec
-
+from quire.cache.admission import Admission
 from quire.cache.block_table import BlockTable
-from quire.cache.block_tables import Admission
-from quire.cache.kv_cache import KVCache
+from quire.cache.manager import KVCacheManager
 from quire.cache.prefix.index import EvictionCause
 from quire.cache.retention import SequenceRetention
-from quire.config import SchedulerConfig
+from quire.config import Policy, SchedulerConfig
+from quire.core.output import EndCause
 from quire.core.request import Request
-from quire.core.scheduling_params import Retention
 from quire.cost.step_time import CostModel
 from quire.scheduler.admission_watermark import AdmissionWatermark
+from quire.scheduler.budget_sharing import Flow, flow_of
 from quire.scheduler.preemption import KV_INVALID, NO_KV_LOST, PreemptionDecision, PreemptionPlanner
 from quire.scheduler.queue.select import new_queue, priority_class
-from quire.scheduler.queue.waiting_queue import RANK, Queue
+from quire.scheduler.queue.waiting_queue import RANK
+from quire.scheduler.request_state import RequestState
 from quire.scheduler.request_stats import RequestStats
-from quire.scheduler.sequence import Programs, Sequence, program_of
-from quire.scheduler.step_builder import Entry
-
-
-class SequenceGroups:
-    """Unfinished sequences by request.
-
-    If sequences share a prompt or a beam search, only the first is queued. The others are held outside of the queue
-    until the KV that they share is committed, or a beam is selected for them.
-    """
-
-    def __init__(self, queue: Queue) -> None:
-        self._queue = queue
-        self._members: dict[str, list[Sequence]] = {}
-        self._held: dict[str, list[Sequence]] = {}
-
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._members
-
-    def members(self, request_id: str) -> list[Sequence]:
-        """The unfinished sequences of a request; empty for an unknown one."""
-        return list(self._members.get(request_id, ()))
-
-    def add(self, request_id: str, sequences: list[Sequence]) -> list[Sequence]:
-        """Add a request. Queues and returns the sequences that compute its prompt, and holds the others."""
-        self._members[request_id] = list(sequences)
-        held_back = sequences[0].num_shared or sequences[0].request.beams
-        num_first = 1 if held_back else len(sequences)
-        for seq in sequences[:num_first]:
-            self._queue.put(seq)
-        if sequences[num_first:]:
-            self._held[request_id] = sequences[num_first:]
-        return sequences[:num_first]
-
-    def hold(self, seq: Sequence) -> None:
-        """Hold a sequence."""
-        self._held.setdefault(seq.request.id, []).append(seq)
-
-    def release_held(self, request_id: str) -> list[Sequence]:
-        """Stop holding the sequences of a request. Returns the unfinished ones."""
-        return [seq for seq in self._held.pop(request_id, ()) if not seq.finished] if self._held else []
-
-    def branch_source(self, seq: Sequence) -> Sequence | None:
-        """A running sequence of the request with committed KV of the positions that `seq` shares; None without one."""
-        if not seq.num_shared or seq.swapped:
-            return None
-        relatives = self._members[seq.request.id]
-        return next((one for one in relatives if one.has_written(seq.num_shared)), None)
-
-    def remove(self, seq: Sequence) -> Sequence | None:
-        """Remove a sequence that has ended. If others of its request are held, queues and returns the next of them."""
-        request_id = seq.request.id
-        relatives = self._members[request_id]
-        relatives.remove(seq)
-        if not relatives:
-            del self._members[request_id]
-        held = self.release_held(request_id)
-        if not held:
-            return None
-        self._queue.put(held[0])
-        if held[1:]:
-            self._held[request_id] = held[1:]
-        return held[0]
+from quire.scheduler.sequence import Programs, Sequence
+from quire.scheduler.step_builder import ScheduledChunk
 
 
 class RunningQueue:
@@ -92,7 +32,7 @@ class RunningQueue:
     `running` is sorted by rank. The runner has no or wrong data of the sequences in `unsent`.
     """
 
-    def __init__(self, num_rows: int, cache: KVCache) -> None:
+    def __init__(self, num_rows: int, cache: KVCacheManager) -> None:
         self.running: list[Sequence] = []
         self.unsent: list[Sequence] = []
         self.corrected: list[tuple[Sequence, int]] = []  # the runner has wrong tokens from this position
@@ -104,38 +44,38 @@ class RunningQueue:
         """Whether a row is free."""
         return bool(self._free)
 
-    def allocate_row(self, seq: Sequence, table: BlockTable, num_computed: int) -> None:
-        """Give a row to a sequence that has a block table, of which `num_computed` positions are computed."""
-        seq.row = self._free.pop()
+    def allocate_row(self, seq: Sequence, table: BlockTable, num_computed: int, num_cached: int) -> None:
+        """Give a row to a sequence that has got a block table. The other arguments are as in Sequence.start_running."""
+        seq.start_running(self._free.pop(), table, num_computed, num_cached)
         insort(self.running, seq, key=RANK)
-        self.set_table(seq, table, num_computed)
-
-    def set_table(self, seq: Sequence, table: BlockTable, num_computed: int) -> None:
-        """Set the block table of a running sequence, of which `num_computed` positions are computed."""
-        seq.table = table
-        seq.num_computed = seq.num_written = num_computed
 
     def mark_unsent(self, seq: Sequence) -> None:
         """Have the next step send all data of a running sequence to the runner."""
         if seq not in self.unsent:
             self.unsent.append(seq)
 
+    def correct_tokens(self, seq: Sequence, first: int) -> None:
+        """Have the next step send the tokens of a sequence from position `first` on. Ignores one without a row."""
+        if seq.row >= 0 and seq not in self.unsent:
+            self.corrected.append((seq, first))
+
     def mark_sent(self) -> None:
         """Clear `unsent` and `corrected`, because the planned step sends them."""
         self.unsent.clear()
         self.corrected.clear()
 
-    def free(self, seq: Sequence, num_valid: int) -> None:
+    def free(self, seq: Sequence, num_valid: int, *, swapped: bool = False) -> None:
         """Take row and blocks from a sequence. In-flight steps keep the blocks until they end.
 
-        num_valid: leading positions with valid KV, which enter the prefix cache.
+        num_valid: leading positions with valid KV, which enter the prefix cache. swapped: whether the host pool has a
+        copy of its KV. The retention of its KV applies only if it has finished.
         """
         self.running.remove(seq)
         self.unsent = [one for one in self.unsent if one is not seq]
         self.corrected = [one for one in self.corrected if one[0] is not seq]
-        self._cache.release(seq.id, num_valid)
+        self._cache.release(seq.id, num_valid, ended=seq.finished)
         self._free.append(seq.row)
-        seq.row, seq.table, seq.swap_in_step = -1, None, -1
+        seq.stop_running(swapped=swapped)
 
     def count_slots(self) -> tuple[int, int]:
         """(slots, slots with a known token) of the block tables of group 0, without blocks behind a window."""
@@ -150,27 +90,46 @@ class RunningQueue:
         return slots, tokens
 
 
-class NewRequests:
-    """Counts of requests that have never run, and of their prompt tokens."""
+class RequestCount(NamedTuple):
+    """A number of requests, and of their prompt tokens."""
 
-    def __init__(self) -> None:
-        self.num_tokens = 0
-        self._tokens: dict[str, int] = {}
+    num_requests: int = 0
+    num_tokens: int = 0
+
+    def changed(self, num_requests: int, num_tokens: int) -> "RequestCount":
+        """The sum with other numbers."""
+        return RequestCount(self.num_requests + num_requests, self.num_tokens + num_tokens)
+
+
+class NewRequests:
+    """Counts of requests that have never run, in total and of each flow that has some."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.total = RequestCount()
+        self.by_flow: dict[Flow, RequestCount] = {}
+        self.flow_of = flow_of(policy)
 
     def __len__(self) -> int:
-        return len(self._tokens)
-
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._tokens
+        return self.total.num_requests
 
     def add(self, request: Request) -> None:
         """Count a request that arrives."""
-        self._tokens[request.id] = len(request.prompt)
-        self.num_tokens += len(request.prompt)
+        self._change(request, 1)
 
-    def drop(self, request_id: str) -> None:
-        """Stop counting a request that runs or has ended. Ignores one that is not counted."""
-        self.num_tokens -= self._tokens.pop(request_id, 0)
+    def drop(self, state: RequestState) -> None:
+        """Stop counting a request that runs or has ended. Ignores one that is not new."""
+        if state.is_new:
+            state.stop_being_new()
+            self._change(state.request, -1)
+
+    def _change(self, request: Request, sign: int) -> None:
+        flow, num_tokens = self.flow_of(request), sign * len(request.prompt)
+        self.total = self.total.changed(sign, num_tokens)
+        count = self.by_flow.get(flow, RequestCount()).changed(sign, num_tokens)
+        if count.num_requests:
+            self.by_flow[flow] = count
+        else:
+            del self.by_flow[flow]
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,29 +137,37 @@ class InFlightStep:
     """An in-flight step."""
 
     id: int
-    entries: list[Entry]
+    scheduled: list[ScheduledChunk]
     num_tokens: int
     exclusive: bool  # whether no other step may be in flight
     swapped_in: list[Sequence]  # sequences whose KV it swaps in
-    num_swapped_bytes: tuple[int, int] = (0, 0)  # copied to the host, and from it
 
 
 class SchedulerState:
     """All unfinished sequences. Each is queued, running or held."""
 
-    def __init__(self, config: SchedulerConfig, cache: KVCache, costs: CostModel) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        cache: KVCacheManager,
+        costs: CostModel,
+        on_end: Callable[[Sequence], None],
+    ) -> None:
+        """on_end: called with each sequence that ends."""
         self.sequences: dict[int, Sequence] = {}
         self.queue = new_queue(config, cache)
-        self.sequence_groups = SequenceGroups(self.queue)
-        self.new_requests = NewRequests()
+        self.requests: dict[str, RequestState] = {}  # unfinished, by request id
+        self.num_compiling = 0  # requests whose constraint is being compiled
+        self.new_requests = NewRequests(config.policy)
         self.programs = Programs()
         self.running_queue = RunningQueue(config.max_num_seqs, cache)
-        self.request_stats = RequestStats(config.policy)
+        self.request_stats = RequestStats(config.policy, self.requests)
         self.in_flight: deque[InFlightStep] = deque()
+        self._swapping_in: list[Sequence] = []  # of committed steps, with Moves in flight
         self.watermark = AdmissionWatermark([pool.num_blocks for pool in cache.pools], config.watermark)
         self._config = config
         self._cache = cache
-        self.on_end: Callable[[Sequence], None] = lambda _seq: None
+        self._on_end = on_end
         self._preemption = PreemptionPlanner(config.preemption, cache, costs)
         self._next_id = 0
 
@@ -208,6 +175,11 @@ class SchedulerState:
     def watermark_blocks(self) -> list[int]:
         """Blocks per group that an admission has to leave free."""
         return self.watermark.watermark_blocks(len(self.running_queue.running))
+
+    def members(self, request_id: str) -> list[Sequence]:
+        """The unfinished sequences of a request; empty for an unknown one."""
+        state = self.requests.get(request_id)
+        return [] if state is None else list(state.sequences)
 
     def is_in_flight(self, seq: Sequence) -> bool:
         """Whether an in-flight step has a chunk of a sequence."""
@@ -221,34 +193,46 @@ class SchedulerState:
         """Whether an unfinished sequence has this id and is swapped."""
         return seq_id in self.sequences and self.sequences[seq_id].swapped
 
-    def add(self, request: Request, now: float, begin: Callable[[Sequence], None] | None = None) -> list[Sequence]:
-        """Add a request. Returns its sequences without those that have finished before.
+    def add(self, request: Request, now: float) -> RequestState:
+        """Add a request that has unfinished sequences. `begin` queues it."""
+        state = RequestState(request, now, *self.request_stats.arrived(request, now))
+        self.requests[request.id] = state
+        self.new_requests.add(request)
+        self.num_compiling += state.is_compiling
+        return state
+
+    def begin(self, state: RequestState, now: float, begin: Callable[[Sequence], None] | None = None) -> list[Sequence]:
+        """Queue a request. Returns its sequences without those that have finished before.
 
         begin: called with each of them before the first is queued.
         """
+        request = state.request
+        self.num_compiling -= state.is_compiling
         of_class, first_id = priority_class(self._config, request.terms.priority), self._next_id
         wanted = [i for i in range(request.num_sequences) if not (request.known and request.known[i].finished)]
         place = self.programs.arrival(request, first_id, now)
         sequences = [Sequence(first_id + i, request, i, now, of_class, place) for i in wanted]
         self._next_id += request.num_sequences
-        if not sequences:
-            return []
         if begin is not None:
             for seq in sequences:
                 begin(seq)
         self.sequences.update((seq.id, seq) for seq in sequences)
-        self.new_requests.add(request)
-        self.request_stats.arrived(request, now)
-        for seq in self.sequence_groups.add(request.id, sequences):
-            self.request_stats.queued(seq, now)
+        for seq in state.begin(sequences):
+            self._put(seq, now)
         return sequences
+
+    def _put(self, seq: Sequence, now: float) -> None:
+        """Queue a sequence."""
+        seq.wait(now)
+        self.queue.put(seq)
+        self.request_stats.queued(seq, now)
 
     def admit(self, seq: Sequence, admission: Admission, now: float) -> None:
         """Move the head of the queue, which has got a block table, to the running sequences."""
         self.queue.remove(seq)
-        self.new_requests.drop(seq.request.id)
-        seq.swapped = False
-        self.running_queue.allocate_row(seq, admission.table, admission.num_tokens)
+        self.new_requests.drop(self.requests[seq.request.id])
+        num_cached = min(admission.num_tokens, len(seq.request.prompt))
+        self.running_queue.allocate_row(seq, admission.table, admission.num_tokens, num_cached)
         self.request_stats.admitted(seq, admission, now)
 
     def preempt(self, seq: Sequence, reason: str, now: float) -> None:
@@ -256,54 +240,51 @@ class SchedulerState:
 
         None of them may have a chunk in the step that is being planned.
         """
-        family = self.sequence_groups.members(seq.request.id)
-        leaving = [one for one in family if one.row >= 0 and one.swap_in_step < 0]
+        family = self.requests[seq.request.id].sequences
+        leaving = [one for one in family if one.row >= 0 and not one.is_swapping_in]
         if leaving:
             self._preempt_all(leaving, reason, now)
 
     def preempt_one(self, seq: Sequence, reason: str, now: float) -> None:
-        """Preempt one sequence only, for an earlier one of its request."""
+        """Preempt one sequence only. The others of its request continue."""
         self._preempt_all([seq], reason, now)
 
     def _preempt_all(self, victims: list[Sequence], reason: str, now: float) -> None:
         decision = self._preemption.decide(victims)
         for seq in victims:
-            seq.swapped = seq.id in self._cache.swapped
-            is_bare = decision.mode == "swap" and not seq.swapped  # none of its KV would have to be computed again
+            swapped = seq.id in self._cache.swapped
+            is_bare = decision.mode == "swap" and not swapped  # none of its KV would have to be computed again
             self._record_preempted(seq, reason, NO_KV_LOST if is_bare else decision, now)
-            self.requeue(seq, seq.num_valid, now)
+            self.requeue(seq, seq.num_valid, now, swapped=swapped)
 
     def restart(self, seq: Sequence, now: float) -> None:
         """Requeue a sequence whose KV is invalid, because the step that was to write it failed."""
         self._record_preempted(seq, "the step that computed its prefix failed", KV_INVALID, now)
-        seq.epoch += 1
-        seq.num_pending = seq.num_ignored_samples = 0
+        seq.discard_in_flight()
         self.requeue(seq, 0, now)
 
-    def requeue(self, seq: Sequence, num_valid: int, now: float) -> None:
+    def requeue(self, seq: Sequence, num_valid: int, now: float, *, swapped: bool = False) -> None:
         """Queue a sequence, and take its row and blocks if it has any.
 
-        num_valid: leading positions with valid KV, which enter the prefix cache. A beam that has its candidates is not
-        queued: it has nothing to compute until beams are selected.
+        num_valid: leading positions with valid KV, which enter the prefix cache. swapped: whether the host pool has a
+        copy of its KV. A beam that has its candidates is not queued: it has nothing to compute until beams are
+        selected.
         """
         is_complete_beam = seq.request.beams is not None and seq.num_written >= seq.limit
         if seq.row >= 0:
-            clear_retention(seq)
-            self.running_queue.free(seq, num_valid)
-        seq.num_computed = seq.num_written = 0
-        if is_complete_beam:
-            return
-        self.queue.put(seq)
-        self.request_stats.queued(seq, now)
+            self.running_queue.free(seq, num_valid, swapped=swapped)
+        if not is_complete_beam:
+            self._put(seq, now)
 
-    def end(self, seq: Sequence, reason: str, now: float) -> None:
+    def end(self, seq: Sequence, cause: EndCause, now: float) -> None:
         """End a sequence. In-flight steps keep its blocks until they end."""
-        relatives = self.sequence_groups.members(seq.request.id)
+        state = self.requests[seq.request.id]
+        relatives = list(state.sequences)
         if len(relatives) == seq.request.num_unfinished:  # the first to end
             running = [one.id for one in relatives if one.row >= 0]
             self.request_stats.record_blocks(seq.request.id, *self._cache.sharing(running))
-        seq.finished = True
-        self.on_end(seq)
+        seq.finish()
+        self._on_end(seq)
         if seq.row >= 0:
             self.running_queue.free(seq, seq.num_valid)
         elif seq in self.queue:
@@ -312,39 +293,55 @@ class SchedulerState:
             self._cache.drop_swapped(seq.id)
         del self.sequences[seq.id]
         if len(relatives) == 1:
-            self.new_requests.drop(seq.request.id)
-        queued = self.sequence_groups.remove(seq)
+            self.new_requests.drop(state)
+        queued = state.remove(seq)
         if queued is not None:
-            self.request_stats.queued(queued, now)
-        self.request_stats.ended(seq, reason, now, last=len(relatives) == 1)
+            self._put(queued, now)
+        self.request_stats.ended(seq, cause, now, last=not state.sequences)
+        if not state.sequences:
+            del self.requests[seq.request.id]
 
-    def end_all(self, request_id: str, reason: str, now: float) -> None:
-        """End all sequences of a request."""
-        self.sequence_groups.release_held(request_id)
-        for seq in self.sequence_groups.members(request_id):
-            self.end(seq, reason, now)
+    def end_all(self, request_id: str, cause: EndCause, now: float) -> None:
+        """End a request with all its sequences. Ignores an unknown id."""
+        state = self.requests.get(request_id)
+        if state is None:
+            return
+        if state.is_compiling:
+            self.num_compiling -= 1
+            self.new_requests.drop(state)
+            self.request_stats.request_ended(state, cause, now)
+            del self.requests[request_id]
+            return
+        state.release_held()
+        for seq in list(state.sequences):
+            self.end(seq, cause, now)
 
     def end_program(self, tenant: str, program: str, branch: str | None) -> None:
-        """Mark a branch of a program as finished in the cache and in its running sequences; None: all branches."""
+        """Mark a branch of a program as finished; None: all branches."""
         if branch is None:
             self.programs.end(tenant, program)
         self._cache.end_program(tenant, program, branch)
-        for seq in self.running_queue.running:
-            if program_of(seq.request) != (tenant, program):
-                continue
-            assert seq.table is not None, "it runs"
-            asked = seq.table.retention.program
-            if asked is not None and branch in (None, asked.branch):
-                ended = msgspec.structs.replace(asked, expects_more=False)
-                seq.table.retention = seq.table.retention._replace(program=ended)
+
+    def end_swap_ins(self, swapped_in: Iterable[Sequence]) -> None:
+        """Let sequences run whose KV is on the device. swapped_in: those of the step that is being committed."""
+        still = []
+        for seq in (*self._swapping_in, *swapped_in):
+            if seq.is_swapping_in:  # otherwise it has ended, or started again
+                assert seq.table is not None
+                if self._cache.is_swapping_in(seq.table):
+                    still.append(seq)
+                else:
+                    seq.end_swap_in()
+        self._swapping_in = still
 
     def update_swapped(self) -> None:
-        """Update `swapped` of all sequences after a failed step, which may have invalidated host blocks."""
+        """Update all sequences after a failed step, which may have invalidated their KV in the host pool."""
         for seq in self.sequences.values():
-            seq.swapped = seq.swapped and seq.id in self._cache.swapped
+            if seq.swapped and seq.id not in self._cache.swapped:
+                seq.drop_swapped()
 
     def _record_preempted(self, seq: Sequence, reason: str, decision: PreemptionDecision, now: float) -> None:
-        relatives = self.sequence_groups.members(seq.request.id)
+        relatives = self.requests[seq.request.id].sequences
         last = not any(one.row >= 0 for one in relatives if one is not seq)
         self.request_stats.preempted(seq, reason, decision, now, last=last)
 
@@ -352,15 +349,14 @@ class SchedulerState:
 
     def branch_held(self, source: Sequence, now: float) -> None:
         """Branch a request's held sequences from `source`, which has the prompt's KV. Queue those that do not fit."""
-        for held in self.sequence_groups.release_held(source.request.id):
+        for held in self.requests[source.request.id].release_held():
             if not self._branch(held, source, now):
-                self.queue.put(held)
-                self.request_stats.queued(held, now)
+                self._put(held, now)
 
     def branch_waiting(self, now: float) -> None:
         """Branch sequences at the head of the queue, as long as a running one of their request has the prompt's KV."""
         while (seq := self.queue.head) is not None:
-            donor = self.sequence_groups.branch_source(seq)
+            donor = self.requests[seq.request.id].branch_source(seq)
             if donor is None or self.is_in_flight(seq) or not self._branch(seq, donor, now):
                 return
             self.queue.remove(seq)
@@ -380,10 +376,15 @@ class SchedulerState:
         )
         if table is None:
             return False
-        self.running_queue.allocate_row(seq, table, seq.num_shared)
-        self.running_queue.mark_unsent(seq)
-        self.request_stats.branched(seq, seq.num_shared, now)
+        self.start_copy(seq, table, seq.num_shared, now)
         return True
+
+    def start_copy(self, seq: Sequence, table: BlockTable, num_computed: int, now: float) -> None:
+        """Start a sequence with a table branched or forked from another sequence of its request."""
+        num_cached = self.requests[seq.request.id].explanation.num_cached_tokens
+        self.running_queue.allocate_row(seq, table, num_computed, num_cached)
+        self.running_queue.mark_unsent(seq)
+        self.request_stats.branched(seq, num_computed, now)
 
 
 def retention_of(seq: Sequence) -> SequenceRetention:
@@ -392,12 +393,6 @@ def retention_of(seq: Sequence) -> SequenceRetention:
     terms = request.terms
     about = (terms.retention, request.id, request.namespace.tenant, len(request.prompt))
     return SequenceRetention(*about) if terms.program is None else SequenceRetention(*about, terms.program, seq.rank[2])
-
-
-def clear_retention(seq: Sequence) -> None:
-    """Clear retention and program hints of a running sequence that loses its table: they apply at its end only."""
-    assert seq.table is not None, "it runs"
-    seq.table.retention = seq.table.retention._replace(params=Retention(), program=None)
 
 
 def cause_of(seq: Sequence, now: float) -> EvictionCause:

@@ -4,12 +4,12 @@ Mode `auto` takes the faster one by the cost model, or swap while copy times are
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Listing
 from math import isfinite
 from typing import Literal, NamedTuple
 
-from quire.cache.kv_cache import KVCache
+from quire.cache.manager import KVCacheManager
 from quire.config import PreemptionMode
 from quire.cost.step_time import CostModel
 from quire.scheduler.queue.fair import PROMPT_WEIGHT, FairQueue
@@ -27,12 +27,18 @@ def tenant_of(seq: Sequence) -> str:
     return seq.request.namespace.tenant
 
 
-def victim_by_class(running: Listing[Sequence], _: Queue, head: Sequence) -> Sequence | None:
-    """The last sequence of the worst running class, if that class is worse than the head's."""
+MayPreempt = Callable[[Sequence], bool]  # False for a sequence whose request was preempted since its last token
+
+
+def victim_by_class(running: Listing[Sequence], _: Queue, head: Sequence, __: MayPreempt) -> Sequence | None:
+    """The last sequence of the worst running class, if that class is worse than the head's.
+
+    It may be preempted again and again: classes are ordered, so no two requests preempt each other forever.
+    """
     return running[-1] if running and running[-1].rank[0] > head.rank[0] else None
 
 
-def _victim_by_rows(running: Listing[Sequence], head: Sequence) -> Sequence | None:
+def _victim_by_rows(running: Listing[Sequence], head: Sequence, may_preempt: MayPreempt) -> Sequence | None:
     """The last sequence of the tenant with the most rows without whose request it has more rows than the head's tenant.
 
     If the head's tenant has no row, any request qualifies. None if the head's tenant has at most one row less.
@@ -43,11 +49,13 @@ def _victim_by_rows(running: Listing[Sequence], head: Sequence) -> Sequence | No
     if most <= own + 1:
         return None
     families = Counter(seq.request.id for seq in running)
-    theirs = (seq for seq in reversed(running) if tenant_of(seq) == tenant)
+    theirs = (seq for seq in reversed(running) if tenant_of(seq) == tenant and may_preempt(seq))
     return next((seq for seq in theirs if not own or most - families[seq.request.id] > own), None)
 
 
-def _victim_by_service(running: Listing[Sequence], queue: Queue, head: Sequence) -> Sequence | None:
+def _victim_by_service(
+    running: Listing[Sequence], queue: Queue, head: Sequence, may_preempt: MayPreempt
+) -> Sequence | None:
     """The last sequence of the tenant served most, if its counter is not below the head's tenant's plus the prompt.
 
     Its request has no more rows than the head's request has sequences. So bursts of a tenant below its share do not
@@ -58,13 +66,16 @@ def _victim_by_service(running: Listing[Sequence], queue: Queue, head: Sequence)
     if tenant == tenant_of(head) or most < tenant_service(queue, tenant_of(head)) + PROMPT_WEIGHT * len(head.tokens):
         return None
     families = Counter(seq.request.id for seq in running)
-    theirs = (seq for seq in reversed(running) if tenant_of(seq) == tenant)
+    theirs = (seq for seq in reversed(running) if tenant_of(seq) == tenant and may_preempt(seq))
     return next((seq for seq in theirs if families[seq.request.id] <= head.request.num_sequences), None)
 
 
-def victim_by_tenant(running: Listing[Sequence], queue: Queue, head: Sequence) -> Sequence | None:
+def victim_by_tenant(
+    running: Listing[Sequence], queue: Queue, head: Sequence, may_preempt: MayPreempt
+) -> Sequence | None:
     """The victim under the policy `fair`: by rows, else by service."""
-    return _victim_by_rows(running, head) or _victim_by_service(running, queue, head)
+    by_rows = _victim_by_rows(running, head, may_preempt)
+    return by_rows or _victim_by_service(running, queue, head, may_preempt)
 
 
 def tenant_service(queue: Queue, tenant: str) -> int:
@@ -90,7 +101,7 @@ NO_KV_LOST = PreemptionDecision("recompute", "it has no KV to lose")
 class PreemptionPlanner:
     """Selects swap or recompute, and plans the copies of a swap."""
 
-    def __init__(self, mode: PreemptionMode, cache: KVCache, costs: CostModel) -> None:
+    def __init__(self, mode: PreemptionMode, cache: KVCacheManager, costs: CostModel) -> None:
         self._mode = mode
         self._cache = cache
         self._costs = costs

@@ -5,14 +5,14 @@ that a tenant cannot infer the number of other tenants' requests from what is ke
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from msgspec import structs
 
-from quire.cache.block_tables import Admission
-from quire.cache.kv_cache import KVCache
+from quire.cache.admission import Admission
+from quire.cache.manager import KVCacheManager
 from quire.core.events import (
     AdmissionSlowed,
     Admitted,
@@ -27,9 +27,11 @@ from quire.core.events import (
     StepFailed,
 )
 from quire.core.explanation import Eviction, Explanation, Miss, Preemption, Rejection
+from quire.core.output import EndCause
 from quire.core.request import Request
 from quire.errors import DeadlineUnreachable, QueueFull
 from quire.scheduler.preemption import PreemptionDecision
+from quire.scheduler.request_state import RequestState
 from quire.scheduler.sequence import Sequence
 
 WaitCause = Literal[
@@ -40,6 +42,7 @@ WaitCause = Literal[
     "in_flight",  # the head was preempted, and in-flight steps or its swap-out were not over
     "failure",  # a step had failed, and its sequences ran one by one
     "prompt",  # another sequence of the request computed the prompt
+    "constraint",  # the constraint of the request was being compiled
 ]
 
 
@@ -96,13 +99,14 @@ class _Tenant:
 class RequestStats:
     """Explanations by request, recent events, and counters that never fall."""
 
-    def __init__(self, policy: str = "fcfs") -> None:
+    def __init__(self, policy: str, requests: Mapping[str, RequestState]) -> None:
+        """requests: the unfinished requests by id, which the scheduler state updates."""
         self.events: deque[Event] = deque(maxlen=MOST_EVENTS)
         self.num_preemptions = 0
         self.num_watermark_raises = 0  # times that the blocks per running sequence of the watermark were raised
         self.num_query_tokens = 0  # prompt tokens at the first admission of their request
         self.num_hit_tokens = 0  # prefix matches among them
-        self._open: dict[str, Explanation] = {}
+        self._requests = requests
         self._ended: dict[str, Explanation] = {}
         self._ended_by_tenant: dict[str, deque[str]] = {}  # request ids, oldest first
         self._queue_times = QueueTimes()
@@ -110,7 +114,6 @@ class RequestStats:
         self._policy = policy
         self.num_admitted = 0
         self._tenants: dict[str, _Tenant] = {}
-        self._admitted_before: dict[str, int] = {}  # num_admitted of the tenant when a request arrived
 
     def explain(self, request_id: str, seq_ids: Iterable[int], now: float) -> Explanation | None:
         """A copy of a request's explanation; None if it is unknown or dropped. seq_ids: its unfinished sequences."""
@@ -128,17 +131,13 @@ class RequestStats:
                 self._record_waited(explanation, self._queue_times.since(self._snapshots[seq_id], now))
         return explanation
 
-    def arrived(self, request: Request, now: float) -> None:
-        """Record the arrival of a request."""
+    def arrived(self, request: Request, now: float) -> tuple[Explanation, int]:
+        """Record the arrival of a request. Returns its explanation, and the admitted requests of its tenant."""
         self.events.append(Arrived(now, request.id, len(request.prompt)))
         tenant = self._tenants.setdefault(request.namespace.tenant, _Tenant())
         tenant.num_open += 1
-        self._open[request.id] = Explanation(
-            *(request.id, request.namespace.tenant, now, len(request.prompt)),
-            policy=self._policy,
-            place=tenant.num_waiting,
-        )
-        self._admitted_before[request.id] = tenant.num_admitted
+        about = (request.id, request.namespace.tenant, now, len(request.prompt))
+        return Explanation(*about, policy=self._policy, place=tenant.num_waiting), tenant.num_admitted
 
     def rejected(self, request: Request, error: DeadlineUnreachable | QueueFull, now: float) -> None:
         """Record the rejection of a request."""
@@ -161,9 +160,12 @@ class RequestStats:
 
     def queued(self, seq: Sequence, now: float) -> None:
         """Record that a sequence was queued."""
-        seq.queued_at = now
         self._tenants[seq.request.namespace.tenant].num_waiting += seq.id not in self._snapshots
         self._snapshots[seq.id] = self._queue_times.snapshot(now)
+
+    def compiled(self, state: RequestState, now: float) -> None:
+        """Record that the constraint of a request was compiled, for which it has waited since its arrival."""
+        self._record_waited(state.explanation, {"constraint": now - state.arrived})
 
     def held(self, seq: Sequence) -> None:
         """Record that a sequence is held, so it does not wait."""
@@ -175,8 +177,8 @@ class RequestStats:
         return self._queue_times.cause
 
     def queue_seconds(self, request_id: str) -> float | None:
-        """Seconds from arrival (if constrained, from the end of compilation) to the first admission; None before."""
-        explanation = self._open[request_id]
+        """Seconds from arrival to the first admission; None before it."""
+        explanation = self._requests[request_id].explanation
         return None if explanation.admitted is None else explanation.admitted - explanation.arrived
 
     def set_wait_cause(self, cause: WaitCause, now: float) -> None:
@@ -185,11 +187,12 @@ class RequestStats:
 
     def admitted(self, seq: Sequence, admission: Admission, now: float) -> None:
         """Record that a sequence was admitted from the queue."""
-        explanation = self._open[seq.request.id]
-        num_cached = min(admission.num_tokens, len(seq.request.prompt))
+        state = self._requests[seq.request.id]
+        explanation = state.explanation
         if explanation.admitted is None:
             tenant = self._tenants[seq.request.namespace.tenant]
-            meanwhile = tenant.num_admitted - self._admitted_before.pop(seq.request.id)
+            meanwhile = tenant.num_admitted - state.num_admitted_before
+            num_cached = min(admission.num_tokens, len(seq.request.prompt))
             explanation.num_passed_by = max(0, meanwhile - explanation.place)
             tenant.num_admitted += 1
             self.num_admitted += 1
@@ -199,30 +202,25 @@ class RequestStats:
             explanation.miss = _miss(seq, admission)
             self.num_query_tokens += len(seq.request.prompt)
             self.num_hit_tokens += num_cached
-        if seq.num_cached is None:
-            seq.num_cached = num_cached
-        else:
-            swapped = (admission.num_swapped_tokens, admission.num_swapped_bytes)
-            self._record_recomputed(explanation, seq, admission.num_tokens, swapped)
+        swapped = (admission.num_swapped_tokens, admission.num_swapped_bytes)
+        self._record_recomputed(explanation, seq, admission.num_tokens, swapped)
         self._record_waited(explanation, self._queue_times.since(self._remove_snapshot(seq) or {}, now))
         self._record_running(seq, admission.num_tokens, admission, now)
 
     def branched(self, seq: Sequence, num_tokens: int, now: float) -> None:
         """Record that a sequence was branched or forked from another one of its request."""
-        explanation = self._open[seq.request.id]
+        explanation = self._requests[seq.request.id].explanation
         noted = self._remove_snapshot(seq)
-        if seq.num_cached is None:
-            seq.num_cached = explanation.num_cached_tokens
-        else:
-            self._record_recomputed(explanation, seq, num_tokens)
+        self._record_recomputed(explanation, seq, num_tokens)
         waited = {"prompt": now - seq.queued_at} if noted is None else self._queue_times.since(noted, now)
         self._record_waited(explanation, waited)
         self._record_running(seq, num_tokens, None, now)
 
     def preempted(self, seq: Sequence, reason: str, decision: PreemptionDecision, now: float, *, last: bool) -> None:
         """Record that a sequence was preempted. last: no sequence of its request runs any more."""
+        explanation = self._requests[seq.request.id].explanation
         if last:
-            self._open[seq.request.id].state = "waiting"
+            explanation.state = "waiting"
         self.num_preemptions += 1
         taken = (
             decision.mode,
@@ -232,9 +230,7 @@ class RequestStats:
             decision.copy_seconds,
         )
         self.events.append(Preempted(now, seq.request.id, seq.id, seq.num_computed, reason, *taken))
-        self._open[seq.request.id].preemptions.append(
-            Preemption(now, seq.index, reason, seq.num_computed, None, *taken)
-        )
+        explanation.preemptions.append(Preemption(now, seq.index, reason, seq.num_computed, None, *taken))
 
     def watermark_changed(self, num_blocks: int, now: float, *, more: bool) -> None:
         """Record a change of the watermark's blocks per running sequence. more: whether they were raised."""
@@ -245,7 +241,7 @@ class RequestStats:
         """Record a failed step."""
         self.events.append(StepFailed(now, "", step_id, error))
 
-    def take_cache_events(self, cache: KVCache, now: float) -> None:
+    def take_cache_events(self, cache: KVCacheManager, now: float) -> None:
         """Take the events and evictions of the cache since the last call."""
         for event in cache.take_pin_events():
             self.events.append(event)
@@ -263,21 +259,23 @@ class RequestStats:
 
     def record_blocks(self, request_id: str, num_unshared: int, num_own: int) -> None:
         """Record a request's blocks without sharing, and with it. The larger measurement is kept."""
-        explanation = self._open[request_id]
+        explanation = self._requests[request_id].explanation
         if num_unshared > explanation.num_blocks_unshared:
             explanation.num_blocks_unshared, explanation.num_blocks_own = num_unshared, num_own
 
-    def ended(self, seq: Sequence, reason: str, now: float, *, last: bool) -> None:
+    def ended(self, seq: Sequence, cause: EndCause, now: float, *, last: bool) -> None:
         """Record the end of a sequence. last: it was the last unfinished one of its request."""
-        self.events.append(Finished(now, seq.request.id, seq.id, reason, seq.num_generated))
-        noted = self._remove_snapshot(seq)
+        self.events.append(Finished(now, seq.request.id, seq.id, cause, seq.num_generated))
+        noted, state = self._remove_snapshot(seq), self._requests[seq.request.id]
         if noted is not None:
-            self._record_waited(self._open[seq.request.id], self._queue_times.since(noted, now))
-        if not last:
-            return
-        explanation = self._open.pop(seq.request.id)
-        self._admitted_before.pop(seq.request.id, None)
-        explanation.state, explanation.finished, explanation.finish_reason = "finished", now, reason
+            self._record_waited(state.explanation, self._queue_times.since(noted, now))
+        if last:
+            self.request_ended(state, cause, now)
+
+    def request_ended(self, state: RequestState, cause: EndCause, now: float) -> None:
+        """Record the end of a request."""
+        explanation = state.explanation
+        explanation.state, explanation.finished, explanation.finish_reason = "finished", now, cause
         tenant = self._tenants[explanation.tenant]
         tenant.num_open -= 1
         if not tenant.num_open:
@@ -285,7 +283,8 @@ class RequestStats:
         self._keep_ended(explanation)
 
     def _find(self, request_id: str) -> Explanation | None:
-        return self._open.get(request_id) or self._ended.get(request_id)
+        state = self._requests.get(request_id)
+        return self._ended.get(request_id) if state is None else state.explanation
 
     def _record_pins(self, event: Event) -> None:
         explanation = self._find(event.request_id)
@@ -314,7 +313,7 @@ class RequestStats:
         del self._ended[ids.popleft()]
 
     def _record_running(self, seq: Sequence, num_tokens: int, admission: Admission | None, now: float) -> None:
-        explanation = self._open[seq.request.id]
+        explanation = self._requests[seq.request.id].explanation
         explanation.state = "running"
         if explanation.admitted is None:
             explanation.admitted = now

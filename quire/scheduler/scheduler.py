@@ -18,27 +18,29 @@ At most `steps_in_flight` steps are planned and not committed. A failed step is 
 one per step, and a sequence that fails again alone ends with an error.
 """
 
-from collections import deque
+from collections import Counter, deque
 
-from quire.cache.kv_cache import KVCache
+from quire.cache.manager import KVCacheManager
 from quire.cache.prefix.index import EvictionCause
 from quire.cache.swap_planner import bytes_swapped
 from quire.config import SchedulerConfig
 from quire.core.constraint import Constraints
 from quire.core.explanation import Explanation
-from quire.core.output import NO_SEQUENCE, Output
+from quire.core.output import NO_SEQUENCE, EndCause, Output
 from quire.core.request import Request
 from quire.core.step import SamplingMasks, Step, StepResult
 from quire.cost.block_size import BlockUse
 from quire.cost.step_time import Calibration, CostModel
 from quire.errors import ConfigError, DeadlineUnreachable, QueueFull, RequestError
 from quire.scheduler.batch import BatchComposer
-from quire.scheduler.beam_search import BeamSearches, check_search
+from quire.scheduler.beam_search import check_search
+from quire.scheduler.beam_sequences import BeamSequences
 from quire.scheduler.constraints import StructuredOutputManager
 from quire.scheduler.deadlines import Deadlines
 from quire.scheduler.lifecycle import InFlightStep, SchedulerState
 from quire.scheduler.output_processing import OutputProcessor
 from quire.scheduler.queue_limit import QueueLimit
+from quire.scheduler.request_state import RequestState
 from quire.scheduler.sequence import Sequence
 from quire.scheduler.step_builder import StepBuilder
 
@@ -48,7 +50,7 @@ _STEPS_PER_SAMPLE = 16  # steps between two samples of the block use
 class Scheduler:
     """Plans Steps from requests, and turns StepResults into Outputs."""
 
-    def __init__(self, config: SchedulerConfig, cache: KVCache, constraints: Constraints | None = None) -> None:
+    def __init__(self, config: SchedulerConfig, cache: KVCacheManager, constraints: Constraints | None = None) -> None:
         """constraints: None rejects constrained requests. Raises ConfigError if the cache cannot hold one sequence."""
         if not cache.config.fits_sequence(config.max_model_len, config.max_num_batched_tokens):
             raise ConfigError(
@@ -60,16 +62,19 @@ class Scheduler:
         self.costs = CostModel()
         cache.set_recompute_seconds(self.costs.recompute_seconds)
         self.block_use = BlockUse(cache.block_size)
-        self._state = SchedulerState(config, cache, self.costs)
-        self.request_stats = self._state.request_stats
-        self._structured_outputs = StructuredOutputManager(constraints, self._state.running_queue)
-        self._state.on_end = self._structured_outputs.end
-        self._searches = BeamSearches(cache, self._state)
-        self._batch = BatchComposer(config, cache, self._state, self.costs.step_time)
-        self._deadlines = Deadlines(config, cache, self._state, self.costs)
-        self._queue_limit = QueueLimit(config, cache, self._state, self.costs)
+        self._structured_outputs = StructuredOutputManager(constraints)
+        self.state = SchedulerState(config, cache, self.costs, self._structured_outputs.end)
+        self.request_stats = self.state.request_stats
+        self._batch = BatchComposer(config, cache, self.state, self.costs.step_time)
+        self._deadlines = Deadlines(config, cache, self.state, self.costs)
+        self._queue_limit = QueueLimit(config, cache, self.state, self.costs)
         self._output_processor = OutputProcessor(
-            cache, self._state, self._searches, self._structured_outputs, self.block_use, self._queue_limit
+            cache,
+            self.state,
+            BeamSequences(cache, self.state),
+            self._structured_outputs,
+            self.block_use,
+            self._queue_limit,
         )
         self.predicted_seconds = 0.0  # of the step planned last; 0 without observations
         self._pending_outputs: list[Output] = []  # outputs of sequences that ended outside of a commit
@@ -80,33 +85,31 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         """Number of sequences that have a row and blocks."""
-        return len(self._state.running_queue.running)
+        return len(self.state.running_queue.running)
 
     @property
     def num_waiting(self) -> int:
         """Number of unfinished sequences without a row: queued, held, or with a constraint that is being compiled."""
-        compiling = sum(request.num_unfinished for request, _ in self._structured_outputs.compiling.values())
-        return len(self._state.sequences) - len(self._state.running_queue.running) + compiling
+        waiting = len(self.state.sequences) - len(self.state.running_queue.running)
+        if self.state.num_compiling:
+            waiting += sum(one.request.num_unfinished for one in self.state.requests.values() if one.is_compiling)
+        return waiting
 
     @property
     def is_compiling(self) -> bool:
         """Whether the constraint of a request is being compiled."""
-        return bool(self._structured_outputs.compiling)
+        return self.state.num_compiling > 0
 
     @property
     def last_step_positions(self) -> list[tuple[str, int]]:
         """(request id, stop) of each chunk of the step planned last, which must be in flight."""
-        return [(seq.request.id, stop) for seq, _, stop, _, _ in self._state.in_flight[-1].entries]
+        return [(chunk.seq.request.id, chunk.stop) for chunk in self.state.in_flight[-1].scheduled]
 
     @property
     def has_work(self) -> bool:
-        """Whether there are unfinished sequences, constraints being compiled, steps in flight or pending outputs."""
-        return bool(
-            self._state.sequences
-            or self._state.in_flight
-            or self._pending_outputs
-            or self._structured_outputs.compiling
-        )
+        """Whether there are unfinished requests, steps or Moves in flight, or pending outputs."""
+        state = self.state
+        return bool(state.requests or state.in_flight or self._pending_outputs or self.cache.has_moves_in_flight)
 
     def close(self) -> None:
         """Do nothing. A subclass that writes a journal closes it."""
@@ -116,7 +119,7 @@ class Scheduler:
 
         Raises ValueError if a step is in flight.
         """
-        if self._state.in_flight:
+        if self.state.in_flight:
             raise ValueError("a step is in flight: calibrate before or between steps")
         self.costs.calibrate(calibration)
         self._reset = True
@@ -129,7 +132,7 @@ class Scheduler:
         Raises RequestError for an id that is in use, a beam search that cannot fit, or a constraint that is not
         supported; QueueFull; DeadlineUnreachable. A request whose sequences have all finished before has no outputs.
         """
-        if request.id in self._state.sequence_groups or request.id in self._structured_outputs.compiling:
+        if request.id in self.state.requests:
             raise RequestError(f"request id {request.id!r} is in use; choose another", "request_id")
         check_search(request, self.config, self.cache.config)
         self._structured_outputs.check(request)
@@ -139,34 +142,32 @@ class Scheduler:
         except (DeadlineUnreachable, QueueFull) as error:
             self.request_stats.rejected(request, error, now)
             raise
-        if request.is_constrained:
-            self._structured_outputs.compiling[request.id] = request, now
-            self._state.new_requests.add(request)
-        else:
-            self._enqueue(request, now, now)
+        if not request.num_unfinished:
+            return
+        state = self.state.add(request, now)
+        if not state.is_compiling:
+            self._enqueue(state, now)
 
     def compiled(self, request_id: str, error: str, now: float) -> None:
         """Queue a request whose constraint is compiled, or end it if `error` is not empty. Ignores an unknown id."""
-        found = self._structured_outputs.compiling.pop(request_id, None)
-        if found is None:
+        state = self.state.requests.get(request_id)
+        if state is None or not state.is_compiling:
             return
-        request, arrived = found
-        self._state.new_requests.drop(request_id)
         if not error:
-            self._enqueue(request, arrived, now)
+            self.request_stats.compiled(state, now)
+            self._enqueue(state, now)
             return
+        request = state.request
+        self.state.end_all(request_id, EndCause.NOT_COMPILED, now)
         open_ones = [i for i, known in enumerate(request.known) if not known.finished]
         for i in open_ones if request.known else range(request.num_sequences):
-            self._pending_outputs.append(Output(request_id, i, NO_SEQUENCE, [], "error", error=error))
+            self._pending_outputs.append(Output(request_id, i, NO_SEQUENCE, [], EndCause.NOT_COMPILED, error=error))
 
     def abort(self, request_id: str, now: float) -> None:
         """End all sequences of a request. It has no further outputs. Ignores an unknown id."""
         self.cache.advance_clock(now)
         self._pending_outputs = [output for output in self._pending_outputs if output.request_id != request_id]
-        if self._structured_outputs.compiling.pop(request_id, None) is not None:
-            self._state.new_requests.drop(request_id)
-        self._searches.drop(request_id)
-        self._state.end_all(request_id, "abort", now)
+        self.state.end_all(request_id, EndCause.ABORT, now)
 
     def finish(self, seq_id: int, num_tokens: int, now: float) -> None:
         """End a sequence after `num_tokens` output tokens, because the front end found a stop string.
@@ -177,16 +178,16 @@ class Scheduler:
         self.cache.advance_clock(now)
         if num_tokens < 0:
             raise ValueError(f"a sequence cannot have ended after {num_tokens} tokens")
-        seq = self._state.sequences.get(seq_id)
+        seq = self.state.sequences.get(seq_id)
         if seq is not None and seq.request.beams is None:  # beams end with their search
-            del seq.tokens[len(seq.request.prompt) + num_tokens :]
+            seq.truncate(num_tokens)
             self._output_processor.record_length(seq)
-            self._state.end(seq, "stop", now)
+            self.state.end(seq, EndCause.STOP, now)
 
     def end_program(self, tenant: str, program: str, branch: str | None, now: float) -> None:
         """Mark a branch of a program as finished, or all its branches (None). Ignores unknown ones."""
         self.cache.advance_clock(now)
-        self._state.end_program(tenant, program, branch)
+        self.state.end_program(tenant, program, branch)
 
     def flush(self, now: float) -> int:
         """Evict all idle blocks, pinned ones included. Returns the number of freed blocks."""
@@ -195,9 +196,7 @@ class Scheduler:
     def explain(self, request_id: str, now: float) -> Explanation | None:
         """The explanation of a request; None if it is unknown or no longer kept."""
         self.request_stats.take_cache_events(self.cache, now)
-        return self.request_stats.explain(
-            request_id, [seq.id for seq in self._state.sequence_groups.members(request_id)], now
-        )
+        return self.request_stats.explain(request_id, [seq.id for seq in self.state.members(request_id)], now)
 
     # The loop: plan, late, commit
 
@@ -210,7 +209,7 @@ class Scheduler:
         self._end_past_deadline(now)
         suspect = self._next_to_run_alone()
         alone = self._reset or suspect is not None  # no other step may be in flight
-        in_flight = self._state.in_flight
+        in_flight = self.state.in_flight
         if len(in_flight) >= (1 if alone else self.config.steps_in_flight) or (in_flight and in_flight[-1].exclusive):
             return None
         builder = StepBuilder(self._next_step, len(self.cache.pools), reset=self._reset)
@@ -219,21 +218,21 @@ class Scheduler:
         else:
             self._batch.schedule_alone(suspect, builder, now)
         opened = {seq.id for seq in builder.new_rows}
-        for seq in self._state.running_queue.running if self._reset else self._state.running_queue.unsent:
+        for seq in self.state.running_queue.running if self._reset else self.state.running_queue.unsent:
             if seq.id not in opened:
                 builder.add_row(seq)
-        for seq, first in () if self._reset else self._state.running_queue.corrected:
+        for seq, first in () if self._reset else self.state.running_queue.corrected:
             builder.rewrite_tokens(seq, first)
         self.request_stats.take_cache_events(self.cache, now)
-        if not (builder.chunks or builder.swapped_in or self.cache.has_urgent_moves):
+        waits_for_moves = not in_flight and self.cache.has_moves_in_flight  # its result waits for them
+        if not (builder.chunks or builder.swapped_in or self.cache.has_urgent_moves or waits_for_moves):
             return None
         self._reset = False
-        self._state.running_queue.mark_sent()
+        self.state.running_queue.mark_sent()
         self._next_step += 1
         moves = self.cache.launched(builder.id)
-        num_bytes = bytes_swapped(moves, self.cache.config)
-        launched = InFlightStep(builder.id, builder.entries, builder.num_tokens, alone, builder.swapped_in, num_bytes)
-        self._state.in_flight.append(launched)
+        launched = InFlightStep(builder.id, builder.scheduled, builder.num_tokens, alone, builder.swapped_in)
+        self.state.in_flight.append(launched)
         self.predicted_seconds = self.costs.predicted_step_seconds(launched.num_tokens, _num_attention_pairs(launched))
         return builder.build(moves)
 
@@ -248,30 +247,31 @@ class Scheduler:
 
     def sampling_masks(self, step: Step) -> SamplingMasks:
         """The sampling masks of the constrained rows of `step`, which must be the step planned last."""
-        return self._structured_outputs.sampling_masks(step, self._state.in_flight[-1])
+        return self._structured_outputs.sampling_masks(step, self.state.in_flight[-1])
 
     def commit(self, result: StepResult, now: float) -> list[Output]:
         """Apply the result of the oldest in-flight step. Raises ValueError for the result of another step."""
-        if not self._state.in_flight or self._state.in_flight[0].id != result.step_id:
+        if not self.state.in_flight or self.state.in_flight[0].id != result.step_id:
             raise ValueError(f"step {result.step_id} was committed, but is not the oldest in flight")
         self.cache.advance_clock(now)
-        launched = self._state.in_flight.popleft()
+        launched = self.state.in_flight.popleft()
         if result.error:
-            alone = launched.entries[0][0].id if len(launched.entries) == 1 else None
-            for seq_id in self.cache.failed(launched.id):
+            alone = launched.scheduled[0].seq.id if len(launched.scheduled) == 1 else None
+            starts = {seq.id: start for seq, start in _alive(launched)}
+            for seq_id in self.cache.failed(launched.id, starts):
                 if seq_id != alone:  # which depends on no other sequence of this step
-                    self._state.restart(self._state.sequences[seq_id], now)
-            self._state.update_swapped()
+                    self.state.restart(self.state.sequences[seq_id], now)
+            self.state.update_swapped()
             return self._roll_back(launched, result.error, now)
         self.cache.collected(launched.id)
-        for seq in launched.swapped_in:
-            if seq.swap_in_step == launched.id:
-                seq.swap_in_step = -1
-        (bytes_out, bytes_in), (seconds_out, seconds_in) = launched.num_swapped_bytes, result.swap_seconds
-        self.costs.observe_copies(bytes_out, seconds_out, bytes_in, seconds_in)
+        if result.done_moves:
+            bytes_out, bytes_in = bytes_swapped(self.cache.moves_done(result.done_moves), self.cache.config)
+            seconds_out, seconds_in = result.swap_seconds
+            self.costs.observe_copies(bytes_out, seconds_out, bytes_in, seconds_in)
+        self.state.end_swap_ins(launched.swapped_in)
         self.costs.observe_step(launched.num_tokens, result.seconds, _num_attention_pairs(launched))
         if launched.id % _STEPS_PER_SAMPLE == 0:
-            self.block_use.sample(*self._state.running_queue.count_slots())
+            self.block_use.sample(*self.state.running_queue.count_slots())
         return self._output_processor.process(launched, result, now)
 
     @property
@@ -282,12 +282,19 @@ class Scheduler:
         return used > 0 and not self.has_work
 
     def check(self) -> list[str]:
-        """Errors in the block accounting, and sequences with a table or host blocks that should have none."""
+        """Errors in the block accounting, in tables and host blocks of sequences, and in counts of pending samples."""
         wrong = self.cache.check()
-        strangers = [seq_id for seq_id in self.cache.tables if not self._state.is_running(seq_id)]
+        chunks = Counter(chunk.seq.id for step in self.state.in_flight for chunk in step.scheduled if chunk.is_valid)
+        for seq in self.state.sequences.values():
+            if seq.num_pending + seq.num_ignored_samples > chunks[seq.id]:
+                wrong.append(
+                    f"sequence {seq.id} waits for {seq.num_pending} samples and {seq.num_ignored_samples} to ignore, "
+                    f"and has {chunks[seq.id]} chunks in flight"
+                )
+        strangers = [seq_id for seq_id in self.cache.tables if not self.state.is_running(seq_id)]
         if strangers:
             wrong.append(f"sequences {strangers} have tables, but are not running")
-        strangers = [seq_id for seq_id in self.cache.swapped if not self._state.is_swapped(seq_id)]
+        strangers = [seq_id for seq_id in self.cache.swapped if not self.state.is_swapped(seq_id)]
         if strangers:
             wrong.append(f"sequences {strangers} are in the host pool, but are not waiting")
         return wrong
@@ -296,10 +303,10 @@ class Scheduler:
         """Repair reference counts, and release blocks without an owner. For an engine that has logged `check`."""
         self.cache.repair()  # first, because a release needs a consistent index
         for seq_id in list(self.cache.tables):
-            if not self._state.is_running(seq_id):
+            if not self.state.is_running(seq_id):
                 self.cache.release(seq_id)
         for seq_id in list(self.cache.swapped):
-            if not self._state.is_swapped(seq_id):
+            if not self.state.is_swapped(seq_id):
                 self.cache.drop_swapped(seq_id)
 
     def _next_to_run_alone(self) -> Sequence | None:
@@ -308,65 +315,60 @@ class Scheduler:
             seq = self._to_run_alone[0]
             if seq.runs_alone and not seq.finished and seq.row >= 0:
                 return seq
-            seq.runs_alone = False
             self._to_run_alone.popleft()
         return None
 
-    def _enqueue(self, request: Request, arrived: float, now: float) -> None:
+    def _enqueue(self, state: RequestState, now: float) -> None:
         """Queue a request, and end its sequences that are complete with their known or forced tokens."""
-        ends: dict[int, tuple[str | None, str]] = {}
+        request = state.request
+        ends: dict[int, tuple[EndCause | None, str]] = {}
 
         def begin(seq: Sequence) -> None:
-            if seq.known_finish is None:
+            if seq.known_end is None:
                 ends[seq.id] = self._structured_outputs.begin(seq)
 
-        sequences = self._state.add(request, now, begin if request.is_constrained else None)
-        if not sequences:
-            return
+        sequences = self.state.begin(state, now, begin if request.is_constrained else None)
         self._queue_limit.add(request, now)
-        self._deadlines.add(sequences[0], arrived)
-        if request.beams is not None:
-            self._searches.start(sequences[0])
+        self._deadlines.add(state)
         for seq in sequences if request.known else ():
             if seq.id not in ends:
                 self._end_known(seq, now)
         for seq in sequences if ends else ():
-            reason, error = ends.get(seq.id, (None, ""))
-            if reason is not None:
-                self._end_forced(seq, reason, error, now)
+            cause, error = ends.get(seq.id, (None, ""))
+            if cause is not None:
+                self._end_forced(seq, cause, error, now)
 
-    def _end_forced(self, seq: Sequence, reason: str, error: str, now: float) -> None:
+    def _end_forced(self, seq: Sequence, cause: EndCause, error: str, now: float) -> None:
         """End a sequence with its first forced tokens. If it still has to output prompt data, it ends after those."""
         if seq.num_reported < seq.num_to_report:
-            seq.deferred_finish = reason, error
-            seq.is_generation, seq.limit = False, seq.num_to_report
+            seq.finish_after_prompt(cause, error)
             return
-        tokens, seq.unreported_tokens = seq.unreported_tokens, []
+        tokens = seq.take_unreported()
         self._output_processor.record_length(seq)
-        self._state.end(seq, reason, now)
-        stop_token = tokens[-1] if tokens and reason == "stop" and tokens[-1] in seq.stop_ids else None
-        about = (seq.request.id, seq.index, seq.id, tokens, reason, stop_token)
+        self.state.end(seq, cause, now)
+        stop_token = tokens[-1] if tokens and cause == EndCause.STOP and tokens[-1] in seq.stop_ids else None
+        about = (seq.request.id, seq.index, seq.id, tokens, cause, stop_token)
         self._pending_outputs.append(Output(*about, error=error, forced=list(range(len(tokens)))))
 
     def _end_known(self, seq: Sequence, now: float) -> None:
         """End a sequence if the known tokens of its request complete it."""
-        if (known := seq.known_finish) is not None:
-            reason, stop_token = known
-            self._state.end(seq, reason, now)
-            self._pending_outputs.append(Output(seq.request.id, seq.index, seq.id, [], reason, stop_token))
+        if (known := seq.known_end) is not None:
+            cause, stop_token = known
+            self.state.end(seq, cause, now)
+            self._pending_outputs.append(Output(seq.request.id, seq.index, seq.id, [], cause, stop_token))
 
     def _end_past_deadline(self, now: float) -> None:
         """End waiting requests that cannot meet their deadline any more."""
-        for request_id in self._deadlines.missed(now):
-            members = self._state.sequence_groups.members(request_id)
-            request = members[0].request
+        for state in self._deadlines.missed(now):
+            request, members = state.request, state.sequences
             error = f"the request waited too long to meet its deadline of {request.terms.deadline:.3g} s"
             ended = [(seq.index, seq.id) for seq in members]
             if request.beams is not None:
                 ended = [(i, members[0].id) for i in range(request.params.n)]
-            self._pending_outputs += [Output(request_id, i, seq_id, [], "abort", error=error) for i, seq_id in ended]
-            self._searches.drop(request_id)
-            self._state.end_all(request_id, "deadline", now)
+            self._pending_outputs += [
+                Output(request.id, i, seq_id, [], EndCause.DEADLINE, error=error) for i, seq_id in ended
+            ]
+            self.state.end_all(request.id, EndCause.DEADLINE, now)
 
     # Committing
 
@@ -374,27 +376,27 @@ class Scheduler:
         """Undo a failed step. Its sequences become suspects. A suspect that fails again alone ends with the error."""
         self._reset = True
         self.request_stats.failed(failed.id, error, now)
-        alive = [(seq, start) for seq, start, _, epoch, _ in failed.entries if not seq.finished and seq.epoch == epoch]
         outputs = []
-        for seq, start in alive:
-            seq.epoch += 1  # its chunks in later steps depend on this one
-            seq.num_pending = seq.num_ignored_samples = 0
-            seq.num_computed = min(seq.num_computed, start)
-            if seq.table is not None:
-                seq.table.num_launched = min(seq.table.num_launched, start)
-            if seq.runs_alone and len(failed.entries) == 1:
+        for seq, start in _alive(failed):
+            failed_before = seq.runs_alone
+            seq.roll_back(start)
+            if failed_before and len(failed.scheduled) == 1:
                 if seq.request.beams is not None:
-                    return self._output_processor.fail_search(seq, error, now)
-                self._state.end(seq, "error", now)
-                outputs.append(Output(seq.request.id, seq.index, seq.id, [], "error", error=error))
+                    return self._output_processor.fail_search(seq, EndCause.STEP_FAILED, error, now)
+                self.state.end(seq, EndCause.STEP_FAILED, now)
+                outputs.append(Output(seq.request.id, seq.index, seq.id, [], EndCause.STEP_FAILED, error=error))
             else:
-                seq.runs_alone = True
                 self._to_run_alone.append(seq)
         return outputs
 
 
+def _alive(launched: InFlightStep) -> list[tuple[Sequence, int]]:
+    """The sequences of a step whose chunk still counts, with the first position of the chunk."""
+    return [(chunk.seq, chunk.start) for chunk in launched.scheduled if chunk.is_valid]
+
+
 def _num_attention_pairs(launched: InFlightStep) -> float:
     """Number of (token, attended token) pairs of a step with prompt tokens; 0 for a step with one token per chunk."""
-    if launched.num_tokens <= len(launched.entries):
+    if launched.num_tokens <= len(launched.scheduled):
         return 0.0
-    return sum((stop - start) * (start + stop + 1) for _, start, stop, _, _ in launched.entries) / 2
+    return sum((one.stop - one.start) * (one.start + one.stop + 1) for one in launched.scheduled) / 2

@@ -3,12 +3,14 @@
 from collections import OrderedDict
 
 from quire.cache.block_table import BlockTable
-from quire.core.output import NO_TOKEN_ERROR
+from quire.core.output import EndCause
 from quire.core.request import KnownOutput, Request
 from quire.core.step import Logprobs, Pooling
 
 PROGRAM_LEAD_SECONDS = 10.0  # seconds: a request of a program counts as at most that much older than it is
 MOST_PROGRAMS = 4096  # whose arrival is kept
+
+NO_TOKEN_ERROR = "no token could be sampled: the request allows none, or the logits are not finite"
 
 Arrival = tuple[float, int]  # effective arrival in seconds, and the first sequence id of that arrival
 
@@ -67,13 +69,16 @@ class Sequence:
     __slots__ = (
         "constrained",
         "cumulative_logprob",
-        "deferred_finish",
+        "deferred_end",
         "epoch",
         "finished",
         "id",
         "index",
+        "is_beam",
         "is_generation",
         "is_pooling",
+        "is_ranked",
+        "is_swapping_in",
         "last_step",
         "limit",
         "max_length",
@@ -93,7 +98,6 @@ class Sequence:
         "row",
         "runs_alone",
         "stop_ids",
-        "swap_in_step",
         "swapped",
         "table",
         "tokens",
@@ -123,6 +127,8 @@ class Sequence:
         self.min_length = len(request.prompt) + request.params.min_tokens  # a stop token ends it above this length only
         self.is_generation = request.max_tokens > 0  # whether tokens are sampled
         self.is_pooling = request.pooling is not Pooling.NONE
+        self.is_beam = request.beams is not None
+        self.is_ranked = request.params.is_ranked
         self.constrained = request.is_constrained
         # the KV of the last token is never read; if none is sampled, neither are the logits of the last prompt token
         self.limit = self.max_length if self.is_pooling else max(self.max_length - 1, 1)
@@ -145,12 +151,9 @@ class Sequence:
             self.num_reported = min(request.params.prompt_logprobs_start, self.num_to_report)
         if known.token_ids:  # prompt data was output before the first output token
             self.num_reported = self.num_to_report
-        self.deferred_finish: tuple[str | None, str] = (
-            None,
-            "",
-        )  # end that follows the prompt data, if all tokens are forced
+        self.deferred_end: tuple[EndCause | None, str] = (None, "")  # after the prompt data, if all tokens are forced
         self.row = -1  # -1 without a row
-        self.swap_in_step = -1  # the step that swaps its KV in; it computes nothing before that step is committed
+        self.is_swapping_in = False  # whether its KV is being copied from the host; until then it computes nothing
         self.swapped = False  # whether its KV is in the host pool
         self.table: BlockTable | None = None
         self.last_step = -1  # the newest step with a chunk of it
@@ -172,39 +175,173 @@ class Sequence:
         return self.num_cached is not None or is_known or (self.index > 0 and is_held_back)
 
     @property
-    def known_finish(self) -> tuple[str, int | None] | None:
-        """(finish reason, stop token) if the known output tokens complete the sequence, else None."""
+    def known_end(self) -> tuple[EndCause, int | None] | None:
+        """(cause, stop token) if the known output tokens complete the sequence, else None."""
         for length, token in enumerate(self.tokens[len(self.request.prompt) :], len(self.request.prompt) + 1):
             if token in self.stop_ids and length > self.min_length:
-                return "stop", token
-        return ("length", None) if self.is_generation and len(self.tokens) == self.max_length else None
+                return EndCause.STOP, token
+        return (EndCause.LENGTH, None) if self.is_generation and len(self.tokens) == self.max_length else None
 
-    def append_sampled(self, tokens: list[int]) -> tuple[list[int], str | None, str]:
-        """Append sampled tokens. Returns the appended tokens, the finish reason or None, and the error or ""."""
+    # Transitions. Each changes all fields that its invariant couples; other files assign no field of a sequence.
+
+    def wait(self, now: float) -> None:
+        """Queue it at `now` seconds. Invariant: a queued sequence has no row and no computed positions."""
+        assert self.row < 0 and not self.finished, "it runs or has ended"
+        assert self.num_computed == 0, "a waiting sequence has no computed positions"
+        self.queued_at = now
+
+    def start_running(self, row: int, table: BlockTable, num_computed: int, num_cached: int) -> None:
+        """Give it a row and a block table, of which `num_computed` positions are computed.
+
+        num_cached: prompt tokens of its prefix match, kept if this is its first admission. Invariant: a sequence has a
+        row if and only if it has a block table, and its KV is not in the host pool only.
+        """
+        assert self.row < 0 and not self.finished, "it runs or has ended"
+        self.row, self.swapped = row, False
+        if self.num_cached is None:
+            self.num_cached = num_cached
+        self.replace_table(table, num_computed)
+
+    def replace_table(self, table: BlockTable, num_computed: int) -> None:
+        """Replace its block table by one of which `num_computed` positions are computed and committed."""
+        assert self.row >= 0, "it has no row"
+        self.table = table
+        self.num_computed = self.num_written = num_computed
+
+    def stop_running(self, *, swapped: bool) -> None:
+        """Take its row and block table. swapped: whether its KV is in the host pool, or is being copied there.
+
+        Invariant: a sequence without a row has no computed positions, and is no suspect of a failed step.
+        """
+        assert self.row >= 0, "it has no row"
+        self.row, self.table, self.is_swapping_in = -1, None, False
+        self.num_computed = self.num_written = 0
+        self.runs_alone, self.swapped = False, swapped
+
+    def drop_swapped(self) -> None:
+        """Record that its KV is not in the host pool any more."""
+        self.swapped = False
+
+    def begin_swap_in(self) -> None:
+        """Record that the planned step copies its KV from the host. It computes nothing before the Moves are done."""
+        assert self.row >= 0 and self.num_pending == 0, "it is admitted by the same step"
+        self.is_swapping_in = True
+
+    def end_swap_in(self) -> None:
+        """Record that its KV is on the device."""
+        assert self.is_swapping_in, "it has its KV"
+        self.is_swapping_in = False
+
+    def schedule(self, stop: int, step_id: int) -> bool:
+        """Schedule a chunk up to position `stop`. Returns whether the chunk samples a token.
+
+        Invariant: the next token is sampled behind the last known or pending token, by one chunk only.
+        """
+        self.num_computed, self.last_step = stop, step_id
+        if stop == len(self.tokens) + self.num_pending and self.is_generation:
+            self.num_pending += 1
+            return True
+        return False
+
+    def commit_chunk(self, stop: int, num_prompt_outputs: int) -> None:
+        """Record that a chunk up to position `stop` has succeeded, with `num_prompt_outputs` outputs of the prompt.
+
+        Invariant: only positions of its present block table count as written.
+        """
+        self.runs_alone = False
+        if self.row >= 0:
+            self.num_written = stop
+        if num_prompt_outputs:
+            self.num_reported = min(stop, self.num_to_report)
+
+    def roll_back(self, start: int) -> None:
+        """Undo its chunks from position `start` on, because their step failed. It becomes a suspect.
+
+        Invariant: committed positions are computed.
+        """
+        self.discard_in_flight()  # its chunks in later steps depend on this one
+        self.num_computed = min(self.num_computed, start)
+        assert self.num_written <= self.num_computed or self.row < 0, "a committed chunk has failed"
+        self.runs_alone = self.row >= 0
+
+    def finish(self) -> None:
+        """End it. Invariant: a sequence ends once, and results of its chunks in flight are ignored."""
+        assert not self.finished, "it has ended before"
+        self.finished = True
+        self.discard_in_flight()
+
+    def finish_after_prompt(self, cause: EndCause, error: str) -> None:
+        """Sample no tokens: all output tokens are forced, and it ends after the data of its prompt are output."""
+        assert self.num_reported < self.num_to_report, "no data of the prompt are outstanding"
+        self.deferred_end = cause, error
+        self.is_generation, self.limit = False, self.num_to_report
+
+    def discard_in_flight(self) -> None:
+        """Discard its chunks in flight: their results are ignored, and no sample of theirs is pending any more.
+
+        Invariant: pending and ignored samples belong to chunks in flight that were planned in the present epoch.
+        """
+        self.epoch += 1
+        self.num_pending = self.num_ignored_samples = 0
+
+    def take_candidates(self) -> None:
+        """Record that the pending sample of a beam has arrived: it consists of candidates, and no token is appended."""
+        assert self.request.beams is not None and self.num_pending == 1, "one chunk of a beam samples its candidates"
+        self.num_pending = 0
+
+    def copy_beam(self, tokens: list[int]) -> None:
+        """Continue from the known tokens of another beam, instead of its own."""
+        assert self.request.beams is not None, "only beams exchange their tokens"
+        self.tokens = tokens
+
+    def extend_beam(self, token: int) -> None:
+        """Append the selected token of a beam. Its next candidates are computed behind this token."""
+        assert self.request.beams is not None, "other sequences append sampled tokens"
+        self.tokens.append(token)
+        self.limit = len(self.tokens)
+        self.discard_in_flight()
+
+    def truncate(self, num_generated: int) -> None:
+        """Drop known output tokens behind the first `num_generated`, because a stop string ends there."""
+        del self.tokens[len(self.request.prompt) + num_generated :]
+
+    def hold_back(self, tokens: list[int]) -> None:
+        """Keep forced tokens for the next output. Invariant: they are its last known tokens."""
+        assert self.tokens[len(self.tokens) - len(tokens) :] == tokens, "they are not its last known tokens"
+        self.unreported_tokens = tokens
+
+    def take_unreported(self) -> list[int]:
+        """The tokens held back by `hold_back`, which are output now."""
+        tokens, self.unreported_tokens = self.unreported_tokens, []
+        return tokens
+
+    def append_sampled(self, tokens: list[int]) -> tuple[list[int], EndCause | None, str]:
+        """Append sampled tokens. Returns the appended tokens, the cause of the end or None, and the error or ""."""
         if self.num_ignored_samples:
             self.num_ignored_samples -= 1
             return [], None, ""
         self.num_pending -= 1
         if -1 in tokens:
-            kept, reason = self._append(tokens[: tokens.index(-1)])
-            return kept, reason or "error", "" if reason else NO_TOKEN_ERROR
-        return *self._append(tokens), ""
+            kept, cause = self._append(tokens[: tokens.index(-1)])
+            return kept, cause or EndCause.NO_TOKEN, "" if cause else NO_TOKEN_ERROR
+        kept, cause = self._append(tokens)
+        return kept, cause, ""
 
-    def append_forced(self, tokens: list[int]) -> tuple[list[int], str | None]:
-        """Append forced tokens up to the sequence's end. Returns the appended tokens and the finish reason or None."""
+    def append_forced(self, tokens: list[int]) -> tuple[list[int], EndCause | None]:
+        """Append forced tokens up to the end. Returns the appended tokens, and the cause of the end or None."""
         self.num_ignored_samples += self.num_pending
         self.num_pending = 0
         return self._append(tokens)
 
-    def _append(self, tokens: list[int]) -> tuple[list[int], str | None]:
+    def _append(self, tokens: list[int]) -> tuple[list[int], EndCause | None]:
         if len(self.tokens) >= self.max_length:
-            return [], "length"
+            return [], EndCause.LENGTH
         for num_kept, token in enumerate(tokens, 1):
             self.tokens.append(token)
             if token in self.stop_ids and len(self.tokens) > self.min_length:
-                return tokens[:num_kept], "stop"
+                return tokens[:num_kept], EndCause.STOP
             if len(self.tokens) == self.max_length:
-                return tokens[:num_kept], "length"
+                return tokens[:num_kept], EndCause.LENGTH
         return tokens, None
 
     def add_logprobs(self, logprobs: Logprobs | None) -> float:
@@ -225,7 +362,7 @@ class Sequence:
     @property
     def num_valid(self) -> int:
         """Number of leading positions whose KV is valid once the in-flight steps are committed."""
-        return 0 if self.swap_in_step >= 0 else min(self.num_computed, len(self.tokens))
+        return 0 if self.is_swapping_in else min(self.num_computed, len(self.tokens))
 
     @property
     def num_resumable(self) -> int:
@@ -234,7 +371,7 @@ class Sequence:
 
     def has_written(self, num_tokens: int) -> bool:
         """Whether it runs and the KV of `num_tokens` leading positions is committed."""
-        return self.row >= 0 and self.swap_in_step < 0 and self.num_written >= num_tokens
+        return self.row >= 0 and not self.is_swapping_in and self.num_written >= num_tokens
 
     @property
     def is_over(self) -> bool:

@@ -3,22 +3,36 @@
 from collections.abc import Mapping
 from collections.abc import Sequence as Listing
 
-from quire.core.step import Chunks, Move, NewRows, Step, TableUpdates, TokenListKind, TokenLists
+import msgspec
+
+from quire.core.step import ChunkOutput, Chunks, Move, NewRows, Step, TableUpdates, TokenListKind, TokenLists
 from quire.scheduler.sequence import Sequence
 
 TokenList = tuple[int, TokenListKind, Mapping[int, float] | Listing[int]]
 
 
-# A planned chunk, kept until its step is committed: sequence, start, stop, the sequence's epoch when the chunk was
-# planned, and the number of its last positions with prompt logprobs or pooled states in the result. There is one per
-# sequence and step, so a plain tuple is used for speed.
-Entry = tuple[Sequence, int, int, int, int]
+_NONE, _SAMPLE, _POOL = int(ChunkOutput.NONE), int(ChunkOutput.SAMPLE), int(ChunkOutput.POOL)
+
+
+class ScheduledChunk(msgspec.Struct, frozen=True, gc=False, eq=False):
+    """A planned chunk, kept until its step is committed."""
+
+    seq: Sequence
+    start: int
+    stop: int
+    epoch: int  # of the sequence when the chunk was planned
+    num_prompt_outputs: int  # number of its last positions with prompt logprobs or pooled states in the result
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether the result of the chunk still counts for the sequence."""
+        return self.seq.epoch == self.epoch
 
 
 class StepBuilder:
     """The opened rows, table changes and chunks of a Step so far, as plain lists."""
 
-    __slots__ = ("blocks", "chunks", "entries", "id", "new_rows", "num_tokens", "reset", "swapped_in", "tokens")
+    __slots__ = ("blocks", "chunks", "id", "new_rows", "num_tokens", "reset", "scheduled", "swapped_in", "tokens")
 
     def __init__(self, step_id: int, num_groups: int, *, reset: bool) -> None:
         self.id = step_id
@@ -28,7 +42,7 @@ class StepBuilder:
         self.tokens: list[tuple[int, int, list[int]]] = []
         self.blocks: list[list[tuple[int, int, list[int]]]] = [[] for _ in range(num_groups)]
         self.chunks: list[tuple[int, ...]] = []
-        self.entries: list[Entry] = []
+        self.scheduled: list[ScheduledChunk] = []
         self.num_tokens = 0
 
     def add_row(self, seq: Sequence) -> None:
@@ -38,9 +52,20 @@ class StepBuilder:
         self.tokens.append((seq.row, 0, seq.tokens))
         self.update_table(seq, seq.table.firsts)
 
+    def add_chunk(self, seq: Sequence, start: int, stop: int, num_prompt_outputs: int) -> None:
+        """Schedule the chunk [start, stop) of a sequence. It samples a token if it ends behind the last known token.
+
+        num_prompt_outputs: number of its last positions with prompt logprobs or pooled states in the result.
+        """
+        samples = seq.schedule(stop, self.id)
+        output = _SAMPLE if samples else _POOL if num_prompt_outputs and seq.is_pooling else _NONE
+        self.chunks.append((seq.row, seq.id, start, stop, 0, num_prompt_outputs + samples, output))
+        self.scheduled.append(ScheduledChunk(seq, start, stop, seq.epoch, num_prompt_outputs))
+        self.num_tokens += stop - start
+
     def add_swapped_in(self, seq: Sequence) -> None:
         """Mark a sequence whose KV this step swaps in."""
-        seq.swap_in_step = self.id
+        seq.begin_swap_in()
         self.swapped_in.append(seq)
 
     def rewrite_tokens(self, seq: Sequence, first: int) -> None:

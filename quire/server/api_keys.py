@@ -96,12 +96,18 @@ class Keys:
                 found = caller
         return found if key else None
 
+    @property
+    def num_tenants(self) -> int:
+        """Number of tenants that the keys name."""
+        return len({caller.tenant for _, caller in self._callers})
+
     def __str__(self) -> str:
-        tenants = len({caller.tenant for _, caller in self._callers})
         admins = sum(caller.is_admin for _, caller in self._callers)
         limited = sum(caller.quota.is_limited for _, caller in self._callers)
         limits = f", {limited} with limits" if limited else ""
-        return f"{len(self._callers)} API keys of {tenants} tenants, {admins} of them with the role admin{limits}"
+        return (
+            f"{len(self._callers)} API keys of {self.num_tenants} tenants, {admins} of them with the role admin{limits}"
+        )
 
 
 def read_keys(path: str | Path) -> Keys:

@@ -8,6 +8,7 @@ from msgspec import Meta
 
 from quire.config import Help, check_options
 from quire.errors import ConfigError, known_arguments_only
+from quire.supervisor.restart_policy import RESTART_TIMEOUT
 
 _ORIGIN = re.compile(r"https?://[^/?#\s@]+")  # in the form of the Origin header
 Seconds = Annotated[float, Meta(ge=0, le=86_400)]
@@ -29,6 +30,9 @@ class ServerOptions:
     ] = ()
     drain_timeout: Annotated[Seconds, Help("seconds that accepted requests have to finish after SIGTERM")] = 30.0
     watchdog: Annotated[Seconds, Help("seconds after which a stalled engine is restarted; 0: never", "beta")] = 10.0
+    engine_restart_timeout: Annotated[
+        Seconds, Help("seconds without an engine that serves, after which the server exits; 0: never", "beta")
+    ] = RESTART_TIMEOUT
     metrics_prefix: Annotated[
         str, Meta(pattern=r"^[a-zA-Z_:][a-zA-Z0-9_:]{0,63}\Z"), Help("prefix of metric names", "beta")
     ] = "quire:"

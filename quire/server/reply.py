@@ -9,12 +9,11 @@ from typing import Protocol
 import msgspec
 from fastapi import Request, Response
 
-from quire.core.output import NO_SEQUENCE, NO_TOKEN_ERROR, Output
+from quire.core.output import EndCause, Output
 from quire.engine.output_text import RequestOutputProcessor
 from quire.engine.outputs import Delta, RequestMetrics
 from quire.errors import EngineStopped, RequestError
 from quire.params import SamplingParams
-from quire.scheduler.constraints import DEAD_END
 from quire.server.errors import DeadlineMissed, SequenceFailed
 from quire.server.middleware.auth import caller_of
 from quire.server.observability.metrics import FinishedRequestStats, Metrics
@@ -167,17 +166,14 @@ class Reply:
         self._spend(len(delta.token_ids))
         if delta.stopped_after is not None:
             self._finish(delta.request_id, delta.index, delta.stopped_after)
-        if delta.finish_reason == "error" and not self._is_dead_end(transcript, delta):
+        # After valid output a dead end of the grammar is no error: other sequences of the request continue.
+        is_partial = delta.end is EndCause.DEAD_END and transcript.num_output_tokens[delta.index] > 0
+        if delta.finish_reason == "error" and not is_partial:
             self._default_finish_reason = "error"
             raise _failure(delta, transcript.params)
-        if delta.finish_reason == "abort" and not self._num_output:
+        if delta.end is EndCause.DEADLINE and not self._num_output:
             raise DeadlineMissed(delta.stop_reason)
         return delta
-
-    def _is_dead_end(self, transcript: RequestOutputProcessor, delta: Delta) -> bool:
-        """Whether the grammar allows no further token after valid output. Other sequences of the request continue."""
-        got = transcript.num_output_tokens[delta.index]
-        return got > 0 and str(delta.stop_reason).startswith(DEAD_END)
 
     def _observe_latencies(self, deltas: Sequence[Delta], now: float) -> None:
         """Observe the latencies. Deltas of one sequence that were read at once count as one."""
@@ -197,9 +193,9 @@ def _no_quota(_num_tokens: int) -> None:
 def _failure(delta: Delta, params: SamplingParams) -> Exception:
     """The error of a failed sequence: RequestError if the request's own parameters caused it, else SequenceFailed."""
     reason = delta.stop_reason
-    if params.structured_outputs is not None and (delta.seq_id == NO_SEQUENCE or str(reason).startswith(DEAD_END)):
+    if delta.end in (EndCause.NOT_COMPILED, EndCause.DEAD_END):
         return RequestError(str(reason), "structured_outputs")
-    if reason == NO_TOKEN_ERROR and (params.allowed_token_ids is not None or params.bad_words):
+    if delta.end is EndCause.NO_TOKEN and (params.allowed_token_ids is not None or params.bad_words):
         return RequestError(
             "the request allows no further token; allow more in allowed_token_ids, fewer bad_words or min_tokens",
             "allowed_token_ids" if params.allowed_token_ids is not None else "bad_words",

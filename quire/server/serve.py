@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from quire.config import EngineOptions, with_queue_limits
+from quire.config import DEFAULT_POLICY, EngineOptions, Policy, with_queue_limits
 from quire.errors import ConfigError
 from quire.server.api_keys import Keys, read_keys
 from quire.server.app import make_app
@@ -19,7 +19,8 @@ from quire.server.observability.middleware import check_observers
 from quire.server.options import ServerOptions
 from quire.server.service import Service
 from quire.supervisor.async_engine import AsyncEngine
-from quire.supervisor.launcher import EngineProcess
+from quire.supervisor.engine_handle import EngineProcess
+from quire.supervisor.restart_policy import RESTART_TIMEOUT
 from quire.tokenizer.load import open_tokenizer
 
 CALIBRATION_SECONDS = 1.0  # maximum; a small model needs less
@@ -31,18 +32,20 @@ def launched(
     model_name: str | None = None,
     *,
     watchdog: float = 0.0,
+    restart_timeout: float = RESTART_TIMEOUT,
     report: Callable[[str], None],
     progress: Callable[[int, int], None],
 ) -> Iterator[Service]:
     """Context manager: a service whose engine process is ready. The process is killed on exit.
 
-    watchdog: as in AsyncEngine. Raises ConfigError, ModelError, EngineStopped.
+    watchdog, restart_timeout: as in AsyncEngine. Raises ConfigError, ModelError, EngineStopped.
     """
     host = EngineProcess(with_server_defaults(options), report=report, progress=progress)
     host.launch()
     try:
         tokenizer = open_tokenizer(Path(host.model_info.path))
-        yield Service(host.model_info, tokenizer, AsyncEngine(host, watchdog=watchdog), model_name)
+        engine = AsyncEngine(host, watchdog=watchdog, restart_timeout=restart_timeout)
+        yield Service(host.model_info, tokenizer, engine, model_name)
     finally:
         host.kill()
         host.wait()
@@ -53,6 +56,16 @@ def with_server_defaults(options: EngineOptions) -> EngineOptions:
     if options.calibration is None:
         options = replace(options, calibration=CALIBRATION_SECONDS)
     return with_queue_limits(options)
+
+
+def choose_policy(options: EngineOptions, keys: Keys | None) -> tuple[Policy, str]:
+    """The policy of a server, and why: the option, else `fair` if the keys name several tenants."""
+    if options.policy is not None:
+        return options.policy, "as the option says"
+    num_tenants = 0 if keys is None else keys.num_tenants
+    if num_tenants > 1:
+        return "fair", f"the API keys name {num_tenants} tenants"
+    return DEFAULT_POLICY, "the API keys name one tenant" if num_tenants else "no API keys tell tenants apart"
 
 
 def check_certificate(certfile: str | None, keyfile: str | None) -> None:
@@ -93,7 +106,8 @@ def serve(
 
     report(line) gets the memory plan, and the URL when requests are accepted. Without a key file the host must be a
     loopback address, and every client that can connect is admitted. Raises ConfigError before the model is loaded for
-    unusable keys, certificates, host or port, and afterwards if another server listens on the port since then.
+    unusable keys, certificates, host or port, and afterwards if another server listens on the port since then. Raises
+    EngineStopped when the engine ended and no other could be started.
     """
     server.check()
     check_certificate(server.ssl_certfile, server.ssl_keyfile)
@@ -103,8 +117,16 @@ def serve(
     with listener:
         if keys is not None:
             report(f"keys       {keys}")
+        policy, reason = choose_policy(options, keys)
+        report(f"policy     {policy}: {reason}")
+        options = replace(options, policy=policy)
         with launched(
-            options, server.served_model_name, watchdog=server.watchdog, report=report, progress=progress
+            options,
+            server.served_model_name,
+            watchdog=server.watchdog,
+            restart_timeout=server.engine_restart_timeout,
+            report=report,
+            progress=progress,
         ) as service:
             url = _url(listener, secure=server.ssl_certfile is not None)
             drain = Drain()
@@ -114,11 +136,14 @@ def serve(
                 config,
                 drain=drain,
                 ready=lambda: _announce(report, url, service.model_name, with_key=keys is not None),
+                has_failed=lambda: service.engine.failure is not None,
                 close=service.close,
                 drain_timeout=server.drain_timeout,
             )
             gc.freeze()  # loaded objects stay; the collector need not scan them while a large body is read
             http.run(sockets=[listener])
+            if service.engine.failure is not None:
+                raise service.engine.failure
 
 
 def _bind(host: str, port: int, keys: Keys | None) -> socket.socket:

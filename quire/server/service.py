@@ -11,14 +11,13 @@ from quire.engine.output_text import RequestOutputProcessor
 from quire.errors import ContextLengthExceeded
 from quire.params import SamplingParams
 from quire.server.api.request_params import MAX_PROMPTS
-from quire.server.errors import UnknownModel
-from quire.server.grammar_check import GrammarChecks
+from quire.server.errors import Busy, UnknownModel
 from quire.server.observability.metrics import Metrics
 from quire.server.observability.request_record import RequestIds
 from quire.server.reply import Reply
 from quire.server.thread_pool import ThreadPool
 from quire.startup.build import ModelInfo
-from quire.structured_outputs.backends import check
+from quire.structured_outputs.grammar_cache import CompilerOverloaded, front_end_cache
 from quire.supervisor.async_engine import AsyncEngine
 from quire.tokenizer.chat_sandbox import MAX_SIZE, LimitExceeded, size_of
 from quire.tokenizer.tokenizer import Tokenizer
@@ -46,9 +45,7 @@ class Service:
         self.metrics = Metrics(
             self.model_name, lambda: self.engine.health(), cache=self.cache, max_model_len=self.max_model_len
         )
-        self.grammar_checks = GrammarChecks(
-            lambda form: check(form, facts.options.grammar_backend), self.metrics.observe_grammar_check
-        )
+        self._grammar_checks = front_end_cache(facts.options.grammar_backend, self.metrics.observe_grammar_check)
         self.request_ids = RequestIds(self.model_name)
         self.created = int(time.time())
 
@@ -108,7 +105,10 @@ class Service:
         now = time.monotonic()
         for constraint in dict.fromkeys(one.params.structured_outputs for one in asked):
             if constraint is not None:
-                await self.grammar_checks.check(constraint)
+                try:
+                    await self._grammar_checks.compiled(namespace, constraint)
+                except CompilerOverloaded:
+                    raise Busy from None
         transcripts = [
             RequestOutputProcessor(prompt_request_id(request_id, i), one, self.tokenizer, now=now)
             for i, one in enumerate(asked)
@@ -132,5 +132,5 @@ class Service:
     async def close(self) -> None:
         """Close the thread pool, the grammar checks and the engine. Open streams fail. Can be called again."""
         self.thread_pool.close()
-        self.grammar_checks.close()
+        self._grammar_checks.close()
         await self.engine.close()

@@ -18,7 +18,7 @@ class ThreadPool:
     """A few threads with a bounded queue."""
 
     def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(NUM_THREADS, "quire-aside")
+        self._pool = ThreadPoolExecutor(NUM_THREADS, "quire-pool")
         self._num_jobs = 0
         self._closed = False
 

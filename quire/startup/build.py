@@ -13,7 +13,7 @@ from typing import cast
 import torch
 
 from quire.cache.kv_cache import KVCache
-from quire.config import CacheConfig, DType, EngineOptions, KVDType, SchedulerConfig, check_options
+from quire.config import DEFAULT_POLICY, CacheConfig, DType, EngineOptions, KVDType, SchedulerConfig, check_options
 from quire.cost.memory_plan import (
     DEFAULT_SWAP_SPACE,
     HostPoolPlan,
@@ -33,14 +33,14 @@ from quire.kernels.reference.quantized import MAX_QUANTIZED
 from quire.models.model import Progress
 from quire.params import StructuredOutputsParams
 from quire.runner.model_runner import TorchRunner
-from quire.scheduler.journal import JournalledScheduler
+from quire.scheduler.journal import JournalledScheduler, open_journal, open_restart_journal
 from quire.scheduler.scheduler import Scheduler
 from quire.startup.calibration import measure
 from quire.startup.hardware import available_memory, pick_device, return_freed_memory
 from quire.startup.memory_demand import make_cache_config, memory_profile, shape_of
 from quire.startup.model_loading import ModelFiles, open_model
-from quire.structured_outputs.backends import check as check_form
-from quire.structured_outputs.compile import GrammarCompiler, vocabulary_of
+from quire.structured_outputs.backends import check as check_constraint
+from quire.structured_outputs.compiler import GrammarCompiler, vocabulary_of
 from quire.tokenizer.tokenizer import Tokenizer
 
 _PREFIX_AWARE_POLICIES = ("lpm", "dfs-weight", "cache-aware")  # prefix-aware policies
@@ -56,7 +56,8 @@ def check_policies(options: EngineOptions) -> None:
         )
     if options.wait_weight is not None:
         if options.policy != "cache-aware":
-            raise ConfigError(f"wait_weight applies to policy 'cache-aware'; policy {options.policy!r} does not use it")
+            policy = options.policy or DEFAULT_POLICY
+            raise ConfigError(f"wait_weight applies to policy 'cache-aware'; policy {policy!r} does not use it")
         if not 0 <= options.wait_weight < inf:
             raise ConfigError(f"wait_weight must be at least 0 and finite, not {options.wait_weight}")
     if options.eviction != "lru" and (not options.enable_prefix_caching or options.prefix_index != "radix"):
@@ -129,16 +130,18 @@ class Prepared:
     options: EngineOptions  # resolved; `memory` is the default share if none was given
 
 
-def build(options: EngineOptions, *, report: Report, progress: Progress) -> Built:
+def build(options: EngineOptions, *, report: Report, progress: Progress, is_restart: bool = False) -> Built:
     """Resolve `options`, report the memory plan, load the weights, and assemble the engine.
 
     report: receives lines. progress(done, total): receives bytes, first of downloaded files, then of loaded weights.
+    is_restart: whether the engine replaces one that ended, so that it needs a journal file of its own.
     Raises ConfigError, ModelError.
     """
     prepared = prepare(options, report=report, progress=progress)
     limits, cache, description = prepared.scheduler_config, prepared.cache, prepared.files.description
-    grammars = _grammar_cache(prepared)
-    scheduler = _scheduler(prepared, grammars)  # before the weights, so that a bad journal path fails early
+    grammars = _grammar_compiler(prepared)
+    # before the weights, so that a bad journal path fails early
+    scheduler = _scheduler(prepared, grammars, is_restart=is_restart)
     model = prepared.files.load(prepared.dtype, prepared.device, prepared.kernels.kernels, progress)
     return_freed_memory()  # loading makes temporary copies
     runner = TorchRunner(
@@ -228,6 +231,7 @@ def prepare(options: EngineOptions, *, report: Report, progress: Progress) -> Pr
         memory=options.memory or str(share),
         kernels=chosen.kernels.NAME,
         steps_in_flight=steps_in_flight,
+        policy=limits.policy,
         wait_weight=limits.wait_weight if options.policy == "cache-aware" else None,
         swap_space="0" if host.line is None else f"{host.line.bytes}B",
         calibration=options.calibration or 0.0,
@@ -258,7 +262,7 @@ def _scheduler_config(options: EngineOptions, max_model_len: int, steps_in_fligh
         step_seconds=options.step_seconds,
         watermark=options.watermark,
         steps_in_flight=steps_in_flight,
-        policy=options.policy,
+        policy=options.policy or DEFAULT_POLICY,
         preemption=options.preemption,
         max_queued_requests=options.max_queued_requests,
         max_queued_tokens=options.max_queued_tokens,
@@ -356,9 +360,9 @@ def _prefix_cache_line(cache: CacheConfig) -> str:
     return f"prefixes   {kinds[cache.prefix_index]}{public if cache.public_prefixes else ''}"
 
 
-def _grammar_cache(prepared: Prepared) -> GrammarCompiler:
-    """The grammar cache. Raises ConfigError for a backend that is not installed."""
-    check_form(_PROBE_CONSTRAINT, prepared.options.grammar_backend)
+def _grammar_compiler(prepared: Prepared) -> GrammarCompiler:
+    """The compiler of constraints. Raises ConfigError for a backend that is not installed."""
+    check_constraint(_PROBE_CONSTRAINT, prepared.options.grammar_backend)
     description, tokenizer = prepared.files.description, prepared.files.tokenizer
     return GrammarCompiler(
         lambda: vocabulary_of(tokenizer, description.vocab_size, description.eos_token_ids),
@@ -368,14 +372,11 @@ def _grammar_cache(prepared: Prepared) -> GrammarCompiler:
     )
 
 
-def _scheduler(prepared: Prepared, grammars: GrammarCompiler) -> Scheduler:
+def _scheduler(prepared: Prepared, grammars: GrammarCompiler, *, is_restart: bool) -> Scheduler:
     limits, cache, journal = prepared.scheduler_config, prepared.cache, prepared.options.journal
     if journal is None:
         return Scheduler(limits, KVCache(cache), grammars.constraints)
-    try:
-        file = open(journal, "xb")  # noqa: SIM115  (open as long as the scheduler lives)
-    except FileExistsError as error:
-        raise ConfigError(f"the journal {journal!r} exists; name another file, or move it away") from error
-    except OSError as error:
-        raise ConfigError(f"the journal {journal!r} cannot be written: {error.strerror}") from error
+    file = open_restart_journal(journal) if is_restart else open_journal(journal)
+    if file is None:
+        return Scheduler(limits, KVCache(cache), grammars.constraints)
     return JournalledScheduler(limits, KVCache(cache), file, grammars.constraints)

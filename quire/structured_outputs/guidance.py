@@ -5,8 +5,10 @@ an output is the same with and without fast-forward.
 """
 
 import json
+import logging
 import re
 from collections.abc import Sequence
+from threading import Lock
 
 import llguidance
 import numpy as np
@@ -98,6 +100,9 @@ _MAX_ITEMS = 600
 _MAX_ITEMS_OF_SCHEMA = 3_000
 # Characters of forced text that are tokenized per call: llguidance passes all forced text, for each mask.
 _MAX_TOKENISED = 512
+_TOKENS_PER_REFILL = 128  # consumed tokens after which a mask is computed: only masks grant lexer fuel
+
+log = logging.getLogger(__name__)
 
 
 class GuidanceBackend:
@@ -109,25 +114,50 @@ class GuidanceBackend:
 
     def check(self, params: StructuredOutputsParams) -> None:
         """See Backend. It compiles the constraint, with single bytes as tokens."""
-        _compiled(params, self._byte_tokenizer)
+        _compiled(grammar_of(params), params.kind, self._byte_tokenizer)
 
     def compile(self, params: StructuredOutputsParams, vocabulary: Vocabulary) -> "GuidanceGrammar":
         """See Backend."""
         tokens = self._vocabularies(vocabulary)
-        return GuidanceGrammar(_compiled(params, tokens.tokenizer), tokens)
+        return GuidanceGrammar(params, tokens)
 
 
 class GuidanceGrammar:
-    """See Grammar. initial_matcher: a matcher that has consumed no token; each sequence gets a copy."""
+    """See Grammar. Raises RequestError.
 
-    def __init__(self, initial_matcher: llguidance.LLMatcher, tokens: "_GuidanceVocabulary") -> None:
-        self._initial_matcher = initial_matcher
+    Sequences share the lexer of one matcher, because its states are computed on demand. They are limited in number, and
+    a lexer that reached a limit fails for all sequences. So a parser that fails gets a matcher of its own, and new
+    sequences get another lexer.
+    """
+
+    def __init__(self, params: StructuredOutputsParams, tokens: "_GuidanceVocabulary") -> None:
+        self._params = params
         self._vocabulary = tokens
+        self._grammar = grammar_of(params)
+        self._shared_matcher = self._compiled()
+        self._lock = Lock()
+        self._logged_reason = ""
 
     def new_matcher(self, *, fast_forward: bool) -> Matcher:
         """See Grammar."""
-        parser = _GuidanceParser(self._initial_matcher.deep_copy(), self._vocabulary.num_words)
+        parser = _GuidanceParser(self, self._shared_matcher.deep_copy(), self._vocabulary.num_words)
         return LibraryMatcher(parser, self._vocabulary.masks, fast_forward=fast_forward)
+
+    def own_matcher(self, reason: str) -> llguidance.LLMatcher:
+        """A matcher with a lexer of its own that has consumed no token. Later sequences share another lexer, too.
+
+        reason: why the parser of a sequence failed. Equal reasons in a row are logged once.
+        """
+        reason = re.split("<non-verbose/>|<backtrace>", reason)[0].strip()[:MAX_MESSAGE]
+        with self._lock:
+            if reason != self._logged_reason:
+                log.warning("a grammar gets a new lexer: %s", reason)
+                self._logged_reason = reason
+            self._shared_matcher = self._compiled()
+        return self._compiled()
+
+    def _compiled(self) -> llguidance.LLMatcher:
+        return _compiled(self._grammar, self._params.kind, self._vocabulary.tokenizer)
 
 
 class _GuidanceVocabulary:
@@ -143,21 +173,29 @@ class _GuidanceVocabulary:
 class _GuidanceParser:
     """See Parser."""
 
-    def __init__(self, matcher: llguidance.LLMatcher, num_words: int) -> None:
+    def __init__(self, grammar: GuidanceGrammar, matcher: llguidance.LLMatcher, num_words: int) -> None:
+        self._grammar = grammar
         self._matcher = matcher
+        self._owns_lexer = False
         self._num_words = num_words
+        self._tokens: list[int] = []  # consumed so far
 
     def accept_tokens(self, tokens: Sequence[int]) -> str:
         """See Parser."""
         ids = list(tokens)
         num_taken = self._matcher.try_consume_tokens(ids)
+        if self._matcher.is_error() and self._replace_lexer():
+            num_taken = self._matcher.try_consume_tokens(ids)
         if self._matcher.is_error():
             return f"the matcher of the constraint failed: {_clean_message(self._matcher.get_error())}"
+        self._tokens += ids[:num_taken]
         return "" if num_taken == len(ids) else f"token {ids[num_taken]} does not fit the constraint"
 
     def forced_tokens(self) -> list[int]:
         """See Parser."""
         span = self._matcher.compute_ff_tokens()
+        if self._matcher.is_error() and self._replace_lexer():
+            span = self._matcher.compute_ff_tokens()
         ahead, more = self._matcher.deep_copy() if span else self._matcher, span
         while more and len(span) < MAX_FORCED and ahead.try_consume_tokens(more) == len(more):
             more = ahead.compute_ff_tokens()
@@ -176,13 +214,26 @@ class _GuidanceParser:
         """See Parser."""
         found = np.zeros(self._num_words, np.uint32)  # _TokenizerAdapter may have one more token than the vocabulary
         self._matcher.unsafe_compute_mask_ptr(found.ctypes.data, found.nbytes)
+        if self._matcher.is_error() and self._replace_lexer():
+            self._matcher.unsafe_compute_mask_ptr(found.ctypes.data, found.nbytes)
         words[:] = 0 if self._matcher.is_error() else found[: len(words)]
 
+    def _replace_lexer(self) -> bool:
+        """Continue with a lexer that no other sequence uses, after an error. False if the sequence has one already."""
+        if self._owns_lexer:
+            return False
+        self._owns_lexer = True
+        self._matcher = self._grammar.own_matcher(self._matcher.get_error())
+        for first in range(0, len(self._tokens), _TOKENS_PER_REFILL):
+            self._matcher.try_consume_tokens(self._tokens[first : first + _TOKENS_PER_REFILL])
+            self._matcher.compute_bitmask()  # grants more lexer fuel
+        return True
 
-def _compiled(params: StructuredOutputsParams, tokenizer: llguidance.LLTokenizer) -> llguidance.LLMatcher:
-    """A matcher that has consumed no token. Raises RequestError."""
+
+def _compiled(grammar: str, kind: str, tokenizer: llguidance.LLTokenizer) -> llguidance.LLMatcher:
+    """A matcher that has consumed no token. Raises RequestError. kind: of the constraint."""
     limits = llguidance.LLParserLimits(
-        max_items_in_row=_MAX_ITEMS_OF_SCHEMA if params.kind == "json" else _MAX_ITEMS,
+        max_items_in_row=_MAX_ITEMS_OF_SCHEMA if kind == "json" else _MAX_ITEMS,
         initial_lexer_fuel=200_000,
         step_lexer_fuel=100_000,
         step_max_items=300_000,
@@ -190,7 +241,7 @@ def _compiled(params: StructuredOutputsParams, tokenizer: llguidance.LLTokenizer
         max_grammar_size=60_000,
         verbose_errors=False,
     )
-    matcher = llguidance.LLMatcher(tokenizer, grammar_of(params), log_level=0, limits=limits)
+    matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
     if not matcher.is_error():
         # Only a trial shows a limit that is exceeded at once, or a grammar without any text.
         trial = matcher.deep_copy()
@@ -201,8 +252,8 @@ def _compiled(params: StructuredOutputsParams, tokenizer: llguidance.LLTokenizer
         matcher = trial
     error = matcher.get_error()
     if error.startswith("NoExtension"):
-        raise RequestError(f"no output satisfies this {params.kind}", params.kind)
-    raise RequestError(f"{params.kind} cannot be enforced: {_clean_message(error)}", params.kind)
+        raise RequestError(f"no output satisfies this {kind}", kind)
+    raise RequestError(f"{kind} cannot be enforced: {_clean_message(error)}", kind)
 
 
 def _clean_message(error: str) -> str:

@@ -1,8 +1,9 @@
 """The matchers of all constrained sequences."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
+from weakref import WeakSet
 
 import numpy as np
 
@@ -28,15 +29,20 @@ class Matchers:
     """See Constraints. A sequence gets its Matcher when it first samples, because matchers take memory.
 
     fast_forward: whether verdicts have forced tokens, unless a request disables them. Requests with allowed or bad
-    tokens, logit biases or ranked sequences have none.
+    tokens, logit biases or ranked sequences have none. on_failure: called once with each grammar of which a matcher
+    raised an exception.
     """
 
-    def __init__(self, num_words: int, *, fast_forward: bool = True) -> None:
+    def __init__(
+        self, num_words: int, *, fast_forward: bool = True, on_failure: Callable[[Grammar], None] | None = None
+    ) -> None:
         self._num_words = num_words
         self._fast_forward = fast_forward
+        self._on_failure = on_failure
+        self._failed: WeakSet[Grammar] = WeakSet()
         self._grammars: dict[str, Grammar] = {}  # of requests whose sequences have not all begun
         self._pending: dict[int, _PendingMatcher] = {}
-        self._matchers: dict[int, Matcher] = {}
+        self._matchers: dict[int, tuple[Grammar, Matcher]] = {}
         self._last_verdict: tuple[_PendingMatcher, Verdict] | None = None  # the latest sequence that began
 
     def add_grammar(self, request_id: str, grammar: Grammar) -> None:
@@ -53,16 +59,17 @@ class Matchers:
         assert params.structured_outputs is not None, "the request has no constraint"
         minds_tokens = params.allowed_token_ids is not None or params.bad_words or params.logit_bias or params.is_ranked
         wanted = self._fast_forward and params.structured_outputs.fast_forward and not minds_tokens
-        waiting = self._pending[seq_id] = _PendingMatcher(self._grammars[request.id], wanted, tuple(output_tokens))
+        grammar = self._grammars[request.id]
+        waiting = self._pending[seq_id] = _PendingMatcher(grammar, wanted, tuple(output_tokens))
         if (
             self._last_verdict is None or self._last_verdict[0] != waiting
         ):  # equal for consecutive sequences of a request
-            self._last_verdict = waiting, _advance_or_error(waiting.start(), output_tokens)
+            self._last_verdict = waiting, self._advance_or_error(grammar, waiting.start, output_tokens)
         return self._last_verdict[1]
 
     def advance(self, seq_id: int, tokens: Sequence[int]) -> Verdict:
         """See Constraints."""
-        return _advance_or_error(self._matcher(seq_id), tokens)
+        return self._advance_or_error(self._grammar(seq_id), lambda: self._matcher(seq_id), tokens)
 
     def end(self, seq_id: int) -> None:
         """See Constraints."""
@@ -73,35 +80,42 @@ class Matchers:
         """See Constraints."""
         words = np.zeros((len(seq_ids), self._num_words), np.uint32)
         for seq_id, row in zip(seq_ids, words, strict=True):
-            _fill_or_zero(self._matcher(seq_id), row)
+            try:
+                self._matcher(seq_id).fill_bitmask(row)
+            except (KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException as error:
+                self._record_failure(self._grammar(seq_id), error)
+                row[:] = 0
         return words
 
+    def _grammar(self, seq_id: int) -> Grammar:
+        return self._pending[seq_id].grammar if seq_id in self._pending else self._matchers[seq_id][0]
+
     def _matcher(self, seq_id: int) -> Matcher:
-        matcher = self._matchers.get(seq_id)
-        if matcher is None:
-            waiting = self._pending.pop(seq_id)
-            matcher = self._matchers[seq_id] = waiting.start()
-            _advance_or_error(matcher, waiting.output_token_ids)
-        return matcher
+        if seq_id in self._pending:
+            waiting = self._pending[seq_id]
+            matcher = waiting.start()
+            matcher.advance(waiting.output_token_ids)
+            del self._pending[seq_id]
+            self._matchers[seq_id] = waiting.grammar, matcher
+        return self._matchers[seq_id][1]
 
+    def _advance_or_error(self, grammar: Grammar, matcher: Callable[[], Matcher], tokens: Sequence[int]) -> Verdict:
+        """The verdict of a matcher. An exception becomes an error of this sequence alone."""
+        try:
+            return matcher().advance(tokens)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # panics of a Rust backend are no Exception
+            self._record_failure(grammar, error)
+            return Verdict(error=f"the backend failed ({type(error).__name__})")
 
-def _advance_or_error(matcher: Matcher, tokens: Sequence[int]) -> Verdict:
-    """The verdict of a matcher. An exception becomes an error of this sequence alone."""
-    try:
-        return matcher.advance(tokens)
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # panics of a Rust backend are no Exception
-        log.exception("the grammar backend failed")
-        return Verdict(error=f"the backend failed ({type(error).__name__})")
-
-
-def _fill_or_zero(matcher: Matcher, words: np.ndarray) -> None:
-    """Write the mask of a matcher into `words`; all zeros if the matcher raises."""
-    try:
-        matcher.fill_bitmask(words)
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException:
-        log.exception("the grammar backend failed")
-        words[:] = 0
+    def _record_failure(self, grammar: Grammar, error: BaseException) -> None:
+        """Log the first failure of a grammar, and report the grammar."""
+        if grammar in self._failed:
+            return
+        self._failed.add(grammar)
+        log.error("the grammar backend failed; the grammar is dropped", exc_info=error)
+        if self._on_failure is not None:
+            self._on_failure(grammar)

@@ -1,13 +1,12 @@
-"""Asyncio client of an engine at the other end of a socket, with restarts of that engine.
+"""Asyncio client of an engine, which a `Supervisor` keeps serving: streams of requests, and calls.
 
-After a crash another engine is started. It gets all open requests again, with the tokens delivered so far
-(`OpenRequests`). A request that crashes one engine after the other is found by bisection and fails alone
-(`CrashBisection`). Requests and outputs are token ids.
+After a crash the next engine gets all open requests again, with the tokens delivered so far (`OpenRequests`). A
+request that crashes one engine after the other is found by bisection and fails alone (`CrashBisection`). Requests and
+outputs are token ids.
 """
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Self
@@ -15,18 +14,19 @@ from typing import Any, Self
 from quire.core.explanation import Explanation
 from quire.core.output import Output
 from quire.core.request import nth_seed
-from quire.engine.engine import CostModelStats, EngineStats
+from quire.engine.engine import CostModelStats
 from quire.engine.inputs import NewRequest
 from quire.errors import EngineStopped, QueueFull, QuireError, RequestError
 from quire.params import is_unicode
 from quire.supervisor import protocol
-from quire.supervisor.connection import Connection
 from quire.supervisor.crash_isolation import CrashBisection, Denylist
-from quire.supervisor.health import FAILED_STEPS, STALL_SECONDS, CumulativeStats, Health, StallDetector, State
-from quire.supervisor.launcher import EngineHandle, Launcher
+from quire.supervisor.engine_handle import EngineHandle
+from quire.supervisor.health import STALL_SECONDS, Health
 from quire.supervisor.open_requests import OpenRequests, StepsInFlight
 from quire.supervisor.pending_calls import PendingCalls
-from quire.supervisor.protocol import Answer, BadFrame, Batch, EngineMessage
+from quire.supervisor.protocol import Answer, BadFrame, Batch
+from quire.supervisor.restart_policy import RESTART_TIMEOUT
+from quire.supervisor.supervisor import Supervisor
 
 
 class Stream:
@@ -66,63 +66,43 @@ class Stream:
 
 log = logging.getLogger(__name__)
 
-WATCHDOG_INTERVAL = 0.25
 MAX_PENDING_CALLS = 4096  # the most pending calls
 _RETRY_AFTER_SECONDS = 5.0  # Retry-After of requests beyond MAX_PENDING_CALLS
-_MAX_RESTARTS_WITHOUT_STEP = (
-    24  # restarts in a row without a committed step, after which the engine stops; bisection needs fewer
-)
 _CRASH_MESSAGE = "the engine crashed each time that it computed this request; it is not tried again"
-_STACK_DUMP_SECONDS = 0.5  # seconds that a stalled engine has for writing its stacks
-_MIN_LIFETIME_SECONDS = 5.0  # seconds; an idle engine that dies sooner counts for _MAX_RESTARTS_WITHOUT_STEP
 
 
 class AsyncEngine:
     """The engine of a server, across restarts. All methods must be called on the event loop of `start`.
 
-    engine_handle: the engine process or thread, already launched. watchdog: seconds that an engine may be stalled
-    before it is restarted; 0 means no limit.
+    engine_handle, watchdog, restart_timeout: as in Supervisor.
     """
 
-    def __init__(self, engine_handle: EngineHandle, *, watchdog: float = 0.0) -> None:
-        self._engine_handle = engine_handle
-        self._launcher = Launcher(engine_handle)
-        self._watchdog = watchdog
+    def __init__(
+        self, engine_handle: EngineHandle, *, watchdog: float = 0.0, restart_timeout: float = RESTART_TIMEOUT
+    ) -> None:
+        self.engine_handle = engine_handle
+        self._supervisor = Supervisor(engine_handle, self, watchdog=watchdog, restart_timeout=restart_timeout)
         self._streams: dict[str, Stream] = {}
         self._open_requests = OpenRequests()
         self._bisection = CrashBisection()
         self._submitted_ids: set[str] = set()  # open requests that the current engine has
+        self._resubmitting_ids: set[str] = set()  # among them, those whose Add it has not answered
         self._pending_calls = PendingCalls()
         self._denylist = Denylist()
         self._num_requests = 0
-        self._stopped: EngineStopped | None = EngineStopped("the engine has not been started")
-        self._connection: Connection | None = None
-        self._stall_detector = StallDetector(time.monotonic())
-        self._cumulative_stats = CumulativeStats(EngineStats.zero())
-        self._steps = StepsInFlight()
-        self._stalled_seconds = 0.0  # seconds; 0 while the engine makes progress
-        self._num_restarts = self._num_restarts_without_step = 0
-        self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        """Connect to the engine that the engine handle has launched, and start the watchdog."""
-        self._stopped = None
-        await self._connect()
-        self._spawn(self._run_watchdog())
+        """Connect to the engine that the engine handle has launched, and supervise it."""
+        await self._supervisor.start()
 
     async def close(self) -> None:
         """End the engine after its current step, or kill it if the step takes long. Open streams fail."""
-        if self._stopped is None:
-            self._stop(EngineStopped("the server is shutting down"))
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._connection is not None:
-            self._connection.send(protocol.Close())
-            self._connection.close()
-            self._connection = None
-            await self._launcher.wait_ended()
-        await self._launcher.abandon()
+        await self._supervisor.close()
+
+    @property
+    def failure(self) -> EngineStopped | None:
+        """Why no engine is started any more; None while the engine serves or is restarted, and after `close`."""
+        return self._supervisor.failure
 
     async def generate(self, requests: Sequence[NewRequest]) -> Stream:
         """Queue requests, all or none. Raises RequestError if one cannot be served, and EngineStopped."""
@@ -181,28 +161,14 @@ class AsyncEngine:
 
     def health(self) -> Health:
         """The health of the engine as seen by the front end."""
-        state, problem = self._state()
-        detector = self._stall_detector
-        age = time.monotonic() - detector.last_message_at
-        return Health(problem, state, age, self._cumulative_stats.stats, detector.predicted_seconds, self._num_restarts)
-
-    def _state(self) -> tuple[State, str]:
-        if self._stopped is not None:
-            return "stopped", str(self._stopped)
-        if self._connection is None:
-            return "restarting", "the engine ended and is being restarted; accepted requests continue afterwards"
-        if self._stalled_seconds:
-            return "stalled", "the engine has made no progress for longer than its step should take"
-        if self._cumulative_stats.stats.failed_in_a_row >= FAILED_STEPS:
-            return "ok", f"the last {FAILED_STEPS} steps failed; see the log for the cause"
-        return "ok", ""
+        return self._supervisor.health(len(self._open_requests))
 
     def _seeded(self, request: NewRequest) -> NewRequest:
         """The request with a seed, because another engine that continues it needs the same seed."""
         self._num_requests += 1
         if request.params.seed is not None:
             return request
-        seed = nth_seed(self._engine_handle.model_info.options.seed, self._num_requests - 1)
+        seed = nth_seed(self.engine_handle.model_info.options.seed, self._num_requests - 1)
         return request._replace(params=request.params.changed(seed=seed))
 
     def _abort(self, ids: Sequence[str]) -> None:
@@ -221,8 +187,7 @@ class AsyncEngine:
         self._submitted_ids.discard(request_id)
         if self._bisection.has_suspects:
             self._bisection.forget(request_id)
-            if self._connection is not None:
-                self._submit()
+            self._submit()
 
     # Pending calls
 
@@ -243,7 +208,7 @@ class AsyncEngine:
 
     def _send_pending_calls(self) -> None:
         """Send the pending calls that may be sent now."""
-        if self._connection is None:
+        if not self._supervisor.has_engine:
             return
         for number, call in self._pending_calls.to_send(allow_adds=self._bisection.current_group is None):
             try:
@@ -266,22 +231,39 @@ class AsyncEngine:
         self._open_requests.add(call.requests)
         call.answer.set_result(answer.result)
 
-    # The current engine
+    # The current engine: calls of the supervisor
 
-    async def _connect(self) -> None:
-        """Connect to a launched engine, and submit all open requests to it."""
-        self._stall_detector = StallDetector(time.monotonic())
-        self._steps, self._stalled_seconds = StepsInFlight(), 0.0
+    def on_engine_started(self) -> None:
+        """Submit all open requests, and send the pending calls. See RequestOwner."""
+        self._submit()
+
+    def on_batch(self, batch: Batch, committed: list[dict[str, int]]) -> None:
+        """Record progress, and deliver answers and outputs. See RequestOwner."""
+        self._record_progress(committed)
+        for answer in batch.answers:
+            self._on_answer(answer)
+        for output in batch.outputs:
+            self._deliver(output)
+
+    def on_engine_ended(self, steps: StepsInFlight) -> bool:
+        """Record the requests in flight as suspects, and fail one that is found guilty. See RequestOwner."""
+        had_work = bool(self._open_requests or self._pending_calls)
+        self._record_crash(steps)
         self._submitted_ids.clear()
+        self._resubmitting_ids.clear()
         self._pending_calls.mark_unsent()
-        self._connection = connection = Connection(self._on_message, self._on_lost)
-        await asyncio.get_running_loop().create_connection(lambda: connection, sock=self._engine_handle.connection)
-        await connection.first_message.wait()
-        if connection is self._connection:  # otherwise this engine has died meanwhile
-            self._submit()
+        return had_work
+
+    def on_stopped(self, error: EngineStopped) -> None:
+        """Fail all streams and pending calls. See RequestOwner."""
+        for stream in set(self._streams.values()):
+            stream.fail(error)
+        self._pending_calls.fail(error)
 
     def _submit(self) -> None:
         """Submit the open requests that the engine does not have: during bisection only those of the current group."""
+        if not self._supervisor.has_engine:
+            return
         trying = self._bisection.current_group
         for request_id in list(self._open_requests) if trying is None else trying:
             if request_id not in self._submitted_ids and request_id in self._open_requests:
@@ -291,39 +273,19 @@ class AsyncEngine:
 
     def _resubmit(self, request_id: str) -> None:
         request = self._open_requests.resume(request_id)
+        self._resubmitting_ids.add(request_id)
         _, call = self._pending_calls.add(lambda number: protocol.Add(number, [request]), resend=False)
         call.answer.add_done_callback(partial(self._on_resubmitted, request_id))
 
     def _on_resubmitted(self, request_id: str, answer: "asyncio.Future[Any]") -> None:
+        self._resubmitting_ids.discard(request_id)
         error = None if answer.cancelled() else answer.exception()
-        if error is not None and self._stopped is None and request_id in self._open_requests:
+        if error is not None and self._supervisor.error is None and request_id in self._open_requests:
             log.error("request %s could not be resumed: %s", request_id, error)
             self._fail(request_id, str(error))
 
     def _send(self, command: Any) -> None:  # noqa: ANN401  (one of protocol.Commands)
-        if self._connection is not None:
-            self._connection.send(command)
-
-    def _on_message(self, message: EngineMessage) -> None:
-        now = time.monotonic()
-        match message:
-            case Batch():
-                self._on_batch(message, now)
-            case protocol.Pulse(turned):
-                self._stall_detector.record_heartbeat(turned, now)
-
-    def _on_batch(self, batch: Batch, now: float) -> None:
-        self._cumulative_stats.update(batch.stats)
-        self._on_commit(batch.num_steps)
-        for answer in batch.answers:
-            self._on_answer(answer)
-        for output in batch.outputs:
-            self._deliver(output)
-        if batch.launched is None:
-            self._stall_detector.record_idle(now)
-        else:
-            self._steps.record_launch(batch.launched)
-            self._stall_detector.record_launch(batch.launched.predicted_seconds, now, is_queued=len(self._steps) > 1)
+        self._supervisor.send(command)
 
     def _deliver(self, output: Output) -> None:
         delivered, stopped_after = self._open_requests.record_output(output)
@@ -334,61 +296,27 @@ class AsyncEngine:
             stream.put(delivered)
         self._release_if_ended(output.request_id)
 
-    def _on_commit(self, num_steps: int) -> None:
-        for rows in self._steps.record_commits(num_steps):
+    # Crashes
+
+    def _record_progress(self, committed: list[dict[str, int]]) -> None:
+        for rows in committed:
             if self._bisection.has_suspects:
                 for name, position in rows.items():
                     self._bisection.record_progress(name, position)
                 self._submit()
 
-    # Crash, restart, watchdog
-
-    def _on_lost(self, connection: Connection, why: Exception | None) -> None:
-        if connection is self._connection and self._stopped is None:
-            self._connection = None
-            self._spawn(self._recover(why))
-
-    async def _recover(self, why: Exception | None) -> None:
-        """After the end of an engine: record its in-flight requests as suspects, and start another engine.
-
-        why: the error in its messages, or None.
-        """
-        if why is not None:  # a message could not be read
-            log.error("ending the engine: %s", why)
-            self._engine_handle.kill()
-        lifetime = time.monotonic() - self._stall_detector.connected_at
-        how = await self._launcher.wait_ended()
-        rows, num_gone = self._steps.at_crash(self._open_requests)
-        log.error("the engine ended %s, with %d requests in its last step", how, len(rows))
-        if not self._engine_handle.can_restart:
-            self._stop(EngineStopped(f"the engine failed: it ended {how}; see its log for the cause"))
-            return
-        in_vain = self._steps.num_committed == 0 and (
-            self._open_requests or self._pending_calls or lifetime < _MIN_LIFETIME_SECONDS
-        )
-        self._num_restarts_without_step = self._num_restarts_without_step + 1 if in_vain else 0
-        self._record_crash(rows, num_gone)
-        self._cumulative_stats.engine_ended(len(self._open_requests))
-        if self._num_restarts_without_step > _MAX_RESTARTS_WITHOUT_STEP:
-            self._stop(
-                EngineStopped(
-                    f"{self._num_restarts_without_step} engines in a row crashed before they committed a step"
-                )
-            )
-            return
-        if await self._launcher.launch():
-            self._num_restarts += 1
-            await self._connect()
-        else:
-            self._stop(EngineStopped("the engine could not be restarted; see the log for the cause"))
-
-    def _record_crash(self, rows: dict[str, int], num_gone: int) -> None:
+    def _record_crash(self, steps: StepsInFlight) -> None:
+        rows, num_gone = steps.at_crash(self._open_requests)
+        # a request can also crash the engine while it is added again: until the first step it makes no progress
+        rows |= {name: 0 for name in self._resubmitting_ids if name in self._open_requests and name not in rows}
+        if rows:
+            log.error("%d requests were in the last step of the engine or were being added", len(rows))
         culprit = self._bisection.record_crash(rows, num_gone)
         if culprit is not None:
             log.error("request %s fails: the engine crashed each time that it computed it", culprit)
             self._denylist.add(self._open_requests.request(culprit))
             self._fail(culprit, _CRASH_MESSAGE)
-        if not rows and not self._steps.num_committed:
+        if not rows and not steps.num_committed:
             for call in self._pending_calls.record_crash():
                 if not call.answer.done():
                     call.answer.set_exception(RequestError(_CRASH_MESSAGE))
@@ -400,43 +328,6 @@ class AsyncEngine:
             stream.put(output)  # type: ignore[union-attr]  # it is not None
         self._release_if_ended(request_id)
 
-    async def _run_watchdog(self) -> None:
-        """The watchdog loop: update `_stalled_seconds`, and kill an engine that is stalled for too long."""
-        while True:
-            asleep = time.monotonic()
-            await asyncio.sleep(WATCHDOG_INTERVAL)
-            now = time.monotonic()
-            if self._connection is None or now - asleep > 2 * WATCHDOG_INTERVAL:
-                self._stalled_seconds = 0.0  # after a delay of the event loop, heartbeats may be unread
-                continue
-            self._stalled_seconds = self._stall_detector.stalled_seconds(now)
-            if self._engine_handle.can_restart and 0 < self._watchdog < self._stalled_seconds:
-                log.error("the engine has been stalled for %.1f s and is killed", self._stalled_seconds)
-                stalled = self._connection
-                self._engine_handle.dump_stacks()
-                await asyncio.sleep(_STACK_DUMP_SECONDS)
-                if self._connection is stalled:  # otherwise it has died, and another engine runs
-                    self._engine_handle.kill()
-                await asyncio.sleep(_STACK_DUMP_SECONDS)
-
     def _check_running(self) -> None:
-        if self._stopped is not None:
-            raise self._stopped
-
-    def _stop(self, reason: EngineStopped) -> None:
-        self._stopped = reason
-        for stream in set(self._streams.values()):
-            stream.fail(reason)
-        self._pending_calls.fail(reason)
-
-    def _spawn(self, work: Any) -> None:  # noqa: ANN401  (a coroutine)
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._on_task_done)
-
-    def _on_task_done(self, task: "asyncio.Task[None]") -> None:
-        self._tasks.discard(task)
-        error = None if task.cancelled() else task.exception()
-        if error is not None and self._stopped is None:  # without this task requests would wait forever
-            log.error("the connection to the engine failed", exc_info=error)
-            self._stop(EngineStopped("a task that supervises the engine failed; see the log of the server"))
+        if self._supervisor.error is not None:
+            raise self._supervisor.error

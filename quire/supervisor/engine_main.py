@@ -11,8 +11,8 @@ from collections.abc import Callable
 from quire.errors import QuireError
 from quire.startup.build import Built, build, model_info_of
 from quire.supervisor import protocol
+from quire.supervisor.engine_handle import DUMP_SIGNAL
 from quire.supervisor.engine_loop import EngineLoop, GCPolicy
-from quire.supervisor.launcher import DUMP_SIGNAL
 from quire.supervisor.protocol import BadFrame, Begin, EngineMessage, Loading, Ready, Refused, Report, receive_frame
 
 _LOADING_STEPS = 100  # progress messages per load
@@ -32,8 +32,12 @@ def run(connection: socket.socket, build: Callable[..., Built] = build) -> None:
         connection.sendall(protocol.encode_frame(message))
 
     try:
+        begin = _receive_begin(connection)
         built = build(
-            _receive_begin(connection).options, report=lambda line: say(Report(line)), progress=_LoadingProgress(say)
+            begin.options,
+            report=lambda line: say(Report(line)),
+            progress=_LoadingProgress(say),
+            is_restart=begin.is_restart,
         )
     except QuireError as error:
         say(Refused(protocol.encode_error(error)))

@@ -3,13 +3,24 @@
 Callers pass the time in seconds of a monotonic clock.
 """
 
-from typing import Literal, NamedTuple
+from enum import StrEnum
+from typing import NamedTuple
 
 import msgspec
 
 from quire.engine.engine import EngineStats
 
-State = Literal["ok", "stalled", "restarting", "stopped"]
+
+class State(StrEnum):
+    """The state of a supervisor."""
+
+    STARTING = "starting"  # the first engine is launched and has not sent a message
+    SERVING = "serving"
+    STALLED = "stalled"  # the engine has made no progress for too long
+    RESTARTING = "restarting"  # the engine ended, and another one is being started
+    FAILED = "failed"  # the engine ended, and no other is started any more
+    CLOSED = "closed"  # the server shuts down
+
 
 STALL_SECONDS = 1.5  # without a message, after which an engine counts as stalled
 FAILED_STEPS = 3  # in a row, reported as a problem; fewer may be caused by one request
@@ -18,14 +29,19 @@ _UNKNOWN_SECONDS = 10.0  # the same for a step without a prediction
 
 
 class Health(NamedTuple):
-    """Health of the engine. `problem` is empty if there is none, and contains no varying numbers. Times in seconds."""
+    """Health of the engine. Times in seconds.
+
+    problem: empty if there is none; it contains no varying numbers. stats: without an engine all gauges are 0, but
+    num_waiting is the number of open requests. start_error: why the last start failed; empty once an engine serves.
+    """
 
     problem: str
     state: State
-    heartbeat_age: float  # since the last message
     stats: EngineStats
-    predicted_step_seconds: float  # of the current step; 0 without a prediction
+    heartbeat_age: float | None  # since the last message; None without an engine
+    predicted_step_seconds: float | None  # of the current step; 0 without a prediction, None without an engine
     num_restarts: int
+    start_error: str
 
 
 class StallDetector:
@@ -76,10 +92,9 @@ class CumulativeStats:
         sums = {name: getattr(stats, name) + value for name, value in self._previous_totals.items()}
         self.stats = msgspec.structs.replace(stats, **sums) if sums else stats
 
-    def engine_ended(self, num_waiting: int) -> None:
-        """Keep the counters of an engine that has ended. num_waiting: open requests, which wait for the next engine."""
+    def engine_ended(self) -> None:
+        """Keep the counters of an engine that has ended, and set the gauges to those of an idle engine without KV."""
         self._previous_totals = {name: getattr(self.stats, name) for name in EngineStats.__struct_fields__}
         for name in EngineStats.GAUGES:
             del self._previous_totals[name]
-        idle = {"num_running": 0, "kv_blocks_used": 0, "kv_blocks_cached": 0, "host_blocks_used": 0}
-        self.stats = msgspec.structs.replace(self.stats, num_waiting=num_waiting, failed_in_a_row=0, **idle)
+        self.stats = msgspec.structs.replace(EngineStats.zero(), **self._previous_totals)

@@ -10,7 +10,7 @@ from collections.abc import Container, Iterable, Iterator
 import msgspec
 import numpy as np
 
-from quire.core.output import Output
+from quire.core.output import EndCause, Output
 from quire.core.request import KnownOutput
 from quire.core.step import Logprobs, Pooling
 from quire.engine.inputs import NewRequest
@@ -103,7 +103,7 @@ class OpenRequests:
         sequence = entry.sequences[output.index]
         sequence.seq_id = output.seq_id
         if sequence.finished:
-            return None, None if output.finish_reason else sequence.stopped_after
+            return None, None if output.end else sequence.stopped_after
         if output.prompt_logprobs is not None:
             output = self._undelivered(entry, output, output.prompt_logprobs)
         if output.pooled is not None:
@@ -111,7 +111,7 @@ class OpenRequests:
         sequence.token_ids += output.token_ids
         if output.cumulative_logprob is not None:
             sequence.cumulative_logprob = output.cumulative_logprob
-        if output.finish_reason is not None:
+        if output.end is not None:
             sequence.finished = True
             self._remove_if_finished(entry)
         return output, None
@@ -135,7 +135,7 @@ class OpenRequests:
         entry = self._entries[request_id]
         self.remove(request_id)
         return [
-            Output(request_id, index, -1, [], "error", error=error)
+            Output(request_id, index, -1, [], EndCause.ENGINE_LOST, error=error)
             for index, sequence in enumerate(entry.sequences)
             if not sequence.finished
         ]
@@ -157,7 +157,7 @@ def _pool(entry: _OpenRequest, output: Output, pooled: np.ndarray) -> Output:
     """Accumulate pooled states. The output has them only when they are complete, as a new engine starts over."""
     more = entry.pooled is not None and entry.request.pooling is Pooling.MEAN
     entry.pooled = entry.pooled + pooled if more else pooled
-    return msgspec.structs.replace(output, pooled=None if output.finish_reason is None else entry.pooled)
+    return msgspec.structs.replace(output, pooled=None if output.end is None else entry.pooled)
 
 
 class StepsInFlight:

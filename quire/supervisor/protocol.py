@@ -87,9 +87,10 @@ class Command(msgspec.Struct, frozen=True, tag=True):
 
 
 class Begin(Command, frozen=True, tag=True):
-    """The first command: build an engine with these options."""
+    """The first command: build an engine with these options. is_restart: whether another engine served before."""
 
     options: EngineOptions
+    is_restart: bool = False
 
 
 class Add(Command, frozen=True, tag=True):

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.cpu.__main__ import main, parse
 from benchmarks.cpu.checkpoints import checkpoint
-from benchmarks.cpu.engines import Answer, Engine, EngineError, start
+from benchmarks.cpu.engines import BEFORE, Answer, Engine, EngineError, start
 from benchmarks.cpu.gguf_file import gguf_file
 from benchmarks.cpu.machine import matmul_rate, read_rate
 from benchmarks.cpu.turns import Turns, figures
@@ -189,6 +189,21 @@ def test_a_peer_is_a_known_name_and_an_interpreter(arguments, capsys):
     with pytest.raises(SystemExit):
         parse(arguments)
     assert "argument --peer" in capsys.readouterr().err
+
+
+def test_another_version_of_quire_is_imported_from_its_checkout(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        parse(["--before", str(tmp_path)])
+    assert "argument --before: " in capsys.readouterr().err
+    kernels = tmp_path / "quire" / "kernels" / "cpu"
+    kernels.mkdir(parents=True)
+    (kernels / "_C.abi3.so").touch()
+    assert parse(["--before", str(tmp_path)]).before == tmp_path
+    (tmp_path / "quire" / "__init__.py").write_text("__version__ = 'the one before'")
+    source = HONEST.replace("LIE", "None").replace('"1", 1', "__import__('quire').__version__, 1")
+    driver = fake(tmp_path, source + "\ndrive(load)").driver
+    with start(Engine(BEFORE, sys.executable, tmp_path, driver=driver, checkout=tmp_path)) as running:
+        assert running.facts["version"] == "the one before"
 
 
 @pytest.mark.parametrize("arguments", [["--shapes", "2b"], ["--workloads", "W1,W9"], ["--repeat", "0"]])

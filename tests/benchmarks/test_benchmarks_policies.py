@@ -1,17 +1,19 @@
 """Queue policies beside the best order and under floods, and what a decision costs: drivers of benchmarks.policies."""
 
+import asyncio
 from collections import Counter
 from random import Random
 
 import pytest
 
+from benchmarks.policies import live
 from benchmarks.policies.fair import Load, arrivals, harm
 from benchmarks.policies.order import best, best_of_all_orders, crossover, few_shot, served, small_case
 from benchmarks.policies.plan import loaded
 from quire.cache.incremental_match import IncrementalMatcher
 from quire.scheduler.queue import prefix_aware
 from quire.scheduler.queue.prefix_aware import score
-from tools.virtual_time import Server, limits, memory, result_of
+from tools.virtual_time import Arrival, Server, limits, memory, request, result_of
 
 BLOCK = 4
 
@@ -66,7 +68,7 @@ def test_a_step_looks_at_a_bounded_number_of_waiting_sequences(policy, monkeypat
         assert 0 < looked["sequences"] <= prefix_aware.MAX_MATCH_UPDATES + 4
         assert looked["blocks"] <= prefix_aware.MOST_BLOCKS + 64
         if i == 20:
-            scheduler.abort(scheduler._state.running_queue.running[0].request.id, 100.0)  # another one may begin
+            scheduler.abort(scheduler.state.running_queue.running[0].request.id, 100.0)  # another one may begin
         scheduler.commit(result_of(step, 0.01), 100.0 + i)
     assert scheduler.num_waiting == 1499
 
@@ -74,6 +76,18 @@ def test_a_step_looks_at_a_bounded_number_of_waiting_sequences(policy, monkeypat
 def test_a_flood_hardly_moves_another_tenant_and_with_first_come_first_served_it_does():
     assert harm("fair", seconds=12.0, seeds=[3])["moved"] < 0.2
     assert harm("fcfs", seconds=12.0, seeds=[3])["moved"] > 10
+
+
+def test_a_flood_over_http_refuses_none_of_another_tenants_requests():
+    """Through `quire serve` with keys of two tenants: 120 requests at once, where 16 run and 20 may wait."""
+    flood = [Arrival(0.0, request(f"loud-{i}", [1] * 40, 100, tenant="loud")) for i in range(120)]
+    quiet = [Arrival(0.2 + i / 10, request(f"quiet-{i}", [2] * 40, 4, tenant="quiet")) for i in range(5)]
+    found = live.Found()
+    with live.site("--max-queued-requests", "20") as served:
+        asyncio.run(live.play(served, flood + quiet, found))
+    assert served.policy == "fair"
+    assert found.num_refused["loud"] > 0
+    assert (found.num_refused["quiet"], found.num_unanswered, len(found.waits)) == (0, 0, 5)
 
 
 def test_a_burst_of_a_tenant_that_uses_less_than_its_share_does_not_wait_behind_a_flood():

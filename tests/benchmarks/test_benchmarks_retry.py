@@ -14,7 +14,7 @@ def test_turns_are_those_of_the_scheduler():
     began, line, made = {}, None, 0.0
     while site.scheduler.has_work:
         step = site.scheduler.plan(site.now)
-        for seq in site.scheduler._state.running_queue.running:
+        for seq in site.scheduler.state.running_queue.running:
             began.setdefault(seq.request.id, site.now)
         if step.id == 150:
             bound, made = site.scheduler._queue_limit, site.now

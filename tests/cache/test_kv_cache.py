@@ -361,7 +361,7 @@ class CacheMachine(RuleBasedStateMachine):
                 assert read == stamps[first:written]
 
     def copies_wait(self) -> bool:
-        return bool(self.cache._copies._pending) or any(failing for _, failing, _ in self.in_flight)
+        return bool(self.cache.copies.pending) or any(failing for _, failing, _ in self.in_flight)
 
     def teardown(self) -> None:
         for seq_id in self.sequences:

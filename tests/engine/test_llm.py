@@ -109,8 +109,8 @@ def test_one_bad_prompt_leaves_nothing_behind(llm, prompts):
     with pytest.raises(RequestError):
         llm.generate(prompts, GREEDY)
     assert texts(llm.generate(STORY, GREEDY)) == texts(llm.generate(STORY, GREEDY))
-    assert llm._engine.stats().kv_blocks_used == 0
-    assert not llm._engine.has_work
+    assert llm.llm_engine.stats().kv_blocks_used == 0
+    assert not llm.llm_engine.has_work
 
 
 def test_as_many_params_as_prompts(llm):
@@ -121,10 +121,10 @@ def test_as_many_params_as_prompts(llm):
 def test_an_answer_given_up_frees_its_blocks(llm):
     answer = llm.stream_chat([{"role": "user", "content": "Tell me a story about Mira."}], GREEDY)
     next(answer)
-    assert llm._engine.stats().kv_blocks_used > 0
+    assert llm.llm_engine.stats().kv_blocks_used > 0
     answer.close()
-    llm._engine.step()
-    assert llm._engine.stats().kv_blocks_used == 0
+    llm.llm_engine.step()
+    assert llm.llm_engine.stats().kv_blocks_used == 0
 
 
 def test_progress_is_shown_when_asked_for(llm, capfd):

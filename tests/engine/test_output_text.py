@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Core
 from tokenizers.models import WordLevel
 
-from quire.core.output import Output
+from quire.core.output import EndCause, Output
 from quire.core.step import Logprobs
 from quire.engine.inputs import Generation, TokenizedPrompt
 from quire.engine.output_text import RequestOutputProcessor
@@ -52,7 +52,7 @@ def test_stop_strings_against_a_slow_search(tokenizer, text, stops, cuts, min_to
     run = transcript(tokenizer, stop=stops, min_tokens=min_tokens, max_tokens=100)
     bounds = sorted({0, len(ids), *(cut % (len(ids) + 1) for cut in cuts)})
     deltas = [run.process_output(output(ids[a:b]), 2.0) for a, b in pairwise(bounds)]
-    deltas.append(run.process_output(output([], finish_reason="length"), 3.0))
+    deltas.append(run.process_output(output([], end=EndCause.LENGTH), 3.0))
     (result,) = run.result().outputs
     assert "".join(delta.text for delta in deltas if delta) == result.text == expected
     assert result.stop_reason == matched
@@ -66,14 +66,14 @@ def test_stop_strings_against_a_slow_search(tokenizer, text, stops, cuts, min_to
 def test_nothing_is_added_after_the_end(tokenizer):
     run = transcript(tokenizer, stop="a")
     assert run.process_output(output(tokenizer.encode("a")), 2.0).stopped_after == 1
-    assert run.process_output(output([68], finish_reason="length"), 3.0) is None
+    assert run.process_output(output([68], end=EndCause.LENGTH), 3.0) is None
     assert run.result().outputs[0].token_ids == [67]
 
 
 def test_an_end_token_is_counted_but_no_text(tokenizer):
     run = transcript(tokenizer)
     run.process_output(output([67]), 2.0)
-    delta = run.process_output(output([EOS], finish_reason="stop", stop_token=EOS), 3.0)
+    delta = run.process_output(output([EOS], end=EndCause.STOP, stop_token=EOS), 3.0)
     assert (delta.text, delta.finish_reason, delta.stop_reason) == ("", "stop", None)
     result = run.result()
     assert result.outputs[0].token_ids == [67, EOS]
@@ -83,13 +83,13 @@ def test_an_end_token_is_counted_but_no_text(tokenizer):
 
 def test_a_stop_token_of_the_request_is_the_reason_and_no_text(tokenizer):
     run = transcript(tokenizer, stop_token_ids=[68])
-    delta = run.process_output(output([67, 68], finish_reason="stop", stop_token=68), 2.0)
+    delta = run.process_output(output([67, 68], end=EndCause.STOP, stop_token=68), 2.0)
     assert (delta.text, delta.stop_reason) == ("a", 68)
 
 
 def test_an_engine_that_knows_the_end_is_not_told_again(tokenizer):
     run = transcript(tokenizer, stop="a")
-    delta = run.process_output(output([67], finish_reason="length"), 2.0)
+    delta = run.process_output(output([67], end=EndCause.LENGTH), 2.0)
     assert (delta.finish_reason, delta.stop_reason, delta.stopped_after) == ("stop", "a", None)
 
 
@@ -97,14 +97,14 @@ def test_held_text_comes_with_the_end(tokenizer):
     run = transcript(tokenizer, stop="abc")
     assert run.process_output(output(tokenizer.encode("a")), 2.0).text == ""
     half = tokenizer.encode("😀")[:2]
-    assert run.process_output(output(half, finish_reason="length"), 3.0).text == "a\ufffd"
+    assert run.process_output(output(half, end=EndCause.LENGTH), 3.0).text == "a\ufffd"
 
 
 def test_sequences_end_one_by_one(tokenizer):
     run = transcript(tokenizer, n=2)
-    run.process_output(output([67], index=1, finish_reason="length"), 2.0)
+    run.process_output(output([67], index=1, end=EndCause.LENGTH), 2.0)
     assert not run.finished
-    run.process_output(output([68], index=0, finish_reason="length"), 3.0)
+    run.process_output(output([68], index=0, end=EndCause.LENGTH), 3.0)
     assert run.finished
     result = run.result()
     assert [o.text for o in result.outputs] == ["b", "a"]
@@ -114,7 +114,7 @@ def test_sequences_end_one_by_one(tokenizer):
 
 def test_an_error_says_why(tokenizer):
     run = transcript(tokenizer)
-    run.process_output(output([], finish_reason="error", error="not finite"), 2.0)
+    run.process_output(output([], end=EndCause.STEP_FAILED, error="not finite"), 2.0)
     assert run.result().outputs[0].stop_reason == "not finite"
 
 
@@ -202,10 +202,10 @@ def test_logprobs_of_a_prompt_that_nobody_asked_for(tokenizer):
 
 def test_nothing_generated_ends_all_the_same(tokenizer):
     run = transcript(tokenizer, (67, 68), max_tokens=0, prompt_logprobs=0, n=2)
-    first = run.process_output(output([], prompt_logprobs=piece([(68, -1.0)]), finish_reason="length"), 2.0)
+    first = run.process_output(output([], prompt_logprobs=piece([(68, -1.0)]), end=EndCause.LENGTH), 2.0)
     assert (first.text, first.token_ids, first.finish_reason) == ("", [], "length")
     assert not run.finished
-    run.process_output(output([], index=1, finish_reason="length"), 2.0)
+    run.process_output(output([], index=1, end=EndCause.LENGTH), 2.0)
     assert run.finished
     assert run.metrics.first_token_time is None
     assert run.metrics.finished_time == 2.0
@@ -215,14 +215,14 @@ def test_nothing_generated_ends_all_the_same(tokenizer):
 @pytest.mark.parametrize("included", [True, False])
 def test_an_end_token_is_text_only_where_both_are_asked_for(tokenizer, skip, included):
     run = transcript(tokenizer, skip_special_tokens=skip, include_stop_str_in_output=included)
-    run.process_output(output([67, EOS], finish_reason="stop", stop_token=EOS), 2.0)
+    run.process_output(output([67, EOS], end=EndCause.STOP, stop_token=EOS), 2.0)
     assert run.result().outputs[0].text == ("a<|im_end|>" if included and not skip else "a")
 
 
 @pytest.mark.parametrize("included", [True, False])
 def test_a_stop_token_is_text_where_it_is_asked_for(tokenizer, included):
     run = transcript(tokenizer, stop_token_ids=[68], include_stop_str_in_output=included)
-    delta = run.process_output(output([67, 68], finish_reason="stop", stop_token=68), 2.0)
+    delta = run.process_output(output([67, 68], end=EndCause.STOP, stop_token=68), 2.0)
     assert (delta.text, delta.stop_reason) == ("ab" if included else "a", 68)
 
 
@@ -238,7 +238,7 @@ def test_spaces_between_special_tokens(spaces):
     core = Core(WordLevel({"a": 0, "<x>": 1, "<y>": 2, "b": 3}, unk_token="a"))
     core.add_special_tokens(["<x>", "<y>"])
     run = transcript(Tokenizer(core), (0,), skip_special_tokens=False, spaces_between_special_tokens=spaces)
-    run.process_output(output([3, 1, 2, 3], finish_reason="length"), 2.0)
+    run.process_output(output([3, 1, 2, 3], end=EndCause.LENGTH), 2.0)
     assert run.result().outputs[0].text.strip() == ("b <x> <y> b" if spaces else "b <x><y> b")
 
 
@@ -251,5 +251,5 @@ def test_a_token_begins_where_the_characters_before_it_are_complete(tokenizer, t
         offset for a, b in pairwise(bounds) for offset in run.process_output(output(ids[a:b]), 2.0).token_offsets
     ]
     assert offsets == [len(tokenizer.decode(ids[:i]).rstrip("\ufffd")) for i in range(len(ids))]
-    run.process_output(output([], finish_reason="length"), 3.0)
+    run.process_output(output([], end=EndCause.LENGTH), 3.0)
     assert run.result().outputs[0].token_offsets == offsets

@@ -15,7 +15,7 @@ from quire.server.app import make_app
 from quire.server.service import Service
 from quire.startup.build import build, model_info_of
 from quire.supervisor.async_engine import AsyncEngine
-from quire.supervisor.launcher import EngineThread
+from quire.supervisor.engine_handle import EngineThread
 
 SMALL = {"dtype": "float32", "memory": "400MiB", "max_num_seqs": 16, "max_model_len": 512}
 PROMPTS = ["One Tuesday Mira went", "Hello! Who are", "The kettle"]
@@ -40,7 +40,7 @@ def tight():
 
 def slow_search(llm, prompt, params):
     """A search that generates one token at a time and recomputes every prefix: (tokens, logprob, reason)."""
-    ends = frozenset() if params.ignore_eos else frozenset(llm._engine._eos_token_ids)
+    ends = frozenset() if params.ignore_eos else frozenset(llm.llm_engine.eos_token_ids)
     rules = Rules(
         params.beam_width, params.max_tokens, params.length_penalty, params.early_stopping, ends, params.min_tokens
     )
@@ -70,7 +70,7 @@ def test_a_search_is_that_of_one_token_at_a_time(llm, width, penalty, stopping):
     results = llm.beam_search(PROMPTS, params)
     for prompt, result in zip(PROMPTS, results, strict=True):
         assert slow_search(llm, prompt, params) == told(result), prompt
-    assert not llm._engine.has_work
+    assert not llm.llm_engine.has_work
 
 
 def test_one_beam_is_greedy(llm):
@@ -89,14 +89,14 @@ def test_beams_that_have_little_room(llm, tight):
         [(beam.tokens, beam.cum_logprob, beam.finish_reason) for beam in one.sequences]
         for one in llm.beam_search(PROMPTS * 3, params)
     ]
-    stats = tight._engine.stats()
+    stats = tight.llm_engine.stats()
     assert (stats.num_running, stats.num_waiting) == (0, 0)
 
 
 @pytest.mark.parametrize("stopping", STOPPING)
 def test_as_transformers(llm, stopping):
     reference = AutoModelForCausalLM.from_pretrained(embedded.folder(), dtype=torch.float32).eval()
-    ends = list(llm._engine._eos_token_ids)
+    ends = list(llm.llm_engine.eos_token_ids)
     for prompt in PROMPTS:
         params = BeamSearchParams(beam_width=3, max_tokens=16, early_stopping=stopping)
         (result,) = llm.beam_search(prompt, params)

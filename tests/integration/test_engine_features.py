@@ -69,7 +69,7 @@ def test_no_end_before_min_tokens(llm):
     asked = SamplingParams(temperature=0, max_tokens=60, min_tokens=length + 5)
     (held,) = llm.chat([{"role": "user", "content": "Hello!"}], asked)
     assert len(held.outputs[0].token_ids) >= length + 5
-    ends = set(llm._engine._eos_token_ids)
+    ends = set(llm.llm_engine.eos_token_ids)
     assert ends.isdisjoint(held.outputs[0].token_ids[: length + 4]), "masked, not only overlooked"
 
 
@@ -159,13 +159,13 @@ def test_the_doctor_finds_a_model_that_runs_and_one_that_does_not(tmp_path):
 
 
 def test_tokens_that_the_model_does_not_have_can_neither_come_up_nor_hurt(llm):
-    engine = llm._engine
+    engine = llm.llm_engine
     params = SamplingParams(temperature=0, max_tokens=4, min_tokens=2, ignore_eos=True)
     engine.add_request("a", PROMPT, params, bad_words=[[400_000], [3, 400_000]])
     tokens = [token for _ in range(6) for output in engine.step() for token in output.token_ids]
     assert len(tokens) == 4 and engine.stats().failed_steps == 0
-    other = Engine(engine._scheduler, engine._runner, vocab_size=2048, eos_token_ids=(2, 2048, -1))
-    assert other._eos_token_ids == (2,)
+    other = Engine(engine.scheduler, engine.runner, vocab_size=2048, eos_token_ids=(2, 2048, -1))
+    assert other.eos_token_ids == (2,)
 
 
 def test_the_doctor_on_the_command_line(tmp_path):

@@ -12,7 +12,7 @@ from quire.core.step import Move
 from quire.kernels import deterministic, reference
 from quire.kv_store import host
 from quire.kv_store.device import DeviceStore
-from quire.kv_store.host import PlainPool, StreamedPool, _runs, _sorted, host_blocks
+from quire.kv_store.host import PlainPool, StreamedPool, Swap, _runs, _sorted, host_blocks
 
 NUM_BLOCKS, NUM_HOST_BLOCKS = 6, 4
 
@@ -79,9 +79,9 @@ def test_blocks_come_back_as_they_were_where_both_pools_are_host_memory(made):
     storage = filled(module, device)
     before = module.pack(storage, torch.arange(NUM_BLOCKS)).clone()
     pool = PlainPool(storage, NUM_HOST_BLOCKS, clock=iter(range(100)).__next__)
-    assert pool.swap_out([(5, 0), (0, 3)])() == 1
+    assert pool.swap_out([(5, 0), (0, 3)]).wait() == 1
     storage.by_block[5] = storage.by_block[0] = 0
-    assert pool.swap_in([(3, 2), (0, 0)])() == 1
+    assert pool.swap_in([(3, 2), (0, 0)]).wait() == 1
     after = module.pack(storage, torch.arange(NUM_BLOCKS))
     assert torch.equal(after[:, :, [2, 0]], before[:, :, [0, 5]])
     assert torch.equal(after[:, :, [1, 3, 4]], before[:, :, [1, 3, 4]])
@@ -112,16 +112,15 @@ def test_the_store_does_moves_in_order_and_says_how_long_they_took():
         Move(3, 1, "host", "device", [(3, 5)], 16),
         Move(4, 0, "device", "host", [(0, 1)], 5),
     ]
-    store.execute(7, moves)
+    delay = store.execute(7, moves)
     new = [reference.pack(storage, torch.arange(NUM_BLOCKS)) for storage in store.storages]
     assert torch.equal(new[1][:, :, [5, 2]], old[1][:, :, [2, 4]])
     assert torch.equal(new[0], old[0])
-    out, back = store.wait_swaps(7)
-    assert out > 0 and back > 0 and not store.has_copy_stream
-    assert store.wait_swaps(7) == (0, 0)
-    store.execute(8, moves)
-    store.drain()
-    assert store.wait_swaps(8) == (0, 0)
+    assert store.end_swaps(6, wait=True) == ([], 0, 0), "of earlier steps"
+    ids, out, back = store.end_swaps(7, wait=False)
+    assert ids == [1, 3, 4]
+    assert out > 0 and back > 0 and out + back == delay and not store.has_copy_stream
+    assert store.end_swaps(7, wait=True) == ([], 0, 0)
     with pytest.raises(ValueError, match="to the host and from it"):
         store.execute(9, [Move(1, 0, "device", "disk", [(0, 1)], 16)])
 
@@ -156,23 +155,23 @@ def test_copies_beside_a_device_pass_through_little_memory(made, monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(log))
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(host, "_now", lambda: f"event {len(log)} after {len(staged)} pieces")
-    monkeypatch.setattr(host, "_wait_function", lambda began, ended: lambda: 0.5)
+    monkeypatch.setattr(host, "_swap", lambda began, ended: Swap(lambda: True, lambda: 0.5))
     monkeypatch.setattr(
         host, "to_device", lambda array, device: (staged.append(len(array)), torch.from_numpy(array))[1]
     )
     monkeypatch.setattr(host, "host_blocks", lambda *args, pinned: host_blocks(*args, pinned=False))
     pool = StreamedPool(storage, NUM_HOST_BLOCKS, Stream(log))
     before = storage.by_block.clone()
-    assert pool.swap_out([(5, 0), (0, 3), (1, 1)])() == 0.5
+    assert pool.swap_out([(5, 0), (0, 3), (1, 1)]).wait() == 0.5
     assert staged == [2, 1]
     assert log == ["waits for forward passes", "forward passes wait for event 1 after 2 pieces"]
     storage.by_block[[0, 1, 5]] = 0
-    assert pool.swap_in([(3, 0), (0, 2), (1, 1)])() == 0.5
+    assert pool.swap_in([(3, 0), (0, 2), (1, 1)]).wait() == 0.5
     assert staged == [2, 1, 2, 1] and len(log) == 3
     for block, was in ((0, 0), (1, 1), (2, 5), (4, 4)):
         assert torch.equal(storage.by_block[block].view(torch.uint8), before[was].view(torch.uint8))
     assert not storage.by_block[5].any()
-    assert pool.swap_out([])() == pool.swap_in([])() == 0.5
+    assert pool.swap_out([]).wait() == pool.swap_in([]).wait() == 0.5
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -186,6 +185,7 @@ def test_copies_beside_a_gpu_read_what_was_there_when_they_were_asked_for():
         left = pool.swap_out([(5, 0), (0, 3)])
         storage.by_block[5] = storage.by_block[0] = 0  # while the copy may still run
         back = pool.swap_in([(3, 0), (0, 5)])
-        assert left() >= 0 and back() >= 0
+        assert left.wait() >= 0 and back.wait() >= 0
+        assert left.is_done() and back.is_done()
         torch.cuda.synchronize()
         assert torch.equal(triton.pack(storage, torch.arange(NUM_BLOCKS)), before)

@@ -64,7 +64,7 @@ def test_builds_share_no_code(objects):
         isas.add(isa)
         listing = subprocess.run([nm, "-C", "--defined-only", path], capture_output=True, text=True, check=True).stdout
         assert list(shared_symbols(listing, isa)) == [], path
-    assert isas == set(_C.builds())
+    assert isas >= set(_C.builds())  # builds() has those that run on this machine
 
 
 def test_a_shared_symbol_would_be_seen():

@@ -32,7 +32,7 @@ ORDER = (
     *("structured_outputs.forced_tokens", "structured_outputs.json_schema", "structured_outputs.fsm"),
     *(
         "structured_outputs",
-        "structured_outputs.compile",
+        "structured_outputs.compiler",
         "engine",
         "startup",
         "llm",
@@ -50,12 +50,12 @@ ORDER = (
         "server.errors",
     ),
     *("server.observability", "server.api.request_params", "server.middleware", "server.thread_pool", "server.sse"),
-    *("server.grammar_check", "server.reply", "server.service", "server.api.limits", "server.api"),
+    *("server.reply", "server.service", "server.api.limits", "server.api"),
     *("server", "server.batch", "quire", "cli"),  # quire/__init__.py re-exports names of the folders before it
 )
 CONTROL_PLANE = ORDER[: ORDER.index("scheduler") + 1]
 TORCH_FREE = {*CONTROL_PLANE, *(entry for entry in ORDER if entry.startswith("structured_outputs"))}
-TORCH_FREE -= {"structured_outputs.compile"}  # it imports tokenizers
+TORCH_FREE -= {"structured_outputs.compiler"}  # it imports tokenizers
 
 # Imports that may be inside of a function: (file, function) -> reason.
 LAZY = {

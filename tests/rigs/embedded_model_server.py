@@ -13,7 +13,7 @@ from quire.server.options import ServerOptions
 from quire.server.service import Service
 from quire.startup.build import Built, build, model_info_of
 from quire.supervisor.async_engine import AsyncEngine
-from quire.supervisor.launcher import EngineThread
+from quire.supervisor.engine_handle import EngineThread
 
 DEFAULTS = ServerOptions()
 MODEL = "quire-demo"

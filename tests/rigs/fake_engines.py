@@ -6,7 +6,7 @@ import socket
 import threading
 
 from quire.config import CacheConfig, EngineOptions, KVGroup
-from quire.core.output import Output
+from quire.core.output import EndCause, Output
 from quire.engine.engine import EngineStats
 from quire.engine.inputs import NewRequest
 from quire.params import SamplingParams
@@ -67,7 +67,7 @@ class PretendEngine:
             if said + 1 == deadly:
                 raise Death
             over = said + 1 == wanted or name in early
-            outputs.append(Output(name, 0, 100 * self.number, [said + 1], "length" if over else None))
+            outputs.append(Output(name, 0, 100 * self.number, [said + 1], EndCause.LENGTH if over else None))
             self.said[name] += 1
             if over:
                 del self.said[name]
@@ -86,10 +86,11 @@ class PretendEngine:
 
 
 class Host:
-    """A launcher of fake engines on threads."""
+    """An engine handle of fake engines on threads."""
 
     can_restart = True
     model_info = FACTS
+    engine_class = PretendEngine
 
     def __init__(self, acts):
         self.acts, self.num_launched = acts, 0
@@ -97,7 +98,7 @@ class Host:
     def launch(self):
         self.num_launched += 1
         self.connection, theirs = socket.socketpair()
-        loop = EngineLoop(PretendEngine(self.num_launched, self.acts), theirs)
+        loop = EngineLoop(self.engine_class(self.num_launched, self.acts), theirs)
 
         def run():
             with contextlib.suppress(Death):

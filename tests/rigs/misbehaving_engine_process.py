@@ -22,7 +22,7 @@ SECONDS_PER_TOKEN = 0.0015
 def deadly(options, **more):
     """An engine that dies of a step with POISON in a prompt."""
     built = building.build(options, **more)
-    runner = built.engine._runner
+    runner = built.engine.runner
     launch = runner.launch
 
     def die(step):

@@ -114,7 +114,7 @@ class Model:
                 same = self.public_root(other.namespace) == self.public_root(namespace)
                 common = min(common, self.num_common_public(other.tokens) // self.bs * self.bs) if same else 0
             there = max(min(common, other.table.num_launched), min(common, other.recorded) // self.bs * self.bs)
-            in_index = other.table.num_indexed * self.bs
+            in_index = other.table.cursor.num_indexed * self.bs
             waits = in_index < max(
                 other.recorded, min(other.table.num_launched, len(other.tokens)) // self.bs * self.bs
             )
@@ -183,7 +183,7 @@ class Model:
     def _free(self, seq: Seq, num_tokens: int) -> None:
         self._drop_hidden(seq)
         self.cache.release(seq.id, num_tokens)
-        self._keep(seq, max(num_tokens, seq.table.num_indexed * self.bs))
+        self._keep(seq, max(num_tokens, seq.table.cursor.num_indexed * self.bs))
         seq.table = None
         seq.computed = seq.committed = 0
         seq.epoch += 1
@@ -278,7 +278,7 @@ class Model:
         )
         if admission is None:
             assert not self.exact
-            alone = not self.running() and not self.in_flight and not self.cache._copies._pending
+            alone = not self.running() and not self.in_flight and not self.cache.copies.pending
             assert not alone, "nothing will ever change, and it waits"
             return
         table, start, num_shared, num_copied, miss = admission[:5]
@@ -307,9 +307,9 @@ class Model:
         assert stop <= seq.table.capacity
         seq.table.num_launched = start
         whole = min(stop, len(seq.tokens)) // self.bs * self.bs
-        if stop >= seq.table.next_insert_at or rng.random() < 0.2:
+        if stop > seq.table.cursor.num_indexed * self.bs or rng.random() < 0.2:
             seq.borrows |= self.cache.cache_blocks(seq.table, start, stop) is not None
-            if seq.table.num_indexed * self.bs < whole:
+            if seq.table.cursor.num_indexed * self.bs < whole:
                 self._assert_waits(seq)
         seq.recorded = whole
         samples = stop == len(seq.tokens) + len(seq.hidden) and stop < seq.target
@@ -322,7 +322,7 @@ class Model:
 
     def _assert_waits(self, seq: Seq) -> None:
         """Asserts that the next block is indexed already, or that another sequence computes it in this step."""
-        stop = (seq.table.num_indexed + 1) * self.bs
+        stop = (seq.table.cursor.num_indexed + 1) * self.bs
         _, most = self.computed_prefix(seq.namespace, seq.tokens[:stop], besides=seq)
         assert most == stop, "blocks were offered and not taken"
 
@@ -357,7 +357,7 @@ class Model:
         alive = [chunk for chunk in chunks if chunk[0].epoch == chunk[3] and chunk[0].table is not None]
         if failing:
             for seq in self.running():  # it may lose the end of its table; indexed blocks stay
-                self._keep(seq, seq.table.num_indexed * self.bs)
+                self._keep(seq, seq.table.cursor.num_indexed * self.bs)
             self._roll_back(self.cache.failed(step_id), alive)
             return
         self.cache.collected(step_id)
@@ -383,10 +383,10 @@ class Model:
 
     def contents(self) -> list[dict[tuple[int, int], int]]:
         """The memory after all pending copies."""
-        if not self.cache._copies._pending:
+        if not self.cache.copies.pending:
             return self.memory
         memories = [dict(memory) for memory in self.memory]
-        for move in self.cache._copies._pending:
+        for move in self.cache.copies.pending:
             memory = memories[move.group]
             for source, target in move.pairs:
                 for slot in range(move.num_tokens):
@@ -412,7 +412,7 @@ class Model:
         full: dict[int, int] = {}
         for seq in self.running():
             assert self.reads_back(seq, seq.computed), f"sequence {seq.id} does not read back what it wrote"
-            for i in range(seq.table.num_indexed):
+            for i in range(seq.table.cursor.num_indexed):
                 block = seq.table.blocks[0][i]
                 if block != ABSENT:
                     end = seq.stamps[(i + 1) * self.bs - 1]

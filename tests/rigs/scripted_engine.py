@@ -53,9 +53,9 @@ class CheckedScheduler(JournalledScheduler):
         assert all((column >= 0).all() for column in written), "a row that is none"
         opened = step.opens.rows.tolist()
         assert len(set(opened)) == len(opened), "two sequences in one row"
-        for seq in self._state.running_queue.running:
+        for seq in self.state.running_queue.running:
             assert rows.get(seq.row, seq.id) == seq.id
-            assert seq.swap_in_step < 0 or seq.row not in rows, "it is computed from what is still on its way"
+            assert not seq.is_swapping_in or seq.row not in rows, "it is computed from what is still on its way"
         assert step.num_tokens <= max(self.config.max_num_batched_tokens, len(step.chunks))
         return step
 
@@ -77,7 +77,9 @@ class Rig:
         num_host_blocks=0,
         eviction="lru",
         seed=0,
+        swap_delay_of=lambda move: 0,
         fails=lambda step: False,
+        new_cache=None,
         **scheduler,
     ):
         options = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "max_model_len": num_blocks * block_size}
@@ -88,7 +90,7 @@ class Rig:
             if groups
             else cache_config(num_blocks, block_size, windows, prefix_index, num_host_blocks)
         )
-        self.cache = KVCache(replace(config, eviction=eviction))
+        self.cache = (new_cache or KVCache)(replace(config, eviction=eviction))
         self.file = Buffer()
         self.scheduler = CheckedScheduler(self.config, self.cache, self.file)
         self.rng = random.Random(seed)
@@ -99,6 +101,7 @@ class Rig:
             max_model_len=self.config.max_model_len,
             vocab_size=VOCAB,
             seconds_of=lambda n: self.rng.uniform(0.5, 2) * (1e-3 + 1e-4 * n),
+            swap_delay_of=swap_delay_of,
             fails=self.failing(fails),
         )
         self.engine = Engine(self.scheduler, runner, vocab_size=VOCAB, eos_token_ids=(), clock=self.clock)

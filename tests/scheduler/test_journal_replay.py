@@ -9,13 +9,14 @@ from scripted_engine import VOCAB, Rig
 from quire.cache.kv_cache import KVCache
 from quire.core import step as steps
 from quire.core.codec import decode
+from quire.core.output import EndCause
 from quire.core.request import Request
 from quire.core.step import Chunk, ChunkOutput, Chunks, TableUpdates
 from quire.errors import RequestError
 from quire.params import SamplingParams
 from quire.runner.scripted_runner import script
 from quire.scheduler import journal
-from quire.scheduler.lifecycle import SchedulerState, SequenceGroups
+from quire.scheduler.lifecycle import SchedulerState
 
 
 def recorded() -> Rig:
@@ -36,7 +37,9 @@ def test_a_replay_is_the_same():
 
 def test_a_replay_by_another_scheduler_prints_the_first_difference(monkeypatch):
     rig = recorded()
-    monkeypatch.setattr(SchedulerState, "preempt", lambda self, seq, reason, now: self.end(seq, "error", now))
+    monkeypatch.setattr(
+        SchedulerState, "preempt_one", lambda self, seq, reason, now: self.end(seq, EndCause.STEP_FAILED, now)
+    )
     report = rig.replay()
     assert 0 < report.num_steps < rig.engine.stats().num_steps
     assert "recorded:\nstep" in report.difference
@@ -66,14 +69,15 @@ def test_a_refused_request_is_refused_again():
     assert rig.replay().difference == ""
 
 
-def test_a_request_that_is_not_refused_again_is_a_difference(monkeypatch):
+def test_a_request_that_is_not_refused_again_is_a_difference():
     rig = Rig()
     rig.add("a", [1, 2, 3])
     with pytest.raises(RequestError, match="in use"):
         rig.add("a", [1, 2, 3])
     rig.run()
-    monkeypatch.setattr(SequenceGroups, "__contains__", lambda self, request_id: False)
-    assert "recorded:\nrejected: request id 'a' is in use" in rig.replay().difference
+    rig.file.seek(0)
+    without_first = (one for one in journal.read_records(rig.file) if not isinstance(one, journal.Add))
+    assert "recorded:\nrejected: request id 'a' is in use" in journal.replay(without_first).difference
 
 
 def test_closing_the_engine_closes_the_journal():

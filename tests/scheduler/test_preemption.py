@@ -110,7 +110,7 @@ def test_a_full_host_pool_means_that_the_rest_is_computed_again():
 @pytest.mark.parametrize(("per_block", "cheaper"), [(1e-9, "swap"), (1.0, "recompute")])
 def test_auto_tries_a_swap_and_then_takes_what_is_cheaper(per_block, cheaper):
     rig = Watched(num_blocks=16, preemption="auto")
-    rig.engine._runner._swap_seconds_of = lambda num_blocks: per_block * num_blocks
+    rig.engine.runner.swap_seconds_of = lambda num_blocks: per_block * num_blocks
     crowd(rig, number=6)
     first, *others = rig.preempted
     assert (first.how, first.copy_seconds) == ("swap", None)
@@ -154,6 +154,27 @@ def test_a_family_leaves_as_a_whole_and_its_shared_blocks_travel_once(prefix_ind
     assert max(together) == 4
 
 
+@BOTH
+@INDEXES
+def test_a_sequence_is_preempted_alone_and_the_others_of_its_request_continue(prefix_index, steps_in_flight):
+    options = {"max_model_len": 80, "steps_in_flight": steps_in_flight, "preemption": "recompute"}
+    num_alone = 0
+    for num_blocks, length in ((20, 28), (20, 36), (21, 26), (21, 32), (21, 40)):
+        rig = Watched(num_blocks=num_blocks, prefix_index=prefix_index, **options)
+        rig.add("first", prompt(length), max_tokens=40)
+        rig.add("family", prompt(22, 1), n=4, max_tokens=12)
+        while rig.engine.has_work:
+            before = len(rig.preempted)
+            rig.step()
+            gone = {event.seq_id for event in rig.preempted[before:] if event.reason == "no free block"}
+            running = [seq.id for seq in rig.scheduler.state.members("family") if seq.row >= 0]
+            num_alone += bool(gone and running)
+        for index in range(4):
+            assert rig.tokens["family", index] == script(prompt(22, 1), 12, VOCAB)
+        assert rig.replay().difference == ""
+    assert num_alone > 0
+
+
 def test_members_that_come_back_one_after_the_other_share_the_blocks_they_shared():
     cache = KVCache(cache_config(20, num_host_blocks=20))
     tokens = prompt(30)
@@ -168,9 +189,12 @@ def test_members_that_come_back_one_after_the_other_share_the_blocks_they_shared
     cache.release(0)
     cache.release(1)
     assert cache.is_swapping_out(0)
-    assert len(cache.launched(1)) == 2, "whole blocks, and those of which two tokens matter"
+    moves = cache.launched(1)
+    assert len(moves) == 2, "whole blocks, and those of which two tokens matter"
     cache.collected(1)
-    assert not cache.is_swapping_out(0) and cache.pools.num_free == 20
+    assert cache.is_swapping_out(0) and cache.pools.num_free == 20
+    assert cache.moves_done([move.id for move in moves]) == moves
+    assert not cache.is_swapping_out(0)
     options = {"limit": 30, "max_new_positions": 8}
     first = cache.admit(0, tokens[:16], NO_NAMESPACE, reusable=15, **options)
     assert (first.num_tokens, first.num_swapped_tokens, first.num_swapped_bytes) == (14, 14, 4 * 256)
@@ -199,8 +223,9 @@ def test_what_the_index_still_has_is_not_copied():
     cache.collected(0)
     assert cache.swap_out({0: 14})
     cache.release(0, 14)
-    cache.launched(1)
+    moves = cache.launched(1)
     cache.collected(1)
+    cache.moves_done([move.id for move in moves])
     whole = cache.admit(0, tokens[:16], NO_NAMESPACE, reusable=15, limit=16, max_new_positions=2)
     assert (whole.num_tokens, whole.is_swapping_in, cache.swapped) == (14, False, {})
     assert cache.host_pools.num_free == 20
@@ -216,8 +241,9 @@ def test_where_the_index_has_less_only_the_rest_is_copied():
     cache.collected(0)
     assert cache.swap_out({0: 14})
     cache.release(0, 14)
-    cache.launched(1)
+    moves = cache.launched(1)
     cache.collected(1)
+    cache.moves_done([move.id for move in moves])
     cache.grow(cache.new_table(9), 24)  # evicts one of three
     back = cache.admit(0, tokens[:15], NO_NAMESPACE, reusable=14, limit=15, max_new_positions=2)
     assert back is None, "there are two blocks, and four are needed"
@@ -248,7 +274,7 @@ def test_steps_with_copies_may_fail(prefix_index, steps_in_flight, part):
     lost = 0
     for which in range(6):
         rig = Watched(num_blocks=16, prefix_index=prefix_index, preemption="swap", steps_in_flight=steps_in_flight)
-        runner, seen, failing = rig.engine._runner, [], []
+        runner, seen, failing = rig.engine.runner, [], []
         launch, collect = runner.launch, runner.collect
 
         def launched(step: Step, seen=seen, failing=failing, launch=launch, which=which) -> None:
@@ -261,8 +287,8 @@ def test_steps_with_copies_may_fail(prefix_index, steps_in_flight, part):
             launch(step)
 
         def collected(runner=runner, failing=failing, collect=collect):
-            if part == "collect" and runner._sampled[0].step_id in failing:
-                runner._sampled.popleft()
+            if part == "collect" and runner.sampled[0].step_id in failing:
+                runner.sampled.popleft()
                 raise RuntimeError("scripted")
             return collect()
 

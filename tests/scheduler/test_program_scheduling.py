@@ -259,11 +259,11 @@ def test_nothing_is_remembered_of_programs_whose_kv_is_gone():
         if i % 3 == 0:
             memory.kv.end_program("tenant", str(i % 7), None)
     wishes = memory.kv.index.trees.retention
-    assert len(wishes._sessions) <= 20
-    assert {key for keys in wishes._branches.values() for key in keys} == set(wishes._sessions)
+    assert len(wishes.sessions) <= 20
+    assert {key for keys in wishes.branches.values() for key in keys} == set(wishes.sessions)
     memory.kv.flush()
-    assert not wishes._sessions
-    assert not wishes._branches
+    assert not wishes.sessions
+    assert not wishes.branches
     leaves = memory.kv.index.trees.leaves
     assert not len(leaves)
     assert not leaves._by_tenant

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from scripted_engine import VOCAB, Rig
 
 from quire.config import ConfigError, EngineOptions, SchedulerConfig, with_queue_limits
-from quire.core.request import KnownOutput
+from quire.core.request import KnownOutput, Namespace
+from quire.core.scheduling_params import SchedulingParams
 from quire.cost.queue_wait import QueuedRequest, QueueForecast, QueueSimulation, SimulatedEngine, Work
 from quire.errors import QueueFull
 from quire.params import SamplingParams
@@ -106,6 +107,107 @@ def request_of(rig, request_id):
     return made[0]
 
 
+def crowd(policy: str, counts: dict[str | int, int], **bounds) -> Rig:
+    """A request runs, then of each flow `counts` requests with 10 prompt tokens arrive, one flow after the other.
+
+    A flow stops at the first refusal.
+    """
+    rig = Rig(max_num_seqs=1, policy=policy, **bounds)
+    offer(rig, "red", "running", max_tokens=40)
+    for _ in range(6):
+        rig.step()
+    for flow, count in counts.items():
+        with suppress(QueueFull):
+            for i in range(count):
+                offer(rig, flow, f"{flow} {i}")
+    return rig
+
+
+def offer(rig: Rig, flow: str | int, name: str, length: int = 10, **more) -> None:
+    """Add a request of a tenant, or of a priority class if `flow` is a number."""
+    sender = {"namespace": Namespace(flow)} if isinstance(flow, str) else {"terms": SchedulingParams(priority=flow)}
+    rig.add(name, prompt(length), **({"max_tokens": 5} | sender | more))
+
+
+def num_waiting(rig: Rig) -> dict[str | int, int]:
+    return {flow: count.num_requests for flow, count in rig.scheduler.state.new_requests.by_flow.items()}
+
+
+@pytest.mark.parametrize("bounds", [{"max_queued_requests": 20}, {"max_queued_tokens": 200}])
+@pytest.mark.parametrize(("policy", "loud", "quiet"), [("fair", "red", "blue"), ("priority", 0, 5), ("priority", 5, 0)])
+def test_a_flood_of_one_flow_does_not_refuse_another_below_its_share(policy, loud, quiet, bounds):
+    rig = crowd(policy, {loud: 200}, **bounds)
+    assert num_waiting(rig) == {loud: 20}, "the whole bound, while no other flow waits"
+    for i in range(10):
+        offer(rig, quiet, f"quiet {i}")
+        with pytest.raises(QueueFull, match="shared by") as refused:
+            offer(rig, loud, f"more {i}")
+        assert refused.value.retry_after > 0
+    with pytest.raises(QueueFull):
+        offer(rig, quiet, "above its share")
+    assert num_waiting(rig) == {loud: 20, quiet: 10}, "no waiting request is evicted"
+    rig.run()
+    assert rig.replay().difference == ""
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "lpm"])
+def test_without_budget_sharing_the_bound_counts_all_tenants(policy):
+    rig = crowd(policy, {"red": 200}, max_queued_requests=20, prefix_index="radix")
+    with pytest.raises(QueueFull, match=r"max_queued_requests 20\)"):
+        offer(rig, "blue", "one")
+
+
+def test_a_thousand_tenants_together_stay_below_the_stated_bound():
+    """Each floods after the one before, which is the worst order: the j-th tenant gets a j-th of the bound."""
+    rig = crowd("fair", {f"tenant {i}": 30 for i in range(1000)}, max_queued_requests=30, max_queued_tokens=600)
+    assert list(num_waiting(rig).values()) == [30 // i for i in range(1, 31)]
+    assert rig.scheduler.state.new_requests.total.num_requests <= 30 * sum(1 / i for i in range(1, 31))
+    assert len(rig.scheduler._queue_limit._lines) <= 32
+    rig.run()
+    for i in range(1000):
+        with suppress(QueueFull):
+            offer(rig, f"tenant {i}", f"again {i}")
+    assert rig.scheduler.state.new_requests.total.num_requests == 30, "as without tenants, where none floods"
+
+
+def test_a_prompt_longer_than_its_flows_part_waits_for_room_in_the_whole_queue():
+    rig = crowd("fair", {"red": 20}, max_queued_tokens=200)
+    with pytest.raises(QueueFull) as refused:
+        offer(rig, "blue", "long", 120)
+    at = rig.now + refused.value.retry_after
+    assert refused.value.retry_after > 0
+    while rig.now < at:
+        rig.step()
+    assert rig.scheduler.state.new_requests.total.num_tokens < 120, "near the predicted time"
+    rig.run()
+
+
+@pytest.mark.parametrize(
+    ("policy", "flows"), [("fair", ("red", "blue", "green")), ("priority", (0, 1, 2)), ("fcfs", ("red",))]
+)
+def test_retry_after_is_near_the_wait_until_the_requests_own_flow_has_room(policy, flows):
+    """The queue holds 30, 15 and 10 requests of three flows."""
+    predicted = []
+    for flow in flows:
+        rig = crowd(policy, dict.fromkeys(flows, 60), max_queued_requests=30)
+        rig.scheduler._queue_limit._lines.clear()  # the clients rejected so far do not return
+        rig.abort("running")
+        with pytest.raises(QueueFull) as refused:
+            offer(rig, flow, "again")
+        predicted.append(refused.value.retry_after)
+        came, taken = rig.now, False
+        while not taken:
+            rig.step()
+            with suppress(QueueFull):
+                offer(rig, flow, "again")
+                taken = True
+        wait = rig.now - came
+        assert 0.7 * wait < predicted[-1] < 1.6 * wait + 0.02
+        rig.run()
+    if policy == "fair":
+        assert predicted[2] < 0.2 * predicted[0], "one request of the third-party leaves long before 20 of the first"
+
+
 @settings(max_examples=60)
 @given(
     data=st.data(),
@@ -137,7 +239,8 @@ def test_who_is_refused_is_decided_by_those_who_never_ran(data, most, tokens, nu
                 taken, sizes[str(i)] = True, length
             assert taken == fits
     rig.run()
-    assert len(rig.scheduler._state.new_requests) == rig.scheduler._state.new_requests.num_tokens == 0
+    assert rig.scheduler.state.new_requests.total == (0, 0)
+    assert not rig.scheduler.state.new_requests.by_flow
     assert rig.replay().difference == ""
 
 

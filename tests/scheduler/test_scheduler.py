@@ -66,7 +66,7 @@ def test_the_time_budget_bounds_the_tokens_of_a_step():
 
 def test_a_fixed_cost_above_the_time_budget_does_not_starve_prompts():
     rig = Rig(max_num_batched_tokens=128, num_blocks=256, step_seconds=0.5)
-    rig.engine._runner._seconds_of = lambda num_tokens: 0.6 + 1e-4 * num_tokens
+    rig.engine.runner.seconds_of = lambda num_tokens: 0.6 + 1e-4 * num_tokens
     for i in range(8):
         rig.add(str(i), prompt(100, i), max_tokens=4)
     rig.run()
@@ -125,7 +125,7 @@ def test_stop_tokens_and_ignore_eos_and_min_tokens():
     first = said.index(stop)
     second = said.index(stop, first + 1)
     rig = Rig()
-    rig.engine._eos_token_ids = (stop,)
+    rig.engine.eos_token_ids = (stop,)
     rig.add("eos", asked, max_tokens=30)
     rig.add("ignored", asked, max_tokens=30, ignore_eos=True)
     rig.add("exactly", asked, max_tokens=30, min_tokens=first)
@@ -225,7 +225,7 @@ def test_logits_that_are_not_finite_end_only_their_request():
     rig = Rig()
     rig.add("bad", prompt(5), max_tokens=8)
     rig.add("good", prompt(6), max_tokens=8)
-    collect = rig.engine._runner.collect
+    collect = rig.engine.runner.collect
 
     def poisoned():
         result = collect()
@@ -234,7 +234,7 @@ def test_logits_that_are_not_finite_end_only_their_request():
             result.tokens[0] = -1
         return result
 
-    rig.engine._runner.collect = poisoned
+    rig.engine.runner.collect = poisoned
     rig.run()
     assert rig.reasons["bad", 0] == "error"
     assert "not finite" in rig.errors["bad", 0]
@@ -263,7 +263,7 @@ def test_a_reset_step_that_preempts_opens_only_rows_that_are_left():
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
 def test_failures_after_the_launch_lose_nothing_either(part, steps_in_flight):
     rig = Rig(steps_in_flight=steps_in_flight)
-    runner = rig.engine._runner
+    runner = rig.engine.runner
     works, calls = getattr(runner, part), []
 
     def sometimes(*args):
@@ -331,7 +331,7 @@ def test_default_seeds_of_two_engines_share_nothing():
         rig.engine._seed = seed
         for i in range(50):
             rig.add(str(i), prompt(3), max_tokens=1)
-        seeds += [request.request.params.seed for request in rig.scheduler._state.sequences.values()]
+        seeds += [request.request.params.seed for request in rig.scheduler.state.sequences.values()]
     assert len(set(seeds)) == 200
 
 

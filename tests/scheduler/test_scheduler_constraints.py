@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted_constraints import FormRig, Whims, expected
+from scripted_constraints import FormRig
 from scripted_engine import VOCAB, Rig
 
 from quire.core.constraint import Verdict
@@ -12,6 +12,7 @@ from quire.core.scheduling_params import SchedulingParams
 from quire.errors import QueueFull, RequestError
 from quire.params import SamplingParams
 from quire.structured_outputs.matchers import Matchers
+from tools.scripted_constraints import ScriptedConstraints, expected_output
 
 FORM = {"regex": "any"}
 
@@ -21,7 +22,7 @@ def prompt_of(length, salt=0):
 
 
 def check(rig, key, prompt, max_tokens):
-    tokens, forced, reason = expected(prompt, rig.whims, max_tokens)
+    tokens, forced, reason = expected_output(prompt, rig.whims, max_tokens)
     assert rig.tokens.get(key, []) == tokens
     assert rig.forced.get(key, []) == forced
     assert rig.reasons[key] == reason
@@ -37,7 +38,7 @@ def check(rig, key, prompt, max_tokens):
     st.integers(0, 2),
 )
 def test_forced_text_is_the_same_whatever_happens_to_a_sequence(data, in_flight, blocks, budget, index, compile_steps):
-    whims = Whims(
+    whims = ScriptedConstraints(
         often=data.draw(st.sampled_from([1, 2, 4])),
         longest=data.draw(st.sampled_from([1, 3, 12])),
         ends_after=data.draw(st.sampled_from([1, 9, 10_000])),
@@ -65,18 +66,18 @@ def test_forced_text_is_the_same_whatever_happens_to_a_sequence(data, in_flight,
             if rig.engine.has_work:
                 rig.step()
     rig.run()
-    nothing = Whims(often=0)
+    nothing = ScriptedConstraints(often=0)
     for name, (prompt, max_tokens, n, form) in asked.items():
         for index in range(n):
             if form is None:
-                assert rig.tokens[name, index] == expected(prompt, nothing, max_tokens)[0]
+                assert rig.tokens[name, index] == expected_output(prompt, nothing, max_tokens)[0]
             else:
                 check(rig, (name, index), prompt, max_tokens)
     assert rig.replay().difference == ""
 
 
 def test_forced_text_saves_steps():
-    plain, forced = FormRig(Whims(often=0)), FormRig(Whims(often=1, longest=8))
+    plain, forced = FormRig(ScriptedConstraints(often=0)), FormRig(ScriptedConstraints(often=1, longest=8))
     for rig in (plain, forced):
         rig.add("a", prompt_of(5), max_tokens=40, structured_outputs=FORM)
         rig.run()
@@ -87,7 +88,7 @@ def test_forced_text_saves_steps():
 
 @pytest.mark.parametrize("in_flight", [1, 2])
 def test_no_mask_is_asked_for_what_is_known_already(in_flight):
-    rig = FormRig(Whims(often=1, longest=5), steps_in_flight=in_flight)
+    rig = FormRig(ScriptedConstraints(often=1, longest=5), steps_in_flight=in_flight)
     rig.add("a", prompt_of(5), max_tokens=40, structured_outputs=FORM)
     rig.add("b", prompt_of(5), max_tokens=40)
     rig.run()
@@ -96,7 +97,7 @@ def test_no_mask_is_asked_for_what_is_known_already(in_flight):
 
 
 def test_a_constraint_that_cannot_be_compiled_ends_its_request_alone():
-    rig = FormRig(Whims(), compile_steps=2, errors={"bad": "no such thing"})
+    rig = FormRig(ScriptedConstraints(), compile_steps=2, errors={"bad": "no such thing"})
     rig.add("bad", prompt_of(3), n=2, structured_outputs=FORM)
     rig.add("good", prompt_of(3), structured_outputs=FORM)
     rig.run()
@@ -107,7 +108,7 @@ def test_a_constraint_that_cannot_be_compiled_ends_its_request_alone():
 
 
 def test_a_request_may_be_given_up_while_its_constraint_is_compiled():
-    rig = FormRig(Whims(), compile_steps=3)
+    rig = FormRig(ScriptedConstraints(), compile_steps=3)
     rig.add("a", prompt_of(3), structured_outputs=FORM)
     with pytest.raises(RequestError, match="in use"):
         rig.add("a", prompt_of(3))
@@ -120,7 +121,7 @@ def test_a_request_may_be_given_up_while_its_constraint_is_compiled():
 
 
 def test_a_dead_end_says_why():
-    rig = FormRig(Whims(fails_after=5))
+    rig = FormRig(ScriptedConstraints(fails_after=5))
     rig.add("a", prompt_of(3), max_tokens=20, structured_outputs=FORM)
     rig.run()
     assert rig.reasons["a", 0] == "error"
@@ -128,7 +129,7 @@ def test_a_dead_end_says_why():
 
 
 def test_nothing_is_computed_where_all_is_forced():
-    rig = FormRig(Whims(often=1, longest=1, ends_after=1))
+    rig = FormRig(ScriptedConstraints(often=1, longest=1, ends_after=1))
     rig.add("a", prompt_of(3), n=2, structured_outputs=FORM)
     rig.run()
     assert rig.reasons["a", 0] == rig.reasons["a", 1] == "stop"
@@ -137,8 +138,8 @@ def test_nothing_is_computed_where_all_is_forced():
 
 
 def test_a_stop_token_that_is_forced_ends_the_sequence():
-    whims = Whims(often=1, longest=9)
-    tokens, forced, _ = expected(prompt_of(3), whims, 30)
+    whims = ScriptedConstraints(often=1, longest=9)
+    tokens, forced, _ = expected_output(prompt_of(3), whims, 30)
     place = forced[len(forced) // 2]
     stop = tokens[place]
     rig = FormRig(whims)
@@ -151,26 +152,26 @@ def test_a_stop_token_that_is_forced_ends_the_sequence():
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 40), st.sampled_from([1, 2]), st.integers(1, 3))
 def test_a_request_goes_on_in_another_engine_as_if_nothing_had_happened(killed_after, in_flight, n):
-    whims, prompt = Whims(often=2), prompt_of(6)
+    whims, prompt = ScriptedConstraints(often=2), prompt_of(6)
     rig = FormRig(whims, steps_in_flight=in_flight)
     rig.add("a", prompt, n=n, max_tokens=30, structured_outputs=FORM)
     for _ in range(killed_after):
         if rig.engine.has_work:
             rig.step()
     known = tuple(KnownOutput(rig.tokens.get(("a", i), []), ("a", i) in rig.reasons) for i in range(n))
-    other = FormRig(Whims(often=2), steps_in_flight=in_flight)
+    other = FormRig(ScriptedConstraints(often=2), steps_in_flight=in_flight)
     params = SamplingParams(temperature=0, n=n, max_tokens=30, structured_outputs=FORM, seed=0)
     other.engine.add_request("a", prompt, params, known_outputs=known if any(one.token_ids for one in known) else ())
     other.run()
     for i in range(n):
-        assert known[i].token_ids + other.tokens.get(("a", i), []) == expected(prompt, whims, 30)[0]
+        assert known[i].token_ids + other.tokens.get(("a", i), []) == expected_output(prompt, whims, 30)[0]
 
 
 def test_what_cannot_be_constrained_is_refused():
     plain = Rig()
     with pytest.raises(RequestError, match="cannot constrain outputs"):
         plain.add("a", prompt_of(3), structured_outputs=FORM)
-    rig = FormRig(Whims())
+    rig = FormRig(ScriptedConstraints())
     beams = Beams(width=2, num_candidates=4, length_penalty=1.0, early_stopping=False)
     with pytest.raises(RequestError, match="beam search"):
         rig.add(
@@ -187,18 +188,20 @@ def test_what_cannot_be_constrained_is_refused():
 @pytest.mark.parametrize("in_flight", [1, 2])
 def test_what_is_asked_about_a_prompt_is_told_though_all_of_the_output_is_forced(in_flight):
     prompt = prompt_of(9)
-    rig = FormRig(Whims(often=1, longest=1, ends_after=1), max_num_batched_tokens=8, steps_in_flight=in_flight)
+    rig = FormRig(
+        ScriptedConstraints(often=1, longest=1, ends_after=1), max_num_batched_tokens=8, steps_in_flight=in_flight
+    )
     rig.add("a", prompt, n=2, prompt_logprobs=0, structured_outputs=FORM)
     rig.run()
     assert rig.scored["a"] == [(prompt[i], i) for i in range(1, 9)]
     assert rig.reasons["a", 0] == rig.reasons["a", 1] == "stop"
-    assert rig.tokens["a", 0] == rig.tokens["a", 1] == expected(prompt, rig.whims, 8)[0]
+    assert rig.tokens["a", 0] == rig.tokens["a", 1] == expected_output(prompt, rig.whims, 8)[0]
     assert rig.forced["a", 0] == rig.forced["a", 1] == [0]
     assert rig.replay().difference == ""
 
 
 def test_the_queue_is_bounded_also_while_constraints_are_compiled():
-    rig = FormRig(Whims(), compile_steps=4, max_queued_requests=2)
+    rig = FormRig(ScriptedConstraints(), compile_steps=4, max_queued_requests=2)
     for name in ("a", "b"):
         rig.add(name, prompt_of(3), structured_outputs=FORM)
     with pytest.raises(QueueFull):
@@ -212,7 +215,7 @@ def test_the_queue_is_bounded_also_while_constraints_are_compiled():
 
 
 def test_compiling_counts_for_a_deadline():
-    rig = FormRig(Whims(), compile_steps=2)
+    rig = FormRig(ScriptedConstraints(), compile_steps=2)
     rig.add("a", prompt_of(3), structured_outputs=FORM, terms=SchedulingParams(deadline=1.0))
     rig.now += 100
     rig.run()
@@ -220,7 +223,7 @@ def test_compiling_counts_for_a_deadline():
 
 
 def test_known_tokens_before_a_limit_are_followed_by_what_is_forced():
-    rig = FormRig(Whims(often=1, longest=9))
+    rig = FormRig(ScriptedConstraints(often=1, longest=9))
     params = SamplingParams(temperature=0, max_tokens=3, structured_outputs=FORM, seed=0)
     rig.engine.add_request("a", prompt_of(3), params, known_outputs=(KnownOutput([7]),))
     rig.run()
@@ -239,8 +242,8 @@ def test_a_scheduler_without_constraints_refuses_the_same_when_it_is_run_again()
 
 
 def test_an_end_token_that_is_ignored_ends_no_form_before_the_least_length():
-    rig = FormRig(Whims(often=0))
-    rig.engine._eos_token_ids = (4,)
+    rig = FormRig(ScriptedConstraints(often=0))
+    rig.engine.eos_token_ids = (4,)
     rig.add("a", prompt_of(3), ignore_eos=True, min_tokens=3, structured_outputs=FORM)
     rig.add("b", prompt_of(3), ignore_eos=True, min_tokens=3)
     seen = []

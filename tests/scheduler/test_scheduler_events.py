@@ -80,7 +80,7 @@ def test_of_refused_requests_the_latest_are_remembered_and_nothing_else_of_them(
     assert rig.engine.explain("late 69") is None
     assert told(rig, "late 70").state == "refused"
     assert len(rig.scheduler.request_stats._ended) == 30
-    assert set(rig.scheduler.request_stats._open) == {"busy"}
+    assert set(rig.scheduler.state.requests) == {"busy"}
     rig.run()
     assert not rig.scheduler.request_stats._tenants
 

@@ -228,14 +228,19 @@ def test_the_steps_of_one_tenant_do_not_tell_what_another_has_cached(steps_in_fl
 
 def test_a_salt_narrows_and_deterministic_requests_share_among_themselves():
     rig = Rig(prefix_index="radix", num_blocks=200, max_model_len=200)
-    spaces = {"plain": Namespace("t"), "adapter": Namespace("t", "", "x"), "salted": Namespace("t", "s")}
+    spaces = {"plain": Namespace("t"), "salted": Namespace("t", "s")}
     for name, space in spaces.items():
         for i in range(2):
             rig.add(f"{name}{i}", prompt(30), namespace=space)
             rig.run()
         assert (rig.cached[f"{name}0", 0], rig.cached[f"{name}1", 0]) == (0, 29)
     reasons = {name: rig.engine.explain(f"{name}0").miss.reason for name in spaces}
-    assert reasons == {"plain": "never_seen", "salted": "other_salt", "adapter": "other_adapter"}
+    assert reasons == {"plain": "never_seen", "salted": "other_salt"}
+
+
+def test_an_adapter_is_refused_because_none_is_loaded():
+    with pytest.raises(RequestError, match="no adapters"):
+        Rig().add("a", [1], namespace=Namespace(adapter="0f3a"))
 
 
 # Reported figures
@@ -284,7 +289,7 @@ def test_explanations_of_ended_requests_are_bounded(monkeypatch):
     for tenant in "abcdefg":
         serve(tenant, 5)
     assert len(kept) == 50 and all(f"quiet{i}" in kept for i in range(9, 15))
-    assert len(rig.scheduler.request_stats._open) == len(rig.scheduler.request_stats._snapshots) == 0
+    assert len(rig.scheduler.state.requests) == len(rig.scheduler.request_stats._snapshots) == 0
 
 
 # Beams
@@ -408,7 +413,7 @@ def test_an_index_that_makes_no_sense_is_begun_again_and_the_engine_goes_on():
     for _ in range(4):
         rig.step()
     table = next(iter(rig.cache.tables.values()))
-    table.index_handle.writers.clear()
+    table.cursor.handle.writers.clear()
     assert rig.scheduler.check()
     evicted = rig.cache.num_evicted
     rig.scheduler.repair()
@@ -424,7 +429,7 @@ def test_what_a_stranger_holds_is_given_back_also_when_the_index_makes_no_sense(
     rig.run()
     table = rig.cache.new_table(99, prompt(8))
     rig.cache.grow(table, 8)
-    table.index_handle.writers.clear()
+    table.cursor.handle.writers.clear()
     assert rig.scheduler.check()
     rig.scheduler.repair()
     assert rig.scheduler.check() == []

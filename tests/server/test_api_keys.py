@@ -235,7 +235,7 @@ def test_the_command_adds_to_a_file_and_prints_the_key_once(tmp_path):
 def served(monkeypatch):
     """Reports of `serve` with a server that does not listen, and the app that it would run."""
 
-    def serve(**more):
+    def serve(policy=None, **more):
         lines = []
 
         class Server:
@@ -246,10 +246,15 @@ def served(monkeypatch):
                 self.ready()
                 lines.append(self.app)
 
-        monkeypatch.setattr(serving, "launched", lambda *_, **__: nullcontext(service_of(small_engine())))
+        def launched(options, *_, **__):
+            serve.options = options
+            return nullcontext(service_of(small_engine()))
+
+        monkeypatch.setattr(serving, "launched", launched)
         monkeypatch.setattr(serving, "GracefulServer", Server)
+        options = EngineOptions(policy=policy)
         try:
-            serving.serve(EngineOptions(), ServerOptions(port=0, **more), report=lines.append, progress=print)
+            serving.serve(options, ServerOptions(port=0, **more), report=lines.append, progress=print)
         finally:
             gc.unfreeze()
         *told, app = lines
@@ -279,6 +284,25 @@ def test_without_keys_this_machine_is_served(served):
         assert httpx.get(f"{url}/v1/models").status_code == 200
     with pytest.raises(ConfigError, match="--api-key-file"):
         served(host="0.0.0.0")
+
+
+@pytest.mark.parametrize(
+    ("tenants", "option", "policy", "reason"),
+    [
+        (("acme", "beta", "beta"), None, "fair", "the API keys name 2 tenants"),
+        (("acme", "beta"), "fcfs", "fcfs", "as the option says"),
+        (("acme", "acme"), None, "fcfs", "the API keys name one tenant"),
+        ((), None, "fcfs", "no API keys tell tenants apart"),
+        ((), "priority", "priority", "as the option says"),
+    ],
+)
+def test_keys_of_several_tenants_make_fair_the_default_policy(served, tmp_path, tenants, option, policy, reason):
+    path = tmp_path / "keys.json"
+    for tenant in tenants:
+        add_key(path, new_key(tenant, "user")[1])
+    told, _ = served(policy=option, **({"api_key_file": str(path)} if tenants else {}))
+    assert [line for line in told if line.startswith("policy")] == [f"policy     {policy}: {reason}"]
+    assert served.options.policy == policy
 
 
 def test_bad_keys_are_told_before_anything_is_loaded(monkeypatch, tmp_path):

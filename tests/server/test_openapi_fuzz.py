@@ -28,7 +28,7 @@ def test_every_route_answers_as_its_document_says(site):
     assert "17 selected / 17 total" in run.stdout
     assert len(site.engine.namespaces) > 100  # otherwise most requests were rejected, and the test shows little
     assert left(site.url, key) == {}
-    assert site.engine._engine._scheduler.check() == []
+    assert site.engine._engine.scheduler.check() == []
 
 
 class Number(BaseModel):

@@ -1,4 +1,4 @@
-"""Compilation of constraints on threads, the cache of grammars by content, and its time limit."""
+"""The compiler of an engine: grammars of requests, its time limit, and grammars that fail."""
 
 import threading
 import time
@@ -7,12 +7,15 @@ from importlib.util import find_spec
 import pytest
 
 from quire.config import EngineOptions
+from quire.core.constraint import Verdict
+from quire.core.request import NO_NAMESPACE, Namespace, Request
 from quire.errors import ConfigError, RequestError
 from quire.hub import embedded
-from quire.params import StructuredOutputsParams
+from quire.params import SamplingParams, StructuredOutputsParams
 from quire.startup.build import build
-from quire.structured_outputs import compile
-from quire.structured_outputs.compile import STACK_BYTES, GrammarCompiler, vocabulary_of
+from quire.structured_outputs import compiler
+from quire.structured_outputs.compiler import GrammarCompiler, vocabulary_of
+from quire.structured_outputs.grammar_cache import NUM_THREADS, STACK_BYTES
 from quire.structured_outputs.vocabulary import Vocabulary
 from quire.tokenizer.tokenizer import Tokenizer
 
@@ -32,7 +35,7 @@ class Site:
             assert threading.current_thread().name.startswith("quire-grammar")
             return compiled(asked)
 
-        monkeypatch.setattr(compile, "compile_grammar", compile_one)
+        monkeypatch.setattr(compiler, "compile_grammar", compile_one)
         self.grammars = GrammarCompiler(self.vocabulary, 40, deadline=3.0, clock=lambda: self.now)
 
     def vocabulary(self):
@@ -55,13 +58,70 @@ def regex(text, **others):
 def test_a_constraint_is_compiled_once_for_all_who_ask_it(monkeypatch):
     site = Site(monkeypatch, lambda asked: object())
     for name in ("a", "b"):
-        site.grammars.submit(name, regex("x"))
+        site.grammars.submit(name, NO_NAMESPACE, regex("x"))
         assert site.told() == [(name, "")]
-    site.grammars.submit("c", regex("x", fast_forward=False))
-    site.grammars.submit("d", regex("y"))
+    site.grammars.submit("c", NO_NAMESPACE, regex("x", fast_forward=False))
+    site.grammars.submit("d", NO_NAMESPACE, regex("y"))
     assert sorted(site.told() + site.told()) == [("c", ""), ("d", "")]
     assert sorted(site.calls) == ["x", "y"]
     assert site.vocabularies == 1
+    site.grammars.close()
+
+
+def test_each_tenant_and_each_salt_compiles_a_constraint_itself(monkeypatch):
+    site = Site(monkeypatch, lambda asked: object())
+    namespaces = [Namespace("alice"), Namespace("bob"), Namespace("alice", salt="x")]
+    for i, namespace in enumerate(namespaces * 2):
+        site.grammars.submit(f"{i}", namespace, regex("x"))
+        assert site.told() == [(f"{i}", "")]
+    assert site.calls == ["x"] * len(namespaces)
+    site.grammars.close()
+
+
+class Failing:
+    """A grammar whose matchers panic: `when` they are created, when they advance, or when they fill a mask."""
+
+    def __init__(self, when):
+        self.when = when
+
+    def new_matcher(self, *, fast_forward):
+        self.step("create")
+        return self
+
+    def advance(self, tokens):
+        self.step("advance")
+        return Verdict()
+
+    def fill_bitmask(self, words):
+        self.step("mask")
+        words[:] = 1
+
+    def step(self, name):
+        if self.when == name:
+            raise BaseException(f"panic in {name}")  # as pyo3's PanicException
+
+
+@pytest.mark.parametrize("when", ["create", "advance", "mask"])
+def test_a_grammar_that_fails_is_dropped_and_logged_once_with_the_reason(monkeypatch, caplog, when):
+    made = [Failing(when), Failing(None)]
+    site = Site(monkeypatch, lambda asked: made[len(site.calls) - 1])
+    constraints = site.grammars.constraints
+
+    def begin(seq_id):
+        """Whether a new request with the same constraint works."""
+        site.grammars.submit(f"{seq_id}", NO_NAMESPACE, regex("x"))
+        assert site.told() == [(f"{seq_id}", "")]
+        params = SamplingParams(max_tokens=4, seed=1, structured_outputs=regex("x"))
+        error = constraints.begin(seq_id, Request(id=f"{seq_id}", prompt=[1], params=params), []).error
+        assert error in ("", "the backend failed (BaseException)")
+        return not error and bool(constraints.masks([seq_id]).all())
+
+    assert not begin(1)
+    assert not constraints.masks([1]).any(), "the failed sequence fails again, without another line"
+    assert begin(2) and begin(3)
+    assert site.calls == ["x", "x"]
+    (line,) = [one for one in caplog.records if one.name == "quire.structured_outputs.matchers"]
+    assert f"panic in {when}" in str(line.exc_info[1])
     site.grammars.close()
 
 
@@ -70,22 +130,22 @@ def test_what_a_backend_says_against_a_constraint_is_told_and_its_accidents_too(
         raise RequestError("no such thing") if asked.text == "bad" else ValueError("oh")
 
     site = Site(monkeypatch, compiled)
-    site.grammars.submit("a", regex("bad"))
+    site.grammars.submit("a", NO_NAMESPACE, regex("bad"))
     assert site.told() == [("a", "no such thing")]
-    site.grammars.submit("b", regex("worse"))
-    assert site.told() == [("b", "this constraint could not be compiled (ValueError); change it")]
+    site.grammars.submit("b", NO_NAMESPACE, regex("worse"))
+    assert site.told() == [("b", "regex cannot be compiled by this server; change it")]
     site.grammars.close()
 
 
 def test_nobody_waits_longer_than_the_deadline(monkeypatch):
     go_on = threading.Event()
     site = Site(monkeypatch, lambda asked: go_on.wait(30) if asked.text == "slow" else object())
-    site.grammars.submit("a", regex("slow"))
-    site.grammars.submit("b", regex("fast"))
+    site.grammars.submit("a", NO_NAMESPACE, regex("slow"))
+    site.grammars.submit("b", NO_NAMESPACE, regex("fast"))
     assert site.told() == [("b", "")]
     site.now = 3.5
     ((name, error),) = site.grammars.finished()
-    assert name == "a" and "longer than 3 s" in error
+    assert name == "a" and "within 3 s" in error
     assert site.grammars.finished() == []
     go_on.set()
     site.grammars.close()
@@ -94,13 +154,13 @@ def test_nobody_waits_longer_than_the_deadline(monkeypatch):
 def test_what_nobody_waits_for_any_more_is_not_begun_and_who_only_waited_for_others_may_come_again(monkeypatch):
     go_on = threading.Event()
     site = Site(monkeypatch, lambda asked: go_on.wait(30) if asked.text.startswith("slow") else object())
-    for i in range(compile.NUM_THREADS):
-        site.grammars.submit(f"slow {i}", regex(f"slow {i}"))
+    for i in range(NUM_THREADS):
+        site.grammars.submit(f"slow {i}", NO_NAMESPACE, regex(f"slow {i}"))
     for i in range(20):
-        site.grammars.submit(f"{i}", regex(f"slow as well {i}"))
+        site.grammars.submit(f"{i}", NO_NAMESPACE, regex(f"slow as well {i}"))
         site.grammars.forget(f"{i}")
-    site.grammars.submit("patient", regex("x"))
-    site.grammars.submit("late", regex("x"))
+    site.grammars.submit("patient", NO_NAMESPACE, regex("x"))
+    site.grammars.submit("late", NO_NAMESPACE, regex("x"))
     site.now = 2.0
     assert site.grammars.finished() == []
     site.grammars._waiting_requests["late"] = site.grammars._waiting_requests["late"]._replace(submitted_at=-2.0)
@@ -111,23 +171,12 @@ def test_what_nobody_waits_for_any_more_is_not_begun_and_who_only_waited_for_oth
     site.grammars.close()
 
 
-def test_long_forms_push_others_out(monkeypatch):
-    monkeypatch.setattr(compile, "MAX_CACHED_CHARACTERS", 100)
-    site = Site(monkeypatch, lambda asked: object())
-    for text in ("x", "y" * 80, "z" * 30, "x"):
-        site.grammars.submit(text, regex(text))
-        site.told()
-    assert [text[0] for text in site.calls] == ["x", "y", "z", "x"]
-    assert site.grammars._num_cached_characters == sum(len(asked.text) for asked in site.grammars._cache) <= 100
-    site.grammars.close()
-
-
 def test_two_first_requests_share_one_vocabulary(monkeypatch):
     site = Site(monkeypatch, lambda asked: object())
     slowly = site.grammars._make_vocabulary
     site.grammars._make_vocabulary = lambda: (time.sleep(0.05), slowly())[1]
-    site.grammars.submit("a", regex("x"))
-    site.grammars.submit("b", regex("y"))
+    site.grammars.submit("a", NO_NAMESPACE, regex("x"))
+    site.grammars.submit("b", NO_NAMESPACE, regex("y"))
     assert len(site.told()) + len(site.told()) >= 2
     assert site.vocabularies == 1
     site.grammars.close()
@@ -135,19 +184,9 @@ def test_two_first_requests_share_one_vocabulary(monkeypatch):
 
 def test_who_gives_up_is_told_nothing(monkeypatch):
     site = Site(monkeypatch, lambda asked: object())
-    site.grammars.submit("a", regex("x"))
+    site.grammars.submit("a", NO_NAMESPACE, regex("x"))
     site.grammars.forget("a")
     assert site.told(5) == []
-    site.grammars.close()
-
-
-def test_not_everything_is_kept(monkeypatch):
-    monkeypatch.setattr(compile, "MAX_CACHED", 2)
-    site = Site(monkeypatch, lambda asked: object())
-    for text in ("x", "y", "z", "y", "x"):
-        site.grammars.submit(text, regex(text))
-        site.told()
-    assert site.calls == ["x", "y", "z", "x"]
     site.grammars.close()
 
 
@@ -177,10 +216,10 @@ def test_compiling_has_a_stack_of_a_known_size_and_nobody_else_gets_it(monkeypat
 
     monkeypatch.setattr(threading.Thread, "start", start)
     site = Site(monkeypatch, lambda asked: object())
-    site.grammars.submit("a", regex("x"))
+    site.grammars.submit("a", NO_NAMESPACE, regex("x"))
     assert site.told() == [("a", "")]
     site.grammars.close()
-    assert [size for name, size in started if name.startswith("quire-grammar")] == [STACK_BYTES]
+    assert [size for name, size in started if name.startswith("quire-grammar")] == [STACK_BYTES] * NUM_THREADS
     assert threading.stack_size() == before
 
 

@@ -9,16 +9,16 @@ import pytest
 from fake_engines import FACTS
 
 from quire.core.explanation import Explanation
-from quire.core.output import Output
+from quire.core.output import EndCause, Output
 from quire.engine.engine import EngineStats
 from quire.engine.inputs import NewRequest
 from quire.errors import EngineStopped, RequestError
 from quire.params import SamplingParams
 from quire.supervisor import health
 from quire.supervisor.async_engine import AsyncEngine
+from quire.supervisor.engine_handle import EngineThread
 from quire.supervisor.engine_loop import HEARTBEAT_SECONDS
-from quire.supervisor.health import FAILED_STEPS
-from quire.supervisor.launcher import EngineThread
+from quire.supervisor.health import FAILED_STEPS, State
 
 
 class PretendEngine:
@@ -83,7 +83,7 @@ class PretendEngine:
         for request_id in list(self.left):
             self.left[request_id] -= 1
             done = self.left[request_id] == 0
-            outputs.append(Output(request_id, 0, 0, [self.steps], finish_reason="length" if done else None))
+            outputs.append(Output(request_id, 0, 0, [self.steps], end=EndCause.LENGTH if done else None))
             if done:
                 del self.left[request_id]
         return outputs
@@ -258,7 +258,7 @@ def test_a_stall_is_seen(monkeypatch):
         pretend.gate.clear()
         stream = await engine.generate([request("a", 3)])
         await until(lambda: "no progress" in engine.health().problem)
-        assert engine.health().state == "stalled"
+        assert engine.health().state is State.STALLED
         pretend.gate.set()
         assert len(await read(stream, "a")) == 3
         await until(lambda: engine.health().problem == "")
@@ -403,8 +403,8 @@ def test_questions_fail_when_the_engine_stops():
 def test_outputs_of_one_step_cross_in_one_message():
     async def scenario(pretend, engine):
         batches = []
-        take = engine._on_batch
-        engine._on_batch = lambda batch, now: (batches.append(len(batch.outputs)), take(batch, now))
+        take = engine.on_batch
+        engine.on_batch = lambda batch, committed: (batches.append(len(batch.outputs)), take(batch, committed))
         pretend.gate.clear()
         stream = await engine.generate([request(f"r{i}", 4) for i in range(8)])
         pretend.gate.set()

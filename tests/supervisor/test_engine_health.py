@@ -145,7 +145,7 @@ def test_counters_go_on_over_several_engines(engines):
     total = [0] * len(COUNTERS)
     for place, increments in enumerate(engines):
         if place:
-            tally.engine_ended(3)
+            tally.engine_ended()
             assert [getattr(tally.stats, name) for name in COUNTERS] == total
         count = [0] * len(COUNTERS)
         for more in increments:
@@ -156,13 +156,13 @@ def test_counters_go_on_over_several_engines(engines):
             assert tally.stats.num_running == 7
 
 
-def test_gauges_are_the_last_engines_and_say_what_waits_while_there_is_none():
+def test_gauges_are_those_of_the_current_engine_and_zero_while_there_is_none():
     tally = CumulativeStats(EngineStats.zero())
     tally.update(stats(num_running=5, num_waiting=2, kv_blocks_used=9, kv_blocks_total=50, failed_in_a_row=4))
-    tally.engine_ended(7)
-    between = tally.stats
-    assert (between.num_running, between.num_waiting, between.kv_blocks_used, between.failed_in_a_row) == (0, 7, 0, 0)
-    assert between.kv_blocks_total == 50
+    tally.engine_ended()
+    assert {name: getattr(tally.stats, name) for name in EngineStats.GAUGES} == {
+        name: getattr(EngineStats.zero(), name) for name in EngineStats.GAUGES
+    }
     tally.update(stats(num_running=1, kv_blocks_total=40, last_step_seconds=0.5, waiting_because="tokens"))
     assert (tally.stats.num_running, tally.stats.num_waiting, tally.stats.kv_blocks_total) == (1, 0, 40)
     assert tally.stats.last_step_seconds == 0.5
@@ -173,6 +173,6 @@ def test_an_engine_that_dies_before_it_says_anything_takes_nothing_away():
     tally = CumulativeStats(EngineStats.zero())
     tally.update(stats(num_steps=5, prompt_tokens=70))
     for _ in range(3):
-        tally.engine_ended(1)
+        tally.engine_ended()
     tally.update(stats(num_steps=1, prompt_tokens=10))
     assert (tally.stats.num_steps, tally.stats.prompt_tokens) == (6, 80)

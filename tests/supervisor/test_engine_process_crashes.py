@@ -3,6 +3,7 @@
 import asyncio
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,13 +14,15 @@ from pathlib import Path
 import misbehaving_engine_process as front_children
 import pytest
 
+import quire
 from quire.config import EngineOptions
 from quire.core.step import Pooling
 from quire.engine.inputs import NewRequest
 from quire.errors import ConfigError, EngineStopped
 from quire.params import SamplingParams
 from quire.supervisor.async_engine import AsyncEngine
-from quire.supervisor.launcher import EngineProcess
+from quire.supervisor.engine_handle import EngineProcess
+from quire.supervisor.health import State
 
 OPTIONS = EngineOptions(memory="256MiB", dtype="float32", max_num_seqs=32, max_model_len=512, threads=1)
 PROGRAM = str(Path(front_children.__file__))
@@ -33,10 +36,10 @@ def host_of(kind=None, **options):
 
 
 @asynccontextmanager
-async def running(kind=None, watchdog=0.0, **options):
+async def running(kind=None, watchdog=0.0, restart_timeout=600.0, **options):
     host = host_of(kind, **options)
     await asyncio.to_thread(host.launch)
-    engine = AsyncEngine(host, watchdog=watchdog)
+    engine = AsyncEngine(host, watchdog=watchdog, restart_timeout=restart_timeout)
     await engine.start()
     try:
         yield engine
@@ -49,11 +52,11 @@ def scenario(work):
 
 
 def pid(engine):
-    return engine._engine_handle._process.pid
+    return engine.engine_handle.process.pid
 
 
 async def until_up(engine):
-    while engine.health().state != "ok":
+    while engine.health().state is not State.SERVING:
         await asyncio.sleep(0.01)
 
 
@@ -185,7 +188,7 @@ def test_a_stopped_engine_is_red_within_two_seconds_and_is_started_anew(capfd):
             while not engine.health().problem:
                 await asyncio.sleep(0.01)
             assert time.monotonic() - stopped < 2
-            assert engine.health().state == "stalled"
+            assert engine.health().state is State.STALLED
             assert await going_on == before
             assert engine.health().num_restarts == 1
 
@@ -231,29 +234,28 @@ def test_an_end_is_told_whatever_ended_it():
     host = host_of()
     for end, told in (("exit(4)", "with exit code 4"), ("kill(9)", "by signal SIGKILL"), ("kill(40)", "by signal 40")):
         code = f"import os\nkill = lambda number: os.kill(os.getpid(), number)\n{end}"
-        host._process = subprocess.Popen([sys.executable, "-c", code])
+        host.process = subprocess.Popen([sys.executable, "-c", code])
         assert host.wait() == told
 
 
 def test_an_engine_that_dies_while_it_starts_is_given_up():
     host = host_of()
-    host._program = HOPELESS
+    host.program = HOPELESS
     with pytest.raises(EngineStopped, match="with exit code 3 while it started"):
         host.launch()
 
 
-def test_an_engine_that_cannot_be_started_again_fails_what_is_open(monkeypatch):
-    monkeypatch.setattr("quire.supervisor.launcher.RETRY_SECONDS", 0.01)
-
+def test_an_engine_that_cannot_be_started_again_fails_what_is_open():
     async def work():
-        async with running() as engine:
+        async with running(restart_timeout=2.0) as engine:
             open_one = asyncio.ensure_future(answer(engine, "a", [5, 6, 7], max_tokens=400))
             await asyncio.sleep(0.3)
-            engine._engine_handle._program = HOPELESS
+            engine.engine_handle.program = HOPELESS
             os.kill(pid(engine), signal.SIGKILL)
-            with pytest.raises(EngineStopped, match="could not be restarted"):
+            with pytest.raises(EngineStopped, match="could be started for 2 s"):
                 await open_one
-            assert engine.health().state == "stopped"
+            assert engine.health().state is State.FAILED
+            assert "with exit code 3 while it started" in engine.health().start_error
             with pytest.raises(EngineStopped):
                 await answer(engine, "b", [5])
 
@@ -275,8 +277,73 @@ def test_each_engine_writes_a_journal_of_its_own(tmp_path):
     assert [one.name for one in sorted(tmp_path.iterdir())] == ["journal", "journal.1"]
 
 
+@pytest.mark.parametrize("is_writable", [True, False])
+def test_a_journal_that_exists_or_cannot_be_written_does_not_stop_a_restart(tmp_path, is_writable):
+    folder = tmp_path / "journals"
+    folder.mkdir()
+
+    async def work():
+        async with running(journal=str(folder / "j"), restart_timeout=20.0) as engine:
+            (folder / "j.1").write_bytes(b"of another server")
+            going_on = asyncio.ensure_future(answer(engine, "a", [5, 6, 7]))
+            while not engine.health().stats.num_running:
+                await asyncio.sleep(0.001)
+            if not is_writable:
+                folder.rename(tmp_path / "away")
+            os.kill(pid(engine), signal.SIGKILL)
+            await going_on
+
+    scenario(work())
+    if is_writable:
+        assert {one.name for one in folder.iterdir()} == {"j", "j.1", "j.2"}
+        assert (folder / "j.1").read_bytes() == b"of another server"
+    else:
+        assert not folder.exists()
+
+
+def test_kills_during_starts_do_not_end_the_server():
+    """Six kills, each while an engine starts. The open request continues."""
+
+    async def work():
+        async with running() as engine:
+            expected = await answer(engine, "a", [5, 6, 7], max_tokens=300, seed=1)
+            going_on = asyncio.ensure_future(answer(engine, "b", [5, 6, 7], max_tokens=300, seed=1))
+            while not engine.health().stats.num_running:
+                await asyncio.sleep(0.001)
+            killed = {pid(engine)}
+            os.kill(pid(engine), signal.SIGKILL)
+            for _ in range(6):
+                while pid(engine) in killed:
+                    await asyncio.sleep(0.001)
+                killed.add(pid(engine))
+                os.kill(pid(engine), signal.SIGKILL)
+            assert await going_on == expected
+            assert (engine.health().state, engine.health().num_restarts) == (State.SERVING, 1)
+
+    scenario(work())
+
+
+def test_a_model_that_is_away_for_a_while_is_loaded_when_it_is_back(tmp_path, monkeypatch):
+    monkeypatch.setattr("quire.supervisor.restart_policy.MAX_DELAY", 0.25)
+    home, away = tmp_path / "model", tmp_path / "away"
+    shutil.copytree(Path(quire.__file__).parent / "assets" / "demo_model", home)
+
+    async def work():
+        async with running(model=str(home)) as engine:
+            home.rename(away)
+            os.kill(pid(engine), signal.SIGKILL)
+            going_on = asyncio.ensure_future(answer(engine, "a", [5, 6, 7]))
+            while "model" not in engine.health().start_error:
+                await asyncio.sleep(0.01)
+            away.rename(home)
+            await going_on
+            assert engine.health().num_restarts == 1
+
+    scenario(work())
+
+
 def test_an_engine_ends_with_its_front_end():
     host = host_of()
     host.launch()
     host.connection.close()
-    assert host._process.wait(10) == 0
+    assert host.process.wait(10) == 0

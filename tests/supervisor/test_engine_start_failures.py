@@ -9,9 +9,9 @@ import pytest
 from fake_engines import Death, Host, PretendEngine, heard, request, run
 
 from quire.engine.inputs import NewRequest
-from quire.errors import EngineStopped, RequestError
+from quire.errors import EngineStopped, ModelError, RequestError
 from quire.params import SamplingParams
-from quire.supervisor.health import StallDetector
+from quire.supervisor.health import StallDetector, State
 from quire.supervisor.pending_calls import PendingCalls
 
 
@@ -21,23 +21,96 @@ def first_dies(number, step, _rows):
     return ()
 
 
-def test_a_system_that_has_no_memory_for_a_process_is_asked_again(monkeypatch):
-    class Short(Host):
-        num_refused = 0
+class Refusing(Host):
+    """After its first engine, refuses `num_refusals` starts with an error."""
 
-        def launch(self):
-            if self.num_launched == 1 and self.num_refused < 2:
-                self.num_refused += 1
-                raise OSError(12, "Cannot allocate memory")
-            super().launch()
+    def __init__(self, acts, error, num_refusals):
+        super().__init__(acts)
+        self.error, self.num_refusals, self.num_refused = error, num_refusals, 0
 
+    def launch(self):
+        if self.num_launched == 1 and self.num_refused < self.num_refusals:
+            self.num_refused += 1
+            raise self.error
+        super().launch()
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Short delays between starts."""
+    monkeypatch.setattr("quire.supervisor.restart_policy.FIRST_DELAY", 0.001)
+    monkeypatch.setattr("quire.supervisor.restart_policy.MAX_DELAY", 0.01)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(12, "Cannot allocate memory"),
+        ModelError("the model folder is away"),
+        EngineStopped("the engine process ended by signal SIGKILL while it started"),
+    ],
+)
+def test_failed_starts_are_repeated_until_one_succeeds(quick, error):
     async def scenario(host, engine):
         stream = await engine.generate([request("a", 10)])
         assert (await heard(stream, ["a"]))[0] == {"a": list(range(1, 11))}
-        assert (host.num_launched, host.num_refused) == (2, 2)
+        assert (host.num_launched, host.num_refused) == (2, 30)
+        assert (engine.health().state, engine.health().start_error) == (State.SERVING, "")
 
-    monkeypatch.setattr("quire.supervisor.launcher.RETRY_SECONDS", 0.01)
-    run(scenario, host=Short(first_dies))
+    run(scenario, host=Refusing(first_dies, error, 30))
+
+
+def test_health_during_a_restart_has_the_start_error_and_no_figures_of_the_ended_engine(quick):
+    async def scenario(host, engine):
+        stream = await engine.generate([request("a", 10)])
+        health = engine.health()
+        while not health.start_error:
+            await asyncio.sleep(0.001)
+            health = engine.health()
+        assert (health.state, health.start_error) == (State.RESTARTING, "the model folder is away")
+        assert (health.heartbeat_age, health.predicted_step_seconds) == (None, None)
+        assert (health.stats.num_waiting, health.stats.num_running, health.stats.kv_blocks_total) == (1, 0, 0)
+        stream.close()
+        assert engine.health().stats.num_waiting == 0
+
+    run(scenario, host=Refusing(first_dies, ModelError("the model folder is away"), 10**9))
+
+
+def test_after_the_timeout_open_requests_end_with_an_error(quick):
+    async def scenario(host, engine):
+        stream = await engine.generate([request("a", 10)])
+        with pytest.raises(EngineStopped, match=r"no engine could be started for 0\.3 s; see the log") as error:
+            await heard(stream, ["a"])
+        assert "folder" not in str(error.value), "clients do not see the server's files"
+        assert "the model folder is away" in engine.health().start_error
+        assert engine.failure is not None
+        assert engine.health().state is State.FAILED
+        with pytest.raises(EngineStopped):
+            await engine.generate([request("b", 10)])
+        assert host.num_refused > 5
+
+    run(scenario, host=Refusing(first_dies, ModelError("the model folder is away"), 10**9), restart_timeout=0.3)
+
+
+def test_a_start_that_hangs_is_ended_at_the_timeout():
+    class Hung(Host):
+        killed = threading.Event()
+
+        def launch(self):
+            if self.num_launched:
+                assert self.killed.wait(10)
+                raise EngineStopped("the engine process ended by signal SIGKILL while it started")
+            super().launch()
+
+        def kill(self):
+            self.killed.set()
+
+    async def scenario(host, engine):
+        stream = await engine.generate([request("a", 10)])
+        with pytest.raises(EngineStopped, match="no engine could be started"):
+            await heard(stream, ["a"])
+
+    run(scenario, host=Hung(first_dies), restart_timeout=0.2)
 
 
 def test_a_fault_of_who_watches_the_engine_leaves_nobody_waiting():
@@ -50,7 +123,7 @@ def test_a_fault_of_who_watches_the_engine_leaves_nobody_waiting():
         stream = await engine.generate([request("a", 10)])
         with pytest.raises(EngineStopped, match="task that supervises the engine failed"):
             await heard(stream, ["a"])
-        assert engine.health().state == "stopped"
+        assert engine.health().state is State.FAILED
 
     run(scenario, host=Odd(first_dies))
 
@@ -80,7 +153,7 @@ def test_an_engine_that_does_not_end_is_killed(monkeypatch, dies_first):
         await engine.close()
         assert host.killed.is_set()
 
-    monkeypatch.setattr("quire.supervisor.launcher._END_SECONDS", 0.05)
+    monkeypatch.setattr("quire.supervisor.supervisor._END_SECONDS", 0.05)
     run(scenario, host=Hung(first_dies))
 
 
@@ -104,19 +177,57 @@ def test_closing_does_not_wait_for_an_engine_that_is_being_started():
     run(scenario, host=Slow(first_dies))
 
 
-def test_engines_that_die_of_themselves_at_once_are_not_started_for_ever(monkeypatch):
+def test_idle_engines_that_end_at_once_are_replaced_until_the_timeout(quick, monkeypatch):
     def die(self):
         raise Death
 
     async def scenario(host, engine):
-        while engine.health().state != "stopped":
+        while engine.health().state is not State.FAILED:
             await asyncio.sleep(0.01)
-        assert host.num_launched == 25
-        with pytest.raises(EngineStopped, match="25 engines in a row crashed"):
+        assert host.num_launched > 30, "their number is no limit"
+        with pytest.raises(EngineStopped, match="no engine could be started"):
             await engine.generate([request("a", 10)])
 
     monkeypatch.setattr(PretendEngine, "has_work", property(die))
-    run(scenario)
+    run(scenario, restart_timeout=1.0)
+
+
+def test_engines_that_crash_with_requests_before_any_step_are_not_replaced_for_ever():
+    """Each request crashes the engine, and every one is found by bisection. So there are more of them than attempts."""
+
+    def crash(number, step, rows):
+        if rows:
+            raise Death
+        return ()
+
+    async def scenario(host, engine):
+        names = [f"r{i}" for i in range(40)]
+        stream = await engine.generate([request(name, 10) for name in names])
+        with pytest.raises(EngineStopped, match="25 engines in a row crashed with requests"):
+            await heard(stream, names)
+        assert host.num_launched == 25
+
+    run(scenario, crash)
+
+
+def test_a_request_that_crashes_the_engine_while_it_is_added_again_fails_alone():
+    class Brittle(PretendEngine):
+        def add_request(self, request_id, prompt, params, *more):
+            *_, resumed = more
+            if resumed and request_id == "r3":
+                raise Death
+            super().add_request(request_id, prompt, params, *more)
+
+    class BrittleHost(Host):
+        engine_class = Brittle
+
+    async def scenario(host, engine):
+        names = [f"r{i}" for i in range(6)]
+        _, ends = await heard(await engine.generate([request(name, 10) for name in names]), names)
+        assert ends == {name: "error" if name == "r3" else "length" for name in names}
+        assert host.num_launched < 15
+
+    run(scenario, host=BrittleHost(first_dies))
 
 
 def test_the_watchdog_ends_the_engine_that_stalled_and_not_the_next_one(monkeypatch):
@@ -138,12 +249,34 @@ def test_the_watchdog_ends_the_engine_that_stalled_and_not_the_next_one(monkeypa
         monkeypatch.setattr(StallDetector, "stalled_seconds", lambda self, now: 9.0 if host.num_launched == 1 else 0.0)
         while not host.dumped:
             await asyncio.sleep(0.01)
+        while host.num_launched == 1 or engine.health().state is not State.SERVING:
+            await asyncio.sleep(0.01)
         await asyncio.sleep(0.2)
-        assert (host.dumped, host.killed, engine.health().state) == ([1], [], "ok")
+        assert (host.dumped, host.killed, engine.health().state) == ([1], [], State.SERVING)
 
-    monkeypatch.setattr("quire.supervisor.async_engine.WATCHDOG_INTERVAL", 0.05)
-    monkeypatch.setattr("quire.supervisor.async_engine._STACK_DUMP_SECONDS", 0.1)
+    monkeypatch.setattr("quire.supervisor.supervisor.WATCHDOG_INTERVAL", 0.05)
+    monkeypatch.setattr("quire.supervisor.supervisor._STACK_DUMP_SECONDS", 0.1)
     run(scenario, host=Dying(lambda *_: ()), watchdog=1.0)
+
+
+def test_the_watchdog_ends_a_restarted_engine_that_never_sends_a_message():
+    class Silent(Host):
+        def launch(self):
+            if self.num_launched != 1:
+                return super().launch()
+            self.num_launched += 1
+            self.connection, self.theirs = socket.socketpair()
+            return None
+
+        def kill(self):
+            self.theirs.close()
+
+    async def scenario(host, engine):
+        stream = await engine.generate([request("a", 10)])
+        assert (await heard(stream, ["a"]))[0] == {"a": list(range(1, 11))}
+        assert host.num_launched == 3
+
+    run(scenario, host=Silent(first_dies), watchdog=0.5)
 
 
 def test_what_was_given_up_is_known_when_it_comes_again():

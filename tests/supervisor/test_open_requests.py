@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.core.output import Output
+from quire.core.output import EndCause, Output
 from quire.core.request import Beams
 from quire.core.step import Logprobs, Pooling
 from quire.engine.inputs import NewRequest
@@ -45,7 +45,7 @@ def plan_of(dice: random.Random, name: str) -> Plan:
         pooling = dice.choice([Pooling.MEAN, Pooling.LAST])
         request = NewRequest(name, prompt, SamplingParams(max_tokens=0), pooling=pooling)
         pooled = np.array([[dice.randint(0, 99) for _ in range(HIDDEN)] for _ in prompt], np.float32)
-        return Plan(request, [[]], ["stop"], pooled=pooled)
+        return Plan(request, [[]], [EndCause.STOP], pooled=pooled)
     n = dice.randint(1, 4)
     told = {"prompt_logprobs": 0} if kind == "score" or (kind != "beams" and dice.random() < 0.5) else {}
     best_of = n + dice.randint(1, 2) if kind == "ranked" else None
@@ -55,7 +55,9 @@ def plan_of(dice: random.Random, name: str) -> Plan:
     tokens = [[dice.randint(0, 9) for _ in range(0 if kind == "score" else dice.randint(1, 20))]
               for _ in range(sequences)]  # fmt: skip
     plan = Plan(
-        NewRequest(name, prompt, params, beams=beams), tokens, [dice.choice(["stop", "length"]) for _ in tokens]
+        NewRequest(name, prompt, params, beams=beams),
+        tokens,
+        [dice.choice([EndCause.STOP, EndCause.LENGTH]) for _ in tokens],
     )
     if kind in ("sample", "ranked"):
         plan.stops = {i: dice.randint(1, len(ids)) for i, ids in enumerate(tokens) if dice.random() < 0.4}
@@ -160,7 +162,7 @@ class PretendEngine:
         if request.pooling is Pooling.LAST and not over:
             part = None
         part = None if part is None else np.frombuffer(part.tobytes(), np.float32)  # read-only, as after decoding
-        return Output(name, 0, seq_id, [], "stop" if over else None, pooled=part)
+        return Output(name, 0, seq_id, [], EndCause.STOP if over else None, pooled=part)
 
 
 @dataclass
@@ -278,7 +280,7 @@ def test_what_went_on_has_its_known_tokens_and_tells_nothing_about_the_prompt():
     ledger = OpenRequests()
     ledger.add([NewRequest("a", [1, 2], params_of(n=2, prompt_logprobs=0))])
     ledger.record_output(Output("a", 0, 7, [5, 6]))
-    ledger.record_output(Output("a", 1, 8, [9], "stop", stop_token=9))
+    ledger.record_output(Output("a", 1, 8, [9], EndCause.STOP, stop_token=9))
     resumed = ledger.resume("a")
     assert [(one.token_ids, one.finished) for one in resumed.known_outputs] == [([5, 6], False), ([9], True)]
     assert resumed.params == params_of(n=2)
@@ -292,7 +294,7 @@ def test_a_stop_string_that_no_engine_was_told_of_is_told_to_the_one_that_comes_
     ledger.resume("a")  # the engine died
     assert ledger.finish("a", 0, 1) is None  # and the next one's sequence id is not known
     assert ledger.record_output(Output("a", 0, 107, [8])) == (None, 1)
-    assert ledger.record_output(Output("a", 0, 107, [8], "length")) == (None, None)  # it has ended there, too
+    assert ledger.record_output(Output("a", 0, 107, [8], EndCause.LENGTH)) == (None, None)  # it has ended there, too
     assert [one.token_ids for one in ledger.resume("a").known_outputs] == [[5], []]
 
 
@@ -306,7 +308,7 @@ def test_a_stop_string_is_told_to_the_engine_that_put_it_out():
     assert ledger.record_output(Output("a", 0, 7, [8])) == (None, None)
 
 
-@pytest.mark.parametrize("reason", ["stop", "length", "error", "abort"])
+@pytest.mark.parametrize("reason", EndCause)
 def test_entries_vanish_with_their_last_sequence(reason):
     ledger = OpenRequests()
     ledger.add([NewRequest("a", [1], params_of(n=2)), NewRequest("b", [1], params_of())])
@@ -322,7 +324,7 @@ def test_entries_vanish_with_their_last_sequence(reason):
 def test_a_request_that_fails_tells_each_sequence_that_goes_on():
     ledger = OpenRequests()
     ledger.add([NewRequest("a", [1], params_of(n=3))])
-    ledger.record_output(Output("a", 1, 8, [4], "length"))
+    ledger.record_output(Output("a", 1, 8, [4], EndCause.LENGTH))
     outputs = ledger.fail("a", "why")
     assert [(one.index, one.finish_reason, one.error) for one in outputs] == [(0, "error", "why"), (2, "error", "why")]
     assert "a" not in ledger

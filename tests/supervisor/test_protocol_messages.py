@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from quire.config import CacheConfig, EngineOptions, KVGroup
 from quire.core.explanation import Explanation, Miss, Preemption
-from quire.core.output import Output
+from quire.core.output import EndCause, Output
 from quire.core.request import Beams, KnownOutput, Namespace
 from quire.core.scheduling_params import MAX_PROGRAM_TTL, Program, Retention, SchedulingParams
 from quire.core.step import Logprobs, Pooling
@@ -167,7 +167,7 @@ def options():
 def commands():
     number = st.integers(0, 2**31)
     return st.one_of(
-        one_of_fields(protocol.Begin, options=options()),
+        one_of_fields(protocol.Begin, options=options(), is_restart=st.booleans()),
         one_of_fields(protocol.Add, number=number, requests=st.lists(new_requests(), max_size=2)),
         one_of_fields(protocol.Abort, request_ids=st.lists(TEXT, max_size=3)),
         one_of_fields(protocol.Finish, seq_id=COUNT, num_tokens=COUNT),
@@ -195,7 +195,7 @@ def outputs():
         index=st.integers(0, 127),
         seq_id=COUNT,
         token_ids=IDS,
-        finish_reason=optional(st.sampled_from(["stop", "length", "error", "abort"])),
+        end=optional(st.sampled_from(EndCause)),
         stop_token=optional(COUNT),
         logprobs=optional(logprobs()),
         prompt_logprobs=optional(logprobs()),
@@ -325,7 +325,7 @@ def test_what_cannot_be_written_is_refused_where_it_is_sent(monkeypatch):
 
 LOGPROBS = Logprobs(np.ones((2, 1), np.int32), np.ones((2, 1), np.float32), np.ones(2, np.int32))
 OUTPUT = Output(
-    "a", 0, 1, [1, 2], "stop", 3, LOGPROBS, None, np.ones(3, np.float32), 4, -1.0, "why", 0.5,
+    "a", 0, 1, [1, 2], EndCause.STOP, 3, LOGPROBS, None, np.ones(3, np.float32), 4, -1.0, "why", 0.5,
 )  # fmt: skip
 ADD = protocol.Add(
     1,

@@ -149,10 +149,40 @@ class Duel:
 Side = tuple[Duel, bool]  # whether this leaf is the victim of the learned order
 
 
+class LeafState:
+    """What is kept of a leaf in `Node.policy_state`: at most one open duel, and at most one open example."""
+
+    __slots__ = ("example", "side")
+
+    def __init__(self) -> None:
+        self.example: TrainingExample | None = None
+        self.side: Side | None = None
+
+    @staticmethod
+    def of(node: Node) -> "LeafState":
+        """The state of a leaf, which gets one if it has none."""
+        state = node.policy_state
+        if not isinstance(state, LeafState):
+            state = node.policy_state = LeafState()
+        return state
+
+    def take_side(self) -> Side:
+        """Remove the duel and return it."""
+        side, self.side = self.side, None
+        assert side is not None, "the leaf is in no duel"
+        return side
+
+    def take_example(self) -> "TrainingExample":
+        """Remove the training example and return it."""
+        example, self.example = self.example, None
+        assert example is not None, "the leaf is no example"
+        return example
+
+
 class SetDueling:
     """Set dueling: when the learned order and LRU select different victims, the one whose victim is used first loses.
 
-    A leaf is in at most one open duel, `node.duel`. Time is the number of evicted blocks.
+    Time is the number of evicted blocks.
     """
 
     def __init__(self, horizon: int) -> None:
@@ -179,17 +209,16 @@ class SetDueling:
             return
         if _is_free(learnt) and _is_free(oldest):
             duel = Duel(time + self._horizon)
-            learnt.duel, oldest.duel = (duel, True), (duel, False)
+            LeafState.of(learnt).side, LeafState.of(oldest).side = (duel, True), (duel, False)
             self._open.append(duel)
 
-    def on_hit(self, node: Node) -> None:
+    def on_hit(self, state: LeafState) -> None:
         """A leaf in a duel had a hit."""
-        side, node.duel = node.duel, None
-        self._lose(side)
+        self._lose(state.take_side())
 
-    def on_evict(self, leaf: Node, key: int) -> None:
+    def on_evict(self, state: LeafState, key: int) -> None:
         """A leaf in a duel is evicted. key: identifies its last block in `on_miss`."""
-        side, leaf.duel = leaf.duel, None
+        side = state.take_side()
         if side[0].is_open:
             side[0].keys.append(key)
             self._evicted[key] = side
@@ -214,7 +243,8 @@ class SetDueling:
 
 
 def _is_free(node: Node) -> bool:
-    return node.duel is None or not node.duel[0].is_open
+    state = node.policy_state
+    return not isinstance(state, LeafState) or state.side is None or not state.side[0].is_open
 
 
 _MAX_OPEN_EXAMPLES = 2048
@@ -235,7 +265,7 @@ class TrainingExample:
 
 
 class TrainingExamples:
-    """Open training examples. A leaf has at most one, `node.example`. Time is the number of evicted blocks."""
+    """Open training examples. Time is the number of evicted blocks."""
 
     def __init__(self, chance: ReusePredictor, horizon: int) -> None:
         """horizon: number of evicted blocks within which a leaf must be used again to count as reused."""
@@ -252,22 +282,22 @@ class TrainingExamples:
     def sample(self, leaf: Node, features: Features, tenant: str, time: int) -> None:
         """Make a leaf an example, unless it is one, or many examples are open and the last one is too recent."""
         is_busy = len(self._open) > _MAX_OPEN_EXAMPLES // 2
-        if leaf.example is not None or (is_busy and time < self._last + self._spacing):
+        state = LeafState.of(leaf)
+        if state.example is not None or (is_busy and time < self._last + self._spacing):
             return
         self._last = time
-        leaf.example = TrainingExample(features, tenant, time + self._horizon)
-        self._open.append(leaf.example)
+        state.example = TrainingExample(features, tenant, time + self._horizon)
+        self._open.append(state.example)
         if len(self._open) > 2 * _MAX_OPEN_EXAMPLES:  # possible with many leaves of few blocks each
             self._close(self._open.popleft(), reused=None)
 
-    def on_hit(self, node: Node) -> None:
+    def on_hit(self, state: LeafState) -> None:
         """A leaf had a hit: its example is labelled as reused."""
-        self._close(node.example, reused=True)
-        node.example = None
+        self._close(state.take_example(), reused=True)
 
-    def on_evict(self, leaf: Node, key: int) -> None:
+    def on_evict(self, state: LeafState, key: int) -> None:
         """A leaf with an example is evicted. key: identifies its last block in `on_miss`."""
-        example, leaf.example = leaf.example, None
+        example = state.take_example()
         if example.is_open:
             example.key = key
             self._evicted[key] = example
@@ -436,21 +466,23 @@ class CostOrderedLeaves:
 
     def on_use(self, node: Node, *, hit: bool) -> None:
         """See EvictableLeaves."""
-        if not hit:
+        state = node.policy_state
+        if not hit or not isinstance(state, LeafState):
             return
-        if node.example is not None:
-            self.examples.on_hit(node)
-        if node.duel is not None:
-            self.duels.on_hit(node)
+        if state.example is not None:
+            self.examples.on_hit(state)
+        if state.side is not None:
+            self.duels.on_hit(state)
 
     def on_evict(self, leaf: Node, num_blocks: int) -> None:
         """See EvictableLeaves."""
-        if leaf.example is not None or leaf.duel is not None:
+        state = leaf.policy_state
+        if isinstance(state, LeafState) and (state.example is not None or state.side is not None):
             key = self._key_of(leaf)
-            if leaf.example is not None:
-                self.examples.on_evict(leaf, key)
-            if leaf.duel is not None:
-                self.duels.on_evict(leaf, key)
+            if state.example is not None:
+                self.examples.on_evict(state, key)
+            if state.side is not None:
+                self.duels.on_evict(state, key)
         if num_blocks >= leaf.num_uniform_blocks:
             self._victim = None  # the blocks before are compared anew
         self.num_evicted += num_blocks

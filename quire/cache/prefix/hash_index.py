@@ -166,14 +166,14 @@ class HashIndex:
     def register(self, table: BlockTable, found: PrefixMatch) -> None:
         """See PrefixIndex."""
         keys: list[bytes] = found.index_handle or []  # type: ignore[assignment]  # set by `match_prefix`
-        table.num_public = found.num_public
+        table.cursor.num_public = found.num_public
         self._new_chain(table, keys)
         self._record_namespace(table.namespace)
 
-    def register_fork(self, parent: BlockTable, child: BlockTable) -> None:
+    def register_fork(self, parent: BlockTable, child: BlockTable, num_indexed: int) -> None:
         """See PrefixIndex."""
-        child.num_public = min(parent.num_public, child.num_indexed)
-        self._new_chain(child, _chain_of(parent).keys[: child.num_indexed])
+        child.cursor.num_public = min(parent.cursor.num_public, num_indexed)
+        self._new_chain(child, _chain_of(parent).keys[:num_indexed])
 
     def insert(self, table: BlockTable, num_blocks: int, num_written: int) -> InsertResult:
         """See PrefixIndex."""
@@ -186,7 +186,7 @@ class HashIndex:
             elif not self._exchange(table, index, entry, num_written // self._config.block_size, added):
                 break
             self._extend(chain, key)
-        table.num_indexed = len(chain.keys)
+        table.cursor.num_indexed = len(chain.keys)
         return added
 
     def unregister(self, table: BlockTable, num_tokens: int) -> list[int]:
@@ -199,23 +199,23 @@ class HashIndex:
             self._extend(chain, key)
         self._shorten(chain, 0)
         del self._chains[table]
-        table.index_handle = None
+        table.cursor.handle = None
         return added.entered
 
     def _new_chain(self, table: BlockTable, keys: Iterable[bytes]) -> None:
-        chain = table.index_handle = self._chains[table] = Chain([], list(table.firsts))
+        chain = table.cursor.handle = self._chains[table] = Chain([], list(table.firsts))
         for key in keys:
             self._extend(chain, key)
-        table.num_indexed = len(chain.keys)
+        table.cursor.num_indexed = len(chain.keys)
 
     def _next_keys(self, table: BlockTable, chain: Chain, num_blocks: int) -> Iterator[bytes]:
         """Keys of a table's blocks up to `num_blocks`, behind its chain."""
         size, first = self._config.block_size, len(chain.keys)
-        if first <= table.num_public:  # its new tokens may extend the match with a public prefix
+        if first <= table.cursor.num_public:  # its new tokens may extend the match with a public prefix
             whole = token_key(table.tokens[: num_blocks * size])
-            table.num_public = max(table.num_public, self._public.num_blocks(whole))
+            table.cursor.num_public = max(table.cursor.num_public, self._public.num_blocks(whole))
         data = token_key(table.tokens[first * size : num_blocks * size])
-        return self._keys(table.namespace, data, table.num_public, chain.keys)
+        return self._keys(table.namespace, data, table.cursor.num_public, chain.keys)
 
     def _insert_entry(self, table: BlockTable, index: int, key: bytes, added: InsertResult) -> None:
         """Insert a table's block as an entry, unless the windows of all groups have passed it."""
@@ -322,7 +322,7 @@ class HashIndex:
             if index is None:
                 continue
             self._shorten(chain, index)
-            table.num_indexed = index
+            table.cursor.num_indexed = index
         for entry in gone.values():
             self._release_blocks(entry, range(len(self._pools)))
 
@@ -367,8 +367,8 @@ class HashIndex:
         users: Counter[tuple[bytes, int]] = Counter()
         wrong = []
         for table, chain in self._chains.items():
-            if table.index_handle is not chain or table.num_indexed != len(chain.keys):
-                wrong.append(f"a table of {table.num_indexed} indexed blocks has {len(chain.keys)} keys")
+            if table.cursor.handle is not chain or table.cursor.num_indexed != len(chain.keys):
+                wrong.append(f"a table of {table.cursor.num_indexed} indexed blocks has {len(chain.keys)} keys")
             for group, first in enumerate(chain.firsts):
                 users.update((key, group) for key in chain.keys[first:])
                 own = zip(chain.keys, table.blocks[group], strict=False)
@@ -404,5 +404,5 @@ def _root(namespace: Namespace, before: bytes) -> bytes:
 
 def _chain_of(table: BlockTable) -> Chain:
     """The chain of a table, set by `register` or `register_fork`."""
-    chain: Chain = table.index_handle  # type: ignore[assignment]
+    chain: Chain = table.cursor.handle  # type: ignore[assignment]
     return chain

@@ -94,8 +94,8 @@ class PrefixIndex(Protocol):
     def register(self, table: BlockTable, match: PrefixMatch) -> None:
         """Register a table that begins with `match`. All blocks of `match` count as used now."""
 
-    def register_fork(self, parent: BlockTable, child: BlockTable) -> None:
-        """Register a table that begins with blocks of another one; the first `child.num_indexed` are in the index."""
+    def register_fork(self, parent: BlockTable, child: BlockTable, num_indexed: int) -> None:
+        """Register a table that begins with blocks of another one; the first `num_indexed` are in the index."""
 
     def insert(self, table: BlockTable, num_blocks: int, num_written: int) -> InsertResult:
         """Insert or exchange the whole blocks of a table up to `num_blocks`. They hold known tokens.
@@ -120,7 +120,7 @@ class PrefixIndex(Protocol):
         """References of the index: one per block."""
 
     def is_registered(self, table: BlockTable) -> bool:
-        """Whether the index has the table registered at its `index_handle`."""
+        """Whether the index has the table registered at its cursor."""
 
     def check(self) -> list[str]:
         """Errors of the index's structure; empty if there are none."""
@@ -163,7 +163,7 @@ class NoIndex:
     def register(self, table: BlockTable, found: PrefixMatch) -> None:
         """Does nothing."""
 
-    def register_fork(self, parent: BlockTable, child: BlockTable) -> None:
+    def register_fork(self, parent: BlockTable, child: BlockTable, num_indexed: int) -> None:
         """Does nothing."""
 
     def insert(self, table: BlockTable, num_blocks: int, num_written: int) -> InsertResult:

@@ -300,10 +300,10 @@ class RadixIndex:
         """See PrefixIndex."""
         self.trees.clock.tick += 1
         depth = len(found.blocks[0]) if found.blocks else 0
-        table.num_public = self._num_public(table)
+        table.cursor.num_public = self._num_public(table)
         end = None
         for node, at in found.index_handle or ():  # type: ignore[attr-defined]  # places from `match_prefix`
-            if at == depth and node.public == (depth < table.num_public):
+            if at == depth and node.public == (depth < table.cursor.num_public):
                 end = node = self.trees.split_at(node, at)
             self.trees.touch(node, hit=True)
         self.trees.register_table(table, end or self._root(table, depth))
@@ -312,37 +312,37 @@ class RadixIndex:
 
     def _report_misses(self, table: BlockTable, depth: int) -> None:
         """Report the missing blocks of a table's tokens, behind the first `depth`, to the eviction policy."""
-        data, num_public = token_key(table.tokens), table.num_public
+        data, num_public = token_key(table.tokens), table.cursor.num_public
         if depth < num_public:
             self.trees.leaves.on_miss(self._public.root_key(table.namespace), data[: num_public * self._size], 0, depth)
         own = (table.namespace, data[: num_public * self._size])
         self.trees.leaves.on_miss(own, data, num_public, max(depth, num_public))
 
-    def register_fork(self, parent: BlockTable, child: BlockTable) -> None:
+    def register_fork(self, parent: BlockTable, child: BlockTable, num_indexed: int) -> None:
         """See PrefixIndex."""
-        depth = child.num_indexed
-        child.num_public = min(parent.num_public, self._num_public(child))
-        place = climb(TreePosition(node_of(parent), parent.num_indexed), depth)
+        depth = num_indexed
+        child.cursor.num_public = min(parent.cursor.num_public, self._num_public(child))
+        place = climb(TreePosition(node_of(parent), parent.cursor.num_indexed), depth)
         if place.node.root.end > depth:  # the child's blocks end under the public root
             place = self._descend_public(parent, depth)
-        at_root = depth == child.num_public
+        at_root = depth == child.cursor.num_public
         self.trees.register_table(child, self._root(child, depth) if at_root else self.trees.split_at(*place))
 
     def insert(self, table: BlockTable, num_blocks: int, num_written: int) -> InsertResult:
         """See PrefixIndex."""
         added = InsertResult()
-        at, node = table.num_indexed, node_of(table)
+        at, node = table.cursor.num_indexed, node_of(table)
         if num_blocks == at + 1 and not node.public:
             key = token_key(table.tokens[at * self._block_size : num_blocks * self._block_size])
             if self.trees.extend(node, key, [blocks[at] for blocks in table.blocks]):
-                table.num_indexed = num_blocks
+                table.cursor.num_indexed = num_blocks
                 added.entered.append(at)
                 return added
         node = self._insert_blocks(table, num_blocks, added, num_written)
-        if node is not table.index_handle:
+        if node is not table.cursor.handle:
             self.trees.unregister_table(table, keep=node)
             self.trees.register_table(table, node)
-        table.num_indexed = node.end
+        table.cursor.num_indexed = node.end
         return added
 
     def unregister(self, table: BlockTable, num_tokens: int) -> list[int]:
@@ -356,11 +356,11 @@ class RadixIndex:
         if rest and node.end == num_blocks and (tail := self._add_tail(node, table, num_tokens, added)) is not None:
             ends.append(tail)
         self.trees.touch(ends[-1], hit=False)
-        if table.retention.params.pin and table.num_public and not node.public:
-            ends.append(self._descend_public(table, table.num_public).node)
+        if table.retention.params.pin and table.cursor.num_public and not node.public:
+            ends.append(self._descend_public(table, table.cursor.num_public).node)
         self.trees.apply_retention(ends, table.retention, table.retention.num_prompt_tokens // self._block_size)
         self.trees.tidy(node)
-        table.index_handle = None
+        table.cursor.handle = None
         return added.entered
 
     def evict(self, group: int, count: int, cause: EvictionCause) -> int:
@@ -371,9 +371,9 @@ class RadixIndex:
         """See PrefixIndex."""
         self.trees.invalidate(blocks)
         for table in tables:
-            if table.num_public and not node_of(table).public:
-                place = self._descend_public(table, table.num_public)
-                if place.depth < table.num_public:
+            if table.cursor.num_public and not node_of(table).public:
+                place = self._descend_public(table, table.cursor.num_public)
+                if place.depth < table.cursor.num_public:
                     self.trees.unregister_table(table)
                     self.trees.register_table(table, self.trees.split_at(*place))
 
@@ -383,7 +383,7 @@ class RadixIndex:
 
     def is_registered(self, table: BlockTable) -> bool:
         """See PrefixIndex."""
-        node = table.index_handle
+        node = table.cursor.handle
         return isinstance(node, Node) and not node.is_removed and table in node.writers
 
     def check(self) -> list[str]:
@@ -398,10 +398,10 @@ class RadixIndex:
         """
         num_there = num_blocks * self._block_size if num_written is None else num_written
         node = node_of(table)
-        first = depth = table.num_indexed
+        first = depth = table.cursor.num_indexed
         data = token_key(table.tokens[first * self._block_size : num_blocks * self._block_size])
         while depth < num_blocks:
-            stop = min(num_blocks, table.num_public) if node.public else num_blocks
+            stop = min(num_blocks, table.cursor.num_public) if node.public else num_blocks
             rest = data[(depth - first) * self._size : (stop - first) * self._size]
             child = node.child(rest[: self._size])
             if child is None:
@@ -417,9 +417,9 @@ class RadixIndex:
                 if not count:
                     break
                 depth += count
-                crosses = child.public and depth == table.num_public
+                crosses = child.public and depth == table.cursor.num_public
                 node = child if crosses else self.trees.split_at(child, depth)
-            if node.public and depth == table.num_public:
+            if node.public and depth == table.cursor.num_public:
                 self.trees.tidy(node)
                 node = self._root(table, depth)
         return node
@@ -473,9 +473,9 @@ class RadixIndex:
         if not any(b != ABSENT and pool.num_refs(b) > pool.num_refs_without_index(b) for pool, b in new):
             return
         node: Node | None = None
-        if depth == table.num_public:
+        if depth == table.cursor.num_public:
             node = self._descend_public(table, depth).node
-        elif depth < table.num_public:
+        elif depth < table.cursor.num_public:
             before = token_key(table.tokens[: depth * self._block_size])
             node = self.trees.roots.get((table.namespace, before))
         if node is not None:
@@ -488,10 +488,10 @@ class RadixIndex:
 
     def _root(self, table: BlockTable, depth: int) -> Node:
         """The root of a table's blocks from `depth` on: the public root or the namespace's root."""
-        if depth < table.num_public:
+        if depth < table.cursor.num_public:
             return self.trees.root(self._public.root_key(table.namespace), 0, public=True)
-        before = token_key(table.tokens[: table.num_public * self._block_size])
-        return self.trees.root((table.namespace, before), table.num_public, public=False)
+        before = token_key(table.tokens[: table.cursor.num_public * self._block_size])
+        return self.trees.root((table.namespace, before), table.cursor.num_public, public=False)
 
     def _descend_public(self, table: BlockTable, num_blocks: int) -> TreePosition:
         """The place where the leading blocks of a table, or those that are present, end under the public root."""

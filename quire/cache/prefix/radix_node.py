@@ -179,14 +179,13 @@ class Node:
     __slots__ = (
         "blocks",
         "children",
-        "duel",
         "edge",
         "end",
-        "example",
         "id",
         "marks",
         "parent",
         "parts",
+        "policy_state",
         "prompt_end",
         "public",
         "root_key",
@@ -213,8 +212,7 @@ class Node:
         self.parts: tuple[Part, ...] = ()  # earlier parts, if the run was continued or nodes were merged
         self.marks: tuple[Mark, ...] = ()  # retention; a mark applies to the blocks before the node too
         self.prompt_end = 0  # blocks of the prompt of the latest sequence that ended here
-        self.example: Any = None  # see TrainingExamples
-        self.duel: Any = None  # see SetDueling
+        self.policy_state: object = None  # of a type that the eviction policy chooses; only the policy sets it
 
     @property
     def start(self) -> int:

@@ -34,8 +34,8 @@ def node_errors(node: Node, size: int) -> Iterator[str]:
     else:
         yield from _inner_node_errors(node, size)
     for table in node.writers:
-        if table.index_handle is not node or table.num_indexed != node.end:
-            yield f"a table of {table.num_indexed} indexed blocks does not end at the node"
+        if table.cursor.handle is not node or table.cursor.num_indexed != node.end:
+            yield f"a table of {table.cursor.num_indexed} indexed blocks does not end at the node"
         for group, blocks in enumerate(table.blocks):
             pairs = zip(node.path_blocks(group), blocks[node.root.end : node.end], strict=False)
             if any(ours != theirs and ABSENT not in (ours, theirs) for ours, theirs in pairs):
@@ -224,7 +224,7 @@ class RadixTrees:
 
     def register_table(self, table: BlockTable, node: Node) -> None:
         """Register a table whose indexed blocks end at a node."""
-        table.index_handle, table.num_indexed = node, node.end
+        table.cursor.handle, table.cursor.num_indexed = node, node.end
         node.writers[table] = None
 
     def unregister_table(self, table: BlockTable, keep: Node | None = None) -> None:
@@ -470,4 +470,4 @@ class RadixTrees:
 
 def node_of(table: BlockTable) -> Node:
     """The node where a table's indexed blocks end."""
-    return table.index_handle  # type: ignore[return-value]  # set by `register_table`
+    return table.cursor.handle  # type: ignore[return-value]  # set by `register_table`

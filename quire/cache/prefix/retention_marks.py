@@ -49,9 +49,9 @@ class RetentionMarks:
         self.events: list[Event] = []
         self._clock = clock
         self._relist = relist
-        self._nodes: dict[RetentionHint, dict[int, Node]] = {}  # nodes with marks of a hint, the latest last
-        self._sessions: dict[SessionKey, RetentionHint] = {}
-        self._branches: dict[SessionKey, dict[SessionKey, None]] = {}  # keys of sessions by tenant and program
+        self.nodes: dict[RetentionHint, dict[int, Node]] = {}  # nodes with marks of a hint, the latest last
+        self.sessions: dict[SessionKey, RetentionHint] = {}
+        self.branches: dict[SessionKey, dict[SessionKey, None]] = {}  # keys of sessions by tenant and program
         self._expiries: list[tuple[float, int, RetentionHint]] = []
         self._pins = Pins(pools, key_bytes)
         self._num_hints = 0
@@ -72,9 +72,9 @@ class RetentionMarks:
         for node in ends:
             if node.parent is not None:
                 self._merge_marks(node, (*node.marks, Mark(hint, node.end)))
-        places = self._nodes.get(hint)
+        places = self.nodes.get(hint)
         if places is None:  # no retention, no blocks left, or stronger marks of others at the node
-            if hint.session is not None and self._sessions.get(hint.session) is hint:
+            if hint.session is not None and self.sessions.get(hint.session) is hint:
                 self._end_session(hint.session)
             return
         new = [node for node in ends if node.id in places]
@@ -100,25 +100,25 @@ class RetentionMarks:
 
     def end_program(self, tenant: str, program: str, branch: str | None) -> None:
         """End a branch of a program (None: all): no request will continue from its KV. Ignores unknown ones."""
-        keys = list(self._branches.get((tenant, program), ())) if branch is None else [(tenant, program, branch)]
+        keys = list(self.branches.get((tenant, program), ())) if branch is None else [(tenant, program, branch)]
         for key in keys:
-            hint = self._sessions.get(key)
+            hint = self.sessions.get(key)
             if hint is not None:
                 hint.set_finished()
-                for node in list(self._nodes.get(hint, {}).values()):
+                for node in list(self.nodes.get(hint, {}).values()):
                     self._relist(node)
 
     def _schedule_expiry(self, hint: RetentionHint) -> None:
         heappush(self._expiries, (hint.expires, hint.number, hint))
-        if len(self._expiries) > 2 * len(self._nodes) + 64:
-            self._expiries = [(one.expires, one.number, one) for one in self._nodes if one.expires < inf]
+        if len(self._expiries) > 2 * len(self.nodes) + 64:
+            self._expiries = [(one.expires, one.number, one) for one in self.nodes if one.expires < inf]
             heapify(self._expiries)
 
     def _apply_change(
         self, hint: RetentionHint, before: HintState, new: Sequence[Node], retention: SequenceRetention
     ) -> None:
         """Apply a changed hint: to its new nodes, and to its other nodes only as far as its retention changed."""
-        places = list(self._nodes[hint].values())
+        places = list(self.nodes[hint].values())
         if hint.pin:
             self._pin_paths(hint, new if before.pin else places, retention)
         elif before.pin:
@@ -150,13 +150,13 @@ class RetentionMarks:
         """The hint of the program branch that a request belongs to."""
         assert retention.program is not None, "a request of a program"
         key = retention.tenant, retention.program.id, retention.program.branch
-        self._branches.setdefault(key[:_SESSION_KEY_LEN], {})[key] = None
+        self.branches.setdefault(key[:_SESSION_KEY_LEN], {})[key] = None
         return self._hint_of_session(key, retention)
 
     def _hint_of_session(self, key: SessionKey, retention: SequenceRetention) -> RetentionHint:
-        hint = self._sessions.get(key)
+        hint = self.sessions.get(key)
         if hint is None:
-            hint = self._sessions[key] = self._new_hint(key, retention)
+            hint = self.sessions[key] = self._new_hint(key, retention)
         return hint
 
     def _new_hint(self, key: SessionKey | None, retention: SequenceRetention) -> RetentionHint:
@@ -165,12 +165,12 @@ class RetentionMarks:
 
     def _end_session(self, key: SessionKey) -> None:
         """Delete a session without marks."""
-        del self._sessions[key]
+        del self.sessions[key]
         if len(key) > _SESSION_KEY_LEN:
-            branches = self._branches[key[:_SESSION_KEY_LEN]]
+            branches = self.branches[key[:_SESSION_KEY_LEN]]
             del branches[key]
             if not branches:
-                del self._branches[key[:_SESSION_KEY_LEN]]
+                del self.branches[key[:_SESSION_KEY_LEN]]
 
     # Marks
 
@@ -185,7 +185,7 @@ class RetentionMarks:
         before, node.marks = node.marks, marks
         for hint, _ in marks:
             if hint is not NO_HINT:
-                self._nodes.setdefault(hint, {})[node.id] = node
+                self.nodes.setdefault(hint, {})[node.id] = node
         kept = {hint for hint, _ in marks}
         for hint, _ in before:
             if hint not in kept and hint is not NO_HINT:
@@ -198,10 +198,10 @@ class RetentionMarks:
 
     def _forget(self, hint: RetentionHint, node: Node) -> None:
         self._pins.unpin(hint, node)
-        nodes = self._nodes[hint]
+        nodes = self.nodes[hint]
         del nodes[node.id]
         if not nodes:
-            del self._nodes[hint]
+            del self.nodes[hint]
             if hint.session is not None:
                 self._end_session(hint.session)
 
@@ -234,8 +234,8 @@ class RetentionMarks:
         now = self._clock.now = max(now, self._clock.now)
         while self._expiries and self._expiries[0][0] <= now:
             hint = heappop(self._expiries)[2]
-            if hint in self._nodes and hint.expires <= now:
-                for node in list(self._nodes[hint].values()):
+            if hint in self.nodes and hint.expires <= now:
+                for node in list(self.nodes[hint].values()):
                     self._unmark(node, hint)
 
     # Pins
@@ -269,7 +269,7 @@ class RetentionMarks:
     def _end_pin(self, hint: RetentionHint) -> None:
         self._pins.unpin_all(hint)
         hint.pin = False
-        for node in list(self._nodes.get(hint, {}).values()):
+        for node in list(self.nodes.get(hint, {}).values()):
             self._relist(node)
 
     # Checks
@@ -279,7 +279,7 @@ class RetentionMarks:
         unknown = [
             hint.number
             for hint, _ in node.marks
-            if hint is not NO_HINT and self._nodes.get(hint, {}).get(node.id) is not node
+            if hint is not NO_HINT and self.nodes.get(hint, {}).get(node.id) is not node
         ]
         wrong = [f"hints {unknown} do not have it"] if unknown else []
         return [*wrong, *self._pins.node_errors(node, windowed)]

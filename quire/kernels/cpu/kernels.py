@@ -18,7 +18,7 @@ from quire.kernels.contract import (
     Weight,
 )
 from quire.kernels.cpu import _C, blocks, likelihood, memory, paged, products, rowwise, sampling
-from quire.kernels.cpu.recording import CallListCapture
+from quire.kernels.cpu.step_capture import CallListCapture
 
 MAX_HEAD_DIM = 256
 DTYPES = ("float32", "bfloat16")

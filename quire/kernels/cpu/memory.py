@@ -44,15 +44,15 @@ class Arena:
 
     def __init__(self, *, never_free: bool) -> None:
         self._never_free = never_free
-        self._free: list[tuple[int, int]] = []  # (size, address), sorted
-        self._buffers: dict[int, np.ndarray] = {}  # address -> buffer
+        self.free: list[tuple[int, int]] = []  # (size, address), sorted
+        self.buffers: dict[int, np.ndarray] = {}  # address -> buffer
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """An uninitialised tensor. Its buffer returns to the arena when the tensor and all its views are gone."""
         num_bytes = torch.Size(shape).numel() * dtype.itemsize
         buffer = self._allocate(max(num_bytes, 1))
         owner = memoryview(buffer)  # type: ignore[arg-type]  # the new tensor and its views hold a reference to it
-        weakref.finalize(owner, insort, self._free, (len(buffer), buffer.ctypes.data)).atexit = False
+        weakref.finalize(owner, insort, self.free, (len(buffer), buffer.ctypes.data)).atexit = False
         tensor = torch.frombuffer(owner, dtype=torch.uint8, count=max(num_bytes, 1))
         return tensor[:num_bytes].view(dtype).view(torch.Size(shape))
 
@@ -61,38 +61,38 @@ class Arena:
 
         Returns x itself if it is not contiguous or does not begin a buffer of this arena.
         """
-        buffer = self._buffers.get(x.data_ptr())
+        buffer = self.buffers.get(x.data_ptr())
         if buffer is None or not x.is_contiguous():
             return x
         return torch.from_numpy(buffer[: x.nbytes]).view(x.dtype).view(x.shape)
 
     def free_large(self) -> None:
         """Free unused buffers of at least 2 MiB. Smaller ones stay: clearing their pages again would cost more."""
-        large = bisect_left(self._free, (_HUGE_PAGE, 0))
-        for _, address in self._free[large:]:
-            del self._buffers[address]
-        del self._free[large:]
+        large = bisect_left(self.free, (_HUGE_PAGE, 0))
+        for _, address in self.free[large:]:
+            del self.buffers[address]
+        del self.free[large:]
 
     def _allocate(self, num_bytes: int) -> np.ndarray:
         """The smallest free buffer that is large enough, or a new one if that is more than twice as large as needed."""
         size = max(_SMALLEST, 1 << (num_bytes - 1).bit_length())
-        place = bisect_left(self._free, (size, 0))
-        if place < len(self._free) and self._free[place][0] <= 2 * size:
-            found, address = self._free.pop(place)
+        place = bisect_left(self.free, (size, 0))
+        if place < len(self.free) and self.free[place][0] <= 2 * size:
+            found, address = self.free.pop(place)
             if found >= size:
-                return self._buffers[address]
-            insort(self._free, (found, address))  # the list changed: a tensor was freed in another thread
+                return self.buffers[address]
+            insort(self.free, (found, address))  # the list changed: a tensor was freed in another thread
         if not self._never_free:
             self._free_below(size)
         buffer = _pages(size, huge=True)
-        self._buffers[buffer.ctypes.data] = buffer
+        self.buffers[buffer.ctypes.data] = buffer
         return buffer
 
     def _free_below(self, size: int) -> None:
         """Free unused buffers below `size`. A new size means that steps have grown, so smaller buffers are obsolete."""
-        while self._free and self._free[0][0] < size:
-            _, address = self._free.pop(0)
-            del self._buffers[address]
+        while self.free and self.free[0][0] < size:
+            _, address = self.free.pop(0)
+            del self.buffers[address]
 
 
 class _ThreadArena(threading.local):

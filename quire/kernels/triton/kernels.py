@@ -23,7 +23,7 @@ from quire.kernels.triton.attention import SCRATCH_BYTES
 from quire.kernels.triton.blocks import BLOCK_SIZE_MULTIPLE
 from quire.kernels.triton.launch import INTERPRETED
 from quire.kernels.triton.plan import TritonPlan
-from quire.kernels.triton.recording import CudaGraphCapture
+from quire.kernels.triton.step_capture import CudaGraphCapture
 
 MAX_HEAD_DIM = 256
 MIN_FP8_CAPABILITY = (8, 9)  # compute capability

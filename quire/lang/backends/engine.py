@@ -20,17 +20,16 @@ from quire.lang.errors import GenerationFailed
 from quire.lang.params import GenParams
 from quire.lang.select import ChoicesDecision, ChoicesSamplingMethod, TokenLogprob, common_prefix_len, decide
 from quire.lang.state_text import Message, Prompt
-from quire.params import SamplingParams, StructuredOutputsParams
+from quire.params import SamplingParams
 from quire.startup.build import Built, build, model_info_of
-from quire.structured_outputs.backends import check
+from quire.structured_outputs.grammar_cache import front_end_cache
 from quire.supervisor.async_engine import AsyncEngine
+from quire.supervisor.engine_handle import EngineThread
 from quire.supervisor.health import Health
-from quire.supervisor.launcher import EngineThread
 from quire.tokenizer.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
-_MAX_VALID_CONSTRAINTS = 1024  # constraints
 _LONG_TEXT = 2**14  # characters; longer texts are tokenized on a thread, so that they do not block the event loop
 
 
@@ -44,8 +43,7 @@ class EngineBackend(Backend):
         self._tokenizer = built.tokenizer
         self._max_model_len = built.max_model_len
         self._roles = TemplateRoles(self._render)
-        self._grammar_backend = built.options.grammar_backend
-        self._valid_constraints: set[StructuredOutputsParams] = set()
+        self._grammar_checks = front_end_cache(built.options.grammar_backend)
         self._engine = AsyncEngine(self._host)
         try:
             self.loop.run(self._engine.start())
@@ -67,7 +65,7 @@ class EngineBackend(Backend):
         """See Backend. Raises RequestError, EngineStopped, GenerationFailed."""
         sampling = sampling_params(params)
         if sampling.structured_outputs is not None:
-            await self._check_constraint(sampling.structured_outputs)
+            await self._grammar_checks.compiled(NO_NAMESPACE, sampling.structured_outputs)
         transcript = self._transcript(await self._encode(prompt.text), sampling)
         texts = [""] * params.n
         async for delta in self._deltas([transcript], program):
@@ -110,6 +108,7 @@ class EngineBackend(Backend):
 
     async def aclose(self) -> None:
         """End the engine."""
+        self._grammar_checks.close()
         try:
             await self._engine.close()
         except RuntimeError:  # at interpreter exit no thread can be started
@@ -163,15 +162,6 @@ class EngineBackend(Backend):
             outputs.close()
             for one in transcripts:
                 self.stats.count(len(one.prompt.ids), sum(one.num_output_tokens), one.num_cached_tokens)
-
-    async def _check_constraint(self, constraint: StructuredOutputsParams) -> None:
-        """Raises RequestError for an invalid constraint. Valid ones are remembered."""
-        if constraint in self._valid_constraints:
-            return
-        await asyncio.to_thread(check, constraint, self._grammar_backend)
-        if len(self._valid_constraints) >= _MAX_VALID_CONSTRAINTS:
-            self._valid_constraints.clear()
-        self._valid_constraints.add(constraint)
 
     async def _encode(self, text: str) -> list[int]:
         """The token ids of a text. Special tokens are not added if the text already begins with the bos token."""

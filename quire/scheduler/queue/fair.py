@@ -7,7 +7,7 @@ from heapq import heapify, heappop, heappush, heapreplace
 from quire.scheduler.queue.fcfs import RankedQueue
 from quire.scheduler.queue.waiting_queue import Queue
 from quire.scheduler.sequence import Rank, Sequence
-from quire.scheduler.step_builder import Entry
+from quire.scheduler.step_builder import ScheduledChunk
 
 PROMPT_WEIGHT, OUTPUT_WEIGHT = 1, 2  # service per computed prompt token, and per generated token
 HeapEntry = tuple[int, int, Rank, str]  # counter, last turn, rank of the head, tenant
@@ -96,11 +96,11 @@ class FairQueue(Queue):
         self._last_turns[self._last_admitted] = self._num_turns
         self._charge(self._last_admitted, PROMPT_WEIGHT * num_new)
 
-    def served(self, entries: Iterable[Entry], counts: Iterable[int]) -> None:
+    def served(self, scheduled: Iterable[ScheduledChunk], counts: Iterable[int]) -> None:
         """See Queue."""
         generated: dict[str, int] = {}
-        for entry, count in zip(entries, counts, strict=True):
-            tenant = entry[0].request.namespace.tenant
+        for chunk, count in zip(scheduled, counts, strict=True):
+            tenant = chunk.seq.request.namespace.tenant
             generated[tenant] = generated.get(tenant, 0) + count
         for tenant, count in generated.items():
             self._charge(tenant, OUTPUT_WEIGHT * count)

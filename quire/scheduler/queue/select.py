@@ -1,7 +1,7 @@
 """Selection of the waiting queue by policy."""
 
 from quire.cache.incremental_match import IncrementalMatcher
-from quire.cache.kv_cache import KVCache
+from quire.cache.manager import KVCacheManager
 from quire.config import SchedulerConfig
 from quire.errors import ConfigError
 from quire.scheduler.queue.dfs_weight import DepthFirstQueue
@@ -15,7 +15,7 @@ from quire.scheduler.queue.waiting_queue import Queue
 _STEPS_OF_CREDIT = 8
 
 
-def new_queue(config: SchedulerConfig, cache: KVCache) -> Queue:
+def new_queue(config: SchedulerConfig, cache: KVCacheManager) -> Queue:
     """An empty queue. Raises ConfigError for a policy that the prefix index does not support."""
     if config.policy == "fair":
         return FairQueue(_STEPS_OF_CREDIT * config.max_num_batched_tokens)

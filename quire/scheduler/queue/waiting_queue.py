@@ -5,7 +5,7 @@ from operator import attrgetter
 from typing import Protocol
 
 from quire.scheduler.sequence import Sequence
-from quire.scheduler.step_builder import Entry
+from quire.scheduler.step_builder import ScheduledChunk
 
 RANK = attrgetter("rank")
 
@@ -46,6 +46,6 @@ class Queue(Protocol):
         """
         return
 
-    def served(self, entries: Iterable[Entry], counts: Iterable[int]) -> None:
+    def served(self, scheduled: Iterable[ScheduledChunk], counts: Iterable[int]) -> None:
         """Update the order after a step. counts: sampled tokens per chunk."""
         return

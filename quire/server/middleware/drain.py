@@ -91,10 +91,11 @@ _POLL = 0.05  # seconds
 
 
 class GracefulServer(uvicorn.Server):
-    """A uvicorn server that drains after a signal.
+    """A uvicorn server that drains after a signal, or when it has failed.
 
-    ready(): called when requests are accepted. close(): called when none is open, or after `drain_timeout` seconds; it
-    ends open requests with an error. uvicorn would cancel them, and clients would see a broken connection.
+    ready(): called when requests are accepted. has_failed(): whether no request can be served any more. close(): called
+    when none is open, or after `drain_timeout` seconds; it ends open requests with an error. uvicorn would cancel them,
+    and clients would see a broken connection.
     """
 
     def __init__(
@@ -103,12 +104,14 @@ class GracefulServer(uvicorn.Server):
         *,
         drain: Drain,
         ready: Callable[[], None],
+        has_failed: Callable[[], bool],
         close: Callable[[], Awaitable[None]],
         drain_timeout: float,
     ) -> None:
         super().__init__(config)
         self._drain = drain
         self._ready = ready
+        self._has_failed = has_failed
         self._close = close
         self._drain_timeout = drain_timeout
         self._skip_drain = False
@@ -125,8 +128,12 @@ class GracefulServer(uvicorn.Server):
         self._drain.begin()
         self.should_exit = True
 
+    async def on_tick(self, counter: int) -> bool:
+        """Called several times a second. Returns whether the main loop ends."""
+        return await super().on_tick(counter) or self._has_failed()
+
     async def main_loop(self) -> None:
-        """Serve until a signal, then drain. Connections are accepted during both."""
+        """Serve until a signal or a failure, then drain. Connections are accepted during both."""
         await super().main_loop()
         self._drain.begin()
         await self._wait_until(lambda: self._skip_drain or not self._drain.num_open, self._drain_timeout)

@@ -5,7 +5,7 @@ Each app has its own registries. The prefix of names is added on export.
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -94,10 +94,11 @@ class EngineCollector(Collector):
 
     def _health_metrics(self, health: Health) -> Iterator[Metric]:
         yield self._counter("engine_restarts", "Restarts of the engine after a crash.", health.num_restarts)
-        yield self._gauge("engine_heartbeat_age_seconds", "Age of the last heartbeat.", health.heartbeat_age)
+        if health.heartbeat_age is not None:
+            yield self._gauge("engine_heartbeat_age_seconds", "Age of the last heartbeat.", health.heartbeat_age)
         yield self._gauge("engine_healthy", "1 where /health says 200, else 0.", not health.problem)
         states = GaugeMetricFamily("engine_state", "1 for the present state, else 0.", labels=(*LABELS, "state"))
-        for state in get_args(State):
+        for state in State:
             states.add_metric((*self._label_values, state), state == health.state)
         yield states
 

@@ -7,6 +7,7 @@ from eviction_memory import Memory
 
 from quire.cache.prefix.eviction_by_cost import (
     _MAX_OPEN_EXAMPLES,
+    LeafState,
     ReusePredictor,
     SetDueling,
     TrainingExamples,
@@ -49,15 +50,15 @@ def test_open_examples_are_bounded_and_all_are_closed_in_time():
     leaf, examples = leaf_of(memory), TrainingExamples(chance, 10)
     features = chance.features(leaf, 9, "a")
     for time in range(20_000):
-        leaf.example = None
+        LeafState.of(leaf).example = None
         examples.sample(leaf, features, "a", time // 1000)
         examples.sample(leaf, features, "a", time // 1000 + 1)
     assert len(examples) <= 2 * _MAX_OPEN_EXAMPLES
     for time in range(50_000):
-        leaf.example = None
+        LeafState.of(leaf).example = None
         examples.sample(leaf, features, "a", 100 + time)
-        if leaf.example is not None:
-            examples.on_evict(leaf, time)
+        if LeafState.of(leaf).example is not None:
+            examples.on_evict(LeafState.of(leaf), time)
     assert len(examples._evicted) <= 2 * _MAX_OPEN_EXAMPLES
     learnt = chance.num_examples
     examples.expire(10**9)
@@ -107,16 +108,16 @@ def test_recency_rules_until_the_learnt_order_has_won_and_again_when_it_has_lost
     for time, (learnt, oldest) in enumerate([(30, 1), (31, 2)]):
         duels.start(memory.leaves[learnt], memory.leaves[oldest], time)
         assert not duels.learnt_leads
-        duels.on_hit(memory.leaves[oldest])
+        duels.on_hit(LeafState.of(memory.leaves[oldest]))
     assert duels.learnt_leads, "twice the oldest leaf was asked for, and the other was not"
     duels.start(memory.leaves[33], memory.leaves[4], 4)
-    duels.on_evict(memory.leaves[33], 77)
+    duels.on_evict(LeafState.of(memory.leaves[33]), 77)
     duels.on_miss(77)
     assert not duels.learnt_leads, "it had been evicted, and was asked for"
     before = duels.balance
     duels.start(memory.leaves[5], memory.leaves[6], 5)
     duels.start(memory.leaves[7], memory.leaves[8], 16)
-    duels.on_hit(memory.leaves[6])
+    duels.on_hit(LeafState.of(memory.leaves[6]))
     assert duels.balance == before, "too late to count"
     assert not duels.any_evicted
 

@@ -15,6 +15,7 @@ from quire.core.request import Namespace
 from quire.core.scheduling_params import Retention, SchedulingParams
 from quire.params import BeamSearchParams
 from quire.scheduler.beam_search import plan_beams
+from quire.scheduler.beam_sequences import BeamSequences
 
 
 @pytest.mark.parametrize("eviction", POLICIES)
@@ -95,7 +96,7 @@ def test_many_pins_of_one_prompt_cost_no_more_than_a_few():
     for i in range(50):
         memory.run([1, 1, 1], now=float(i), pin=True, ttl=100.0 - i)
     wishes = memory.kv.index.trees.retention
-    assert len(wishes._nodes) <= 4
+    assert len(wishes.nodes) <= 4
     assert memory.kv.num_pinned == 3
     assert memory.evict(3, now=90.0) == 0
     assert memory.evict(3, now=100.5) == 3
@@ -194,7 +195,7 @@ def test_a_pin_of_what_a_window_has_passed_ends_as_any_other():
     memory.kv.advance_clock(1.5)
     assert memory.kv.num_pinned == 0
     memory.kv.advance_clock(2.5)
-    assert not memory.kv.index.retention._nodes
+    assert not memory.kv.index.retention.nodes
     assert memory.kv.check() == []
 
 
@@ -214,13 +215,13 @@ def test_the_reason_is_that_of_the_first_block_since_it_was_asked_for():
 def test_a_try_to_begin_that_fails_leaves_nothing_in_the_table(monkeypatch):
     memory = Memory(num_blocks=20)
     memory.run([1] * 5, pin=True, tenant="tenant")
-    grow, tries = memory.kv._block_tables.grow, []
+    grow, tries = memory.kv.grow, []
 
     def fail_once(table, *args, **options):
         tries.append(len(table.blocks[0]))
         return None if len(tries) == 1 else grow(table, *args, **options)
 
-    monkeypatch.setattr(memory.kv._block_tables, "grow", fail_once)
+    monkeypatch.setattr(memory.kv, "grow", fail_once)
     admission = memory.begin([1] * 5 + [2] * 3)
     assert tries == [5, 5]
     assert len(admission.table.blocks[0]) == 8
@@ -301,15 +302,15 @@ def test_a_request_that_is_preempted_asks_for_nothing_before_it_ends():
     rig.add("a", list(range(20)), max_tokens=9, terms=SchedulingParams(retention=Retention(pin=True, ttl=5.0)))
     while not rig.tokens.get(("a", 0)):
         rig.step()
-    lives, wishes = rig.scheduler._state, rig.cache.index.retention
+    lives, wishes = rig.scheduler.state, rig.cache.index.retention
     while rig.engine.stats().num_running and any(lives.is_in_flight(seq) for seq in lives.running_queue.running):
         rig.step()
     lives.preempt(lives.running_queue.running[0], "a test", rig.now)
     preempted_at = rig.now
-    assert (rig.cache.num_pinned, len(wishes._nodes)) == (0, 0)
+    assert (rig.cache.num_pinned, len(wishes.nodes)) == (0, 0)
     rig.run()
     assert rig.cache.num_pinned > 0
-    (wish,) = wishes._nodes
+    (wish,) = wishes.nodes
     assert wish.expires > preempted_at + 5.0
 
 
@@ -319,12 +320,12 @@ def test_beams_that_end_before_their_request_pin_nothing():
     beams = plan_beams(params, vocab_size=50, num_end_tokens=1)
     terms = SchedulingParams(retention=Retention(pin=True))
     rig.add("a", list(range(9)), max_tokens=12, n=4, beams=beams, terms=terms)
-    while len(rig.scheduler._state.running_queue.running) < 4:
+    while len(rig.scheduler.state.running_queue.running) < 4:
         rig.step()
     for _ in range(4):
         rig.step()
         assert rig.reasons or not rig.cache.num_pinned
-    rig.scheduler._searches._hold(rig.scheduler._state.running_queue.running[-1])
-    assert (rig.cache.num_pinned, len(rig.cache.index.retention._nodes)) == (0, 0)
+    BeamSequences(rig.cache, rig.scheduler.state).hold(rig.scheduler.state.running_queue.running[-1])
+    assert (rig.cache.num_pinned, len(rig.cache.index.retention.nodes)) == (0, 0)
     rig.abort("a")
     assert rig.cache.num_pinned > 0

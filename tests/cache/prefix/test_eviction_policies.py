@@ -113,7 +113,7 @@ def test_the_latest_request_of_a_session_speaks_for_all_of_it():
     memory.run([3, 3, 3], now=2.0, priority=10, session="s")
     memory.evict(6, now=3.0)
     assert (memory.has([1, 1, 1]), memory.has([2, 2, 2])) == (0, 3)
-    assert not memory.kv.index.trees.retention._sessions, "nothing is left of it"
+    assert not memory.kv.index.trees.retention.sessions, "nothing is left of it"
     memory.run([1, 1, 1], now=4.0, priority=10, session="s")
     memory.run([9, 9, 9], now=5.0, priority=90, session="s", tenant="other")
     memory.evict(3, now=6.0)

@@ -104,8 +104,8 @@ class Driver:
             if here not in (None, own) and expected >= start // self.size:
                 break
             expected += 1
-        assert table.num_indexed == expected
-        for i in range(table.num_indexed):
+        assert table.cursor.num_indexed == expected
+        for i in range(table.cursor.num_indexed):
             here = self.there.setdefault(self.key(seq.namespace, seq.tokens, i), [ABSENT] * len(self.windows))
             for group, blocks in enumerate(table.blocks):
                 if here[group] == ABSENT:
@@ -163,7 +163,7 @@ class Driver:
 
     def release(self, seq_id, num_valid):
         seq, table = self.sequences.pop(seq_id), self.cache.tables[seq_id]
-        num_blocks, indexed = num_valid // self.size, table.num_indexed
+        num_blocks, indexed = num_valid // self.size, table.cursor.num_indexed
         self.tick += 1
         blocks = [list(some) for some in table.blocks]
         self.cache.release(seq_id, num_valid)
@@ -261,7 +261,7 @@ class Driver:
             return None
         self.after_eviction()
         seq.computed, table.num_launched = stop, start
-        self.own, before = [list(blocks) for blocks in table.blocks], table.num_indexed
+        self.own, before = [list(blocks) for blocks in table.blocks], table.cursor.num_indexed
         num_blocks = min(stop, len(seq.tokens)) // self.size
         self.cache.cache_blocks(table, start, stop)
         self.learn(seq_id, before, start, max(before, num_blocks))
@@ -305,11 +305,11 @@ class Driver:
             return
         step = self.in_flight.pop(0)
         if step.fails:
-            indexed = {seq_id: self.cache.tables[seq_id].num_indexed for seq_id in self.sequences}
+            indexed = {seq_id: self.cache.tables[seq_id].cursor.num_indexed for seq_id in self.sequences}
             again = self.cache.failed(step.id)
             for seq_id, seq in self.sequences.items():
                 self.tick += 1
-                self.leaves(seq, self.cache.tables[seq_id].num_indexed, indexed[seq_id])
+                self.leaves(seq, self.cache.tables[seq_id].cursor.num_indexed, indexed[seq_id])
             self.num_restarts += len(again)
             for seq_id in again:
                 self.release(seq_id, 0)
@@ -519,7 +519,7 @@ def test_who_found_an_old_block_behind_one_that_was_never_written_begins_again()
     assert reader.num_tokens == 12 and reader.table.blocks[0][0] == writer.table.blocks[0][0]
     cache.launched(5)
     assert cache.failed(5) == [3]
-    assert [writer.table.num_indexed, reader.table.num_indexed] == [0, 0]
+    assert [writer.table.cursor.num_indexed, reader.table.cursor.num_indexed] == [0, 0]
     assert cache.check() == []
 
 
@@ -600,6 +600,6 @@ def test_check_sees_what_is_out_of_order():
         index._unused[0].popitem()
 
     def shorter(index, table):
-        table.num_indexed -= 1
+        table.cursor.num_indexed -= 1
 
     assert all(broken(change) for change in (forget, other_block, one_user_more, not_to_be_evicted, shorter))

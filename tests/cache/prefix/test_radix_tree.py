@@ -205,7 +205,7 @@ def test_equal_blocks_that_two_computed_are_exchanged_when_they_are_written():
     second = cache.admit(range(8), record=False).table
     cache.kv.cache_blocks(first, 0, 8)
     assert cache.kv.cache_blocks(second, 0, 8) is None, "it is about to write its own"
-    assert second.num_indexed == 0
+    assert second.cursor.num_indexed == 0
     cache.step()
     assert cache.kv.cache_blocks(second, 8, 8) == [0]
     assert second.blocks == first.blocks

@@ -348,10 +348,10 @@ def test_buffers_that_became_too_small_are_given_back_unless_tapes_know_them(kee
     addresses = {arena.empty((size,), torch.uint8).data_ptr() for size in (5000, 40_000, 100_000)}
     assert len(addresses) == 3
     arena.empty((1_000_000,), torch.uint8)
-    known = {address for address in arena._buffers if address in addresses}
+    known = {address for address in arena.buffers if address in addresses}
     assert known == (addresses if keeps else set())
     held.fill_(1)
-    assert held.data_ptr() in arena._buffers
+    assert held.data_ptr() in arena.buffers
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="the system does not tell")
@@ -425,8 +425,8 @@ def test_an_engine_that_has_nothing_to_do_keeps_no_large_buffers(monkeypatch):
     monkeypatch.setattr(memory._thread, "arena", arena)
     sizes = []
     rest = memory.release_workspace
-    monkeypatch.setattr(memory, "release_workspace", lambda: (sizes.append([size for size, _ in arena._free]), rest()))
+    monkeypatch.setattr(memory, "release_workspace", lambda: (sizes.append([size for size, _ in arena.free]), rest()))
     llm.generate([[5] * 1024], SamplingParams(max_tokens=1), use_tqdm=False)
     assert max(sizes[-1]) >= 2**21, "what the prompt was computed in"
-    assert arena._free and max(size for size, _ in arena._free) < 2**21
-    assert set(arena._buffers) == {address for _, address in arena._free}
+    assert arena.free and max(size for size, _ in arena.free) < 2**21
+    assert set(arena.buffers) == {address for _, address in arena.free}

@@ -14,7 +14,7 @@ from quire.models.description import describe
 from quire.startup.memory_demand import memory_profile, shape_of
 
 pytest.importorskip("triton")
-from quire.kernels.triton import recording
+from quire.kernels.triton import step_capture
 from quire.kernels.triton.kernels import TritonKernels
 
 
@@ -22,20 +22,20 @@ from quire.kernels.triton.kernels import TritonKernels
     most=st.integers(1, 1000), token=st.integers(1, 10**7), logits=st.integers(4, 10**6), scratch=st.integers(0, 10**8)
 )
 def test_the_line_covers_every_size_that_may_be_recorded(most, token, logits, scratch):
-    recorder = recording.CudaGraphCapture()
+    recorder = step_capture.CudaGraphCapture()
     taken = recorder.capture_memory(most, token, logits, scratch)
     sizes = {recorder.capture_size(number) for number in range(1, most + 1)} - {None}
     results = {recorder.result_buffer(torch.empty(size, 3, device="meta")).shape[0]: size for size in sizes}
     kept = sum(rows for (rows, _, _) in recorder._results) * logits
-    needed = len(sizes) * recording.GRAPH_BYTES + max(sizes) * (token + logits) + scratch + kept
+    needed = len(sizes) * step_capture.GRAPH_BYTES + max(sizes) * (token + logits) + scratch + kept
     assert set(results) == sizes
-    assert needed + recording.LIBRARY_BYTES <= taken.bytes
-    assert taken.bytes <= 3 * needed + recording.LIBRARY_BYTES, "and not without reason"
+    assert needed + step_capture.LIBRARY_BYTES <= taken.bytes
+    assert taken.bytes <= 3 * needed + step_capture.LIBRARY_BYTES, "and not without reason"
     assert taken.reason.startswith(f"{len(sizes)} graphs of up to {max(sizes)} sequences")
 
 
 def test_results_of_neighbouring_sizes_lie_in_one_place():
-    recorder = recording.CudaGraphCapture()
+    recorder = step_capture.CudaGraphCapture()
     seven, eight, nine = (recorder.result_buffer(torch.empty(rows, 5)) for rows in (7, 8, 9))
     assert seven.data_ptr() == eight.data_ptr() != nine.data_ptr()
     assert [x.shape for x in (seven, eight, nine)] == [(7, 5), (8, 5), (9, 5)]
@@ -80,7 +80,7 @@ class Device:
 
 
 def test_a_graph_is_warmed_up_captured_once_and_leaves_its_result_in_its_place(monkeypatch):
-    device, recorder, inputs, calls = Device(monkeypatch), recording.CudaGraphCapture(), torch.zeros(3, 2), []
+    device, recorder, inputs, calls = Device(monkeypatch), step_capture.CudaGraphCapture(), torch.zeros(3, 2), []
 
     def compute():
         calls.append(len(device.captured))
@@ -104,7 +104,7 @@ def test_a_graph_is_warmed_up_captured_once_and_leaves_its_result_in_its_place(m
     ],
 )
 def test_what_cannot_be_captured_is_refused_and_memory_that_is_short_is_an_error(monkeypatch, failure, raised):
-    device, recorder = Device(monkeypatch), recording.CudaGraphCapture()
+    device, recorder = Device(monkeypatch), step_capture.CudaGraphCapture()
     device.failure = failure
     with pytest.raises(raised, match=str(failure)):
         recorder.capture(lambda: torch.zeros(1, 2))
@@ -118,11 +118,11 @@ def test_the_demand_of_a_model_counts_it(saved, most):
     kernels = TritonKernels(deterministic=False)
     without, recorded = (
         memory_profile(shape, EngineOptions(max_num_seqs=most), ("float32", "float32"), kernels)
-        for kernels.step_capture in (None, recording.CudaGraphCapture())
+        for kernels.step_capture in (None, step_capture.CudaGraphCapture())
     )
     assert (without.captured_steps_bytes, without.captured_steps_reason) == (0, "")
     sizes = (description.activations_per_token * 4, description.vocab_size * 4, kernels.SCRATCH_BYTES)
-    expected = recording.CudaGraphCapture().capture_memory(most, *sizes)
+    expected = step_capture.CudaGraphCapture().capture_memory(most, *sizes)
     assert (recorded.captured_steps_bytes, recorded.captured_steps_reason) == expected
     assert (without.staging_bytes, recorded.staging_bytes) == (0, 0)
     beside = memory_profile(shape, EngineOptions(), ("float32",) * 2, kernels, overlaps_swaps=True)

@@ -14,7 +14,7 @@ from quire.kernels.contract import NotCapturable, Requirements
 
 pytest.importorskip("triton")
 kernels_module = pytest.importorskip("quire.kernels.triton.kernels")
-recording = pytest.importorskip("quire.kernels.triton.recording")
+step_capture = pytest.importorskip("quire.kernels.triton.step_capture")
 
 BLOCK = 16
 LENGTHS = (3, 18, 1)
@@ -22,7 +22,7 @@ FAMILIES = ("qwen3-gqa", "gemma2", "gpt2", "qwen3-moe", "mistral-window")
 PINNED = SamplingParams(temperature=0.8, top_k=50, seed=11, deterministic=True)
 
 
-class Replaying(recording.CudaGraphCapture):
+class Replaying(step_capture.CudaGraphCapture):
     """On a CPU, replays a step by computing it again, as there are no graphs. All else is as on a GPU."""
 
     def __init__(self):
@@ -84,7 +84,7 @@ def test_recorded_steps_are_filled_up_and_give_the_same_tokens(saved, prompts):
 
 
 def test_what_cannot_be_recorded_runs_as_before(saved, prompts):
-    class Refusing(recording.CudaGraphCapture):
+    class Refusing(step_capture.CudaGraphCapture):
         def capture(self, compute):
             raise NotCapturable("something waits for the device")
 
@@ -108,10 +108,10 @@ def test_the_embedded_model_answers_as_the_reference_does(kv_cache_dtype):
 
 
 def test_ladder_sizes_hold_what_they_are_asked_for():
-    sizes = recording.CudaGraphCapture()
-    for number in range(1, recording.CAPTURE_SIZES[-1] + 1):
+    sizes = step_capture.CudaGraphCapture()
+    for number in range(1, step_capture.CAPTURE_SIZES[-1] + 1):
         assert number <= sizes.capture_size(number) <= max(2 * number, 4)
-    assert sizes.capture_size(recording.CAPTURE_SIZES[-1] + 1) is None
+    assert sizes.capture_size(step_capture.CAPTURE_SIZES[-1] + 1) is None
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from quire.scheduler.budget_sharing import split
 from quire.scheduler.queue import fair
 from quire.scheduler.queue.fair import OUTPUT_WEIGHT, PROMPT_WEIGHT, FairQueue
 from quire.scheduler.sequence import Sequence
+from quire.scheduler.step_builder import ScheduledChunk
 from tools.virtual_time import Arrival, Server, limits, memory, request, result_of
 
 
@@ -45,7 +46,7 @@ def test_the_tenant_that_was_served_least_is_next():
 def test_generated_tokens_count_twice():
     queue = FairQueue()
     one, other = sequence(0, "a"), sequence(1, "b")
-    queue.served([(one, 0, 4, 0, 0), (other, 0, 4, 0, 0), (one, 4, 5, 0, 0)], [1, 0, 1])
+    queue.served([ScheduledChunk(seq, 0, 4, 0, 0) for seq in (one, other, one)], [1, 0, 1])
     assert (queue.counter("a"), queue.counter("b")) == (2 * OUTPUT_WEIGHT, 0)
 
 
@@ -65,7 +66,7 @@ def test_who_was_away_earns_nothing_meanwhile_and_keeps_its_debts():
     queue.admitted(busy, 100)
     queue.put(sequence(3, "new"))  # no tenant waits: it gets the counter of the last admitted one
     assert queue.counter("new") == 600
-    queue.served([(away, 0, 1, 0, 0)], [200])
+    queue.served([ScheduledChunk(away, 0, 1, 0, 0)], [200])
     queue.put(sequence(4, "away"))
     assert queue.counter("away") == 510 + 200 * OUTPUT_WEIGHT
 
@@ -87,7 +88,7 @@ def test_the_next_tenant_is_the_one_that_looking_at_all_would_find(actions):
         elif waiting:
             gone = waiting.pop(tokens % len(waiting))
             queue.remove(gone)
-            queue.served([(gone, 0, 1, 0, 0)], [tokens])
+            queue.served([ScheduledChunk(gone, 0, 1, 0, 0)], [tokens])
         heads = {}
         for seq in sorted(waiting, key=lambda one: one.rank):
             heads.setdefault(seq.request.namespace.tenant, seq)
@@ -116,7 +117,7 @@ def test_few_tenants_are_remembered_and_those_who_wait_always(monkeypatch):
 def test_two_tenants_that_always_have_work_are_served_alike(seed):
     """VTC's bound: they differ by less than twice the count of a batch, or of the longest prompt."""
     server = Server(limits("fair", max_num_seqs=6, max_num_batched_tokens=64), memory(400), lambda n: 0.01)
-    queue, lengths = server.scheduler._state.queue, {"a": (20, 5), "b": (100, 40)}
+    queue, lengths = server.scheduler.state.queue, {"a": (20, 5), "b": (100, 40)}
     for i in range(60):
         tenant = "ab"[(seed >> i % 16) % 2]
         num_prompt, num_output = lengths[tenant]
@@ -154,14 +155,14 @@ def test_long_prompts_of_one_tenant_leave_tokens_of_each_step_to_others():
     st.sampled_from([0.0, 0.25, 1.0]),
 )
 def test_tokens_go_to_those_before_and_everybody_gets_a_part(wanted, total, order, least):
-    shares = split(wanted, total, {party: order.index(party) for party in wanted}, least)
+    shares = split(wanted, total, {flow: order.index(flow) for flow in wanted}, least)
     assert shares.keys() == wanted.keys()
     assert sum(shares.values()) == min(total, sum(wanted.values()))
     part = int(total * least / len(wanted))
-    for party, share in shares.items():
-        assert min(wanted[party], part) <= share <= wanted[party]
-        if share < wanted[party]:
-            assert all(shares[other] <= part for other in wanted if order.index(other) > order.index(party))
+    for flow, share in shares.items():
+        assert min(wanted[flow], part) <= share <= wanted[flow]
+        if share < wanted[flow]:
+            assert all(shares[other] <= part for other in wanted if order.index(other) > order.index(flow))
 
 
 # Priority
@@ -175,7 +176,7 @@ def add(rig: Rig, request_id: str, length: int, priority: int, num_output: int =
 
 
 def running(rig: Rig) -> list[str]:
-    return [seq.request.id for seq in rig.scheduler._state.running_queue.running]
+    return [seq.request.id for seq in rig.scheduler.state.running_queue.running]
 
 
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
@@ -234,7 +235,7 @@ def test_nobody_waits_while_a_worse_class_runs_for_long(data):
         asked[str(i)] = (add(rig, str(i), length, data.draw(st.integers(0, 3)), num_output), num_output)
         for _ in range(data.draw(st.integers(0, 5))):
             rig.step()
-            head, ran = rig.scheduler._state.queue.head, rig.scheduler._state.running_queue.running
+            head, ran = rig.scheduler.state.queue.head, rig.scheduler.state.running_queue.running
             assert ran == sorted(ran, key=lambda seq: seq.rank)
             waits = head is not None and ran and ran[-1].rank[0] > head.rank[0]
             held[head.id if waits else None] += 1
@@ -277,7 +278,7 @@ def test_what_cannot_be_in_time_is_refused_at_once_and_says_what_was_predicted()
     assert caught.value.param == "deadline"
     assert caught.value.deadline == 0.05
     assert 0.05 < caught.value.predicted < 0.5
-    assert len(rig.scheduler._state.sequences) == 1
+    assert len(rig.scheduler.state.sequences) == 1
     assert rig.scheduler.explain("late", 0.0).state == "refused"
     ask(rig, "late", 800, 90, 5.0)
     rig.run()
@@ -455,7 +456,7 @@ def test_a_tenant_that_was_served_less_takes_more_than_half_of_the_rows_and_one_
             rig.add(f"loud{i}", [2 + i] * 8, max_tokens=60, namespace=Namespace("loud"))
         for _ in range(10):
             rig.step()
-        queue = rig.scheduler._state.queue
+        queue = rig.scheduler.state.queue
         for i in range(4):
             rig.add(f"quiet{i}", [20 + i] * 8, max_tokens=40, namespace=Namespace("quiet"))
             queue._set_counter("quiet", served)

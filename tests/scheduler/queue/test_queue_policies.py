@@ -77,7 +77,7 @@ def deepest(scheduler, waiting) -> Sequence:
 
 
 def expected_head(scheduler, policy, weight) -> Sequence | None:
-    queued = [seq for seq in scheduler._state.sequences.values() if seq in scheduler._state.queue]
+    queued = [seq for seq in scheduler.state.sequences.values() if seq in scheduler.state.queue]
     back = [seq for seq in queued if seq.has_run]
     if back or not queued:
         return min(back, key=lambda seq: seq.rank, default=None)
@@ -94,7 +94,7 @@ def test_the_head_is_the_one_that_sorting_everybody_anew_would_find(policy, data
     config = limits(policy, max_num_seqs=2, max_num_batched_tokens=16, max_model_len=48, wait_weight=weight)
     server = Server(config, memory(data.draw(st.integers(12, 30)), BLOCK), lambda n: 0.01 * n)
     scheduler = server.scheduler
-    scheduler._state.queue.matches._most = 10**6
+    scheduler.state.queue.matches._most = 10**6
     for i, prompt in enumerate(data.draw(st.lists(prompts(), min_size=2, max_size=14))):
         scheduler.add(request(str(i), prompt, data.draw(st.integers(1, 6))), float(i) / 8)
         for _ in range(data.draw(st.integers(0, 3))):
@@ -102,11 +102,11 @@ def test_the_head_is_the_one_that_sorting_everybody_anew_would_find(policy, data
                 scheduler.commit(result_of(step, 0.01), server.now)
         if data.draw(st.integers(0, 5)) == 0:
             scheduler.abort(str(data.draw(st.integers(0, i))), server.now)
-        scheduler._state.queue.refresh()
-        assert scheduler._state.queue.head is expected_head(scheduler, policy, weight)
+        scheduler.state.queue.refresh()
+        assert scheduler.state.queue.head is expected_head(scheduler, policy, weight)
     while scheduler.has_work:
-        scheduler._state.queue.refresh()
-        assert scheduler._state.queue.head is expected_head(scheduler, policy, weight)
+        scheduler.state.queue.refresh()
+        assert scheduler.state.queue.head is expected_head(scheduler, policy, weight)
         scheduler.commit(result_of(scheduler.plan(server.now), 0.01), server.now)
 
 
@@ -187,7 +187,7 @@ def test_tokens_do_not_depend_on_the_policy_and_everything_replays(policy, data)
     for request_id, (prompt, params) in asked.items():
         for index in range(params["n"]):
             assert rig.tokens[request_id, index] == script(prompt, params["max_tokens"], VOCAB)
-    assert len(rig.scheduler._state.queue) == 0
+    assert len(rig.scheduler.state.queue) == 0
     assert rig.replay().difference == ""
 
 
@@ -237,7 +237,7 @@ def test_an_explanation_counts_those_of_its_own_tenant():
 def test_places_are_those_that_counting_the_queue_would_find(data):
     rig = Rig(num_blocks=12, max_num_seqs=3, max_num_batched_tokens=12, max_model_len=40, watermark=0.0)
     for i in range(data.draw(st.integers(1, 10))):
-        tenant, lives = Namespace(data.draw(st.sampled_from("ab"))), rig.scheduler._state
+        tenant, lives = Namespace(data.draw(st.sampled_from("ab"))), rig.scheduler.state
         queued = [one for one in lives.sequences.values() if one in lives.queue and one.request.namespace == tenant]
         params = SamplingParams(max_tokens=data.draw(st.integers(1, 16)), n=data.draw(st.sampled_from([1, 3])))
         rig.engine.add_request(str(i), [i] * data.draw(st.integers(1, 20)), params, namespace=tenant)
@@ -263,6 +263,6 @@ def test_in_turn_everybody_is_looked_at_again():
     for one in seen:
         step = scheduler.plan(0.0)
         scheduler.commit(result_of(step, 0.01), 0.0)
-        one.update(dict.fromkeys(list(scheduler._state.queue.matches._waiting)[-25:]))
+        one.update(dict.fromkeys(list(scheduler.state.queue.matches._waiting)[-25:]))
     assert all(before != after for before, after in pairwise(seen))
     assert len(set().union(*seen)) >= 300

@@ -3,7 +3,7 @@
 import pytest
 from embedded_model_server import CHAT, STORY
 
-from quire.core.output import Output
+from quire.core.output import EndCause, Output
 from quire.core.request import Beams
 from quire.engine.inputs import Generation, NewRequest, TokenizedPrompt
 from quire.engine.output_text import RequestOutputProcessor
@@ -51,7 +51,7 @@ def test_parameters_of_the_request():
 def scripted(results):
     """Engine outputs of a search: all results at once, the best first."""
     return [
-        Output("r", i, 9, ids, reason, ids[-1] if reason == "stop" else None, cumulative_logprob=total)
+        Output("r", i, 9, ids, EndCause(reason), ids[-1] if reason == "stop" else None, cumulative_logprob=total)
         for i, (ids, reason, total) in enumerate(results)
     ]
 
@@ -87,7 +87,7 @@ def searching(llm, monkeypatch):
 
 @pytest.mark.parametrize("included", [False, True])
 def test_what_a_search_returns(searching, monkeypatch, included):
-    monkeypatch.setattr(searching._engine, "_eos_token_ids", (EOS, 3, 4, 5))
+    monkeypatch.setattr(searching.llm_engine, "eos_token_ids", (EOS, 3, 4, 5))
     params = BeamSearchParams(
         beam_width=2, max_tokens=3, length_penalty=0.5, early_stopping=True, include_stop_str_in_output=included
     )
@@ -113,7 +113,7 @@ def test_a_search_wants_its_own_parameters(llm):
         llm.beam_search("a", SamplingParams())
     with pytest.raises(RequestError, match="the prompt is empty"):
         llm.beam_search([[]], BeamSearchParams(beam_width=2, max_tokens=3))
-    assert not llm._engine.has_work
+    assert not llm.llm_engine.has_work
 
 
 def read(**fields):
@@ -213,7 +213,7 @@ def test_end_tokens_of_model_and_request_have_candidates_beside_them(served, htt
     )
     body = {**ROUTES[path], "use_beam_search": True, "max_tokens": 2, "stop_token_ids": [67, 68]}
     assert http.post(path, json=body).is_success
-    ends = len(served.built.engine._eos_token_ids)
+    ends = len(served.built.engine.eos_token_ids)
     assert ends > 0
     assert [beams.num_candidates for beams in asked] == [1 + ends + 2]
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from quire import LLM, SamplingParams
-from quire.core.output import Output
+from quire.core.output import EndCause, Output
 from quire.core.step import Logprobs
 from quire.engine.inputs import Generation, TokenizedPrompt
 from quire.engine.output_text import RequestOutputProcessor
@@ -48,7 +48,7 @@ def test_the_best_come_first(tokenizer, sequences, data):
         index = data.draw(st.sampled_from(sorted(left)))
         value = left[index].pop(0)
         assert not run.finished
-        ends = {} if left[index] else {"finish_reason": "length"}
+        ends = {} if left[index] else {"end": EndCause.LENGTH}
         run.process_output(output(index, [67 + index], [value], **ends), 2.0)
         if ends:
             del left[index]
@@ -69,8 +69,8 @@ def test_the_best_come_first(tokenizer, sequences, data):
 
 def test_a_long_sequence_is_not_at_a_disadvantage(tokenizer):
     run = transcript(tokenizer, best_of=2)
-    run.process_output(output(0, [68], [-1.5], finish_reason="length"), 2.0)
-    run.process_output(output(1, [69, 70, 71], [-1.0, -1.0, -1.0], finish_reason="length"), 2.0)
+    run.process_output(output(0, [68], [-1.5], end=EndCause.LENGTH), 2.0)
+    run.process_output(output(1, [69, 70, 71], [-1.0, -1.0, -1.0], end=EndCause.LENGTH), 2.0)
     (best,) = run.result().outputs
     assert best.text == "cde"
     assert best.cumulative_logprob == -3.0
@@ -79,25 +79,25 @@ def test_a_long_sequence_is_not_at_a_disadvantage(tokenizer):
 def test_tokens_behind_a_stop_string_count_nowhere(tokenizer):
     run = transcript(tokenizer, best_of=2, stop="b")
     delta = run.process_output(
-        output(0, [67, 68, 69], [-1.0, -1.0, -9.0], finish_reason="length", cumulative_logprob=-11.0), 2.0
+        output(0, [67, 68, 69], [-1.0, -1.0, -9.0], end=EndCause.LENGTH, cumulative_logprob=-11.0), 2.0
     )
     assert delta.token_ids == [67, 68]
-    run.process_output(output(1, [70], [-2.0], finish_reason="length", cumulative_logprob=-2.0), 2.0)
+    run.process_output(output(1, [70], [-2.0], end=EndCause.LENGTH, cumulative_logprob=-2.0), 2.0)
     (best,) = run.result().outputs
     assert (best.text, best.cumulative_logprob) == ("a", -2.0)
 
 
 def test_what_failed_comes_last(tokenizer):
     run = transcript(tokenizer, best_of=2)
-    run.process_output(output(0, [], [], finish_reason="error", error="not finite"), 2.0)
-    run.process_output(output(1, [70], [-20.0], finish_reason="length"), 2.0)
+    run.process_output(output(0, [], [], end=EndCause.STEP_FAILED, error="not finite"), 2.0)
+    run.process_output(output(1, [70], [-20.0], end=EndCause.LENGTH), 2.0)
     assert run.result().outputs[0].finish_reason == "length"
 
 
 def test_rows_are_reported_where_they_were_asked_for(tokenizer):
     run = transcript(tokenizer, best_of=2, logprobs=0)
-    run.process_output(output(0, [68], [-1.5], finish_reason="length"), 2.0)
-    run.process_output(output(1, [69], [-1.0], finish_reason="length"), 2.0)
+    run.process_output(output(0, [68], [-1.5], end=EndCause.LENGTH), 2.0)
+    run.process_output(output(1, [69], [-1.0], end=EndCause.LENGTH), 2.0)
     (best,) = run.result().outputs
     assert [list(row) for row in best.logprobs] == [[69]]
 
@@ -146,15 +146,15 @@ def replied(run, *pieces):
 
 def test_sequences_that_are_not_returned_are_counted_too(tokenizer):
     run = transcript(tokenizer, best_of=3)
-    ends = [output(i, [68], [-1.0], finish_reason=reason) for i, reason in enumerate(("stop", "length", "length"))]
+    ends = [output(i, [68], [-1.0], end=EndCause(reason)) for i, reason in enumerate(("stop", "length", "length"))]
     assert replied(run, ends).ended == ["stop", "length", "length"]
 
 
 def test_what_is_read_at_once_came_at_once(tokenizer):
     run = transcript(tokenizer, n=2)
     first = [output(0, [68, 69], [-1.0] * 2), output(0, [68], [-1.0]), output(1, [68], [-1.0])]
-    second = [output(0, [68], [-1.0]), output(0, [69], [-1.0], finish_reason="length")]
-    counted = replied(run, first, second, [output(1, [], [], finish_reason="length")])
+    second = [output(0, [68], [-1.0]), output(0, [69], [-1.0], end=EndCause.LENGTH)]
+    counted = replied(run, first, second, [output(1, [], [], end=EndCause.LENGTH)])
     assert counted.came == [(True, 3), (True, 1), (False, 2)]
 
 

@@ -9,7 +9,7 @@ import torch
 from embedded_model_server import MODEL, STORY, run_app, service_of, small_engine
 from transformers import AutoModel
 
-from quire.core.output import Output
+from quire.core.output import EndCause, Output
 from quire.core.step import Pooling
 from quire.engine.embeddings import EmbeddingBatch, EmbeddingDeadlineMissed, EmbeddingFailed, PooledPrompt
 from quire.engine.inputs import Generation, TokenizedPrompt
@@ -127,7 +127,7 @@ def test_refusals(client, llm):
 
 
 def output(vector, finish_reason=None):
-    return Output("r", 0, 0, [], pooled=np.array(vector, np.float32), finish_reason=finish_reason)
+    return Output("r", 0, 0, [], pooled=np.array(vector, np.float32), end=finish_reason and EndCause(finish_reason))
 
 
 def test_chunks_are_put_together():
@@ -154,10 +154,10 @@ def test_a_batch_of_prompts_ends_with_its_last_one_or_the_first_that_fails():
     batch = EmbeddingBatch(asked, Pooling.LAST)
     first, second = (request.request_id for request in batch.requests)
     vector = np.ones(4, np.float32)
-    assert batch.process_output(Output(second, 0, 0, [], finish_reason="length", pooled=vector)).prompt_token_ids == [6]
+    assert batch.process_output(Output(second, 0, 0, [], end=EndCause.LENGTH, pooled=vector)).prompt_token_ids == [6]
     assert (batch.is_open(first), batch.is_open(second), batch.finished) == (True, False, False)
     with pytest.raises(EmbeddingFailed, match="could not be embedded: a kernel failed"):
-        batch.process_output(Output(first, 0, 0, [], finish_reason="error", error="a kernel failed"))
+        batch.process_output(Output(first, 0, 0, [], end=EndCause.STEP_FAILED, error="a kernel failed"))
     assert batch.finished
     assert [one.prompt_token_ids for one in batch] == [[5], [6]]
 
@@ -169,7 +169,7 @@ def test_a_prompt_that_was_given_up_for_its_deadline_has_no_vector(pooling):
     if pooling is Pooling.MEAN:
         batch.process_output(Output(name, 0, 0, [], pooled=np.ones(4, np.float32)))  # of its first chunk
     with pytest.raises(EmbeddingDeadlineMissed, match="waited too long"):
-        batch.process_output(Output(name, 0, 0, [], finish_reason="abort", error="it waited too long"))
+        batch.process_output(Output(name, 0, 0, [], end=EndCause.DEADLINE, error="it waited too long"))
 
 
 def test_over_http_that_is_the_error_of_a_missed_deadline(monkeypatch, http):
@@ -182,7 +182,7 @@ def test_over_http_that_is_the_error_of_a_missed_deadline(monkeypatch, http):
                 pass
 
             async def __anext__(self):
-                return [Output(requests[0].request_id, 0, 0, [], finish_reason="abort", error="it waited too long")]
+                return [Output(requests[0].request_id, 0, 0, [], end=EndCause.DEADLINE, error="it waited too long")]
 
         return Stream()
 

@@ -275,7 +275,7 @@ def test_health_stays_green(http):
 
 
 def test_parameters_that_leave_no_token_are_told_as_such(http, served):
-    end, *_ = served.built.engine._eos_token_ids
+    end, *_ = served.built.engine.eos_token_ids
     body = {"prompt": "Hello", "allowed_token_ids": [end], "min_tokens": 3, "max_tokens": 5}
     answer = http.post("/v1/completions", json=body)
     assert answer.status_code == 400

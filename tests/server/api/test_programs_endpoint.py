@@ -106,9 +106,9 @@ def test_an_end_travels_as_it_is_and_a_restart_knows_the_program():
 
 def test_a_program_offline(llm, monkeypatch):
     seen = []
-    add = llm._engine.add_request
+    add = llm.llm_engine.add_request
     monkeypatch.setattr(
-        llm._engine,
+        llm.llm_engine,
         "add_request",
         lambda *request: (seen.append(NewRequest(*request).scheduling_params), add(*request)),
     )

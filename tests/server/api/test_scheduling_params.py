@@ -102,13 +102,13 @@ def test_a_server_that_heeds_priorities_takes_them(http):
 def noted(llm, monkeypatch):
     """Scheduling parameters of the engine's requests, in order."""
     seen = []
-    add = llm._engine.add_request
+    add = llm.llm_engine.add_request
 
     def noting(*request):
         seen.append(NewRequest(*request).scheduling_params)
         add(*request)
 
-    monkeypatch.setattr(llm._engine, "add_request", noting)
+    monkeypatch.setattr(llm.llm_engine, "add_request", noting)
     return seen
 
 

@@ -6,7 +6,7 @@ import threading
 import pytest
 from multi_tenant_server import GENERATING
 
-from quire.core.output import Output
+from quire.core.output import EndCause, Output
 from quire.cost.block_size import CANDIDATES, BlockUse
 from quire.cost.step_time import CostModel
 from quire.engine.engine import CostModelStats, EngineStats
@@ -15,7 +15,7 @@ from quire.server.api.native import admin
 from quire.startup.build import model_info_of
 from quire.supervisor import async_engine
 from quire.supervisor.async_engine import AsyncEngine
-from quire.supervisor.launcher import EngineThread
+from quire.supervisor.engine_handle import EngineThread
 
 
 def test_costs_and_block_sizes_of_the_requests_so_far(keyless, monkeypatch):
@@ -124,4 +124,4 @@ def test_a_deadline_that_is_missed_on_the_way(keyless, monkeypatch, num_before, 
 
 def _given_up(output, num_before):
     tokens = output.token_ids[:1] * num_before
-    return Output(output.request_id, output.index, output.seq_id, tokens, "abort", error="too late")
+    return Output(output.request_id, output.index, output.seq_id, tokens, EndCause.DEADLINE, error="too late")

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from server_probes import Page
 
 from quire.errors import RequestError
-from quire.structured_outputs import compile
+from quire.structured_outputs import compiler, grammar_cache
 
 ASKED = [{"role": "user", "content": "Faye took 18 white ladders on Thursday.\nJSON keys: name, count, color"}]
 SCHEMA = {
@@ -212,12 +212,35 @@ def test_what_only_the_engine_finds_out_is_refused_too(monkeypatch, path):
     def refuse(*_args):
         raise RequestError("this vocabulary has no letters")
 
-    monkeypatch.setattr(compile, "compile_grammar", refuse)
+    monkeypatch.setattr(compiler, "compile_grammar", refuse)
     form = {"sampling_params": {"regex": "[0-9]"}, "text": STORY} if path == "/generate" else {"regex": "[0-9]"}
     with run_site() as site:
         answer = site.post(None, path, **ROUTES.get(path, {}), **form)
         assert (answer.status_code, answer.json()["error"]["message"]) == (400, "this vocabulary has no letters")
         assert site.post(None, "/v1/completions", prompt=STORY, max_tokens=1).status_code == 200
+
+
+def test_no_tenant_and_no_salt_uses_what_another_has_compiled(monkeypatch):
+    """Front end and engine compile a constraint once for each tenant and salt."""
+    calls = {"check": [], "compile": []}
+    check, compile_grammar = grammar_cache.check, compiler.compile_grammar
+
+    def count_check(params, *args):
+        calls["check"].append(params.text)
+        return check(params, *args)
+
+    def count_compile(params, *args):
+        calls["compile"].append(params.text)
+        return compile_grammar(params, *args)
+
+    monkeypatch.setattr(grammar_cache, "check", count_check)
+    monkeypatch.setattr(compiler, "compile_grammar", count_compile)
+    body = {"prompt": STORY, "max_tokens": 3, "regex": "[0-9]{2}"}
+    with run_site("alice", "bob") as site:
+        for number, (who, salt) in enumerate([("alice", {}), ("bob", {}), ("alice", {"cache_salt": "x"})], 1):
+            for _ in range(2):
+                assert site.post(who, "/v1/completions", **body, **salt).status_code == 200
+            assert calls == {"check": ["[0-9]{2}"] * number, "compile": ["[0-9]{2}"] * number}
 
 
 def test_openai_s_client_raises_for_a_bad_schema(client):

@@ -49,7 +49,9 @@ class Instance:
 @contextlib.contextmanager
 def running(app, drain, close, grace=30.0):
     ready = threading.Event()
-    server = GracefulServer(http_config(app), drain=drain, ready=ready.set, close=close, drain_timeout=grace)
+    server = GracefulServer(
+        http_config(app), drain=drain, ready=ready.set, has_failed=lambda: False, close=close, drain_timeout=grace
+    )
     listener = socket.create_server(("127.0.0.1", 0))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()

@@ -9,7 +9,7 @@ import pytest
 from embedded_model_server import run_app, service_of, small_engine
 from server_probes import wait_until
 
-from quire.core.output import Output
+from quire.core.output import EndCause, Output
 from quire.server.app import make_app
 from quire.server.observability.metrics import Metrics
 
@@ -152,7 +152,7 @@ class Failing:
             for output in outputs:
                 self._engine.abort(output.request_id)
             outputs = [
-                Output(output.request_id, output.index, output.seq_id, [], finish_reason="error", error=outcome)
+                Output(output.request_id, output.index, output.seq_id, [], end=EndCause.STEP_FAILED, error=outcome)
                 for output in outputs
             ]
         return outputs
@@ -200,9 +200,8 @@ def test_an_engine_that_failed_is_not_healthy(failing):
         assert json.loads(got[-2])["error"]["type"] == "service_unavailable"
         wait_until(lambda: metric(url, "request_success_total", finished_reason="error") == 1)
         assert "secret" not in "".join(got)
-        for path in ("/health", "/ready"):
+        for path in ("/health", "/ready", "/live"):
             assert httpx.get(url + path).status_code == 503
-        assert httpx.get(f"{url}/live").status_code == 200
         answer = httpx.post(f"{url}/v1/completions", json=LONG)
         assert (answer.status_code, answer.json()["error"]["type"]) == (503, "service_unavailable")
 
@@ -216,7 +215,7 @@ def test_steps_that_fail_in_a_row_turn_health_red_until_one_succeeds(num_failed)
         raise RuntimeError("secret of the kernel")
 
     with run_app(make_app(service_of(built))) as url:
-        runner = built.engine._runner
+        runner = built.engine.runner
         launch, runner.launch = runner.launch, fail
         while built.engine.stats().failed_in_a_row < num_failed:
             assert httpx.post(f"{url}/v1/completions", json=body, timeout=30).status_code == 500

@@ -13,7 +13,7 @@ from quire.params import SamplingParams
 from quire.server.observability.metrics import FinishedRequestStats, Metrics
 from quire.server.observability.request_record import RequestRecord
 from quire.server.options import ServerOptions
-from quire.supervisor.health import Health
+from quire.supervisor.health import Health, State
 
 CACHE = CacheConfig(16, (KVGroup((0,), "full", 1, 8, "float32", 10, 1024),))
 PLAIN = {"model_name", "engine"}
@@ -73,7 +73,7 @@ def page(keyless):
 
 @pytest.fixture
 def metrics():
-    health = Health("the engine is stalled", "stalled", 2.5, EngineStats.zero(), 0.0, 3)
+    health = Health("the engine is stalled", State.STALLED, EngineStats.zero(), 2.5, 0.0, 3, "")
     return Metrics("m", lambda: health, cache=CACHE, max_model_len=100)
 
 
@@ -186,7 +186,7 @@ def test_what_was_not_measured_is_not_counted(metrics):
 def test_the_state_of_the_engine(metrics):
     page = Page(metrics.export("").decode())
     states = {sample.labels["state"]: sample.value for sample in page.families["engine_state"].samples}
-    assert states == {"ok": 0, "stalled": 1, "restarting": 0, "stopped": 0}
+    assert states == {"starting": 0, "serving": 0, "stalled": 1, "restarting": 0, "failed": 0, "closed": 0}
     assert page.value("engine_restarts_total") == 3
     assert page.value("engine_heartbeat_age_seconds") == 2.5
     assert page.value("engine_healthy") == 0

@@ -1,11 +1,15 @@
 """Routes of models and health."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import msgspec
 from fastapi import APIRouter, Request, Response
 
 from quire.server.middleware.auth import caller_of
 from quire.server.middleware.drain import Drain
 from quire.server.service import Service
+from quire.supervisor.health import Health
 
 
 def health_routes(service: Service, drain: Drain) -> APIRouter:
@@ -23,20 +27,24 @@ def health_routes(service: Service, drain: Drain) -> APIRouter:
         service.check_model(name)
         return _model(service)
 
-    @router.get("/live")
-    async def live() -> dict[str, str]:
-        """200 while this process answers. A liveness probe; needs no API key."""
-        return {"status": "ok"}
+    @router.get("/live", response_model=None)
+    async def live() -> Response:
+        """200 while this process answers, unless no engine is started any more: then 503, and the process ends.
+
+        A liveness probe; needs no API key.
+        """
+        return _status(str(service.engine.failure or ""))
 
     @router.get("/ready", response_model=None)
     async def ready() -> Response:
         """200 if requests can be served, otherwise 503. A readiness probe; needs no API key."""
-        return _health(service, drain, with_figures=False)
+        return _status(_problem(service.engine.health(), drain))
 
     @router.get("/health", response_model=None)
     async def health(request: Request) -> Response:
         """200 if requests can be served, otherwise 503 with the reason in `status`. Admins also get figures."""
-        return _health(service, drain, with_figures=caller_of(request).is_admin)
+        health = service.engine.health()
+        return _status(_problem(health, drain), _figures(health) if caller_of(request).is_admin else {})
 
     return router
 
@@ -51,23 +59,33 @@ def _model(service: Service) -> dict[str, object]:
     }
 
 
-def _health(service: Service, drain: Drain, *, with_figures: bool) -> Response:
-    """The status, with figures only for admins: they cover all tenants, and the heartbeat age shows the load."""
-    health = service.engine.health()
-    problem = health.problem or ("draining" if drain.begun else "")
-    body: dict[str, object] = {"status": problem or "ok"}
-    if with_figures:
-        body |= {
-            "heartbeat_age_seconds": round(health.heartbeat_age, 3),
-            "requests_running": health.stats.num_running,
-            "requests_waiting": health.stats.num_waiting,
-            "kv_blocks_used": health.stats.kv_blocks_used,
-            "kv_blocks_total": health.stats.kv_blocks_total,
-            "steps": health.stats.num_steps,
-            "failed_steps": health.stats.failed_steps,
-            "last_step_seconds": health.stats.last_step_seconds,
-            "predicted_step_seconds": health.predicted_step_seconds,
-            "engine": health.state,
-            "engine_restarts": health.num_restarts,
-        }
-    return Response(msgspec.json.encode(body), 503 if problem else 200, media_type="application/json")
+def _problem(health: Health, drain: Drain) -> str:
+    return health.problem or ("draining" if drain.begun else "")
+
+
+def _figures(health: Health) -> dict[str, object]:
+    """Figures for admins only: they cover all tenants, and the heartbeat age shows the load. None: no engine runs."""
+    stats = health.stats
+    figures: dict[str, object] = {
+        "engine": health.state,
+        "engine_restarts": health.num_restarts,
+        "engine_start_error": health.start_error or None,
+        "requests_running": stats.num_running,
+        "requests_waiting": stats.num_waiting,
+        "steps": stats.num_steps,
+        "failed_steps": stats.failed_steps,
+    }
+    age = health.heartbeat_age
+    of_engine: dict[str, object] = {
+        "heartbeat_age_seconds": None if age is None else round(age, 3),
+        "kv_blocks_used": stats.kv_blocks_used,
+        "kv_blocks_total": stats.kv_blocks_total,
+        "last_step_seconds": stats.last_step_seconds,
+        "predicted_step_seconds": health.predicted_step_seconds,
+    }
+    return figures | (dict.fromkeys(of_engine) if age is None else of_engine)
+
+
+def _status(problem: str, figures: Mapping[str, object] = MappingProxyType({})) -> Response:
+    body = msgspec.json.encode({"status": problem or "ok", **figures})
+    return Response(body, 503 if problem else 200, media_type="application/json")

@@ -1,0 +1,61 @@
+"""When a supervisor starts the next engine, and when it stops to start engines.
+
+An engine that ends is replaced at once, unless engines end before they have served. A start that failed is repeated
+after a delay that doubles from FIRST_DELAY to MAX_DELAY seconds, until one succeeds or `timeout` seconds have passed
+since an engine served. All failures count alike: a refusal, a signal, no memory for a process. Callers pass the time in
+seconds of a monotonic clock.
+"""
+
+RESTART_TIMEOUT = 600.0  # seconds, the default of `timeout`
+FIRST_DELAY = 0.25  # seconds after the first failed start
+MAX_DELAY = 5.0  # seconds
+MAX_CRASHES = 24  # engines in a row that crash with requests before they commit a step; crash bisection needs fewer
+MIN_LIFETIME = 5.0  # seconds; an idle engine that ends sooner has not served, so that it counts as a failed start
+
+
+class RestartPolicy:
+    """The failed starts and crashes since an engine last served.
+
+    timeout: in seconds; 0 means no limit. now: when the first engine was started.
+    """
+
+    def __init__(self, timeout: float, now: float) -> None:
+        self._timeout = timeout
+        self._last_served_at = now  # when the last engine that served ended
+        self._num_failed_starts = 0  # since then
+        self.num_crashes = 0  # engines in a row that crashed with requests, without a committed step
+
+    @property
+    def delay(self) -> float:
+        """Seconds to wait before the next start."""
+        if not self._num_failed_starts:
+            return 0.0
+        doublings = min(self._num_failed_starts - 1, 16)  # 2.0 ** 1024 would overflow
+        return min(FIRST_DELAY * 2.0**doublings, MAX_DELAY)
+
+    @property
+    def deadline(self) -> float | None:
+        """The time after which no engine is started; None: never."""
+        return self._last_served_at + self._timeout if self._timeout else None
+
+    @property
+    def is_crash_loop(self) -> bool:
+        """Whether more engines crashed with requests than crash bisection needs."""
+        return self.num_crashes > MAX_CRASHES
+
+    def record_failed_start(self) -> None:
+        """Record a start that failed."""
+        self._num_failed_starts += 1
+
+    def record_end(self, now: float, *, lifetime: float, num_committed: int, had_work: bool) -> None:
+        """Record the end of an engine that had started.
+
+        lifetime: seconds for which it was connected. num_committed: its committed steps. had_work: whether requests or
+        calls were open.
+        """
+        crashed = had_work and not num_committed
+        self.num_crashes = self.num_crashes + 1 if crashed else 0
+        if had_work or num_committed or lifetime >= MIN_LIFETIME:
+            self._last_served_at, self._num_failed_starts = now, 0
+        else:
+            self._num_failed_starts += 1

@@ -1,0 +1,74 @@
+"""A sequence that reaches a limit of llguidance, or in which it panics, fails alone. Its grammar can be used again."""
+
+import json
+
+import numpy as np
+
+from quire.params import StructuredOutputsParams
+from quire.structured_outputs.guidance import GuidanceBackend
+from quire.structured_outputs.vocabulary import Vocabulary
+
+BYTES = Vocabulary(
+    tokens=[bytes([i]) if i else b"" for i in range(256)],
+    end_ids=(0,),
+    special_ids=frozenset({0}),
+    encode=lambda text: list(text.encode()),
+)
+LONG_STRING = StructuredOutputsParams(json=json.dumps({"type": "string", "maxLength": 60_000}))
+
+
+class Writer:
+    """Writes a text as a model would: letters, and otherwise the first byte that the mask allows."""
+
+    def __init__(self, grammar):
+        self.matcher = grammar.new_matcher(fast_forward=True)
+        self.verdict = self.matcher.advance([])
+        self.num_letters = 0
+
+    def write(self, num_letters):
+        """Write until this many letters, or the end (True). False if the grammar allows nothing any more."""
+        while self.num_letters < num_letters:
+            mask = np.zeros(8, np.uint32)
+            self.matcher.fill_bitmask(mask)
+            allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+            if self.verdict.error or not len(allowed):
+                return False
+            letter = ord("a") + self.num_letters % 26
+            self.num_letters += letter in allowed
+            self.verdict = self.matcher.advance([letter if letter in allowed else int(allowed[0])])
+        return True
+
+
+def test_other_sequences_go_on_where_one_reaches_a_limit(caplog):
+    grammar = GuidanceBackend().compile(LONG_STRING, BYTES)
+    sibling = Writer(grammar)
+    assert sibling.write(5)
+    assert not Writer(grammar).write(59_000), "otherwise no limit is reached"
+    assert "too many" in caplog.text, "the log has the reason"
+    assert sibling.write(20)
+    assert all(Writer(grammar).write(20) for _ in range(3))
+    assert caplog.text.count("too many states") == 1
+
+
+def test_a_panic_of_the_library_spoils_neither_siblings_nor_the_grammar(caplog):
+    """The tokenizer fails within the library, which panics and has an error from then on."""
+    is_broken = False
+
+    def encode(text):
+        if is_broken:
+            raise ValueError("no tokens today")
+        return list(text.encode())
+
+    grammar = GuidanceBackend().compile(
+        StructuredOutputsParams(regex="[ab]cdefgh[ij]"), Vocabulary(BYTES.tokens, (0,), frozenset({0}), encode)
+    )
+    victim, sibling = (grammar.new_matcher(fast_forward=True) for _ in range(2))
+    assert not victim.advance([]).error and not sibling.advance([]).error
+    is_broken = True
+    errors = [victim.advance([token]).error for token in b"ac"]
+    assert errors[-1] == "the matcher of the constraint failed: the backend failed"
+    assert caplog.text.count("no tokens today") == 1, "the log has the reason once"
+    is_broken = False
+    for matcher in (sibling, grammar.new_matcher(fast_forward=True)):
+        assert bytes(matcher.advance([ord("a")]).forced) == b"cdefgh"
+        assert matcher.advance([ord("i")]).is_over
